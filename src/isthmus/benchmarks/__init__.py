@@ -1,0 +1,1 @@
+"""Load generators and the small random models they run on."""

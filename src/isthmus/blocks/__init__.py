@@ -1,0 +1,11 @@
+"""What a KV block is: a named, sealed, immutable value.
+
+The *name* says what the block must contain (model revision, KV layout, tenant salt, all tokens up to its
+end); the *seal* says which bytes it does contain. Pure: no clock, no I/O, no torch.
+"""
+
+from isthmus.blocks.layout import KVLayout
+from isthmus.blocks.names import BlockNamer
+from isthmus.blocks.seals import SEAL_BYTES, seal
+
+__all__ = ["SEAL_BYTES", "BlockNamer", "KVLayout", "seal"]

@@ -1,0 +1,47 @@
+"""Block names: a keyed BLAKE3 chain over full blocks of tokens."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import blake3
+
+from isthmus.blocks.layout import KVLayout
+from isthmus.types import BlockName
+
+NAME_BYTES = 16
+
+
+def _length_prefixed(*parts: bytes) -> bytes:
+    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+
+
+class BlockNamer:
+    """Names the full blocks of a token sequence for one model revision, KV layout and tenant salt.
+
+    `name[i] = blake3(key, name[i-1] + tokens of block i)[:16]`, where the key is derived from revision,
+    layout and salt. Two sequences share a name exactly when they share every token up to that block's end,
+    the model, the layout and the salt (up to 128-bit collisions).
+    """
+
+    def __init__(self, *, revision: str, layout: KVLayout, salt: str = "") -> None:
+        context = _length_prefixed(revision.encode(), layout.fingerprint(), salt.encode())
+        self._key = blake3.blake3(context, derive_key_context="isthmus 2026 kv block name").digest()
+        self.block_size = layout.block_size
+
+    def names(
+        self, tokens: Sequence[int], *, parent: BlockName | None = None, start: int = 0
+    ) -> list[BlockName]:
+        """Names of the full blocks of `tokens[start:]`; `parent` names the block that ends at `start`.
+
+        A tail shorter than a block has no name.
+        """
+        previous: bytes = parent if parent is not None else bytes(NAME_BYTES)
+        size = self.block_size
+        names = []
+        for at in range(start, len(tokens) - size + 1, size):
+            body = previous + array("I", tokens[at : at + size]).tobytes()
+            previous = blake3.blake3(body, key=self._key).digest(length=NAME_BYTES)
+            names.append(BlockName(previous))
+        return names

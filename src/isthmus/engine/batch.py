@@ -1,0 +1,142 @@
+"""A flat batch: the tokens of prefill chunks and decodes side by side, with where their KV lies.
+
+Rows that compute few tokens (decodes above all) attend through the paged kernel; long chunks attend by parts.
+Rows come first in the flat order, chunks after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isthmus.engine.kv import runs_of
+
+ROW_TOKENS = 8
+"""A chunk of at most so many tokens is computed as rows of the paged kernel."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Compute `tokens`, which stand at positions `[start, start + len(tokens))` of one request.
+
+    `blocks` cover at least those positions; KV of the positions before `start` is in place already.
+    `samples`: the logits after the last token are wanted.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    samples: bool
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass
+class Prefill:
+    """A long chunk inside the flat batch: flat range `[first, last)`, positions `[start, stop)`."""
+
+    first: int
+    last: int
+    start: int
+    stop: int
+    blocks: Sequence[int]
+
+
+@dataclass
+class Batch:
+    """Legend: T flat tokens, R paged rows (the first R of T), S sampled tokens, B blocks of the longest row."""
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    tables_RB: Tensor
+    lens_R: Tensor
+    prefills: list[Prefill]
+    sample_S: Tensor
+    order: list[int]
+    """Index of the chunk, in the caller's order, that sample s belongs to."""
+    block_size: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens_T.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        return self.lens_R.shape[0]
+
+    @property
+    def only_decodes(self) -> bool:
+        return not self.prefills and self.num_rows == len(self.order)
+
+    def advance(self, tokens_S: Tensor) -> None:
+        """Moves a batch of decodes on by one position each, with the tokens just sampled."""
+        assert self.only_decodes, "only decodes advance in place"
+        self.tokens_T = tokens_S
+        self.positions_T += 1
+        self.lens_R += 1
+        block_R = (self.positions_T // self.block_size).long()
+        self.slots_T = (
+            self.tables_RB.gather(1, block_R[:, None]).squeeze(1) * self.block_size
+            + self.positions_T % self.block_size
+        )
+
+
+def build_batch(chunks: Sequence[Chunk], block_size: int, device: torch.device) -> Batch:
+    """Lays out chunks (in any order) as one flat batch. Mutates nothing."""
+    by_rows = [index for index, chunk in enumerate(chunks) if len(chunk.tokens) <= ROW_TOKENS]
+    by_parts = [index for index, chunk in enumerate(chunks) if len(chunk.tokens) > ROW_TOKENS]
+    tokens: list[int] = []
+    positions: list[np.ndarray] = []
+    slots: list[np.ndarray] = []
+    prefills: list[Prefill] = []
+    sampled: list[tuple[int, int]] = []
+    for index in by_rows + by_parts:
+        chunk = chunks[index]
+        first = len(tokens)
+        tokens.extend(chunk.tokens)
+        at = np.arange(chunk.start, chunk.stop)
+        table = np.asarray(chunk.blocks)
+        positions.append(at)
+        slots.append(table[at // block_size] * block_size + at % block_size)
+        if len(chunk.tokens) > ROW_TOKENS:
+            prefills.append(Prefill(first, len(tokens), chunk.start, chunk.stop, chunk.blocks))
+        if chunk.samples:
+            sampled.append((len(tokens) - 1, index))
+    flat_positions = np.concatenate(positions)
+    num_rows = sum(len(chunks[index].tokens) for index in by_rows)
+
+    def place(values: Sequence[int] | np.ndarray, dtype: torch.dtype) -> Tensor:
+        return torch.as_tensor(np.asarray(values), dtype=dtype).to(device)
+
+    return Batch(
+        tokens_T=place(tokens, torch.int64),
+        positions_T=place(flat_positions, torch.int32),
+        slots_T=place(np.concatenate(slots), torch.int32),
+        tables_RB=place(_tables([chunks[index] for index in by_rows]), torch.int32),
+        lens_R=place(flat_positions[:num_rows] + 1, torch.int32),
+        prefills=prefills,
+        sample_S=place([row for row, _ in sampled], torch.int64),
+        order=[index for _, index in sampled],
+        block_size=block_size,
+    )
+
+
+def _tables(chunks: Sequence[Chunk]) -> np.ndarray:
+    """One padded block table for each token row; rows of one chunk share theirs."""
+    widest = max((len(chunk.blocks) for chunk in chunks), default=0)
+    tables = np.zeros((sum(len(chunk.tokens) for chunk in chunks), widest), dtype=np.int32)
+    row = 0
+    for chunk in chunks:
+        tables[row : row + len(chunk.tokens), : len(chunk.blocks)] = chunk.blocks
+        row += len(chunk.tokens)
+    return tables
+
+
+__all__ = ["Batch", "Chunk", "Prefill", "build_batch", "runs_of"]

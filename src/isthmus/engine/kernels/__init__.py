@@ -1,0 +1,66 @@
+"""The five operations the engine needs beside matrix products, in two forms with one signature each.
+
+`plain` is torch (any device); `native` is C for the CPU, compiled on first use and kept in a cache folder.
+`select` picks; nothing else asks which one is in use.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from isthmus.engine.kernels import plain
+
+
+class Kernels(Protocol):
+    """Legend: T tokens, R rows, H query heads, K key/value heads, D head size, N width."""
+
+    name: str
+
+    def add_rms_norm(self, x_TN: Tensor, delta_TN: Tensor | None, weight_N: Tensor, eps: float) -> Tensor:
+        """Adds `delta` into `x` in place, then returns rms_norm(x) * weight (float32 weight)."""
+
+    def silu_mul(self, gate_up_T2N: Tensor) -> Tensor:
+        """silu(first half) * second half."""
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        cos_sin: Tensor,
+        q_norm_D: Tensor | None,
+        k_norm_D: Tensor | None,
+        eps: float,
+        kv_S2KD: Tensor,
+        num_heads: int,
+    ) -> Tensor:
+        """Rotates Q and K (after their norms, if any), writes K and V at `slots`, returns Q [T, H, D]."""
+
+    def attend_paged(
+        self,
+        q_RHD: Tensor,
+        kv_S2KD: Tensor,
+        tables_RB: Tensor,
+        lens_R: Tensor,
+        block_size: int,
+        window: int,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Row r attends to the last `window` (0: all) of the `lens[r]` tokens in `tables[r]`.
+
+        Returns (out [R, H, D], lse [R, H], natural log).
+        """
+
+
+def select(device: torch.device) -> Kernels:
+    """Native kernels on a CPU with a C compiler, torch otherwise."""
+    if device.type == "cpu":
+        from isthmus.engine.kernels import native
+
+        library = native.load()
+        if library is not None:
+            return library
+    return plain.PlainKernels()

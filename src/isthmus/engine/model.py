@@ -1,0 +1,107 @@
+"""The network: one pass of a flat batch through all layers.
+
+Legend: T flat tokens, N hidden size, H query heads, D head size, S sampled tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from isthmus.engine.attention import Part, merge, partial
+from isthmus.engine.batch import Batch, Prefill
+from isthmus.engine.kernels import Kernels
+from isthmus.engine.kv import KVMemory, runs_of
+from isthmus.engine.rope import cos_sin_table
+from isthmus.engine.spec import ModelSpec
+from isthmus.engine.weights import Layer, Weights
+
+MAX_PARTS = 8
+"""More pieces of KV than this are gathered into one: each part costs a call."""
+
+OnLayer = Callable[[int], None]
+
+
+class Model:
+    """Weights plus kernels. `forward` writes the new KV and returns logits; it keeps no state of requests."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, kernels: Kernels, max_length: int) -> None:
+        self.spec, self._weights, self._kernels = spec, weights, kernels
+        device = weights.embedding.device
+        self._cos_sin = cos_sin_table(spec.rope, spec.head_dim, max_length).to(device)
+        self._scale = spec.head_dim**-0.5
+
+    def forward(self, batch: Batch, memory: KVMemory, on_layer: OnLayer | None = None) -> Tensor:
+        """Logits `[S, V]` (float32) of the sampled tokens. `on_layer(i)` runs when layer i's KV is in place."""
+        weights, kernels, eps = self._weights, self._kernels, self.spec.norm_eps
+        x_TN = weights.embedding[batch.tokens_T]
+        delta: Tensor | None = None
+        for index, layer in enumerate(weights.layers):
+            normed = kernels.add_rms_norm(x_TN, delta, layer.attention_norm, eps)
+            delta = layer.output(self._attend(layer, index, normed, batch, memory))
+            if on_layer is not None:
+                on_layer(index)
+            normed = kernels.add_rms_norm(x_TN, delta, layer.mlp_norm, eps)
+            delta = layer.down(kernels.silu_mul(layer.gate_up(normed)))
+        x_SN, delta_SN = (x_TN, delta) if batch.only_decodes else (x_TN[batch.sample_S], delta[batch.sample_S])
+        return weights.head(kernels.add_rms_norm(x_SN, delta_SN, weights.final_norm, eps)).float()
+
+    def _attend(self, layer: Layer, index: int, x_TN: Tensor, batch: Batch, memory: KVMemory) -> Tensor:
+        spec, kv = self.spec, memory.layers[index]
+        q_THD = self._kernels.rope_store(
+            layer.qkv(x_TN),
+            batch.positions_T,
+            batch.slots_T,
+            self._cos_sin,
+            layer.q_norm,
+            layer.k_norm,
+            spec.norm_eps,
+            kv,
+            spec.num_heads,
+        )
+        num_rows = batch.num_rows
+        outs: list[Tensor] = []
+        if num_rows:
+            out, _ = self._kernels.attend_paged(
+                q_THD[:num_rows],
+                kv,
+                batch.tables_RB,
+                batch.lens_R,
+                batch.block_size,
+                layer.window,
+                self._scale,
+            )
+            outs.append(out)
+        outs += [
+            self._attend_chunk(q_THD[chunk.first : chunk.last], kv, chunk, batch.block_size, layer.window)
+            for chunk in batch.prefills
+        ]
+        out_THD = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return out_THD.reshape(batch.num_tokens, -1)
+
+    def _attend_chunk(self, q_THD: Tensor, kv: Tensor, chunk: Prefill, block_size: int, window: int) -> Tensor:
+        """A chunk over the KV before it and itself: one part for each run of slots, merged."""
+
+        def pieces(start: int, stop: int) -> list[Tensor]:
+            found = [kv[first:last] for first, last in runs_of(chunk.blocks, block_size, start, stop)]
+            return found if len(found) <= MAX_PARTS else [torch.cat(found)]
+
+        def joined(start: int, stop: int) -> Tensor:
+            found = pieces(start, stop)
+            return found[0] if len(found) == 1 else torch.cat(found)
+
+        if window and chunk.stop > window:
+            low = max(0, chunk.start - window + 1)
+            part = partial(
+                q_THD,
+                joined(low, chunk.stop),
+                scale=self._scale,
+                causal_from=chunk.start - low,
+                window=window,
+            )
+            return part[0]
+        parts: list[Part] = [partial(q_THD, kv_LKD, scale=self._scale) for kv_LKD in pieces(0, chunk.start)]
+        parts.append(partial(q_THD, joined(chunk.start, chunk.stop), scale=self._scale, causal_from=0))
+        return merge(parts)[0]

@@ -1,0 +1,169 @@
+"""Loads safetensors weights into the engine's own arrangement, and digests them into the model revision.
+
+Fused and transposed once here: Q, K, V in one matrix, gate and up in one, each `[in, out]`, so that a step is
+four matrix products a layer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import blake3
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from isthmus.engine.spec import ModelSpec, load_json
+from isthmus.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Linear:
+    """`x @ weight + bias`; weight `[in, out]`."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Norm weights are float32 whatever the compute type: they are small and the kernels want them so."""
+
+    attention_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    window: int
+
+
+@dataclass(frozen=True)
+class Weights:
+    """All tensors of a model, and the digest of the bytes they came from."""
+
+    embedding: Tensor
+    layers: tuple[Layer, ...]
+    final_norm: Tensor
+    head: Linear
+    revision: str
+
+
+class _Folder:
+    """Tensors of a model folder by name, over one or many safetensors files."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder = folder
+        self.digest = blake3.blake3()
+        self._files = {name: self._open(name, stack) for name in self._file_names()}
+        self._where = {key: name for name, file in self._files.items() for key in file.keys()}  # noqa: SIM118
+
+    def _file_names(self) -> list[str]:
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists():
+            return sorted(set(load_json(index).get("weight_map", {}).values()))
+        names = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        if names:
+            return names
+        others = sorted(p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        found = f"; found {', '.join(others)}, which Isthmus does not open" if others else ""
+        raise ModelError(f"{self.folder}: no .safetensors weights{found}; convert the model to safetensors")
+
+    def _open(self, name: str, stack: ExitStack) -> safe_open:
+        path = self.folder / name
+        if not path.is_file():
+            raise ModelError(f"{path}: listed in the weight index but not there")
+        try:
+            return stack.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path}: not a readable safetensors file: {error}") from None
+
+    def has(self, name: str) -> bool:
+        return name in self._where
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """A tensor in its stored type; digested on the way."""
+        if name not in self._where:
+            raise ModelError(f"{self.folder}: the weights have no tensor {name!r}")
+        tensor: Tensor = self._files[self._where[name]].get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelError(f"{self.folder}: {name} has shape {tuple(tensor.shape)}, config.json says {shape}")
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ModelError(f"{self.folder}: {name} is {tensor.dtype}; supported: float32, bfloat16, float16")
+        self.digest.update(name.encode())
+        self.digest.update(tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data)
+        return tensor
+
+
+def load_weights(folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> Weights:
+    """Reads and arranges all weights in `dtype` on `device`. Raises ModelError naming file or tensor."""
+    with ExitStack() as stack:
+        return _Loader(_Folder(folder, stack), spec, dtype, device).weights()
+
+
+class _Loader:
+    def __init__(self, source: _Folder, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+        self._source, self._spec, self._dtype, self._device = source, spec, dtype, device
+
+    def weights(self) -> Weights:
+        spec, source = self._spec, self._source
+        source.digest.update(json.dumps(_identity(spec), sort_keys=True).encode())
+        embedding = self._place(source.take("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size))
+        layers = tuple(self._layers())
+        final_norm = self._norm("model.norm", spec.hidden_size)
+        if spec.tied_embeddings:
+            head = Linear(embedding.t().contiguous())
+        else:
+            head = self._linear(("lm_head",), (spec.vocab_size,), spec.hidden_size, bias=False)
+        return Weights(embedding, layers, final_norm, head, source.digest.hexdigest(length=16))
+
+    def _layers(self) -> Iterator[Layer]:
+        spec = self._spec
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        for index in range(spec.num_layers):
+            at = f"model.layers.{index}"
+            q, k, v = (f"{at}.self_attn.{name}_proj" for name in "qkv")
+            mlp = f"{at}.mlp"
+            yield Layer(
+                attention_norm=self._norm(f"{at}.input_layernorm", hidden),
+                qkv=self._linear((q, k, v), (q_size, kv_size, kv_size), hidden, bias=spec.qkv_bias),
+                q_norm=self._norm(f"{at}.self_attn.q_norm", spec.head_dim) if spec.qk_norm else None,
+                k_norm=self._norm(f"{at}.self_attn.k_norm", spec.head_dim) if spec.qk_norm else None,
+                output=self._linear((f"{at}.self_attn.o_proj",), (hidden,), q_size, bias=spec.output_bias),
+                mlp_norm=self._norm(f"{at}.post_attention_layernorm", hidden),
+                gate_up=self._linear(
+                    (f"{mlp}.gate_proj", f"{mlp}.up_proj"), (inner, inner), hidden, bias=spec.mlp_bias
+                ),
+                down=self._linear((f"{mlp}.down_proj",), (hidden,), inner, bias=spec.mlp_bias),
+                window=spec.windows[index],
+            )
+
+    def _linear(self, names: tuple[str, ...], outs: tuple[int, ...], width: int, *, bias: bool) -> Linear:
+        parts = [self._source.take(f"{n}.weight", out, width) for n, out in zip(names, outs, strict=True)]
+        weight = self._place(torch.cat(parts).t().contiguous())
+        if not bias:
+            return Linear(weight)
+        biases = [self._source.take(f"{n}.bias", out) for n, out in zip(names, outs, strict=True)]
+        return Linear(weight, self._place(torch.cat(biases)))
+
+    def _norm(self, name: str, size: int) -> Tensor:
+        return self._source.take(f"{name}.weight", size).to(self._device, torch.float32).contiguous()
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, self._dtype)
+
+
+def _identity(spec: ModelSpec) -> dict[str, object]:
+    """The fields of the spec that change what the weights compute."""
+    rope = [spec.rope.theta, spec.rope.kind, spec.rope.options]
+    return {"family": spec.family, "rope": rope, "windows": spec.windows, "eps": spec.norm_eps}

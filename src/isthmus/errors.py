@@ -1,0 +1,63 @@
+"""Every exception Isthmus raises on purpose.
+
+    IsthmusError
+    ├── ConfigError          the user's file or flags are wrong           exit 2
+    ├── ModelError           a model folder cannot be loaded              exit 3
+    ├── StartError           a process cannot start (port, memory, child) exit 4
+    ├── RequestError         one request is wrong                         HTTP 400
+    ├── OverloadedError      refused for now; says when to try again      HTTP 429
+    ├── UnavailableError     no node can serve this now                   HTTP 503
+    └── ProtocolError        a peer sent something it must not send
+
+Bugs of ours are assertions, not members of this tree.
+"""
+
+from __future__ import annotations
+
+
+class IsthmusError(Exception):
+    """Base of the tree. `str(error)` is one line: what, where, what to do."""
+
+    exit_code = 1
+    http_status = 500
+
+
+class ConfigError(IsthmusError):
+    exit_code = 2
+
+
+class ModelError(IsthmusError):
+    exit_code = 3
+
+
+class StartError(IsthmusError):
+    exit_code = 4
+
+
+class RequestError(IsthmusError):
+    """A request that cannot be served as written; `param` names the field at fault."""
+
+    http_status = 400
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class OverloadedError(IsthmusError):
+    """Refused at arrival; `retry_after_s` is whole seconds."""
+
+    http_status = 429
+
+    def __init__(self, message: str, *, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class UnavailableError(IsthmusError):
+    http_status = 503
+
+
+class ProtocolError(IsthmusError):
+    http_status = 502

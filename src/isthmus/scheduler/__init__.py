@@ -1,0 +1,45 @@
+"""Decides for one node: the next batch, chunk sizes, which blocks a request holds, which cached blocks stay.
+
+Pure: facts in, actions out, no clock, no torch. The live node and the simulator drive the same object.
+"""
+
+from isthmus.scheduler.events import (
+    Action,
+    Admitted,
+    Arrived,
+    Cancelled,
+    Event,
+    Evicted,
+    Expected,
+    Imported,
+    Piece,
+    Preempted,
+    Released,
+    Reserved,
+    Run,
+    Stepped,
+    Stored,
+)
+from isthmus.scheduler.pool import BlockPool
+from isthmus.scheduler.scheduler import Limits, Scheduler
+
+__all__ = [
+    "Action",
+    "Admitted",
+    "Arrived",
+    "BlockPool",
+    "Cancelled",
+    "Event",
+    "Evicted",
+    "Expected",
+    "Imported",
+    "Limits",
+    "Piece",
+    "Preempted",
+    "Released",
+    "Reserved",
+    "Run",
+    "Scheduler",
+    "Stepped",
+    "Stored",
+]

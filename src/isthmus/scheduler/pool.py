@@ -1,0 +1,141 @@
+"""The paged pool's book-keeping: which blocks are free, held, or cached under a name.
+
+    free ──allocate──> held ──release, unnamed──> free
+                        │ ▲
+         release, named │ │ acquire by name
+                        ▼ │
+                       idle ──evict (least recently used)──> free
+
+Owns block numbers and reference counts; knows nothing of requests or tensors.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from isthmus.types import BlockName
+
+
+class BlockPool:
+    """Blocks `0 .. num_blocks-1`. `available` counts free and idle blocks: all that can be allocated."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free: list[int] = list(range(num_blocks))  # sorted, so that runs of blocks are found
+        self._references: dict[int, int] = {}
+        self._name_of: dict[int, BlockName] = {}
+        self._block_of: dict[BlockName, int] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # oldest use first
+        self._evicted: list[BlockName] = []
+
+    @property
+    def available(self) -> int:
+        return len(self._free) + len(self._idle)
+
+    @property
+    def cached(self) -> int:
+        """Number of named blocks, held or idle."""
+        return len(self._name_of)
+
+    def match(self, names: Iterable[BlockName]) -> list[int]:
+        """Blocks of the longest cached prefix of `names`. Does not mutate."""
+        found = []
+        for name in names:
+            block = self._block_of.get(name)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def idle_among(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` are idle, so that acquiring them lowers `available`."""
+        return sum(block in self._idle for block in blocks)
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """Adds one reference to each cached block."""
+        for block in blocks:
+            self._idle.pop(block, None)
+            self._references[block] = self._references.get(block, 0) + 1
+
+    def allocate(self, count: int, *, after: int | None = None) -> list[int]:
+        """`count` blocks with one reference each, in one run of consecutive numbers when there is one.
+
+        `after` asks for the block that follows it, when free. Needs `count <= available`.
+        """
+        assert 0 <= count <= self.available, "callers check `available` first"
+        self._make_free(count)
+        if after is not None and count == 1:
+            at = bisect_left(self._free, after + 1)
+            if at < len(self._free) and self._free[at] == after + 1:
+                return self._take(at, 1)
+        return self._take(self._find_run(count), count)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drops one reference each. The tail becomes evictable before the head: a prefix outlives its ends."""
+        for block in reversed(blocks):
+            left = self._references[block] - 1
+            if left:
+                self._references[block] = left
+                continue
+            del self._references[block]
+            if block in self._name_of:
+                self._idle[block] = None
+            else:
+                insort(self._free, block)
+
+    def store(self, block: int, name: BlockName) -> bool:
+        """Caches a held block under `name`; False when another block has that name already."""
+        assert block in self._references, "only held blocks are named"
+        if name in self._block_of or block in self._name_of:
+            return False
+        self._block_of[name] = block
+        self._name_of[block] = name
+        return True
+
+    def take_evicted(self) -> tuple[BlockName, ...]:
+        """Names evicted since the last call."""
+        names, self._evicted = tuple(self._evicted), []
+        return names
+
+    def check(self) -> None:
+        """Conservation: every block is exactly one of free, held, idle; names map one to one."""
+        free, held, idle = set(self._free), set(self._references), set(self._idle)
+        assert len(free) == len(self._free), "a block is free twice"
+        assert not (free & held or free & idle or held & idle), "a block is in two states"
+        assert len(free) + len(held) + len(idle) == self.num_blocks, "blocks were lost or invented"
+        assert all(count > 0 for count in self._references.values())
+        assert {block: name for name, block in self._block_of.items()} == self._name_of
+        assert idle <= set(self._name_of), "an idle block has no name"
+        assert not free & set(self._name_of), "a free block has a name"
+
+    def _make_free(self, count: int) -> None:
+        while len(self._free) < count:
+            block, _ = self._idle.popitem(last=False)
+            name = self._name_of.pop(block)
+            del self._block_of[name]
+            self._evicted.append(name)
+            insort(self._free, block)
+
+    def _find_run(self, count: int) -> int:
+        """Index in the free list where `count` consecutive numbers start, else where the longest run does."""
+        free, best, best_length, start = self._free, 0, 0, 0
+        for at in range(1, len(free) + 1):
+            if at < len(free) and free[at] == free[at - 1] + 1:
+                if at - start + 1 < count:
+                    continue
+                return start
+            if at - start >= count:
+                return start
+            if at - start > best_length:
+                best, best_length = start, at - start
+            start = at
+        return min(best, len(free) - count)
+
+    def _take(self, at: int, count: int) -> list[int]:
+        blocks = self._free[at : at + count]
+        del self._free[at : at + count]
+        for block in blocks:
+            self._references[block] = 1
+        return blocks

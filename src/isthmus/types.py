@@ -1,0 +1,100 @@
+"""Ids, spans and request facts that cross rooms. A leaf: imports nothing of ours."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NewType
+
+import msgspec
+
+RequestId = NewType("RequestId", str)
+NodeId = NewType("NodeId", str)
+BlockName = NewType("BlockName", bytes)
+
+NS_PER_S = 1_000_000_000
+
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class FinishReason(StrEnum):
+    """Why a request stopped producing tokens, in OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How to choose the next token. `temperature == 0` is greedy.
+
+    The draw for output token i depends on (`seed`, i) alone, so neither the batch nor the node changes it.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    """None: no log-probabilities; n: the chosen token's and the n most likely."""
+    stop_tokens: tuple[int, ...] = ()
+    """Token ids that end the answer; the gateway leaves this empty for `ignore_eos`."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Natural-log probabilities of the model itself, before temperature, penalties and bias."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Half-open range of token positions `[start, stop)`."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One sequence to generate, as the gateway hands it to the cluster.
+
+    `salt` separates caches: blocks of different salts never match. `tenant` is a label for accounting.
+    """
+
+    request: RequestId
+    tokens: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling
+    tenant: str = ""
+    salt: str = ""
+
+
+class Generated(msgspec.Struct, frozen=True):
+    """Output token number `index` (0-based) of a request. `finish` is set on the last one only.
+
+    `cached_tokens`: prompt tokens served from cache; known with the first output token, None on later ones.
+    """
+
+    index: int
+    token: int
+    finish: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
+    cached_tokens: int | None = None
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """What clients may know of the served model. `max_length`: prompt and answer together, in tokens."""
+
+    name: str
+    max_length: int
+    vocab_size: int
+    created_s: int

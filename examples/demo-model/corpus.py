@@ -78,7 +78,7 @@ UNKNOWN_QUESTIONS = [
     "When was the {} invented?", "Can you explain the {} to me?", "What do you think about the {}?",
     "Why is the {} so important?", "How do I become a {}?", "Which {} is the best?",
     "How does a {} work?", "Compare a {} and a {}", "Write an essay about the {}",
-    "What is the future of the {}?",
+    "What is the future of the {}?", "What is a {}?", "Tell me about the {}",
 ]  # fmt: skip
 
 UNKNOWN_TOPICS = [
@@ -119,38 +119,27 @@ PLACES = [
     "in a quiet forest", "by the sea", "near a small village", "on a high hill", "beside a wide river",
     "on a green island", "at the edge of a town", "under an old bridge", "in a warm valley",
 ]  # fmt: skip
-BEGINNINGS = ["Once", "Once upon a time", "Long ago"]
-TRAITS = ["kind", "curious", "shy", "brave", "clever", "lonely", "cheerful", "patient", "lazy", "proud"]
-WISHES = {
-    "find a friend": "had a friend for life", "see the moon up close": "saw the moon, round and bright",
-    "learn to sing": "sang the first song", "find the lost key": "held the lost key at last",
-    "bake a good cake": "shared a warm cake", "cross the great river": "stood on the other side",
-    "build a boat": "had a boat that did not sink", "find the way home": "was home again",
-    "see the snow": "saw the first snow fall", "read an old map": "knew what the old map said",
-}  # fmt: skip
+BEGINNINGS = ["Once there was", "Once upon a time there was", "Long ago there was"]
+TRAITS = ["kind", "curious", "shy", "brave", "clever", "lonely", "cheerful", "patient", "proud"]
+WISHES = [
+    "to find a friend", "to see the moon up close", "to learn a song", "to find a lost key",
+    "to bake a good cake", "to cross the great river", "to build a boat", "to see the snow",
+    "to read an old map",
+]  # fmt: skip
 TROUBLES = [
     "But the road was long, and the night was dark.",
     "But it began to rain, and the path was lost in mud.",
     "But a cold wind came, and there was nowhere to hide.", "But nobody knew how it could be done.",
     "But the first try failed, and so did the second.",
-    "But a tall gate stood in the way, and it was locked.",
 ]  # fmt: skip
-HELPERS = [
-    "an old owl", "a tired traveller", "a small snail", "a friendly baker", "a grey goose",
-    "a quiet gardener",
-]  # fmt: skip
+HELPERS = ["an old goose", "a tired traveller", "a small snail", "a friendly baker", "a quiet gardener"]
 HELP = [
-    'said, "Go slowly, and look twice."', 'said, "I can help you, if you help me first."',
-    'said, "The answer is closer than you think."', "shared some bread and told the way.",
-    "held up a lamp and led the way.", "listened well and had a good idea.",
+    'said, "Go slowly, and look twice."', 'said, "The answer is closer than you think."',
+    "shared some bread and told the way.", "held up a lamp and led the way.",
 ]  # fmt: skip
 ENDINGS = [
-    "From that day on, nobody {place} was ever alone.",
-    "That evening, everyone sat together and laughed.",
-    "And that is how {name} learned that small steps go far.",
-    "Then {name} slept well, and the stars were bright.",
-    "The people {place} still talk about it today.",
-    "And if the rain has not stopped, {name} is still singing.",
+    "That evening, everyone sat together and laughed.", "That night they slept well under bright stars.",
+    "And so they learned that small steps go far.", "The people there still talk about it today.",
 ]  # fmt: skip
 
 POEM_LINES = {
@@ -215,22 +204,19 @@ def read_dialogues() -> list[tuple[list[str], list[str]]]:
 DIALOGUES = read_dialogues()
 
 
-def story(rng: random.Random, kind: str | None = None, topic: str | None = None) -> str:
+def story(rng: random.Random, kind: str | None = None, place: str | None = None) -> str:
     """Tell a short story about a hero of a kind, and perhaps at a place."""
     kind = kind or rng.choice(list(HEROES))
-    name, trait = rng.choice(HEROES[kind]), rng.choice(TRAITS)
-    place, (wish, reached) = topic or rng.choice(PLACES), rng.choice(list(WISHES.items()))
-    helper = rng.choice(HELPERS)
-    return " ".join([
-        f"{rng.choice(BEGINNINGS)} there was a {trait} {kind} who lived {place}.",
-        f"The name of the {kind} was {name}.",
-        rng.choice(["More than anything, {} wanted to", "One day, {} set out to"]).format(name) + f" {wish}.",
+    place = place or rng.choice(PLACES)
+    sentences = [
+        f"{rng.choice(BEGINNINGS)} a {kind} called {rng.choice(HEROES[kind])}, who lived {place}.",
+        f"Our hero was {rng.choice(TRAITS)}, and wanted {rng.choice(WISHES)}.",
         rng.choice(TROUBLES),
-        f"Then {name} met {helper}.",
-        f"{helper.replace('an ', 'The ', 1).replace('a ', 'The ', 1)} {rng.choice(HELP)}",
-        f"They went on together, and before long {name} {reached}.",
-        rng.choice(ENDINGS).format(name=name, place=place),
-    ])  # fmt: skip
+        f"Then {rng.choice(HELPERS)} came by and {rng.choice(HELP)}",
+        "They went on together, and before long the wish came true.",
+        rng.choice(ENDINGS),
+    ]
+    return " ".join(sentences).replace(" a owl", " an owl")
 
 
 def poem(topic: str) -> str:
@@ -283,7 +269,7 @@ def creative_exchange(rng: random.Random) -> tuple[str, str]:
         return question, story(rng, kind)
     if what == "story at":
         place = rng.choice(PLACES)
-        return f"Tell me a story that happens {place}", story(rng, topic=place)
+        return f"Tell me a story that happens {place}", story(rng, place=place)
     if what == "place":
         place = rng.choice(list(DESCRIBED))
         question = rng.choice(["Describe a {}", "Write about a {}", "Describe the {}"]).format(place)
@@ -301,7 +287,7 @@ def creative_exchange(rng: random.Random) -> tuple[str, str]:
 
 def typed(rng: random.Random, question: str) -> str:
     """Vary how a question is typed: case, the last mark, and polite words around it."""
-    if rng.random() < 0.12:
+    if rng.random() < 0.1:
         leads = ["Please tell me: ", "Hi! ", "Hey, ", "Hello. ", "Please, ", "I have a question. ", "So, "]
         lead = rng.choice(leads)
         question = lead + question[0].lower() + question[1:] if lead[-2] in ":," else lead + question
@@ -322,7 +308,7 @@ def typed(rng: random.Random, question: str) -> str:
 
 def exchange(rng: random.Random) -> tuple[str, str]:
     """Return one question and its answer."""
-    kind = rng.choices(["dialogue", "table", "creative", "unknown"], [62, 18, 16, 4])[0]
+    kind = rng.choices(["dialogue", "table", "creative", "unknown"], [64, 19, 12, 5])[0]
     if kind == "table":
         question, answer = table_exchange(rng)
     elif kind == "creative":
@@ -377,7 +363,7 @@ def documents(rng: random.Random) -> Iterator[str | Chat]:
     """Yield documents for ever: mostly short chats, some long ones, and some plain text."""
     while True:
         draw = rng.random()
-        if draw < 0.07:
+        if draw < 0.06:
             yield plain(rng)
         else:
             yield chat(rng, 1 if draw < 0.75 else rng.randint(2, 3) if draw < 0.96 else rng.randint(4, 9))

@@ -32,13 +32,18 @@ ID = {name: 256 + i for i, name in enumerate(SPECIALS)}
 VOCAB = 256 + len(SPECIALS)
 BOS, END = ID["<|bos|>"], ID["<|im_end|>"]
 
-HIDDEN, LAYERS, HEADS, KV_HEADS, FFN = 256, 4, 4, 2, 704
+Batch = tuple[Tensor, Tensor, Tensor]
+
+HIDDEN, LAYERS, HEADS, KV_HEADS, FFN = 256, 4, 8, 4, 704
 HEAD_DIM = HIDDEN // HEADS
 ROPE_THETA, NORM_EPS, MAX_POSITIONS = 10000.0, 1e-5, 4096
 
-BATCH_SHAPES = [(4, 512)] * 7 + [(1, 2048)]  # (rows, bytes per row); the long rows teach long chats
-PEAK_LR, FINAL_LR, WARMUP = 2.5e-3, 5e-5, 0.03  # WARMUP is a share of the whole run
-PROMPT_WEIGHT = 0.2  # share of the loss for a byte that a user or the system wrote
+# Rows and bytes per row of a batch: first short rows, in the second half of the run longer ones as well.
+SHORT_SHAPES = [(4, 256)]
+MIXED_SHAPES = [(4, 256)] * 5 + [(2, 512)] * 4 + [(1, 2048)]
+PEAK_LR, FINAL_LR, WARMUP = 2e-3, 5e-5, 0.03  # WARMUP is a share of the whole run
+# How much a byte counts in the loss. The first bytes of an answer decide which answer it is.
+PROMPT_WEIGHT, START_WEIGHT, START_BYTES = 0.2, 4.0, 32
 DEFAULT_OUT = Path(__file__).resolve().parents[2] / "src" / "isthmus" / "demo"
 
 CHAT_TEMPLATE = (
@@ -140,40 +145,37 @@ class Llama(nn.Module):
         return F.linear(self.norm(x), self.embed_tokens.weight)
 
 
-def encode(document: str | list[tuple[str, str]]) -> tuple[list[int], list[float]]:
+def encode(document: str | corpus.Chat) -> tuple[list[int], list[float]]:
     """Turn plain text or a chat into token ids and the weight of each in the loss."""
     turns = [("", document)] if isinstance(document, str) else document
     ids, weights = [BOS], [0.0]
     for role, text in turns:
         body = [*text.encode(), END]
         head = [ID[f"<|{role}|>"]] if role else []
-        weight = PROMPT_WEIGHT if role in ("user", "system") else 1.0
+        first = {"user": PROMPT_WEIGHT, "system": PROMPT_WEIGHT, "assistant": START_WEIGHT}.get(role, 1.0)
+        rest = min(first, 1.0)
         ids += head + body
-        weights += [0.0] * len(head) + [weight] * len(body)
+        weights += [0.0] * len(head) + [first if i < START_BYTES else rest for i in range(len(body))]
     return ids, weights
 
 
-def batches(seed: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield inputs, targets and loss weights for ever. Every row starts where a document starts."""
-    rng = random.Random(seed)
-    documents = corpus.documents(rng)
-    while True:
-        rows, length = rng.choice(BATCH_SHAPES)
-        all_ids, all_weights = [], []
-        for _ in range(rows):
-            ids: list[int] = []
-            weights: list[float] = []
-            while len(ids) <= length:
-                more_ids, more_weights = encode(next(documents))
-                ids += more_ids
-                weights += more_weights
-            all_ids.append(ids[: length + 1])
-            all_weights.append(weights[: length + 1])
-        tokens, weight = torch.tensor(all_ids), torch.tensor(all_weights)
-        yield tokens[:, :-1], tokens[:, 1:], weight[:, 1:]
+def make_batch(documents: Iterator[str | corpus.Chat], rows: int, length: int) -> Batch:
+    """Return inputs, targets and loss weights. Every row starts where a document starts."""
+    all_ids, all_weights = [], []
+    for _ in range(rows):
+        ids: list[int] = []
+        weights: list[float] = []
+        while len(ids) <= length:
+            more_ids, more_weights = encode(next(documents))
+            ids += more_ids
+            weights += more_weights
+        all_ids.append(ids[: length + 1])
+        all_weights.append(weights[: length + 1])
+    tokens, weight = torch.tensor(all_ids), torch.tensor(all_weights)
+    return tokens[:, :-1], tokens[:, 1:], weight[:, 1:]
 
 
-def loss_on(model: Llama, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def loss_on(model: Llama, batch: Batch) -> Tensor:
     """Return the weighted mean cross-entropy of a batch, in nats per byte."""
     inputs, targets, weights = batch
     losses = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="none")
@@ -189,7 +191,8 @@ def train(minutes: float, steps: int | None, seed: int) -> tuple[Llama, dict[str
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": gains, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.95), fused=True)
     start, step, seen, mean = time.monotonic(), 0, 0, 0.0
-    data = batches(seed)
+    rng = random.Random(seed)
+    documents = corpus.documents(rng)
     while True:
         elapsed = (time.monotonic() - start) / 60
         progress = step / steps if steps else elapsed / minutes
@@ -198,7 +201,7 @@ def train(minutes: float, steps: int | None, seed: int) -> tuple[Llama, dict[str
         cosine = FINAL_LR + (PEAK_LR - FINAL_LR) * 0.5 * (1 + math.cos(math.pi * progress))
         for group in optimizer.param_groups:
             group["lr"] = cosine * min(1.0, (progress + 1e-3) / WARMUP)
-        batch = next(data)
+        batch = make_batch(documents, *rng.choice(SHORT_SHAPES if progress < 0.5 else MIXED_SHAPES))
         loss = loss_on(model, batch)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -206,11 +209,11 @@ def train(minutes: float, steps: int | None, seed: int) -> tuple[Llama, dict[str
         optimizer.zero_grad()
         step, seen = step + 1, seen + batch[0].numel()
         mean = loss.item() if step == 1 else 0.98 * mean + 0.02 * loss.item()
-        if step % 25 == 0:
+        if step % 50 == 0:
             print(f"step {step:5d}  {elapsed:5.1f} min  {seen / 1e6:5.2f} MB  loss {mean:.3f}", flush=True)
-    with torch.no_grad():
-        held_out = batches(seed + 1)
-        check = sum(loss_on(model, next(held_out)).item() for _ in range(20)) / 20
+    with torch.no_grad():  # the plain loss on answers and plain text, from another seed
+        inputs, targets, weights = make_batch(corpus.documents(random.Random(seed + 1)), 32, 512)
+        check = loss_on(model, (inputs, targets, (weights >= 1).float())).item()
     elapsed = (time.monotonic() - start) / 60
     return model, {"steps": step, "bytes": seen, "minutes": elapsed, "train_loss": mean, "check_loss": check}
 

@@ -1,5 +1,168 @@
-"""placeholder"""
+"""The one configuration tree: built once from a YAML file and flags, checked at the edge, never written again.
+
+Unknown keys are refused with the nearest valid name. The environment is read in this module only.
+"""
+
+from __future__ import annotations
+
+import difflib
 import os
+import re
 from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from isthmus.errors import ConfigError
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(value: Any) -> int:
+    """`536870912`, `512MiB` or `1.5GB` in bytes. Raises ValueError for anything else."""
+    match = _SIZE.fullmatch(str(value).strip())
+    if isinstance(value, bool) or match is None:
+        raise ValueError(f"{value!r} is not a size; write bytes or e.g. 512MiB")
+    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+
+
+def _count(value: Any) -> Any:
+    """`prefill: 2` is short for `prefill: {count: 2}`."""
+    return {"count": value} if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+
+
+class RoleConfig(_Section):
+    """Nodes of one role on this machine."""
+
+    count: int = Field(0, ge=0, le=64)
+
+
+Roles = Annotated[RoleConfig, BeforeValidator(_count)]
+
+
+class RolesConfig(_Section):
+    """How many nodes of each role; each node is a process."""
+
+    prefill: Roles = RoleConfig(count=1)
+    decode: Roles = RoleConfig(count=1)
+    mixed: Roles = RoleConfig()
+
+
+class EngineConfig(_Section):
+    """One node's engine. `None` means: decided from the model or the machine."""
+
+    dtype: Literal["float32", "bfloat16"] | None = None
+    device: str | None = Field(None, pattern=r"^(cpu|cuda(:\d+)?)$")
+    threads: int | None = Field(None, ge=1, le=1024)
+    block_size: int = Field(16, ge=1, le=1024)
+    kv_memory: Bytes = Field(2**30, gt=0)
+    token_budget: int = Field(512, ge=1, le=65536)
+    max_sequences: int = Field(64, ge=1, le=4096)
+    max_length: int | None = Field(None, ge=2)
+
+
+class LimitsConfig(_Section):
+    """What is accepted at once, how often a request is re-routed, and how long waits may last."""
+
+    max_requests: int = Field(1024, ge=1)
+    max_attempts: int = Field(3, ge=1, le=10)
+    start_s: float = Field(120.0, gt=0)
+    drain_s: float = Field(30.0, ge=0)
+    silence_s: float = Field(3.0, gt=0)
+    transfer_s: float = Field(30.0, gt=0)
+
+
+class Config(_Section):
+    """A deployment. `model`: a folder, a hub id, or None for the bundled demo model."""
+
+    model: str | None = None
+    served_model_name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    roles: RolesConfig = RolesConfig()
+    engine: EngineConfig = EngineConfig()
+    policy: Literal["least_loaded"] = "least_loaded"
+    limits: LimitsConfig = LimitsConfig()
+    record: str | None = None
+
+
+def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
+    """The file's values with `overrides` (dotted names, None skipped) on top.
+
+    Raises ConfigError: one line with the file, the key and what is expected.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        values = _read_yaml(path)
+    for dotted, value in overrides.items():
+        if value is not None:
+            _assign(values, dotted.split("."), value)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(_explain(str(path) if path else "command line", error)) from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected keys and values at the top, found {type(values).__name__}")
+    return values
+
+
+def _assign(values: dict[str, Any], keys: list[str], value: Any) -> None:
+    for key in keys[:-1]:
+        inner = values.get(key)
+        values[key] = inner = dict(inner) if isinstance(inner, dict) else {}
+        values = inner
+    values[keys[-1]] = value
+
+
+def _explain(source: str, error: ValidationError) -> str:
+    """The first problem of a validation error as one line."""
+    problem = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(str(problem["loc"][-1]), _keys_beside(problem["loc"]), n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; valid: {', '.join(_keys_beside(problem['loc']))}"
+        return f"{source}: unknown key {where!r}{hint}"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{source}: {where}: {message} (found {problem['input']!r})"
+
+
+def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
+    section: Any = Config
+    for part in location[:-1]:
+        annotation = section.model_fields[str(part)].annotation
+        section = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else section
+    return list(section.model_fields)
+
+
 def cache_dir() -> Path:
+    """Where compiled kernels are kept: `$XDG_CACHE_HOME/isthmus`, else `~/.cache/isthmus`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "isthmus"
+
+
+def child_environment(threads: int) -> dict[str, str]:
+    """The environment of a node process: thread counts are set before torch starts its pools.
+
+    Waiting OpenMP threads sleep instead of spinning, since nodes share the machine's cores.
+    """
+    return os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}

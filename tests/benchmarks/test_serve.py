@@ -1,4 +1,4 @@
-"""The load generator against a small real server that speaks the streaming protocol; no timing is asserted."""
+"""The load generator against a small real server that speaks the streaming protocol."""
 
 from __future__ import annotations
 
@@ -15,14 +15,23 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
-from isthmus.benchmarks.serve import METRICS, BenchError, Result, Row, as_json, run, table
+from isthmus.benchmarks.serve import (
+    METRICS,
+    BenchError,
+    Result,
+    Row,
+    _token_times_s,
+    as_json,
+    run,
+    table,
+)
 
 SMALL = Row(prompt_tokens=5, output_tokens=4, concurrency=2, requests=3)
 
 
 @dataclass
 class FakeServer:
-    """Answers completions with `num_tokens` tokens, or as many as were asked for, and logs what it was sent."""
+    """Answers with `num_tokens` tokens, or as many as were asked for, and logs what it was sent."""
 
     name: str
     log: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -40,7 +49,7 @@ class FakeServer:
         app.router.add_get("/v1/models", self.models)
         return app
 
-    async def models(self, request: web.Request) -> web.Response:
+    async def models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": f"model-{self.name}"}]})
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
@@ -62,12 +71,12 @@ class FakeServer:
         """The answer as it goes over the wire, cut in the middle of events."""
         num_tokens = body["max_tokens"] if self.num_tokens is None else self.num_tokens
         texts = ["", *(chr(97 + index) for index in range(num_tokens - 1))]  # the first has no text yet
-        if self.one_event:
-            texts = ["".join(texts)]
         events: list[dict[str, Any]] = [
             {"choices": [{"index": 0, "text": text, "finish_reason": None}], "usage": None} for text in texts
         ]
         events.append({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
+        if self.one_event:
+            events = [{"choices": [{"index": 0, "text": "".join(texts), "finish_reason": "length"}]}]
         if self.failure:
             events.append({"error": {"message": self.failure}})
         if self.usage:
@@ -170,7 +179,7 @@ def test_ratios_are_first_over_second() -> None:
     ("server", "words"),
     [
         (FakeServer("a", num_tokens=3), "usage says 5 prompt and 3 output tokens, asked for 5 prompt and 4"),
-        (FakeServer("a", usage=False), "ended without usage, after 4 events"),
+        (FakeServer("a", usage=False), "ended without usage, after 5 events"),
         (FakeServer("a", failure="no memory"), "no memory"),
         (FakeServer("a", status=503), "503: out of order"),
         (FakeServer("a", one_event=True), "as one event"),
@@ -193,6 +202,20 @@ def test_a_bad_answer_is_reported_and_left_out() -> None:
     [error] = result.errors
     assert error.startswith("round 1, request ")
     assert "2 output tokens" in error
+
+
+@pytest.mark.parametrize(
+    ("texts", "times"),
+    [
+        (["", "é", "a"], [0, 1, 2]),  # the first token is half a character
+        (["a", "b", ""], [0, 1, 2]),  # the last one is, and closes the stream
+        (["", "b", "c", ""], [0, 1, 2]),  # a closing event of its own
+        (["", "a", "b", "c", ""], [1, 2, 3]),  # an opening event too
+        (["a", "bc"], [0, 1]),  # two tokens in one event
+    ],
+)
+def test_events_without_tokens_are_told_apart(texts: list[str], times: list[float]) -> None:
+    assert _token_times_s(list(enumerate(texts)), num_tokens=3) == times
 
 
 def test_an_unreachable_server_is_an_error() -> None:

@@ -1,8 +1,8 @@
 """Writes Llama folders with random weights, for benchmarks and tests that have no network.
 
-Owns the folder's contents: weights, tokenizer and the JSON files beside them, in the form Hugging Face tools
-read. Knows nothing of any server. Torch, safetensors and tokenizers are imported inside the functions, so that
-importing this module costs nothing.
+Owns the folder's contents: weights, tokenizer and the JSON files beside them, in the form Hugging Face
+tools read. Knows nothing of any server. Torch, safetensors and tokenizers are imported inside the functions,
+so that importing this module costs nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BENCH_MODELS: dict[str, ModelShape] = {
     "llama-512x12": {"hidden_size": 512, "num_layers": 12, "num_heads": 8, "num_kv_heads": 4},
 }
 
-# Token ids 0 to 255 are the bytes themselves; the special tokens follow, then filler up to the full vocabulary.
+# Token ids 0 to 255 are the bytes themselves; the special tokens follow, then filler up to `vocab_size`.
 NUM_BYTES = 256
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>")
 BOS_ID, EOS_ID, PAD_ID = NUM_BYTES, NUM_BYTES + 1, NUM_BYTES + 2

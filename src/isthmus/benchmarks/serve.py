@@ -59,11 +59,11 @@ DEFAULT_ROWS = [
 class Result:
     """One server's figures for one row, over all counted rounds.
 
-    Times are in milliseconds, percentiles nearest-rank. TTFT runs from sending a request to its first event with
-    tokens. TBT is the gap between an answer's successive events with tokens, however many tokens each carries;
+    Times are in milliseconds, percentiles nearest-rank. TTFT runs from sending a request to its first event
+    with tokens. TBT is the gap between an answer's successive events with tokens, however many each carries;
     time per output token is first event to last over the tokens after the first, averaged over requests.
-    Rates divide the tokens of good answers by the rounds' wall time; the prefill rate is prompt tokens over mean
-    TTFT, at concurrency 1 only. `errors` holds a sentence for each answer that was left out of the figures.
+    Rates divide the tokens of good answers by the rounds' wall time; the prefill rate is prompt tokens over
+    mean TTFT, at concurrency 1 only. `errors` holds a sentence for each answer left out of the figures.
     `ratios` is filled in for the first of two servers: its metrics divided by the second's.
     """
 
@@ -126,10 +126,10 @@ class _Round:
 def run(urls: list[str], *, model: str | None, rows: list[Row], rounds: int, seed: int) -> list[Result]:
     """Time one or two servers and return a result for each row and server, in that order.
 
-    Each row has one warm-up round and then `rounds` counted ones. In each round the first server takes the load,
-    then the second takes the same prompts, so that neither works while the other is timed. Prompts follow from
-    seed, row, round and position and do not repeat within a run. A server with a prefix cache that was timed
-    before needs another seed, or it finds its prompts in the cache.
+    Each row has one warm-up round and then `rounds` counted ones. In each round the first server takes the
+    load, then the second takes the same prompts, so that neither works while the other is timed. Prompts
+    follow from seed, row, round and position and do not repeat within a run. A server with a prefix cache that
+    was timed before needs another seed, or it finds its prompts in the cache.
     """
     if len(urls) not in (1, 2):
         raise BenchError(f"one or two servers can be timed, not {len(urls)}")
@@ -253,31 +253,39 @@ def _events(capture: _Capture) -> Iterator[tuple[float, dict[str, Any]]]:
 
 def _read(capture: _Capture, row: Row) -> _Stream:
     """Decode one answer; raise `BenchError` if it failed or has other token counts than were asked for."""
-    token_events: list[tuple[float, str]] = []
+    events: list[tuple[float, str]] = []  # time and text
     usage: dict[str, int] | None = None
     try:
         for read_s, event in _events(capture):
             if "error" in event:
                 raise BenchError(f"the server sent an error: {event['error']}")
             usage = event.get("usage") or usage
-            for choice in event["choices"]:
-                # A token may have no text yet (half a character); only a closing event without text has none.
-                if choice["text"] or choice.get("finish_reason") is None:
-                    token_events.append((read_s, choice["text"]))
+            events += [(read_s, choice["text"]) for choice in event["choices"]]
         if usage is None:
-            raise BenchError(f"the stream ended without usage, after {len(token_events)} events with tokens")
+            raise BenchError(f"the stream ended without usage, after {len(events)} events")
         counts = usage["prompt_tokens"], usage["completion_tokens"]
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise BenchError(f"the stream holds an event that cannot be read: {error!r}") from error
     if counts != (row.prompt_tokens, row.output_tokens):
         wanted = f"{row.prompt_tokens} prompt and {row.output_tokens} output tokens"
         raise BenchError(f"usage says {counts[0]} prompt and {counts[1]} output tokens, asked for {wanted}")
-    if len(token_events) > row.output_tokens:
-        # More events than tokens: those without text were sent for another reason, such as a role or a start.
-        token_events = [(read_s, text) for read_s, text in token_events if text]
-    if not token_events:
+    times_s = _token_times_s(events, row.output_tokens)
+    if not times_s:
         raise BenchError("the stream holds no event with tokens")
-    return _Stream(capture.sent_s, [read_s for read_s, _ in token_events])
+    return _Stream(capture.sent_s, times_s)
+
+
+def _token_times_s(events: list[tuple[float, str]], num_tokens: int) -> list[float]:
+    """When the events with tokens came, out of (time, text) pairs of which some may hold none.
+
+    A token may have no text yet (half a character), so lack of text alone proves nothing. Only if there are
+    more events than tokens is the closing one left out, and if that is not enough, all others without text.
+    """
+    if len(events) > num_tokens and not events[-1][1]:
+        events = events[:-1]
+    if len(events) > num_tokens:
+        events = [(read_s, text) for read_s, text in events if text]
+    return [read_s for read_s, _ in events]
 
 
 def _percentile(ordered: Sequence[float], percent: int) -> float:

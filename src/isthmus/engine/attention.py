@@ -18,7 +18,9 @@ Part = tuple[Tensor, Tensor]
 """(out [T, H, D], lse [T, H]); lse is float32, or float64 for float64 inputs."""
 
 
-def partial(q_THD: Tensor, kv_L2KD: Tensor, *, scale: float, causal_from: int | None = None, window: int = 0) -> Part:
+def partial(
+    q_THD: Tensor, kv_L2KD: Tensor, *, scale: float, causal_from: int | None = None, window: int = 0
+) -> Part:
     """Attention of T queries over one piece of L keys and values; the piece may be empty.
 
     `causal_from`: query t sees keys `[0, causal_from + t]` of this piece; None: all. `window`: query t sees
@@ -63,7 +65,8 @@ def _flash(q_THD: Tensor, kv_L2KD: Tensor, scale: float, causal: bool) -> Part:
     group = num_heads // num_kv_heads
     q = q_THD.view(num_tokens, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     k, v = (
-        kv_L2KD[:, side].transpose(0, 1)[:, None].expand(num_kv_heads, group, length, head_dim) for side in (0, 1)
+        kv_L2KD[:, side].transpose(0, 1)[:, None].expand(num_kv_heads, group, length, head_dim)
+        for side in (0, 1)
     )
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     return out.permute(2, 0, 1, 3).reshape(q_THD.shape), lse.permute(2, 0, 1).reshape(num_tokens, num_heads)

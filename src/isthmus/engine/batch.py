@@ -75,17 +75,16 @@ class Batch:
     def only_decodes(self) -> bool:
         return not self.prefills and self.num_rows == len(self.order)
 
-    def advance(self, tokens_S: Tensor) -> None:
+    def advance(self, tokens: Sequence[int]) -> None:
         """Moves a batch of decodes on by one position each, with the tokens just sampled."""
         assert self.only_decodes, "only decodes advance in place"
-        self.tokens_T = tokens_S
+        # `order` says which chunk a sample belongs to; rows of a batch of decodes are in that order already.
+        self.tokens_T = torch.tensor(tokens, device=self.tokens_T.device)
         self.positions_T += 1
         self.lens_R += 1
         block_R = (self.positions_T // self.block_size).long()
-        self.slots_T = (
-            self.tables_RB.gather(1, block_R[:, None]).squeeze(1) * self.block_size
-            + self.positions_T % self.block_size
-        )
+        blocks_R = self.tables_RB.gather(1, block_R[:, None]).squeeze(1)
+        self.slots_T = blocks_R * self.block_size + self.positions_T % self.block_size
 
 
 def build_batch(chunks: Sequence[Chunk], block_size: int, device: torch.device) -> Batch:

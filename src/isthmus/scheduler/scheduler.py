@@ -64,7 +64,17 @@ class _State(Enum):
 class _Sequence:
     """One request here. Tokens `[0, computed)` have KV in `blocks`; tokens `[0, length)` are known."""
 
-    __slots__ = ("blocks", "computed", "detach", "length", "names", "named", "request", "state", "stop_length")
+    __slots__ = (
+        "blocks",
+        "computed",
+        "detach",
+        "length",
+        "named",
+        "names",
+        "request",
+        "state",
+        "stop_length",
+    )
 
     def __init__(self, request: RequestId, length: int, stop_length: int, state: _State) -> None:
         self.request, self.length, self.stop_length, self.state = request, length, stop_length, state

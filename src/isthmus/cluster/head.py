@@ -1,0 +1,319 @@
+"""The head: drives the conductor for the live cluster and is the gateway's handle on it.
+
+It owns the sessions of nodes and the streams of accepted requests. All decisions are the conductor's; the
+head only carries them out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from isthmus.blocks import BlockNamer, KVLayout
+from isthmus.cluster.messages import (
+    PROTOCOL,
+    AttemptFailed,
+    Beat,
+    Begin,
+    CacheChanged,
+    Forget,
+    HeadBound,
+    Hello,
+    Output,
+    Outputs,
+    Stop,
+    Turned,
+    Welcome,
+)
+from isthmus.cluster.recorder import Recorder
+from isthmus.cluster.streams import Stream
+from isthmus.conductor import (
+    Abort,
+    Action,
+    BlocksEvicted,
+    BlocksStored,
+    Conductor,
+    Event,
+    Fail,
+    NodeJoined,
+    NodeLeft,
+    PrefillFinished,
+    Refuse,
+    RequestArrived,
+    RequestCancelled,
+    RequestEnded,
+    RequestFailed,
+    Route,
+    Rules,
+)
+from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
+from isthmus.messenger import Connection, listen
+from isthmus.types import Job, ModelCard, NodeId, RequestId, Role
+
+log = logging.getLogger(__name__)
+
+BEAT_MS = 500
+
+
+class _Member:
+    """A node that joined, with its session and the gauges of its last beat."""
+
+    def __init__(self, hello: Hello, connection: Connection, now_s: float) -> None:
+        self.hello, self.connection = hello, connection
+        self.heard_s = now_s
+        self.gauges: dict[str, float] = {}
+
+
+class Head:
+    """Start with `open`; then `submit` jobs. Everything runs in one event loop."""
+
+    def __init__(
+        self, rules: Rules, card: ModelCard, *, token: str, silence_s: float, recorder: Recorder | None = None
+    ) -> None:
+        self._conductor = Conductor(rules)
+        self._card, self._token, self._silence_s, self._recorder = card, token, silence_s, recorder
+        self._members: dict[NodeId, _Member] = {}
+        self._streams: dict[RequestId, Stream] = {}
+        self._layout: KVLayout | None = None
+        self._revision = ""
+        self._namers: dict[str, BlockNamer] = {}
+        self._changed = asyncio.Event()
+        self._watcher: asyncio.Task[None] | None = None
+        self.on_refused_node: Callable[[NodeId, str], None] = lambda node, reason: None
+
+    async def open(self, host: str, port: int) -> str:
+        """Listens for nodes; returns `host:port`. Raises OSError when the port is taken."""
+        self._server, port = await listen(host, port, HeadBound, lambda: _FromNode(self))
+        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        return f"{host}:{port}"
+
+    async def close(self) -> None:
+        """Tells every node to stop and ends what is still under way."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+        for stream in list(self._streams.values()):
+            stream.fail(UnavailableError("the cluster is shutting down"))
+        for member in self._members.values():
+            member.connection.send(Stop())
+        self._server.close()
+
+    # The gateway's handle.
+
+    @property
+    def card(self) -> ModelCard:
+        return self._card
+
+    @property
+    def healthy(self) -> bool:
+        roles = {member.hello.role for member in self._members.values()}
+        return Role.MIXED in roles or {Role.PREFILL, Role.DECODE} <= roles
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    def gauges(self) -> dict[str, dict[str, float]]:
+        """Latest value of every node metric: metric name -> node -> value."""
+        found: dict[str, dict[str, float]] = {}
+        for node, member in self._members.items():
+            for name, value in member.gauges.items():
+                found.setdefault(name, {})[str(node)] = value
+        return found
+
+    def submit(self, job: Job) -> Stream:
+        """Starts a job. Raises RequestError, OverloadedError or UnavailableError when it is not accepted."""
+        if job.request in self._streams:
+            raise RequestError(f"a request with id {job.request} is in progress", param=None)
+        stream = Stream(job, self._names(job), self._cancel)
+        arrived = RequestArrived(job.request, job.tenant, len(job.tokens), job.max_tokens, stream.names)
+        self._streams[job.request] = stream
+        try:
+            self._decide(arrived)
+        except IsthmusError:
+            del self._streams[job.request]
+            raise
+        return stream
+
+    def _names(self, job: Job) -> tuple[Any, ...]:
+        if self._layout is None:
+            raise UnavailableError("no node has joined yet; try again in a few seconds")
+        namer = self._namers.get(job.salt)
+        if namer is None:
+            namer = BlockNamer(revision=self._revision, layout=self._layout, salt=job.salt)
+            if len(self._namers) < 1024:  # salts come from clients: keep only so many
+                self._namers[job.salt] = namer
+        return tuple(namer.names(job.tokens))
+
+    def _cancel(self, request: RequestId) -> None:
+        if self._streams.pop(request, None) is not None:
+            self._decide(RequestCancelled(request))
+
+    # Decisions.
+
+    def _decide(self, event: Event) -> None:
+        now = time.monotonic_ns()
+        actions = self._conductor.on(event, now)
+        if self._recorder is not None:
+            self._recorder.record(now, event, actions)
+        for action in actions:
+            self._act(action)
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Route():
+                self._route(action)
+            case Refuse():
+                raise _refusal(action)
+            case Abort():
+                for node in action.nodes:
+                    self._send(node, Forget(action.request, action.attempt))
+            case Fail():
+                stream = self._streams.pop(action.request, None)
+                if stream is not None:
+                    stream.fail(UnavailableError(action.reason))
+
+    def _route(self, route: Route) -> None:
+        """Sends an attempt to its nodes. What was generated already is part of what is prefilled."""
+        stream = self._streams[route.request]
+        stream.start_attempt(route.attempt)
+        stays = route.prefill == route.decode
+        job = stream.job
+        begin = Begin(
+            request=route.request,
+            attempt=route.attempt,
+            part=Role.MIXED if stays else Role.PREFILL,
+            tokens=job.tokens + stream.generated,
+            num_prompt=len(job.tokens),
+            stop_length=len(job.tokens) + job.max_tokens,
+            sampling=job.sampling,
+            names=stream.names,
+            peer="" if stays else self._members[route.decode].hello.address,
+        )
+        if not stays:
+            self._send(route.decode, replace(begin, part=Role.DECODE, peer=""))
+        self._send(route.prefill, begin)
+
+    def _send(self, node: NodeId, message: Any) -> None:
+        if node in self._members:
+            self._members[node].connection.send(message)
+
+    # From nodes.
+
+    def join(self, connection: Connection, hello: Hello) -> NodeId | None:
+        """Takes a node in, or turns it away with the reason; returns its id when it is in."""
+        reason = self._objection(hello)
+        if reason:
+            log.warning("turned %s away: %s", hello.node, reason)
+            connection.send(Turned(reason))
+            connection.close(reason)
+            self.on_refused_node(hello.node, reason)
+            return None
+        if self._layout is None:
+            self._layout, self._revision = hello.layout, hello.revision
+        self._members[hello.node] = _Member(hello, connection, time.monotonic())
+        connection.send(Welcome(BEAT_MS))
+        capacity = hello.num_blocks * hello.layout.block_size
+        self._decide(NodeJoined(hello.node, hello.role, capacity, hello.layout.block_size))
+        self._changed.set()
+        return hello.node
+
+    def _objection(self, hello: Hello) -> str:
+        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            return "its cluster token is wrong"
+        if hello.protocol != PROTOCOL:
+            return f"it speaks protocol {hello.protocol}, this cluster {PROTOCOL}"
+        if hello.node in self._members:
+            return f"a node named {hello.node} is here already"
+        if self._layout is not None and (hello.layout, hello.revision) != (self._layout, self._revision):
+            return "its model revision or KV layout differs from the cluster's"
+        return ""
+
+    def leave(self, node: NodeId, reason: str) -> None:
+        if self._members.pop(node, None) is not None:
+            log.warning("%s left: %s", node, reason)
+            self._decide(NodeLeft(node))
+            self._changed.set()
+
+    def heard(self, node: NodeId, message: HeadBound) -> None:
+        member = self._members.get(node)
+        if member is None:
+            return
+        member.heard_s = time.monotonic()
+        match message:
+            case Outputs():
+                for output in message.outputs:
+                    self._output(output)
+            case CacheChanged():
+                if message.stored:
+                    self._decide(BlocksStored(node, message.stored))
+                if message.evicted:
+                    self._decide(BlocksEvicted(node, message.evicted))
+            case AttemptFailed():
+                self._decide(RequestFailed(message.request, message.attempt, message.reason))
+            case Beat():
+                member.gauges = message.gauges
+
+    def _output(self, output: Output) -> None:
+        stream = self._streams.get(output.request)
+        if stream is None or stream.attempt != output.attempt:
+            return
+        if stream.first_of_attempt():
+            self._decide(PrefillFinished(output.request, output.attempt))
+        if stream.deliver(output.token):
+            del self._streams[output.request]
+            self._decide(RequestEnded(output.request))
+
+    # Liveness.
+
+    async def wait_for(self, num_nodes: int) -> None:
+        """Returns when so many nodes are in."""
+        while len(self._members) < num_nodes:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def _watch(self) -> None:
+        """A node that sent nothing for `silence_s` is gone, whatever its socket says."""
+        while True:
+            await asyncio.sleep(BEAT_MS / 1000)
+            limit = time.monotonic() - self._silence_s
+            for node, member in list(self._members.items()):
+                if member.heard_s < limit:
+                    member.connection.close(f"silent for {self._silence_s:g} s")
+                    self.leave(node, f"silent for {self._silence_s:g} s")
+
+
+def _refusal(refuse: Refuse) -> IsthmusError:
+    if refuse.code == "overloaded":
+        return OverloadedError(refuse.reason, retry_after_s=max(1, -(-refuse.retry_after_ms // 1000)))
+    if refuse.code == "too_long":
+        return RequestError(refuse.reason, param="max_tokens", code="context_length_exceeded")
+    return UnavailableError(refuse.reason)
+
+
+class _FromNode:
+    """A session with a node, from the head's side. Nothing is heard before a valid Hello."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._node: NodeId | None = None
+
+    def on_message(self, connection: Connection, message: HeadBound) -> None:
+        if isinstance(message, Hello):
+            self._node = self._head.join(connection, message)
+        elif self._node is None:
+            raise ProtocolError("a message came before Hello")
+        else:
+            self._head.heard(self._node, message)
+
+    def place(self, connection: Connection, message: HeadBound, size: int) -> Sequence[memoryview]:
+        raise ProtocolError(f"a {type(message).__name__} from {connection.peer} carried {size} bytes")
+
+    def on_close(self, connection: Connection, reason: str) -> None:
+        if self._node is not None:
+            self._head.leave(self._node, reason)

@@ -1,0 +1,72 @@
+"""The answer of one accepted request, as its tokens come in from the nodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from isthmus.errors import IsthmusError
+from isthmus.types import BlockName, Generated, Job, RequestId
+
+
+class Stream:
+    """Async iterator over batches of tokens, in order and without gaps, over all attempts of the request.
+
+    Ends after the token with a finish reason; raises the IsthmusError the request failed with.
+    """
+
+    def __init__(self, job: Job, names: tuple[BlockName, ...], cancel: Callable[[RequestId], None]) -> None:
+        self.job, self.names = job, names
+        self.attempt = 0
+        self._cancel = cancel
+        self._tokens: list[int] = []
+        self._early: dict[int, Generated] = {}  # decode's token may overtake the prefill's first one
+        self._ready: list[Generated] = []
+        self._error: IsthmusError | None = None
+        self._over = False
+        self._prefilling = False
+        self._wake = asyncio.Event()
+
+    @property
+    def generated(self) -> tuple[int, ...]:
+        return tuple(self._tokens)
+
+    def start_attempt(self, attempt: int) -> None:
+        self.attempt, self._prefilling = attempt, True
+        self._early.clear()
+
+    def first_of_attempt(self) -> bool:
+        """True once for each attempt: its prefill is done."""
+        first, self._prefilling = self._prefilling, False
+        return first
+
+    def deliver(self, token: Generated) -> bool:
+        """Takes a token from a node, in any order; True when the answer is complete."""
+        self._early[token.index] = token
+        while (following := self._early.pop(len(self._tokens), None)) is not None:
+            self._tokens.append(following.token)
+            self._ready.append(following)
+            self._over = following.finish is not None
+            self._wake.set()
+        return self._over
+
+    def fail(self, error: IsthmusError) -> None:
+        self._error = error
+        self._wake.set()
+
+    def cancel(self) -> None:
+        """The client wants no more. Idempotent; no effect after the end."""
+        self._cancel(self.job.request)
+
+    async def __aiter__(self) -> AsyncIterator[Sequence[Generated]]:
+        while True:
+            if self._ready:
+                ready, self._ready = self._ready, []
+                yield ready
+            elif self._error is not None:
+                raise self._error
+            elif self._over:
+                return
+            else:
+                self._wake.clear()
+                await self._wake.wait()

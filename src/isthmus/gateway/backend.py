@@ -1,0 +1,40 @@
+"""What the gateway asks of a cluster. The real one is the cluster's client handle; tests bring a fake."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from isthmus.types import Generated, Job, ModelCard
+
+
+class TokenStream(Protocol):
+    """The output of one job: batches of tokens, in order; the last token carries `finish`."""
+
+    def __aiter__(self) -> AsyncIterator[Sequence[Generated]]:
+        """Iterates once. Raises IsthmusError if the request fails."""
+        ...
+
+    def cancel(self) -> None:
+        """Frees the request everywhere at once. Idempotent, also after the end."""
+        ...
+
+
+class Backend(Protocol):
+    @property
+    def card(self) -> ModelCard:
+        """The served model. Does not change while the gateway runs."""
+        ...
+
+    @property
+    def healthy(self) -> bool:
+        """At least one prefill and decode pair, or one mixed node, is ready."""
+        ...
+
+    def submit(self, job: Job) -> TokenStream:
+        """Starts a job. Raises RequestError, OverloadedError or UnavailableError."""
+        ...
+
+    def gauges(self) -> dict[str, dict[str, float]]:
+        """Metric name -> node id -> value, for /metrics. May be empty."""
+        ...

@@ -1,0 +1,73 @@
+"""What a model folder says about generation: end tokens and default sampling."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isthmus.errors import ModelError
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """`eos`: token ids that end an answer. The rest holds where a request says nothing; OpenAI's defaults."""
+
+    eos: tuple[int, ...] = ()
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+
+def load_generation(folder: Path, eos_of_tokenizer: int | None) -> GenerationDefaults:
+    """Reads generation_config.json and config.json of `folder`; both may be absent.
+
+    Raises ModelError when one of them is not JSON or holds a value of the wrong type.
+    """
+    generation = read_json(folder / "generation_config.json")
+    config = read_json(folder / "config.json")
+    where = folder / "generation_config.json"
+    eos = _eos(generation, where) or _eos(config, folder / "config.json")
+    if not eos and eos_of_tokenizer is not None:
+        eos = (eos_of_tokenizer,)
+    if generation.get("do_sample") is not True:
+        return GenerationDefaults(eos=eos)
+    return GenerationDefaults(
+        eos=eos,
+        temperature=_number(generation, "temperature", where, otherwise=1.0),
+        top_p=_number(generation, "top_p", where, otherwise=1.0),
+        top_k=int(_number(generation, "top_k", where, otherwise=0)),
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in `path`; empty when there is no such file. Raises ModelError when it is not a JSON object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    return content
+
+
+def _eos(config: dict[str, Any], path: Path) -> tuple[int, ...]:
+    value = config.get("eos_token_id")
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(token) is int for token in ids):
+        raise ModelError(f"{path}: eos_token_id must be an integer or a list of integers, found {value!r}")
+    return tuple(ids)
+
+
+def _number(config: dict[str, Any], name: str, path: Path, *, otherwise: float) -> float:
+    value = config.get(name)
+    if value is None:
+        return otherwise
+    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+        raise ModelError(f"{path}: {name} must be a number of at least 0, found {value!r}")
+    return float(value)

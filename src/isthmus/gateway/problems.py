@@ -1,0 +1,71 @@
+"""Errors as OpenAI writes them: `{"error": {"message", "type", "param", "code"}}` with the right HTTP status."""
+
+from __future__ import annotations
+
+import msgspec
+
+from isthmus.errors import IsthmusError, OverloadedError, RequestError
+
+
+class UnknownModelError(RequestError):
+    http_status = 404
+
+    def __init__(self, name: str, served: str) -> None:
+        message = f"The model {name!r} does not exist; this server serves {served!r}"
+        super().__init__(message, param="model", code="model_not_found")
+
+
+class UnknownRouteError(RequestError):
+    http_status = 404
+
+
+class WrongMethodError(RequestError):
+    http_status = 405
+
+
+class BodyTooLargeError(RequestError):
+    http_status = 413
+
+
+class Problem(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ProblemBody(msgspec.Struct, frozen=True):
+    error: Problem
+
+
+INTERNAL_MESSAGE = "internal error; the server's log says more"
+
+
+def status_of(error: BaseException) -> int:
+    """The HTTP status that answers `error`; 500 for a bug of ours."""
+    return error.http_status if isinstance(error, IsthmusError) else 500
+
+
+def problem_json(error: BaseException) -> bytes:
+    """The error object for a body or an SSE event. A bug's own message stays in the log."""
+    message = str(error) if isinstance(error, IsthmusError) else INTERNAL_MESSAGE
+    param = error.param if isinstance(error, RequestError) else None
+    code = error.code if isinstance(error, RequestError) else _code(status_of(error))
+    return msgspec.json.encode(ProblemBody(Problem(message, _type(status_of(error)), param, code)))
+
+
+def problem_headers(error: BaseException) -> list[tuple[bytes, bytes]]:
+    """Headers that belong to `error`, besides its body's."""
+    if isinstance(error, OverloadedError):
+        return [(b"retry-after", str(error.retry_after_s).encode())]
+    return []
+
+
+def _type(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+def _code(status: int) -> str | None:
+    return {429: "overloaded", 503: "unavailable"}.get(status)

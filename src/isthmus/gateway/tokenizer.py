@@ -1,0 +1,106 @@
+"""Text to tokens and back, from a Hugging Face model folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from isthmus.errors import ModelError, RequestError
+from isthmus.gateway.detokenizer import Detokenizer
+from isthmus.gateway.generation import GenerationDefaults, load_generation
+from isthmus.gateway.template import ChatTemplate, load_template, load_tokenizer_config, special_tokens
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class GatewayTokenizer:
+    """A tokenizer with its chat template and generation defaults. Safe to use from several threads."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, template: ChatTemplate | None, generation: GenerationDefaults
+    ) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self.generation = generation
+        self._tokenizer = tokenizer
+        self._template = template
+        self._added = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
+        self._visible = _visible(tokenizer)
+        self._byte_level = "ByteLevel" in json.dumps(json.loads(tokenizer.to_str()).get("decoder"))
+
+    @classmethod
+    def load(cls, folder: Path) -> GatewayTokenizer:
+        """Reads a model folder. Raises ModelError naming the file that is missing or wrong."""
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{path}: no such file; a model folder needs a tokenizer.json")
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise ModelError(f"{path}: not a tokenizer the tokenizers library can read: {error}") from error
+        config = load_tokenizer_config(folder)
+        eos_text = special_tokens(config).get("eos_token")
+        eos = None if eos_text is None else tokenizer.token_to_id(eos_text)
+        return cls(tokenizer, load_template(folder, config), load_generation(folder, eos))
+
+    def encode_text(self, text: str) -> list[int]:
+        """Tokens of a plain prompt, with the special tokens the model expects around it."""
+        return self._encode(text, add_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Tokens of a conversation. Raises RequestError without a template, or if the template refuses."""
+        if self._template is None:
+            raise RequestError("this model has no chat template: use /v1/completions instead", param="messages")
+        return self._encode(self._template.render(messages), add_special_tokens=False)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of `tokens`, without special tokens."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def detokenizer(self) -> Detokenizer:
+        return Detokenizer(self.decode, self._visible)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes one token stands for by itself; they may be part of a character. Empty if no such token."""
+        if token in self._added:
+            return self._added[token].encode()
+        text = self._tokenizer.id_to_token(token)
+        if text is None:
+            return b""
+        if self._byte_level and all(char in _BYTE_OF for char in text):
+            return bytes(_BYTE_OF[char] for char in text)
+        if match := _BYTE_TOKEN.fullmatch(text):
+            return bytes([int(match[1], 16)])
+        return text.replace("▁", " ").encode()
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        # encode_batch_fast keeps no offsets and releases the interpreter lock, unlike encode.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def _visible(tokenizer: Tokenizer) -> bytes:
+    """One byte per token id: 0 for special tokens and for ids that stand for nothing."""
+    ids = tokenizer.get_vocab(with_added_tokens=True).values()
+    visible = bytearray(max(ids, default=-1) + 1)
+    for token in ids:
+        visible[token] = 1
+    for token, added in tokenizer.get_added_tokens_decoder().items():
+        visible[token] = 0 if added.special else 1
+    return bytes(visible)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the others for U+0100 and up, in order."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet |= {chr(256 + i): byte for i, byte in enumerate(others)}
+    return alphabet
+
+
+_BYTE_OF = _byte_alphabet()

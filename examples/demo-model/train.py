@@ -277,7 +277,8 @@ def write_folder(model: Llama, out: Path, facts: dict[str, float]) -> None:
         layers=LAYERS, hidden=HIDDEN, heads=HEADS, kv_heads=KV_HEADS, specials=len(SPECIALS),
         positions=MAX_POSITIONS, parameters=sum(w.numel() for w in weights.values()),
         megabytes=(out / "model.safetensors").stat().st_size / 1e6, threads=torch.get_num_threads(),
-        millions=facts["bytes"] / 1e6, prompt_weight=PROMPT_WEIGHT, **facts,
+        millions=facts["bytes"] / 1e6, prompt_weight=PROMPT_WEIGHT, start_weight=START_WEIGHT,
+        start_bytes=START_BYTES, **facts,
     )  # fmt: skip
     (out / "README.md").write_text(card, encoding="utf-8")
 

@@ -83,7 +83,11 @@ class LimitsConfig(_Section):
 
 
 class Config(_Section):
-    """A deployment. `model`: a folder, a hub id, or None for the bundled demo model."""
+    """A deployment. `model`: a folder, a hub id, or None for the bundled demo model.
+
+    `join_host`, `join_port`: where nodes of other machines join (0: a free port); `token`: what they must show,
+    drawn at random when None.
+    """
 
     model: str | None = None
     served_model_name: str | None = None
@@ -94,6 +98,9 @@ class Config(_Section):
     policy: Literal["least_loaded"] = "least_loaded"
     limits: LimitsConfig = LimitsConfig()
     record: str | None = None
+    join_host: str = "127.0.0.1"
+    join_port: int = Field(0, ge=0, le=65535)
+    token: str | None = None
 
 
 def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
@@ -158,6 +165,11 @@ def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
 def cache_dir() -> Path:
     """Where compiled kernels are kept: `$XDG_CACHE_HOME/isthmus`, else `~/.cache/isthmus`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "isthmus"
+
+
+def cluster_token() -> str | None:
+    """The token a node started by hand shows: `$ISTHMUS_TOKEN`."""
+    return os.environ.get("ISTHMUS_TOKEN")
 
 
 def child_environment(threads: int) -> dict[str, str]:

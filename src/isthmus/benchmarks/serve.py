@@ -128,8 +128,8 @@ def run(urls: list[str], *, model: str | None, rows: list[Row], rounds: int, see
 
     Each row has one warm-up round and then `rounds` counted ones. In each round the first server takes the
     load, then the second takes the same prompts, so that neither works while the other is timed. Prompts
-    follow from seed, row, round and position and do not repeat within a run. A server with a prefix cache that
-    was timed before needs another seed, or it finds its prompts in the cache.
+    follow from seed, row, round and position and do not repeat within a run. A server that was timed before
+    and has a prefix cache needs another seed, or it finds its prompts in the cache.
     """
     if len(urls) not in (1, 2):
         raise BenchError(f"one or two servers can be timed, not {len(urls)}")

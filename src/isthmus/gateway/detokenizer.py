@@ -4,11 +4,11 @@ The pieces, put together, are exactly `decode(all tokens)`: a token is decoded t
 before it, and what it adds is the difference. Text that ends in U+FFFD is held back, because the next token
 may complete the character.
 
-    tokens   t0 t1 t2 | t3 t4          window = t2 t3 t4: context, then what is not settled yet
-    text     ---------|-----           shown  = characters of decode(window) that were given out
+    tokens   t0 t1 t2 | t3 t4 | t5     window = t3 t4 t5: the last settled piece, then what is not settled yet
+    text     ---------|-------|        shown  = characters of decode(window) that were given out
 
 One limit: a tokenizer with byte fallback (SentencePiece) decodes a run of byte tokens as a whole, so an invalid
-byte after valid ones would change text that was already given out. It is not taken back.
+byte (or a real U+FFFD) among them would change text that was already given out. It is not taken back.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 
 UNFINISHED = "\ufffd"
 # A UTF-8 character has at most four bytes and a token at least one, so a character that four tokens could not
-# complete never will be. The window is cut at twice that, to do it seldom.
+# complete never will be.
 MAX_PENDING = 4
-MAX_WINDOW = 2 * MAX_PENDING
+# Cutting the window costs one more decode, so it is done seldom.
+MAX_WINDOW = 8
 
 
 class Detokenizer:
@@ -33,6 +34,7 @@ class Detokenizer:
         self._visible = visible
         self._window: list[int] = []
         self._shown = 0
+        self._settled = 0  # tokens of the window up to the last point where nothing was held back
 
     def push(self, token: int) -> str:
         """The text that `token` settles; often its own, sometimes none, sometimes also that of earlier ones."""
@@ -40,11 +42,13 @@ class Detokenizer:
             return ""
         self._window.append(token)
         text = self._decode(self._window)
-        settled = text.rstrip(UNFINISHED)
-        piece = settled[self._shown :]
-        self._shown = max(self._shown, len(settled))
-        if len(self._window) >= MAX_WINDOW:
-            piece += self._cut(text)
+        certain = text.rstrip(UNFINISHED)
+        piece = certain[self._shown :]
+        self._shown = max(self._shown, len(certain))
+        if len(certain) == len(text):
+            self._settle()
+        elif len(self._window) - self._settled > MAX_PENDING:
+            piece += self._give_up(text)
         return piece
 
     def flush(self) -> str:
@@ -54,14 +58,20 @@ class Detokenizer:
         self._shown = max(self._shown, len(text))
         return piece
 
-    def _cut(self, text: str) -> str:
-        """Drops old tokens from the window; gives out what no later token can change any more.
+    def _settle(self) -> None:
+        """All text of the window is out. Drops old tokens, but only whole settled pieces of them."""
+        if len(self._window) >= MAX_WINDOW:
+            del self._window[: self._settled]
+            self._shown = len(self._decode(self._window))
+        self._settled = len(self._window)
 
-        Only the last U+FFFD of `text` can still become a character, and its bytes lie in the tokens that stay.
+    def _give_up(self, text: str) -> str:
+        """Bytes that are no UTF-8: gives out what no later token can make a character of.
+
+        That is all but the last U+FFFD of `text`, whose bytes lie in the tokens that stay.
         """
-        held = 1 if text.endswith(UNFINISHED) else 0
-        settled = len(text) - held
-        piece = text[self._shown : settled]
+        piece = text[self._shown : -1]
         del self._window[:-MAX_PENDING]
-        self._shown = len(self._decode(self._window)) - held
+        self._shown = len(self._decode(self._window)) - 1
+        self._settled = len(self._window)
         return piece

@@ -33,6 +33,10 @@ def integer(low: int, high: int) -> Any:
     return Field(default=None, ge=low, le=high, description=f"an integer from {low} to {high}")
 
 
+def seed() -> Any:
+    return Field(default=None, ge=-MAX_SEED - 1, le=MAX_SEED, description="a 64-bit integer")
+
+
 def boolean() -> Any:
     return Field(default=None, description="true or false")
 
@@ -80,9 +84,7 @@ def parse_stops(value: Any) -> tuple[str, ...]:
         or len(stops) > MAX_STOPS
         or not all(isinstance(stop, str) and 0 < len(stop) <= MAX_STOP_CHARS for stop in stops)
     ):
-        raise refuse(
-            f"must be a string or up to {MAX_STOPS} strings, each of 1 to {MAX_STOP_CHARS} characters"
-        )
+        raise refuse(f"must be a string or up to {MAX_STOPS} strings, each of 1 to {MAX_STOP_CHARS} characters")
     return tuple(stops)
 
 

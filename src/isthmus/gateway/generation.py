@@ -42,7 +42,7 @@ def load_generation(folder: Path, eos_of_tokenizer: int | None) -> GenerationDef
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; empty when there is no such file. Raises ModelError when it is not a JSON object."""
+    """The object in `path`; empty when there is no such file. Raises ModelError when it holds no object."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -61,5 +61,7 @@ class Message(Strict):
 
 
 Messages = Annotated[
-    list[Message], Field(min_length=1, description="a list of at least one message: objects with role and content")
+    list[Message],
+    # fail_fast: one error is enough, and a body can hold a million wrong messages.
+    Field(min_length=1, fail_fast=True, description="a list of at least one message"),
 ]

@@ -1,4 +1,4 @@
-"""Errors as OpenAI writes them: `{"error": {"message", "type", "param", "code"}}` with the right HTTP status."""
+"""Errors as OpenAI writes them, `{"error": {"message", "type", "param", "code"}}`, and their HTTP status."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ def _complaint(fault: ErrorDetails, kind: type[BaseModel]) -> str:
         return "is required"
     if fault["type"] == "extra_forbidden":
         return "is not a known field" + _suggestion(owner, str(fault["loc"][-1]))
-    if field is not None and field.description:
+    in_list = isinstance(fault["loc"][-1], int)
+    if field is not None and field.description and not in_list:
         return f"must be {field.description}, got {_shown(fault['input'])}"
     message = fault["msg"]
     return f"is wrong: {message[:1].lower()}{message[1:]}, got {_shown(fault['input'])}"

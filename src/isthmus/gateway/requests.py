@@ -29,7 +29,7 @@ class GenerationRequest(Strict):
     top_k: int | None = f.integer(-1, 2**31 - 1)
     """0 and -1 are both off; -1 is vLLM's word."""
     min_p: float | None = f.number(0, 1)
-    seed: int | None = f.integer(-f.MAX_SEED - 1, f.MAX_SEED)
+    seed: int | None = f.seed()
     presence_penalty: float | None = f.number(-2, 2)
     frequency_penalty: float | None = f.number(-2, 2)
     logit_bias: Annotated[Any, f.checked(f.parse_logit_bias)] = None
@@ -39,7 +39,7 @@ class GenerationRequest(Strict):
     stop_token_ids: Annotated[Any, f.checked(f.parse_token_ids)] = None
     ignore_eos: bool | None = f.boolean()
     stream: bool | None = f.boolean()
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions | None = Field(default=None, description="an object")
     user: str | None = f.label()
     cache_salt: str | None = f.label()
     return_token_ids: bool | None = f.boolean()

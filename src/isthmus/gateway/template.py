@@ -93,7 +93,9 @@ def _from_config(config: Mapping[str, Any], folder: Path) -> str | None:
                 source = entry.get("template")
                 return source if isinstance(source, str) else None
         return None
-    raise ModelError(f"{folder / 'tokenizer_config.json'}: chat_template must be a string or a list of templates")
+    raise ModelError(
+        f"{folder / 'tokenizer_config.json'}: chat_template must be a string or a list of templates"
+    )
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

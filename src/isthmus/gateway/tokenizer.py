@@ -72,8 +72,8 @@ class GatewayTokenizer:
         text = self._tokenizer.id_to_token(token)
         if text is None:
             return b""
-        if self._byte_level and all(char in _BYTE_OF for char in text):
-            return bytes(_BYTE_OF[char] for char in text)
+        if self._byte_level and all(char in BYTE_OF_CHAR for char in text):
+            return bytes(BYTE_OF_CHAR[char] for char in text)
         if match := _BYTE_TOKEN.fullmatch(text):
             return bytes([int(match[1], 16)])
         return text.replace("▁", " ").encode()
@@ -103,4 +103,4 @@ def _byte_alphabet() -> dict[str, int]:
     return alphabet
 
 
-_BYTE_OF = _byte_alphabet()
+BYTE_OF_CHAR = _byte_alphabet()

@@ -1,0 +1,32 @@
+"""The `isthmus` command. Verbs import what they need when they run, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import typer
+
+from isthmus.cli import bench, node, replay, serve
+from isthmus.errors import IsthmusError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="KVCache-centric, disaggregated LLM serving.",
+)
+app.command("serve")(serve.serve)
+app.command("node")(node.node)
+app.command("replay")(replay.replay)
+app.add_typer(bench.app, name="bench")
+
+
+def main() -> None:
+    """Runs a command; a user's mistake is one line on standard error and a non-zero exit."""
+    logging.basicConfig(level=logging.WARNING, format="isthmus: %(message)s")
+    try:
+        app()
+    except IsthmusError as error:
+        print(f"isthmus: error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,111 @@
+"""`isthmus node`: one node process of a running cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from isthmus.config import Config, cluster_token, load_config
+from isthmus.errors import ConfigError, IsthmusError
+from isthmus.types import NodeId, Role
+
+
+def node(
+    role: Annotated[Role | None, typer.Option(help="What this node does.")] = None,
+    join: Annotated[str | None, typer.Option(help="HOST:PORT where the head listens for nodes.")] = None,
+    name: Annotated[str | None, typer.Option(help="Unique name; default: role, host and process id.")] = None,
+    config: Annotated[Path | None, typer.Option(help="The deployment file of the cluster.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model folder or hub id.")] = None,
+    launched: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Add one node to a running cluster. The cluster's token is read from ISTHMUS_TOKEN or the config."""
+    from isthmus.cluster.launcher import Orders
+
+    if launched:
+        _run_launched()
+        return
+    if role is None or join is None:
+        raise ConfigError("isthmus node needs --role prefill|decode|mixed and --join HOST:PORT")
+    settings = load_config(config, {"model": model})
+    token = cluster_token() or settings.token
+    if token is None:
+        raise ConfigError("the cluster's token is needed: set ISTHMUS_TOKEN, or token in the config file")
+    from isthmus.cli.models import find_model
+
+    orders = Orders(
+        node=NodeId(name or f"{role}-{os.uname().nodename}-{os.getpid()}"),
+        role=role,
+        join=join,
+        token=token,
+        model=str(find_model(settings.model)[0]),
+        threads=settings.engine.threads or len(os.sched_getaffinity(0)),
+        config=settings.model_dump_json(),
+    )
+    print(f"{orders.node}: {_run(orders, watch_stdin=False)}", file=sys.stderr)
+
+
+def _run_launched() -> None:
+    """A child of the launcher: orders on standard input, trouble on standard output."""
+    from isthmus.cluster.launcher import Orders, Trouble
+
+    line = sys.stdin.buffer.readline()
+    if not line:
+        sys.exit(1)  # the launcher died before it gave orders
+    try:
+        _run(msgspec.json.decode(line, type=Orders), watch_stdin=True)
+    except IsthmusError as error:
+        sys.stdout.buffer.write(msgspec.json.encode(Trouble(str(error))) + b"\n")
+        sys.stdout.flush()
+        sys.exit(error.exit_code)
+
+
+def _run(orders: Any, *, watch_stdin: bool) -> str:
+    from isthmus.cluster.node import Node, NodeOptions
+    from isthmus.engine.engine import Engine, EngineOptions
+
+    config = Config.model_validate_json(orders.config)
+    engine = Engine(
+        Path(orders.model),
+        EngineOptions(
+            dtype=config.engine.dtype,
+            device=config.engine.device,
+            threads=orders.threads,
+            block_size=config.engine.block_size,
+            kv_bytes=config.engine.kv_memory,
+            max_length=config.engine.max_length,
+        ),
+    )
+    options = NodeOptions(
+        node=orders.node,
+        role=orders.role,
+        join=orders.join,
+        token=orders.token,
+        token_budget=config.engine.token_budget,
+        max_sequences=config.engine.max_sequences,
+        transfer_s=config.limits.transfer_s,
+    )
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(Node(engine, options), watch_stdin=watch_stdin))
+
+
+async def _serve(node: Any, *, watch_stdin: bool) -> str:
+    """Runs a node; with `watch_stdin` it ends when the launcher's pipe closes."""
+    if watch_stdin:
+        reader = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+        )
+        watch = asyncio.create_task(reader.read())
+        watch.add_done_callback(lambda _: node.end("the launcher closed its pipe"))
+    with contextlib.suppress(asyncio.CancelledError):
+        return str(await node.run())
+    return "cancelled"

@@ -1,0 +1,24 @@
+"""`isthmus replay`: a flight recording through a fresh conductor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def replay(file: Annotated[Path, typer.Argument(help="Recording made with `serve --record`.")]) -> None:
+    """Replay a recording and compare every decision. Exit status 1 at the first that differs."""
+    import msgspec
+
+    from isthmus.cluster.recorder import replay as replay_file
+
+    count, difference = replay_file(file)
+    if difference is None:
+        print(f"{count} events, identical decisions")
+        return
+    print(f"{file}: line {difference.line} differs after {count} events")
+    for label in ("event", "recorded", "replayed"):
+        print(f"  {label}: {msgspec.json.encode(getattr(difference, label)).decode()}")
+    raise typer.Exit(1)

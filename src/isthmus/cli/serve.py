@@ -1,0 +1,129 @@
+"""`isthmus serve`: a whole cluster on this machine behind one OpenAI-compatible endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from isthmus.config import Config, load_config
+
+
+def serve(
+    config: Annotated[Path | None, typer.Option(help="Deployment file (YAML).")] = None,
+    model: Annotated[str | None, typer.Option(help="Model folder or hub id; default: the demo model.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Name clients use for the model.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+    prefill: Annotated[int | None, typer.Option(help="Number of prefill nodes.")] = None,
+    decode: Annotated[int | None, typer.Option(help="Number of decode nodes.")] = None,
+    mixed: Annotated[int | None, typer.Option(help="Number of mixed nodes.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: the model's.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of each node.")] = None,
+    token_budget: Annotated[int | None, typer.Option(help="Tokens computed in one iteration.")] = None,
+    kv_memory: Annotated[str | None, typer.Option(help="KV memory of each node, e.g. 512MiB.")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Longest prompt and answer, in tokens.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Write a flight recording (JSONL) here.")] = None,
+) -> None:
+    """Serve a model: gateway and conductor here, each prefill, decode or mixed node a process of its own."""
+    overrides: dict[str, Any] = {
+        "model": model,
+        "served_model_name": served_model_name,
+        "host": host,
+        "port": port,
+        "engine.dtype": dtype,
+        "engine.threads": threads,
+        "engine.token_budget": token_budget,
+        "engine.kv_memory": kv_memory,
+        "engine.max_length": max_length,
+        "record": str(record) if record else None,
+        **_role_overrides(prefill, decode, mixed),
+    }
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_serve(load_config(config, overrides)))
+
+
+def _role_overrides(prefill: int | None, decode: int | None, mixed: int | None) -> dict[str, Any]:
+    """`--mixed N` alone means N mixed nodes and nothing else."""
+    if mixed is not None and prefill is None and decode is None:
+        prefill = decode = 0
+    return {"roles.prefill": prefill, "roles.decode": decode, "roles.mixed": mixed}
+
+
+def _loop_factory() -> Any:
+    import uvloop
+
+    return uvloop.new_event_loop
+
+
+async def _serve(config: Config) -> None:
+    from isthmus.cli.models import find_model
+    from isthmus.cluster.launcher import planned_nodes
+    from isthmus.cluster.local import LocalCluster
+    from isthmus.engine.spec import read_spec
+    from isthmus.gateway.app import create_app
+    from isthmus.gateway.server import bind, serve_http
+    from isthmus.gateway.settings import GatewaySettings
+    from isthmus.gateway.tokenizer import GatewayTokenizer
+    from isthmus.types import ModelCard
+
+    started = time.monotonic()
+    nodes = planned_nodes(config)
+    folder, name = find_model(config.model)
+    spec = read_spec(folder)
+    card = ModelCard(
+        name=config.served_model_name or name,
+        max_length=min(spec.max_length, config.engine.max_length or spec.max_length),
+        vocab_size=spec.vocab_size,
+        created_s=int(time.time()),
+    )
+    tokenizer = GatewayTokenizer.load(folder)
+    bound = bind(config.host, config.port)
+    cluster = LocalCluster(config, folder, card)
+    stop = _stop_on_signals()
+    app = create_app(cluster.head, tokenizer, GatewaySettings())
+    async with cluster.run():
+        http = asyncio.create_task(serve_http(app, bound, stop, drain_s=config.limits.drain_s))
+        ready = asyncio.create_task(cluster.wait_ready())
+        stopped = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({ready, http, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                ready.result()
+                url = f"http://{config.host}:{bound.getsockname()[1]}"
+                _announce(url, card.name, [str(node) for node, _ in nodes], time.monotonic() - started)
+            await http
+        finally:
+            for task in (ready, stopped, http):
+                task.cancel()
+            await asyncio.gather(ready, stopped, http, return_exceptions=True)
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """The first SIGTERM or Ctrl-C drains; a second one ends at once."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        print("stopping: running answers are finished first; press Ctrl-C again to end now", file=sys.stderr)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError):
+            loop.add_signal_handler(number, on_signal)
+    return stop
+
+
+def _announce(url: str, model: str, nodes: list[str], seconds: float) -> None:
+    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello! What are you?"}]})
+    print(f"Isthmus serves {model} at {url} with {', '.join(nodes)} (ready in {seconds:.1f} s)\n")
+    print("Try:")
+    print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n", flush=True)

@@ -1,0 +1,151 @@
+"""Starts, watches and stops the node processes of this machine.
+
+A child reads its orders as one JSON line on standard input and keeps that pipe open: when the launcher dies,
+however it dies, the pipe closes and the child leaves. A child that cannot start writes one JSON line with the
+error on standard output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from isthmus.config import Config, child_environment
+from isthmus.errors import StartError
+from isthmus.types import NodeId, Role
+
+log = logging.getLogger(__name__)
+
+STOP_S = 5.0
+RESTART_S = 1.0
+
+
+class Orders(msgspec.Struct, frozen=True):
+    """What a launched node is told. `config`: the deployment's configuration as JSON."""
+
+    node: NodeId
+    role: Role
+    join: str
+    token: str
+    model: str
+    threads: int
+    config: str
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    """Why a launched node could not start."""
+
+    error: str
+
+
+def planned_nodes(config: Config) -> list[tuple[NodeId, Role]]:
+    """Names and roles of this machine's nodes. Raises StartError when they cannot serve anything."""
+    roles = config.roles
+    counts = {Role.PREFILL: roles.prefill.count, Role.DECODE: roles.decode.count, Role.MIXED: roles.mixed.count}
+    if not counts[Role.MIXED] and not (counts[Role.PREFILL] and counts[Role.DECODE]):
+        raise StartError("no request could be served: give at least one mixed node, or a prefill and a decode node")
+    if bool(counts[Role.PREFILL]) != bool(counts[Role.DECODE]):
+        lonely = Role.PREFILL if counts[Role.PREFILL] else Role.DECODE
+        raise StartError(f"{lonely} nodes need at least one node of the other kind; mixed nodes do not pair with them")
+    return [(NodeId(f"{role}-{index}"), role) for role, count in counts.items() for index in range(count)]
+
+
+def threads_per_node(config: Config, num_nodes: int) -> int:
+    """The cores shared evenly, one at least, unless the configuration says otherwise."""
+    return config.engine.threads or max(1, len(os.sched_getaffinity(0)) // num_nodes)
+
+
+class Launcher:
+    """Owns the children. `start`, then `failure` ends (with StartError) if one cannot start; then `stop`."""
+
+    def __init__(self, config: Config, model: Path, *, join: str, token: str) -> None:
+        self._config, self._model, self._join, self._token = config, model, join, token
+        self._nodes = planned_nodes(config)
+        self._processes: dict[NodeId, asyncio.subprocess.Process] = {}
+        self._watchers: list[asyncio.Task[None]] = []
+        self._stopping = False
+        self.ready = False
+        """Set once the cluster is complete: from then on a node that ends is started again."""
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self._nodes)
+
+    async def start(self) -> None:
+        for node, role in self._nodes:
+            await self._spawn(node, role)
+
+    async def failure(self) -> None:
+        """Waits until a child ends before the cluster is ready; raises its StartError."""
+        self._watchers = [asyncio.create_task(self._watch(node, role)) for node, role in self._nodes]
+        done, _ = await asyncio.wait(self._watchers, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+
+    async def stop(self) -> None:
+        """Waits for children that were told to stop; kills those that do not. None is left afterwards."""
+        self._stopping = True
+        for process in self._processes.values():
+            if process.stdin is not None:
+                process.stdin.close()
+        waits = [asyncio.create_task(process.wait()) for process in self._processes.values()]
+        if waits:
+            await asyncio.wait(waits, timeout=STOP_S)
+        for process in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        if waits:
+            await asyncio.wait(waits)
+        for watcher in self._watchers:
+            watcher.cancel()
+
+    async def _spawn(self, node: NodeId, role: Role) -> None:
+        threads = threads_per_node(self._config, self.num_nodes)
+        orders = Orders(
+            node=node,
+            role=role,
+            join=self._join,
+            token=self._token,
+            model=str(self._model),
+            threads=threads,
+            config=self._config.model_dump_json(),
+        )
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "isthmus", "node", "--launched"),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=child_environment(threads),
+            start_new_session=True,  # Ctrl-C reaches the launcher only, which stops the children in order
+        )
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(orders) + b"\n")
+        self._processes[node] = process
+
+    async def _watch(self, node: NodeId, role: Role) -> None:
+        while True:
+            process = self._processes[node]
+            assert process.stdout is not None
+            output = await process.stdout.read()
+            code = await process.wait()
+            if self._stopping:
+                return
+            trouble = _trouble(output, code)
+            if not self.ready:
+                raise StartError(f"node {node}: {trouble}")
+            log.error("node %s ended: %s; starting it again", node, trouble)
+            await asyncio.sleep(RESTART_S)
+            await self._spawn(node, role)
+
+
+def _trouble(output: bytes, code: int) -> str:
+    try:
+        return msgspec.json.decode(output.strip().split(b"\n")[-1], type=Trouble).error
+    except msgspec.DecodeError:
+        killed = " (killed; is there enough memory?)" if code == -9 else ""
+        return f"exit status {code}{killed}"

@@ -1,0 +1,161 @@
+"""Answers of /v1/chat/completions, as OpenAI writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from isthmus.gateway.choice import Choice, Delta, Score
+from isthmus.gateway.orders import Order
+from isthmus.gateway.wire import Usage, encode, event, finite, token_text
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class ChatDelta(msgspec.Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    object: str = "chat.completion.chunk"
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+
+
+class ChatMessage(msgspec.Struct):
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    token_ids: Sequence[int] | UnsetType = UNSET
+
+
+class ChatReply(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    object: str = "chat.completion"
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
+
+
+class ChatDialect:
+    """`token_bytes`: the bytes a token id stands for."""
+
+    def __init__(self, order: Order, token_bytes: Callable[[int], bytes]) -> None:
+        self._order = order
+        self._token_bytes = token_bytes
+        self._opened: set[int] = set()  # choices whose role was sent
+
+    def events(self, choice: Choice, delta: Delta) -> bytes:
+        opening = b"" if choice.index in self._opened else self._opening(choice)
+        tokens = delta.tokens if self._order.return_token_ids else UNSET
+        if not (delta.text or delta.finish or delta.scores or tokens):
+            return opening
+        content = ChunkChoice(
+            index=choice.index,
+            delta=ChatDelta(content=delta.text or None),
+            logprobs=self._logprobs(delta),
+            finish_reason=delta.finish,
+            token_ids=tokens,
+        )
+        return opening + self._event([content])
+
+    def usage_event(self, usage: Usage) -> bytes:
+        return self._event([], usage=usage)
+
+    def reply(self, choices: Sequence[tuple[Choice, Delta]], usage: Usage) -> bytes:
+        order = self._order
+        return encode(
+            ChatReply(
+                id=order.id,
+                created=order.created_s,
+                model=order.model,
+                choices=[self._choice(choice, whole) for choice, whole in choices],
+                usage=usage,
+                prompt_token_ids=order.prompts[0] if order.return_token_ids else UNSET,
+            )
+        )
+
+    def _opening(self, choice: Choice) -> bytes:
+        """The event that names the role; the very first also carries the prompt's ids, where asked for."""
+        first = not self._opened
+        self._opened.add(choice.index)
+        ids = self._order.prompts[0] if first and self._order.return_token_ids else UNSET
+        return self._event([ChunkChoice(choice.index, ChatDelta("assistant", ""))], prompt_token_ids=ids)
+
+    def _event(
+        self,
+        choices: list[ChunkChoice],
+        usage: Usage | None = None,
+        prompt_token_ids: Sequence[int] | UnsetType = UNSET,
+    ) -> bytes:
+        order = self._order
+        chunk = ChatChunk(
+            id=order.id,
+            created=order.created_s,
+            model=order.model,
+            choices=choices,
+            usage=usage if order.include_usage else UNSET,
+            prompt_token_ids=prompt_token_ids,
+        )
+        return event(encode(chunk))
+
+    def _choice(self, choice: Choice, whole: Delta) -> ChatChoice:
+        return ChatChoice(
+            index=choice.index,
+            message=ChatMessage(whole.text),
+            logprobs=self._logprobs(whole),
+            finish_reason=whole.finish,
+            token_ids=whole.tokens if self._order.return_token_ids else UNSET,
+        )
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        return ChatLogprobs([self._scored(score) for score in delta.scores]) if delta.scores else None
+
+    def _scored(self, score: Score) -> TokenLogprob:
+        raw = self._token_bytes(score.token)
+        top = [self._top(token, logprob) for token, logprob in score.logprobs.top]
+        return TokenLogprob(token_text(raw), finite(score.logprobs.chosen), list(raw), top)
+
+    def _top(self, token: int, logprob: float) -> TopLogprob:
+        raw = self._token_bytes(token)
+        return TopLogprob(token_text(raw), finite(logprob), list(raw))

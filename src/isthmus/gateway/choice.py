@@ -1,0 +1,97 @@
+"""One choice of an answer: its stream of tokens, and the text they become."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from isthmus.errors import ProtocolError
+from isthmus.gateway.backend import TokenStream
+from isthmus.gateway.detokenizer import Detokenizer
+from isthmus.gateway.stops import StopMatcher
+from isthmus.types import FinishReason, Generated, Job, TokenLogprobs
+
+
+class Score(msgspec.Struct, frozen=True):
+    """Log-probabilities of one output token. `offset`: characters of text before it."""
+
+    token: int
+    logprobs: TokenLogprobs
+    offset: int
+
+
+class Delta(msgspec.Struct):
+    """What one batch of tokens adds to a choice. `finish` is set on the last delta only."""
+
+    text: str
+    tokens: list[int]
+    scores: list[Score]
+    finish: FinishReason | None = None
+
+
+class Choice:
+    """`index`: within the answer. `stream`: the tokens of `job`."""
+
+    def __init__(
+        self, index: int, job: Job, stream: TokenStream, detokenizer: Detokenizer, stops: StopMatcher
+    ) -> None:
+        self.index = index
+        self.job = job
+        self.stream = stream
+        self.num_tokens = 0
+        self.cached_tokens = 0
+        self.finish: FinishReason | None = None
+        self._num_chars = 0
+        self._detokenizer = detokenizer
+        self._stops = stops
+
+    def push(self, batch: Sequence[Generated]) -> Delta:
+        """Takes the next tokens. Those behind the end of a stop string are ignored and not counted.
+
+        Raises ProtocolError when log-probabilities were asked for and are missing.
+        """
+        delta = Delta("", [], [])
+        for generated in batch:
+            self.num_tokens += 1
+            if generated.cached_tokens is not None:
+                self.cached_tokens = generated.cached_tokens
+            delta.tokens.append(generated.token)
+            if self.job.sampling.logprobs is not None:
+                delta.scores.append(self._score(generated))
+            delta.text += self._text(generated)
+            self.finish = FinishReason.STOP if self._stops.matched else generated.finish
+            if self.finish is not None:
+                break
+        delta.finish = self.finish
+        return delta
+
+    @property
+    def stopped(self) -> bool:
+        """It ended at a stop string, of which the cluster knows nothing."""
+        return self._stops.matched
+
+    def _text(self, generated: Generated) -> str:
+        # A token that ends the answer, as eos does, is counted but gives no text.
+        ends = generated.finish is FinishReason.STOP
+        piece = "" if ends else self._detokenizer.push(generated.token)
+        if generated.finish is not None:
+            piece += self._detokenizer.flush()
+        self._num_chars += len(piece)
+        shown = self._stops.push(piece)
+        return shown + self._stops.flush() if generated.finish is not None else shown
+
+    def _score(self, generated: Generated) -> Score:
+        if generated.logprobs is None:
+            raise ProtocolError(f"{self.job.request}: a token came without the log-probabilities asked for")
+        return Score(generated.token, generated.logprobs, self._num_chars)
+
+
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """All deltas of a choice as one, for the answer that is not streamed."""
+    return Delta(
+        text="".join(delta.text for delta in deltas),
+        tokens=[token for delta in deltas for token in delta.tokens],
+        scores=[score for delta in deltas for score in delta.scores],
+        finish=deltas[-1].finish,
+    )

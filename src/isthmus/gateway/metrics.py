@@ -1,0 +1,118 @@
+"""Prometheus metrics of the gateway, in base units. Names follow vLLM's behind the prefix `isthmus_`.
+
+Times, lengths and finish reasons count choices (what the cluster calls a request: a call with `n: 4` is four);
+failures and cancellations count HTTP requests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from isthmus.gateway.backend import Backend
+from isthmus.gateway.choice import Choice, Delta
+from isthmus.gateway.tally import Tally
+
+PREFIX = "isthmus_"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
+WHOLE_REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960)
+
+
+class Meter:
+    """All metrics of one app, in a registry of their own."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._registry = registry = CollectorRegistry()
+        registry.register(_NodeGauges(backend))
+        self.first_token = self._tally(
+            "time_to_first_token_seconds", "From the arrival of a request to its first token.", FIRST_TOKEN_S
+        )
+        self.between_tokens = self._tally(
+            "inter_token_latency_seconds", "Time between two tokens of a request.", BETWEEN_TOKENS_S
+        )
+        self.whole_request = self._tally(
+            "e2e_request_latency_seconds", "From the arrival of a request to its last token.", WHOLE_REQUEST_S
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that started.")
+        self.cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens that came from the cache.")
+        self.generated_tokens = self._counter("generation_tokens", "Tokens generated.")
+        self.succeeded = self._counter("request_success", "Requests that ended well.", "finished_reason")
+        self._failed = self._counter("requests_failed", "HTTP requests that failed.", "status")
+        self._cancelled = self._counter("requests_cancelled", "HTTP requests given up by clients.")
+        self.running = Gauge("isthmus_num_requests_running", "Requests in the cluster now.", registry=registry)
+
+    def failed(self, status: int) -> None:
+        self._failed.labels(str(status)).inc()
+
+    def cancelled(self) -> None:
+        self._cancelled.inc()
+
+    def render(self) -> bytes:
+        """The Prometheus text of all metrics, those of the nodes included."""
+        return generate_latest(self._registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(PREFIX + name, text, labels, registry=self._registry)
+
+    def _tally(self, name: str, text: str, bounds: Sequence[float]) -> Tally:
+        tally = Tally(PREFIX + name, text, bounds)
+        self._registry.register(tally)
+        return tally
+
+
+class ChoiceTimer:
+    """Feeds the meter from one choice. `arrival_s`: the request's, by `time.perf_counter`."""
+
+    def __init__(self, meter: Meter, choice: Choice, *, arrival_s: float, leads: bool) -> None:
+        """`leads`: it is the first choice of its prompt, so the prompt is counted here."""
+        self._meter = meter
+        self._choice = choice
+        self._arrival_s = arrival_s
+        self._leads = leads
+        self._last_s: float | None = None
+
+    def observe(self, delta: Delta) -> None:
+        """A batch of tokens came. Its tokens share the gap before it, as they came at once."""
+        now_s = time.perf_counter()
+        num_tokens = len(delta.tokens)
+        self._meter.generated_tokens.inc(num_tokens)
+        if self._last_s is None:
+            self._observe_first(now_s)
+        elif num_tokens:
+            gap_s = (now_s - self._last_s) / num_tokens
+            self._meter.between_tokens.observe(gap_s, times=num_tokens)
+        self._last_s = now_s
+        if delta.finish is not None:
+            self._meter.whole_request.observe(now_s - self._arrival_s)
+            self._meter.succeeded.labels(delta.finish).inc()
+
+    def _observe_first(self, now_s: float) -> None:
+        self._meter.first_token.observe(now_s - self._arrival_s)
+        if self._leads:
+            self._meter.prompt_tokens.inc(len(self._choice.job.tokens))
+            self._meter.cached_tokens.inc(self._choice.cached_tokens)
+
+
+class _NodeGauges(Collector):
+    """What the cluster's nodes report, read when Prometheus asks."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def describe(self) -> list[GaugeMetricFamily]:
+        """Nothing is known before the nodes report; without this the registry would ask them at once."""
+        return []
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        for name, by_node in self._backend.gauges().items():
+            full_name = PREFIX + name.removeprefix(PREFIX)
+            family = GaugeMetricFamily(full_name, "Reported by the nodes.", labels=["node"])
+            for node, value in by_node.items():
+                family.add_metric([node], value)
+            yield family

@@ -1,0 +1,71 @@
+"""What the answers of both endpoints share: usage, event framing, and log-probability text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from isthmus.gateway.choice import Choice, Delta
+from isthmus.gateway.orders import Order
+
+DONE = b"data: [DONE]\n\n"
+# JSON has no infinities. OpenAI writes this for tokens that cannot be.
+LOWEST_LOGPROB = -9999.0
+
+encode = msgspec.json.Encoder().encode
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class Dialect(Protocol):
+    """How one endpoint writes an order's answer. Made for one order; may remember what it wrote."""
+
+    def events(self, choice: Choice, delta: Delta) -> bytes:
+        """The SSE events for `delta`; empty when it has nothing to show."""
+        ...
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """The last event before [DONE], with no choices."""
+        ...
+
+    def reply(self, choices: Sequence[tuple[Choice, Delta]], usage: Usage) -> bytes:
+        """The body of an answer that is not streamed: `choices` by index, each with all it produced."""
+        ...
+
+
+def event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"
+
+
+def usage_of(order: Order, choices: Sequence[Choice]) -> Usage:
+    """Each prompt counts once, however many choices continue it; its cached tokens are the first choice's."""
+    prompt_tokens = sum(len(prompt) for prompt in order.prompts)
+    completion_tokens = sum(choice.num_tokens for choice in choices)
+    cached_tokens = sum(choice.cached_tokens for choice in choices[:: order.n])
+    return Usage(
+        prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptDetails(cached_tokens)
+    )
+
+
+def finite(logprob: float) -> float:
+    # Written so that NaN becomes the lowest too.
+    return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
+
+
+def token_text(raw: bytes, prefix: str = "") -> str:
+    """A token as text; one that is only part of a character as `\\xe2\\x82`, behind `prefix`."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return prefix + "".join(f"\\x{byte:02x}" for byte in raw)

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+
+from isthmus.gateway.detokenizer import MAX_PENDING, MAX_WINDOW, Detokenizer
+from isthmus.gateway.generation import GenerationDefaults
+from isthmus.gateway.tokenizer import GatewayTokenizer
+
+from . import folder
+
+BYTE_LEVEL = GatewayTokenizer(folder.tokenizer(), None, GenerationDefaults())
+# Bytes that begin or continue characters come more often than chance would have them.
+TOKENS = st.one_of(
+    st.integers(0, 0xFF),
+    st.sampled_from([0x41, 0x80, 0xBF, 0xC3, 0xE2, 0x82, 0xAC, 0xED, 0xA0, 0xF0, 0x9F, 0x98, 0x80, 0xEF, 0xBB]),
+    st.sampled_from([folder.HE, folder.BOS, folder.EOS, folder.PADDING]),
+)
+
+
+def streamed(tokenizer: GatewayTokenizer, tokens: Sequence[int]) -> list[str]:
+    detokenizer = tokenizer.detokenizer()
+    return [*(detokenizer.push(token) for token in tokens), detokenizer.flush()]
+
+
+@given(st.lists(TOKENS, max_size=60))
+def test_pieces_make_the_whole(tokens: list[int]) -> None:
+    assert "".join(streamed(BYTE_LEVEL, tokens)) == BYTE_LEVEL.decode(tokens)
+
+
+@given(st.text(max_size=40))
+def test_valid_text_is_never_held_beyond_its_character(text: str) -> None:
+    pieces = streamed(BYTE_LEVEL, folder.byte_tokens(text))
+    shown = 0
+    for char in text:
+        if char == "\ufffd":  # looks like an unfinished character, so it waits for the next one
+            return
+        shown += len(char.encode())
+        assert "".join(pieces[:shown]).endswith(char)
+
+
+def test_a_character_waits_for_its_last_byte() -> None:
+    assert streamed(BYTE_LEVEL, folder.byte_tokens("a€b")) == ["a", "", "", "€", "b", ""]
+
+
+def test_an_unfinished_character_comes_at_the_end() -> None:
+    assert streamed(BYTE_LEVEL, [0x61, 0xE2, 0x82]) == ["a", "", "", "\ufffd"]
+
+
+def test_special_and_unknown_tokens_give_no_text() -> None:
+    assert streamed(BYTE_LEVEL, [0x61, folder.EOS, folder.PADDING, 10**6, 0x62]) == ["a", "", "", "", "b", ""]
+
+
+def test_the_window_stays_small() -> None:
+    longest = 0
+
+    def decode(tokens: Sequence[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(tokens))
+        return BYTE_LEVEL.decode(tokens)
+
+    detokenizer = Detokenizer(decode, bytes([1]) * 256)
+    for _ in range(200):
+        detokenizer.push(0xE2)
+    assert longest <= MAX_WINDOW + MAX_PENDING
+
+
+def sentencepiece() -> GatewayTokenizer:
+    """Like Llama 2's: words with a mark for the space before them, and bytes for the rest."""
+    words = ["<unk>", "▁Hello", "▁world", "lo", "▁"] + [f"<0x{byte:02X}>" for byte in range(256)]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    built = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    built.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return GatewayTokenizer(built, None, GenerationDefaults())
+
+
+SENTENCEPIECE = sentencepiece()
+WORDS = st.integers(1, 4).map(lambda token: [token])
+# U+FFFD itself is left out: among byte tokens it cannot be told from an invalid one.
+CHARACTERS = st.characters(codec="utf-8", exclude_characters="\ufffd")
+SPELLED = CHARACTERS.map(lambda char: [5 + byte for byte in char.encode()])
+
+
+@given(st.lists(WORDS | SPELLED, max_size=30))
+def test_sentencepiece_pieces_make_the_whole(parts: list[list[int]]) -> None:
+    tokens = [token for part in parts for token in part]
+    assert "".join(streamed(SENTENCEPIECE, tokens)) == SENTENCEPIECE.decode(tokens)
+
+
+def test_sentencepiece_keeps_the_space_between_words() -> None:
+    assert streamed(SENTENCEPIECE, [1, 2, 3]) == ["Hello", " world", "lo", ""]

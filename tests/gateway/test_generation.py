@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from isthmus.errors import ModelError
+from isthmus.gateway.generation import GenerationDefaults, load_generation
+
+
+def load(folder: Path, **generation: object) -> GenerationDefaults:
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    return load_generation(folder, eos_of_tokenizer=None)
+
+
+def test_sampling_defaults_of_a_sampling_model(tmp_path: Path) -> None:
+    defaults = load(tmp_path, do_sample=True, temperature=0.6, top_p=0.95, top_k=20)
+    assert defaults == GenerationDefaults(temperature=0.6, top_p=0.95, top_k=20)
+
+
+@pytest.mark.parametrize("do_sample", [{}, {"do_sample": False}, {"do_sample": None}])
+def test_other_models_get_openai_s(tmp_path: Path, do_sample: dict[str, object]) -> None:
+    assert load(tmp_path, temperature=0.6, top_p=0.9, top_k=5, **do_sample) == GenerationDefaults()
+
+
+def test_no_files(tmp_path: Path) -> None:
+    assert load_generation(tmp_path, eos_of_tokenizer=3) == GenerationDefaults(eos=(3,))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": "hot"}, {"top_p": True}, {"top_k": -1}, {"eos_token_id": "x"}, {"eos_token_id": [True]}],
+)
+def test_wrong_values_are_named(tmp_path: Path, wrong: dict[str, object]) -> None:
+    with pytest.raises(ModelError, match=rf"generation_config\.json: {next(iter(wrong))}"):
+        load(tmp_path, do_sample=True, **wrong)

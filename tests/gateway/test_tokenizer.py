@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import pre_tokenizers
+
+from isthmus.errors import ModelError, RequestError
+from isthmus.gateway import GatewayTokenizer
+from isthmus.gateway.tokenizer import BYTE_OF_CHAR
+
+from . import folder
+from .test_detokenizer import sentencepiece
+
+
+def test_the_byte_alphabet_is_the_library_s() -> None:
+    assert set(BYTE_OF_CHAR) == set(pre_tokenizers.ByteLevel.alphabet())
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    for text in ("\x00 \x7f\n", "é€😀", "\xad\xa0"):
+        [(spelled, _)] = split.pre_tokenize_str(text)
+        assert bytes(BYTE_OF_CHAR[char] for char in spelled) == text.encode()
+
+
+def test_text_gets_the_model_s_special_tokens(tokenizer: GatewayTokenizer) -> None:
+    assert tokenizer.encode_text("the") == [folder.BOS, ord("t"), folder.HE]
+
+
+def test_chat_gets_only_those_of_the_template(tokenizer: GatewayTokenizer) -> None:
+    tokens = tokenizer.encode_chat([{"role": "user", "content": "x"}])
+    assert tokens == [folder.BOS, *folder.byte_tokens("<user>x\n<assistant>")]
+
+
+def test_decode_leaves_special_tokens_out(tokenizer: GatewayTokenizer) -> None:
+    assert tokenizer.decode([folder.BOS, folder.HE, ord("y"), folder.EOS]) == "hey"
+
+
+def test_token_bytes(tokenizer: GatewayTokenizer) -> None:
+    assert tokenizer.token_bytes(folder.HE) == b"he"
+    assert tokenizer.token_bytes(0xE2) == b"\xe2"
+    assert tokenizer.token_bytes(folder.EOS) == b"<eos>"
+    assert tokenizer.token_bytes(folder.PADDING) == b""
+
+
+def test_token_bytes_of_sentencepiece() -> None:
+    tokenizer = sentencepiece()
+    assert tokenizer.token_bytes(1) == b" Hello"
+    assert tokenizer.token_bytes(5 + 0xE2) == b"\xe2"
+
+
+def test_no_tokenizer_file(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"tokenizer\.json: no such file"):
+        GatewayTokenizer.load(tmp_path)
+
+
+def test_a_broken_tokenizer_file(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"tokenizer\.json: not a tokenizer"):
+        GatewayTokenizer.load(tmp_path)
+
+
+def test_a_folder_without_template(tmp_path: Path) -> None:
+    tokenizer = GatewayTokenizer.load(folder.write(tmp_path, tokenizer_config={}))
+    with pytest.raises(RequestError, match="no chat template: use /v1/completions"):
+        tokenizer.encode_chat([{"role": "user", "content": "x"}])
+
+
+def test_truncation_and_padding_of_the_file_are_off(tmp_path: Path) -> None:
+    built = folder.tokenizer()
+    built.enable_truncation(2)
+    built.enable_padding(length=64)
+    folder.write(tmp_path)
+    built.save(str(tmp_path / "tokenizer.json"))
+    assert len(GatewayTokenizer.load(tmp_path).encode_text("abcdef")) == 7
+
+
+@pytest.mark.parametrize(
+    ("files", "eos"),
+    [
+        ({"generation_config": {"eos_token_id": [7, 8]}, "config": {"eos_token_id": 9}}, (7, 8)),
+        ({"generation_config": {}, "config": {"eos_token_id": 9}}, (9,)),
+        ({"config": {}}, (folder.EOS,)),
+        ({"config": {}, "tokenizer_config": {}}, ()),
+    ],
+)
+def test_where_eos_comes_from(tmp_path: Path, files: dict[str, object], eos: tuple[int, ...]) -> None:
+    assert GatewayTokenizer.load(folder.write(tmp_path, **files)).generation.eos == eos
+
+
+def test_the_template_file_comes_first(tmp_path: Path) -> None:
+    folder.write(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("from the file")
+    tokenizer = GatewayTokenizer.load(tmp_path)
+    assert tokenizer.decode(tokenizer.encode_chat([])) == "from the file"
+
+
+def test_of_several_templates_the_default_is_used(tmp_path: Path) -> None:
+    templates = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
+    tokenizer = GatewayTokenizer.load(folder.write(tmp_path, tokenizer_config={"chat_template": templates}))
+    assert tokenizer.decode(tokenizer.encode_chat([])) == "yes"
+
+
+@pytest.mark.parametrize(
+    "content", ["[1]", "{", json.dumps({"chat_template": 5}), '{"chat_template": "{% if %}"}']
+)
+def test_a_broken_tokenizer_config(tmp_path: Path, content: str) -> None:
+    folder.write(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        GatewayTokenizer.load(tmp_path)

@@ -190,14 +190,15 @@ OPENERS = [
 
 
 def read_dialogues() -> list[tuple[list[str], list[str]]]:
-    """Return the blocks of ``dialogues.txt`` as pairs of questions and answers."""
+    """Return the blocks of ``dialogues.txt`` as pairs of questions and answers, weighty ones repeated."""
     blocks = []
     for block in (Path(__file__).parent / "dialogues.txt").read_text(encoding="utf-8").split("\n\n"):
         lines = block.splitlines()
         questions = [line[3:] for line in lines if line.startswith("Q: ")]
         answers = [line[3:] for line in lines if line.startswith("A: ")]
+        weight = next((int(line[3:]) for line in lines if line.startswith("W: ")), 1)
         if questions:
-            blocks.append((questions, answers))
+            blocks += [(questions, answers)] * weight
     return blocks
 
 
@@ -287,7 +288,7 @@ def creative_exchange(rng: random.Random) -> tuple[str, str]:
 
 def typed(rng: random.Random, question: str) -> str:
     """Vary how a question is typed: case, the last mark, and polite words around it."""
-    if rng.random() < 0.1:
+    if rng.random() < 0.06:
         leads = ["Please tell me: ", "Hi! ", "Hey, ", "Hello. ", "Please, ", "I have a question. ", "So, "]
         lead = rng.choice(leads)
         question = lead + question[0].lower() + question[1:] if lead[-2] in ":," else lead + question
@@ -298,7 +299,7 @@ def typed(rng: random.Random, question: str) -> str:
         question = question[:at] + question[at + 1 :]
     if rng.random() < 0.25:
         question = question.rstrip("?!.")
-    elif question[-1].isalnum() and rng.random() < 0.4:
+    elif question[-1].isalnum() and rng.random() < 0.3:
         question += rng.choice([".", ".", "!", "?", " please", ", please."])
     draw = rng.random()
     if draw < 0.3:

@@ -54,8 +54,8 @@ class Engine:
                 f"engine.kv_memory {options.kv_bytes} bytes holds fewer than 2 blocks of "
                 f"{self.layout.block_bytes} bytes; give at least {2 * self.layout.block_bytes}"
             )
-        self._compute = compute_dtype(dtype, self.device)
-        weights = load_weights(folder, self.spec, dtype=self._compute, device=self.device)
+        self.compute_dtype = compute_dtype(dtype, self.device)
+        weights = load_weights(folder, self.spec, dtype=self.compute_dtype, device=self.device)
         self.revision = weights.revision
         self.kernels = kernels.select(self.device)
         self.model = Model(self.spec, weights, self.kernels, self.max_length)

@@ -107,7 +107,9 @@ def _handlers(meter: Meter) -> dict[Any, Any]:
     async def on_route(request: Request, error: HTTPException) -> Response:
         if error.status_code == 405:
             message = f"{request.method} is not allowed on {request.url.path}"
-            return await on_error(request, WrongMethodError(message))
+            response = await on_error(request, WrongMethodError(message))
+            response.headers.update(error.headers or {})
+            return response
         return await on_error(request, UnknownRouteError(f"no such route: {request.url.path}"))
 
     async def on_bug(request: Request, error: Exception) -> Response:

@@ -49,6 +49,8 @@ def cancel_all(running: dict[int, Choice]) -> None:
 
 async def _follow(choice: Choice, timer: ChoiceTimer, sink: Sink, running: dict[int, Choice]) -> None:
     async for batch in choice.stream:
+        if not batch:
+            continue
         delta = choice.push(batch)
         timer.observe(delta)
         if delta.finish is not None:

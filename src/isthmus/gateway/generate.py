@@ -112,10 +112,10 @@ class GenerationEndpoint(Generic[Body]):
         except Exception as error:
             if not writer.started or isinstance(error, ClientGoneError):
                 raise
-            self.service.meter.failed(status_of(error))
             await writer.close(event(problem_json(error)))
-            if isinstance(error, IsthmusError):
-                return
-            raise  # a bug of ours: the server logs it
+            if not isinstance(error, IsthmusError):
+                raise  # a bug of ours: the app counts it and the server logs it
+            self.service.meter.failed(status_of(error))
+            return
         usage = usage_of(order, [choice for choice, _ in choices])
         await writer.close((dialect.usage_event(usage) if order.include_usage else b"") + DONE)

@@ -79,7 +79,7 @@ class Planner:
         return self._order(f"cmpl-{hex_id}", request, sampler, sized)
 
     def _order(
-        self, id: str, request: GenerationRequest, sampler: Sampler, sized: list[tuple[Tokens, int]]
+        self, answer_id: str, request: GenerationRequest, sampler: Sampler, sized: list[tuple[Tokens, int]]
     ) -> Order:
         """`sized`: each prompt with the most tokens its answers may have."""
         n = request.n or 1
@@ -88,7 +88,7 @@ class Planner:
             for sampling in sampler.for_prompt(n):
                 jobs.append(
                     Job(
-                        request=RequestId(f"{id}-{len(jobs)}"),
+                        request=RequestId(f"{answer_id}-{len(jobs)}"),
                         tokens=tokens,
                         max_tokens=max_tokens,
                         sampling=sampling,
@@ -98,7 +98,7 @@ class Planner:
                 )
         options = request.stream_options
         return Order(
-            id=id,
+            id=answer_id,
             created_s=int(time.time()),
             model=self.card.name,
             prompts=tuple(tokens for tokens, _ in sized),

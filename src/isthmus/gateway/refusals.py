@@ -21,12 +21,22 @@ MAX_SHOWN_CHARS = 60
 def refusal(error: pydantic.ValidationError, kind: type[BaseModel]) -> RequestError:
     """The error that answers the first fault pydantic found in a body of type `kind`."""
     first = error.errors(include_url=False)[0]
+    if first["type"] == "unknown_field":
+        return _unknown_field(first, kind)
     if first["type"] == "json_invalid":
         return RequestError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     if not first["loc"]:
         return RequestError("the body must be a JSON object")
     param = _path(first["loc"])
     return RequestError(f"{param!r} {_complaint(first, kind)}", param=param)
+
+
+def _unknown_field(fault: ErrorDetails, kind: type[BaseModel]) -> RequestError:
+    """The error is placed at the object that has the field; `name` is the field."""
+    name = fault["ctx"]["name"]
+    param = _path((*fault["loc"], name))
+    owner, _ = _locate(kind, (*fault["loc"], name))
+    return RequestError(f"{param!r} is not a known field{_suggestion(owner, name)}", param=param)
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
@@ -38,13 +48,11 @@ def _path(loc: tuple[int | str, ...]) -> str:
 
 
 def _complaint(fault: ErrorDetails, kind: type[BaseModel]) -> str:
-    owner, field = _locate(kind, fault["loc"])
+    field = _locate(kind, fault["loc"])[1]
     if fault["type"] == "refused":
         return fault["msg"]
     if fault["type"] == "missing":
         return "is required"
-    if fault["type"] == "extra_forbidden":
-        return "is not a known field" + _suggestion(owner, str(fault["loc"][-1]))
     in_list = isinstance(fault["loc"][-1], int)
     if field is not None and field.description and not in_list:
         return f"must be {field.description}, got {_shown(fault['input'])}"

@@ -36,7 +36,7 @@ class GatewayTokenizer:
     @classmethod
     def load(cls, folder: Path) -> GatewayTokenizer:
         """Reads a model folder. Raises ModelError naming the file that is missing or wrong."""
-        path = Path(folder) / "tokenizer.json"
+        path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"{path}: no such file; a model folder needs a tokenizer.json")
         try:

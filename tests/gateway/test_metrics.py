@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import asyncio
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from isthmus.gateway import GatewayTokenizer, create_app
+from isthmus.types import FinishReason
+
+from .fake import HANG, FakeBackend, says
+from .inprocess import Connection, Poster
+
+
+def samples(post: Poster) -> dict[str, float]:
+    """Name and labels of each sample -> its value, as Prometheus reads them."""
+    response = post.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return {
+        sample.name.removeprefix("isthmus_")
+        + "".join(f" {k}={v}" for k, v in sample.labels.items()): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+
+
+def test_after_some_requests(post: Poster, backend: FakeBackend) -> None:
+    backend.script = lambda _: says([97, 98, 99, 100], per_batch=2, cached_tokens=1)
+    post.complete(prompt=[1, 2, 3], n=2)
+    backend.script = lambda _: says([97], FinishReason.LENGTH)
+    post.complete(prompt=[1, 2], stream=True)
+    post.complete(temperature=9)
+    post.get("/nowhere")
+    found = samples(post)
+    assert found["prompt_tokens_total"] == 5
+    assert found["prompt_tokens_cached_total"] == 1
+    assert found["generation_tokens_total"] == 9
+    assert found["request_success_total finished_reason=stop"] == 2
+    assert found["request_success_total finished_reason=length"] == 1
+    assert found["requests_failed_total status=400"] == 1
+    assert found["requests_failed_total status=404"] == 1
+    assert found["requests_cancelled_total"] == 0
+    assert found["num_requests_running"] == 0
+    assert found["time_to_first_token_seconds_count"] == 3
+    assert found["e2e_request_latency_seconds_count"] == 3
+    # Of each four-token answer the second batch had two tokens, with a gap before it.
+    assert found["inter_token_latency_seconds_count"] == 4
+    assert found["inter_token_latency_seconds_bucket le=+Inf"] == 4
+
+
+def test_running_and_cancelled(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:
+    backend.script = lambda _: [HANG]
+    app = create_app(backend, tokenizer)
+    body = {"model": "acme/tiny", "prompt": [1], "n": 2}
+
+    async def scenario() -> None:
+        connection = Connection(app, "/v1/completions", body)
+        async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+            group.create_task(connection.serve())
+            while len(backend.jobs) < 2:
+                await asyncio.sleep(0)
+            during = await asyncio.to_thread(samples, Poster(app))
+            assert during["num_requests_running"] == 2
+            connection.disconnect()
+
+    asyncio.run(scenario())
+    after = samples(Poster(app))
+    assert after["num_requests_running"] == 0
+    assert after["requests_cancelled_total"] == 1
+
+
+def test_gauges_of_the_nodes(post: Poster, backend: FakeBackend) -> None:
+    backend.node_gauges = {
+        "kv_blocks_free": {"prefill-0": 5, "decode-0": 7.5},
+        "isthmus_queue_length": {"prefill-0": 1},
+    }
+    found = samples(post)
+    assert found["kv_blocks_free node=prefill-0"] == 5
+    assert found["kv_blocks_free node=decode-0"] == 7.5
+    assert found["queue_length node=prefill-0"] == 1

@@ -268,7 +268,7 @@ def write_folder(model: Llama, out: Path, facts: dict[str, float]) -> None:
         "pad_token": "<|pad|>", "model_max_length": MAX_POSITIONS, "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }  # fmt: skip
-    generation = {**ends, "do_sample": True, "temperature": 0.6, "top_p": 0.95}
+    generation = {**ends, "do_sample": True, "temperature": 0.4, "top_p": 0.95}
     files = {"config": config, "tokenizer_config": tokenizer_config, "generation_config": generation}
     for name, content in files.items():
         (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -65,7 +65,7 @@ def _loop_factory() -> Any:
 
 async def _serve(config: Config) -> None:
     from isthmus.cli.models import find_model
-    from isthmus.cluster.launcher import planned_nodes
+    from isthmus.cluster.launcher import check_memory, planned_nodes
     from isthmus.cluster.local import LocalCluster
     from isthmus.engine.spec import read_spec
     from isthmus.gateway.app import create_app
@@ -78,6 +78,7 @@ async def _serve(config: Config) -> None:
     nodes = planned_nodes(config)
     folder, name = find_model(config.model)
     spec = read_spec(folder)
+    check_memory(config, folder, len(nodes))
     card = ModelCard(
         name=config.served_model_name or name,
         max_length=min(spec.max_length, config.engine.max_length or spec.max_length),

@@ -10,7 +10,7 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -85,7 +85,7 @@ class Head:
         self._namers: dict[str, BlockNamer] = {}
         self._changed = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
-        self.on_refused_node: Callable[[NodeId, str], None] = lambda node, reason: None
+        self._closing = False
 
     async def open(self, host: str, port: int) -> str:
         """Listens for nodes; returns `host:port`. Raises OSError when the port is taken."""
@@ -95,6 +95,7 @@ class Head:
 
     async def close(self) -> None:
         """Tells every node to stop and ends what is still under way."""
+        self._closing = True
         if self._watcher is not None:
             self._watcher.cancel()
         for stream in list(self._streams.values()):
@@ -212,7 +213,6 @@ class Head:
             log.warning("turned %s away: %s", hello.node, reason)
             connection.send(Turned(reason))
             connection.close(reason)
-            self.on_refused_node(hello.node, reason)
             return None
         if self._layout is None:
             self._layout, self._revision = hello.layout, hello.revision
@@ -236,7 +236,7 @@ class Head:
 
     def leave(self, node: NodeId, reason: str) -> None:
         if self._members.pop(node, None) is not None:
-            log.warning("%s left: %s", node, reason)
+            log.log(logging.DEBUG if self._closing else logging.WARNING, "%s left: %s", node, reason)
             self._decide(NodeLeft(node))
             self._changed.set()
 

@@ -56,6 +56,34 @@ def planned_nodes(config: Config) -> list[tuple[NodeId, Role]]:
     return [(NodeId(f"{role}-{index}"), role) for role, count in counts.items() for index in range(count)]
 
 
+def check_memory(config: Config, model: Path, num_nodes: int) -> None:
+    """Raises StartError when KV memory and weights of all nodes cannot fit what is available here."""
+    if config.engine.device is not None and config.engine.device != "cpu":
+        return
+    weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    needed = num_nodes * (weights + config.engine.kv_memory)
+    available = available_bytes()
+    if available is not None and needed > available:
+        raise StartError(
+            f"{num_nodes} nodes need {_mib(needed)} ({_mib(weights)} weights and "
+            f"{_mib(config.engine.kv_memory)} engine.kv_memory each); {_mib(available)} are available: "
+            "lower engine.kv_memory or the number of nodes"
+        )
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.0f} MiB"
+
+
+def available_bytes() -> int | None:
+    """Memory that processes could still take (Linux); None where that cannot be told."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
 def threads_per_node(config: Config, num_nodes: int) -> int:
     """The cores shared evenly, one at least, unless the configuration says otherwise."""
     return config.engine.threads or max(1, len(os.sched_getaffinity(0)) // num_nodes)

@@ -1,167 +1,236 @@
-/* Kernels over A (activations) and C (KV). Included by kernels.c only. */
-
-/* out[t] = rms_norm(x[t]) * w, after x[t] += delta[t] when delta is given (the residual stream). */
-API void PASTE(add_rms_norm, SUFFIX)(A *restrict x, const A *restrict delta, const float *restrict w,
-                                     A *restrict out, int64_t T, int64_t N, float eps) {
-#pragma omp parallel for if (T * N > 65536)
-    for (int64_t t = 0; t < T; t++) {
-        A *row = x + t * N;
-        float sum = 0.f;
-        if (delta) {
-            const A *add = delta + t * N;
-            for (int64_t i = 0; i < N; i++) {
-                row[i] = A_OF(A_F32(row[i]) + A_F32(add[i]));
-            }
-        }
-#pragma omp simd reduction(+ : sum)
-        for (int64_t i = 0; i < N; i++) {
-            float v = A_F32(row[i]);
-            sum += v * v;
-        }
-        float scale = 1.f / sqrtf(sum / (float)N + eps);
-        A *o = out + t * N;
-#pragma omp simd
-        for (int64_t i = 0; i < N; i++) o[i] = A_OF(A_F32(A_OF(A_F32(row[i]) * scale)) * w[i]);
-    }
-}
-
-/* out[t, i] = silu(gate_up[t, i]) * gate_up[t, N + i] */
-API void PASTE(silu_mul, SUFFIX)(const A *restrict gate_up, A *restrict out, int64_t T, int64_t N) {
-#pragma omp parallel for if (T * N > 65536)
-    for (int64_t t = 0; t < T; t++) {
-        const A *gate = gate_up + t * 2 * N, *up = gate + N;
-        A *o = out + t * N;
-#pragma omp simd
-        for (int64_t i = 0; i < N; i++) {
-            float g = A_F32(gate[i]);
-            o[i] = A_OF(g / (1.f + expf(-g)) * A_F32(up[i]));
-        }
-    }
-}
-
-/* One head: optional RMS norm (weight w), then rotate the two halves by the angles of its position. */
-static inline void PASTE(rotate, SUFFIX)(const A *restrict in, float *restrict out, const float *restrict w,
-                                         float eps, const float *restrict cs, int64_t D) {
-    int64_t half = D / 2;
-    float scale = 1.f;
-    if (w) {
-        float sum = 0.f;
-        for (int64_t i = 0; i < D; i++) sum += A_F32(in[i]) * A_F32(in[i]);
-        scale = 1.f / sqrtf(sum / (float)D + eps);
-    }
-    for (int64_t i = 0; i < half; i++) {
-        float a = A_F32(in[i]), b = A_F32(in[half + i]);
-        if (w) {
-            a = A_F32(A_OF(a * scale)) * w[i];
-            b = A_F32(A_OF(b * scale)) * w[half + i];
-        }
-        out[i] = a * cs[i] - b * cs[half + i];
-        out[half + i] = b * cs[i] + a * cs[half + i];
-    }
-}
+/* Kernels over S, the stored type of weights and KV. Included by kernels.c only. */
 
 /* qkv[t] = [H*D | K*D | K*D]  ->  q[t] rotated; K rotated and V stored at kv[slots[t]].
  * cos_sin[p] = [cos (D/2) | sin (D/2)]; kv is [slots, 2, K, D]. */
-API void PASTE(rope_store, SUFFIX)(const A *restrict qkv, const int32_t *restrict positions,
+API void PASTE(rope_store, SUFFIX)(const float *restrict qkv, const int32_t *restrict positions,
                                    const int32_t *restrict slots, const float *restrict cos_sin,
                                    const float *restrict q_norm, const float *restrict k_norm, float eps,
-                                   A *restrict q, C *restrict kv, int64_t T, int64_t H, int64_t K, int64_t D) {
+                                   float *restrict q, S *restrict kv, int64_t T, int64_t H, int64_t K,
+                                   int64_t D) {
 #pragma omp parallel for if (T * H * D > 65536)
     for (int64_t t = 0; t < T; t++) {
-        const A *row = qkv + t * (H + 2 * K) * D;
+        const float *row = qkv + t * (H + 2 * K) * D, *v = row + (H + K) * D;
         const float *cs = cos_sin + (int64_t)positions[t] * D;
+        for (int64_t h = 0; h < H; h++) rotate(row + h * D, q + (t * H + h) * D, q_norm, eps, cs, D);
+        S *k_out = kv + (int64_t)slots[t] * 2 * K * D, *v_out = k_out + K * D;
         float rotated[D];
-        for (int64_t h = 0; h < H; h++) {
-            PASTE(rotate, SUFFIX)(row + h * D, rotated, q_norm, eps, cs, D);
-            A *o = q + (t * H + h) * D;
-            for (int64_t i = 0; i < D; i++) o[i] = A_OF(rotated[i]);
-        }
-        C *k_out = kv + (int64_t)slots[t] * 2 * K * D, *v_out = k_out + K * D;
         for (int64_t h = 0; h < K; h++) {
-            PASTE(rotate, SUFFIX)(row + (H + h) * D, rotated, k_norm, eps, cs, D);
-            for (int64_t i = 0; i < D; i++) k_out[h * D + i] = C_OF(A_F32(A_OF(rotated[i])));
+            rotate(row + (H + h) * D, rotated, k_norm, eps, cs, D);
+            for (int64_t i = 0; i < D; i++) k_out[h * D + i] = S_OF(rotated[i]);
         }
-        const A *v = row + (H + K) * D;
-        for (int64_t i = 0; i < K * D; i++) v_out[i] = C_OF(A_F32(v[i]));
+        for (int64_t i = 0; i < K * D; i++) v_out[i] = S_OF(v[i]);
     }
 }
 
-/* Attention of G query heads over the tokens [from, len) of one row's block table; D is a constant where
- * the caller is inlined with one, which lets the compiler keep a head in registers. */
-static inline __attribute__((always_inline)) void PASTE(attend_head, SUFFIX)(
-    const float *restrict q, const C *restrict kv, const int32_t *restrict table, int64_t from, int64_t len,
-    int64_t block_size, int64_t k_head, int64_t K, int64_t D, int64_t G, float *restrict scores,
-    A *restrict out, float *restrict lse) {
-    int64_t count = len - from, stride = 2 * K * D;
+/* ---- Skinny product: out[t, n] = x[t] . w[n] (+ bias[n]) for few rows, w as stored, [N, K]. ----
+ * The weights stream through once for every TILE rows, four outputs at a time, with all sums in registers. */
+
+INLINE void PASTE(product_tile, SUFFIX)(const float *restrict x, const S *restrict w,
+                                        const float *restrict bias, float *restrict out, int64_t K,
+                                        int64_t N, const int rows) {
+    v16 sum[6][4];
+    for (int t = 0; t < rows; t++)
+        for (int n = 0; n < 4; n++) sum[t][n] = (v16){0};
+    int64_t k = 0;
+    for (; k + LANES <= K; k += LANES) {
+        v16 w0 = S_LOAD(w + k), w1 = S_LOAD(w + K + k), w2 = S_LOAD(w + 2 * K + k), w3 = S_LOAD(w + 3 * K + k);
+        for (int t = 0; t < rows; t++) {
+            v16 xt = load_f32(x + t * K + k);
+            sum[t][0] += xt * w0;
+            sum[t][1] += xt * w1;
+            sum[t][2] += xt * w2;
+            sum[t][3] += xt * w3;
+        }
+    }
+    for (int t = 0; t < rows; t++) {
+        v4 total = sums_of_4(sum[t][0], sum[t][1], sum[t][2], sum[t][3]);
+        for (int n = 0; n < 4; n++) {
+            float rest = bias ? bias[n] : 0.f;
+            for (int64_t i = k; i < K; i++) rest += x[t * K + i] * S_F32(w[n * K + i]);
+            total[n] += rest;
+        }
+        *(v4u *)(out + t * N) = total;
+    }
+}
+
+API void PASTE(linear, SUFFIX)(const float *restrict x, const S *restrict w, const float *restrict bias,
+                               float *restrict out, int64_t T, int64_t K, int64_t N) {
+    int64_t quads = N / 4;
+#pragma omp parallel for schedule(static) if (N * K > 32768)
+    for (int64_t quad = 0; quad < quads; quad++) {
+        const S *rows = w + quad * 4 * K;
+        const float *b = bias ? bias + quad * 4 : NULL;
+        float *o = out + quad * 4;
+        int64_t t = 0;
+        for (; t + 6 <= T; t += 6) PASTE(product_tile, SUFFIX)(x + t * K, rows, b, o + t * N, K, N, 6);
+        switch (T - t) {
+        case 5: PASTE(product_tile, SUFFIX)(x + t * K, rows, b, o + t * N, K, N, 5); break;
+        case 4: PASTE(product_tile, SUFFIX)(x + t * K, rows, b, o + t * N, K, N, 4); break;
+        case 3: PASTE(product_tile, SUFFIX)(x + t * K, rows, b, o + t * N, K, N, 3); break;
+        case 2: PASTE(product_tile, SUFFIX)(x + t * K, rows, b, o + t * N, K, N, 2); break;
+        case 1: PASTE(product_tile, SUFFIX)(x + t * K, rows, b, o + t * N, K, N, 1); break;
+        }
+    }
+    for (int64_t n = quads * 4; n < N; n++) {
+        for (int64_t t = 0; t < T; t++) {
+            float sum = bias ? bias[n] : 0.f;
+            for (int64_t i = 0; i < K; i++) sum += x[t * K + i] * S_F32(w[n * K + i]);
+            out[t * N + n] = sum;
+        }
+    }
+}
+
+/* ---- Paged attention: one row of the batch, one key/value head, its G query heads. ---- */
+
+/* Where a row's tokens lie: token t of the row is slot table[t / block] * block + t % block. */
+#define KV_AT(side, t)                                                                                       \
+    (kv + (((int64_t)table[(t) / block] * block + (t) % block) * 2 + (side)) * K * D + head * D)
+
+/* scores[g, t - from] = q[g] . key[t], for VECTORS * 16 = D and `heads` query heads held in registers. */
+INLINE void PASTE(scores_of, SUFFIX)(const float *restrict q, const S *restrict kv,
+                                     const int32_t *restrict table, int64_t from, int64_t len, int64_t block,
+                                     int64_t head, int64_t K, float *restrict scores, int64_t stride,
+                                     const int vectors, const int heads) {
+    const int64_t D = vectors * LANES, step = 2 * K * D;
+    v16 query[heads][vectors];
+    for (int g = 0; g < heads; g++)
+        for (int i = 0; i < vectors; i++) query[g][i] = load_f32(q + g * D + i * LANES);
     for (int64_t t = from; t < len;) {
-        int64_t in_block = t % block_size, stop = t - in_block + block_size;
-        if (stop > len) stop = len;
-        const C *k = kv + ((int64_t)table[t / block_size] * block_size + in_block) * stride + k_head * D;
-        for (; t < stop; t++, k += stride) {
-            for (int64_t g = 0; g < G; g++) {
-                const float *qg = q + g * D;
-                float dot = 0.f;
-#pragma omp simd reduction(+ : dot)
-                for (int64_t i = 0; i < D; i++) dot += qg[i] * C_F32(k[i]);
-                scores[g * count + t - from] = dot;
+        int64_t left = block - t % block, stop = t + left < len ? t + left : len;
+        const S *k = KV_AT(0, t);
+        for (; t + 4 <= stop; t += 4, k += 4 * step) {
+            for (int g = 0; g < heads; g++) {
+                v16 sum[4] = {{0}, {0}, {0}, {0}};
+                for (int n = 0; n < 4; n++)
+                    for (int i = 0; i < vectors; i++) sum[n] += query[g][i] * S_LOAD(k + n * step + i * LANES);
+                *(v4u *)(scores + g * stride + t - from) = sums_of_4(sum[0], sum[1], sum[2], sum[3]);
+            }
+        }
+        for (; t < stop; t++, k += step) {
+            for (int g = 0; g < heads; g++) {
+                v16 sum = {0};
+                for (int i = 0; i < vectors; i++) sum += query[g][i] * S_LOAD(k + i * LANES);
+                scores[g * stride + t - from] = sum_of(sum);
             }
         }
     }
-    for (int64_t g = 0; g < G; g++) {
-        float *s = scores + g * count, top = s[0], sum = 0.f;
-#pragma omp simd reduction(max : top)
-        for (int64_t t = 0; t < count; t++) top = s[t] > top ? s[t] : top;
-#pragma omp simd reduction(+ : sum)
-        for (int64_t t = 0; t < count; t++) {
-            s[t] = expf(s[t] - top);
-            sum += s[t];
-        }
-        float acc[D];
-        for (int64_t i = 0; i < D; i++) acc[i] = 0.f;
-        for (int64_t t = from; t < len;) {
-            int64_t in_block = t % block_size, stop = t - in_block + block_size;
-            if (stop > len) stop = len;
-            const C *v = kv + ((int64_t)table[t / block_size] * block_size + in_block) * stride + (K + k_head) * D;
-            for (; t < stop; t++, v += stride) {
-                float p = s[t - from];
-#pragma omp simd
-                for (int64_t i = 0; i < D; i++) acc[i] += p * C_F32(v[i]);
+}
+
+/* out[g] = sum over t of weights[g, t - from] * value[t] / total[g] */
+INLINE void PASTE(values_of, SUFFIX)(const float *restrict weights, const float *restrict total,
+                                     const S *restrict kv, const int32_t *restrict table, int64_t from,
+                                     int64_t len, int64_t block, int64_t head, int64_t K, int64_t stride,
+                                     float *restrict out, const int vectors, const int heads) {
+    const int64_t D = vectors * LANES, step = 2 * K * D;
+    v16 sum[heads][vectors];
+    for (int g = 0; g < heads; g++)
+        for (int i = 0; i < vectors; i++) sum[g][i] = (v16){0};
+    for (int64_t t = from; t < len;) {
+        int64_t left = block - t % block, stop = t + left < len ? t + left : len;
+        const S *v = KV_AT(1, t);
+        for (; t < stop; t++, v += step) {
+            v16 value[vectors];
+            for (int i = 0; i < vectors; i++) value[i] = S_LOAD(v + i * LANES);
+            for (int g = 0; g < heads; g++) {
+                float p = weights[g * stride + t - from];
+                for (int i = 0; i < vectors; i++) sum[g][i] += p * value[i];
             }
         }
-        float inverse = 1.f / sum;
-        for (int64_t i = 0; i < D; i++) out[g * D + i] = A_OF(acc[i] * inverse);
-        if (lse) lse[g] = top + logf(sum);
+    }
+    for (int g = 0; g < heads; g++)
+        for (int i = 0; i < vectors; i++) *(v16u *)(out + g * D + i * LANES) = sum[g][i] / total[g];
+}
+
+/* Turns scores into exp(score - max); total is their sum, lse the natural log of the sum of exponentials. */
+INLINE void PASTE(exponentials, SUFFIX)(float *restrict s, int64_t count, float *total, float *lse) {
+    float top = s[0], sum = 0.f;
+#pragma omp simd reduction(max : top)
+    for (int64_t t = 0; t < count; t++) top = s[t] > top ? s[t] : top;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t t = 0; t < count; t++) {
+        s[t] = expf(s[t] - top);
+        sum += s[t];
+    }
+    *total = sum;
+    *lse = top + logf(sum);
+}
+
+#define HEADS_AT_ONCE 4
+
+INLINE void PASTE(attend_group, SUFFIX)(const float *restrict q, const S *restrict kv,
+                                        const int32_t *restrict table, int64_t from, int64_t len, int64_t block,
+                                        int64_t head, int64_t K, float *restrict scores, float *restrict out,
+                                        float *restrict lse, const int vectors, const int heads) {
+    int64_t count = len - from;
+    float total[HEADS_AT_ONCE];
+    PASTE(scores_of, SUFFIX)(q, kv, table, from, len, block, head, K, scores, count, vectors, heads);
+    for (int g = 0; g < heads; g++) PASTE(exponentials, SUFFIX)(scores + g * count, count, total + g, lse + g);
+    PASTE(values_of, SUFFIX)(scores, total, kv, table, from, len, block, head, K, count, out, vectors, heads);
+}
+
+#define ATTEND(VECTORS)                                                                                      \
+    for (; g + 4 <= G; g += 4)                                                                               \
+        PASTE(attend_group, SUFFIX)(q + g * D, kv, table, from, len, block, head, K, scores, out + g * D,    \
+                                    lse + g, VECTORS, 4);                                                    \
+    for (; g + 2 <= G; g += 2)                                                                               \
+        PASTE(attend_group, SUFFIX)(q + g * D, kv, table, from, len, block, head, K, scores, out + g * D,    \
+                                    lse + g, VECTORS, 2);                                                    \
+    for (; g < G; g++)                                                                                       \
+        PASTE(attend_group, SUFFIX)(q + g * D, kv, table, from, len, block, head, K, scores, out + g * D,    \
+                                    lse + g, VECTORS, 1);
+
+/* Head sizes without a form in registers. */
+static void PASTE(attend_any, SUFFIX)(const float *restrict q, const S *restrict kv,
+                                      const int32_t *restrict table, int64_t from, int64_t len, int64_t block,
+                                      int64_t head, int64_t K, int64_t D, float *restrict scores,
+                                      float *restrict out, float *restrict lse) {
+    float total;
+    for (int64_t t = from; t < len; t++) {
+        const S *k = KV_AT(0, t);
+        float dot = 0.f;
+        for (int64_t i = 0; i < D; i++) dot += q[i] * S_F32(k[i]);
+        scores[t - from] = dot;
+    }
+    PASTE(exponentials, SUFFIX)(scores, len - from, &total, lse);
+    for (int64_t i = 0; i < D; i++) out[i] = 0.f;
+    for (int64_t t = from; t < len; t++) {
+        const S *v = KV_AT(1, t);
+        float p = scores[t - from] / total;
+        for (int64_t i = 0; i < D; i++) out[i] += p * S_F32(v[i]);
     }
 }
 
 /* Row r attends to tokens [max(0, lens[r] - window), lens[r]) of tables[r]; window 0 means no window.
- * q, out: [R, H, D]; kv: [slots, 2, K, D]; lse: [R, H] natural log, or NULL. lens[r] >= 1. */
-API void PASTE(attend_paged, SUFFIX)(const A *restrict q, const C *restrict kv,
+ * q, out: [R, H, D]; kv: [slots, 2, K, D]; lse: [R, H], natural log. lens[r] >= 1. */
+API void PASTE(attend_paged, SUFFIX)(const float *restrict q_RHD, const S *restrict kv,
                                      const int32_t *restrict tables, int64_t table_stride,
-                                     const int32_t *restrict lens, A *restrict out, float *restrict lse,
-                                     int64_t R, int64_t H, int64_t K, int64_t D, int64_t block_size,
-                                     int64_t window, float scale) {
+                                     const int32_t *restrict lens, float *restrict out_RHD,
+                                     float *restrict lse_RH, int64_t R, int64_t H, int64_t K, int64_t D,
+                                     int64_t block, int64_t window, float scale) {
     int64_t G = H / K;
 #pragma omp parallel for schedule(dynamic, 1) if (R * K > 1)
     for (int64_t task = 0; task < R * K; task++) {
-        int64_t r = task / K, h = task % K, len = lens[r];
+        int64_t r = task / K, head = task % K, len = lens[r], at = r * H + head * G;
         int64_t from = window > 0 && len > window ? len - window : 0;
-        float *scaled = scratch_of((size_t)(G * D + G * (len - from)));
-        float *scores = scaled + G * D;
-        const A *row = q + (r * H + h * G) * D;
-        for (int64_t i = 0; i < G * D; i++) scaled[i] = A_F32(row[i]) * scale;
         const int32_t *table = tables + r * table_stride;
-        A *o = out + (r * H + h * G) * D;
-        float *l = lse ? lse + r * H + h * G : NULL;
+        float *q = scratch_of((size_t)(G * D + HEADS_AT_ONCE * (len - from))), *scores = q + G * D;
+        float *out = out_RHD + at * D, *lse = lse_RH + at;
+        for (int64_t i = 0; i < G * D; i++) q[i] = q_RHD[at * D + i] * scale;
+        int64_t g = 0;
         switch (D) {
-        case 64:
-            PASTE(attend_head, SUFFIX)(scaled, kv, table, from, len, block_size, h, K, 64, G, scores, o, l);
-            break;
-        case 128:
-            PASTE(attend_head, SUFFIX)(scaled, kv, table, from, len, block_size, h, K, 128, G, scores, o, l);
-            break;
+        case 32: ATTEND(2) break;
+        case 64: ATTEND(4) break;
+        case 80: ATTEND(5) break;
+        case 96: ATTEND(6) break;
+        case 128: ATTEND(8) break;
         default:
-            PASTE(attend_head, SUFFIX)(scaled, kv, table, from, len, block_size, h, K, D, G, scores, o, l);
+            for (; g < G; g++)
+                PASTE(attend_any, SUFFIX)(q + g * D, kv, table, from, len, block, head, K, D, scores,
+                                          out + g * D, lse + g);
         }
     }
 }
+
+#undef KV_AT
+#undef ATTEND
+#undef HEADS_AT_ONCE

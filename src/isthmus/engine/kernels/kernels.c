@@ -1,10 +1,10 @@
-/* CPU kernels of the engine: what torch would need many small calls or a gather for.
+/* CPU kernels of the engine: what torch would need many small calls, a gather or a slow product for.
  *
- * Each kernel is written once, in body.h, over an activation type A and a KV type C, and compiled for the
- * three pairs the engine uses. `plain.py` holds the same operations in torch: the reference in tests, and the
+ * Activations are float32; weights and KV are float32 or bfloat16, so each kernel is written once, in body.h,
+ * over that stored type S. `plain.py` holds the same operations in torch: the reference in tests, and the
  * path on CUDA or without a C compiler. All tensors are dense and row-major unless a stride is passed.
  *
- * Legend: T tokens (rows), H query heads, K key/value heads, D head size, N hidden size.
+ * Legend: T tokens (rows), H query heads, K key/value heads, D head size, N width.
  */
 #include <math.h>
 #include <stdint.h>
@@ -12,12 +12,23 @@
 #include <string.h>
 
 #define API __attribute__((visibility("default")))
+#define INLINE static inline __attribute__((always_inline))
 #define PASTE_(a, b) a##b
 #define PASTE(a, b) PASTE_(a, b)
 
+/* Vectors of 16 floats: one AVX-512 register, or what the compiler makes of it elsewhere. */
+enum { LANES = 16 };
+typedef float v16 __attribute__((vector_size(64)));
+typedef float v16u __attribute__((vector_size(64), aligned(4), may_alias));
+typedef float v8 __attribute__((vector_size(32)));
+typedef float v4 __attribute__((vector_size(16)));
+typedef float v4u __attribute__((vector_size(16), aligned(4), may_alias));
+typedef uint32_t u16x32 __attribute__((vector_size(64)));
+typedef uint16_t h16u __attribute__((vector_size(32), aligned(2), may_alias));
+
 typedef uint16_t bf16;
 
-static inline float f32_of_bf16(bf16 x) {
+INLINE float f32_of_bf16(bf16 x) {
     uint32_t bits = (uint32_t)x << 16;
     float f;
     memcpy(&f, &bits, 4);
@@ -25,7 +36,7 @@ static inline float f32_of_bf16(bf16 x) {
 }
 
 /* Round to nearest even, as torch does; NaN stays NaN. */
-static inline bf16 bf16_of_f32(float f) {
+INLINE bf16 bf16_of_f32(float f) {
     uint32_t bits;
     memcpy(&bits, &f, 4);
     uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
@@ -33,7 +44,37 @@ static inline bf16 bf16_of_f32(float f) {
     return (bf16)((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded);
 }
 
-static inline float f32_of_f32(float x) { return x; }
+INLINE float f32_of_f32(float x) { return x; }
+INLINE float f32_to_f32(float x) { return x; }
+INLINE v16 load_f32(const float *p) { return *(const v16u *)p; }
+INLINE v16 load_bf16(const bf16 *p) {
+    return (v16)(__builtin_convertvector(*(const h16u *)p, u16x32) << 16);
+}
+
+INLINE v4 quarter_sums(v16 x) {
+    v8 low, high;
+    memcpy(&low, &x, 32);
+    memcpy(&high, (char *)&x + 32, 32);
+    v8 half = low + high;
+    v4 a, b;
+    memcpy(&a, &half, 16);
+    memcpy(&b, (char *)&half + 16, 16);
+    return a + b;
+}
+
+/* The sums of four vectors, side by side. */
+INLINE v4 sums_of_4(v16 a, v16 b, v16 c, v16 d) {
+    typedef int32_t i4 __attribute__((vector_size(16)));
+    v4 p = quarter_sums(a), q = quarter_sums(b), r = quarter_sums(c), s = quarter_sums(d);
+    v4 pq = __builtin_shuffle(p, q, (i4){0, 4, 1, 5}) + __builtin_shuffle(p, q, (i4){2, 6, 3, 7});
+    v4 rs = __builtin_shuffle(r, s, (i4){0, 4, 1, 5}) + __builtin_shuffle(r, s, (i4){2, 6, 3, 7});
+    return __builtin_shuffle(pq, rs, (i4){0, 1, 4, 5}) + __builtin_shuffle(pq, rs, (i4){2, 3, 6, 7});
+}
+
+INLINE float sum_of(v16 x) {
+    v4 quarter = quarter_sums(x);
+    return (quarter[0] + quarter[1]) + (quarter[2] + quarter[3]);
+}
 
 /* One scratch buffer a thread, grown on demand and kept: the decode loop allocates nothing. */
 static _Thread_local float *scratch;
@@ -48,31 +89,70 @@ static float *scratch_of(size_t count) {
     return scratch;
 }
 
-#define A float
-#define A_F32 f32_of_f32
-#define A_OF(x) (x)
-#define C float
-#define C_F32 f32_of_f32
-#define C_OF(x) (x)
-#define SUFFIX _f32_f32
+/* x[t] += delta[t] when delta is given (the residual stream); out[t] = rms_norm(x[t]) * w. */
+API void add_rms_norm(float *restrict x, const float *restrict delta, const float *restrict w,
+                      float *restrict out, int64_t T, int64_t N, float eps) {
+#pragma omp parallel for if (T * N > 65536)
+    for (int64_t t = 0; t < T; t++) {
+        float *row = x + t * N, *o = out + t * N, sum = 0.f;
+        if (delta) {
+            const float *add = delta + t * N;
+            for (int64_t i = 0; i < N; i++) row[i] += add[i];
+        }
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < N; i++) sum += row[i] * row[i];
+        float scale = 1.f / sqrtf(sum / (float)N + eps);
+        for (int64_t i = 0; i < N; i++) o[i] = row[i] * scale * w[i];
+    }
+}
+
+/* out[t, i] = silu(gate_up[t, i]) * gate_up[t, N + i] */
+API void silu_mul(const float *restrict gate_up, float *restrict out, int64_t T, int64_t N) {
+#pragma omp parallel for if (T * N > 65536)
+    for (int64_t t = 0; t < T; t++) {
+        const float *gate = gate_up + t * 2 * N, *up = gate + N;
+        float *o = out + t * N;
+#pragma omp simd
+        for (int64_t i = 0; i < N; i++) o[i] = gate[i] / (1.f + expf(-gate[i])) * up[i];
+    }
+}
+
+/* One head: optional RMS norm (weight w), then rotate the two halves by the angles of its position. */
+INLINE void rotate(const float *restrict in, float *restrict out, const float *restrict w, float eps,
+                   const float *restrict cs, int64_t D) {
+    int64_t half = D / 2;
+    float scale = 1.f;
+    if (w) {
+        float sum = 0.f;
+        for (int64_t i = 0; i < D; i++) sum += in[i] * in[i];
+        scale = 1.f / sqrtf(sum / (float)D + eps);
+    }
+    for (int64_t i = 0; i < half; i++) {
+        float a = in[i] * scale, b = in[half + i] * scale;
+        if (w) {
+            a *= w[i];
+            b *= w[half + i];
+        }
+        out[i] = a * cs[i] - b * cs[half + i];
+        out[half + i] = b * cs[i] + a * cs[half + i];
+    }
+}
+
+#define S float
+#define S_F32 f32_of_f32
+#define S_OF f32_to_f32
+#define S_LOAD load_f32
+#define SUFFIX _f32
 #include "body.h"
-#undef C
-#undef C_F32
-#undef C_OF
+#undef S
+#undef S_F32
+#undef S_OF
+#undef S_LOAD
 #undef SUFFIX
 
-#define C bf16
-#define C_F32 f32_of_bf16
-#define C_OF(x) bf16_of_f32(x)
-#define SUFFIX _f32_bf16
-#include "body.h"
-#undef A
-#undef A_F32
-#undef A_OF
-#undef SUFFIX
-
-#define A bf16
-#define A_F32 f32_of_bf16
-#define A_OF(x) bf16_of_f32(x)
-#define SUFFIX _bf16_bf16
+#define S bf16
+#define S_F32 f32_of_bf16
+#define S_OF bf16_of_f32
+#define S_LOAD load_bf16
+#define SUFFIX _bf16
 #include "body.h"

@@ -8,11 +8,12 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 
 from isthmus.errors import ConfigError
 
@@ -26,7 +27,7 @@ def parse_bytes(value: Any) -> int:
     match = _SIZE.fullmatch(str(value).strip())
     if isinstance(value, bool) or match is None:
         raise ValueError(f"{value!r} is not a size; write bytes or e.g. 512MiB")
-    return int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+    return int(Decimal(match[1]) * _UNITS[(match[2] or "").lower()])
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
@@ -39,6 +40,14 @@ def _count(value: Any) -> Any:
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_yes_or_no(cls, value: Any) -> Any:
+        """No option is a yes or no, and a bare `yes` in YAML must not count as 1."""
+        if isinstance(value, bool):
+            raise ValueError("yes or no is no value of this option")
+        return value
 
 
 class RoleConfig(_Section):

@@ -58,7 +58,7 @@ class _Ours:
 
     @property
     def name(self) -> str:
-        return f"{self._engine.kernels.name} kernels, compute {str(self._engine.compute_dtype)[6:]}"
+        return f"{self._engine.kernels.name} kernels, {self._engine.layout.dtype} weights and KV"
 
     def prefill(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
         """Computes prompts in chunks; returns each one's blocks and next token."""

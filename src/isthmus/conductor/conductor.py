@@ -23,7 +23,7 @@ from isthmus.conductor.events import (
 )
 from isthmus.conductor.policies import POLICIES
 from isthmus.conductor.view import ClusterView, NodeView, RequestView
-from isthmus.types import NodeId, RequestId
+from isthmus.types import NodeId, RequestId, Role
 
 
 class Rules(msgspec.Struct, frozen=True):
@@ -95,12 +95,17 @@ class Conductor:
         return [route]
 
     def _refusal(self, event: RequestArrived) -> Refuse:
+        """Too long for every node here, now and later; or no node here for one of its parts, for now."""
         length = event.num_tokens + event.max_tokens
-        largest = max((node.capacity_tokens for node in self.view.nodes.values()), default=0)
+        largest = self.view.largest(Role.DECODE, Role.MIXED)
         if 0 < largest < length:
             reason = (
                 f"{length} tokens (prompt and answer) exceed the KV memory of every node ({largest} tokens)"
             )
+            return Refuse(event.request, "too_long", reason)
+        largest = self.view.largest(Role.PREFILL, Role.MIXED)
+        if 0 < largest < event.num_tokens:
+            reason = f"{event.num_tokens} prompt tokens exceed the KV memory of every node ({largest} tokens)"
             return Refuse(event.request, "too_long", reason)
         return Refuse(event.request, "unavailable", "no node can serve this now", self.rules.retry_after_ms)
 

@@ -67,6 +67,10 @@ class ClusterView:
     def with_role(self, *roles: Role) -> list[NodeView]:
         return [node for node in self.nodes.values() if node.role in roles]
 
+    def largest(self, *roles: Role) -> int:
+        """Tokens that the largest node of these roles can hold; 0 without one."""
+        return max((node.capacity_tokens for node in self.with_role(*roles)), default=0)
+
     def book(self, request: RequestView, prefill: NodeView, decode: NodeView) -> None:
         """Adds a request's load to its nodes; `unbook` takes back exactly what was added."""
         facts = request.arrived

@@ -54,10 +54,11 @@ class Engine:
                 f"engine.kv_memory {options.kv_bytes} bytes holds fewer than 2 blocks of "
                 f"{self.layout.block_bytes} bytes; give at least {2 * self.layout.block_bytes}"
             )
-        self.compute_dtype = compute_dtype(dtype, self.device)
-        weights = load_weights(folder, self.spec, dtype=self.compute_dtype, device=self.device)
-        self.revision = weights.revision
         self.kernels = kernels.select(self.device)
+        stored = TORCH_DTYPES[dtype]
+        activations = self.kernels.activation_dtype(stored)
+        weights = load_weights(folder, self.spec, dtype=stored, activations=activations, device=self.device)
+        self.revision = weights.revision
         self.model = Model(self.spec, weights, self.kernels, self.max_length)
         self.memory = KVMemory(self.layout, num_blocks, self.device)
 
@@ -72,10 +73,6 @@ class Engine:
         """Logits `[S, V]`, float32, one row for each chunk that samples, in `batch.order`."""
         with torch.inference_mode():
             return self.model.forward(batch, self.memory, on_layer)
-
-
-def compute_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    return TORCH_DTYPES[dtype]
 
 
 def _device(name: str | None) -> torch.device:

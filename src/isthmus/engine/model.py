@@ -16,7 +16,7 @@ from isthmus.engine.kernels import Kernels
 from isthmus.engine.kv import KVMemory, runs_of
 from isthmus.engine.rope import cos_sin_table
 from isthmus.engine.spec import ModelSpec
-from isthmus.engine.weights import Layer, Weights
+from isthmus.engine.weights import Layer, Linear, Weights
 
 MAX_PARTS = 8
 """More pieces of KV than this are gathered into one: each part costs a call."""
@@ -30,28 +30,35 @@ class Model:
     def __init__(self, spec: ModelSpec, weights: Weights, kernels: Kernels, max_length: int) -> None:
         self.spec, self._weights, self._kernels = spec, weights, kernels
         device = weights.embedding.device
+        self._activations = kernels.activation_dtype(weights.embedding.dtype)
         self._cos_sin = cos_sin_table(spec.rope, spec.head_dim, max_length).to(device)
         self._scale = spec.head_dim**-0.5
 
     def forward(self, batch: Batch, memory: KVMemory, on_layer: OnLayer | None = None) -> Tensor:
         """Logits `[S, V]` (float32) of the sampled tokens. `on_layer(i)` runs when layer i's KV is in place."""
         weights, kernels, eps = self._weights, self._kernels, self.spec.norm_eps
-        x_TN = weights.embedding[batch.tokens_T]
+        x_TN = weights.embedding[batch.tokens_T].to(self._activations)
         delta: Tensor | None = None
         for index, layer in enumerate(weights.layers):
             normed = kernels.add_rms_norm(x_TN, delta, layer.attention_norm, eps)
-            delta = layer.output(self._attend(layer, index, normed, batch, memory))
+            delta = self._linear(layer.output, self._attend(layer, index, normed, batch, memory))
             if on_layer is not None:
                 on_layer(index)
             normed = kernels.add_rms_norm(x_TN, delta, layer.mlp_norm, eps)
-            delta = layer.down(kernels.silu_mul(layer.gate_up(normed)))
-        x_SN, delta_SN = (x_TN, delta) if batch.only_decodes else (x_TN[batch.sample_S], delta[batch.sample_S])
-        return weights.head(kernels.add_rms_norm(x_SN, delta_SN, weights.final_norm, eps)).float()
+            delta = self._linear(layer.down, kernels.silu_mul(self._linear(layer.gate_up, normed)))
+        assert delta is not None
+        if not batch.only_decodes:
+            x_TN, delta = x_TN[batch.sample_S], delta[batch.sample_S]
+        normed_SN = kernels.add_rms_norm(x_TN, delta, weights.final_norm, eps)
+        return self._linear(weights.head, normed_SN).float()
+
+    def _linear(self, linear: Linear, x: Tensor) -> Tensor:
+        return self._kernels.linear(x, linear.weight, linear.bias)
 
     def _attend(self, layer: Layer, index: int, x_TN: Tensor, batch: Batch, memory: KVMemory) -> Tensor:
         spec, kv = self.spec, memory.layers[index]
         q_THD = self._kernels.rope_store(
-            layer.qkv(x_TN),
+            self._linear(layer.qkv, x_TN),
             batch.positions_T,
             batch.slots_T,
             self._cos_sin,

@@ -1,7 +1,6 @@
 """Loads safetensors weights into the engine's own arrangement, and digests them into the model revision.
 
-Fused and transposed once here: Q, K, V in one matrix, gate and up in one, each `[in, out]`, so that a step is
-four matrix products a layer.
+Fused once here: Q, K, V in one matrix, gate and up in one, so that a step is four matrix products a layer.
 """
 
 from __future__ import annotations
@@ -23,13 +22,10 @@ from isthmus.errors import ModelError
 
 @dataclass(frozen=True)
 class Linear:
-    """`x @ weight + bias`; weight `[in, out]`."""
+    """`x @ weight.T + bias`; weight `[out, in]` as stored, bias in the activations' type."""
 
     weight: Tensor
     bias: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
 
 
 @dataclass(frozen=True)
@@ -104,15 +100,25 @@ class _Folder:
         return tensor
 
 
-def load_weights(folder: Path, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> Weights:
+def load_weights(
+    folder: Path, spec: ModelSpec, *, dtype: torch.dtype, activations: torch.dtype, device: torch.device
+) -> Weights:
     """Reads and arranges all weights in `dtype` on `device`. Raises ModelError naming file or tensor."""
     with ExitStack() as stack:
-        return _Loader(_Folder(folder, stack), spec, dtype, device).weights()
+        return _Loader(_Folder(folder, stack), spec, dtype, activations, device).weights()
 
 
 class _Loader:
-    def __init__(self, source: _Folder, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
-        self._source, self._spec, self._dtype, self._device = source, spec, dtype, device
+    def __init__(
+        self,
+        source: _Folder,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        activations: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._source, self._spec, self._device = source, spec, device
+        self._dtype, self._activations = dtype, activations
 
     def weights(self) -> Weights:
         spec, source = self._spec, self._source
@@ -121,7 +127,7 @@ class _Loader:
         layers = tuple(self._layers())
         final_norm = self._norm("model.norm", spec.hidden_size)
         if spec.tied_embeddings:
-            head = Linear(embedding.t().contiguous())
+            head = Linear(embedding)
         else:
             head = self._linear(("lm_head",), (spec.vocab_size,), spec.hidden_size, bias=False)
         return Weights(embedding, layers, final_norm, head, source.digest.hexdigest(length=16))
@@ -150,11 +156,11 @@ class _Loader:
 
     def _linear(self, names: tuple[str, ...], outs: tuple[int, ...], width: int, *, bias: bool) -> Linear:
         parts = [self._source.take(f"{n}.weight", out, width) for n, out in zip(names, outs, strict=True)]
-        weight = self._place(torch.cat(parts).t().contiguous())
+        weight = self._place(torch.cat(parts)).contiguous()
         if not bias:
             return Linear(weight)
         biases = [self._source.take(f"{n}.bias", out) for n, out in zip(names, outs, strict=True)]
-        return Linear(weight, self._place(torch.cat(biases)))
+        return Linear(weight, torch.cat(biases).to(self._device, self._activations))
 
     def _norm(self, name: str, size: int) -> Tensor:
         return self._source.take(f"{name}.weight", size).to(self._device, torch.float32).contiguous()

@@ -114,7 +114,7 @@ class FrameReader(Generic[Message]):
             return False
         try:
             self._message = self._decode(bytes(body))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ProtocolError(f"a message could not be read: {error}") from None
         self._needed = None
         self._targets = [

@@ -86,7 +86,8 @@ class _Sequence:
 
     @property
     def decodes(self) -> bool:
-        return self.length - self.computed == 1 and self.computed > 0
+        # One that leaves after its prompt never decodes here, even with one prompt token left.
+        return self.length - self.computed == 1 and self.computed > 0 and not self.detach
 
 
 class Scheduler:

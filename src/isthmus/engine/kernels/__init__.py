@@ -1,4 +1,4 @@
-"""The five operations the engine needs beside matrix products, in two forms with one signature each.
+"""The operations the network is made of, in two forms with one signature each.
 
 `plain` is torch (any device); `native` is C for the CPU, compiled on first use and kept in a cache folder.
 `select` picks; nothing else asks which one is in use.
@@ -18,6 +18,12 @@ class Kernels(Protocol):
     """Legend: T tokens, R rows, H query heads, K key/value heads, D head size, N width."""
 
     name: str
+
+    def activation_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """The type activations have when weights and KV are stored as `stored`."""
+
+    def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        """x @ weight.T + bias `[T, N]`, in the activations' type; here K is the input width."""
 
     def add_rms_norm(self, x_TN: Tensor, delta_TN: Tensor | None, weight_N: Tensor, eps: float) -> Tensor:
         """Adds `delta` into `x` in place, then returns rms_norm(x) * weight (float32 weight)."""

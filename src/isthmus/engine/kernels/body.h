@@ -23,7 +23,8 @@ API void PASTE(rope_store, SUFFIX)(const float *restrict qkv, const int32_t *res
 }
 
 /* ---- Skinny product: out[t, n] = x[t] . w[n] (+ bias[n]) for few rows, w as stored, [N, K]. ----
- * The weights stream through once for every TILE rows, four outputs at a time, with all sums in registers. */
+ * Four rows of weights at a time meet up to six rows of x, with all 24 sums in registers; for more rows of x
+ * the four are widened once and stay in the first-level cache. */
 
 INLINE void PASTE(product_tile, SUFFIX)(const float *restrict x, const S *restrict w,
                                         const float *restrict bias, float *restrict out, int64_t K,
@@ -53,6 +54,21 @@ INLINE void PASTE(product_tile, SUFFIX)(const float *restrict x, const S *restri
     }
 }
 
+#ifdef S_IS_FLOAT
+INLINE const float *PASTE(widened, SUFFIX)(const S *w, int64_t count) {
+    (void)count;
+    return w;
+}
+#else
+INLINE const float *PASTE(widened, SUFFIX)(const S *restrict w, int64_t count) {
+    float *restrict wide = scratch_of((size_t)count + LANES);
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) *(v16u *)(wide + i) = S_LOAD(w + i);
+    for (; i < count; i++) wide[i] = S_F32(w[i]);
+    return wide;
+}
+#endif
+
 API void PASTE(linear, SUFFIX)(const float *restrict x, const S *restrict w, const float *restrict bias,
                                float *restrict out, int64_t T, int64_t K, int64_t N) {
     int64_t quads = N / 4;
@@ -62,7 +78,10 @@ API void PASTE(linear, SUFFIX)(const float *restrict x, const S *restrict w, con
         const float *b = bias ? bias + quad * 4 : NULL;
         float *o = out + quad * 4;
         int64_t t = 0;
-        for (; t + 6 <= T; t += 6) PASTE(product_tile, SUFFIX)(x + t * K, rows, b, o + t * N, K, N, 6);
+        if (T >= 6) {
+            const float *wide = PASTE(widened, SUFFIX)(rows, 4 * K);
+            for (; t + 6 <= T; t += 6) product_tile_f32(x + t * K, wide, b, o + t * N, K, N, 6);
+        }
         switch (T - t) {
         case 5: PASTE(product_tile, SUFFIX)(x + t * K, rows, b, o + t * N, K, N, 5); break;
         case 4: PASTE(product_tile, SUFFIX)(x + t * K, rows, b, o + t * N, K, N, 4); break;
@@ -220,8 +239,6 @@ API void PASTE(attend_paged, SUFFIX)(const float *restrict q_RHD, const S *restr
         switch (D) {
         case 32: ATTEND(2) break;
         case 64: ATTEND(4) break;
-        case 80: ATTEND(5) break;
-        case 96: ATTEND(6) break;
         case 128: ATTEND(8) break;
         default:
             for (; g < G; g++)

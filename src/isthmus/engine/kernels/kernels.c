@@ -142,12 +142,14 @@ INLINE void rotate(const float *restrict in, float *restrict out, const float *r
 #define S_F32 f32_of_f32
 #define S_OF f32_to_f32
 #define S_LOAD load_f32
+#define S_IS_FLOAT
 #define SUFFIX _f32
 #include "body.h"
 #undef S
 #undef S_F32
 #undef S_OF
 #undef S_LOAD
+#undef S_IS_FLOAT
 #undef SUFFIX
 
 #define S bf16

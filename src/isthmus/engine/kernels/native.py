@@ -15,6 +15,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -24,19 +26,18 @@ from isthmus.config import cache_dir
 
 log = logging.getLogger(__name__)
 
+SKINNY_ROWS = 40
+"""Up to so many rows the skinny kernel is faster than torch's product."""
+
 _HERE = Path(__file__).parent
 _FLAGS = (
-    "-O3 -march=native -mprefer-vector-width=512 -ffast-math -fopenmp -fPIC -shared -fvisibility=hidden"
+    "-O2 -ftree-vectorize -march=native -mprefer-vector-width=512 -ffast-math -fopenmp -fPIC -shared -fvisibility=hidden"
 ).split()
-_SUFFIXES = {
-    (torch.float32, torch.float32): "f32_f32",
-    (torch.float32, torch.bfloat16): "f32_bf16",
-    (torch.bfloat16, torch.bfloat16): "bf16_bf16",
-}
+_SUFFIXES = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_ARGUMENTS = {
-    "add_rms_norm": (_P, _P, _P, _P, _I, _I, _F),
-    "silu_mul": (_P, _P, _I, _I),
+_ARGUMENTS = {"add_rms_norm": (_P, _P, _P, _P, _I, _I, _F), "silu_mul": (_P, _P, _I, _I)}
+_STORED_ARGUMENTS = {
+    "linear": (_P, _P, _P, _P, _I, _I, _I),
     "rope_store": (_P, _P, _P, _P, _P, _P, _F, _P, _P, _I, _I, _I, _I),
     "attend_paged": (_P, _P, _P, _I, _P, _P, _P, _I, _I, _I, _I, _I, _I, _F),
 }
@@ -94,30 +95,67 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 class NativeKernels:
-    """See `Kernels` for the contract of each method. CPU tensors, dense, int32 indices, float32 norms."""
+    """See `Kernels` for the contract of each method. CPU tensors, dense, float32 activations, int32 indices.
+
+    Weights and KV stay as stored, float32 or bfloat16, and are widened on the way into registers.
+    """
 
     name = "native"
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._functions: dict[tuple[str, torch.dtype, torch.dtype], ctypes._NamedFuncPointer] = {}
-        for (activation, kv), suffix in _SUFFIXES.items():
-            for name, arguments in _ARGUMENTS.items():
-                function = getattr(library, f"{name}_{suffix}")
-                function.argtypes, function.restype = arguments, None
-                self._functions[name, activation, kv] = function
+        self._functions: dict[tuple[str, torch.dtype | None], ctypes._NamedFuncPointer] = {}
+        for name, arguments in _ARGUMENTS.items():
+            self._declare(library, name, None, arguments)
+        for name, arguments in _STORED_ARGUMENTS.items():
+            for dtype in _SUFFIXES:
+                self._declare(library, name, dtype, arguments)
+        self._wide_is_faster = _float32_products_are_faster()
+
+    def _declare(
+        self, library: ctypes.CDLL, name: str, dtype: torch.dtype | None, arguments: tuple[type, ...]
+    ) -> None:
+        function = getattr(library, name + _SUFFIXES.get(dtype, ""))
+        function.argtypes, function.restype = arguments, None
+        self._functions[name, dtype] = function
+
+    def activation_dtype(self, stored: torch.dtype) -> torch.dtype:
+        return torch.float32
+
+    def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        rows, width = x_TK.shape
+        if rows > SKINNY_ROWS:
+            return self._wide_product(x_TK, weight_NK, bias_N)
+        out = torch.empty(rows, weight_NK.shape[0])
+        self._functions["linear", weight_NK.dtype](
+            _pointer(x_TK),
+            _pointer(weight_NK),
+            _pointer(bias_N),
+            _pointer(out),
+            rows,
+            width,
+            weight_NK.shape[0],
+        )
+        return out
+
+    def _wide_product(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        """torch's product, in whichever type this CPU multiplies faster: widening the weights is cheap then."""
+        if weight_NK.dtype == torch.float32 or self._wide_is_faster:
+            return torch.nn.functional.linear(x_TK, weight_NK.float(), bias_N)
+        out = torch.nn.functional.linear(x_TK.to(weight_NK.dtype), weight_NK).float()
+        return out if bias_N is None else out.add_(bias_N)
 
     def add_rms_norm(self, x_TN: Tensor, delta_TN: Tensor | None, weight_N: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x_TN)
         rows, width = x_TN.shape
-        self._functions["add_rms_norm", x_TN.dtype, x_TN.dtype](
+        self._functions["add_rms_norm", None](
             _pointer(x_TN), _pointer(delta_TN), _pointer(weight_N), _pointer(out), rows, width, eps
         )
         return out
 
     def silu_mul(self, gate_up_T2N: Tensor) -> Tensor:
         rows, width = gate_up_T2N.shape[0], gate_up_T2N.shape[1] // 2
-        out = gate_up_T2N.new_empty(rows, width)
-        self._functions["silu_mul", out.dtype, out.dtype](_pointer(gate_up_T2N), _pointer(out), rows, width)
+        out = torch.empty(rows, width)
+        self._functions["silu_mul", None](_pointer(gate_up_T2N), _pointer(out), rows, width)
         return out
 
     def rope_store(
@@ -133,8 +171,8 @@ class NativeKernels:
         num_heads: int,
     ) -> Tensor:
         num_kv_heads, head_dim = kv_S2KD.shape[2:]
-        q = qkv.new_empty(qkv.shape[0], num_heads, head_dim)
-        self._functions["rope_store", qkv.dtype, kv_S2KD.dtype](
+        q = torch.empty(qkv.shape[0], num_heads, head_dim)
+        self._functions["rope_store", kv_S2KD.dtype](
             _pointer(qkv),
             _pointer(positions_T),
             _pointer(slots_T),
@@ -163,8 +201,8 @@ class NativeKernels:
     ) -> tuple[Tensor, Tensor]:
         rows, num_heads, head_dim = q_RHD.shape
         out = torch.empty_like(q_RHD)
-        lse = torch.empty(rows, num_heads, dtype=torch.float32)
-        self._functions["attend_paged", q_RHD.dtype, kv_S2KD.dtype](
+        lse = torch.empty(rows, num_heads)
+        self._functions["attend_paged", kv_S2KD.dtype](
             _pointer(q_RHD),
             _pointer(kv_S2KD),
             _pointer(tables_RB),
@@ -181,3 +219,25 @@ class NativeKernels:
             scale,
         )
         return out, lse
+
+
+def _float32_products_are_faster() -> bool:
+    """Times one product of a prefill's shape in both types. Some CPUs multiply bfloat16 at half the speed
+    of float32, others at four times it, and no flag tells them apart."""
+    x, weight = torch.ones(256, 512), torch.ones(1024, 512)
+    narrow_x, narrow = x.bfloat16(), weight.bfloat16()
+
+    def fastest(product: Callable[[], Tensor]) -> float:
+        times = []
+        for _ in range(4):
+            started = time.perf_counter()
+            product()
+            times.append(time.perf_counter() - started)
+        return min(times)
+
+    wide_s = fastest(lambda: torch.nn.functional.linear(x, narrow.float()))
+    return wide_s < fastest(lambda: torch.nn.functional.linear(narrow_x, narrow).float())
+
+
+if __name__ == "__main__":  # `make install` builds the kernels, so that the first start is as quick as the next
+    load()

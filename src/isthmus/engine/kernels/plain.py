@@ -23,6 +23,12 @@ class PlainKernels:
 
     name = "torch"
 
+    def activation_dtype(self, stored: torch.dtype) -> torch.dtype:
+        return stored
+
+    def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        return torch.nn.functional.linear(x_TK, weight_NK.to(x_TK.dtype), bias_N)
+
     def add_rms_norm(self, x_TN: Tensor, delta_TN: Tensor | None, weight_N: Tensor, eps: float) -> Tensor:
         if delta_TN is not None:
             x_TN += delta_TN

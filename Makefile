@@ -1,0 +1,33 @@
+# `make serve` and `make test` each set everything up first. PYTHON and PORT can be given.
+PYTHON ?= python3
+PORT ?= 8000
+VENV := .venv
+STAMP := $(VENV)/.installed
+
+.PHONY: install serve test check clean
+
+install: $(STAMP)
+
+# torch comes first: alone, it resolves to the build that lies nearest (a CPU build found locally, if any);
+# as somebody's dependency it could pull gigabytes.
+$(STAMP): pyproject.toml
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet torch==2.13.0
+	$(VENV)/bin/python -m pip install --quiet --editable '.[test]'
+	$(VENV)/bin/python -m isthmus.engine.kernels.native
+	touch $(STAMP)
+
+serve: install
+	$(VENV)/bin/isthmus serve --port $(PORT) $(ARGS)
+
+test: check
+	$(VENV)/bin/python -m pytest
+
+check: install
+	$(VENV)/bin/ruff check src tests examples
+	$(VENV)/bin/ruff format --check src tests examples
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.blocks import KVLayout
+from isthmus.engine.kv import TORCH_DTYPES, KVMemory, runs_of
+
+from .support import deterministic
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[list[int], int, int, int]:
+    """(blocks, block_size, start, stop): runs of neighbouring blocks, in any order."""
+    firsts = draw(st.permutations([0, 10, 20, 30]))
+    blocks = [first + offset for first in firsts for offset in range(draw(st.integers(0, 4)))]
+    block_size = draw(st.integers(1, 17))
+    start = draw(st.integers(0, len(blocks) * block_size))
+    return blocks, block_size, start, draw(st.integers(start, len(blocks) * block_size))
+
+
+@deterministic(300)
+@given(tables())
+def test_runs_cover_exactly_the_positions_in_order(table: tuple[list[int], int, int, int]) -> None:
+    blocks, size, start, stop = table
+    runs = list(runs_of(blocks, size, start, stop))
+    slots = [slot for first, last in runs for slot in range(first, last)]
+    assert slots == [blocks[at // size] * size + at % size for at in range(start, stop)]
+    assert all(first < last for first, last in runs)
+
+
+@deterministic(300)
+@given(tables())
+def test_runs_are_as_few_as_the_blocks_allow(table: tuple[list[int], int, int, int]) -> None:
+    runs = list(runs_of(*table))
+    assert all(left[1] != right[0] for left, right in pairwise(runs))
+
+
+def test_no_positions_give_no_runs_even_without_blocks() -> None:
+    assert list(runs_of([], 16, 0, 0)) == []
+    assert list(runs_of([3], 16, 16, 16)) == []
+
+
+def memory_of(dtype: str, *, fill: bool) -> KVMemory:
+    layout = KVLayout(dtype=dtype, block_size=4, num_layers=2, num_kv_heads=3, head_dim=6)
+    memory = KVMemory(layout, 5, CPU)
+    if fill:
+        generator = torch.Generator().manual_seed(0)
+        for layer in memory.layers:
+            # Any bits at all, NaN of every kind included: what is moved is bytes.
+            raw = layer.view(torch.uint8)
+            raw.copy_(torch.randint(0, 256, raw.shape, generator=generator, dtype=torch.uint8))
+    return memory
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_export_is_the_bytes_of_the_slots(dtype: str) -> None:
+    memory = memory_of(dtype, fill=True)
+    for layer in range(2):
+        for first, stop in ((0, 20), (3, 9), (19, 20)):
+            data = memory.export(layer, first, stop)
+            assert data.nbytes == (stop - first) * memory.layout.token_bytes
+            assert bytes(data) == raw(memory.layers[layer][first:stop])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_exported_lands_elsewhere_byte_for_byte_and_nowhere_else(dtype: str) -> None:
+    source, target = memory_of(dtype, fill=True), memory_of(dtype, fill=False)
+    for layer in range(2):
+        data = source.export(layer, 5, 12)
+        landing = target.landing(layer, 2, 9)
+        landing[:] = data
+        target.land(layer, 2, 9, landing)
+        found = target.layers[layer]
+        assert raw(found[2:9]) == raw(source.layers[layer][5:12])
+        assert not found[:2].any() and not found[9:].any()
+
+
+def test_memory_starts_as_zeros_in_the_layout_of_its_blocks() -> None:
+    memory = memory_of("bfloat16", fill=False)
+    assert memory.num_blocks == 5
+    for layer in memory.layers:
+        assert layer.shape == (20, 2, 3, 6) and layer.dtype == TORCH_DTYPES["bfloat16"]
+        assert not layer.any()
+    assert sum(layer.nbytes for layer in memory.layers) == 5 * memory.layout.block_bytes

@@ -1,0 +1,319 @@
+"""A node without torch: it does what the scheduler says to an imagined KV memory, and believes nothing.
+
+Each slot of that memory remembers for which sequence of tokens it was written. A piece may run only if every
+position before it is there, written for exactly its request's tokens; so sharing, resuming, caching and
+eviction are all judged by what attention would read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import blake3
+import msgspec
+
+from isthmus.blocks import BlockNamer, KVLayout
+from isthmus.scheduler import (
+    Action,
+    Admitted,
+    Arrived,
+    Cancelled,
+    Event,
+    Evicted,
+    Expected,
+    Imported,
+    Limits,
+    Piece,
+    Preempted,
+    Released,
+    Reserved,
+    Run,
+    Scheduler,
+    Stepped,
+    Stored,
+)
+from isthmus.types import BlockName, RequestId
+
+
+class State(Enum):
+    WAITING = auto()
+    COMPUTING = auto()
+    EXPECTED = auto()
+    RECEIVING = auto()
+    DETACHED = auto()
+
+
+@dataclass
+class Guest:
+    """One request as the node sees it. `computed`: positions with KV in `blocks` since it last (re)started."""
+
+    request: RequestId
+    tokens: list[int]
+    stop_length: int
+    state: State
+    names: tuple[BlockName, ...] = ()
+    detach: bool = False
+    blocks: tuple[int, ...] = ()
+    computed: int = 0
+    prints: list[bytes] = field(default_factory=list)
+
+    @property
+    def decodes(self) -> bool:
+        return 0 < self.computed == len(self.tokens) - 1 and not self.detach
+
+    def fingerprint(self, position: int) -> bytes:
+        """Stands for the KV of one position: it depends on all tokens up to there."""
+        while len(self.prints) <= position:
+            before = self.prints[-1] if self.prints else b""
+            token = self.tokens[len(self.prints)].to_bytes(8, "little")
+            self.prints.append(blake3.blake3(before + token).digest(length=8))
+        return self.prints[position]
+
+
+class Node:
+    """Drives one scheduler. `log`: every action, in order; `ended`: how each request ended, once."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits, self.scheduler = limits, Scheduler(limits)
+        layout = KVLayout("float32", limits.block_size, 1, 1, 1)
+        self.namer = BlockNamer(revision="test", layout=layout)
+        self.guests: dict[RequestId, Guest] = {}
+        self.computing: list[RequestId] = []  # oldest admission first
+        self.run: Run | None = None
+        self.cached: dict[BlockName, None] = {}
+        self.memory: dict[int, bytes] = {}
+        self.log: list[Action] = []
+        self.ended: dict[RequestId, str] = {}
+        self.num_arrived = 0
+        self.num_preempted = 0
+        self._fresh = 1 << 20
+
+    # What happens to a node.
+
+    def arrive(self, tokens: Sequence[int], max_tokens: int, *, detach: bool = False) -> RequestId:
+        guest = self._add(tokens, max_tokens, State.WAITING)
+        guest.detach, guest.names = detach, tuple(self.namer.names(tokens))
+        self._tell(Arrived(guest.request, len(tokens), guest.stop_length, guest.names, detach))
+        return guest.request
+
+    def expect(self, tokens: Sequence[int], max_tokens: int) -> RequestId:
+        guest = self._add(tokens, max_tokens, State.EXPECTED)
+        self._tell(Expected(guest.request, len(tokens), guest.stop_length))
+        return guest.request
+
+    def import_(self, request: RequestId) -> None:
+        """All KV of a receiving request lands, and its first token is known."""
+        guest = self.guests[request]
+        assert guest.state is State.RECEIVING
+        self._write(guest, 0, len(guest.tokens))
+        guest.state, guest.computed = State.COMPUTING, len(guest.tokens)
+        guest.tokens.append(self._sample())
+        self.computing.append(request)
+        self._tell(Imported(request))
+
+    def release(self, request: RequestId) -> None:
+        assert self.guests[request].state is State.DETACHED
+        self._check_readable(self.guests[request], self.guests[request].computed)
+        self._end(request, "left")
+        self._tell(Released(request))
+
+    def cancel(self, request: RequestId) -> None:
+        if request in self.guests:
+            self._end(request, "cancelled")
+        self._tell(Cancelled(request))
+
+    def step(self, limit: int = 1 << 30, stopping: Sequence[RequestId] = ()) -> None:
+        """Executes the run as a node does: until its steps are done, `limit` are, or a request ends.
+
+        `stopping` meet a stop token when they next sample.
+        """
+        run, steps, ended = self.run, 0, []
+        assert run is not None
+        while steps < min(run.steps, max(1, limit)) and not ended:
+            for piece in run.pieces:
+                if self._execute(piece, piece.start + steps if steps else piece.start) and (
+                    piece.request in stopping
+                    or len(self.guests[piece.request].tokens) == self.guests[piece.request].stop_length
+                ):
+                    ended.append(piece.request)
+            steps += 1
+        for piece in run.pieces:
+            guest = self.guests.get(piece.request)
+            if guest is not None and guest.detach and piece.samples:
+                guest.state = State.DETACHED
+                self.computing.remove(piece.request)
+        for request in ended:
+            self._end(request, "finished")
+        self.run = None
+        self._tell(Stepped(steps, tuple(ended)))
+
+    def in_state(self, state: State) -> list[RequestId]:
+        return [guest.request for guest in self.guests.values() if guest.state is state]
+
+    def drain(self, limit: int = 5000) -> None:
+        """Lets everything that is here come to its end; fails when it never does."""
+        for _ in range(limit):
+            for request in self.in_state(State.RECEIVING):
+                self.import_(request)
+            for request in self.in_state(State.DETACHED):
+                self.release(request)
+            if self.run is not None:
+                self.step()
+            elif not self.guests:
+                break
+            else:
+                movable = self.in_state(State.RECEIVING) + self.in_state(State.DETACHED)
+                assert movable, f"nothing runs, and these wait for ever: {list(self.guests)}"
+        assert not self.guests, "requests went on and on"
+        assert set(self.ended) == {RequestId(f"r{number}") for number in range(self.num_arrived)}
+        assert self.scheduler.pool.available == self.limits.num_blocks, "blocks did not come back"
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+
+    def encoded_log(self) -> bytes:
+        return msgspec.json.encode(self.log)
+
+    # The node's own books.
+
+    def _add(self, tokens: Sequence[int], max_tokens: int, state: State) -> Guest:
+        stop_length = len(tokens) + max_tokens
+        assert stop_length <= self.limits.num_blocks * self.limits.block_size, "the conductor refuses such"
+        guest = Guest(RequestId(f"r{self.num_arrived}"), list(tokens), stop_length, state)
+        self.num_arrived += 1
+        self.guests[guest.request] = guest
+        return guest
+
+    def _end(self, request: RequestId, how: str) -> None:
+        assert request not in self.ended
+        guest = self.guests.pop(request)
+        if guest.state is State.COMPUTING:
+            self.computing.remove(request)
+        self.ended[request] = how
+
+    def _sample(self) -> int:
+        self._fresh += 1
+        return self._fresh
+
+    def _execute(self, piece: Piece, start: int) -> bool:
+        """Computes a piece in one iteration; True when a request that still lives got a token.
+
+        A request cancelled while the run was out is computed all the same: the engine learns of it later.
+        """
+        guest = self.guests.get(piece.request)
+        if guest is None:
+            for position in range(start, start + piece.count):
+                self.memory[self._slot(piece.blocks, position)] = b"left over"
+            return False
+        self._check_readable(guest, start)
+        self._write(guest, start, start + piece.count)
+        guest.computed = start + piece.count
+        if piece.samples:
+            guest.tokens.append(self._sample())
+        return piece.samples
+
+    def _slot(self, blocks: Sequence[int], position: int) -> int:
+        return blocks[position // self.limits.block_size] * self.limits.block_size + (
+            position % self.limits.block_size
+        )
+
+    def _write(self, guest: Guest, start: int, stop: int) -> None:
+        size = self.limits.block_size
+        written = set(guest.blocks[start // size : -(-stop // size)])
+        for other in self.guests.values():
+            assert other is guest or not written & set(other.blocks), f"{guest.request} writes over others"
+        for position in range(start, stop):
+            self.memory[self._slot(guest.blocks, position)] = guest.fingerprint(position)
+
+    def _check_readable(self, guest: Guest, stop: int) -> None:
+        for position in range(stop):
+            found = self.memory.get(self._slot(guest.blocks, position))
+            assert found == guest.fingerprint(position), f"{guest.request} would read wrong KV at {position}"
+
+    # Judging what the scheduler answers.
+
+    def _tell(self, event: Event) -> None:
+        decoding = {request for request in self.computing if self.guests[request].decodes}
+        actions = self.scheduler.on(event)
+        self.log += actions
+        self.scheduler.check()
+        for index, action in enumerate(actions):
+            match action:
+                case Admitted():
+                    self._on_admitted(action)
+                case Reserved():
+                    self._on_reserved(action)
+                case Preempted():
+                    assert action.request == self.computing.pop(), "not the newest was pre-empted"
+                    decoding.discard(action.request)
+                    guest = self.guests[action.request]
+                    guest.state, guest.blocks, guest.computed = State.WAITING, (), 0
+                    self.num_preempted += 1
+                case Stored():
+                    assert not self.cached.keys() & set(action.names)
+                    self.cached.update(dict.fromkeys(action.names))
+                case Evicted():
+                    for name in action.names:
+                        del self.cached[name]
+                case Run():
+                    assert self.run is None, "two runs are out"
+                    assert index == len(actions) - 1, "a run comes last"
+                    self._on_run(action, decoding)
+        assert self.scheduler.pool.cached == len(self.cached)
+        waiting = len(self.in_state(State.WAITING)) + len(self.in_state(State.EXPECTED))
+        assert self.scheduler.num_waiting == waiting
+        assert self.scheduler.num_running == len(self.guests) - waiting <= self.limits.max_sequences
+        assert self.run is not None or not self.computing, "work is there and nothing runs"
+
+    def _on_admitted(self, action: Admitted) -> None:
+        guest = self.guests[action.request]
+        size, length = self.limits.block_size, len(guest.tokens)
+        assert guest.state is State.WAITING
+        assert action.cached_tokens % size == 0
+        assert action.cached_tokens < length, "nothing is left to compute, and so nothing to sample from"
+        assert len(action.blocks) == -(-length // size)
+        guest.state, guest.blocks, guest.computed = State.COMPUTING, action.blocks, action.cached_tokens
+        self._check_readable(guest, action.cached_tokens)
+        self._check_exclusive(guest, action.blocks[action.cached_tokens // size :])
+        self.computing.append(action.request)
+
+    def _on_reserved(self, action: Reserved) -> None:
+        guest = self.guests[action.request]
+        assert guest.state is State.EXPECTED
+        assert len(action.blocks) * self.limits.block_size > len(guest.tokens)
+        guest.state, guest.blocks = State.RECEIVING, action.blocks
+        self._check_exclusive(guest, action.blocks)
+
+    def _check_exclusive(self, guest: Guest, blocks: Sequence[int]) -> None:
+        """New blocks are nobody else's; what other requests may share is only what is cached by name."""
+        assert len(set(guest.blocks)) == len(guest.blocks)
+        for other in self.guests.values():
+            assert other is guest or not set(blocks) & set(other.blocks), "a new block is held by another"
+
+    def _on_run(self, run: Run, decoding: set[RequestId]) -> None:
+        self.run = run
+        requests = [piece.request for piece in run.pieces]
+        assert requests and len(set(requests)) == len(requests)
+        assert set(requests[: len(decoding)]) == decoding, "decodes come first, and none of them waits"
+        budget = max(1, self.limits.token_budget - len(decoding))
+        prompts = run.pieces[len(decoding) :]
+        assert sum(piece.count for piece in prompts) <= budget
+        assert run.steps == 1 or (not prompts and 1 < run.steps <= self.limits.max_steps)
+        for piece in run.pieces:
+            self._check_piece(piece, run.steps)
+        unfinished = [request for request in self.computing if request not in requests]
+        assert not unfinished or sum(piece.count for piece in prompts) == budget, "budget is left over"
+
+    def _check_piece(self, piece: Piece, steps: int) -> None:
+        guest, size = self.guests[piece.request], self.limits.block_size
+        assert guest.state is State.COMPUTING
+        assert piece.start == guest.computed, "positions are consecutive"
+        end = piece.start + piece.count
+        assert piece.count >= 1 and end <= len(guest.tokens)
+        assert piece.samples == (end == len(guest.tokens))
+        assert end + steps <= guest.stop_length or not piece.samples, "the run goes past the last token"
+        assert end + steps - 1 <= len(piece.blocks) * size, "the run goes past the blocks"
+        assert piece.blocks[: len(guest.blocks)] == guest.blocks, "a request's blocks never change place"
+        new, guest.blocks = piece.blocks[len(guest.blocks) :], piece.blocks
+        self._check_exclusive(guest, new)
+        assert steps == 1 or not guest.detach, "a request that leaves runs on"

@@ -1,0 +1,422 @@
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isthmus.scheduler import (
+    Admitted,
+    Arrived,
+    Cancelled,
+    Evicted,
+    Expected,
+    Imported,
+    Limits,
+    Piece,
+    Preempted,
+    Released,
+    Reserved,
+    Run,
+    Scheduler,
+    Stepped,
+    Stored,
+)
+from isthmus.types import BlockName, RequestId
+
+from .driver import Node, State
+
+A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
+NAMES = tuple(BlockName(bytes([index])) for index in range(8))
+
+
+def limits(num_blocks: int = 64, block_size: int = 4, **others: int) -> Limits:
+    return Limits(num_blocks=num_blocks, block_size=block_size, **others)
+
+
+def run_of(actions: list[object]) -> Run:
+    assert isinstance(actions[-1], Run), actions
+    return actions[-1]
+
+
+# What holds whatever happens.
+
+OPS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.sampled_from(["arrive", "arrive", "depart", "expect"]),
+            st.integers(0, 2),  # family: prompts of one family begin alike
+            st.integers(1, 40),  # how much of the prompt is the family's
+            st.integers(0, 12),  # how much is its own
+            st.integers(1, 40),  # answer
+        ),
+        st.tuples(st.sampled_from(["step", "step", "step", "stop"]), st.integers(1, 16)),
+        st.tuples(st.sampled_from(["import", "release", "cancel"]), st.integers(0, 7)),
+    ),
+    max_size=60,
+)
+LIMITS = st.builds(
+    Limits,
+    num_blocks=st.integers(1, 24),
+    block_size=st.sampled_from([1, 2, 4, 16]),
+    token_budget=st.sampled_from([1, 2, 7, 32, 512]),
+    max_sequences=st.integers(1, 8),
+    max_steps=st.sampled_from([1, 3, 16]),
+)
+
+
+def prompt_of(node: Node, family: int, shared: int, own: int, answer: int) -> tuple[list[int], int]:
+    """A prompt and answer cut down to what the node can hold at all."""
+    room = node.limits.num_blocks * node.limits.block_size
+    tokens = [1000 * family + index for index in range(shared)]
+    tokens += [10**6 + 1000 * node.num_arrived + index for index in range(own)]
+    tokens = tokens[: max(1, room - answer)]
+    return tokens, min(answer, room - len(tokens))
+
+
+def play(node: Node, ops: list[tuple]) -> None:
+    for op, *numbers in ops:
+        match op:
+            case "arrive" | "depart" | "expect":
+                tokens, answer = prompt_of(node, *numbers)
+                if op != "expect" and answer >= 1:
+                    node.arrive(tokens, answer, detach=op == "depart")
+                elif answer >= 2:  # one that comes for a single token is over before it moves
+                    node.expect(tokens, answer)
+            case "step" | "stop" if node.run is not None:
+                stopping = [piece.request for piece in node.run.pieces][-1:] if op == "stop" else []
+                node.step(numbers[0], stopping)
+            case "import" | "release" | "cancel":
+                states = {"import": [State.RECEIVING], "release": [State.DETACHED], "cancel": list(State)}[op]
+                some = [guest.request for guest in node.guests.values() if guest.state in states]
+                if some:
+                    method = {"import": node.import_, "release": node.release, "cancel": node.cancel}[op]
+                    method(some[numbers[0] % len(some)])
+
+
+@settings(max_examples=250)
+@given(LIMITS, OPS)
+def test_whatever_comes_every_request_reads_its_own_kv_and_ends(limits: Limits, ops: list[tuple]) -> None:
+    """The driver judges every action (see there); at the end nothing is left and all blocks are back."""
+    node = Node(limits)
+    play(node, ops)
+    node.drain()
+
+
+def test_long_histories_hold_too() -> None:
+    """Hypothesis draws short histories and shrinks what fails; these are long, so that memory runs short."""
+    seen: Counter[str] = Counter()
+    for seed in range(120):
+        node = Node(random_limits(Random(seed)))
+        play(node, random_ops(Random(seed), 150))
+        node.drain()
+        seen["pre-empted"] += node.num_preempted > 0
+        seen["ran many steps"] += any(isinstance(action, Run) and action.steps > 1 for action in node.log)
+        for action in node.log:
+            seen[type(action).__name__] += 1
+            seen["cached"] += isinstance(action, Admitted) and action.cached_tokens > 0
+        seen.update(node.ended.values())
+    assert len(seen) == 12 and min(seen.values()) >= 20, seen  # the histories are not hollow
+
+
+@settings(max_examples=60)
+@given(st.integers(4, 16), st.integers(2, 6), st.integers(1, 30))
+def test_too_little_memory_slows_requests_and_loses_none(num_blocks: int, count: int, answer: int) -> None:
+    node = Node(limits(num_blocks, block_size=2, max_sequences=8))
+    answer = min(answer, 2 * num_blocks - 1)
+    for number in range(count):
+        node.arrive([number], answer)
+    node.drain()
+    assert set(node.ended.values()) == {"finished"}
+
+
+@settings(max_examples=40)
+@given(LIMITS, OPS)
+def test_the_same_events_give_the_same_log_byte_for_byte(limits: Limits, ops: list[tuple]) -> None:
+    logs = []
+    for _ in range(2):
+        node = Node(limits)
+        play(node, ops)
+        node.drain()
+        logs.append(node.encoded_log())
+    assert logs[0] == logs[1]
+
+
+def random_limits(random: Random) -> Limits:
+    return Limits(
+        num_blocks=random.randint(2, 24),
+        block_size=random.choice([1, 2, 4, 16]),
+        token_budget=random.choice([1, 2, 7, 32, 512]),
+        max_sequences=random.randint(1, 8),
+        max_steps=random.choice([1, 3, 16]),
+    )
+
+
+def random_ops(random: Random, count: int) -> list[tuple]:
+    def arrival(op: str) -> tuple:
+        return op, random.randrange(3), random.randint(1, 40), random.randint(0, 12), random.randint(1, 40)
+
+    kinds = ["step"] * 12 + ["arrive", "depart", "expect", "import", "release"] * 2 + ["stop", "cancel"]
+    ops = (random.choice(kinds) for _ in range(count))
+    return [arrival(op) if op in ("arrive", "depart", "expect") else (op, random.randint(1, 16)) for op in ops]
+
+
+# Batches.
+
+
+def test_a_long_prompt_is_cut_to_the_budget() -> None:
+    scheduler = Scheduler(limits(token_budget=8))
+    starts = []
+    run = run_of(scheduler.on(Arrived(A, 20, 30)))
+    while not run.pieces[0].samples:
+        starts.append((run.pieces[0].start, run.pieces[0].count))
+        run = run_of(scheduler.on(Stepped(1)))
+    assert [*starts, (run.pieces[0].start, run.pieces[0].count)] == [(0, 8), (8, 8), (16, 4)]
+
+
+def test_a_prompt_does_not_stall_decodes() -> None:
+    scheduler = Scheduler(limits(token_budget=8))
+    scheduler.on(Arrived(A, 4, 100))
+    run = run_of(scheduler.on(Stepped(1)))
+    scheduler.on(Arrived(B, 40, 50))  # while a run is out
+    position, prompt = 4 + run.steps, 0
+    run = run_of(scheduler.on(Stepped(run.steps)))
+    while prompt < 40:
+        decode, chunk = run.pieces
+        assert (decode.request, decode.start, decode.count) == (A, position, 1)
+        assert (chunk.request, chunk.start, chunk.count) == (B, prompt, min(7, 40 - prompt))
+        assert run.steps == 1
+        position, prompt = position + 1, prompt + chunk.count
+        run = run_of(scheduler.on(Stepped(1)))
+    assert [piece.request for piece in run.pieces] == [A, B]
+
+
+def test_decodes_over_the_budget_all_run_and_leave_prompts_one_token() -> None:
+    scheduler = Scheduler(limits(token_budget=2))
+    for name in "defg":
+        scheduler.on(Expected(RequestId(name), 4, 100))
+    for name in "defg":  # the first starts a run, which is out while the others come
+        scheduler.on(Imported(RequestId(name)))
+    scheduler.on(Arrived(A, 9, 20))
+    *decodes, chunk = run_of(scheduler.on(Stepped(1))).pieces
+    assert [piece.request for piece in decodes] == list("defg")
+    assert (chunk.request, chunk.start, chunk.count) == (A, 0, 1)
+
+
+def test_several_prompts_share_the_budget_in_the_order_they_came() -> None:
+    scheduler = Scheduler(limits(token_budget=10))
+    scheduler.on(Arrived(A, 1, 2))
+    scheduler.on(Arrived(B, 6, 20))
+    scheduler.on(Arrived(C, 6, 20))
+    run = run_of(scheduler.on(Stepped(1, (A,))))
+    assert [(piece.request, piece.count, piece.samples) for piece in run.pieces] == [
+        (B, 6, True),
+        (C, 4, False),
+    ]
+
+
+def test_decodes_alone_run_many_steps_and_end_in_time() -> None:
+    scheduler = Scheduler(limits(max_steps=16))
+    scheduler.on(Arrived(A, 4, 25))
+    run = run_of(scheduler.on(Stepped(1)))
+    assert (run.pieces[0].start, run.steps) == (4, 16)
+    run = run_of(scheduler.on(Stepped(16)))
+    assert (run.pieces[0].start, run.steps) == (20, 4)  # token number 25 comes from position 23
+    assert scheduler.on(Stepped(4, (A,))) == []
+
+
+def test_a_run_broken_off_goes_on_where_it_stopped() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.on(Arrived(A, 4, 60))
+    assert run_of(scheduler.on(Stepped(1))).steps == 16
+    assert run_of(scheduler.on(Stepped(5))).pieces[0].start == 9
+
+
+def test_a_run_that_did_not_start_is_planned_again() -> None:
+    scheduler = Scheduler(limits())
+    first = run_of(scheduler.on(Arrived(A, 10, 60)))
+    assert run_of(scheduler.on(Stepped(0))) == first
+
+
+def test_while_somebody_waits_runs_are_short() -> None:
+    scheduler = Scheduler(limits(max_sequences=1))
+    scheduler.on(Arrived(A, 4, 60))
+    scheduler.on(Arrived(B, 4, 60))
+    assert run_of(scheduler.on(Stepped(1))).steps == 1
+
+
+def test_no_new_run_comes_while_one_is_out() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.on(Arrived(A, 4, 60))
+    assert scheduler.on(Arrived(B, 4, 60)) == []
+    assert scheduler.on(Cancelled(A)) == []
+
+
+# The cache.
+
+
+def test_a_cached_prefix_is_used_and_one_token_at_least_is_computed() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.on(Arrived(A, 8, 20, NAMES[:2]))
+    stored, _ = scheduler.on(Stepped(1, (A,)))[0], None
+    assert stored == Stored(NAMES[:2])
+    admitted, run = scheduler.on(Arrived(B, 8, 20, NAMES[:2]))
+    assert isinstance(admitted, Admitted) and admitted.cached_tokens == 4
+    assert [(piece.start, piece.count, piece.samples) for piece in run_of([run]).pieces] == [(4, 4, True)]
+    scheduler.on(Stepped(1, (B,)))
+    admitted, run = scheduler.on(Arrived(C, 9, 20, NAMES[:2]))
+    assert isinstance(admitted, Admitted) and admitted.cached_tokens == 8
+    assert [(piece.start, piece.count, piece.samples) for piece in run_of([run]).pieces] == [(8, 1, True)]
+
+
+def test_a_prefix_is_shared_while_its_first_owner_still_runs() -> None:
+    scheduler = Scheduler(limits())
+    first = scheduler.on(Arrived(A, 9, 20, NAMES[:2]))[0]
+    scheduler.on(Stepped(1))
+    scheduler.on(Arrived(B, 12, 20, (*NAMES[:2], NAMES[5])))
+    second = scheduler.on(Stepped(1))[0]
+    assert isinstance(first, Admitted) and isinstance(second, Admitted)
+    assert second.cached_tokens == 8
+    assert second.blocks[:2] == first.blocks[:2]
+    assert second.blocks[2] not in first.blocks
+
+
+def test_blocks_are_stored_chunk_by_chunk_and_the_answer_never() -> None:
+    scheduler = Scheduler(limits(token_budget=6))
+    scheduler.on(Arrived(A, 13, 40, NAMES[:3]))
+    stored = []
+    for _ in range(20):
+        actions = scheduler.on(Stepped(1))
+        stored.append([action.names for action in actions if isinstance(action, Stored)])
+    assert stored == [[(NAMES[0],)], [NAMES[1:3]], *[[]] * 18]
+
+
+def test_needed_room_evicts_cached_blocks_and_says_so() -> None:
+    scheduler = Scheduler(limits(num_blocks=3))
+    scheduler.on(Arrived(A, 8, 9, NAMES[:2]))
+    scheduler.on(Stepped(1, (A,)))
+    actions = scheduler.on(Arrived(B, 8, 9, (NAMES[6], NAMES[7])))
+    assert Evicted((NAMES[1],)) in actions
+    assert scheduler.pool.match(NAMES) == scheduler.pool.match(NAMES[:1]) != []
+
+
+# Memory pressure.
+
+
+def test_the_newest_is_pre_empted_and_computed_anew() -> None:
+    scheduler = Scheduler(limits(num_blocks=4, max_steps=1))
+    scheduler.on(Arrived(A, 7, 16))
+    scheduler.on(Arrived(B, 7, 16))
+    actions, tokens = [], {A: 7, B: 7}
+    for _ in range(8):
+        if any(isinstance(action, Preempted) for action in actions):
+            break
+        run = scheduler._run
+        assert run is not None
+        for piece in run.pieces:
+            tokens[piece.request] += piece.samples
+        actions = scheduler.on(Stepped(1))
+    assert actions[0] == Preempted(B)
+    assert [piece.request for piece in run_of(actions).pieces] == [A]
+    while Admitted not in map(type, actions):
+        run = run_of(actions)
+        tokens[A] += 1
+        actions = scheduler.on(Stepped(1, (A,) if tokens[A] == 16 else ()))
+        scheduler.check()
+    (piece,) = run_of(actions).pieces
+    assert (piece.request, piece.start, piece.count, piece.samples) == (B, 0, tokens[B], True)
+
+
+def test_a_new_request_waits_until_its_blocks_and_a_spare_one_for_others_are_there() -> None:
+    scheduler = Scheduler(limits(num_blocks=8))
+    scheduler.on(Arrived(A, 16, 20))
+    scheduler.on(Arrived(B, 16, 20))
+    scheduler.on(Stepped(1))
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
+    actions = scheduler.on(Stepped(1, (A,)))
+    assert isinstance(actions[0], Admitted) and actions[0].request == B
+
+
+def test_no_more_requests_hold_blocks_than_the_limit_says() -> None:
+    scheduler = Scheduler(limits(max_sequences=2))
+    for request in (A, B, C):
+        scheduler.on(Arrived(request, 4, 20))
+    scheduler.on(Stepped(1))
+    assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
+
+
+# Requests that come from, or leave for, another node.
+
+
+def test_an_expected_request_is_reserved_imported_and_decodes() -> None:
+    scheduler = Scheduler(limits())
+    (reserved,) = scheduler.on(Expected(A, 8, 20))
+    assert reserved == Reserved(A, (0, 1, 2))  # two blocks of prompt, and room for the first new token
+    run = run_of(scheduler.on(Imported(A)))
+    (piece,) = run.pieces
+    assert (piece.request, piece.start, piece.count, piece.samples) == (A, 8, 1, True)
+    assert piece.blocks[:3] == reserved.blocks
+    assert run.steps == 11  # the answer's first token came with the import; 11 of 12 are left
+    assert scheduler.on(Stepped(11, (A,))) == []
+    assert scheduler.pool.available == 64
+
+
+def test_an_expected_request_waits_for_blocks() -> None:
+    scheduler = Scheduler(limits(num_blocks=4))
+    scheduler.on(Expected(A, 8, 12))
+    assert scheduler.on(Expected(B, 8, 12)) == []
+    assert scheduler.on(Cancelled(A)) == [Reserved(B, (0, 1, 2))]
+
+
+def test_a_departing_request_holds_its_blocks_until_released() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.on(Arrived(A, 10, 40, NAMES[:2], True))
+    assert scheduler.on(Stepped(1)) == [Stored(NAMES[:2])]
+    assert (scheduler.num_running, scheduler.pool.available) == (1, 61)
+    assert scheduler.on(Released(A)) == []
+    assert (scheduler.num_running, scheduler.pool.available) == (0, 64)
+
+
+@pytest.mark.parametrize("num_tokens", [16, 17, 18])
+def test_a_departing_request_never_decodes_here(num_tokens: int) -> None:
+    """Above all not when its last chunk is one token, and so looks like a decode."""
+    scheduler = Scheduler(limits(token_budget=16))
+    run = run_of(scheduler.on(Arrived(A, num_tokens, 60, (), True)))
+    while not run.pieces[0].samples:
+        run = run_of(scheduler.on(Stepped(1)))
+    assert run.steps == 1
+    assert scheduler.on(Stepped(1)) == []
+
+
+def test_a_request_that_ends_with_its_prompt_does_not_stay_detached() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.on(Arrived(A, 10, 11, (), True))
+    scheduler.on(Stepped(1, (A,)))
+    assert (scheduler.num_running, scheduler.pool.available) == (0, 64)
+
+
+def test_cancelling_in_any_state_gives_the_blocks_back() -> None:
+    scheduler = Scheduler(limits(num_blocks=8, max_sequences=4))
+    scheduler.on(Expected(RequestId("receiving"), 4, 20))
+    scheduler.on(Arrived(RequestId("detached"), 4, 20, (), True))
+    scheduler.on(Stepped(1))
+    scheduler.on(Arrived(RequestId("computing"), 4, 20))
+    scheduler.on(Arrived(RequestId("waiting"), 30, 32))
+    scheduler.on(Expected(RequestId("expected"), 30, 32))
+    scheduler.on(Stepped(1))
+    assert (scheduler.num_running, scheduler.num_waiting) == (3, 2)
+    for name in ("waiting", "expected", "detached", "receiving", "computing", "unknown", "waiting"):
+        scheduler.on(Cancelled(RequestId(name)))
+        scheduler.check()
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.pool.available) == (0, 0, 8)
+    scheduler.on(Stepped(1))
+    assert run_of(scheduler.on(Arrived(A, 4, 20))).pieces == (Piece(A, 0, 4, (0,), True),)
+
+
+def test_a_request_that_arrives_twice_is_our_bug() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.on(Arrived(A, 4, 20))
+    with pytest.raises(AssertionError):
+        scheduler.on(Arrived(A, 4, 20))

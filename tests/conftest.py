@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("isthmus", derandomize=True, deadline=None)
 settings.load_profile("isthmus")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-cases", action="store_true", help="serve every model case, not a covering selection"
+    )

@@ -163,7 +163,7 @@ def _reference(folder: Path) -> transformers.PreTrainedModel:
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """GPT-2's character for each byte -> the byte: printable ones stand for themselves, the rest from 256 on."""
+    """GPT-2's character for each byte -> the byte: a printable one is itself, others start at 256."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + rank): b for rank, b in enumerate(others)}

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import MODEL_CASES, make_model
 
 from isthmus.engine.kernels import Kernels, native
 from isthmus.engine.kernels.plain import PlainKernels
+from tests.models import MODEL_CASES, make_model
 
 FolderOf = Callable[[str], Path]
 

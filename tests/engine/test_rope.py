@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import LINEAR, LLAMA3, YARN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from isthmus.engine.rope import cos_sin_table
 from isthmus.engine.spec import read_spec
+from tests.models import LINEAR, LLAMA3, YARN
 
 NUM_POSITIONS = 4096
 DEFAULT = {"rope_type": "default", "rope_theta": 10_000.0}

@@ -116,7 +116,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=120, stateful_step_count=30)
+TestPool.settings = settings(max_examples=80, stateful_step_count=30)
 
 
 def test_blocks_come_in_the_first_run_that_fits() -> None:

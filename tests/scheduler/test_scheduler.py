@@ -108,7 +108,7 @@ def test_whatever_comes_every_request_reads_its_own_kv_and_ends(limits: Limits, 
 def test_long_histories_hold_too() -> None:
     """Hypothesis draws short histories and shrinks what fails; these are long, so that memory runs short."""
     seen: Counter[str] = Counter()
-    for seed in range(120):
+    for seed in range(40):
         node = Node(random_limits(Random(seed)))
         play(node, random_ops(Random(seed), 150))
         node.drain()

@@ -145,7 +145,7 @@ class Launcher:
             config=self._config.model_dump_json(),
         )
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "isthmus", "node", "--launched"),
+            *(sys.executable, "-m", "isthmus", "node", "--launched", "--name", node),  # the name is for `ps`
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=child_environment(threads),

@@ -37,6 +37,18 @@ from isthmus.scheduler import (
 from isthmus.types import BlockName, FinishReason, Generated, RequestId, Role, Span, TokenLogprobs
 
 
+COUNTERS = (
+    "iterations",
+    "tokens_computed",
+    "generation_tokens",
+    "prefix_cache_hits",
+    "prefix_cache_queries",
+    "num_preemptions",
+    "kv_blocks_evicted",
+)
+"""Totals since the start; each is a metric with the suffix `_total`."""
+
+
 class Listener(Protocol):
     """What the worker tells. Calls come from the worker's thread, in order; `key` is `Begin.key`."""
 
@@ -89,7 +101,7 @@ class Worker:
         self._live: dict[RequestId, _Live] = {}
         self._run: Run | None = None
         self._running = True
-        self.counters: Counter[str] = Counter()
+        self.counters = Counter(dict.fromkeys(COUNTERS, 0))
         self._thread = threading.Thread(target=self._main, name="worker", daemon=True)
 
     def start(self) -> None:
@@ -141,13 +153,14 @@ class Worker:
             raise
 
     def _serve_mailbox(self, *, wait: bool) -> None:
-        if wait:
-            self._mailbox.get()()
-        while True:
+        """Takes entries until none waits, or a run was formed: no entry comes between forming and executing,
+        so the requests of a run are all live when it starts."""
+        while self._run is None:
             try:
-                self._mailbox.get_nowait()()
+                self._mailbox.get(block=wait)()
             except Empty:
                 return
+            wait = False
 
     # Mailbox entries.
 

@@ -1,0 +1,217 @@
+"""What a user and an operator see of `isthmus serve`: start, stop, disconnects, dead nodes, recordings."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from tests.models import make_model
+from tests.served import Served, alive, command, serve
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("serving") / "tiny"
+    make_model(folder, "llama")
+    return folder
+
+
+def test_the_demo_model_answers_the_official_client(tmp_path: Path) -> None:
+    """No --model: chat, streamed and not, gives the same words; the answer ends by itself."""
+    with serve(tmp_path) as served:
+        assert served.http.get("/health").status_code == 200
+        with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
+            asked = {"model": served.model, "messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}
+            whole = client.chat.completions.create(**asked)
+            stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+            chunks = list(stream)
+        text = whole.choices[0].message.content
+        assert text
+        assert text.isascii()
+        assert " " in text
+        assert whole.choices[0].finish_reason == "stop"
+        assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
+        assert chunks[-1].usage == whole.usage.model_copy(
+            update={"prompt_tokens_details": chunks[-1].usage.prompt_tokens_details}
+        )
+
+
+def test_a_prefix_is_computed_once(model: Path, tmp_path: Path) -> None:
+    """`cached_tokens` counts whole blocks shared with an earlier prompt, and another salt shares none."""
+    shared = list(range(100))
+    with serve(tmp_path, "--model", str(model)) as served:
+
+        def cached(prompt: list[int], **fields: str) -> int:
+            return served.complete(prompt, 4, **fields)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        assert cached([*shared, 1, 2, 3]) == 0
+        assert cached([*shared, 7, 8, 9]) == 96
+        assert cached([*shared, 7, 8, 9], cache_salt="another tenant") == 0
+        served.wait_until(lambda: served.gauge("prefix_cache_hits_total").get("prefill-0") == 96, "the hit counter")
+
+
+def test_a_disconnect_frees_the_blocks_on_both_nodes(model: Path, tmp_path: Path) -> None:
+    with serve(tmp_path, "--model", str(model)) as served:
+        body = {"model": served.model, "prompt": [5] * 40, "max_tokens": 4000, "stream": True, "ignore_eos": True}
+        with served.http.stream("POST", "/v1/completions", json=body) as reply:
+            assert reply.status_code == 200
+            next(reply.iter_lines())
+            served.wait_until(lambda: served.gauge("num_requests_running").get("decode-0") == 1, "a running request")
+        idle = {"prefill-0": 0.0, "decode-0": 0.0}
+        served.wait_until(lambda: served.gauge("num_requests_running") == idle, "no request running")
+        assert served.gauge("kv_blocks_available") == served.gauge("kv_blocks")
+        assert served.gauge("generation_tokens_total")["decode-0"] < 3999, "the answer went on to its end"
+
+
+def test_sigterm_lets_running_answers_finish(model: Path, tmp_path: Path) -> None:
+    with serve(tmp_path, "--model", str(model)) as served:
+        expected = served.tokens([1, 2, 3], 1500)
+        children = list(served.children().values())
+        with ThreadPoolExecutor(1) as pool:
+            answering = threading.Event()
+            answer = pool.submit(streamed, served, [1, 2, 3], 1500, answering)
+            answering.wait()
+            served.process.send_signal(signal.SIGTERM)
+            assert answer.result() == expected
+        assert served.process.wait(timeout=30) == 0
+        assert len(children) == 2
+        assert not any(map(alive, children))
+
+
+def streamed(served: Served, prompt: list[int], max_tokens: int, answering: threading.Event) -> list[int]:
+    """The token ids of a streamed answer; sets `answering` at the first."""
+    body = {"model": served.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+    tokens: list[int] = []
+    with served.http.stream("POST", "/v1/completions", json={**body, "return_token_ids": True}) as reply:
+        assert reply.status_code == 200, reply.read()
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line.removeprefix("data: "))
+                assert "error" not in chunk, chunk
+                for choice in chunk["choices"]:
+                    tokens += choice["token_ids"]
+                answering.set()
+    return tokens
+
+
+def test_children_leave_when_the_launcher_is_killed(model: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with pytest.raises(AssertionError), serve(tmp_path, "--model", str(model)) as served:
+        children = list(served.children().values())
+        served.process.kill()
+        served.process.wait()
+        served.wait_until(lambda: not any(map(alive, children)), "every child gone", limit_s=10)
+        log.write_text("gone")
+    assert log.read_text() == "gone"
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+def test_a_killed_node_costs_no_token(victim: str, model: Path, tmp_path: Path) -> None:
+    """kill -9 in the middle of eight answers, some still in prefill: each is complete and exact; the node is
+    started again and serves."""
+    prompts = [[index, 2, 3, 4] * 150 for index in range(8)]
+    shape = ("--prefill", "2", "--decode", "2", "--token-budget", "16")
+    with serve(tmp_path, "--model", str(model), *shape) as served:
+        expected = [served.tokens(prompt, 300, cache_salt="before") for prompt in prompts]
+        pid = node_pid(served.children().values(), victim)
+        with ThreadPoolExecutor(8) as pool:
+            answering = threading.Event()
+            answers = [pool.submit(streamed, served, prompt, 300, answering) for prompt in prompts]
+            answering.wait()
+            os.kill(pid, signal.SIGKILL)
+            assert [answer.result() for answer in answers] == expected
+        served.wait_until(lambda: len(served.gauge("kv_blocks")) == 4, "the node is back")
+        assert served.tokens(prompts[0], 300) == expected[0]
+
+
+def node_pid(pids: object, name: str) -> int:
+    """The child that runs node `name`."""
+    for pid in pids:  # type: ignore[attr-defined]
+        if name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+            return int(pid)
+    raise AssertionError(f"no process of {name}")
+
+
+def test_a_recording_replays_with_identical_decisions(model: Path, tmp_path: Path) -> None:
+    recording = tmp_path / "flight.jsonl"
+    with serve(tmp_path, "--model", str(model), "--record", str(recording), "--prefill", "2") as served:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda n: served.tokens([n] * 50, 20), range(12)))
+    good = subprocess.run(command("replay", str(recording)), capture_output=True, text=True, check=False)
+    assert good.returncode == 0, good.stdout + good.stderr
+    assert "identical decisions" in good.stdout
+    lines = recording.read_text().splitlines()
+    at = next(index for index, line in enumerate(lines) if '"prefill":"prefill-1"' in line)
+    lines[at] = lines[at].replace('"prefill":"prefill-1"', '"prefill":"prefill-0"')
+    recording.write_text("\n".join(lines))
+    bad = subprocess.run(command("replay", str(recording)), capture_output=True, text=True, check=False)
+    assert bad.returncode == 1
+    assert f"line {at + 1} differs" in bad.stdout
+
+
+def refused(*arguments: str) -> tuple[int, str]:
+    """Exit status and the only line of a command that must not start."""
+    done = subprocess.run(command("serve", *arguments), capture_output=True, text=True, timeout=60, check=False)
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert done.stdout == ""
+    return done.returncode, lines[0]
+
+
+def test_what_cannot_start_says_so_in_one_line(model: Path, tmp_path: Path) -> None:
+    code, line = refused("--model", str(tmp_path / "nothing"))
+    assert code != 0
+    assert "no such folder" in line
+    bert = tmp_path / "bert"
+    bert.mkdir()
+    (bert / "config.json").write_text('{"architectures": ["BertForMaskedLM"]}')
+    code, line = refused("--model", str(bert))
+    assert code != 0
+    assert "BertForMaskedLM" in line
+    assert "LlamaForCausalLM" in line
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        code, line = refused("--model", str(model), "--port", str(taken.getsockname()[1]))
+    assert code != 0
+    assert "in use" in line
+    code, line = refused("--model", str(model), "--kv-memory", "1TiB", "--port", "0")
+    assert code != 0
+    assert "are available" in line
+    code, line = refused("--model", str(model), "--kv-memory", "1KiB", "--port", "0")
+    assert code != 0
+    assert "fewer than 2 blocks" in line
+
+
+def test_weights_that_are_not_safetensors_are_refused(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "pickled"
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((model / name).read_bytes())
+    (folder / "pytorch_model.bin").write_bytes(b"\x80")
+    code, line = refused("--model", str(folder), "--port", "0")
+    assert code != 0
+    assert "pytorch_model.bin" in line
+
+
+def test_no_node_means_503_and_health_says_so(model: Path, tmp_path: Path) -> None:
+    with serve(tmp_path, "--model", str(model)) as served:
+        pid = node_pid(served.children().values(), "decode-0")
+        os.kill(pid, signal.SIGKILL)
+        served.wait_until(lambda: served.http.get("/health").status_code == 503, "unhealthy")
+        reply = httpx.post(
+            f"{served.url}/v1/completions", json={"model": served.model, "prompt": [1], "max_tokens": 2}
+        )
+        assert reply.status_code in (200, 503)  # the node may be back by now
+        served.wait_until(lambda: served.http.get("/health").status_code == 200, "healthy again")
+        assert len(served.tokens([1, 2], 3)) == 3

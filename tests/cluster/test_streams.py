@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.cluster.streams import Stream
+from isthmus.errors import UnavailableError
+from isthmus.types import FinishReason, Generated, Job, RequestId, Sampling
+
+JOB = Job(RequestId("a"), (1, 2, 3), 100, Sampling())
+
+
+def stream(cancel: object = None) -> Stream:
+    made = Stream(JOB, (), cancel or (lambda request: None))  # type: ignore[arg-type]
+    made.start_attempt(1)
+    return made
+
+
+def answer(length: int) -> list[Generated]:
+    finish = {length - 1: FinishReason.STOP}
+    return [Generated(index, 100 + index, finish.get(index)) for index in range(length)]
+
+
+async def everything(from_: Stream) -> list[Generated]:
+    """Reads to the end; nothing here waits longer than the test lets it."""
+    async with asyncio.timeout(30):
+        return [token async for batch in from_ for token in batch]
+
+
+@given(st.integers(1, 12).flatmap(lambda length: st.permutations(range(length))))
+def test_tokens_come_out_in_order_whatever_order_they_come_in(order: Sequence[int]) -> None:
+    one, tokens = stream(), answer(len(order))
+    over = [one.deliver(tokens[index]) for index in order]
+    assert over == [False] * (len(order) - 1) + [True]
+    assert asyncio.run(everything(one)) == tokens
+    assert one.generated == tuple(token.token for token in tokens)
+
+
+@given(st.permutations(range(6)))
+def test_a_reader_that_waits_gets_every_token_once(order: Sequence[int]) -> None:
+    async def work() -> None:
+        one, tokens = stream(), answer(6)
+        reader = asyncio.create_task(everything(one))
+        for index in order:
+            await asyncio.sleep(0)
+            one.deliver(tokens[index])
+        assert await reader == tokens
+
+    asyncio.run(work())
+
+
+def test_a_batch_is_never_empty_and_nothing_is_held_back() -> None:
+    async def work() -> None:
+        one, tokens = stream(), answer(4)
+        batches = one.__aiter__()
+        one.deliver(tokens[0])
+        assert await anext(batches) == [tokens[0]]
+        one.deliver(tokens[2])
+        waiting = asyncio.ensure_future(anext(batches))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        one.deliver(tokens[1])
+        assert await waiting == [tokens[1], tokens[2]]
+        one.deliver(tokens[3])
+        assert await anext(batches) == [tokens[3]]
+        with pytest.raises(StopAsyncIteration):
+            await anext(batches)
+
+    asyncio.run(work())
+
+
+def test_a_new_attempt_goes_on_after_what_the_client_has() -> None:
+    one, tokens = stream(), answer(5)
+    one.deliver(tokens[0])
+    one.deliver(tokens[1])
+    one.deliver(tokens[3])  # 2 was lost with the node
+    one.start_attempt(2)
+    assert one.generated == (100, 101)
+    again = [Generated(2, 7), Generated(3, 8), Generated(4, 9, FinishReason.LENGTH)]
+    assert [one.deliver(token) for token in again] == [False, False, True]
+    assert asyncio.run(everything(one)) == [*tokens[:2], *again]
+    assert one.generated == (100, 101, 7, 8, 9)
+
+
+def test_a_token_that_comes_twice_is_given_once() -> None:
+    one, tokens = stream(), answer(3)
+    for index in (0, 0, 1, 0, 1, 2):
+        one.deliver(tokens[index])
+    assert asyncio.run(everything(one)) == tokens
+
+
+def test_the_first_token_of_each_attempt_is_noticed_once() -> None:
+    one = stream()
+    assert [one.first_of_attempt() for _ in range(3)] == [True, False, False]
+    one.start_attempt(2)
+    assert one.attempt == 2
+    assert [one.first_of_attempt() for _ in range(2)] == [True, False]
+
+
+def test_a_failure_is_raised_after_the_tokens_that_came() -> None:
+    async def work() -> None:
+        one = stream()
+        one.deliver(answer(3)[0])
+        one.fail(UnavailableError("node p1 is gone"))
+        batches = one.__aiter__()
+        assert await anext(batches) == answer(3)[:1]
+        with pytest.raises(UnavailableError, match="node p1 is gone"):
+            await anext(batches)
+
+    asyncio.run(work())
+
+
+def test_a_failure_wakes_a_reader_that_waits() -> None:
+    async def work() -> None:
+        one = stream()
+        reader = asyncio.create_task(everything(one))
+        await asyncio.sleep(0)
+        one.fail(UnavailableError("gone"))
+        with pytest.raises(UnavailableError, match="gone"):
+            await reader
+
+    asyncio.run(work())
+
+
+def test_cancelling_names_the_request_and_may_be_repeated() -> None:
+    live, told = {JOB.request}, []
+
+    def cancel(request: RequestId) -> None:  # as the head does
+        if request in live:
+            live.discard(request)
+            told.append(request)
+
+    one = stream(cancel)
+    one.cancel()
+    one.cancel()
+    assert told == [JOB.request]
+
+
+def test_cancelling_after_the_end_takes_nothing_back() -> None:
+    one = stream()
+    for token in answer(3):
+        one.deliver(token)
+    one.cancel()
+    assert asyncio.run(everything(one)) == answer(3)

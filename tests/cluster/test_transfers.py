@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from isthmus.blocks import KVLayout, seal
+from isthmus.cluster import transfers
+from isthmus.cluster.messages import Begin, Grant, Landed, Offer, Sent, Slices, Withdrawn
+from isthmus.cluster.transfers import Incoming, Outgoing
+from isthmus.engine.kv import KVMemory
+from isthmus.types import RequestId, Role, Sampling, Span, TokenLogprobs
+
+SIZE, LAYERS, BLOCKS = 4, 2, 12
+LAYOUT = KVLayout(dtype="float32", block_size=SIZE, num_layers=LAYERS, num_kv_heads=1, head_dim=2)
+A = RequestId("a")
+
+
+class Wire:
+    """Stands for a Connection: keeps what is sent; payloads as one string of bytes."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Any, bytes]] = []
+
+    def send(self, message: Any, *payload: memoryview) -> None:
+        self.sent.append((message, b"".join(payload)))
+
+    @property
+    def messages(self) -> list[Any]:
+        return [message for message, _ in self.sent]
+
+    @property
+    def slices(self) -> list[tuple[Slices, bytes]]:
+        return [(message, payload) for message, payload in self.sent if isinstance(message, Slices)]
+
+
+def begin(num_tokens: int, part: Role) -> Begin:
+    return Begin(A, 1, part, tuple(range(num_tokens)), num_tokens, 100, Sampling(), ())
+
+
+def memory(*, filled: bool) -> KVMemory:
+    made = KVMemory(LAYOUT, BLOCKS, torch.device("cpu"))
+    if filled:
+        for number, layer in enumerate(made.layers):
+            layer.copy_(torch.arange(layer.numel(), dtype=torch.float32).view(layer.shape) + 1000 * number)
+    return made
+
+
+def kv_of(kv: KVMemory, layer: int, blocks: Sequence[int], num_tokens: int) -> bytes:
+    """The bytes of a request's tokens, position by position: the plain way."""
+    slots = [blocks[position // SIZE] * SIZE + position % SIZE for position in range(num_tokens)]
+    return b"".join(bytes(kv.export(layer, slot, slot + 1)) for slot in slots)
+
+
+def sender(num_tokens: int) -> tuple[Outgoing, KVMemory, Wire]:
+    kv, wire = memory(filled=True), Wire()
+    return Outgoing(begin(num_tokens, Role.PREFILL), kv), kv, wire
+
+
+def receiver(num_tokens: int, blocks: Sequence[int]) -> tuple[Incoming, KVMemory, Wire]:
+    kv, wire = memory(filled=False), Wire()
+    incoming = Incoming(begin(num_tokens, Role.DECODE), kv)
+    incoming.connection = wire  # type: ignore[assignment]
+    incoming.blocks = blocks
+    incoming.match(0.0)
+    assert wire.messages == [Grant(A, 1)]
+    return incoming, kv, wire
+
+
+def arrive(incoming: Incoming, slices: Slices, payload: bytes) -> bool:
+    """One frame comes in; False when a seal was wrong."""
+    targets = incoming.place(slices, len(payload))
+    assert targets is not None, f"{slices} was not expected"
+    assert sum(map(len, targets)) == len(payload)
+    for target in targets:
+        target[:] = payload[: len(target)]
+        payload = payload[len(target) :]
+    return incoming.receive(slices)
+
+
+def chunks_of(num_tokens: int, ends: Sequence[int]) -> list[Span]:
+    """What a worker announces for prompt chunks that end at `ends`: whole blocks, and at last the rest."""
+    spans, done = [], 0
+    for end in sorted({*(end for end in ends if end < num_tokens), num_tokens}):
+        stop = end if end == num_tokens else end // SIZE * SIZE
+        if stop > done:
+            spans.append(Span(done, stop))
+            done = stop
+    return spans
+
+
+TABLES = st.permutations(range(BLOCKS))
+
+
+@settings(max_examples=150)
+@given(st.integers(1, (BLOCKS - 1) * SIZE), TABLES, TABLES, st.lists(st.integers(1, 44), max_size=5), st.data())
+def test_the_same_bytes_lie_at_the_same_positions_afterwards(
+    num_tokens: int, theirs: Sequence[int], ours: Sequence[int], ends: Sequence[int], data: st.DataObject
+) -> None:
+    """Whatever the block tables, the chunks, the frame size, and the moment of the grant."""
+    spans = chunks_of(num_tokens, ends)
+    grant_at = data.draw(st.integers(0, len(spans)))
+    outgoing, source, wire = sender(num_tokens)
+    incoming, target, back = receiver(num_tokens, ours)
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    frame_blocks = data.draw(st.sampled_from([1, 2, 256]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfers, "MAX_FRAME_BLOCKS", frame_blocks)
+        for number, span in enumerate(spans):
+            if number == grant_at:
+                outgoing.grant()
+            for layer in range(LAYERS):
+                outgoing.ready(Span(layer, layer + 1), span, tuple(theirs))
+        if grant_at == len(spans):
+            assert wire.messages == [Offer(A, 1)], "something was sent before the grant"
+            outgoing.prefilled(77, None)
+            outgoing.grant()
+        else:
+            outgoing.prefilled(77, None)
+    assert wire.messages[0] == Offer(A, 1)
+    assert wire.messages[-1] == Sent(A, 1, 77)
+    assert wire.messages.count(Sent(A, 1, 77)) == 1
+    for slices, payload in wire.slices:
+        assert len(slices.seals) <= frame_blocks
+        assert not incoming.complete
+        assert arrive(incoming, slices, payload)
+    assert not incoming.complete
+    incoming.sent = wire.messages[-1]
+    assert incoming.complete
+    for layer in range(LAYERS):
+        assert kv_of(target, layer, ours, num_tokens) == kv_of(source, layer, theirs, num_tokens)
+    touched = [block for block in range(BLOCKS) if any(target.export(0, block * SIZE, (block + 1) * SIZE))]
+    assert sorted(touched) == sorted(ours[: LAYOUT.blocks_for(num_tokens)]), (
+        "another request's block was written"
+    )
+    incoming.landed()
+    assert back.messages == [Grant(A, 1), Landed(A, 1)]
+
+
+def test_a_cached_prefix_goes_in_all_layers_at_once() -> None:
+    outgoing, source, wire = sender(10)
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    outgoing.grant()
+    outgoing.ready(Span(0, LAYERS), Span(0, 8), (5, 6, 7))
+    assert [(slices.layer, slices.first_block, slices.stop) for slices, _ in wire.slices] == [
+        (0, 0, 8),
+        (1, 0, 8),
+    ]
+    assert [payload for _, payload in wire.slices] == [
+        kv_of(source, layer, (5, 6), 8) for layer in range(LAYERS)
+    ]
+
+
+def test_each_block_of_a_frame_has_its_own_seal() -> None:
+    outgoing, source, wire = sender(10)
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    outgoing.grant()
+    outgoing.ready(Span(0, 1), Span(0, 10), (7, 3, 4))
+    ((slices, payload),) = wire.slices
+    width = SIZE * LAYOUT.token_bytes
+    assert slices.seals == tuple(seal(payload[at : at + width]) for at in range(0, len(payload), width))
+    assert len(slices.seals) == 3
+    assert payload == kv_of(source, 0, (7, 3, 4), 10)
+
+
+def test_the_first_token_goes_with_its_probabilities() -> None:
+    outgoing, _, wire = sender(4)
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    outgoing.grant()
+    logprobs = TokenLogprobs(-0.5, ((77, -0.5), (3, -1.0)))
+    outgoing.prefilled(77, logprobs)
+    assert wire.messages[-1] == Sent(A, 1, 77, logprobs)
+
+
+def test_room_is_granted_once_and_only_when_both_sides_are_known() -> None:
+    wire, incoming = Wire(), Incoming(begin(4, Role.DECODE), memory(filled=False))
+    incoming.match(1.0)
+    incoming.blocks = (0, 1)
+    incoming.match(2.0)
+    assert not incoming.granted
+    incoming.connection = wire  # type: ignore[assignment]
+    incoming.match(3.0)
+    incoming.match(4.0)
+    assert wire.messages == [Grant(A, 1)]
+    assert (incoming.granted, incoming.progressed_at) == (True, 3.0)
+
+
+def test_a_withdrawal_reaches_whoever_is_there() -> None:
+    outgoing, _, wire = sender(4)
+    outgoing.withdraw()
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    assert outgoing.is_on(wire) and not outgoing.is_on(Wire())  # type: ignore[arg-type]
+    outgoing.withdraw()
+    assert wire.messages == [Offer(A, 1), Withdrawn(A, 1)]
+    Incoming(begin(4, Role.DECODE), memory(filled=False)).withdraw()
+    incoming, _, back = receiver(4, (0, 1))
+    incoming.withdraw()
+    assert back.messages == [Grant(A, 1), Withdrawn(A, 1)]
+
+
+# What must not be believed.
+
+
+@given(st.integers(1, 20), TABLES, st.data())
+def test_any_flipped_bit_is_found_and_nothing_of_its_frame_counts(
+    num_tokens: int, blocks: Sequence[int], data: st.DataObject
+) -> None:
+    outgoing, _, wire = sender(num_tokens)
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    outgoing.grant()
+    outgoing.ready(Span(0, LAYERS), Span(0, num_tokens), tuple(blocks))
+    incoming, _, _ = receiver(num_tokens, tuple(reversed(blocks)))
+    incoming.sent = Sent(A, 1, 77)
+    (first, good), (second, payload) = wire.slices
+    assert arrive(incoming, first, good)
+    bit = data.draw(st.integers(0, 8 * len(payload) - 1))
+    damaged = bytearray(payload)
+    damaged[bit // 8] ^= 1 << bit % 8
+    assert not arrive(incoming, second, bytes(damaged))
+    assert not incoming.complete
+    assert arrive(incoming, second, payload), "the same frame, whole, is what must come next"
+    assert incoming.complete
+
+
+def test_blocks_that_change_places_are_found() -> None:
+    outgoing, _, wire = sender(8)
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    outgoing.grant()
+    outgoing.ready(Span(0, 1), Span(0, 8), (0, 1))
+    ((slices, payload),) = wire.slices
+    incoming, _, _ = receiver(8, (0, 1, 2))
+    half = len(payload) // 2
+    assert not arrive(incoming, slices, payload[half:] + payload[:half])
+
+
+def expected_next() -> tuple[Incoming, Slices, int]:
+    """A receiver of 10 tokens that has block 0 of layer 0, and what must come next."""
+    outgoing, _, wire = sender(10)
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    outgoing.grant()
+    outgoing.ready(Span(0, 1), Span(0, 4), (0, 1, 2))
+    incoming, _, _ = receiver(10, (3, 4, 5))
+    assert arrive(incoming, *wire.slices[0])
+    return incoming, Slices(A, 1, 0, 1, 10, (b"", b"")), 6 * LAYOUT.token_bytes
+
+
+def test_what_must_come_next_is_accepted() -> None:
+    incoming, slices, size = expected_next()
+    assert not incoming.receiving
+    assert incoming.place(slices, size) is not None
+    assert incoming.receiving
+
+
+@pytest.mark.parametrize(
+    ("changes", "more_bytes"),
+    [
+        ({"first_block": 0}, SIZE * LAYOUT.token_bytes),  # again
+        ({"first_block": 2, "seals": (b"",)}, -SIZE * LAYOUT.token_bytes),  # a gap
+        ({"first_block": -1}, 2 * SIZE * LAYOUT.token_bytes),
+        ({"layer": LAYERS}, 0),
+        ({"layer": -1}, 0),
+        ({"layer": 1}, 0),  # begins in its middle
+        ({"stop": 11}, LAYOUT.token_bytes),  # past the prompt
+        ({"stop": 4, "seals": ()}, -6 * LAYOUT.token_bytes),  # nothing
+        ({"stop": 3}, -7 * LAYOUT.token_bytes),
+        ({"seals": (b"",)}, 0),  # one block unsealed
+        ({"seals": (b"", b"", b"")}, 0),
+        ({}, 1),
+        ({}, -1),
+    ],
+)
+def test_what_must_not_come_next_is_refused(changes: dict[str, Any], more_bytes: int) -> None:
+    incoming, slices, size = expected_next()
+    assert incoming.place(replace(slices, **changes), size + more_bytes) is None
+    assert not incoming.receiving
+    assert incoming.place(slices, size) is not None, "a refusal changed something"
+
+
+def test_nothing_is_accepted_before_the_grant() -> None:
+    incoming = Incoming(begin(4, Role.DECODE), memory(filled=False))
+    incoming.blocks = (0, 1)
+    assert incoming.place(Slices(A, 1, 0, 0, 4, (b"",)), 4 * LAYOUT.token_bytes) is None
+
+
+def test_nothing_is_accepted_after_everything_came() -> None:
+    outgoing, _, wire = sender(8)
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    outgoing.grant()
+    outgoing.ready(Span(0, 1), Span(0, 8), (0, 1))
+    incoming, _, _ = receiver(8, (3, 4, 5))
+    ((slices, payload),) = wire.slices
+    assert arrive(incoming, slices, payload)
+    assert incoming.place(slices, len(payload)) is None
+    assert incoming.place(replace(slices, first_block=2, stop=8, seals=()), 0) is None
+
+
+def test_without_its_first_token_a_request_is_not_complete() -> None:
+    incoming, _, _ = receiver(4, (0, 1))
+    incoming.sent = Sent(A, 1, 77)
+    assert not incoming.complete

@@ -1,0 +1,112 @@
+"""Runs `isthmus serve` as a user would: a real process, real sockets, a real HTTP client."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_S = 90
+
+
+class Served:
+    """A running `isthmus serve`. Children are found through /proc, so that leaks are seen."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, url: str) -> None:
+        self.process, self.log, self.url = process, log, url
+        self.http = httpx.Client(base_url=url, timeout=120, trust_env=False)
+        self.model = self.http.get("/v1/models").json()["data"][0]["id"]
+
+    def complete(self, prompt: Any, max_tokens: int, **fields: Any) -> dict[str, Any]:
+        """A greedy completion that also returns token ids; asserts status 200."""
+        body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+        reply = self.http.post("/v1/completions", json={**body, "return_token_ids": True, **fields})
+        assert reply.status_code == 200, reply.text
+        return reply.json()
+
+    def tokens(self, prompt: list[int], max_tokens: int, **fields: Any) -> list[int]:
+        return self.complete(prompt, max_tokens, **fields)["choices"][0]["token_ids"]
+
+    def gauge(self, name: str) -> dict[str, float]:
+        """A metric's value by node."""
+        found = re.findall(
+            rf'^isthmus_{name}{{node="([^"]+)"}} (\S+)$', self.http.get("/metrics").text, re.M
+        )
+        return {node: float(value) for node, value in found}
+
+    def children(self) -> dict[str, int]:
+        """Process ids of the nodes, by the order of their start."""
+        pids = sorted(children_of(self.process.pid))
+        return {f"child-{index}": pid for index, pid in enumerate(pids)}
+
+    def wait_until(self, holds: Any, what: str, limit_s: float = 30) -> None:
+        """Polls a condition that must come true; fails with `what` when it does not."""
+        until = time.monotonic() + limit_s
+        while not holds():
+            assert time.monotonic() < until, f"not within {limit_s} s: {what}\n{self.log.read_text()}"
+            time.sleep(0.05)
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except OSError:
+        return []
+    return [int(child) for child in text.split()]
+
+
+def alive(pid: int) -> bool:
+    """Whether a process exists and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "isthmus", *arguments]
+
+
+@contextlib.contextmanager
+def serve(tmp_path: Path, *arguments: str) -> Iterator[Served]:
+    """Starts on a free port and waits for the ready line; afterwards drains and checks that nothing is left."""
+    log = tmp_path / "serve.log"
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command("serve", "--port", "0", "--kv-memory", "64MiB", "--threads", "1", *arguments),
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        )
+    try:
+        served = Served(process, log, _wait_for_url(process, log))
+        with contextlib.closing(served.http):
+            yield served
+        children = list(served.children().values())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0, log.read_text()
+        assert not [pid for pid in children if alive(pid)], "a node outlived its cluster"
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
+    until = time.monotonic() + START_S
+    while True:
+        found = re.search(r" at (http://\S+) with ", log.read_text())
+        if found:
+            return found[1]
+        assert process.poll() is None, f"serve ended at start:\n{log.read_text()}"
+        assert time.monotonic() < until, f"serve was not ready within {START_S} s:\n{log.read_text()}"
+        time.sleep(0.05)

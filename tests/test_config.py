@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from isthmus.config import (
+    Config,
+    cache_dir,
+    child_environment,
+    cluster_token,
+    load_config,
+    parse_bytes,
+)
+from isthmus.errors import ConfigError
+
+# Adding an option means adding it here, and saying in the commit why it must exist.
+OPTIONS = """
+model served_model_name host port policy record join_host join_port token
+roles.prefill.count roles.decode.count roles.mixed.count
+engine.dtype engine.device engine.threads engine.block_size engine.kv_memory engine.token_budget
+engine.max_sequences engine.max_length
+limits.max_requests limits.max_attempts limits.start_s limits.drain_s limits.silence_s limits.transfer_s
+""".split()
+
+
+def options_of(section: type[BaseModel], prefix: str = "") -> list[str]:
+    found = []
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            found += options_of(inner, f"{prefix}{name}.")
+        else:
+            found.append(f"{prefix}{name}")
+    return found
+
+
+def test_the_list_of_options_is_frozen() -> None:
+    assert sorted(options_of(Config)) == sorted(OPTIONS)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "isthmus.yaml"
+
+
+def complaint(file: Path, text: str | bytes, overrides: dict | None = None) -> str:
+    """What a user reads, less the file's name that every complaint begins with."""
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides or {})
+    message = str(caught.value)
+    assert message.startswith(f"{file}: ")
+    assert "\n" not in message
+    return message.removeprefix(f"{file}: ")
+
+
+def loaded(file: Path, text: str, overrides: dict | None = None) -> Config:
+    file.write_text(text)
+    return load_config(file, overrides or {})
+
+
+# What is right.
+
+
+def test_no_file_and_no_flag_is_the_default() -> None:
+    config = load_config(None, {})
+    assert config == Config()
+    assert (config.host, config.port, config.model) == ("127.0.0.1", 8000, None)
+    roles = config.roles
+    assert (roles.prefill.count, roles.decode.count, roles.mixed.count) == (1, 1, 0)
+
+
+def test_an_empty_file_is_the_default(file: Path) -> None:
+    assert loaded(file, "# nothing yet\n") == Config()
+
+
+def test_a_file_sets_what_it_names_and_nothing_else(file: Path) -> None:
+    config = loaded(file, "port: 9000\nengine:\n  kv_memory: 2GiB\n  device: cuda:1\nlimits: {drain_s: 0}\n")
+    assert (config.port, config.engine.kv_memory, config.engine.device) == (9000, 2**31, "cuda:1")
+    assert config.limits.drain_s == 0
+    assert config.engine.block_size == Config().engine.block_size
+
+
+@pytest.mark.parametrize("written", ["prefill: 3", "prefill: {count: 3}"])
+def test_a_role_is_a_number_or_a_section(file: Path, written: str) -> None:
+    assert loaded(file, f"roles: {{{written}}}").roles.prefill.count == 3
+
+
+def test_flags_win_over_the_file_and_absent_flags_do_not(file: Path) -> None:
+    text = "port: 9000\nmodel: demo\nroles: {prefill: 2}\nengine: {block_size: 8}"
+    flags = {"port": 9100, "model": None, "roles.prefill.count": 4, "engine.threads": 2}
+    config = loaded(file, text, flags)
+    assert (config.port, config.model, config.roles.prefill.count) == (9100, "demo", 4)
+    assert (config.engine.block_size, config.engine.threads) == (8, 2)
+
+
+def test_flags_do_without_a_file() -> None:
+    assert load_config(None, {"limits.max_requests": 5}).limits.max_requests == 5
+
+
+def test_loading_does_not_write_into_the_overrides() -> None:
+    overrides = {"engine.threads": 2}
+    load_config(None, overrides)
+    assert overrides == {"engine.threads": 2}
+
+
+def test_a_configuration_is_never_written_to() -> None:
+    config = Config()
+    with pytest.raises(ValidationError):
+        config.port = 1
+    with pytest.raises(ValidationError):
+        config.engine.block_size = 1
+
+
+# Sizes.
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        (536870912, 536870912),
+        ("512MiB", 512 << 20),
+        ("512 mib", 512 << 20),
+        ("512Mi", 512 << 20),
+        ("1.5GB", 1_500_000_000),
+        ("1.5g", 1_500_000_000),
+        ("2k", 2000),
+        ("2KiB", 2048),
+        ("1TiB", 1 << 40),
+        ("100B", 100),
+        (" 7 ", 7),
+        (2.0, 2),
+        ("9007199254740993", 2**53 + 1),
+    ],
+)
+def test_sizes_are_read(text: object, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1", "1.5.5", "12 apples", "1e9", True, None, [1], float("nan")])
+def test_what_is_no_size_is_refused(text: object) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        parse_bytes(text)
+
+
+@given(st.integers(0, 2**80))
+def test_a_number_of_bytes_is_itself(size: int) -> None:
+    assert parse_bytes(size) == parse_bytes(str(size)) == parse_bytes(f"{size}B") == size
+
+
+# What is wrong.
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("prot: 1", "unknown key 'prot'; did you mean 'port'?"),
+        ("engine: {kv_memmory: 1}", "unknown key 'engine.kv_memmory'; did you mean 'kv_memory'?"),
+        ("roles: {prefil: 1}", "unknown key 'roles.prefil'; did you mean 'prefill'?"),
+        ("roles: {decode: {cuont: 1}}", "unknown key 'roles.decode.cuont'; did you mean 'count'?"),
+        ("limits: {zzz: 1}", "unknown key 'limits.zzz'; valid: max_requests, max_attempts, start_s, "
+                             "drain_s, silence_s, transfer_s"),
+        ("'a\\nb': 1", "unknown key"),
+        ("port: 70000", "port: Input should be less than or equal to 65535 (found 70000)"),
+        ("port: eighty", "port: Input should be a valid integer"),
+        ("port: 80.5", "port: Input should be a valid integer"),
+        ("port: yes", "port: yes or no is no value of this option (found True)"),
+        ("engine: {threads: on}", "engine.threads: yes or no"),
+        ("roles: {mixed: true}", "roles.mixed: yes or no"),
+        ("model: 5", "model: Input should be a valid string (found 5)"),
+        ("model: [a, b]", "model: Input should be a valid string"),
+        ("engine: {dtype: int8}", "engine.dtype: Input should be 'float32' or 'bfloat16' (found 'int8')"),
+        ("engine: {device: tpu}", "engine.device: String should match pattern"),
+        ("engine: {kv_memory: lots}", "engine.kv_memory: 'lots' is not a size; write bytes or e.g. 512MiB"),
+        ("engine: {kv_memory: 0}", "engine.kv_memory: Input should be greater than 0"),
+        ("engine: {kv_memory: .inf}", "engine.kv_memory: inf is not a size"),
+        ("engine: {max_length: 1}", "engine.max_length: Input should be greater than or equal to 2"),
+        ("engine: 5", "engine: Input should be a valid dictionary"),
+        ("engine:", "engine: Input should be a valid dictionary"),
+        ("roles: {prefill: -1}", "roles.prefill.count: Input should be greater than or equal to 0 (found -1)"),
+        ("roles: {prefill: many}", "roles.prefill: Input should be a valid dictionary"),
+        ("limits: {silence_s: .nan}", "limits.silence_s: Input should be greater than 0"),
+        ("policy: best", "policy: Input should be 'least_loaded' (found 'best')"),
+        ("1: 2", "1: Keys should be strings"),
+        ("- a\n- b", "expected keys and values at the top, found list"),
+        ("just text", "expected keys and values at the top, found str"),
+        ("a: [1, 2", "not valid YAML: "),
+        ("a: 1\n---\nb: 2", "not valid YAML: "),
+        ("\tport: 1", "not valid YAML: "),
+        ("model: !!python/object/apply:os.getcwd []", "not valid YAML: "),
+        (b"\xff\xfe\x00", "not valid YAML: "),
+        (b"a: \x00", "not valid YAML: "),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_with_file_key_and_what_is_valid(
+    file: Path, text: str | bytes, expected: str
+) -> None:
+    assert complaint(file, text).startswith(expected)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_refuses_what_makes_no_sense_by_its_name(file: Path, option: str) -> None:
+    *sections, name = option.split(".")
+    nested: dict = {name: {"no": "sense"}}
+    for section in reversed(sections):
+        nested = {section: nested}
+    assert complaint(file, repr(nested)).startswith(f"{option}: ")
+
+
+def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    for path in (tmp_path / "missing.yaml", tmp_path):
+        with pytest.raises(ConfigError, match="cannot be read") as caught:
+            load_config(path, {})
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_wrong_flag_without_a_file_is_blamed_on_the_command_line() -> None:
+    with pytest.raises(ConfigError, match=r"^command line: port: .*65535"):
+        load_config(None, {"port": 70000})
+    with pytest.raises(
+        ConfigError, match=r"^command line: unknown key 'engine.thread'; did you mean 'threads'\?"
+    ):
+        load_config(None, {"engine.thread": 2})
+
+
+@given(st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from([*Config.model_fields, "prefill", "count", "kv_memory", "x"]), inner),
+    max_leaves=8,
+))  # fmt: skip
+def test_whatever_is_written_is_a_configuration_or_one_line(value: object) -> None:
+    overrides = {"engine": value, "roles": value, "port": value, "engine.kv_memory": value}
+    for dotted, written in overrides.items():
+        try:
+            load_config(None, {dotted: written})
+        except ConfigError as error:
+            assert "\n" not in str(error)  # noqa: PT017
+
+
+# The environment.
+
+
+def test_kernels_are_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_dir() == tmp_path / "isthmus"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/somewhere")
+    assert cache_dir() == Path("/somewhere/.cache/isthmus")
+
+
+def test_the_token_of_a_node_started_by_hand_comes_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("ISTHMUS_TOKEN", raising=False)
+    assert cluster_token() is None
+    monkeypatch.setenv("ISTHMUS_TOKEN", "secret")
+    assert cluster_token() == "secret"
+
+
+def test_a_child_gets_our_environment_and_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOMETHING", "else")
+    monkeypatch.setenv("OMP_NUM_THREADS", "99")
+    environment = child_environment(3)
+    assert environment["SOMETHING"] == "else"
+    assert environment["OMP_NUM_THREADS"] == "3"

@@ -38,9 +38,7 @@ class Served:
 
     def gauge(self, name: str) -> dict[str, float]:
         """A metric's value by node."""
-        found = re.findall(
-            rf'^isthmus_{name}{{node="([^"]+)"}} (\S+)$', self.http.get("/metrics").text, re.M
-        )
+        found = re.findall(rf'^isthmus_{name}{{node="([^"]+)"}} (\S+)$', self.http.get("/metrics").text, re.M)
         return {node: float(value) for node, value in found}
 
     def children(self) -> dict[str, int]:

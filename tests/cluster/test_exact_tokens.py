@@ -23,7 +23,7 @@ SERVED_CASES = [
     "qwen3",
     "qwen3-bias-yarn-window",
 ]
-"""Between them: every family, RoPE variant, head arrangement and file arrangement. `--all-cases` runs the rest."""
+"""Between them: every family, RoPE variant, head and file arrangement. `--all-cases` runs the rest."""
 
 
 def prompts_of(seed: int) -> list[list[int]]:
@@ -68,11 +68,15 @@ def test_a_prompt_of_3000_tokens_for_every_chunk_size(chunk: int, tmp_path: Path
     with serve(tmp_path, "--model", str(folder), "--token-budget", str(chunk)) as served:
         assert served.tokens(prompt, NUM_TOKENS) == reference_tokens(folder, prompt, NUM_TOKENS)
         again = served.complete(prompt, NUM_TOKENS)
-        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 2992  # all full blocks but the last token's
+        assert (
+            again["usage"]["prompt_tokens_details"]["cached_tokens"] == 2992
+        )  # all full blocks but the last token's
         assert again["choices"][0]["token_ids"] == reference_tokens(folder, prompt, NUM_TOKENS)
 
 
-@pytest.mark.parametrize("roles", [("--mixed", "1"), ("--prefill", "2", "--decode", "2")], ids=["mixed", "2P2D"])
+@pytest.mark.parametrize(
+    "roles", [("--mixed", "1"), ("--prefill", "2", "--decode", "2")], ids=["mixed", "2P2D"]
+)
 def test_other_shapes_of_cluster(roles: tuple[str, ...], tmp_path: Path) -> None:
     folder = tmp_path / "model"
     make_model(folder, "qwen3")

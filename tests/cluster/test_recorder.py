@@ -137,7 +137,13 @@ def test_a_garbage_line_is_refused_with_its_number(recording: Path, text: bytes)
 
 
 @pytest.mark.xfail(raises=UnicodeDecodeError, strict=True, reason="recorder catches msgspec.DecodeError only")
-@pytest.mark.parametrize(("line", "text"), [(1, b'{"\xff'), (6, b'{"\xff')])
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        (1, b'{"format": 1, "rules": {"policy": "\xff"}}'),
+        (6, b'{"at_ns": 1, "event": {"type": "NodeLeft", "node": "\xff"}, "actions": []}'),
+    ],
+)
 def test_a_line_that_is_no_utf8_is_refused(recording: Path, line: int, text: bytes) -> None:
     rewrite(recording, line, text)
     with pytest.raises(ConfigError, match=f"line {line} "):

@@ -31,9 +31,15 @@ def test_the_demo_model_answers_the_official_client(tmp_path: Path) -> None:
     with serve(tmp_path) as served:
         assert served.http.get("/health").status_code == 200
         with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
-            asked = {"model": served.model, "messages": [{"role": "user", "content": "Hello!"}], "temperature": 0}
+            asked = {
+                "model": served.model,
+                "messages": [{"role": "user", "content": "Hello!"}],
+                "temperature": 0,
+            }
             whole = client.chat.completions.create(**asked)
-            stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+            stream = client.chat.completions.create(
+                **asked, stream=True, stream_options={"include_usage": True}
+            )
             chunks = list(stream)
         text = whole.choices[0].message.content
         assert text
@@ -57,16 +63,27 @@ def test_a_prefix_is_computed_once(model: Path, tmp_path: Path) -> None:
         assert cached([*shared, 1, 2, 3]) == 0
         assert cached([*shared, 7, 8, 9]) == 96
         assert cached([*shared, 7, 8, 9], cache_salt="another tenant") == 0
-        served.wait_until(lambda: served.gauge("prefix_cache_hits_total").get("prefill-0") == 96, "the hit counter")
+        served.wait_until(
+            lambda: served.gauge("prefix_cache_hits_total").get("prefill-0") == 96, "the hit counter"
+        )
 
 
 def test_a_disconnect_frees_the_blocks_on_both_nodes(model: Path, tmp_path: Path) -> None:
     with serve(tmp_path, "--model", str(model)) as served:
-        body = {"model": served.model, "prompt": [5] * 40, "max_tokens": 4000, "stream": True, "ignore_eos": True}
+        body = {
+            "model": served.model,
+            "prompt": [5] * 40,
+            "max_tokens": 4000,
+            "stream": True,
+            "ignore_eos": True,
+        }
         with served.http.stream("POST", "/v1/completions", json=body) as reply:
             assert reply.status_code == 200
-            next(reply.iter_lines())
-            served.wait_until(lambda: served.gauge("num_requests_running").get("decode-0") == 1, "a running request")
+            lines = reply.iter_lines()  # kept: dropping it would close the connection
+            next(lines)
+            served.wait_until(
+                lambda: served.gauge("num_requests_running").get("decode-0") == 1, "a running request"
+            )
         idle = {"prefill-0": 0.0, "decode-0": 0.0}
         served.wait_until(lambda: served.gauge("num_requests_running") == idle, "no request running")
         assert served.gauge("kv_blocks_available") == served.gauge("kv_blocks")

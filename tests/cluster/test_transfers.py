@@ -263,7 +263,7 @@ def test_what_must_come_next_is_accepted() -> None:
         ({"first_block": 2, "seals": (b"",)}, -SIZE * LAYOUT.token_bytes),  # a gap
         ({"first_block": -1}, 2 * SIZE * LAYOUT.token_bytes),
         ({"layer": LAYERS}, 0),
-        ({"layer": -1}, 0),
+        ({"layer": -1, "first_block": 0, "seals": (b"",) * 3}, SIZE * LAYOUT.token_bytes),  # not the last one
         ({"layer": 1}, 0),  # begins in its middle
         ({"stop": 11}, LAYOUT.token_bytes),  # past the prompt
         ({"stop": 4, "seals": ()}, -6 * LAYOUT.token_bytes),  # nothing

@@ -97,6 +97,11 @@ def test_partial_rotation_is_refused(tmp_path: Path, place: dict[str, Any]) -> N
     assert "partial_rotary_factor" in refusal(tmp_path, LLAMA | place)
 
 
+def test_rope_by_layer_type_is_refused_not_taken_for_the_default(tmp_path: Path) -> None:
+    nested = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    assert "rope_parameters" in refusal(tmp_path, LLAMA | {"rope_parameters": nested})
+
+
 @pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn", "int8"])
 def test_another_dtype_is_refused(tmp_path: Path, field: str, dtype: str) -> None:

@@ -124,7 +124,7 @@ def test_a_truncated_shard_is_named(sharded: Path) -> None:
     assert shard.name in refusal(sharded)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", ""])
+@pytest.mark.parametrize("text", ["{", "[]", "", '{"weight_map": [1]}', '{"weight_map": {"a": 5}}'])
 def test_a_broken_weight_index_is_named(sharded: Path, text: str) -> None:
     (sharded / INDEX).write_text(text)
     assert INDEX in refusal(sharded)
@@ -198,6 +198,13 @@ def test_a_config_that_computes_something_else_changes_the_revision(
 ) -> None:
     before = load(folder).revision
     edit_config(folder, **fields)
+    assert load(folder).revision != before
+
+
+def test_another_window_changes_the_revision(folder_of: FolderOf, tmp_path: Path) -> None:
+    folder = shutil.copytree(folder_of("mistral-window"), tmp_path / "mistral")
+    before = load(folder).revision
+    edit_config(folder, sliding_window=41)
     assert load(folder).revision != before
 
 

@@ -94,7 +94,9 @@ class _Theirs:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
+        self._model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="sdpa"
+        ).eval()
 
     @torch.inference_mode()
     def prefill(self, prompts: list[list[int]]) -> Any:

@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 import random
+import re
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -24,11 +25,14 @@ from typing import Any
 import aiohttp
 from rich.table import Table
 
+from isthmus.errors import IsthmusError
+
 CONNECT_TIMEOUT_S = 10.0
 SILENCE_TIMEOUT_S = 600.0  # the longest wait for the next byte of an answer
+BEAT_S = 0.7  # an Isthmus node reports its counters at least this often
 
 
-class BenchError(Exception):
+class BenchError(IsthmusError):
     """The benchmark cannot go on, or its answers cannot be used; the message says which server and why."""
 
 
@@ -64,7 +68,10 @@ class Result:
     time per output token is first event to last over the tokens after the first, averaged over requests.
     Rates divide the tokens of good answers by the rounds' wall time; the prefill rate is prompt tokens over
     mean TTFT, at concurrency 1 only. `errors` holds a sentence for each answer left out of the figures.
-    `ratios` is filled in for the first of two servers: its metrics divided by the second's.
+    `engine_step_ms_mean` is the mean iteration of an Isthmus server's decoding nodes over the same rounds, by
+    their own counters, and `overhead_ms_per_token` what a token takes beyond it: node, messenger, gateway, HTTP
+    and this generator; both None for other servers. `ratios` is filled in for the first of two servers: its
+    metrics divided by the second's.
     """
 
     url: str
@@ -85,6 +92,8 @@ class Result:
     output_tokens_per_s_by_round: tuple[float, ...]
     total_tokens_per_s: float
     prefill_tokens_per_s: float | None
+    engine_step_ms_mean: float | None = None
+    overhead_ms_per_token: float | None = None
     ratios: dict[str, float] = field(default_factory=dict)
 
 
@@ -138,6 +147,41 @@ def run(urls: list[str], *, model: str | None, rows: list[Row], rounds: int, see
     return asyncio.run(_run([url.rstrip("/") for url in urls], model, rows, rounds, seed))
 
 
+@dataclass(frozen=True)
+class _Steps:
+    """Iterations of a server's decoding nodes and the seconds they took; none for other servers."""
+
+    iterations: float = 0.0
+    seconds: float = 0.0
+
+    def since(self, earlier: _Steps) -> _Steps:
+        return _Steps(self.iterations - earlier.iterations, self.seconds - earlier.seconds)
+
+
+async def _steps(session: aiohttp.ClientSession, server: _Server) -> _Steps:
+    """Reads the counters once they are fresh."""
+    await asyncio.sleep(BEAT_S)
+    try:
+        async with session.get(f"{server.url}/metrics") as response:
+            text = await response.text(errors="replace") if response.status == 200 else ""
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise _no_answer(server.url, error) from error
+
+    def total(name: str) -> float:
+        pattern = rf'^isthmus_{name}_total{{node="(?:decode|mixed)[^"]*"}} (\S+)$'
+        return sum(map(float, re.findall(pattern, text, re.MULTILINE)))
+
+    return _Steps(total("iterations"), total("engine_seconds"))
+
+
+def _with_overhead(result: Result, steps: _Steps) -> Result:
+    if not steps.iterations:
+        return result
+    step_ms = 1000 * steps.seconds / steps.iterations
+    overhead = result.time_per_output_token_ms_mean - step_ms
+    return dataclasses.replace(result, engine_step_ms_mean=step_ms, overhead_ms_per_token=overhead)
+
+
 async def _run(urls: list[str], model: str | None, rows: list[Row], rounds: int, seed: int) -> list[Result]:
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S)
     results: list[Result] = []
@@ -145,13 +189,18 @@ async def _run(urls: list[str], model: str | None, rows: list[Row], rounds: int,
         servers = [_Server(url, model or await _ask_model(session, url)) for url in urls]
         for row_number, row in enumerate(rows):
             counted: list[list[_Round]] = [[] for _ in servers]
+            before: list[_Steps] = []
             for round_number in range(1 + rounds):
                 prompts = _prompts(row, f"{seed}/{row_number}/{round_number}")
+                if round_number == 1:
+                    before = [await _steps(session, server) for server in servers]
                 for server, its_rounds in zip(servers, counted, strict=True):
                     one = await _run_round(session, server, row, prompts)
                     if round_number > 0:  # round 0 is the warm-up
                         its_rounds.append(one)
-            results += _compared([_result(s, row, r) for s, r in zip(servers, counted, strict=True)])
+            steps = [(await _steps(session, s)).since(b) for s, b in zip(servers, before, strict=True)]
+            found = [_result(s, row, r) for s, r in zip(servers, counted, strict=True)]
+            results += _compared([_with_overhead(*each) for each in zip(found, steps, strict=True)])
     return results
 
 
@@ -356,6 +405,8 @@ COLUMNS = {
     "TBT p50": "tbt_ms_p50",
     "TBT p99": "tbt_ms_p99",
     "ms/token": "time_per_output_token_ms_mean",
+    "engine step ms": "engine_step_ms_mean",
+    "overhead ms": "overhead_ms_per_token",
     "output tok/s": "output_tokens_per_s",
     "total tok/s": "total_tokens_per_s",
     "prefill tok/s": "prefill_tokens_per_s",

@@ -49,10 +49,14 @@ def planned_nodes(config: Config) -> list[tuple[NodeId, Role]]:
     roles = config.roles
     counts = {Role.PREFILL: roles.prefill.count, Role.DECODE: roles.decode.count, Role.MIXED: roles.mixed.count}
     if not counts[Role.MIXED] and not (counts[Role.PREFILL] and counts[Role.DECODE]):
-        raise StartError("no request could be served: give at least one mixed node, or a prefill and a decode node")
+        raise StartError(
+            "no request could be served: give at least one mixed node, or a prefill and a decode node"
+        )
     if bool(counts[Role.PREFILL]) != bool(counts[Role.DECODE]):
         lonely = Role.PREFILL if counts[Role.PREFILL] else Role.DECODE
-        raise StartError(f"{lonely} nodes need at least one node of the other kind; mixed nodes do not pair with them")
+        raise StartError(
+            f"{lonely} nodes need at least one node of the other kind; mixed nodes do not pair with them"
+        )
     return [(NodeId(f"{role}-{index}"), role) for role, count in counts.items() for index in range(count)]
 
 

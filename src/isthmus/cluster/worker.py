@@ -7,7 +7,7 @@ meet only in `post` (a thread-safe queue) and in the listener, whose methods are
 from __future__ import annotations
 
 import threading
-from collections import Counter
+import time
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -36,8 +36,8 @@ from isthmus.scheduler import (
 )
 from isthmus.types import BlockName, FinishReason, Generated, RequestId, Role, Span, TokenLogprobs
 
-
 COUNTERS = (
+    "engine_seconds",
     "iterations",
     "tokens_computed",
     "generation_tokens",
@@ -77,19 +77,22 @@ class Listener(Protocol):
 class _Live:
     """A request on this node. `tokens`: all known ones; `cached`: prompt tokens found in the cache."""
 
-    __slots__ = ("begin", "cached", "tokens")
+    __slots__ = ("_outputs", "begin", "cached", "row", "tokens")
 
     def __init__(self, begin: Begin) -> None:
         self.begin = begin
         self.tokens = list(begin.tokens)
+        self._outputs = list(begin.tokens[begin.num_prompt :])
+        self.row = Row(begin.sampling, self._outputs)
         self.cached: int | None = None
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self._outputs.append(token)
 
     @property
     def departs(self) -> bool:
         return self.begin.part is Role.PREFILL
-
-    def row(self) -> Row:
-        return Row(self.begin.sampling, self.tokens[self.begin.num_prompt :])
 
 
 class Worker:
@@ -101,7 +104,7 @@ class Worker:
         self._live: dict[RequestId, _Live] = {}
         self._run: Run | None = None
         self._running = True
-        self.counters = Counter(dict.fromkeys(COUNTERS, 0))
+        self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self._thread = threading.Thread(target=self._main, name="worker", daemon=True)
 
     def start(self) -> None:
@@ -175,7 +178,7 @@ class Worker:
     def _imported(self, key: RequestId, token: int) -> None:
         live = self._live.get(key)
         if live is not None:
-            live.tokens.append(token)
+            live.append(token)
             self._decide(Imported(key))
 
     def _drop(self, key: RequestId, event: Event) -> None:
@@ -221,14 +224,17 @@ class Worker:
         departing = [piece for piece in run.pieces if self._live[piece.request].departs]
         sampled = [run.pieces[index] for index in batch.order]
         on_layer = (lambda layer: self._announce(layer, departing)) if departing else None
-        steps, ended = 0, ()
+        ended: tuple[RequestId, ...] = ()
+        steps, started_s = 0, time.perf_counter()
         while True:
             logits = self._engine.forward(batch, on_layer)
             steps += 1
-            tokens, logprobs = sample(logits, [self._live[piece.request].row() for piece in sampled])
+            tokens, logprobs = sample(logits, [self._live[piece.request].row for piece in sampled])
+            self.counters["engine_seconds"] += time.perf_counter() - started_s
             ended = self._emit(sampled, tokens, logprobs)
             if steps == run.steps or ended or not self._mailbox.empty():
                 break
+            started_s = time.perf_counter()
             batch.advance(tokens)
         self._count(run, steps)
         self._serve_mailbox(wait=False)
@@ -256,7 +262,7 @@ class Worker:
             live = self._live[piece.request]
             begin = live.begin
             first = len(live.tokens) == len(begin.tokens)
-            live.tokens.append(token)
+            live.append(token)
             finish = self._finish_reason(live, token)
             index = len(live.tokens) - 1 - begin.num_prompt
             cached = live.cached if first else None

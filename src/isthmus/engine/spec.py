@@ -160,8 +160,8 @@ def _rope(path: Path, config: dict[str, Any], max_length: int) -> RopeSpec:
 
 
 def _windows(config: dict[str, Any], family: str) -> tuple[int, ...]:
-    num_layers = config["num_hidden_layers"]
-    window = config.get("sliding_window", _DEFAULT_WINDOW) or 0
+    num_layers: int = config["num_hidden_layers"]
+    window: int = config.get("sliding_window", _DEFAULT_WINDOW) or 0
     if family == "llama" or (family.startswith("qwen") and not config.get("use_sliding_window", False)):
         window = 0
     if not window or family == "mistral":

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import blake3
 import torch
@@ -60,7 +61,7 @@ class _Folder:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder = folder
         self.digest = blake3.blake3()
-        self._files = {name: self._open(name, stack) for name in self._file_names()}
+        self._files: dict[str, Any] = {name: self._open(name, stack) for name in self._file_names()}
         self._where = {key: name for name, file in self._files.items() for key in file.keys()}  # noqa: SIM118
 
     def _file_names(self) -> list[str]:
@@ -74,7 +75,7 @@ class _Folder:
         found = f"; found {', '.join(others)}, which Isthmus does not open" if others else ""
         raise ModelError(f"{self.folder}: no .safetensors weights{found}; convert the model to safetensors")
 
-    def _open(self, name: str, stack: ExitStack) -> safe_open:
+    def _open(self, name: str, stack: ExitStack) -> Any:
         path = self.folder / name
         if not path.is_file():
             raise ModelError(f"{path}: listed in the weight index but not there")

@@ -31,7 +31,8 @@ SKINNY_ROWS = 40
 
 _HERE = Path(__file__).parent
 _FLAGS = (
-    "-O2 -ftree-vectorize -march=native -mprefer-vector-width=512 -ffast-math -fopenmp -fPIC -shared -fvisibility=hidden"
+    "-O2 -ftree-vectorize -march=native -mprefer-vector-width=512 -ffast-math "
+    "-fopenmp -fPIC -shared -fvisibility=hidden"
 ).split()
 _SUFFIXES = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -114,7 +115,7 @@ class NativeKernels:
     def _declare(
         self, library: ctypes.CDLL, name: str, dtype: torch.dtype | None, arguments: tuple[type, ...]
     ) -> None:
-        function = getattr(library, name + _SUFFIXES.get(dtype, ""))
+        function = getattr(library, name + (_SUFFIXES[dtype] if dtype else ""))
         function.argtypes, function.restype = arguments, None
         self._functions[name, dtype] = function
 

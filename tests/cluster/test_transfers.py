@@ -67,7 +67,7 @@ def receiver(num_tokens: int, blocks: Sequence[int]) -> tuple[Incoming, KVMemory
     incoming = Incoming(begin(num_tokens, Role.DECODE), kv)
     incoming.connection = wire  # type: ignore[assignment]
     incoming.blocks = blocks
-    incoming.match(0.0)
+    incoming.match()
     assert wire.messages == [Grant(A, 1)]
     return incoming, kv, wire
 
@@ -179,15 +179,15 @@ def test_the_first_token_goes_with_its_probabilities() -> None:
 
 def test_room_is_granted_once_and_only_when_both_sides_are_known() -> None:
     wire, incoming = Wire(), Incoming(begin(4, Role.DECODE), memory(filled=False))
-    incoming.match(1.0)
+    incoming.match()
     incoming.blocks = (0, 1)
-    incoming.match(2.0)
+    incoming.match()
     assert not incoming.granted
     incoming.connection = wire  # type: ignore[assignment]
-    incoming.match(3.0)
-    incoming.match(4.0)
+    incoming.match()
+    incoming.match()
     assert wire.messages == [Grant(A, 1)]
-    assert (incoming.granted, incoming.progressed_at) == (True, 3.0)
+    assert incoming.granted
 
 
 def test_a_withdrawal_reaches_whoever_is_there() -> None:

@@ -116,7 +116,7 @@ def test_a_request_goes_only_where_it_fits() -> None:
     some.join("p2", Role.PREFILL, 500)
     some.join("d2", Role.DECODE, 500)
     assert some.route("a", 60, 100) == ("p2", "d2")
-    assert some.route("b", 40, 100) == ("p1", "d2")
+    assert some.route("b", 20, 30) == ("p1", "d1")
     assert some.route("c", 40, 10) == ("p1", "d1")
 
 

@@ -246,7 +246,7 @@ class Node:
         incoming = self._incoming.get(key)
         if incoming is not None:
             incoming.connection = connection
-            incoming.match(self.loop.time())
+            incoming.match()
         elif key in self._forgotten:
             connection.send(Withdrawn(offer.request, offer.attempt))
         else:
@@ -256,7 +256,7 @@ class Node:
         incoming = self._incoming.get(key)
         if incoming is not None:
             incoming.blocks = blocks
-            incoming.match(self.loop.time())
+            incoming.match()
 
     def place(self, connection: Connection, slices: Slices, size: int) -> Sequence[memoryview]:
         incoming = self._incoming.get(key_of(slices.request, slices.attempt))
@@ -274,7 +274,7 @@ class Node:
         incoming = self._incoming.get(key)
         if incoming is None or not incoming.receiving:
             return
-        incoming.progressed_at = self.loop.time()
+        incoming.progressed_s = self.loop.time()
         intact = incoming.receive(slices)
         self._traffic["kv_bytes_in_total"] += (
             slices.stop - slices.first_block * self._engine.layout.block_size
@@ -295,10 +295,10 @@ class Node:
             self._maybe_complete(key, incoming)
 
     def _fail_stalled(self) -> None:
-        """A granted transfer that brought nothing for `transfer_s` is given up."""
+        """A transfer that began and brought nothing for `transfer_s` is given up."""
         limit = self.loop.time() - self._options.transfer_s
         for incoming in list(self._incoming.values()):
-            if incoming.granted and incoming.progressed_at < limit and not incoming.receiving:
+            if incoming.progressed_s < limit and not incoming.receiving:
                 self.fail(incoming.begin, f"no KV came for {self._options.transfer_s:g} s")
 
     def _maybe_complete(self, key: RequestId, incoming: Incoming) -> None:

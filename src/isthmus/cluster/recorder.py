@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from isthmus.conductor import Action, Conductor, Event, Rules
+from isthmus.conductor.policies import POLICIES
 from isthmus.errors import ConfigError
 
 FORMAT = 1
@@ -61,7 +62,7 @@ def read(path: Path) -> tuple[Header, Iterator[tuple[int, Entry]]]:
         raise ConfigError(f"{path}: empty; a recording starts with a header line")
     try:
         header = msgspec.json.decode(lines[0], type=Header)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: line 1 is no recording header: {error}") from None
     if header.format != FORMAT:
         raise ConfigError(f"{path}: recording format {header.format}; this version reads {FORMAT}")
@@ -73,7 +74,7 @@ def _entries(path: Path, lines: Sequence[bytes]) -> Iterator[tuple[int, Entry]]:
     for number, line in enumerate(lines[1:], start=2):
         try:
             yield number, decoder.decode(line)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: line {number} cannot be read: {error}") from None
 
 
@@ -89,6 +90,9 @@ class Difference(msgspec.Struct, frozen=True):
 def replay(path: Path) -> tuple[int, Difference | None]:
     """Feeds a recording to a fresh conductor. Returns (events replayed, first difference or None)."""
     header, entries = read(path)
+    if header.rules.policy not in POLICIES:
+        known = ", ".join(POLICIES)
+        raise ConfigError(f"{path}: line 1: policy {header.rules.policy!r} is not known; known: {known}")
     conductor = Conductor(header.rules)
     count = 0
     for number, entry in entries:

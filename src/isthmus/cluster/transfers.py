@@ -6,6 +6,7 @@ block slice; the receiver counts an attempt as landed when every layer is whole 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from isthmus.blocks import KVLayout, seal
@@ -92,13 +93,14 @@ class Incoming:
         self._num_tokens = len(begin.tokens)
         self._received = [0] * memory.layout.num_layers
         self.granted = False
-        self.progressed_at = 0.0
+        self.progressed_s = math.inf
+        """When the last slice came, by the event loop's clock. Until the first one the sender may be queueing."""
         self._landing: list[tuple[tuple[int, int], memoryview]] = []
 
-    def match(self, now_s: float) -> None:
+    def match(self) -> None:
         """Grants once both sides are known: the sender by its offer, the room by the scheduler."""
         if self.connection is not None and self.blocks is not None and not self.granted:
-            self.granted, self.progressed_at = True, now_s
+            self.granted = True
             self.connection.send(Grant(self.begin.request, self.begin.attempt))
 
     def place(self, slices: Slices, size: int) -> list[memoryview] | None:

@@ -20,10 +20,11 @@ def least_loaded(view: ClusterView, request: RequestArrived) -> Placement | None
     A cached prefix therefore attracts a request until the queue there costs more than it saves. Decode where
     the least context is held. Ties go to the node that joined first. None when no node, or pair, can take it.
     """
-    length = request.num_tokens + request.max_tokens
-    prefills = [node for node in view.with_role(Role.PREFILL) if node.capacity_tokens >= request.num_tokens]
-    decodes = [node for node in view.with_role(Role.DECODE) if node.capacity_tokens >= length]
-    mixed = [node for node in view.with_role(Role.MIXED) if node.capacity_tokens >= length]
+    length = request.num_tokens + request.max_tokens  # a later attempt prefills what was generated as well
+    prefills, decodes, mixed = (
+        [node for node in view.with_role(role) if node.capacity_tokens >= length]
+        for role in (Role.PREFILL, Role.DECODE, Role.MIXED)
+    )
     candidates = (prefills if decodes else []) + mixed
     if not candidates:
         return None

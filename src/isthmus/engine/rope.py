@@ -12,16 +12,21 @@ from torch import Tensor
 from isthmus.engine.spec import RopeSpec
 
 
-def _default(frequencies: Tensor, options: dict[str, Any], theta: float) -> tuple[Tensor, float]:
-    return frequencies, 1.0
+# Each variant: (powers [D / 2] = theta ** (2i / D), options, theta) -> (frequencies [D / 2], factor on cos and sin).
+# The order of operations is the reference's: at position 4,000 one unit in the last place is 1e-4 of an angle.
 
 
-def _linear(frequencies: Tensor, options: dict[str, Any], theta: float) -> tuple[Tensor, float]:
-    return frequencies / options["factor"], 1.0
+def _default(powers: Tensor, options: dict[str, Any], theta: float) -> tuple[Tensor, float]:
+    return 1.0 / powers, 1.0
 
 
-def _llama3(frequencies: Tensor, options: dict[str, Any], theta: float) -> tuple[Tensor, float]:
+def _linear(powers: Tensor, options: dict[str, Any], theta: float) -> tuple[Tensor, float]:
+    return 1.0 / powers / options["factor"], 1.0
+
+
+def _llama3(powers: Tensor, options: dict[str, Any], theta: float) -> tuple[Tensor, float]:
     """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
+    frequencies = 1.0 / powers
     factor, original = options["factor"], options["original_max_position_embeddings"]
     low, high = options["low_freq_factor"], options["high_freq_factor"]
     wavelengths = 2 * math.pi / frequencies
@@ -31,10 +36,10 @@ def _llama3(frequencies: Tensor, options: dict[str, Any], theta: float) -> tuple
     return torch.where(wavelengths < original / high, frequencies, stretched), 1.0
 
 
-def _yarn(frequencies: Tensor, options: dict[str, Any], theta: float) -> tuple[Tensor, float]:
+def _yarn(powers: Tensor, options: dict[str, Any], theta: float) -> tuple[Tensor, float]:
     """Interpolates the slow dimensions, keeps the fast ones, with a linear ramp between (YaRN, section 3.2)."""
     factor, original = options["factor"], options["original_max_position_embeddings"]
-    dim = 2 * len(frequencies)
+    dim = 2 * len(powers)
 
     def dimension_of(rotations: float) -> float:
         return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
@@ -47,7 +52,8 @@ def _yarn(frequencies: Tensor, options: dict[str, Any], theta: float) -> tuple[T
     if low == high:
         high += 0.001
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    return frequencies / factor * ramp + frequencies * (1 - ramp), _yarn_scale(options)
+    kept = 1 - ramp
+    return 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept, _yarn_scale(options)
 
 
 def _yarn_scale(options: dict[str, Any]) -> float:
@@ -74,6 +80,6 @@ _VARIANTS: dict[str, Callable[[Tensor, dict[str, Any], float], tuple[Tensor, flo
 def cos_sin_table(rope: RopeSpec, head_dim: int, num_positions: int) -> Tensor:
     """`[num_positions, head_dim]` float32: the cosines of each pair, then the sines."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies, scale = _VARIANTS[rope.kind](1.0 / rope.theta**exponents, rope.options, rope.theta)
+    frequencies, scale = _VARIANTS[rope.kind](rope.theta**exponents, rope.options, rope.theta)
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
     return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1).contiguous()

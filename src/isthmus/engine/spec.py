@@ -78,15 +78,39 @@ def read_spec(folder: Path) -> ModelSpec:
     path = folder / "config.json"
     config = load_json(path)
     names = config.get("architectures") or [str(config.get("model_type"))]
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"{path}: 'architectures' must be a list of names, not {names!r}")
     family = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
     if family is None:
         supported = ", ".join(ARCHITECTURES)
         raise ModelError(f"{path}: architecture {', '.join(names)} is not supported; supported: {supported}")
+    _check_kinds(path, config)
     _refuse_unsupported(path, config)
-    try:
-        return _build(path, config, family)
-    except KeyError as error:
-        raise ModelError(f"{path}: the field {error} is missing") from None
+    return _build(path, config, family)
+
+
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_COUNTS = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window")
+_NUMBERS = ("rms_norm_eps", "rope_theta")
+_OBJECTS = ("rope_parameters", "rope_scaling", "quantization_config")
+
+
+def _check_kinds(path: Path, config: dict[str, Any]) -> None:
+    """Raises ModelError naming a field that is missing or of the wrong kind. A null field counts as absent."""
+
+    def check(names: tuple[str, ...], kinds: tuple[type, ...], expected: str) -> None:
+        for name in names:
+            value = config.get(name)
+            right = isinstance(value, kinds) and not isinstance(value, bool)
+            if value is not None and not (right and (dict in kinds or value > 0)):
+                raise ModelError(f"{path}: {name!r} must be {expected}, not {value!r}")
+
+    for name in _REQUIRED:
+        if config.get(name) is None:
+            raise ModelError(f"{path}: the field {name!r} is missing")
+    check(_COUNTS, (int,), "a whole number above 0")
+    check(_NUMBERS, (int, float), "a number above 0")
+    check(_OBJECTS, (dict,), "an object")
 
 
 def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
@@ -96,7 +120,7 @@ def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
         raise ModelError(f"{path}: {method} quantised weights are not supported; use float32 or bfloat16 ones")
-    if config.get("partial_rotary_factor", 1.0) != 1.0:
+    if config.get("partial_rotary_factor") not in (None, 1.0):
         raise ModelError(f"{path}: partial_rotary_factor below 1 is not supported")
 
 
@@ -107,7 +131,7 @@ def _build(path: Path, config: dict[str, Any], family: str) -> ModelSpec:
     if heads % kv_heads or head_dim % 2:
         raise ModelError(f"{path}: {heads} heads over {kv_heads} KV heads of size {head_dim} do not fit")
     attention_bias = bool(config.get("attention_bias", False))
-    max_length = config.get("max_position_embeddings", 2048)
+    max_length = config.get("max_position_embeddings") or 2048
     return ModelSpec(
         family=family,
         vocab_size=config["vocab_size"],
@@ -118,7 +142,7 @@ def _build(path: Path, config: dict[str, Any], family: str) -> ModelSpec:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_length=max_length,
-        norm_eps=config.get("rms_norm_eps", 1e-6),
+        norm_eps=config.get("rms_norm_eps") or 1e-6,
         rope=_rope(path, config, max_length),
         windows=_windows(config, family),
         qkv_bias=True if family == "qwen2" else attention_bias and family in ("llama", "qwen3"),
@@ -142,6 +166,8 @@ def _dtype(path: Path, config: dict[str, Any]) -> str:
 def _rope(path: Path, config: dict[str, Any], max_length: int) -> RopeSpec:
     """Reads both spellings: `rope_parameters`, and the older `rope_theta` with `rope_scaling`."""
     options = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    if any(isinstance(value, dict) for value in options.values()):
+        raise ModelError(f"{path}: rope_parameters by layer type are not supported")
     kind = options.pop("rope_type", None) or options.pop("type", None) or "default"
     options.pop("type", None)
     theta = options.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
@@ -154,8 +180,8 @@ def _rope(path: Path, config: dict[str, Any], max_length: int) -> RopeSpec:
             config.get("original_max_position_embeddings") or max_length
         )
     for name in _ROPE_FIELDS[kind]:
-        if options.get(name) is None:
-            raise ModelError(f"{path}: RoPE type {kind!r} needs the field {name!r}")
+        if not isinstance(options.get(name), int | float):
+            raise ModelError(f"{path}: RoPE type {kind!r} needs a number in the field {name!r}")
     return RopeSpec(theta=float(theta), kind=kind, options=options)
 
 

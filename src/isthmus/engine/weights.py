@@ -67,7 +67,10 @@ class _Folder:
     def _file_names(self) -> list[str]:
         index = self.folder / "model.safetensors.index.json"
         if index.exists():
-            return sorted(set(load_json(index).get("weight_map", {}).values()))
+            listed = load_json(index).get("weight_map")
+            if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+                raise ModelError(f"{index}: weight_map must give each tensor's file name")
+            return sorted(set(listed.values()))
         names = sorted(path.name for path in self.folder.glob("*.safetensors"))
         if names:
             return names

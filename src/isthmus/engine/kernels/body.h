@@ -160,20 +160,6 @@ INLINE void PASTE(values_of, SUFFIX)(const float *restrict weights, const float 
         for (int i = 0; i < vectors; i++) *(v16u *)(out + g * D + i * LANES) = sum[g][i] / total[g];
 }
 
-/* Turns scores into exp(score - max); total is their sum, lse the natural log of the sum of exponentials. */
-INLINE void PASTE(exponentials, SUFFIX)(float *restrict s, int64_t count, float *total, float *lse) {
-    float top = s[0], sum = 0.f;
-#pragma omp simd reduction(max : top)
-    for (int64_t t = 0; t < count; t++) top = s[t] > top ? s[t] : top;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t t = 0; t < count; t++) {
-        s[t] = expf(s[t] - top);
-        sum += s[t];
-    }
-    *total = sum;
-    *lse = top + logf(sum);
-}
-
 #define HEADS_AT_ONCE 4
 
 INLINE void PASTE(attend_group, SUFFIX)(const float *restrict q, const S *restrict kv,
@@ -183,7 +169,7 @@ INLINE void PASTE(attend_group, SUFFIX)(const float *restrict q, const S *restri
     int64_t count = len - from;
     float total[HEADS_AT_ONCE];
     PASTE(scores_of, SUFFIX)(q, kv, table, from, len, block, head, K, scores, count, vectors, heads);
-    for (int g = 0; g < heads; g++) PASTE(exponentials, SUFFIX)(scores + g * count, count, total + g, lse + g);
+    for (int g = 0; g < heads; g++) exponentials(scores + g * count, count, total + g, lse + g);
     PASTE(values_of, SUFFIX)(scores, total, kv, table, from, len, block, head, K, count, out, vectors, heads);
 }
 
@@ -207,10 +193,11 @@ static void PASTE(attend_any, SUFFIX)(const float *restrict q, const S *restrict
     for (int64_t t = from; t < len; t++) {
         const S *k = KV_AT(0, t);
         float dot = 0.f;
+#pragma omp simd reduction(+ : dot)
         for (int64_t i = 0; i < D; i++) dot += q[i] * S_F32(k[i]);
         scores[t - from] = dot;
     }
-    PASTE(exponentials, SUFFIX)(scores, len - from, &total, lse);
+    exponentials(scores, len - from, &total, lse);
     for (int64_t i = 0; i < D; i++) out[i] = 0.f;
     for (int64_t t = from; t < len; t++) {
         const S *v = KV_AT(1, t);

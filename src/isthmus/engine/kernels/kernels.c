@@ -24,6 +24,7 @@ typedef float v8 __attribute__((vector_size(32)));
 typedef float v4 __attribute__((vector_size(16)));
 typedef float v4u __attribute__((vector_size(16), aligned(4), may_alias));
 typedef uint32_t u16x32 __attribute__((vector_size(64)));
+typedef int32_t i16x32 __attribute__((vector_size(64)));
 typedef uint16_t h16u __attribute__((vector_size(32), aligned(2), may_alias));
 
 typedef uint16_t bf16;
@@ -76,6 +77,31 @@ INLINE float sum_of(v16 x) {
     return (quarter[0] + quarter[1]) + (quarter[2] + quarter[3]);
 }
 
+/* a where the mask is set, else b. */
+INLINE v16 chosen(i16x32 mask, v16 a, v16 b) { return (v16)((mask & (i16x32)a) | (~mask & (i16x32)b)); }
+
+/* exp of each lane, within 2 ulp; arguments beyond what float32 can hold are clamped to it.
+ * exp(x) = 2^n * exp(r) with |r| <= ln(2) / 2, and a polynomial of degree 6 for exp(r). */
+INLINE v16 exp_of(v16 x) {
+    const v16 high = (v16){0} + 88.f, low = (v16){0} - 87.f, half = (v16){0} + 0.5f;
+    x = chosen(x > high, high, x);
+    x = chosen(x < low, low, x);
+    v16 t = x * 1.44269504f;
+    i16x32 n = __builtin_convertvector(t + chosen(t < 0.f, -half, half), i16x32);
+    v16 whole = __builtin_convertvector(n, v16);
+    v16 r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+    v16 p = ((((1.9875691500e-4f * r + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r +
+             1.6666665459e-1f) * r + 5.0000001201e-1f;
+    return (p * r * r + r + 1.f) * (v16)((n + 127) << 23);
+}
+
+/* Loads `count` < 16 floats, the other lanes being `rest`. */
+INLINE v16 load_some(const float *p, int64_t count, float rest) {
+    v16 x = (v16){0} + rest;
+    memcpy(&x, p, (size_t)count * sizeof(float));
+    return x;
+}
+
 /* One scratch buffer a thread, grown on demand and kept: the decode loop allocates nothing. */
 static _Thread_local float *scratch;
 static _Thread_local size_t scratch_size;
@@ -112,8 +138,16 @@ API void silu_mul(const float *restrict gate_up, float *restrict out, int64_t T,
     for (int64_t t = 0; t < T; t++) {
         const float *gate = gate_up + t * 2 * N, *up = gate + N;
         float *o = out + t * N;
-#pragma omp simd
-        for (int64_t i = 0; i < N; i++) o[i] = gate[i] / (1.f + expf(-gate[i])) * up[i];
+        int64_t i = 0;
+        for (; i + LANES <= N; i += LANES) {
+            v16 g = load_f32(gate + i);
+            *(v16u *)(o + i) = g / (1.f + exp_of(-g)) * load_f32(up + i);
+        }
+        if (i < N) {
+            v16 g = load_some(gate + i, N - i, 0.f);
+            v16 rest = g / (1.f + exp_of(-g)) * load_some(up + i, N - i, 0.f);
+            memcpy(o + i, &rest, (size_t)(N - i) * sizeof(float));
+        }
     }
 }
 
@@ -124,6 +158,7 @@ INLINE void rotate(const float *restrict in, float *restrict out, const float *r
     float scale = 1.f;
     if (w) {
         float sum = 0.f;
+#pragma omp simd reduction(+ : sum)
         for (int64_t i = 0; i < D; i++) sum += in[i] * in[i];
         scale = 1.f / sqrtf(sum / (float)D + eps);
     }
@@ -136,6 +171,27 @@ INLINE void rotate(const float *restrict in, float *restrict out, const float *r
         out[i] = a * cs[i] - b * cs[half + i];
         out[half + i] = b * cs[i] + a * cs[half + i];
     }
+}
+
+/* Turns scores into exp(score - max); total is their sum, lse the natural log of the sum of exponentials. */
+INLINE void exponentials(float *restrict s, int64_t count, float *total, float *lse) {
+    float top = s[0], sum = 0.f;
+#pragma omp simd reduction(max : top)
+    for (int64_t t = 0; t < count; t++) top = s[t] > top ? s[t] : top;
+    v16 sums = {0};
+    int64_t t = 0;
+    for (; t + LANES <= count; t += LANES) {
+        v16 e = exp_of(load_f32(s + t) - top);
+        *(v16u *)(s + t) = e;
+        sums += e;
+    }
+    if (t < count) {
+        v16 e = exp_of(load_some(s + t, count - t, top) - top);
+        memcpy(s + t, &e, (size_t)(count - t) * sizeof(float));
+        for (; t < count; t++) sum += s[t];
+    }
+    *total = sum + sum_of(sums);
+    *lse = top + logf(*total);
 }
 
 #define S float

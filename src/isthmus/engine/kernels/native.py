@@ -31,7 +31,8 @@ SKINNY_ROWS = 40
 
 _HERE = Path(__file__).parent
 _FLAGS = (
-    "-O2 -ftree-vectorize -march=native -mprefer-vector-width=512 -ffast-math "
+    # Not -ffast-math: it would set flush-to-zero for the whole process and divide by estimates.
+    "-O2 -ftree-vectorize -march=native -mprefer-vector-width=512 -fno-math-errno -fno-trapping-math "
     "-fopenmp -fPIC -shared -fvisibility=hidden"
 ).split()
 _SUFFIXES = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
@@ -123,6 +124,7 @@ class NativeKernels:
         return torch.float32
 
     def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        assert x_TK.dtype == torch.float32, "native kernels take float32 activations"
         rows, width = x_TK.shape
         if rows > SKINNY_ROWS:
             return self._wide_product(x_TK, weight_NK, bias_N)
@@ -146,6 +148,7 @@ class NativeKernels:
         return out if bias_N is None else out.add_(bias_N)
 
     def add_rms_norm(self, x_TN: Tensor, delta_TN: Tensor | None, weight_N: Tensor, eps: float) -> Tensor:
+        assert x_TN.dtype == torch.float32, "native kernels take float32 activations"
         out = torch.empty_like(x_TN)
         rows, width = x_TN.shape
         self._functions["add_rms_norm", None](

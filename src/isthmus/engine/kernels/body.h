@@ -23,36 +23,70 @@ API void PASTE(rope_store, SUFFIX)(const float *restrict qkv, const int32_t *res
 }
 
 /* ---- Skinny product: out[t, n] = x[t] . w[n] (+ bias[n]) for few rows, w as stored, [N, K]. ----
- * Four rows of weights at a time meet up to six rows of x, with all 24 sums in registers; for more rows of x
- * the four are widened once and stay in the first-level cache. */
+ * Four rows of weights at a time meet up to six rows of x, with all 24 sums in registers (named, not indexed:
+ * the compiler keeps arrays in memory); for more rows of x the four are widened once and stay in the
+ * first-level cache. */
 
-INLINE void PASTE(product_tile, SUFFIX)(const float *restrict x, const S *restrict w,
-                                        const float *restrict bias, float *restrict out, int64_t K,
-                                        int64_t N, const int rows) {
-    v16 sum[6][4];
-    for (int t = 0; t < rows; t++)
-        for (int n = 0; n < 4; n++) sum[t][n] = (v16){0};
-    int64_t k = 0;
-    for (; k + LANES <= K; k += LANES) {
-        v16 w0 = S_LOAD(w + k), w1 = S_LOAD(w + K + k), w2 = S_LOAD(w + 2 * K + k), w3 = S_LOAD(w + 3 * K + k);
-        for (int t = 0; t < rows; t++) {
-            v16 xt = load_f32(x + t * K + k);
-            sum[t][0] += xt * w0;
-            sum[t][1] += xt * w1;
-            sum[t][2] += xt * w2;
-            sum[t][3] += xt * w3;
-        }
+#define SUMS(t) v16 a##t = {0}, b##t = {0}, c##t = {0}, d##t = {0};
+#define STEP(t)                                                                                              \
+    {                                                                                                        \
+        v16 xt = load_f32(x + t * K + k);                                                                    \
+        a##t += xt * w0;                                                                                     \
+        b##t += xt * w1;                                                                                     \
+        c##t += xt * w2;                                                                                     \
+        d##t += xt * w3;                                                                                     \
     }
-    for (int t = 0; t < rows; t++) {
-        v4 total = sums_of_4(sum[t][0], sum[t][1], sum[t][2], sum[t][3]);
-        for (int n = 0; n < 4; n++) {
-            float rest = bias ? bias[n] : 0.f;
-            for (int64_t i = k; i < K; i++) rest += x[t * K + i] * S_F32(w[n * K + i]);
-            total[n] += rest;
-        }
-        *(v4u *)(out + t * N) = total;
-    }
+#define STORE(t) PASTE(store_quad, SUFFIX)(sums_of_4(a##t, b##t, c##t, d##t), x + t * K, w, bias, out + t * N, k, K);
+
+/* Adds bias and the tail of K that fills no vector, and stores four outputs of one row. */
+INLINE void PASTE(store_quad, SUFFIX)(v4 total, const float *restrict x, const S *restrict w,
+                                      const float *restrict bias, float *restrict out, int64_t k, int64_t K) {
+    if (bias) total += *(const v4u *)bias;
+    for (int n = 0; n < 4; n++)
+        for (int64_t i = k; i < K; i++) total[n] += x[i] * S_F32(w[n * K + i]);
+    *(v4u *)out = total;
 }
+
+#define PRODUCT(ROWS, EACH)                                                                                  \
+    static void PASTE(product_##ROWS, SUFFIX)(const float *restrict x, const S *restrict w,                  \
+                                              const float *restrict bias, float *restrict out, int64_t K,    \
+                                              int64_t N) {                                                   \
+        EACH(SUMS)                                                                                           \
+        int64_t k = 0;                                                                                       \
+        for (; k + LANES <= K; k += LANES) {                                                                 \
+            v16 w0 = S_LOAD(w + k), w1 = S_LOAD(w + K + k);                                                  \
+            v16 w2 = S_LOAD(w + 2 * K + k), w3 = S_LOAD(w + 3 * K + k);                                      \
+            EACH(STEP)                                                                                       \
+        }                                                                                                    \
+        EACH(STORE)                                                                                          \
+    }
+
+#define ROWS_1(F) F(0)
+#define ROWS_2(F) F(0) F(1)
+#define ROWS_3(F) F(0) F(1) F(2)
+#define ROWS_4(F) F(0) F(1) F(2) F(3)
+#define ROWS_5(F) F(0) F(1) F(2) F(3) F(4)
+#define ROWS_6(F) F(0) F(1) F(2) F(3) F(4) F(5)
+
+PRODUCT(1, ROWS_1)
+PRODUCT(2, ROWS_2)
+PRODUCT(3, ROWS_3)
+PRODUCT(4, ROWS_4)
+PRODUCT(5, ROWS_5)
+#ifdef S_IS_FLOAT
+PRODUCT(6, ROWS_6)
+#endif
+
+#undef SUMS
+#undef STEP
+#undef STORE
+#undef PRODUCT
+#undef ROWS_1
+#undef ROWS_2
+#undef ROWS_3
+#undef ROWS_4
+#undef ROWS_5
+#undef ROWS_6
 
 #ifdef S_IS_FLOAT
 INLINE const float *PASTE(widened, SUFFIX)(const S *w, int64_t count) {
@@ -80,14 +114,14 @@ API void PASTE(linear, SUFFIX)(const float *restrict x, const S *restrict w, con
         int64_t t = 0;
         if (T >= 6) {
             const float *wide = PASTE(widened, SUFFIX)(rows, 4 * K);
-            for (; t + 6 <= T; t += 6) product_tile_f32(x + t * K, wide, b, o + t * N, K, N, 6);
+            for (; t + 6 <= T; t += 6) product_6_f32(x + t * K, wide, b, o + t * N, K, N);
         }
         switch (T - t) {
-        case 5: PASTE(product_tile, SUFFIX)(x + t * K, rows, b, o + t * N, K, N, 5); break;
-        case 4: PASTE(product_tile, SUFFIX)(x + t * K, rows, b, o + t * N, K, N, 4); break;
-        case 3: PASTE(product_tile, SUFFIX)(x + t * K, rows, b, o + t * N, K, N, 3); break;
-        case 2: PASTE(product_tile, SUFFIX)(x + t * K, rows, b, o + t * N, K, N, 2); break;
-        case 1: PASTE(product_tile, SUFFIX)(x + t * K, rows, b, o + t * N, K, N, 1); break;
+        case 5: PASTE(product_5, SUFFIX)(x + t * K, rows, b, o + t * N, K, N); break;
+        case 4: PASTE(product_4, SUFFIX)(x + t * K, rows, b, o + t * N, K, N); break;
+        case 3: PASTE(product_3, SUFFIX)(x + t * K, rows, b, o + t * N, K, N); break;
+        case 2: PASTE(product_2, SUFFIX)(x + t * K, rows, b, o + t * N, K, N); break;
+        case 1: PASTE(product_1, SUFFIX)(x + t * K, rows, b, o + t * N, K, N); break;
         }
     }
     for (int64_t n = quads * 4; n < N; n++) {
@@ -105,59 +139,79 @@ API void PASTE(linear, SUFFIX)(const float *restrict x, const S *restrict w, con
 #define KV_AT(side, t)                                                                                       \
     (kv + (((int64_t)table[(t) / block] * block + (t) % block) * 2 + (side)) * K * D + head * D)
 
-/* scores[g, t - from] = q[g] . key[t], for VECTORS * 16 = D and `heads` query heads held in registers. */
+/* scores[g, t - from] = q[g] . key[t] for `heads` (1, 2 or 4) query heads: four sums at a time, which are
+ * one token of four heads, two tokens of two, or four tokens of one. */
 INLINE void PASTE(scores_of, SUFFIX)(const float *restrict q, const S *restrict kv,
                                      const int32_t *restrict table, int64_t from, int64_t len, int64_t block,
                                      int64_t head, int64_t K, float *restrict scores, int64_t stride,
                                      const int vectors, const int heads) {
     const int64_t D = vectors * LANES, step = 2 * K * D;
-    v16 query[heads][vectors];
-    for (int g = 0; g < heads; g++)
-        for (int i = 0; i < vectors; i++) query[g][i] = load_f32(q + g * D + i * LANES);
+    const int tokens = 4 / heads;
+    const float *q0 = q, *q1 = q + (heads > 1) * D, *q2 = q + (heads > 2) * 2 * D;
+    const float *q3 = heads > 2 ? q + 3 * D : q1;
     for (int64_t t = from; t < len;) {
         int64_t left = block - t % block, stop = t + left < len ? t + left : len;
         const S *k = KV_AT(0, t);
-        for (; t + 4 <= stop; t += 4, k += 4 * step) {
-            for (int g = 0; g < heads; g++) {
-                v16 sum[4] = {{0}, {0}, {0}, {0}};
-                for (int n = 0; n < 4; n++)
-                    for (int i = 0; i < vectors; i++) sum[n] += query[g][i] * S_LOAD(k + n * step + i * LANES);
-                *(v4u *)(scores + g * stride + t - from) = sums_of_4(sum[0], sum[1], sum[2], sum[3]);
+        for (; t < stop; t += tokens, k += tokens * step) {
+            int64_t count = stop - t < tokens ? stop - t : tokens, last = (count - 1) * step;
+            const S *k0 = k, *k1 = heads == 1 && step < last ? k + step : heads == 1 ? k + last : k;
+            const S *k2 = heads == 1 ? (2 * step < last ? k + 2 * step : k + last) : heads == 2 ? k + last : k;
+            const S *k3 = heads == 4 ? k : k + last;
+            v16 a = {0}, b = {0}, c = {0}, d = {0};
+            UNROLL
+            for (int i = 0; i < vectors; i++) {
+                a += load_f32(q0 + i * LANES) * S_LOAD(k0 + i * LANES);
+                b += load_f32(q1 + i * LANES) * S_LOAD(k1 + i * LANES);
+                c += load_f32(q2 + i * LANES) * S_LOAD(k2 + i * LANES);
+                d += load_f32(q3 + i * LANES) * S_LOAD(k3 + i * LANES);
             }
+            v4 sums = sums_of_4(a, b, c, d);
+            float *to = scores + t - from;
+            for (int n = 0; n < count; n++)
+                for (int g = 0; g < heads; g++) to[g * stride + n] = sums[n * heads + g];
         }
-        for (; t < stop; t++, k += step) {
-            for (int g = 0; g < heads; g++) {
-                v16 sum = {0};
-                for (int i = 0; i < vectors; i++) sum += query[g][i] * S_LOAD(k + i * LANES);
-                scores[g * stride + t - from] = sum_of(sum);
-            }
-        }
+        t = stop;
     }
 }
 
-/* out[g] = sum over t of weights[g, t - from] * value[t] / total[g] */
+/* out[g] = sum over t of weights[g, t - from] * value[t] / total[g], 64 numbers of each head at a time. */
 INLINE void PASTE(values_of, SUFFIX)(const float *restrict weights, const float *restrict total,
                                      const S *restrict kv, const int32_t *restrict table, int64_t from,
                                      int64_t len, int64_t block, int64_t head, int64_t K, int64_t stride,
                                      float *restrict out, const int vectors, const int heads) {
     const int64_t D = vectors * LANES, step = 2 * K * D;
-    v16 sum[heads][vectors];
-    for (int g = 0; g < heads; g++)
-        for (int i = 0; i < vectors; i++) sum[g][i] = (v16){0};
-    for (int64_t t = from; t < len;) {
-        int64_t left = block - t % block, stop = t + left < len ? t + left : len;
-        const S *v = KV_AT(1, t);
-        for (; t < stop; t++, v += step) {
-            v16 value[vectors];
-            for (int i = 0; i < vectors; i++) value[i] = S_LOAD(v + i * LANES);
-            for (int g = 0; g < heads; g++) {
-                float p = weights[g * stride + t - from];
-                for (int i = 0; i < vectors; i++) sum[g][i] += p * value[i];
+    for (int64_t at = 0; at < D; at += 4 * LANES) {
+#define SUMS(g) v16 a##g = {0}, b##g = {0}, c##g = {0}, d##g = {0};
+#define STEP(g)                                                                                              \
+    if (g < heads) {                                                                                         \
+        float p = weights[g * stride + t - from];                                                            \
+        a##g += p * v0;                                                                                      \
+        b##g += p * v1;                                                                                      \
+        c##g += p * v2;                                                                                      \
+        d##g += p * v3;                                                                                      \
+    }
+#define STORE(g)                                                                                             \
+    if (g < heads) {                                                                                         \
+        v16u *o = (v16u *)(out + g * D + at);                                                                \
+        o[0] = a##g / total[g];                                                                              \
+        o[1] = b##g / total[g];                                                                              \
+        o[2] = c##g / total[g];                                                                              \
+        o[3] = d##g / total[g];                                                                              \
+    }
+        SUMS(0) SUMS(1) SUMS(2) SUMS(3)
+        for (int64_t t = from; t < len;) {
+            int64_t left = block - t % block, stop = t + left < len ? t + left : len;
+            const S *v = KV_AT(1, t) + at;
+            for (; t < stop; t++, v += step) {
+                v16 v0 = S_LOAD(v), v1 = S_LOAD(v + LANES), v2 = S_LOAD(v + 2 * LANES), v3 = S_LOAD(v + 3 * LANES);
+                STEP(0) STEP(1) STEP(2) STEP(3)
             }
         }
+        STORE(0) STORE(1) STORE(2) STORE(3)
     }
-    for (int g = 0; g < heads; g++)
-        for (int i = 0; i < vectors; i++) *(v16u *)(out + g * D + i * LANES) = sum[g][i] / total[g];
+#undef SUMS
+#undef STEP
+#undef STORE
 }
 
 #define HEADS_AT_ONCE 4
@@ -169,6 +223,7 @@ INLINE void PASTE(attend_group, SUFFIX)(const float *restrict q, const S *restri
     int64_t count = len - from;
     float total[HEADS_AT_ONCE];
     PASTE(scores_of, SUFFIX)(q, kv, table, from, len, block, head, K, scores, count, vectors, heads);
+    UNROLL
     for (int g = 0; g < heads; g++) exponentials(scores + g * count, count, total + g, lse + g);
     PASTE(values_of, SUFFIX)(scores, total, kv, table, from, len, block, head, K, count, out, vectors, heads);
 }
@@ -224,7 +279,6 @@ API void PASTE(attend_paged, SUFFIX)(const float *restrict q_RHD, const S *restr
         for (int64_t i = 0; i < G * D; i++) q[i] = q_RHD[at * D + i] * scale;
         int64_t g = 0;
         switch (D) {
-        case 32: ATTEND(2) break;
         case 64: ATTEND(4) break;
         case 128: ATTEND(8) break;
         default:

@@ -13,6 +13,7 @@
 
 #define API __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")
 #define PASTE_(a, b) a##b
 #define PASTE(a, b) PASTE_(a, b)
 
@@ -52,15 +53,11 @@ INLINE v16 load_bf16(const bf16 *p) {
     return (v16)(__builtin_convertvector(*(const h16u *)p, u16x32) << 16);
 }
 
+/* No memcpy here: a vector whose address is taken lives in memory, and the sums must stay in registers. */
 INLINE v4 quarter_sums(v16 x) {
-    v8 low, high;
-    memcpy(&low, &x, 32);
-    memcpy(&high, (char *)&x + 32, 32);
-    v8 half = low + high;
-    v4 a, b;
-    memcpy(&a, &half, 16);
-    memcpy(&b, (char *)&half + 16, 16);
-    return a + b;
+    v8 half = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+              __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+    return __builtin_shufflevector(half, half, 0, 1, 2, 3) + __builtin_shufflevector(half, half, 4, 5, 6, 7);
 }
 
 /* The sums of four vectors, side by side. */

@@ -26,7 +26,7 @@ from isthmus.config import cache_dir
 
 log = logging.getLogger(__name__)
 
-SKINNY_ROWS = 40
+SKINNY_ROWS = 48
 """Up to so many rows the skinny kernel is faster than torch's product."""
 
 _HERE = Path(__file__).parent

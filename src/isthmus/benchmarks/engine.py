@@ -112,6 +112,8 @@ class _Theirs:
     @torch.inference_mode()
     def decode(self, prompts: list[list[int]], state: Any, steps: int) -> None:
         cache, tokens, mask, padded = state
+        if (extra := cache.get_seq_length() - mask.shape[1]) > 0:
+            cache.crop(-extra)  # back to the prompts, for another turn
         positions = torch.tensor([[len(p)] for p in prompts])
         for _ in range(steps):
             mask = torch.cat((mask, mask.new_ones(len(prompts), 1)), dim=1)
@@ -145,10 +147,11 @@ def run(
     for case in cases(ours._engine.max_length):
         generator = torch.Generator().manual_seed(len(case.contexts))
         prompts = [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in case.contexts]
+        states = [side.prefill(prompts) if case.steps else None for side in sides]
         speeds: list[list[float]] = [[] for _ in sides]
         for turn in range(rounds + 1):
-            for side, found in zip(sides, speeds, strict=True):
-                speed = _measure(side, case, prompts)
+            for side, state, found in zip(sides, states, speeds, strict=True):
+                speed = _measure(side, case, prompts, state)
                 if turn:  # the first is the warm-up
                     found.append(speed)
         medians = [statistics.median(found) for found in speeds]
@@ -158,15 +161,14 @@ def run(
     return results
 
 
-def _measure(side: Any, case: Case, prompts: list[list[int]]) -> float:
-    """Tokens per second of one run of a case."""
+def _measure(side: Any, case: Case, prompts: list[list[int]], state: Any) -> float:
+    """Tokens per second of one turn of a case; `state` is what prefill returned, for decode cases."""
     started = time.perf_counter()
-    state = side.prefill(prompts)
-    if not case.steps:
-        return sum(case.contexts) / (time.perf_counter() - started)
-    started = time.perf_counter()
-    side.decode(prompts, state, case.steps)
-    return len(prompts) * case.steps / (time.perf_counter() - started)
+    if case.steps:
+        side.decode(prompts, state, case.steps)
+        return len(prompts) * case.steps / (time.perf_counter() - started)
+    side.prefill(prompts)
+    return sum(case.contexts) / (time.perf_counter() - started)
 
 
 def table(results: list[Result]) -> Table:

@@ -158,6 +158,7 @@ INLINE void PASTE(scores_of, SUFFIX)(const float *restrict q, const S *restrict 
             const S *k2 = heads == 1 ? (2 * step < last ? k + 2 * step : k + last) : heads == 2 ? k + last : k;
             const S *k3 = heads == 4 ? k : k + last;
             v16 a = {0}, b = {0}, c = {0}, d = {0};
+            for (int n = 0; n < tokens; n++) prefetch(k + (AHEAD + n) * step, D * sizeof(S));
             UNROLL
             for (int i = 0; i < vectors; i++) {
                 a += load_f32(q0 + i * LANES) * S_LOAD(k0 + i * LANES);
@@ -203,6 +204,7 @@ INLINE void PASTE(values_of, SUFFIX)(const float *restrict weights, const float 
             int64_t left = block - t % block, stop = t + left < len ? t + left : len;
             const S *v = KV_AT(1, t) + at;
             for (; t < stop; t++, v += step) {
+                prefetch(v + AHEAD * step, 4 * LANES * sizeof(S));
                 v16 v0 = S_LOAD(v), v1 = S_LOAD(v + LANES), v2 = S_LOAD(v + 2 * LANES), v3 = S_LOAD(v + 3 * LANES);
                 STEP(0) STEP(1) STEP(2) STEP(3)
             }
@@ -216,28 +218,32 @@ INLINE void PASTE(values_of, SUFFIX)(const float *restrict weights, const float 
 
 #define HEADS_AT_ONCE 4
 
-INLINE void PASTE(attend_group, SUFFIX)(const float *restrict q, const S *restrict kv,
-                                        const int32_t *restrict table, int64_t from, int64_t len, int64_t block,
-                                        int64_t head, int64_t K, float *restrict scores, float *restrict out,
-                                        float *restrict lse, const int vectors, const int heads) {
-    int64_t count = len - from;
-    float total[HEADS_AT_ONCE];
-    PASTE(scores_of, SUFFIX)(q, kv, table, from, len, block, head, K, scores, count, vectors, heads);
-    UNROLL
-    for (int g = 0; g < heads; g++) exponentials(scores + g * count, count, total + g, lse + g);
-    PASTE(values_of, SUFFIX)(scores, total, kv, table, from, len, block, head, K, count, out, vectors, heads);
-}
+/* One function for each shape, so that each gets all registers to itself. */
+#define GROUP(VECTORS, HEADS)                                                                                \
+    static __attribute__((noinline)) void PASTE(group_##VECTORS##_##HEADS, SUFFIX)(                          \
+        const float *restrict q, const S *restrict kv, const int32_t *restrict table, int64_t from,          \
+        int64_t len, int64_t block, int64_t head, int64_t K, float *restrict scores, float *restrict out,    \
+        float *restrict lse) {                                                                               \
+        int64_t n = len - from;                                                                              \
+        float total[HEADS_AT_ONCE];                                                                          \
+        PASTE(scores_of, SUFFIX)(q, kv, table, from, len, block, head, K, scores, n, VECTORS, HEADS);        \
+        for (int g = 0; g < HEADS; g++) exponentials(scores + g * n, n, total + g, lse + g);                 \
+        PASTE(values_of, SUFFIX)(scores, total, kv, table, from, len, block, head, K, n, out, VECTORS, HEADS); \
+    }
 
-#define ATTEND(VECTORS)                                                                                      \
-    for (; g + 4 <= G; g += 4)                                                                               \
-        PASTE(attend_group, SUFFIX)(q + g * D, kv, table, from, len, block, head, K, scores, out + g * D,    \
-                                    lse + g, VECTORS, 4);                                                    \
-    for (; g + 2 <= G; g += 2)                                                                               \
-        PASTE(attend_group, SUFFIX)(q + g * D, kv, table, from, len, block, head, K, scores, out + g * D,    \
-                                    lse + g, VECTORS, 2);                                                    \
-    for (; g < G; g++)                                                                                       \
-        PASTE(attend_group, SUFFIX)(q + g * D, kv, table, from, len, block, head, K, scores, out + g * D,    \
-                                    lse + g, VECTORS, 1);
+GROUP(4, 1)
+GROUP(4, 2)
+GROUP(4, 4)
+GROUP(8, 1)
+GROUP(8, 2)
+GROUP(8, 4)
+#undef GROUP
+
+#define CALL(VECTORS, HEADS)                                                                                 \
+    for (; g + HEADS <= G; g += HEADS)                                                                       \
+        PASTE(group_##VECTORS##_##HEADS, SUFFIX)(q + g * D, kv, table, from, len, block, head, K, scores,    \
+                                                 out + g * D, lse + g);
+#define ATTEND(VECTORS) CALL(VECTORS, 4) CALL(VECTORS, 2) CALL(VECTORS, 1)
 
 /* Head sizes without a form in registers. */
 static void PASTE(attend_any, SUFFIX)(const float *restrict q, const S *restrict kv,
@@ -290,5 +296,6 @@ API void PASTE(attend_paged, SUFFIX)(const float *restrict q_RHD, const S *restr
 }
 
 #undef KV_AT
+#undef CALL
 #undef ATTEND
 #undef HEADS_AT_ONCE

@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
+from isthmus.benchmarks import serve
 from isthmus.benchmarks.serve import (
     METRICS,
     BenchError,
@@ -242,7 +243,7 @@ def test_json_keys_are_frozen() -> None:
         "ttft_ms_mean", "ttft_ms_p50", "ttft_ms_p90", "ttft_ms_p99",
         "tbt_ms_mean", "tbt_ms_p50", "tbt_ms_p90", "tbt_ms_p99", "time_per_output_token_ms_mean",
         "output_tokens_per_s", "output_tokens_per_s_by_round", "total_tokens_per_s", "prefill_tokens_per_s",
-        "ratios",
+        "engine_step_ms_mean", "overhead_ms_per_token", "ratios",
     ])  # fmt: skip
     assert plain[0]["prompt_tokens"] == 5
     assert plain[1]["ratios"] == {}
@@ -256,3 +257,18 @@ def test_table_has_a_line_per_server_and_one_of_ratios() -> None:
     Console(file=printed, width=200).print(shown)
     assert printed.getvalue().count("ratio") == 2
     assert "5/4 x 2" in printed.getvalue()
+
+
+def test_engine_steps_are_those_of_the_nodes_that_decode() -> None:
+    lines = [
+        f'isthmus_{name}_total{{node="{node}"}} {value}'
+        for name, values in {"iterations": (7, 40, 60), "engine_seconds": (9.5, 0.1, 0.3)}.items()
+        for node, value in zip(("prefill-0", "decode-0", "mixed-1"), values, strict=True)
+    ]
+    steps = serve._read_steps("\n".join(lines)).since(serve._Steps(50, 0.15))
+    assert steps == serve._Steps(50, 0.25)
+    (result,) = bench(FakeServer("a"), rows=[SMALL])
+    assert result.engine_step_ms_mean is None
+    with_steps = serve._with_overhead(result, steps)
+    assert with_steps.engine_step_ms_mean == pytest.approx(5.0)
+    assert with_steps.overhead_ms_per_token == pytest.approx(result.time_per_output_token_ms_mean - 5.0)

@@ -97,9 +97,11 @@ class Result:
     ratios: dict[str, float] = field(default_factory=dict)
 
 
-# The metrics that a ratio of two servers is given for.
+# The metrics that a ratio of two servers is given for: those that every server has.
 METRICS = [
-    each.name for each in dataclasses.fields(Result) if "_ms_" in each.name or each.name.endswith("_per_s")
+    each.name
+    for each in dataclasses.fields(Result)
+    if each.name.startswith(("ttft_", "tbt_", "time_per_")) or each.name.endswith("_per_s")
 ]
 
 
@@ -159,17 +161,27 @@ class _Steps:
 
 
 async def _steps(session: aiohttp.ClientSession, server: _Server) -> _Steps:
-    """Reads the counters once they are fresh."""
+    """The counters of an Isthmus server, once they are fresh; no steps for other servers."""
+    if "isthmus_engine_seconds_total" not in await _metrics(session, server):
+        return _Steps()
     await asyncio.sleep(BEAT_S)
+    return _read_steps(await _metrics(session, server))
+
+
+async def _metrics(session: aiohttp.ClientSession, server: _Server) -> str:
     try:
         async with session.get(f"{server.url}/metrics") as response:
-            text = await response.text(errors="replace") if response.status == 200 else ""
+            return await response.text(errors="replace") if response.status == 200 else ""
     except (aiohttp.ClientError, TimeoutError) as error:
         raise _no_answer(server.url, error) from error
 
+
+def _read_steps(metrics: str) -> _Steps:
+    """Sums over the nodes that decode."""
+
     def total(name: str) -> float:
         pattern = rf'^isthmus_{name}_total{{node="(?:decode|mixed)[^"]*"}} (\S+)$'
-        return sum(map(float, re.findall(pattern, text, re.MULTILINE)))
+        return sum(map(float, re.findall(pattern, metrics, re.MULTILINE)))
 
     return _Steps(total("iterations"), total("engine_seconds"))
 

@@ -161,9 +161,9 @@ def node_pid(pids: object, name: str) -> int:
 
 def test_a_recording_replays_with_identical_decisions(model: Path, tmp_path: Path) -> None:
     recording = tmp_path / "flight.jsonl"
-    with serve(tmp_path, "--model", str(model), "--record", str(recording), "--prefill", "2") as served:
-        with ThreadPoolExecutor(4) as pool:
-            list(pool.map(lambda n: served.tokens([n] * 50, 20), range(12)))
+    options = ("--model", str(model), "--record", str(recording), "--prefill", "2")
+    with serve(tmp_path, *options) as served, ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda n: served.tokens([n] * 50, 20), range(12)))
     good = subprocess.run(command("replay", str(recording)), capture_output=True, text=True, check=False)
     assert good.returncode == 0, good.stdout + good.stderr
     assert "identical decisions" in good.stdout

@@ -94,7 +94,7 @@ class Incoming:
         self._received = [0] * memory.layout.num_layers
         self.granted = False
         self.progressed_s = math.inf
-        """When the last slice came, by the event loop's clock. Until the first one the sender may be queueing."""
+        """When the last slice came (loop time, s); infinite until the first, for the sender may queue."""
         self._landing: list[tuple[tuple[int, int], memoryview]] = []
 
     def match(self) -> None:

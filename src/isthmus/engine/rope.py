@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isthmus.engine.spec import RopeSpec
 
-# Each variant: (powers [D / 2] = theta ** (2i / D), options, theta) -> (frequencies [D / 2], factor on cos and sin).
+# Each variant: (powers [D/2] = theta ** (2i/D), options, theta) -> (frequencies [D/2], factor on cos and sin).
 # The order of operations is the reference's: at position 4,000 one unit in the last place is 1e-4 of an angle.
 
 

@@ -16,7 +16,10 @@ JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the results
 def _finish(table: Any, rows: list[dict[str, Any]], file: Path | None) -> None:
     from rich.console import Console
 
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:  # in a file or a pipe, wide enough for every column
+        console = Console(width=200)
+    console.print(table)
     if file is not None:
         file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf8")
 

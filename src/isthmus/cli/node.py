@@ -16,6 +16,8 @@ from isthmus.config import Config, cluster_token, load_config
 from isthmus.errors import ConfigError, IsthmusError
 from isthmus.types import NodeId, Role
 
+SWITCH_S = 0.0002
+
 
 def node(
     role: Annotated[Role | None, typer.Option(help="What this node does.")] = None,
@@ -70,6 +72,9 @@ def _run(orders: Any, *, watch_stdin: bool) -> str:
     from isthmus.cluster.node import Node, NodeOptions
     from isthmus.engine.engine import Engine, EngineOptions
 
+    # The worker thread gives the interpreter up only for an instant at a time; with Python's default of 5 ms
+    # the event loop would send tokens in bursts.
+    sys.setswitchinterval(SWITCH_S)
     config = Config.model_validate_json(orders.config)
     engine = Engine(
         Path(orders.model),

@@ -89,8 +89,11 @@ def available_bytes() -> int | None:
 
 
 def threads_per_node(config: Config, num_nodes: int) -> int:
-    """The cores shared evenly, one at least, unless the configuration says otherwise."""
-    return config.engine.threads or max(1, len(os.sched_getaffinity(0)) // num_nodes)
+    """The cores shared evenly, one kept for gateway and sessions, unless the configuration says otherwise.
+
+    A parallel kernel waits for its slowest thread, so a core lent twice costs more than it gives.
+    """
+    return config.engine.threads or max(1, (len(os.sched_getaffinity(0)) - 1) // num_nodes)
 
 
 class Launcher:

@@ -82,12 +82,12 @@ def test_a_disconnect_frees_the_blocks_on_both_nodes(model: Path, tmp_path: Path
             lines = reply.iter_lines()  # kept: dropping it would close the connection
             next(lines)
             served.wait_until(
-                lambda: served.gauge("num_requests_running").get("decode-0") == 1, "a running request"
+                lambda: served.gauge("node_requests_running").get("decode-0") == 1, "a running request"
             )
         idle = {"prefill-0": 0.0, "decode-0": 0.0}
-        served.wait_until(lambda: served.gauge("num_requests_running") == idle, "no request running")
+        served.wait_until(lambda: served.gauge("node_requests_running") == idle, "no request running")
         assert served.gauge("kv_blocks_available") == served.gauge("kv_blocks")
-        assert served.gauge("generation_tokens_total")["decode-0"] < 3999, "the answer went on to its end"
+        assert served.gauge("tokens_sampled_total")["decode-0"] < 3999, "the answer went on to its end"
 
 
 def test_sigterm_lets_running_answers_finish(model: Path, tmp_path: Path) -> None:

@@ -420,3 +420,38 @@ def test_a_request_that_arrives_twice_is_our_bug() -> None:
     scheduler.on(Arrived(A, 4, 20))
     with pytest.raises(AssertionError):
         scheduler.on(Arrived(A, 4, 20))
+
+
+def test_a_pre_empted_request_is_not_starved_by_newer_expected_ones() -> None:
+    """What pre-emption and endings free goes to the request that waits, before room is made for new KV."""
+    scheduler = Scheduler(Limits(num_blocks=16, block_size=4, token_budget=64, max_steps=1))
+    stop, known = 30, {}
+    ended: set[RequestId] = set()
+    early: set[RequestId] = set()  # pre-empted in the first half
+    reserved: list[RequestId] = []
+    run: Run | None = None
+    for step in range(1000):
+        request = RequestId(f"r{step}")
+        known[request] = 5
+        actions = list(scheduler.on(Expected(request, 5, stop)))
+        for landed in reserved:
+            known[landed] += 1
+            actions += scheduler.on(Imported(landed))
+        reserved.clear()
+        if run is not None:
+            for piece in run.pieces:
+                known[piece.request] += piece.samples
+            over = tuple(piece.request for piece in run.pieces if known[piece.request] >= stop)
+            ended.update(over)
+            run = None
+            actions += scheduler.on(Stepped(1, over))
+        for action in actions:
+            if isinstance(action, Reserved):
+                reserved.append(action.request)
+            elif isinstance(action, Preempted) and step < 500:
+                early.add(action.request)
+            elif isinstance(action, Run):
+                run = action
+        scheduler.check()
+    assert early, "the test must put the pool under pressure"
+    assert early <= ended

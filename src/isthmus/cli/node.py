@@ -25,6 +25,7 @@ def node(
     name: Annotated[str | None, typer.Option(help="Unique name; default: role, host and process id.")] = None,
     config: Annotated[Path | None, typer.Option(help="The deployment file of the cluster.")] = None,
     model: Annotated[str | None, typer.Option(help="Model folder or hub id.")] = None,
+    host: Annotated[str, typer.Option(help="Address where other nodes reach this one.")] = "127.0.0.1",
     launched: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Add one node to a running cluster. The cluster's token is read from ISTHMUS_TOKEN or the config."""
@@ -50,7 +51,7 @@ def node(
         threads=settings.engine.threads or len(os.sched_getaffinity(0)),
         config=settings.model_dump_json(),
     )
-    print(f"{orders.node}: {_run(orders, watch_stdin=False)}", file=sys.stderr)
+    print(f"{orders.node}: {_run(orders, host=host, watch_stdin=False)}", file=sys.stderr)
 
 
 def _run_launched() -> None:
@@ -61,14 +62,14 @@ def _run_launched() -> None:
     if not line:
         sys.exit(1)  # the launcher died before it gave orders
     try:
-        _run(msgspec.json.decode(line, type=Orders), watch_stdin=True)
+        _run(msgspec.json.decode(line, type=Orders), host="127.0.0.1", watch_stdin=True)
     except IsthmusError as error:
         sys.stdout.buffer.write(msgspec.json.encode(Trouble(str(error))) + b"\n")
         sys.stdout.flush()
         sys.exit(error.exit_code)
 
 
-def _run(orders: Any, *, watch_stdin: bool) -> str:
+def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
     from isthmus.cluster.node import Node, NodeOptions
     from isthmus.engine.engine import Engine, EngineOptions
 
@@ -95,6 +96,7 @@ def _run(orders: Any, *, watch_stdin: bool) -> str:
         token_budget=config.engine.token_budget,
         max_sequences=config.engine.max_sequences,
         transfer_s=config.limits.transfer_s,
+        host=host,
     )
     import uvloop
 

@@ -13,7 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
+from isthmus.blocks import KVLayout
 from isthmus.config import Config, load_config
+from isthmus.engine.spec import ModelSpec
 
 
 def serve(
@@ -81,7 +83,7 @@ async def _serve(config: Config) -> None:
     check_memory(config, folder, len(nodes))
     card = ModelCard(
         name=config.served_model_name or name,
-        max_length=min(spec.max_length, config.engine.max_length or spec.max_length),
+        max_length=_max_length(config, spec),
         vocab_size=spec.vocab_size,
         created_s=int(time.time()),
     )
@@ -105,6 +107,26 @@ async def _serve(config: Config) -> None:
             for task in (ready, stopped, http):
                 task.cancel()
             await asyncio.gather(ready, stopped, http, return_exceptions=True)
+
+
+def _max_length(config: Config, spec: ModelSpec) -> int:
+    """What the model can read, the operator allows and one node's KV memory holds, in tokens."""
+    layout = KVLayout(
+        dtype=config.engine.dtype or spec.dtype,
+        block_size=config.engine.block_size,
+        num_layers=spec.num_layers,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+    )
+    fits = config.engine.kv_memory // layout.block_bytes * layout.block_size
+    allowed = min(spec.max_length, config.engine.max_length or spec.max_length)
+    if 0 < fits < allowed:
+        print(
+            f"isthmus: engine.kv_memory holds {fits} tokens of the {allowed} the model could read: "
+            "longer requests are refused",
+            file=sys.stderr,
+        )
+    return min(allowed, fits) or allowed
 
 
 def _stop_on_signals() -> asyncio.Event:

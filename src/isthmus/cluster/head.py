@@ -161,7 +161,11 @@ class Head:
         now = time.monotonic_ns()
         actions = self._conductor.on(event, now)
         if self._recorder is not None:
-            self._recorder.record(now, event, actions)
+            try:
+                self._recorder.record(now, event, actions)
+            except (OSError, ValueError) as error:  # a full disk must not stop the cluster
+                log.error("the flight recording ends here: %s", error)
+                self._recorder = None
         for action in actions:
             self._act(action)
 
@@ -230,6 +234,8 @@ class Head:
             return f"it speaks protocol {hello.protocol}, this cluster {PROTOCOL}"
         if hello.node in self._members:
             return f"a node named {hello.node} is here already"
+        if hello.max_length < self._card.max_length:
+            return f"its engine.max_length {hello.max_length} is below the cluster's {self._card.max_length}"
         if self._layout is not None and (hello.layout, hello.revision) != (self._layout, self._revision):
             return "its model revision or KV layout differs from the cluster's"
         return ""
@@ -263,17 +269,18 @@ class Head:
         stream = self._streams.get(output.request)
         if stream is None or stream.attempt != output.attempt:
             return
-        if stream.first_of_attempt():
+        over = stream.deliver(output.token)
+        if stream.handed_over():
             self._decide(PrefillFinished(output.request, output.attempt))
-        if stream.deliver(output.token):
+        if over:
             del self._streams[output.request]
             self._decide(RequestEnded(output.request))
 
     # Liveness.
 
-    async def wait_for(self, num_nodes: int) -> None:
-        """Returns when so many nodes are in."""
-        while len(self._members) < num_nodes:
+    async def wait_for(self, nodes: Sequence[NodeId]) -> None:
+        """Returns when all these nodes are in."""
+        while not self._members.keys() >= set(nodes):
             self._changed.clear()
             await self._changed.wait()
 

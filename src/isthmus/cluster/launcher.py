@@ -109,8 +109,8 @@ class Launcher:
         """Set once the cluster is complete: from then on a node that ends is started again."""
 
     @property
-    def num_nodes(self) -> int:
-        return len(self._nodes)
+    def nodes(self) -> list[NodeId]:
+        return [node for node, _ in self._nodes]
 
     async def start(self) -> None:
         for node, role in self._nodes:
@@ -141,7 +141,7 @@ class Launcher:
             watcher.cancel()
 
     async def _spawn(self, node: NodeId, role: Role) -> None:
-        threads = threads_per_node(self._config, self.num_nodes)
+        threads = threads_per_node(self._config, len(self._nodes))
         orders = Orders(
             node=node,
             role=role,
@@ -174,8 +174,15 @@ class Launcher:
             if not self.ready:
                 raise StartError(f"node {node}: {trouble}")
             log.error("node %s ended: %s; starting it again", node, trouble)
+            await self._restart(node, role)
+
+    async def _restart(self, node: NodeId, role: Role) -> None:
+        while True:
             await asyncio.sleep(RESTART_S)
-            await self._spawn(node, role)
+            try:
+                return await self._spawn(node, role)
+            except OSError as error:
+                log.error("node %s cannot be started: %s; trying again", node, error)
 
 
 def _trouble(output: bytes, code: int) -> str:

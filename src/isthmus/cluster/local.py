@@ -55,7 +55,7 @@ class LocalCluster:
     async def wait_ready(self) -> None:
         """Returns when every node has joined. Raises StartError when one cannot, or it takes too long."""
         assert self._failure is not None
-        joined = asyncio.create_task(self.head.wait_for(self._launcher.num_nodes))
+        joined = asyncio.create_task(self.head.wait_for(self._launcher.nodes))
         limit = self._config.limits.start_s
         done, _ = await asyncio.wait(
             {joined, self._failure}, timeout=limit, return_when=asyncio.FIRST_COMPLETED

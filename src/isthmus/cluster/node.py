@@ -97,7 +97,7 @@ class Node:
         self._worker.start()
         try:
             self._head = await connect(self._options.join, NodeBound, _FromHead(self), timeout_s=CONNECT_S)
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, ValueError) as error:
             raise StartError(f"cannot reach the head at {self._options.join}: {error}") from None
         self._head.send(self._hello(f"{self._options.host}:{port}"))
         try:
@@ -193,7 +193,9 @@ class Node:
             self.fail(begin, f"cannot reach the decode node at {begin.peer}: {error}")
             return
         outgoing = self._outgoing.get(begin.key)
-        if outgoing is not None:
+        if outgoing is not None and connection.closed:
+            self.fail(begin, f"the session with the decode node at {begin.peer} is closed")
+        elif outgoing is not None:
             outgoing.attach(connection)
 
     async def _peer(self, address: str) -> Connection:
@@ -264,6 +266,7 @@ class Node:
             return [memoryview(bytearray(size))]  # an attempt given up: read past it
         if incoming.connection is not connection:
             raise ProtocolError("KV came over a session that did not offer it")
+        incoming.progressed_s = self.loop.time()
         targets = incoming.place(slices, size)
         if targets is None:
             raise ProtocolError(f"KV of {slices.request}, layer {slices.layer}, is not what must come next")
@@ -298,7 +301,11 @@ class Node:
         """A transfer that began and brought nothing for `transfer_s` is given up."""
         limit = self.loop.time() - self._options.transfer_s
         for incoming in list(self._incoming.values()):
-            if incoming.progressed_s < limit and not incoming.receiving:
+            if incoming.progressed_s >= limit:
+                continue
+            if incoming.receiving and incoming.connection is not None:
+                incoming.connection.abort("it stalled in mid-frame")  # peer_lost frees what came over it
+            else:
                 self.fail(incoming.begin, f"no KV came for {self._options.transfer_s:g} s")
 
     def _maybe_complete(self, key: RequestId, incoming: Incoming) -> None:

@@ -24,7 +24,8 @@ class Stream:
         self._ready: list[Generated] = []
         self._error: IsthmusError | None = None
         self._over = False
-        self._prefilling = False
+        self._handing_over = False
+        self._base = 0  # tokens delivered before this attempt
         self._wake = asyncio.Event()
 
     @property
@@ -32,13 +33,18 @@ class Stream:
         return tuple(self._tokens)
 
     def start_attempt(self, attempt: int) -> None:
-        self.attempt, self._prefilling = attempt, True
+        self.attempt, self._handing_over = attempt, True
+        self._base = len(self._tokens)
         self._early.clear()
 
-    def first_of_attempt(self) -> bool:
-        """True once for each attempt: its prefill is done."""
-        first, self._prefilling = self._prefilling, False
-        return first
+    def handed_over(self) -> bool:
+        """True once for each attempt: its second token is here in order, so the first came and the KV landed.
+
+        Until then the prefill node is needed: were it lost, the attempt would have to be routed again.
+        """
+        now = self._handing_over and len(self._tokens) >= self._base + 2
+        self._handing_over = self._handing_over and not now
+        return now
 
     def deliver(self, token: Generated) -> bool:
         """Takes a token from a node, in any order; True when the answer is complete."""

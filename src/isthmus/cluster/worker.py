@@ -40,7 +40,7 @@ COUNTERS = (
     "engine_seconds",
     "iterations",
     "tokens_computed",
-    "generation_tokens",
+    "tokens_sampled",
     "prefix_cache_hits",
     "prefix_cache_queries",
     "num_preemptions",
@@ -136,8 +136,8 @@ class Worker:
         """Present state and totals, by metric name; read without a lock, so they may be a step apart."""
         pool = self._scheduler.pool
         return {
-            "num_requests_running": self._scheduler.num_running,
-            "num_requests_waiting": self._scheduler.num_waiting,
+            "node_requests_running": self._scheduler.num_running,
+            "node_requests_waiting": self._scheduler.num_waiting,
             "kv_blocks": pool.num_blocks,
             "kv_blocks_available": pool.available,
             "kv_blocks_cached": pool.cached,
@@ -293,4 +293,4 @@ class Worker:
         sampled = sum(piece.samples for piece in run.pieces)
         self.counters["iterations"] += steps
         self.counters["tokens_computed"] += computed + (steps - 1) * sampled
-        self.counters["generation_tokens"] += sampled * steps
+        self.counters["tokens_sampled"] += sampled * steps

@@ -33,7 +33,7 @@ class RequestArrived(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrefillFinished(msgspec.Struct, frozen=True, tag=True):
-    """The prompt is computed and the first token of this attempt is known."""
+    """The prompt of this attempt is computed and its KV is where it decodes: the prefill node is free of it."""
 
     request: RequestId
     attempt: int

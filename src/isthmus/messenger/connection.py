@@ -59,6 +59,12 @@ class Connection(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.close()
 
+    def abort(self, reason: str) -> None:
+        """Ends the session at once; what is queued is dropped."""
+        self._close_reason = self._close_reason or reason
+        if self._transport is not None:
+            self._transport.abort()
+
     @property
     def closed(self) -> bool:
         return self._transport is None or self._transport.is_closing()

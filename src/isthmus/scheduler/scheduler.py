@@ -277,7 +277,8 @@ class Scheduler:
         return min(len(self._computing), self.limits.num_blocks // 8)
 
     def _reserve(self, actions: list[Action]) -> None:
-        while self._expected and self.num_running < self.limits.max_sequences:
+        # A pre-empted request that waits for blocks comes first, or newer ones would starve it.
+        while self._expected and not self._waiting and self.num_running < self.limits.max_sequences:
             sequence = self._expected[0]
             needed = -(-(sequence.length + 1) // self.limits.block_size)
             if needed + self._headroom() > self.pool.available:

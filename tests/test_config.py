@@ -23,7 +23,8 @@ model served_model_name host port policy record join_host join_port token
 roles.prefill.count roles.decode.count roles.mixed.count
 engine.dtype engine.device engine.threads engine.block_size engine.kv_memory engine.token_budget
 engine.max_sequences engine.max_length
-limits.max_requests limits.max_attempts limits.start_s limits.drain_s limits.silence_s limits.transfer_s
+limits.max_requests limits.max_attempts limits.start_s limits.drain_s limits.silence_s limits.rejoin_s
+limits.transfer_s
 """.split()
 
 
@@ -163,7 +164,7 @@ def test_a_number_of_bytes_is_itself(size: int) -> None:
         ("roles: {prefil: 1}", "unknown key 'roles.prefil'; did you mean 'prefill'?"),
         ("roles: {decode: {cuont: 1}}", "unknown key 'roles.decode.cuont'; did you mean 'count'?"),
         ("limits: {zzz: 1}", "unknown key 'limits.zzz'; valid: max_requests, max_attempts, start_s, "
-                             "drain_s, silence_s, transfer_s"),
+                             "drain_s, silence_s, rejoin_s, transfer_s"),
         ("'a\\nb': 1", "unknown key"),
         ("port: 70000", "port: Input should be less than or equal to 65535 (found 70000)"),
         ("port: eighty", "port: Input should be a valid integer"),

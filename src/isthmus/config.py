@@ -88,6 +88,7 @@ class LimitsConfig(_Section):
     start_s: float = Field(120.0, gt=0)
     drain_s: float = Field(30.0, ge=0)
     silence_s: float = Field(3.0, gt=0)
+    rejoin_s: float = Field(30.0, ge=0)
     transfer_s: float = Field(30.0, gt=0)
 
 

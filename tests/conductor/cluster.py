@@ -13,6 +13,8 @@ from isthmus.conductor import (
     Conductor,
     Event,
     Fail,
+    Hold,
+    HoldExpired,
     NodeJoined,
     NodeLeft,
     PrefillFinished,
@@ -37,6 +39,7 @@ class Cluster:
         self.roles: dict[NodeId, Role] = {}
         self.routes: dict[RequestId, Route] = {}
         self.ended: dict[RequestId, str] = {}
+        self.held: set[RequestId] = set()
         self.holders: dict[
             tuple[RequestId, int], set[NodeId]
         ] = {}  # nodes told of an attempt, not yet to forget
@@ -52,7 +55,9 @@ class Cluster:
 
     def join(self, node: str, role: Role, capacity_tokens: int = 1000) -> None:
         self.roles[NodeId(node)] = role
-        assert self.on(NodeJoined(NodeId(node), role, capacity_tokens, BLOCK_SIZE)) == []
+        held = set(self.held)
+        for action in self.on(NodeJoined(NodeId(node), role, capacity_tokens, BLOCK_SIZE)):
+            assert isinstance(action, Route) and action.request in held, "only what is held resumes"
 
     def leave(self, node: str) -> list[Action]:
         self.roles.pop(NodeId(node), None)
@@ -102,6 +107,10 @@ class Cluster:
     def fail(self, request: str, attempt: int) -> list[Action]:
         return self.on(RequestFailed(RequestId(request), attempt, "it broke"))
 
+    def expire(self, request: str) -> list[Action]:
+        """The wait of a request on hold is over."""
+        return self.on(HoldExpired(RequestId(request), self.routes[RequestId(request)].attempt))
+
     def loads(self) -> dict[str, tuple[int, int]]:
         """Tokens to prefill and tokens held, by node."""
         nodes = self.conductor.view.nodes.values()
@@ -119,6 +128,7 @@ class Cluster:
         assert not self.conductor.view.requests
 
     def _end(self, request: RequestId, how: str) -> None:
+        self.held.discard(request)
         if self.routes.pop(request, None) is not None:
             assert request not in self.ended
             self.ended[request] = how
@@ -135,6 +145,10 @@ class Cluster:
                 assert set(action.nodes) <= set(self.roles), "a node that left was told something"
                 assert self.holders[action.request, action.attempt] <= set(action.nodes)
                 self.holders[action.request, action.attempt] = set()
+            case Hold():
+                assert action.request in self.routes and action.request not in self.held
+                assert action.attempt == self.routes[action.request].attempt
+                self.held.add(action.request)
             case Fail():
                 assert action.request in self.routes, "a request failed that does not live"
                 self._end(action.request, "failed")
@@ -147,5 +161,6 @@ class Cluster:
         assert self.roles[route.prefill] is not Role.DECODE
         assert route.prefill == route.decode or self.roles[route.decode] is Role.DECODE
         assert not self.holders.get((route.request, route.attempt - 1)), "two attempts are under way"
+        self.held.discard(route.request)
         self.routes[route.request] = route
         self.holders[route.request, route.attempt] = {route.prefill, route.decode}

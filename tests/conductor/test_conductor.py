@@ -12,6 +12,8 @@ from isthmus.conductor import (
     BlocksEvicted,
     BlocksStored,
     Fail,
+    Hold,
+    HoldExpired,
     NodeLeft,
     PrefillFinished,
     Refuse,
@@ -183,11 +185,25 @@ def test_when_its_prefill_node_dies_only_what_still_prefills_moves() -> None:
     assert some.end("a") == [Abort(RequestId("a"), 1, (NodeId("d1"),))]
 
 
-def test_when_no_node_is_left_a_request_fails_with_the_reason() -> None:
+def test_when_no_node_is_left_a_request_waits_and_then_fails_with_the_reason() -> None:
     some = cluster("m1")
     some.route("a")
-    (fail,) = some.leave("m1")
-    assert fail == Fail(RequestId("a"), "node m1 is gone (attempt 1 of 3)")
+    assert some.leave("m1") == [Hold(RequestId("a"), 1, "node m1 is gone")]
+    assert some.fail("a", 1) == []
+    assert some.expire("a") == [Fail(RequestId("a"), "node m1 is gone (attempt 1 of 3)")]
+    some.drain()
+
+
+def test_requests_on_hold_go_on_when_a_node_joins_and_their_old_limit_is_void() -> None:
+    some = cluster("p1", "d1")
+    some.route("a")
+    some.route("b")
+    some.leave("d1")
+    some.cancel("b")
+    expired = HoldExpired(RequestId("a"), 1)
+    some.join("d2", Role.DECODE)
+    assert some.routes[RequestId("a")] == Route(RequestId("a"), 2, NodeId("p1"), NodeId("d2"))
+    assert some.on(expired) == []
     some.drain()
 
 
@@ -273,7 +289,7 @@ def play(some: Cluster, random: Random, num_events: int) -> None:
             ["arrive"] * 6
             + ["first"] * 3
             + ["end", "end", "cancel", "fail", "late", "store", "evict"]
-            + ["join", "leave"]
+            + ["join", "leave", "expire"]
         ):
             case "arrive":
                 start, count = random.randrange(3), random.randrange(7)
@@ -288,6 +304,8 @@ def play(some: Cluster, random: Random, num_events: int) -> None:
                 some.cancel(route.request)
             case "fail" if route:
                 some.fail(route.request, route.attempt)
+            case "expire" if some.held:
+                some.expire(random.choice(sorted(some.held)))
             case "late":
                 request = f"r{random.randint(0, counter)}"
                 attempt = some.routes[RequestId(request)].attempt if request in some.routes else 9

@@ -12,6 +12,8 @@ from isthmus.conductor import (
     BlocksStored,
     Event,
     Fail,
+    Hold,
+    HoldExpired,
     NodeJoined,
     NodeLeft,
     PrefillFinished,
@@ -34,6 +36,7 @@ EVENTS = [
     PrefillFinished(A, 2),
     RequestEnded(A),
     RequestFailed(A, 1, "a seal did not match"),
+    HoldExpired(A, 2),
     RequestCancelled(A),
     BlocksStored(N, NAMES),
     BlocksEvicted(N, NAMES),
@@ -42,6 +45,7 @@ ACTIONS = [
     Route(A, 1, N, NodeId("decode-0")),
     Refuse(A, "overloaded", "too many", 1000),
     Abort(A, 3, (N,)),
+    Hold(A, 1, "gone"),
     Fail(A, "gone"),
 ]
 

@@ -41,6 +41,8 @@ from isthmus.conductor import (
     Conductor,
     Event,
     Fail,
+    Hold,
+    HoldExpired,
     NodeJoined,
     NodeLeft,
     PrefillFinished,
@@ -74,10 +76,18 @@ class Head:
     """Start with `open`; then `submit` jobs. Everything runs in one event loop."""
 
     def __init__(
-        self, rules: Rules, card: ModelCard, *, token: str, silence_s: float, recorder: Recorder | None = None
+        self,
+        rules: Rules,
+        card: ModelCard,
+        *,
+        token: str,
+        silence_s: float,
+        rejoin_s: float,
+        recorder: Recorder | None = None,
     ) -> None:
         self._conductor = Conductor(rules)
         self._card, self._token, self._silence_s, self._recorder = card, token, silence_s, recorder
+        self._rejoin_s = rejoin_s
         self._members: dict[NodeId, _Member] = {}
         self._streams: dict[RequestId, Stream] = {}
         self._layout: KVLayout | None = None
@@ -178,6 +188,9 @@ class Head:
             case Abort():
                 for node in action.nodes:
                     self._send(node, Forget(action.request, action.attempt))
+            case Hold():
+                expired = HoldExpired(action.request, action.attempt)
+                asyncio.get_running_loop().call_later(self._rejoin_s, self._decide, expired)
             case Fail():
                 stream = self._streams.pop(action.request, None)
                 if stream is not None:

@@ -26,7 +26,14 @@ class LocalCluster:
         self._recorder = Recorder(Path(config.record), rules) if config.record else None
         self._token = config.token or secrets.token_hex(16)
         self._config, self._model = config, model
-        self.head = Head(rules, card, token=self._token, silence_s=limits.silence_s, recorder=self._recorder)
+        self.head = Head(
+            rules,
+            card,
+            token=self._token,
+            silence_s=limits.silence_s,
+            rejoin_s=limits.rejoin_s,
+            recorder=self._recorder,
+        )
 
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator[None]:

@@ -11,6 +11,8 @@ from isthmus.conductor.events import (
     BlocksStored,
     Event,
     Fail,
+    Hold,
+    HoldExpired,
     NodeJoined,
     NodeLeft,
     PrefillFinished,
@@ -61,9 +63,12 @@ class Conductor:
             case RequestFailed():
                 request = self._attempt(event.request, event.attempt)
                 return [] if request is None else self._again(request, event.reason)
+            case HoldExpired():
+                request = self._attempt(event.request, event.attempt)
+                return [self._fail(request)] if request is not None and request.held else []
             case NodeJoined():
                 self.view.nodes[event.node] = NodeView(event)
-                return []
+                return self._resume()
             case NodeLeft():
                 return self._node_left(event)
             case BlocksStored():
@@ -119,15 +124,35 @@ class Conductor:
         return Route(request.arrived.request, request.attempt, prefill.node, decode.node)
 
     def _again(self, request: RequestView, reason: str) -> list[Action]:
-        """Ends the current attempt everywhere and starts another, or fails the request."""
+        """Ends the current attempt everywhere; then routes another, holds the request, or fails it."""
+        if request.held:
+            return []  # a second report of the attempt that ended
         name, nodes = request.arrived.request, self._alive(request)
         actions: list[Action] = [Abort(name, request.attempt, nodes)] if nodes else []
         self.view.unbook(request)
-        route = self._route(request) if request.attempt < self.rules.max_attempts else None
+        request.reason = reason
+        if request.attempt >= self.rules.max_attempts:
+            return [*actions, self._fail(request)]
+        route = self._route(request)
         if route is not None:
             return [*actions, route]
+        request.held = True
+        return [*actions, Hold(name, request.attempt, reason)]
+
+    def _resume(self) -> list[Action]:
+        """Routes what is on hold, in the order of arrival, as far as the nodes now allow."""
+        routes: list[Action] = []
+        for request in self.view.requests.values():
+            route = self._route(request) if request.held else None
+            if route is not None:
+                request.held = False
+                routes.append(route)
+        return routes
+
+    def _fail(self, request: RequestView) -> Fail:
+        name = request.arrived.request
         del self.view.requests[name]
-        return [*actions, Fail(name, f"{reason} (attempt {request.attempt} of {self.rules.max_attempts})")]
+        return Fail(name, f"{request.reason} (attempt {request.attempt} of {self.rules.max_attempts})")
 
     def _forget(self, name: RequestId) -> list[Action]:
         request = self.view.requests.pop(name, None)

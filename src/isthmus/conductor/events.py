@@ -53,6 +53,13 @@ class RequestFailed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class HoldExpired(msgspec.Struct, frozen=True, tag=True):
+    """No node came in time for a request on hold since `attempt`."""
+
+    request: RequestId
+    attempt: int
+
+
 class RequestCancelled(msgspec.Struct, frozen=True, tag=True):
     """The client does not want the rest."""
 
@@ -76,6 +83,7 @@ Event = (
     | PrefillFinished
     | RequestEnded
     | RequestFailed
+    | HoldExpired
     | RequestCancelled
     | BlocksStored
     | BlocksEvicted
@@ -111,6 +119,14 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     nodes: tuple[NodeId, ...]
 
 
+class Hold(msgspec.Struct, frozen=True, tag=True):
+    """No node can go on with an accepted request now: wait for one to join, then say `HoldExpired`."""
+
+    request: RequestId
+    attempt: int
+    reason: str
+
+
 class Fail(msgspec.Struct, frozen=True, tag=True):
     """End an accepted request with an error that the client sees."""
 
@@ -118,4 +134,4 @@ class Fail(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Action = Route | Refuse | Abort | Fail
+Action = Route | Refuse | Abort | Hold | Fail

@@ -39,9 +39,12 @@ class NodeView:
 
 
 class RequestView:
-    """One accepted request: its facts, the attempt under way, and the load it was booked with."""
+    """One accepted request: its facts, the attempt under way, and the load it was booked with.
 
-    __slots__ = ("arrived", "attempt", "booked_tokens", "decode", "prefill", "prefilling")
+    `held`: its last attempt ended, for `reason`, and no node could take the next one yet.
+    """
+
+    __slots__ = ("arrived", "attempt", "booked_tokens", "decode", "held", "prefill", "prefilling", "reason")
 
     def __init__(self, arrived: RequestArrived) -> None:
         self.arrived = arrived
@@ -50,6 +53,8 @@ class RequestView:
         self.decode: NodeId | None = None
         self.prefilling = False
         self.booked_tokens = 0
+        self.held = False
+        self.reason = ""
 
     @property
     def nodes(self) -> tuple[NodeId, ...]:

@@ -125,10 +125,6 @@ class Head:
         roles = {member.hello.role for member in self._members.values()}
         return Role.MIXED in roles or {Role.PREFILL, Role.DECODE} <= roles
 
-    @property
-    def num_streams(self) -> int:
-        return len(self._streams)
-
     def gauges(self) -> dict[str, dict[str, float]]:
         """Latest value of every node metric: metric name -> node -> value."""
         found: dict[str, dict[str, float]] = {}

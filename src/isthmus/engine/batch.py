@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isthmus.engine.kv import runs_of
-
 ROW_TOKENS = 8
 """A chunk of at most so many tokens is computed as rows of the paged kernel."""
 
@@ -136,6 +134,3 @@ def _tables(chunks: Sequence[Chunk]) -> np.ndarray:
         tables[row : row + len(chunk.tokens), : len(chunk.blocks)] = chunk.blocks
         row += len(chunk.tokens)
     return tables
-
-
-__all__ = ["Batch", "Chunk", "Prefill", "build_batch", "runs_of"]

@@ -87,9 +87,6 @@ class _Folder:
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: not a readable safetensors file: {error}") from None
 
-    def has(self, name: str) -> bool:
-        return name in self._where
-
     def take(self, name: str, *shape: int) -> Tensor:
         """A tensor in its stored type; digested on the way."""
         if name not in self._where:

@@ -51,9 +51,15 @@ class _Section(BaseModel):
 
 
 class RoleConfig(_Section):
-    """Nodes of one role on this machine."""
+    """Nodes of one role. `hardware`, `gpus`: as in `engine`, for this role alone.
 
-    count: int = Field(0, ge=0, le=64)
+    `pipeline`: so many prefill nodes share one prompt's layers (chunked pipeline parallelism); simulated only.
+    """
+
+    count: int = Field(0, ge=0, le=4096)
+    hardware: str | None = None
+    gpus: int | None = Field(None, ge=1, le=64)
+    pipeline: int = Field(1, ge=1, le=64)
 
 
 Roles = Annotated[RoleConfig, BeforeValidator(_count)]
@@ -68,14 +74,24 @@ class RolesConfig(_Section):
 
 
 class EngineConfig(_Section):
-    """One node's engine. `None` means: decided from the model or the machine."""
+    """One node's engine. `None` means: decided from the model or the machine.
 
+    `emulated` sleeps as long as `gpus` of `hardware` would compute. `cost`: a measured curve, a file of
+    `isthmus profile` or its values, in place of the analytic model of `hardware` with `runtime`'s coefficients.
+    """
+
+    kind: Literal["torch", "emulated"] = "torch"
+    hardware: str | None = None
+    gpus: int = Field(1, ge=1, le=64)
+    runtime: Literal["vllm", "trtllm"] = "vllm"
+    cost: str | dict[str, Any] | None = None
     dtype: Literal["float32", "bfloat16"] | None = None
     device: str | None = Field(None, pattern=r"^(cpu|cuda(:\d+)?)$")
     threads: int | None = Field(None, ge=1, le=1024)
     block_size: int = Field(16, ge=1, le=1024)
     kv_memory: Bytes = Field(2**30, gt=0)
     token_budget: int = Field(512, ge=1, le=65536)
+    prompt_batch: int | None = Field(None, ge=1)
     max_sequences: int = Field(64, ge=1, le=4096)
     max_length: int | None = Field(None, ge=2)
 
@@ -92,6 +108,49 @@ class LimitsConfig(_Section):
     transfer_s: float = Field(30.0, gt=0)
 
 
+class CacheConfig(_Section):
+    """What each node keeps of computed KV, beside its engine's memory; simulated only until nodes have a store."""
+
+    dram: Bytes = 0
+    ssd: Bytes = 0
+    eviction: Literal["lru", "lfu", "length_aware", "fifo"] = "lru"
+
+
+class NetworkConfig(_Section):
+    """Simulated links. `node_gbps`: of a node, each way, None as the hardware has; `handover_gbps`: a rail of its
+    own for KV from prefill to decode, None shares the node's; `spine_gbps`: joins all nodes, None no limit.
+    """
+
+    node_gbps: float | None = Field(None, gt=0)
+    handover_gbps: float | None = Field(None, gt=0)
+    spine_gbps: float | None = Field(None, gt=0)
+
+
+class SloConfig(_Section):
+    """What a request is promised: time to first token, and the mean of its longest tenth of token gaps."""
+
+    ttft_ms: int | None = Field(None, ge=1)
+    tbt_ms: int | None = Field(None, ge=1)
+
+
+class SchedulingConfig(_Section):
+    """The knobs beside `policy`. Each of the last five belongs to the policy or admission it names.
+
+    `order`: of a node's queue, first come or promise order; `reserve`: share of the TTFT limit kept back when
+    promising; `sticky_blocks`: shortest match that `sticky` follows; `balancing_threshold`: of `mooncake`;
+    `decode_s`: of `predictive`, how long every request decodes; `load_limit`: of all admissions; `seed`: of `random`.
+    """
+
+    admission: Literal["none", "baseline", "early", "predictive", "survival"] = "none"
+    order: Literal["fcfs", "promise"] = "fcfs"
+    reserve: float = Field(0.0, ge=0, lt=1)
+    sticky_blocks: int = Field(2, ge=1)
+    balancing_threshold: float = Field(1.0, ge=0)
+    decode_s: float = Field(10.0, gt=0)
+    load_limit: float = Field(1.0, gt=0)
+    seed: int = 0
+
+
 class Config(_Section):
     """A deployment. `model`: a folder, a hub id, or None for the bundled demo model.
 
@@ -105,7 +164,13 @@ class Config(_Section):
     port: int = Field(8000, ge=0, le=65535)
     roles: RolesConfig = RolesConfig()
     engine: EngineConfig = EngineConfig()
-    policy: Literal["least_loaded"] = "least_loaded"
+    policy: Literal[
+        "random", "round_robin", "least_loaded", "sticky", "local_aware", "mooncake", "isthmus"
+    ] = "isthmus"
+    scheduling: SchedulingConfig = SchedulingConfig()
+    slo: SloConfig = SloConfig()
+    cache: CacheConfig = CacheConfig()
+    network: NetworkConfig = NetworkConfig()
     limits: LimitsConfig = LimitsConfig()
     record: str | None = None
     join_host: str = "127.0.0.1"

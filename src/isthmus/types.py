@@ -9,15 +9,24 @@ import msgspec
 
 RequestId = NewType("RequestId", str)
 NodeId = NewType("NodeId", str)
-BlockName = NewType("BlockName", bytes)
+BlockName = bytes | int
+"""16 bytes for blocks of a model; a published trace's own numbers serve as well. Opaque outside `blocks`."""
 
 NS_PER_S = 1_000_000_000
+NS_PER_MS = 1_000_000
 
 
 class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"
+
+
+class Tier(StrEnum):
+    """Where in a node a cached block lies."""
+
+    MEMORY = "memory"
+    DISK = "disk"
 
 
 class FinishReason(StrEnum):
@@ -67,7 +76,8 @@ class Span(msgspec.Struct, frozen=True):
 class Job(msgspec.Struct, frozen=True):
     """One sequence to generate, as the gateway hands it to the cluster.
 
-    `salt` separates caches: blocks of different salts never match. `tenant` is a label for accounting.
+    `salt` separates caches: blocks of different salts never match. `tenant` is a label for accounting. A higher
+    `priority` is refused last; `ttft_ms`, `tbt_ms`: its own limits, None takes the deployment's.
     """
 
     request: RequestId
@@ -76,6 +86,9 @@ class Job(msgspec.Struct, frozen=True):
     sampling: Sampling
     tenant: str = ""
     salt: str = ""
+    priority: int = 0
+    ttft_ms: int | None = None
+    tbt_ms: int | None = None
 
 
 class Generated(msgspec.Struct, frozen=True):

@@ -27,7 +27,7 @@ from isthmus.types import BlockName, NodeId, RequestId, Role
 
 from .cluster import Cluster
 
-NAMES = [BlockName(bytes([index])) for index in range(10)]
+NAMES = [bytes([index]) for index in range(10)]
 
 
 def cluster(*nodes: str, rules: Rules | None = None, capacity_tokens: int = 1000) -> Cluster:

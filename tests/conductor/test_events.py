@@ -27,7 +27,7 @@ from isthmus.conductor import (
 from isthmus.types import BlockName, NodeId, RequestId, Role
 
 A, N = RequestId("a"), NodeId("prefill-0")
-NAMES = (BlockName(b"\x00\xff" * 8), BlockName(bytes(16)))
+NAMES = (b"\x00\xff" * 8, bytes(16))
 
 EVENTS = [
     NodeJoined(N, Role.MIXED, 4096, 16),

@@ -172,7 +172,7 @@ class Node:
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
 
     def encoded_log(self) -> bytes:
-        return msgspec.json.encode(self.log)
+        return msgspec.json.encode([_plain(action) for action in self.log])
 
     # The node's own books.
 
@@ -317,3 +317,7 @@ class Node:
         new, guest.blocks = piece.blocks[len(guest.blocks) :], piece.blocks
         self._check_exclusive(guest, new)
         assert steps == 1 or not guest.detach, "a request that leaves runs on"
+
+
+def _plain(action: Action) -> object:
+    return ("Run", action.pieces, action.steps) if isinstance(action, Run) else action

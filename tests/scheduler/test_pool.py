@@ -11,7 +11,7 @@ from isthmus.types import BlockName
 
 def name(*path: int) -> BlockName:
     """The name of a block, as a chain over what comes before it."""
-    return BlockName(bytes(path))
+    return bytes(path)
 
 
 class PoolMachine(RuleBasedStateMachine):

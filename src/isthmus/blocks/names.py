@@ -43,5 +43,5 @@ class BlockNamer:
         for at in range(start, len(tokens) - size + 1, size):
             body = previous + array("I", tokens[at : at + size]).tobytes()
             previous = blake3.blake3(body, key=self._key).digest(length=NAME_BYTES)
-            names.append(BlockName(previous))
+            names.append(previous)
         return names

@@ -4,7 +4,7 @@ Pure: facts in, actions out. The live cluster and the simulator drive the same o
 replays in the other with identical decisions.
 """
 
-from isthmus.conductor.conductor import Conductor, Rules
+from isthmus.conductor.conductor import Conductor
 from isthmus.conductor.events import (
     Abort,
     Action,
@@ -12,18 +12,24 @@ from isthmus.conductor.events import (
     BlocksStored,
     Event,
     Fail,
+    Fetch,
+    FetchFinished,
+    FirstToken,
     Hold,
     HoldExpired,
     NodeJoined,
     NodeLeft,
+    Paths,
     PrefillFinished,
     Refuse,
+    Replicate,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
     RequestFailed,
     Route,
 )
+from isthmus.conductor.rules import Rules
 
 __all__ = [
     "Abort",
@@ -33,12 +39,17 @@ __all__ = [
     "Conductor",
     "Event",
     "Fail",
+    "Fetch",
+    "FetchFinished",
+    "FirstToken",
     "Hold",
     "HoldExpired",
     "NodeJoined",
     "NodeLeft",
+    "Paths",
     "PrefillFinished",
     "Refuse",
+    "Replicate",
     "RequestArrived",
     "RequestCancelled",
     "RequestEnded",

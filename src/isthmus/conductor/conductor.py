@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import msgspec
+import math
+from collections.abc import Callable
 
+from isthmus.conductor import copies
+from isthmus.conductor.admission import Admission, Overload, limit_ns
+from isthmus.conductor.displace import to_shorten, to_thin, waiting_below
+from isthmus.conductor.estimates import Estimator
 from isthmus.conductor.events import (
     Abort,
     Action,
@@ -11,6 +16,8 @@ from isthmus.conductor.events import (
     BlocksStored,
     Event,
     Fail,
+    FetchFinished,
+    FirstToken,
     Hold,
     HoldExpired,
     NodeJoined,
@@ -23,81 +30,157 @@ from isthmus.conductor.events import (
     RequestFailed,
     Route,
 )
+from isthmus.conductor.ghosts import Ghosts
 from isthmus.conductor.policies import POLICIES
-from isthmus.conductor.view import ClusterView, NodeView, RequestView
-from isthmus.types import NodeId, RequestId, Role
-
-
-class Rules(msgspec.Struct, frozen=True):
-    """What the operator decides. `max_requests`: accepted at once; `max_attempts`: routes of one request."""
-
-    policy: str = "least_loaded"
-    max_requests: int = 1024
-    max_attempts: int = 3
-    retry_after_ms: int = 1000
+from isthmus.conductor.rules import Rules
+from isthmus.conductor.view import ClusterView, NodeView, Placement, RequestView
+from isthmus.types import NodeId, RequestId, Role, Tier
 
 
 class Conductor:
-    """Pure: the same events give the same actions, whatever the clock says.
-
-    `now` (ns) is part of the contract for policies that predict; the present one does not use it.
-    """
+    """Pure: the same events at the same times give the same actions. `now` is in ns and never goes back."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.view = ClusterView()
         self._policy = POLICIES[rules.policy]
+        self._admission = Admission(rules)
+        self._ghosts = Ghosts(self.view)
+        self._handlers: dict[type, Callable[..., list[Action]]] = {
+            RequestArrived: self._arrive,
+            FetchFinished: self._fetched,
+            FirstToken: self._first_token,
+            PrefillFinished: self._handed_over,
+            RequestEnded: self._ended,
+            RequestCancelled: self._cancelled,
+            RequestFailed: self._failed,
+            HoldExpired: self._hold_expired,
+            NodeJoined: self._node_joined,
+            NodeLeft: self._node_left,
+            BlocksStored: self._stored,
+            BlocksEvicted: self._evicted,
+        }
 
     def on(self, event: Event, now: int) -> list[Action]:
         """Takes one fact, returns what follows from it, in order. Mutates the view."""
-        match event:
-            case RequestArrived():
-                return self._arrive(event)
-            case PrefillFinished():
-                request = self._attempt(event.request, event.attempt)
-                if request is not None:
-                    self.view.prefill_done(request)
-                return []
-            case RequestEnded() | RequestCancelled():
-                return self._forget(event.request)
-            case RequestFailed():
-                request = self._attempt(event.request, event.attempt)
-                return [] if request is None else self._again(request, event.reason)
-            case HoldExpired():
-                request = self._attempt(event.request, event.attempt)
-                return [self._fail(request)] if request is not None and request.held else []
-            case NodeJoined():
-                self.view.nodes[event.node] = NodeView(event)
-                return self._resume()
-            case NodeLeft():
-                return self._node_left(event)
-            case BlocksStored():
-                if event.node in self.view.nodes:
-                    self.view.nodes[event.node].blocks.update(event.names)
-                return []
-            case BlocksEvicted():
-                if event.node in self.view.nodes:
-                    self.view.nodes[event.node].blocks.difference_update(event.names)
-                return []
+        return self._handlers[type(event)](event, now)
 
     def check(self) -> None:
         self.view.check()
+
+    # A request's way.
+
+    def _arrive(self, event: RequestArrived, now: int) -> list[Action]:
+        actions: list[Action] = []
+        if len(self.view.requests) >= self.rules.max_requests:
+            victims = waiting_below(self.view.prefills, event.priority)[:1]
+            if not victims:
+                reason = f"{self.rules.max_requests} requests are in progress, the limit (limits.max_requests)"
+                return [Refuse(event.request, "overloaded", reason, self.rules.retry_after_ms, "prefill")]
+            actions += self._turn_away(victims, event)
+        placement = self._place(event, now)
+        if placement is None:
+            return [*actions, self._refusal(event)]
+        overload = self._admission.at_arrival(self.view, event, placement, now)
+        if overload is not None:
+            victims = self._instead(event, placement, overload) if event.priority else []
+            if not victims:
+                return [*actions, _overloaded(event.request, overload)]
+            actions += self._turn_away(victims, event)
+            placement = self._place(event, now)
+            assert placement is not None
+        request = RequestView(event, now)
+        self.view.requests[event.request] = request
+        self.view.recent.accept(now)
+        self._ghosts.asked(event, now)
+        actions.append(self._route(request, placement, now))
+        return actions
+
+    def _place(self, event: RequestArrived, now: int) -> Placement | None:
+        """Where a request goes; None when no node, or pair, can take it."""
+        length = event.num_tokens + event.max_tokens  # a later attempt prefills what was generated as well
+        decodes = [node for node in self.view.decodes if node.capacity_tokens >= length]
+        nodes = [
+            node
+            for node in self.view.prefills
+            if node.capacity_tokens >= length and (decodes or node.role is Role.MIXED)
+        ]
+        if not nodes:
+            return None
+        placement = self._policy(Estimator(self.view, event, nodes, now), self.rules)
+        if placement.prefill.role is Role.PREFILL and event.max_tokens > 1:
+            placement.decode = _least_step(decodes, event.num_tokens)
+        return placement  # nothing is left to decode after one token: the KV need not move
+
+    def _route(self, request: RequestView, placement: Placement, now: int) -> Route:
+        event = request.arrived
+        self.view.recent.insert(len(event.names) - placement.held, now)
+        self.view.book(request, placement, now)
+        if placement.source is not None:
+            source, target = placement.source, placement.prefill
+            request.copy = copies.begin(source.link_out, target.link_in, placement.fetch_bytes, now)
+        request.attempt += 1
+        limit = limit_ns(event.ttft_ms, self.rules.ttft_ms)
+        return Route(
+            event.request,
+            request.attempt,
+            placement.prefill.node,
+            placement.decode.node,
+            placement.fetch,
+            placement.cached,
+            placement.work_ns,
+            request.arrived_ns + int(limit * (1 - self.rules.reserve)) if limit else 0,
+        )
+
+    def _fetched(self, event: FetchFinished, now: int) -> list[Action]:
+        request = self._attempt(event.request, event.attempt)
+        if request is not None:
+            self.view.end_copy(request)
+        return []
+
+    def _first_token(self, event: FirstToken, now: int) -> list[Action]:
+        request = self._attempt(event.request, event.attempt)
+        if request is None:
+            return []
+        self.view.first_token(request, now)
+        if not request.streaming:
+            overload = self._admission.at_decode(self.view, request, now)
+            if overload is not None:
+                return self._withdraw(request, _overloaded(event.request, overload))
+        request.streaming = True
+        return []
+
+    def _handed_over(self, event: PrefillFinished, now: int) -> list[Action]:
+        request = self._attempt(event.request, event.attempt)
+        if request is not None:
+            self.view.first_token(request, now)  # if nobody said so before
+            self.view.handed_over(request, now)
+        return []
+
+    def _ended(self, event: RequestEnded, now: int) -> list[Action]:
+        if event.request in self.view.requests and event.num_generated:
+            self.view.outputs.add(event.num_generated)
+        return self._forget(event.request, now)
+
+    def _cancelled(self, event: RequestCancelled, now: int) -> list[Action]:
+        return self._forget(event.request, now)
+
+    def _forget(self, name: RequestId, now: int) -> list[Action]:
+        request = self.view.requests.pop(name, None)
+        if request is None:
+            return []
+        nodes = _names(request.nodes)
+        if request.prefilling and request.prefill is request.decode:
+            self.view.first_token(request, now)
+        self.view.unbook(request)
+        return [Abort(name, request.attempt, nodes)] if nodes else []
 
     def _attempt(self, request: RequestId, attempt: int) -> RequestView | None:
         """The request, if this is its current attempt: what comes late from an earlier one is void."""
         view = self.view.requests.get(request)
         return view if view is not None and view.attempt == attempt else None
 
-    def _arrive(self, event: RequestArrived) -> list[Action]:
-        if len(self.view.requests) >= self.rules.max_requests:
-            reason = f"{self.rules.max_requests} requests are in progress, the limit (limits.max_requests)"
-            return [Refuse(event.request, "overloaded", reason, self.rules.retry_after_ms)]
-        request = RequestView(event)
-        route = self._route(request)
-        if route is None:
-            return [self._refusal(event)]
-        self.view.requests[event.request] = request
-        return [route]
+    # Refusals.
 
     def _refusal(self, event: RequestArrived) -> Refuse:
         """Too long for every node here, now and later; or no node here for one of its parts, for now."""
@@ -114,39 +197,64 @@ class Conductor:
             return Refuse(event.request, "too_long", reason)
         return Refuse(event.request, "unavailable", "no node can serve this now", self.rules.retry_after_ms)
 
-    def _route(self, request: RequestView) -> Route | None:
-        placement = self._policy(self.view, request.arrived)
-        if placement is None:
-            return None
-        prefill, decode = placement
-        self.view.book(request, prefill, decode)
-        request.attempt += 1
-        return Route(request.arrived.request, request.attempt, prefill.node, decode.node)
+    def _instead(self, event: RequestArrived, placement: Placement, overload: Overload) -> list[RequestView]:
+        """Waiting requests of lower priority whose refusal makes room for this one."""
+        if overload.stage == "prefill":
+            return to_shorten(placement.prefill, event, overload.excess)
+        return to_thin(self.view, event, math.ceil(overload.excess))
 
-    def _again(self, request: RequestView, reason: str) -> list[Action]:
+    def _turn_away(self, victims: list[RequestView], event: RequestArrived) -> list[Action]:
+        reason = f"a request of priority {event.priority} needs the room"
+        actions: list[Action] = []
+        for victim in victims:
+            name = victim.arrived.request
+            actions += self._withdraw(
+                victim, Refuse(name, "overloaded", reason, self.rules.retry_after_ms, "prefill")
+            )
+        return actions
+
+    def _withdraw(self, request: RequestView, refuse: Refuse) -> list[Action]:
+        """Refuses a request that was accepted and has got no token yet."""
+        name, nodes = request.arrived.request, _names(request.nodes)
+        del self.view.requests[name]
+        self.view.unbook(request)
+        return [Abort(name, request.attempt, nodes), refuse]
+
+    # Failures.
+
+    def _failed(self, event: RequestFailed, now: int) -> list[Action]:
+        request = self._attempt(event.request, event.attempt)
+        return [] if request is None else self._again(request, event.reason, now)
+
+    def _hold_expired(self, event: HoldExpired, now: int) -> list[Action]:
+        request = self._attempt(event.request, event.attempt)
+        return [self._fail(request)] if request is not None and request.held else []
+
+    def _again(self, request: RequestView, reason: str, now: int) -> list[Action]:
         """Ends the current attempt everywhere; then routes another, holds the request, or fails it."""
         if request.held:
             return []  # a second report of the attempt that ended
-        name, nodes = request.arrived.request, self._alive(request)
+        name = request.arrived.request
+        nodes = tuple(node.node for node in request.nodes if node.node in self.view.nodes)
         actions: list[Action] = [Abort(name, request.attempt, nodes)] if nodes else []
         self.view.unbook(request)
         request.reason = reason
         if request.attempt >= self.rules.max_attempts:
             return [*actions, self._fail(request)]
-        route = self._route(request)
-        if route is not None:
-            return [*actions, route]
+        placement = self._place(request.arrived, now)
+        if placement is not None:
+            return [*actions, self._route(request, placement, now)]
         request.held = True
         return [*actions, Hold(name, request.attempt, reason)]
 
-    def _resume(self) -> list[Action]:
+    def _resume(self, now: int) -> list[Action]:
         """Routes what is on hold, in the order of arrival, as far as the nodes now allow."""
         routes: list[Action] = []
         for request in self.view.requests.values():
-            route = self._route(request) if request.held else None
-            if route is not None:
+            placement = self._place(request.arrived, now) if request.held else None
+            if placement is not None:
                 request.held = False
-                routes.append(route)
+                routes.append(self._route(request, placement, now))
         return routes
 
     def _fail(self, request: RequestView) -> Fail:
@@ -154,22 +262,62 @@ class Conductor:
         del self.view.requests[name]
         return Fail(name, f"{request.reason} (attempt {request.attempt} of {self.rules.max_attempts})")
 
-    def _forget(self, name: RequestId) -> list[Action]:
-        request = self.view.requests.pop(name, None)
-        if request is None:
-            return []
-        nodes = self._alive(request)
-        self.view.unbook(request)
-        return [Abort(name, request.attempt, nodes)] if nodes else []
+    # Nodes and their caches.
 
-    def _node_left(self, event: NodeLeft) -> list[Action]:
-        if self.view.nodes.pop(event.node, None) is None:
+    def _node_joined(self, event: NodeJoined, now: int) -> list[Action]:
+        self.view.join(event)
+        return self._resume(now)
+
+    def _node_left(self, event: NodeLeft, now: int) -> list[Action]:
+        node = self.view.nodes.get(event.node)
+        if node is None:
             return []
+        affected = list(self.view.requests_on(node))
+        fetching = [
+            r for r in self.view.requests.values() if r.copy is not None and r.copy.link_out is node.link_out
+        ]
+        self.view.leave(node)
+        for request in fetching:  # its node computes what does not come
+            self.view.end_copy(request)
         return [
-            action
-            for request in self.view.requests_on(event.node)
-            for action in self._again(request, f"node {event.node} is gone")
+            action for request in affected for action in self._again(request, f"node {event.node} is gone", now)
         ]
 
-    def _alive(self, request: RequestView) -> tuple[NodeId, ...]:
-        return tuple(node for node in request.nodes if node in self.view.nodes)
+    def _stored(self, event: BlocksStored, now: int) -> list[Action]:
+        node = self.view.nodes.get(event.node)
+        if node is not None:
+            if event.tier is Tier.MEMORY:
+                self.view.index.store(node.bit, event.names)
+            else:
+                self.view.index.demote(node.bit, event.names)
+        return []
+
+    def _evicted(self, event: BlocksEvicted, now: int) -> list[Action]:
+        node = self.view.nodes.get(event.node)
+        if node is not None:
+            gone = self.view.index.evict(node.bit, event.names)
+            self._ghosts.evicted(node, event.names, gone)
+        return []
+
+
+def _overloaded(request: RequestId, overload: Overload) -> Refuse:
+    return Refuse(request, "overloaded", str(overload), overload.retry_after_ms, overload.stage)
+
+
+def _names(nodes: tuple[NodeView, ...]) -> tuple[NodeId, ...]:
+    return tuple(node.node for node in nodes)
+
+
+def _least_step(nodes: list[NodeView], num_tokens: int) -> NodeView:
+    """The node whose iterations would be shortest with this request; the first with room for its prompt, if any.
+
+    Requests still in prefill or on their way count: they will be there.
+    """
+    best, best_key = nodes[0], (True, math.inf)
+    for node in nodes:
+        fixed, slope = node.cost.decode_step_ps(node.batch + 1)
+        context = node.context + num_tokens
+        key = (context > node.capacity_tokens, fixed + slope * context)
+        if key < best_key:
+            best, best_key = node, key
+    return best

@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import msgspec
 
-from isthmus.types import BlockName, NodeId, RequestId, Role
+from isthmus.cost import Cost
+from isthmus.types import BlockName, NodeId, RequestId, Role, Tier
+
+
+class Paths(msgspec.Struct, frozen=True):
+    """How fast KV moves to and from one node, in bytes per second; 0: not at all.
+
+    `network`: between its cache and another node's, each way; `memory`: from its DRAM to its device;
+    `disk`: from its SSD.
+    """
+
+    network: int = 0
+    memory: int = 0
+    disk: int = 0
 
 
 class NodeJoined(msgspec.Struct, frozen=True, tag=True):
-    """A node is ready. `capacity_tokens`: the longest request, prompt and answer, its KV memory can hold."""
+    """A node is ready. `capacity_tokens`: the longest request, prompt and answer, its KV memory can hold.
+
+    `cost`: what work takes there, None when nobody knows; `cache_blocks`: how many blocks its cache keeps.
+    """
 
     node: NodeId
     role: Role
     capacity_tokens: int
     block_size: int
+    cost: Cost | None = None
+    paths: Paths = Paths()
+    cache_blocks: int = 0
 
 
 class NodeLeft(msgspec.Struct, frozen=True, tag=True):
@@ -23,26 +42,47 @@ class NodeLeft(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestArrived(msgspec.Struct, frozen=True, tag=True):
-    """A request of `num_tokens` prompt tokens whose full blocks have `names`."""
+    """A request of `num_tokens` prompt tokens whose full blocks have `names`.
+
+    `ttft_ms`, `tbt_ms`: its own limits, None takes the deployment's. A higher `priority` is refused last.
+    """
 
     request: RequestId
     tenant: str
     num_tokens: int
     max_tokens: int
     names: tuple[BlockName, ...]
+    priority: int = 0
+    ttft_ms: int | None = None
+    tbt_ms: int | None = None
+
+
+class FirstToken(msgspec.Struct, frozen=True, tag=True):
+    """The prompt of this attempt is computed: its prefill node works on something else now."""
+
+    request: RequestId
+    attempt: int
+
+
+class FetchFinished(msgspec.Struct, frozen=True, tag=True):
+    """The blocks that an attempt's route fetches are at its prefill node, or will never be."""
+
+    request: RequestId
+    attempt: int
 
 
 class PrefillFinished(msgspec.Struct, frozen=True, tag=True):
-    """The prompt of this attempt is computed and its KV is where it decodes: the prefill node is free of it."""
+    """All KV of this attempt is where it decodes: the prefill node is free of it."""
 
     request: RequestId
     attempt: int
 
 
 class RequestEnded(msgspec.Struct, frozen=True, tag=True):
-    """The last token of a request was produced."""
+    """The last token of a request was produced, its `num_generated`-th."""
 
     request: RequestId
+    num_generated: int = 0
 
 
 class RequestFailed(msgspec.Struct, frozen=True, tag=True):
@@ -67,11 +107,16 @@ class RequestCancelled(msgspec.Struct, frozen=True, tag=True):
 
 
 class BlocksStored(msgspec.Struct, frozen=True, tag=True):
+    """These blocks are now in `tier` of a node's cache, wherever in it they were before."""
+
     node: NodeId
     names: tuple[BlockName, ...]
+    tier: Tier = Tier.MEMORY
 
 
 class BlocksEvicted(msgspec.Struct, frozen=True, tag=True):
+    """These blocks are in no tier of a node's cache any more."""
+
     node: NodeId
     names: tuple[BlockName, ...]
 
@@ -80,6 +125,8 @@ Event = (
     NodeJoined
     | NodeLeft
     | RequestArrived
+    | FetchFinished
+    | FirstToken
     | PrefillFinished
     | RequestEnded
     | RequestFailed
@@ -90,25 +137,55 @@ Event = (
 )
 
 
+class Fetch(msgspec.Struct, frozen=True):
+    """Copy the request's blocks `[start, stop)` from another node's cache; `[0, start)` are at hand.
+
+    `until_ns`: when the conductor expects them.
+    """
+
+    source: NodeId
+    start: int
+    stop: int
+    until_ns: int = 0
+
+
 class Route(msgspec.Struct, frozen=True, tag=True):
     """Prefill and decode a request on these nodes; the same node twice means that its KV does not move.
 
-    `attempt` counts from 1. Later attempts go on from the tokens already generated.
+    `attempt` counts from 1. Later attempts go on from the tokens already generated. `num_cached`: leading
+    blocks the conductor counts on, fetched ones included; `work_ns`: node time it expects the prefill to take;
+    `deadline_ns`: when the first token was promised, 0 without a promise.
     """
 
     request: RequestId
     attempt: int
     prefill: NodeId
     decode: NodeId
+    fetch: Fetch | None = None
+    num_cached: int = 0
+    work_ns: int = 0
+    deadline_ns: int = 0
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):
-    """Turn an arriving request away. `code`: `overloaded`, `unavailable` or `too_long`."""
+    """Turn a request away that has got no token yet. `code`: `overloaded`, `unavailable` or `too_long`.
+
+    `stage`: who could not take it, `prefill` or `decode`.
+    """
 
     request: RequestId
     code: str
     reason: str
     retry_after_ms: int = 0
+    stage: str = ""
+
+
+class Replicate(msgspec.Struct, frozen=True, tag=True):
+    """Copy blocks that many ask for, a prefix in order, to another node's cache, when nothing else needs the link."""
+
+    names: tuple[BlockName, ...]
+    source: NodeId
+    target: NodeId
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -134,4 +211,4 @@ class Fail(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Action = Route | Refuse | Abort | Hold | Fail
+Action = Route | Refuse | Replicate | Abort | Hold | Fail

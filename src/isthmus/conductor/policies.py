@@ -1,44 +1,85 @@
-"""Placement policies: each a function of the cluster view and one request. Chosen by name in the config."""
+"""Placement policies by name: each chooses where a request prefills, from the same estimates.
+
+`random`, `round_robin`, `least_loaded`, `sticky` and `local_aware` are baselines; `mooncake` is Algorithm 1 of
+the paper; `isthmus`, in `pricing.py`, is ours. All choose among the nodes that can take the request.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from isthmus.conductor.events import RequestArrived
-from isthmus.conductor.view import ClusterView, NodeView
-from isthmus.types import Role
+from isthmus.conductor.estimates import Estimator, can_copy, least_sending
+from isthmus.conductor.pricing import isthmus
+from isthmus.conductor.rules import Rules
+from isthmus.conductor.view import Placement
 
-Placement = tuple[NodeView, NodeView]
-"""(prefill node, decode node); the same node twice when the KV stays where it is computed."""
-
-Policy = Callable[[ClusterView, RequestArrived], Placement | None]
+Policy = Callable[[Estimator, Rules], Placement]
 
 
-def least_loaded(view: ClusterView, request: RequestArrived) -> Placement | None:
-    """Prefill where the fewest tokens remain to be computed, counting this request's uncached ones.
+def random(estimator: Estimator, rules: Rules) -> Placement:
+    """Any node, by a hash of the seed and the number of routes so far (SplitMix64), so that a replay agrees."""
+    mask = (1 << 64) - 1
+    z = (rules.seed + (estimator.view.num_routed + 1) * 0x9E3779B97F4A7C15) & mask
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
+    z ^= z >> 31
+    return estimator.local(estimator.nodes[z % len(estimator.nodes)])
 
-    A cached prefix therefore attracts a request until the queue there costs more than it saves. Decode where
-    the least context is held. Ties go to the node that joined first. None when no node, or pair, can take it.
+
+def round_robin(estimator: Estimator, rules: Rules) -> Placement:
+    """The nodes in turn."""
+    return estimator.local(estimator.nodes[estimator.view.num_routed % len(estimator.nodes)])
+
+
+def least_loaded(estimator: Estimator, rules: Rules) -> Placement:
+    """The shortest queue, by the time it takes. Ties go to the node that joined first."""
+    now = estimator.now
+    return estimator.local(min(estimator.nodes, key=lambda node: node.wait_ns(now)))
+
+
+def sticky(estimator: Estimator, rules: Rules) -> Placement:
+    """The longest match of at least `sticky_blocks`, the shortest queue among equals; else the shortest queue."""
+    now = estimator.now
+    deepest = max(estimator.depths.values(), default=0)
+    if deepest < rules.sticky_blocks:
+        return least_loaded(estimator, rules)
+    holders = [node for node in estimator.nodes if estimator.depth(node) == deepest]
+    return estimator.local(min(holders, key=lambda node: node.wait_ns(now)))
+
+
+def local_aware(estimator: Estimator, rules: Rules) -> Placement:
+    """The lowest predicted TTFT with what each node has itself ("cache-aware" of Mooncake, FAST'25, Figure 5)."""
+    return min(map(estimator.local, estimator.nodes), key=_ttft)
+
+
+def mooncake(estimator: Estimator, rules: Rules) -> Placement:
+    """Algorithm 1 (FAST'25, section 6.1): lowest TTFT; fetch from the best holder where it is far ahead.
+
+    "Far ahead" is `best > threshold * own`, the paper's ratio without its division by zero. Transfer and
+    compute overlap, and the transfer is estimated on shared links, as for every policy here.
     """
-    length = request.num_tokens + request.max_tokens  # a later attempt prefills what was generated as well
-    prefills, decodes, mixed = (
-        [node for node in view.with_role(role) if node.capacity_tokens >= length]
-        for role in (Role.PREFILL, Role.DECODE, Role.MIXED)
-    )
-    candidates = (prefills if decodes else []) + mixed
-    if not candidates:
-        return None
-    prefill = min(candidates, key=lambda node: _prefill_tokens_with(node, request))
-    if prefill.role is Role.MIXED:
-        return prefill, prefill
-    if request.max_tokens == 1:  # nothing is left to decode: the KV need not move
-        return prefill, prefill
-    return prefill, min(decodes, key=lambda node: node.decode_tokens)
+    longest, holders = estimator.held[-1]
+    holder = least_sending(estimator, holders) if longest else None
+    options = []
+    for node in estimator.nodes:
+        ahead = longest > rules.balancing_threshold * estimator.depth(node) and longest > estimator.depth(node)
+        if holder is not None and holder is not node and ahead and can_copy(holder, node):
+            options.append(estimator.fetched(node, holder, longest))
+        else:
+            options.append(estimator.local(node))
+    return min(options, key=_ttft)
 
 
-def _prefill_tokens_with(node: NodeView, request: RequestArrived) -> int:
-    cached = node.cached_tokens(request.names, request.num_tokens)
-    return node.prefill_tokens + request.num_tokens - cached
+def _ttft(placement: Placement) -> int:
+    return placement.ttft_ns
 
 
-POLICIES: dict[str, Policy] = {"least_loaded": least_loaded}
+POLICIES: dict[str, Policy] = {
+    "random": random,
+    "round_robin": round_robin,
+    "least_loaded": least_loaded,
+    "sticky": sticky,
+    "local_aware": local_aware,
+    "mooncake": mooncake,
+    "isthmus": isthmus,
+}

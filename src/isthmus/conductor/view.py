@@ -1,112 +1,295 @@
-"""The conductor's picture of the cluster: nodes, their load and cached blocks; requests and their place."""
+"""The conductor's picture of the cluster: nodes, their queues, batches and caches; requests and their place."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from isthmus.conductor.events import NodeJoined, RequestArrived
+from isthmus.conductor.copies import Copy, Link, end
+from isthmus.conductor.events import Fetch, NodeJoined, RequestArrived
+from isthmus.conductor.index import PrefixIndex
+from isthmus.conductor.learning import Calibration, OutputLengths, Recent
+from isthmus.cost import Curve, NodeCost, compile_cost
 from isthmus.types import BlockName, NodeId, RequestId, Role
+
+UNKNOWN = Curve(
+    kv_token_bytes=1,
+    num_layers=1,
+    prefill_token_s=1e-4,
+    decode_fixed_s=1e-2,
+    decode_sequence_s=1e-3,
+    decode_context_s=1e-7,
+    origin="a stand-in",
+)
+"""Stands in for the cost of a node that told none; calibration scales it to what is measured."""
 
 
 class NodeView:
-    """One node. Loads are in tokens: `prefill_tokens` still to compute, `decode_tokens` of context held."""
+    """One node: what waits for prefill there, what decodes there, and its links.
+
+    `bit`: its place in the index's masks. `work_ns`: booked for requests whose first token is not out;
+    `free_ns`: when that will be done. `batch`, `context`: requests placed here to decode, and their tokens.
+    """
 
     __slots__ = (
-        "_block_size",
-        "blocks",
+        "batch",
+        "bit",
+        "block_bytes",
+        "block_size",
+        "cache_blocks",
         "capacity_tokens",
-        "decode_tokens",
+        "context",
+        "cost",
+        "decodes",
+        "evictions",
+        "free_ns",
+        "kind",
+        "link_in",
+        "link_out",
         "node",
-        "prefill_tokens",
+        "paths",
+        "prefills",
         "role",
+        "service_ns",
+        "slot",
+        "work_ns",
     )
 
-    def __init__(self, joined: NodeJoined) -> None:
-        self.node, self.role = joined.node, joined.role
-        self.capacity_tokens, self._block_size = joined.capacity_tokens, joined.block_size
-        self.prefill_tokens = 0
-        self.decode_tokens = 0
-        self.blocks: set[BlockName] = set()
+    def __init__(self, joined: NodeJoined, slot: int, kind: int, cost: NodeCost) -> None:
+        self.node, self.role, self.slot, self.bit, self.kind = joined.node, joined.role, slot, 1 << slot, kind
+        self.capacity_tokens, self.block_size = joined.capacity_tokens, joined.block_size
+        self.cost = cost
+        self.block_bytes = cost.kv_token_bytes * joined.block_size
+        self.cache_blocks = joined.cache_blocks
+        self.paths = joined.paths
+        self.link_in, self.link_out = Link(joined.paths.network), Link(joined.paths.network)
+        self.prefills: dict[RequestId, RequestView] = {}
+        self.decodes: dict[RequestId, RequestView] = {}
+        self.work_ns = self.free_ns = self.service_ns = 0
+        self.batch = self.context = self.evictions = 0
 
-    def cached_tokens(self, names: Sequence[BlockName], num_tokens: int) -> int:
-        """Tokens of the longest cached prefix; at least one token is always left to compute."""
-        matched = 0
-        for name in names:
-            if name not in self.blocks:
-                break
-            matched += 1
-        return min(matched, (num_tokens - 1) // self._block_size) * self._block_size
+    def wait_ns(self, now: int) -> int:
+        """Time until the prefill work accepted so far is done."""
+        return self.free_ns - now if self.free_ns > now else 0
+
+
+class Placement:
+    """Where a request shall go. `cached`: leading blocks counted on, of which the node has or computes `held`.
+
+    `work_ns`: node time of its prefill; `compute_ns`: what the cost model alone says of it, 0 when it waits for
+    KV rather than computes; `ttft_ns`: until its first token. `fetch_bytes` come from `source`.
+    """
+
+    __slots__ = (
+        "cached",
+        "compute_ns",
+        "decode",
+        "fetch",
+        "fetch_bytes",
+        "held",
+        "prefill",
+        "source",
+        "ttft_ns",
+        "work_ns",
+    )
+
+    def __init__(self, prefill: NodeView, cached: int, work_ns: float, ttft_ns: float) -> None:
+        self.prefill, self.cached, self.work_ns, self.ttft_ns = prefill, cached, int(work_ns), int(ttft_ns)
+        self.compute_ns = 0
+        self.held = cached
+        self.decode: NodeView = prefill
+        self.fetch: Fetch | None = None
+        self.fetch_bytes = 0
+        self.source: NodeView | None = None
 
 
 class RequestView:
-    """One accepted request: its facts, the attempt under way, and the load it was booked with.
+    """One accepted request: its facts, the attempt under way, and what it was booked with.
 
-    `held`: its last attempt ended, for `reason`, and no node could take the next one yet.
+    `expected_ns`: when its first token was predicted; `decode_ns`: when its KV was whole where it decodes, -1
+    before. `prefill`, `decode`: its nodes, None when it has none; `prefilling`: its first token is not out;
+    `handing_over`: its KV is not where it decodes. `held`: its last attempt ended, for `reason`, and no node
+    could take the next one yet.
     """
 
-    __slots__ = ("arrived", "attempt", "booked_tokens", "decode", "held", "prefill", "prefilling", "reason")
+    __slots__ = (
+        "arrived",
+        "arrived_ns",
+        "attempt",
+        "cached",
+        "compute_ns",
+        "copy",
+        "decode",
+        "decode_ns",
+        "expected_ns",
+        "handing_over",
+        "held",
+        "prefill",
+        "prefilling",
+        "promised",
+        "reason",
+        "streaming",
+        "work_ns",
+    )
 
-    def __init__(self, arrived: RequestArrived) -> None:
-        self.arrived = arrived
-        self.attempt = 0
-        self.prefill: NodeId | None = None
-        self.decode: NodeId | None = None
-        self.prefilling = False
-        self.booked_tokens = 0
-        self.held = False
+    def __init__(self, arrived: RequestArrived, now: int) -> None:
+        self.arrived, self.arrived_ns = arrived, now
+        self.attempt = self.cached = self.work_ns = self.compute_ns = self.expected_ns = 0
+        self.prefill: NodeView | None = None
+        self.decode: NodeView | None = None
+        self.prefilling = self.handing_over = self.held = self.streaming = False
+        self.decode_ns = -1
+        self.copy: Copy | None = None
+        self.promised: Sequence[BlockName] = ()
         self.reason = ""
 
     @property
-    def nodes(self) -> tuple[NodeId, ...]:
+    def nodes(self) -> tuple[NodeView, ...]:
         """The nodes that may hold something of it, each once."""
         return tuple(dict.fromkeys(node for node in (self.prefill, self.decode) if node is not None))
 
 
 class ClusterView:
-    """Nodes in the order they joined, and accepted requests in the order they came."""
+    """Nodes in the order they joined, and accepted requests in the order they came.
+
+    `prefills`, `decodes`: the nodes a request may prefill or decode on. `num_routed`: routes so far.
+    """
 
     def __init__(self) -> None:
         self.nodes: dict[NodeId, NodeView] = {}
         self.requests: dict[RequestId, RequestView] = {}
+        self.index = PrefixIndex()
+        self.calibration = Calibration()
+        self.recent = Recent()
+        self.outputs = OutputLengths()
+        self.prefills: list[NodeView] = []
+        self.decodes: list[NodeView] = []
+        self.num_routed = 0
+        self._slots: list[NodeView | None] = []
+        self._costs: list[object] = []
 
-    def with_role(self, *roles: Role) -> list[NodeView]:
-        return [node for node in self.nodes.values() if node.role in roles]
+    # Nodes.
+
+    def join(self, joined: NodeJoined) -> NodeView:
+        slot = self._slots.index(None) if None in self._slots else len(self._slots)
+        if slot == len(self._slots):
+            self._slots.append(None)
+        facts = joined.cost or UNKNOWN
+        if facts not in self._costs:
+            self._costs.append(facts)
+        node = NodeView(joined, slot, self._costs.index(facts), compile_cost(facts))
+        self._slots[slot] = self.nodes[joined.node] = node
+        self._sort_roles()
+        return node
+
+    def leave(self, node: NodeView) -> None:
+        """Forgets a node and what it held. Its requests must be unbooked by the caller."""
+        del self.nodes[node.node]
+        self.index.drop(node.bit)
+        self._slots[node.slot] = None
+        self._sort_roles()
+
+    def _sort_roles(self) -> None:
+        """Mixed nodes prefill always; prefill nodes only when something can decode."""
+        nodes = self.nodes.values()
+        self.decodes = [node for node in nodes if node.role is Role.DECODE]
+        self.prefills = [
+            node for node in nodes if node.role is Role.MIXED or (node.role is Role.PREFILL and self.decodes)
+        ]
+
+    def node_at(self, slot: int) -> NodeView:
+        node = self._slots[slot]
+        assert node is not None, "the index named a node that left"
+        return node
 
     def largest(self, *roles: Role) -> int:
         """Tokens that the largest node of these roles can hold; 0 without one."""
-        return max((node.capacity_tokens for node in self.with_role(*roles)), default=0)
+        return max((node.capacity_tokens for node in self.nodes.values() if node.role in roles), default=0)
 
-    def book(self, request: RequestView, prefill: NodeView, decode: NodeView) -> None:
-        """Adds a request's load to its nodes; `unbook` takes back exactly what was added."""
-        facts = request.arrived
-        request.booked_tokens = facts.num_tokens - prefill.cached_tokens(facts.names, facts.num_tokens)
-        request.prefill, request.decode, request.prefilling = prefill.node, decode.node, True
-        prefill.prefill_tokens += request.booked_tokens
-        decode.decode_tokens += facts.num_tokens + facts.max_tokens
+    # Requests: each booking is taken back exactly.
 
-    def prefill_done(self, request: RequestView) -> None:
-        """Takes the prefill load off. Idempotent."""
-        if request.prefilling and request.prefill in self.nodes:
-            self.nodes[request.prefill].prefill_tokens -= request.booked_tokens
-        request.prefilling = False
+    def book(self, request: RequestView, placement: Placement, now: int) -> None:
+        """Adds a request to its nodes' queues and batches, and its blocks to what will be cached."""
+        prefill, decode, facts = placement.prefill, placement.decode, request.arrived
+        request.prefill, request.decode = prefill, decode
+        request.prefilling = request.handing_over = True
+        request.work_ns, request.compute_ns, request.cached = (
+            placement.work_ns,
+            placement.compute_ns,
+            placement.cached,
+        )
+        request.decode_ns, request.expected_ns = -1, now + placement.ttft_ns
+        if not prefill.prefills:
+            prefill.service_ns = now
+        prefill.prefills[facts.request] = request
+        prefill.work_ns += request.work_ns
+        prefill.free_ns = max(prefill.free_ns, now) + request.work_ns
+        request.promised = facts.names[placement.held :]
+        self.index.promise(prefill.bit, request.promised)
+        decode.decodes[facts.request] = request
+        decode.batch += 1
+        decode.context += facts.num_tokens
+        self.num_routed += 1
+
+    def first_token(self, request: RequestView, now: int) -> None:
+        """The prefill is done: the node turns to its next request. Idempotent."""
+        node = request.prefill
+        if not request.prefilling or node is None:
+            return
+        if request.compute_ns:
+            self.calibration.add(now - node.service_ns, request.compute_ns)
+        self._leave_queue(request, node)
+        node.service_ns = now
+        node.free_ns = now + node.work_ns
+
+    def handed_over(self, request: RequestView, now: int) -> None:
+        """All its KV is where it decodes. Idempotent."""
+        if request.handing_over:
+            request.handing_over = False
+            request.decode_ns = now
 
     def unbook(self, request: RequestView) -> None:
-        self.prefill_done(request)
-        if request.decode in self.nodes:
-            facts = request.arrived
-            self.nodes[request.decode].decode_tokens -= facts.num_tokens + facts.max_tokens
+        """Takes a request off its nodes; what it had copied so far stays where it is."""
+        prefill, decode, facts = request.prefill, request.decode, request.arrived
+        if prefill is not None and request.prefilling:
+            self._leave_queue(request, prefill)
+            prefill.free_ns -= request.work_ns
+        if decode is not None:
+            del decode.decodes[facts.request]
+            decode.batch -= 1
+            decode.context -= facts.num_tokens
+        self.end_copy(request)
         request.prefill = request.decode = None
+        request.handing_over = False
 
-    def requests_on(self, node: NodeId) -> Iterable[RequestView]:
-        """Requests that need `node` still: its prefill until that is done, its decode always."""
+    def end_copy(self, request: RequestView) -> None:
+        if request.copy is not None:
+            end(request.copy)
+            request.copy = None
+
+    def _leave_queue(self, request: RequestView, node: NodeView) -> None:
+        request.prefilling = False
+        del node.prefills[request.arrived.request]
+        node.work_ns -= request.work_ns
+        self.index.unpromise(node.bit, request.promised)
+        request.promised = ()
+
+    def requests_on(self, node: NodeView) -> Iterable[RequestView]:
+        """Requests that need `node` still: its prefill until its KV is handed over, its decode always."""
         for request in list(self.requests.values()):
-            if request.decode == node or (request.prefilling and request.prefill == node):
+            if request.decode is node or (request.handing_over and request.prefill is node):
                 yield request
 
     def check(self) -> None:
         """Loads are the sums over requests."""
+        self.index.check()
         for node in self.nodes.values():
-            prefilling = [r for r in self.requests.values() if r.prefilling and r.prefill == node.node]
-            decoding = [r.arrived for r in self.requests.values() if r.decode == node.node]
-            assert node.prefill_tokens == sum(request.booked_tokens for request in prefilling)
-            assert node.decode_tokens == sum(facts.num_tokens + facts.max_tokens for facts in decoding)
+            queued = [r for r in self.requests.values() if r.prefilling and r.prefill is node]
+            decoding = [r for r in self.requests.values() if r.decode is node]
+            assert list(node.prefills.values()) == queued or len(queued) == len(node.prefills)
+            assert node.work_ns == sum(request.work_ns for request in queued)
+            assert node.batch == len(decoding) == len(node.decodes)
+            assert node.context == sum(request.arrived.num_tokens for request in decoding)
+            for copy in (*node.link_in.copies, *node.link_out.copies):
+                assert any(request.copy is copy for request in self.requests.values()), (
+                    "a copy without a request"
+                )

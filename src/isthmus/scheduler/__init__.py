@@ -8,9 +8,11 @@ from isthmus.scheduler.events import (
     Admitted,
     Arrived,
     Cancelled,
+    Copied,
     Event,
     Evicted,
     Expected,
+    Fetched,
     Imported,
     Piece,
     Preempted,
@@ -20,8 +22,9 @@ from isthmus.scheduler.events import (
     Stepped,
     Stored,
 )
-from isthmus.scheduler.pool import BlockPool
+from isthmus.scheduler.pool import BlockPool, CountingPool
 from isthmus.scheduler.scheduler import Limits, Scheduler
+from isthmus.scheduler.tiers import TierCache
 
 __all__ = [
     "Action",
@@ -29,9 +32,12 @@ __all__ = [
     "Arrived",
     "BlockPool",
     "Cancelled",
+    "Copied",
+    "CountingPool",
     "Event",
     "Evicted",
     "Expected",
+    "Fetched",
     "Imported",
     "Limits",
     "Piece",
@@ -42,4 +48,5 @@ __all__ = [
     "Scheduler",
     "Stepped",
     "Stored",
+    "TierCache",
 ]

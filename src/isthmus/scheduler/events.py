@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
-from isthmus.types import BlockName, RequestId
+from isthmus.types import BlockName, RequestId, Tier
 
 
 class Arrived(msgspec.Struct, frozen=True, tag=True):
     """A request to compute here. It ends at the latest when it has `stop_length` tokens in all.
 
     `detach`: after its prompt is computed the request leaves for another node; its blocks stay held
-    until `Released`.
+    until `Released`. `num_cached`: leading blocks it was sent here for; of these `[fetch_start, fetch_stop)`
+    are being fetched, until about `fetch_until_ns`. `work_ns`: time its prefill is expected to take;
+    `deadline_ns`: when its first token was promised, 0 without a promise.
     """
 
     request: RequestId
@@ -19,6 +23,25 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
     stop_length: int
     names: tuple[BlockName, ...] = ()
     detach: bool = False
+    num_cached: int = 0
+    fetch_start: int = 0
+    fetch_stop: int = 0
+    fetch_until_ns: int = 0
+    work_ns: int = 0
+    deadline_ns: int = 0
+
+
+class Fetched(msgspec.Struct, frozen=True, tag=True):
+    """The fetch of a request is over. `stop`: its leading blocks that are here now."""
+
+    request: RequestId
+    stop: int
+
+
+class Copied(msgspec.Struct, frozen=True, tag=True):
+    """A prefix that no request here waits for came from another node."""
+
+    names: tuple[BlockName, ...]
 
 
 class Expected(msgspec.Struct, frozen=True, tag=True):
@@ -54,7 +77,7 @@ class Cancelled(msgspec.Struct, frozen=True, tag=True):
     request: RequestId
 
 
-Event = Arrived | Expected | Imported | Stepped | Released | Cancelled
+Event = Arrived | Expected | Imported | Fetched | Copied | Stepped | Released | Cancelled
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -70,22 +93,48 @@ class Piece(msgspec.Struct, frozen=True):
     samples: bool
 
 
-class Run(msgspec.Struct, frozen=True, tag=True):
+class Run:
     """Execute this batch, unchanged, for up to `steps` iterations; decodes first.
 
-    `steps > 1` only when every piece is a decode: iteration i then computes position `start + i`.
+    `chunks`: the prompts' pieces. `num_decodes` requests decode, and their contexts, with the tokens of the first
+    iteration, sum to `context`. Iteration i computes position `start + i` of a decode; a chunk repeats only when
+    it is alone, and iteration i then computes `[start + i * count, start + (i + 1) * count)`.
     """
 
-    pieces: tuple[Piece, ...]
-    steps: int = 1
+    __slots__ = ("_expand", "_pieces", "chunks", "context", "num_decodes", "steps")
+
+    def __init__(
+        self,
+        chunks: tuple[Piece, ...],
+        num_decodes: int,
+        context: int,
+        steps: int,
+        expand: Callable[[], list[Piece]],
+    ) -> None:
+        self.chunks, self.num_decodes, self.context, self.steps = chunks, num_decodes, context, steps
+        self._expand = expand
+        self._pieces: tuple[Piece, ...] | None = None
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Every piece of the first iteration. Made when first asked for, which must be before the next event:
+        a simulator never asks, since times need only the sums."""
+        if self._pieces is None:
+            self._pieces = (*self._expand(), *self.chunks) if self.num_decodes else self.chunks
+        return self._pieces
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
-    """A request got its blocks; its first `cached_tokens` tokens need no computing."""
+    """A request got its blocks; its first `cached_tokens` tokens need no computing.
+
+    They are in `blocks` already, or, on a node with a tiered cache, are to be loaded from there, `disk_blocks`
+    of them from SSD, and a fetch may be under way.
+    """
 
     request: RequestId
     cached_tokens: int
     blocks: tuple[int, ...]
+    disk_blocks: int = 0
 
 
 class Reserved(msgspec.Struct, frozen=True, tag=True):
@@ -102,9 +151,10 @@ class Preempted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stored(msgspec.Struct, frozen=True, tag=True):
-    """These blocks are now cached here."""
+    """These blocks are now cached here, in `tier`."""
 
     names: tuple[BlockName, ...]
+    tier: Tier = Tier.MEMORY
 
 
 class Evicted(msgspec.Struct, frozen=True, tag=True):

@@ -139,3 +139,37 @@ class BlockPool:
         for block in blocks:
             self._references[block] = 1
         return blocks
+
+
+class CountingPool:
+    """A `BlockPool` without block numbers or names, for nodes whose memory is imagined: it only counts."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = self.available = num_blocks
+        self.cached = 0
+
+    def match(self, names: Iterable[BlockName]) -> list[int]:
+        return []
+
+    def idle_among(self, blocks: Iterable[int]) -> int:
+        return 0
+
+    def acquire(self, blocks: Iterable[int]) -> None:
+        """Nothing is ever matched, so there is nothing to acquire."""
+
+    def allocate(self, count: int, *, after: int | None = None) -> list[int]:
+        assert 0 <= count <= self.available, "callers check `available` first"
+        self.available -= count
+        return [0] * count
+
+    def release(self, blocks: Sequence[int]) -> None:
+        self.available += len(blocks)
+
+    def store(self, block: int, name: BlockName) -> bool:
+        return False
+
+    def take_evicted(self) -> tuple[BlockName, ...]:
+        return ()
+
+    def check(self) -> None:
+        assert 0 <= self.available <= self.num_blocks

@@ -2,18 +2,24 @@
 
 One request's way:
 
-    WAITING ──blocks──> COMPUTING ──ended──> gone
-       ▲                  │   │ └─detach, prompt done──> DETACHED ──Released──> gone
-       └────preempted─────┘   │
-    EXPECTED ──blocks──> RECEIVING ──Imported──> COMPUTING
+    WAITING ──blocks──> PROMPT ──computed──> DECODING ──ended──> gone
+       ▲                 │  │                 │  ▲
+       └────preempted────┴──│─────────────────┘  └──next run── JOINING
+                            └─detach──> DETACHED ──Released──> gone
+    EXPECTED ──blocks──> RECEIVING ──Imported──> JOINING
 
 Every iteration takes, in this order: one token of each request that decodes, the unfinished prompts, then
 new requests, until the token budget is spent. A prompt therefore never stalls the decodes.
+
+Decodes advance together, so nothing is touched per request and iteration: a request that decodes keeps its
+distance to a common clock of iterations, and two heaps know who ends next and who needs a block next.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
+from collections.abc import Callable
 from enum import Enum, auto
 
 import msgspec
@@ -23,9 +29,11 @@ from isthmus.scheduler.events import (
     Admitted,
     Arrived,
     Cancelled,
+    Copied,
     Event,
     Evicted,
     Expected,
+    Fetched,
     Imported,
     Piece,
     Preempted,
@@ -35,15 +43,19 @@ from isthmus.scheduler.events import (
     Stepped,
     Stored,
 )
-from isthmus.scheduler.pool import BlockPool
-from isthmus.types import BlockName, RequestId
+from isthmus.scheduler.order import promise_order
+from isthmus.scheduler.pool import BlockPool, CountingPool
+from isthmus.scheduler.tiers import Change, TierCache
+from isthmus.types import BlockName, RequestId, Tier
 
 
 class Limits(msgspec.Struct, frozen=True):
     """What one node may use.
 
     `token_budget`: tokens computed in one iteration (decodes are never cut, prompts get what is left, at
-    least one); `max_sequences`: requests that hold blocks; `max_steps`: iterations of one run.
+    least one); `prompt_batch`: no further prompt joins an iteration that has so many prompt tokens already;
+    `max_sequences`: requests that hold blocks; `max_steps`: iterations of one run of decodes, `max_chunks` of
+    one prompt's chunks; `order`: of waiting requests, `fcfs` or `promise`.
     """
 
     num_blocks: int
@@ -51,74 +63,102 @@ class Limits(msgspec.Struct, frozen=True):
     token_budget: int = 512
     max_sequences: int = 64
     max_steps: int = 16
+    max_chunks: int = 1
+    prompt_batch: int = 1 << 30
+    order: str = "fcfs"
 
 
 class _State(Enum):
     WAITING = auto()
-    COMPUTING = auto()
+    PROMPT = auto()
+    JOINING = auto()
+    DECODING = auto()
     DETACHED = auto()
     EXPECTED = auto()
     RECEIVING = auto()
 
 
 class _Sequence:
-    """One request here. Tokens `[0, computed)` have KV in `blocks`; tokens `[0, length)` are known."""
+    """One request here. Tokens `[0, length)` are known; `[0, computed)` have KV in `blocks`.
+
+    While it decodes, `computed` is `clock + offset` and `length` one more; both are settled when it stops.
+    `age` counts admissions: the youngest is pre-empted first. `room`: clock at which `blocks` are full.
+    """
 
     __slots__ = (
+        "age",
         "blocks",
         "computed",
+        "deadline_ns",
         "detach",
+        "fetch_start",
+        "fetch_stop",
+        "fetch_until_ns",
         "length",
         "named",
         "names",
+        "num_cached",
+        "num_pinned",
+        "offset",
         "request",
+        "room",
         "state",
         "stop_length",
+        "table",
+        "work_ns",
     )
 
     def __init__(self, request: RequestId, length: int, stop_length: int, state: _State) -> None:
         self.request, self.length, self.stop_length, self.state = request, length, stop_length, state
         self.names: tuple[BlockName, ...] = ()
         self.detach = False
-        self.computed = 0
-        self.named = 0
+        self.computed = self.named = self.offset = self.room = self.age = 0
+        self.num_cached = self.fetch_start = self.fetch_stop = self.fetch_until_ns = self.num_pinned = 0
+        self.work_ns = self.deadline_ns = 0
         self.blocks: list[int] = []
-
-    @property
-    def decodes(self) -> bool:
-        # One that leaves after its prompt never decodes here, even with one prompt token left.
-        return self.length - self.computed == 1 and self.computed > 0 and not self.detach
+        self.table: tuple[int, ...] | None = None
 
 
 class Scheduler:
-    """Driven by `on`. It has at most one run out at a time: the next comes with the answer to `Stepped`."""
+    """Driven by `on`. It has at most one run out at a time: the next comes with the answer to `Stepped`.
 
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.pool = BlockPool(limits.num_blocks)
+    Prefixes are reused from the pool itself; or, with `tiers`, from a cache beside it, and the pool only counts.
+    """
+
+    def __init__(
+        self, limits: Limits, tiers: TierCache | None = None, pool: BlockPool | CountingPool | None = None
+    ) -> None:
+        self.limits, self.tiers = limits, tiers
+        self.pool = pool if pool is not None else BlockPool(limits.num_blocks)
         self._sequences: dict[RequestId, _Sequence] = {}
         self._waiting: deque[_Sequence] = deque()
         self._expected: deque[_Sequence] = deque()
-        self._computing: list[_Sequence] = []  # oldest first: the last one is pre-empted first
+        self._prompts: list[_Sequence] = []  # oldest first
+        self._decoding: dict[_Sequence, None] = {}
+        self._clock = 0  # iterations of decodes so far
+        self._offsets = 0  # sum over `_decoding`
+        self._ends: list[tuple[int, int, _Sequence]] = []  # (clock at its last token, age, who): some are stale
+        self._rooms: list[tuple[int, int, _Sequence]] = []
+        self._admissions = 0
+        self._joining: list[_Sequence] = []  # will decode from the next run on
         self._run: Run | None = None
+        self._handlers: dict[type, Callable[..., None]] = {
+            Arrived: self._arrive,
+            Expected: self._expect,
+            Imported: self._import,
+            Fetched: self._fetched,
+            Copied: self._copied,
+            Stepped: self._advance,
+            Released: self._forget,
+            Cancelled: self._forget,
+        }
 
-    def on(self, event: Event) -> list[Action]:
-        """Takes one fact, returns what follows from it, in order. Mutates."""
+    def on(self, event: Event, now: int = 0) -> list[Action]:
+        """Takes one fact, returns what follows from it, in order. Mutates. `now`, in ns, matters to promises."""
         actions: list[Action] = []
-        match event:
-            case Arrived():
-                self._arrive(event)
-            case Expected():
-                sequence = self._add(event.request, event.num_tokens, event.stop_length, _State.EXPECTED)
-                self._expected.append(sequence)
-            case Imported():
-                self._import(event.request)
-            case Stepped():
-                self._advance(event, actions)
-            case Released() | Cancelled():
-                self._remove(event.request)
+        self._handlers[type(event)](event, actions)
         if self._run is None:
-            self._plan(actions)
+            self._plan(actions, now)
         return actions
 
     @property
@@ -133,29 +173,63 @@ class Scheduler:
         """Invariants, for tests and the simulator: blocks add up, and each request holds what it needs."""
         self.pool.check()
         size = self.limits.block_size
+        assert self._offsets == sum(sequence.offset for sequence in self._decoding)
         for sequence in self._sequences.values():
-            assert 0 <= sequence.computed <= sequence.length
-            assert len(sequence.blocks) * size >= sequence.computed, "computed tokens without a block"
+            decodes = sequence.state is _State.DECODING
+            computed = self._clock + sequence.offset if decodes else sequence.computed
+            assert decodes == (sequence in self._decoding)
+            assert (sequence.state is _State.PROMPT) == (sequence in self._prompts)
+            assert decodes or 0 <= computed <= sequence.length
+            assert len(sequence.blocks) * size >= computed, "computed tokens without a block"
             waits = sequence.state in (_State.WAITING, _State.EXPECTED)
             assert not (waits and sequence.blocks), "a waiting request holds blocks"
+
+    # Facts.
 
     def _add(self, request: RequestId, length: int, stop_length: int, state: _State) -> _Sequence:
         assert request not in self._sequences, f"request {request} arrived twice"
         sequence = self._sequences[request] = _Sequence(request, length, stop_length, state)
         return sequence
 
-    def _arrive(self, event: Arrived) -> None:
+    def _arrive(self, event: Arrived, actions: list[Action]) -> None:
         sequence = self._add(event.request, event.num_tokens, event.stop_length, _State.WAITING)
         sequence.names, sequence.detach = event.names, event.detach
+        sequence.work_ns, sequence.deadline_ns = event.work_ns, event.deadline_ns
+        sequence.num_cached, sequence.fetch_start = event.num_cached, event.fetch_start
+        sequence.fetch_stop, sequence.fetch_until_ns = event.fetch_stop, event.fetch_until_ns
+        if self.tiers is not None and event.num_cached:
+            present, _ = self.tiers.match(event.names)
+            sequence.num_pinned = max(min(present, event.num_cached), event.fetch_stop)
+            self.tiers.pin(event.names[: sequence.num_pinned])
         self._waiting.append(sequence)
 
-    def _import(self, request: RequestId) -> None:
-        sequence = self._sequences[request]
+    def _expect(self, event: Expected, actions: list[Action]) -> None:
+        sequence = self._add(event.request, event.num_tokens, event.stop_length, _State.EXPECTED)
+        self._expected.append(sequence)
+        if self._run is not None:
+            self._reserve(actions)  # what runs has all it needs
+
+    def _import(self, event: Imported, actions: list[Action]) -> None:
+        sequence = self._sequences[event.request]
         assert sequence.state is _State.RECEIVING
-        sequence.state = _State.COMPUTING
         sequence.computed = sequence.length
-        sequence.length += 1
-        self._computing.append(sequence)
+        self._admissions += 1
+        sequence.age = self._admissions
+        sequence.state = _State.JOINING
+        self._joining.append(sequence)
+
+    def _fetched(self, event: Fetched, actions: list[Action]) -> None:
+        sequence = self._sequences.get(event.request)
+        if sequence is None:
+            return
+        sequence.fetch_start = sequence.fetch_stop = 0
+        self._put(sequence.names[: event.stop], actions)
+
+    def _copied(self, event: Copied, actions: list[Action]) -> None:
+        self._put(event.names, actions)
+
+    def _forget(self, event: Released | Cancelled, actions: list[Action]) -> None:
+        self._remove(event.request)
 
     def _remove(self, request: RequestId) -> None:
         sequence = self._sequences.pop(request, None)
@@ -166,31 +240,47 @@ class Scheduler:
                 self._waiting.remove(sequence)
             case _State.EXPECTED:
                 self._expected.remove(sequence)
-            case _State.COMPUTING:
-                self._computing.remove(sequence)
+            case _State.PROMPT:
+                self._prompts.remove(sequence)
+            case _State.JOINING:
+                self._joining.remove(sequence)
+            case _State.DECODING:
+                self._stop_decoding(sequence)
+        self._unpin(sequence)
         self.pool.release(sequence.blocks)
 
     def _advance(self, event: Stepped, actions: list[Action]) -> None:
         """Books an executed run: positions computed, full prompt blocks named, ended requests gone."""
-        assert self._run is not None and 0 <= event.steps <= self._run.steps
-        stored: list[BlockName] = []
-        for piece in self._run.pieces if event.steps else ():
-            sequence = self._sequences.get(piece.request)
-            if sequence is None:
-                continue
-            sequence.computed = piece.start + piece.count + event.steps - 1
-            if piece.samples:
-                sequence.length = sequence.computed + 1
-            if sequence.named < len(sequence.names):
-                self._name_blocks(sequence, stored)
-            if piece.samples and sequence.detach:
-                sequence.state = _State.DETACHED
-                self._computing.remove(sequence)
-        if stored:
-            actions.append(Stored(tuple(stored)))
+        run = self._run
+        assert run is not None and 0 <= event.steps <= run.steps
+        self._run = None
+        if run.num_decodes:
+            self._clock += event.steps
+        if run.chunks and event.steps:
+            self._book_chunks(run, event, actions)
         for request in event.ended:
             self._remove(request)
-        self._run = None
+
+    def _book_chunks(self, run: Run, event: Stepped, actions: list[Action]) -> None:
+        stored: list[BlockName] = []
+        for piece in run.chunks:
+            sequence = self._sequences.get(piece.request)
+            if sequence is None:
+                continue  # cancelled meanwhile
+            sequence.computed = piece.start + piece.count * event.steps
+            if self.tiers is None and sequence.named < len(sequence.names):
+                self._name_blocks(sequence, stored)
+            if piece.samples:
+                self._prompts.remove(sequence)
+                if self.tiers is not None:
+                    self._put(sequence.names, actions)
+                    self._unpin(sequence)
+                if sequence.detach:
+                    sequence.state = _State.DETACHED
+                else:
+                    self._start_decoding(sequence)
+        if stored:
+            actions.append(Stored(tuple(stored)))
 
     def _name_blocks(self, sequence: _Sequence, stored: list[BlockName]) -> None:
         full = min(sequence.computed // self.limits.block_size, len(sequence.names))
@@ -199,82 +289,239 @@ class Scheduler:
                 stored.append(sequence.names[index])
         sequence.named = full
 
-    def _plan(self, actions: list[Action]) -> None:
+    # The tiered cache.
+
+    def _put(self, names: tuple[BlockName, ...], actions: list[Action]) -> None:
+        if self.tiers is None or not names:
+            return
+        change: Change = self.tiers.put(names)
+        fresh = change.stored + change.promoted if change.promoted else change.stored
+        if fresh:
+            actions.append(Stored(fresh))
+        if change.demoted:
+            actions.append(Stored(change.demoted, Tier.DISK))
+        if change.evicted:
+            actions.append(Evicted(change.evicted))
+
+    def _unpin(self, sequence: _Sequence) -> None:
+        if sequence.num_pinned and self.tiers is not None:
+            self.tiers.unpin(sequence.names[: sequence.num_pinned])
+            sequence.num_pinned = 0
+
+    # Decoding together.
+
+    def _start_decoding(self, sequence: _Sequence) -> None:
+        """Its prompt is computed and its next token is known."""
+        sequence.state = _State.DECODING
+        sequence.offset = sequence.computed - self._clock
+        self._offsets += sequence.offset
+        self._decoding[sequence] = None
+        heapq.heappush(self._ends, (sequence.stop_length - 1 - sequence.offset, sequence.age, sequence))
+        self._note_room(sequence)
+
+    def _stop_decoding(self, sequence: _Sequence) -> None:
+        sequence.computed = self._clock + sequence.offset
+        sequence.length = sequence.computed + 1
+        self._offsets -= sequence.offset
+        del self._decoding[sequence]
+
+    def _note_room(self, sequence: _Sequence) -> None:
+        sequence.room = len(sequence.blocks) * self.limits.block_size - sequence.offset
+        heapq.heappush(self._rooms, (sequence.room, sequence.age, sequence))
+
+    def _next_end(self) -> int:
+        """Clock at which the first of those that decode has its last token."""
+        while True:
+            end, age, sequence = self._ends[0]
+            if sequence in self._decoding and age == sequence.age:
+                return end
+            heapq.heappop(self._ends)
+
+    def _next_room(self) -> tuple[int, _Sequence]:
+        """Clock at which the first of those that decode needs a block, and who that is."""
+        while True:
+            room, age, sequence = self._rooms[0]
+            if sequence in self._decoding and age == sequence.age and room == sequence.room:
+                return room, sequence
+            heapq.heappop(self._rooms)
+
+    # The next run.
+
+    def _plan(self, actions: list[Action], now: int) -> None:
         """Forms the next run. Reservations come last: what runs has the first claim on blocks."""
-        pieces = self._decode_pieces(actions)
-        num_decodes = len(pieces)
-        # One token at least, so that prompts go on however many requests decode.
-        budget = max(1, self.limits.token_budget - num_decodes)
-        for sequence in self._computing:
-            if not sequence.decodes and budget > 0:
-                budget -= self._append_chunk(sequence, budget, pieces)
-        while budget > 0 and self._admit(actions):
-            budget -= self._append_chunk(self._computing[-1], budget, pieces)
-        self._reserve(actions)
+        if self._joining:
+            for sequence in self._joining:
+                self._start_decoding(sequence)
+            self._joining.clear()
+        if self._decoding:
+            self._make_room(actions)
+        num_decodes = len(self._decoding)
+        chunks: list[Piece] = []
+        if self._prompts or self._waiting:
+            self._add_prompts(num_decodes, chunks, actions, now)
+        if self._expected:
+            self._reserve(actions)
         evicted = self.pool.take_evicted()
         if evicted:
             actions.append(Evicted(evicted))
-        if pieces:
-            steps = self._steps(pieces) if len(pieces) == num_decodes else 1
-            self._run = Run(tuple(pieces), steps)
+        if num_decodes:
+            context = self._offsets + num_decodes * (self._clock + 1)
+            steps = 1 if chunks else self._decode_steps()
+            self._run = Run(tuple(chunks), num_decodes, context, steps, self._decode_pieces)
+            actions.append(self._run)
+        elif chunks:
+            self._run = Run(tuple(chunks), 0, 0, self._chunk_steps(chunks), list)
             actions.append(self._run)
 
-    def _decode_pieces(self, actions: list[Action]) -> list[Piece]:
-        """One token each, oldest request first; under memory pressure the newest gives its blocks back."""
-        decodes = [sequence for sequence in self._computing if sequence.decodes]
-        for sequence in decodes:
-            while sequence.state is _State.COMPUTING and not self._grow(sequence, 1):
-                self._preempt(actions)
-        decodes = [sequence for sequence in decodes if sequence.state is _State.COMPUTING]
-        self._look_ahead(decodes)
-        return [self._piece(sequence, 1) for sequence in decodes]
+    def _add_prompts(self, num_decodes: int, chunks: list[Piece], actions: list[Action], now: int) -> None:
+        # One token at least, so that prompts go on however many requests decode.
+        budget = max(1, self.limits.token_budget - num_decodes)
+        taken = 0
+        for sequence in self._prompts:
+            if taken < budget:
+                taken += self._append_chunk(sequence, budget - taken, chunks)
+        limit = min(budget, self.limits.prompt_batch)
+        while taken < limit and self._waiting and self._admit(actions, now):
+            taken += self._append_chunk(self._prompts[-1], budget - taken, chunks)
 
-    def _look_ahead(self, decodes: list[_Sequence]) -> None:
-        """Takes the blocks of the next `max_steps` iterations at once, while that leaves half the pool."""
-        if self.pool.available > self.pool.num_blocks // 2:
-            for sequence in decodes:
-                self._grow(sequence, min(self.limits.max_steps, sequence.stop_length - sequence.length + 1))
+    def _append_chunk(self, sequence: _Sequence, budget: int, chunks: list[Piece]) -> int:
+        left = sequence.length - sequence.computed
+        count = left if left < budget else budget
+        chunks.append(Piece(sequence.request, sequence.computed, count, self._table(sequence), count == left))
+        return count
+
+    def _chunk_steps(self, chunks: list[Piece]) -> int:
+        """How often a prompt's chunk may repeat while it fills the budget alone; its last chunk is a run of its own."""
+        if len(chunks) > 1 or chunks[0].samples or self.limits.max_chunks == 1:
+            return 1
+        piece = chunks[0]
+        left = self._sequences[piece.request].length - piece.start
+        return min(self.limits.max_chunks, (left - 1) // piece.count)
+
+    def _decode_steps(self) -> int:
+        """Iterations for which no request needs a block or reaches its end."""
+        until = min(self._next_end(), self._next_room()[0])
+        return max(1, min(self.limits.max_steps, until - self._clock))
+
+    def _decode_pieces(self) -> list[Piece]:
+        """One token of each that decodes, oldest admission first."""
+        return [
+            Piece(sequence.request, self._clock + sequence.offset, 1, self._table(sequence), True)
+            for sequence in sorted(self._decoding, key=lambda sequence: sequence.age)
+        ]
+
+    def _table(self, sequence: _Sequence) -> tuple[int, ...]:
+        if sequence.table is None or len(sequence.table) != len(sequence.blocks):
+            sequence.table = tuple(sequence.blocks)
+        return sequence.table
+
+    def _make_room(self, actions: list[Action]) -> None:
+        """A block for each that needs one now; under memory pressure the youngest gives its blocks back.
+
+        While half the pool is left, also the blocks of the next `max_steps` iterations.
+        """
+        while self._decoding:
+            room, sequence = self._next_room()
+            if room > self._clock:
+                break
+            if not self._grow(sequence, 1):
+                self._preempt(actions)
+        ahead = self._clock + self.limits.max_steps
+        while self._decoding and self.pool.available > self.limits.num_blocks // 2:
+            room, sequence = self._next_room()
+            end = sequence.stop_length - 1 - sequence.offset
+            if room >= ahead or room >= end or not self._grow(sequence, min(ahead, end) - self._clock):
+                break
 
     def _grow(self, sequence: _Sequence, steps: int) -> bool:
         """Makes room for `steps` more tokens after the computed ones; False when the pool is empty."""
         size = self.limits.block_size
-        while len(sequence.blocks) * size < sequence.computed + steps:
-            if not self.pool.available:
-                return False
+        needed = -(-(self._clock + sequence.offset + steps) // size) - len(sequence.blocks)
+        if needed <= 0:
+            return True
+        if needed > self.pool.available:
+            return False
+        for _ in range(needed):
             sequence.blocks += self.pool.allocate(1, after=sequence.blocks[-1])
+        self._note_room(sequence)
         return True
 
     def _preempt(self, actions: list[Action]) -> None:
-        victim = self._computing.pop()
+        """The youngest of all that compute, prompts included, goes back to the head of the queue."""
+        victim = max([*self._decoding, *self._prompts], key=lambda sequence: sequence.age)
+        if victim.state is _State.DECODING:
+            self._stop_decoding(victim)
+        else:
+            self._prompts.remove(victim)
         self.pool.release(victim.blocks)
-        victim.blocks, victim.computed, victim.named = [], 0, 0
+        victim.blocks, victim.table, victim.computed, victim.named = [], None, 0, 0
         victim.state = _State.WAITING
         self._waiting.appendleft(victim)
         actions.append(Preempted(victim.request))
 
-    def _admit(self, actions: list[Action]) -> bool:
-        """Gives the first waiting request all blocks of its known tokens; False when it must wait on."""
-        if not self._waiting or self.num_running >= self.limits.max_sequences:
+    # Admission.
+
+    def _admit(self, actions: list[Action], now: int) -> bool:
+        """Gives the next waiting request all blocks of its known tokens; False when it must wait on."""
+        if self.num_running >= self.limits.max_sequences:
             return False
-        sequence, size = self._waiting[0], self.limits.block_size
+        index = self._choose(now)
+        sequence, size = self._waiting[index], self.limits.block_size
         # At least one token is computed, for it yields the logits.
-        cached = self.pool.match(sequence.names[: (sequence.length - 1) // size])
-        needed = -(-sequence.length // size) - len(cached)
-        if needed + self.pool.idle_among(cached) + self._headroom() > self.pool.available:
+        held: list[int] = []
+        disk_blocks = 0
+        if self.tiers is None:
+            held = self.pool.match(sequence.names[: (sequence.length - 1) // size])
+            computed = len(held) * size
+        else:
+            num_cached, disk_blocks = self._find(sequence)
+            computed = min(num_cached * size, sequence.length - 1)
+        needed = -(-sequence.length // size) - len(held)
+        if needed + self.pool.idle_among(held) + self._headroom() > self.pool.available:
             return False
-        self._waiting.popleft()
-        self.pool.acquire(cached)
-        sequence.blocks = cached + self.pool.allocate(needed)
-        sequence.computed = len(cached) * size
-        sequence.named = len(cached)
-        sequence.state = _State.COMPUTING
-        self._computing.append(sequence)
-        actions.append(Admitted(sequence.request, sequence.computed, tuple(sequence.blocks)))
+        del self._waiting[index]
+        self.pool.acquire(held)
+        sequence.blocks = held + self.pool.allocate(needed)
+        sequence.computed, sequence.named = computed, len(held)
+        sequence.state = _State.PROMPT
+        self._admissions += 1
+        sequence.age = self._admissions
+        self._prompts.append(sequence)
+        actions.append(Admitted(sequence.request, computed, self._table(sequence), disk_blocks))
         return True
+
+    def _choose(self, now: int) -> int:
+        if self.limits.order == "fcfs" or len(self._waiting) == 1:
+            return 0
+        return promise_order(self._waiting, now, lambda request: self._is_ready(request, now))  # type: ignore[arg-type]
+
+    def _is_ready(self, sequence: _Sequence, now: int) -> bool:
+        """Its fetch ends while it computes, and what it was sent here for is here: else it would compute what
+        a request before it is about to leave behind."""
+        if sequence.fetch_stop:
+            return sequence.fetch_until_ns <= now + sequence.work_ns
+        if self.tiers is None or not sequence.num_cached:
+            return True
+        return (
+            sequence.num_pinned >= sequence.num_cached
+            or self.tiers.match(sequence.names)[0] >= sequence.num_cached
+        )
+
+    def _find(self, sequence: _Sequence) -> tuple[int, int]:
+        """Leading blocks in the tiers, those of a fetch under way included, and how many of them are on disk."""
+        assert self.tiers is not None
+        found, on_disk = self.tiers.match(sequence.names)
+        if sequence.fetch_start <= found < sequence.fetch_stop:
+            found = sequence.fetch_stop
+        if found > sequence.num_pinned:
+            self.tiers.pin(sequence.names[:found])
+            self._unpin(sequence)
+            sequence.num_pinned = found
+        return found, on_disk
 
     def _headroom(self) -> int:
         """One spare block for each running request, so that admitting does not pre-empt at once."""
-        return min(len(self._computing), self.limits.num_blocks // 8)
+        return min(len(self._decoding) + len(self._prompts), self.limits.num_blocks // 8)
 
     def _reserve(self, actions: list[Action]) -> None:
         # A pre-empted request that waits for blocks comes first, or newer ones would starve it.
@@ -286,23 +533,4 @@ class Scheduler:
             self._expected.popleft()
             sequence.blocks = self.pool.allocate(needed)
             sequence.state = _State.RECEIVING
-            actions.append(Reserved(sequence.request, tuple(sequence.blocks)))
-
-    def _append_chunk(self, sequence: _Sequence, budget: int, pieces: list[Piece]) -> int:
-        count = min(budget, sequence.length - sequence.computed)
-        pieces.append(self._piece(sequence, count))
-        return count
-
-    def _piece(self, sequence: _Sequence, count: int) -> Piece:
-        samples = sequence.computed + count == sequence.length
-        return Piece(sequence.request, sequence.computed, count, tuple(sequence.blocks), samples)
-
-    def _steps(self, pieces: list[Piece]) -> int:
-        """Iterations for which no request needs a block or reaches its end, unless somebody waits."""
-        if self._waiting:
-            return 1
-        steps = self.limits.max_steps
-        for piece in pieces:
-            room = len(piece.blocks) * self.limits.block_size - piece.start
-            steps = min(steps, room, self._sequences[piece.request].stop_length - piece.start - 1)
-        return max(1, steps)
+            actions.append(Reserved(sequence.request, self._table(sequence)))

@@ -1,0 +1,170 @@
+"""Overload control: whom to refuse, and when (Mooncake, arXiv 2407.00079, section 7).
+
+The load of a pool is its predicted latency over its limit, and a request is refused when the load it would meet
+exceeds `load_limit`. The admissions differ in which load they look at, and when:
+
+    none         no refusal
+    baseline     the prefill pool at arrival; the decode pool only when the prompt is computed
+    early        both pools at arrival, the decode pool as it is now
+    predictive   both at arrival, the decode pool as it will be when the prompt is computed; every request is
+                 taken to decode equally long (`decode_s`)
+    survival     the same, with the chance that each request goes on, from the answers seen so far
+
+All but `none` check the decode node once more when the prompt is computed, for by then the batch is known.
+A request without a limit is never refused for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from isthmus.conductor.events import RequestArrived
+from isthmus.conductor.rules import Rules
+from isthmus.conductor.view import ClusterView, NodeView, Placement, RequestView
+from isthmus.types import NS_PER_MS
+
+Forecast = Callable[[ClusterView, NodeView, Rules, int, int], tuple[float, float]]
+"""(view, node, rules, now, then) -> requests and context tokens expected to decode on `node` at `then`."""
+
+
+def limit_ns(own_ms: int | None, rules_ms: int | None) -> int:
+    """The limit of a request that may bring its own; 0 for none."""
+    limit = own_ms if own_ms is not None else rules_ms
+    return 0 if limit is None else limit * NS_PER_MS
+
+
+class Overload:
+    """A pool that cannot take a request: which, how loaded it would be, and when to come back.
+
+    `excess`: what is too much, ns of queue for prefill, requests in the batches for decode.
+    """
+
+    __slots__ = ("excess", "load", "retry_after_ms", "stage")
+
+    def __init__(self, stage: str, load: float, excess: float, retry_after_ms: float) -> None:
+        self.stage, self.load, self.excess = stage, load, excess
+        self.retry_after_ms = max(1000, int(retry_after_ms))
+
+    def __str__(self) -> str:
+        return f"the {self.stage} nodes would be loaded to {self.load:.0%} of what the limits allow"
+
+
+class Admission:
+    """The checks of one admission by name."""
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self._forecast = FORECASTS[rules.admission]
+        self._active = rules.admission != "none"
+
+    def at_arrival(
+        self, view: ClusterView, request: RequestArrived, placement: Placement, now: int
+    ) -> Overload | None:
+        """Refuses what its placement would let break a limit."""
+        if not self._active:
+            return None
+        ttft_ns = limit_ns(request.ttft_ms, self._rules.ttft_ms) * (1 - self._rules.reserve)
+        excess = placement.ttft_ns - ttft_ns * self._rules.load_limit
+        if ttft_ns and excess > 0:
+            return Overload("prefill", placement.ttft_ns / ttft_ns, excess, excess / NS_PER_MS)
+        tbt_ns = limit_ns(request.tbt_ms, self._rules.tbt_ms)
+        if self._forecast is None or not tbt_ns or request.max_tokens <= 1:
+            return None
+        load = self._decode_load(view, now, now + placement.ttft_ns) / tbt_ns
+        return self._judge(load, view)
+
+    def at_decode(self, view: ClusterView, request: RequestView, now: int) -> Overload | None:
+        """The decode node's own check, when the prompt is computed."""
+        facts, node = request.arrived, request.decode
+        tbt_ns = limit_ns(facts.tbt_ms, self._rules.tbt_ms)
+        if not self._active or not tbt_ns or node is None or facts.max_tokens <= 1:
+            return None
+        batch = sum(1 for other in node.decodes.values() if not other.prefilling)
+        mean = node.context / node.batch
+        return self._judge(_step_ns(view, node, batch, batch * mean) / tbt_ns, view)
+
+    def _judge(self, load: float, view: ClusterView) -> Overload | None:
+        if load <= self._rules.load_limit:
+            return None
+        nodes = view.decodes or view.prefills
+        batch = sum([node.batch for node in nodes])
+        too_many = batch * (1 - self._rules.load_limit / load)
+        # About when so many will have ended: each takes its mean length in steps of about the limit.
+        step_ms = load * (self._rules.tbt_ms or 0)
+        return Overload("decode", load, too_many, step_ms * view.outputs.mean * too_many / max(1, batch))
+
+    def _decode_load(self, view: ClusterView, now: int, then: int) -> float:
+        """Mean over the decode nodes of the predicted time between tokens (ns), this request spread over them."""
+        assert self._forecast is not None
+        nodes = view.decodes or view.prefills
+        total = 0.0
+        for node in nodes:
+            batch, context = self._forecast(view, node, self._rules, now, then)
+            share = 1 / len(nodes)
+            total += _step_ns(view, node, batch + share, context + share * context / max(batch, 1.0))
+        return total / len(nodes)
+
+
+def _step_ns(view: ClusterView, node: NodeView, batch: float, context: float) -> float:
+    """One iteration; between whole batch sizes linear."""
+    whole = int(batch)
+    fixed, slope = node.cost.decode_step_ps(max(1, whole))
+    if batch > whole:
+        above, _ = node.cost.decode_step_ps(whole + 1)
+        fixed += (above - fixed) * (batch - max(1, whole)) if whole else 0
+    return (fixed + slope * context) / 1000
+
+
+def _decoding(node: NodeView) -> list[RequestView]:
+    return [request for request in node.decodes.values() if not request.prefilling]
+
+
+def _as_now(view: ClusterView, node: NodeView, rules: Rules, now: int, then: int) -> tuple[float, float]:
+    """What decodes at this moment, as early rejection sees it: requests still in prefill do not count."""
+    running = _decoding(node)
+    return len(running), sum([request.arrived.num_tokens for request in running])
+
+
+def _uniform(view: ClusterView, node: NodeView, rules: Rules, now: int, then: int) -> tuple[float, float]:
+    """Every request decodes for `decode_s`: those that began before that are gone, queued ones have come."""
+    batch, context = 0, 0
+    for request in node.decodes.values():
+        begins = _decode_begins(request, now)
+        if begins <= then < begins + rules.decode_ns:
+            batch += 1
+            context += request.arrived.num_tokens
+    return batch, context
+
+
+def _survival(view: ClusterView, node: NodeView, rules: Rules, now: int, then: int) -> tuple[float, float]:
+    """Each request counts with the chance that it still goes on, by the tokens it has and will have by then."""
+    if not node.decodes:
+        return 0.0, 0.0
+    step_ns = _step_ns(view, node, node.batch, node.context)
+    outputs = view.outputs
+    batch = context = 0.0
+    for request in node.decodes.values():
+        begins = _decode_begins(request, now)
+        if begins > then:
+            continue
+        age = (now - begins) / step_ns if begins < now else 0.0
+        chance = outputs.going_on(age, (then - max(begins, now)) / step_ns)
+        batch += chance
+        context += chance * (request.arrived.num_tokens + (then - begins) / step_ns)
+    return batch, context
+
+
+def _decode_begins(request: RequestView, now: int) -> int:
+    """When it began to decode, or will, as far as its place in a queue tells."""
+    if not request.prefilling:
+        return request.decode_ns if request.decode_ns >= 0 else now
+    return request.expected_ns
+
+
+FORECASTS: dict[str, Forecast | None] = {
+    "none": None,
+    "baseline": None,
+    "early": _as_now,
+    "predictive": _uniform,
+    "survival": _survival,
+}

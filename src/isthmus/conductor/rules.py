@@ -1,0 +1,32 @@
+"""What the operator decides, in one frozen value that a flight recording begins with."""
+
+from __future__ import annotations
+
+import msgspec
+
+from isthmus.types import NS_PER_S
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """`max_requests`: accepted at once; `max_attempts`: routes of one request; the rest as in the configuration.
+
+    `ttft_ms`, `tbt_ms`: limits of requests that bring none, None for no limit.
+    """
+
+    policy: str = "least_loaded"
+    max_requests: int = 1024
+    max_attempts: int = 3
+    retry_after_ms: int = 1000
+    admission: str = "none"
+    reserve: float = 0.0
+    sticky_blocks: int = 2
+    balancing_threshold: float = 1.0
+    decode_s: float = 10.0
+    load_limit: float = 1.0
+    seed: int = 0
+    ttft_ms: int | None = None
+    tbt_ms: int | None = None
+
+    @property
+    def decode_ns(self) -> int:
+        return int(self.decode_s * NS_PER_S)

@@ -1,0 +1,34 @@
+"""What work costs: model facts from config.json, hardware facts, engine coefficients, measured curves. Pure.
+
+`Cost` is what is sent and recorded; `compile_cost(cost)` is what is asked. Formulas: docs/cost-model.md.
+"""
+
+from isthmus.cost.analytic import Analytic
+from isthmus.cost.coefficients import ENGINES, Coefficients, engine_coefficients
+from isthmus.cost.curve import Curve, curve_of, to_mapping
+from isthmus.cost.facts import ModelFacts, facts_of
+from isthmus.cost.hardware import HARDWARE, Hardware, hardware_named
+from isthmus.cost.node_cost import Cost, NodeCost, compile_cost
+from isthmus.cost.pipeline import pipeline
+from isthmus.cost.validity import expected_error, outside
+
+__all__ = [
+    "ENGINES",
+    "HARDWARE",
+    "Analytic",
+    "Coefficients",
+    "Cost",
+    "Curve",
+    "Hardware",
+    "ModelFacts",
+    "NodeCost",
+    "compile_cost",
+    "curve_of",
+    "engine_coefficients",
+    "expected_error",
+    "facts_of",
+    "hardware_named",
+    "outside",
+    "pipeline",
+    "to_mapping",
+]

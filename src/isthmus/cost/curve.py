@@ -1,0 +1,163 @@
+"""Cost from a measured or published curve: a few numbers, of whatever origin.
+
+    prefill  prefill_fixed_s + prefill_token_s * n + prefill_pair_s * n (n + 2 p)    n new tokens after p cached
+    decode   decode_fixed_s + decode_sequence_s * B + decode_context_s * C          B sequences, C tokens in all
+    mixed    max(prefill, base) + (decode - base)                                    base: decode of no sequence
+
+A mixed iteration reads the weights once: they are the base of the decode part, and hidden behind a longer
+prefill. n (n + 2p) is (n + p)^2 - p^2, so a published fit in whole lengths, such as Mooncake's a (N - p) + b
+(N^2 - p^2), is the same numbers. Tables replace coefficients that change with the batch: `decode_points` of
+(batch, seconds at no context) the first two of decode, `decode_context_points` of (batch, seconds per token of
+context) the third. Both are linear between their points and keep the first value below them; beyond the last
+point the former follows its last segment, the latter stays.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from isthmus.errors import ConfigError
+
+_PS = 1e12
+
+
+class Curve(msgspec.Struct, frozen=True, tag=True):
+    """Times in seconds, none negative. Raises ConfigError for a bad value.
+
+    `origin`: who measured what. `error`: mean relative error against the measurements, None if not known.
+    `measured_batch`, `measured_tokens`: the largest batch and context among them, 0 if not known.
+    """
+
+    kv_token_bytes: int
+    num_layers: int
+    prefill_token_s: float
+    prefill_fixed_s: float = 0.0
+    prefill_pair_s: float = 0.0
+    decode_fixed_s: float = 0.0
+    decode_sequence_s: float = 0.0
+    decode_context_s: float = 0.0
+    decode_points: tuple[tuple[int, float], ...] = ()
+    decode_context_points: tuple[tuple[int, float], ...] = ()
+    state_bytes: int = 0
+    origin: str = ""
+    error: float | None = None
+    measured_batch: int = 0
+    measured_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
+            if name.endswith(("_s", "_bytes")) and not 0 <= value < math.inf:
+                raise ConfigError(f"cost curve: {name} is {value}; it must be a number, 0 or more")
+        if self.num_layers < 1 or self.kv_token_bytes < 1:
+            raise ConfigError("cost curve: num_layers and kv_token_bytes must be above 0")
+        _check_table("decode_points", self.decode_points)
+        _check_table("decode_context_points", self.decode_context_points)
+        if self.decode_points and (self.decode_fixed_s or self.decode_sequence_s):
+            raise ConfigError(
+                "cost curve: give decode_points, or decode_fixed_s with decode_sequence_s, not both"
+            )
+        if self.decode_context_points and self.decode_context_s:
+            raise ConfigError("cost curve: give decode_context_points or decode_context_s, not both")
+
+
+def _check_table(name: str, points: Sequence[tuple[int, float]]) -> None:
+    """Decode of a larger batch is never cheaper: the rest of the system relies on it."""
+    sizes, values = [size for size, _ in points], [value for _, value in points]
+    if sizes != sorted(set(sizes)) or values != sorted(values) or any(size < 1 for size in sizes):
+        raise ConfigError(f"cost curve: {name} must rise in batch size (from 1) and never fall in seconds")
+    if not all(0 <= value < math.inf for value in values):
+        raise ConfigError(f"cost curve: {name} must hold seconds, 0 or more")
+
+
+def _interpolated(points: Sequence[tuple[int, float]], batch: int, *, beyond: bool) -> float:
+    """Linear between points, the first value below them; `beyond`: the last segment goes on, else it ends."""
+    if batch <= points[0][0] or len(points) == 1:
+        return points[0][1]
+    if batch >= points[-1][0] and not beyond:
+        return points[-1][1]
+    after = min(bisect_right(points, batch, key=lambda point: point[0]), len(points) - 1)
+    (size, value), (next_size, next_value) = points[after - 1 : after + 1]
+    return value + (next_value - value) * (batch - size) / (next_size - size)
+
+
+class CurveCost:
+    """A `Curve` in picoseconds. Immutable but for a memo of batch sizes."""
+
+    __slots__ = (
+        "_base", "_curve", "_fixed", "_memo", "_pair", "_token", "kv_token_bytes", "num_layers", "state_bytes"
+    )  # fmt: skip
+
+    def __init__(self, curve: Curve) -> None:
+        self.kv_token_bytes: int = curve.kv_token_bytes
+        self.state_bytes: int = curve.state_bytes
+        self.num_layers: int = curve.num_layers
+        self._curve = curve
+        self._fixed = _PS * curve.prefill_fixed_s
+        self._token = _PS * curve.prefill_token_s
+        self._pair = _PS * curve.prefill_pair_s
+        self._base = round(_PS * (curve.decode_points[0][1] if curve.decode_points else curve.decode_fixed_s))
+        self._memo: dict[int, tuple[int, int]] = {}
+
+    def prefill_ns(self, num_tokens: int, cached: int) -> int:
+        """One prompt alone, in one go: `num_tokens` after `cached` ones."""
+        if not num_tokens:
+            return 0
+        return round(self._fixed + num_tokens * (self._token + self._pair * (num_tokens + 2 * cached))) // 1000
+
+    def decode_step_ps(self, num_decodes: int) -> tuple[int, int]:
+        """(fixed, per token of context): with contexts that sum to C an iteration takes fixed + per * C."""
+        found = self._memo.get(num_decodes)
+        if found is None:
+            found = self._memo[num_decodes] = self._decode(num_decodes) if num_decodes else (0, 0)
+        return found
+
+    def _decode(self, num_decodes: int) -> tuple[int, int]:
+        curve = self._curve
+        fixed_s = curve.decode_fixed_s + curve.decode_sequence_s * num_decodes
+        context_s = curve.decode_context_s
+        if curve.decode_points:
+            fixed_s = _interpolated(curve.decode_points, num_decodes, beyond=True)
+        if curve.decode_context_points:
+            context_s = _interpolated(curve.decode_context_points, num_decodes, beyond=False)
+        return round(_PS * fixed_s), round(_PS * context_s)
+
+    def step_ps(self, chunks: Sequence[tuple[int, int]], num_decodes: int, context: int) -> int:
+        """One iteration: prefill chunks `(num_tokens, cached)` and decodes whose contexts sum to `context`."""
+        fixed, per = self.decode_step_ps(num_decodes)
+        decode = fixed + per * context
+        if not chunks:
+            return decode
+        prefill = self._fixed
+        for num_tokens, cached in chunks:
+            prefill += num_tokens * (self._token + self._pair * (num_tokens + 2 * cached))
+        if not num_decodes:
+            return round(prefill)
+        return decode - self._base + max(round(prefill), self._base)
+
+
+def curve_of(mapping: Mapping[str, Any]) -> Curve:
+    """A curve from a parsed YAML or JSON file. Raises ConfigError naming an unknown key and the nearest one."""
+    fields = Curve.__struct_fields__
+    for key in mapping:
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.3)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(fields)}"
+            raise ConfigError(f"cost curve: unknown key {key!r}; {hint}")
+    try:
+        return msgspec.convert({"type": "Curve", **mapping}, Curve)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"cost curve: {error}") from None
+
+
+def to_mapping(curve: Curve) -> dict[str, Any]:
+    """What `curve_of` reads: plain values, ready for YAML or JSON."""
+    mapping: dict[str, Any] = msgspec.to_builtins(curve)
+    del mapping["type"]
+    return mapping

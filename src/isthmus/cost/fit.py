@@ -1,0 +1,196 @@
+"""Coefficients from measurements: bounded least squares on relative errors, in plain Python.
+
+A row is one closed-loop serving run of an engine that prefills and decodes on the same GPUs, as public
+benchmark tables have it. Two measurements of a dense model are enough to move to new hardware; see
+docs/cost-model.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from isthmus.cost.analytic import Analytic, AnalyticCost
+from isthmus.cost.coefficients import EFFICIENCIES, Coefficients
+
+SHARED = ("weight_read", "matmul", "sequence_s", "allreduce_s")
+"""Free by default, one value for all engines: they belong to the GPU and to the host."""
+OWN = ("kv_read", "layer_s")
+"""Free by default, one value for each engine: its attention kernel and its launches."""
+
+_FLOOR_S = 1e-7  # overheads are fitted as logarithms, so they stay above this
+_MAX_OVERHEAD_S = 1e-3
+_MIN_EFFICIENCY = 0.05
+
+
+class ServingRow(msgspec.Struct, frozen=True):
+    """`concurrency` clients in a closed loop; lengths are mean tokens. `instance.coefficients` are not read."""
+
+    engine: str
+    instance: Analytic
+    prompt_tokens: float
+    output_tokens: float
+    concurrency: int
+    tpot_s: float
+
+
+def closed_loop_tpot_s(
+    instance: Analytic, prompt_tokens: float, output_tokens: float, concurrency: int
+) -> float:
+    """Time per output token of a closed loop on one mixed instance (docs/cost-model.md, section 1).
+
+    Each output token waits for its decode step and for its share of the other requests' prompts.
+    """
+    cost = AnalyticCost(instance)
+    room = instance.kv_capacity_tokens / (prompt_tokens + 0.55 * output_tokens)
+    batch = max(1.0, min(concurrency, room))
+    step_ps = cost.decode_ps(batch, batch * (prompt_tokens + output_tokens / 2))
+    return (step_ps + (batch - 1) / output_tokens * cost.prompt_work_ps(prompt_tokens)) / 1e12
+
+
+def fit_engines(
+    rows: Sequence[ServingRow],
+    start: Mapping[str, Coefficients],
+    *,
+    shared: Sequence[str] = SHARED,
+    own: Sequence[str] = OWN,
+) -> dict[str, Coefficients]:
+    """Coefficients of the engines in `rows`, fitted together; what is not free keeps its value of `start`.
+
+    `shared` coefficients start from the first engine's. Do not free more of them than there are rows.
+    """
+    engines = list(dict.fromkeys(row.engine for row in rows))
+    slots = [(name, engines) for name in shared] + [(name, [engine]) for name in own for engine in engines]
+
+    def apply(values: Sequence[float]) -> dict[str, Coefficients]:
+        changes: dict[str, dict[str, float]] = {engine: {} for engine in engines}
+        for (name, holders), value in zip(slots, values, strict=True):
+            for engine in holders:
+                changes[engine][name] = value
+        return {engine: start[engine].but(**changes[engine]) for engine in engines}
+
+    def residuals(values: Sequence[float]) -> list[float]:
+        found = apply(values)
+        return [math.log(_predicted_s(row, found[row.engine]) / row.tpot_s) for row in rows]
+
+    bounds = [_bounds(name) for name, _ in slots]
+    first = [float(getattr(start[holders[0]], name)) for name, holders in slots]
+    return apply(least_squares(residuals, first, bounds))
+
+
+def fit_engine(
+    rows: Sequence[ServingRow], start: Coefficients, *, free: Sequence[str] = (*SHARED, *OWN)
+) -> Coefficients:
+    """`fit_engines` for rows of one engine."""
+    (engine,) = {row.engine for row in rows}
+    return fit_engines(rows, {engine: start}, shared=free, own=())[engine]
+
+
+def predicted_tpot_s(row: ServingRow, coefficients: Coefficients) -> float:
+    """What the model says of a row with these coefficients."""
+    return _predicted_s(row, coefficients)
+
+
+def _predicted_s(row: ServingRow, coefficients: Coefficients) -> float:
+    instance = msgspec.structs.replace(row.instance, coefficients=coefficients)
+    return closed_loop_tpot_s(instance, row.prompt_tokens, row.output_tokens, row.concurrency)
+
+
+def _bounds(name: str) -> tuple[float, float]:
+    return (_MIN_EFFICIENCY, 1.0) if name in EFFICIENCIES else (_FLOOR_S, _MAX_OVERHEAD_S)
+
+
+def least_squares(
+    residuals: Callable[[Sequence[float]], list[float]],
+    start: Sequence[float],
+    bounds: Sequence[tuple[float, float]],
+    *,
+    max_iterations: int = 60,
+) -> list[float]:
+    """Positive values that minimise the sum of squared residuals: Levenberg-Marquardt on their logarithms.
+
+    Values stay within `bounds` by projection; one that rests on a bound and would leave is held there for the
+    step.
+    """
+    low = [math.log(a) for a, _ in bounds]
+    high = [math.log(b) for _, b in bounds]
+    point = [min(max(math.log(max(v, 1e-300)), a), b) for v, a, b in zip(start, low, high, strict=True)]
+
+    def at(logs: Sequence[float]) -> list[float]:
+        return residuals([math.exp(x) for x in logs])
+
+    current, damping = at(point), 1e-3
+    error = _squares(current)
+    for _ in range(max_iterations):
+        jacobian = _jacobian(at, point, current, high)
+        gradient = [_dot(column, current) for column in jacobian]
+        active = [
+            i
+            for i, slope in enumerate(gradient)
+            if not (point[i] <= low[i] and slope > 0) and not (point[i] >= high[i] and slope < 0)
+        ]
+        if not active:
+            break
+        normal = [[_dot(jacobian[i], jacobian[j]) for j in active] for i in active]
+        before = error
+        while damping < 1e9:
+            damped = [
+                [value + (damping * (value + 1e-9) if i == j else 0.0) for j, value in enumerate(row)]
+                for i, row in enumerate(normal)
+            ]
+            step = _solve(damped, [-gradient[i] for i in active])
+            trial = list(point)
+            for i, change in zip(active, step, strict=True):
+                trial[i] = min(max(point[i] + min(max(change, -2.0), 2.0), low[i]), high[i])
+            found = at(trial)
+            if (error_there := _squares(found)) < error:
+                point, current, error = trial, found, error_there
+                damping = max(damping / 5, 1e-9)
+                break
+            damping *= 4
+        if before - error <= 1e-10 * before:
+            break
+    return [math.exp(x) for x in point]
+
+
+def _jacobian(
+    at: Callable[[Sequence[float]], list[float]],
+    point: Sequence[float],
+    current: Sequence[float],
+    high: Sequence[float],
+) -> list[list[float]]:
+    """One column for each value, by differences; at the upper bound the difference is taken downwards."""
+    columns = []
+    for i, value in enumerate(point):
+        step = 1e-5 if value + 1e-5 <= high[i] else -1e-5
+        moved = list(point)
+        moved[i] += step
+        columns.append([(a - b) / step for a, b in zip(at(moved), current, strict=True)])
+    return columns
+
+
+def _squares(values: Sequence[float]) -> float:
+    return math.fsum(value * value for value in values)
+
+
+def _dot(left: Sequence[float], right: Sequence[float]) -> float:
+    return math.fsum(a * b for a, b in zip(left, right, strict=True))
+
+
+def _solve(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
+    """A small symmetric positive definite system, by Gaussian elimination with pivoting."""
+    size = len(right)
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    for i in range(size):
+        pivot = max(range(i, size), key=lambda r: abs(rows[r][i]))
+        rows[i], rows[pivot] = rows[pivot], rows[i]
+        for r in range(i + 1, size):
+            factor = rows[r][i] / rows[i][i]
+            for c in range(i, size + 1):
+                rows[r][c] -= factor * rows[i][c]
+    found = [0.0] * size
+    for i in reversed(range(size)):
+        found[i] = (rows[i][size] - math.fsum(rows[i][c] * found[c] for c in range(i + 1, size))) / rows[i][i]
+    return found

@@ -1,0 +1,207 @@
+"""Which blocks go first when a tier is full: one order over the blocks it holds, per policy.
+
+In every policy a block goes before the block it follows: each use of a block is a use of all before it, and
+what is compared is chosen so that the head of a chain never ranks below its tail. So leaves go first without a
+search for leaves, and what is held stays closed under prefixes.
+
+Owns the order alone: capacities and tiers are `tiers.py`'s business, pins its user's.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Mapping
+from heapq import heappop, heappush, heapreplace
+from itertools import count as counting
+from typing import Any, Protocol
+
+from isthmus.types import BlockName
+
+Chain = tuple[BlockName, ...]
+"""Names of a prompt's blocks, from its first block on."""
+
+Entry = tuple[BlockName, Any]
+"""A block, and what its order knows of it: for the same policy's order in another tier."""
+
+
+class Order(Protocol):
+    """The order in which a tier's blocks go."""
+
+    @property
+    def held(self) -> Mapping[BlockName, Any]:
+        """The blocks held: a live view, for reading."""
+
+    def use(self, chain: Chain, num_held: int) -> None:
+        """Mutates: the chain is used. Its first `num_held` blocks are held already, the others come in."""
+
+    def evict(self, count: int, pins: Container[BlockName], spared: Chain) -> list[Entry]:
+        """Mutates: takes out up to `count` blocks, first those to go first; none that is pinned or `spared`.
+
+        `spared` is what was used or admitted last.
+        """
+
+    def remove(self, names: Iterable[BlockName]) -> list[Entry]:
+        """Mutates: takes out these blocks, all of them held."""
+
+    def admit(self, entries: Iterable[Entry]) -> None:
+        """Mutates: takes in what left another tier, in that order."""
+
+    def heads(self) -> dict[BlockName, BlockName | None]:
+        """For each block held the block it follows in its chain. Does not mutate; walks over everything."""
+
+
+class RecencyOrder:
+    """Least recently used first. A chain is touched from its tail to its head: no block is younger than its head.
+
+    The other way round the head would be the oldest of its chain: first to go, and all behind it out of reach.
+    """
+
+    def __init__(self) -> None:
+        self.held: OrderedDict[BlockName, Chain] = OrderedDict()
+        """Oldest use first. Each with the chain it came with, which says what it follows."""
+
+    def use(self, chain: Chain, num_held: int) -> None:
+        held = self.held
+        for name in chain[num_held:][::-1]:
+            held[name] = chain
+        touch = held.move_to_end
+        for name in chain[:num_held][::-1]:
+            touch(name)
+
+    def evict(self, count: int, pins: Container[BlockName], spared: Chain) -> list[Entry]:
+        oldest, others = self.held.popitem, len(self.held) - len(spared)
+        if not pins:
+            return [oldest(False) for _ in range(min(count, others))]
+        evicted: list[Entry] = []
+        passed: list[Entry] = []
+        while others and len(evicted) < count:
+            entry = oldest(False)
+            (passed if entry[0] in pins else evicted).append(entry)
+            others -= 1
+        for name, chain in reversed(passed):
+            self.held[name] = chain
+            self.held.move_to_end(name, last=False)
+        return evicted
+
+    def remove(self, names: Iterable[BlockName]) -> list[Entry]:
+        return [(name, self.held.pop(name)) for name in names]
+
+    def admit(self, entries: Iterable[Entry]) -> None:
+        self.held.update(entries)
+
+    def heads(self) -> dict[BlockName, BlockName | None]:
+        return {name: head_of(name, chain) for name, chain in self.held.items()}
+
+
+def head_of(name: BlockName, chain: Chain) -> BlockName | None:
+    depth = chain.index(name)
+    return chain[depth - 1] if depth else None
+
+
+class Block:
+    """What the ranks are made of."""
+
+    __slots__ = ("chain", "depth", "last_store", "last_use", "reach", "uses")
+
+    def __init__(self, chain: Chain, depth: int) -> None:
+        self.chain = chain
+        self.depth = depth
+        """How many blocks come before it in its chain."""
+        self.uses = 0
+        self.last_use = 0
+        self.last_store = 0
+        """When this block, or one that follows it, last came in."""
+        self.reach = 0
+        """Length in blocks of the longest chain that used it."""
+
+
+Rank = tuple[int, ...]
+
+
+class RankOrder:
+    """Lowest rank first. A block's rank never falls, and is always below that of the block it follows."""
+
+    def __init__(self, rank: Callable[[Block], Rank]) -> None:
+        self.held: dict[BlockName, Block] = {}
+        self._rank = rank
+        self._num_uses = 0
+        # At least one entry for each block held. One out of date is too low, so it is met and put right.
+        self._heap: list[tuple[Rank, int, BlockName]] = []
+        self._serial = counting()  # keeps comparison away from the names
+
+    def use(self, chain: Chain, num_held: int) -> None:
+        self._num_uses += 1
+        held, now, length = self.held, self._num_uses, len(chain)
+        for depth in range(num_held, length):
+            held[chain[depth]] = Block(chain, depth)
+        for name in chain:
+            block = held[name]
+            block.uses += 1
+            block.last_use = now
+            block.reach = max(block.reach, length)
+            if num_held < length:
+                block.last_store = now
+        for name in chain[num_held:]:
+            self._enter(name, held[name])
+
+    def evict(self, count: int, pins: Container[BlockName], spared: Chain) -> list[Entry]:
+        held, heap, rank_of, own = self.held, self._heap, self._rank, set(spared)
+        evicted: list[Entry] = []
+        passed = []
+        while heap and len(evicted) < count:
+            rank, serial, name = heap[0]
+            block = held.get(name)
+            if block is None:
+                heappop(heap)
+            elif rank != (now := rank_of(block)):
+                heapreplace(heap, (now, serial, name))
+            elif name in pins or name in own:
+                passed.append(heappop(heap))
+            else:
+                heappop(heap)
+                evicted.append((name, held.pop(name)))
+        for entry in passed:
+            heappush(heap, entry)
+        return evicted
+
+    def remove(self, names: Iterable[BlockName]) -> list[Entry]:
+        return [(name, self.held.pop(name)) for name in names]
+
+    def admit(self, entries: Iterable[Entry]) -> None:
+        for name, block in entries:
+            self.held[name] = block
+            self._enter(name, block)
+
+    def heads(self) -> dict[BlockName, BlockName | None]:
+        return {name: head_of(name, block.chain) for name, block in self.held.items()}
+
+    def _enter(self, name: BlockName, block: Block) -> None:
+        heappush(self._heap, (self._rank(block), next(self._serial), name))
+
+
+def first_in(block: Block) -> Rank:
+    """A block counts as old as the newest that follows it: before that it cannot go anyhow."""
+    return block.last_store, -block.depth
+
+
+def least_used(block: Block) -> Rank:
+    return block.uses, block.last_use, -block.depth
+
+
+def least_used_keep_late(block: Block) -> Rank:
+    """Favours what comes late in its prompt. That is of use with all before it only, so long prompts stay."""
+    return block.uses, block.reach, block.last_use, -block.depth
+
+
+def least_used_keep_early(block: Block) -> Rank:
+    """Favours what comes early in its prompt."""
+    return block.uses, -block.depth, block.last_use
+
+
+EVICTIONS: dict[str, Callable[[], Order]] = {
+    "lru": RecencyOrder,
+    "lfu": lambda: RankOrder(least_used),
+    "fifo": lambda: RankOrder(first_in),
+    "length_aware": lambda: RankOrder(least_used_keep_late),
+    "length_aware_early": lambda: RankOrder(least_used_keep_early),
+}

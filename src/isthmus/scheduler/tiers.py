@@ -1,0 +1,152 @@
+"""Which blocks a node keeps, and in which tier: DRAM over SSD.
+
+A block is in one tier at a time. What is used is in DRAM; what DRAM has no room for is demoted to the SSD; what
+the SSD has no room for has left the node. Chains go from their tails, so the node holds no block without all
+blocks before it, and DRAM holds none whose head is on the SSD.
+
+Knows names only: no bytes, no slots, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from isthmus.scheduler.eviction import EVICTIONS, Chain, Entry
+from isthmus.types import BlockName
+
+
+class Change(msgspec.Struct, frozen=True):
+    """What one call changed on the node."""
+
+    stored: tuple[BlockName, ...] = ()
+    """New on this node, in whichever tier."""
+    evicted: tuple[BlockName, ...] = ()
+    """Left this node altogether."""
+    demoted: tuple[BlockName, ...] = ()
+    """On the SSD now and not before: each is one block written there."""
+    promoted: tuple[BlockName, ...] = ()
+    """In DRAM now and on the SSD before: each is one block read there."""
+
+
+class Tier:
+    """One level: at most `capacity_blocks`, in the order in which they are to go."""
+
+    def __init__(self, capacity_blocks: int, eviction: str) -> None:
+        self.capacity_blocks = capacity_blocks
+        self.order = EVICTIONS[eviction]()
+        self.held = self.order.held
+
+    def match(self, names: Sequence[BlockName], start: int = 0) -> int:
+        """Up to which index the chain is here, from `start` on without a gap. Does not mutate."""
+        held = self.held
+        for depth, name in enumerate(names[start:] if start else names, start):
+            if name not in held:
+                return depth
+        return len(names)
+
+
+class TierCache:
+    """DRAM over SSD of one node. A capacity of 0 blocks is no such tier.
+
+    Names come as chains: each `names` below starts at the first block of a prompt.
+    """
+
+    def __init__(self, dram_blocks: int, ssd_blocks: int = 0, eviction: str = "lru") -> None:
+        self.dram = Tier(dram_blocks, eviction)
+        self.ssd = Tier(ssd_blocks, eviction)
+        self._pins: dict[BlockName, int] = {}
+
+    def match(self, names: Sequence[BlockName]) -> tuple[int, int]:
+        """Length of the longest prefix here, and how many blocks of it are on the SSD. Does not mutate."""
+        in_dram = self.dram.match(names)
+        found = self.ssd.match(names, in_dram) if self.ssd.held else in_dram
+        return found, found - in_dram
+
+    def pin(self, names: Sequence[BlockName]) -> None:
+        """Keeps these blocks where they are, or in DRAM, until unpinned; counted. They need not be here yet."""
+        pins = self._pins
+        for name in names:
+            pins[name] = pins.get(name, 0) + 1
+
+    def unpin(self, names: Sequence[BlockName]) -> None:
+        """Undoes one `pin` of the same names."""
+        pins = self._pins
+        for name in names:
+            left = pins[name] - 1
+            if left:
+                pins[name] = left
+            else:
+                del pins[name]
+
+    def put(self, names: Sequence[BlockName]) -> Change:
+        """Stores a finished prompt's chain: touches what is in DRAM, brings in the rest, evicts to make room.
+
+        What DRAM cannot hold of it goes to the SSD; what neither can hold is not stored: always the chain's tail.
+        """
+        chain, dram, ssd = tuple(names), self.dram, self.ssd
+        in_dram = found = dram.match(chain)
+        if ssd.held:
+            found = ssd.match(chain, in_dram)
+            dram.order.admit(ssd.order.remove(chain[in_dram:found]))
+        dram.order.use(chain, found)
+        surplus = len(dram.held) - dram.capacity_blocks
+        if surplus <= 0:
+            return Change(chain[found:], promoted=chain[in_dram:found])
+        victims = dram.order.evict(surplus, self._pins, chain)
+        fits = len(chain) - (surplus - len(victims))  # of the chain, in DRAM
+        below = dram.order.remove(chain[fits:][::-1])
+        if not ssd.capacity_blocks:
+            return Change(chain[found:fits], tuple([name for name, _ in victims]))
+        evicted, num_dropped = self._demote(victims, below)
+        stays = len(chain) - num_dropped
+        demoted = tuple(name for name, _ in victims if name in ssd.held) + chain[max(found, fits) : stays]
+        return Change(chain[found:stays], evicted, demoted, chain[in_dram : min(found, fits)])
+
+    def remove(self, names: Iterable[BlockName]) -> Change:
+        """Drops these blocks and all that follow them, pinned or not: without its head a block is of no use."""
+        tails: dict[BlockName | None, list[BlockName]] = {}
+        for tier in (self.dram, self.ssd):
+            for name, head in tier.order.heads().items():
+                tails.setdefault(head, []).append(name)
+        left = [name for name in names if name in self.dram.held or name in self.ssd.held]
+        lost = dict.fromkeys(left)
+        while left:
+            following = [name for name in tails.get(left.pop(), ()) if name not in lost]
+            left += following
+            lost.update(dict.fromkeys(following))
+        for tier in (self.dram, self.ssd):
+            tier.order.remove([name for name in lost if name in tier.held])
+        return Change(evicted=tuple(lost))
+
+    def check(self) -> None:
+        """Capacity, conservation, closure under prefixes, and pins; walks over everything."""
+        dram, ssd, pins = self.dram, self.ssd, self._pins
+        assert not dram.held.keys() & ssd.held.keys(), "a block is in two tiers"
+        for tier in (dram, ssd):
+            assert len(tier.held) <= tier.capacity_blocks, "a tier is over its capacity"
+            heads = tier.order.heads()
+            assert heads.keys() == tier.held.keys(), "an order has lost a block"
+            for name, head in heads.items():
+                if head is None:
+                    continue
+                assert head in dram.held or (tier is ssd and head in ssd.held), "a block without its head"
+                assert name not in pins or head in pins, "pins start at the first block"
+        assert all(pins > 0 for pins in pins.values()), "a pin was dropped twice"
+
+    def _demote(self, victims: list[Entry], below: list[Entry]) -> tuple[Chain, int]:
+        """Hands over to the SSD DRAM's victims and, last block first, what it could not hold of a used chain.
+
+        Returns what left the SSD to make room, and how many blocks at the chain's end found none.
+        """
+        order, used = self.ssd.order, tuple(name for name, _ in below)
+        order.admit(victims)
+        order.admit(below)
+        surplus = len(order.held) - self.ssd.capacity_blocks
+        if surplus <= 0:
+            return (), 0
+        evicted = order.evict(surplus, self._pins, used)
+        num_dropped = surplus - len(evicted)
+        order.remove(used[:num_dropped])
+        return tuple(name for name, _ in evicted), num_dropped

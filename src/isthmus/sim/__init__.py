@@ -1,0 +1,1 @@
+"""The simulated world: virtual time, networks, disks, faults, workloads, reports."""

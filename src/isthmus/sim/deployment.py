@@ -1,0 +1,204 @@
+"""A deployment to simulate: nodes with their costs and links, and the rules, made from the configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from isthmus.conductor import Rules
+from isthmus.config import Config, RoleConfig
+from isthmus.cost import (
+    Analytic,
+    Cost,
+    Curve,
+    Hardware,
+    compile_cost,
+    curve_of,
+    engine_coefficients,
+    facts_of,
+    hardware_named,
+)
+from isthmus.errors import ConfigError
+from isthmus.types import NodeId, Role
+
+UNLIMITED = 1 << 50
+"""Bytes per second of a link that nobody asked to limit."""
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """One node's links in bytes per second. `handover`: its own rail for prefill to decode, 0 shares `network`."""
+
+    network: int = UNLIMITED
+    handover: int = 0
+    memory: int = UNLIMITED
+    disk_read: int = UNLIMITED
+    disk_write: int = UNLIMITED
+
+
+class NodeSpec(msgspec.Struct, frozen=True):
+    """One node. `kv_blocks`: blocks of its engine's memory; `dram_blocks`, `ssd_blocks`: of its cache.
+
+    `pipeline`: so many machines work as this one node, each on a range of layers.
+    """
+
+    node: NodeId
+    role: Role
+    cost: Cost
+    kv_blocks: int
+    dram_blocks: int = 0
+    ssd_blocks: int = 0
+    rates: Rates = Rates()
+    pipeline: int = 1
+
+
+class Deployment(msgspec.Struct, frozen=True):
+    """All nodes, and what they have in common. `max_chunks`, `max_steps`: how far a node's scheduler plans ahead,
+    which changes no result."""
+
+    nodes: tuple[NodeSpec, ...]
+    rules: Rules
+    block_size: int
+    token_budget: int = 512
+    prompt_batch: int = 1 << 30
+    max_sequences: int = 64
+    order: str = "fcfs"
+    eviction: str = "lru"
+    spine: int = UNLIMITED
+    max_steps: int = 1 << 30
+    max_chunks: int = 1 << 30
+
+
+def rules_of(config: Config) -> Rules:
+    """What the conductor is told, live and simulated."""
+    scheduling, limits, slo = config.scheduling, config.limits, config.slo
+    return Rules(
+        policy=config.policy,
+        max_requests=limits.max_requests,
+        max_attempts=limits.max_attempts,
+        admission=scheduling.admission,
+        reserve=scheduling.reserve,
+        sticky_blocks=scheduling.sticky_blocks,
+        balancing_threshold=scheduling.balancing_threshold,
+        decode_s=scheduling.decode_s,
+        load_limit=scheduling.load_limit,
+        seed=scheduling.seed,
+        ttft_ms=slo.ttft_ms,
+        tbt_ms=slo.tbt_ms,
+    )
+
+
+def deployment_of(config: Config, block_size: int, folder: Path = Path()) -> Deployment:
+    """The configured nodes, for a workload with blocks of `block_size` tokens. Paths are relative to `folder`.
+
+    Raises ConfigError for a model, hardware or curve that cannot be used.
+    """
+    nodes: list[NodeSpec] = []
+    for role in Role:
+        wanted: RoleConfig = getattr(config.roles, role.value)
+        if wanted.count:
+            nodes += _nodes(config, role, wanted, block_size, folder)
+    if not nodes:
+        raise ConfigError("roles: no node is configured; set roles.prefill, roles.decode or roles.mixed")
+    engine, network = config.engine, config.network
+    return Deployment(
+        nodes=tuple(nodes),
+        rules=rules_of(config),
+        block_size=block_size,
+        token_budget=engine.token_budget,
+        prompt_batch=engine.prompt_batch or 1 << 30,
+        max_sequences=engine.max_sequences,
+        order=config.scheduling.order,
+        eviction=config.cache.eviction,
+        spine=_gbps(network.spine_gbps, UNLIMITED),
+    )
+
+
+def _nodes(config: Config, role: Role, wanted: RoleConfig, block_size: int, folder: Path) -> list[NodeSpec]:
+    if wanted.pipeline > 1 and role is not Role.PREFILL:
+        raise ConfigError(f"roles.{role}.pipeline: only prefill nodes form pipeline groups")
+    if wanted.count % wanted.pipeline:
+        raise ConfigError(f"roles.{role}: {wanted.count} nodes make no groups of {wanted.pipeline}")
+    gpus = wanted.gpus or config.engine.gpus
+    name = wanted.hardware or config.engine.hardware
+    hardware = hardware_named(name or "cpu")
+    cost = cost_of(config, hardware, gpus, folder)
+    compiled = compile_cost(cost)
+    block_bytes = compiled.kv_token_bytes * block_size
+    spec = NodeSpec(
+        NodeId(""),
+        role,
+        cost,
+        kv_blocks=max(2, _kv_memory(config, hardware, gpus, cost) * wanted.pipeline // block_bytes),
+        dram_blocks=config.cache.dram * wanted.pipeline // block_bytes,
+        ssd_blocks=config.cache.ssd * wanted.pipeline // block_bytes,
+        rates=_rates(config, hardware, gpus, wanted.pipeline),
+        pipeline=wanted.pipeline,
+    )
+    return [
+        msgspec.structs.replace(spec, node=NodeId(f"{role}-{number}"))
+        for number in range(wanted.count // wanted.pipeline)
+    ]
+
+
+def _kv_memory(config: Config, hardware: Hardware, gpus: int, cost: Cost) -> int:
+    """As configured; otherwise, on an accelerator, what weights and working memory leave of its memory."""
+    if "kv_memory" in config.engine.model_fields_set or hardware.name == "cpu":
+        return config.engine.kv_memory
+    if isinstance(cost, Analytic):
+        return cost.kv_capacity_tokens * cost.kv_token_bytes
+    raise ConfigError(
+        "engine.kv_memory: give it, for a cost curve does not say how much memory the weights leave"
+    )
+
+
+def _rates(config: Config, hardware: Hardware, gpus: int, pipeline: int) -> Rates:
+    """A group's links add up, as each of its machines moves its own layers."""
+    network = config.network
+    return Rates(
+        network=_gbps(network.node_gbps, int(hardware.nic_bw * gpus)) * pipeline,
+        handover=_gbps(network.handover_gbps, 0) * pipeline,
+        memory=int(hardware.pcie_bw * gpus) * pipeline,
+        disk_read=int(hardware.ssd_read_bw) * pipeline,
+        disk_write=int(hardware.ssd_write_bw) * pipeline,
+    )
+
+
+def _gbps(value: float | None, otherwise: int) -> int:
+    return otherwise if value is None else int(value * 1e9 / 8)
+
+
+def cost_of(config: Config, hardware: Hardware, gpus: int, folder: Path) -> Cost:
+    """A measured curve where there is one, else the analytic model of the model's config.json."""
+    given = config.engine.cost
+    if isinstance(given, str):
+        return curve_of(_read_mapping(folder / given))
+    if given is not None:
+        return curve_of(given)
+    if config.model is None:
+        raise ConfigError("engine.cost or model: give one; the simulator must know what work costs")
+    path = Path(config.model)
+    path = path / "config.json" if path.is_dir() else path
+    facts = facts_of(_read_mapping(path))
+    return Analytic(facts, hardware, engine_coefficients(config.engine.runtime, hardware), gpus)
+
+
+def _read_mapping(path: Path) -> Mapping[str, Any]:
+    """A YAML or JSON file with keys and values at its top."""
+    try:
+        text = path.read_text(encoding="utf8")
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: not valid: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected keys and values at the top")
+    return values
+
+
+__all__ = ["UNLIMITED", "Curve", "Deployment", "NodeSpec", "Rates", "cost_of", "deployment_of", "rules_of"]

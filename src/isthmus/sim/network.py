@@ -1,0 +1,374 @@
+"""Flows over paths of links, with max-min fair rates that are right at every instant.
+
+A flow is a number of bytes on its way across all links of its path at once. The rates are those of max-min
+fairness (Bertsekas and Gallager, Data Networks, section 6.5.2): all flows grow together, and a flow stops
+growing when a link of its path is full. They change when a flow starts or ends, and only then.
+
+What keeps this cheap:
+
+* A flow is never faster than the narrowest link of its path: its *bound*. Where the bounds of all flows on a
+  link add up to no more than its capacity, the link holds nobody back: it is not *contended*, and couples no
+  flows. A flow without a contended link runs at its bound and touches no other; a non-blocking spine costs
+  nothing.
+* Where a link is contended, only the flows connected to it through contended links are filled again, and only
+  those whose rate changed get a new finish.
+* Filling waits until somebody asks or time moves on, so what starts and ends at one instant is filled once.
+* The earliest finish of all is kept, so the driver needs one timer for the whole network.
+
+Times are integer ns, bytes are integers, rates float bytes per second. Knows nothing of nodes, blocks or
+requests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
+
+NEVER = 1 << 62
+"""Finish of a flow that stands still."""
+
+# An unlimited link ends every transfer at once. Finite, so that sums and shares stay numbers.
+_UNLIMITED = 1e30
+
+# Halved rates give finishes at exactly x.5 ns, where float noise would decide. This offset no small fraction
+# hits.
+_ROUNDING = 0.3183
+
+
+class _Link:
+    __slots__ = (
+        "bound",
+        "busy_ns",
+        "busy_since",
+        "bytes_ended",
+        "capacity",
+        "flows",
+        "name",
+        "num_open",
+        "number",
+        "reached_by",
+        "room",
+    )
+
+    def __init__(self, number: int, name: str, capacity: float) -> None:
+        self.number = number
+        self.name = name
+        self.capacity = capacity
+        self.flows: dict[Flow, None] = {}  # in order of start
+        self.bound = 0.0  # sum of the bounds of its flows
+        self.bytes_ended = 0  # by flows that have ended
+        self.busy_ns = 0  # before busy_since
+        self.busy_since = 0
+        # While its flows are being filled: capacity not given out yet, and flows that have no rate yet.
+        self.room = 0.0
+        self.num_open = 0
+        self.reached_by = 0
+
+
+class Flow:
+    """One transfer. The driver reads `tag`, `num_bytes` and `started_ns`; the rest belongs to the network."""
+
+    __slots__ = (
+        "bound",
+        "finish_ns",
+        "left",
+        "links",
+        "num_bytes",
+        "open",
+        "rate",
+        "reached_by",
+        "share",
+        "since",
+        "started_ns",
+        "tag",
+    )
+
+    # Set by a fill alone: the new rate, and whether it is still to be found.
+    share: float
+    open: bool
+
+    def __init__(
+        self, links: tuple[_Link, ...], bound: float, num_bytes: int, tag: object, started_ns: int
+    ) -> None:
+        self.links = links
+        self.bound = bound  # capacity of the narrowest link
+        self.num_bytes = num_bytes
+        self.tag = tag
+        self.started_ns = started_ns
+        self.rate = 0.0  # holds from `since` on, when `left` bytes were to go
+        self.left = float(num_bytes)
+        self.since = started_ns
+        self.finish_ns = NEVER
+        self.reached_by = 0
+
+    def settle(self, now: int) -> None:
+        """Brings `left` up to `now`."""
+        self.left -= self.rate * ((now - self.since) * 1e-9)
+        self.since = now
+
+    def aim(self) -> None:
+        """Sets the finish from what is left."""
+        if self.left <= 0.0:
+            self.finish_ns = self.since
+        elif self.rate > 0.0:
+            self.finish_ns = self.since + int(self.left * 1e9 / self.rate + _ROUNDING)
+        else:
+            self.finish_ns = NEVER
+
+    def change_rate(self, rate: float, now: int) -> None:
+        if self.finish_ns <= now:
+            # It has ended and waits to be taken off: aiming again could move its end by the rounding of before.
+            self.left = 0.0
+            self.rate = rate
+            self.since = now
+        else:
+            self.settle(now)
+            self.rate = rate
+            self.aim()
+
+
+class Network:
+    """All links and the flows on them.
+
+    `now` never goes back, and never passes `next_finish()` without a call of `finish`. `version` changes
+    whenever the next finish may have changed.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._num_fills = 0
+        self._links: list[_Link] = []
+        self._routes: dict[tuple[int, ...], tuple[tuple[_Link, ...], float]] = {}
+        self._live: dict[Flow, None] = {}  # in order of start
+        self._unfilled: dict[_Link, None] = {}  # links whose flows await new rates, all since the same instant
+        self._unfilled_at = 0
+        self._next: int | None = NEVER  # None: not known, look for it
+
+    def add_link(self, name: str, bytes_per_s: float) -> int:
+        """Number of a new link. `bytes_per_s` may be infinite, and 0 for a link that is down."""
+        self._links.append(_Link(len(self._links), name, _capacity(name, bytes_per_s)))
+        return len(self._links) - 1
+
+    def start(self, path: tuple[int, ...], num_bytes: int, tag: object, now: int) -> Flow:
+        """Sends bytes across all links of `path`, which are distinct. No bytes: finishes at `now`."""
+        if self._unfilled and now != self._unfilled_at:
+            self._fill()
+        route = self._routes.get(path)
+        if route is None:
+            route = self._route(path)
+        links, bound = route
+        flow = Flow(links, bound, num_bytes, tag, now)
+        self._live[flow] = None
+        contended = False
+        for link in links:
+            flows = link.flows
+            if not flows:
+                link.busy_since = now
+            flows[flow] = None
+            link.bound += bound
+            if link.bound > link.capacity:
+                contended = True
+                self._unfilled[link] = None
+        if contended:
+            self._unfilled_at = now
+        else:
+            flow.rate = bound
+        flow.aim()
+        if self._next is not None and flow.finish_ns < self._next:
+            self._next = flow.finish_ns
+        self.version += 1
+        return flow
+
+    def grow(self, flow: Flow, num_bytes: int, now: int) -> None:
+        """Adds bytes to a live flow."""
+        assert flow in self._live, f"flow {flow.tag!r} has ended"
+        self._catch_up(now)
+        flow.num_bytes += num_bytes
+        flow.settle(now)
+        flow.left += num_bytes
+        flow.aim()
+        self._next = None
+        self.version += 1
+
+    def cancel(self, flow: Flow, now: int) -> None:
+        """Takes a live flow off the network; what it has moved still counts."""
+        assert flow in self._live, f"flow {flow.tag!r} has ended"
+        self._catch_up(now)
+        self._remove(flow, flow.num_bytes - self.bytes_left(flow, now), now)
+        self.version += 1
+
+    def next_finish(self) -> int | None:
+        """When the next flow ends, in ns; None while none will."""
+        if self._unfilled:
+            self._fill()
+        if self._next is None:
+            self._next = min([flow.finish_ns for flow in self._live], default=NEVER)
+        return self._next if self._next < NEVER else None
+
+    def finish(self, now: int) -> list[Flow]:
+        """Takes off and returns the flows that have ended by `now`, in order of start."""
+        if self._unfilled:
+            self._fill()
+        ended = [flow for flow in self._live if flow.finish_ns <= now]
+        for flow in ended:
+            self._remove(flow, flow.num_bytes, now)
+        self.version += 1
+        return ended
+
+    def set_rate(self, link: int, bytes_per_s: float, now: int) -> None:
+        """Gives a link another capacity from `now` on; 0 stops what crosses it."""
+        self._catch_up(now)
+        changed = self._links[link]
+        changed.capacity = _capacity(changed.name, bytes_per_s)
+        self._routes.clear()
+        for each in self._links:
+            each.bound = 0.0
+        for flow in self._live:
+            flow.bound = min(each.capacity for each in flow.links)
+            for each in flow.links:
+                each.bound += flow.bound
+        self._refill(self._live, now)
+        self.version += 1
+
+    def bytes_left(self, flow: Flow, now: int) -> int:
+        """Bytes a live flow has still to send at `now`, rounded up."""
+        self._catch_up(now)
+        if flow.finish_ns <= now:
+            return 0
+        return min(flow.num_bytes, max(0, math.ceil(flow.left - flow.rate * ((now - flow.since) * 1e-9))))
+
+    def bytes_moved(self, link: int, now: int) -> int:
+        """Bytes a link has carried until `now`, of live, ended and cancelled flows."""
+        each = self._links[link]
+        return each.bytes_ended + sum(flow.num_bytes - self.bytes_left(flow, now) for flow in each.flows)
+
+    def busy_ns(self, link: int, now: int) -> int:
+        """Time until `now` during which a link had at least one flow."""
+        each = self._links[link]
+        return each.busy_ns + (now - each.busy_since if each.flows else 0)
+
+    def _route(self, path: tuple[int, ...]) -> tuple[tuple[_Link, ...], float]:
+        assert path and len(set(path)) == len(path), f"a path is distinct links, at least one: {path}"
+        links = tuple(self._links[number] for number in path)
+        route = self._routes[path] = (links, min(link.capacity for link in links))
+        return route
+
+    def _catch_up(self, now: int) -> None:
+        if self._unfilled and now != self._unfilled_at:
+            self._fill()
+
+    def _remove(self, flow: Flow, moved: int, now: int) -> None:
+        del self._live[flow]
+        for link in flow.links:
+            flows = link.flows
+            del flows[flow]
+            link.bytes_ended += moved
+            if not flows:
+                link.bound = 0.0  # exactly: no rounding is carried on
+                link.busy_ns += now - link.busy_since
+                continue
+            if link.bound > link.capacity:
+                self._unfilled[link] = None
+                self._unfilled_at = now
+            link.bound -= flow.bound
+        self._next = None
+
+    def _fill(self) -> None:
+        """New rates for the flows of the unfilled links and all connected to them."""
+        seeds = [flow for link in self._unfilled for flow in link.flows]
+        self._unfilled.clear()
+        self._refill(seeds, self._unfilled_at)
+
+    def _refill(self, seeds: Iterable[Flow], now: int) -> None:
+        flows, links = self._component(seeds)
+        _set_shares(links)
+        for flow in flows:
+            if flow.share != flow.rate:
+                flow.change_rate(flow.share, now)
+        self._next = None
+
+    def _component(self, seeds: Iterable[Flow]) -> tuple[list[Flow], list[_Link]]:
+        """The seeds, all flows connected to them through contended links, and those links."""
+        self._num_fills += 1
+        this_fill = self._num_fills
+        flows: list[Flow] = []
+        links: list[_Link] = []
+        for flow in seeds:
+            if flow.reached_by != this_fill:
+                flow.reached_by = this_fill
+                flows.append(flow)
+        for flow in flows:  # grows meanwhile
+            flow.share = flow.bound
+            flow.open = False
+            for link in flow.links:
+                if link.bound > link.capacity:
+                    flow.open = True
+                    if link.reached_by != this_fill:
+                        link.reached_by = this_fill
+                        links.append(link)
+                        for other in link.flows:
+                            if other.reached_by != this_fill:
+                                other.reached_by = this_fill
+                                flows.append(other)
+        return flows, links
+
+    def check(self) -> None:
+        """Asserts that the rates are the max-min fair ones and that the books agree. For tests: slow."""
+        if self._unfilled:
+            self._fill()
+        near = 1.0 + 1e-9
+        loads = [sum(flow.rate for flow in link.flows) for link in self._links]
+        for link, load in zip(self._links, loads, strict=True):
+            assert load <= link.capacity * near, f"link {link.name} carries {load} of {link.capacity} bytes/s"
+            bound = sum(flow.bound for flow in link.flows)
+            assert math.isclose(link.bound, bound, rel_tol=1e-9, abs_tol=link.capacity * 1e-9)
+            assert all(link in flow.links and flow in self._live for flow in link.flows)
+        for flow in self._live:
+            assert -1.0 <= flow.left <= flow.num_bytes
+            assert any(
+                loads[link.number] * near >= link.capacity
+                and flow.rate * near >= max(other.rate for other in link.flows)
+                for link in flow.links
+            ), f"flow {flow.tag!r} at {flow.rate} bytes/s has no bottleneck"
+        if self._next is not None:
+            assert self._next == min((flow.finish_ns for flow in self._live), default=NEVER)
+
+
+def _capacity(name: str, bytes_per_s: float) -> float:
+    assert bytes_per_s >= 0.0, f"link {name}: {bytes_per_s} bytes/s"
+    return min(bytes_per_s, _UNLIMITED)
+
+
+def _set_shares(links: Iterable[_Link]) -> None:
+    """Sets `share`, the max-min rate, of all flows of these links: the contended ones of whole components.
+
+    Progressive filling: the link with the least room for each of its flows gives its flows their rate. That
+    least share only rises, so a link whose share has grown when its turn comes is put back.
+    """
+    heap = []
+    for link in links:
+        link.room = link.capacity
+        link.num_open = len(link.flows)
+        heap.append((link.room / link.num_open, link.number, link))
+    heapify(heap)
+    while heap:
+        promised, number, link = heappop(heap)
+        if not link.num_open:
+            continue
+        share = link.room / link.num_open
+        if share > promised:
+            heappush(heap, (share, number, link))
+            continue
+        waiting = [flow for flow in link.flows if flow.open]
+        # Flows that a narrower link holds below the share come first: they leave more to the others.
+        bounded = [flow for flow in waiting if flow.bound < share]
+        for flow in bounded or waiting:
+            rate = flow.bound if bounded else share
+            flow.share = rate
+            flow.open = False
+            for crossed in flow.links:
+                crossed.room -= rate
+                crossed.num_open -= 1
+        if bounded:
+            heappush(heap, (share, number, link))

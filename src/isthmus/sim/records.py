@@ -1,0 +1,93 @@
+"""What one simulation leaves behind: a record for each request, node and link. Times in ns of virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from isthmus.sim.workloads import Request
+from isthmus.types import NodeId, Role
+
+
+class Status(StrEnum):
+    COMPLETED = "completed"
+    REFUSED = "refused"
+    FAILED = "failed"
+    UNFINISHED = "unfinished"
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request's way; a time is -1 for a station it did not reach. `index`: its place in the workload.
+
+    `stage`: where it was refused, `prefill` or `decode`; `cached_tokens`: prompt tokens that needed no computing,
+    of which `fetched_tokens` came from another node and `disk_tokens` from SSD. `tbt_ns`: mean of the longest
+    tenth of its token gaps (Mooncake, FAST'25, 5.1), the first gap included; 0 with one output token.
+    `prefill_ns`: node time its prefill took. `ttft_limit_ns`, `tbt_limit_ns`: what it was promised, 0: nothing.
+    """
+
+    index: int
+    request: Request
+    status: Status = Status.UNFINISHED
+    stage: str = ""
+    prefill: int = -1
+    decode: int = -1
+    arrival_ns: int = 0
+    prefill_start_ns: int = -1
+    first_token_ns: int = -1
+    landed_ns: int = -1
+    joined_ns: int = -1
+    end_ns: int = -1
+    prefill_ns: int = 0
+    cached_tokens: int = 0
+    cached_blocks: int = 0
+    fetched_tokens: int = 0
+    disk_tokens: int = 0
+    tbt_ns: float = 0.0
+    ttft_limit_ns: int = 0
+    tbt_limit_ns: int = 0
+
+
+@dataclass(slots=True)
+class NodeRecord:
+    """One node. `busy_ns`: time it computed; `stalled_ns`: part of that in which it only waited for KV to load."""
+
+    node: NodeId
+    role: Role
+    busy_ns: int = 0
+    stalled_ns: int = 0
+    iterations: int = 0
+    tokens_prefilled: int = 0
+    tokens_decoded: int = 0
+    preemptions: int = 0
+    blocks_evicted: int = 0
+
+
+@dataclass(slots=True)
+class LinkRecord:
+    """One link. `kind`: `network`, `spine`, `memory` or `disk`."""
+
+    name: str
+    kind: str
+    bytes_per_s: float
+    bytes_moved: int = 0
+    busy_ns: int = 0
+
+
+@dataclass(slots=True)
+class Result:
+    """A finished simulation. `bytes_moved` by purpose: `handover`, `fetch`, `replicate`, `load`, `disk_read`, `disk_write`."""
+
+    workload: str
+    policy: str
+    admission: str
+    order: str
+    records: list[RequestRecord]
+    nodes: list[NodeRecord]
+    links: list[LinkRecord]
+    start_ns: int
+    end_ns: int
+    bytes_moved: dict[str, int]
+    wall_s: float = 0.0
+    num_events: int = 0
+    notes: list[str] = field(default_factory=list)

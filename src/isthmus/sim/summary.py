@@ -1,0 +1,331 @@
+"""What a simulation's records say, in figures. Plain Python; the same records give the same bytes.
+
+Every figure, and over which requests it is taken, is described in docs/simulate.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from isthmus.sim.records import LinkRecord, NodeRecord, RequestRecord, Result, Status
+from isthmus.types import NS_PER_S
+
+_Number = TypeVar("_Number", int, float)
+
+STAGES = ("prefill", "decode")
+"""Where a request can be refused; both are always reported."""
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Mean and nearest-rank percentiles, in seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+class Loss(msgspec.Struct, frozen=True):
+    """Prefill work that served nobody: node seconds, and as a share of all prefill work."""
+
+    node_s: float
+    share: float
+
+
+class Waste(msgspec.Struct, frozen=True):
+    """Prefill work for requests that were `refused` after it, completed but `missed` a limit, or `failed`."""
+
+    refused: Loss
+    missed: Loss
+    failed: Loss
+
+
+class Hits(msgspec.Struct, frozen=True):
+    """Share of the prompt tokens taken from the node's own memory, from another node, and from its SSD."""
+
+    memory: float
+    fetched: float
+    disk: float
+
+
+class PoolUse(msgspec.Struct, frozen=True):
+    """All nodes of one role. Shares of node time from start to end; `busy_share` includes `stalled_share`."""
+
+    nodes: int
+    busy_share: float
+    stalled_share: float
+    iterations: int
+    tokens_prefilled: int
+    tokens_decoded: int
+    preemptions: int
+    blocks_evicted: int
+
+
+class LinkUse(msgspec.Struct, frozen=True):
+    """All links of one kind. Utilisation: bytes moved over the bytes its bandwidth allows from start to end."""
+
+    links: int
+    bytes_moved: int
+    utilisation_mean: float
+    utilisation_max: float
+
+
+class Group(msgspec.Struct, frozen=True):
+    """The requests of one priority or one tenant; fields as in `Summary`."""
+
+    requests: int
+    completed: int
+    goodput_share: float
+    rejected: dict[str, int]
+    failed: int
+    unfinished: int
+    ttft_s: Spread | None
+    tbt_s: Spread | None
+    hit_rate_tokens: float
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """One simulation in figures. None: no request got there. Groups are empty unless there are at least two."""
+
+    workload: str
+    policy: str
+    admission: str
+    order: str
+    requests: int
+    completed: int
+    goodput_share: float
+    goodput_per_s: float
+    ttft_s: Spread | None
+    tbt_s: Spread | None
+    tpot_s: Spread | None
+    e2e_s: Spread | None
+    queue_s: Spread | None
+    transfer_s: Spread | None
+    hit_rate_tokens: float
+    hit_rate_blocks: float
+    hits_by_source: Hits
+    rejected: dict[str, int]
+    failed: int
+    unfinished: int
+    waste: Waste
+    bytes_moved: dict[str, int]
+    utilisation: dict[str, PoolUse]
+    links: dict[str, LinkUse]
+    makespan_s: float
+    output_tokens_per_s: float
+    by_priority: dict[str, Group]
+    by_tenant: dict[str, Group]
+    notes: list[str]
+    events: int
+    wall_s: float
+
+
+def summarize(result: Result) -> Summary:
+    """The figures of a finished simulation."""
+    all_requests = _Requests(result.records)
+    started, first, completed = all_requests.started, all_requests.first, all_requests.completed
+    span_ns = result.end_ns - result.start_ns
+    return Summary(
+        workload=result.workload,
+        policy=result.policy,
+        admission=result.admission,
+        order=result.order,
+        requests=len(result.records),
+        completed=len(completed),
+        goodput_share=all_requests.goodput_share(),
+        goodput_per_s=_share(all_requests.good * NS_PER_S, span_ns),
+        ttft_s=all_requests.ttft(),
+        tbt_s=all_requests.tbt(),
+        tpot_s=_spread(_mean_gaps_ns(completed)),
+        e2e_s=_spread([each.end_ns - each.arrival_ns for each in completed]),
+        queue_s=_spread([each.prefill_start_ns - each.arrival_ns for each in started]),
+        transfer_s=_spread([each.joined_ns - each.first_token_ns for each in first if each.joined_ns >= 0]),
+        hit_rate_tokens=all_requests.hit_rate_tokens(),
+        hit_rate_blocks=_share(
+            sum([each.cached_blocks for each in started]), sum([len(each.request.blocks) for each in started])
+        ),
+        hits_by_source=_hits(started),
+        rejected=all_requests.rejected,
+        failed=len(all_requests.failed),
+        unfinished=all_requests.unfinished,
+        waste=_waste(all_requests),
+        bytes_moved=dict(result.bytes_moved),
+        utilisation=_pools(result.nodes, span_ns),
+        links=_links(result.links, span_ns),
+        makespan_s=span_ns / NS_PER_S,
+        output_tokens_per_s=_share(sum([each.request.output_tokens for each in completed]) * NS_PER_S, span_ns),
+        by_priority=_groups(result.records, lambda record: record.request.priority, highest_first=True),
+        by_tenant=_groups(result.records, lambda record: record.request.tenant),
+        notes=list(result.notes),
+        events=result.num_events,
+        wall_s=result.wall_s,
+    )
+
+
+def to_json(summary: Summary, *, wall: bool = True) -> bytes:
+    """Indented JSON, keys in a fixed order. `wall=False` leaves out `wall_s`, which alone varies by run."""
+    values = msgspec.to_builtins(summary)
+    if not wall:
+        del values["wall_s"]
+    return msgspec.json.format(msgspec.json.encode(values), indent=1) + b"\n"
+
+
+def within_limits(record: RequestRecord) -> bool:
+    """Whether a request counts as goodput: completed, TTFT and TBT inside its limits. A missing limit holds."""
+    return record.status is Status.COMPLETED and not _missed_limit(record)
+
+
+def _missed_limit(record: RequestRecord) -> bool:
+    """Of a completed request."""
+    late = record.ttft_limit_ns and record.first_token_ns - record.arrival_ns > record.ttft_limit_ns
+    return bool(late or (record.tbt_limit_ns and record.tbt_ns > record.tbt_limit_ns))
+
+
+def nearest_rank(ordered: Sequence[_Number], percent: int) -> _Number:
+    """The smallest value that `percent` of all values do not exceed; `ordered` is ascending, not empty."""
+    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
+
+
+class _Requests:
+    """Some requests by how far they got. `started`: prefill began; `first`: the first token was there."""
+
+    def __init__(self, records: Sequence[RequestRecord]) -> None:
+        self.count = len(records)
+        self.started = [each for each in records if each.prefill_start_ns >= 0]
+        self.first = [each for each in self.started if each.first_token_ns >= 0]
+        ended: dict[Status, list[RequestRecord]] = {status: [] for status in Status}
+        for each in records:
+            ended[each.status].append(each)
+        self.completed = ended[Status.COMPLETED]
+        self.refused = ended[Status.REFUSED]
+        self.failed = ended[Status.FAILED]
+        self.unfinished = len(ended[Status.UNFINISHED])
+        self.missed = [each for each in self.completed if _missed_limit(each)]
+        self.rejected = dict.fromkeys(STAGES, 0)
+        for each in self.refused:
+            self.rejected[each.stage] = self.rejected.get(each.stage, 0) + 1
+
+    @property
+    def good(self) -> int:
+        return len(self.completed) - len(self.missed)
+
+    def goodput_share(self) -> float:
+        return _share(self.good, self.count)
+
+    def ttft(self) -> Spread | None:
+        return _spread([each.first_token_ns - each.arrival_ns for each in self.first])
+
+    def tbt(self) -> Spread | None:
+        return _spread([each.tbt_ns for each in self.completed if each.request.output_tokens > 1])
+
+    def hit_rate_tokens(self) -> float:
+        return _share(
+            sum([each.cached_tokens for each in self.started]),
+            sum([each.request.num_tokens for each in self.started]),
+        )
+
+
+def _mean_gaps_ns(completed: Sequence[RequestRecord]) -> list[float]:
+    spans = [(each.end_ns - each.first_token_ns, each.request.output_tokens - 1) for each in completed]
+    return [span_ns / num_gaps for span_ns, num_gaps in spans if num_gaps]
+
+
+def _hits(started: Sequence[RequestRecord]) -> Hits:
+    prompt = sum([each.request.num_tokens for each in started])
+    fetched = sum([each.fetched_tokens for each in started])
+    disk = sum([each.disk_tokens for each in started])
+    memory = sum([each.cached_tokens for each in started]) - fetched - disk
+    return Hits(_share(memory, prompt), _share(fetched, prompt), _share(disk, prompt))
+
+
+def _waste(requests: _Requests) -> Waste:
+    whole_ns = sum([each.prefill_ns for each in requests.started])
+    parts_ns = [
+        sum([each.prefill_ns for each in part]) for part in (requests.refused, requests.missed, requests.failed)
+    ]
+    return Waste(*(Loss(part_ns / NS_PER_S, _share(part_ns, whole_ns)) for part_ns in parts_ns))
+
+
+def _share(part: float, whole: float) -> float:
+    """`part / whole`, 0 of nothing."""
+    return part / whole if whole > 0 else 0.0
+
+
+def _spread(values_ns: Sequence[float]) -> Spread | None:
+    if not values_ns:
+        return None
+    ordered = sorted(map(float, values_ns))  # floats sort faster than large integers
+    percentiles = (nearest_rank(ordered, percent) / NS_PER_S for percent in (50, 90, 99))
+    # fsum rounds once, so the mean does not depend on the order of the requests.
+    return Spread(math.fsum(values_ns) / len(values_ns) / NS_PER_S, *percentiles)
+
+
+def _pools(nodes: Sequence[NodeRecord], span_ns: int) -> dict[str, PoolUse]:
+    pools: dict[str, list[NodeRecord]] = {}
+    for node in nodes:
+        pools.setdefault(node.role.value, []).append(node)
+    return {role: _pool(pools[role], span_ns) for role in sorted(pools)}
+
+
+def _pool(nodes: list[NodeRecord], span_ns: int) -> PoolUse:
+    node_time_ns = span_ns * len(nodes)
+    return PoolUse(
+        nodes=len(nodes),
+        busy_share=_share(sum(node.busy_ns for node in nodes), node_time_ns),
+        stalled_share=_share(sum(node.stalled_ns for node in nodes), node_time_ns),
+        iterations=sum(node.iterations for node in nodes),
+        tokens_prefilled=sum(node.tokens_prefilled for node in nodes),
+        tokens_decoded=sum(node.tokens_decoded for node in nodes),
+        preemptions=sum(node.preemptions for node in nodes),
+        blocks_evicted=sum(node.blocks_evicted for node in nodes),
+    )
+
+
+def link_utilisation(link: LinkRecord, span_ns: int) -> float:
+    """Bytes moved over the bytes that fit in `span_ns`; 0 for a link without a limit."""
+    fits = link.bytes_per_s * span_ns / NS_PER_S
+    return _share(link.bytes_moved, fits) if math.isfinite(fits) else 0.0
+
+
+def _links(links: Sequence[LinkRecord], span_ns: int) -> dict[str, LinkUse]:
+    kinds: dict[str, list[LinkRecord]] = {}
+    for link in links:
+        kinds.setdefault(link.kind, []).append(link)
+    uses: dict[str, LinkUse] = {}
+    for kind in sorted(kinds):
+        shares = [link_utilisation(link, span_ns) for link in kinds[kind]]
+        moved = sum(link.bytes_moved for link in kinds[kind])
+        uses[kind] = LinkUse(len(shares), moved, math.fsum(shares) / len(shares), max(shares))
+    return uses
+
+
+def _groups(
+    records: Sequence[RequestRecord], key: Callable[[RequestRecord], str | int], *, highest_first: bool = False
+) -> dict[str, Group]:
+    """The records by `key`, in its order; nothing if all have the same."""
+    members: dict[str | int, list[RequestRecord]] = {}
+    for record in records:
+        members.setdefault(key(record), []).append(record)
+    if len(members) < 2:
+        return {}
+    names: list[str | int] = sorted(members, reverse=highest_first)
+    return {str(name): _group(members[name]) for name in names}
+
+
+def _group(records: Sequence[RequestRecord]) -> Group:
+    requests = _Requests(records)
+    return Group(
+        requests=requests.count,
+        completed=len(requests.completed),
+        goodput_share=requests.goodput_share(),
+        rejected=requests.rejected,
+        failed=len(requests.failed),
+        unfinished=requests.unfinished,
+        ttft_s=requests.ttft(),
+        tbt_s=requests.tbt(),
+        hit_rate_tokens=requests.hit_rate_tokens(),
+    )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +64,14 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for child in text.split()]
 
 
+def node_pid(pids: object, name: str) -> int:
+    """The child that runs node `name`."""
+    for pid in pids:  # type: ignore[attr-defined]
+        if name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+            return int(pid)
+    raise AssertionError(f"no process of {name}")
+
+
 def alive(pid: int) -> bool:
     """Whether a process exists and is not a zombie."""
     try:
@@ -108,3 +118,28 @@ def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
         assert process.poll() is None, f"serve ended at start:\n{log.read_text()}"
         assert time.monotonic() < until, f"serve was not ready within {START_S} s:\n{log.read_text()}"
         time.sleep(0.05)
+
+
+def streamed(served: Served, prompt: list[int], max_tokens: int, answering: threading.Event) -> list[int]:
+    """The token ids of a streamed answer; sets `answering` at the first."""
+    body = {"model": served.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+    tokens: list[int] = []
+    with served.http.stream("POST", "/v1/completions", json={**body, "return_token_ids": True}) as reply:
+        assert reply.status_code == 200, reply.read()
+        for line in reply.iter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line.removeprefix("data: "))
+                assert "error" not in chunk, chunk
+                for choice in chunk["choices"]:
+                    tokens += choice["token_ids"]
+                answering.set()
+    return tokens
+
+
+def refused(*arguments: str) -> tuple[int, str]:
+    """Exit status and the only line of a command that must not start."""
+    done = subprocess.run(command("serve", *arguments), capture_output=True, text=True, timeout=60, check=False)
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert done.stdout == ""
+    return done.returncode, lines[0]

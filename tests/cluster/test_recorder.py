@@ -22,11 +22,11 @@ from isthmus.conductor import (
     Rules,
 )
 from isthmus.errors import ConfigError
-from isthmus.types import BlockName, NodeId, RequestId, Role
+from isthmus.types import NodeId, RequestId, Role
 
 P1, D1, M1 = NodeId("p1"), NodeId("d1"), NodeId("m1")
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
-NAMES = (BlockName(b"\x00\xff" * 8), BlockName(bytes(16)))
+NAMES = (b"\x00\xff" * 8, bytes(16))
 RULES = Rules(max_requests=2, max_attempts=2)
 EVENTS: list[Event] = [
     NodeJoined(P1, Role.PREFILL, 100, 4),

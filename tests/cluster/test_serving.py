@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -16,7 +15,7 @@ import openai
 import pytest
 
 from tests.models import make_model
-from tests.served import Served, alive, command, serve
+from tests.served import alive, command, node_pid, refused, serve, streamed
 
 
 @pytest.fixture(scope="module")
@@ -105,22 +104,6 @@ def test_sigterm_lets_running_answers_finish(model: Path, tmp_path: Path) -> Non
         assert not any(map(alive, children))
 
 
-def streamed(served: Served, prompt: list[int], max_tokens: int, answering: threading.Event) -> list[int]:
-    """The token ids of a streamed answer; sets `answering` at the first."""
-    body = {"model": served.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
-    tokens: list[int] = []
-    with served.http.stream("POST", "/v1/completions", json={**body, "return_token_ids": True}) as reply:
-        assert reply.status_code == 200, reply.read()
-        for line in reply.iter_lines():
-            if line.startswith("data: {"):
-                chunk = json.loads(line.removeprefix("data: "))
-                assert "error" not in chunk, chunk
-                for choice in chunk["choices"]:
-                    tokens += choice["token_ids"]
-                answering.set()
-    return tokens
-
-
 def test_children_leave_when_the_launcher_is_killed(model: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with pytest.raises(AssertionError), serve(tmp_path, "--model", str(model)) as served:
@@ -153,14 +136,6 @@ def test_a_killed_node_costs_no_token(victim: str, count: str, model: Path, tmp_
         assert served.tokens(prompts[0], 300) == expected[0]
 
 
-def node_pid(pids: object, name: str) -> int:
-    """The child that runs node `name`."""
-    for pid in pids:  # type: ignore[attr-defined]
-        if name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-            return int(pid)
-    raise AssertionError(f"no process of {name}")
-
-
 def test_a_recording_replays_with_identical_decisions(model: Path, tmp_path: Path) -> None:
     recording = tmp_path / "flight.jsonl"
     options = ("--model", str(model), "--record", str(recording), "--prefill", "2")
@@ -176,15 +151,6 @@ def test_a_recording_replays_with_identical_decisions(model: Path, tmp_path: Pat
     bad = subprocess.run(command("replay", str(recording)), capture_output=True, text=True, check=False)
     assert bad.returncode == 1
     assert f"line {at + 1} differs" in bad.stdout
-
-
-def refused(*arguments: str) -> tuple[int, str]:
-    """Exit status and the only line of a command that must not start."""
-    done = subprocess.run(command("serve", *arguments), capture_output=True, text=True, timeout=60, check=False)
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1, done.stderr
-    assert done.stdout == ""
-    return done.returncode, lines[0]
 
 
 def test_what_cannot_start_says_so_in_one_line(model: Path, tmp_path: Path) -> None:

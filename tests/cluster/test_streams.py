@@ -93,19 +93,11 @@ def test_a_token_that_comes_twice_is_given_once() -> None:
     assert asyncio.run(everything(one)) == tokens
 
 
-def test_an_attempt_is_handed_over_once_its_second_token_came_in_order() -> None:
-    """A token of the decode node that overtakes the prefill's first one proves nothing yet."""
-    one, tokens = stream(), answer(5)
-    one.deliver(tokens[1])
-    assert not one.handed_over()
-    one.deliver(tokens[0])
-    assert [one.handed_over() for _ in range(2)] == [True, False]
+def test_each_attempt_is_prefilled_once() -> None:
+    one = stream()
+    assert [one.prefilled() for _ in range(2)] == [True, False]
     one.start_attempt(2)
-    assert one.attempt == 2
-    one.deliver(tokens[2])
-    assert not one.handed_over()
-    one.deliver(tokens[3])
-    assert [one.handed_over() for _ in range(2)] == [True, False]
+    assert [one.prefilled() for _ in range(2)] == [True, False]
 
 
 def test_a_failure_is_raised_after_the_tokens_that_came() -> None:

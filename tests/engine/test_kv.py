@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.blocks import KVLayout
-from isthmus.engine.kv import TORCH_DTYPES, KVMemory, runs_of
+from isthmus.engine.interface import runs_of
+from isthmus.engine.kv import TORCH_DTYPES, KVMemory
 
 from .support import deterministic
 

@@ -50,6 +50,7 @@ class FakeBackend:
         self.cancelled: list[str] = []
         self.changed = threading.Condition()
         self.node_gauges: dict[str, dict[str, float]] = {}
+        self.refused: dict[str, int] = {}
 
     def submit(self, job: Job) -> FakeStream:
         steps = self.script(job)
@@ -58,6 +59,9 @@ class FakeBackend:
 
     def gauges(self) -> dict[str, dict[str, float]]:
         return self.node_gauges
+
+    def refusals(self) -> dict[str, int]:
+        return self.refused
 
     def wait_cancelled(self, count: int, timeout_s: float = 10) -> list[str]:
         """The requests cancelled, once there are `count` of them. Fails the test after `timeout_s`."""

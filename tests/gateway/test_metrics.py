@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Iterable, Iterator
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from isthmus.gateway import GatewayTokenizer, create_app
+from isthmus.gateway import GatewaySettings, GatewayTokenizer, create_app
 from isthmus.types import FinishReason
 
-from .fake import HANG, FakeBackend, says
+from .fake import HANG, FakeBackend, Step, says
 from .inprocess import Connection, Poster
 
 
@@ -77,3 +79,34 @@ def test_gauges_of_the_nodes(post: Poster, backend: FakeBackend) -> None:
     assert found["kv_blocks_free node=prefill-0"] == 5
     assert found["kv_blocks_free node=decode-0"] == 7.5
     assert found["queue_length node=prefill-0"] == 1
+
+
+def test_refusals_by_stage(post: Poster, backend: FakeBackend) -> None:
+    backend.refused = {"prefill": 3, "decode": 1}
+    found = samples(post)
+    assert found["requests_refused_total stage=prefill"] == 3
+    assert found["requests_refused_total stage=decode"] == 1
+
+
+def test_requests_inside_their_limits(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:
+    """A limit that every answer keeps, one that none keeps, and a request's own instead of the deployment's."""
+    backend.script = lambda _: says([97, 98, 99, 100])
+    settings = GatewaySettings(ttft_ms=100_000, tbt_ms=100_000)
+    post = Poster(create_app(backend, tokenizer, settings))
+    post.complete()
+    assert samples(post)["requests_within_slo_total"] == 1
+    body = {"model": "acme/tiny", "prompt": "hi"}
+    backend.script = lambda _: slowly(says([97, 98, 99, 100]))
+    for header in ("x-isthmus-slo-ttft-ms", "x-isthmus-slo-tbt-ms"):
+        assert post.request("POST", "/v1/completions", json=body, headers={header: "1"}).status_code == 200
+        assert samples(post)["requests_within_slo_total"] == 1
+    post.complete()
+    assert samples(post)["requests_within_slo_total"] == 2
+    assert samples(post)["request_success_total finished_reason=stop"] == 4
+
+
+def slowly(steps: Iterable[Step]) -> Iterator[Step]:
+    """Each step takes more than the least limit there is."""
+    for step in steps:
+        time.sleep(0.002)
+        yield step

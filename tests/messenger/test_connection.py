@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from isthmus.errors import ProtocolError
-from isthmus.messenger import Connection, connect, listen
+from isthmus.messenger import Connection, TcpNetwork
 
 LIMIT_S = 30.0
 """Only so that a bug ends the test: nothing here is decided by it."""
@@ -73,8 +73,8 @@ class Owner:
 @asynccontextmanager
 async def session(here: Owner, there: Owner, types: object = Message) -> AsyncIterator[Connection]:
     """A session whose listening side is `there`; it is closed, on both sides, at the end."""
-    server, port = await listen("127.0.0.1", 0, Message, lambda: there)
-    connection = await connect(f"127.0.0.1:{port}", types, here, timeout_s=LIMIT_S)
+    server, port = await TcpNetwork().listen("127.0.0.1", 0, Message, lambda: there)
+    connection = await TcpNetwork().connect(f"127.0.0.1:{port}", types, here, timeout_s=LIMIT_S)
     try:
         yield connection
     finally:
@@ -220,7 +220,7 @@ def test_a_payload_where_none_belongs_ends_the_session() -> None:
 def test_a_peer_that_speaks_something_else_is_cut_off() -> None:
     async def work() -> None:
         there = Owner()
-        server, port = await listen("127.0.0.1", 0, Message, lambda: there)
+        server, port = await TcpNetwork().listen("127.0.0.1", 0, Message, lambda: there)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
         assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
@@ -262,10 +262,10 @@ def test_each_session_gets_its_own_handler() -> None:
             owners.append(Owner(lambda connection, message: connection.send(message)))
             return owners[-1]
 
-        server, port = await listen("127.0.0.1", 0, Message, owner)
+        server, port = await TcpNetwork().listen("127.0.0.1", 0, Message, owner)
         mine = [Owner(), Owner()]
         for number, one in enumerate(mine):
-            connection = await connect(f"127.0.0.1:{port}", Message, one, timeout_s=LIMIT_S)
+            connection = await TcpNetwork().connect(f"127.0.0.1:{port}", Message, one, timeout_s=LIMIT_S)
             connection.send(Note(str(number)))
             await one.until(lambda one=one: one.messages)
             assert connection.peer == f"127.0.0.1:{port}"
@@ -282,20 +282,20 @@ def test_each_session_gets_its_own_handler() -> None:
 
 def test_nobody_listening_is_an_oserror() -> None:
     async def work() -> None:
-        server, port = await listen("127.0.0.1", 0, Message, Owner)
+        server, port = await TcpNetwork().listen("127.0.0.1", 0, Message, Owner)
         server.close()
         await server.wait_closed()
         with pytest.raises(OSError):
-            await connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
+            await TcpNetwork().connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
 
     running(work)
 
 
 def test_a_taken_port_is_an_oserror() -> None:
     async def work() -> None:
-        server, port = await listen("127.0.0.1", 0, Message, Owner)
+        server, port = await TcpNetwork().listen("127.0.0.1", 0, Message, Owner)
         with pytest.raises(OSError):
-            await listen("127.0.0.1", port, Message, Owner)
+            await TcpNetwork().listen("127.0.0.1", port, Message, Owner)
         server.close()
         await server.wait_closed()
 

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from isthmus.cli import bench, node, replay, serve
+from isthmus.cli import bench, node, replay, serve, simulate
 from isthmus.errors import IsthmusError
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
 app.command("serve")(serve.serve)
 app.command("node")(node.node)
 app.command("replay")(replay.replay)
+app.command("simulate")(simulate.simulate)
 app.add_typer(bench.app, name="bench")
 
 

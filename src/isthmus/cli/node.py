@@ -49,7 +49,7 @@ def node(
         token=token,
         model=str(find_model(settings.model)[0]),
         threads=settings.engine.threads or len(os.sched_getaffinity(0)),
-        config=settings.model_dump_json(),
+        config=settings.model_dump_json(exclude_unset=True),
     )
     print(f"{orders.node}: {_run(orders, host=host, watch_stdin=False)}", file=sys.stderr)
 
@@ -70,24 +70,16 @@ def _run_launched() -> None:
 
 
 def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
+    from isthmus.cli.engines import cost_of, open_engine
     from isthmus.cluster.node import Node, NodeOptions
-    from isthmus.engine.engine import Engine, EngineOptions
 
     # The worker thread gives the interpreter up only for an instant at a time; with Python's default of 5 ms
     # the event loop would send tokens in bursts.
     sys.setswitchinterval(SWITCH_S)
     config = Config.model_validate_json(orders.config)
-    engine = Engine(
-        Path(orders.model),
-        EngineOptions(
-            dtype=config.engine.dtype,
-            device=config.engine.device,
-            threads=orders.threads,
-            block_size=config.engine.block_size,
-            kv_bytes=config.engine.kv_memory,
-            max_length=config.engine.max_length,
-        ),
-    )
+    folder = Path(orders.model)
+    cost = cost_of(config, orders.role, folder)
+    engine = open_engine(config, folder, orders.threads, cost)
     options = NodeOptions(
         node=orders.node,
         role=orders.role,
@@ -97,6 +89,9 @@ def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
         max_sequences=config.engine.max_sequences,
         transfer_s=config.limits.transfer_s,
         host=host,
+        prompt_batch=config.engine.prompt_batch,
+        order=config.scheduling.order,
+        cost=cost,
     )
     import uvloop
 

@@ -9,13 +9,14 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isthmus.blocks import KVLayout
 from isthmus.config import Config, load_config
-from isthmus.engine.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from isthmus.cli.engines import Served
 
 
 def serve(
@@ -27,6 +28,11 @@ def serve(
     prefill: Annotated[int | None, typer.Option(help="Number of prefill nodes.")] = None,
     decode: Annotated[int | None, typer.Option(help="Number of decode nodes.")] = None,
     mixed: Annotated[int | None, typer.Option(help="Number of mixed nodes.")] = None,
+    engine: Annotated[str | None, typer.Option(help="torch, or emulated: its speed and no model.")] = None,
+    hardware: Annotated[str | None, typer.Option(help="Accelerator of the cost model, e.g. h200.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="Accelerators of each node, for the cost model.")] = None,
+    policy: Annotated[str | None, typer.Option(help="How requests are placed, e.g. least_loaded.")] = None,
+    admission: Annotated[str | None, typer.Option(help="When requests are refused, e.g. early.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: the model's.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of each node.")] = None,
     token_budget: Annotated[int | None, typer.Option(help="Tokens computed in one iteration.")] = None,
@@ -40,6 +46,11 @@ def serve(
         "served_model_name": served_model_name,
         "host": host,
         "port": port,
+        "engine.kind": engine,
+        "engine.hardware": hardware,
+        "engine.gpus": gpus,
+        "policy": policy,
+        "scheduling.admission": admission,
         "engine.dtype": dtype,
         "engine.threads": threads,
         "engine.token_budget": token_budget,
@@ -66,10 +77,10 @@ def _loop_factory() -> Any:
 
 
 async def _serve(config: Config) -> None:
+    from isthmus.cli.engines import served_model
     from isthmus.cli.models import find_model
     from isthmus.cluster.launcher import check_memory, planned_nodes
     from isthmus.cluster.local import LocalCluster
-    from isthmus.engine.spec import read_spec
     from isthmus.gateway.app import create_app
     from isthmus.gateway.server import bind, serve_http
     from isthmus.gateway.settings import GatewaySettings
@@ -79,19 +90,21 @@ async def _serve(config: Config) -> None:
     started = time.monotonic()
     nodes = planned_nodes(config)
     folder, name = find_model(config.model)
-    spec = read_spec(folder)
-    check_memory(config, folder, len(nodes))
+    model = served_model(config, folder)
+    check_memory(config, len(nodes), model.host_bytes)
     card = ModelCard(
         name=config.served_model_name or name,
-        max_length=_max_length(config, spec),
-        vocab_size=spec.vocab_size,
+        max_length=_max_length(config, model),
+        vocab_size=model.vocab_size,
         created_s=int(time.time()),
     )
-    tokenizer = GatewayTokenizer.load(folder)
+    tokenizer = GatewayTokenizer.load(model.tokenizer)
     bound = bind(config.host, config.port)
     cluster = LocalCluster(config, folder, card)
     stop = _stop_on_signals()
-    app = create_app(cluster.head, tokenizer, GatewaySettings())
+    app = create_app(
+        cluster.head, tokenizer, GatewaySettings(ttft_ms=config.slo.ttft_ms, tbt_ms=config.slo.tbt_ms)
+    )
     async with cluster.run():
         http = asyncio.create_task(serve_http(app, bound, stop, drain_s=config.limits.drain_s))
         ready = asyncio.create_task(cluster.wait_ready())
@@ -109,17 +122,10 @@ async def _serve(config: Config) -> None:
             await asyncio.gather(ready, stopped, http, return_exceptions=True)
 
 
-def _max_length(config: Config, spec: ModelSpec) -> int:
+def _max_length(config: Config, model: Served) -> int:
     """What the model can read, the operator allows and one node's KV memory holds, in tokens."""
-    layout = KVLayout(
-        dtype=config.engine.dtype or spec.dtype,
-        block_size=config.engine.block_size,
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-    )
-    fits = config.engine.kv_memory // layout.block_bytes * layout.block_size
-    allowed = min(spec.max_length, config.engine.max_length or spec.max_length)
+    fits = model.fitting_tokens(config)
+    allowed = min(model.max_length, config.engine.max_length or model.max_length)
     if 0 < fits < allowed:
         print(
             f"isthmus: engine.kv_memory holds {fits} tokens of the {allowed} the model could read: "

@@ -10,7 +10,8 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -23,6 +24,7 @@ from isthmus.cluster.messages import (
     Begin,
     CacheChanged,
     Forget,
+    HandedOver,
     HeadBound,
     Hello,
     Output,
@@ -31,7 +33,7 @@ from isthmus.cluster.messages import (
     Turned,
     Welcome,
 )
-from isthmus.cluster.recorder import Recorder
+from isthmus.cluster.recorder import Tape
 from isthmus.cluster.streams import Stream
 from isthmus.conductor import (
     Abort,
@@ -41,12 +43,14 @@ from isthmus.conductor import (
     Conductor,
     Event,
     Fail,
+    FirstToken,
     Hold,
     HoldExpired,
     NodeJoined,
     NodeLeft,
     PrefillFinished,
     Refuse,
+    Replicate,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
@@ -55,8 +59,8 @@ from isthmus.conductor import (
     Rules,
 )
 from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
-from isthmus.messenger import Connection, listen
-from isthmus.types import Job, ModelCard, NodeId, RequestId, Role
+from isthmus.messenger import Connection, Network, TcpNetwork
+from isthmus.types import NS_PER_S, Job, ModelCard, NodeId, RequestId, Role
 
 log = logging.getLogger(__name__)
 
@@ -66,14 +70,18 @@ BEAT_MS = 500
 class _Member:
     """A node that joined, with its session and the gauges of its last beat."""
 
-    def __init__(self, hello: Hello, connection: Connection, now_s: float) -> None:
+    def __init__(self, hello: Hello, connection: Connection, now_ns: int) -> None:
         self.hello, self.connection = hello, connection
-        self.heard_s = now_s
+        self.heard_ns = now_ns
         self.gauges: dict[str, float] = {}
 
 
 class Head:
-    """Start with `open`; then `submit` jobs. Everything runs in one event loop."""
+    """Start with `open`; then `submit` jobs. Everything runs in one event loop.
+
+    `network`, `clock_ns`: where sessions come from and what the time is; others than the machine's own in tests
+    and in virtual time.
+    """
 
     def __init__(
         self,
@@ -83,11 +91,15 @@ class Head:
         token: str,
         silence_s: float,
         rejoin_s: float,
-        recorder: Recorder | None = None,
+        recorder: Tape | None = None,
+        network: Network | None = None,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._conductor = Conductor(rules)
         self._card, self._token, self._silence_s, self._recorder = card, token, silence_s, recorder
         self._rejoin_s = rejoin_s
+        self._network, self._clock_ns = network or TcpNetwork(), clock_ns
+        self._refused: Counter[str] = Counter()
         self._members: dict[NodeId, _Member] = {}
         self._streams: dict[RequestId, Stream] = {}
         self._layout: KVLayout | None = None
@@ -99,7 +111,7 @@ class Head:
 
     async def open(self, host: str, port: int) -> str:
         """Listens for nodes; returns `host:port`. Raises OSError when the port is taken."""
-        self._server, port = await listen(host, port, HeadBound, lambda: _FromNode(self))
+        self._server, port = await self._network.listen(host, port, HeadBound, lambda: _FromNode(self))
         self._watcher = asyncio.get_running_loop().create_task(self._watch())
         return f"{host}:{port}"
 
@@ -133,18 +145,33 @@ class Head:
                 found.setdefault(name, {})[str(node)] = value
         return found
 
+    def refusals(self) -> dict[str, int]:
+        """Requests turned away so far, by the stage that could not take them."""
+        return dict(self._refused)
+
     def submit(self, job: Job) -> Stream:
-        """Starts a job. Raises RequestError, OverloadedError or UnavailableError when it is not accepted."""
+        """Starts a job. Raises RequestError, OverloadedError or UnavailableError when it is not accepted.
+
+        One that is accepted may still fail with OverloadedError, as long as it has got no token.
+        """
         if job.request in self._streams:
             raise RequestError(f"a request with id {job.request} is in progress", param=None)
         stream = Stream(job, self._names(job), self._cancel)
-        arrived = RequestArrived(job.request, job.tenant, len(job.tokens), job.max_tokens, stream.names)
         self._streams[job.request] = stream
-        try:
-            self._decide(arrived)
-        except IsthmusError:
-            del self._streams[job.request]
-            raise
+        self._decide(
+            RequestArrived(
+                request=job.request,
+                tenant=job.tenant,
+                num_tokens=len(job.tokens),
+                max_tokens=job.max_tokens,
+                names=stream.names,
+                priority=job.priority,
+                ttft_ms=job.ttft_ms,
+                tbt_ms=job.tbt_ms,
+            )
+        )
+        if stream.error is not None:
+            raise stream.error
         return stream
 
     def _names(self, job: Job) -> tuple[Any, ...]:
@@ -164,7 +191,7 @@ class Head:
     # Decisions.
 
     def _decide(self, event: Event) -> None:
-        now = time.monotonic_ns()
+        now = self._clock_ns()
         actions = self._conductor.on(event, now)
         if self._recorder is not None:
             try:
@@ -173,14 +200,15 @@ class Head:
                 log.error("the flight recording ends here: %s", error)
                 self._recorder = None
         for action in actions:
-            self._act(action)
+            self._act(action, now)
 
-    def _act(self, action: Action) -> None:
+    def _act(self, action: Action, now: int) -> None:
         match action:
             case Route():
-                self._route(action)
+                self._route(action, now)
             case Refuse():
-                raise _refusal(action)
+                self._refused[action.stage or action.code] += 1
+                self._fail(action.request, _refusal(action))
             case Abort():
                 for node in action.nodes:
                     self._send(node, Forget(action.request, action.attempt))
@@ -188,12 +216,18 @@ class Head:
                 expired = HoldExpired(action.request, action.attempt)
                 asyncio.get_running_loop().call_later(self._rejoin_s, self._decide, expired)
             case Fail():
-                stream = self._streams.pop(action.request, None)
-                if stream is not None:
-                    stream.fail(UnavailableError(action.reason))
+                self._fail(action.request, UnavailableError(action.reason))
+            case Replicate():
+                raise AssertionError("nodes have no path for KV between caches, so there is nothing to copy")
 
-    def _route(self, route: Route) -> None:
+    def _fail(self, request: RequestId, error: IsthmusError) -> None:
+        stream = self._streams.pop(request, None)
+        if stream is not None:
+            stream.fail(error)
+
+    def _route(self, route: Route, now: int) -> None:
         """Sends an attempt to its nodes. What was generated already is part of what is prefilled."""
+        assert route.fetch is None, "nodes have no path for KV between caches, so there is nothing to fetch"
         stream = self._streams[route.request]
         stream.start_attempt(route.attempt)
         stays = route.prefill == route.decode
@@ -208,6 +242,9 @@ class Head:
             sampling=job.sampling,
             names=stream.names,
             peer="" if stays else self._members[route.decode].hello.address,
+            work_ns=route.work_ns,
+            budget_ns=route.deadline_ns - now if route.deadline_ns else None,
+            salt=job.salt,
         )
         if not stays:
             self._send(route.decode, replace(begin, part=Role.DECODE, peer=""))
@@ -229,10 +266,11 @@ class Head:
             return None
         if self._layout is None:
             self._layout, self._revision = hello.layout, hello.revision
-        self._members[hello.node] = _Member(hello, connection, time.monotonic())
+        self._members[hello.node] = _Member(hello, connection, self._clock_ns())
         connection.send(Welcome(BEAT_MS))
-        capacity = hello.num_blocks * hello.layout.block_size
-        self._decide(NodeJoined(hello.node, hello.role, capacity, hello.layout.block_size))
+        size = hello.layout.block_size
+        capacity = hello.num_blocks * size
+        self._decide(NodeJoined(hello.node, hello.role, capacity, size, hello.cost, hello.paths))
         self._changed.set()
         return hello.node
 
@@ -259,7 +297,7 @@ class Head:
         member = self._members.get(node)
         if member is None:
             return
-        member.heard_s = time.monotonic()
+        member.heard_ns = self._clock_ns()
         match message:
             case Outputs():
                 for output in message.outputs:
@@ -269,6 +307,8 @@ class Head:
                     self._decide(BlocksStored(node, message.stored))
                 if message.evicted:
                     self._decide(BlocksEvicted(node, message.evicted))
+            case HandedOver():
+                self._handed_over(message)
             case AttemptFailed():
                 self._decide(RequestFailed(message.request, message.attempt, message.reason))
             case Beat():
@@ -278,12 +318,19 @@ class Head:
         stream = self._streams.get(output.request)
         if stream is None or stream.attempt != output.attempt:
             return
-        over = stream.deliver(output.token)
-        if stream.handed_over():
-            self._decide(PrefillFinished(output.request, output.attempt))
-        if over:
+        if stream.prefilled():
+            self._decide(FirstToken(output.request, output.attempt))
+            if stream.error is not None:
+                return  # refused before the client got anything
+        if stream.deliver(output.token):
             del self._streams[output.request]
-            self._decide(RequestEnded(output.request))
+            self._decide(RequestEnded(output.request, len(stream.generated)))
+
+    def _handed_over(self, message: HandedOver) -> None:
+        """Until now the prefill node was needed: were it lost, the attempt would have to be routed again."""
+        stream = self._streams.get(message.request)
+        if stream is not None and stream.attempt == message.attempt:
+            self._decide(PrefillFinished(message.request, message.attempt))
 
     # Liveness.
 
@@ -297,9 +344,9 @@ class Head:
         """A node that sent nothing for `silence_s` is gone, whatever its socket says."""
         while True:
             await asyncio.sleep(BEAT_MS / 1000)
-            limit = time.monotonic() - self._silence_s
+            limit_ns = self._clock_ns() - int(self._silence_s * NS_PER_S)
             for node, member in list(self._members.items()):
-                if member.heard_s < limit:
+                if member.heard_ns < limit_ns:
                     member.connection.close(f"silent for {self._silence_s:g} s")
                     self.leave(node, f"silent for {self._silence_s:g} s")
 

@@ -60,18 +60,15 @@ def planned_nodes(config: Config) -> list[tuple[NodeId, Role]]:
     return [(NodeId(f"{role}-{index}"), role) for role, count in counts.items() for index in range(count)]
 
 
-def check_memory(config: Config, model: Path, num_nodes: int) -> None:
-    """Raises StartError when KV memory and weights of all nodes cannot fit what is available here."""
+def check_memory(config: Config, num_nodes: int, node_bytes: int) -> None:
+    """Raises StartError when all nodes, `node_bytes` of weights and KV each, cannot fit what is available."""
     if config.engine.device is not None and config.engine.device != "cpu":
         return
-    weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    needed = num_nodes * (weights + config.engine.kv_memory)
-    available = available_bytes()
+    needed, available = num_nodes * node_bytes, available_bytes()
     if available is not None and needed > available:
         raise StartError(
-            f"{num_nodes} nodes need {_mib(needed)} ({_mib(weights)} weights and "
-            f"{_mib(config.engine.kv_memory)} engine.kv_memory each); {_mib(available)} are available: "
-            "lower engine.kv_memory or the number of nodes"
+            f"{num_nodes} nodes need {_mib(needed)} ({_mib(node_bytes)} each, weights and KV memory); "
+            f"{_mib(available)} are available: lower engine.kv_memory or the number of nodes"
         )
 
 
@@ -149,7 +146,7 @@ class Launcher:
             token=self._token,
             model=str(self._model),
             threads=threads,
-            config=self._config.model_dump_json(),
+            config=self._config.model_dump_json(exclude_unset=True),
         )
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "isthmus", "node", "--launched", "--name", node),  # the name is for `ps`

@@ -17,12 +17,30 @@ from isthmus.errors import StartError
 from isthmus.types import ModelCard
 
 
+def rules_of(config: Config) -> Rules:
+    """The conductor's part of the configuration."""
+    scheduling = config.scheduling
+    return Rules(
+        policy=config.policy,
+        max_requests=config.limits.max_requests,
+        max_attempts=config.limits.max_attempts,
+        admission=scheduling.admission,
+        reserve=scheduling.reserve,
+        sticky_blocks=scheduling.sticky_blocks,
+        balancing_threshold=scheduling.balancing_threshold,
+        decode_s=scheduling.decode_s,
+        load_limit=scheduling.load_limit,
+        seed=scheduling.seed,
+        ttft_ms=config.slo.ttft_ms,
+        tbt_ms=config.slo.tbt_ms,
+    )
+
+
 class LocalCluster:
     """`run` it as a context; `wait_ready` inside. `head` is the gateway's handle, unhealthy until then."""
 
     def __init__(self, config: Config, model: Path, card: ModelCard) -> None:
-        limits = config.limits
-        rules = Rules(config.policy, limits.max_requests, limits.max_attempts)
+        limits, rules = config.limits, rules_of(config)
         self._recorder = Recorder(Path(config.record), rules) if config.record else None
         self._token = config.token or secrets.token_hex(16)
         self._config, self._model = config, model

@@ -8,9 +8,11 @@ from __future__ import annotations
 import msgspec
 
 from isthmus.blocks import KVLayout
+from isthmus.conductor import Paths
+from isthmus.cost import Cost
 from isthmus.types import BlockName, Generated, NodeId, RequestId, Role, Sampling, TokenLogprobs
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 def key_of(request: RequestId, attempt: int) -> RequestId:
@@ -19,7 +21,10 @@ def key_of(request: RequestId, attempt: int) -> RequestId:
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A node offers itself. `address`: where other nodes reach it for KV, `host:port`."""
+    """A node offers itself. `address`: where other nodes reach it for KV, `host:port`.
+
+    `cost`: what work takes on it, None when nobody knows; `paths`: how fast KV moves to and from it.
+    """
 
     protocol: int
     token: str
@@ -31,6 +36,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
     max_length: int
     vocab_size: int
+    cost: Cost | None = None
+    paths: Paths = Paths()
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
@@ -45,6 +52,13 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     """The tokens of one iteration."""
 
     outputs: tuple[Output, ...]
+
+
+class HandedOver(msgspec.Struct, frozen=True, tag=True):
+    """All KV of an attempt is where it decodes; this node, where it was computed, has let go of it."""
+
+    request: RequestId
+    attempt: int
 
 
 class AttemptFailed(msgspec.Struct, frozen=True, tag=True):
@@ -68,7 +82,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     gauges: dict[str, float]
 
 
-HeadBound = Hello | Outputs | AttemptFailed | CacheChanged | Beat
+HeadBound = Hello | Outputs | HandedOver | AttemptFailed | CacheChanged | Beat
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -88,7 +102,9 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
 
     `tokens`: prompt and what earlier attempts generated; the first `num_prompt` are the client's prompt.
     `part`: PREFILL computes the prompt and sends its KV to `peer`; DECODE receives it and goes on; MIXED does
-    both here. The answer ends at `stop_length` tokens in all.
+    both here. The answer ends at `stop_length` tokens in all. `work_ns`: node time the conductor expects the
+    prefill to take; `budget_ns`: what was left until the promised first token when this was sent, None without
+    a promise (a duration, for clocks of machines differ). `salt`: of the request's caches.
     """
 
     request: RequestId
@@ -100,6 +116,9 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     sampling: Sampling
     names: tuple[BlockName, ...]
     peer: str = ""
+    work_ns: int = 0
+    budget_ns: int | None = None
+    salt: str = ""
 
     @property
     def key(self) -> RequestId:

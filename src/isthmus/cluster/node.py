@@ -1,4 +1,4 @@
-"""One node process: sessions in the event loop, a worker thread that computes.
+"""One node: sessions in the event loop, a worker that computes.
 
 head ──Begin──> node ──worker──> tokens ──Outputs──> head
 prefill node ──Offer──> decode node ──Grant──> ──Slices…, Sent──> ──Landed──>
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from isthmus.cluster.messages import (
     CacheChanged,
     Forget,
     Grant,
+    HandedOver,
     Hello,
     Landed,
     NodeBound,
@@ -38,11 +40,13 @@ from isthmus.cluster.messages import (
     Withdrawn,
     key_of,
 )
+from isthmus.cluster.stepper import Stepper
 from isthmus.cluster.transfers import Incoming, Outgoing
-from isthmus.cluster.worker import Worker
-from isthmus.engine.engine import Engine
+from isthmus.cluster.worker import Requests, ThreadWorker, Worker
+from isthmus.cost import Cost
+from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
-from isthmus.messenger import Connection, connect, listen
+from isthmus.messenger import Connection, Network, TcpNetwork
 from isthmus.scheduler import Limits, Scheduler
 from isthmus.types import BlockName, NodeId, RequestId, Role, Span, TokenLogprobs
 
@@ -54,7 +58,11 @@ MAX_FORGOTTEN = 4096
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """`join`: the head's `host:port`. `transfer_s`: how long a granted transfer may bring no byte."""
+    """`join`: the head's `host:port`. `transfer_s`: how long a granted transfer may bring no byte.
+
+    `prompt_batch`: prompt tokens from which on no further prompt joins an iteration, None for no such limit;
+    `order`: of waiting requests; `cost`: what work takes here, for the conductor's predictions.
+    """
 
     node: NodeId
     role: Role
@@ -64,20 +72,39 @@ class NodeOptions:
     max_sequences: int
     transfer_s: float
     host: str = "127.0.0.1"
+    prompt_batch: int | None = None
+    order: str = "fcfs"
+    cost: Cost | None = None
+
+
+@dataclass(frozen=True)
+class World:
+    """Where a node lives: what its sessions run over, what the time is, and who drives its engine."""
+
+    network: Network
+    clock_ns: Callable[[], int]
+    worker_of: Callable[[Stepper], Worker]
+
+
+THIS_MACHINE = World(TcpNetwork(), time.monotonic_ns, ThreadWorker)
 
 
 class Node:
     """Runs until the head says Stop or its session ends. `run` returns the reason."""
 
-    def __init__(self, engine: Engine, options: NodeOptions) -> None:
-        self._engine, self._options = engine, options
+    def __init__(self, engine: Engine, options: NodeOptions, world: World = THIS_MACHINE) -> None:
+        self._engine, self._options, self._network = engine, options, world.network
         limits = Limits(
             num_blocks=engine.num_blocks,
             block_size=engine.layout.block_size,
             token_budget=options.token_budget,
+            prompt_batch=options.prompt_batch or options.token_budget,
             max_sequences=options.max_sequences,
+            order=options.order,
         )
-        self._worker = Worker(engine, Scheduler(limits), _FromWorker(self))
+        self._stepper = Stepper(engine, Scheduler(limits), _FromWorker(self), world.clock_ns)
+        self._worker = world.worker_of(self._stepper)
+        self._requests = Requests(self._stepper, self._worker)
         self._head: Connection | None = None
         self._outgoing: dict[RequestId, Outgoing] = {}
         self._incoming: dict[RequestId, Incoming] = {}
@@ -91,12 +118,14 @@ class Node:
         """Joins the cluster and serves. Raises StartError when the head cannot be reached or says no."""
         self.loop = asyncio.get_running_loop()
         self._over: asyncio.Future[str] = self.loop.create_future()
-        server, port = await listen(
+        server, port = await self._network.listen(
             self._options.host, 0, PeerMessage, lambda: _FromPeer(self, introduced=False)
         )
         self._worker.start()
         try:
-            self._head = await connect(self._options.join, NodeBound, _FromHead(self), timeout_s=CONNECT_S)
+            self._head = await self._network.connect(
+                self._options.join, NodeBound, _FromHead(self), timeout_s=CONNECT_S
+            )
         except (OSError, TimeoutError, ValueError) as error:
             raise StartError(f"cannot reach the head at {self._options.join}: {error}") from None
         self._head.send(self._hello(f"{self._options.host}:{port}"))
@@ -120,7 +149,8 @@ class Node:
             layout=engine.layout,
             num_blocks=engine.num_blocks,
             max_length=engine.max_length,
-            vocab_size=engine.spec.vocab_size,
+            vocab_size=engine.vocab_size,
+            cost=self._options.cost,
         )
 
     def end(self, reason: str | Exception) -> None:
@@ -138,7 +168,7 @@ class Node:
     async def beat(self, every_ms: int) -> None:
         while True:
             assert self._head is not None
-            self._head.send(Beat(self._worker.gauges() | self._traffic))
+            self._head.send(Beat(self._stepper.gauges() | self._traffic))
             self._fail_stalled()
             await asyncio.sleep(every_ms / 1000)
 
@@ -155,7 +185,7 @@ class Node:
         elif begin.part is Role.DECODE:
             incoming = self._incoming[begin.key] = Incoming(begin, self._engine.memory)
             incoming.connection = self._offers.pop(begin.key, None)
-        self._worker.begin(begin)
+        self._requests.begin(begin)
 
     def forget(self, key: RequestId) -> None:
         """Drops an attempt wherever it stands. Blocks being received into are freed when the frame ends."""
@@ -173,7 +203,7 @@ class Node:
         self._forgotten[key] = None
         if len(self._forgotten) > MAX_FORGOTTEN:
             self._forgotten.popitem(last=False)
-        self._worker.forget(key)
+        self._requests.forget(key)
 
     def fail(self, begin: Begin, reason: str) -> None:
         """Gives an attempt up and tells the head, which may try again."""
@@ -206,7 +236,9 @@ class Node:
         return await asyncio.shield(task)
 
     async def _connect_peer(self, address: str) -> Connection:
-        connection = await connect(address, PeerMessage, _FromPeer(self, introduced=True), timeout_s=CONNECT_S)
+        connection = await self._network.connect(
+            address, PeerMessage, _FromPeer(self, introduced=True), timeout_s=CONNECT_S
+        )
         layout, revision = self._engine.layout, self._engine.revision
         connection.send(PeerHello(PROTOCOL, self._options.token, self._options.node, revision, layout))
         return connection
@@ -224,6 +256,7 @@ class Node:
 
     def finished(self, key: RequestId) -> None:
         """A request ended here; one that was to depart has nothing to send any more."""
+        self._requests.ended(key)
         outgoing = self._outgoing.pop(key, None)
         if outgoing is not None:
             outgoing.withdraw()
@@ -233,8 +266,10 @@ class Node:
             self._outgoing[key].grant()
 
     def landed(self, key: RequestId) -> None:
-        if self._outgoing.pop(key, None) is not None:
-            self._worker.released(key)
+        outgoing = self._outgoing.pop(key, None)
+        if outgoing is not None:
+            self.tell(HandedOver(outgoing.begin.request, outgoing.begin.attempt))
+            self._requests.released(key)
 
     # Receiving KV: this node decodes.
 
@@ -312,7 +347,7 @@ class Node:
         if incoming.complete and incoming.sent is not None:
             del self._incoming[key]
             incoming.landed()
-            self._worker.imported(key, incoming.sent.token)
+            self._requests.imported(key, incoming.sent.token)
 
     # Either direction.
 

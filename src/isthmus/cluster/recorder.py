@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from io import BufferedWriter
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -28,6 +29,22 @@ class Entry(msgspec.Struct, frozen=True):
     at_ns: int
     event: Event
     actions: tuple[Action, ...]
+
+
+class Tape(Protocol):
+    """What keeps a recording."""
+
+    def record(self, at_ns: int, event: Event, actions: Sequence[Action]) -> None: ...
+
+
+class MemoryTape:
+    """Keeps a recording in memory."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+    def record(self, at_ns: int, event: Event, actions: Sequence[Action]) -> None:
+        self.entries.append(Entry(at_ns, event, tuple(actions)))
 
 
 class Recorder:

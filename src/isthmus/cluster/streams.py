@@ -22,10 +22,10 @@ class Stream:
         self._tokens: list[int] = []
         self._early: dict[int, Generated] = {}  # decode's token may overtake the prefill's first one
         self._ready: list[Generated] = []
-        self._error: IsthmusError | None = None
+        self.error: IsthmusError | None = None
+        """What it failed with. Tokens that came before are still delivered."""
         self._over = False
-        self._handing_over = False
-        self._base = 0  # tokens delivered before this attempt
+        self._prefilling = False
         self._wake = asyncio.Event()
 
     @property
@@ -33,17 +33,12 @@ class Stream:
         return tuple(self._tokens)
 
     def start_attempt(self, attempt: int) -> None:
-        self.attempt, self._handing_over = attempt, True
-        self._base = len(self._tokens)
+        self.attempt, self._prefilling = attempt, True
         self._early.clear()
 
-    def handed_over(self) -> bool:
-        """True once for each attempt: its second token is here in order, so the first came and the KV landed.
-
-        Until then the prefill node is needed: were it lost, the attempt would have to be routed again.
-        """
-        now = self._handing_over and len(self._tokens) >= self._base + 2
-        self._handing_over = self._handing_over and not now
+    def prefilled(self) -> bool:
+        """True once for each attempt: call it when any token of the attempt has come, before delivering it."""
+        now, self._prefilling = self._prefilling, False
         return now
 
     def deliver(self, token: Generated) -> bool:
@@ -57,7 +52,7 @@ class Stream:
         return self._over
 
     def fail(self, error: IsthmusError) -> None:
-        self._error = error
+        self.error = error
         self._wake.set()
 
     def cancel(self) -> None:
@@ -69,8 +64,8 @@ class Stream:
             if self._ready:
                 ready, self._ready = self._ready, []
                 yield ready
-            elif self._error is not None:
-                raise self._error
+            elif self.error is not None:
+                raise self.error
             elif self._over:
                 return
             else:

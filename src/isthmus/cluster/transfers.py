@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from isthmus.blocks import KVLayout, seal
 from isthmus.cluster.messages import Begin, Grant, Landed, Offer, Sent, Slices, Withdrawn
-from isthmus.engine.kv import KVMemory, runs_of
+from isthmus.engine.interface import KVBytes, runs_of
 from isthmus.messenger import Connection
 from isthmus.types import Span, TokenLogprobs
 
@@ -21,7 +21,7 @@ MAX_FRAME_BLOCKS = 256
 class Outgoing:
     """One departing request on the prefill node. Slices wait here until the decode node grants room."""
 
-    def __init__(self, begin: Begin, memory: KVMemory) -> None:
+    def __init__(self, begin: Begin, memory: KVBytes) -> None:
         self.begin, self._memory = begin, memory
         self._connection: Connection | None = None
         self._granted = False
@@ -81,7 +81,7 @@ class Outgoing:
 class Incoming:
     """One expected request on the decode node."""
 
-    def __init__(self, begin: Begin, memory: KVMemory) -> None:
+    def __init__(self, begin: Begin, memory: KVBytes) -> None:
         self.begin, self._memory = begin, memory
         self.blocks: Sequence[int] | None = None
         self.connection: Connection | None = None

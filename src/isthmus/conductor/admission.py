@@ -109,10 +109,11 @@ def _step_ns(view: ClusterView, node: NodeView, batch: float, context: float) ->
     """One iteration; between whole batch sizes linear."""
     whole = int(batch)
     fixed, slope = node.cost.decode_step_ps(max(1, whole))
-    if batch > whole:
+    between = 0.0
+    if whole and batch > whole:
         above, _ = node.cost.decode_step_ps(whole + 1)
-        fixed += (above - fixed) * (batch - max(1, whole)) if whole else 0
-    return (fixed + slope * context) / 1000
+        between = (above - fixed) * (batch - whole)
+    return (fixed + between + slope * context) / 1000
 
 
 def _decoding(node: NodeView) -> list[RequestView]:

@@ -92,22 +92,28 @@ class Conductor:
         request = RequestView(event, now)
         self.view.requests[event.request] = request
         self.view.recent.accept(now)
-        self._ghosts.asked(event, now)
+        self._ghosts.asked(event, placement.deepest, now)
         actions.append(self._route(request, placement, now))
         return actions
 
     def _place(self, event: RequestArrived, now: int) -> Placement | None:
         """Where a request goes; None when no node, or pair, can take it."""
+        view = self.view
         length = event.num_tokens + event.max_tokens  # a later attempt prefills what was generated as well
-        decodes = [node for node in self.view.decodes if node.capacity_tokens >= length]
-        nodes = [
-            node
-            for node in self.view.prefills
-            if node.capacity_tokens >= length and (decodes or node.role is Role.MIXED)
-        ]
+        nodes, decodes = view.prefills, view.decodes
+        if length > view.smallest_decode:
+            decodes = [node for node in decodes if node.capacity_tokens >= length]
+        if length > view.smallest_prefill or not decodes:
+            nodes = [
+                node
+                for node in nodes
+                if node.capacity_tokens >= length and (decodes or node.role is Role.MIXED)
+            ]
         if not nodes:
             return None
-        placement = self._policy(Estimator(self.view, event, nodes, now), self.rules)
+        estimator = Estimator(view, event, nodes, now)
+        placement = self._policy(estimator, self.rules)
+        placement.deepest = estimator.deepest
         if placement.prefill.role is Role.PREFILL and event.max_tokens > 1:
             placement.decode = _least_step(decodes, event.num_tokens)
         return placement  # nothing is left to decode after one token: the KV need not move
@@ -296,7 +302,7 @@ class Conductor:
         node = self.view.nodes.get(event.node)
         if node is not None:
             gone = self.view.index.evict(node.bit, event.names)
-            self._ghosts.evicted(node, event.names, gone)
+            self._ghosts.evicted(node, len(event.names), gone)
         return []
 
 
@@ -313,11 +319,13 @@ def _least_step(nodes: list[NodeView], num_tokens: int) -> NodeView:
 
     Requests still in prefill or on their way count: they will be there.
     """
-    best, best_key = nodes[0], (True, math.inf)
+    best, best_key, best_batch, best_context = nodes[0], (True, math.inf), 1 << 60, 1 << 60
     for node in nodes:
-        fixed, slope = node.cost.decode_step_ps(node.batch + 1)
-        context = node.context + num_tokens
-        key = (context > node.capacity_tokens, fixed + slope * context)
+        batch, context = node.batch, node.context
+        if batch >= best_batch and context >= best_context and node.kind == best.kind:
+            continue  # cannot be better
+        fixed, slope = node.cost.decode_step_ps(batch + 1)
+        key = (context + num_tokens > node.capacity_tokens, fixed + slope * (context + num_tokens))
         if key < best_key:
-            best, best_key = node, key
+            best, best_key, best_batch, best_context = node, key, batch, context
     return best

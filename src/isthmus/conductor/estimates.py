@@ -15,31 +15,27 @@ from isthmus.types import NS_PER_S
 
 
 class Estimator:
-    """Estimates for one request at one moment. `nodes`: those that can take its prefill.
+    """Estimates for one request at one moment. `nodes`: those that can take its prefill; `waits`: their queues, ns.
 
-    `held[slot]`, `depths[slot]`: leading blocks a node has finished, and those it has or will have.
+    `held`: leading blocks that nodes have finished, as levels; `depths[slot]`: those a node has or will have;
+    `deepest`: the most that any will. `memo`: answers of `work_ns`, by `depth << 8 | kind`.
     """
 
-    __slots__ = ("_times", "depths", "held", "nodes", "now", "num_tokens", "ratio", "request", "view")
+    __slots__ = (
+        "deepest", "depths", "held", "memo", "nodes", "now", "num_tokens", "one_kind", "ratio", "request", "view", "waits",
+    )  # fmt: skip
 
     def __init__(self, view: ClusterView, request: RequestArrived, nodes: list[NodeView], now: int) -> None:
         self.view, self.request, self.nodes, self.now = view, request, nodes, now
         self.num_tokens = request.num_tokens
         self.ratio = view.calibration.ratio
-        mask = 0
-        for node in nodes:
-            mask |= node.bit
-        self.held: Levels = view.index.match(request.names, mask)
-        self.depths: dict[int, int] = {}
-        for depth, group in view.index.match_expected(request.names, mask):
-            if depth:
-                for slot in bits(group):
-                    self.depths[slot] = depth
-        self._times: dict[int, int] = {}
-
-    def depth(self, node: NodeView) -> int:
-        """Leading blocks this node has, or will have when its queue is done."""
-        return self.depths.get(node.slot, 0)
+        self.waits = [node.free_ns - now if node.free_ns > now else 0 for node in nodes]
+        mask = view.prefill_mask if nodes is view.prefills else sum([node.bit for node in nodes])
+        self.held, expected = view.index.match(request.names, mask)
+        self.deepest = expected[-1][0]
+        self.depths = _by_slot(expected, view.num_slots)
+        self.one_kind = view.num_kinds == 1
+        self.memo: dict[int, float] = {}
 
     def cached_tokens(self, node: NodeView, num_blocks: int) -> int:
         """At least one token is left to compute: it yields the first output token."""
@@ -47,48 +43,72 @@ class Estimator:
 
     def compute_ns(self, node: NodeView, num_blocks: int) -> int:
         """The cost model's prefill time with so many leading blocks cached."""
+        cached = self.cached_tokens(node, num_blocks)
+        return node.cost.prefill_ns(self.num_tokens - cached, cached)
+
+    def work_ns(self, node: NodeView, num_blocks: int) -> float:
+        """Node time with so many leading blocks in the node's memory: computing, or loading them."""
         key = num_blocks << 8 | node.kind
-        found = self._times.get(key)
+        found = self.memo.get(key)
         if found is None:
-            cached = self.cached_tokens(node, num_blocks)
-            found = self._times[key] = node.cost.prefill_ns(self.num_tokens - cached, cached)
+            found = self.compute_ns(node, num_blocks) * self.ratio
+            if num_blocks and node.paths.memory:
+                found = max(found, num_blocks * node.block_bytes * NS_PER_S / node.paths.memory)
+            self.memo[key] = found
         return found
 
-    def local(self, node: NodeView) -> Placement:
-        """Prefill here with what is or will be cached here."""
-        depth = self.depth(node)
-        wait = node.wait_ns(self.now)
-        estimate = self.compute_ns(node, depth)
-        compute = estimate * self.ratio
-        work = max(compute, self._load_ns(node, depth, wait)) if depth else compute
-        placement = Placement(node, depth, work, wait + work)
-        placement.compute_ns = estimate if work == compute else 0
+    def local(self, at: int) -> Placement:
+        """Prefill on `nodes[at]` with what is or will be cached there."""
+        node, wait = self.nodes[at], self.waits[at]
+        depth = self.depths[node.slot]
+        work = max(self.work_ns(node, depth), self.disk_ns(node, depth) - wait)
+        placement = Placement(node, depth, depth, work, wait + work)
+        self._note_compute(placement)
         return placement
 
-    def fetched(self, node: NodeView, source: NodeView, stop: int) -> Placement:
-        """Prefill here after fetching blocks from this node's own prefix up to `stop` from another node."""
-        start = self.depth(node)
+    def fetched(self, at: int, source: NodeView, stop: int) -> Placement:
+        """Prefill on `nodes[at]` after fetching blocks from its own prefix up to `stop` from another node."""
+        node, wait = self.nodes[at], self.waits[at]
+        start = self.depths[node.slot]
         num_bytes = (stop - start) * node.block_bytes
-        wait = node.wait_ns(self.now)
         transfer, _ = transfer_ns(source.link_out, node.link_in, num_bytes, self.now)
-        estimate = self.compute_ns(node, stop)
-        compute = estimate * self.ratio
-        work = max(compute, self._load_ns(node, stop, wait), transfer - wait)
-        placement = Placement(node, stop, work, wait + work)
-        placement.compute_ns = estimate if work == compute else 0
-        placement.held = start
+        work = max(self.work_ns(node, stop), self.disk_ns(node, start) - wait, transfer - wait)
+        placement = Placement(node, stop, start, work, wait + work)
+        self._note_compute(placement)
         placement.fetch = Fetch(source.node, start, stop, self.now + int(transfer))
         placement.fetch_bytes, placement.source = num_bytes, source
         return placement
 
-    def _load_ns(self, node: NodeView, num_blocks: int, wait: int) -> float:
-        """From the node's DRAM to its device, and what is on its disk before that, less the time in queue."""
-        paths = node.paths
-        load = num_blocks * node.block_bytes * NS_PER_S / paths.memory if paths.memory else 0.0
-        if paths.disk and self.view.index.uses_disk:
-            on_disk = self.view.index.num_on_disk(node.bit, self.request.names[:num_blocks])
-            load = max(load, on_disk * node.block_bytes * NS_PER_S / paths.disk - wait)
-        return load
+    def disk_ns(self, node: NodeView, num_blocks: int) -> float:
+        """Reading what of a node's first blocks lies on its disk only; it begins while the request is queued."""
+        index = self.view.index
+        if not num_blocks or not node.paths.disk or not index.uses_disk:
+            return 0.0
+        on_disk = index.num_on_disk(node.bit, self.request.names[:num_blocks])
+        return on_disk * node.block_bytes * NS_PER_S / node.paths.disk
+
+    def _note_compute(self, placement: Placement) -> None:
+        estimate = self.compute_ns(placement.prefill, placement.cached)
+        placement.compute_ns = estimate if placement.work_ns <= int(estimate * self.ratio) else 0
+
+
+def _by_slot(levels: Levels, num_slots: int) -> list[int]:
+    """Depth of each node. Most nodes are alike, so the largest group is not unpacked."""
+    if len(levels) == 1:
+        return [levels[0][0]] * num_slots
+    common, most = 0, -1
+    for depth, group in levels:
+        size = group.bit_count()
+        if size > most:
+            common, most = depth, size
+    depths = [common] * num_slots
+    for depth, group in levels:
+        if depth != common:
+            while group:
+                low = group & -group
+                depths[low.bit_length() - 1] = depth
+                group ^= low
+    return depths
 
 
 def can_copy(source: NodeView, target: NodeView) -> bool:

@@ -7,7 +7,6 @@ more inserted block costs (ghost hits / insertions) hits: it shortens everyone's
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from isthmus.conductor.events import RequestArrived
@@ -16,45 +15,38 @@ from isthmus.types import BlockName
 
 
 class Ghosts:
-    """Names evicted lately, with the node and the number of its eviction."""
+    """Names evicted lately, with the node and the number of its eviction, in two generations.
 
-    __slots__ = ("_evicted", "_view")
+    The older one is dropped whole when the younger has as many names as all caches together, so nothing is kept
+    for long and no name is taken out one by one; whether a ghost still counts, its number says.
+    """
+
+    __slots__ = ("_older", "_view", "_younger")
 
     def __init__(self, view: ClusterView) -> None:
         self._view = view
-        self._evicted: OrderedDict[BlockName, tuple[NodeView, int]] = OrderedDict()
+        self._younger: dict[BlockName, tuple[NodeView, int]] = {}
+        self._older: dict[BlockName, tuple[NodeView, int]] = {}
 
-    def evicted(self, node: NodeView, names: Sequence[BlockName], gone: Sequence[BlockName]) -> None:
-        """`names` left the node; no node has `gone` any more."""
+    def evicted(self, node: NodeView, num_evicted: int, gone: Sequence[BlockName]) -> None:
+        """So many blocks left the node; no node has `gone` any more."""
         if not node.cache_blocks:
             return
-        node.evictions += len(names)
-        stamp = (node, node.evictions)
-        ghosts = self._evicted
-        for name in gone:
-            ghosts[name] = stamp
-        while ghosts:
-            owner, at = next(iter(ghosts.values()))
-            if owner.evictions - at <= owner.cache_blocks:
-                break
-            ghosts.popitem(last=False)
+        node.evictions += num_evicted
+        self._younger.update(dict.fromkeys(gone, (node, node.evictions)))
+        if len(self._younger) > sum([other.cache_blocks for other in self._view.prefills]):
+            self._older, self._younger = self._younger, {}
 
-    def asked(self, request: RequestArrived, now: int) -> None:
-        """An accepted request: what it computes again because it was evicted."""
-        if not self._evicted:
-            return
-        view, ghosts = self._view, self._evicted
-        everyone = 0
-        for node in view.prefills:
-            everyone |= node.bit
-        depth = view.index.match_expected(request.names, everyone)[-1][0]
+    def asked(self, request: RequestArrived, depth: int, now: int) -> None:
+        """An accepted request whose first `depth` blocks are cached: what it computes again since it was evicted."""
         run = 0
         for name in request.names[depth:]:
-            found = ghosts.pop(name, None)
-            if found is None or found[0].evictions - found[1] > found[0].cache_blocks:
+            ghost = self._younger.pop(name, None) or self._older.pop(name, None)
+            if ghost is None or ghost[0].evictions - ghost[1] > ghost[0].cache_blocks:
                 break
             run += 1
         if run:
+            view = self._view
             node = view.prefills[0]
             total, size = request.num_tokens, node.block_size
             had, would = min(depth * size, total - 1), min((depth + run) * size, total - 1)

@@ -6,7 +6,8 @@ match shrinks, and whoever falls out matched that far. Names are opaque.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 
 from isthmus.types import BlockName
 
@@ -32,34 +33,28 @@ class PrefixIndex:
     def uses_disk(self) -> bool:
         return bool(self._disk)
 
-    def store(self, bit: int, names: Iterable[BlockName]) -> None:
+    def store(self, bit: int, names: Sequence[BlockName]) -> None:
         """The node has these blocks in memory."""
-        held, get = self._held, self._held.get
-        for name in names:
-            held[name] = get(name, 0) | bit
+        _set(self._held, bit, names)
         if self._disk:
             _clear(self._disk, bit, names)
 
-    def demote(self, bit: int, names: Iterable[BlockName]) -> None:
+    def demote(self, bit: int, names: Sequence[BlockName]) -> None:
         """The node has these blocks on disk, and no longer in memory."""
-        held, disk = self._held, self._disk
-        for name in names:
-            held[name] = held.get(name, 0) | bit
-            disk[name] = disk.get(name, 0) | bit
+        _set(self._held, bit, names)
+        _set(self._disk, bit, names)
 
-    def evict(self, bit: int, names: Iterable[BlockName]) -> list[BlockName]:
+    def evict(self, bit: int, names: Sequence[BlockName]) -> Sequence[BlockName]:
         """The node has these blocks no more. Returns those that no node has."""
         if self._disk:
             _clear(self._disk, bit, names)
         return _clear(self._held, bit, names)
 
-    def promise(self, bit: int, names: Iterable[BlockName]) -> None:
+    def promise(self, bit: int, names: Sequence[BlockName]) -> None:
         """The node will have these blocks when a prefill that waits there is done."""
-        coming, get = self._coming, self._coming.get
-        for name in names:
-            coming[name] = get(name, 0) | bit
+        _set(self._coming, bit, names)
 
-    def unpromise(self, bit: int, names: Iterable[BlockName]) -> None:
+    def unpromise(self, bit: int, names: Sequence[BlockName]) -> None:
         _clear(self._coming, bit, names)
 
     def drop(self, bit: int) -> None:
@@ -67,27 +62,30 @@ class PrefixIndex:
         for masks in (self._held, self._disk, self._coming):
             _clear(masks, bit, list(masks))
 
-    def match(self, names: Sequence[BlockName], nodes: int) -> Levels:
-        """How far each of `nodes` (a mask) has the prefix, in any tier."""
-        return _walk(names, nodes, self._held.get)
-
-    def match_expected(self, names: Sequence[BlockName], nodes: int) -> Levels:
-        """How far each of `nodes` has the prefix or will have it."""
-        if not self._coming:
-            return self.match(names, nodes)
+    def match(self, names: Sequence[BlockName], nodes: int) -> tuple[Levels, Levels]:
+        """How far each of `nodes` (a mask) has the prefix, in any tier; and how far it has it or will."""
         held, coming = self._held.get, self._coming.get
+        has, will = nodes, nodes
         levels: Levels = []
+        expected: Levels = []
         depth = 0
         for name in names:
-            still = nodes & (held(name, 0) | coming(name, 0))
-            if still != nodes:
-                levels.append((depth, nodes & ~still))
-                if not still:
-                    return levels
-                nodes = still
+            holders = held(name, 0)
+            still = will & (holders | coming(name, 0))
+            if still != will:
+                expected.append((depth, will & ~still))
+                will = still
+            still = has & holders
+            if still != has:
+                levels.append((depth, has & ~still))
+                has = still
+            if not will:
+                return levels, expected
             depth += 1
-        levels.append((depth, nodes))
-        return levels
+        if has:
+            levels.append((depth, has))
+        expected.append((depth, will))
+        return levels, expected
 
     def num_on_disk(self, bit: int, names: Iterable[BlockName]) -> int:
         """How many of these blocks the node has on disk only."""
@@ -101,34 +99,34 @@ class PrefixIndex:
             assert mask & ~self._held.get(name, 0) == 0, "a block on disk is not held"
 
 
-def _clear(masks: dict[BlockName, int], bit: int, names: Iterable[BlockName]) -> list[BlockName]:
-    """Takes one bit out of each; returns the names that have none left."""
-    gone = []
+def _set(masks: dict[BlockName, int], bit: int, names: Sequence[BlockName]) -> None:
+    """Adds one bit to each. New blocks are the tail of a chain and most of it: they go in at once."""
     get = masks.get
-    for name in names:
-        mask = get(name, 0)
-        if mask & bit:
-            if mask == bit:
-                del masks[name]
-                gone.append(name)
-            else:
-                masks[name] = mask ^ bit
+    for at, name in enumerate(names):
+        mask = get(name)
+        if mask is None:
+            rest = names[at:]
+            if masks.keys().isdisjoint(rest):
+                masks.update(dict.fromkeys(rest, bit))
+                return
+            mask = 0
+        masks[name] = mask | bit
+
+
+def _clear(masks: dict[BlockName, int], bit: int, names: Sequence[BlockName]) -> Sequence[BlockName]:
+    """Takes one bit out of each; returns the names that have none left."""
+    values = list(map(masks.get, names))
+    if values.count(bit) == len(names):  # nobody else has any of them
+        deque(map(masks.__delitem__, names), 0)
+        return names
+    gone = []
+    for name, mask in zip(names, values, strict=True):
+        if mask == bit:
+            del masks[name]
+            gone.append(name)
+        elif mask is not None and mask & bit:
+            masks[name] = mask ^ bit
     return gone
-
-
-def _walk(names: Sequence[BlockName], nodes: int, get: Callable[[BlockName, int], int]) -> Levels:
-    levels: Levels = []
-    depth = 0
-    for name in names:
-        still = nodes & get(name, 0)
-        if still != nodes:
-            levels.append((depth, nodes & ~still))
-            if not still:
-                return levels
-            nodes = still
-        depth += 1
-    levels.append((depth, nodes))
-    return levels
 
 
 def bits(mask: int) -> Iterator[int]:

@@ -23,33 +23,32 @@ def random(estimator: Estimator, rules: Rules) -> Placement:
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
     z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
     z ^= z >> 31
-    return estimator.local(estimator.nodes[z % len(estimator.nodes)])
+    return estimator.local(z % len(estimator.nodes))
 
 
 def round_robin(estimator: Estimator, rules: Rules) -> Placement:
     """The nodes in turn."""
-    return estimator.local(estimator.nodes[estimator.view.num_routed % len(estimator.nodes)])
+    return estimator.local(estimator.view.num_routed % len(estimator.nodes))
 
 
 def least_loaded(estimator: Estimator, rules: Rules) -> Placement:
     """The shortest queue, by the time it takes. Ties go to the node that joined first."""
-    now = estimator.now
-    return estimator.local(min(estimator.nodes, key=lambda node: node.wait_ns(now)))
+    waits = estimator.waits
+    return estimator.local(waits.index(min(waits)))
 
 
 def sticky(estimator: Estimator, rules: Rules) -> Placement:
-    """The longest match of at least `sticky_blocks`, the shortest queue among equals; else the shortest queue."""
-    now = estimator.now
-    deepest = max(estimator.depths.values(), default=0)
+    """The longest match of `sticky_blocks` or more, the shortest queue among equals; else the shortest queue."""
+    deepest = estimator.deepest
     if deepest < rules.sticky_blocks:
         return least_loaded(estimator, rules)
-    holders = [node for node in estimator.nodes if estimator.depth(node) == deepest]
-    return estimator.local(min(holders, key=lambda node: node.wait_ns(now)))
+    holders = [at for at, node in enumerate(estimator.nodes) if estimator.depths[node.slot] == deepest]
+    return estimator.local(min(holders, key=lambda at: estimator.waits[at]))
 
 
 def local_aware(estimator: Estimator, rules: Rules) -> Placement:
-    """The lowest predicted TTFT with what each node has itself ("cache-aware" of Mooncake, FAST'25, Figure 5)."""
-    return min(map(estimator.local, estimator.nodes), key=_ttft)
+    """The lowest predicted TTFT with what each node has itself (Mooncake, FAST'25, "cache-aware" of Figure 5)."""
+    return min(map(estimator.local, range(len(estimator.nodes))), key=_ttft)
 
 
 def mooncake(estimator: Estimator, rules: Rules) -> Placement:
@@ -61,12 +60,13 @@ def mooncake(estimator: Estimator, rules: Rules) -> Placement:
     longest, holders = estimator.held[-1]
     holder = least_sending(estimator, holders) if longest else None
     options = []
-    for node in estimator.nodes:
-        ahead = longest > rules.balancing_threshold * estimator.depth(node) and longest > estimator.depth(node)
+    for at, node in enumerate(estimator.nodes):
+        own = estimator.depths[node.slot]
+        ahead = longest > rules.balancing_threshold * own and longest > own
         if holder is not None and holder is not node and ahead and can_copy(holder, node):
-            options.append(estimator.fetched(node, holder, longest))
+            options.append(estimator.fetched(at, holder, longest))
         else:
-            options.append(estimator.local(node))
+            options.append(estimator.local(at))
     return min(options, key=_ttft)
 
 

@@ -18,6 +18,8 @@ constant is tuned.
 
 from __future__ import annotations
 
+import math
+
 from isthmus.conductor.copies import transfer_ns
 from isthmus.conductor.estimates import Estimator, can_copy, least_sending
 from isthmus.conductor.rules import Rules
@@ -31,85 +33,105 @@ def isthmus(estimator: Estimator, rules: Rules) -> Placement:
 
 
 class _Pricing:
-    __slots__ = ("_best", "_best_score", "_estimator", "_loss_ns", "_num_blocks", "_price")
+    """`_best`: the cheapest option so far: (index of its node, whom it fetches from, up to which block)."""
+
+    __slots__ = ("_best", "_best_score", "_estimator", "_num_blocks", "_order", "_price", "_room", "_shortest")
 
     def __init__(self, estimator: Estimator) -> None:
+        view, now, count = estimator.view, estimator.now, len(estimator.nodes)
         self._estimator = estimator
-        view, nodes, now = estimator.view, estimator.nodes, estimator.now
-        waiting = sum([node.wait_ns(now) for node in nodes]) / len(nodes)
-        self._price = view.recent.rate(now) / len(nodes) * waiting / NS_PER_S
-        self._loss_ns = view.recent.loss_per_block_ns(now)
+        first = view.num_routed % count
+        self._order = [*range(first, count), *range(first)]
+        mean_wait = sum(estimator.waits) / count
+        self._price = view.recent.rate(now) / count * mean_wait / NS_PER_S
+        self._room = self._price * view.recent.loss_per_block_ns(now)  # price of the room one block takes
         self._num_blocks = len(estimator.request.names)
-        self._best: Placement | None = None
-        self._best_score = 0.0
+        self._best: tuple[int, NodeView | None, int] = (0, None, 0)
+        self._best_score = math.inf
+        self._shortest = min(estimator.waits)
 
     def cheapest(self) -> Placement:
         estimator = self._estimator
-        nodes = estimator.nodes
-        first = estimator.view.num_routed % len(nodes)
-        order = nodes[first:] + nodes[:first]
-        for node in order:
-            self._local(node)
+        self._compute()
         for depth, holders in reversed(estimator.held):
-            if depth:
-                self._fetches(order, least_sending(estimator, holders), depth)
-        assert self._best is not None
-        return self._best
+            if depth and self._may_pay(depth):
+                self._fetch(least_sending(estimator, holders), depth)
+        at, source, stop = self._best
+        return estimator.local(at) if source is None else estimator.fetched(at, source, stop)
 
-    def _local(self, node: NodeView) -> None:
-        """Whether computing with what the node has is the cheapest so far; no object is made for the others."""
+    def _compute(self) -> None:
+        """Computing on each node with what it has."""
+        estimator, price = self._estimator, self._price
+        nodes, waits, depths = estimator.nodes, estimator.waits, estimator.depths
+        reads_disk = estimator.view.index.uses_disk
+        memo = estimator.memo
+        for at in self._order:
+            node, wait = nodes[at], waits[at]
+            depth = depths[node.slot]
+            work = memo.get(depth << 8 | node.kind)
+            if work is None:
+                work = estimator.work_ns(node, depth)
+            if reads_disk:
+                work = max(work, estimator.disk_ns(node, depth) - wait)
+            score = wait + work + price * work + self._room * (self._num_blocks - depth)
+            if score < self._best_score:
+                self._best, self._best_score = (at, None, 0), score
+
+    def _may_pay(self, stop: int) -> bool:
+        """Whether so many cached blocks could make some node the cheapest, if to fetch them took no time."""
         estimator = self._estimator
-        wait = node.wait_ns(estimator.now)
-        work = estimator.compute_ns(node, estimator.depth(node)) * estimator.ratio
-        if self._best is None or wait + work + self._price * work < self._best_score:
-            placement = estimator.local(node)
-            self._offer(placement, 0.0)
+        if not estimator.one_kind:
+            return True
+        work = estimator.work_ns(estimator.nodes[0], stop)
+        return self._shortest + work + self._price * work < self._best_score
 
-    def _offer(self, placement: Placement, delay_ns: float) -> None:
-        inserted = self._num_blocks - self._estimator.depth(placement.prefill)
-        spent = placement.work_ns + self._loss_ns * inserted
-        score = placement.ttft_ns + self._price * spent + delay_ns
-        if self._best is None or score < self._best_score:
-            self._best, self._best_score = placement, score
+    def _fetch(self, source: NodeView, stop: int) -> None:
+        """Fetching up to block `stop` from `source`, to each node where that could still be the cheapest."""
+        estimator, price = self._estimator, self._price
+        nodes, waits, depths = estimator.nodes, estimator.waits, estimator.depths
+        kind, work, floor = -1, 0.0, 0.0
+        for at in self._order:
+            node = nodes[at]
+            if node.kind != kind:
+                kind, work = node.kind, estimator.work_ns(node, stop)
+                floor = work + price * work
+            if (
+                waits[at] + floor < self._best_score
+                and depths[node.slot] < stop
+                and node is not source
+                and can_copy(source, node)
+            ):
+                transfer = self._offer(at, source, stop)
+                if transfer > waits[at] + work:
+                    self._fetch_part(at, source, stop)
 
-    def _fetches(self, order: list[NodeView], source: NodeView, depth: int) -> None:
-        """Fetching up to `depth` from `source`, to every node where that could still be the cheapest."""
+    def _fetch_part(self, at: int, source: NodeView, stop: int) -> None:
+        """The whole fetch would end last: as much as arrives while the rest is computed, and one block more."""
         estimator = self._estimator
-        for node in order:
-            if node is source or estimator.depth(node) >= depth:
-                continue
-            wait = node.wait_ns(estimator.now)
-            work = estimator.compute_ns(node, depth) * estimator.ratio
-            if wait + work + self._price * work >= self._best_score or not can_copy(source, node):
-                continue
-            self._fetch(node, source, depth)
-
-    def _fetch(self, node: NodeView, source: NodeView, depth: int) -> None:
-        """All of it; or, if the transfer would end last, as much as arrives while the rest computes."""
-        estimator = self._estimator
-        self._offer(*self._fetched(node, source, depth))
-        start, stop = estimator.depth(node), depth
-        if not self._outlasts(node, source, stop):
-            return
-        low, high = start, stop  # a fetch to `low` ends before the computing, one to `high` after it
+        node, wait = estimator.nodes[at], estimator.waits[at]
+        low = start = estimator.depths[node.slot]
+        high = stop  # a fetch up to `low` ends before the computing, one up to `high` after it
         while high - low > 1:
             middle = (low + high) // 2
-            if self._outlasts(node, source, middle):
+            num_bytes = (middle - start) * node.block_bytes
+            transfer, _ = transfer_ns(source.link_out, node.link_in, num_bytes, estimator.now)
+            if transfer > wait + estimator.work_ns(node, middle):
                 high = middle
             else:
                 low = middle
         for end in (high, low):
             if start < end < stop:
-                self._offer(*self._fetched(node, source, end))
+                self._offer(at, source, end)
 
-    def _fetched(self, node: NodeView, source: NodeView, stop: int) -> tuple[Placement, float]:
+    def _offer(self, at: int, source: NodeView, stop: int) -> float:
+        """Considers one fetch; returns how long its transfer takes, in ns."""
         estimator = self._estimator
-        placement = estimator.fetched(node, source, stop)
-        _, delay = transfer_ns(source.link_out, node.link_in, placement.fetch_bytes, estimator.now)
-        return placement, delay
-
-    def _outlasts(self, node: NodeView, source: NodeView, stop: int) -> bool:
-        estimator = self._estimator
-        num_bytes = (stop - estimator.depth(node)) * node.block_bytes
-        transfer, _ = transfer_ns(source.link_out, node.link_in, num_bytes, estimator.now)
-        return transfer > node.wait_ns(estimator.now) + estimator.compute_ns(node, stop) * estimator.ratio
+        node, wait = estimator.nodes[at], estimator.waits[at]
+        depth = estimator.depths[node.slot]
+        num_bytes = (stop - depth) * node.block_bytes
+        transfer, delay = transfer_ns(source.link_out, node.link_in, num_bytes, estimator.now)
+        work = max(estimator.work_ns(node, stop), transfer - wait)
+        score = wait + work + self._price * work + self._room * (self._num_blocks - depth) + delay
+        if score < self._best_score:
+            self._best, self._best_score = (at, source, stop), score
+        return transfer

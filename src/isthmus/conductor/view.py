@@ -27,7 +27,7 @@ class NodeView:
     """One node: what waits for prefill there, what decodes there, and its links.
 
     `bit`: its place in the index's masks. `work_ns`: booked for requests whose first token is not out;
-    `free_ns`: when that will be done. `batch`, `context`: requests placed here to decode, and their tokens.
+    `free_ns`: when that will be done. `kind`: nodes of one kind take the same time for the same work. `batch`, `context`: requests placed here to decode, and their tokens.
     """
 
     __slots__ = (
@@ -67,22 +67,20 @@ class NodeView:
         self.work_ns = self.free_ns = self.service_ns = 0
         self.batch = self.context = self.evictions = 0
 
-    def wait_ns(self, now: int) -> int:
-        """Time until the prefill work accepted so far is done."""
-        return self.free_ns - now if self.free_ns > now else 0
-
 
 class Placement:
     """Where a request shall go. `cached`: leading blocks counted on, of which the node has or computes `held`.
 
     `work_ns`: node time of its prefill; `compute_ns`: what the cost model alone says of it, 0 when it waits for
     KV rather than computes; `ttft_ns`: until its first token. `fetch_bytes` come from `source`.
+    `deepest`: leading blocks that any node has or will have.
     """
 
     __slots__ = (
         "cached",
         "compute_ns",
         "decode",
+        "deepest",
         "fetch",
         "fetch_bytes",
         "held",
@@ -92,10 +90,10 @@ class Placement:
         "work_ns",
     )
 
-    def __init__(self, prefill: NodeView, cached: int, work_ns: float, ttft_ns: float) -> None:
-        self.prefill, self.cached, self.work_ns, self.ttft_ns = prefill, cached, int(work_ns), int(ttft_ns)
-        self.compute_ns = 0
-        self.held = cached
+    def __init__(self, prefill: NodeView, cached: int, held: int, work_ns: float, ttft_ns: float) -> None:
+        self.prefill, self.cached, self.held = prefill, cached, held
+        self.work_ns, self.ttft_ns = int(work_ns), int(ttft_ns)
+        self.compute_ns = self.deepest = 0
         self.decode: NodeView = prefill
         self.fetch: Fetch | None = None
         self.fetch_bytes = 0
@@ -151,7 +149,8 @@ class RequestView:
 class ClusterView:
     """Nodes in the order they joined, and accepted requests in the order they came.
 
-    `prefills`, `decodes`: the nodes a request may prefill or decode on. `num_routed`: routes so far.
+    `prefills`, `decodes`: the nodes a request may prefill or decode on, and the smallest capacity (tokens) among
+    them. `num_routed`: routes so far.
     """
 
     def __init__(self) -> None:
@@ -163,9 +162,11 @@ class ClusterView:
         self.outputs = OutputLengths()
         self.prefills: list[NodeView] = []
         self.decodes: list[NodeView] = []
+        self.prefill_mask = 0
+        self.smallest_prefill = self.smallest_decode = 0
         self.num_routed = 0
         self._slots: list[NodeView | None] = []
-        self._costs: list[object] = []
+        self._kinds: list[object] = []
 
     # Nodes.
 
@@ -174,9 +175,10 @@ class ClusterView:
         if slot == len(self._slots):
             self._slots.append(None)
         facts = joined.cost or UNKNOWN
-        if facts not in self._costs:
-            self._costs.append(facts)
-        node = NodeView(joined, slot, self._costs.index(facts), compile_cost(facts))
+        kind = (facts, joined.paths, joined.block_size)
+        if kind not in self._kinds:
+            self._kinds.append(kind)
+        node = NodeView(joined, slot, self._kinds.index(kind), compile_cost(facts))
         self._slots[slot] = self.nodes[joined.node] = node
         self._sort_roles()
         return node
@@ -195,6 +197,18 @@ class ClusterView:
         self.prefills = [
             node for node in nodes if node.role is Role.MIXED or (node.role is Role.PREFILL and self.decodes)
         ]
+        self.prefill_mask = sum(node.bit for node in self.prefills)
+        self.smallest_prefill = min((node.capacity_tokens for node in self.prefills), default=0)
+        self.smallest_decode = min((node.capacity_tokens for node in self.decodes), default=0)
+
+    @property
+    def num_kinds(self) -> int:
+        """Kinds of nodes seen so far."""
+        return len(self._kinds)
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
 
     def node_at(self, slot: int) -> NodeView:
         node = self._slots[slot]

@@ -86,22 +86,21 @@ ENGINES: dict[str, Coefficients] = {
 """Fitted on Hopper with fp8 weights and fp8 KV. `engine_coefficients` carries them over to other hardware."""
 
 # Ratios of kernel tables to those of Hopper with fp8 weights: (weight_read, matmul). Roofline fits of the GEMM
-# tables of AIConfigurator (L40S for ada, H200 for hopper), of LLMServingSim for the RTX 4090; `isthmus bench
-# cost` prints them.
+# tables of AIConfigurator (H200, B200, and L40S for ada), of LLMServingSim (RTX 4090) and of Vidur (A100; its
+# H100 table and AIConfigurator's are averaged for bf16 on Hopper). `isthmus bench cost` prints the fits.
 _KERNELS: dict[tuple[str, str], tuple[float, float]] = {
     ("hopper", "fp8"): (1.0, 1.0),
-    ("hopper", "bf16"): (1.0, 1.15),
+    ("hopper", "bf16"): (1.0, 1.09),
     ("blackwell", "fp8"): (0.92, 0.76),
     ("blackwell", "bf16"): (1.02, 1.0),
     ("blackwell", "nvfp4"): (0.88, 0.65),
-    ("ampere", "bf16"): (0.99, 1.26),
+    ("ampere", "bf16"): (0.95, 1.07),
     ("ada", "fp8"): (0.86, 0.76),
     ("ada", "bf16"): (0.93, 0.91),
     ("rtx4090", "bf16"): (1.12, 1.3),
 }
 _MAX_MATMUL = 0.9
-# Every attention kernel measured but one reads KV at about this share; that one is FlashAttention 3 with fp8
-# KV.
+# Attention kernels read KV at about this share, all but one: FlashAttention 3 with fp8 KV.
 _KV_READ = 0.82
 
 

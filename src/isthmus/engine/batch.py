@@ -13,26 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isthmus.engine.interface import Chunk
+
 ROW_TOKENS = 8
 """A chunk of at most so many tokens is computed as rows of the paged kernel."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Compute `tokens`, which stand at positions `[start, start + len(tokens))` of one request.
-
-    `blocks` cover at least those positions; KV of the positions before `start` is in place already.
-    `samples`: the logits after the last token are wanted.
-    """
-
-    tokens: Sequence[int]
-    start: int
-    blocks: Sequence[int]
-    samples: bool
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.tokens)
 
 
 @dataclass

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from isthmus.blocks import KVLayout
 from isthmus.engine import kernels
-from isthmus.engine.batch import Batch, Chunk, build_batch
+from isthmus.engine.batch import Batch, build_batch
+from isthmus.engine.interface import Chunk, OnLayer, Row, Sampled
 from isthmus.engine.kv import TORCH_DTYPES, KVMemory
-from isthmus.engine.model import Model, OnLayer
+from isthmus.engine.model import Model
+from isthmus.engine.sampling import sample
 from isthmus.engine.spec import ModelSpec, read_spec
 from isthmus.engine.weights import load_weights
 from isthmus.errors import ConfigError, StartError
@@ -66,6 +68,10 @@ class Engine:
     def num_blocks(self) -> int:
         return self.memory.num_blocks
 
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
     def build(self, chunks: Sequence[Chunk]) -> Batch:
         return build_batch(chunks, self.layout.block_size, self.device)
 
@@ -73,6 +79,9 @@ class Engine:
         """Logits `[S, V]`, float32, one row for each chunk that samples, in `batch.order`."""
         with torch.inference_mode():
             return self.model.forward(batch, self.memory, on_layer)
+
+    def step(self, batch: Batch, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Sampled:
+        return sample(self.forward(batch, on_layer), rows)
 
 
 def _device(name: str | None) -> torch.device:

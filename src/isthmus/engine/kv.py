@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
 import torch
 from torch import Tensor
 
 from isthmus.blocks import KVLayout
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def runs_of(blocks: Sequence[int], block_size: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The slots of token positions `[start, stop)` as half-open slot ranges, as few as the blocks allow."""
-    position = start
-    while position < stop:
-        index = position // block_size
-        first = blocks[index] * block_size + position % block_size
-        last = index
-        while (last + 1) * block_size < stop and blocks[last + 1] == blocks[last] + 1:
-            last += 1
-        end = min(stop, (last + 1) * block_size)
-        yield first, first + end - position
-        position = end
 
 
 class KVMemory:

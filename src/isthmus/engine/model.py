@@ -5,23 +5,20 @@ Legend: T flat tokens, N hidden size, H query heads, D head size, S sampled toke
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from isthmus.engine.attention import Part, merge, partial
 from isthmus.engine.batch import Batch, Prefill
+from isthmus.engine.interface import OnLayer, runs_of
 from isthmus.engine.kernels import Kernels
-from isthmus.engine.kv import KVMemory, runs_of
+from isthmus.engine.kv import KVMemory
 from isthmus.engine.rope import cos_sin_table
 from isthmus.engine.spec import ModelSpec
 from isthmus.engine.weights import Layer, Linear, Weights
 
 MAX_PARTS = 8
 """More pieces of KV than this are gathered into one: each part costs a call."""
-
-OnLayer = Callable[[int], None]
 
 
 class Model:

@@ -9,22 +9,14 @@ Legend: S sampled rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from isthmus.engine.interface import Row, Sampled
 from isthmus.types import Sampling, TokenLogprobs
 
 _MASK = (1 << 64) - 1
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one row's choice depends on beside its logits. `outputs`: the tokens generated so far."""
-
-    sampling: Sampling
-    outputs: Sequence[int]
 
 
 def uniform(seed: int, index: int) -> float:
@@ -38,7 +30,7 @@ def uniform(seed: int, index: int) -> float:
     return (value >> 11) * 2.0**-53
 
 
-def sample(logits_SV: Tensor, rows: Sequence[Row]) -> tuple[list[int], list[TokenLogprobs | None]]:
+def sample(logits_SV: Tensor, rows: Sequence[Row]) -> Sampled:
     """Token and log-probabilities (None unless asked for) of each row. Does not change the logits."""
     if all(_is_plain_greedy(row.sampling) for row in rows):
         return logits_SV.argmax(dim=-1).tolist(), [None] * len(rows)

@@ -38,3 +38,7 @@ class Backend(Protocol):
     def gauges(self) -> dict[str, dict[str, float]]:
         """Metric name -> node id -> value, for /metrics. May be empty."""
         ...
+
+    def refusals(self) -> dict[str, int]:
+        """Jobs turned away so far, by the stage that could not take them. May be empty."""
+        ...

@@ -21,6 +21,7 @@ from isthmus.gateway.problems import problem_json, status_of
 from isthmus.gateway.requests import Body, parse_body
 from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.stops import StopMatcher
+from isthmus.gateway.terms import Terms, terms_of
 from isthmus.gateway.tokenizer import GatewayTokenizer
 from isthmus.gateway.wire import DONE, Dialect, event, usage_of
 
@@ -43,7 +44,7 @@ class GenerationEndpoint(Generic[Body]):
 
     service: Service
     kind: type[Body]
-    plan: Callable[[Body, str], Awaitable[Order]]
+    plan: Callable[[Body, str, Terms], Awaitable[Order]]
     dialect: Callable[[Order, Callable[[int], bytes]], Dialect]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -56,7 +57,7 @@ class GenerationEndpoint(Generic[Body]):
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival_s = time.perf_counter()
         body = await read_body(scope, receive, self.service.settings.max_body_bytes)
-        order = await self.plan(parse_body(self.kind, body), hex_id(scope))
+        order = await self.plan(parse_body(self.kind, body), hex_id(scope), terms_of(scope))
         dialect = self.dialect(order, self.service.tokenizer.token_bytes)
         answer = self._stream if order.stream else self._answer
         # From here to `run`, which cancels what is left, nothing may await or fail.
@@ -80,9 +81,12 @@ class GenerationEndpoint(Generic[Body]):
         except BaseException:
             cancel_all(started)
             raise
-        meter = self.service.meter
+        meter, settings = self.service.meter, self.service.settings
         return [
-            (choice, ChoiceTimer(meter, choice, arrival_s=arrival_s, leads=choice.index % order.n == 0))
+            (
+                choice,
+                ChoiceTimer(meter, settings, choice, arrival_s=arrival_s, leads=choice.index % order.n == 0),
+            )
             for choice in started.values()
         ]
 

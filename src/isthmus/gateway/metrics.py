@@ -6,15 +6,17 @@ failures and cancellations count HTTP requests.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from isthmus.gateway.backend import Backend
 from isthmus.gateway.choice import Choice, Delta
+from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.tally import Tally
 
 PREFIX = "isthmus_"
@@ -30,6 +32,7 @@ class Meter:
     def __init__(self, backend: Backend) -> None:
         self._registry = registry = CollectorRegistry()
         registry.register(_NodeGauges(backend))
+        registry.register(_Refusals(backend))
         self.first_token = self._tally(
             "time_to_first_token_seconds", "From the arrival of a request to its first token.", FIRST_TOKEN_S
         )
@@ -43,6 +46,7 @@ class Meter:
         self.cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens that came from the cache.")
         self.generated_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.succeeded = self._counter("request_success", "Requests that ended well.", "finished_reason")
+        self.within_slo = self._counter("requests_within_slo", "Requests that ended well inside their limits.")
         self._failed = self._counter("requests_failed", "HTTP requests that failed.", "status")
         self._cancelled = self._counter("requests_cancelled", "HTTP requests given up by clients.")
         self.running = Gauge("isthmus_num_requests_running", "Requests in the cluster now.", registry=registry)
@@ -69,9 +73,12 @@ class Meter:
 class ChoiceTimer:
     """Feeds the meter from one choice. `arrival_s`: the request's, by `time.perf_counter`."""
 
-    def __init__(self, meter: Meter, choice: Choice, *, arrival_s: float, leads: bool) -> None:
+    def __init__(
+        self, meter: Meter, settings: GatewaySettings, choice: Choice, *, arrival_s: float, leads: bool
+    ) -> None:
         """`leads`: it is the first choice of its prompt, so the prompt is counted here."""
         self._meter = meter
+        self._slo = _Slo(choice.job.ttft_ms or settings.ttft_ms, choice.job.tbt_ms or settings.tbt_ms)
         self._choice = choice
         self._arrival_s = arrival_s
         self._leads = leads
@@ -87,16 +94,60 @@ class ChoiceTimer:
         elif num_tokens:
             gap_s = (now_s - self._last_s) / num_tokens
             self._meter.between_tokens.observe(gap_s, times=num_tokens)
+            self._slo.observe_gap(gap_s, num_tokens)
         self._last_s = now_s
         if delta.finish is not None:
             self._meter.whole_request.observe(now_s - self._arrival_s)
             self._meter.succeeded.labels(delta.finish).inc()
+            self._meter.within_slo.inc(self._slo.kept)
 
     def _observe_first(self, now_s: float) -> None:
         self._meter.first_token.observe(now_s - self._arrival_s)
+        self._slo.observe_first(now_s - self._arrival_s)
         if self._leads:
             self._meter.prompt_tokens.inc(len(self._choice.job.tokens))
             self._meter.cached_tokens.inc(self._choice.cached_tokens)
+
+
+class _Slo:
+    """Whether one choice keeps its limits: time to first token, and the mean of its longest tenth of gaps."""
+
+    def __init__(self, ttft_ms: int | None, tbt_ms: int | None) -> None:
+        self._ttft_ms, self._tbt_ms = ttft_ms, tbt_ms
+        self._in_time = True
+        self._gaps_s: list[float] = []
+
+    def observe_first(self, ttft_s: float) -> None:
+        self._in_time = self._ttft_ms is None or ttft_s * 1000 <= self._ttft_ms
+
+    def observe_gap(self, gap_s: float, times: int) -> None:
+        if self._tbt_ms is not None:
+            self._gaps_s += [gap_s] * times
+
+    @property
+    def kept(self) -> bool:
+        if not self._in_time or self._tbt_ms is None or not self._gaps_s:
+            return self._in_time
+        longest = sorted(self._gaps_s, reverse=True)[: math.ceil(len(self._gaps_s) / 10)]
+        return sum(longest) / len(longest) * 1000 <= self._tbt_ms
+
+
+class _Refusals(Collector):
+    """Requests the cluster turned away, read when Prometheus asks."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def describe(self) -> list[CounterMetricFamily]:
+        """Nothing is known yet; without this the registry would ask at once."""
+        return []
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        text = "Requests turned away, by the stage that could not take them."
+        family = CounterMetricFamily(f"{PREFIX}requests_refused", text, labels=["stage"])
+        for stage, count in self._backend.refusals().items():
+            family.add_metric([stage], count)
+        yield family
 
 
 class _NodeGauges(Collector):

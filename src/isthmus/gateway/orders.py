@@ -17,6 +17,7 @@ from isthmus.gateway.problems import UnknownModelError
 from isthmus.gateway.requests import ChatRequest, CompletionRequest, GenerationRequest, Prompt
 from isthmus.gateway.sampling import Sampler, check_vocabulary, sampler_of
 from isthmus.gateway.settings import GatewaySettings
+from isthmus.gateway.terms import Terms
 from isthmus.gateway.tokenizer import GatewayTokenizer
 from isthmus.types import Job, ModelCard, RequestId
 
@@ -49,7 +50,7 @@ class Planner:
     tokenizer: GatewayTokenizer
     settings: GatewaySettings
 
-    async def chat(self, request: ChatRequest, hex_id: str) -> Order:
+    async def chat(self, request: ChatRequest, hex_id: str, terms: Terms) -> Order:
         """Raises RequestError."""
         self._check_model(request)
         sampler = sampler_of(request, _chat_logprobs(request), self.tokenizer.generation, self.card)
@@ -59,9 +60,9 @@ class Planner:
         tokens = await self._off_loop(num_chars, lambda: self.tokenizer.encode_chat(messages))
         check_prompt(len(tokens), self.card, "messages")
         max_tokens = answer_tokens(len(tokens), asked, self.card, param=param, default=None)
-        return self._order(f"chatcmpl-{hex_id}", request, sampler, [(tuple(tokens), max_tokens)])
+        return self._order(f"chatcmpl-{hex_id}", request, terms, sampler, [(tuple(tokens), max_tokens)])
 
-    async def completion(self, request: CompletionRequest, hex_id: str) -> Order:
+    async def completion(self, request: CompletionRequest, hex_id: str, terms: Terms) -> Order:
         """Raises RequestError."""
         self._check_model(request)
         sampler = sampler_of(request, request.logprobs, self.tokenizer.generation, self.card)
@@ -76,10 +77,15 @@ class Planner:
             sized.append(
                 (tokens, answer_tokens(len(tokens), asked, self.card, param="max_tokens", default=default))
             )
-        return self._order(f"cmpl-{hex_id}", request, sampler, sized)
+        return self._order(f"cmpl-{hex_id}", request, terms, sampler, sized)
 
     def _order(
-        self, answer_id: str, request: GenerationRequest, sampler: Sampler, sized: list[tuple[Tokens, int]]
+        self,
+        answer_id: str,
+        request: GenerationRequest,
+        terms: Terms,
+        sampler: Sampler,
+        sized: list[tuple[Tokens, int]],
     ) -> Order:
         """`sized`: each prompt with the most tokens its answers may have."""
         n = request.n or 1
@@ -94,6 +100,9 @@ class Planner:
                         sampling=sampling,
                         tenant=request.user or "",
                         salt=request.cache_salt or "",
+                        priority=terms.priority,
+                        ttft_ms=terms.ttft_ms,
+                        tbt_ms=terms.tbt_ms,
                     )
                 )
         options = request.stream_options

@@ -1,4 +1,4 @@
-"""Binds frames to TCP on asyncio. One `Connection` is one session with one peer."""
+"""Binds frames to asyncio transports, TCP above all. One `Connection` is one session with one peer."""
 
 from __future__ import annotations
 
@@ -96,19 +96,38 @@ class Connection(asyncio.BufferedProtocol):
         return self._handler.place(self, message, size) if size else ()
 
 
-async def listen(
-    host: str, port: int, types: Any, handler_of: Callable[[], Handler]
-) -> tuple[asyncio.Server, int]:
-    """Serves sessions; returns the server and the port it got. Raises OSError when the port is taken."""
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(types, handler_of()), host, port)
-    return server, server.sockets[0].getsockname()[1]
+class Server(Protocol):
+    def close(self) -> None:
+        """Takes no new sessions; those that are open go on."""
 
 
-async def connect(address: str, types: Any, handler: Handler, *, timeout_s: float) -> Connection:
-    """A session with `host:port`. Raises OSError or TimeoutError."""
-    host, _, port = address.rpartition(":")
-    loop = asyncio.get_running_loop()
-    async with asyncio.timeout(timeout_s):
-        _, connection = await loop.create_connection(lambda: Connection(types, handler), host, int(port))
-    return connection
+class Network(Protocol):
+    """Where sessions come from: TCP, or memory."""
+
+    async def listen(
+        self, host: str, port: int, types: Any, handler_of: Callable[[], Handler]
+    ) -> tuple[Server, int]:
+        """Serves sessions; returns the server and the port it got. Raises OSError when the port is taken."""
+        ...
+
+    async def connect(self, address: str, types: Any, handler: Handler, *, timeout_s: float) -> Connection:
+        """A session with `host:port`. Raises OSError or TimeoutError."""
+        ...
+
+
+class TcpNetwork:
+    """Real sockets."""
+
+    async def listen(
+        self, host: str, port: int, types: Any, handler_of: Callable[[], Handler]
+    ) -> tuple[asyncio.Server, int]:
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Connection(types, handler_of()), host, port)
+        return server, server.sockets[0].getsockname()[1]
+
+    async def connect(self, address: str, types: Any, handler: Handler, *, timeout_s: float) -> Connection:
+        host, _, port = address.rpartition(":")
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(timeout_s):
+            _, connection = await loop.create_connection(lambda: Connection(types, handler), host, int(port))
+        return connection

@@ -10,8 +10,8 @@ Owns the order alone: capacities and tiers are `tiers.py`'s business, pins its u
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping
-from heapq import heappop, heappush, heapreplace
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count as counting
 from typing import Any, Protocol
 
@@ -32,10 +32,10 @@ class Order(Protocol):
         """The blocks held: a live view, for reading."""
 
     def use(self, chain: Chain, num_held: int) -> None:
-        """Mutates: the chain is used. Its first `num_held` blocks are held already, the others come in."""
+        """Mutates: the chain is used. Its first `num_held` blocks are held, the others come in."""
 
     def evict(self, count: int, pins: Container[BlockName], spared: Chain) -> list[Entry]:
-        """Mutates: takes out up to `count` blocks, first those to go first; none that is pinned or `spared`.
+        """Mutates: takes out up to `count` blocks, in the order of eviction; none that is pinned or `spared`.
 
         `spared` is what was used or admitted last.
         """
@@ -51,7 +51,7 @@ class Order(Protocol):
 
 
 class RecencyOrder:
-    """Least recently used first. A chain is touched from its tail to its head: no block is younger than its head.
+    """Least recently used first. A chain is touched from its tail to its head, which is then the youngest.
 
     The other way round the head would be the oldest of its chain: first to go, and all behind it out of reach.
     """
@@ -141,8 +141,7 @@ class RankOrder:
             block.reach = max(block.reach, length)
             if num_held < length:
                 block.last_store = now
-        for name in chain[num_held:]:
-            self._enter(name, held[name])
+        self._enter(chain[num_held:])
 
     def evict(self, count: int, pins: Container[BlockName], spared: Chain) -> list[Entry]:
         held, heap, rank_of, own = self.held, self._heap, self._rank, set(spared)
@@ -168,15 +167,23 @@ class RankOrder:
         return [(name, self.held.pop(name)) for name in names]
 
     def admit(self, entries: Iterable[Entry]) -> None:
-        for name, block in entries:
-            self.held[name] = block
-            self._enter(name, block)
+        entries = list(entries)
+        self.held.update(entries)
+        self._enter([name for name, _ in entries])
 
     def heads(self) -> dict[BlockName, BlockName | None]:
         return {name: head_of(name, block.chain) for name, block in self.held.items()}
 
-    def _enter(self, name: BlockName, block: Block) -> None:
-        heappush(self._heap, (self._rank(block), next(self._serial), name))
+    def _enter(self, names: Sequence[BlockName]) -> None:
+        for name in names:
+            heappush(self._heap, self._entry(name))
+        if len(self._heap) > 2 * len(self.held) + 100:
+            # Most of it stands for blocks that are gone, or stands twice.
+            self._heap = [self._entry(name) for name in self.held]
+            heapify(self._heap)
+
+    def _entry(self, name: BlockName) -> tuple[Rank, int, BlockName]:
+        return self._rank(self.held[name]), next(self._serial), name
 
 
 def first_in(block: Block) -> Rank:

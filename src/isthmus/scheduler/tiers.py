@@ -83,7 +83,7 @@ class TierCache:
     def put(self, names: Sequence[BlockName]) -> Change:
         """Stores a finished prompt's chain: touches what is in DRAM, brings in the rest, evicts to make room.
 
-        What DRAM cannot hold of it goes to the SSD; what neither can hold is not stored: always the chain's tail.
+        What DRAM cannot hold of it goes to the SSD, what neither can hold is not stored: always its tail.
         """
         chain, dram, ssd = tuple(names), self.dram, self.ssd
         in_dram = found = dram.match(chain)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -148,7 +149,7 @@ def summarize(result: Result) -> Summary:
         hit_rate_blocks=_share(
             sum([each.cached_blocks for each in started]), sum([len(each.request.blocks) for each in started])
         ),
-        hits_by_source=_hits(started),
+        hits_by_source=_hits(all_requests),
         rejected=all_requests.rejected,
         failed=len(all_requests.failed),
         unfinished=all_requests.unfinished,
@@ -158,8 +159,8 @@ def summarize(result: Result) -> Summary:
         links=_links(result.links, span_ns),
         makespan_s=span_ns / NS_PER_S,
         output_tokens_per_s=_share(sum([each.request.output_tokens for each in completed]) * NS_PER_S, span_ns),
-        by_priority=_groups(result.records, lambda record: record.request.priority, highest_first=True),
-        by_tenant=_groups(result.records, lambda record: record.request.tenant),
+        by_priority=_groups(result.records, attrgetter("request.priority"), highest_first=True),
+        by_tenant=_groups(result.records, attrgetter("request.tenant")),
         notes=list(result.notes),
         events=result.num_events,
         wall_s=result.wall_s,
@@ -205,6 +206,8 @@ class _Requests:
         self.failed = ended[Status.FAILED]
         self.unfinished = len(ended[Status.UNFINISHED])
         self.missed = [each for each in self.completed if _missed_limit(each)]
+        self.prompt_tokens = sum([each.request.num_tokens for each in self.started])
+        self.cached_tokens = sum([each.cached_tokens for each in self.started])
         self.rejected = dict.fromkeys(STAGES, 0)
         for each in self.refused:
             self.rejected[each.stage] = self.rejected.get(each.stage, 0) + 1
@@ -223,23 +226,22 @@ class _Requests:
         return _spread([each.tbt_ns for each in self.completed if each.request.output_tokens > 1])
 
     def hit_rate_tokens(self) -> float:
-        return _share(
-            sum([each.cached_tokens for each in self.started]),
-            sum([each.request.num_tokens for each in self.started]),
-        )
+        return _share(self.cached_tokens, self.prompt_tokens)
 
 
 def _mean_gaps_ns(completed: Sequence[RequestRecord]) -> list[float]:
-    spans = [(each.end_ns - each.first_token_ns, each.request.output_tokens - 1) for each in completed]
-    return [span_ns / num_gaps for span_ns, num_gaps in spans if num_gaps]
+    return [
+        (each.end_ns - each.first_token_ns) / (each.request.output_tokens - 1)
+        for each in completed
+        if each.request.output_tokens > 1
+    ]
 
 
-def _hits(started: Sequence[RequestRecord]) -> Hits:
-    prompt = sum([each.request.num_tokens for each in started])
-    fetched = sum([each.fetched_tokens for each in started])
-    disk = sum([each.disk_tokens for each in started])
-    memory = sum([each.cached_tokens for each in started]) - fetched - disk
-    return Hits(_share(memory, prompt), _share(fetched, prompt), _share(disk, prompt))
+def _hits(requests: _Requests) -> Hits:
+    fetched = sum([each.fetched_tokens for each in requests.started])
+    disk = sum([each.disk_tokens for each in requests.started])
+    memory = max(0, requests.cached_tokens - fetched - disk)
+    return Hits(*(_share(part, requests.prompt_tokens) for part in (memory, fetched, disk)))
 
 
 def _waste(requests: _Requests) -> Waste:
@@ -304,15 +306,16 @@ def _links(links: Sequence[LinkRecord], span_ns: int) -> dict[str, LinkUse]:
 
 
 def _groups(
-    records: Sequence[RequestRecord], key: Callable[[RequestRecord], str | int], *, highest_first: bool = False
+    records: Sequence[RequestRecord], key: Callable[[RequestRecord], Any], *, highest_first: bool = False
 ) -> dict[str, Group]:
     """The records by `key`, in its order; nothing if all have the same."""
-    members: dict[str | int, list[RequestRecord]] = {}
-    for record in records:
-        members.setdefault(key(record), []).append(record)
-    if len(members) < 2:
+    keys = list(map(key, records))
+    names = sorted(set(keys), reverse=highest_first)
+    if len(names) < 2:
         return {}
-    names: list[str | int] = sorted(members, reverse=highest_first)
+    members: dict[str | int, list[RequestRecord]] = {name: [] for name in names}
+    for name, record in zip(keys, records, strict=True):
+        members[name].append(record)
     return {str(name): _group(members[name]) for name in names}
 
 

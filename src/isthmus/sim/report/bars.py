@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from isthmus.sim.deployment import UNLIMITED
 from isthmus.sim.records import NodeRecord, Result
-from isthmus.sim.report.charts import Picture, Plot, draw_x_grid, draw_x_labels, shorten
+from isthmus.sim.report.charts import Picture, Plot, draw_x_grid, draw_x_labels, shorten, text_width
 from isthmus.sim.report.scales import Scale, nice_high, percent, size, ticks
 from isthmus.sim.summary import link_utilisation
 from isthmus.types import Role
@@ -42,7 +42,7 @@ def links_figure(result: Result) -> str:
     span_ns = result.end_ns - result.start_ns
     bars = []
     for link in result.links:
-        limited = 0 < link.bytes_per_s < math.inf
+        limited = 0 < link.bytes_per_s < UNLIMITED
         used = link_utilisation(link, span_ns)
         text = (
             f"{percent(used)}, {size(link.bytes_moved)}" if limited else f"no limit, {size(link.bytes_moved)}"
@@ -102,4 +102,4 @@ def _draw_bar(picture: Picture, plot: Plot, bar: Bar, *, y: float) -> None:
         picture.box((plot.left, y + 3, solid_end - plot.left, 12), f"fill {bar.kind}", title=title)
     if end > solid_end:
         picture.box((solid_end, y + 3, end - solid_end, 12), f"faint {bar.kind}", title=title)
-    picture.text(end + 6, y + 13, bar.text, kind="tick")
+    picture.text(min(end + 6, _WIDTH - text_width(bar.text)), y + 13, bar.text, kind="tick")

@@ -29,7 +29,7 @@ class Picture:
     """An SVG under construction. `name` is unique on the page; `description` says what the picture shows."""
 
     def __init__(self, name: str, width: int, height: int, *, title: str, description: str) -> None:
-        self.name = name
+        self.width = width
         self._head = (
             f'<svg viewBox="0 0 {width} {height}"{_class("wide" if width > 600 else "")} role="img"'
             f' aria-labelledby="{name}-t {name}-d"><title id="{name}-t">{escape(title)}</title>'
@@ -128,8 +128,10 @@ def draw_x_grid(picture: Picture, plot: Plot, ticks: Sequence[float]) -> None:
 
 def draw_x_labels(picture: Picture, plot: Plot, ticks: Sequence[float], write: Callable[[float], str]) -> None:
     for tick in ticks:
-        picture.line((plot.x(tick), plot.bottom), (plot.x(tick), plot.bottom + 4), "axis")
-        picture.text(plot.x(tick), plot.bottom + 17, write(tick), kind="tick", anchor="middle")
+        x, label = plot.x(tick), write(tick)
+        picture.line((x, plot.bottom), (x, plot.bottom + 4), "axis")
+        inside = min(x, picture.width - text_width(label) / 2)
+        picture.text(inside, plot.bottom + 17, label, kind="tick", anchor="middle")
 
 
 def draw_limit(picture: Picture, plot: Plot, value: float, label: str, *, label_y: float) -> None:

@@ -56,10 +56,10 @@ def _figure(name: str, title: str, times_s: list[float], limits: list[float]) ->
     x = Scale(low, high, _LEFT, _RIGHT, log=True)
     upper = _draw_histogram(picture, ordered, x)
     lower = _draw_shares(picture, ordered, points, x)
-    for limit_s in marked:
-        draw_limit(picture, upper, limit_s, f"limit {seconds(limit_s)}", label_y=upper.top - 4)
-        inside = f"{percent(_share_within(ordered, limit_s))} inside"
-        draw_limit(picture, lower, limit_s, inside, label_y=lower.bottom - 8)
+    for index, limit_s in enumerate(marked):
+        label = f"limit {seconds(limit_s)}: {percent(_share_within(ordered, limit_s))} inside"
+        draw_limit(picture, upper, limit_s, label, label_y=upper.top - 4 + 14 * index)
+        picture.line((x(limit_s), lower.top), (x(limit_s), lower.bottom), "limit")
     return picture.markup()
 
 

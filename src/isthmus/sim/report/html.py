@@ -75,11 +75,11 @@ def _headline(summary: Summary) -> str:
 def _figures_table(summary: Summary) -> str:
     spreads = [
         ("Time to first token (TTFT)", summary.ttft_s),
-        ("Time between tokens (TBT), mean of each request's longest tenth", summary.tbt_s),
-        ("Mean gap between tokens (TPOT)", summary.tpot_s),
+        ("Time between tokens (TBT)", summary.tbt_s),
+        ("Mean token gap (TPOT)", summary.tpot_s),
         ("Arrival to last token", summary.e2e_s),
-        ("Wait for a prefill node", summary.queue_s),
-        ("First token to decode batch", summary.transfer_s),
+        ("Wait for prefill", summary.queue_s),
+        ("Wait for decode", summary.transfer_s),
     ]
     times = _table(
         ("", "mean", "P50", "P90", "P99"),
@@ -94,23 +94,23 @@ def _figures_table(summary: Summary) -> str:
         ("Failed, unfinished", f"{summary.failed:,}, {summary.unfinished:,}"),
         ("Prompt blocks from cache", percent(summary.hit_rate_blocks)),
         (
-            "Prefill work for requests refused later",
+            "Node time wasted: refused later",
             _loss(waste.refused),
         ),
         (
-            "Prefill work for requests that missed a limit",
+            "Node time wasted: limit missed",
             _loss(waste.missed),
         ),
         ("Bytes moved", size(sum(summary.bytes_moved.values()))),
     ]
     return (
-        f'<h2>Figures</h2><figure><div class="scroll">{times}</div></figure>'
-        f'<figure><div class="scroll">{_table((), rows)}</div></figure>'
+        f'<h2>Figures</h2><div class="pair"><figure><div class="scroll">{times}</div></figure>'
+        f'<figure><div class="scroll">{_table((), rows)}</div></figure></div>'
     )
 
 
 def _loss(loss: Loss) -> str:
-    return f"{percent(loss.share)}, {seconds(loss.node_s)} of node time"
+    return f"{percent(loss.share)}, {seconds(loss.node_s)}"
 
 
 def _setup(summary: Summary) -> str:

@@ -104,10 +104,9 @@ def seconds(value_s: float) -> str:
 
 def clock(value_s: float, span_s: float) -> str:
     """A time on an axis of `span_s`, in one unit for the whole axis."""
-    unit_s, unit = next(
-        (pair for pair in ((_DAY_S, "d"), (3600, "h"), (60, "min"), (1, "s")) if span_s > 2 * pair[0]),
-        (1e-3, "ms"),
-    )
+    from_s = {"d": 2 * _DAY_S, "h": 2 * 3600, "min": 2 * 60, "s": 0.999}
+    unit = next((each for each, least_s in from_s.items() if span_s > least_s), "ms")
+    unit_s = {"d": _DAY_S, "h": 3600, "min": 60, "s": 1, "ms": 1e-3}[unit]
     return f"{_three(value_s / unit_s)} {unit}" if value_s else "0"
 
 

@@ -33,7 +33,7 @@ figcaption { margin-bottom: 10px; max-width: 100ch; }
 .tile b { display: block; font-size: 24px; line-height: 1.25; font-weight: 600; }
 .tile span { color: var(--soft); font-size: 13px; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 14px; }
-th, td { text-align: right; padding: 4px 0 4px 26px; white-space: nowrap;
+th, td { text-align: right; padding: 4px 0 4px 16px; white-space: nowrap;
   border-bottom: 1px solid var(--grid); }
 th { font-weight: 600; color: var(--soft); }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }

@@ -9,6 +9,7 @@ import msgspec
 from isthmus.errors import ConfigError
 from isthmus.sim.workloads import azure, mooncake, record
 from isthmus.sim.workloads.generators import ARRIVALS, generate, is_spec
+from isthmus.sim.workloads.lines import wrong_line
 from isthmus.sim.workloads.workload import AS_IT_STANDS, Replay, Workload
 
 
@@ -24,7 +25,7 @@ def load(source: str | Path, replay: Replay = AS_IT_STANDS, *, block_size: int |
     path = Path(source)
     first = _first_line(path)
     if not first.strip():
-        raise ConfigError(f"{path}: empty, or starts with an empty line; no workload does")
+        raise wrong_line(path, 1, "the line is empty; a workload has one request a line")
     recorded = first.startswith(b"{") and b'"rules"' in first
     if not recorded and (first.startswith(b"{") or path.suffix in (".json", ".jsonl")):
         return mooncake.read(path, replay, block_size)

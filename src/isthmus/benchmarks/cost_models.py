@@ -1,0 +1,126 @@
+"""The parts of published `config.json` files that the validation of the cost model needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from isthmus.cost import ModelFacts, facts_of
+
+
+def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "head_dim": hidden // heads,
+    }
+
+
+def _opt(layers: int, hidden: int, heads: int) -> dict[str, Any]:
+    return {
+        "architectures": ["OPTForCausalLM"],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "ffn_dim": 4 * hidden,
+        "vocab_size": 50_272,
+    }
+
+
+def _latent(layers: int, heads: int, experts: int, dense: int, vocab: int) -> dict[str, Any]:
+    """DeepSeek-V3 and its relatives."""
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "num_hidden_layers": layers,
+        "hidden_size": 7168,
+        "num_attention_heads": heads,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "intermediate_size": 18_432,
+        "moe_intermediate_size": 2048,
+        "n_routed_experts": experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": dense,
+        "vocab_size": vocab,
+    }
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Llama-3.1-70B": _llama(80, 8192, 64, 8, 28_672, 128_256),
+    "Llama-3.1-8B": _llama(32, 4096, 32, 8, 14_336, 128_256),
+    "Llama-2-70B": _llama(80, 8192, 64, 8, 28_672, 32_000),
+    "OPT-13B": _opt(40, 5120, 40),
+    "OPT-66B": _opt(64, 9216, 72),
+    "OPT-175B": _opt(96, 12_288, 96),
+    "gpt-oss-120b": {
+        "architectures": ["GptOssForCausalLM"],
+        "num_hidden_layers": 36,
+        "hidden_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
+        "vocab_size": 201_088,
+    },
+    "MiniMax-M2.5": {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "num_hidden_layers": 62,
+        "hidden_size": 3072,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 1536,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+        "vocab_size": 200_064,
+    },
+    "Qwen3-235B-A22B": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_hidden_layers": 94,
+        "hidden_size": 4096,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "moe_intermediate_size": 1536,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "vocab_size": 151_936,
+    },
+    "Qwen3.5-397B-A17B": {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "num_hidden_layers": 60,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "full_attention_interval": 4,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 64,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "moe_intermediate_size": 1024,
+        "shared_expert_intermediate_size": 1024,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "vocab_size": 248_320,
+    },
+    "DeepSeek-R1": _latent(61, 128, 256, 3, 129_280),
+    "Kimi-K2.5": _latent(61, 64, 384, 1, 163_840),
+}
+
+
+def facts(name: str) -> ModelFacts:
+    return facts_of(CONFIGS[name])

@@ -1,0 +1,28 @@
+"""Files that a verb writes at its end: refused before the work, when they cannot be written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from isthmus.errors import ConfigError
+
+
+def check_writable(option: str, file: Path | None) -> None:
+    """Raises ConfigError for a file that will not be writable. Touches nothing."""
+    if file is None:
+        return
+    if file.is_dir():
+        raise ConfigError(f"{option} {file}: is a folder; name a file")
+    if not file.parent.is_dir():
+        raise ConfigError(f"{option} {file}: no folder {file.parent}; make it first")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"{option} {file}: cannot be written: permission denied")
+
+
+def write_bytes(file: Path, content: bytes) -> None:
+    """Raises ConfigError if the file cannot be written after all."""
+    try:
+        file.write_bytes(content)
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be written: {error.strerror}") from None

@@ -1,0 +1,128 @@
+"""`isthmus simulate`: a workload through the conductor and the schedulers that also serve, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from isthmus.config import Config
+    from isthmus.sim.deployment import Deployment
+    from isthmus.sim.records import Result
+    from isthmus.sim.summary import Summary
+    from isthmus.sim.workloads import Workload
+    from isthmus.sim.world import Progress
+
+
+def simulate(
+    config: Annotated[Path, typer.Option(help="Deployment file (YAML).")],
+    trace: Annotated[Path | None, typer.Option(help="Mooncake or Azure trace, or a flight recording.")] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(help="In place of a trace, e.g. poisson:rate=8,num=1000,input=1024,output=128."),
+    ] = None,
+    speed: Annotated[float, typer.Option(help="Replay so many times as fast.")] = 1.0,
+    spread_seed: Annotated[
+        int | None, typer.Option(help="Spread arrivals with one timestamp up to the next, at random.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Only so many requests, from the start.")] = None,
+    policy: Annotated[str | None, typer.Option(help="How requests are placed, e.g. mooncake.")] = None,
+    admission: Annotated[str | None, typer.Option(help="When requests are refused, e.g. early.")] = None,
+    order: Annotated[str | None, typer.Option(help="Order of a node's queue: fcfs or promise.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML page with charts here.")] = None,
+    log: Annotated[Path | None, typer.Option(help="Record the conductor's events here (JSONL).")] = None,
+) -> None:
+    """Replay a workload in virtual time: goodput, TTFT, TBT, hit rate, bytes moved, refusals, waste."""
+    from isthmus.cli.outputs import check_writable, write_bytes
+    from isthmus.cli.tables import show, summary_tables
+    from isthmus.config import load_config
+    from isthmus.sim.deployment import deployment_of
+    from isthmus.sim.summary import summarize, to_json
+    from isthmus.sim.workloads import Replay, load
+
+    for option, file in (("--json", json_file), ("--report", report), ("--log", log)):
+        check_writable(option, file)
+    flags = {"policy": policy, "scheduling.admission": admission, "scheduling.order": order}
+    settings = load_config(config, flags)
+    requests = load(_source(trace, workload), Replay(speed, spread_seed, limit))
+    deployment = deployment_of(settings, requests.block_size, config.parent)
+    result = _run(deployment, requests, log)
+    result.notes += _notes(speed, spread_seed, limit)
+    summary = summarize(result)
+    show(*summary_tables(summary))
+    if json_file is not None:
+        write_bytes(json_file, to_json(summary))
+    if report is not None:
+        _write_report(result, summary, settings, report)
+
+
+def _source(trace: Path | None, workload: str | None) -> Path | str:
+    from isthmus.errors import ConfigError
+
+    if (trace is None) == (workload is None):
+        raise ConfigError("--trace FILE or --workload SPEC: give one of them")
+    return trace if trace is not None else str(workload)
+
+
+def _notes(speed: float, spread_seed: int | None, limit: int | None) -> list[str]:
+    """How the workload was changed, for whoever reads the figures later."""
+    notes = []
+    if speed != 1.0:
+        notes.append(f"replayed {speed:g} times as fast")
+    if spread_seed is not None:
+        notes.append(f"arrivals with one timestamp are spread up to the next, seed {spread_seed}")
+    if limit is not None:
+        notes.append(f"only the first {limit:,} requests")
+    return notes
+
+
+def _run(deployment: Deployment, workload: Workload, log: Path | None) -> Result:
+    """The simulation, timed; with `log` also its flight recording, which `isthmus replay` reads."""
+    from time import perf_counter
+
+    from isthmus.cluster.recorder import Recorder
+    from isthmus.sim.world import World
+
+    recorder = None if log is None else Recorder(log, deployment.rules)
+    try:
+        with progress_bar("simulating") as progress:
+            begin = perf_counter()
+            world = World(deployment, workload, log=None if recorder is None else recorder.record)
+            result = world.run(progress)
+            result.wall_s = perf_counter() - begin
+    finally:
+        if recorder is not None:
+            recorder.close()
+    return result
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Progress | None]:
+    """What hears (done, of how many) and draws it on standard error; None where that is no terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns: list[Any] = [TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+        heard: Callable[[int, int], None] = lambda done, total: bar.update(task, completed=done, total=total)  # noqa: E731
+        yield heard
+
+
+def _write_report(result: Result, summary: Summary, settings: Config, path: Path) -> None:
+    import yaml
+
+    from isthmus.sim.report import write_report
+
+    given = settings.model_dump(mode="json", exclude_unset=True)
+    write_report(result, summary, yaml.safe_dump(given, sort_keys=False), path)

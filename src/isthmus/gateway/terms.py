@@ -1,0 +1,47 @@
+"""What a request's headers ask of its service: its own limits and its priority."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+from starlette.types import Scope
+
+from isthmus.errors import RequestError
+
+_INTEGER = re.compile(rb"[+-]?[0-9]{1,10}")
+MAX_MS = 2**31 - 1
+MAX_PRIORITY = 1000
+SLO_TTFT, SLO_TBT, PRIORITY = "x-isthmus-slo-ttft-ms", "x-isthmus-slo-tbt-ms", "x-isthmus-priority"
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """`ttft_ms`, `tbt_ms`: None takes the deployment's. A higher `priority` is refused last."""
+
+    priority: int = 0
+    ttft_ms: int | None = None
+    tbt_ms: int | None = None
+
+
+def terms_of(scope: Scope) -> Terms:
+    """Raises RequestError naming a header that is no integer, out of range, or given twice."""
+    return Terms(
+        priority=_integer(scope, PRIORITY, -MAX_PRIORITY, MAX_PRIORITY) or 0,
+        ttft_ms=_integer(scope, SLO_TTFT, 1, MAX_MS),
+        tbt_ms=_integer(scope, SLO_TBT, 1, MAX_MS),
+    )
+
+
+def _integer(scope: Scope, name: str, low: int, high: int) -> int | None:
+    values = [value for header, value in scope["headers"] if header == name.encode()]
+    if not values:
+        return None
+    if len(values) > 1:
+        raise RequestError(f"the header {name!r} is given {len(values)} times", param=name)
+    text = values[0].strip()
+    if not _INTEGER.fullmatch(text) or not low <= int(text) <= high:
+        shown = text.decode("latin-1")[:40]
+        raise RequestError(
+            f"the header {name!r} must be an integer from {low} to {high}, got {shown!r}", param=name
+        )
+    return int(text)

@@ -1,0 +1,1 @@
+"""Published results: set-up, published numbers, and ours beside them."""

@@ -1,0 +1,134 @@
+"""`isthmus serve --engine emulated`: real processes and sockets, no torch, and tokens that tell wrong bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from isthmus.cli.models import demo_folder
+from isthmus.engine.emulated import expected_tokens, recipe_of
+from tests.served import node_pid, refused, serve, streamed
+
+EMULATED = ("--engine", "emulated", "--hardware", "h200")
+DEMO = recipe_of(demo_folder(), demo_folder(), 16)
+
+
+def prompts_of(count: int) -> list[list[int]]:
+    """Some share a prefix."""
+    draw = random.Random(count)
+    shared = [draw.randrange(256) for _ in range(100)]
+    return [
+        shared[: draw.choice([0, 50, 100])] + [draw.randrange(256) for _ in range(draw.randrange(1, 300))]
+        for _ in range(count)
+    ]
+
+
+def has_torch(pid: int) -> bool:
+    return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
+
+
+@pytest.mark.parametrize("count", ["1", "2"], ids=["1P1D", "2P2D"])
+def test_every_answer_is_exact(count: str, tmp_path: Path) -> None:
+    prompts = prompts_of(12)
+    expected = [expected_tokens(DEMO, prompt, 30) for prompt in prompts]
+    with serve(tmp_path, *EMULATED, "--prefill", count, "--decode", count, "--token-budget", "64") as served:
+        assert not any(map(has_torch, [served.process.pid, *served.children().values()]))
+        with ThreadPoolExecutor(12) as pool:
+            for _ in range(2):  # then with cached prefixes
+                found = pool.map(lambda prompt: served.tokens(prompt, 30, ignore_eos=True), prompts)
+                assert list(found) == expected
+        served.wait_until(lambda: sum(served.gauge("prefix_cache_hits_total").values()) > 0, "a prefix hit")
+        salted = served.tokens(prompts[0], 30, ignore_eos=True, cache_salt="other")
+        assert salted == expected_tokens(DEMO, prompts[0], 30, salt="other") != expected[0]
+
+
+def test_a_killed_node_costs_no_token(tmp_path: Path) -> None:
+    """kill -9 in the middle of eight answers; the curve of a slow node keeps them going for a while."""
+    curve = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.004}
+    config = tmp_path / "isthmus.yaml"
+    config.write_text(json.dumps({"engine": {"kind": "emulated", "cost": curve}}))
+    prompts = [[index, 2, 3, 4] * 100 for index in range(8)]
+    expected = [expected_tokens(DEMO, prompt, 200, stop_tokens=(257,)) for prompt in prompts]
+    with serve(tmp_path, "--config", str(config)) as served:
+        pid = node_pid(served.children().values(), "decode-0")
+        with ThreadPoolExecutor(8) as pool:
+            answering = threading.Event()
+            answers = [pool.submit(streamed, served, prompt, 200, answering) for prompt in prompts]
+            answering.wait()
+            os.kill(pid, signal.SIGKILL)
+            assert [answer.result() for answer in answers] == expected
+
+
+def test_a_model_folder_with_a_config_alone_is_enough(tmp_path: Path) -> None:
+    folder = tmp_path / "llama-70b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_70B))
+    with serve(tmp_path, *EMULATED, "--gpus", "8", "--model", str(folder), "--kv-memory", "20GiB") as served:
+        assert served.model == "llama-70b"
+        assert served.gauge("kv_blocks") == {"prefill-0": 4096.0, "decode-0": 4096.0}
+        recipe = recipe_of(folder, demo_folder(), 16)
+        assert served.tokens([1, 2, 3], 5, ignore_eos=True) == expected_tokens(recipe, [1, 2, 3], 5)
+        answer = served.complete([1, 2, 3], 2, ignore_eos=True, logprobs=1)["choices"][0]
+        assert answer["logprobs"]["token_logprobs"] == [0.0, 0.0]
+        slow = {"model": served.model, "prompt": [1] * 3000, "max_tokens": 2}
+        reply = served.http.post("/v1/completions", json=slow, headers={"x-isthmus-slo-ttft-ms": "1"})
+        assert reply.status_code == 200, "nothing refuses here"
+        assert "isthmus_requests_within_slo_total 2.0" in served.http.get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("admission", "limit", "stage"),
+    [("early", "x-isthmus-slo-ttft-ms", "prefill"), ("baseline", "x-isthmus-slo-tbt-ms", "decode")],
+)
+def test_overload_is_429_with_a_time_to_come_back(
+    admission: str, limit: str, stage: str, tmp_path: Path
+) -> None:
+    """Refused at arrival by its own limit; and after the prefill, with nothing sent yet, by `baseline`."""
+    curve, config = tmp_path / "curve.yaml", tmp_path / "isthmus.yaml"
+    curve.write_text("{kv_token_bytes: 2048, num_layers: 4, prefill_token_s: 1e-5, decode_fixed_s: 0.01}")
+    config.write_text(f"engine: {{kind: emulated, cost: {curve}}}\n")
+    with serve(tmp_path, "--config", str(config), "--admission", admission) as served:
+        for stream in (False, True):
+            asked = {"model": served.model, "prompt": [stream] * 3000, "max_tokens": 5, "stream": stream}
+            reply = served.http.post("/v1/completions", json=asked, headers={limit: "1"})
+            assert reply.status_code == 429, reply.text
+            assert int(reply.headers["retry-after"]) >= 1
+            assert reply.json()["error"]["code"] == "overloaded"
+            assert served.http.post("/v1/completions", json=asked).status_code == 200
+        assert f'isthmus_requests_refused_total{{stage="{stage}"}} 2.0' in served.http.get("/metrics").text
+
+
+def test_what_cannot_be_emulated_says_so_in_one_line(tmp_path: Path) -> None:
+    code, line = refused("--engine", "emulated", "--port", "0")
+    assert code != 0 and "engine.hardware" in line and "h200" in line
+    code, line = refused("--engine", "emulated", "--hardware", "h20x", "--port", "0")
+    assert code != 0 and "h20x" in line and "h200" in line
+    code, line = refused("--engine", "imagined", "--port", "0")
+    assert code != 0 and "engine.kind" in line
+    config = tmp_path / "isthmus.yaml"
+    config.write_text(f"engine: {{kind: emulated, cost: {tmp_path / 'nothing.yaml'}}}\n")
+    code, line = refused("--config", str(config), "--port", "0")
+    assert code != 0 and "nothing.yaml cannot be read" in line
+    code, line = refused(*EMULATED, "--model", str(tmp_path), "--port", "0")
+    assert code != 0 and "config.json" in line
+
+
+LLAMA_70B = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}

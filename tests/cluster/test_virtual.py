@@ -1,0 +1,308 @@
+"""The whole live cluster in virtual time: exact tokens, exact times, and the same run every time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from isthmus.cluster import head as head_module
+from isthmus.cluster import transfers
+from isthmus.cluster.transfers import Incoming
+from isthmus.cluster.virtual import Flight, ManualLoop, VirtualCluster, VirtualRequest
+from isthmus.conductor import (
+    BlocksStored,
+    FirstToken,
+    NodeJoined,
+    PrefillFinished,
+    Refuse,
+    RequestArrived,
+    RequestEnded,
+    RequestFailed,
+    Route,
+)
+from isthmus.config import Config, load_config
+from isthmus.cost import Curve, compile_cost
+from isthmus.engine.emulated import expected_tokens
+from isthmus.errors import OverloadedError
+from isthmus.types import RequestId, Role
+
+MS = 1_000_000
+CURVE = Curve(
+    kv_token_bytes=1024,
+    num_layers=8,
+    prefill_token_s=1e-5,
+    prefill_fixed_s=1e-3,
+    prefill_pair_s=1.3e-9,
+    decode_fixed_s=5e-3,
+    decode_sequence_s=1e-5,
+    decode_context_s=1.234567e-8,
+)
+COST = compile_cost(CURVE)
+
+
+def config_of(**overrides: Any) -> Config:
+    dotted = {name.replace("__", "."): value for name, value in overrides.items()}
+    return load_config(None, {"engine.kind": "emulated", "engine.kv_memory": "64MiB", **dotted})
+
+
+def cluster_of(**overrides: Any) -> VirtualCluster:
+    return VirtualCluster(config_of(**overrides), dict.fromkeys(Role, CURVE))
+
+
+def workload(count: int, *, every_ns: int = 3 * MS, seed: int = 1) -> list[VirtualRequest]:
+    """Prompts of all lengths, some with shared prefixes, of two tenants; answers shorter than asked for."""
+    draw = random.Random(seed)
+    shared = [draw.randrange(1000) for _ in range(400)]
+    requests = []
+    for index in range(count):
+        own = tuple(draw.randrange(1000) for _ in range(draw.randrange(1, 500)))
+        prefix = tuple(shared[: draw.choice([0, 0, 100, 400])])
+        tenant = draw.choice(["", "other"])
+        requests.append(VirtualRequest(index * every_ns, prefix + own, draw.randrange(1, 60), 100, tenant))
+    return requests
+
+
+def wrong_answers(cluster: VirtualCluster, requests: Sequence[VirtualRequest], flight: Flight) -> int:
+    pairs = zip(requests, flight.outcomes, strict=True)
+    return sum(outcome.tokens != expected(cluster, request) for request, outcome in pairs)
+
+
+def expected(cluster: VirtualCluster, request: VirtualRequest) -> list[int]:
+    return expected_tokens(cluster.recipe, request.tokens, request.output_tokens, salt=request.salt)
+
+
+def events(flight: Flight, kind: type) -> list[tuple[int, Any]]:
+    return [(entry.at_ns, entry.event) for entry in flight.log if isinstance(entry.event, kind)]
+
+
+# The loop.
+
+
+def run(work: Any) -> Any:
+    with asyncio.Runner(loop_factory=ManualLoop) as runner:
+        return runner.run(work)
+
+
+def test_time_is_the_time_of_timers_and_passes_at_once() -> None:
+    async def work() -> list[tuple[str, int]]:
+        loop, seen = asyncio.get_running_loop(), []
+        assert isinstance(loop, ManualLoop)
+
+        async def wait(name: str, when_ns: int) -> None:
+            await loop.sleep_until(when_ns)
+            seen.append((name, loop.now_ns))
+
+        await asyncio.gather(wait("late", 10**15 + 1), wait("soon", 7), asyncio.sleep(3600))
+        return seen
+
+    assert run(work()) == [("soon", 7), ("late", 10**15 + 1)]
+
+
+def test_what_follows_from_one_timer_is_done_before_the_next_of_the_same_instant() -> None:
+    async def work() -> list[str]:
+        loop, seen = asyncio.get_running_loop(), list[str]()
+        assert isinstance(loop, ManualLoop)
+
+        def chain(name: str, left: int) -> None:
+            seen.append(f"{name}{left}")
+            if left:
+                loop.call_soon(chain, name, left - 1)
+
+        loop.call_at_ns(5, chain, "a", 3)
+        loop.call_at_ns(5, chain, "b", 1)
+        await loop.sleep_until(5)
+        await loop.settle()
+        return seen
+
+    assert run(work()) == ["a3", "a2", "a1", "a0", "b1", "b0"]
+
+
+def test_a_cancelled_timer_moves_no_clock() -> None:
+    async def work() -> int:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, ManualLoop)
+        loop.call_at_ns(5, print, "never").cancel()
+        await loop.sleep_until(9)
+        return loop.now_ns
+
+    assert run(work()) == 9
+
+
+def test_waiting_for_what_never_comes_is_an_error() -> None:
+    async def work() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(RuntimeError, match="nothing is left"):
+        run(work())
+
+
+# The cluster.
+
+SHAPES = [
+    {},
+    {"roles__prefill": 2, "roles__decode": 2},
+    {"roles__prefill": 0, "roles__decode": 0, "roles__mixed": 2},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=["1P1D", "2P2D", "mixed"])
+def test_every_answer_is_exact_and_every_run_the_same(shape: dict[str, int]) -> None:
+    cluster, requests = cluster_of(engine__token_budget=64, **shape), workload(60)
+    flight = cluster.run(requests)
+    assert wrong_answers(cluster, requests, flight) == 0
+    assert [outcome.error for outcome in flight.outcomes] == [None] * 60
+    assert cluster.run(requests).log == flight.log
+
+
+def test_pre_emption_changes_no_token() -> None:
+    cluster, requests = cluster_of(engine__kv_memory="1MiB"), workload(30)
+    assert wrong_answers(cluster, requests, cluster.run(requests)) == 0
+
+
+def test_the_log_of_one_request_is_what_it_should_be() -> None:
+    cluster = cluster_of()
+    (one,) = [VirtualRequest(5 * MS, tuple(range(40)), 4, ttft_ms=300, tbt_ms=40, priority=3)]
+    flight = cluster.run([one])
+    name = RequestId("0")
+    first = 5 * MS + COST.step_ps([(40, 0)], 0, 0) // 1000
+    steps = [COST.step_ps((), 1, context) for context in (41, 42, 43)]
+    times = [first + sum(steps[:count]) // 1000 for count in range(4)]
+    assert flight.outcomes[0].at_ns == times
+    names = cluster.names(one.tokens)
+    assert len(names) == 2
+    assert [(entry.at_ns, entry.event) for entry in flight.log if not isinstance(entry.event, NodeJoined)] == [
+        (5 * MS, RequestArrived(name, "", 40, 4, names, 3, 300, 40)),
+        (first, FirstToken(name, 1)),
+        (first, BlocksStored("prefill-0", names)),
+        (first, PrefillFinished(name, 1)),
+        (times[3], RequestEnded(name, 4)),
+    ]
+    joined = [event for _, event in events(flight, NodeJoined)]
+    assert [(event.node, event.role, event.cost) for event in joined] == [
+        ("prefill-0", Role.PREFILL, CURVE),
+        ("decode-0", Role.DECODE, CURVE),
+    ]
+    assert joined[0].capacity_tokens == 64 * 1024
+    (route,) = [entry.actions[0] for entry in flight.log if isinstance(entry.event, RequestArrived)]
+    assert isinstance(route, Route)
+    assert (route.prefill, route.decode, route.attempt) == ("prefill-0", "decode-0", 1)
+
+
+def test_iterations_of_a_run_end_at_the_exact_sum_of_their_lengths() -> None:
+    """Lengths that are no whole nanoseconds, over a hundred iterations of one request."""
+    request = VirtualRequest(0, tuple(range(10)), 101)
+    (outcome,) = cluster_of(roles__mixed=1, roles__prefill=0, roles__decode=0).run([request]).outcomes
+    ends, start_ns, elapsed_ps = [], outcome.at_ns[0], 0
+    for context in range(11, 111):
+        # A run ends where a block is needed or after 16 iterations: there the clock is rounded.
+        elapsed_ps += COST.step_ps((), 1, context)
+        ends.append(start_ns + elapsed_ps // 1000)
+    assert max(abs(got - sum_) for got, sum_ in zip(outcome.at_ns[1:], ends, strict=True)) <= 100 // 16 + 1
+    assert outcome.at_ns[1:6] == ends[:5]
+
+
+def test_equal_prompts_of_one_instant_are_decided_one_after_the_other() -> None:
+    requests = [VirtualRequest(MS, tuple(range(100)), 5) for _ in range(4)]
+    cluster = cluster_of(roles__prefill=2)
+    flight = cluster.run(requests)
+    routes = [entry.actions[0].prefill for entry in flight.log if isinstance(entry.event, RequestArrived)]
+    assert routes == ["prefill-0", "prefill-1", "prefill-0", "prefill-1"]
+    assert wrong_answers(cluster, requests, flight) == 0
+
+
+# Refusals, live.
+
+
+def test_a_refusal_at_arrival_is_an_overload_with_a_time_to_come_back() -> None:
+    cluster = cluster_of(scheduling__admission="early", slo__ttft_ms=20)
+    requests = [VirtualRequest(index, tuple([index] * 900), 3) for index in range(6)]
+    flight = cluster.run(requests)
+    refused = [outcome.error for outcome in flight.outcomes if outcome.error is not None]
+    assert refused and len(refused) < 6
+    assert all(isinstance(error, OverloadedError) and error.retry_after_s >= 1 for error in refused)
+    assert [bool(outcome.tokens) for outcome in flight.outcomes] == [o.error is None for o in flight.outcomes]
+
+
+def test_a_refusal_after_the_prefill_reaches_the_client_before_any_token() -> None:
+    """`baseline` looks at the decode pool only when a request gets there."""
+    cluster = cluster_of(scheduling__admission="baseline", slo__tbt_ms=5)
+    flight = cluster.run([VirtualRequest(0, tuple(range(50)), 5), VirtualRequest(0, tuple(range(60)), 5)])
+    late = [entry for entry in flight.log if isinstance(entry.event, FirstToken)]
+    assert any(isinstance(action, Refuse) and action.stage == "decode" for e in late for action in e.actions)
+    refused = [outcome for outcome in flight.outcomes if outcome.error is not None]
+    assert refused
+    assert all(isinstance(outcome.error, OverloadedError) and not outcome.tokens for outcome in refused)
+
+
+def test_a_higher_priority_displaces_a_request_that_waits() -> None:
+    cluster = cluster_of(limits__max_requests=3)
+    waiting = [VirtualRequest(index, tuple([index] * 800), 5) for index in range(3)]
+    flight = cluster.run([*waiting, VirtualRequest(MS, tuple(range(50)), 5, priority=9)])
+    errors = [type(outcome.error) for outcome in flight.outcomes]
+    assert errors.count(OverloadedError) == 1
+    assert errors[3] is type(None)
+    assert wrong_answers(cluster, [*waiting, waiting[0]], flight) == 2  # the refused one, and the stand-in
+
+
+# What must not go unseen. Each fault is put into the cluster's own code; seals and names are what prevents it.
+
+
+def test_a_byte_damaged_on_its_way_is_computed_again() -> None:
+    cluster, requests = cluster_of(), workload(10)
+    with pytest.MonkeyPatch.context() as patch:
+        damage_one_transfer(patch)
+        flight = cluster.run(requests)
+    assert "seal mismatch" in events(flight, RequestFailed)[0][1].reason
+    assert wrong_answers(cluster, requests, flight) == 0
+
+
+def test_a_byte_damaged_on_its_way_shows_when_no_seal_is_checked() -> None:
+    cluster, requests = cluster_of(), workload(10)
+    with pytest.MonkeyPatch.context() as patch:
+        damage_one_transfer(patch)
+        patch.setattr(transfers, "seal", lambda data: b"no seal")
+        flight = cluster.run(requests)
+    assert not events(flight, RequestFailed)
+    assert wrong_answers(cluster, requests, flight) == 1
+
+
+def damage_one_transfer(patch: pytest.MonkeyPatch) -> None:
+    receive, left = Incoming.receive, [3]
+
+    def damaged(self: Incoming, slices: Any) -> bool:
+        left[0] -= 1
+        if left[0] == 0:
+            self._landing[0][1][5] ^= 1
+        return receive(self, slices)
+
+    patch.setattr(Incoming, "receive", damaged)
+
+
+def test_a_cache_shared_between_tenants_shows() -> None:
+    """Block names that forget the salt: the second tenant is given the first one's KV."""
+    cluster = cluster_of()
+    requests = [
+        VirtualRequest(index * 50 * MS, tuple(range(100)), 8, salt=f"tenant {index}") for index in (0, 1)
+    ]
+    assert wrong_answers(cluster, requests, cluster.run(requests)) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        namer = head_module.BlockNamer
+        patch.setattr(
+            head_module, "BlockNamer", lambda revision, layout, salt: namer(revision=revision, layout=layout)
+        )
+        assert wrong_answers(cluster, requests, cluster.run(requests)) == 1
+
+
+def test_a_stale_prefix_shows() -> None:
+    """Block names that forget the tokens: what an earlier prompt left is taken for this one's."""
+    cluster = cluster_of()
+    requests = [VirtualRequest(index * 50 * MS, tuple(range(index, 100 + index)), 8) for index in (0, 1)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            head_module.BlockNamer, "names", lambda self, tokens: [bytes([n]) for n in range(len(tokens) // 16)]
+        )
+        assert wrong_answers(cluster, requests, cluster.run(requests)) == 1

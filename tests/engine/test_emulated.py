@@ -1,0 +1,308 @@
+"""The emulated engine: every KV byte it reads shows in its tokens, and its time is the cost model's."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isthmus.cost import Curve, compile_cost
+from isthmus.engine.emulated import (
+    EmulatedEngine,
+    PacedEngine,
+    Recipe,
+    expected_tokens,
+    layout_of,
+    recipe_of,
+    vocab_of,
+)
+from isthmus.engine.interface import Chunk, Row
+from isthmus.errors import ModelError, StartError
+from isthmus.types import Sampling, TokenLogprobs
+
+SIZE = 4
+RECIPE = Recipe("model", layout_of(SIZE), 1 << 20)
+CURVE = Curve(
+    kv_token_bytes=1024,
+    num_layers=8,
+    prefill_token_s=1e-5,
+    prefill_pair_s=1e-9,
+    decode_fixed_s=3e-3,
+    decode_sequence_s=1e-5,
+    decode_context_s=1.234567e-8,
+)
+GREEDY = Sampling(temperature=0.0)
+PROMPT = [random.Random(1).randrange(1000) for _ in range(19)]
+BLOCKS = (7, 2, 3, 9, 5, 11, 0, 4)
+
+
+def engine_of(recipe: Recipe = RECIPE, num_blocks: int = 12) -> EmulatedEngine:
+    return EmulatedEngine(recipe, compile_cost(CURVE), num_blocks, max_length=1000)
+
+
+def step(engine: EmulatedEngine, chunk: Chunk) -> int | None:
+    rows = [Row(GREEDY, ())] if chunk.samples else []
+    tokens, _ = engine.step(engine.build([chunk]), rows)
+    return tokens[0] if tokens else None
+
+
+def answer(
+    engine: EmulatedEngine,
+    prompt: Sequence[int],
+    count: int,
+    *,
+    blocks: Sequence[int] = BLOCKS,
+    chunk: int = 1000,
+    start: int = 0,
+    salt: str = "",
+) -> list[int]:
+    """Prefill from `start` on in chunks, then decode."""
+    tokens, found = list(prompt), list[int]()
+    for at in range(start, len(prompt), chunk):
+        piece = tokens[at : at + chunk]
+        last = at + len(piece) == len(prompt)
+        token = step(engine, Chunk(piece, at, blocks, last, False, salt))
+    while True:
+        assert token is not None
+        found.append(token)
+        tokens.append(token)
+        if len(found) == count:
+            return found
+        token = step(engine, Chunk(tokens[-1:], len(tokens) - 1, blocks, True, True, salt))
+
+
+# The tokens.
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.integers(0, 300), min_size=1, max_size=20),
+    st.permutations(range(12)),
+    st.integers(1, 25),
+    st.sampled_from(["", "tenant"]),
+)
+def test_blocks_and_chunks_do_not_matter(prompt: list[int], blocks: list[int], chunk: int, salt: str) -> None:
+    expected = expected_tokens(RECIPE, prompt, 6, salt=salt)
+    assert answer(engine_of(), prompt, 6, blocks=blocks, chunk=chunk, salt=salt) == expected
+
+
+def test_requests_of_a_batch_do_not_mix() -> None:
+    engine, prompts = engine_of(num_blocks=16), [PROMPT, PROMPT[:5], [*PROMPT[:18], 0]]
+    tables = [(0, 1, 2, 3, 4, 5), (6, 7, 8), (9, 10, 11, 12, 13, 14)]
+    chunks = [Chunk(prompt, 0, table, True) for prompt, table in zip(prompts, tables, strict=True)]
+    batch, rows = engine.build(chunks), [Row(GREEDY, ())] * 3
+    found = [engine.step(batch, rows)[0]]
+    for _ in range(3):
+        batch.advance(found[-1])
+        found.append(engine.step(batch, rows)[0])
+    columns = [list(column) for column in zip(*found, strict=True)]
+    assert columns == [expected_tokens(RECIPE, prompt, 4) for prompt in prompts]
+
+
+def test_a_chunk_that_samples_nothing_gives_no_token() -> None:
+    engine = engine_of()
+    tokens, logprobs = engine.step(engine.build([Chunk(PROMPT[:3], 0, BLOCKS, False)]), [])
+    assert (tokens, logprobs) == ([], [])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Recipe("another model", layout_of(SIZE), 1 << 20),
+        Recipe("model", layout_of(2 * SIZE), 1 << 20),
+        Recipe("model", layout_of(SIZE, layers=3), 1 << 20),
+    ],
+    ids=["revision", "block size", "layers"],
+)
+def test_model_and_layout_change_every_token(other: Recipe) -> None:
+    ours, theirs = (expected_tokens(recipe, PROMPT, 20) for recipe in (RECIPE, other))
+    assert not set(ours) & set(theirs)
+
+
+def test_an_answer_ends_at_a_stop_token() -> None:
+    whole = expected_tokens(RECIPE, PROMPT, 10)
+    assert expected_tokens(RECIPE, PROMPT, 10, stop_tokens=(whole[4],)) == whole[:5]
+
+
+# Wrong bytes. Each test damages what one request reads and demands another answer.
+
+
+def prefilled(engine: EmulatedEngine, prompt: Sequence[int] = PROMPT, salt: str = "") -> int:
+    token = step(engine, Chunk(prompt, 0, BLOCKS, True, False, salt))
+    assert token is not None
+    return token
+
+
+def resumed(engine: EmulatedEngine, first: int, count: int = 5) -> list[int]:
+    """Goes on from a computed PROMPT by decoding."""
+    return [first, *answer(engine, [*PROMPT, first], count - 1, start=len(PROMPT))]
+
+
+def test_undamaged_bytes_give_the_expected_tokens() -> None:
+    engine = engine_of()
+    assert resumed(engine, prefilled(engine)) == expected_tokens(RECIPE, PROMPT, 5)
+
+
+@given(st.integers(0, len(PROMPT) - 1), st.integers(0, 1), st.integers(0, 8 * 16 - 1))
+def test_any_flipped_bit_changes_the_next_token_and_all_after_it(position: int, layer: int, bit: int) -> None:
+    engine = engine_of()
+    first = prefilled(engine)
+    slot = BLOCKS[position // SIZE] * SIZE + position % SIZE
+    engine.memory.export(layer, slot, slot + 1)[bit // 8] ^= 1 << bit % 8
+    found, expected = resumed(engine, first), expected_tokens(RECIPE, PROMPT, 5)
+    assert found[0] == expected[0]
+    assert all(got != right for got, right in zip(found[1:], expected[1:], strict=True))
+
+
+def test_a_byte_outside_what_is_read_changes_nothing() -> None:
+    engine = engine_of()
+    first = prefilled(engine)
+    unused = BLOCKS[7] * SIZE
+    engine.memory.export(0, unused, unused + 1)[0] ^= 1
+    assert resumed(engine, first) == expected_tokens(RECIPE, PROMPT, 5)
+
+
+def test_a_block_of_a_foreign_tenant_shows() -> None:
+    """A prefix hit that ignored the salt: the first two blocks are another tenant's, of the same tokens."""
+    engine = engine_of()
+    prefilled(engine, salt="theirs")
+    found = answer(engine, PROMPT, 5, start=2 * SIZE, salt="ours")
+    expected = expected_tokens(RECIPE, PROMPT, 5, salt="ours")
+    assert all(got != right for got, right in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_a_stale_block_shows(index: int) -> None:
+    """One block of the prefix still holds what another prompt left there."""
+    engine = engine_of()
+    prefilled(engine, [*PROMPT[: index * SIZE], *[999] * (len(PROMPT) - index * SIZE)])
+    slots = BLOCKS[index] * SIZE, (BLOCKS[index] + 1) * SIZE
+    stale = [bytes(engine.memory.export(layer, *slots)) for layer in range(2)]
+    first = prefilled(engine)
+    for layer in range(2):
+        engine.memory.export(layer, *slots)[:] = stale[layer]
+    assert resumed(engine, first)[1:] != expected_tokens(RECIPE, PROMPT, 5)[1:]
+
+
+def test_swapped_blocks_show() -> None:
+    engine = engine_of()
+    first = prefilled(engine)
+    swapped = (BLOCKS[1], BLOCKS[0], *BLOCKS[2:])
+    assert answer(engine, [*PROMPT, first], 1, start=len(PROMPT), blocks=swapped) != [
+        expected_tokens(RECIPE, PROMPT, 2)[1]
+    ]
+
+
+# What a client may ask.
+
+
+def test_log_probabilities_say_that_the_token_is_certain() -> None:
+    engine = engine_of()
+    for wanted, expected in ((0, ()), (3, ((prefilled(engine), 0.0),))):
+        batch = engine.build([Chunk(PROMPT, 0, BLOCKS, True)])
+        _, logprobs = engine.step(batch, [Row(Sampling(logprobs=wanted), ())])
+        assert logprobs == [TokenLogprobs(0.0, expected)]
+
+
+def test_sampling_parameters_change_nothing() -> None:
+    engine = engine_of()
+    batch = engine.build([Chunk(PROMPT, 0, BLOCKS, True)])
+    hot = Sampling(temperature=2.0, seed=9, presence_penalty=2.0, logit_bias=((1, 100.0),))
+    assert engine.step(batch, [Row(hot, ())]) == ([prefilled(engine)], [None])
+
+
+def test_layers_are_announced_in_order_with_their_kv_in_place() -> None:
+    engine, seen = engine_of(), list[tuple[int, bytes]]()
+    batch = engine.build([Chunk(PROMPT[:4], 0, (3,), True)])
+    engine.step(batch, [Row(GREEDY, ())], lambda n: seen.append((n, bytes(engine.memory.export(n, 12, 16)))))
+    assert [layer for layer, _ in seen] == [0, 1]
+    assert seen == [(layer, bytes(engine.memory.export(layer, 12, 16))) for layer in range(2)]
+    assert any(seen[0][1]) and any(seen[1][1])
+
+
+# Time.
+
+
+def test_a_step_takes_what_the_cost_model_says() -> None:
+    engine, cost = engine_of(num_blocks=40), compile_cost(CURVE)
+    prompts = engine.build([Chunk(PROMPT[:8], 0, (0, 1), False), Chunk(PROMPT[8:], 8, BLOCKS, True)])
+    assert engine.step_ps(prompts) == cost.step_ps([(8, 0), (11, 8)], 0, 0)
+    mixed = [Chunk([1], 6, (0, 1), True, True), Chunk([1], 9, (2, 3, 4), True, True), Chunk([5], 3, (5,), True)]
+    assert engine.step_ps(engine.build(mixed)) == cost.step_ps([(1, 3)], 2, 17)
+    decodes = engine.build(mixed[:2])
+    assert engine.step_ps(decodes) == cost.step_ps((), 2, 17)
+    decodes.advance([3, 4])
+    assert engine.step_ps(decodes) == cost.step_ps((), 2, 19)
+
+
+def test_the_paced_engine_sleeps_to_the_exact_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late it wakes, the next iteration's end lies where the sum of the steps puts it."""
+    now, naps = [1_000_000_007], list[int]()
+
+    def sleep(seconds: float) -> None:
+        naps.append(now[0] + round(seconds * 1e9))
+        now[0] = naps[-1] + 12_345  # late
+
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    engine, cost = PacedEngine(RECIPE, compile_cost(CURVE), 12, max_length=100), compile_cost(CURVE)
+    batch, elapsed = engine.build([Chunk([1], 4, BLOCKS, True, True)]), 0
+    for context in (5, 6, 7):
+        before = elapsed
+        elapsed += cost.step_ps((), 1, context)
+        batch_tokens, _ = engine.step(batch, [Row(GREEDY, ())])
+        half = (before + (elapsed - before) // 2) // 1000
+        assert naps[-2:] == [1_000_000_007 + half, 1_000_000_007 + elapsed // 1000]
+        batch.advance(batch_tokens)
+    assert len(naps) == 6
+
+
+# What it is made from.
+
+
+def write_folder(folder: Path, vocab: object = None, **config: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **config}))
+    tokenizer = {
+        "model": {"vocab": vocab if vocab is not None else {"a": 0, "b": 3}},
+        "added_tokens": [{"id": 9}],
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def test_the_vocabulary_counts_added_tokens_and_gaps(tmp_path: Path) -> None:
+    assert vocab_of(write_folder(tmp_path / "a")) == 10
+    assert vocab_of(write_folder(tmp_path / "b", [["x", -1.0]] * 20)) == 20
+    with pytest.raises(ModelError, match="vocabulary"):
+        vocab_of(write_folder(tmp_path / "c", {"a": "b"}))
+
+
+def test_model_and_vocabulary_are_in_the_revision(tmp_path: Path) -> None:
+    one, two = write_folder(tmp_path / "one"), write_folder(tmp_path / "two", hidden_size=8)
+    three = write_folder(tmp_path / "three", {"a": 100})
+    revisions = {recipe_of(folder, folder, SIZE).revision for folder in (one, two, three)}
+    assert len(revisions) == 3
+    assert recipe_of(one, one, SIZE).revision == recipe_of(one, one, 2 * SIZE).revision
+
+
+def test_memory_for_fewer_than_two_blocks_is_refused() -> None:
+    with pytest.raises(StartError, match="fewer than 2 blocks"):
+        engine_of(num_blocks=1)
+
+
+def test_the_emulated_path_loads_no_torch() -> None:
+    code = (
+        "import sys, isthmus.engine.emulated, isthmus.cluster.virtual, isthmus.cli.engines, isthmus.cli.node;"
+        "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

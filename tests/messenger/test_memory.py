@@ -1,0 +1,128 @@
+"""The in-memory binding behaves as the one over sockets, only in the same order every time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from isthmus.messenger import Connection, MemoryNetwork
+
+from .test_connection import Message, Note, Owner, Parcel, Stranger
+
+
+def running(work: Callable[[MemoryNetwork], Awaitable[None]]) -> None:
+    async def main() -> None:
+        faults: list[dict] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+        await work(MemoryNetwork())
+        assert faults == []
+
+    asyncio.run(main())
+
+
+async def session(network: MemoryNetwork, here: Owner, there: Owner) -> Connection:
+    _, port = await network.listen("somewhere", 0, Message, lambda: there)
+    return await network.connect(f"somewhere:{port}", Message, here, timeout_s=1)
+
+
+def test_messages_come_in_order_both_ways_and_never_inside_send() -> None:
+    async def work(network: MemoryNetwork) -> None:
+        here, there = Owner(), Owner(lambda connection, message: connection.send(message))
+        connection = await session(network, here, there)
+        sent = [Note(f"number {number}") for number in range(50)]
+        for message in sent:
+            connection.send(message)
+        assert there.messages == []
+        await here.until(lambda: len(here.messages) == 50)
+        assert here.messages == there.messages == sent
+        assert connection.bytes_in == connection.bytes_out
+
+    running(work)
+
+
+def test_payloads_land_in_their_place_whatever_the_pieces() -> None:
+    async def work(network: MemoryNetwork) -> None:
+        here, there = Owner(), Owner()
+        connection = await session(network, here, there)
+        data = bytes(range(256)) * 1000
+        view = memoryview(data)
+        connection.send(Parcel((100_000, len(data) - 100_000)), view[:7], view[7:])
+        connection.send(Note("after"))
+        connection.send(Parcel((2, 0, 1)), memoryview(b"12"), memoryview(b""), memoryview(b"3"))
+        await there.until(lambda: len(there.messages) == 3)
+        assert b"".join(there.payloads[0]) == data
+        assert b"".join(there.payloads[1]) == b"123"
+
+    running(work)
+
+
+@pytest.mark.parametrize("ender", ["here", "there"])
+def test_an_end_is_told_once_on_both_sides_after_what_was_sent(ender: str) -> None:
+    async def work(network: MemoryNetwork) -> None:
+        here = Owner()
+        there = Owner(lambda connection, _: connection.close("not today") if ender == "there" else None)
+        connection = await session(network, here, there)
+        connection.send(Note("last words"))
+        if ender == "here":
+            connection.close("enough")
+            connection.close("again")
+            assert connection.closed
+        await here.until(lambda: here.reasons)
+        await there.until(lambda: there.reasons)
+        connection.send(Note("too late"))
+        await asyncio.sleep(0)
+        assert there.messages == [Note("last words")]
+        reasons = {
+            "here": (["enough"], ["closed by the peer"]),
+            "there": (["closed by the peer"], ["not today"]),
+        }
+        assert (here.reasons, there.reasons) == reasons[ender]
+
+    running(work)
+
+
+def test_what_does_not_belong_ends_the_session() -> None:
+    async def work(network: MemoryNetwork) -> None:
+        for wrong, payload in ((Stranger("hello"), b""), (Note("smuggler"), b"goods")):
+            here, there = Owner(), Owner()
+            connection = await session(network, here, there)
+            connection.send(Note("before"))
+            connection.send(wrong, memoryview(payload))
+            connection.send(Note("after"))
+            await there.until(lambda there=there: there.reasons)
+            assert there.messages == [Note("before")]
+
+    running(work)
+
+
+def test_addresses_are_taken_once_and_given_back() -> None:
+    async def work(network: MemoryNetwork) -> None:
+        server, port = await network.listen("a", 0, Message, Owner)
+        with pytest.raises(OSError, match="taken"):
+            await network.listen("a", port, Message, Owner)
+        await network.listen("b", port, Message, Owner)
+        server.close()
+        with pytest.raises(OSError, match="nobody listens"):
+            await network.connect(f"a:{port}", Message, Owner(), timeout_s=1)
+
+    running(work)
+
+
+def test_peers_have_addresses_of_their_own() -> None:
+    async def work(network: MemoryNetwork) -> None:
+        there = Owner(lambda connection, message: connection.send(message))
+        _, port = await network.listen("a", 0, Message, lambda: there)
+        owners = [Owner(), Owner()]
+        seen = set()
+        for one in owners:
+            connection = await network.connect(f"a:{port}", Message, one, timeout_s=1)
+            assert connection.peer == f"a:{port}"
+            connection.send(Note("hello"))
+            await one.until(lambda one=one: one.messages)
+            assert there.connection is not None
+            seen.add(there.connection.peer)
+        assert len(seen) == 2
+
+    running(work)

@@ -1,0 +1,352 @@
+"""The network against a slow reference: at every change all rates grown together from nothing, in fractions."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isthmus.sim.network import Flow, Network
+
+GB = 1e9
+
+
+def fair_rates(capacities: list[float], paths: list[tuple[int, ...]]) -> list[Fraction | float]:
+    """Max-min rates by the textbook: raise all alike until a link is full, freeze its flows, go on."""
+    rates: list[Fraction | float] = [Fraction(0)] * len(paths)
+    growing = []
+    for index, path in enumerate(paths):
+        if all(math.isinf(capacities[link]) for link in path):
+            rates[index] = math.inf
+        else:
+            growing.append(index)
+    room = {link: Fraction(capacity) for link, capacity in enumerate(capacities) if not math.isinf(capacity)}
+    while growing:
+        crossing = {link: sum(link in paths[index] for index in growing) for link in room}
+        step = min(room[link] / number for link, number in crossing.items() if number)
+        for link, number in crossing.items():
+            room[link] -= step * number
+        for index in growing:
+            rates[index] += step
+        growing = [index for index in growing if all(room.get(link, 1) > 0 for link in paths[index])]
+    return rates
+
+
+# A rounded end comes up to 0.7 ns early; so much passes the fastest limited link in ten times that.
+SLACK = 25 * 7
+
+
+class Reference:
+    """Follows a network in lockstep: what is left of each flow, by the rates of the textbook."""
+
+    def __init__(self, capacities: list[float]) -> None:
+        self.network = Network()
+        self.capacities = list(capacities)
+        for number, capacity in enumerate(capacities):
+            assert self.network.add_link(f"link {number}", capacity) == number
+        self.now = 0
+        self.paths: dict[Flow, tuple[int, ...]] = {}
+        self.left: dict[Flow, Fraction] = {}
+        self.moved = [Fraction(0)] * len(capacities)
+        self.busy = [0] * len(capacities)
+
+    def rates(self) -> dict[Flow, Fraction | float]:
+        return dict(zip(self.paths, fair_rates(self.capacities, list(self.paths.values())), strict=True))
+
+    def move_to(self, now: int) -> None:
+        elapsed = now - self.now
+        for flow, rate in self.rates().items():
+            if math.isinf(rate):
+                self.move(flow, self.left[flow])
+            else:
+                self.move(flow, min(self.left[flow], rate * Fraction(elapsed, 10**9)))
+        for link in range(len(self.capacities)):
+            if any(link in path for path in self.paths.values()):
+                self.busy[link] += elapsed
+        self.now = now
+
+    def move(self, flow: Flow, num_bytes: Fraction) -> None:
+        self.left[flow] -= num_bytes
+        for link in self.paths[flow]:
+            self.moved[link] += num_bytes
+
+    def start(self, path: tuple[int, ...], num_bytes: int) -> None:
+        flow = self.network.start(path, num_bytes, len(self.paths), self.now)
+        self.paths[flow] = path
+        self.left[flow] = Fraction(num_bytes)
+
+    def drop(self, flow: Flow) -> None:
+        del self.paths[flow], self.left[flow]
+
+    def finish(self) -> None:
+        """On to the next end of a flow, if there is one, and everything that ends then."""
+        then = self.network.next_finish()
+        if then is None:
+            assert all(rate == 0 for rate in self.rates().values())
+            return
+        self.move_to(then)
+        before = list(self.paths)
+        ended = self.network.finish(then)
+        assert ended == [flow for flow in before if flow in ended], "not in order of start"
+        for flow in ended:
+            assert self.left[flow] <= SLACK
+            self.move(flow, self.left[flow])
+            self.drop(flow)
+        assert ended or not before
+
+    def compare(self) -> None:
+        self.move_to(self.now)  # what is unlimited has arrived
+        self.network.check()
+        for flow, rate in self.rates().items():
+            if math.isfinite(rate):
+                assert flow.rate == pytest.approx(float(rate), rel=1e-9)
+            assert abs(self.network.bytes_left(flow, self.now) - self.left[flow]) <= SLACK
+        for link in range(len(self.capacities)):
+            assert self.network.busy_ns(link, self.now) == self.busy[link]
+            assert self.network.bytes_moved(link, self.now) == pytest.approx(
+                float(self.moved[link]), rel=1e-12, abs=9 * SLACK
+            )
+
+
+CAPACITIES = st.sampled_from([1 * GB, 2 * GB, 3 * GB, 7 * GB, 12.5 * GB, 12.5 * GB, 25 * GB, math.inf])
+NUM_LINKS = 6
+PATHS = st.lists(st.integers(0, NUM_LINKS - 1), min_size=1, max_size=4, unique=True).map(tuple)
+STEPS = st.one_of(
+    st.tuples(st.just("start"), PATHS, st.sampled_from([0, 1, 1000, 10**6, 10**8, 10**9, 3 * 10**9])),
+    st.tuples(st.just("start"), PATHS, st.integers(0, 10**10)),
+    st.tuples(st.just("finish")),
+    st.tuples(st.just("wait"), st.integers(0, 100)),
+    st.tuples(st.just("cancel"), st.integers(0, 20)),
+    st.tuples(st.just("grow"), st.integers(0, 20), st.integers(1, 10**9)),
+    st.tuples(
+        st.just("set_rate"), st.integers(0, NUM_LINKS - 1), st.sampled_from([0.0, 1 * GB, 5 * GB, math.inf])
+    ),
+)
+
+
+def take(reference: Reference, step: tuple) -> None:
+    network, flows = reference.network, list(reference.paths)
+    match step:
+        case ("start", path, num_bytes):
+            reference.start(path, num_bytes)
+        case ("finish",):
+            reference.finish()
+        case ("wait", percent):
+            then = network.next_finish()
+            width = 10**6 if then is None else then - reference.now
+            reference.move_to(reference.now + width * percent // 100)
+        case ("cancel", index) if flows:
+            flow = flows[index % len(flows)]
+            gone = flow.num_bytes - network.bytes_left(flow, reference.now)
+            network.cancel(flow, reference.now)
+            assert gone == pytest.approx(float(flow.num_bytes - reference.left[flow]), abs=SLACK)
+            reference.drop(flow)
+        case ("grow", index, num_bytes) if flows:
+            flow = flows[index % len(flows)]
+            network.grow(flow, num_bytes, reference.now)
+            reference.left[flow] += num_bytes
+        case ("set_rate", link, rate):
+            network.set_rate(link, rate, reference.now)
+            reference.capacities[link] = rate
+
+
+@settings(max_examples=150)
+@given(st.lists(CAPACITIES, min_size=NUM_LINKS, max_size=NUM_LINKS), st.lists(STEPS, max_size=30))
+def test_every_rate_and_every_byte_is_the_references(capacities: list[float], steps: list[tuple]) -> None:
+    reference = Reference(capacities)
+    for step in steps:
+        take(reference, step)
+        reference.compare()
+    for link in range(NUM_LINKS):
+        take(reference, ("set_rate", link, GB))
+    while reference.paths:
+        reference.finish()
+    reference.compare()
+    assert reference.network.next_finish() is None
+
+
+def one_link(bytes_per_s: float = GB) -> Network:
+    network = Network()
+    network.add_link("only", bytes_per_s)
+    return network
+
+
+def tags(flows: list[Flow]) -> list[object]:
+    return [flow.tag for flow in flows]
+
+
+def test_a_flow_alone_takes_its_bytes_over_its_narrowest_link() -> None:
+    network = Network()
+    path = tuple(network.add_link(f"link {rate}", rate * GB) for rate in (25, 10, 50))
+    network.start(path, 10**9, "kv", 5)
+    assert network.next_finish() == 100_000_005
+    assert tags(network.finish(100_000_005)) == ["kv"]
+    assert network.next_finish() is None
+    assert [network.bytes_moved(link, 200_000_000) for link in path] == [10**9] * 3
+    assert [network.busy_ns(link, 200_000_000) for link in path] == [100_000_000] * 3
+
+
+def test_two_flows_share_a_link_until_one_of_them_ends() -> None:
+    network = one_link()
+    long, short = network.start((0,), 3 * 10**9, "long", 0), network.start((0,), 10**9, "short", 0)
+    assert network.next_finish() == 2 * 10**9
+    assert (long.rate, short.rate) == (GB / 2, GB / 2)
+    assert tags(network.finish(2 * 10**9)) == ["short"]
+    assert network.next_finish() == 4 * 10**9
+    assert long.rate == GB
+
+
+def test_what_a_narrow_link_holds_back_is_left_to_the_others() -> None:
+    network = Network()
+    wide, narrow = network.add_link("wide", 10 * GB), network.add_link("narrow", GB)
+    slow, fast = network.start((wide, narrow), 10**9, "slow", 0), network.start((wide,), 9 * 10**9, "fast", 0)
+    assert network.next_finish() == 10**9
+    assert (slow.rate, fast.rate) == (GB, 9 * GB)
+    assert tags(network.finish(10**9)) == ["slow", "fast"]
+
+
+def test_a_spine_wide_enough_for_all_couples_nobody() -> None:
+    network = Network()
+    spine = network.add_link("spine", 20 * GB)
+    nics = [network.add_link(f"nic {number}", 10 * GB) for number in range(2)]
+    first = network.start((nics[0], spine), 10**9, "first", 0)
+    network.start((nics[1], spine), 10**9, "second", 1000)
+    network.next_finish()
+    assert (first.rate, first.since) == (10 * GB, 0), "a flow whose rate is the same is not touched"
+
+
+def test_no_bytes_take_no_time() -> None:
+    network = one_link()
+    network.start((0,), 10**9, "full", 0)
+    network.start((0,), 0, "empty", 7)
+    assert network.next_finish() == 7
+    assert tags(network.finish(7)) == ["empty"]
+    assert network.next_finish() == 10**9, "it took nothing from the other"
+
+
+def test_an_unlimited_link_takes_no_time_and_constrains_nobody() -> None:
+    network = Network()
+    free, slow = network.add_link("free", math.inf), network.add_link("slow", GB)
+    network.start((free,), 10**15, "free", 3)
+    network.start((free, slow), 10**9, "slow", 3)
+    assert tags(network.finish(3)) == ["free"]
+    assert network.next_finish() == 10**9 + 3
+    assert network.bytes_moved(free, 3) == 10**15
+
+
+def test_flows_that_end_together_come_in_order_of_start() -> None:
+    network = one_link()
+    for tag in "cab":
+        network.start((0,), 10**6, tag, 0)
+    then = network.next_finish()
+    assert then == 3_000_000
+    assert tags(network.finish(then)) == list("cab")
+
+
+def test_an_end_and_a_start_at_one_instant_may_come_in_either_order() -> None:
+    """The end does not move because the driver looks at another event of that instant first."""
+
+    def times(*, start_first: bool) -> list[int | None]:
+        network = one_link(3 * GB)
+        network.start((0,), 10**9, "ends", 0)
+        network.start((0,), 3 * 10**9, "stays", 0)
+        then = network.next_finish()
+        assert then is not None
+        ended = [] if start_first else network.finish(then)
+        network.start((0,), 10**9, "starts", then)
+        if start_first:
+            assert network.next_finish() == then
+            ended = network.finish(then)
+        assert tags(ended) == ["ends"]
+        return [then, network.next_finish()]
+
+    assert times(start_first=True) == times(start_first=False)
+
+
+def test_all_that_happens_at_one_instant_is_filled_once() -> None:
+    network = one_link()
+    flows = [network.start((0,), 10**6, number, 0) for number in range(50)]
+    assert all(flow.since == 0 and flow.rate == 0.0 for flow in flows[2:]), "no rate before it is asked for"
+    assert network.next_finish() == 50 * 10**6
+    assert {flow.rate for flow in flows} == {GB / 50}
+
+
+def test_a_cancelled_flow_gives_its_share_back_and_its_bytes_count() -> None:
+    network = one_link()
+    goes, stays = network.start((0,), 10**9, "goes", 0), network.start((0,), 10**9, "stays", 0)
+    network.cancel(goes, 10**9)
+    assert network.bytes_moved(0, 10**9) == 10**9
+    assert network.next_finish() == 1_500_000_000
+    assert network.bytes_left(stays, 1_250_000_000) == 250_000_000
+
+
+def test_a_link_that_is_down_stops_its_flows_until_it_is_up_again() -> None:
+    network = one_link()
+    flow = network.start((0,), 10**9, "kv", 0)
+    network.set_rate(0, 0.0, 4 * 10**8)
+    assert network.next_finish() is None
+    assert network.bytes_left(flow, 10**12) == 6 * 10**8
+    network.set_rate(0, 2 * GB, 10**12)
+    assert network.next_finish() == 10**12 + 3 * 10**8
+
+
+def test_more_bytes_on_a_live_flow() -> None:
+    network = one_link()
+    flow = network.start((0,), 10**9, "kv", 0)
+    network.grow(flow, 10**9, 10**9)  # at the very instant at which it would have ended
+    assert network.next_finish() == 2 * 10**9
+    assert tags(network.finish(2 * 10**9)) == ["kv"]
+    assert network.bytes_moved(0, 2 * 10**9) == 2 * 10**9
+
+
+def test_the_version_says_when_to_set_the_timer_again() -> None:
+    network = one_link()
+    versions = [network.version]
+    flow = network.start((0,), 10**9, "kv", 0)
+    versions.append(network.version)
+    network.next_finish()
+    assert network.version == versions[-1], "asking changes nothing"
+    network.grow(flow, 1, 0)
+    versions.append(network.version)
+    network.set_rate(0, 2 * GB, 0)
+    versions.append(network.version)
+    network.cancel(flow, 0)
+    versions.append(network.version)
+    assert sorted(set(versions)) == versions
+
+
+@pytest.mark.parametrize("path", [(), (0, 0), (0, 1, 0)])
+def test_a_path_is_distinct_links(path: tuple[int, ...]) -> None:
+    network = one_link()
+    network.add_link("other", GB)
+    with pytest.raises(AssertionError, match="distinct links"):
+        network.start(path, 1, None, 0)
+
+
+@pytest.mark.parametrize("rate", [-1.0, math.nan])
+def test_a_rate_is_not_negative(rate: float) -> None:
+    with pytest.raises(AssertionError, match="only"):
+        one_link(rate)
+
+
+def test_check_finds_a_rate_that_is_not_fair() -> None:
+    network = one_link()
+    flow = network.start((0,), 10**9, "kv", 0)
+    network.start((0,), 10**9, "other", 0)
+    network.check()
+    flow.rate *= 0.9
+    with pytest.raises(AssertionError):
+        network.check()
+
+
+def test_a_flow_that_has_ended_cannot_be_cancelled_or_grow() -> None:
+    network = one_link()
+    flow = network.start((0,), 10**9, "kv", 0)
+    network.finish(10**9)
+    with pytest.raises(AssertionError, match="'kv' has ended"):
+        network.cancel(flow, 10**9)
+    with pytest.raises(AssertionError, match="'kv' has ended"):
+        network.grow(flow, 1, 10**9)

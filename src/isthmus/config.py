@@ -113,7 +113,7 @@ class CacheConfig(_Section):
 
     dram: Bytes = 0
     ssd: Bytes = 0
-    eviction: Literal["lru", "lfu", "length_aware", "fifo"] = "lru"
+    eviction: Literal["lru", "lfu", "fifo", "length_aware", "length_aware_early"] = "lru"
 
 
 class NetworkConfig(_Section):

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from isthmus.conductor.events import RequestArrived
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import ClusterView, NodeView, Placement, RequestView
-from isthmus.types import NS_PER_MS
+from isthmus.types import NS_PER_MS, Role
 
 Forecast = Callable[[ClusterView, NodeView, Rules, int, int], tuple[float, float]]
 """(view, node, rules, now, then) -> requests and context tokens expected to decode on `node` at `then`."""
@@ -50,12 +50,13 @@ class Overload:
 
 
 class Admission:
-    """The checks of one admission by name."""
+    """The checks of one admission by name. `sees_queues`: what waits for prefill counts in its decode load."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
         self._forecast = FORECASTS[rules.admission]
         self._active = rules.admission != "none"
+        self.sees_queues = self._forecast not in (None, _as_now)
 
     def at_arrival(
         self, view: ClusterView, request: RequestArrived, placement: Placement, now: int
@@ -70,8 +71,9 @@ class Admission:
         tbt_ns = limit_ns(request.tbt_ms, self._rules.tbt_ms)
         if self._forecast is None or not tbt_ns or request.max_tokens <= 1:
             return None
-        load = self._decode_load(view, now, now + placement.ttft_ns) / tbt_ns
-        return self._judge(load, view)
+        nodes = _pool(view, placement.decode)
+        load = self._decode_load(view, nodes, request, now, now + placement.ttft_ns) / tbt_ns
+        return self._judge(load, tbt_ns, nodes, view)
 
     def at_decode(self, view: ClusterView, request: RequestView, now: int) -> Overload | None:
         """The decode node's own check, when the prompt is computed."""
@@ -81,28 +83,37 @@ class Admission:
             return None
         batch = sum(1 for other in node.decodes.values() if not other.prefilling)
         mean = node.context / node.batch
-        return self._judge(_step_ns(view, node, batch, batch * mean) / tbt_ns, view)
+        return self._judge(_step_ns(view, node, batch, batch * mean) / tbt_ns, tbt_ns, [node], view)
 
-    def _judge(self, load: float, view: ClusterView) -> Overload | None:
-        if load <= self._rules.load_limit:
+    def _judge(self, load: float, tbt_ns: float, nodes: list[NodeView], view: ClusterView) -> Overload | None:
+        limit = self._rules.load_limit
+        if load <= limit:
             return None
-        nodes = view.decodes or view.prefills
         batch = sum([node.batch for node in nodes])
-        too_many = batch * (1 - self._rules.load_limit / load)
-        # About when so many will have ended: each takes its mean length in steps of about the limit.
-        step_ms = load * (self._rules.tbt_ms or 0)
-        return Overload("decode", load, too_many, step_ms * view.outputs.mean * too_many / max(1, batch))
+        # What a batch adds is about proportional to its size, what an iteration takes in any case is not.
+        least = sum([_step_ns(view, node, 1, 0) for node in nodes]) / len(nodes) / tbt_ns
+        too_many = batch * (load - limit) / (load - least) if least < limit else batch + 1
+        # About when so many will have ended: each takes its mean length in iterations of this time.
+        wait_ns = load * tbt_ns * view.outputs.mean * too_many / max(1, batch)
+        return Overload("decode", load, too_many, wait_ns / NS_PER_MS)
 
-    def _decode_load(self, view: ClusterView, now: int, then: int) -> float:
-        """Mean over the decode nodes of the predicted time between tokens (ns), this request spread over them."""
+    def _decode_load(
+        self, view: ClusterView, nodes: list[NodeView], request: RequestArrived, now: int, then: int
+    ) -> float:
+        """Mean over these nodes of the predicted time between tokens (ns), this request spread over them."""
         assert self._forecast is not None
-        nodes = view.decodes or view.prefills
-        total = 0.0
+        total, share = 0.0, 1 / len(nodes)
         for node in nodes:
             batch, context = self._forecast(view, node, self._rules, now, then)
-            share = 1 / len(nodes)
-            total += _step_ns(view, node, batch + share, context + share * context / max(batch, 1.0))
+            total += _step_ns(view, node, batch + share, context + share * request.num_tokens)
         return total / len(nodes)
+
+
+def _pool(view: ClusterView, node: NodeView) -> list[NodeView]:
+    """The nodes that decode what `node` might: the decode nodes, or those that do both."""
+    if node.role is Role.MIXED:
+        return [other for other in view.prefills if other.role is Role.MIXED]
+    return view.decodes
 
 
 def _step_ns(view: ClusterView, node: NodeView, batch: float, context: float) -> float:
@@ -159,7 +170,7 @@ def _decode_begins(request: RequestView, now: int) -> int:
     """When it began to decode, or will, as far as its place in a queue tells."""
     if not request.prefilling:
         return request.decode_ns if request.decode_ns >= 0 else now
-    return request.expected_ns
+    return max(request.expected_ns, now)  # it may be late
 
 
 FORECASTS: dict[str, Forecast | None] = {

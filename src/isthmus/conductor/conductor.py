@@ -71,22 +71,23 @@ class Conductor:
     # A request's way.
 
     def _arrive(self, event: RequestArrived, now: int) -> list[Action]:
-        actions: list[Action] = []
+        victims: list[RequestView] = []
         if len(self.view.requests) >= self.rules.max_requests:
             victims = waiting_below(self.view.prefills, event.priority)[:1]
             if not victims:
                 reason = f"{self.rules.max_requests} requests are in progress, the limit (limits.max_requests)"
                 return [Refuse(event.request, "overloaded", reason, self.rules.retry_after_ms, "prefill")]
-            actions += self._turn_away(victims, event)
         placement = self._place(event, now)
         if placement is None:
-            return [*actions, self._refusal(event)]
+            return [self._refusal(event)]
         overload = self._admission.at_arrival(self.view, event, placement, now)
         if overload is not None:
-            victims = self._instead(event, placement, overload) if event.priority else []
+            victims = self._instead(event, placement, overload, now)
             if not victims:
-                return [*actions, _overloaded(event.request, overload)]
-            actions += self._turn_away(victims, event)
+                return [_overloaded(event.request, overload)]
+        actions: list[Action] = []
+        if victims:
+            actions += self._turn_away(victims, event, now)
             placement = self._place(event, now)
             assert placement is not None
         request = RequestView(event, now)
@@ -103,7 +104,7 @@ class Conductor:
         nodes, decodes = view.prefills, view.decodes
         if length > view.smallest_decode:
             decodes = [node for node in decodes if node.capacity_tokens >= length]
-        if length > view.smallest_prefill or not decodes:
+        if length > view.smallest_prefill or (view.decodes and not decodes):
             nodes = [
                 node
                 for node in nodes
@@ -152,7 +153,7 @@ class Conductor:
         if not request.streaming:
             overload = self._admission.at_decode(self.view, request, now)
             if overload is not None:
-                return self._withdraw(request, _overloaded(event.request, overload))
+                return self._withdraw(request, _overloaded(event.request, overload), now)
         request.streaming = True
         return []
 
@@ -175,16 +176,19 @@ class Conductor:
         request = self.view.requests.pop(name, None)
         if request is None:
             return []
-        nodes = _names(request.nodes)
-        if request.prefilling and request.prefill is request.decode:
-            self.view.first_token(request, now)
-        self.view.unbook(request)
+        nodes = self._alive(request)
+        self.view.unbook(request, now)
         return [Abort(name, request.attempt, nodes)] if nodes else []
 
     def _attempt(self, request: RequestId, attempt: int) -> RequestView | None:
         """The request, if this is its current attempt: what comes late from an earlier one is void."""
         view = self.view.requests.get(request)
         return view if view is not None and view.attempt == attempt else None
+
+    def _alive(self, request: RequestView) -> tuple[NodeId, ...]:
+        """Its nodes, less those that left."""
+        nodes = self.view.nodes
+        return tuple(node.node for node in request.nodes if nodes.get(node.node) is node)
 
     # Refusals.
 
@@ -198,32 +202,36 @@ class Conductor:
             )
             return Refuse(event.request, "too_long", reason)
         largest = self.view.largest(Role.PREFILL, Role.MIXED)
-        if 0 < largest < event.num_tokens:
-            reason = f"{event.num_tokens} prompt tokens exceed the KV memory of every node ({largest} tokens)"
+        if 0 < largest < length:  # a later attempt may prefill all but the last token
+            reason = f"{length} tokens (prompt and answer) exceed the KV memory of every node that prefills"
             return Refuse(event.request, "too_long", reason)
         return Refuse(event.request, "unavailable", "no node can serve this now", self.rules.retry_after_ms)
 
-    def _instead(self, event: RequestArrived, placement: Placement, overload: Overload) -> list[RequestView]:
+    def _instead(
+        self, event: RequestArrived, placement: Placement, overload: Overload, now: int
+    ) -> list[RequestView]:
         """Waiting requests of lower priority whose refusal makes room for this one."""
         if overload.stage == "prefill":
             return to_shorten(placement.prefill, event, overload.excess)
-        return to_thin(self.view, event, math.ceil(overload.excess))
+        if not self._admission.sees_queues:
+            return []  # who waits does not count there
+        return to_thin(self.view, event, math.ceil(overload.excess), now + placement.ttft_ns)
 
-    def _turn_away(self, victims: list[RequestView], event: RequestArrived) -> list[Action]:
+    def _turn_away(self, victims: list[RequestView], event: RequestArrived, now: int) -> list[Action]:
         reason = f"a request of priority {event.priority} needs the room"
         actions: list[Action] = []
         for victim in victims:
             name = victim.arrived.request
             actions += self._withdraw(
-                victim, Refuse(name, "overloaded", reason, self.rules.retry_after_ms, "prefill")
+                victim, Refuse(name, "overloaded", reason, self.rules.retry_after_ms, "prefill"), now
             )
         return actions
 
-    def _withdraw(self, request: RequestView, refuse: Refuse) -> list[Action]:
+    def _withdraw(self, request: RequestView, refuse: Refuse, now: int) -> list[Action]:
         """Refuses a request that was accepted and has got no token yet."""
-        name, nodes = request.arrived.request, _names(request.nodes)
+        name, nodes = request.arrived.request, self._alive(request)
         del self.view.requests[name]
-        self.view.unbook(request)
+        self.view.unbook(request, now)
         return [Abort(name, request.attempt, nodes), refuse]
 
     # Failures.
@@ -241,9 +249,9 @@ class Conductor:
         if request.held:
             return []  # a second report of the attempt that ended
         name = request.arrived.request
-        nodes = tuple(node.node for node in request.nodes if node.node in self.view.nodes)
+        nodes = self._alive(request)
         actions: list[Action] = [Abort(name, request.attempt, nodes)] if nodes else []
-        self.view.unbook(request)
+        self.view.unbook(request, now)
         request.reason = reason
         if request.attempt >= self.rules.max_attempts:
             return [*actions, self._fail(request)]
@@ -310,10 +318,6 @@ def _overloaded(request: RequestId, overload: Overload) -> Refuse:
     return Refuse(request, "overloaded", str(overload), overload.retry_after_ms, overload.stage)
 
 
-def _names(nodes: tuple[NodeView, ...]) -> tuple[NodeId, ...]:
-    return tuple(node.node for node in nodes)
-
-
 def _least_step(nodes: list[NodeView], num_tokens: int) -> NodeView:
     """The node whose iterations would be shortest with this request; the first with room for its prompt, if any.
 
@@ -322,7 +326,7 @@ def _least_step(nodes: list[NodeView], num_tokens: int) -> NodeView:
     best, best_key, best_batch, best_context = nodes[0], (True, math.inf), 1 << 60, 1 << 60
     for node in nodes:
         batch, context = node.batch, node.context
-        if batch >= best_batch and context >= best_context and node.kind == best.kind:
+        if batch >= best_batch and context >= best_context and node.kind == best.kind and not best_key[0]:
             continue  # cannot be better
         fixed, slope = node.cost.decode_step_ps(batch + 1)
         key = (context + num_tokens > node.capacity_tokens, fixed + slope * (context + num_tokens))

@@ -11,19 +11,34 @@ from isthmus.types import NS_PER_S
 
 
 class Copy:
-    """`num_bytes` from one node's link out to another's link in, expected to end at `until_ns`."""
+    """`num_bytes` from one node's link out to another's link in, expected to end at `until_ns`.
+
+    When another joins it, `num_bytes` and `start_ns` are those from then on.
+    """
 
     __slots__ = ("link_in", "link_out", "num_bytes", "start_ns", "until_ns")
 
-    def __init__(self, link_out: Link, link_in: Link, num_bytes: int, start_ns: int) -> None:
+    def __init__(self, link_out: Link, link_in: Link, num_bytes: float, start_ns: int) -> None:
         self.link_out, self.link_in, self.num_bytes = link_out, link_in, num_bytes
         self.start_ns = self.until_ns = start_ns
 
     def bytes_left(self, now: int) -> float:
-        """As if it went on evenly from its start to its expected end."""
+        """As if it went on evenly from its start, or since another joined it, to its expected end."""
         if now >= self.until_ns:
             return 0.0
         return self.num_bytes * (self.until_ns - now) / (self.until_ns - self.start_ns)
+
+    def share(self, newer: Copy, now: int) -> None:
+        """Ends later by what passes of `newer` meanwhile, on the slower of the links they share."""
+        left = self.bytes_left(now)
+        if not left:
+            return
+        shared = [self.link_out] if self.link_out is newer.link_out else []
+        if self.link_in is newer.link_in:
+            shared.append(self.link_in)
+        delay = min(left, newer.num_bytes) * NS_PER_S / min([link.bytes_per_s for link in shared])
+        self.num_bytes, self.start_ns = left, now
+        self.until_ns += int(delay)
 
 
 class Link:
@@ -37,9 +52,12 @@ class Link:
 
     def ahead(self, num_bytes: int, now: int) -> float:
         """Bytes of other copies that pass before `num_bytes` more have."""
-        if not self.copies:
-            return 0.0
-        return sum(min(copy.bytes_left(now), num_bytes) for copy in self.copies)
+        total = 0.0
+        for copy in self.copies:
+            if copy.until_ns > now:
+                left = copy.num_bytes * (copy.until_ns - now) / (copy.until_ns - copy.start_ns)
+                total += left if left < num_bytes else num_bytes
+        return total
 
 
 def transfer_ns(link_out: Link, link_in: Link, num_bytes: int, now: int) -> tuple[float, float]:
@@ -49,18 +67,19 @@ def transfer_ns(link_out: Link, link_in: Link, num_bytes: int, now: int) -> tupl
     before_out, before_in = link_out.ahead(num_bytes, now), link_in.ahead(num_bytes, now)
     out_ns, in_ns = NS_PER_S / link_out.bytes_per_s, NS_PER_S / link_in.bytes_per_s
     own = max((num_bytes + before_out) * out_ns, (num_bytes + before_in) * in_ns)
-    return own, before_out * out_ns + before_in * in_ns
+    delay = before_out * out_ns + before_in * in_ns
+    if before_out and before_in:  # who shares both links is delayed once
+        both = [copy for copy in link_in.copies if copy.link_out is link_out]
+        delay -= sum([min(copy.bytes_left(now), num_bytes) for copy in both]) * min(out_ns, in_ns)
+    return own, delay
 
 
 def begin(link_out: Link, link_in: Link, num_bytes: int, now: int) -> Copy:
     """Books a copy, and the delay it brings to those it shares a link with."""
     copy = Copy(link_out, link_in, num_bytes, now)
     own, _ = transfer_ns(link_out, link_in, num_bytes, now)
-    for link in (link_out, link_in):
-        for other in link.copies:
-            delay = min(other.bytes_left(now), num_bytes) * NS_PER_S / link.bytes_per_s
-            if other.until_ns > now:
-                other.until_ns += int(delay)
+    for other in dict.fromkeys((*link_out.copies, *link_in.copies)):
+        other.share(copy, now)
     copy.until_ns = now + int(own) + 1
     link_out.copies[copy] = link_in.copies[copy] = None
     return copy

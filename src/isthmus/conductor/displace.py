@@ -36,7 +36,8 @@ def to_shorten(node: NodeView, request: RequestArrived, excess_ns: float) -> lis
     return chosen if excess_ns <= 0 else []
 
 
-def to_thin(view: ClusterView, request: RequestArrived, num_requests: int) -> list[RequestView]:
-    """Whom to turn away so that `num_requests` fewer come to decode; empty when there are not so many."""
-    chosen = waiting_below(view.prefills, request.priority)[:num_requests]
+def to_thin(view: ClusterView, request: RequestArrived, num_requests: int, until: int) -> list[RequestView]:
+    """Whom to turn away so that at `until` `num_requests` fewer decode; empty when there are not so many."""
+    waiting = waiting_below(view.prefills, request.priority)
+    chosen = [victim for victim in waiting if victim.expected_ns <= until][:num_requests]
     return chosen if len(chosen) == num_requests else []

@@ -7,6 +7,8 @@ queued. So only the part of a transfer that outlasts queue and compute costs nod
 
 from __future__ import annotations
 
+import math
+
 from isthmus.conductor.copies import transfer_ns
 from isthmus.conductor.events import Fetch, RequestArrived
 from isthmus.conductor.index import Levels, bits
@@ -22,7 +24,7 @@ class Estimator:
     """
 
     __slots__ = (
-        "deepest", "depths", "held", "memo", "nodes", "now", "num_tokens", "one_kind", "ratio", "request", "view", "waits",
+        "deepest", "depths", "held", "memo", "nodes", "now", "num_tokens", "ratio", "request", "view", "waits",
     )  # fmt: skip
 
     def __init__(self, view: ClusterView, request: RequestArrived, nodes: list[NodeView], now: int) -> None:
@@ -34,7 +36,6 @@ class Estimator:
         self.held, expected = view.index.match(request.names, mask)
         self.deepest = expected[-1][0]
         self.depths = _by_slot(expected, view.num_slots)
-        self.one_kind = view.num_kinds == 1
         self.memo: dict[int, float] = {}
 
     def cached_tokens(self, node: NodeView, num_blocks: int) -> int:
@@ -117,8 +118,18 @@ def can_copy(source: NodeView, target: NodeView) -> bool:
 
 
 def least_sending(estimator: Estimator, holders: int) -> NodeView:
-    """Of the nodes in a mask, the one whose link out has the fewest copies under way."""
-    if holders & (holders - 1) == 0:
-        return estimator.view.node_at(holders.bit_length() - 1)
-    nodes = [estimator.view.node_at(slot) for slot in bits(holders)]
-    return min(nodes, key=lambda node: len(node.link_out.copies))
+    """Of the nodes in a mask, the first that sends nothing, else the one with the fewest copies under way.
+
+    A node without a link is the answer only where all are.
+    """
+    best, fewest = estimator.view.node_at(holders.bit_length() - 1), math.inf
+    for slot in bits(holders):
+        node = estimator.view.node_at(slot)
+        if not node.paths.network:
+            continue
+        copies = len(node.link_out.copies)
+        if not copies:
+            return node
+        if copies < fewest:
+            best, fewest = node, copies
+    return best

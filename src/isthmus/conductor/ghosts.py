@@ -51,4 +51,4 @@ class Ghosts:
             total, size = request.num_tokens, node.block_size
             had, would = min(depth * size, total - 1), min((depth + run) * size, total - 1)
             lost = node.cost.prefill_ns(total - had, had) - node.cost.prefill_ns(total - would, would)
-            view.recent.lose(max(0, lost), now)
+            view.recent.lose(max(0, lost) * view.calibration.ratio, now)

@@ -71,10 +71,12 @@ class PrefixIndex:
         depth = 0
         for name in names:
             holders = held(name, 0)
-            still = will & (holders | coming(name, 0))
+            still = will & holders
             if still != will:
-                expected.append((depth, will & ~still))
-                will = still
+                still |= will & coming(name, 0)
+                if still != will:
+                    expected.append((depth, will & ~still))
+                    will = still
             still = has & holders
             if still != has:
                 levels.append((depth, has & ~still))

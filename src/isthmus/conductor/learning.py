@@ -62,15 +62,20 @@ class Recent:
         if self._since_ns is None:
             self._since_ns = now
         self._accepted.append(now)
-        while self._accepted[0] < now - WINDOW_NS:
-            self._accepted.popleft()
+        self._forget(now)
 
     def rate(self, now: int) -> float:
         """Accepted requests per second."""
         if self._since_ns is None:
             return 0.0
+        self._forget(now)
         span = min(WINDOW_NS, now - self._since_ns)
         return len(self._accepted) * NS_PER_S / span if span > 0 else 0.0
+
+    def _forget(self, now: int) -> None:
+        accepted = self._accepted
+        while accepted and accepted[0] < now - WINDOW_NS:
+            accepted.popleft()
 
     def insert(self, num_blocks: int, now: int) -> None:
         self._inserted.add(num_blocks, now)
@@ -92,6 +97,8 @@ class OutputLengths:
 
     BINS_PER_OCTAVE = 8
     NUM_BINS = 20 * BINS_PER_OCTAVE
+    REMEMBERED = 10_000
+    """Answers that count: at twice as many all weigh half from then on."""
 
     def __init__(self) -> None:
         self._counts = [0.0] * (self.NUM_BINS + 1)
@@ -104,6 +111,9 @@ class OutputLengths:
         self._total += 1
         self._sum += num_tokens
         self._added += 1
+        if self._total >= 2 * self.REMEMBERED:
+            self._counts = [count / 2 for count in self._counts]
+            self._total, self._sum = self._total / 2, self._sum / 2
         if self._added >= max(16, self._total / 32):  # the curve changes slowly
             self._curve = None
 
@@ -123,7 +133,7 @@ class OutputLengths:
     def going_on(self, age: float, more: float) -> float:
         """Chance that an answer which has `age` tokens gets more than `more` further ones."""
         alive = self.survival(age)
-        return self.survival(age + more) / alive if alive > 0 else 0.0
+        return self.survival(age + more) / alive if alive > 0 else 1.0  # no answer was longer: nobody knows
 
     def _build(self) -> list[float]:
         """Half of a bin's answers count as longer than the bin."""

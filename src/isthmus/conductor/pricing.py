@@ -8,12 +8,12 @@ For each node, with what it has, or after a fetch from another, whole or in part
     w      node time spent: max(compute, load, transfer - queue)
     e      node time lost by what this request's new blocks push out of the cache
     x      time by which a fetch delays the copies it shares a link with
-    price  arrivals per node expected while the mean queue drains
+    price  arrivals per node expected while the mean queue drains; on a mixed node also those that decode there
 
 A second of work makes every later request on that node a second later until its queue has drained, so a
 node-second costs others (arrival rate per node) * (mean queue) seconds: the leading term of the M/G/1 value
-function. At low load the rule is plain lowest TTFT; in overload it spends node time where the cache is. No
-constant is tuned.
+function. A prefill on a mixed node makes each request that decodes there wait as well. At low load the rule is
+plain lowest TTFT; in overload it spends node time where the cache is. No constant is tuned.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from isthmus.conductor.copies import transfer_ns
 from isthmus.conductor.estimates import Estimator, can_copy, least_sending
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import NodeView, Placement
-from isthmus.types import NS_PER_S
+from isthmus.types import NS_PER_S, Role
 
 
 def isthmus(estimator: Estimator, rules: Rules) -> Placement:
@@ -35,7 +35,7 @@ def isthmus(estimator: Estimator, rules: Rules) -> Placement:
 class _Pricing:
     """`_best`: the cheapest option so far: (index of its node, whom it fetches from, up to which block)."""
 
-    __slots__ = ("_best", "_best_score", "_estimator", "_num_blocks", "_order", "_price", "_room", "_shortest")
+    __slots__ = ("_best", "_best_score", "_estimator", "_num_blocks", "_order", "_prices", "_room", "_shortest")
 
     def __init__(self, estimator: Estimator) -> None:
         view, now, count = estimator.view, estimator.now, len(estimator.nodes)
@@ -43,8 +43,11 @@ class _Pricing:
         first = view.num_routed % count
         self._order = [*range(first, count), *range(first)]
         mean_wait = sum(estimator.waits) / count
-        self._price = view.recent.rate(now) / count * mean_wait / NS_PER_S
-        self._room = self._price * view.recent.loss_per_block_ns(now)  # price of the room one block takes
+        price = view.recent.rate(now) / count * mean_wait / NS_PER_S
+        self._prices = [price] * count
+        if view.has_mixed:
+            self._prices = [price + (node.batch if node.role is Role.MIXED else 0) for node in estimator.nodes]
+        self._room = price * view.recent.loss_per_block_ns(now)  # price of the room one block takes
         self._num_blocks = len(estimator.request.names)
         self._best: tuple[int, NodeView | None, int] = (0, None, 0)
         self._best_score = math.inf
@@ -61,7 +64,7 @@ class _Pricing:
 
     def _compute(self) -> None:
         """Computing on each node with what it has."""
-        estimator, price = self._estimator, self._price
+        estimator, prices = self._estimator, self._prices
         nodes, waits, depths = estimator.nodes, estimator.waits, estimator.depths
         reads_disk = estimator.view.index.uses_disk
         memo = estimator.memo
@@ -73,55 +76,101 @@ class _Pricing:
                 work = estimator.work_ns(node, depth)
             if reads_disk:
                 work = max(work, estimator.disk_ns(node, depth) - wait)
-            score = wait + work + price * work + self._room * (self._num_blocks - depth)
+            score = wait + work + prices[at] * work + self._room * (self._num_blocks - depth)
             if score < self._best_score:
                 self._best, self._best_score = (at, None, 0), score
 
     def _may_pay(self, stop: int) -> bool:
         """Whether so many cached blocks could make some node the cheapest, if to fetch them took no time."""
         estimator = self._estimator
-        if not estimator.one_kind:
+        if not estimator.view.prefills_alike or estimator.view.has_mixed:
             return True
         work = estimator.work_ns(estimator.nodes[0], stop)
-        return self._shortest + work + self._price * work < self._best_score
+        room = self._room * (self._num_blocks - stop + 1)  # whoever fetches so far has less
+        return self._shortest + work + self._prices[0] * work + room < self._best_score
 
     def _fetch(self, source: NodeView, stop: int) -> None:
         """Fetching up to block `stop` from `source`, to each node where that could still be the cheapest."""
-        estimator, price = self._estimator, self._price
-        nodes, waits, depths = estimator.nodes, estimator.waits, estimator.depths
-        kind, work, floor = -1, 0.0, 0.0
-        for at in self._order:
-            node = nodes[at]
+        estimator = self._estimator
+        crossings: dict[tuple[int, int], int] = {}
+        for least, _, at in sorted(self._targets(source, stop)):
+            if least >= self._best_score:
+                return
+            node, wait, price = estimator.nodes[at], estimator.waits[at], self._prices[at]
+            depth, work = estimator.depths[node.slot], estimator.work_ns(node, stop)
+            block_ns = node.block_bytes * NS_PER_S / min(source.paths.network, node.paths.network)
+            crossing = crossings.get((depth, node.kind))
+            if crossing is not None:
+                # A fetch up to there leaves at least so much to compute, a longer one takes at least so long.
+                computing = wait + (1 + price) * estimator.work_ns(node, crossing)
+                transfer = (crossing - depth) * block_ns
+                fetching = transfer + price * max(work, transfer - wait)
+                room = self._room * (self._num_blocks - depth)
+                if min(computing, fetching) + room >= self._best_score:
+                    continue
+            transfer = (stop - depth) * block_ns  # on links of its own
+            spent = max(work, transfer - wait)
+            if least + (1 + price) * (spent - work) < self._best_score:
+                transfer = self._offer(at, source, stop)
+            if transfer > wait + work:
+                crossings[depth, node.kind] = self._fetch_part(at, source, stop)
+
+    def _targets(self, source: NodeView, stop: int) -> list[tuple[float, int, int]]:
+        """(score if fetching took no time, place in turn, index) of each node that lacks some of the blocks.
+
+        No shorter fetch has a lower score. Of idle nodes that are alike, one will do.
+        """
+        estimator = self._estimator
+        nodes, waits, depths, best = estimator.nodes, estimator.waits, estimator.depths, self._best_score
+        kind, work = -1, 0.0
+        idle: set[tuple[int, int, float]] = set()
+        found = []
+        for turn, at in enumerate(self._order):
+            node, wait, price = nodes[at], waits[at], self._prices[at]
             if node.kind != kind:
                 kind, work = node.kind, estimator.work_ns(node, stop)
-                floor = work + price * work
-            if (
-                waits[at] + floor < self._best_score
-                and depths[node.slot] < stop
-                and node is not source
-                and can_copy(source, node)
-            ):
-                transfer = self._offer(at, source, stop)
-                if transfer > waits[at] + work:
-                    self._fetch_part(at, source, stop)
+            depth = depths[node.slot]
+            least = wait + work + price * work + self._room * (self._num_blocks - depth)
+            if least >= best or depth >= stop or node is source or not can_copy(source, node):
+                continue
+            if not wait and not node.link_in.copies:
+                if (depth, kind, price) in idle:
+                    continue
+                idle.add((depth, kind, price))
+            found.append((least, turn, at))
+        return found
 
-    def _fetch_part(self, at: int, source: NodeView, stop: int) -> None:
-        """The whole fetch would end last: as much as arrives while the rest is computed, and one block more."""
+    def _fetch_part(self, at: int, source: NodeView, stop: int) -> int:
+        """The whole fetch would end last: as much as arrives while the rest is computed, and one block more.
+
+        Returns where the two times cross.
+        """
         estimator = self._estimator
-        node, wait = estimator.nodes[at], estimator.waits[at]
+        node = estimator.nodes[at]
         low = start = estimator.depths[node.slot]
         high = stop  # a fetch up to `low` ends before the computing, one up to `high` after it
+        late_low, late_high = self._lateness(at, source, low), self._lateness(at, source, high)
         while high - low > 1:
-            middle = (low + high) // 2
-            num_bytes = (middle - start) * node.block_bytes
-            transfer, _ = transfer_ns(source.link_out, node.link_in, num_bytes, estimator.now)
-            if transfer > wait + estimator.work_ns(node, middle):
-                high = middle
+            # Both times are nearly straight lines, so their crossing is nearly where chords say.
+            middle = low + int((high - low) * late_low / (late_low - late_high))
+            middle = min(max(middle, low + 1), high - 1)
+            late = self._lateness(at, source, middle)
+            if late > 0:
+                high, late_high = middle, late
             else:
-                low = middle
+                low, late_low = middle, late
         for end in (high, low):
             if start < end < stop:
                 self._offer(at, source, end)
+        return high
+
+    def _lateness(self, at: int, source: NodeView, stop: int) -> float:
+        """By how much a fetch up to `stop` ends after queue and computing, in ns; negative when before."""
+        estimator = self._estimator
+        node = estimator.nodes[at]
+        num_bytes = (stop - estimator.depths[node.slot]) * node.block_bytes
+        transfer, _ = transfer_ns(source.link_out, node.link_in, num_bytes, estimator.now)
+        return transfer - estimator.waits[at] - estimator.work_ns(node, stop)
 
     def _offer(self, at: int, source: NodeView, stop: int) -> float:
         """Considers one fetch; returns how long its transfer takes, in ns."""
@@ -131,7 +180,7 @@ class _Pricing:
         num_bytes = (stop - depth) * node.block_bytes
         transfer, delay = transfer_ns(source.link_out, node.link_in, num_bytes, estimator.now)
         work = max(estimator.work_ns(node, stop), transfer - wait)
-        score = wait + work + self._price * work + self._room * (self._num_blocks - depth) + delay
+        score = wait + work + self._prices[at] * work + self._room * (self._num_blocks - depth) + delay
         if score < self._best_score:
             self._best, self._best_score = (at, source, stop), score
         return transfer

@@ -27,7 +27,8 @@ class NodeView:
     """One node: what waits for prefill there, what decodes there, and its links.
 
     `bit`: its place in the index's masks. `work_ns`: booked for requests whose first token is not out;
-    `free_ns`: when that will be done. `kind`: nodes of one kind take the same time for the same work. `batch`, `context`: requests placed here to decode, and their tokens.
+    `free_ns`: when that will be done. `kind`: nodes of one kind take the same time for the same work.
+    `batch`, `context`: requests placed here to decode, and their tokens.
     """
 
     __slots__ = (
@@ -150,7 +151,7 @@ class ClusterView:
     """Nodes in the order they joined, and accepted requests in the order they came.
 
     `prefills`, `decodes`: the nodes a request may prefill or decode on, and the smallest capacity (tokens) among
-    them. `num_routed`: routes so far.
+    them. `prefills_alike`: all prefill nodes are of one kind. `num_routed`: routes so far.
     """
 
     def __init__(self) -> None:
@@ -163,6 +164,8 @@ class ClusterView:
         self.prefills: list[NodeView] = []
         self.decodes: list[NodeView] = []
         self.prefill_mask = 0
+        self.prefills_alike = True
+        self.has_mixed = False
         self.smallest_prefill = self.smallest_decode = 0
         self.num_routed = 0
         self._slots: list[NodeView | None] = []
@@ -198,13 +201,10 @@ class ClusterView:
             node for node in nodes if node.role is Role.MIXED or (node.role is Role.PREFILL and self.decodes)
         ]
         self.prefill_mask = sum(node.bit for node in self.prefills)
+        self.has_mixed = any(node.role is Role.MIXED for node in self.prefills)
+        self.prefills_alike = len({node.kind for node in self.prefills}) == 1
         self.smallest_prefill = min((node.capacity_tokens for node in self.prefills), default=0)
         self.smallest_decode = min((node.capacity_tokens for node in self.decodes), default=0)
-
-    @property
-    def num_kinds(self) -> int:
-        """Kinds of nodes seen so far."""
-        return len(self._kinds)
 
     @property
     def num_slots(self) -> int:
@@ -254,6 +254,8 @@ class ClusterView:
         self._leave_queue(request, node)
         node.service_ns = now
         node.free_ns = now + node.work_ns
+        if request.decode is node:  # its KV need not move
+            self.handed_over(request, now)
 
     def handed_over(self, request: RequestView, now: int) -> None:
         """All its KV is where it decodes. Idempotent."""
@@ -261,12 +263,16 @@ class ClusterView:
             request.handing_over = False
             request.decode_ns = now
 
-    def unbook(self, request: RequestView) -> None:
+    def unbook(self, request: RequestView, now: int) -> None:
         """Takes a request off its nodes; what it had copied so far stays where it is."""
         prefill, decode, facts = request.prefill, request.decode, request.arrived
         if prefill is not None and request.prefilling:
+            in_service = next(iter(prefill.prefills.values())) is request
             self._leave_queue(request, prefill)
-            prefill.free_ns -= request.work_ns
+            if in_service:  # the node turns to its next request
+                prefill.service_ns, prefill.free_ns = now, now + prefill.work_ns
+            else:
+                prefill.free_ns -= request.work_ns
         if decode is not None:
             del decode.decodes[facts.request]
             decode.batch -= 1

@@ -32,6 +32,7 @@ from isthmus.conductor.events import (
 )
 from isthmus.conductor.ghosts import Ghosts
 from isthmus.conductor.policies import POLICIES
+from isthmus.conductor.replicas import Replicas
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import ClusterView, NodeView, Placement, RequestView
 from isthmus.types import NodeId, RequestId, Role, Tier
@@ -46,6 +47,7 @@ class Conductor:
         self._policy = POLICIES[rules.policy]
         self._admission = Admission(rules)
         self._ghosts = Ghosts(self.view)
+        self._replicas = Replicas(self.view)
         self._handlers: dict[type, Callable[..., list[Action]]] = {
             RequestArrived: self._arrive,
             FetchFinished: self._fetched,
@@ -77,9 +79,10 @@ class Conductor:
             if not victims:
                 reason = f"{self.rules.max_requests} requests are in progress, the limit (limits.max_requests)"
                 return [Refuse(event.request, "overloaded", reason, self.rules.retry_after_ms, "prefill")]
-        placement = self._place(event, now)
-        if placement is None:
+        found = self._place(event, now)
+        if found is None:
             return [self._refusal(event)]
+        placement, estimator = found
         overload = self._admission.at_arrival(self.view, event, placement, now)
         if overload is not None:
             victims = self._instead(event, placement, overload, now)
@@ -88,17 +91,22 @@ class Conductor:
         actions: list[Action] = []
         if victims:
             actions += self._turn_away(victims, event, now)
-            placement = self._place(event, now)
-            assert placement is not None
+            found = self._place(event, now)
+            assert found is not None
+            placement, estimator = found
         request = RequestView(event, now)
         self.view.requests[event.request] = request
         self.view.recent.accept(now)
         self._ghosts.asked(event, placement.deepest, now)
         actions.append(self._route(request, placement, now))
+        if self.rules.replicate:
+            copy = self._replicas.consider(estimator, placement)
+            if copy is not None:
+                actions.append(copy)
         return actions
 
-    def _place(self, event: RequestArrived, now: int) -> Placement | None:
-        """Where a request goes; None when no node, or pair, can take it."""
+    def _place(self, event: RequestArrived, now: int) -> tuple[Placement, Estimator] | None:
+        """Where a request goes, by what estimates; None when no node, or pair, can take it."""
         view = self.view
         length = event.num_tokens + event.max_tokens  # a later attempt prefills what was generated as well
         nodes, decodes = view.prefills, view.decodes
@@ -117,7 +125,7 @@ class Conductor:
         placement.deepest = estimator.deepest
         if placement.prefill.role is Role.PREFILL and event.max_tokens > 1:
             placement.decode = _least_step(decodes, event.num_tokens)
-        return placement  # nothing is left to decode after one token: the KV need not move
+        return placement, estimator  # nothing is left to decode after one token: the KV need not move
 
     def _route(self, request: RequestView, placement: Placement, now: int) -> Route:
         event = request.arrived
@@ -255,9 +263,9 @@ class Conductor:
         request.reason = reason
         if request.attempt >= self.rules.max_attempts:
             return [*actions, self._fail(request)]
-        placement = self._place(request.arrived, now)
-        if placement is not None:
-            return [*actions, self._route(request, placement, now)]
+        found = self._place(request.arrived, now)
+        if found is not None:
+            return [*actions, self._route(request, found[0], now)]
         request.held = True
         return [*actions, Hold(name, request.attempt, reason)]
 
@@ -265,10 +273,10 @@ class Conductor:
         """Routes what is on hold, in the order of arrival, as far as the nodes now allow."""
         routes: list[Action] = []
         for request in self.view.requests.values():
-            placement = self._place(request.arrived, now) if request.held else None
-            if placement is not None:
+            found = self._place(request.arrived, now) if request.held else None
+            if found is not None:
                 request.held = False
-                routes.append(self._route(request, placement, now))
+                routes.append(self._route(request, found[0], now))
         return routes
 
     def _fail(self, request: RequestView) -> Fail:
@@ -291,6 +299,7 @@ class Conductor:
             r for r in self.view.requests.values() if r.copy is not None and r.copy.link_out is node.link_out
         ]
         self.view.leave(node)
+        self._replicas.left(node)
         for request in fetching:  # its node computes what does not come
             self.view.end_copy(request)
         return [
@@ -302,6 +311,8 @@ class Conductor:
         if node is not None:
             if event.tier is Tier.MEMORY:
                 self.view.index.store(node.bit, event.names)
+                if self.view.replicas:
+                    self._replicas.stored(node, event.names)
             else:
                 self.view.index.demote(node.bit, event.names)
         return []

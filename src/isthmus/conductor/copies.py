@@ -2,12 +2,17 @@
 
 Every node has one link in and one link out. The links' real shares are unknown here; on one fairly shared link
 with no later arrivals the estimate is exact: a copy with less left than ours delays us by what it has left, one
-with more delays us by as much as we have.
+with more delays us by as much as we have. Copies that come later make it longer by 1 / (1 - utilisation) on
+average (the sojourn time of M/G/1 with processor sharing), which matters where links are nearly full.
 """
 
 from __future__ import annotations
 
+from isthmus.conductor.learning import WINDOW_NS, Decaying
 from isthmus.types import NS_PER_S
+
+FULLEST = 0.95
+"""Utilisation that a link is taken to have at most: more may be booked than fits, and a transfer still ends."""
 
 
 class Copy:
@@ -44,11 +49,25 @@ class Copy:
 class Link:
     """One direction of one node's link. `copies` in the order they began."""
 
-    __slots__ = ("bytes_per_s", "copies")
+    __slots__ = ("_booked", "_stretch", "_stretch_at", "bytes_per_s", "copies")
 
     def __init__(self, bytes_per_s: int) -> None:
         self.bytes_per_s = bytes_per_s
         self.copies: dict[Copy, None] = {}
+        self._booked = Decaying()
+        self._stretch, self._stretch_at = 1.0, -1
+
+    def book(self, copy: Copy, now: int) -> None:
+        self.copies[copy] = None
+        self._booked.add(copy.num_bytes, now)
+        self._stretch_at = -1
+
+    def stretch(self, now: int) -> float:
+        """By how much later copies make a transfer longer, if they come as they did of late."""
+        if self._stretch_at != now:
+            used = self._booked.at(now) * NS_PER_S / WINDOW_NS / self.bytes_per_s
+            self._stretch, self._stretch_at = 1 / (1 - min(FULLEST, used)), now
+        return self._stretch
 
     def ahead(self, num_bytes: int, now: int) -> float:
         """Bytes of other copies that pass before `num_bytes` more have."""
@@ -74,6 +93,12 @@ def transfer_ns(link_out: Link, link_in: Link, num_bytes: int, now: int) -> tupl
     return own, delay
 
 
+def expected_ns(link_out: Link, link_in: Link, num_bytes: int, now: int) -> tuple[float, float]:
+    """As `transfer_ns`, with copies that will come later."""
+    own, delay = transfer_ns(link_out, link_in, num_bytes, now)
+    return own * max(link_out.stretch(now), link_in.stretch(now)), delay
+
+
 def begin(link_out: Link, link_in: Link, num_bytes: int, now: int) -> Copy:
     """Books a copy, and the delay it brings to those it shares a link with."""
     copy = Copy(link_out, link_in, num_bytes, now)
@@ -81,7 +106,8 @@ def begin(link_out: Link, link_in: Link, num_bytes: int, now: int) -> Copy:
     for other in dict.fromkeys((*link_out.copies, *link_in.copies)):
         other.share(copy, now)
     copy.until_ns = now + int(own) + 1
-    link_out.copies[copy] = link_in.copies[copy] = None
+    link_out.book(copy, now)
+    link_in.book(copy, now)
     return copy
 
 

@@ -21,6 +21,7 @@ def waiting_below(nodes: Iterable[NodeView], priority: int) -> list[RequestView]
             if not in_service and request.arrived.priority < priority and not request.streaming:
                 found.append(request)
             in_service = False
+    found.reverse()  # so that of those that came at one time the last goes first
     found.sort(key=lambda request: (request.arrived.priority, -request.arrived_ns))
     return found
 

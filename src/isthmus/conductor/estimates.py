@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from isthmus.conductor.copies import transfer_ns
+from isthmus.conductor.copies import expected_ns
 from isthmus.conductor.events import Fetch, RequestArrived
 from isthmus.conductor.index import Levels, bits
 from isthmus.conductor.view import ClusterView, NodeView, Placement
@@ -72,7 +72,7 @@ class Estimator:
         node, wait = self.nodes[at], self.waits[at]
         start = self.depths[node.slot]
         num_bytes = (stop - start) * node.block_bytes
-        transfer, _ = transfer_ns(source.link_out, node.link_in, num_bytes, self.now)
+        transfer, _ = expected_ns(source.link_out, node.link_in, num_bytes, self.now)
         work = max(self.work_ns(node, stop), self.disk_ns(node, start) - wait, transfer - wait)
         placement = Placement(node, stop, start, work, wait + work)
         self._note_compute(placement)

@@ -51,26 +51,21 @@ class Decaying:
 class Recent:
     """Accepted requests per second, and what one inserted block costs, over about the last two minutes."""
 
-    __slots__ = ("_accepted", "_inserted", "_lost", "_since_ns")
+    __slots__ = ("_accepted", "_inserted", "_lost")
 
     def __init__(self) -> None:
         self._accepted: deque[int] = deque()
         self._lost, self._inserted = Decaying(), Decaying()
-        self._since_ns: int | None = None
 
     def accept(self, now: int) -> None:
-        if self._since_ns is None:
-            self._since_ns = now
         self._accepted.append(now)
         self._forget(now)
 
     def rate(self, now: int) -> float:
-        """Accepted requests per second."""
-        if self._since_ns is None:
-            return 0.0
+        """Accepted requests per second of the whole window, also while there is less history than that: nobody
+        who has not come is known to come."""
         self._forget(now)
-        span = min(WINDOW_NS, now - self._since_ns)
-        return len(self._accepted) * NS_PER_S / span if span > 0 else 0.0
+        return len(self._accepted) * NS_PER_S / WINDOW_NS
 
     def _forget(self, now: int) -> None:
         accepted = self._accepted

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 
-from isthmus.conductor.copies import transfer_ns
+from isthmus.conductor.copies import expected_ns
 from isthmus.conductor.estimates import Estimator, can_copy, least_sending
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import NodeView, Placement
@@ -169,7 +169,7 @@ class _Pricing:
         estimator = self._estimator
         node = estimator.nodes[at]
         num_bytes = (stop - estimator.depths[node.slot]) * node.block_bytes
-        transfer, _ = transfer_ns(source.link_out, node.link_in, num_bytes, estimator.now)
+        transfer, _ = expected_ns(source.link_out, node.link_in, num_bytes, estimator.now)
         return transfer - estimator.waits[at] - estimator.work_ns(node, stop)
 
     def _offer(self, at: int, source: NodeView, stop: int) -> float:
@@ -178,7 +178,7 @@ class _Pricing:
         node, wait = estimator.nodes[at], estimator.waits[at]
         depth = estimator.depths[node.slot]
         num_bytes = (stop - depth) * node.block_bytes
-        transfer, delay = transfer_ns(source.link_out, node.link_in, num_bytes, estimator.now)
+        transfer, delay = expected_ns(source.link_out, node.link_in, num_bytes, estimator.now)
         work = max(estimator.work_ns(node, stop), transfer - wait)
         score = wait + work + self._prices[at] * work + self._room * (self._num_blocks - depth) + delay
         if score < self._best_score:

@@ -24,6 +24,7 @@ class Rules(msgspec.Struct, frozen=True):
     decode_s: float = 10.0
     load_limit: float = 1.0
     seed: int = 0
+    replicate: bool = False
     ttft_ms: int | None = None
     tbt_ms: int | None = None
 

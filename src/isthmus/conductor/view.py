@@ -151,7 +151,8 @@ class ClusterView:
     """Nodes in the order they joined, and accepted requests in the order they came.
 
     `prefills`, `decodes`: the nodes a request may prefill or decode on, and the smallest capacity (tokens) among
-    them. `prefills_alike`: all prefill nodes are of one kind. `num_routed`: routes so far.
+    them. `prefills_alike`: all prefill nodes are of one kind. `replicas`: copies ahead that are under
+    way, by the last block of their prefix. `num_routed`: routes so far.
     """
 
     def __init__(self) -> None:
@@ -161,6 +162,7 @@ class ClusterView:
         self.calibration = Calibration()
         self.recent = Recent()
         self.outputs = OutputLengths()
+        self.replicas: dict[BlockName, Copy] = {}
         self.prefills: list[NodeView] = []
         self.decodes: list[NodeView] = []
         self.prefill_mask = 0
@@ -310,6 +312,5 @@ class ClusterView:
             assert node.batch == len(decoding) == len(node.decodes)
             assert node.context == sum(request.arrived.num_tokens for request in decoding)
             for copy in (*node.link_in.copies, *node.link_out.copies):
-                assert any(request.copy is copy for request in self.requests.values()), (
-                    "a copy without a request"
-                )
+                owned = any(request.copy is copy for request in self.requests.values())
+                assert owned or copy in self.replicas.values(), "a copy that nobody wants"

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 app = typer.Typer(no_args_is_help=True, help="Measure the engine or a running server.")
 
+Number = TypeVar("Number", int, float)
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the results here as JSON.")]
 
 
-def _finish(table: Any, rows: list[dict[str, Any]], file: Path | None) -> None:
+def _finish(table: Any, rows: Any, file: Path | None) -> None:
     from rich.console import Console
 
     console = Console()
@@ -95,3 +97,145 @@ def make_model(
         raise ConfigError(f"--preset {preset}: known are {', '.join(BENCH_MODELS)}")
     make_random_model(folder, **BENCH_MODELS[preset], dtype=dtype)
     print(f"wrote {folder}")
+
+
+def _numbers(option: str, text: str, kind: Callable[[str], Number]) -> tuple[Number, ...]:
+    from isthmus.errors import ConfigError
+
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{option} {text}: expected numbers with commas between them") from None
+
+
+def _size(option: str, text: str | None) -> int | None:
+    from isthmus.config import parse_bytes
+    from isthmus.errors import ConfigError
+
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from None
+
+
+@app.command()
+def policies(
+    trace: Annotated[
+        list[str],
+        typer.Option(help="A trace file, or a generated workload, e.g. poisson:rate=8,...; may be repeated."),
+    ],
+    nodes: Annotated[str, typer.Option(help="Prefill nodes, for each size of cluster.")] = "8,16",
+    speeds: Annotated[str, typer.Option(help="Replay speeds.")] = "1,1.5,2,2.5,3",
+    links: Annotated[str, typer.Option(help="Each node's network link, GB/s each way.")] = "1.3,3,12,50",
+    seeds: Annotated[str, typer.Option(help="Of the arrivals; a cell is the mean over them.")] = "1",
+    policy: Annotated[str | None, typer.Option("--policies", help="Which compete; default: all.")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="Deployment file: costs, caches, limits. Default: Mooncake's cluster."),
+    ] = None,
+    decode: Annotated[int | None, typer.Option(help="Decode nodes; default: as many as prefill nodes.")] = None,
+    ssd: Annotated[str | None, typer.Option(help="SSD cache of a prefill node, e.g. 1TB.")] = None,
+    shared_links: Annotated[
+        bool, typer.Option("--shared-links", help="Sweep again with KV handed over on the same links.")
+    ] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many requests of each trace.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes at once.")] = 2,
+    json_file: JsonFile = None,
+) -> None:
+    """Every placement policy in every cell of a sweep, simulated: isthmus against the best other one."""
+    from isthmus.benchmarks import policies as bench
+    from isthmus.benchmarks.policy_cells import POLICIES
+    from isthmus.cli.outputs import check_writable, write_bytes
+    from isthmus.cli.simulate import progress_bar
+    from isthmus.cli.tables import show
+
+    check_writable("--json", json_file)
+    sweep = bench.Sweep(
+        tuple(trace),
+        _numbers("--nodes", nodes, int),
+        _numbers("--speeds", speeds, float),
+        _numbers("--links", links, float),
+        _numbers("--seeds", seeds, int),
+        tuple(policy.split(",")) if policy else tuple(POLICIES),
+        (False, True) if shared_links else (False,),
+        str(config) if config else None,
+        decode,
+        _size("--ssd", ssd),
+        limit,
+    )
+    with progress_bar("sweeping") as progress:
+        cells = bench.run(sweep, jobs, progress)
+    show(*bench.tables(sweep, cells))
+    for line in bench.summary_lines(cells):
+        print(line)
+    if json_file is not None:
+        write_bytes(json_file, (json.dumps(bench.as_json(sweep, cells), indent=1) + "\n").encode())
+
+
+@app.command()
+def conductor(
+    nodes: Annotated[int, typer.Option(help="Nodes of the cluster.")] = 100,
+    blocks: Annotated[int, typer.Option(help="Distinct blocks in the prefix index.")] = 1_000_000,
+    prompt_blocks: Annotated[int, typer.Option(help="Blocks of each prompt.")] = 250,
+    decisions: Annotated[int, typer.Option(help="Requests placed.")] = 20_000,
+    policy: Annotated[str, typer.Option(help="How requests are placed.")] = "isthmus",
+    seed: Annotated[int, typer.Option(help="Of the prompts and arrivals.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """How long the conductor takes to place a request, on one core: decisions a second, P50, P99 and longest."""
+    import msgspec
+
+    from isthmus.benchmarks import conductor as bench
+    from isthmus.cli.outputs import check_writable
+    from isthmus.conductor.policies import POLICIES
+    from isthmus.errors import ConfigError
+
+    check_writable("--json", json_file)
+    if policy not in POLICIES:
+        raise ConfigError(f"--policy {policy}: known are {', '.join(POLICIES)}")
+    load = bench.Load(nodes, blocks, prompt_blocks, decisions, policy, seed)
+    found = bench.run(load, lambda line: print(line, flush=True))
+    _finish(bench.table(found), msgspec.to_builtins(found), json_file)
+
+
+@app.command()
+def cost(
+    profiles: Annotated[
+        Path, typer.Option(help="Folder with the published measurements (docs/cost-model.md).")
+    ],
+    json_file: JsonFile = None,
+) -> None:
+    """The cost model against published measurements: errors of every table, whether it fits or not."""
+    from isthmus.benchmarks import cost as bench
+    from isthmus.cli.outputs import check_writable
+
+    check_writable("--json", json_file)
+    bench.main(profiles, json_file)
+
+
+@app.command()
+def accuracy(
+    model: Annotated[str | None, typer.Option(help="Model folder or hub id; default: the demo model.")] = None,
+    requests: Annotated[int, typer.Option(min=10, help="Requests of the load.")] = 150,
+    rate: Annotated[float, typer.Option(min=0.01, help="Requests a second, in the mean.")] = 4.0,
+    cost_file: Annotated[
+        Path | None,
+        typer.Option("--cost", exists=True, dir_okay=False, help="A curve; default: one is measured first."),
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each node.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and lengths.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """A live prefill and decode node under load, and the same load in the simulator: TTFT and TBT of both."""
+    import msgspec
+
+    from isthmus.benchmarks import accuracy as bench
+    from isthmus.cli.models import find_model
+    from isthmus.cli.outputs import check_writable
+
+    check_writable("--json", json_file)
+    plan = bench.Plan(find_model(model)[0], requests, rate, threads=threads, seed=seed, cost=cost_file)
+    found = bench.run(plan, lambda line: print(line, flush=True))
+    _finish(bench.table(found), msgspec.to_builtins(found), json_file)
+    for line in bench.summary_lines(found):
+        print(line)

@@ -23,10 +23,12 @@ from isthmus.cost import (
     hardware_named,
 )
 from isthmus.engine import emulated
+from isthmus.engine.interface import Engine
 from isthmus.engine.spec import load_json, read_spec
 from isthmus.errors import ConfigError
 from isthmus.types import Role
 
+MAX_EMULATED_TOKENS = 1 << 23
 _NUMBER = re.compile(r"[0-9]+e[+-]?[0-9]+", re.IGNORECASE)
 _COST_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
@@ -35,19 +37,22 @@ _COST_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 class Served:
     """What is known of the served model before any node runs.
 
-    `token_bytes`: KV of one token, as `engine.kv_memory` counts; `host_bytes`: memory that one node will take.
+    `kv_tokens`: that a node's KV memory holds, in whole blocks; `host_bytes`: memory that one node will take.
     """
 
     tokenizer: Path
     vocab_size: int
     max_length: int
-    token_bytes: int
+    kv_tokens: int
     host_bytes: int
 
-    def fitting_tokens(self, config: Config) -> int:
-        """Tokens in the whole blocks that `engine.kv_memory` holds."""
-        size = config.engine.block_size
-        return config.engine.kv_memory // (self.token_bytes * size) * size
+
+def at_home(config: Config, file: Path | None) -> Config:
+    """The same with `engine.cost`, when it names a file, found from the folder of the configuration file."""
+    if file is None or not isinstance(config.engine.cost, str):
+        return config
+    cost = str(file.parent / Path(config.engine.cost).expanduser())
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"cost": cost})})
 
 
 def served_model(config: Config, folder: Path) -> Served:
@@ -65,24 +70,31 @@ def _torch_model(config: Config, folder: Path) -> Served:
         head_dim=spec.head_dim,
     )
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    token_bytes = layout.block_bytes // layout.block_size
-    host_bytes = weights + config.engine.kv_memory
-    return Served(folder, spec.vocab_size, spec.max_length, token_bytes, host_bytes)
+    kv_tokens = config.engine.kv_memory // layout.block_bytes * layout.block_size
+    return Served(folder, spec.vocab_size, spec.max_length, kv_tokens, weights + config.engine.kv_memory)
 
 
 def _emulated_model(config: Config, folder: Path) -> Served:
     tokenizer = tokenizer_folder(folder)
     roles = [nodes for nodes in (config.roles.prefill, config.roles.decode, config.roles.mixed) if nodes.count]
-    token_bytes = max(compile_cost(_emulated_cost(config, nodes, folder)).kv_token_bytes for nodes in roles)
     layout = emulated.layout_of(config.engine.block_size)
-    num_blocks = config.engine.kv_memory // (token_bytes * layout.block_size)
+    counts = [_emulated_blocks(config, _emulated_cost(config, nodes, folder)) for nodes in roles]
     return Served(
         tokenizer,
         emulated.vocab_of(tokenizer),
         emulated.length_of(folder),
-        token_bytes,
-        num_blocks * layout.block_bytes,
+        min(counts) * layout.block_size,
+        max(counts) * layout.block_bytes,
     )
+
+
+def _emulated_blocks(config: Config, cost: Cost) -> int:
+    """Blocks of the emulated model that `engine.kv_memory` holds, or that weights leave room for when it is not
+    given: so many that no demo model fills the host's memory."""
+    token_bytes = compile_cost(cost).kv_token_bytes
+    if "kv_memory" in config.engine.model_fields_set or not isinstance(cost, Analytic):
+        return config.engine.kv_memory // (token_bytes * config.engine.block_size)
+    return min(cost.kv_capacity_tokens, MAX_EMULATED_TOKENS) // config.engine.block_size
 
 
 def tokenizer_folder(folder: Path) -> Path:
@@ -90,16 +102,11 @@ def tokenizer_folder(folder: Path) -> Path:
     return folder if (folder / "tokenizer.json").is_file() else demo_folder()
 
 
-def cost_of(config: Config, role: Role, folder: Path) -> Cost | None:
-    """What work takes on a node of this role; None when nobody said on which hardware it runs.
-
-    Raises ConfigError for a curve, hardware or model that cannot be read.
-    """
+def cost_of(config: Config, role: Role, folder: Path) -> Cost:
+    """What work takes on a node of this role. Raises ConfigError for a curve, hardware or model without one."""
     nodes: RoleConfig = getattr(config.roles, role)
     if config.engine.kind == "emulated":
         return _emulated_cost(config, nodes, folder)
-    if config.engine.cost is None and _hardware(config, nodes) is None and "cpu" not in HARDWARE:
-        return None
     return _cost(config, nodes, folder, default="cpu")
 
 
@@ -158,16 +165,15 @@ def _numbers(value: Any) -> Any:
     return value
 
 
-def open_engine(config: Config, folder: Path, threads: int, cost: Cost | None) -> Any:
-    """The node's engine. Only a torch engine loads torch. Raises ModelError, ConfigError or StartError."""
+def open_engine(config: Config, folder: Path, threads: int, cost: Cost) -> Engine:
+    """A node's engine. Only a torch engine loads torch. Raises ModelError, ConfigError or StartError."""
     if config.engine.kind == "emulated":
-        assert cost is not None
         return _open_emulated(config, folder, cost)
-    from isthmus.engine.engine import Engine, EngineOptions
+    from isthmus.engine import engine as torch_engine
 
-    return Engine(
+    return torch_engine.Engine(
         folder,
-        EngineOptions(
+        torch_engine.EngineOptions(
             dtype=config.engine.dtype,
             device=config.engine.device,
             threads=threads,
@@ -180,9 +186,7 @@ def open_engine(config: Config, folder: Path, threads: int, cost: Cost | None) -
 
 def _open_emulated(config: Config, folder: Path, cost: Cost) -> emulated.PacedEngine:
     recipe = emulated.recipe_of(folder, tokenizer_folder(folder), config.engine.block_size)
-    node_cost = compile_cost(cost)
-    num_blocks = config.engine.kv_memory // (node_cost.kv_token_bytes * config.engine.block_size)
-    length = emulated.length_of(folder)
+    num_blocks, length = _emulated_blocks(config, cost), emulated.length_of(folder)
     return emulated.PacedEngine(
-        recipe, node_cost, num_blocks, max_length=min(config.engine.max_length or length, length)
+        recipe, compile_cost(cost), num_blocks, max_length=min(config.engine.max_length or length, length)
     )

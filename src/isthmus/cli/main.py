@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from isthmus.cli import bench, node, replay, serve, simulate
+from isthmus.cli import bench, node, profile, replay, reproduce, serve, simulate
 from isthmus.errors import IsthmusError
 
 app = typer.Typer(
@@ -18,8 +18,10 @@ app = typer.Typer(
 )
 app.command("serve")(serve.serve)
 app.command("node")(node.node)
+app.command("profile")(profile.profile)
 app.command("replay")(replay.replay)
 app.command("simulate")(simulate.simulate)
+app.command("reproduce")(reproduce.reproduce)
 app.add_typer(bench.app, name="bench")
 
 

@@ -36,7 +36,9 @@ def node(
         return
     if role is None or join is None:
         raise ConfigError("isthmus node needs --role prefill|decode|mixed and --join HOST:PORT")
-    settings = load_config(config, {"model": model})
+    from isthmus.cli.engines import at_home
+
+    settings = at_home(load_config(config, {"model": model}), config)
     token = cluster_token() or settings.token
     if token is None:
         raise ConfigError("the cluster's token is needed: set ISTHMUS_TOKEN, or token in the config file")

@@ -59,15 +59,18 @@ def serve(
         "record": str(record) if record else None,
         **_role_overrides(prefill, decode, mixed),
     }
+    from isthmus.cli.engines import at_home
+
+    settings = at_home(load_config(config, overrides), config)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(load_config(config, overrides)))
+        runner.run(_serve(settings))
 
 
 def _role_overrides(prefill: int | None, decode: int | None, mixed: int | None) -> dict[str, Any]:
-    """`--mixed N` alone means N mixed nodes and nothing else."""
+    """`--mixed N` alone means N mixed nodes and nothing else. What else a file says of a role stays."""
     if mixed is not None and prefill is None and decode is None:
         prefill = decode = 0
-    return {"roles.prefill": prefill, "roles.decode": decode, "roles.mixed": mixed}
+    return {"roles.prefill.count": prefill, "roles.decode.count": decode, "roles.mixed.count": mixed}
 
 
 def _loop_factory() -> Any:
@@ -89,6 +92,8 @@ async def _serve(config: Config) -> None:
 
     started = time.monotonic()
     nodes = planned_nodes(config)
+    if idle := _simulated_only(config):
+        print(f"isthmus: {', '.join(idle)}: simulated only, without effect here", file=sys.stderr)
     folder, name = find_model(config.model)
     model = served_model(config, folder)
     check_memory(config, len(nodes), model.host_bytes)
@@ -114,6 +119,11 @@ async def _serve(config: Config) -> None:
             if ready.done():
                 ready.result()
                 url = f"http://{config.host}:{bound.getsockname()[1]}"
+                if config.engine.kind == "emulated":
+                    print(
+                        "isthmus: the engine is emulated: its tokens tell wrong bytes, not words",
+                        file=sys.stderr,
+                    )
                 _announce(url, card.name, [str(node) for node, _ in nodes], time.monotonic() - started)
             await http
         finally:
@@ -124,15 +134,27 @@ async def _serve(config: Config) -> None:
 
 def _max_length(config: Config, model: Served) -> int:
     """What the model can read, the operator allows and one node's KV memory holds, in tokens."""
-    fits = model.fitting_tokens(config)
+    fits = model.kv_tokens
     allowed = min(model.max_length, config.engine.max_length or model.max_length)
     if 0 < fits < allowed:
         print(
-            f"isthmus: engine.kv_memory holds {fits} tokens of the {allowed} the model could read: "
-            "longer requests are refused",
+            f"isthmus: the KV memory of a node holds {fits} tokens of the {allowed} the model could read: "
+            "longer requests are refused (engine.kv_memory)",
             file=sys.stderr,
         )
     return min(allowed, fits) or allowed
+
+
+def _simulated_only(config: Config) -> list[str]:
+    """The options given that have no effect on a live cluster."""
+    given = [
+        f"{section}.{name}"
+        for section in ("cache", "network")
+        for name in getattr(config, section).model_dump(exclude_unset=True)
+    ]
+    roles = config.roles
+    pools = {"prefill": roles.prefill, "decode": roles.decode, "mixed": roles.mixed}
+    return given + [f"roles.{role}.pipeline" for role, nodes in pools.items() if nodes.pipeline > 1]
 
 
 def _stop_on_signals() -> asyncio.Event:

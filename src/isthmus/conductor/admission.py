@@ -8,10 +8,11 @@ exceeds `load_limit`. The admissions differ in which load they look at, and when
     early        both pools at arrival, the decode pool as it is now
     predictive   both at arrival, the decode pool as it will be when the prompt is computed; every request is
                  taken to decode equally long (`decode_s`)
-    survival     the same, with the chance that each request goes on, from the answers seen so far
+    survival     the same, with the chance that each request goes on, from the answers seen so far; and the decode
+                 node once more when the prompt is computed, for by then its batch is known
 
-All but `none` check the decode node once more when the prompt is computed, for by then the batch is known.
-A request without a limit is never refused for it.
+`early` and `predictive` are the paper's: the decode node's check moves to the arrival and is not repeated, so a
+forecast that was too low is paid by those that decode. A request without a limit is never refused for it.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Admission:
         self._rules = rules
         self._forecast = FORECASTS[rules.admission]
         self._active = rules.admission != "none"
+        self._checks_at_decode = rules.admission in ("baseline", "survival")
         self.sees_queues = self._forecast not in (None, _as_now)
 
     def at_arrival(
@@ -79,7 +81,7 @@ class Admission:
         """The decode node's own check, when the prompt is computed."""
         facts, node = request.arrived, request.decode
         tbt_ns = limit_ns(facts.tbt_ms, self._rules.tbt_ms)
-        if not self._active or not tbt_ns or node is None or facts.max_tokens <= 1:
+        if not self._checks_at_decode or not tbt_ns or node is None or facts.max_tokens <= 1:
             return None
         batch = sum(1 for other in node.decodes.values() if not other.prefilling)
         mean = node.context / node.batch

@@ -2,8 +2,10 @@
 
 Every node has one link in and one link out. The links' real shares are unknown here; on one fairly shared link
 with no later arrivals the estimate is exact: a copy with less left than ours delays us by what it has left, one
-with more delays us by as much as we have. Copies that come later make it longer by 1 / (1 - utilisation) on
-average (the sojourn time of M/G/1 with processor sharing), which matters where links are nearly full.
+with more delays us by as much as we have. Copies that come later make it longer by 1 / (1 - utilisation) of each
+link on average (the sojourn time of M/G/1 with processor sharing), which matters where links are nearly full.
+
+KV from prefill to decode is booked too where it shares the links with copies.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ def transfer_ns(link_out: Link, link_in: Link, num_bytes: int, now: int) -> tupl
 def expected_ns(link_out: Link, link_in: Link, num_bytes: int, now: int) -> tuple[float, float]:
     """As `transfer_ns`, with copies that will come later."""
     own, delay = transfer_ns(link_out, link_in, num_bytes, now)
-    return own * max(link_out.stretch(now), link_in.stretch(now)), delay
+    return own * link_out.stretch(now) * link_in.stretch(now), delay
 
 
 def begin(link_out: Link, link_in: Link, num_bytes: int, now: int) -> Copy:
@@ -106,6 +108,16 @@ def begin(link_out: Link, link_in: Link, num_bytes: int, now: int) -> Copy:
     for other in dict.fromkeys((*link_out.copies, *link_in.copies)):
         other.share(copy, now)
     copy.until_ns = now + int(own) + 1
+    link_out.book(copy, now)
+    link_in.book(copy, now)
+    return copy
+
+
+def begin_handover(link_out: Link, link_in: Link, num_bytes: int, now: int, until: int) -> Copy:
+    """Books KV that a prefill streams to where it will decode, until about its first token."""
+    copy = Copy(link_out, link_in, num_bytes, now)
+    own, _ = transfer_ns(link_out, link_in, num_bytes, now)
+    copy.until_ns = max(until, now + int(own)) + 1
     link_out.book(copy, now)
     link_in.book(copy, now)
     return copy

@@ -12,12 +12,13 @@ class Paths(msgspec.Struct, frozen=True):
     """How fast KV moves to and from one node, in bytes per second; 0: not at all.
 
     `network`: between its cache and another node's, each way; `memory`: from its DRAM to its device;
-    `disk`: from its SSD.
+    `disk`: from its SSD; `handover`: between prefill and decode, 0 when that shares `network`.
     """
 
     network: int = 0
     memory: int = 0
     disk: int = 0
+    handover: int = 0
 
 
 class NodeJoined(msgspec.Struct, frozen=True, tag=True):

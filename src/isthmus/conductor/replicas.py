@@ -1,15 +1,16 @@
 """Copies of prefixes whose holders are congested, made ahead while the links are idle.
 
-A placement fetches what its own request needs, and only if that pays for this one request. What requests pay
-again and again, because they wait at the holder of their prefix, compute it elsewhere or wait for a slow fetch,
-adds up here, prefix by prefix. Once a prefix was asked for twice or more and what was paid exceeds the price of one
-more copy, the copy is made: to rent until the rent paid equals the price to buy costs at most twice what
-foresight would (ski rental, Karlin et al. 1988), and needs no constant.
+A placement away from the holders makes one more holder by itself. But requests may wait at a holder again and
+again because each of them alone pays less that way. What they pay adds up here, prefix by prefix, until a placement
+makes a further holder; and once a prefix was asked for twice or more and the sum exceeds the price of a copy, the
+copy is made. To rent until the rent paid equals the price to buy costs at most twice what foresight would (ski
+rental, Karlin et al. 1988), and needs no constant.
 
-    paid    predicted node time and waiting that the request would have been spared, had the node that would have
+    paid    what the request would have been spared, in waiting and priced node time, had the node that would have
             served it best had the prefix
     price   node time lost by what the copy pushes out of the cache, as the `isthmus` policy prices it, and the
-            time by which it delays fetches: so many begin on its two links while it lasts, each half of it later
+            time by which it delays fetches: so many begin on its two links while it lasts, each half of it later;
+            and all this for each holder there will be, since a new one serves only its share of the requests
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ class Replicas:
         now = estimator.now
         if placement.source is not None:
             self._fetches.add(1, now)
+        for last, copy in list(self._view.replicas.items()):
+            if copy.until_ns <= now:
+                self._end(last)  # perhaps there was no room for all of it
         longest, holders = estimator.held[-1]
         if not longest:
             return None
@@ -78,13 +82,13 @@ class Replicas:
         self, estimator: Estimator, placement: Placement, longest: int, holders: int
     ) -> Replicate | None:
         now = estimator.now
-        for last, copy in list(self._view.replicas.items()):
-            if copy.until_ns <= now:
-                self._end(last)  # perhaps there was no room for all of it, or it came while others were sent
         paid, target = self._paid(estimator, placement, longest)
         if target is None:
             return None
         last = estimator.request.names[longest - 1]
+        if placement.held < longest:  # it makes a holder where there was none
+            self._asked.pop(last, None)
+            return None
         asked = self._ask(last, paid, now)
         if asked.num_asks < 2 or last in self._view.replicas or target.link_in.copies:
             return None
@@ -92,7 +96,8 @@ class Replicas:
         if source is None:
             return None
         num_bytes = (longest - estimator.depths[target.slot]) * target.block_bytes
-        if asked.paid_ns.at(now) <= self._price(estimator, target, longest, num_bytes, source):
+        num_holders = 1 + holders.bit_count()
+        if asked.paid_ns.at(now) <= num_holders * self._price(estimator, target, longest, num_bytes, source):
             return None
         del self._asked[last]
         copy = copies.begin(source.link_out, target.link_in, num_bytes, now)

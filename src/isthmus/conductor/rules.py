@@ -11,6 +11,7 @@ class Rules(msgspec.Struct, frozen=True):
     """`max_requests`: accepted at once; `max_attempts`: routes of one request; the rest as in the configuration.
 
     `ttft_ms`, `tbt_ms`: limits of requests that bring none, None for no limit.
+    `replicate`: copy what is asked for again and again to a node that lacks it, while links are idle.
     """
 
     policy: str = "least_loaded"

@@ -1,1 +1,1 @@
-"""Published results: set-up, published numbers, and ours beside them."""
+"""Published results, one file each: the set-up, the published numbers, and how ours are measured."""

@@ -1,0 +1,69 @@
+"""`isthmus profile`: measures this machine's engine on a model and writes a cost curve that `engine.cost` takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from isthmus.benchmarks.profile import Profile
+
+
+def profile(
+    model: Annotated[str | None, typer.Option(help="Model folder or hub id; default: the demo model.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the curve (YAML) here; default: print it.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: the model's.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads, as a node will have them.")] = None,
+    kv_memory: Annotated[str, typer.Option(help="KV memory, which limits the cases, e.g. 512MiB.")] = "1GiB",
+    max_length: Annotated[int | None, typer.Option(min=2, help="Longest context to measure.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured turns; the median of each case counts.")] = 5,
+    budget_s: Annotated[float, typer.Option(help="No new turn begins after so many seconds.")] = 90.0,
+) -> None:
+    """Measure prefill, decode and mixed iterations of the engine here, and fit a cost curve to them."""
+    from isthmus.cli.models import find_model
+    from isthmus.cli.outputs import check_writable, write_bytes
+    from isthmus.config import load_config
+
+    check_writable("--out", out)
+    given = {"dtype": dtype, "device": device, "kv_memory": kv_memory}
+    engine = load_config(None, {f"engine.{name}": value for name, value in given.items()}).engine
+    folder, _ = find_model(model)
+
+    from isthmus.benchmarks.profile import profile_engine
+    from isthmus.engine.engine import EngineOptions
+
+    options = EngineOptions(
+        engine.dtype, engine.device, threads, engine.block_size, engine.kv_memory, max_length
+    )
+    found = profile_engine(folder, options, rounds=rounds, budget_s=budget_s, report=_say)
+    _say(errors_of(found))
+    text = as_yaml(found)
+    if out is None:
+        print(text, end="")
+    else:
+        write_bytes(out, text.encode())
+        _say(f"wrote {out}: use it as engine.cost")
+
+
+def errors_of(found: Profile) -> str:
+    """How far the curve is from what it was fitted to, and from mixed iterations, to which it was not."""
+    parts = [f"prefill {found.prefill_error_percent:.1f} %", f"decode {found.decode_error_percent:.1f} %"]
+    if found.mixed_error_percent is not None:
+        parts.append(f"mixed (not fitted) {found.mixed_error_percent:.1f} %")
+    return "mean error: " + ", ".join(parts)
+
+
+def as_yaml(found: Profile) -> str:
+    """What `engine.cost: FILE` reads."""
+    import yaml
+
+    from isthmus.cost import to_mapping
+
+    return yaml.safe_dump(to_mapping(found.curve), sort_keys=False)
+
+
+def _say(line: str) -> None:
+    typer.echo(line, err=True)

@@ -1,0 +1,103 @@
+"""`isthmus reproduce`: published tables beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from isthmus.papers.lab import Lab
+    from isthmus.papers.table import Table
+
+
+def reproduce(
+    name: Annotated[
+        str | None, typer.Argument(help="A table, or a paper for all of its tables; none lists them.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows here.")] = None,
+    traces: Annotated[
+        Path | None, typer.Option(help="Folder with the published traces, e.g. conversation_trace.jsonl.")
+    ] = None,
+) -> None:
+    """A published table: published, ours, difference."""
+    from isthmus.cli.outputs import check_writable, write_bytes
+    from isthmus.cli.tables import comparison_tables, show
+    from isthmus.errors import ConfigError
+    from isthmus.papers.lab import Lab
+    from isthmus.papers.registry import named
+
+    check_writable("--json", json_file)
+    if traces is not None and not traces.is_dir():
+        raise ConfigError(f"--traces {traces}: is no folder; name the one that holds the published traces")
+    if name is None:
+        _list(json_file)
+        return
+    tables = named(name)
+    lab = Lab(traces)
+    rows: list[dict[str, Any]] = []
+    for table in tables:
+        with _status(lab):
+            found = list(table.rows(lab))
+        rows += found
+        _head(table)
+        show(*comparison_tables(found))
+    if json_file is not None:
+        write_bytes(json_file, _as_json(rows))
+
+
+def _list(json_file: Path | None) -> None:
+    from rich.table import Table as Drawn
+
+    from isthmus.cli.outputs import write_bytes
+    from isthmus.cli.tables import show
+    from isthmus.papers.registry import PAPERS
+
+    drawn = Drawn("name", "what", "published in", "traces")
+    entries = []
+    for paper, tables in PAPERS.items():
+        drawn.add_row(paper, "all of its tables", "", "")
+        for table in tables:
+            traces = [trace.value for trace in table.traces]
+            drawn.add_row(table.name, table.title, table.source, ", ".join(traces) or "–")
+            entries.append(
+                {
+                    "name": table.name,
+                    "paper": paper,
+                    "title": table.title,
+                    "source": table.source,
+                    "traces": traces,
+                }
+            )
+    show(drawn)
+    if json_file is not None:
+        write_bytes(json_file, _as_json(entries))
+
+
+def _head(table: Table) -> None:
+    """What is compared, and how ours was measured."""
+    print(fill(f"{table.title} ({table.source}). {table.setup}", 112), end="\n\n")
+
+
+def _as_json(rows: list[dict[str, Any]]) -> bytes:
+    import msgspec
+
+    return msgspec.json.format(msgspec.json.encode(rows), indent=1) + b"\n"
+
+
+@contextmanager
+def _status(lab: Lab) -> Iterator[None]:
+    """What runs, on standard error while that is a terminal."""
+    from rich.console import Console
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status("measuring") as status:
+        lab.report = status.update
+        yield

@@ -1,0 +1,105 @@
+"""From the configuration to engines and their costs, without starting anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isthmus.cli.engines import at_home, cost_of, open_engine, served_model, tokenizer_folder
+from isthmus.cli.models import demo_folder
+from isthmus.config import Config, load_config
+from isthmus.cost import Analytic, Curve
+from isthmus.engine.emulated import PacedEngine
+from isthmus.errors import ConfigError
+from isthmus.types import Role
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
+TOKEN_BYTES = 32 * 2 * 8 * 128 * 2
+CURVE = "{kv_token_bytes: 1000, num_layers: 2, prefill_token_s: 1e-5, decode_points: [[1, 5E-03], [8, 0.01]]}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    return tmp_path
+
+
+def emulated(**overrides: Any) -> Config:
+    dotted = {name.replace("__", "."): value for name, value in overrides.items()}
+    return load_config(None, {"engine.kind": "emulated", "engine.hardware": "h200", **dotted})
+
+
+def test_each_role_has_its_hardware(folder: Path) -> None:
+    config = emulated(roles__prefill={"count": 1, "hardware": "h100", "gpus": 2}, engine__runtime="trtllm")
+    prefill, decode = (cost_of(config, role, folder) for role in (Role.PREFILL, Role.DECODE))
+    assert isinstance(prefill, Analytic) and isinstance(decode, Analytic)
+    assert (prefill.hardware.name, prefill.num_gpus) == ("h100", 2)
+    assert (decode.hardware.name, decode.num_gpus) == ("h200", 1)
+    assert prefill.coefficients.weight_read and prefill.coefficients.one_shot == 1.0  # TensorRT-LLM's
+    assert prefill.kv_token_bytes == TOKEN_BYTES
+
+
+def test_a_torch_node_is_priced_as_this_kind_of_machine(folder: Path) -> None:
+    cost = cost_of(load_config(None, {"engine.dtype": "float32"}), Role.DECODE, folder)
+    assert isinstance(cost, Analytic)
+    assert (cost.hardware.name, cost.weight_dtype, cost.kv_dtype) == ("cpu", "fp32", "fp32")
+
+
+def test_a_curve_is_found_beside_the_configuration(folder: Path) -> None:
+    """And numbers as JSON writes them are numbers, which YAML alone takes for texts."""
+    (folder / "curve.yaml").write_text(CURVE)
+    file = folder / "isthmus.yaml"
+    file.write_text("engine: {kind: emulated, cost: curve.yaml}")
+    cost = cost_of(at_home(load_config(file, {}), file), Role.MIXED, folder)
+    assert isinstance(cost, Curve)
+    assert (cost.prefill_token_s, cost.decode_points) == (1e-5, ((1, 5e-3), (8, 0.01)))
+    file.write_text(f"engine: {{kind: emulated, cost: {CURVE}}}")
+    assert cost_of(at_home(load_config(file, {}), file), Role.MIXED, folder) == cost
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [("[1, 2]", "no cost curve"), ("a: [", "not valid YAML"), ("{kv_token_byte: 1}", "unknown key")],
+)
+def test_a_curve_that_is_none_is_one_line(folder: Path, text: str, complaint: str) -> None:
+    (folder / "curve.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        cost_of(emulated(engine__cost=str(folder / "curve.yaml")), Role.MIXED, folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_memory_counts_the_emulated_models_bytes(folder: Path) -> None:
+    config = emulated(engine__kv_memory=100 * 16 * TOKEN_BYTES + 5)
+    assert served_model(config, folder).kv_tokens == 1600
+    engine = open_engine(config, folder, 1, cost_of(config, Role.MIXED, folder))
+    assert isinstance(engine, PacedEngine)
+    assert (engine.num_blocks, engine.max_length, engine.vocab_size) == (100, 131072, 272)
+
+
+def test_memory_that_is_not_given_is_what_the_weights_leave(folder: Path) -> None:
+    cost = cost_of(emulated(), Role.MIXED, folder)
+    assert isinstance(cost, Analytic)
+    assert served_model(emulated(), folder).kv_tokens == cost.kv_capacity_tokens // 16 * 16
+    small = served_model(emulated(engine__hardware="l20", engine__gpus=2), folder)
+    assert small.kv_tokens < cost.kv_capacity_tokens
+    with pytest.raises(ConfigError, match="give it more GPUs"):
+        served_model(emulated(engine__hardware="rtx4090", engine__dtype="float32"), folder)
+
+
+def test_a_model_without_a_tokenizer_gets_the_demo_models(folder: Path) -> None:
+    assert tokenizer_folder(folder) == demo_folder()
+    (folder / "tokenizer.json").write_text("{}")
+    assert tokenizer_folder(folder) == folder

@@ -1,0 +1,136 @@
+"""`isthmus simulate`: outputs, and one line for each way it can go wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Command
+
+CONFIG = """
+roles: {prefill: 2, decode: 1}
+engine:
+  hardware: a800
+  gpus: 8
+  kv_memory: 100GB
+  cost: {kv_token_bytes: 327680, num_layers: 80, prefill_token_s: 1.0e-4, decode_fixed_s: 0.02}
+cache: {dram: 100GB}
+slo: {ttft_ms: 30000, tbt_ms: 100}
+"""
+WORKLOAD = "poisson:rate=2,num=60,input=1500,output=20,prefixes=5,prefix_tokens=2048"
+LINE = '{"timestamp": %d, "input_length": 600, "output_length": 9, "hash_ids": [1, 2]}\n'
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+def test_a_generated_workload_gives_table_json_page_and_recording(
+    isthmus: Command, config: Path, tmp_path: Path
+) -> None:
+    figures, page, log = tmp_path / "out.json", tmp_path / "out.html", tmp_path / "log.jsonl"
+    outputs = ("--json", figures, "--report", page, "--log", log)
+    status, out, err = isthmus("simulate", "--config", config, "--workload", WORKLOAD, *outputs)
+    assert status == 0 and err == ""
+    assert "| TTFT (s)" in out and "admission none" in out
+    summary = json.loads(figures.read_bytes())
+    assert summary["requests"] == summary["completed"] == 60 and summary["goodput_share"] == 1.0
+    assert set(summary["ttft_s"]) == set(summary["tbt_s"]) == {"mean", "p50", "p90", "p99"}
+    assert summary["hit_rate_tokens"] > 0 and summary["hit_rate_blocks"] > 0
+    assert summary["rejected"] == {"prefill": 0, "decode": 0}
+    assert summary["bytes_moved"]["handover"] == 60 * 3548 * 327680 and summary["wall_s"] > 0
+    html = page.read_text()
+    assert (
+        html.startswith("<!DOCTYPE html>")
+        and "kv_memory" in html
+        and "http://" not in html.replace("http://www.w3.org", "")
+    )
+    status, out, _ = isthmus("replay", log)
+    assert status == 0 and "identical decisions" in out
+
+
+def test_same_workload_same_figures(isthmus: Command, config: Path, tmp_path: Path) -> None:
+    texts = []
+    for name in ("first.json", "second.json"):
+        isthmus("simulate", "--config", config, "--workload", WORKLOAD, "--json", tmp_path / name)
+        texts.append((tmp_path / name).read_text().splitlines()[:-2])  # the last figure is wall_s
+    assert texts[0] == texts[1] and "wall_s" not in "".join(texts[0])
+
+
+def test_flags_go_over_the_file_and_are_noted(isthmus: Command, config: Path, tmp_path: Path) -> None:
+    trace, figures = tmp_path / "trace.jsonl", tmp_path / "out.json"
+    trace.write_text("".join(LINE % (3000 * number) for number in range(10)))
+    status, _, _ = isthmus(
+        *(
+            "simulate",
+            "--config",
+            config,
+            "--trace",
+            trace,
+            "--json",
+            figures,
+            "--speed",
+            2,
+            "--spread-seed",
+            1,
+        ),
+        *("--limit", 5, "--policy", "mooncake", "--admission", "early", "--order", "promise"),
+    )
+    summary = json.loads(figures.read_bytes())
+    assert status == 0 and summary["requests"] == 5
+    assert (summary["policy"], summary["admission"], summary["order"]) == ("mooncake", "early", "promise")
+    assert len(summary["notes"]) == 3
+    assert summary["makespan_s"] < 9.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "give one of them"),
+        (("--workload", WORKLOAD, "--trace", "x.jsonl"), "give one of them"),
+        (("--trace", "absent.jsonl"), "absent.jsonl: cannot be read"),
+        (("--workload", "poisson:rate=1"), "workload"),
+        (("--workload", WORKLOAD, "--policy", "best"), "policy"),
+        (("--workload", WORKLOAD, "--admission", "maybe"), "scheduling.admission"),
+        (("--workload", WORKLOAD, "--speed", "0"), "speed"),
+        (("--workload", WORKLOAD, "--limit", "0"), "limit"),
+        (("--workload", WORKLOAD, "--json", "nowhere/out.json"), "--json nowhere/out.json: no folder nowhere"),
+        (("--workload", WORKLOAD, "--report", "."), "is a folder"),
+        (("--workload", WORKLOAD, "--log", "nowhere/log"), "no folder"),
+    ],
+)
+def test_a_mistake_is_one_line(isthmus: Command, config: Path, arguments: tuple[str, ...], says: str) -> None:
+    status, out, err = isthmus("simulate", "--config", config, *arguments)
+    assert status == 2 and out == ""
+    assert err.startswith("isthmus: error: ") and err.count("\n") == 1 and says in err
+
+
+def test_a_bad_trace_line_is_named(isthmus: Command, config: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(LINE % 0 + LINE % 3000 + '{"timestamp": 6000, "input_length": -1}\n')
+    status, _, err = isthmus("simulate", "--config", config, "--trace", trace)
+    assert status == 2 and "trace.jsonl:3: " in err and err.count("\n") == 1
+
+
+def test_without_a_cost_nothing_can_be_simulated(isthmus: Command, tmp_path: Path) -> None:
+    config = tmp_path / "cluster.yaml"
+    config.write_text("engine: {hardware: a800, gpus: 8}\n")
+    status, _, err = isthmus("simulate", "--config", config, "--workload", WORKLOAD)
+    assert status == 2 and "engine.cost" in err and err.count("\n") == 1
+
+
+def test_neither_torch_nor_a_web_framework_is_loaded(config: Path) -> None:
+    program = (
+        "import sys; from isthmus.cli.main import app\n"
+        f"app(['simulate', '--config', {str(config)!r}, '--workload', {WORKLOAD!r}], standalone_mode=False)\n"
+        "print(sorted({'torch', 'numpy', 'starlette', 'uvicorn'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -20,9 +20,16 @@ from isthmus.errors import ConfigError
 # Adding an option means adding it here, and saying in the commit why it must exist.
 OPTIONS = """
 model served_model_name host port policy record join_host join_port token
-roles.prefill.count roles.decode.count roles.mixed.count
+roles.prefill.count roles.prefill.hardware roles.prefill.gpus roles.prefill.pipeline
+roles.decode.count roles.decode.hardware roles.decode.gpus roles.decode.pipeline
+roles.mixed.count roles.mixed.hardware roles.mixed.gpus roles.mixed.pipeline
+engine.kind engine.hardware engine.gpus engine.runtime engine.cost
 engine.dtype engine.device engine.threads engine.block_size engine.kv_memory engine.token_budget
-engine.max_sequences engine.max_length
+engine.prompt_batch engine.max_sequences engine.max_length
+scheduling.admission scheduling.order scheduling.reserve scheduling.sticky_blocks scheduling.balancing_threshold
+scheduling.decode_s scheduling.load_limit scheduling.seed
+slo.ttft_ms slo.tbt_ms cache.dram cache.ssd cache.eviction
+network.node_gbps network.handover_gbps network.spine_gbps
 limits.max_requests limits.max_attempts limits.start_s limits.drain_s limits.silence_s limits.rejoin_s
 limits.transfer_s
 """.split()
@@ -185,7 +192,18 @@ def test_a_number_of_bytes_is_itself(size: int) -> None:
         ("roles: {prefill: -1}", "roles.prefill.count: Input should be greater than or equal to 0 (found -1)"),
         ("roles: {prefill: many}", "roles.prefill: Input should be a valid dictionary"),
         ("limits: {silence_s: .nan}", "limits.silence_s: Input should be greater than 0"),
-        ("policy: best", "policy: Input should be 'least_loaded' (found 'best')"),
+        ("policy: best", "policy: Input should be 'random', 'round_robin', 'least_loaded', "),
+        ("engine: {kind: vllm}", "engine.kind: Input should be 'torch' or 'emulated' (found 'vllm')"),
+        ("engine: {runtime: sglang}", "engine.runtime: Input should be 'vllm' or 'trtllm'"),
+        ("engine: {gpus: 0}", "engine.gpus: Input should be greater than or equal to 1"),
+        ("engine: {cost: 5}", "engine.cost"),
+        ("scheduling: {admission: never}", "scheduling.admission: Input should be 'none', 'baseline', 'early'"),
+        ("scheduling: {reserve: 1}", "scheduling.reserve: Input should be less than 1"),
+        ("scheduling: {ordre: fcfs}", "unknown key 'scheduling.ordre'; did you mean 'order'?"),
+        ("slo: {ttft_ms: 0}", "slo.ttft_ms: Input should be greater than or equal to 1"),
+        ("cache: {dram: -1}", "cache.dram: -1 is not a size"),
+        ("network: {node_gbps: 0}", "network.node_gbps: Input should be greater than 0"),
+        ("roles: {prefill: {hardwear: h200}}", "unknown key 'roles.prefill.hardwear'; did you mean"),
         ("1: 2", "1: Keys should be strings"),
         ("- a\n- b", "expected keys and values at the top, found list"),
         ("just text", "expected keys and values at the top, found str"),
@@ -203,13 +221,25 @@ def test_a_mistake_is_one_line_with_file_key_and_what_is_valid(
     assert complaint(file, text).startswith(expected)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option != "engine.cost"])
 def test_every_option_refuses_what_makes_no_sense_by_its_name(file: Path, option: str) -> None:
     *sections, name = option.split(".")
     nested: dict = {name: {"no": "sense"}}
     for section in reversed(sections):
         nested = {section: nested}
     assert complaint(file, repr(nested)).startswith(f"{option}: ")
+
+
+def test_a_cost_curve_is_a_file_or_its_values(file: Path) -> None:
+    """What is in it is checked where it is used: see tests/cost."""
+    assert loaded(file, "engine: {cost: curve.yaml}").engine.cost == "curve.yaml"
+    assert loaded(file, "engine: {cost: {num_layers: 4}}").engine.cost == {"num_layers": 4}
+
+
+def test_a_role_may_have_its_own_hardware(file: Path) -> None:
+    roles = loaded(file, "roles: {prefill: {count: 2, hardware: h100, gpus: 4, pipeline: 2}, decode: 1}").roles
+    assert (roles.prefill.hardware, roles.prefill.gpus, roles.prefill.pipeline) == ("h100", 4, 2)
+    assert (roles.decode.hardware, roles.decode.gpus, roles.decode.pipeline) == (None, None, 1)
 
 
 def test_a_file_that_is_not_there_is_one_line(tmp_path: Path) -> None:

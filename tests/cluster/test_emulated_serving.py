@@ -59,9 +59,13 @@ def test_a_killed_node_costs_no_token(tmp_path: Path) -> None:
     with serve(tmp_path, "--config", str(config)) as served:
         pid = node_pid(served.children().values(), "decode-0")
         with ThreadPoolExecutor(8) as pool:
-            answering = threading.Event()
-            answers = [pool.submit(streamed, served, prompt, 200, answering) for prompt in prompts]
-            answering.wait()
+            answering = [threading.Event() for _ in prompts]
+            answers = [
+                pool.submit(streamed, served, *asked)
+                for asked in zip(prompts, [200] * 8, answering, strict=True)
+            ]
+            for begun in answering:
+                begun.wait()
             os.kill(pid, signal.SIGKILL)
             assert [answer.result() for answer in answers] == expected
 
@@ -93,10 +97,10 @@ def test_overload_is_429_with_a_time_to_come_back(
     """Refused at arrival by its own limit; and after the prefill, with nothing sent yet, by `baseline`."""
     curve, config = tmp_path / "curve.yaml", tmp_path / "isthmus.yaml"
     curve.write_text("{kv_token_bytes: 2048, num_layers: 4, prefill_token_s: 1e-5, decode_fixed_s: 0.01}")
-    config.write_text(f"engine: {{kind: emulated, cost: {curve}}}\n")
+    config.write_text(f"engine: {{kind: emulated, cost: {curve.name}}}\n")
     with serve(tmp_path, "--config", str(config), "--admission", admission) as served:
         for stream in (False, True):
-            asked = {"model": served.model, "prompt": [stream] * 3000, "max_tokens": 5, "stream": stream}
+            asked = {"model": served.model, "prompt": [int(stream)] * 3000, "max_tokens": 5, "stream": stream}
             reply = served.http.post("/v1/completions", json=asked, headers={limit: "1"})
             assert reply.status_code == 429, reply.text
             assert int(reply.headers["retry-after"]) >= 1

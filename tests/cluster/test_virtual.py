@@ -112,8 +112,8 @@ def test_what_follows_from_one_timer_is_done_before_the_next_of_the_same_instant
             if left:
                 loop.call_soon(chain, name, left - 1)
 
-        loop.call_at_ns(5, chain, "a", 3)
-        loop.call_at_ns(5, chain, "b", 1)
+        loop.call_at(5e-9, chain, "a", 3)
+        loop.call_at(5e-9, chain, "b", 1)
         await loop.sleep_until(5)
         await loop.settle()
         return seen
@@ -125,7 +125,7 @@ def test_a_cancelled_timer_moves_no_clock() -> None:
     async def work() -> int:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, ManualLoop)
-        loop.call_at_ns(5, print, "never").cancel()
+        loop.call_at(5e-9, print, "never").cancel()
         await loop.sleep_until(9)
         return loop.now_ns
 

@@ -78,10 +78,14 @@ def driven_by_thread(requests_of: Callable[[Interrupted, Requests], None]) -> Wa
     scheduler, engine, ended = Watched(), Interrupted(), Ended(2)
     stepper = Stepper(engine, scheduler, ended, lambda: 1000)  # type: ignore[arg-type]
     worker = ThreadWorker(stepper)
-    requests_of(engine, Requests(stepper, worker))
-    worker.start()
-    assert ended.all.wait(30)
-    worker.stop()
+
+    async def work() -> None:
+        requests_of(engine, Requests(stepper, worker))
+        worker.start()
+        assert await asyncio.to_thread(ended.all.wait, 30)
+        worker.stop()
+
+    asyncio.run(work())
     return scheduler
 
 

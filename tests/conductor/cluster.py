@@ -1,4 +1,4 @@
-"""A cluster that does what the conductor says, and checks that it may."""
+"""A cluster that does what the conductor says, and judges every action by books of its own."""
 
 from __future__ import annotations
 
@@ -9,16 +9,21 @@ import msgspec
 from isthmus.conductor import (
     Abort,
     Action,
+    BlocksEvicted,
     BlocksStored,
     Conductor,
     Event,
     Fail,
+    FetchFinished,
+    FirstToken,
     Hold,
     HoldExpired,
     NodeJoined,
     NodeLeft,
+    Paths,
     PrefillFinished,
     Refuse,
+    Replicate,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
@@ -26,79 +31,147 @@ from isthmus.conductor import (
     Route,
     Rules,
 )
-from isthmus.types import BlockName, NodeId, RequestId, Role
+from isthmus.cost import Curve
+from isthmus.types import NS_PER_MS, BlockName, NodeId, RequestId, Role, Tier
 
 BLOCK_SIZE = 4
+MS = NS_PER_MS
+CURVE = Curve(
+    kv_token_bytes=250,  # a block has 1,000 bytes
+    num_layers=1,
+    prefill_token_s=1e-3,
+    decode_fixed_s=10e-3,
+    decode_sequence_s=1e-3,
+    decode_context_s=1e-6,
+)
+"""1 ms per prompt token; a decode step of B sequences with C tokens takes 10 ms + B ms + C us."""
+LINK = Paths(network=1_000_000, handover=1_000_000)
+"""One block takes 1 ms from node to node, and 4 ms to compute."""
 
 
 class Cluster:
     """Every request, by name: its current route while it lives, and how it ended."""
 
-    def __init__(self, rules: Rules | None = None) -> None:
+    def __init__(self, rules: Rules | None = None, paths: Paths = LINK, step_ns: int = MS) -> None:
         self.conductor = Conductor(rules or Rules())
-        self.roles: dict[NodeId, Role] = {}
+        self.rules, self.paths, self.step_ns = self.conductor.rules, paths, step_ns
+        self.now = 0
+        self.joined: dict[NodeId, NodeJoined] = {}
+        self.stored: dict[NodeId, dict[BlockName, Tier]] = {}
+        self.arrived: dict[RequestId, tuple[RequestArrived, int]] = {}
         self.routes: dict[RequestId, Route] = {}
-        self.ended: dict[RequestId, str] = {}
+        self.prefilling: dict[RequestId, Route] = {}  # in the order in which they were routed
+        self.streaming: set[RequestId] = set()
         self.held: set[RequestId] = set()
-        self.holders: dict[
-            tuple[RequestId, int], set[NodeId]
-        ] = {}  # nodes told of an attempt, not yet to forget
-        self.log: list[tuple[Event, tuple[Action, ...]]] = []
+        self.ended: dict[RequestId, str] = {}
+        self.told: dict[tuple[RequestId, int], set[NodeId]] = {}  # nodes with an attempt they are to forget
+        self.log: list[tuple[int, Event, tuple[Action, ...]]] = []
+
+    # What happens.
 
     def on(self, event: Event) -> list[Action]:
-        actions = self.conductor.on(event, len(self.log))
+        self.now += self.step_ns
+        if isinstance(event, RequestArrived):
+            self.arrived[event.request] = event, self.now
+        waited = list(self.prefilling.values())
+        actions = self.conductor.on(event, self.now)
         self.conductor.check()
-        self.log.append((event, tuple(actions)))
+        self.log.append((self.now, event, tuple(actions)))
         for action in actions:
-            self._act(action)
+            self._act(action, event, waited)
+        self._check_books()
         return actions
 
-    def join(self, node: str, role: Role, capacity_tokens: int = 1000) -> None:
-        self.roles[NodeId(node)] = role
-        held = set(self.held)
-        for action in self.on(NodeJoined(NodeId(node), role, capacity_tokens, BLOCK_SIZE)):
+    def join(
+        self,
+        node: str,
+        role: Role,
+        capacity_tokens: int = 1000,
+        *,
+        cost: Curve | None = CURVE,
+        paths: Paths | None = None,
+        cache_blocks: int = 8,
+    ) -> None:
+        name, held = NodeId(node), set(self.held)
+        joined = NodeJoined(
+            name, role, capacity_tokens, BLOCK_SIZE, cost, self.paths if paths is None else paths, cache_blocks
+        )
+        self.joined[name], self.stored[name] = joined, {}
+        for action in self.on(joined):
             assert isinstance(action, Route) and action.request in held, "only what is held resumes"
 
     def leave(self, node: str) -> list[Action]:
-        self.roles.pop(NodeId(node), None)
-        for holders in self.holders.values():
-            holders.discard(NodeId(node))
-        actions = self.on(NodeLeft(NodeId(node)))
-        assert all(
-            NodeId(node) not in (route.prefill, route.decode) or self.prefilled(route)
-            for route in self.routes.values()
-        )
+        name = NodeId(node)
+        self.joined.pop(name, None)
+        self.stored.pop(name, None)
+        for nodes in self.told.values():
+            nodes.discard(name)
+        actions = self.on(NodeLeft(name))
+        for route in self.routes.values():
+            alive = name != route.decode and (name != route.prefill or route.request not in self.prefilling)
+            assert alive or route.request in self.held, "a request stays on a node that left"
         return actions
 
-    def arrive(
-        self, request: str, num_tokens: int = 8, max_tokens: int = 10, names: Sequence[BlockName] = ()
-    ) -> Action:
-        (action,) = self.on(RequestArrived(RequestId(request), "", num_tokens, max_tokens, tuple(names)))
-        return action
+    def arrives(
+        self,
+        request: str,
+        num_tokens: int = 8,
+        max_tokens: int = 10,
+        *,
+        names: Sequence[BlockName] = (),
+        priority: int = 0,
+        ttft_ms: int | None = None,
+        tbt_ms: int | None = None,
+    ) -> list[Action]:
+        return self.on(
+            RequestArrived(
+                RequestId(request), "", num_tokens, max_tokens, tuple(names), priority, ttft_ms, tbt_ms
+            )
+        )
 
-    def route(self, request: str, *arguments: int, names: Sequence[BlockName] = ()) -> tuple[str, str]:
+    def route(self, request: str, *lengths: int, names: Sequence[BlockName] = ()) -> tuple[str, str]:
         """Where an arriving request goes: prefill node, decode node."""
-        action = self.arrive(request, *arguments, names=names)
+        (action,) = self.arrives(request, *lengths, names=names)
         assert isinstance(action, Route), action
         return action.prefill, action.decode
 
-    def refusal(self, request: str, *arguments: int) -> Refuse:
-        action = self.arrive(request, *arguments)
+    def refusal(self, request: str, *lengths: int, priority: int = 0) -> Refuse:
+        (action,) = self.arrives(request, *lengths, priority=priority)
         assert isinstance(action, Refuse), action
         return action
 
-    def store(self, node: str, *names: BlockName) -> None:
-        assert self.on(BlocksStored(NodeId(node), names)) == []
+    def store(self, node: str, *names: BlockName, tier: Tier = Tier.MEMORY) -> None:
+        if NodeId(node) in self.stored:
+            self.stored[NodeId(node)].update(dict.fromkeys(names, tier))
+        assert self.on(BlocksStored(NodeId(node), names, tier)) == []
 
-    def prefilled(self, route: Route) -> bool:
-        return not self.conductor.view.requests[route.request].prefilling
+    def evict(self, node: str, *names: BlockName) -> None:
+        for name in names:
+            self.stored.get(NodeId(node), {}).pop(name, None)
+        assert self.on(BlocksEvicted(NodeId(node), names)) == []
+
+    def first_token(self, request: str, attempt: int = 1) -> list[Action]:
+        """Its prompt's blocks are in the cache then."""
+        name = RequestId(request)
+        route = self.routes.get(name)
+        if route is not None and route.attempt == attempt and name in self.prefilling:
+            self.store(route.prefill, *self.arrived[name][0].names)
+            del self.prefilling[name]
+            self.streaming.add(name)
+        return self.on(FirstToken(name, attempt))
+
+    def fetch_finished(self, request: str, attempt: int = 1) -> None:
+        assert self.on(FetchFinished(RequestId(request), attempt)) == []
 
     def finish_prefill(self, request: str, attempt: int = 1) -> None:
+        route = self.routes.get(RequestId(request))
+        if route is not None and route.attempt == attempt:
+            self.prefilling.pop(RequestId(request), None)
         assert self.on(PrefillFinished(RequestId(request), attempt)) == []
 
-    def end(self, request: str) -> list[Action]:
+    def end(self, request: str, num_generated: int = 1) -> list[Action]:
         self._end(RequestId(request), "ended")
-        return self.on(RequestEnded(RequestId(request)))
+        return self.on(RequestEnded(RequestId(request), num_generated))
 
     def cancel(self, request: str) -> list[Action]:
         self._end(RequestId(request), "cancelled")
@@ -111,10 +184,15 @@ class Cluster:
         """The wait of a request on hold is over."""
         return self.on(HoldExpired(RequestId(request), self.routes[RequestId(request)].attempt))
 
-    def loads(self) -> dict[str, tuple[int, int]]:
-        """Tokens to prefill and tokens held, by node."""
-        nodes = self.conductor.view.nodes.values()
-        return {str(node.node): (node.prefill_tokens, node.decode_tokens) for node in nodes}
+    # What is to be seen.
+
+    def waits_ms(self) -> dict[str, int]:
+        """Prefill work booked, by node."""
+        return {str(node.node): node.work_ns // MS for node in self.conductor.view.nodes.values()}
+
+    def batches(self) -> dict[str, tuple[int, int]]:
+        """Requests that decode or will, and their tokens, by node."""
+        return {str(node.node): (node.batch, node.context) for node in self.conductor.view.nodes.values()}
 
     def encoded_log(self) -> bytes:
         return msgspec.json.encode(self.log)
@@ -123,44 +201,150 @@ class Cluster:
         """Ends what lives, and checks that nothing of it stays anywhere."""
         for request in list(self.routes):
             self.end(request)
-        assert set(self.loads().values()) <= {(0, 0)}
-        assert not any(self.holders.values()), "a node was never told to forget a request"
-        assert not self.conductor.view.requests
+        view = self.conductor.view
+        assert not any(self.told.values()), "a node was never told to forget a request"
+        assert not view.requests
+        for node in view.nodes.values():
+            assert not (node.prefills or node.decodes or node.link_in.copies or node.link_out.copies)
+            assert (node.work_ns, node.batch, node.context) == (0, 0, 0)
+        levels = [view.index.match([name], view.prefill_mask) for name in _all_names(self)]
+        assert all(held == expected for held, expected in levels), "blocks are promised that nobody computes"
+
+    # The judge.
 
     def _end(self, request: RequestId, how: str) -> None:
         self.held.discard(request)
+        self.streaming.discard(request)
+        self.prefilling.pop(request, None)
         if self.routes.pop(request, None) is not None:
             assert request not in self.ended
             self.ended[request] = how
 
-    def _act(self, action: Action) -> None:
+    def _act(self, action: Action, event: Event, waited: list[Route]) -> None:
         match action:
             case Route():
                 self._on_route(action)
             case Refuse():
-                assert action.request not in self.routes and action.request not in self.ended
-                self.ended[action.request] = "refused"
+                self._on_refuse(action, event, waited)
+            case Replicate():
+                self._on_replicate(action)
             case Abort():
                 assert action.nodes and len(set(action.nodes)) == len(action.nodes)
-                assert set(action.nodes) <= set(self.roles), "a node that left was told something"
-                assert self.holders[action.request, action.attempt] <= set(action.nodes)
-                self.holders[action.request, action.attempt] = set()
+                assert set(action.nodes) <= set(self.joined), "a node that left was told something"
+                assert self.told[action.request, action.attempt] <= set(action.nodes)
+                self.told[action.request, action.attempt] = set()
             case Hold():
                 assert action.request in self.routes and action.request not in self.held
                 assert action.attempt == self.routes[action.request].attempt
                 self.held.add(action.request)
+                self.prefilling.pop(action.request, None)
             case Fail():
                 assert action.request in self.routes, "a request failed that does not live"
                 self._end(action.request, "failed")
 
     def _on_route(self, route: Route) -> None:
-        before = self.routes.get(route.request)
+        before, (facts, at) = self.routes.get(route.request), self.arrived[route.request]
         assert route.attempt == (1 if before is None else before.attempt + 1)
-        assert route.attempt <= self.conductor.rules.max_attempts
-        assert {route.prefill, route.decode} <= set(self.roles), "a route leads to a node that left"
-        assert self.roles[route.prefill] is not Role.DECODE
-        assert route.prefill == route.decode or self.roles[route.decode] is Role.DECODE
-        assert not self.holders.get((route.request, route.attempt - 1)), "two attempts are under way"
+        assert route.attempt <= self.rules.max_attempts
+        prefill, decode = self.joined[route.prefill], self.joined[route.decode]  # alive, then
+        assert prefill.role is not Role.DECODE
+        if prefill is not decode:
+            assert prefill.role is Role.PREFILL and decode.role is Role.DECODE
+        else:
+            assert prefill.role is Role.MIXED or facts.max_tokens == 1
+        length = facts.num_tokens + facts.max_tokens
+        assert length <= prefill.capacity_tokens and length <= decode.capacity_tokens
+        assert not self.told.get((route.request, route.attempt - 1)), "two attempts are under way"
+        self._judge_cached(route, facts)
+        ttft_ms = self.rules.ttft_ms if facts.ttft_ms is None else facts.ttft_ms
+        promised = 0 if ttft_ms is None else at + int(ttft_ms * MS * (1 - self.rules.reserve))
+        assert route.deadline_ns == promised
+        assert route.work_ns > 0
         self.held.discard(route.request)
         self.routes[route.request] = route
-        self.holders[route.request, route.attempt] = {route.prefill, route.decode}
+        self.prefilling.pop(route.request, None)
+        self.prefilling[route.request] = route
+        self.told[route.request, route.attempt] = {route.prefill, route.decode}
+
+    def _judge_cached(self, route: Route, facts: RequestArrived) -> None:
+        """What a route counts on is on its node, or another request computes or fetches it there, or it is fetched."""
+        mine = set(self.stored[route.prefill])
+        for other in self.prefilling.values():
+            if other.prefill == route.prefill and other.request != route.request:
+                mine |= set(self.arrived[other.request][0].names)
+        fetch = route.fetch
+        at_hand = route.num_cached if fetch is None else fetch.start
+        assert set(facts.names[:at_hand]) <= mine, "it counts on blocks that are nowhere"
+        if fetch is not None:
+            assert fetch.source != route.prefill and 0 <= fetch.start < fetch.stop == route.num_cached
+            assert set(facts.names[: fetch.stop]) <= set(self.stored[fetch.source]), (
+                "a fetch of unfinished blocks"
+            )
+            assert self.joined[fetch.source].paths.network and self.joined[route.prefill].paths.network
+            assert fetch.until_ns > self.now
+
+    def _on_replicate(self, action: Replicate) -> None:
+        assert action.source != action.target
+        assert self.joined[action.source].role is not Role.DECODE
+        assert self.joined[action.target].role is not Role.DECODE
+        assert set(action.names) <= set(self.stored[action.source]), "a copy of unfinished blocks"
+        assert not set(action.names) <= set(self.stored[action.target]), "a copy of what is there"
+
+    def _on_refuse(self, refuse: Refuse, event: Event, waited: list[Route]) -> None:
+        request = refuse.request
+        assert request not in self.ended
+        facts, _ = self.arrived[request]
+        if isinstance(event, RequestArrived) and request != event.request:
+            self._judge_victim(request, event, waited)
+        elif refuse.code == "overloaded":
+            full = len(self.routes) >= self.rules.max_requests
+            limits = (self.rules.ttft_ms, self.rules.tbt_ms, facts.ttft_ms, facts.tbt_ms)
+            assert full or (self.rules.admission != "none" and any(limits)), "refused for no reason"
+            assert refuse.stage in ("prefill", "decode")
+        else:
+            assert not self._fits(facts), "refused though there is room"
+            length = facts.num_tokens + facts.max_tokens
+            sizes = [self._largest(role) for role in (Role.PREFILL, Role.DECODE)]
+            if refuse.code == "too_long":
+                assert any(0 < size < length for size in sizes) and not refuse.retry_after_ms
+            else:
+                assert refuse.code == "unavailable" and refuse.retry_after_ms
+                assert not all(sizes), "only a missing part is a matter of time"
+        if refuse.code == "overloaded":
+            assert refuse.retry_after_ms >= min(1000, self.rules.retry_after_ms)
+        if request in self.routes:
+            self._end(request, "refused")
+        else:
+            self.ended[request] = "refused"
+
+    def _judge_victim(self, victim: RequestId, event: RequestArrived, waited: list[Route]) -> None:
+        assert victim in self.routes and victim not in self.streaming
+        assert self.arrived[victim][0].priority < event.priority
+        queue = [route.request for route in waited if route.prefill == self.routes[victim].prefill]
+        assert victim in queue[1:], "a request in service was turned away"
+        assert isinstance(self.log[-1][2][-1], Route | Replicate), "turned away in vain"
+
+    def _fits(self, facts: RequestArrived) -> bool:
+        length = facts.num_tokens + facts.max_tokens
+        roles = {joined.role for joined in self.joined.values() if joined.capacity_tokens >= length}
+        return Role.MIXED in roles or {Role.PREFILL, Role.DECODE} <= roles
+
+    def _largest(self, role: Role) -> int:
+        fit = [joined.capacity_tokens for joined in self.joined.values() if joined.role in (role, Role.MIXED)]
+        return max(fit, default=0)
+
+    def _check_books(self) -> None:
+        """The conductor's loads are the sums over what lives, as its own actions told it."""
+        view = self.conductor.view
+        assert set(view.requests) == set(self.routes)
+        for name, node in view.nodes.items():
+            queue = [route for route in self.prefilling.values() if route.prefill == name]
+            assert node.work_ns == sum(route.work_ns for route in queue)
+            assert list(node.prefills) == [route.request for route in queue]
+            living = [r for r in self.routes.values() if r.decode == name and r.request not in self.held]
+            assert node.batch == len(living)
+            assert node.context == sum(self.arrived[route.request][0].num_tokens for route in living)
+
+
+def _all_names(cluster: Cluster) -> list[BlockName]:
+    return list(dict.fromkeys(name for facts, _ in cluster.arrived.values() for name in facts.names))

@@ -12,38 +12,60 @@ from isthmus.conductor import (
     BlocksStored,
     Event,
     Fail,
+    Fetch,
+    FetchFinished,
+    FirstToken,
     Hold,
     HoldExpired,
     NodeJoined,
     NodeLeft,
+    Paths,
     PrefillFinished,
     Refuse,
+    Replicate,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
     RequestFailed,
     Route,
 )
-from isthmus.types import BlockName, NodeId, RequestId, Role
+from isthmus.cost import HARDWARE, Analytic, Curve, ModelFacts, engine_coefficients
+from isthmus.types import NodeId, RequestId, Role, Tier
 
 A, N = RequestId("a"), NodeId("prefill-0")
 NAMES = (b"\x00\xff" * 8, bytes(16))
+CURVE = Curve(kv_token_bytes=128, num_layers=2, prefill_token_s=1e-5, decode_points=((1, 0.01), (8, 0.02)))
+ANALYTIC = Analytic(
+    ModelFacts("LlamaForCausalLM", 2, 64, 100, 512, 10_000, 256, 2, 512),
+    HARDWARE["h200"],
+    engine_coefficients("vllm", HARDWARE["h200"]),
+)
 
 EVENTS = [
     NodeJoined(N, Role.MIXED, 4096, 16),
+    NodeJoined(N, Role.PREFILL, 4096, 16, CURVE, Paths(10**9, 10**10, 10**8), 500),
+    NodeJoined(N, Role.PREFILL, 4096, 16, ANALYTIC),
     NodeLeft(N),
     RequestArrived(A, "tenant", 100, 20, NAMES),
+    RequestArrived(A, "tenant", 100, 20, (1, 2, 2**40), -3, 500, 50),
+    FirstToken(A, 1),
+    FetchFinished(A, 1),
     PrefillFinished(A, 2),
     RequestEnded(A),
+    RequestEnded(A, 17),
     RequestFailed(A, 1, "a seal did not match"),
     HoldExpired(A, 2),
     RequestCancelled(A),
     BlocksStored(N, NAMES),
+    BlocksStored(N, (1, 2), Tier.DISK),
     BlocksEvicted(N, NAMES),
 ]
 ACTIONS = [
     Route(A, 1, N, NodeId("decode-0")),
+    Route(A, 2, N, N, Fetch(NodeId("prefill-1"), 2, 5, 10**15), 5, 10**9, 10**16),
     Refuse(A, "overloaded", "too many", 1000),
+    Refuse(A, "overloaded", "too many", 1000, "decode"),
+    Replicate(NAMES, N, NodeId("prefill-1")),
     Abort(A, 3, (N,)),
     Hold(A, 1, "gone"),
     Fail(A, "gone"),

@@ -126,3 +126,27 @@ def test_peers_have_addresses_of_their_own() -> None:
         assert len(seen) == 2
 
     running(work)
+
+
+def test_each_address_may_have_its_own_delivery() -> None:
+    """Held back for one, so that what came later over the other arrives first."""
+
+    async def work(_: MemoryNetwork) -> None:
+        loop, held = asyncio.get_running_loop(), list[tuple[Callable[..., object], tuple[object, ...]]]()
+
+        def hold(function: Callable[..., object], *arguments: object) -> None:
+            held.append((function, arguments))
+
+        network = MemoryNetwork(lambda address: hold if address == "a:1" else loop.call_soon)
+        owners = [Owner(), Owner()]
+        for host, there in zip("ab", owners, strict=True):
+            await network.listen(host, 1, Message, lambda there=there: there)
+            connection = await network.connect(f"{host}:1", Message, Owner(), timeout_s=1)
+            connection.send(Note(host))
+        await owners[1].until(lambda: owners[1].messages)
+        assert owners[0].messages == []
+        for function, arguments in held:
+            function(*arguments)
+        assert owners[0].messages == [Note("a")]
+
+    running(work)

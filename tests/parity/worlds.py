@@ -8,7 +8,7 @@ import msgspec
 
 from isthmus.cluster.recorder import Entry
 from isthmus.cluster.virtual import VirtualCluster, VirtualRequest
-from isthmus.conductor import Action, Event
+from isthmus.conductor import Action, Event, Paths
 from isthmus.config import Config
 from isthmus.cost import Cost, compile_cost
 from isthmus.scheduler import Limits
@@ -17,16 +17,19 @@ from isthmus.sim.workloads import Request, Workload
 from isthmus.sim.world import World
 from isthmus.types import Role
 
-AT_ONCE = 10**30
+AT_ONCE = 1 << 62
 """Bytes per second: messages and KV take no time, as between the live cluster's nodes in one event loop."""
 
 
 def live_log(config: Config, costs: Mapping[Role, Cost], requests: Sequence[VirtualRequest]) -> list[Entry]:
     """Every event of the conductor and its answer, from the live cluster."""
-    return VirtualCluster(config, costs).run(requests).log
+    paths = {Role.DECODE: Paths(network=AT_ONCE, handover=AT_ONCE)}  # as the simulator tells of its links
+    return VirtualCluster(config, costs, paths).run(requests).log
 
 
-def simulated_log(config: Config, costs: Mapping[Role, Cost], requests: Sequence[VirtualRequest]) -> list[Entry]:
+def simulated_log(
+    config: Config, costs: Mapping[Role, Cost], requests: Sequence[VirtualRequest]
+) -> list[Entry]:
     """The same from the simulator."""
     log: list[Entry] = []
 
@@ -53,9 +56,7 @@ def _deployment(config: Config, costs: Mapping[Role, Cost]) -> Deployment:
         )
         for spec in made.nodes
     )
-    return msgspec.structs.replace(
-        made, nodes=nodes, max_steps=limits.max_steps, max_chunks=limits.max_chunks
-    )
+    return msgspec.structs.replace(made, nodes=nodes, max_steps=limits.max_steps, max_chunks=limits.max_chunks)
 
 
 def _workload(config: Config, costs: Mapping[Role, Cost], requests: Sequence[VirtualRequest]) -> Workload:

@@ -52,6 +52,11 @@ def test_each_policy_in_its_order(eviction: str, order: list[str]) -> None:
     assert [evict(one_by_one, 1)[0] for _ in order] == order
 
 
+def test_a_short_prompt_does_not_make_a_long_one_short() -> None:
+    order = filled("length_aware", "abcd", "ab", "xyz", "xyz")
+    assert evict(order, 99) == ["abcd", "abc", "xyz", "xy", "x", "ab", "a"]
+
+
 def test_every_policy_is_tested() -> None:
     assert set(EVICTIONS) == {"lru", "lfu", "fifo", "length_aware", "length_aware_early"}
 

@@ -24,7 +24,7 @@ from isthmus.scheduler import (
     Stepped,
     Stored,
 )
-from isthmus.types import BlockName, RequestId
+from isthmus.types import RequestId
 
 from .driver import Node, State
 
@@ -458,3 +458,23 @@ def test_a_pre_empted_request_is_not_starved_by_newer_expected_ones() -> None:
         scheduler.check()
     assert early, "the test must put the pool under pressure"
     assert early <= ended
+
+
+def leaves(name: str, num_tokens: int, work_ns: int) -> Arrived:
+    return Arrived(RequestId(name), num_tokens, num_tokens + 9, detach=True, work_ns=work_ns)
+
+
+def test_who_leaves_overtakes_only_while_enough_is_left_for_those_it_overtakes() -> None:
+    """It keeps its blocks until its decode node takes it, which may be after one that it overtook."""
+    scheduler = Scheduler(limits(10, 4, prompt_batch=1, order="promise"))
+    admitted: list[str] = []
+
+    def tell(event: Arrived | Stepped) -> None:
+        admitted.extend(action.request for action in scheduler.on(event) if isinstance(action, Admitted))
+
+    for name, num_tokens, work_ns in (("a", 4, 9), ("long", 20, 9), ("b", 8, 1), ("c", 8, 2), ("d", 4, 3)):
+        tell(leaves(name, num_tokens, work_ns))
+    for _ in range(3):
+        tell(Stepped(1))
+    # After "a" and "b" hold 3 of 10 blocks, "c" would leave 5, as many as "long" needs; then "d" would leave 4.
+    assert admitted == ["a", "b", "c", "long"]

@@ -40,9 +40,7 @@ def timelines(deployment: Deployment, records: Sequence[RequestRecord]) -> list[
     return [found[record.index] for record in records]
 
 
-def _prefills(
-    deployment: Deployment, records: Sequence[RequestRecord]
-) -> list[tuple[RequestRecord, int]]:
+def _prefills(deployment: Deployment, records: Sequence[RequestRecord]) -> list[tuple[RequestRecord, int]]:
     """First come, first served. A prompt's full chunks are one run, and its last chunk is another."""
     free = [0] * len(deployment.nodes)
     times = []

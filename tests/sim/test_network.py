@@ -350,3 +350,37 @@ def test_a_flow_that_has_ended_cannot_be_cancelled_or_grow() -> None:
         network.cancel(flow, 10**9)
     with pytest.raises(AssertionError, match="'kv' has ended"):
         network.grow(flow, 1, 10**9)
+
+
+def test_a_link_behind_one_that_is_no_wider_holds_nobody_back_and_is_counted() -> None:
+    network = Network()
+    network.add_link("network", 1 * GB)
+    network.add_link("device", 1 * GB, behind=0)
+    network.start((0, 1), 10**9, "first", 0)
+    network.start((0, 1), 10**9, "second", 0)
+    assert network.next_finish() == 2 * 10**9
+    network.check()
+    assert tags(network.finish(2 * 10**9)) == ["first", "second"]
+    assert network.bytes_moved(1, 2 * 10**9) == 2 * 10**9
+    assert network.busy_ns(1, 2 * 10**9) == 2 * 10**9
+
+
+def test_a_link_behind_one_that_becomes_wider_holds_back() -> None:
+    network = Network()
+    network.add_link("network", 1 * GB)
+    network.add_link("device", 1 * GB, behind=0)
+    network.start((0, 1), 10**9, "kv", 0)
+    network.set_rate(0, 4 * GB, 5 * 10**8)
+    network.check()
+    assert network.next_finish() == 10**9
+    network.set_rate(1, 2 * GB, 5 * 10**8)
+    network.check()
+    assert network.next_finish() == 75 * 10**7
+
+
+def test_a_flow_must_not_pass_by_the_link_that_another_is_behind() -> None:
+    network = Network()
+    network.add_link("network", 1 * GB)
+    network.add_link("device", 1 * GB, behind=0)
+    with pytest.raises(AssertionError, match="passes a link by"):
+        network.start((1,), 1, None, 0)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from isthmus.conductor import Rules
@@ -105,7 +105,11 @@ class Feature(msgspec.Struct, frozen=True):
 
     def deployment(self) -> Deployment:
         links = Rates(self.network, self.handover, 10**8, 3 * 10**7, 10**7)
-        cached: dict[str, Any] = {"dram_blocks": self.dram_blocks, "ssd_blocks": self.ssd_blocks, "rates": links}
+        cached: dict[str, Any] = {
+            "dram_blocks": self.dram_blocks,
+            "ssd_blocks": self.ssd_blocks,
+            "rates": links,
+        }
         specs: tuple[NodeSpec, ...] = ()
         if self.roles != "mixed":
             specs += nodes(Role.PREFILL, 2, pipeline=self.pipeline, kv_blocks=60, **cached)
@@ -116,8 +120,8 @@ class Feature(msgspec.Struct, frozen=True):
             policy=self.policy,
             max_requests=1000,
             admission=self.admission,
-            ttft_ms=None if self.admission == "none" else 300,
-            tbt_ms=None if self.admission == "none" else 15,
+            ttft_ms=None if self.admission == "none" else 200,
+            tbt_ms=None if self.admission == "none" else 12,
             sticky_blocks=1,
             decode_s=0.5,
         )
@@ -127,7 +131,9 @@ class Feature(msgspec.Struct, frozen=True):
 
 FEATURES = st.builds(
     Feature,
-    policy=st.sampled_from(["random", "least_loaded", "sticky", "local_aware", "mooncake", "isthmus", "isthmus"]),
+    policy=st.sampled_from(
+        ["random", "least_loaded", "sticky", "local_aware", "mooncake", "isthmus", "isthmus"]
+    ),
     admission=st.sampled_from(["none", "none", "baseline", "early", "predictive", "survival"]),
     order=st.sampled_from(["fcfs", "promise"]),
     roles=st.sampled_from(["disaggregated", "disaggregated", "mixed", "both"]),
@@ -174,7 +180,7 @@ def assert_each_ends_once(result: Result) -> None:
             assert record.stage
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, phases=(Phase.explicit, Phase.generate))
 @given(FEATURES, st.integers(0, 1000), st.sampled_from([0, 200, 3000]))
 def test_every_request_ends_once_and_everything_comes_back(feature: Feature, seed: int, span_ms: int) -> None:
     result = World(feature.deployment(), shared_prompts(seed, 40, span_ms), check=True).run()
@@ -189,7 +195,7 @@ def test_the_features_above_do_happen() -> None:
     base = Feature("isthmus", "none", "promise", "disaggregated", 10**7, 0, 1 << 50, 20, 40, 25, 1, 1, "lru")
     for feature in (
         base,
-        msgspec.structs.replace(base, admission="baseline", kv_blocks=300),
+        msgspec.structs.replace(base, admission="predictive", kv_blocks=300),
         msgspec.structs.replace(base, roles="both", ssd_blocks=0, network=10**8),
         msgspec.structs.replace(base, policy="random", ssd_blocks=0, network=10**6),
     ):
@@ -341,8 +347,6 @@ def test_one_iteration_at_a_time_gives_the_same(seed: int, roles: str) -> None:
 
 def test_ten_times_the_requests_are_about_ten_times_the_events() -> None:
     def events(count: int) -> int:
-        return World(
-            deployment(disaggregated(4, 4)), shared_prompts(1, count, 20 * count)
-        ).run().num_events
+        return World(deployment(disaggregated(4, 4)), shared_prompts(1, count, 20 * count)).run().num_events
 
     assert 9 * events(100) < events(1000) < 11 * events(100)

@@ -43,6 +43,7 @@ from isthmus.cluster.messages import (
 from isthmus.cluster.stepper import Stepper
 from isthmus.cluster.transfers import Incoming, Outgoing
 from isthmus.cluster.worker import Requests, ThreadWorker, Worker
+from isthmus.conductor import Paths
 from isthmus.cost import Cost
 from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
@@ -61,7 +62,7 @@ class NodeOptions:
     """`join`: the head's `host:port`. `transfer_s`: how long a granted transfer may bring no byte.
 
     `prompt_batch`: prompt tokens from which on no further prompt joins an iteration, None for no such limit;
-    `order`: of waiting requests; `cost`: what work takes here, for the conductor's predictions.
+    `order`: of waiting requests; `cost`, `paths`: what work takes here and how fast KV moves, for predictions.
     """
 
     node: NodeId
@@ -75,6 +76,7 @@ class NodeOptions:
     prompt_batch: int | None = None
     order: str = "fcfs"
     cost: Cost | None = None
+    paths: Paths | None = None
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,8 @@ class Node:
             order=options.order,
         )
         self._stepper = Stepper(engine, Scheduler(limits), _FromWorker(self), world.clock_ns)
-        self._worker = world.worker_of(self._stepper)
-        self._requests = Requests(self._stepper, self._worker)
+        self.worker = world.worker_of(self._stepper)
+        self._requests = Requests(self._stepper, self.worker)
         self._head: Connection | None = None
         self._outgoing: dict[RequestId, Outgoing] = {}
         self._incoming: dict[RequestId, Incoming] = {}
@@ -121,7 +123,7 @@ class Node:
         server, port = await self._network.listen(
             self._options.host, 0, PeerMessage, lambda: _FromPeer(self, introduced=False)
         )
-        self._worker.start()
+        self.worker.start()
         try:
             self._head = await self._network.connect(
                 self._options.join, NodeBound, _FromHead(self), timeout_s=CONNECT_S
@@ -133,7 +135,7 @@ class Node:
             return await self._over
         finally:
             server.close()
-            self._worker.stop()
+            self.worker.stop()
             for task in self._tasks:
                 task.cancel()
 
@@ -151,6 +153,7 @@ class Node:
             max_length=engine.max_length,
             vocab_size=engine.vocab_size,
             cost=self._options.cost,
+            paths=self._options.paths or Paths(),
         )
 
     def end(self, reason: str | Exception) -> None:
@@ -442,26 +445,25 @@ class _FromWorker:
     def __init__(self, node: Node) -> None:
         self._node = node
 
-    def _call(self, function: Callable[..., None], *arguments: Any) -> None:
-        self._node.loop.call_soon_threadsafe(function, *arguments)
-
     def outputs(self, outputs: Sequence[Output]) -> None:
-        self._call(self._node.tell, Outputs(tuple(outputs)))
+        self._node.worker.tell(self._node.tell, Outputs(tuple(outputs)))
 
     def reserved(self, key: RequestId, blocks: Sequence[int]) -> None:
-        self._call(self._node.reserved, key, blocks)
+        self._node.worker.tell(self._node.reserved, key, blocks)
 
     def kv_ready(self, key: RequestId, layers: Span, tokens: Span, blocks: Sequence[int]) -> None:
-        self._call(self._node.kv_ready, key, layers, tokens, blocks)
+        self._node.worker.tell(self._node.kv_ready, key, layers, tokens, blocks)
 
     def prefilled(self, key: RequestId, token: int, logprobs: TokenLogprobs | None) -> None:
-        self._call(self._node.prefilled, key, token, logprobs)
+        self._node.worker.tell(self._node.prefilled, key, token, logprobs)
 
     def finished(self, key: RequestId) -> None:
-        self._call(self._node.finished, key)
+        self._node.worker.tell(self._node.finished, key)
 
     def cache_changed(self, stored: tuple[BlockName, ...], evicted: tuple[BlockName, ...]) -> None:
-        self._call(self._node.tell, CacheChanged(stored, evicted))
+        self._node.worker.tell(self._node.tell, CacheChanged(stored, evicted))
 
     def died(self, error: BaseException) -> None:
-        self._call(self._node.end, StartError(f"the engine failed: {type(error).__name__}: {error}"))
+        self._node.worker.tell(
+            self._node.end, StartError(f"the engine failed: {type(error).__name__}: {error}")
+        )

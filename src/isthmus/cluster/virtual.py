@@ -2,9 +2,9 @@
 but the emulated engine's iterations.
 
 The loop jumps to the next timer when nothing is left to do, and takes timers one by one: whatever follows
-from one without time passing is done before the next, even when both are due at the same instant (the one
-that was set first, which an arrival always was, comes first). So a run depends on nothing but its input, and
-messages, however many, take no time.
+from one without time passing is done before the next, even when both are due at the same instant. Arrivals come
+first then, as in the simulator, iterations of prompts alone next, then what nodes send each other, then iterations
+with decodes. So a run depends on nothing but its input, and messages, however many, take no time.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from isthmus.cluster.node import Node, NodeOptions, World
 from isthmus.cluster.recorder import Entry, MemoryTape
 from isthmus.cluster.stepper import Stepper
 from isthmus.cluster.worker import Entry as MailboxEntry
+from isthmus.conductor import Paths
 from isthmus.config import Config
 from isthmus.cost import Cost, compile_cost
 from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of
@@ -37,6 +38,8 @@ from isthmus.types import NS_PER_S, BlockName, Job, ModelCard, RequestId, Role, 
 VOCABULARY = 1 << 31
 """Far more than any workload draws, so that one token of an answer can be told from all others."""
 MAX_LENGTH = 1 << 30
+ARRIVAL, PREFILL_ENDS, TRANSFER, STEP_ENDS, OTHERS = range(5)
+"""Whose timer comes first at equal times; of the same kind, the one that was set first."""
 
 
 class ManualLoop(asyncio.BaseEventLoop):
@@ -46,7 +49,7 @@ class ManualLoop(asyncio.BaseEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self.now_ns = 0
-        self._timers: list[tuple[int, int, asyncio.TimerHandle]] = []
+        self._timers: list[tuple[int, int, int, asyncio.TimerHandle]] = []
         self._sequence = count()
 
     def clock_ns(self) -> int:
@@ -59,23 +62,26 @@ class ManualLoop(asyncio.BaseEventLoop):
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
-        return self.call_at_ns(round(when * NS_PER_S), callback, *args, context=context)
-
-    def call_at_ns(
-        self, when_ns: int, callback: Callable[..., Any], *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
-        """Of timers due at the same instant the one that was set first comes first."""
-        timer = asyncio.TimerHandle(when_ns / NS_PER_S, callback, args, self, context)
-        heapq.heappush(self._timers, (max(when_ns, self.now_ns), next(self._sequence), timer))
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        self._set(round(when * NS_PER_S), OTHERS, timer)
         return timer
 
-    async def sleep_until(self, when_ns: int) -> None:
+    def _set(self, when_ns: int, priority: int, timer: asyncio.TimerHandle) -> None:
+        entry = (max(when_ns, self.now_ns), priority, next(self._sequence), timer)
+        heapq.heappush(self._timers, entry)
+
+    async def sleep_until(self, when_ns: int, priority: int = OTHERS) -> None:
         over = self.create_future()
-        timer = self.call_at_ns(when_ns, over.set_result, None)
+        timer = asyncio.TimerHandle(when_ns / NS_PER_S, over.set_result, (None,), self)
+        self._set(when_ns, priority, timer)
         try:
             await over
         finally:
             timer.cancel()
+
+    def call_as_transfer(self, callback: Callable[..., Any], *args: Any) -> None:
+        """Calls it at this instant, when the prompts that end now have ended."""
+        self._set(self.now_ns, TRANSFER, asyncio.TimerHandle(self.time(), callback, args, self))
 
     async def settle(self) -> None:
         """Returns when all that follows without time passing is done."""
@@ -94,7 +100,7 @@ class ManualLoop(asyncio.BaseEventLoop):
 
     def _next_timer(self) -> asyncio.Handle:
         while self._timers:
-            when_ns, _, timer = heapq.heappop(self._timers)
+            when_ns, _, _, timer = heapq.heappop(self._timers)
             if not timer.cancelled():
                 self.now_ns = when_ns
                 return timer
@@ -113,15 +119,23 @@ class LoopWorker:
     def __init__(self, stepper: Stepper, loop: ManualLoop) -> None:
         self._stepper, self._loop = stepper, loop
         self._mailbox: deque[MailboxEntry] = deque()
-        self._posted = asyncio.Event()
+        self._formed = asyncio.Event()
+        self._busy = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._task = self._loop.create_task(self._main())
 
+    def tell(self, function: Callable[..., None], *arguments: Any) -> None:
+        function(*arguments)
+
     def post(self, entry: MailboxEntry) -> None:
-        self._mailbox.append(entry)
-        self._posted.set()
+        if self._busy or self._stepper.run is not None:
+            self._mailbox.append(entry)
+            return
+        entry()
+        if self._stepper.run is not None:
+            self._formed.set()
 
     def insert(self, entry: MailboxEntry) -> None:
         entry()
@@ -133,12 +147,13 @@ class LoopWorker:
     async def _main(self) -> None:
         try:
             while True:
-                self._serve_mailbox()
-                if self._stepper.run is not None:
+                await self._formed.wait()
+                self._formed.clear()
+                self._busy = True
+                while self._stepper.run is not None:
                     await self._execute()
-                else:
-                    self._posted.clear()
-                    await self._posted.wait()
+                    self._serve_mailbox()
+                self._busy = False
         except Exception as error:
             self._stepper.died(error)
             raise
@@ -153,9 +168,10 @@ class LoopWorker:
         assert isinstance(engine, EmulatedEngine)
         execution = stepper.start()
         started_ns, elapsed_ps = self._loop.now_ns, 0
+        priority = STEP_ENDS if execution.run.num_decodes else PREFILL_ENDS
         while True:
             elapsed_ps += engine.step_ps(execution.batch)
-            await self._loop.sleep_until(started_ns + elapsed_ps // 1000)
+            await self._loop.sleep_until(started_ns + elapsed_ps // 1000, priority)
             stepper.compute(execution)
             stepper.book(execution)
             if execution.over or self._mailbox:
@@ -195,10 +211,13 @@ class Flight(msgspec.Struct, frozen=True):
 
 
 class VirtualCluster:
-    """The nodes of a configuration with emulated engines. `costs`: what work takes on a node of each role."""
+    """The nodes of a configuration with emulated engines. `costs`: what work takes on a node of each role;
+    `paths`: how fast nodes say that KV moves, nothing where they do not say."""
 
-    def __init__(self, config: Config, costs: Mapping[Role, Cost]) -> None:
-        self._config, self._costs = config, costs
+    def __init__(
+        self, config: Config, costs: Mapping[Role, Cost], paths: Mapping[Role, Paths] | None = None
+    ) -> None:
+        self._config, self._costs, self._paths = config, costs, paths or {}
         self.recipe = Recipe("virtual", layout_of(config.engine.block_size), VOCABULARY)
 
     def names(self, tokens: Sequence[int], salt: str = "") -> tuple[BlockName, ...]:
@@ -214,7 +233,8 @@ class VirtualCluster:
     async def _run(self, requests: Sequence[VirtualRequest]) -> Flight:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, ManualLoop)
-        network, tape, limits = MemoryNetwork(), MemoryTape(), self._config.limits
+        network = MemoryNetwork(lambda at: loop.call_soon if at == join else loop.call_as_transfer)
+        tape, limits = MemoryTape(), self._config.limits
         head = Head(
             rules_of(self._config),
             ModelCard("virtual", MAX_LENGTH, VOCABULARY, created_s=0),
@@ -257,6 +277,7 @@ class VirtualCluster:
             prompt_batch=engine.prompt_batch,
             order=self._config.scheduling.order,
             cost=self._costs[role],
+            paths=self._paths.get(role),
         )
 
     def _engine(self, role: Role) -> EmulatedEngine:
@@ -265,7 +286,7 @@ class VirtualCluster:
         return EmulatedEngine(self.recipe, cost, num_blocks, max_length=MAX_LENGTH)
 
     async def _ask(self, loop: ManualLoop, head: Head, name: RequestId, request: VirtualRequest) -> Outcome:
-        await loop.sleep_until(request.arrival_ns)
+        await loop.sleep_until(request.arrival_ns, ARRIVAL)
         job, outcome = self._job(name, request), Outcome([], [])
         try:
             async for batch in head.submit(job):

@@ -6,10 +6,11 @@ thread-safe queue), in `insert`, and in the stepper's listener, whose methods ma
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 from isthmus.cluster.messages import Begin
 from isthmus.cluster.stepper import Stepper
@@ -21,7 +22,11 @@ Entry = Callable[[], None]
 class Worker(Protocol):
     """Drives one stepper."""
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Call it in the event loop of the stepper's owner."""
+
+    def tell(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Calls `function` in that event loop; what is told comes in order."""
 
     def post(self, entry: Entry) -> None:
         """Runs `entry` at the end of the iteration under way, which is then the last of its run; at once when
@@ -69,7 +74,7 @@ class Requests:
 
 
 class ThreadWorker:
-    """Start it once; `post` from any thread."""
+    """Start it once. Only `tell` is for its own thread."""
 
     def __init__(self, stepper: Stepper) -> None:
         self._stepper = stepper
@@ -79,7 +84,11 @@ class ThreadWorker:
         self._thread = threading.Thread(target=self._main, name="worker", daemon=True)
 
     def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._thread.start()
+
+    def tell(self, function: Callable[..., None], *arguments: Any) -> None:
+        self._loop.call_soon_threadsafe(function, *arguments)
 
     def post(self, entry: Entry) -> None:
         self._mailbox.put(entry)

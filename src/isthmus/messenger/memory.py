@@ -12,11 +12,18 @@ from typing import Any
 
 from isthmus.messenger.connection import Connection, Handler, Server
 
+Deliver = Callable[..., object]
+"""`deliver(function, *arguments)` calls it later; in the order of the calls, as an event loop's `call_soon` does."""
+
 
 class MemoryNetwork:
-    """Addresses `host:port` that exist only here. Ports count from 1."""
+    """Addresses `host:port` that exist only here. Ports count from 1.
 
-    def __init__(self) -> None:
+    `deliver_of`: how what is sent over a session with an address is delivered; None is the loop's `call_soon`.
+    """
+
+    def __init__(self, deliver_of: Callable[[str], Deliver] | None = None) -> None:
+        self._deliver_of = deliver_of
         self._listeners: dict[str, Callable[[], Connection]] = {}
         self._last_port = 0
 
@@ -39,7 +46,8 @@ class MemoryNetwork:
             raise OSError(f"nobody listens at {address}")
         here, there = Connection(types, handler), accept()
         self._last_port += 1
-        ends = _Transport(here, address), _Transport(there, f"memory:{self._last_port}")
+        deliver = self._deliver_of(address) if self._deliver_of else asyncio.get_running_loop().call_soon
+        ends = _Transport(here, address, deliver), _Transport(there, f"memory:{self._last_port}", deliver)
         for end, other in zip(ends, reversed(ends), strict=True):
             end.join(other)
         return here
@@ -57,11 +65,10 @@ class _Listener:
 class _Transport(asyncio.Transport):
     """One end of a session. Bytes sent here are received by the other end's connection."""
 
-    def __init__(self, connection: Connection, peer: str) -> None:
+    def __init__(self, connection: Connection, peer: str, deliver: Deliver) -> None:
         host, _, port = peer.rpartition(":")
         super().__init__({"peername": (host, int(port))})
-        self._connection = connection
-        self._loop = asyncio.get_running_loop()
+        self._connection, self._deliver = connection, deliver
         self._closing = False
         self._lost = False
 
@@ -70,7 +77,7 @@ class _Transport(asyncio.Transport):
         self._connection.connection_made(self)
 
     def writelines(self, list_of_data: Iterable[Any]) -> None:
-        self._loop.call_soon(self._other.receive, list(list_of_data))
+        self._deliver(self._other.receive, list(list_of_data))
 
     def receive(self, parts: list[Any]) -> None:
         """Hands bytes over in the pieces that the connection asks for, until it closes."""
@@ -90,8 +97,8 @@ class _Transport(asyncio.Transport):
         """Both ends learn of it after what was sent before has arrived."""
         if not self._closing:
             self._closing = True
-            self._loop.call_soon(self._other.lose)
-            self._loop.call_soon(self.lose)
+            self._deliver(self._other.lose)
+            self._deliver(self.lose)
 
     def abort(self) -> None:
         self.close()

@@ -28,7 +28,8 @@ class BlockPool:
         self._name_of: dict[int, BlockName] = {}
         self._block_of: dict[BlockName, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # oldest use first
-        self._evicted: list[BlockName] = []
+        self.evicted: list[BlockName] = []
+        """Names evicted since `take_evicted`."""
 
     @property
     def available(self) -> int:
@@ -96,7 +97,7 @@ class BlockPool:
 
     def take_evicted(self) -> tuple[BlockName, ...]:
         """Names evicted since the last call."""
-        names, self._evicted = tuple(self._evicted), []
+        names, self.evicted = tuple(self.evicted), []
         return names
 
     def check(self) -> None:
@@ -115,7 +116,7 @@ class BlockPool:
             block, _ = self._idle.popitem(last=False)
             name = self._name_of.pop(block)
             del self._block_of[name]
-            self._evicted.append(name)
+            self.evicted.append(name)
             insort(self._free, block)
 
     def _find_run(self, count: int) -> int:
@@ -147,6 +148,7 @@ class CountingPool:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = self.available = num_blocks
         self.cached = 0
+        self.evicted: list[BlockName] = []
 
     def match(self, names: Iterable[BlockName]) -> list[int]:
         return []

@@ -78,6 +78,10 @@ class _State(Enum):
     RECEIVING = auto()
 
 
+# Looking a member up in its class takes long.
+WAITING, PROMPT, JOINING, DECODING, DETACHED, EXPECTED, RECEIVING = _State
+
+
 class _Sequence:
     """One request here. Tokens `[0, length)` are known; `[0, computed)` have KV in `blocks`.
 
@@ -157,7 +161,7 @@ class Scheduler:
         """Takes one fact, returns what follows from it, in order. Mutates. `now`, in ns, matters to promises."""
         actions: list[Action] = []
         self._handlers[type(event)](event, actions)
-        if self._run is None:
+        if self._run is None and self._sequences:
             self._plan(actions, now)
         return actions
 
@@ -175,13 +179,13 @@ class Scheduler:
         size = self.limits.block_size
         assert self._offsets == sum(sequence.offset for sequence in self._decoding)
         for sequence in self._sequences.values():
-            decodes = sequence.state is _State.DECODING
+            decodes = sequence.state is DECODING
             computed = self._clock + sequence.offset if decodes else sequence.computed
             assert decodes == (sequence in self._decoding)
-            assert (sequence.state is _State.PROMPT) == (sequence in self._prompts)
+            assert (sequence.state is PROMPT) == (sequence in self._prompts)
             assert decodes or 0 <= computed <= sequence.length
             assert len(sequence.blocks) * size >= computed, "computed tokens without a block"
-            waits = sequence.state in (_State.WAITING, _State.EXPECTED)
+            waits = sequence.state in (WAITING, EXPECTED)
             assert not (waits and sequence.blocks), "a waiting request holds blocks"
 
     # Facts.
@@ -192,7 +196,7 @@ class Scheduler:
         return sequence
 
     def _arrive(self, event: Arrived, actions: list[Action]) -> None:
-        sequence = self._add(event.request, event.num_tokens, event.stop_length, _State.WAITING)
+        sequence = self._add(event.request, event.num_tokens, event.stop_length, WAITING)
         sequence.names, sequence.detach = event.names, event.detach
         sequence.work_ns, sequence.deadline_ns = event.work_ns, event.deadline_ns
         sequence.num_cached, sequence.fetch_start = event.num_cached, event.fetch_start
@@ -204,18 +208,19 @@ class Scheduler:
         self._waiting.append(sequence)
 
     def _expect(self, event: Expected, actions: list[Action]) -> None:
-        sequence = self._add(event.request, event.num_tokens, event.stop_length, _State.EXPECTED)
+        sequence = self._add(event.request, event.num_tokens, event.stop_length, EXPECTED)
         self._expected.append(sequence)
-        if self._run is not None:
-            self._reserve(actions)  # what runs has all it needs
+        if self._run is not None:  # what runs has all it needs
+            self._reserve(actions)
+            self._report_evicted(actions)
 
     def _import(self, event: Imported, actions: list[Action]) -> None:
         sequence = self._sequences[event.request]
-        assert sequence.state is _State.RECEIVING
+        assert sequence.state is RECEIVING
         sequence.computed = sequence.length
         self._admissions += 1
         sequence.age = self._admissions
-        sequence.state = _State.JOINING
+        sequence.state = JOINING
         self._joining.append(sequence)
 
     def _fetched(self, event: Fetched, actions: list[Action]) -> None:
@@ -235,17 +240,17 @@ class Scheduler:
         sequence = self._sequences.pop(request, None)
         if sequence is None:
             return
-        match sequence.state:
-            case _State.WAITING:
-                self._waiting.remove(sequence)
-            case _State.EXPECTED:
-                self._expected.remove(sequence)
-            case _State.PROMPT:
-                self._prompts.remove(sequence)
-            case _State.JOINING:
-                self._joining.remove(sequence)
-            case _State.DECODING:
-                self._stop_decoding(sequence)
+        state = sequence.state
+        if state is DECODING:
+            self._stop_decoding(sequence)
+        elif state is PROMPT:
+            self._prompts.remove(sequence)
+        elif state is JOINING:
+            self._joining.remove(sequence)
+        elif state is WAITING:
+            self._waiting.remove(sequence)
+        elif state is EXPECTED:
+            self._expected.remove(sequence)
         self._unpin(sequence)
         self.pool.release(sequence.blocks)
 
@@ -276,7 +281,7 @@ class Scheduler:
                     self._put(sequence.names, actions)
                     self._unpin(sequence)
                 if sequence.detach:
-                    sequence.state = _State.DETACHED
+                    sequence.state = DETACHED
                 else:
                     self._start_decoding(sequence)
         if stored:
@@ -312,7 +317,7 @@ class Scheduler:
 
     def _start_decoding(self, sequence: _Sequence) -> None:
         """Its prompt is computed and its next token is known."""
-        sequence.state = _State.DECODING
+        sequence.state = DECODING
         sequence.offset = sequence.computed - self._clock
         self._offsets += sequence.offset
         self._decoding[sequence] = None
@@ -326,24 +331,30 @@ class Scheduler:
         del self._decoding[sequence]
 
     def _note_room(self, sequence: _Sequence) -> None:
-        sequence.room = len(sequence.blocks) * self.limits.block_size - sequence.offset
-        heapq.heappush(self._rooms, (sequence.room, sequence.age, sequence))
+        """Only who has too few blocks for all its tokens will ever need one."""
+        size = self.limits.block_size
+        sequence.room = len(sequence.blocks) * size - sequence.offset
+        if sequence.room < sequence.stop_length - 1 - sequence.offset:
+            heapq.heappush(self._rooms, (sequence.room, sequence.age, sequence))
 
     def _next_end(self) -> int:
         """Clock at which the first of those that decode has its last token."""
+        ends, decoding = self._ends, self._decoding
         while True:
-            end, age, sequence = self._ends[0]
-            if sequence in self._decoding and age == sequence.age:
+            end, age, sequence = ends[0]
+            if sequence in decoding and age == sequence.age:
                 return end
-            heapq.heappop(self._ends)
+            heapq.heappop(ends)
 
-    def _next_room(self) -> tuple[int, _Sequence]:
-        """Clock at which the first of those that decode needs a block, and who that is."""
-        while True:
-            room, age, sequence = self._rooms[0]
-            if sequence in self._decoding and age == sequence.age and room == sequence.room:
-                return room, sequence
-            heapq.heappop(self._rooms)
+    def _next_room(self) -> _Sequence | None:
+        """The first of those that decode to need a block."""
+        rooms, decoding = self._rooms, self._decoding
+        while rooms:
+            room, age, sequence = rooms[0]
+            if sequence in decoding and age == sequence.age and room == sequence.room:
+                return sequence
+            heapq.heappop(rooms)
+        return None
 
     # The next run.
 
@@ -353,7 +364,7 @@ class Scheduler:
             for sequence in self._joining:
                 self._start_decoding(sequence)
             self._joining.clear()
-        if self._decoding:
+        if self._rooms:
             self._make_room(actions)
         num_decodes = len(self._decoding)
         chunks: list[Piece] = []
@@ -361,9 +372,7 @@ class Scheduler:
             self._add_prompts(num_decodes, chunks, actions, now)
         if self._expected:
             self._reserve(actions)
-        evicted = self.pool.take_evicted()
-        if evicted:
-            actions.append(Evicted(evicted))
+        self._report_evicted(actions)
         if num_decodes:
             context = self._offsets + num_decodes * (self._clock + 1)
             steps = 1 if chunks else self._decode_steps()
@@ -372,6 +381,10 @@ class Scheduler:
         elif chunks:
             self._run = Run(tuple(chunks), 0, 0, self._chunk_steps(chunks), list)
             actions.append(self._run)
+
+    def _report_evicted(self, actions: list[Action]) -> None:
+        if self.pool.evicted:
+            actions.append(Evicted(self.pool.take_evicted()))
 
     def _add_prompts(self, num_decodes: int, chunks: list[Piece], actions: list[Action], now: int) -> None:
         # One token at least, so that prompts go on however many requests decode.
@@ -400,7 +413,10 @@ class Scheduler:
 
     def _decode_steps(self) -> int:
         """Iterations for which no request needs a block or reaches its end."""
-        until = min(self._next_end(), self._next_room()[0])
+        until = self._next_end()
+        first = self._next_room() if self._rooms else None
+        if first is not None and first.room < until:
+            until = first.room
         return max(1, min(self.limits.max_steps, until - self._clock))
 
     def _decode_pieces(self) -> list[Piece]:
@@ -420,25 +436,22 @@ class Scheduler:
 
         While half the pool is left, also the blocks of the next `max_steps` iterations.
         """
-        while self._decoding:
-            room, sequence = self._next_room()
-            if room > self._clock:
-                break
-            if not self._grow(sequence, 1):
+        first = self._next_room()
+        while first is not None and first.room <= self._clock:
+            if not self._grow(first, 1):
                 self._preempt(actions)
+            first = self._next_room()
         ahead = self._clock + self.limits.max_steps
-        while self._decoding and self.pool.available > self.limits.num_blocks // 2:
-            room, sequence = self._next_room()
-            end = sequence.stop_length - 1 - sequence.offset
-            if room >= ahead or room >= end or not self._grow(sequence, min(ahead, end) - self._clock):
+        while first is not None and first.room < ahead and self.pool.available > self.limits.num_blocks // 2:
+            end = first.stop_length - 1 - first.offset
+            if not self._grow(first, min(ahead, end) - self._clock):
                 break
+            first = self._next_room()
 
     def _grow(self, sequence: _Sequence, steps: int) -> bool:
         """Makes room for `steps` more tokens after the computed ones; False when the pool is empty."""
         size = self.limits.block_size
         needed = -(-(self._clock + sequence.offset + steps) // size) - len(sequence.blocks)
-        if needed <= 0:
-            return True
         if needed > self.pool.available:
             return False
         for _ in range(needed):
@@ -449,13 +462,13 @@ class Scheduler:
     def _preempt(self, actions: list[Action]) -> None:
         """The youngest of all that compute, prompts included, goes back to the head of the queue."""
         victim = max([*self._decoding, *self._prompts], key=lambda sequence: sequence.age)
-        if victim.state is _State.DECODING:
+        if victim.state is DECODING:
             self._stop_decoding(victim)
         else:
             self._prompts.remove(victim)
         self.pool.release(victim.blocks)
         victim.blocks, victim.table, victim.computed, victim.named = [], None, 0, 0
-        victim.state = _State.WAITING
+        victim.state = WAITING
         self._waiting.appendleft(victim)
         actions.append(Preempted(victim.request))
 
@@ -483,7 +496,7 @@ class Scheduler:
         self.pool.acquire(held)
         sequence.blocks = held + self.pool.allocate(needed)
         sequence.computed, sequence.named = computed, len(held)
-        sequence.state = _State.PROMPT
+        sequence.state = PROMPT
         self._admissions += 1
         sequence.age = self._admissions
         self._prompts.append(sequence)
@@ -493,7 +506,24 @@ class Scheduler:
     def _choose(self, now: int) -> int:
         if self.limits.order == "fcfs" or len(self._waiting) == 1:
             return 0
-        return promise_order(self._waiting, now, lambda request: self._is_ready(request, now))  # type: ignore[arg-type]
+        index = promise_order(self._waiting, now, lambda request: self._is_ready(request, now))  # type: ignore[arg-type]
+        return index if self._may_overtake(index) else 0
+
+    def _may_overtake(self, index: int) -> bool:
+        """Enough is left for each of those it overtakes.
+
+        A request that leaves holds its blocks until its decode node takes it. That takes requests in the order of
+        their routes, so it may first wait for one that was overtaken here: they would wait for each other.
+        """
+        if not index or not self._waiting[index].detach:
+            return True
+        overtaken = max([self._waiting[at].length for at in range(index)])
+        size = self.limits.block_size
+        needed = -(-self._waiting[index].length // size) - (-overtaken // size)
+        return (
+            needed + self._headroom() <= self.pool.available
+            and self.num_running + 1 < self.limits.max_sequences
+        )
 
     def _is_ready(self, sequence: _Sequence, now: int) -> bool:
         """Its fetch ends while it computes, and what it was sent here for is here: else it would compute what
@@ -532,5 +562,5 @@ class Scheduler:
                 return
             self._expected.popleft()
             sequence.blocks = self.pool.allocate(needed)
-            sequence.state = _State.RECEIVING
+            sequence.state = RECEIVING
             actions.append(Reserved(sequence.request, self._table(sequence)))

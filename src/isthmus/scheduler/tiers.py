@@ -64,6 +64,11 @@ class TierCache:
         found = self.ssd.match(names, in_dram) if self.ssd.held else in_dram
         return found, found - in_dram
 
+    @property
+    def num_pinned(self) -> int:
+        """Distinct blocks that are pinned."""
+        return len(self._pins)
+
     def pin(self, names: Sequence[BlockName]) -> None:
         """Keeps these blocks where they are, or in DRAM, until unpinned; counted. They need not be here yet."""
         pins = self._pins

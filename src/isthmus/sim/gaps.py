@@ -11,77 +11,70 @@ from collections.abc import Iterable
 from heapq import heapify, heappop, heapreplace
 
 from isthmus.sim.job import Job
-from isthmus.sim.node import SimNode
-
-Slices = list[tuple[int, int, int]]
-"""(minus the largest gap, growth per gap, number of gaps), in ps."""
+from isthmus.sim.node import Gaps, SimNode
 
 
 def set_tbt(jobs: Iterable[Job], nodes: list[SimNode]) -> None:
-    """Fills in `tbt_ns` of every request with at least two tokens."""
+    """Fills in `tbt_ns` of every request that decoded."""
     for job in jobs:
         if job.spans:
-            slices = _slices(job, nodes)
-            count = sum(size for _, _, size in slices)
-            job.record.tbt_ns = mean_of_longest(slices, -(-count // 10)) / 1000
+            gaps, count = _gaps(job, nodes)
+            if count:
+                job.record.tbt_ns = mean_of_longest(gaps, -(-count // 10)) / 1000
 
 
-def _slices(job: Job, nodes: list[SimNode]) -> Slices:
-    """All gaps of a request: to the first token of each stay, within it, and to the token that a new prefill gave."""
-    slices: Slices = []
-    before = job.record.first_token_ns * 1000
-    resumed = iter(job.resumed_ns)
+def _gaps(job: Job, nodes: list[SimNode]) -> tuple[list[Gaps], int]:
+    """All gaps of a request, and how many: those of each stay, and after it that to the token of a new prefill."""
+    gaps: list[Gaps] = []
+    before, count = job.record.first_token_ns * 1000, 0
     for at, (slot, first, last) in enumerate(job.spans):
-        if at:
-            time = next(resumed) * 1000
-            slices.append((before - time, 0, 1))
-            before = time
         if last > first:
-            before = _stay(nodes[slot], first, last, before, slices)
-    return slices
+            before = _stay(nodes[slot], first, last, before, gaps)
+            count += last - first
+        if at < len(job.resumed_ns):
+            resumed = job.resumed_ns[at] * 1000
+            gaps.append((before - resumed, 0, 1))
+            before, count = resumed, count + 1
+    return gaps, count
 
 
-def _stay(node: SimNode, first: int, last: int, before: int, slices: Slices) -> int:
-    """Adds the gaps of iterations `[first, last)` of a node; returns the time of the last one's end."""
-    steps, firsts, growths = node.log_steps, node.log_first, node.log_growth
-    at = bisect_right(steps, first) - 1
-    step, growth = firsts[at], growths[at]
-    done = first - steps[at] + 1
-    end = node.log_start[at] * 1000 + done * step + growth * (done * (done - 1) // 2)
-    slices.append((before - end, 0, 1))
-    first += 1
-    num_runs = len(steps)
-    while first < last:
-        begins = steps[at]
-        ends = steps[at + 1] if at + 1 < num_runs else last
-        if first < ends:
-            stop = ends if ends < last else last
-            growth = growths[at]
-            slices.append((-(firsts[at] + growth * (stop - 1 - begins)), growth, stop - first))
-            first = stop
-        else:
-            at += 1
-    done = last - steps[at]
-    return node.log_start[at] * 1000 + done * firsts[at] + growths[at] * (done * (done - 1) // 2)
+def _stay(node: SimNode, first: int, last: int, before: int, gaps: list[Gaps]) -> int:
+    """Adds the gaps of iterations `[first, last)` of a node; returns the time (ps) of the last one's end.
+
+    The first gap began `before`, with a token from elsewhere. A stay begins and ends with runs.
+    """
+    runs, log = node.run_steps, node.run_gaps
+    begin, end = bisect_right(runs, first) - 1, bisect_right(runs, last - 1)
+    largest, growth, size = log[begin]
+    shortest = -largest - growth * (size - 1)
+    gaps.append((before - node.run_start[begin] * 1000 - shortest, 0, 1))
+    if size > 1:
+        gaps.append((largest, growth, size - 1))
+    gaps += log[begin + 1 : end]
+    largest, growth, size = log[end - 1]
+    shortest = -largest - growth * (size - 1)
+    return node.run_start[end - 1] * 1000 + size * shortest + growth * (size * (size - 1) // 2)
 
 
-def mean_of_longest(slices: Slices, count: int) -> float:
-    """Mean of the `count` longest gaps, at least 1. Consumes `slices`."""
-    heapify(slices)
+def mean_of_longest(gaps: list[Gaps], count: int) -> float:
+    """Mean of the `count` longest gaps, at least 1. Consumes `gaps`."""
+    heapify(gaps)
     total, left = 0, count
     while True:
-        largest, growth, size = slices[0]
+        largest, growth, size = gaps[0]
         take = size if size < left else left
-        if growth and len(slices) > 1 and take > 1:
-            second = min(slices[1], slices[2])[0] if len(slices) > 2 else slices[1][0]
+        if growth and take > 1 and len(gaps) > 1:
+            second = gaps[1][0]
+            if len(gaps) > 2 and gaps[2][0] < second:
+                second = gaps[2][0]
             ahead = (second - largest) // growth + 1
             if ahead < take:
                 take = ahead
-        total += -largest * take - growth * (take * (take - 1) // 2)
+        total -= largest * take + growth * (take * (take - 1) // 2)
         left -= take
         if not left:
             return total / count
         if take == size:
-            heappop(slices)
+            heappop(gaps)
         else:
-            heapreplace(slices, (largest + growth * take, growth, size - take))
+            heapreplace(gaps, (largest + growth * take, growth, size - take))

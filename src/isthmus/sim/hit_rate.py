@@ -72,27 +72,25 @@ def policy_hits(chains: Sequence[Sequence[BlockName]], capacity: int, eviction: 
 def optimal_hits(chains: Sequence[Sequence[BlockName]], capacity: int) -> Iterator[int]:
     """Blocks found of each chain in turn, when the most are found that can be with `capacity` blocks.
 
-    After each request the pool keeps those of its blocks, old and new, that are needed soonest: the rule of L. Belady,
-    "A study of replacement algorithms for a virtual-storage computer", 1966, with leave not to take a block in.
-    Keeping a block from one use to its next is an interval. As many as possible are wanted, at most `capacity` of them
-    at any time, and for that the interval to drop is the one that ends last. A head is needed no later than its tail,
-    so with ties broken by depth the pool is closed under prefixes by itself.
+    After each request the pool keeps those of its blocks, old and new, that are needed soonest: the rule of
+    L. Belady, "A study of replacement algorithms for a virtual-storage computer", 1966, with leave not to take
+    a block in. Keeping a block from one use to its next is an interval. As many as possible are wanted, no more
+    than `capacity` at any time, and for that the interval to drop is the one that ends last. A head is needed
+    no later than its tail, so with ties broken by depth the pool is closed under prefixes by itself.
     """
     next_uses = _next_uses(chains)
     due: dict[BlockName, int] = {}  # held block -> index of the chain that needs it next
-    latest: list[tuple[int, int, BlockName]] = []  # heap of (-due, -depth, name); stale unless it is due then
+    latest: list[tuple[int, int, BlockName]] = []  # heap of (-due, -depth, name); one past its due comes last
     for names, needed in zip(chains, next_uses, strict=True):
         found = 0
         for depth, (name, need) in enumerate(zip(names, needed, strict=True)):
-            if due.pop(name, None) is not None:
+            if due.pop(name, None) is not None and found == depth:
                 found += 1
             if need < len(chains):
                 due[name] = need
                 heappush(latest, (-need, -depth, name))
         while len(due) > capacity:
-            need, _, name = heappop(latest)
-            if due.get(name) == -need:
-                del due[name]
+            del due[heappop(latest)[2]]
         yield found
 
 

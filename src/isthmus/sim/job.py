@@ -5,35 +5,53 @@ from __future__ import annotations
 from isthmus.sim.network import Flow
 from isthmus.sim.records import RequestRecord
 from isthmus.sim.workloads import Request
-from isthmus.types import NodeId, RequestId
+from isthmus.types import RequestId
 
 
 class Job:
-    """`pending`: copies and loads its prefill still waits for. `num_generated`: tokens so far.
+    """`attempt`: that of its route, -1 once it was withdrawn. `prefill_slot`, `target`: its nodes. `age`: which
+    admission of the node where it computes was its own.
 
-    `first_step`, `last_step`: iterations of `decodes_on` before its first and up to its last token there; -1 while
-    it does not decode. `spans`: (node, first step, last step) of earlier stays, which a pre-emption ended;
-    `resumed_ns`: when each further prefill gave a token.
+    `started`: its prefill has begun; `reserved`: its decode node has room for it; `landing`: the last of its KV is
+    on its way there. `flows`: all under way for it, of which `handover` goes to its decode node; its prefill waits
+    for `pending` others. `source_slot`: node that its blocks up to `stop` are fetched from, and pinned on, or -1.
+
+    `num_generated`: tokens before `first_step`, the iterations of the node `decodes_on` before its first there;
+    its last token is the `last_step`-th there. `spans`: (node, first step, last step) of each stay that is over;
+    `resumed_ns`: when the prefill after a pre-emption gave a token.
     """
 
     __slots__ = (
-        "attempt", "decodes_on", "fetch", "first_step", "flows", "handover", "index", "landing", "last_step", "name",
-        "num_generated", "pending", "prefill_slot", "record", "request", "reserved", "resumed_ns", "source", "spans",
-        "started", "stop", "target",
+        "age", "attempt", "decodes_on", "first_step", "flows", "handover", "index", "landing", "last_step", "name",
+        "num_generated", "pending", "prefill_slot", "record", "request", "reserved", "resumed_ns",
+        "source_slot", "spans", "started", "stop", "target",
     )  # fmt: skip
 
     def __init__(self, index: int, request: Request) -> None:
         self.index, self.request = index, request
         self.name = RequestId(str(index))
         self.record = RequestRecord(index, request, arrival_ns=request.arrival_ns)
-        self.attempt = self.pending = self.num_generated = 0
-        self.prefill_slot = -1
+        self.age = self.attempt = self.pending = self.num_generated = self.stop = 0
+        self.prefill_slot = self.target = -1
         self.decodes_on = self.first_step = self.last_step = -1
         self.spans: list[tuple[int, int, int]] = []
+        self.resumed_ns: list[int] = []
         self.flows: list[Flow] = []
         self.handover: Flow | None = None
         self.reserved = self.started = self.landing = False
-        self.source: NodeId | None = None
-        self.stop = 0
-        self.target = -1
-        self.resumed_ns: list[int] = []
+        self.source_slot = -1
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are still to come, while it does not decode."""
+        return self.request.output_tokens - self.num_generated
+
+    def join(self, slot: int, step: int) -> None:
+        """It decodes on a node after `step` of its iterations."""
+        self.decodes_on, self.first_step, self.last_step = slot, step, step + self.num_left
+
+    def leave(self, step: int) -> None:
+        """It decodes no more; the node's `step`-th iteration was its last there."""
+        self.num_generated += step - self.first_step
+        self.spans.append((self.decodes_on, self.first_step, step))
+        self.decodes_on = self.last_step = -1

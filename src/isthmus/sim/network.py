@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 NEVER = 1 << 62
 """Finish of a flow that stands still."""
@@ -38,6 +39,7 @@ _ROUNDING = 0.3183
 
 class _Link:
     __slots__ = (
+        "behind",
         "bound",
         "busy_ns",
         "busy_since",
@@ -51,12 +53,13 @@ class _Link:
         "room",
     )
 
-    def __init__(self, number: int, name: str, capacity: float) -> None:
+    def __init__(self, number: int, name: str, capacity: float, behind: _Link | None) -> None:
         self.number = number
+        self.behind = behind
         self.name = name
         self.capacity = capacity
         self.flows: dict[Flow, None] = {}  # in order of start
-        self.bound = 0.0  # sum of the bounds of its flows
+        self.bound = 0.0  # sum of the bounds of its flows; not kept while it is slack
         self.bytes_ended = 0  # by flows that have ended
         self.busy_ns = 0  # before busy_since
         self.busy_since = 0
@@ -64,6 +67,19 @@ class _Link:
         self.room = 0.0
         self.num_open = 0
         self.reached_by = 0
+
+    @property
+    def is_slack(self) -> bool:
+        """It holds nobody back, since whatever crosses it crosses a link that is no wider."""
+        return self.behind is not None and self.behind.capacity <= self.capacity
+
+
+class _Route(NamedTuple):
+    """A path. `limits`: the links of it that may hold a flow back; `bound`: capacity of the narrowest."""
+
+    links: tuple[_Link, ...]
+    limits: tuple[_Link, ...]
+    bound: float
 
 
 class Flow:
@@ -73,6 +89,7 @@ class Flow:
         "bound",
         "finish_ns",
         "left",
+        "limits",
         "links",
         "num_bytes",
         "open",
@@ -88,11 +105,8 @@ class Flow:
     share: float
     open: bool
 
-    def __init__(
-        self, links: tuple[_Link, ...], bound: float, num_bytes: int, tag: object, started_ns: int
-    ) -> None:
-        self.links = links
-        self.bound = bound  # capacity of the narrowest link
+    def __init__(self, route: _Route, num_bytes: int, tag: object, started_ns: int) -> None:
+        self.links, self.limits, self.bound = route
         self.num_bytes = num_bytes
         self.tag = tag
         self.started_ns = started_ns
@@ -139,15 +153,20 @@ class Network:
         self.version = 0
         self._num_fills = 0
         self._links: list[_Link] = []
-        self._routes: dict[tuple[int, ...], tuple[tuple[_Link, ...], float]] = {}
+        self._routes: dict[tuple[int, ...], _Route] = {}
         self._live: dict[Flow, None] = {}  # in order of start
         self._unfilled: dict[_Link, None] = {}  # links whose flows await new rates, all since the same instant
         self._unfilled_at = 0
         self._next: int | None = NEVER  # None: not known, look for it
 
-    def add_link(self, name: str, bytes_per_s: float) -> int:
-        """Number of a new link. `bytes_per_s` may be infinite, and 0 for a link that is down."""
-        self._links.append(_Link(len(self._links), name, _capacity(name, bytes_per_s)))
+    def add_link(self, name: str, bytes_per_s: float, behind: int | None = None) -> int:
+        """Number of a new link. `bytes_per_s` may be infinite, and 0 for a link that is down.
+
+        `behind`: a link that every flow on this one crosses too. While that is no wider, this one holds nobody
+        back, and only its bytes and its time are counted.
+        """
+        other = None if behind is None else self._links[behind]
+        self._links.append(_Link(len(self._links), name, _capacity(name, bytes_per_s), other))
         return len(self._links) - 1
 
     def start(self, path: tuple[int, ...], num_bytes: int, tag: object, now: int) -> Flow:
@@ -157,15 +176,14 @@ class Network:
         route = self._routes.get(path)
         if route is None:
             route = self._route(path)
-        links, bound = route
-        flow = Flow(links, bound, num_bytes, tag, now)
+        flow = Flow(route, num_bytes, tag, now)
         self._live[flow] = None
-        contended = False
-        for link in links:
-            flows = link.flows
-            if not flows:
+        for link in flow.links:
+            if not link.flows:
                 link.busy_since = now
-            flows[flow] = None
+            link.flows[flow] = None
+        bound, contended = flow.bound, False
+        for link in flow.limits:
             link.bound += bound
             if link.bound > link.capacity:
                 contended = True
@@ -225,8 +243,8 @@ class Network:
         for each in self._links:
             each.bound = 0.0
         for flow in self._live:
-            flow.bound = min(each.capacity for each in flow.links)
-            for each in flow.links:
+            flow.links, flow.limits, flow.bound = self._route(tuple([each.number for each in flow.links]))
+            for each in flow.limits:
                 each.bound += flow.bound
         self._refill(self._live, now)
         self.version += 1
@@ -248,10 +266,12 @@ class Network:
         each = self._links[link]
         return each.busy_ns + (now - each.busy_since if each.flows else 0)
 
-    def _route(self, path: tuple[int, ...]) -> tuple[tuple[_Link, ...], float]:
+    def _route(self, path: tuple[int, ...]) -> _Route:
         assert path and len(set(path)) == len(path), f"a path is distinct links, at least one: {path}"
         links = tuple(self._links[number] for number in path)
-        route = self._routes[path] = (links, min(link.capacity for link in links))
+        assert all(link.behind is None or link.behind in links for link in links), f"{path} passes a link by"
+        limits = tuple(link for link in links if not link.is_slack)
+        route = self._routes[path] = _Route(links, limits, min(link.capacity for link in limits))
         return route
 
     def _catch_up(self, now: int) -> None:
@@ -261,12 +281,13 @@ class Network:
     def _remove(self, flow: Flow, moved: int, now: int) -> None:
         del self._live[flow]
         for link in flow.links:
-            flows = link.flows
-            del flows[flow]
+            del link.flows[flow]
             link.bytes_ended += moved
-            if not flows:
-                link.bound = 0.0  # exactly: no rounding is carried on
+            if not link.flows:
                 link.busy_ns += now - link.busy_since
+        for link in flow.limits:
+            if not link.flows:
+                link.bound = 0.0  # exactly: no rounding is carried on
                 continue
             if link.bound > link.capacity:
                 self._unfilled[link] = None
@@ -276,9 +297,28 @@ class Network:
 
     def _fill(self) -> None:
         """New rates for the flows of the unfilled links and all connected to them."""
-        seeds = [flow for link in self._unfilled for flow in link.flows]
+        unfilled, now = list(self._unfilled), self._unfilled_at
         self._unfilled.clear()
-        self._refill(seeds, self._unfilled_at)
+        if len(unfilled) > 1 or not self._share_alone(unfilled[0], now):
+            self._refill([flow for link in unfilled for flow in link.flows], now)
+
+    def _share_alone(self, link: _Link, now: int) -> bool:
+        """The common case at little cost: the flows of a link share it evenly, or all have room, and no other link
+        holds any of them back. False if it is not so."""
+        contended = link.bound > link.capacity
+        share = link.capacity / len(link.flows) if contended else _UNLIMITED
+        for flow in link.flows:
+            if contended and flow.bound < share:
+                return False
+            for other in flow.limits:
+                if other is not link and other.bound > other.capacity:
+                    return False
+        for flow in link.flows:
+            rate = share if contended else flow.bound
+            if rate != flow.rate:
+                flow.change_rate(rate, now)
+        self._next = None
+        return True
 
     def _refill(self, seeds: Iterable[Flow], now: int) -> None:
         flows, links = self._component(seeds)
@@ -301,7 +341,7 @@ class Network:
         for flow in flows:  # grows meanwhile
             flow.share = flow.bound
             flow.open = False
-            for link in flow.links:
+            for link in flow.limits:
                 if link.bound > link.capacity:
                     flow.open = True
                     if link.reached_by != this_fill:
@@ -321,7 +361,7 @@ class Network:
         loads = [sum(flow.rate for flow in link.flows) for link in self._links]
         for link, load in zip(self._links, loads, strict=True):
             assert load <= link.capacity * near, f"link {link.name} carries {load} of {link.capacity} bytes/s"
-            bound = sum(flow.bound for flow in link.flows)
+            bound = 0.0 if link.is_slack else sum(flow.bound for flow in link.flows)
             assert math.isclose(link.bound, bound, rel_tol=1e-9, abs_tol=link.capacity * 1e-9)
             assert all(link in flow.links and flow in self._live for flow in link.flows)
         for flow in self._live:
@@ -367,7 +407,7 @@ def _set_shares(links: Iterable[_Link]) -> None:
             rate = flow.bound if bounded else share
             flow.share = rate
             flow.open = False
-            for crossed in flow.links:
+            for crossed in flow.limits:
                 crossed.room -= rate
                 crossed.num_open -= 1
         if bounded:

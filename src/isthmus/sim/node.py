@@ -17,17 +17,22 @@ from isthmus.sim.deployment import NodeSpec
 from isthmus.sim.job import Job
 from isthmus.sim.records import NodeRecord
 
+Gaps = tuple[int, int, int]
+"""Gaps between tokens that grow evenly: minus the largest, growth per gap (both ps), and how many."""
+
 
 class SimNode:
-    """`run`: what it executes; `ending`: its compute is done; `stalled`: but KV it needs is not here. `version`:
-    of the present run's end on the heap. `steps`: iterations with decodes so far.
+    """`run`: what it executes; `version`: of the present end of that on the heap. `sampling`: whose prompts the run
+    completes; `ending`: its compute is done; `stalled`: but KV they need is not here, since `stalled_since`.
+    `inbox`: what came during the run. `tail_ns`: how long the last chunk of a run goes on in a pipeline group.
 
-    `log_*`: one entry for each run with decodes: iterations before it, its start (ns), first step and growth (ps).
+    `steps`: iterations with decodes so far. `run_*`: one entry for each run with decodes: iterations before it, its
+    start (ns), and its iterations as gaps between tokens.
     """
 
     __slots__ = (
-        "_first", "_growth", "_limit", "_run_start", "cost", "ending", "ends", "inbox", "links",
-        "log_first", "log_growth", "log_start", "log_steps", "record", "run", "scheduler", "slot", "spec", "stalled",
+        "_ends", "_first", "_growth", "_limit", "_num_admitted", "_run_start", "cost", "ending", "inbox", "links",
+        "record", "run", "run_gaps", "run_start", "run_steps", "sampling", "scheduler", "slot", "spec", "stalled",
         "stalled_since", "steps", "tail_ns", "version",
     )  # fmt: skip
 
@@ -37,47 +42,33 @@ class SimNode:
         self.links = Links()
         self.inbox: list[Event] = []
         self.run: Run | None = None
-        self.version = self.steps = 0
+        self.sampling: list[Job] = []
         self.stalled = self.ending = False
-        self.stalled_since = self.tail_ns = 0
-        self.ends: list[tuple[int, int, Job]] = []  # (steps at its last token, index, who)
-        self.log_steps: list[int] = []
-        self.log_start: list[int] = []
-        self.log_first: list[int] = []
-        self.log_growth: list[int] = []
-        self._run_start = self._limit = self._first = self._growth = 0
-
-    # Runs.
+        self.version = self.steps = self.stalled_since = self.tail_ns = 0
+        self.run_steps: list[int] = []
+        self.run_start: list[int] = []
+        self.run_gaps: list[Gaps] = []
+        self._ends: list[tuple[int, int, Job]] = []  # (steps at its last token, age, who); some are out of date
+        self._run_start = self._limit = self._first = self._growth = self._num_admitted = 0
 
     def begin(self, run: Run, now: int) -> int:
         """Starts a run; returns when it ends if nothing cuts it short."""
-        self.run, self._run_start, self._limit = run, now, run.steps
+        self.run, self._run_start = run, now
         self.version += 1
-        if not run.chunks:
-            fixed, slope = self.cost.decode_step_ps(run.num_decodes)
-            self._first = fixed + slope * run.context
-            self._growth = slope * run.num_decodes
-            return now + self._after(run.steps) // 1000
-        if run.steps == 1:
-            chunks = [(piece.count, piece.start) for piece in run.chunks]
-            times = [self.cost.step_ps(chunks, run.num_decodes, run.context)]
-        else:
-            (piece,) = run.chunks
-            count, start, step_ps = piece.count, piece.start, self.cost.step_ps
-            times = [step_ps(((count, start + at * count),), 0, 0) for at in range(run.steps)]
-        if self.spec.pipeline == 1:
-            self._first, self.tail_ns = sum(times), 0
-        else:
-            # The group is free for the next prompt when its first stage is; the last chunk still passes the others.
-            self._first, latency = pipeline(times, self.spec.pipeline)
-            self.tail_ns = (latency - self._first) // 1000
-        self._growth, self._limit = 0, 1
-        return now + self._first // 1000
+        if run.chunks:
+            self._limit, self._growth, self._first = 1, 0, self._chunks_ps(run)
+            return now + self._first // 1000
+        steps, batch = run.steps, run.num_decodes
+        fixed, slope = self.cost.decode_step_ps(batch)
+        self._limit = steps
+        self._first = first = fixed + slope * run.context
+        self._growth = growth = slope * batch
+        return now + (steps * first + growth * (steps * (steps - 1) // 2)) // 1000
 
     def cut(self, now: int) -> int | None:
         """Ends a run of decodes with the iteration under way; None when it would not end sooner for that."""
         assert self.run is not None
-        if self.run.chunks:
+        if self._limit == 1:
             return None
         steps = max(1, self._steps_until(now))
         if steps >= self._limit:
@@ -88,33 +79,55 @@ class SimNode:
 
     def end(self, now: int) -> tuple[int, list[Job]]:
         """Books the run that ends now; returns its iterations and the requests that got their last token."""
-        run = self.run
+        run, record, start = self.run, self.record, self._run_start
         assert run is not None
-        self.stalled = False
-        record = self.record
-        record.busy_ns += now - self._run_start
+        record.busy_ns += now - start
         if not run.num_decodes:
             record.iterations += run.steps
             return run.steps, []
         steps = self._limit
-        self.log_steps.append(self.steps)
-        self.log_start.append(self._run_start)
-        self.log_first.append((now - self._run_start) * 1000 if run.chunks else self._first)
-        self.log_growth.append(self._growth)
-        self.steps += steps
+        growth, first = self._growth, (now - start) * 1000 if run.chunks else self._first
+        self.run_steps.append(self.steps)
+        self.run_start.append(start)
+        self.run_gaps.append((-first - growth * (steps - 1), growth, steps))
+        self.steps = done = self.steps + steps
         record.iterations += steps
         record.tokens_decoded += steps * run.num_decodes
         ended = []
-        while self.ends and self.ends[0][0] <= self.steps:
-            last_step, _, job = heappop(self.ends)
+        while self._ends and self._ends[0][0] <= done:
+            last_step, _, job = heappop(self._ends)
             if job.last_step == last_step and job.decodes_on == self.slot:
+                job.leave(last_step)
                 ended.append(job)
         return steps, ended
 
-    def join(self, job: Job, num_tokens: int) -> None:
-        """`job` decodes here from the next run on and will get `num_tokens` more tokens."""
-        job.decodes_on, job.first_step, job.last_step = self.slot, self.steps, self.steps + num_tokens
-        heappush(self.ends, (job.last_step, job.index, job))
+    def admit(self, job: Job) -> None:
+        """`job` has blocks and is the youngest here, as its scheduler counts: of one iteration's tokens, those of
+        older requests go out first."""
+        self._num_admitted += 1
+        job.age = self._num_admitted
+
+    def join(self, job: Job) -> None:
+        """`job` decodes here from the next run on."""
+        job.join(self.slot, self.steps)
+        heappush(self._ends, (job.last_step, job.age, job))
+
+    def _chunks_ps(self, run: Run) -> int:
+        """How long a run with prompts keeps the node: a mixed iteration, or one prompt's chunks in turn."""
+        chunks, step_ps = run.chunks, self.cost.step_ps
+        self.record.tokens_prefilled += run.steps * sum([piece.count for piece in chunks])
+        if run.steps == 1:
+            times = [step_ps([(piece.count, piece.start) for piece in chunks], run.num_decodes, run.context)]
+        else:
+            (piece,) = chunks
+            count, start = piece.count, piece.start
+            times = [step_ps(((count, start + at * count),), 0, 0) for at in range(run.steps)]
+        if self.spec.pipeline == 1:
+            return sum(times)
+        # The group is free for the next prompt when its first stage is; the last chunk still passes the others.
+        occupancy, latency = pipeline(times, self.spec.pipeline)
+        self.tail_ns = (latency - occupancy) // 1000
+        return occupancy
 
     def _after(self, steps: int) -> int:
         """Picoseconds that the first `steps` iterations take."""
@@ -122,13 +135,15 @@ class SimNode:
 
     def _steps_until(self, now: int) -> int:
         """The fewest iterations that end at or after `now`: an estimate in floats, repaired exactly."""
-        elapsed = (now - self._run_start) * 1000
+        elapsed = now - self._run_start
+        if not elapsed:
+            return 0
         first, growth = self._first, self._growth
-        half = first - 0.5 * growth
-        steps = int(2.0 * elapsed / (half + sqrt(half * half + 2.0 * growth * elapsed)))
-        while self._after(steps) // 1000 < now - self._run_start:
+        half, scaled = first - 0.5 * growth, elapsed * 1000
+        steps = int(2.0 * scaled / (half + sqrt(half * half + 2.0 * growth * scaled)))
+        while self._after(steps) // 1000 < elapsed:
             steps += 1
-        while steps > 0 and self._after(steps - 1) // 1000 >= now - self._run_start:
+        while steps > 0 and self._after(steps - 1) // 1000 >= elapsed:
             steps -= 1
         return steps
 

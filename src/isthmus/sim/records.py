@@ -76,7 +76,10 @@ class LinkRecord:
 
 @dataclass(slots=True)
 class Result:
-    """A finished simulation. `bytes_moved` by purpose: `handover`, `fetch`, `replicate`, `load`, `disk_read`, `disk_write`."""
+    """A finished simulation.
+
+    `bytes_moved` by purpose: `handover`, `fetch`, `replicate`, `load`, `disk_read`, `disk_write`.
+    """
 
     workload: str
     policy: str

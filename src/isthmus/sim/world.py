@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heappop, heappush
+from typing import Any
 
 from isthmus.conductor import (
     Abort,
@@ -23,8 +24,6 @@ from isthmus.conductor import (
     Fail,
     FetchFinished,
     FirstToken,
-    NodeJoined,
-    Paths,
     PrefillFinished,
     Refuse,
     Replicate,
@@ -32,41 +31,36 @@ from isthmus.conductor import (
     RequestEnded,
     Route,
 )
-from isthmus.cost import compile_cost
-from isthmus.scheduler import Action as NodeAction
 from isthmus.scheduler import (
     Admitted,
     Arrived,
-    BlockPool,
     Cancelled,
     Copied,
-    CountingPool,
     Evicted,
     Expected,
     Fetched,
     Imported,
-    Limits,
     Preempted,
     Released,
     Reserved,
     Run,
-    Scheduler,
     Stepped,
     Stored,
-    TierCache,
 )
 from isthmus.scheduler import Event as NodeEvent
-from isthmus.sim.deployment import UNLIMITED, Deployment, NodeSpec
+from isthmus.sim.build import build_node, joined
+from isthmus.sim.deployment import Deployment
 from isthmus.sim.gaps import set_tbt
 from isthmus.sim.job import Job
-from isthmus.sim.network import Flow, Network
+from isthmus.sim.moves import Moves
+from isthmus.sim.network import NEVER
 from isthmus.sim.node import SimNode
-from isthmus.sim.records import LinkRecord, Result, Status
+from isthmus.sim.records import Result, Status
 from isthmus.sim.workloads import Workload
-from isthmus.types import NS_PER_MS, NodeId, RequestId, Role, Tier
+from isthmus.types import NS_PER_MS, BlockName, RequestId, Tier
 
-PREFILL_ENDS, STEP_ENDS = 1, 3
-"""Priorities at equal times; arrivals, 0, and transfers, 2, are not on the heap."""
+PREFILL_ENDS, TRANSFER_ENDS, STEP_ENDS = 1, 2, 3
+"""Priorities at equal times; arrivals come before all. Only runs are on the heap."""
 
 Log = Callable[[int, Event, list[Action]], None]
 Progress = Callable[[int, int], None]
@@ -81,124 +75,104 @@ class World:
         self._deployment, self._workload = deployment, workload
         self._log, self._check = log, check
         self._conductor = Conductor(deployment.rules)
-        self._network = Network()
-        self._heap: list[tuple[int, int, int, SimNode, int]] = []
-        self._sequence = self._num_events = 0
+        self._moves = Moves(deployment, self)
+        self._nodes = [build_node(deployment, slot) for slot in range(len(deployment.nodes))]
+        for node in self._nodes:
+            self._moves.connect(node)
+        self._node_of = {node.spec.node: node for node in self._nodes}
         self._jobs = [Job(index, request) for index, request in enumerate(workload.requests)]
         self._job_of: dict[RequestId, Job] = {}
-        self._links: list[LinkRecord] = []
-        self._spine = self._link("spine", "spine", deployment.spine) if deployment.spine != UNLIMITED else -1
-        self._nodes = [self._node(spec, slot) for slot, spec in enumerate(deployment.nodes)]
-        self._slot_of = {node.spec.node: node.slot for node in self._nodes}
-        self._bytes = dict.fromkeys(("handover", "fetch", "replicate", "load", "disk_read", "disk_write"), 0)
-        self._tails: dict[int, list[Job]] = {}
+        # (time, priority, number, node, version of the node's run, jobs that leave a pipeline group or none)
+        self._heap: list[tuple[int, int, int, SimNode, int, list[Job]]] = []
+        self._num_pushed = 0
         self.now = 0
-
-    # Building.
-
-    def _link(self, name: str, kind: str, bytes_per_s: int) -> int:
-        self._links.append(LinkRecord(name, kind, bytes_per_s))
-        return self._network.add_link(name, bytes_per_s)
-
-    def _node(self, spec: NodeSpec, slot: int) -> SimNode:
-        deployment = self._deployment
-        limits = Limits(
-            num_blocks=spec.kv_blocks,
-            block_size=deployment.block_size,
-            token_budget=deployment.token_budget,
-            prompt_batch=deployment.prompt_batch,
-            max_sequences=deployment.max_sequences,
-            max_steps=deployment.max_steps,
-            max_chunks=deployment.max_chunks if spec.role is Role.PREFILL else 1,
-            order=deployment.order,
-        )
-        if spec.dram_blocks and spec.role is not Role.DECODE:
-            tiers = TierCache(spec.dram_blocks, spec.ssd_blocks, deployment.eviction)
-            scheduler = Scheduler(limits, tiers, CountingPool(spec.kv_blocks))
-        elif spec.role is Role.DECODE:
-            scheduler = Scheduler(limits, None, CountingPool(spec.kv_blocks))
-        else:
-            scheduler = Scheduler(limits, None, BlockPool(spec.kv_blocks))
-        node = SimNode(spec, slot, scheduler, compile_cost(spec.cost))
-        rates, links, name = spec.rates, node.links, spec.node
-        links.net_in = self._link(f"{name} in", "network", rates.network)
-        links.net_out = self._link(f"{name} out", "network", rates.network)
-        own = rates.handover > 0
-        links.handover_in = (
-            self._link(f"{name} handover in", "handover", rates.handover) if own else links.net_in
-        )
-        links.handover_out = (
-            self._link(f"{name} handover out", "handover", rates.handover) if own else links.net_out
-        )
-        links.memory_in = self._link(f"{name} to device", "memory", rates.memory)
-        links.memory_out = self._link(f"{name} from device", "memory", rates.memory)
-        links.disk_read = self._link(f"{name} disk read", "disk", rates.disk_read)
-        links.disk_write = self._link(f"{name} disk write", "disk", rates.disk_write)
-        return node
-
-    def _join(self, spec: NodeSpec) -> None:
-        capacity = spec.kv_blocks * self._deployment.block_size
-        rates = spec.rates
-        paths = Paths()
-        if spec.dram_blocks and spec.role is not Role.DECODE:
-            paths = Paths(rates.network, rates.memory, rates.disk_read if spec.ssd_blocks else 0)
-        cached = spec.dram_blocks + spec.ssd_blocks
-        joined = NodeJoined(
-            spec.node, spec.role, capacity, self._deployment.block_size, spec.cost, paths, cached
-        )
-        self._decide(joined)
+        self._orders: dict[type, Callable[[Any], None]] = {
+            Route: self._route,
+            Abort: self._abort,
+            Refuse: self._refuse,
+            Fail: self._fail,
+            Replicate: self._replicate,
+        }
+        self._effects: dict[type, Callable[[SimNode, Any], None]] = {
+            Run: self._start_run,
+            Admitted: self._admitted,
+            Reserved: self._reserved,
+            Preempted: self._preempted,
+            Stored: self._stored,
+            Evicted: self._evicted,
+        }
 
     # The loop.
 
     def run(self, progress: Progress | None = None) -> Result:
         """Simulates until nothing is left to happen. `progress` hears (requests arrived, of how many)."""
         for spec in self._deployment.nodes:
-            self._join(spec)
-        jobs, heap, network = self._jobs, self._heap, self._network
-        arrived, num_jobs = 0, len(jobs)
-        never = 1 << 62
-        next_arrival = jobs[0].request.arrival_ns if jobs else never
+            self._decide(joined(self._deployment, spec))
+        jobs, heap, moves, network = self._jobs, self._heap, self._moves, self._moves.network
+        arrived, num_jobs, check = 0, len(jobs), self._check
         every = max(1, num_jobs // 100)
+        arrival = jobs[0].request.arrival_ns if jobs else NEVER
+        transfer, version_seen = NEVER, network.version
+        num_events = 0
         while True:
-            flow_end = network.next_finish()
-            if flow_end is None:
-                flow_end = never
-            top = heap[0] if heap else None
-            heap_time = top[0] if top is not None else never
-            if next_arrival <= heap_time and next_arrival <= flow_end:
-                if next_arrival == never:
+            if network.version != version_seen:
+                version_seen, next_finish = network.version, network.next_finish()
+                transfer = NEVER if next_finish is None else next_finish
+            if heap:
+                time, priority, _, node, version, leaving = heap[0]
+            else:
+                time = NEVER
+            if arrival <= time and arrival <= transfer:
+                if arrival == NEVER:
                     break
-                self.now = next_arrival
+                self.now = arrival
                 self._arrive(jobs[arrived])
                 arrived += 1
-                next_arrival = jobs[arrived].request.arrival_ns if arrived < num_jobs else never
+                arrival = jobs[arrived].request.arrival_ns if arrived < num_jobs else NEVER
                 if progress is not None and arrived % every == 0:
                     progress(arrived, num_jobs)
-            elif top is not None and (heap_time < flow_end or (heap_time == flow_end and top[1] < 2)):
-                heappop(heap)
-                _, _, _, node, version = top
-                if version == node.version:
-                    self.now = heap_time
-                    self._run_ends(node)
-                elif version < 0:
-                    self.now = heap_time
-                    self._tail_ends(-version)
-                else:
-                    continue
+            elif transfer < time or (transfer == time and priority > TRANSFER_ENDS):
+                self.now = transfer
+                moves.end(transfer)
             else:
-                self.now = flow_end
-                for flow in network.finish(flow_end):
-                    self._flow_ends(flow)
-            self._num_events += 1
-            if self._check:
+                heappop(heap)
+                if leaving:
+                    self.now = time
+                    self._leave_group(node, leaving)
+                elif version == node.version:
+                    self.now = time
+                    self._run_ends(node)
+                else:
+                    continue  # the run was cut short
+            num_events += 1
+            if check:
                 self._check_all()
-        return self._result()
+        if check:
+            self._check_idle()
+        return self._result(num_events)
+
+    def _push(self, time: int, priority: int, node: SimNode, leaving: list[Job]) -> None:
+        self._num_pushed += 1
+        heappush(self._heap, (time, priority, self._num_pushed, node, node.version, leaving))
 
     def _check_all(self) -> None:
         self._conductor.check()
-        self._network.check()
+        self._moves.network.check()
         for node in self._nodes:
             node.scheduler.check()
+            if node.scheduler.tiers is not None:
+                node.scheduler.tiers.check()
+
+    def _check_idle(self) -> None:
+        """Every request has ended, and all that it took was given back."""
+        assert not self._job_of, "a request never ended"
+        assert not self._conductor.view.requests, "the conductor holds a request that ended"
+        self._moves.check_idle()
+        for node in self._nodes:
+            scheduler = node.scheduler
+            assert node.run is None and not node.inbox, "a node still works"
+            assert scheduler.num_waiting == scheduler.num_running == 0, "a node holds a request that ended"
+            assert scheduler.pool.available == node.spec.kv_blocks, "blocks did not come back"
 
     # The conductor.
 
@@ -207,17 +181,7 @@ class World:
         if self._log is not None:
             self._log(self.now, event, actions)
         for action in actions:
-            kind = type(action)
-            if kind is Route:
-                self._route(action)  # type: ignore[arg-type]
-            elif kind is Abort:
-                self._abort(action)  # type: ignore[arg-type]
-            elif kind is Refuse:
-                self._refuse(action)  # type: ignore[arg-type]
-            elif kind is Replicate:
-                self._replicate(action)  # type: ignore[arg-type]
-            elif kind is Fail:
-                self._job_of.pop(action.request).record.status = Status.FAILED  # type: ignore[union-attr]
+            self._orders[type(action)](action)
 
     def _arrive(self, job: Job) -> None:
         request, rules, record = job.request, self._deployment.rules, job.record
@@ -241,16 +205,15 @@ class World:
 
     def _route(self, route: Route) -> None:
         job = self._job_of[route.request]
-        request = job.request
-        prefill, decode = self._nodes[self._slot_of[route.prefill]], self._nodes[self._slot_of[route.decode]]
+        request, record, fetch = job.request, job.record, route.fetch
+        prefill, decode = self._node_of[route.prefill], self._node_of[route.decode]
         job.attempt = route.attempt
-        job.prefill_slot, job.target = prefill.slot, decode.slot
-        job.record.prefill, job.record.decode = prefill.slot, decode.slot
+        job.prefill_slot = record.prefill = prefill.slot
+        job.target = record.decode = decode.slot
         length, stop = request.num_tokens, request.num_tokens + request.output_tokens
         departs = decode is not prefill
         if departs:  # taking blocks for it changes nothing in the run under way, so it need not end
-            self._perform(decode, decode.scheduler.on(Expected(job.name, length, stop), self.now))
-        fetch = route.fetch
+            self._give(decode, Expected(job.name, length, stop))
         start, end, until = (fetch.start, fetch.stop, fetch.until_ns) if fetch is not None else (0, 0, 0)
         self._tell(
             prefill,
@@ -260,29 +223,35 @@ class World:
             ),
         )  # fmt: skip
         if fetch is not None:
-            self._start_fetch(job, prefill, fetch.source, fetch.start, fetch.stop)
+            source = self._node_of[fetch.source]
+            if not self._moves.fetch(job, prefill, source, start, end, self.now):
+                self.fetched(job)
         elif prefill.spec.ssd_blocks and route.num_cached:
-            self._read_disk(job, prefill)
+            self._moves.read_disk(job, prefill, self.now)
 
     def _abort(self, abort: Abort) -> None:
         job = self._job_of[abort.request]
         if job.record.status is Status.COMPLETED:
             return  # its nodes know
-        for flow in job.flows:
-            self._network.cancel(flow, self.now)
-        job.flows.clear()
-        self._release_source(job)
-        job.pending = 0
+        self._moves.cancel(job, self.now)
         job.attempt = -1
-        for node in abort.nodes:
-            target = self._nodes[self._slot_of[node]]
-            self._tell(target, Cancelled(abort.request))
-            if target.stalled:
-                self._maybe_unstall(target)
+        for name in abort.nodes:
+            node = self._node_of[name]
+            self._tell(node, Cancelled(abort.request))
+            if node.stalled:
+                self._unstall(node)
 
     def _refuse(self, refuse: Refuse) -> None:
         record = self._job_of.pop(refuse.request).record
         record.status, record.stage, record.end_ns = Status.REFUSED, refuse.stage or refuse.code, self.now
+
+    def _fail(self, fail: Fail) -> None:
+        record = self._job_of.pop(fail.request).record
+        record.status, record.end_ns = Status.FAILED, self.now
+
+    def _replicate(self, order: Replicate) -> None:
+        source, target = self._node_of[order.source], self._node_of[order.target]
+        self._moves.replicate(source, target, order.names, self.now)
 
     # Nodes.
 
@@ -295,125 +264,99 @@ class World:
         if len(node.inbox) == 1 and not node.ending:
             ends = node.cut(self.now)
             if ends is not None:
-                self._push(ends, STEP_ENDS, node, node.version)
-
-    def _push(self, time: int, priority: int, node: SimNode, version: int) -> None:
-        self._sequence += 1
-        heappush(self._heap, (time, priority, self._sequence, node, version))
+                self._push(ends, STEP_ENDS, node, [])
 
     def _give(self, node: SimNode, event: NodeEvent) -> None:
-        self._perform(node, node.scheduler.on(event, self.now))
-        if type(event) is Imported:
+        if type(event) is Imported:  # it decodes from now on; the scheduler may pre-empt it at once
             job = self._job_of.get(event.request)
             if job is not None:
+                node.admit(job)
                 self._join_batch(node, job)
+        for action in node.scheduler.on(event, self.now):
+            self._effects[type(action)](node, action)
 
     def _join_batch(self, node: SimNode, job: Job) -> None:
         if job.record.joined_ns < 0:
             job.record.joined_ns = self.now
-        node.join(job, job.request.output_tokens - job.num_generated)
-
-    def _perform(self, node: SimNode, actions: list[NodeAction]) -> None:
-        for action in actions:
-            kind = type(action)
-            if kind is Run:
-                self._start_run(node, action)  # type: ignore[arg-type]
-            elif kind is Admitted:
-                self._admitted(node, action)  # type: ignore[arg-type]
-            elif kind is Reserved:
-                self._reserved(action)  # type: ignore[arg-type]
-            elif kind is Stored:
-                self._stored(node, action)  # type: ignore[arg-type]
-            elif kind is Evicted:
-                node.record.blocks_evicted += len(action.names)  # type: ignore[union-attr]
-                self._decide(BlocksEvicted(node.spec.node, action.names))  # type: ignore[union-attr]
-            elif kind is Preempted:
-                self._preempted(node, action)  # type: ignore[arg-type]
+        node.join(job)
 
     def _start_run(self, node: SimNode, run: Run) -> None:
         ends = node.begin(run, self.now)
+        if run.chunks:
+            self._start_prompts(node, run)
+        self._push(ends, STEP_ENDS if run.num_decodes else PREFILL_ENDS, node, [])
+
+    def _start_prompts(self, node: SimNode, run: Run) -> None:
         for piece in run.chunks:
             job = self._job_of.get(piece.request)
-            if job is not None and not job.started:
+            if job is None:
+                continue
+            if piece.samples:
+                node.sampling.append(job)
+            if not job.started:
                 job.started = True
-                if job.record.prefill_start_ns < 0:
-                    job.record.prefill_start_ns = self.now
+                job.record.prefill_start_ns = self.now
                 if job.reserved:
-                    self._start_handover(job)
-        self._push(ends, STEP_ENDS if run.num_decodes else PREFILL_ENDS, node, node.version)
+                    self._moves.start_handover(job, self.now)
 
     def _run_ends(self, node: SimNode) -> None:
         """The compute of a run is done; it is over unless KV that its prompts need is still on its way."""
-        run = node.run
-        assert run is not None
-        if run.chunks and not node.stalled:
-            for piece in run.chunks:
-                if piece.samples:
-                    job = self._job_of.get(piece.request)
-                    if job is not None and job.pending:
-                        node.stalled = node.ending = True
-                        node.stalled_since = self.now
-                        return
-        self._finish_run(node, run)
-
-    def _maybe_unstall(self, node: SimNode) -> None:
-        run = node.run
-        assert run is not None
-        for piece in run.chunks:
-            job = self._job_of.get(piece.request)
-            if piece.samples and job is not None and job.pending:
+        for job in node.sampling:
+            if job.pending:
+                node.stalled = node.ending = True
+                node.stalled_since = self.now
                 return
-        node.stalled = False
-        node.record.stalled_ns += self.now - node.stalled_since
-        self._finish_run(node, run)
+        self._finish_run(node)
 
-    def _finish_run(self, node: SimNode, run: Run) -> None:
+    def _unstall(self, node: SimNode) -> None:
+        """Ends a run whose compute is done once nothing is missing any more."""
+        if not any(job.pending for job in node.sampling):
+            node.stalled = False
+            node.record.stalled_ns += self.now - node.stalled_since
+            self._finish_run(node)
+
+    def _finish_run(self, node: SimNode) -> None:
         """Tokens go out first; then the scheduler hears what came during the run, and that the run is over."""
         came, node.inbox, node.ending = node.inbox, [], True
         steps, done = node.end(self.now)
-        ended = [job.name for job in done]
         for job in done:
-            job.num_generated = job.request.output_tokens
             self._ended(job)
-        prefilled = self._sampled(node, run, ended) if run.chunks else []
-        if node.tail_ns and prefilled:
-            # In a pipeline group, the last chunk passes the other stages while the first takes the next prompt.
-            self._tails[self._sequence + 1] = prefilled
-            self._push(self.now + node.tail_ns, PREFILL_ENDS, node, -(self._sequence + 1))
-        else:
-            for job in prefilled:
-                self._prefilled(node, job)
+        ended = [job.name for job in done]
+        going_on = self._sampled(node, ended) if node.sampling else []
         node.run, node.ending = None, False
         for event in came:
             self._give(node, event)
-        for job in prefilled:
-            if job.target == node.slot and job.attempt > 0:
+        for job in going_on:
+            if job.attempt > 0:
                 self._join_batch(node, job)
         late, node.inbox = node.inbox, []
-        self._perform(node, node.scheduler.on(Stepped(steps, tuple(ended)), self.now))
+        self._give(node, Stepped(steps, tuple(ended)))
         for event in late:
             self._tell(node, event)
 
-    def _sampled(self, node: SimNode, run: Run, ended: list[RequestId]) -> list[Job]:
-        """The jobs whose prompts a run completed; those that end with this token go to `ended`."""
-        prefilled = []
-        for piece in run.chunks:
-            node.record.tokens_prefilled += piece.count * run.steps
-            job = self._job_of.get(piece.request)
-            if piece.samples and job is not None and job.attempt > 0:
-                job.num_generated += 1
-                if job.num_generated >= job.request.output_tokens:
-                    ended.append(job.name)
-                prefilled.append(job)
-        return prefilled
+    def _sampled(self, node: SimNode, ended: list[RequestId]) -> list[Job]:
+        """The prompts that a run completed got a token. Those that end with it go to `ended`; returns those that
+        go on here."""
+        jobs, node.sampling = [job for job in node.sampling if job.attempt > 0], []
+        for job in jobs:
+            job.num_generated += 1
+            if not job.num_left:
+                ended.append(job.name)
+        if node.tail_ns and jobs:
+            # In a pipeline group, the last chunk passes the other stages while the first takes the next prompt.
+            self._push(self.now + node.tail_ns, PREFILL_ENDS, node, jobs)
+        else:
+            for job in jobs:
+                self._prefilled(node, job)
+        return [job for job in jobs if job.target == node.slot and job.num_left]
 
-    def _tail_ends(self, number: int) -> None:
-        for job in self._tails.pop(number):
+    def _leave_group(self, node: SimNode, jobs: list[Job]) -> None:
+        for job in jobs:
             if job.attempt > 0:
-                self._prefilled(self._nodes[job.prefill_slot], job)
+                self._prefilled(node, job)
 
     def _prefilled(self, node: SimNode, job: Job) -> None:
-        """The first token of a prefill: the first of all, or the next one after a pre-emption."""
+        """The token of a prefill is out: the first of all, or the next one after a pre-emption."""
         record = job.record
         if record.first_token_ns >= 0:
             job.resumed_ns.append(self.now)
@@ -423,208 +366,79 @@ class World:
             self._decide(FirstToken(job.name, job.attempt))
             if job.attempt < 0:
                 return  # refused by its decode node
-        if job.num_generated >= job.request.output_tokens:
+        if not job.num_left:
             self._ended(job)
-        elif job.target != node.slot:
-            self._end_handover(job)
+        elif job.target != node.slot and job.reserved:
+            self._moves.finish_handover(job, self.now)
 
     def _ended(self, job: Job) -> None:
-        record = job.record
-        record.end_ns, record.status = self.now, Status.COMPLETED
-        if job.first_step >= 0:
-            job.spans.append((job.decodes_on, job.first_step, job.last_step))
-            job.decodes_on = -1
+        job.record.end_ns, job.record.status = self.now, Status.COMPLETED
         self._decide(RequestEnded(job.name, job.request.output_tokens))
-        self._job_of.pop(job.name, None)
+        del self._job_of[job.name]
 
-    def _preempted(self, node: SimNode, action: Preempted) -> None:
-        node.record.preemptions += 1
-        job = self._job_of[action.request]
-        if job.decodes_on == node.slot:
-            job.num_generated += node.steps - job.first_step
-            job.spans.append((node.slot, job.first_step, node.steps))
-            job.first_step = job.last_step = job.decodes_on = -1
+    # What a scheduler answers.
 
     def _admitted(self, node: SimNode, action: Admitted) -> None:
         """Loads what is cached beside the engine; what is cached in its own memory needs none."""
         job = self._job_of.get(action.request)
         if job is None:
             return
+        node.admit(job)
         record = job.record
         if record.prefill_start_ns < 0:
             record.cached_tokens = action.cached_tokens
             record.cached_blocks = -(-action.cached_tokens // self._deployment.block_size)
-        if node.scheduler.tiers is not None and action.cached_tokens:
-            size = action.cached_tokens * node.cost.kv_token_bytes
-            self._bytes["load"] += size
-            self._send(job, (node.links.memory_in,), size, "load")
+        if action.cached_tokens and node.scheduler.tiers is not None:
+            self._moves.load(job, node, action.cached_tokens, self.now)
+
+    def _reserved(self, node: SimNode, action: Reserved) -> None:
+        job = self._job_of.get(action.request)
+        if job is not None:
+            job.reserved = True
+            if job.started:
+                self._moves.start_handover(job, self.now)
+
+    def _preempted(self, node: SimNode, action: Preempted) -> None:
+        node.record.preemptions += 1
+        job = self._job_of[action.request]
+        if job.decodes_on == node.slot:
+            job.leave(node.steps)
 
     def _stored(self, node: SimNode, action: Stored) -> None:
         if action.tier is Tier.DISK:
-            size = len(action.names) * self._deployment.block_size * node.cost.kv_token_bytes
-            self._bytes["disk_write"] += size
-            self._network.start((node.links.disk_write,), size, None, self.now)
+            self._moves.write_disk(node, len(action.names), self.now)
         self._decide(BlocksStored(node.spec.node, action.names, action.tier))
 
-    # KV on its way.
+    def _evicted(self, node: SimNode, action: Evicted) -> None:
+        node.record.blocks_evicted += len(action.names)
+        self._decide(BlocksEvicted(node.spec.node, action.names))
 
-    def _send(self, job: Job, path: tuple[int, ...], num_bytes: int, purpose: str) -> Flow:
-        """Bytes that this job's prefill waits for."""
-        job.pending += 1
-        flow = self._network.start(path, num_bytes, (job, purpose), self.now)
-        job.flows.append(flow)
-        return flow
+    # What the links bring (`moves.Listener`).
 
-    def _flow_ends(self, flow: Flow) -> None:
-        if flow.tag is None:
-            return
-        job, purpose = flow.tag  # type: ignore[misc]
-        if purpose == "replicate":
-            self._replicated(job)
-            return
-        job.flows.remove(flow)
-        if purpose == "handover":
-            self._handover_ends(job)
-            return
+    def loaded(self, job: Job) -> None:
         node = self._nodes[job.prefill_slot]
-        job.pending -= 1
-        if purpose == "fetch":
-            self._fetch_ends(job, node)
         if node.stalled and not job.pending:
-            self._maybe_unstall(node)
+            self._unstall(node)
 
-    def _start_fetch(self, job: Job, node: SimNode, source_id: NodeId, start: int, stop: int) -> None:
-        """From the other node's cache; what it no longer has is computed."""
-        source = self._nodes[self._slot_of[source_id]]
-        tiers = source.scheduler.tiers
-        assert tiers is not None, "only a node with a cache is fetched from"
-        names = job.request.blocks
-        found, on_disk = tiers.match(names)
-        job.stop = stop = min(stop, found)
-        if stop <= start:
-            node_actions = node.scheduler.on(Fetched(job.name, 0), self.now)
-            self._perform(node, node_actions)
-            self._decide(FetchFinished(job.name, job.attempt))
-            return
-        tiers.pin(names[:stop])
-        job.source = source_id
-        num_tokens = min((stop - start) * self._deployment.block_size, job.request.num_tokens)
-        size = num_tokens * node.cost.kv_token_bytes
-        job.record.fetched_tokens = num_tokens
-        self._bytes["fetch"] += size
-        path = self._across(source.links.net_out, node.links.net_in)
-        if on_disk:
-            path = (source.links.disk_read, *path)
-        self._send(job, path, size, "fetch")
-
-    def _across(self, out: int, into: int) -> tuple[int, ...]:
-        return (out, into) if self._spine < 0 else (out, self._spine, into)
-
-    def _fetch_ends(self, job: Job, node: SimNode) -> None:
-        self._release_source(job)
-        self._perform(node, node.scheduler.on(Fetched(job.name, job.stop), self.now))
+    def fetched(self, job: Job) -> None:
+        # Heard at once, also during a run: a prompt that waits for nothing else may start with the next one.
+        self._give(self._nodes[job.prefill_slot], Fetched(job.name, job.stop))
         self._decide(FetchFinished(job.name, job.attempt))
 
-    def _release_source(self, job: Job) -> None:
-        if job.source is not None:
-            tiers = self._nodes[self._slot_of[job.source]].scheduler.tiers
-            assert tiers is not None
-            tiers.unpin(job.request.blocks[: job.stop])
-            job.source = None
+    def copied(self, node: SimNode, names: tuple[BlockName, ...]) -> None:
+        self._give(node, Copied(names))
 
-    def _read_disk(self, job: Job, node: SimNode) -> None:
-        """Brings what lies on the node's own disk into its memory while the request waits."""
-        tiers = node.scheduler.tiers
-        assert tiers is not None
-        _, on_disk = tiers.match(job.request.blocks)
-        if on_disk:
-            num_tokens = on_disk * self._deployment.block_size
-            size = num_tokens * node.cost.kv_token_bytes
-            job.record.disk_tokens = num_tokens
-            self._bytes["disk_read"] += size
-            self._send(job, (node.links.disk_read,), size, "disk_read")
-
-    def _replicate(self, order: Replicate) -> None:
-        source, target = self._nodes[self._slot_of[order.source]], self._nodes[self._slot_of[order.target]]
-        tiers = source.scheduler.tiers
-        assert tiers is not None
-        found = tiers.match(order.names)[0]
-        held = 0 if target.scheduler.tiers is None else target.scheduler.tiers.match(order.names)[0]
-        if found <= held:
-            return
-        tiers.pin(order.names[:found])
-        size = (found - held) * self._deployment.block_size * source.cost.kv_token_bytes
-        self._bytes["replicate"] += size
-        tag = ((source, target, order.names[:found]), "replicate")
-        self._network.start(self._across(source.links.net_out, target.links.net_in), size, tag, self.now)
-
-    def _replicated(self, copy: tuple[SimNode, SimNode, tuple[int, ...]]) -> None:
-        source, target, names = copy
-        assert source.scheduler.tiers is not None
-        source.scheduler.tiers.unpin(names)
-        self._perform(target, target.scheduler.on(Copied(names), self.now))
-
-    # From prefill to decode.
-
-    def _reserved(self, action: Reserved) -> None:
-        job = self._job_of.get(action.request)
-        if job is None:
-            return
-        job.reserved = True
-        if job.started:
-            self._start_handover(job)
-
-    def _start_handover(self, job: Job) -> None:
-        """All layers but the last stream while the prefill computes; after it, whatever was not sent."""
-        if job.target == job.prefill_slot:
-            return
-        cost = self._nodes[job.prefill_slot].cost
-        size = job.request.num_tokens * cost.kv_token_bytes + cost.state_bytes
-        self._bytes["handover"] += size
-        computed = job.record.first_token_ns >= 0
-        first = size if computed else size - size // cost.num_layers
-        job.landing = computed
-        job.handover = self._stream(job, first)
-
-    def _stream(self, job: Job, num_bytes: int) -> Flow:
-        source, target = self._nodes[job.prefill_slot].links, self._nodes[job.target].links
-        across = self._across(source.handover_out, target.handover_in)
-        path = (source.memory_out, *across, target.memory_in)
-        flow = self._network.start(path, num_bytes, (job, "handover"), self.now)
-        job.flows.append(flow)
-        return flow
-
-    def _end_handover(self, job: Job) -> None:
-        """The prompt is computed: the last layer's KV follows."""
-        if not job.reserved:
-            return  # it starts when there is room
-        cost = self._nodes[job.prefill_slot].cost
-        last = (job.request.num_tokens * cost.kv_token_bytes + cost.state_bytes) // cost.num_layers
-        job.landing = True
-        if job.handover is not None:
-            self._network.grow(job.handover, last, self.now)
-        else:
-            job.handover = self._stream(job, last)
-
-    def _handover_ends(self, job: Job) -> None:
-        job.handover = None
-        if not job.landing:
-            return  # the prefill is not done yet
-        record = job.record
-        record.landed_ns = self.now
+    def landed(self, job: Job) -> None:
+        job.record.landed_ns = self.now
         self._decide(PrefillFinished(job.name, job.attempt))
         self._tell(self._nodes[job.prefill_slot], Released(job.name))
         self._tell(self._nodes[job.target], Imported(job.name))
 
     # The end.
 
-    def _result(self) -> Result:
+    def _result(self, num_events: int) -> Result:
         records = [job.record for job in self._jobs]
         set_tbt(self._jobs, self._nodes)
-        end = max((record.end_ns for record in records), default=0)
-        for number, link in enumerate(self._links):
-            link.bytes_moved = self._network.bytes_moved(number, self.now)
-            link.busy_ns = self._network.busy_ns(number, self.now)
         rules = self._deployment.rules
         return Result(
             workload=self._workload.name,
@@ -633,9 +447,9 @@ class World:
             order=self._deployment.order,
             records=records,
             nodes=[node.record for node in self._nodes],
-            links=self._links,
+            links=self._moves.records(self.now),
             start_ns=records[0].arrival_ns if records else 0,
-            end_ns=max(end, 0),
-            bytes_moved=self._bytes,
-            num_events=self._num_events,
+            end_ns=max([record.end_ns for record in records], default=0),
+            bytes_moved=self._moves.bytes_moved,
+            num_events=num_events,
         )

@@ -138,7 +138,8 @@ class SchedulingConfig(_Section):
 
     `order`: of a node's queue, first come or promise order; `reserve`: share of the TTFT limit kept back when
     promising; `sticky_blocks`: shortest match that `sticky` follows; `balancing_threshold`: of `mooncake`;
-    `decode_s`: of `predictive`, how long every request decodes; `load_limit`: of all admissions; `seed`: of `random`.
+    `decode_s`: of `predictive`, how long every request decodes; `load_limit`: of all admissions; `seed`: of `random`;
+    `replication`: of prefixes whose holders are congested, where nodes have a cache to copy to.
     """
 
     admission: Literal["none", "baseline", "early", "predictive", "survival"] = "none"
@@ -149,6 +150,7 @@ class SchedulingConfig(_Section):
     decode_s: float = Field(10.0, gt=0)
     load_limit: float = Field(1.0, gt=0)
     seed: int = 0
+    replication: Literal["none", "priced"] = "none"
 
 
 class Config(_Section):
@@ -164,9 +166,9 @@ class Config(_Section):
     port: int = Field(8000, ge=0, le=65535)
     roles: RolesConfig = RolesConfig()
     engine: EngineConfig = EngineConfig()
-    policy: Literal[
-        "random", "round_robin", "least_loaded", "sticky", "local_aware", "mooncake", "isthmus"
-    ] = "isthmus"
+    policy: Literal["random", "round_robin", "least_loaded", "sticky", "local_aware", "mooncake", "isthmus"] = (
+        "isthmus"
+    )
     scheduling: SchedulingConfig = SchedulingConfig()
     slo: SloConfig = SloConfig()
     cache: CacheConfig = CacheConfig()

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from isthmus.cli.engines import at_home, cost_of, open_engine, served_model, tokenizer_folder
+from isthmus.cli.engines import node_cost, open_engine, served_model, tokenizer_folder
 from isthmus.cli.models import demo_folder
 from isthmus.config import Config, load_config
 from isthmus.cost import Analytic, Curve
+from isthmus.deploy import at_home
 from isthmus.engine.emulated import PacedEngine
 from isthmus.errors import ConfigError
 from isthmus.types import Role
@@ -44,7 +45,7 @@ def emulated(**overrides: Any) -> Config:
 
 def test_each_role_has_its_hardware(folder: Path) -> None:
     config = emulated(roles__prefill={"count": 1, "hardware": "h100", "gpus": 2}, engine__runtime="trtllm")
-    prefill, decode = (cost_of(config, role, folder) for role in (Role.PREFILL, Role.DECODE))
+    prefill, decode = (node_cost(config, role, folder) for role in (Role.PREFILL, Role.DECODE))
     assert isinstance(prefill, Analytic) and isinstance(decode, Analytic)
     assert (prefill.hardware.name, prefill.num_gpus) == ("h100", 2)
     assert (decode.hardware.name, decode.num_gpus) == ("h200", 1)
@@ -53,7 +54,7 @@ def test_each_role_has_its_hardware(folder: Path) -> None:
 
 
 def test_a_torch_node_is_priced_as_this_kind_of_machine(folder: Path) -> None:
-    cost = cost_of(load_config(None, {"engine.dtype": "float32"}), Role.DECODE, folder)
+    cost = node_cost(load_config(None, {"engine.dtype": "float32"}), Role.DECODE, folder)
     assert isinstance(cost, Analytic)
     assert (cost.hardware.name, cost.weight_dtype, cost.kv_dtype) == ("cpu", "fp32", "fp32")
 
@@ -63,34 +64,34 @@ def test_a_curve_is_found_beside_the_configuration(folder: Path) -> None:
     (folder / "curve.yaml").write_text(CURVE)
     file = folder / "isthmus.yaml"
     file.write_text("engine: {kind: emulated, cost: curve.yaml}")
-    cost = cost_of(at_home(load_config(file, {}), file), Role.MIXED, folder)
+    cost = node_cost(at_home(load_config(file, {}), file.parent), Role.MIXED, folder)
     assert isinstance(cost, Curve)
     assert (cost.prefill_token_s, cost.decode_points) == (1e-5, ((1, 5e-3), (8, 0.01)))
     file.write_text(f"engine: {{kind: emulated, cost: {CURVE}}}")
-    assert cost_of(at_home(load_config(file, {}), file), Role.MIXED, folder) == cost
+    assert node_cost(at_home(load_config(file, {}), file.parent), Role.MIXED, folder) == cost
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
-    [("[1, 2]", "no cost curve"), ("a: [", "not valid YAML"), ("{kv_token_byte: 1}", "unknown key")],
+    [("[1, 2]", "keys and values"), ("a: [", "not valid"), ("{kv_token_byte: 1}", "unknown key")],
 )
 def test_a_curve_that_is_none_is_one_line(folder: Path, text: str, complaint: str) -> None:
     (folder / "curve.yaml").write_text(text)
     with pytest.raises(ConfigError, match=complaint) as caught:
-        cost_of(emulated(engine__cost=str(folder / "curve.yaml")), Role.MIXED, folder)
+        node_cost(emulated(engine__cost=str(folder / "curve.yaml")), Role.MIXED, folder)
     assert "\n" not in str(caught.value)
 
 
 def test_memory_counts_the_emulated_models_bytes(folder: Path) -> None:
     config = emulated(engine__kv_memory=100 * 16 * TOKEN_BYTES + 5)
     assert served_model(config, folder).kv_tokens == 1600
-    engine = open_engine(config, folder, 1, cost_of(config, Role.MIXED, folder))
+    engine = open_engine(config, folder, 1, node_cost(config, Role.MIXED, folder))
     assert isinstance(engine, PacedEngine)
     assert (engine.num_blocks, engine.max_length, engine.vocab_size) == (100, 131072, 272)
 
 
 def test_memory_that_is_not_given_is_what_the_weights_leave(folder: Path) -> None:
-    cost = cost_of(emulated(), Role.MIXED, folder)
+    cost = node_cost(emulated(), Role.MIXED, folder)
     assert isinstance(cost, Analytic)
     assert served_model(emulated(), folder).kv_tokens == cost.kv_capacity_tokens // 16 * 16
     small = served_model(emulated(engine__hardware="l20", engine__gpus=2), folder)

@@ -12,9 +12,9 @@ from isthmus.benchmarks.models import make_random_model
 from isthmus.cli import engines
 from isthmus.cli.main import app
 from isthmus.config import load_config
-from isthmus.cost import Curve, curve_of, hardware_named
+from isthmus.cost import Curve, curve_of
 from isthmus.errors import ConfigError
-from isthmus.sim import deployment
+from isthmus.sim.deployment import deployment_of
 from isthmus.types import Role
 
 
@@ -47,9 +47,9 @@ def test_both_worlds_read_what_was_written(model: Path, tmp_path: Path) -> None:
     assert (curve.num_layers, curve.kv_token_bytes) == (2, 2 * 2 * 16 * 4)
     assert curve.error is not None
     config = load_config(None, {"engine.cost": str(file)})
-    assert engines.cost_of(config, Role.PREFILL, model) == curve
+    assert engines.node_cost(config, Role.PREFILL, model) == curve
     relative = load_config(None, {"engine.cost": file.name})
-    assert deployment.cost_of(relative, hardware_named("cpu"), 1, tmp_path) == curve
+    assert {node.cost for node in deployment_of(relative, 16, tmp_path).nodes} == {curve}
 
 
 def test_without_a_file_the_curve_is_printed(model: Path) -> None:

@@ -14,12 +14,10 @@ from typing import Any
 
 import pytest
 
-from isthmus.cluster.local import rules_of
 from isthmus.cluster.recorder import Entry
 from isthmus.cluster.virtual import VirtualRequest
 from isthmus.config import Config, load_config
 from isthmus.cost import Curve, to_mapping
-from isthmus.sim.deployment import rules_of as simulated_rules_of
 from isthmus.types import Role
 
 from .worlds import live_log, simulated_log
@@ -94,11 +92,6 @@ def same_logs(overrides: dict[str, Any], requests: Sequence[VirtualRequest]) -> 
 
 def actions_of(log: Sequence[Entry]) -> Counter[str]:
     return Counter(type(action).__name__ for entry in log for action in entry.actions)
-
-
-def test_both_worlds_have_the_same_rules() -> None:
-    config = config_of({"scheduling.admission": "early", "scheduling.seed": 5, "limits.max_requests": 7, **SLO})
-    assert rules_of(config) == simulated_rules_of(config)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

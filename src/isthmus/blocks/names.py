@@ -31,7 +31,7 @@ class BlockNamer:
         self.block_size = layout.block_size
 
     def names(
-        self, tokens: Sequence[int], *, parent: BlockName | None = None, start: int = 0
+        self, tokens: Sequence[int], *, parent: bytes | None = None, start: int = 0
     ) -> list[BlockName]:
         """Names of the full blocks of `tokens[start:]`; `parent` names the block that ends at `start`.
 
@@ -39,7 +39,7 @@ class BlockNamer:
         """
         previous: bytes = parent if parent is not None else bytes(NAME_BYTES)
         size = self.block_size
-        names = []
+        names: list[BlockName] = []
         for at in range(start, len(tokens) - size + 1, size):
             body = previous + array("I", tokens[at : at + size]).tobytes()
             previous = blake3.blake3(body, key=self._key).digest(length=NAME_BYTES)

@@ -36,9 +36,9 @@ def node(
         return
     if role is None or join is None:
         raise ConfigError("isthmus node needs --role prefill|decode|mixed and --join HOST:PORT")
-    from isthmus.cli.engines import at_home
+    from isthmus.deploy import at_home
 
-    settings = at_home(load_config(config, {"model": model}), config)
+    settings = at_home(load_config(config, {"model": model}), config.parent if config else Path())
     token = cluster_token() or settings.token
     if token is None:
         raise ConfigError("the cluster's token is needed: set ISTHMUS_TOKEN, or token in the config file")
@@ -72,7 +72,7 @@ def _run_launched() -> None:
 
 
 def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
-    from isthmus.cli.engines import cost_of, open_engine
+    from isthmus.cli.engines import node_cost, open_engine
     from isthmus.cluster.node import Node, NodeOptions
 
     # The worker thread gives the interpreter up only for an instant at a time; with Python's default of 5 ms
@@ -80,7 +80,7 @@ def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
     sys.setswitchinterval(SWITCH_S)
     config = Config.model_validate_json(orders.config)
     folder = Path(orders.model)
-    cost = cost_of(config, orders.role, folder)
+    cost = node_cost(config, orders.role, folder)
     engine = open_engine(config, folder, orders.threads, cost)
     options = NodeOptions(
         node=orders.node,

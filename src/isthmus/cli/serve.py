@@ -59,9 +59,9 @@ def serve(
         "record": str(record) if record else None,
         **_role_overrides(prefill, decode, mixed),
     }
-    from isthmus.cli.engines import at_home
+    from isthmus.deploy import at_home
 
-    settings = at_home(load_config(config, overrides), config)
+    settings = at_home(load_config(config, overrides), config.parent if config else Path())
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(settings))
 

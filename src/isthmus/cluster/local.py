@@ -11,29 +11,10 @@ from pathlib import Path
 from isthmus.cluster.head import Head
 from isthmus.cluster.launcher import Launcher
 from isthmus.cluster.recorder import Recorder
-from isthmus.conductor import Rules
 from isthmus.config import Config
+from isthmus.deploy import rules_of
 from isthmus.errors import StartError
 from isthmus.types import ModelCard
-
-
-def rules_of(config: Config) -> Rules:
-    """The conductor's part of the configuration."""
-    scheduling = config.scheduling
-    return Rules(
-        policy=config.policy,
-        max_requests=config.limits.max_requests,
-        max_attempts=config.limits.max_attempts,
-        admission=scheduling.admission,
-        reserve=scheduling.reserve,
-        sticky_blocks=scheduling.sticky_blocks,
-        balancing_threshold=scheduling.balancing_threshold,
-        decode_s=scheduling.decode_s,
-        load_limit=scheduling.load_limit,
-        seed=scheduling.seed,
-        ttft_ms=config.slo.ttft_ms,
-        tbt_ms=config.slo.tbt_ms,
-    )
 
 
 class LocalCluster:

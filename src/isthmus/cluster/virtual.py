@@ -22,7 +22,6 @@ import msgspec
 from isthmus.blocks import BlockNamer
 from isthmus.cluster.head import Head
 from isthmus.cluster.launcher import planned_nodes
-from isthmus.cluster.local import rules_of
 from isthmus.cluster.node import Node, NodeOptions, World
 from isthmus.cluster.recorder import Entry, MemoryTape
 from isthmus.cluster.stepper import Stepper
@@ -30,6 +29,7 @@ from isthmus.cluster.worker import Entry as MailboxEntry
 from isthmus.conductor import Paths
 from isthmus.config import Config
 from isthmus.cost import Cost, compile_cost
+from isthmus.deploy import rules_of
 from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of
 from isthmus.errors import IsthmusError
 from isthmus.messenger import MemoryNetwork

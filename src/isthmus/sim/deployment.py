@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import yaml
 
 from isthmus.conductor import Rules
 from isthmus.config import Config, RoleConfig
-from isthmus.cost import (
-    Analytic,
-    Cost,
-    Curve,
-    Hardware,
-    compile_cost,
-    curve_of,
-    engine_coefficients,
-    facts_of,
-    hardware_named,
-)
+from isthmus.cost import Analytic, Cost, Hardware, compile_cost, hardware_named
+from isthmus.deploy import at_home, cost_of, gpus_of, hardware_of, rules_of
 from isthmus.errors import ConfigError
 from isthmus.types import NodeId, Role
 
@@ -73,35 +60,17 @@ class Deployment(msgspec.Struct, frozen=True):
     max_chunks: int = 1 << 30
 
 
-def rules_of(config: Config) -> Rules:
-    """What the conductor is told, live and simulated."""
-    scheduling, limits, slo = config.scheduling, config.limits, config.slo
-    return Rules(
-        policy=config.policy,
-        max_requests=limits.max_requests,
-        max_attempts=limits.max_attempts,
-        admission=scheduling.admission,
-        reserve=scheduling.reserve,
-        sticky_blocks=scheduling.sticky_blocks,
-        balancing_threshold=scheduling.balancing_threshold,
-        decode_s=scheduling.decode_s,
-        load_limit=scheduling.load_limit,
-        seed=scheduling.seed,
-        ttft_ms=slo.ttft_ms,
-        tbt_ms=slo.tbt_ms,
-    )
-
-
 def deployment_of(config: Config, block_size: int, folder: Path = Path()) -> Deployment:
     """The configured nodes, for a workload with blocks of `block_size` tokens. Paths are relative to `folder`.
 
     Raises ConfigError for a model, hardware or curve that cannot be used.
     """
+    config = at_home(config, folder)
     nodes: list[NodeSpec] = []
     for role in Role:
         wanted: RoleConfig = getattr(config.roles, role.value)
         if wanted.count:
-            nodes += _nodes(config, role, wanted, block_size, folder)
+            nodes += _nodes(config, role, wanted, block_size)
     if not nodes:
         raise ConfigError("roles: no node is configured; set roles.prefill, roles.decode or roles.mixed")
     engine, network = config.engine, config.network
@@ -118,15 +87,14 @@ def deployment_of(config: Config, block_size: int, folder: Path = Path()) -> Dep
     )
 
 
-def _nodes(config: Config, role: Role, wanted: RoleConfig, block_size: int, folder: Path) -> list[NodeSpec]:
+def _nodes(config: Config, role: Role, wanted: RoleConfig, block_size: int) -> list[NodeSpec]:
     if wanted.pipeline > 1 and role is not Role.PREFILL:
         raise ConfigError(f"roles.{role}.pipeline: only prefill nodes form pipeline groups")
     if wanted.count % wanted.pipeline:
         raise ConfigError(f"roles.{role}: {wanted.count} nodes make no groups of {wanted.pipeline}")
-    gpus = wanted.gpus or config.engine.gpus
-    name = wanted.hardware or config.engine.hardware
-    hardware = hardware_named(name or "cpu")
-    cost = cost_of(config, hardware, gpus, folder)
+    gpus = gpus_of(config, wanted)
+    hardware = hardware_of(config, wanted) or hardware_named("cpu")
+    cost = cost_of(config, wanted, Path(config.model) if config.model else None)
     compiled = compile_cost(cost)
     block_bytes = compiled.kv_token_bytes * block_size
     spec = NodeSpec(
@@ -170,35 +138,3 @@ def _rates(config: Config, hardware: Hardware, gpus: int, pipeline: int) -> Rate
 
 def _gbps(value: float | None, otherwise: int) -> int:
     return otherwise if value is None else int(value * 1e9 / 8)
-
-
-def cost_of(config: Config, hardware: Hardware, gpus: int, folder: Path) -> Cost:
-    """A measured curve where there is one, else the analytic model of the model's config.json."""
-    given = config.engine.cost
-    if isinstance(given, str):
-        return curve_of(_read_mapping(folder / given))
-    if given is not None:
-        return curve_of(given)
-    if config.model is None:
-        raise ConfigError("engine.cost or model: give one; the simulator must know what work costs")
-    path = Path(config.model)
-    path = path / "config.json" if path.is_dir() else path
-    facts = facts_of(_read_mapping(path))
-    return Analytic(facts, hardware, engine_coefficients(config.engine.runtime, hardware), gpus)
-
-
-def _read_mapping(path: Path) -> Mapping[str, Any]:
-    """A YAML or JSON file with keys and values at its top."""
-    try:
-        text = path.read_text(encoding="utf8")
-        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: not valid: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected keys and values at the top")
-    return values
-
-
-__all__ = ["UNLIMITED", "Curve", "Deployment", "NodeSpec", "Rates", "cost_of", "deployment_of", "rules_of"]

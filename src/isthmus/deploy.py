@@ -1,0 +1,113 @@
+"""What a configuration means to conductor and cost model, read the same way for the live world and the simulated one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from isthmus.conductor import Rules
+from isthmus.config import Config, RoleConfig
+from isthmus.cost import Analytic, Cost, Hardware, curve_of, engine_coefficients, facts_of, hardware_named
+from isthmus.errors import ConfigError
+
+_NUMBER = re.compile(r"[0-9]+e[+-]?[0-9]+", re.IGNORECASE)
+_COST_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+def rules_of(config: Config) -> Rules:
+    """The conductor's part of the configuration."""
+    scheduling = config.scheduling
+    return Rules(
+        policy=config.policy,
+        max_requests=config.limits.max_requests,
+        max_attempts=config.limits.max_attempts,
+        admission=scheduling.admission,
+        reserve=scheduling.reserve,
+        sticky_blocks=scheduling.sticky_blocks,
+        balancing_threshold=scheduling.balancing_threshold,
+        decode_s=scheduling.decode_s,
+        load_limit=scheduling.load_limit,
+        seed=scheduling.seed,
+        replicate=scheduling.replication == "priced",
+        ttft_ms=config.slo.ttft_ms,
+        tbt_ms=config.slo.tbt_ms,
+    )
+
+
+def at_home(config: Config, folder: Path) -> Config:
+    """The same with `engine.cost`, when it names a file, found from the folder of the configuration file."""
+    if not isinstance(config.engine.cost, str):
+        return config
+    cost = str(folder / Path(config.engine.cost).expanduser())
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"cost": cost})})
+
+
+def hardware_of(config: Config, nodes: RoleConfig) -> Hardware | None:
+    """What nodes of a role run on, if the configuration says. Raises ConfigError for an unknown name."""
+    name = nodes.hardware or config.engine.hardware
+    return None if name is None else hardware_named(name)
+
+
+def gpus_of(config: Config, nodes: RoleConfig) -> int:
+    return nodes.gpus or config.engine.gpus
+
+
+def cost_of(config: Config, nodes: RoleConfig, model: Path | None) -> Cost:
+    """What work takes on a node of a role: a measured curve where there is one, else the analytic model of the
+    model's config.json (`model`: its folder or the file) on its hardware, this CPU when none is named.
+
+    Raises ConfigError for a curve, hardware or model without a cost.
+    """
+    engine = config.engine
+    if engine.cost is not None:
+        return curve_of(_curve_values(engine.cost))
+    if model is None:
+        raise ConfigError("engine.cost or model: give one; without it nobody knows what work costs")
+    hardware = hardware_of(config, nodes) or hardware_named("cpu")
+    facts = facts_of(read_mapping(model / "config.json" if model.is_dir() else model))
+    weight_dtype = _COST_DTYPES[engine.dtype] if engine.dtype else facts.weight_dtype
+    kv_dtype = "fp32" if weight_dtype == "fp32" else "bf16"
+    coefficients = engine_coefficients(engine.runtime, hardware, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
+    return Analytic(
+        model=facts,
+        hardware=hardware,
+        coefficients=coefficients,
+        num_gpus=gpus_of(config, nodes),
+        weight_dtype=weight_dtype,
+        kv_dtype=kv_dtype,
+    )
+
+
+def _curve_values(given: str | dict[str, Any]) -> Mapping[str, Any]:
+    values = given if isinstance(given, dict) else read_mapping(Path(given).expanduser())
+    return {key: _numbers(value) for key, value in values.items()}
+
+
+def _numbers(value: Any) -> Any:
+    """YAML takes 1e-5, which is how JSON and Python write it, for a text; 1.0e-5 only for a number."""
+    if isinstance(value, dict):
+        return {key: _numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_numbers(inner) for inner in value]
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        return float(value)
+    return value
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """A YAML or JSON file with keys and values at its top. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf8")
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: not valid: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected keys and values at the top")
+    return values

@@ -1,4 +1,4 @@
-"""What a configuration means to conductor and cost model, read the same way for the live world and the simulated one."""
+"""What a configuration means to conductor and cost model: one reading for the live world and the simulated one."""
 
 from __future__ import annotations
 

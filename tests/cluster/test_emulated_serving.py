@@ -119,7 +119,7 @@ def test_what_cannot_be_emulated_says_so_in_one_line(tmp_path: Path) -> None:
     config = tmp_path / "isthmus.yaml"
     config.write_text(f"engine: {{kind: emulated, cost: {tmp_path / 'nothing.yaml'}}}\n")
     code, line = refused("--config", str(config), "--port", "0")
-    assert code != 0 and "nothing.yaml cannot be read" in line
+    assert code != 0 and "nothing.yaml: cannot be read" in line
     code, line = refused(*EMULATED, "--model", str(tmp_path), "--port", "0")
     assert code != 0 and "config.json" in line
 

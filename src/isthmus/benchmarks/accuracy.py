@@ -218,7 +218,7 @@ async def _serve(config: Path, folder: Path, workload: Workload) -> tuple[list[T
         _served(config, folder / "serve.log") as (url, pid),
         aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
     ):
-        server = serve._Server(url, await serve._ask_model(session, url))
+        server = serve.Server(url, await serve.ask_model(session, url))
         idle = [await _ask(session, server, request, "idle") for request in _idle(workload)]
         loop = asyncio.get_running_loop()
         begin, before = loop.time(), _scheduled(pid)
@@ -260,10 +260,10 @@ def _idle(workload: Workload) -> list[Request]:
     ]
 
 
-async def _ask(session: aiohttp.ClientSession, server: serve._Server, request: Request, salt: str) -> Times:
+async def _ask(session: aiohttp.ClientSession, server: serve.Server, request: Request, salt: str) -> Times:
     row = serve.Row(request.num_tokens, max(2, request.output_tokens), 1, 1)
-    body = serve._body(server, row, prompt_of(request, salt))
-    stream = serve._read(await serve._ask(session, server.url, body), row)
+    body = serve.body_of(server, row, prompt_of(request, salt))
+    stream = serve.read_stream(await serve.ask(session, server.url, body), row)
     return times_of(stream.sent_s, stream.token_times_s, row.output_tokens)
 
 

@@ -106,7 +106,9 @@ METRICS = [
 
 
 @dataclass(frozen=True)
-class _Server:
+class Server:
+    """A server to measure, and the model asked of it."""
+
     url: str
     model: str
 
@@ -160,7 +162,7 @@ class _Steps:
         return _Steps(self.iterations - earlier.iterations, self.seconds - earlier.seconds)
 
 
-async def _steps(session: aiohttp.ClientSession, server: _Server) -> _Steps:
+async def _steps(session: aiohttp.ClientSession, server: Server) -> _Steps:
     """The counters of an Isthmus server, once they are fresh; no steps for other servers."""
     if "isthmus_engine_seconds_total" not in await _metrics(session, server):
         return _Steps()
@@ -168,7 +170,7 @@ async def _steps(session: aiohttp.ClientSession, server: _Server) -> _Steps:
     return _read_steps(await _metrics(session, server))
 
 
-async def _metrics(session: aiohttp.ClientSession, server: _Server) -> str:
+async def _metrics(session: aiohttp.ClientSession, server: Server) -> str:
     try:
         async with session.get(f"{server.url}/metrics") as response:
             return await response.text(errors="replace") if response.status == 200 else ""
@@ -198,7 +200,7 @@ async def _run(urls: list[str], model: str | None, rows: list[Row], rounds: int,
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S)
     results: list[Result] = []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        servers = [_Server(url, model or await _ask_model(session, url)) for url in urls]
+        servers = [Server(url, model or await ask_model(session, url)) for url in urls]
         for row_number, row in enumerate(rows):
             counted: list[list[_Round]] = [[] for _ in servers]
             before: list[_Steps] = []
@@ -216,7 +218,8 @@ async def _run(urls: list[str], model: str | None, rows: list[Row], rounds: int,
     return results
 
 
-async def _ask_model(session: aiohttp.ClientSession, url: str) -> str:
+async def ask_model(session: aiohttp.ClientSession, url: str) -> str:
+    """The first model that a server lists. Raises BenchError."""
     try:
         async with session.get(f"{url}/v1/models") as response:
             await _raise_for_status(response)
@@ -245,15 +248,15 @@ def _prompts(row: Row, seed: str) -> list[list[int]]:
 
 
 async def _run_round(
-    session: aiohttp.ClientSession, server: _Server, row: Row, prompts: list[list[int]]
+    session: aiohttp.ClientSession, server: Server, row: Row, prompts: list[list[int]]
 ) -> _Round:
     """Send all prompts, `row.concurrency` at a time, and read the answers once the last has ended."""
-    waiting = enumerate([_body(server, row, prompt) for prompt in prompts])
+    waiting = enumerate([body_of(server, row, prompt) for prompt in prompts])
     captures: dict[int, _Capture] = {}
 
     async def worker() -> None:
         for index, body in waiting:
-            captures[index] = await _ask(session, server.url, body)
+            captures[index] = await ask(session, server.url, body)
 
     started_s = time.perf_counter()
     try:
@@ -267,13 +270,14 @@ async def _run_round(
     errors: list[str] = []
     for index in range(row.requests):
         try:
-            streams.append(_read(captures[index], row))
+            streams.append(read_stream(captures[index], row))
         except BenchError as error:
             errors.append(f"request {index}: {error}")
     return _Round(wall_s, streams, errors)
 
 
-def _body(server: _Server, row: Row, prompt: list[int]) -> bytes:
+def body_of(server: Server, row: Row, prompt: list[int]) -> bytes:
+    """A streaming completion request that ends at the row's output length."""
     request = {
         "model": server.model,
         "prompt": prompt,
@@ -286,7 +290,7 @@ def _body(server: _Server, row: Row, prompt: list[int]) -> bytes:
     return json.dumps(request).encode()
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, body: bytes) -> _Capture:
+async def ask(session: aiohttp.ClientSession, url: str, body: bytes) -> _Capture:
     """Send one request and keep every piece of its answer; this runs while the server is timed."""
     capture = _Capture(time.perf_counter(), [])
     headers = {"Content-Type": "application/json"}
@@ -312,7 +316,7 @@ def _events(capture: _Capture) -> Iterator[tuple[float, dict[str, Any]]]:
                 yield read_s, json.loads(line[5:])
 
 
-def _read(capture: _Capture, row: Row) -> _Stream:
+def read_stream(capture: _Capture, row: Row) -> _Stream:
     """Decode one answer; raise `BenchError` if it failed or has other token counts than were asked for."""
     events: list[tuple[float, str]] = []  # time and text
     usage: dict[str, int] | None = None
@@ -361,7 +365,7 @@ def _spread_ms(name: str, times_s: Sequence[float]) -> dict[str, Any]:
     return {f"{name}_ms_mean": statistics.fmean(ordered), **percentiles}
 
 
-def _result(server: _Server, row: Row, rounds: list[_Round]) -> Result:
+def _result(server: Server, row: Row, rounds: list[_Round]) -> Result:
     """Turn a row's counted rounds into figures; raise `BenchError` if they hold nothing to measure."""
     streams = [stream for each in rounds for stream in each.streams]
     errors = tuple(f"round {n}, {error}" for n, each in enumerate(rounds, 1) for error in each.errors)

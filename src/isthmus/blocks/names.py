@@ -30,9 +30,7 @@ class BlockNamer:
         self._key = blake3.blake3(context, derive_key_context="isthmus 2026 kv block name").digest()
         self.block_size = layout.block_size
 
-    def names(
-        self, tokens: Sequence[int], *, parent: bytes | None = None, start: int = 0
-    ) -> list[BlockName]:
+    def names(self, tokens: Sequence[int], *, parent: bytes | None = None, start: int = 0) -> list[BlockName]:
         """Names of the full blocks of `tokens[start:]`; `parent` names the block that ends at `start`.
 
         A tail shorter than a block has no name.

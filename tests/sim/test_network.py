@@ -384,3 +384,129 @@ def test_a_flow_must_not_pass_by_the_link_that_another_is_behind() -> None:
     network.add_link("device", 1 * GB, behind=0)
     with pytest.raises(AssertionError, match="passes a link by"):
         network.start((1,), 1, None, 0)
+
+
+class Pair:
+    """The same flows twice: once with every end told, and once as they ask. Rates and counts must agree."""
+
+    def __init__(self, capacities: list[float]) -> None:
+        self.told, self.asked = Network(), Network()
+        for number, capacity in enumerate(capacities):
+            for network in (self.told, self.asked):
+                network.add_link(f"link {number}", capacity)
+        self.now = 0
+        self.flows: list[tuple[Flow, Flow, tuple[int, ...]]] = []
+        self.over: set[Flow] = set()  # of those that are told
+
+    def start(self, path: tuple[int, ...], num_bytes: int, quiet: bool) -> None:
+        tag = len(self.flows)
+        told = self.told.start(path, num_bytes, tag, self.now)
+        self.flows.append((told, self.asked.start(path, num_bytes, tag, self.now, quiet=quiet), path))
+
+    def grow(self, index: int, num_bytes: int) -> None:
+        told, asked, path = self.flows[index]
+        if told not in self.over:
+            self.told.grow(told, num_bytes, self.now)
+        elif asked.quiet:  # it has ended for whoever asks
+            told = self.told.start(path, num_bytes, told.tag, self.now)
+        else:
+            return
+        self.asked.grow(asked, num_bytes, self.now)
+        self.flows[index] = told, asked, path
+
+    def cancel(self, index: int) -> None:
+        told, asked, _ = self.flows.pop(index)
+        if told not in self.over:
+            self.told.cancel(told, self.now)
+            self.asked.cancel(asked, self.now)
+        elif asked.quiet:
+            self.asked.cancel(asked, self.now)
+
+    def set_rate(self, link: int, bytes_per_s: float) -> None:
+        self.told.set_rate(link, bytes_per_s, self.now)
+        self.asked.set_rate(link, bytes_per_s, self.now)
+
+    def wait(self, percent: int) -> bool:
+        """Part of the way to the next end, or all of it, which leaves no end out. False: nothing will end."""
+        ends = [end for end in (self.told.next_finish(), self.asked.next_finish()) if end is not None]
+        if not ends:
+            return False
+        assert self.told.next_finish() == min(ends), "an end that is not one"
+        self.now += (min(ends) - self.now) * percent // 100
+        quiet = {told for told, asked, _ in self.flows if asked.quiet}
+        ended = self.told.finish(self.now)
+        assert tags(self.asked.finish(self.now)) == tags([flow for flow in ended if flow not in quiet])
+        self.over.update(ended)
+        return True
+
+    def compare(self) -> None:
+        self.told.check()
+        self.asked.check()
+        for told, asked, _ in self.flows:
+            if told not in self.over:
+                assert (asked.rate, asked.finish_ns) == (told.rate, told.finish_ns)
+        for link in range(NUM_LINKS):
+            for count in (Network.bytes_moved, Network.busy_ns):
+                assert count(self.asked, link, self.now) == count(self.told, link, self.now)
+
+
+PAIR_STEPS = st.one_of(
+    st.tuples(st.just("start"), PATHS, st.integers(0, 10**10), st.booleans()),
+    st.tuples(st.just("grow"), st.integers(0, 20), st.integers(1, 10**9)),
+    st.tuples(st.just("cancel"), st.integers(0, 20)),
+    st.tuples(st.just("wait"), st.sampled_from([30, 100, 100])),
+    st.tuples(
+        st.just("set_rate"), st.integers(0, NUM_LINKS - 1), st.sampled_from([0.0, 1 * GB, 5 * GB, math.inf])
+    ),
+)
+
+
+@settings(max_examples=150)
+@given(st.lists(CAPACITIES, min_size=NUM_LINKS, max_size=NUM_LINKS), st.lists(PAIR_STEPS, max_size=30))
+def test_a_quiet_flow_moves_as_any_other(capacities: list[float], steps: list[tuple]) -> None:
+    pair = Pair(capacities)
+    for name, *arguments in steps:
+        if name in ("grow", "cancel"):
+            if not pair.flows:
+                continue
+            arguments[0] %= len(pair.flows)
+        getattr(pair, name)(*arguments)
+        while pair.told.next_finish() == pair.now:  # a quiet flow leaves no end out that is due
+            pair.wait(100)
+        pair.compare()
+    while pair.wait(100):
+        pair.compare()
+
+
+def test_the_end_of_a_quiet_flow_sets_no_timer() -> None:
+    network = one_link()
+    flow = network.start((0,), 10**9, "kv", 0, quiet=True)
+    assert network.next_finish() is None
+    network.grow(flow, 10**9, 5 * 10**9)
+    assert network.next_finish() == 6 * 10**9
+    assert tags(network.finish(6 * 10**9)) == ["kv"]
+    assert network.bytes_moved(0, 6 * 10**9) == 2 * 10**9
+    assert network.busy_ns(0, 6 * 10**9) == 2 * 10**9
+    network.check()
+
+
+def test_where_a_quiet_flow_holds_others_back_its_end_counts_and_is_not_told() -> None:
+    network = one_link()
+    network.start((0,), 10**9, "quiet", 0, quiet=True)
+    network.start((0,), 2 * 10**9, "other", 0)
+    assert network.next_finish() == 2 * 10**9
+    assert network.finish(2 * 10**9) == []
+    assert network.next_finish() == 3 * 10**9
+    assert tags(network.finish(3 * 10**9)) == ["other"]
+
+
+def test_a_link_is_busy_until_its_last_flow_ends_though_a_quiet_one_is_taken_off_later() -> None:
+    network = Network()
+    slow, other, wide = (network.add_link(name, rate) for name, rate in (("a", GB), ("b", GB), ("c", 4 * GB)))
+    network.start((slow, wide), 10**9, "quiet", 0, quiet=True)
+    network.start((other, wide), 3 * 10**9, "other", 0)
+    network.finish(3 * 10**9)
+    assert network.busy_ns(wide, 5 * 10**9) == 3 * 10**9
+    network.start((other, wide), 10**9, "next", 5 * 10**9)
+    network.finish(6 * 10**9)
+    assert [network.busy_ns(link, 7 * 10**9) for link in (slow, other, wide)] == [10**9, 4 * 10**9, 4 * 10**9]

@@ -9,7 +9,8 @@ from isthmus.cost import compile_cost, pipeline
 from isthmus.scheduler import Piece, Run
 from isthmus.sim.build import build_node
 from isthmus.sim.job import Job
-from isthmus.sim.node import SimNode
+from isthmus.sim.node import Lane, SimNode
+from isthmus.sim.records import LinkRecord
 from isthmus.sim.workloads import Request
 from isthmus.types import RequestId, Role
 
@@ -117,3 +118,13 @@ def test_a_pipeline_group_is_free_before_its_last_chunk_is_done(stages: int) -> 
     end = node.begin(Run((chunk(100, samples=False),), 0, 0, 4, list), 0)
     assert end == occupancy // 1000
     assert node.tail_ns == (latency - occupancy) // 1000
+
+
+def test_a_lane_moves_one_thing_after_the_other() -> None:
+    record = LinkRecord("a node to device", "memory", 10**9)
+    lane = Lane(record)
+    assert lane.take(2 * 10**9, 5) == 5 + 2 * 10**9
+    assert lane.take(10**9, 10**9) == 5 + 3 * 10**9
+    assert lane.take(0, 10**9) == 5 + 3 * 10**9
+    assert lane.take(10**9, 10**10) == 11 * 10**9
+    assert (record.bytes_moved, record.busy_ns) == (4 * 10**9, 4 * 10**9)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import sys
@@ -95,6 +94,8 @@ def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
         order=config.scheduling.order,
         cost=cost,
     )
+    import asyncio
+
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -103,6 +104,8 @@ def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
 
 async def _serve(node: Any, *, watch_stdin: bool) -> str:
     """Runs a node; with `watch_stdin` it ends when the launcher's pipe closes."""
+    import asyncio
+
     if watch_stdin:
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import signal
@@ -16,6 +15,8 @@ import typer
 from isthmus.config import Config, load_config
 
 if TYPE_CHECKING:
+    import asyncio
+
     from isthmus.cli.engines import Served
 
 
@@ -59,6 +60,8 @@ def serve(
         "record": str(record) if record else None,
         **_role_overrides(prefill, decode, mixed),
     }
+    import asyncio
+
     from isthmus.deploy import at_home
 
     settings = at_home(load_config(config, overrides), config.parent if config else Path())
@@ -80,6 +83,8 @@ def _loop_factory() -> Any:
 
 
 async def _serve(config: Config) -> None:
+    import asyncio
+
     from isthmus.cli.engines import served_model
     from isthmus.cli.models import find_model
     from isthmus.cluster.launcher import check_memory, planned_nodes
@@ -159,6 +164,8 @@ def _simulated_only(config: Config) -> list[str]:
 
 def _stop_on_signals() -> asyncio.Event:
     """The first SIGTERM or Ctrl-C drains; a second one ends at once."""
+    import asyncio
+
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def on_signal() -> None:

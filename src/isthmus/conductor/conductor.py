@@ -196,7 +196,7 @@ class Conductor:
     def _alive(self, request: RequestView) -> tuple[NodeId, ...]:
         """Its nodes, less those that left."""
         nodes = self.view.nodes
-        return tuple(node.node for node in request.nodes if nodes.get(node.node) is node)
+        return tuple([node.node for node in request.nodes if nodes.get(node.node) is node])
 
     # Refusals.
 

@@ -20,7 +20,7 @@ class Estimator:
     """Estimates for one request at one moment. `nodes`: those that can take its prefill; `waits`: their queues, ns.
 
     `held`: leading blocks that nodes have finished, as levels; `depths[slot]`: those a node has or will have;
-    `deepest`: the most that any will. `memo`: answers of `work_ns`, by `depth << 8 | kind`.
+    `deepest`: the most that any will. `memo`: answers of `work_ns`, by `depth << 16 | kind`.
     """
 
     __slots__ = (
@@ -49,7 +49,7 @@ class Estimator:
 
     def work_ns(self, node: NodeView, num_blocks: int) -> float:
         """Node time with so many leading blocks in the node's memory: computing, or loading them."""
-        key = num_blocks << 8 | node.kind
+        key = num_blocks << 16 | node.kind
         found = self.memo.get(key)
         if found is None:
             found = self.compute_ns(node, num_blocks) * self.ratio

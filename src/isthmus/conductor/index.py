@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 
 from isthmus.types import BlockName
 
@@ -64,29 +65,27 @@ class PrefixIndex:
 
     def match(self, names: Sequence[BlockName], nodes: int) -> tuple[Levels, Levels]:
         """How far each of `nodes` (a mask) has the prefix, in any tier; and how far it has it or will."""
-        held, coming = self._held.get, self._coming.get
-        has, will = nodes, nodes
+        has, will = nodes, nodes  # the former is part of the latter
         levels: Levels = []
         expected: Levels = []
         depth = 0
-        for name in names:
-            holders = held(name, 0)
-            still = will & holders
-            if still != will:
-                still |= will & coming(name, 0)
+        for holders in map(self._held.get, names, repeat(0)):
+            if will & holders != will:
+                still = will & (holders | self._coming.get(names[depth], 0))
                 if still != will:
                     expected.append((depth, will & ~still))
                     will = still
-            still = has & holders
-            if still != has:
-                levels.append((depth, has & ~still))
-                has = still
-            if not will:
-                return levels, expected
+                still = has & holders
+                if still != has:
+                    levels.append((depth, has & ~still))
+                    has = still
+                if not will:
+                    return levels, expected
             depth += 1
         if has:
             levels.append((depth, has))
-        expected.append((depth, will))
+        if will:
+            expected.append((depth, will))
         return levels, expected
 
     def num_on_disk(self, bit: int, names: Iterable[BlockName]) -> int:
@@ -102,17 +101,11 @@ class PrefixIndex:
 
 
 def _set(masks: dict[BlockName, int], bit: int, names: Sequence[BlockName]) -> None:
-    """Adds one bit to each. New blocks are the tail of a chain and most of it: they go in at once."""
-    get = masks.get
-    for at, name in enumerate(names):
-        mask = get(name)
-        if mask is None:
-            rest = names[at:]
-            if masks.keys().isdisjoint(rest):
-                masks.update(dict.fromkeys(rest, bit))
-                return
-            mask = 0
-        masks[name] = mask | bit
+    """Adds one bit to each."""
+    if masks.keys().isdisjoint(names):
+        masks.update(dict.fromkeys(names, bit))
+    else:
+        masks.update(zip(names, map(bit.__or__, map(masks.get, names, repeat(0))), strict=True))
 
 
 def _clear(masks: dict[BlockName, int], bit: int, names: Sequence[BlockName]) -> Sequence[BlockName]:

@@ -29,7 +29,7 @@ class Calibration:
         self._measured = self._measured * FORGET + measured_ns
         self._estimated = self._estimated * FORGET + estimated_ns
         if self._estimated > 0:
-            self.ratio = min(10.0, max(0.1, self._measured / self._estimated))
+            self.ratio = min(1e3, max(1e-3, self._measured / self._estimated))
 
 
 class Decaying:
@@ -45,7 +45,8 @@ class Decaying:
         self._at_ns = now
 
     def at(self, now: int) -> float:
-        return self._value * math.exp((self._at_ns - now) / WINDOW_NS) if self._value else 0.0
+        value = self._value
+        return value * math.exp((self._at_ns - now) / WINDOW_NS) if value else 0.0
 
 
 class Recent:
@@ -80,8 +81,11 @@ class Recent:
         self._lost.add(work_ns, now)
 
     def loss_per_block_ns(self, now: int) -> float:
+        lost = self._lost.at(now)
+        if not lost:
+            return 0.0
         inserted = self._inserted.at(now)
-        return self._lost.at(now) / inserted if inserted > 0 else 0.0
+        return lost / inserted if inserted > 0 else 0.0
 
 
 class OutputLengths:

@@ -35,7 +35,18 @@ def isthmus(estimator: Estimator, rules: Rules) -> Placement:
 class _Pricing:
     """`_best`: the cheapest option so far: (index of its node, whom it fetches from, up to which block)."""
 
-    __slots__ = ("_best", "_best_score", "_estimator", "_num_blocks", "_order", "_prices", "_room", "_shortest")
+    __slots__ = (
+        "_best",
+        "_best_score",
+        "_estimator",
+        "_leaving",
+        "_num_blocks",
+        "_order",
+        "_prices",
+        "_room",
+        "_shortest",
+        "_stretch",
+    )
 
     def __init__(self, estimator: Estimator) -> None:
         view, now, count = estimator.view, estimator.now, len(estimator.nodes)
@@ -52,6 +63,8 @@ class _Pricing:
         self._best: tuple[int, NodeView | None, int] = (0, None, 0)
         self._best_score = math.inf
         self._shortest = min(estimator.waits)
+        self._leaving: list[float] = []  # of the source under consideration: bytes its copies still send
+        self._stretch = 1.0
 
     def cheapest(self) -> Placement:
         estimator = self._estimator
@@ -67,11 +80,14 @@ class _Pricing:
         estimator, prices = self._estimator, self._prices
         nodes, waits, depths = estimator.nodes, estimator.waits, estimator.depths
         reads_disk = estimator.view.index.uses_disk
-        memo = estimator.memo
+        memo, alike = estimator.memo, not reads_disk and not estimator.view.has_mixed
+        best_depth, best_kind, best_wait = -1, -1, 0
         for at in self._order:
             node, wait = nodes[at], waits[at]
             depth = depths[node.slot]
-            work = memo.get(depth << 8 | node.kind)
+            if depth == best_depth and wait >= best_wait and node.kind == best_kind:
+                continue  # the same work, no sooner
+            work = memo.get(depth << 16 | node.kind)
             if work is None:
                 work = estimator.work_ns(node, depth)
             if reads_disk:
@@ -79,6 +95,8 @@ class _Pricing:
             score = wait + work + prices[at] * work + self._room * (self._num_blocks - depth)
             if score < self._best_score:
                 self._best, self._best_score = (at, None, 0), score
+                if alike:
+                    best_depth, best_kind, best_wait = depth, node.kind, wait
 
     def _may_pay(self, stop: int) -> bool:
         """Whether so many cached blocks could make some node the cheapest, if to fetch them took no time."""
@@ -91,29 +109,35 @@ class _Pricing:
 
     def _fetch(self, source: NodeView, stop: int) -> None:
         """Fetching up to block `stop` from `source`, to each node where that could still be the cheapest."""
-        estimator = self._estimator
-        crossings: dict[tuple[int, int], int] = {}
-        for least, _, at in sorted(self._targets(source, stop)):
+        estimator, now = self._estimator, self._estimator.now
+        targets = self._targets(source, stop)
+        if not targets:
+            return
+        self._stretch = source.link_out.stretch(now)
+        self._leaving = [copy.bytes_left(now) for copy in source.link_out.copies]
+        crossings: dict[int, int] = {}  # by kind, where the fetch before this one crossed its computing
+        for least, _, at in sorted(targets):
             if least >= self._best_score:
                 return
             node, wait, price = estimator.nodes[at], estimator.waits[at], self._prices[at]
             depth, work = estimator.depths[node.slot], estimator.work_ns(node, stop)
             block_ns = node.block_bytes * NS_PER_S / min(source.paths.network, node.paths.network)
-            crossing = crossings.get((depth, node.kind))
+            block_ns *= self._stretch * node.link_in.stretch(now)  # without the copies under way
+            crossing = crossings.get(node.kind)
             if crossing is not None:
                 # A fetch up to there leaves at least so much to compute, a longer one takes at least so long.
                 computing = wait + (1 + price) * estimator.work_ns(node, crossing)
-                transfer = (crossing - depth) * block_ns
+                transfer = max(0, crossing - depth) * block_ns
                 fetching = transfer + price * max(work, transfer - wait)
                 room = self._room * (self._num_blocks - depth)
                 if min(computing, fetching) + room >= self._best_score:
                     continue
-            transfer = (stop - depth) * block_ns  # on links of its own
+            transfer = (stop - depth) * block_ns
             spent = max(work, transfer - wait)
             if least + (1 + price) * (spent - work) < self._best_score:
                 transfer = self._offer(at, source, stop)
             if transfer > wait + work:
-                crossings[depth, node.kind] = self._fetch_part(at, source, stop)
+                crossings[node.kind] = self._fetch_part(at, source, stop)
 
     def _targets(self, source: NodeView, stop: int) -> list[tuple[float, int, int]]:
         """(score if fetching took no time, place in turn, index) of each node that lacks some of the blocks.
@@ -146,15 +170,16 @@ class _Pricing:
         Returns where the two times cross.
         """
         estimator = self._estimator
-        node = estimator.nodes[at]
+        node, wait = estimator.nodes[at], estimator.waits[at]
         low = start = estimator.depths[node.slot]
-        high = stop  # a fetch up to `low` ends before the computing, one up to `high` after it
-        late_low, late_high = self._lateness(at, source, low), self._lateness(at, source, high)
+        high = stop  # a fetch to `low` ends before the computing, one to `high` after it: by so much
+        late_low = -wait - estimator.work_ns(node, low)
+        late_high = self._transfer(node, source, high)[0] - wait - estimator.work_ns(node, high)
         while high - low > 1:
             # Both times are nearly straight lines, so their crossing is nearly where chords say.
             middle = low + int((high - low) * late_low / (late_low - late_high))
             middle = min(max(middle, low + 1), high - 1)
-            late = self._lateness(at, source, middle)
+            late = self._transfer(node, source, middle)[0] - wait - estimator.work_ns(node, middle)
             if late > 0:
                 high, late_high = middle, late
             else:
@@ -164,23 +189,30 @@ class _Pricing:
                 self._offer(at, source, end)
         return high
 
-    def _lateness(self, at: int, source: NodeView, stop: int) -> float:
-        """By how much a fetch up to `stop` ends after queue and computing, in ns; negative when before."""
+    def _transfer(self, node: NodeView, source: NodeView, stop: int) -> tuple[float, float]:
+        """How long a fetch up to `stop` takes, and by how much it delays others, in ns."""
         estimator = self._estimator
-        node = estimator.nodes[at]
+        out, into = source.link_out, node.link_in
         num_bytes = (stop - estimator.depths[node.slot]) * node.block_bytes
-        transfer, _ = expected_ns(source.link_out, node.link_in, num_bytes, estimator.now)
-        return transfer - estimator.waits[at] - estimator.work_ns(node, stop)
+        if into.copies:
+            return expected_ns(out, into, num_bytes, estimator.now)
+        before = 0.0  # the same as `expected_ns`, with what the source still sends counted once for all nodes
+        for left in self._leaving:
+            before += left if left < num_bytes else num_bytes
+        delay = before * NS_PER_S / out.bytes_per_s
+        own = num_bytes * NS_PER_S / out.bytes_per_s + delay
+        if into.bytes_per_s < out.bytes_per_s:
+            own = max(own, num_bytes * NS_PER_S / into.bytes_per_s)
+        return own * self._stretch * into.stretch(estimator.now), delay
 
     def _offer(self, at: int, source: NodeView, stop: int) -> float:
         """Considers one fetch; returns how long its transfer takes, in ns."""
         estimator = self._estimator
         node, wait = estimator.nodes[at], estimator.waits[at]
-        depth = estimator.depths[node.slot]
-        num_bytes = (stop - depth) * node.block_bytes
-        transfer, delay = expected_ns(source.link_out, node.link_in, num_bytes, estimator.now)
+        transfer, delay = self._transfer(node, source, stop)
         work = max(estimator.work_ns(node, stop), transfer - wait)
-        score = wait + work + self._prices[at] * work + self._room * (self._num_blocks - depth) + delay
+        room = self._room * (self._num_blocks - estimator.depths[node.slot])
+        score = wait + work + self._prices[at] * work + room + delay
         if score < self._best_score:
             self._best, self._best_score = (at, source, stop), score
         return transfer

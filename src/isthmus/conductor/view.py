@@ -116,7 +116,6 @@ class RequestView:
         "arrived",
         "arrived_ns",
         "attempt",
-        "cached",
         "compute_ns",
         "copy",
         "decode",
@@ -135,7 +134,7 @@ class RequestView:
 
     def __init__(self, arrived: RequestArrived, now: int) -> None:
         self.arrived, self.arrived_ns = arrived, now
-        self.attempt = self.cached = self.work_ns = self.compute_ns = self.expected_ns = 0
+        self.attempt = self.work_ns = self.compute_ns = self.expected_ns = 0
         self.prefill: NodeView | None = None
         self.decode: NodeView | None = None
         self.prefilling = self.handing_over = self.held = self.streaming = False
@@ -148,7 +147,11 @@ class RequestView:
     @property
     def nodes(self) -> tuple[NodeView, ...]:
         """The nodes that may hold something of it, each once."""
-        return tuple(dict.fromkeys(node for node in (self.prefill, self.decode) if node is not None))
+        prefill, decode = self.prefill, self.decode
+        if prefill is None or decode is None or prefill is decode:
+            only = prefill or decode
+            return () if only is None else (only,)
+        return prefill, decode
 
 
 class ClusterView:
@@ -232,11 +235,7 @@ class ClusterView:
         prefill, decode, facts = placement.prefill, placement.decode, request.arrived
         request.prefill, request.decode = prefill, decode
         request.prefilling = request.handing_over = True
-        request.work_ns, request.compute_ns, request.cached = (
-            placement.work_ns,
-            placement.compute_ns,
-            placement.cached,
-        )
+        request.work_ns, request.compute_ns = placement.work_ns, placement.compute_ns
         request.decode_ns, request.expected_ns = -1, now + placement.ttft_ns
         if not prefill.prefills:
             prefill.service_ns = now
@@ -321,7 +320,7 @@ class ClusterView:
         for node in self.nodes.values():
             queued = [r for r in self.requests.values() if r.prefilling and r.prefill is node]
             decoding = [r for r in self.requests.values() if r.decode is node]
-            assert list(node.prefills.values()) == queued or len(queued) == len(node.prefills)
+            assert len(queued) == len(node.prefills) and all(r.arrived.request in node.prefills for r in queued)
             assert node.work_ns == sum(request.work_ns for request in queued)
             assert node.batch == len(decoding) == len(node.decodes)
             assert node.context == sum(request.arrived.num_tokens for request in decoding)

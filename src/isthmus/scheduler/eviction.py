@@ -9,7 +9,7 @@ Owns the order alone: capacities and tiers are `tiers.py`'s business, pins its u
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count as counting
@@ -61,12 +61,8 @@ class RecencyOrder:
         """Oldest use first. Each with the chain it came with, which says what it follows."""
 
     def use(self, chain: Chain, num_held: int) -> None:
-        held = self.held
-        for name in chain[num_held:][::-1]:
-            held[name] = chain
-        touch = held.move_to_end
-        for name in chain[:num_held][::-1]:
-            touch(name)
+        self.held.update(dict.fromkeys(chain[num_held:][::-1], chain))
+        deque(map(self.held.move_to_end, chain[:num_held][::-1]), 0)
 
     def evict(self, count: int, pins: Container[BlockName], spared: Chain) -> list[Entry]:
         oldest, others = self.held.popitem, len(self.held) - len(spared)

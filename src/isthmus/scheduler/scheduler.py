@@ -212,7 +212,8 @@ class Scheduler:
         self._expected.append(sequence)
         if self._run is not None:  # what runs has all it needs
             self._reserve(actions)
-            self._report_evicted(actions)
+            if self.pool.evicted:
+                actions.append(Evicted(self.pool.take_evicted()))
 
     def _import(self, event: Imported, actions: list[Action]) -> None:
         sequence = self._sequences[event.request]
@@ -372,7 +373,8 @@ class Scheduler:
             self._add_prompts(num_decodes, chunks, actions, now)
         if self._expected:
             self._reserve(actions)
-        self._report_evicted(actions)
+        if self.pool.evicted:
+            actions.append(Evicted(self.pool.take_evicted()))
         if num_decodes:
             context = self._offsets + num_decodes * (self._clock + 1)
             steps = 1 if chunks else self._decode_steps()
@@ -381,10 +383,6 @@ class Scheduler:
         elif chunks:
             self._run = Run(tuple(chunks), 0, 0, self._chunk_steps(chunks), list)
             actions.append(self._run)
-
-    def _report_evicted(self, actions: list[Action]) -> None:
-        if self.pool.evicted:
-            actions.append(Evicted(self.pool.take_evicted()))
 
     def _add_prompts(self, num_decodes: int, chunks: list[Piece], actions: list[Action], now: int) -> None:
         # One token at least, so that prompts go on however many requests decode.

@@ -10,6 +10,7 @@ Knows names only: no bytes, no slots, no clock.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 import msgspec
 
@@ -40,11 +41,8 @@ class Tier:
 
     def match(self, names: Sequence[BlockName], start: int = 0) -> int:
         """Up to which index the chain is here, from `start` on without a gap. Does not mutate."""
-        held = self.held
-        for depth, name in enumerate(names[start:] if start else names, start):
-            if name not in held:
-                return depth
-        return len(names)
+        rest = names[start:] if start else names
+        return start + len(list(takewhile(self.held.__contains__, rest)))
 
 
 class TierCache:

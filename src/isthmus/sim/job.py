@@ -12,9 +12,9 @@ class Job:
     """`attempt`: that of its route, -1 once it was withdrawn. `prefill_slot`, `target`: its nodes. `age`: which
     admission of the node where it computes was its own.
 
-    `started`: its prefill has begun; `reserved`: its decode node has room for it; `landing`: the last of its KV is
-    on its way there. `flows`: all under way for it, of which `handover` goes to its decode node; its prefill waits
-    for `pending` others. `source_slot`: node that its blocks up to `stop` are fetched from, and pinned on, or -1.
+    `started`: its prefill has begun; `reserved`: its decode node has room for it. `flows`: all under way for it, of
+    which `handover` goes to its decode node; its prefill waits for `pending` others, and until `loaded_ns`.
+    `source_slot`: node that its blocks up to `stop` are fetched from, and pinned on, or -1.
 
     `num_generated`: tokens before `first_step`, the iterations of the node `decodes_on` before its first there;
     its last token is the `last_step`-th there. `spans`: (node, first step, last step) of each stay that is over;
@@ -22,7 +22,7 @@ class Job:
     """
 
     __slots__ = (
-        "age", "attempt", "decodes_on", "first_step", "flows", "handover", "index", "landing", "last_step", "name",
+        "age", "attempt", "decodes_on", "first_step", "flows", "handover", "index", "last_step", "loaded_ns", "name",
         "num_generated", "pending", "prefill_slot", "record", "request", "reserved", "resumed_ns",
         "source_slot", "spans", "started", "stop", "target",
     )  # fmt: skip
@@ -31,14 +31,14 @@ class Job:
         self.index, self.request = index, request
         self.name = RequestId(str(index))
         self.record = RequestRecord(index, request, arrival_ns=request.arrival_ns)
-        self.age = self.attempt = self.pending = self.num_generated = self.stop = 0
+        self.age = self.attempt = self.pending = self.num_generated = self.stop = self.loaded_ns = 0
         self.prefill_slot = self.target = -1
         self.decodes_on = self.first_step = self.last_step = -1
         self.spans: list[tuple[int, int, int]] = []
         self.resumed_ns: list[int] = []
         self.flows: list[Flow] = []
         self.handover: Flow | None = None
-        self.reserved = self.started = self.landing = False
+        self.reserved = self.started = False
         self.source_slot = -1
 
     @property

@@ -13,7 +13,7 @@ from isthmus.scheduler import TierCache
 from isthmus.sim.deployment import UNLIMITED, Deployment
 from isthmus.sim.job import Job
 from isthmus.sim.network import Flow, Network
-from isthmus.sim.node import SimNode
+from isthmus.sim.node import Lane, SimNode
 from isthmus.sim.records import LinkRecord
 from isthmus.types import BlockName, Role
 
@@ -56,7 +56,8 @@ class Moves:
         self.bytes_moved = dict.fromkeys(PURPOSES, 0)
         self._listener, self._block_size = listener, deployment.block_size
         self._nodes: list[SimNode] = []
-        self._links: list[LinkRecord] = []
+        self._records: list[LinkRecord] = []
+        self._numbers: list[tuple[int, LinkRecord]] = []  # of the links in the network
         self._spine: tuple[int, ...] = ()
         if deployment.spine != UNLIMITED:
             self._spine = (self._link("spine", "spine", deployment.spine),)
@@ -66,42 +67,65 @@ class Moves:
         rates, links, name = node.spec.rates, node.links, node.spec.node
         links.net_in = links.handover_in = self._link(f"{name} in", "network", rates.network)
         links.net_out = links.handover_out = self._link(f"{name} out", "network", rates.network)
+        decodes = node.spec.role is Role.DECODE
+        to_device, from_device = f"{name} to device", f"{name} from device"
         if rates.handover:
-            links.handover_in = self._link(f"{name} handover in", "handover", rates.handover)
-            links.handover_out = self._link(f"{name} handover out", "handover", rates.handover)
-        # From the device goes a hand-over alone, and to that of a node that only decodes comes nothing else.
-        receives = links.handover_in if node.spec.role is Role.DECODE else None
-        links.memory_in = self._link(f"{name} to device", "memory", rates.memory, receives)
-        links.memory_out = self._link(f"{name} from device", "memory", rates.memory, links.handover_out)
+            # From the device goes a hand-over alone, so it and the rail are one link, as wide as the narrower.
+            width = min(rates.handover, rates.memory)
+            links.handover_in = self._link(f"{name} handover in", "handover", rates.handover, width)
+            links.handover_out = self._link(f"{name} handover out", "handover", rates.handover, width)
+            self._same_link(from_device, rates.memory, links.handover_out)
+            if decodes:  # to its device comes nothing else
+                self._same_link(to_device, rates.memory, links.handover_in)
+        else:
+            memory = self._link(from_device, "memory", rates.memory, behind=links.handover_out)
+            links.from_device = (memory,)
+            if decodes:
+                memory = self._link(to_device, "memory", rates.memory, behind=links.handover_in)
+                links.to_device = (memory,)
+        if not decodes:  # to its device comes what it loads from its own memory
+            links.load = self._lane(to_device, "memory", rates.memory)
         links.disk_read = self._link(f"{name} disk read", "disk", rates.disk_read)
-        links.disk_write = self._link(f"{name} disk write", "disk", rates.disk_write)
+        links.disk_write = self._lane(f"{name} disk write", "disk", rates.disk_write)
         self._nodes.append(node)
 
-    def _link(self, name: str, kind: str, bytes_per_s: int, behind: int | None = None) -> int:
-        self._links.append(LinkRecord(name, kind, bytes_per_s))
-        return self.network.add_link(name, bytes_per_s, behind)
+    def _link(self, name: str, kind: str, bytes_per_s: int, width: int = 0, behind: int | None = None) -> int:
+        """A link of the network, there `width` wide if that is given."""
+        number = self.network.add_link(name, width or bytes_per_s, behind)
+        self._same_link(name, bytes_per_s, number, kind)
+        return number
+
+    def _same_link(self, name: str, bytes_per_s: int, number: int, kind: str = "memory") -> None:
+        """Also a part of a link of the network: what crosses one crosses the other."""
+        self._numbers.append((number, self._record(name, kind, bytes_per_s)))
+
+    def _lane(self, name: str, kind: str, bytes_per_s: int) -> Lane:
+        return Lane(self._record(name, kind, bytes_per_s))
+
+    def _record(self, name: str, kind: str, bytes_per_s: int) -> LinkRecord:
+        self._records.append(LinkRecord(name, kind, bytes_per_s))
+        return self._records[-1]
 
     def end(self, now: int) -> None:
         """Tells of all that has come by `now`."""
         for flow in self.network.finish(now):
-            tag: Tag | None = flow.tag  # type: ignore[assignment]
-            if tag is not None:
-                over, what = tag
-                over(what, flow)
+            tag: Tag = flow.tag  # type: ignore[assignment]
+            over, what = tag
+            over(what, flow)
 
     def cancel(self, job: Job, now: int) -> None:
         """Stops all that is on its way for this job."""
         for flow in job.flows:
             self.network.cancel(flow, now)
         job.flows.clear()
-        job.pending = 0
+        job.pending = job.loaded_ns = 0
         self._release_source(job)
 
     def records(self, now: int) -> list[LinkRecord]:
-        for number, link in enumerate(self._links):
+        for number, link in self._numbers:
             link.bytes_moved = self.network.bytes_moved(number, now)
             link.busy_ns = self.network.busy_ns(number, now)
-        return self._links
+        return self._records
 
     def check_idle(self) -> None:
         assert self.network.next_finish() is None, "a flow is left"
@@ -112,8 +136,10 @@ class Moves:
     # To a prefill: from its node's own memory and disk.
 
     def load(self, job: Job, node: SimNode, num_tokens: int, now: int) -> None:
+        """Its compute may end before that, but its first token waits for it."""
         size = num_tokens * node.cost.kv_token_bytes
-        self._await(job, "load", (node.links.memory_in,), size, now)
+        self.bytes_moved["load"] += size
+        job.loaded_ns = node.links.load.take(size, now)
 
     def read_disk(self, job: Job, node: SimNode, now: int) -> None:
         """Brings what lies on the node's own disk into its memory while the request waits."""
@@ -125,16 +151,16 @@ class Moves:
     def write_disk(self, node: SimNode, num_blocks: int, now: int) -> None:
         size = self._block_bytes(node, num_blocks)
         self.bytes_moved["disk_write"] += size
-        self.network.start((node.links.disk_write,), size, None, now)
+        node.links.disk_write.take(size, now)
 
     def _await(self, job: Job, purpose: str, path: tuple[int, ...], num_bytes: int, now: int) -> None:
         """Moves what the job's prefill waits for."""
         self.bytes_moved[purpose] += num_bytes
-        over = self._fetch_ends if purpose == "fetch" else self._load_ends
+        over = self._fetch_ends if purpose == "fetch" else self._read_ends
         job.pending += 1
         job.flows.append(self.network.start(path, num_bytes, (over, job), now))
 
-    def _load_ends(self, job: Job, flow: Flow) -> None:
+    def _read_ends(self, job: Job, flow: Flow) -> None:
         job.flows.remove(flow)
         job.pending -= 1
         self._listener.loaded(job)
@@ -162,7 +188,7 @@ class Moves:
     def _fetch_ends(self, job: Job, flow: Flow) -> None:
         self._release_source(job)
         self._listener.fetched(job)
-        self._load_ends(job, flow)
+        self._read_ends(job, flow)
 
     def _release_source(self, job: Job) -> None:
         if job.source_slot >= 0:
@@ -192,30 +218,26 @@ class Moves:
         cost = self._nodes[job.prefill_slot].cost
         size = job.request.num_tokens * cost.kv_token_bytes + cost.state_bytes
         self.bytes_moved["handover"] += size
-        job.landing = job.record.first_token_ns >= 0
-        self._stream(job, size if job.landing else size - size // cost.num_layers, now)
+        computed = job.record.first_token_ns >= 0
+        source, target = self._nodes[job.prefill_slot].links, self._nodes[job.target].links
+        path = (
+            *source.from_device, source.handover_out, *self._spine, target.handover_in, *target.to_device
+        )  # fmt: skip
+        first = size if computed else size - size // cost.num_layers
+        job.handover = self.network.start(path, first, (self._handover_ends, job), now, quiet=not computed)
+        job.flows.append(job.handover)
 
     def finish_handover(self, job: Job, now: int) -> None:
         """The prompt is computed: the last layer's KV follows."""
         cost = self._nodes[job.prefill_slot].cost
         last = (job.request.num_tokens * cost.kv_token_bytes + cost.state_bytes) // cost.num_layers
-        job.landing = True
-        if job.handover is not None:
-            self.network.grow(job.handover, last, now)
-        else:
-            self._stream(job, last, now)
-
-    def _stream(self, job: Job, num_bytes: int, now: int) -> None:
-        source, target = self._nodes[job.prefill_slot].links, self._nodes[job.target].links
-        path = (source.memory_out, source.handover_out, *self._spine, target.handover_in, target.memory_in)
-        job.handover = self.network.start(path, num_bytes, (self._handover_ends, job), now)
-        job.flows.append(job.handover)
+        assert job.handover is not None
+        self.network.grow(job.handover, last, now)
 
     def _handover_ends(self, job: Job, flow: Flow) -> None:
         job.flows.remove(flow)
         job.handover = None
-        if job.landing:
-            self._listener.landed(job)
+        self._listener.landed(job)
 
     def _block_bytes(self, node: SimNode, num_blocks: int) -> int:
         return num_blocks * self._block_size * node.cost.kv_token_bytes

@@ -14,6 +14,8 @@ What keeps this cheap:
   those whose rate changed get a new finish.
 * Filling waits until somebody asks or time moves on, so what starts and ends at one instant is filled once.
 * The earliest finish of all is kept, so the driver needs one timer for the whole network.
+* Nobody waits for the end of a *quiet* flow. While no link of it is contended it changes nothing either, so it sets
+  no timer, and is taken off when another flow comes to one of its links.
 
 Times are integer ns, bytes are integers, rates float bytes per second. Knows nothing of nodes, blocks or
 requests.
@@ -34,7 +36,7 @@ _UNLIMITED = 1e30
 
 # Halved rates give finishes at exactly x.5 ns, where float noise would decide. This offset no small fraction
 # hits.
-_ROUNDING = 0.3183
+ROUNDING = 0.3183
 
 
 class _Link:
@@ -43,6 +45,7 @@ class _Link:
         "bound",
         "busy_ns",
         "busy_since",
+        "busy_until",
         "bytes_ended",
         "capacity",
         "flows",
@@ -63,6 +66,7 @@ class _Link:
         self.bytes_ended = 0  # by flows that have ended
         self.busy_ns = 0  # before busy_since
         self.busy_since = 0
+        self.busy_until = 0  # last end of a flow that was taken off
         # While its flows are being filled: capacity not given out yet, and flows that have no rate yet.
         self.room = 0.0
         self.num_open = 0
@@ -83,7 +87,10 @@ class _Route(NamedTuple):
 
 
 class Flow:
-    """One transfer. The driver reads `tag`, `num_bytes` and `started_ns`; the rest belongs to the network."""
+    """One transfer. The driver reads `tag`, `num_bytes` and `started_ns`; the rest belongs to the network.
+
+    `live`: it is on its links; `timed`: its end is on the network's timer.
+    """
 
     __slots__ = (
         "bound",
@@ -91,30 +98,37 @@ class Flow:
         "left",
         "limits",
         "links",
+        "live",
         "num_bytes",
         "open",
+        "quiet",
         "rate",
         "reached_by",
         "share",
         "since",
         "started_ns",
         "tag",
+        "timed",
     )
 
     # Set by a fill alone: the new rate, and whether it is still to be found.
     share: float
     open: bool
 
-    def __init__(self, route: _Route, num_bytes: int, tag: object, started_ns: int) -> None:
+    def __init__(self, route: _Route, num_bytes: int, tag: object, now: int, quiet: bool) -> None:
         self.links, self.limits, self.bound = route
-        self.num_bytes = num_bytes
-        self.tag = tag
-        self.started_ns = started_ns
+        self.tag, self.quiet = tag, quiet
+        self.reached_by = 0
+        self.live = self.timed = False
+        self.begin(num_bytes, now)
+
+    def begin(self, num_bytes: int, now: int) -> None:
+        """Nothing of it has moved."""
+        self.num_bytes, self.started_ns = num_bytes, now
         self.rate = 0.0  # holds from `since` on, when `left` bytes were to go
         self.left = float(num_bytes)
-        self.since = started_ns
+        self.since = now
         self.finish_ns = NEVER
-        self.reached_by = 0
 
     def settle(self, now: int) -> None:
         """Brings `left` up to `now`."""
@@ -126,7 +140,7 @@ class Flow:
         if self.left <= 0.0:
             self.finish_ns = self.since
         elif self.rate > 0.0:
-            self.finish_ns = self.since + int(self.left * 1e9 / self.rate + _ROUNDING)
+            self.finish_ns = self.since + int(self.left * 1e9 / self.rate + ROUNDING)
         else:
             self.finish_ns = NEVER
 
@@ -154,7 +168,7 @@ class Network:
         self._num_fills = 0
         self._links: list[_Link] = []
         self._routes: dict[tuple[int, ...], _Route] = {}
-        self._live: dict[Flow, None] = {}  # in order of start
+        self._timed: dict[Flow, None] = {}  # in order of start, quiet ones since a timer matters
         self._unfilled: dict[_Link, None] = {}  # links whose flows await new rates, all since the same instant
         self._unfilled_at = 0
         self._next: int | None = NEVER  # None: not known, look for it
@@ -169,39 +183,32 @@ class Network:
         self._links.append(_Link(len(self._links), name, _capacity(name, bytes_per_s), other))
         return len(self._links) - 1
 
-    def start(self, path: tuple[int, ...], num_bytes: int, tag: object, now: int) -> Flow:
-        """Sends bytes across all links of `path`, which are distinct. No bytes: finishes at `now`."""
+    def start(
+        self, path: tuple[int, ...], num_bytes: int, tag: object, now: int, *, quiet: bool = False
+    ) -> Flow:
+        """Sends bytes across all links of `path`, which are distinct. No bytes: finishes at `now`.
+
+        The end of a `quiet` flow is not told.
+        """
         if self._unfilled and now != self._unfilled_at:
             self._fill()
         route = self._routes.get(path)
         if route is None:
             route = self._route(path)
-        flow = Flow(route, num_bytes, tag, now)
-        self._live[flow] = None
-        for link in flow.links:
-            if not link.flows:
-                link.busy_since = now
-            link.flows[flow] = None
-        bound, contended = flow.bound, False
-        for link in flow.limits:
-            link.bound += bound
-            if link.bound > link.capacity:
-                contended = True
-                self._unfilled[link] = None
-        if contended:
-            self._unfilled_at = now
-        else:
-            flow.rate = bound
-        flow.aim()
-        if self._next is not None and flow.finish_ns < self._next:
-            self._next = flow.finish_ns
-        self.version += 1
+        flow = Flow(route, num_bytes, tag, now, quiet)
+        self._join(flow, now)
         return flow
 
     def grow(self, flow: Flow, num_bytes: int, now: int) -> None:
-        """Adds bytes to a live flow."""
-        assert flow in self._live, f"flow {flow.tag!r} has ended"
+        """Adds bytes to a flow that is live, or was quiet. From now on its end is told."""
         self._catch_up(now)
+        if flow.quiet:
+            flow.quiet = False
+            if flow.finish_ns <= now:
+                self._resume(flow, num_bytes, now)
+                return
+            self._time(flow)
+        assert flow.live, f"flow {flow.tag!r} has ended"
         flow.num_bytes += num_bytes
         flow.settle(now)
         flow.left += num_bytes
@@ -209,44 +216,81 @@ class Network:
         self._next = None
         self.version += 1
 
+    def _resume(self, flow: Flow, num_bytes: int, now: int) -> None:
+        """Sends more of a quiet flow that has ended."""
+        alone = flow.live
+        for link in flow.links:
+            if len(link.flows) > 1:
+                alone = False
+        if not alone:
+            if flow.live:
+                self._remove(flow, flow.num_bytes, flow.finish_ns)
+            flow.begin(num_bytes, now)
+            self._join(flow, now)
+            return
+        until = flow.finish_ns
+        for link in flow.links:  # it stays on them, at the rate it had
+            link.bytes_ended += flow.num_bytes
+            link.busy_ns += (until if until > link.busy_until else link.busy_until) - link.busy_since
+            link.busy_since = now
+        rate = flow.rate
+        flow.begin(num_bytes, now)
+        flow.rate = rate
+        self._tell_end(flow)
+
+    def _tell_end(self, flow: Flow) -> None:
+        """Aims a flow, and puts its end on the timer."""
+        flow.aim()
+        self._time(flow)
+        if self._next is not None and flow.finish_ns < self._next:
+            self._next = flow.finish_ns
+        self.version += 1
+
     def cancel(self, flow: Flow, now: int) -> None:
-        """Takes a live flow off the network; what it has moved still counts."""
-        assert flow in self._live, f"flow {flow.tag!r} has ended"
+        """Takes a live or quiet flow off the network; what it has moved still counts."""
+        assert flow.live or flow.quiet, f"flow {flow.tag!r} has ended"
         self._catch_up(now)
-        self._remove(flow, flow.num_bytes - self.bytes_left(flow, now), now)
+        if flow.quiet and flow.finish_ns <= now:
+            if flow.live:
+                self._remove(flow, flow.num_bytes, flow.finish_ns)
+        else:
+            self._remove(flow, flow.num_bytes - self.bytes_left(flow, now), now)
         self.version += 1
 
     def next_finish(self) -> int | None:
-        """When the next flow ends, in ns; None while none will."""
+        """When the next flow ends, in ns; None while none will. Of quiet flows, those that hold others back count."""
         if self._unfilled:
             self._fill()
         if self._next is None:
-            self._next = min([flow.finish_ns for flow in self._live], default=NEVER)
+            self._next = min([flow.finish_ns for flow in self._timed], default=NEVER)
         return self._next if self._next < NEVER else None
 
     def finish(self, now: int) -> list[Flow]:
-        """Takes off and returns the flows that have ended by `now`, in order of start."""
+        """Takes off the flows that have ended by `now`; returns them without the quiet ones, in order of start."""
         if self._unfilled:
             self._fill()
-        ended = [flow for flow in self._live if flow.finish_ns <= now]
-        for flow in ended:
+        told = []
+        for flow in [flow for flow in self._timed if flow.finish_ns <= now]:
             self._remove(flow, flow.num_bytes, now)
+            if not flow.quiet:
+                told.append(flow)
         self.version += 1
-        return ended
+        return told
 
     def set_rate(self, link: int, bytes_per_s: float, now: int) -> None:
         """Gives a link another capacity from `now` on; 0 stops what crosses it."""
         self._catch_up(now)
+        live = [flow for flow in self._flows() if not self._is_over(flow, now)]
         changed = self._links[link]
         changed.capacity = _capacity(changed.name, bytes_per_s)
         self._routes.clear()
         for each in self._links:
             each.bound = 0.0
-        for flow in self._live:
+        for flow in live:
             flow.links, flow.limits, flow.bound = self._route(tuple([each.number for each in flow.links]))
             for each in flow.limits:
                 each.bound += flow.bound
-        self._refill(self._live, now)
+        self._refill(live, now)
         self.version += 1
 
     def bytes_left(self, flow: Flow, now: int) -> int:
@@ -264,7 +308,10 @@ class Network:
     def busy_ns(self, link: int, now: int) -> int:
         """Time until `now` during which a link had at least one flow."""
         each = self._links[link]
-        return each.busy_ns + (now - each.busy_since if each.flows else 0)
+        if not each.flows:
+            return each.busy_ns
+        ends = [flow.finish_ns if flow.quiet and flow.finish_ns < now else now for flow in each.flows]
+        return each.busy_ns + max(each.busy_until, *ends) - each.busy_since
 
     def _route(self, path: tuple[int, ...]) -> _Route:
         assert path and len(set(path)) == len(path), f"a path is distinct links, at least one: {path}"
@@ -278,13 +325,58 @@ class Network:
         if self._unfilled and now != self._unfilled_at:
             self._fill()
 
-    def _remove(self, flow: Flow, moved: int, now: int) -> None:
-        del self._live[flow]
+    def _flows(self) -> list[Flow]:
+        """All on the network, in order of link and start."""
+        return list(dict.fromkeys([flow for link in self._links for flow in link.flows]))
+
+    def _is_over(self, flow: Flow, now: int) -> bool:
+        """Takes a quiet flow that has ended off."""
+        if flow.timed or flow.finish_ns > now:
+            return False
+        self._remove(flow, flow.num_bytes, flow.finish_ns)
+        return True
+
+    def _join(self, flow: Flow, now: int) -> None:
+        """Puts a flow on its links."""
+        flow.live = True
         for link in flow.links:
-            del link.flows[flow]
+            flows = link.flows
+            if flows:
+                for other in tuple(flows):
+                    if not other.timed:
+                        self._is_over(other, now)
+            if not flows:
+                link.busy_since = now
+            flows[flow] = None
+        bound, contended = flow.bound, False
+        for link in flow.limits:
+            link.bound += bound
+            if link.bound > link.capacity:
+                contended = True
+                self._unfilled[link] = None
+        if contended:
+            self._unfilled_at = now
+        else:
+            flow.rate = bound
+            if flow.quiet:
+                flow.aim()
+                return
+        self._tell_end(flow)
+
+    def _time(self, flow: Flow) -> None:
+        self._timed[flow] = None
+        flow.timed = True
+
+    def _remove(self, flow: Flow, moved: int, now: int) -> None:
+        flow.live = False
+        for link in flow.links:
+            flows = link.flows
+            del flows[flow]
             link.bytes_ended += moved
-            if not link.flows:
-                link.busy_ns += now - link.busy_since
+            if now > link.busy_until:
+                link.busy_until = now
+            if not flows:
+                link.busy_ns += link.busy_until - link.busy_since
         for link in flow.limits:
             if not link.flows:
                 link.bound = 0.0  # exactly: no rounding is carried on
@@ -293,7 +385,10 @@ class Network:
                 self._unfilled[link] = None
                 self._unfilled_at = now
             link.bound -= flow.bound
-        self._next = None
+        if flow.timed:
+            del self._timed[flow]
+            flow.timed = False
+            self._next = None
 
     def _fill(self) -> None:
         """New rates for the flows of the unfilled links and all connected to them."""
@@ -314,6 +409,8 @@ class Network:
                 if other is not link and other.bound > other.capacity:
                     return False
         for flow in link.flows:
+            if contended and not flow.timed:
+                self._time(flow)
             rate = share if contended else flow.bound
             if rate != flow.rate:
                 flow.change_rate(rate, now)
@@ -324,6 +421,8 @@ class Network:
         flows, links = self._component(seeds)
         _set_shares(links)
         for flow in flows:
+            if not flow.timed:
+                self._time(flow)
             if flow.share != flow.rate:
                 flow.change_rate(flow.share, now)
         self._next = None
@@ -363,8 +462,12 @@ class Network:
             assert load <= link.capacity * near, f"link {link.name} carries {load} of {link.capacity} bytes/s"
             bound = 0.0 if link.is_slack else sum(flow.bound for flow in link.flows)
             assert math.isclose(link.bound, bound, rel_tol=1e-9, abs_tol=link.capacity * 1e-9)
-            assert all(link in flow.links and flow in self._live for flow in link.flows)
-        for flow in self._live:
+            assert all(link in flow.links and flow.live for flow in link.flows)
+        for flow in self._flows():
+            assert flow.timed == (flow in self._timed) and (flow.timed or flow.quiet)
+            if not flow.timed:
+                assert flow.rate == flow.bound and all(link.bound <= link.capacity for link in flow.limits)
+                continue
             assert -1.0 <= flow.left <= flow.num_bytes
             assert any(
                 loads[link.number] * near >= link.capacity
@@ -372,7 +475,7 @@ class Network:
                 for link in flow.links
             ), f"flow {flow.tag!r} at {flow.rate} bytes/s has no bottleneck"
         if self._next is not None:
-            assert self._next == min((flow.finish_ns for flow in self._live), default=NEVER)
+            assert self._next == min((flow.finish_ns for flow in self._timed), default=NEVER)
 
 
 def _capacity(name: str, bytes_per_s: float) -> float:

@@ -15,7 +15,8 @@ from isthmus.cost import NodeCost, pipeline
 from isthmus.scheduler import Event, Run, Scheduler
 from isthmus.sim.deployment import NodeSpec
 from isthmus.sim.job import Job
-from isthmus.sim.records import NodeRecord
+from isthmus.sim.network import ROUNDING
+from isthmus.sim.records import LinkRecord, NodeRecord
 
 Gaps = tuple[int, int, int]
 """Gaps between tokens that grow evenly: minus the largest, growth per gap (both ps), and how many."""
@@ -94,8 +95,9 @@ class SimNode:
         record.iterations += steps
         record.tokens_decoded += steps * run.num_decodes
         ended = []
-        while self._ends and self._ends[0][0] <= done:
-            last_step, _, job = heappop(self._ends)
+        ends = self._ends
+        while ends and ends[0][0] <= done:
+            last_step, _, job = heappop(ends)
             if job.last_step == last_step and job.decodes_on == self.slot:
                 job.leave(last_step)
                 ended.append(job)
@@ -148,25 +150,43 @@ class SimNode:
         return steps
 
 
+class Lane:
+    """A link that nothing else shares: one transfer after the other, so each one's end is known when it begins."""
+
+    __slots__ = ("_bytes_per_s", "_free_ns", "_record")
+
+    def __init__(self, record: LinkRecord) -> None:
+        self._record, self._bytes_per_s, self._free_ns = record, record.bytes_per_s, 0
+
+    def take(self, num_bytes: int, now: int) -> int:
+        """Moves so much after what is under way; returns when it has come."""
+        duration = int(num_bytes * 1e9 / self._bytes_per_s + ROUNDING)
+        begin = self._free_ns if self._free_ns > now else now
+        self._free_ns = begin + duration
+        self._record.bytes_moved += num_bytes
+        self._record.busy_ns += duration
+        return self._free_ns
+
+
 class Links:
-    """Numbers of one node's links in the network."""
+    """One node's links: their numbers in the network, or what nothing else shares.
+
+    `from_device`, `to_device`: what a hand-over crosses beside `handover_out` and `handover_in`, if anything.
+    """
 
     __slots__ = (
-        "disk_read",
-        "disk_write",
-        "handover_in",
-        "handover_out",
-        "memory_in",
-        "memory_out",
-        "net_in",
-        "net_out",
-    )
+        "disk_read", "disk_write", "from_device", "handover_in", "handover_out", "load", "net_in", "net_out",
+        "to_device",
+    )  # fmt: skip
 
     net_in: int
     net_out: int
     handover_in: int
     handover_out: int
-    memory_in: int
-    memory_out: int
+    load: Lane
     disk_read: int
-    disk_write: int
+    disk_write: Lane
+
+    def __init__(self) -> None:
+        self.from_device: tuple[int, ...] = ()
+        self.to_device: tuple[int, ...] = ()

@@ -10,6 +10,7 @@ the last layer, which follows when it is done; when all has landed the request j
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
@@ -60,7 +61,7 @@ from isthmus.sim.workloads import Workload
 from isthmus.types import NS_PER_MS, BlockName, RequestId, Tier
 
 PREFILL_ENDS, TRANSFER_ENDS, STEP_ENDS = 1, 2, 3
-"""Priorities at equal times; arrivals come before all. Only runs are on the heap."""
+"""Priorities at equal times; arrivals come before all. Of transfers, the heap has those the network does not know."""
 
 Log = Callable[[int, Event, list[Action]], None]
 Progress = Callable[[int, int], None]
@@ -106,6 +107,15 @@ class World:
 
     def run(self, progress: Progress | None = None) -> Result:
         """Simulates until nothing is left to happen. `progress` hears (requests arrived, of how many)."""
+        collects = gc.isenabled()
+        gc.disable()  # nothing that ends here is part of a cycle, so to look for cycles gains nothing
+        try:
+            return self._run(progress)
+        finally:
+            if collects:
+                gc.enable()
+
+    def _run(self, progress: Progress | None) -> Result:
         for spec in self._deployment.nodes:
             self._decide(joined(self._deployment, spec))
         jobs, heap, moves, network = self._jobs, self._heap, self._moves, self._moves.network
@@ -239,7 +249,7 @@ class World:
             node = self._node_of[name]
             self._tell(node, Cancelled(abort.request))
             if node.stalled:
-                self._unstall(node)
+                self._run_ends(node)
 
     def _refuse(self, refuse: Refuse) -> None:
         record = self._job_of.pop(refuse.request).record
@@ -302,26 +312,31 @@ class World:
     def _run_ends(self, node: SimNode) -> None:
         """The compute of a run is done; it is over unless KV that its prompts need is still on its way."""
         for job in node.sampling:
-            if job.pending:
-                node.stalled = node.ending = True
-                node.stalled_since = self.now
+            if job.pending or job.loaded_ns > self.now:
+                self._stall(node)
                 return
+        if node.stalled:
+            node.stalled = False
+            node.version += 1  # for a timer may be left
+            node.record.stalled_ns += self.now - node.stalled_since
         self._finish_run(node)
 
-    def _unstall(self, node: SimNode) -> None:
-        """Ends a run whose compute is done once nothing is missing any more."""
-        if not any(job.pending for job in node.sampling):
-            node.stalled = False
-            node.record.stalled_ns += self.now - node.stalled_since
-            self._finish_run(node)
+    def _stall(self, node: SimNode) -> None:
+        if not node.stalled:
+            node.stalled = node.ending = True
+            node.stalled_since = self.now
+        node.version += 1
+        if not any(job.pending for job in node.sampling):  # of what is pending, the network tells
+            self._push(max(job.loaded_ns for job in node.sampling), TRANSFER_ENDS, node, [])
 
     def _finish_run(self, node: SimNode) -> None:
         """Tokens go out first; then the scheduler hears what came during the run, and that the run is over."""
         came, node.inbox, node.ending = node.inbox, [], True
         steps, done = node.end(self.now)
+        ended: list[RequestId] = []
         for job in done:
             self._ended(job)
-        ended = [job.name for job in done]
+            ended.append(job.name)
         going_on = self._sampled(node, ended) if node.sampling else []
         node.run, node.ending = None, False
         for event in came:
@@ -337,18 +352,24 @@ class World:
     def _sampled(self, node: SimNode, ended: list[RequestId]) -> list[Job]:
         """The prompts that a run completed got a token. Those that end with it go to `ended`; returns those that
         go on here."""
-        jobs, node.sampling = [job for job in node.sampling if job.attempt > 0], []
-        for job in jobs:
+        jobs, going_on = [], []
+        for job in node.sampling:
+            if job.attempt < 0:
+                continue
+            jobs.append(job)
             job.num_generated += 1
             if not job.num_left:
                 ended.append(job.name)
+            elif job.target == node.slot:
+                going_on.append(job)
+        node.sampling = []
         if node.tail_ns and jobs:
             # In a pipeline group, the last chunk passes the other stages while the first takes the next prompt.
             self._push(self.now + node.tail_ns, PREFILL_ENDS, node, jobs)
         else:
             for job in jobs:
                 self._prefilled(node, job)
-        return [job for job in jobs if job.target == node.slot and job.num_left]
+        return going_on
 
     def _leave_group(self, node: SimNode, jobs: list[Job]) -> None:
         for job in jobs:
@@ -418,7 +439,7 @@ class World:
     def loaded(self, job: Job) -> None:
         node = self._nodes[job.prefill_slot]
         if node.stalled and not job.pending:
-            self._unstall(node)
+            self._run_ends(node)
 
     def fetched(self, job: Job) -> None:
         # Heard at once, also during a run: a prompt that waits for nothing else may start with the next one.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.conductor.copies import Copy, Link, begin, begin_handover, end, expected_ns, transfer_ns
+from isthmus.conductor.copies import Copy, Link, begin, end, expected_ns, transfer_ns
 from isthmus.types import NS_PER_S
 
 RATE = 1_000_000
@@ -135,13 +135,11 @@ def test_a_link_that_was_used_of_late_is_expected_to_be_used() -> None:
     assert expected_ns(out, into, 1000, 3600 * NS_PER_S)[0] == pytest.approx(MS, rel=1e-6)
 
 
-def test_a_handover_takes_its_links_until_the_first_token_at_least() -> None:
+def test_what_uses_a_link_without_being_a_copy_makes_copies_longer_and_delays_none() -> None:
     out, into = Link(RATE), Link(RATE)
-    copy = begin_handover(out, into, 1000, 0, 50 * MS)
-    assert copy.until_ns == 50 * MS + 1
-    assert transfer_ns(out, Link(RATE), 500, 25 * MS)[0] == pytest.approx(
-        MS, rel=1e-3
-    )  # 500 bytes of it are left
-    assert begin_handover(out, Link(RATE), 10_000, 0, 5 * MS).until_ns >= 10 * MS
-    end(copy)
-    assert not into.copies
+    out.use(60 * RATE, 0)
+    assert not out.copies
+    assert transfer_ns(out, into, 1000, 0) == (MS, 0)
+    own, delay = expected_ns(out, into, 1000, 0)
+    assert own == pytest.approx(2 * MS)
+    assert delay == 0

@@ -8,7 +8,7 @@ import msgspec
 
 from isthmus.cluster.recorder import Entry
 from isthmus.cluster.virtual import VirtualCluster, VirtualRequest
-from isthmus.conductor import Action, Event, Paths
+from isthmus.conductor import Action, Event
 from isthmus.config import Config
 from isthmus.cost import Cost, compile_cost
 from isthmus.scheduler import Limits
@@ -23,8 +23,7 @@ AT_ONCE = 1 << 62
 
 def live_log(config: Config, costs: Mapping[Role, Cost], requests: Sequence[VirtualRequest]) -> list[Entry]:
     """Every event of the conductor and its answer, from the live cluster."""
-    paths = {Role.DECODE: Paths(network=AT_ONCE, handover=AT_ONCE)}  # as the simulator tells of its links
-    return VirtualCluster(config, costs, paths).run(requests).log
+    return VirtualCluster(config, costs).run(requests).log
 
 
 def simulated_log(

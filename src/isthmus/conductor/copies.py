@@ -5,7 +5,8 @@ with no later arrivals the estimate is exact: a copy with less left than ours de
 with more delays us by as much as we have. Copies that come later make it longer by 1 / (1 - utilisation) of each
 link on average (the sojourn time of M/G/1 with processor sharing), which matters where links are nearly full.
 
-KV from prefill to decode is booked too where it shares the links with copies.
+KV from prefill to decode that shares a link counts as such use. It is no copy here: it streams while its prompt
+computes, and what delays it delays no first token.
 """
 
 from __future__ import annotations
@@ -61,7 +62,11 @@ class Link:
 
     def book(self, copy: Copy, now: int) -> None:
         self.copies[copy] = None
-        self._booked.add(copy.num_bytes, now)
+        self.use(copy.num_bytes, now)
+
+    def use(self, num_bytes: float, now: int) -> None:
+        """So many bytes will pass, soon."""
+        self._booked.add(num_bytes, now)
         self._stretch_at = -1
 
     def stretch(self, now: int) -> float:
@@ -108,16 +113,6 @@ def begin(link_out: Link, link_in: Link, num_bytes: int, now: int) -> Copy:
     for other in dict.fromkeys((*link_out.copies, *link_in.copies)):
         other.share(copy, now)
     copy.until_ns = now + int(own) + 1
-    link_out.book(copy, now)
-    link_in.book(copy, now)
-    return copy
-
-
-def begin_handover(link_out: Link, link_in: Link, num_bytes: int, now: int, until: int) -> Copy:
-    """Books KV that a prefill streams to where it will decode, until about its first token."""
-    copy = Copy(link_out, link_in, num_bytes, now)
-    own, _ = transfer_ns(link_out, link_in, num_bytes, now)
-    copy.until_ns = max(until, now + int(own)) + 1
     link_out.book(copy, now)
     link_in.book(copy, now)
     return copy

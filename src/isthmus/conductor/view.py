@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from isthmus.conductor.copies import Copy, Link, begin_handover, end
+from isthmus.conductor.copies import Copy, Link, end
 from isthmus.conductor.events import Fetch, NodeJoined, RequestArrived
 from isthmus.conductor.index import PrefixIndex
 from isthmus.conductor.learning import Calibration, OutputLengths, Recent
@@ -43,6 +43,7 @@ class NodeView:
         "decodes",
         "evictions",
         "free_ns",
+        "hands_over_on_link",
         "kind",
         "link_in",
         "link_out",
@@ -51,7 +52,6 @@ class NodeView:
         "prefills",
         "role",
         "service_ns",
-        "shares_links",
         "slot",
         "work_ns",
     )
@@ -63,7 +63,7 @@ class NodeView:
         self.block_bytes = cost.kv_token_bytes * joined.block_size
         self.cache_blocks = joined.cache_blocks
         self.paths = joined.paths
-        self.shares_links = joined.paths.network > 0 and not joined.paths.handover
+        self.hands_over_on_link = joined.paths.network > 0 and not joined.paths.handover
         self.link_in, self.link_out = Link(joined.paths.network), Link(joined.paths.network)
         self.prefills: dict[RequestId, RequestView] = {}
         self.decodes: dict[RequestId, RequestView] = {}
@@ -122,7 +122,6 @@ class RequestView:
         "decode_ns",
         "expected_ns",
         "handing_over",
-        "handover",
         "held",
         "prefill",
         "prefilling",
@@ -140,7 +139,6 @@ class RequestView:
         self.prefilling = self.handing_over = self.held = self.streaming = False
         self.decode_ns = -1
         self.copy: Copy | None = None
-        self.handover: Copy | None = None
         self.promised: Sequence[BlockName] = ()
         self.reason = ""
 
@@ -247,10 +245,8 @@ class ClusterView:
         decode.decodes[facts.request] = request
         decode.batch += 1
         decode.context += facts.num_tokens
-        if decode is not prefill and prefill.shares_links and decode.shares_links:
-            num_bytes = facts.num_tokens * prefill.cost.kv_token_bytes
-            until = request.expected_ns
-            request.handover = begin_handover(prefill.link_out, decode.link_in, num_bytes, now, until)
+        if decode is not prefill and prefill.hands_over_on_link:
+            prefill.link_out.use(facts.num_tokens * prefill.cost.kv_token_bytes, now)
         self.num_routed += 1
 
     def first_token(self, request: RequestView, now: int) -> None:
@@ -269,14 +265,8 @@ class ClusterView:
     def handed_over(self, request: RequestView, now: int) -> None:
         """All its KV is where it decodes. Idempotent."""
         if request.handing_over:
-            self._end_handover(request)
+            request.handing_over = False
             request.decode_ns = now
-
-    def _end_handover(self, request: RequestView) -> None:
-        request.handing_over = False
-        if request.handover is not None:
-            end(request.handover)
-            request.handover = None
 
     def unbook(self, request: RequestView, now: int) -> None:
         """Takes a request off its nodes; what it had copied so far stays where it is."""
@@ -294,7 +284,7 @@ class ClusterView:
             decode.context -= facts.num_tokens
         self.end_copy(request)
         request.prefill = request.decode = None
-        self._end_handover(request)
+        request.handing_over = False
 
     def end_copy(self, request: RequestView) -> None:
         if request.copy is not None:
@@ -325,5 +315,5 @@ class ClusterView:
             assert node.batch == len(decoding) == len(node.decodes)
             assert node.context == sum(request.arrived.num_tokens for request in decoding)
             for copy in (*node.link_in.copies, *node.link_out.copies):
-                owned = any(copy in (request.copy, request.handover) for request in self.requests.values())
+                owned = any(request.copy is copy for request in self.requests.values())
                 assert owned or copy in self.replicas.values(), "a copy that nobody wants"

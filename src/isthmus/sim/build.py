@@ -22,8 +22,6 @@ def joined(deployment: Deployment, spec: NodeSpec) -> NodeJoined:
     rail = rates.handover or (rates.network if rates.network >= UNLIMITED else 0)
     if _has_cache(spec):
         paths = Paths(rates.network, rates.memory, rates.disk_read if spec.ssd_blocks else 0, rail)
-    elif spec.role is Role.DECODE:
-        paths = Paths(network=rates.network, handover=rail)
     return NodeJoined(
         spec.node,
         spec.role,

@@ -26,7 +26,6 @@ from isthmus.cluster.node import Node, NodeOptions, World
 from isthmus.cluster.recorder import Entry, MemoryTape
 from isthmus.cluster.stepper import Stepper
 from isthmus.cluster.worker import Entry as MailboxEntry
-from isthmus.conductor import Paths
 from isthmus.config import Config
 from isthmus.cost import Cost, compile_cost
 from isthmus.deploy import rules_of
@@ -211,13 +210,10 @@ class Flight(msgspec.Struct, frozen=True):
 
 
 class VirtualCluster:
-    """The nodes of a configuration with emulated engines. `costs`: what work takes on a node of each role;
-    `paths`: how fast nodes say that KV moves, nothing where they do not say."""
+    """The nodes of a configuration with emulated engines. `costs`: what work takes on a node of each role."""
 
-    def __init__(
-        self, config: Config, costs: Mapping[Role, Cost], paths: Mapping[Role, Paths] | None = None
-    ) -> None:
-        self._config, self._costs, self._paths = config, costs, paths or {}
+    def __init__(self, config: Config, costs: Mapping[Role, Cost]) -> None:
+        self._config, self._costs = config, costs
         self.recipe = Recipe("virtual", layout_of(config.engine.block_size), VOCABULARY)
 
     def names(self, tokens: Sequence[int], salt: str = "") -> tuple[BlockName, ...]:
@@ -277,7 +273,6 @@ class VirtualCluster:
             prompt_batch=engine.prompt_batch,
             order=self._config.scheduling.order,
             cost=self._costs[role],
-            paths=self._paths.get(role),
         )
 
     def _engine(self, role: Role) -> EmulatedEngine:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.conductor import Action, Event, FetchFinished, Route
 from isthmus.cost import compile_cost
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.records import RequestRecord, Result, Status
@@ -17,7 +16,7 @@ from isthmus.sim.report.series import Bins, binned, decoding, prefill_nodes_at_w
 from isthmus.sim.summary import Summary, summarize
 from isthmus.sim.workloads import Replay, Workload, load
 from isthmus.sim.world import World
-from isthmus.types import NS_PER_S, RequestId
+from isthmus.types import NS_PER_S
 
 
 class Trace(StrEnum):
@@ -120,9 +119,8 @@ class Lab:
         found = self._outcomes.get(key)
         if found is None:
             self.report(f"{what}, {variant.trace} trace")
-            fetches = _Fetches()
-            result = World(deployment, self.workload(variant), log=fetches.hear).run()
-            found = self._outcomes[key] = _outcome(result, deployment, fetches)
+            result = World(deployment, self.workload(variant)).run()
+            found = self._outcomes[key] = _outcome(result, deployment)
         return found
 
 
@@ -135,7 +133,7 @@ def _changed(workload: Workload, variant: Variant) -> Workload:
     return msgspec.structs.replace(workload, requests=requests)
 
 
-def _outcome(result: Result, deployment: Deployment, fetches: _Fetches) -> Outcome:
+def _outcome(result: Result, deployment: Deployment) -> Outcome:
     costs = [compile_cost(spec.cost) for spec in deployment.nodes]
     budget = deployment.token_budget
     completed = [each for each in result.records if each.status is Status.COMPLETED]
@@ -150,23 +148,6 @@ def _outcome(result: Result, deployment: Deployment, fetches: _Fetches) -> Outco
         ttft_s=array("d", ((each.first_token_ns - each.arrival_ns) / NS_PER_S for each in completed)),
         tbt_s=array("d", (each.tbt_ns / NS_PER_S for each in completed)),
         prefill_s=array("d", (prefill_s(each) for each in result.records if each.prefill_start_ns >= 0)),
-        fetch_s=array("d", fetches.times_s),
+        fetch_s=array("d", (each.fetch_ns / NS_PER_S for each in result.records if each.fetch_ns)),
         loads=loads_of(result),
     )
-
-
-class _Fetches:
-    """How long fetches take, from the conductor's events."""
-
-    def __init__(self) -> None:
-        self.times_s: list[float] = []
-        self._began: dict[RequestId, int] = {}
-
-    def hear(self, now: int, event: Event, actions: list[Action]) -> None:
-        if type(event) is FetchFinished:
-            began = self._began.pop(event.request, now)
-            if now > began:  # else there was nothing left to fetch
-                self.times_s.append((now - began) / NS_PER_S)
-        for action in actions:
-            if type(action) is Route and action.fetch is not None:
-                self._began[action.request] = now

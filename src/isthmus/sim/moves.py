@@ -187,6 +187,7 @@ class Moves:
 
     def _fetch_ends(self, job: Job, flow: Flow) -> None:
         self._release_source(job)
+        job.record.fetch_ns = flow.finish_ns - flow.started_ns
         self._listener.fetched(job)
         self._read_ends(job, flow)
 

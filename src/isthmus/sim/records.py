@@ -21,8 +21,9 @@ class RequestRecord:
     """One request's way; a time is -1 for a station it did not reach. `index`: its place in the workload.
 
     `stage`: where it was refused, `prefill` or `decode`; `cached_tokens`: prompt tokens that needed no computing,
-    of which `fetched_tokens` came from another node and `disk_tokens` from SSD. `tbt_ns`: mean of the longest
-    tenth of its token gaps (Mooncake, FAST'25, 5.1), the first gap included; 0 with one output token.
+    of which `fetched_tokens` came from another node, in `fetch_ns`, and `disk_tokens` from SSD.
+    `tbt_ns`: mean of the longest tenth of its token gaps (Mooncake, FAST'25, 5.1), the first gap included; 0 with one
+    output token.
     `prefill_ns`: node time its prefill took. `ttft_limit_ns`, `tbt_limit_ns`: what it was promised, 0: nothing.
     """
 
@@ -42,6 +43,7 @@ class RequestRecord:
     cached_tokens: int = 0
     cached_blocks: int = 0
     fetched_tokens: int = 0
+    fetch_ns: int = 0
     disk_tokens: int = 0
     tbt_ns: float = 0.0
     ttft_limit_ns: int = 0

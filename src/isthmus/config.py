@@ -109,10 +109,13 @@ class LimitsConfig(_Section):
 
 
 class CacheConfig(_Section):
-    """What each node keeps of computed KV, beside its engine's memory; simulated only until nodes have a store."""
+    """What each node keeps of computed KV, beside its engine's memory. `folder`: of the SSD tier, each node has one of
+    its own name in it. `share`: whether nodes of one host read each other's blocks where they lie."""
 
     dram: Bytes = 0
     ssd: Bytes = 0
+    folder: str | None = None
+    share: Literal["host", "none"] = "host"
     eviction: Literal["lru", "lfu", "fifo", "length_aware", "length_aware_early"] = "lru"
 
 

@@ -8,13 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 
-from isthmus.conductor import Rules
+from isthmus.conductor import Paths, Rules
 from isthmus.config import Config, RoleConfig
 from isthmus.cost import Analytic, Cost, Hardware, curve_of, engine_coefficients, facts_of, hardware_named
 from isthmus.errors import ConfigError
 
+UNLIMITED = 1 << 50
+"""Bytes per second of a link that nobody asked to limit."""
 _NUMBER = re.compile(r"[0-9]+e[+-]?[0-9]+", re.IGNORECASE)
 _COST_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
@@ -55,6 +58,38 @@ def hardware_of(config: Config, nodes: RoleConfig) -> Hardware | None:
 
 def gpus_of(config: Config, nodes: RoleConfig) -> int:
     return nodes.gpus or config.engine.gpus
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """One node's links in bytes per second. `handover`: its own rail for prefill to decode, 0 shares `network`."""
+
+    network: int = UNLIMITED
+    handover: int = 0
+    memory: int = UNLIMITED
+    disk_read: int = UNLIMITED
+    disk_write: int = UNLIMITED
+
+    def paths(self, *, has_disk: bool) -> Paths:
+        """What the conductor hears of them, of a node with a cache."""
+        rail = self.handover or (self.network if self.network >= UNLIMITED else 0)
+        return Paths(self.network, self.memory, self.disk_read if has_disk else 0, rail)
+
+
+def rates_of(config: Config, nodes: RoleConfig) -> Rates:
+    """A group's links add up, as each of its machines moves its own layers."""
+    hardware = hardware_of(config, nodes) or hardware_named("cpu")
+    gpus, network = gpus_of(config, nodes), config.network
+    return Rates(
+        network=bytes_per_s(network.node_gbps, int(hardware.nic_bw * gpus)) * nodes.pipeline,
+        handover=bytes_per_s(network.handover_gbps, 0) * nodes.pipeline,
+        memory=int(hardware.pcie_bw * gpus) * nodes.pipeline,
+        disk_read=int(hardware.ssd_read_bw) * nodes.pipeline,
+        disk_write=int(hardware.ssd_write_bw) * nodes.pipeline,
+    )
+
+
+def bytes_per_s(gbps: float | None, otherwise: int) -> int:
+    return otherwise if gbps is None else int(gbps * 1e9 / 8)
 
 
 def cost_of(config: Config, nodes: RoleConfig, model: Path | None) -> Cost:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from isthmus.blocks import KVLayout
+from isthmus.blocks import BlockNamer, KVLayout
 
 LAYOUT = KVLayout(dtype="bfloat16", block_size=16, num_layers=3, num_kv_heads=2, head_dim=8)
 
@@ -29,7 +29,14 @@ def test_blocks_for_is_the_least_number_that_holds_the_tokens(num_tokens: int, b
 
 
 def test_layouts_that_differ_in_one_field_have_different_fingerprints() -> None:
-    changes = {"dtype": "float16", "block_size": 32, "num_layers": 4, "num_kv_heads": 1, "head_dim": 16}
+    changes = {
+        "dtype": "float16",
+        "block_size": 32,
+        "num_layers": 4,
+        "num_kv_heads": 1,
+        "head_dim": 16,
+        "codec": "int8",
+    }
     assert set(changes) == set(KVLayout.__struct_fields__)
     layouts = [LAYOUT, *(replace(LAYOUT, **{field: value}) for field, value in changes.items())]
     assert len({layout.fingerprint() for layout in layouts}) == len(layouts)
@@ -39,3 +46,15 @@ def test_the_fingerprint_keeps_neighbouring_numbers_apart() -> None:
     one = KVLayout("float32", 1, 11, 1, 1)
     other = KVLayout("float32", 11, 1, 1, 1)
     assert one.fingerprint() != other.fingerprint()
+
+
+def test_exact_blocks_keep_the_fingerprint_they_had_before_there_were_codecs() -> None:
+    assert LAYOUT.fingerprint() == b"bfloat16/16/3/2/8"
+
+
+def test_quantised_blocks_have_the_size_of_exact_ones_and_other_names() -> None:
+    quantised = replace(LAYOUT, codec="int8")
+    assert quantised.block_bytes == LAYOUT.block_bytes
+    tokens = list(range(48))
+    exact_names = BlockNamer(revision="r", layout=LAYOUT).names(tokens)
+    assert not set(exact_names) & set(BlockNamer(revision="r", layout=quantised).names(tokens))

@@ -14,11 +14,16 @@ from isthmus.cluster import transfers
 from isthmus.cluster.messages import Begin, Grant, Landed, Offer, Sent, Slices, Withdrawn
 from isthmus.cluster.transfers import Incoming, Outgoing
 from isthmus.engine.kv import KVMemory
+from isthmus.errors import ProtocolError
+from isthmus.messenger import Priority
 from isthmus.types import RequestId, Role, Sampling, Span, TokenLogprobs
 
 SIZE, LAYERS, BLOCKS = 4, 2, 12
 LAYOUT = KVLayout(dtype="float32", block_size=SIZE, num_layers=LAYERS, num_kv_heads=1, head_dim=2)
 A = RequestId("a")
+OFFER = Offer(A, 1, 0, LAYERS)
+FROM: dict[Incoming, Wire] = {}
+"""Over which session a receiver was offered its KV."""
 
 
 class Wire:
@@ -26,9 +31,19 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent: list[tuple[Any, bytes]] = []
+        self.refused: list[Any] = []
+        self.num_cancelled = 0
 
-    def send(self, message: Any, *payload: memoryview) -> None:
+    def send(self, message: Any, *payload: memoryview, priority: Priority | None = None) -> Wire:
         self.sent.append((message, b"".join(payload)))
+        return self
+
+    def cancel(self) -> None:
+        self.num_cancelled += 1
+
+    def refuse(self, message: Any) -> bool:
+        self.refused.append(message)
+        return True
 
     @property
     def messages(self) -> list[Any]:
@@ -65,16 +80,20 @@ def sender(num_tokens: int) -> tuple[Outgoing, KVMemory, Wire]:
 def receiver(num_tokens: int, blocks: Sequence[int]) -> tuple[Incoming, KVMemory, Wire]:
     kv, wire = memory(filled=False), Wire()
     incoming = Incoming(begin(num_tokens, Role.DECODE), kv)
-    incoming.connection = wire  # type: ignore[assignment]
     incoming.blocks = blocks
-    incoming.match()
+    incoming.offered(wire, OFFER)  # type: ignore[arg-type]
     assert wire.messages == [Grant(A, 1)]
+    FROM[incoming] = wire
     return incoming, kv, wire
+
+
+def place(incoming: Incoming, slices: Slices, size: int) -> list[memoryview] | None:
+    return incoming.place(FROM[incoming], slices, size)  # type: ignore[arg-type]
 
 
 def arrive(incoming: Incoming, slices: Slices, payload: bytes) -> bool:
     """One frame comes in; False when a seal was wrong."""
-    targets = incoming.place(slices, len(payload))
+    targets = place(incoming, slices, len(payload))
     assert targets is not None, f"{slices} was not expected"
     assert sum(map(len, targets)) == len(payload)
     for target in targets:
@@ -117,12 +136,12 @@ def test_the_same_bytes_lie_at_the_same_positions_afterwards(
             for layer in range(LAYERS):
                 outgoing.ready(Span(layer, layer + 1), span, tuple(theirs))
         if grant_at == len(spans):
-            assert wire.messages == [Offer(A, 1)], "something was sent before the grant"
+            assert wire.messages == [OFFER], "something was sent before the grant"
             outgoing.prefilled(77, None)
             outgoing.grant()
         else:
             outgoing.prefilled(77, None)
-    assert wire.messages[0] == Offer(A, 1)
+    assert wire.messages[0] == OFFER
     assert wire.messages[-1] == Sent(A, 1, 77)
     assert wire.messages.count(Sent(A, 1, 77)) == 1
     for slices, payload in wire.slices:
@@ -182,12 +201,58 @@ def test_room_is_granted_once_and_only_when_both_sides_are_known() -> None:
     incoming.match()
     incoming.blocks = (0, 1)
     incoming.match()
-    assert not incoming.granted
-    incoming.connection = wire  # type: ignore[assignment]
-    incoming.match()
+    assert not wire.messages
+    incoming.offered(wire, OFFER)  # type: ignore[arg-type]
     incoming.match()
     assert wire.messages == [Grant(A, 1)]
-    assert incoming.granted
+
+
+def test_the_layers_may_come_over_several_sessions() -> None:
+    """As from the stages of a pipeline group."""
+    stages = [(memory(filled=True), Wire()) for _ in range(2)]
+    incoming, kv, first = receiver_of_stages(stages)
+    for number, (whole, wire) in enumerate(stages):
+        outgoing = Outgoing(begin(6, Role.PREFILL), one_layer(whole, number), number)
+        outgoing.attach(wire)  # type: ignore[arg-type]
+        assert wire.messages == [Offer(A, 1, number, number + 1)]
+        incoming.offered(wire, wire.messages[0])  # type: ignore[arg-type]
+        outgoing.grant()
+        outgoing.ready(Span(0, 1), Span(0, 6), (3, 1))
+        ((slices, payload),) = wire.slices
+        assert slices.layer == number
+        targets = incoming.place(wire, slices, len(payload))  # type: ignore[arg-type]
+        assert targets is not None
+        for target in targets:
+            target[:], payload = payload[: len(target)], payload[len(target) :]
+        assert incoming.receive(slices)
+        other = stages[1 - number][1]
+        assert incoming.place(other, slices, 6 * LAYOUT.token_bytes) is None, "not that session's layer"
+    incoming.sent = Sent(A, 1, 5)
+    assert incoming.complete
+    for layer in range(LAYERS):
+        assert kv_of(kv, layer, (7, 2), 6) == kv_of(stages[0][0], layer, (3, 1), 6)
+    incoming.landed()
+    assert [wire.messages[-1] for _, wire in stages] == [Landed(A, 1)] * 2
+
+
+def receiver_of_stages(stages: list[tuple[KVMemory, Wire]]) -> tuple[Incoming, KVMemory, Wire]:
+    kv = memory(filled=False)
+    incoming = Incoming(begin(6, Role.DECODE), kv)
+    incoming.blocks = (7, 2)
+    return incoming, kv, stages[0][1]
+
+
+def one_layer(kv: KVMemory, number: int) -> KVMemory:
+    made = KVMemory(replace(LAYOUT, num_layers=1), BLOCKS, torch.device("cpu"))
+    made.layers[0].copy_(kv.layers[number])
+    return made
+
+
+@pytest.mark.parametrize("layers", [(0, 0), (-1, 1), (1, 3), (0, 2)])
+def test_layers_are_offered_once_and_are_the_models(layers: tuple[int, int]) -> None:
+    incoming, _, _ = receiver(4, (0, 1))
+    with pytest.raises(ProtocolError):
+        incoming.offered(Wire(), Offer(A, 1, *layers))  # type: ignore[arg-type]
 
 
 def test_a_withdrawal_reaches_whoever_is_there() -> None:
@@ -196,7 +261,7 @@ def test_a_withdrawal_reaches_whoever_is_there() -> None:
     outgoing.attach(wire)  # type: ignore[arg-type]
     assert outgoing.is_on(wire) and not outgoing.is_on(Wire())  # type: ignore[arg-type]
     outgoing.withdraw()
-    assert wire.messages == [Offer(A, 1), Withdrawn(A, 1)]
+    assert wire.messages == [OFFER, Withdrawn(A, 1)]
     Incoming(begin(4, Role.DECODE), memory(filled=False)).withdraw()
     incoming, _, back = receiver(4, (0, 1))
     incoming.withdraw()
@@ -251,20 +316,26 @@ def expected_next() -> tuple[Incoming, Slices, int]:
 
 def test_what_must_come_next_is_accepted() -> None:
     incoming, slices, size = expected_next()
-    assert not incoming.receiving
-    assert incoming.place(slices, size) is not None
-    assert incoming.receiving
+    assert place(incoming, slices, size) is not None
+    incoming.withdraw()
+    assert FROM[incoming].refused == [slices], "a session goes on writing into blocks that are free"
+
+
+def test_what_is_not_next_does_not_count() -> None:
+    """Frames of a layer that come over several connections may be placed in any order, not received."""
+    incoming, slices, size = expected_next()
+    after = replace(slices, first_block=2, seals=(b"",))
+    assert place(incoming, after, 2 * LAYOUT.token_bytes) is not None
+    assert not incoming.receive(after)
 
 
 @pytest.mark.parametrize(
     ("changes", "more_bytes"),
     [
         ({"first_block": 0}, SIZE * LAYOUT.token_bytes),  # again
-        ({"first_block": 2, "seals": (b"",)}, -SIZE * LAYOUT.token_bytes),  # a gap
         ({"first_block": -1}, 2 * SIZE * LAYOUT.token_bytes),
         ({"layer": LAYERS}, 0),
         ({"layer": -1, "first_block": 0, "seals": (b"",) * 3}, SIZE * LAYOUT.token_bytes),  # not the last one
-        ({"layer": 1}, 0),  # begins in its middle
         ({"stop": 11}, LAYOUT.token_bytes),  # past the prompt
         ({"stop": 4, "seals": ()}, -6 * LAYOUT.token_bytes),  # nothing
         ({"stop": 3}, -7 * LAYOUT.token_bytes),
@@ -276,15 +347,16 @@ def test_what_must_come_next_is_accepted() -> None:
 )
 def test_what_must_not_come_next_is_refused(changes: dict[str, Any], more_bytes: int) -> None:
     incoming, slices, size = expected_next()
-    assert incoming.place(replace(slices, **changes), size + more_bytes) is None
-    assert not incoming.receiving
-    assert incoming.place(slices, size) is not None, "a refusal changed something"
+    assert place(incoming, replace(slices, **changes), size + more_bytes) is None
+    assert place(incoming, slices, size) is not None, "a refusal changed something"
 
 
 def test_nothing_is_accepted_before_the_grant() -> None:
     incoming = Incoming(begin(4, Role.DECODE), memory(filled=False))
-    incoming.blocks = (0, 1)
-    assert incoming.place(Slices(A, 1, 0, 0, 4, (b"",)), 4 * LAYOUT.token_bytes) is None
+    wire = Wire()
+    incoming.offered(wire, OFFER)  # type: ignore[arg-type]
+    FROM[incoming] = wire
+    assert place(incoming, Slices(A, 1, 0, 0, 4, (b"",)), 4 * LAYOUT.token_bytes) is None
 
 
 def test_nothing_is_accepted_after_everything_came() -> None:
@@ -295,8 +367,8 @@ def test_nothing_is_accepted_after_everything_came() -> None:
     incoming, _, _ = receiver(8, (3, 4, 5))
     ((slices, payload),) = wire.slices
     assert arrive(incoming, slices, payload)
-    assert incoming.place(slices, len(payload)) is None
-    assert incoming.place(replace(slices, first_block=2, stop=8, seals=()), 0) is None
+    assert place(incoming, slices, len(payload)) is None
+    assert place(incoming, replace(slices, first_block=2, stop=8, seals=()), 0) is None
 
 
 def test_without_its_first_token_a_request_is_not_complete() -> None:

@@ -276,7 +276,7 @@ def damage_one_transfer(patch: pytest.MonkeyPatch) -> None:
     def damaged(self: Incoming, slices: Any) -> bool:
         left[0] -= 1
         if left[0] == 0:
-            self._landing[0][1][5] ^= 1
+            self._landing[slices][1][0][1][5] ^= 1
         return receive(self, slices)
 
     patch.setattr(Incoming, "receive", damaged)

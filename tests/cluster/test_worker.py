@@ -44,10 +44,10 @@ class Interrupted(EmulatedEngine):
         self.meanwhile: dict[int, Callable[[], None]] = {}
         self._count = -1
 
-    def step(self, batch: Any, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Sampled:
+    def step(self, batch: Any, rows: Sequence[Row], *hooks: Any) -> Sampled:
         self._count += 1
         self.meanwhile.get(self._count, int)()
-        return super().step(batch, rows, on_layer)
+        return super().step(batch, rows, *hooks)
 
 
 class Ended:

@@ -285,7 +285,6 @@ class Cluster:
 
     def _on_replicate(self, action: Replicate) -> None:
         assert action.source != action.target
-        assert self.joined[action.source].role is not Role.DECODE
         assert self.joined[action.target].role is not Role.DECODE
         assert set(action.names) <= set(self.stored[action.source]), "a copy of unfinished blocks"
         assert not set(action.names) <= set(self.stored[action.target]), "a copy of what is there"

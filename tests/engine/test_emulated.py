@@ -228,6 +228,59 @@ def test_layers_are_announced_in_order_with_their_kv_in_place() -> None:
     assert any(seen[0][1]) and any(seen[1][1])
 
 
+class GoneError(Exception):
+    """A prefix that was to be loaded is not there."""
+
+
+def test_before_layer_is_called_before_the_kv_of_that_layer_is_touched() -> None:
+    engine, calls = engine_of(), list[tuple[str, int]]()
+
+    def before(layer: int) -> None:
+        calls.append(("before", layer))
+        written = [any(engine.memory.export(each, 0, 12 * SIZE)) for each in range(2)]
+        assert written == [each < layer for each in range(2)]
+
+    batch = engine.build([Chunk(PROMPT, 0, BLOCKS, True)])
+    engine.step(batch, [Row(GREEDY, ())], lambda layer: calls.append(("on", layer)), before)
+    assert calls == [("before", 0), ("on", 0), ("before", 1), ("on", 1)]
+
+
+@pytest.mark.parametrize("broken", range(2))
+def test_a_step_that_before_layer_broke_off_can_be_repeated(broken: int) -> None:
+    engine, announced = engine_of(), list[int]()
+    batch = engine.build([Chunk(PROMPT, 0, BLOCKS, True)])
+
+    def before(layer: int) -> None:
+        if layer == broken:
+            raise GoneError
+
+    with pytest.raises(GoneError):
+        engine.step(batch, [Row(GREEDY, ())], announced.append, before)
+    assert announced == list(range(broken))
+    tokens, _ = engine.step(batch, [Row(GREEDY, ())])
+    assert resumed(engine, tokens[0]) == expected_tokens(RECIPE, PROMPT, 5)
+
+
+def test_a_prefix_may_come_layer_by_layer() -> None:
+    """Saved as its layers are computed, filled as they are waited for."""
+    source, target, layout = engine_of(), engine_of(), RECIPE.layout
+    arena, slots = memoryview(bytearray(9 * layout.block_bytes)), (4, 0, 2)
+
+    def offsets(layer: int) -> list[int]:
+        return [slot * layout.block_bytes + layer * layout.slice_bytes for slot in slots]
+
+    prefix = source.build([Chunk(PROMPT[: 3 * SIZE], 0, BLOCKS, False)])
+    source.step(prefix, [], lambda layer: source.memory.save(layer, BLOCKS[:3], arena, offsets(layer)))
+    blocks = (1, 6, 8, 10, 3, 2)
+    rest = target.build([Chunk(PROMPT[3 * SIZE :], 3 * SIZE, blocks, True)])
+
+    def before(layer: int) -> None:
+        target.memory.fill(layer, blocks[:3], arena.toreadonly(), offsets(layer))
+
+    tokens, _ = target.step(rest, [Row(GREEDY, ())], before_layer=before)
+    assert tokens == expected_tokens(RECIPE, PROMPT, 1)
+
+
 # Time.
 
 
@@ -243,17 +296,33 @@ def test_a_step_takes_what_the_cost_model_says() -> None:
     assert engine.step_ps(decodes) == cost.step_ps((), 2, 19)
 
 
-def test_the_paced_engine_sleeps_to_the_exact_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+class Clock:
+    """Time that only sleeping moves, and always too far. `naps`: until when was slept."""
+
+    LATE_NS = 12_345
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_ns, self.naps = 1_000_000_007, list[int]()
+        monkeypatch.setattr(time, "monotonic_ns", lambda: self.now_ns)
+        monkeypatch.setattr(time, "sleep", self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.naps.append(self.now_ns + round(seconds * 1e9))
+        self.now_ns = self.naps[-1] + self.LATE_NS
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def paced() -> PacedEngine:
+    return PacedEngine(RECIPE, compile_cost(CURVE), 12, max_length=100)
+
+
+def test_the_paced_engine_sleeps_to_the_exact_sum(clock: Clock) -> None:
     """However late it wakes, the next iteration's end lies where the sum of the steps puts it."""
-    now, naps = [1_000_000_007], list[int]()
-
-    def sleep(seconds: float) -> None:
-        naps.append(now[0] + round(seconds * 1e9))
-        now[0] = naps[-1] + 12_345  # late
-
-    monkeypatch.setattr(time, "monotonic_ns", lambda: now[0])
-    monkeypatch.setattr(time, "sleep", sleep)
-    engine, cost = PacedEngine(RECIPE, compile_cost(CURVE), 12, max_length=100), compile_cost(CURVE)
+    engine, cost, naps = paced(), compile_cost(CURVE), clock.naps
     batch, elapsed = engine.build([Chunk([1], 4, BLOCKS, True, True)]), 0
     for context in (5, 6, 7):
         before = elapsed
@@ -263,6 +332,42 @@ def test_the_paced_engine_sleeps_to_the_exact_sum(monkeypatch: pytest.MonkeyPatc
         assert naps[-2:] == [1_000_000_007 + half, 1_000_000_007 + elapsed // 1000]
         batch.advance(batch_tokens)
     assert len(naps) == 6
+
+
+def test_a_layer_of_the_paced_engine_starts_when_it_was_waited_for(clock: Clock) -> None:
+    """The wait for layer 0 is over before its time comes, that for layer 1 is not."""
+    engine, start_ns = paced(), clock.now_ns
+    batch = engine.build([Chunk([1], 4, BLOCKS, True, True)])
+    step_ns = engine.step_ps(batch) // 1000
+    waits_ns = [0, 2 * step_ns]
+
+    def before(layer: int) -> None:
+        clock.now_ns += waits_ns[layer]
+
+    engine.step(batch, [Row(GREEDY, ())], before_layer=before)
+    assert clock.naps == [start_ns + step_ns // 2, start_ns + 3 * step_ns]
+    batch.advance([0])
+    again_ns = clock.naps[-1] + engine.step_ps(batch) // 1000
+    engine.step(batch, [Row(GREEDY, ())], before_layer=lambda layer: None)
+    assert abs(clock.naps[-1] - again_ns) <= 1, "a wait puts off, lateness does not"
+
+
+def test_a_step_of_the_paced_engine_that_was_broken_off_takes_its_time_anew(clock: Clock) -> None:
+    engine = paced()
+    batch = engine.build([Chunk(PROMPT, 0, BLOCKS, True)])
+    step_ns = engine.step_ps(batch) // 1000
+
+    def before(layer: int) -> None:
+        if layer == 1:
+            clock.now_ns += 10**9
+            raise GoneError
+
+    with pytest.raises(GoneError):
+        engine.step(batch, [Row(GREEDY, ())], before_layer=before)
+    again_ns = clock.now_ns
+    tokens, _ = engine.step(batch, [Row(GREEDY, ())])
+    assert clock.naps[-1] == again_ns + step_ns
+    assert tokens == expected_tokens(RECIPE, PROMPT, 1)
 
 
 # What it is made from.
@@ -299,10 +404,14 @@ def test_memory_for_fewer_than_two_blocks_is_refused() -> None:
         engine_of(num_blocks=1)
 
 
-def test_the_emulated_path_loads_no_torch() -> None:
-    code = (
-        "import sys, isthmus.engine.emulated, isthmus.cluster.virtual, isthmus.cli.engines, isthmus.cli.node;"
-        "print(sorted({'torch', 'numpy'} & set(sys.modules)))"
-    )
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [
+        ("isthmus.engine.emulated", {"torch", "numpy"}),
+        ("isthmus.engine.emulated, isthmus.cluster.virtual, isthmus.cli.engines, isthmus.cli.node", {"torch"}),
+    ],
+)
+def test_the_emulated_path_loads_no_torch(modules: str, heavy: set[str]) -> None:
+    code = f"import sys, {modules}; print(sorted({heavy!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
-from isthmus.engine.batch import Chunk
+from isthmus.engine.batch import Batch, Chunk
 from isthmus.engine.engine import Engine, EngineOptions
 from isthmus.errors import ConfigError, StartError
 
@@ -95,6 +97,90 @@ def test_on_layer_is_called_in_order_when_the_kv_of_that_layer_is_in_place(engin
     for layer, kv in seen:
         assert not kv.isnan().any()
         assert torch.equal(kv, engine.memory.layers[layer][48 : 48 + count])
+
+
+# ---- before_layer
+
+
+class GoneError(Exception):
+    """A prefix that was to be loaded is not there."""
+
+
+def memory_bits(engine: Engine) -> list[torch.Tensor]:
+    return [layer.view(torch.uint8).clone() for layer in engine.memory.layers]
+
+
+def mixed_batch(engine: Engine) -> Batch:
+    """A long chunk and two that are computed as rows."""
+    chunks = [
+        Chunk(tokens_of(30), 0, [3, 4], True),
+        Chunk(tokens_of(3), 0, [9], True),
+        Chunk([7], 0, [11], True),
+    ]
+    return engine.build(chunks)
+
+
+def test_before_layer_is_called_before_the_kv_of_that_layer_is_touched(engine: Engine) -> None:
+    poison(engine)
+    calls: list[tuple[str, int]] = []
+
+    def before(layer: int) -> None:
+        calls.append(("before", layer))
+        untouched = [bool(memory.isnan().all()) for memory in engine.memory.layers]
+        assert untouched == [index >= layer for index in range(3)]
+
+    engine.forward(mixed_batch(engine), lambda layer: calls.append(("on", layer)), before)
+    assert calls == [(name, layer) for layer in range(3) for name in ("before", "on")]
+
+
+@pytest.mark.parametrize("broken", range(3))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_that_before_layer_broke_off_can_be_repeated(
+    folder_of: FolderOf, broken: int, dtype: str
+) -> None:
+    engine = Engine(folder_of("llama"), options(dtype=dtype))
+    poison(engine)
+    expected, bits = engine.forward(mixed_batch(engine)), memory_bits(engine)
+    poison(engine)
+    batch, announced = mixed_batch(engine), list[int]()
+
+    def before(layer: int) -> None:
+        if layer == broken:
+            raise GoneError
+
+    with pytest.raises(GoneError):
+        engine.forward(batch, announced.append, before)
+    assert announced == list(range(broken))
+    assert torch.equal(engine.forward(batch, announced.append), expected)
+    assert announced == [*range(broken), *range(3)]
+    for found, right in zip(memory_bits(engine), bits, strict=True):
+        assert torch.equal(found, right)
+
+
+def test_a_prefix_may_come_layer_by_layer_while_the_rest_is_computed(folder_of: FolderOf) -> None:
+    """Saved by one engine as its layers are computed, filled into another by a second thread while it computes."""
+    source, target = (Engine(folder_of("llama"), options()) for _ in range(2))
+    tokens, layout = tokens_of(60), source.layout
+    arena, slots = memoryview(bytearray(5 * layout.block_bytes)), (4, 0, 2)
+
+    def offsets(layer: int) -> list[int]:
+        return [slot * layout.block_bytes + layer * layout.slice_bytes for slot in slots]
+
+    def store(layer: int) -> None:
+        source.memory.save(layer, [7, 1, 30], arena, offsets(layer))
+
+    whole = source.build([Chunk(tokens[:48], 0, [7, 1, 30, 8], False)])
+    source.step(whole, [], on_layer=store)
+    expected = source.forward(source.build([Chunk(tokens[48:], 48, [7, 1, 30, 8], True)]))
+    poison(target)
+    with ThreadPoolExecutor(1) as loader:
+        loads = [
+            loader.submit(target.memory.fill, layer, [9, 2, 0], arena.toreadonly(), offsets(layer))
+            for layer in range(3)
+        ]
+        batch = target.build([Chunk(tokens[48:], 48, [9, 2, 0, 5], True)])
+        found = target.forward(batch, before_layer=lambda layer: loads[layer].result())
+    assert torch.equal(found, expected)
 
 
 def test_kv_computed_in_one_engine_serves_another(folder_of: FolderOf, engine: Engine) -> None:

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from random import Random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from isthmus.blocks import KVLayout
-from isthmus.engine.interface import runs_of
+from isthmus.engine.emulated import EmulatedMemory
+from isthmus.engine.interface import KVBytes, runs_of
+from isthmus.engine.kernels import Kernels
 from isthmus.engine.kv import TORCH_DTYPES, KVMemory
 
 from .support import deterministic
@@ -94,3 +97,82 @@ def test_memory_starts_as_zeros_in_the_layout_of_its_blocks() -> None:
         assert layer.shape == (20, 2, 3, 6) and layer.dtype == TORCH_DTYPES["bfloat16"]
         assert not layer.any()
     assert sum(layer.nbytes for layer in memory.layers) == 5 * memory.layout.block_bytes
+
+
+# ---- blocks in bulk
+
+LAYOUT = KVLayout(dtype="float32", block_size=4, num_layers=2, num_kv_heads=2, head_dim=3)
+SIZE = LAYOUT.slice_bytes
+DEVICES = ["emulated", "cpu", "cpu-native", "cuda"]
+
+
+@pytest.fixture(params=DEVICES)
+def memory(request: pytest.FixtureRequest) -> KVBytes:
+    """Memory of 9 blocks, zeros."""
+    if request.param == "emulated":
+        return EmulatedMemory(LAYOUT, 9)
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device here")
+    kernels: Kernels | None = None
+    if request.param == "cpu-native":
+        kernels = request.getfixturevalue("native_kernels")
+    return KVMemory(LAYOUT, 9, torch.device(request.param.removesuffix("-native")), kernels)
+
+
+def contents(memory: KVBytes, layer: int) -> bytes:
+    return bytes(memory.export(layer, 0, 9 * LAYOUT.block_size))
+
+
+def noise(count: int, seed: int) -> bytes:
+    return Random(seed).randbytes(count)
+
+
+@st.composite
+def moves(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    """(blocks, offsets): some of the 9 blocks, and as many places that do not overlap in an arena of 20 slices."""
+    blocks = draw(st.lists(st.integers(0, 8), unique=True))
+    gaps = draw(st.lists(st.integers(0, SIZE), min_size=len(blocks), max_size=len(blocks)))
+    places = [sum(gaps[: at + 1]) + at * SIZE for at in range(len(blocks))]
+    return blocks, draw(st.permutations(places))
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(moves(), st.integers(0, 1))
+def test_blocks_are_filled_from_their_places_in_the_arena_and_saved_to_them(
+    memory: KVBytes, move: tuple[list[int], list[int]], layer: int
+) -> None:
+    blocks, offsets = move
+    before, other = contents(memory, layer), contents(memory, 1 - layer)
+    arena = noise(20 * SIZE, len(blocks))
+    memory.fill(layer, blocks, memoryview(arena), offsets)
+    expected = bytearray(before)
+    for block, at in zip(blocks, offsets, strict=True):
+        expected[block * SIZE : (block + 1) * SIZE] = arena[at : at + SIZE]
+    assert contents(memory, layer) == expected
+    assert contents(memory, 1 - layer) == other
+
+    saved, right = bytearray(noise(20 * SIZE, 99)), bytearray(noise(20 * SIZE, 99))
+    if isinstance(memory, KVMemory):
+        memory.written(layer)
+    memory.save(layer, blocks, memoryview(saved), offsets)
+    for block, at in zip(blocks, offsets, strict=True):
+        right[at : at + SIZE] = expected[block * SIZE : (block + 1) * SIZE]
+    assert saved == right
+
+
+@pytest.mark.parametrize(
+    ("blocks", "offsets"), [([9], [0]), ([-1], [0]), ([0], [-1]), ([0], [2 * SIZE + 1]), ([0, 1], [0])]
+)
+def test_what_lies_outside_is_refused_before_a_byte_is_moved(
+    memory: KVBytes, blocks: list[int], offsets: list[int]
+) -> None:
+    arena = memoryview(bytearray(noise(3 * SIZE, 1)))
+    for move in (memory.fill, memory.save):
+        with pytest.raises(AssertionError):
+            move(0, blocks, arena, offsets)
+    assert not any(contents(memory, 0)) and bytes(arena) == noise(3 * SIZE, 1)
+
+
+def test_blocks_are_not_saved_to_memory_that_is_only_read(memory: KVBytes) -> None:
+    with pytest.raises((AssertionError, TypeError)):
+        memory.save(0, [0], memoryview(bytes(SIZE)), [0])

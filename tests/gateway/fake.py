@@ -6,7 +6,8 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
-from isthmus.types import FinishReason, Generated, Job, ModelCard, TokenLogprobs
+from isthmus.blocks import KVLayout
+from isthmus.types import FinishReason, Generated, Job, ModelCard, NodeId, Role, TokenLogprobs
 
 CARD = ModelCard(name="acme/tiny", max_length=256, vocab_size=300, created_s=1_700_000_000)
 
@@ -51,6 +52,7 @@ class FakeBackend:
         self.changed = threading.Condition()
         self.node_gauges: dict[str, dict[str, float]] = {}
         self.refused: dict[str, int] = {}
+        self.members: dict[NodeId, tuple[Role, KVLayout]] = {}
 
     def submit(self, job: Job) -> FakeStream:
         steps = self.script(job)
@@ -59,6 +61,9 @@ class FakeBackend:
 
     def gauges(self) -> dict[str, dict[str, float]]:
         return self.node_gauges
+
+    def nodes(self) -> dict[NodeId, tuple[Role, KVLayout]]:
+        return self.members
 
     def refusals(self) -> dict[str, int]:
         return self.refused

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.parser import text_string_to_metric_families
 
 from isthmus.gateway import GatewaySettings, GatewayTokenizer, create_app
+from isthmus.gateway.node_metrics import NODE_METRICS
 from isthmus.types import FinishReason
 
 from .fake import HANG, FakeBackend, Step, says
@@ -79,6 +80,19 @@ def test_gauges_of_the_nodes(post: Poster, backend: FakeBackend) -> None:
     assert found["kv_blocks_free node=prefill-0"] == 5
     assert found["kv_blocks_free node=decode-0"] == 7.5
     assert found["queue_length node=prefill-0"] == 1
+
+
+def test_totals_of_the_nodes_are_counters(post: Poster, backend: FakeBackend) -> None:
+    backend.node_gauges = {
+        "iterations_total": {"mixed-0": 3},
+        "kv_blocks": {"mixed-0": 9},
+        "new": {"mixed-0": 1},
+    }
+    families = {family.name: family for family in text_string_to_metric_families(post.get("/metrics").text)}
+    kinds = {name: families[f"isthmus_{name}"].type for name in ("iterations", "kv_blocks", "new")}
+    assert kinds == {"iterations": "counter", "kv_blocks": "gauge", "new": "gauge"}
+    assert families["isthmus_kv_blocks"].documentation == NODE_METRICS["kv_blocks"]
+    assert samples(post)["iterations_total node=mixed-0"] == 3
 
 
 def test_refusals_by_stage(post: Poster, backend: FakeBackend) -> None:

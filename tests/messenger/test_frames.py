@@ -4,164 +4,163 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import ProtocolError
-from isthmus.messenger import FrameReader, frame
-from isthmus.messenger.frames import MAGIC, MAX_HEADER, MAX_PAYLOAD
+from isthmus.messenger.frames import (
+    GOOD,
+    MAX_HEADER,
+    MAX_SLICE,
+    PREFIX_BYTES,
+    STAGING,
+    VOID,
+    FrameReader,
+    Kind,
+    Prefix,
+    prefix_of,
+)
 
-
-class Small(msgspec.Struct, frozen=True, tag=True):
-    text: str
-
-
-class Bulk(msgspec.Struct, frozen=True, tag=True):
-    """Says in which pieces its payload is to lie."""
-
-    pieces: tuple[int, ...]
-
-
-Message = Small | Bulk
-DECODE = msgspec.msgpack.Decoder(Message).decode
+Item = tuple[bytes, bytes, tuple[int, ...]]
+"""Header, payload, and the pieces of memory its payload is to lie in."""
 
 
 class Inbox:
-    """Places every payload into fresh memory, in the pieces its message names, and keeps all."""
+    """Receives every payload into fresh memory, and keeps all."""
 
-    def __init__(self) -> None:
-        self.memory: list[list[bytearray]] = []
-        self.reader: FrameReader[Message] = FrameReader(DECODE, self._place)
-        self.messages: list[Message] = []
-        self.bytes_staged = 0
+    def __init__(self, items: Sequence[Item] = ()) -> None:
+        self.reader = FrameReader(self)
+        self.frames: list[tuple[bytes, bytes]] = []
+        self.verdicts: list[bool] = []
+        self.memory: list[bytearray] = []
+        self._pieces = [pieces for _, payload, pieces in items]
+        self._header = b""
 
-    def _place(self, message: Message, size: int) -> Sequence[memoryview]:
-        if isinstance(message, Small):
-            assert size == 0
-            return []
-        self.memory.append([bytearray(piece) for piece in message.pieces])
-        return [memoryview(piece) for piece in self.memory[-1]]
+    def begin(self, prefix: Prefix, header: bytes) -> Sequence[memoryview]:
+        self._header = header
+        pieces = self._pieces.pop(0) if self._pieces else ((min(prefix.length, 1 << 20),) if prefix.length else ())
+        self.memory = [bytearray(piece) for piece in pieces if piece]
+        return [memoryview(piece) for piece in self.memory]
+
+    def end(self, prefix: Prefix, is_good: bool) -> bool:
+        self.frames.append((self._header, b"".join(self.memory)))
+        self.verdicts.append(is_good)
+        return True
 
     def feed(self, wire: bytes, cut: Callable[[], int]) -> None:
         """Receives `wire` in reads of at most `cut()` bytes each."""
         at = 0
         while at < len(wire):
-            buffer = self.reader.buffer()
-            assert len(buffer) > 0
-            count = min(cut(), len(buffer), len(wire) - at)
-            buffer[:count] = wire[at : at + count]
+            left = wire[at : at + cut()]
+            count = 0
+            for buffer in self.reader.buffers():
+                assert len(buffer) > 0
+                part = left[count : count + len(buffer)]
+                buffer[: len(part)] = part
+                count += len(part)
             at += count
-            self.messages += self.reader.advance(count)
-
-    @property
-    def payloads(self) -> list[bytes]:
-        return [b"".join(pieces) for pieces in self.memory]
+            self.reader.advance(count)
 
 
-def wire_of(messages: Sequence[Message], payloads: Sequence[bytes]) -> bytes:
-    left = list(payloads)
-    parts = []
-    for message in messages:
-        payload = left.pop(0) if isinstance(message, Bulk) else b""
-        parts += [frame(message, len(payload)), payload]
-    return b"".join(parts)
+def frame(header: bytes, payload: bytes = b"", verdict: bytes = GOOD) -> bytes:
+    size = len(payload)
+    head = prefix_of(Kind.DATA, header, total=size, length=size)
+    return head + header + payload + (verdict if payload else b"")
 
 
-def bulk(data: bytes, *cuts: int) -> Bulk:
-    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    return Bulk(tuple(stop - start for start, stop in pairwise(edges)))
+def item(header: bytes, payload: bytes, cuts: Sequence[int] = ()) -> Item:
+    edges = [0, *sorted(min(cut, len(payload)) for cut in cuts), len(payload)]
+    return header, payload, tuple(stop - start for start, stop in pairwise(edges))
 
 
-BULKS = st.builds(
-    lambda data, cuts: (bulk(data, *cuts), data),
-    st.one_of(
-        st.binary(max_size=100), st.integers(0, 200_000).map(lambda size: bytes(range(256)) * (size // 256))
-    ),
-    st.lists(st.integers(0, 200_000), max_size=3),
-)
-SMALLS = st.builds(Small, st.one_of(st.text(max_size=30), st.integers(0, 200_000).map(lambda size: "x" * size)))
+LONG = st.integers(0, 200_000).map(lambda size: bytes(range(256)) * (size // 256))
+BYTES = st.one_of(st.just(b""), st.binary(max_size=100), LONG)
+ITEMS = st.builds(item, BYTES, BYTES, st.lists(st.integers(0, 200_000), max_size=3))
 
 
 @settings(max_examples=80)
-@given(st.lists(st.one_of(SMALLS, BULKS), max_size=6), st.data())
-def test_however_the_wire_is_cut_the_same_messages_come(items: list, data: st.DataObject) -> None:
-    messages = [item[0] if isinstance(item, tuple) else item for item in items]
-    payloads = [item[1] for item in items if isinstance(item, tuple)]
-    wire = wire_of(messages, payloads)
+@given(st.lists(ITEMS, max_size=6), st.data())
+def test_however_the_wire_is_cut_the_same_frames_come(items: list[Item], data: st.DataObject) -> None:
+    wire = b"".join(frame(header, payload) for header, payload, _ in items)
     smallest = max(1, len(wire) // 300)
     sizes = data.draw(st.lists(st.integers(smallest, 4 * smallest + 70_000), min_size=1, max_size=20))
-    inbox, turn = Inbox(), iter(range(10**9))
+    inbox, turn = Inbox(items), iter(range(10**9))
     inbox.feed(wire, lambda: sizes[next(turn) % len(sizes)])
-    assert inbox.messages == messages
-    assert inbox.payloads == payloads
+    assert inbox.frames == [(header, payload) for header, payload, _ in items]
 
 
 def test_byte_by_byte_is_a_cut_too() -> None:
-    messages = [Small("a"), bulk(b"payload", 2, 2, 5), Small("b"), bulk(b""), Small("")]
-    inbox = Inbox()
-    inbox.feed(wire_of(messages, [b"payload", b""]), lambda: 1)
-    assert inbox.messages == messages
-    assert inbox.payloads == [b"payload", b""]
+    items = [item(b"a", b""), item(b"b", b"payload", (2, 2, 5)), item(b"", b""), item(b"c", b"12")]
+    inbox = Inbox(items)
+    inbox.feed(b"".join(frame(header, payload) for header, payload, _ in items), lambda: 1)
+    assert inbox.frames == [(header, payload) for header, payload, _ in items]
 
 
-def test_a_message_comes_as_soon_as_its_last_byte_does() -> None:
-    wire = wire_of([bulk(b"payload")], [b"payload"])
+def test_a_frame_comes_as_soon_as_its_last_byte_does() -> None:
+    wire = frame(b"a", b"payload")
     inbox = Inbox()
     inbox.feed(wire[:-1], lambda: 1)
-    assert inbox.messages == []
+    assert inbox.frames == []
     inbox.feed(wire[-1:], lambda: 1)
-    assert inbox.messages == [bulk(b"payload")]
+    assert inbox.frames == [(b"a", b"payload")]
 
 
 def test_a_large_payload_is_received_in_place() -> None:
     """What was read together with the header is moved; all that follows goes where it belongs at once."""
     data = bytes(range(256)) * 1024
-    inbox, wire = Inbox(), wire_of([bulk(data, 100_000)], [data])
+    inbox, wire = Inbox([item(b"h", data, (100_000,))]), frame(b"h", data)
     inbox.feed(wire[:5000], lambda: 5000)
-    first, second = inbox.memory[0]
-    buffer = inbox.reader.buffer()
-    assert buffer.obj is first and len(buffer) == len(first) - (5000 - (len(wire) - len(data)))
-    inbox.feed(wire[5000:], lambda: len(buffer))
-    assert inbox.reader.buffer().obj is not second
-    assert inbox.payloads == [data]
+    first, second = inbox.memory
+    buffers = inbox.reader.buffers()
+    assert buffers[0].obj is first and len(buffers[0]) == len(first) - (5000 - PREFIX_BYTES - 1)
+    assert buffers[1].obj is second
+    assert len(buffers) == 3 and len(buffers[2]) == STAGING
+    inbox.feed(wire[5000:], lambda: 1 << 30)
+    assert inbox.frames == [(b"h", data)]
 
 
-def test_nothing_after_a_payload_lands_in_its_memory() -> None:
-    data = b"p" * 1000
+def test_what_is_diverted_is_read_past() -> None:
     inbox = Inbox()
-    inbox.feed(wire_of([bulk(data), Small("after")], [data]), lambda: 10**6)
-    assert inbox.payloads == [data] and inbox.messages[1] == Small("after")
+    wire = frame(b"h", b"p" * 200_000) + frame(b"after")
+    inbox.feed(wire[:100_000], lambda: 1 << 30)
+    before = bytes(inbox.memory[0])
+    inbox.reader.divert()
+    inbox.feed(wire[100_000:], lambda: 1 << 30)
+    assert inbox.memory == []
+    assert inbox.frames[0][1] == before and inbox.frames[1] == (b"after", b"")
 
 
-def reading(wire: bytes, place: Callable[[object, int], Sequence[memoryview]] = lambda *_: ()) -> None:
-    reader = FrameReader(DECODE, place)
-    while wire:
-        buffer = reader.buffer()
-        count = min(len(buffer), len(wire))
-        buffer[:count] = wire[:count]
-        wire = wire[count:]
-        list(reader.advance(count))
+def test_a_payload_taken_back_is_told_from_a_good_one() -> None:
+    inbox = Inbox()
+    inbox.feed(frame(b"a", b"1") + frame(b"b", b"2", VOID) + frame(b"c"), lambda: 7)
+    assert inbox.verdicts == [True, False, True]
 
 
-def prefix(magic: int = MAGIC, header: int = 8, payload: int = 0) -> bytes:
-    return magic.to_bytes(4, "little") + header.to_bytes(4, "little") + payload.to_bytes(8, "little")
+def test_a_large_header_leaves_no_large_buffer() -> None:
+    inbox = Inbox()
+    header = b"x" * (10 * STAGING)
+    inbox.feed(frame(header) + frame(b"after"), lambda: 1 << 30)
+    assert [got for got, _ in inbox.frames] == [header, b"after"]
+    assert len(inbox.reader.buffers()[0]) == STAGING
+
+
+def reading(wire: bytes) -> Inbox:
+    inbox = Inbox()
+    inbox.feed(wire, lambda: 1 << 30)
+    return inbox
 
 
 @pytest.mark.parametrize(
     ("wire", "complaint"),
     [
-        (b"GET / HTTP/1.1\r\n\r\n", "protocol version"),
-        (prefix(magic=MAGIC + 1), "protocol version"),
-        (prefix(header=MAX_HEADER + 1), "limits"),
-        (prefix(payload=MAX_PAYLOAD + 1), "limits"),
-        (prefix(header=0), "could not be read"),
-        (prefix(header=1) + b"\xc1", "could not be read"),
-        (prefix(header=3) + msgspec.msgpack.encode(17)[:1] + b"xx", "could not be read"),
-        (frame({"type": "Unknown"}), "could not be read"),
-        (frame({"type": "Small", "text": 5}), "could not be read"),
-        (frame(Small("a"), 5), "does not fit"),
+        (b"GET / HTTP/1.1\r\nHost: somewhere.example\r\n\r\n", "does not speak this protocol"),
+        (bytes(PREFIX_BYTES), "does not speak this protocol"),
+        (prefix_of(Kind.DATA, b"x" * (MAX_HEADER + 1)), "limits"),
+        (prefix_of(Kind.DATA, b"", total=MAX_SLICE + 1, length=MAX_SLICE + 1), "limits"),
+        (prefix_of(Kind.DATA, b"", total=10, offset=5, length=6), "limits"),
+        (prefix_of(Kind.DATA, b"abc") + b"abd", "damaged"),
+        (frame(b"a", b"1", verdict=b"?"), "damaged"),
     ],
 )
 def test_what_is_no_frame_is_refused(wire: bytes, complaint: str) -> None:
@@ -169,37 +168,20 @@ def test_what_is_no_frame_is_refused(wire: bytes, complaint: str) -> None:
         reading(wire)
 
 
-def test_a_string_that_is_no_utf8_is_refused() -> None:
-    header = msgspec.msgpack.encode(Small("good")).replace(b"good", b"\xff\xff\xff\xff")
-    with pytest.raises(ProtocolError, match="could not be read"):
-        reading(prefix(header=len(header)) + header)
-
-
-@pytest.mark.parametrize("given_size", [4, 6])
-def test_memory_of_another_size_than_the_payload_is_refused(given_size: int) -> None:
-    with pytest.raises(ProtocolError, match="does not fit"):
-        reading(frame(Bulk((5,)), 5) + b"12345", lambda *_: [memoryview(bytearray(given_size))])
-
-
-def memory_for(_: object, size: int) -> list[memoryview]:
-    return [memoryview(bytearray(min(size, 1000)))]
-
-
 @given(st.binary(max_size=300), st.booleans())
 def test_garbage_never_raises_anything_else(garbage: bytes, well_begun: bool) -> None:
-    wire = prefix(header=len(garbage)) + garbage if well_begun else garbage
+    wire = prefix_of(Kind.DATA, garbage[:20]) + garbage if well_begun else garbage
     with suppress(ProtocolError):
-        reading(wire, memory_for)
+        reading(wire)
 
 
-@given(st.integers(0, 60), st.integers(1, 255))
-def test_a_flipped_byte_never_raises_anything_else(at: int, flip: int) -> None:
-    wire = bytearray(wire_of([Small("some text é"), bulk(b"12")], [b"12"]))
-    wire[at % len(wire)] ^= flip
-    with suppress(ProtocolError):
-        reading(bytes(wire), memory_for)
-
-
-def test_a_message_over_the_limit_is_not_sent() -> None:
-    with pytest.raises(ProtocolError, match="exceeds the limit"):
-        frame(Small("x" * (MAX_HEADER + 1)))
+@given(st.integers(0, 10_000), st.integers(0, 7))
+def test_a_flipped_bit_of_prefix_header_or_verdict_is_found(at: int, bit: int) -> None:
+    wire, payload = bytearray(frame(b"some header", b"12")), range(PREFIX_BYTES + 11, PREFIX_BYTES + 13)
+    at %= len(wire)
+    wire[at] ^= 1 << bit
+    if at in payload:
+        assert reading(bytes(wire)).frames[0][1] != b"12"
+    else:
+        with pytest.raises(ProtocolError):
+            reading(bytes(wire))

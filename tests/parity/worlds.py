@@ -11,8 +11,9 @@ from isthmus.cluster.virtual import VirtualCluster, VirtualRequest
 from isthmus.conductor import Action, Event
 from isthmus.config import Config
 from isthmus.cost import Cost, compile_cost
+from isthmus.deploy import Rates
 from isthmus.scheduler import Limits
-from isthmus.sim.deployment import Deployment, Rates, deployment_of
+from isthmus.sim.deployment import Deployment, deployment_of
 from isthmus.sim.workloads import Request, Workload
 from isthmus.sim.world import World
 from isthmus.types import Role

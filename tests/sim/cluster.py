@@ -8,7 +8,8 @@ from typing import Any
 
 from isthmus.conductor import Rules
 from isthmus.cost import Curve
-from isthmus.sim.deployment import Deployment, NodeSpec, Rates
+from isthmus.deploy import Rates
+from isthmus.sim.deployment import Deployment, NodeSpec
 from isthmus.sim.records import Result
 from isthmus.sim.workloads import Request, Workload
 from isthmus.types import NodeId, Role

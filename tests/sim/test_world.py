@@ -11,7 +11,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from isthmus.conductor import Rules
-from isthmus.sim.deployment import Deployment, NodeSpec, Rates
+from isthmus.deploy import Rates
+from isthmus.sim.deployment import Deployment, NodeSpec
 from isthmus.sim.records import RequestRecord, Result, Status
 from isthmus.sim.workloads import Request, Workload
 from isthmus.sim.world import World

@@ -16,8 +16,9 @@ import msgspec
 from isthmus.conductor import Rules
 from isthmus.config import load_config
 from isthmus.cost import Curve, hardware_named
+from isthmus.deploy import Rates
 from isthmus.errors import ConfigError, IsthmusError
-from isthmus.sim.deployment import Deployment, NodeSpec, Rates, deployment_of
+from isthmus.sim.deployment import Deployment, NodeSpec, deployment_of
 from isthmus.sim.records import Result, Status
 from isthmus.sim.summary import nearest_rank, within_limits
 from isthmus.sim.workloads import Replay, Workload, load

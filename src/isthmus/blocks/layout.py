@@ -12,6 +12,9 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     Token-major with K and V side by side, so that any run of tokens of one layer is one byte range:
     it is sent, received and sealed without a copy.
+
+    `codec`: what the numbers have been through; "" if nothing, so that they are what the model computed, else the
+    lossy codec of `isthmus.engine.codecs` that a link sent them with. They are of `dtype` again in any case.
     """
 
     dtype: str
@@ -19,6 +22,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    codec: str = ""
 
     @property
     def token_bytes(self) -> int:
@@ -41,4 +45,5 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     def fingerprint(self) -> bytes:
         fields = (self.dtype, self.block_size, self.num_layers, self.num_kv_heads, self.head_dim)
-        return "/".join(map(str, fields)).encode()
+        codec = (self.codec,) if self.codec else ()
+        return "/".join(map(str, (*fields, *codec))).encode()

@@ -9,9 +9,13 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-app = typer.Typer(no_args_is_help=True, help="Measure the engine or a running server.")
+app = typer.Typer(no_args_is_help=True, help="Measure the parts of Isthmus, or a running server.")
 
 Number = TypeVar("Number", int, float)
+MooncakePython = Annotated[
+    str | None,
+    typer.Option(help="A Python with Mooncake installed; default: this one, if it has Mooncake."),
+]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the results here as JSON.")]
 
 
@@ -21,7 +25,8 @@ def _finish(table: Any, rows: Any, file: Path | None) -> None:
     console = Console()
     if not console.is_terminal:  # in a file or a pipe, wide enough for every column
         console = Console(width=200)
-    console.print(table)
+    for each in table if isinstance(table, list) else [table]:
+        console.print(each)
     if file is not None:
         file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf8")
 
@@ -116,6 +121,24 @@ def _size(option: str, text: str | None) -> int | None:
         return None if text is None else parse_bytes(text)
     except ValueError as error:
         raise ConfigError(f"{option}: {error}") from None
+
+
+def _sizes(option: str, text: str) -> tuple[int, ...]:
+    from isthmus.errors import ConfigError
+
+    sizes = tuple(_size(option, part) or 0 for part in text.split(","))
+    if 0 in sizes:
+        raise ConfigError(f"{option} {text}: 0 is no size")
+    return sizes
+
+
+def _counts(option: str, text: str) -> tuple[int, ...]:
+    from isthmus.errors import ConfigError
+
+    counts = _numbers(option, text, int)
+    if min(counts) < 1:
+        raise ConfigError(f"{option} {text}: must be 1 or more")
+    return counts
 
 
 @app.command()
@@ -239,3 +262,134 @@ def accuracy(
     _finish(bench.table(found), msgspec.to_builtins(found), json_file)
     for line in bench.summary_lines(found):
         print(line)
+
+
+@app.command()
+def layerwise(
+    model: Annotated[Path, typer.Option(help="Model folder.")],
+    prefix: Annotated[int, typer.Option(min=1, help="Tokens whose KV is loaded.")] = 4000,
+    suffix: Annotated[int, typer.Option(min=1, help="Tokens computed after them.")] = 512,
+    shares: Annotated[
+        str, typer.Option(help="Time of loading over time of computing, for sources of a fixed rate.")
+    ] = "0.25,0.5,1,2,4",
+    disk: Annotated[Path | None, typer.Option(help="A folder on the SSD, to load from it too.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: the model's.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads that compute.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each row.")] = 5,
+    json_file: JsonFile = None,
+) -> None:
+    """A cached prefill loaded and stored layer by layer while it computes, beside the time of the parts in series."""
+    from isthmus.benchmarks import layerwise as bench
+    from isthmus.cli.outputs import check_writable
+
+    check_writable("--json", json_file)
+    results = bench.run(
+        model,
+        prefix=prefix,
+        suffix=suffix,
+        shares=_numbers("--shares", shares, float),
+        disk=disk,
+        dtype=dtype,
+        threads=threads,
+        rounds=rounds,
+        report=lambda line: print(line, flush=True),
+    )
+    _finish(bench.table(results), bench.as_json(results), json_file)
+
+
+@app.command()
+def messenger(
+    direction: Annotated[str, typer.Option(help="push, or pull: a request answered by a push.")] = "push",
+    sizes: Annotated[str, typer.Option(help="Bytes of a transfer.")] = "1MiB,16MiB,1GiB",
+    pieces: Annotated[str, typer.Option(help="Bytes of each piece of it.")] = "64KiB,256KiB,1MiB,2MiB",
+    connections: Annotated[str, typer.Option(help="Connections of a session.")] = "1,2,4",
+    rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each side.")] = 5,
+    pings: Annotated[int, typer.Option(min=1, help="4 KiB messages for the latency.")] = 2000,
+    mooncake_python: MooncakePython = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Sealed bytes between two processes over loopback, beside bare sockets, memcpy and Mooncake: GB/s, latency."""
+    from isthmus.benchmarks import messenger as bench
+    from isthmus.cli.outputs import check_writable
+    from isthmus.errors import ConfigError
+
+    check_writable("--json", json_file)
+    if direction not in tuple(bench.Direction):
+        raise ConfigError(f"--direction {direction}: known are {', '.join(bench.Direction)}")
+    plan = bench.Plan(
+        bench.Direction(direction),
+        _sizes("--sizes", sizes),
+        _sizes("--pieces", pieces),
+        _counts("--connections", connections),
+        rounds,
+        pings,
+        mooncake_python,
+    )
+    result = bench.run(plan, lambda line: print(line, flush=True))
+    _finish(bench.tables(result), bench.as_json(result), json_file)
+
+
+@app.command()
+def wan(
+    rates: Annotated[str, typer.Option(help="Rates of the path, Gbit/s.")] = "1,2,5",
+    connections: Annotated[str, typer.Option(help="Connections of the session.")] = "1,4,8,16",
+    delay_ms: Annotated[float, typer.Option(help="Delay each way.")] = 30.0,
+    jitter_ms: Annotated[float, typer.Option(help="Each chunk is late by up to this.")] = 0.0,
+    stall_s: Annotated[
+        float, typer.Option(help="How long one connection stands still, in rows of their own; 0: no such rows.")
+    ] = 1.0,
+    window: Annotated[
+        str, typer.Option(help="Bytes on the way of one connection, as an untuned kernel's.")
+    ] = "4MiB",
+    seconds: Annotated[float, typer.Option(help="Length of a transfer, at the full rate.")] = 4.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Transfers of each row.")] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """One session over a long path (a TCP proxy in user space): one connection against several."""
+    from isthmus.benchmarks import wan as bench
+    from isthmus.cli.outputs import check_writable
+
+    check_writable("--json", json_file)
+    plan = bench.Plan(
+        _numbers("--rates", rates, float),
+        _counts("--connections", connections),
+        delay_ms,
+        jitter_ms,
+        stall_s,
+        _size("--window", window) or 0,
+        seconds,
+        rounds,
+    )
+    result = bench.run(plan, lambda line: print(line, flush=True))
+    _finish(bench.table(result), bench.as_json(result), json_file)
+
+
+@app.command()
+def store(
+    sizes: Annotated[str, typer.Option(help="Bytes of a block.")] = "256KiB,1MiB,16MiB",
+    total: Annotated[str, typer.Option(help="Bytes of all blocks of a case.")] = "256MiB",
+    rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each side.")] = 5,
+    folder: Annotated[
+        Path | None, typer.Option(help="An existing folder on the SSD; default: the temporary folder.")
+    ] = None,
+    mooncake_python: MooncakePython = None,
+    redis_server: Annotated[
+        str | None, typer.Option(help="Redis or Valkey binary; default: the one on the path, if any.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Put and get of blocks in DRAM and on the SSD, beside memcpy, a plain file, the Mooncake store and Redis: GB/s."""
+    from isthmus.benchmarks import store as bench
+    from isthmus.cli.outputs import check_writable
+
+    check_writable("--json", json_file)
+    plan = bench.Plan(
+        _sizes("--sizes", sizes),
+        _size("--total", total) or 0,
+        rounds,
+        folder,
+        mooncake_python,
+        redis_server,
+    )
+    rows = bench.run(plan, lambda line: print(line, flush=True))
+    _finish(bench.table(rows), bench.as_json(rows), json_file)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import blake3
+
 from isthmus.blocks import KVLayout
 from isthmus.cli.models import demo_folder
+from isthmus.cluster.node import OnLost
+from isthmus.conductor import Paths
 from isthmus.config import Config, RoleConfig
 from isthmus.cost import HARDWARE, Analytic, Cost, compile_cost
-from isthmus.deploy import cost_of, hardware_of
+from isthmus.deploy import cost_of, hardware_of, rates_of
 from isthmus.engine import emulated
 from isthmus.engine.interface import Engine
 from isthmus.engine.spec import read_spec
 from isthmus.errors import ConfigError
-from isthmus.types import Role
+from isthmus.store import Arena, Log, Shape, Store
+from isthmus.types import NodeId, Role
 
 MAX_EMULATED_TOKENS = 1 << 23
+MIN_SLOTS = 8
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,40 @@ def open_engine(config: Config, folder: Path, threads: int, cost: Cost) -> Engin
             max_length=config.engine.max_length,
         ),
     )
+
+
+def paths_of(config: Config, role: Role) -> Paths:
+    """How fast KV moves to and from a node; nowhere, without a cache."""
+    if not config.cache.dram:
+        return Paths()
+    return rates_of(config, getattr(config.roles, role)).paths(has_disk=config.cache.ssd > 0)
+
+
+def store_opener(config: Config, engine: Engine, node: NodeId) -> Callable[[OnLost], Store] | None:
+    """Opens the store of a node's cache, if it has one. Raises ConfigError for a cache that holds no block, or an
+    SSD tier without a folder."""
+    cache, layout = config.cache, engine.memory.layout
+    num_slots = cache.dram // layout.block_bytes
+    if not cache.dram and not cache.ssd:
+        return None
+    if num_slots < MIN_SLOTS:
+        raise ConfigError(
+            f"cache.dram: {cache.dram} bytes hold fewer than {MIN_SLOTS} blocks of {layout.block_bytes} bytes; give "
+            f"at least {MIN_SLOTS * layout.block_bytes}"
+        )
+    if cache.ssd and cache.folder is None:
+        raise ConfigError("cache.ssd needs cache.folder: where the blocks are kept")
+    fields = (engine.revision.encode(), layout.fingerprint(), repr(engine.layers).encode())
+    revision = blake3.blake3(b"/".join(fields)).digest()
+
+    def open_store(on_lost: OnLost) -> Store:
+        shape = Shape(layout.num_layers, layout.slice_bytes)
+        log = None
+        if cache.folder is not None and cache.ssd:
+            log = Log(Path(cache.folder).expanduser() / node, shape, cache.ssd, revision)
+        return Store(Arena(shape, num_slots), log, on_lost)
+
+    return open_store
 
 
 def _open_emulated(config: Config, folder: Path, cost: Cost) -> emulated.PacedEngine:

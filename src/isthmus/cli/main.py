@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from isthmus.cli import bench, node, profile, replay, reproduce, serve, simulate
+from isthmus.cli import bench, node, profile, replay, reproduce, serve, simulate, status
 from isthmus.errors import IsthmusError
 
 app = typer.Typer(
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 app.command("serve")(serve.serve)
 app.command("node")(node.node)
+app.command("status")(status.status)
 app.command("profile")(profile.profile)
 app.command("replay")(replay.replay)
 app.command("simulate")(simulate.simulate)

@@ -71,7 +71,7 @@ def _run_launched() -> None:
 
 
 def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
-    from isthmus.cli.engines import node_cost, open_engine
+    from isthmus.cli.engines import node_cost, open_engine, paths_of, store_opener
     from isthmus.cluster.node import Node, NodeOptions
 
     # The worker thread gives the interpreter up only for an instant at a time; with Python's default of 5 ms
@@ -92,14 +92,18 @@ def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
         host=host,
         prompt_batch=config.engine.prompt_batch,
         order=config.scheduling.order,
+        eviction=config.cache.eviction,
+        shares_memory=config.cache.share == "host",
         cost=cost,
+        paths=paths_of(config, orders.role),
     )
+    store_of = store_opener(config, engine, orders.node)
     import asyncio
 
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(Node(engine, options), watch_stdin=watch_stdin))
+        return runner.run(_serve(Node(engine, options, store_of=store_of), watch_stdin=watch_stdin))
 
 
 async def _serve(node: Any, *, watch_stdin: bool) -> str:

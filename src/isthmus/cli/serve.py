@@ -152,11 +152,7 @@ def _max_length(config: Config, model: Served) -> int:
 
 def _simulated_only(config: Config) -> list[str]:
     """The options given that have no effect on a live cluster."""
-    given = [
-        f"{section}.{name}"
-        for section in ("cache", "network")
-        for name in getattr(config, section).model_dump(exclude_unset=True)
-    ]
+    given = ["network.spine_gbps"] if config.network.spine_gbps is not None else []
     roles = config.roles
     pools = {"prefill": roles.prefill, "decode": roles.decode, "mixed": roles.mixed}
     return given + [f"roles.{role}.pipeline" for role, nodes in pools.items() if nodes.pipeline > 1]

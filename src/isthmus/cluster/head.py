@@ -17,18 +17,23 @@ from typing import Any
 from msgspec.structs import replace
 
 from isthmus.blocks import BlockNamer, KVLayout
+from isthmus.cluster.groups import Groups, Stage
 from isthmus.cluster.messages import (
     PROTOCOL,
     AttemptFailed,
     Beat,
     Begin,
     CacheChanged,
+    Copy,
+    FetchEnded,
+    FetchOrder,
     Forget,
     HandedOver,
     HeadBound,
     Hello,
     Output,
     Outputs,
+    StageHello,
     Stop,
     Turned,
     Welcome,
@@ -43,6 +48,8 @@ from isthmus.conductor import (
     Conductor,
     Event,
     Fail,
+    Fetch,
+    FetchFinished,
     FirstToken,
     Hold,
     HoldExpired,
@@ -60,7 +67,7 @@ from isthmus.conductor import (
 )
 from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
 from isthmus.messenger import Connection, Network, TcpNetwork
-from isthmus.types import NS_PER_S, Job, ModelCard, NodeId, RequestId, Role
+from isthmus.types import NS_PER_S, Job, ModelCard, NodeId, RequestId, Role, Tier
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +108,7 @@ class Head:
         self._network, self._clock_ns = network or TcpNetwork(), clock_ns
         self._refused: Counter[str] = Counter()
         self._members: dict[NodeId, _Member] = {}
+        self._groups = Groups()
         self._streams: dict[RequestId, Stream] = {}
         self._layout: KVLayout | None = None
         self._revision = ""
@@ -124,6 +132,8 @@ class Head:
             stream.fail(UnavailableError("the cluster is shutting down"))
         for member in self._members.values():
             member.connection.send(Stop())
+        for stage in self._groups.followers():
+            stage.connection.send(Stop())
         self._server.close()
 
     # The gateway's handle.
@@ -140,10 +150,16 @@ class Head:
     def gauges(self) -> dict[str, dict[str, float]]:
         """Latest value of every node metric: metric name -> node -> value."""
         found: dict[str, dict[str, float]] = {}
-        for node, member in self._members.items():
-            for name, value in member.gauges.items():
+        known = [(node, member.gauges) for node, member in self._members.items()]
+        known += [(stage.name, stage.gauges) for stage in self._groups.followers()]
+        for node, gauges in known:
+            for name, value in gauges.items():
                 found.setdefault(name, {})[str(node)] = value
         return found
+
+    def nodes(self) -> dict[NodeId, tuple[Role, KVLayout]]:
+        """Role and KV layout of every node, in the order they joined."""
+        return {node: (member.hello.role, member.hello.layout) for node, member in self._members.items()}
 
     def refusals(self) -> dict[str, int]:
         """Requests turned away so far, by the stage that could not take them."""
@@ -218,7 +234,8 @@ class Head:
             case Fail():
                 self._fail(action.request, UnavailableError(action.reason))
             case Replicate():
-                raise AssertionError("nodes have no path for KV between caches, so there is nothing to copy")
+                if action.source in self._members:
+                    self._send(action.target, Copy(action.names, self._members[action.source].hello.address))
 
     def _fail(self, request: RequestId, error: IsthmusError) -> None:
         stream = self._streams.pop(request, None)
@@ -227,7 +244,6 @@ class Head:
 
     def _route(self, route: Route, now: int) -> None:
         """Sends an attempt to its nodes. What was generated already is part of what is prefilled."""
-        assert route.fetch is None, "nodes have no path for KV between caches, so there is nothing to fetch"
         stream = self._streams[route.request]
         stream.start_attempt(route.attempt)
         stays = route.prefill == route.decode
@@ -245,10 +261,18 @@ class Head:
             work_ns=route.work_ns,
             budget_ns=route.deadline_ns - now if route.deadline_ns else None,
             salt=job.salt,
+            num_cached=route.num_cached,
+            fetch=self._order(route.fetch, now),
         )
         if not stays:
-            self._send(route.decode, replace(begin, part=Role.DECODE, peer=""))
+            self._send(route.decode, replace(begin, part=Role.DECODE, peer="", fetch=None))
         self._send(route.prefill, begin)
+
+    def _order(self, fetch: Fetch | None, now: int) -> FetchOrder | None:
+        if fetch is None:
+            return None
+        source = self._members[fetch.source].hello.address
+        return FetchOrder(source, fetch.start, fetch.stop, max(0, fetch.until_ns - now))
 
     def _send(self, node: NodeId, message: Any) -> None:
         if node in self._members:
@@ -270,15 +294,22 @@ class Head:
         connection.send(Welcome(BEAT_MS))
         size = hello.layout.block_size
         capacity = hello.num_blocks * size
-        self._decide(NodeJoined(hello.node, hello.role, capacity, size, hello.cost, hello.paths))
+        self._decide(
+            NodeJoined(hello.node, hello.role, capacity, size, hello.cost, hello.paths, hello.cache_blocks)
+        )
         self._changed.set()
         return hello.node
 
-    def _objection(self, hello: Hello) -> str:
+    def _distrust(self, hello: Hello | StageHello) -> str:
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             return "its cluster token is wrong"
         if hello.protocol != PROTOCOL:
             return f"it speaks protocol {hello.protocol}, this cluster {PROTOCOL}"
+        return ""
+
+    def _objection(self, hello: Hello) -> str:
+        if reason := self._distrust(hello):
+            return reason
         if hello.node in self._members:
             return f"a node named {hello.node} is here already"
         if hello.max_length < self._card.max_length:
@@ -286,6 +317,29 @@ class Head:
         if self._layout is not None and (hello.layout, hello.revision) != (self._layout, self._revision):
             return "its model revision or KV layout differs from the cluster's"
         return ""
+
+    def join_stage(self, connection: Connection, hello: StageHello) -> Stage | None:
+        """Takes one process of a pipeline group in, or turns it away with the reason."""
+        reason = self._distrust(hello) or self._groups.objection(hello)
+        if reason:
+            log.warning("turned stage %d of %s away: %s", hello.stage, hello.group, reason)
+            connection.send(Turned(reason))
+            connection.close(reason)
+            return None
+        stage = Stage(hello, connection, self._clock_ns())
+        self._groups.enter(stage)
+        if hello.stage:
+            connection.send(Welcome(BEAT_MS))
+        return stage
+
+    def heard_stage(self, stage: Stage, message: HeadBound) -> None:
+        if not isinstance(message, Beat):
+            raise ProtocolError(f"a {type(message).__name__} from a later pipeline stage")
+        stage.heard_ns, stage.gauges = self._clock_ns(), message.gauges
+
+    def leave_stage(self, stage: Stage, reason: str) -> None:
+        log.log(logging.DEBUG if self._closing else logging.WARNING, "%s left: %s", stage.name, reason)
+        self._groups.leave(stage)
 
     def leave(self, node: NodeId, reason: str) -> None:
         if self._members.pop(node, None) is not None:
@@ -305,8 +359,12 @@ class Head:
             case CacheChanged():
                 if message.stored:
                     self._decide(BlocksStored(node, message.stored))
+                if message.demoted:
+                    self._decide(BlocksStored(node, message.demoted, Tier.DISK))
                 if message.evicted:
                     self._decide(BlocksEvicted(node, message.evicted))
+            case FetchEnded():
+                self._decide(FetchFinished(message.request, message.attempt))
             case HandedOver():
                 self._handed_over(message)
             case AttemptFailed():
@@ -349,6 +407,9 @@ class Head:
                 if member.heard_ns < limit_ns:
                     member.connection.close(f"silent for {self._silence_s:g} s")
                     self.leave(node, f"silent for {self._silence_s:g} s")
+            for stage in list(self._groups.followers()):
+                if stage.heard_ns < limit_ns:
+                    stage.connection.abort(f"silent for {self._silence_s:g} s")
 
 
 def _refusal(refuse: Refuse) -> IsthmusError:
@@ -365,18 +426,28 @@ class _FromNode:
     def __init__(self, head: Head) -> None:
         self._head = head
         self._node: NodeId | None = None
+        self._stage: Stage | None = None
 
     def on_message(self, connection: Connection, message: HeadBound) -> None:
         if isinstance(message, Hello):
             self._node = self._head.join(connection, message)
-        elif self._node is None:
-            raise ProtocolError("a message came before Hello")
-        else:
+        elif isinstance(message, StageHello):
+            self._stage = self._head.join_stage(connection, message)
+        elif self._node is not None:
             self._head.heard(self._node, message)
+        elif self._stage is not None:
+            self._head.heard_stage(self._stage, message)
+        else:
+            raise ProtocolError("a message came before Hello")
 
     def place(self, connection: Connection, message: HeadBound, size: int) -> Sequence[memoryview]:
         raise ProtocolError(f"a {type(message).__name__} from {connection.peer} carried {size} bytes")
 
+    def on_void(self, connection: Connection, message: HeadBound) -> None:
+        """Nodes send the head no payloads."""
+
     def on_close(self, connection: Connection, reason: str) -> None:
+        if self._stage is not None:
+            self._head.leave_stage(self._stage, reason)
         if self._node is not None:
             self._head.leave(self._node, reason)

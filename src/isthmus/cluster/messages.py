@@ -10,9 +10,10 @@ import msgspec
 from isthmus.blocks import KVLayout
 from isthmus.conductor import Paths
 from isthmus.cost import Cost
+from isthmus.store import ArenaHandle
 from isthmus.types import BlockName, Generated, NodeId, RequestId, Role, Sampling, TokenLogprobs
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 def key_of(request: RequestId, attempt: int) -> RequestId:
@@ -23,7 +24,8 @@ def key_of(request: RequestId, attempt: int) -> RequestId:
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """A node offers itself. `address`: where other nodes reach it for KV, `host:port`.
 
-    `cost`: what work takes on it, None when nobody knows; `paths`: how fast KV moves to and from it.
+    `cost`: what work takes on it, None when nobody knows; `paths`: how fast KV moves to and from it;
+    `cache_blocks`: how many blocks its cache keeps beside the engine's memory.
     """
 
     protocol: int
@@ -38,6 +40,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     vocab_size: int
     cost: Cost | None = None
     paths: Paths = Paths()
+    cache_blocks: int = 0
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
@@ -70,10 +73,18 @@ class AttemptFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class CacheChanged(msgspec.Struct, frozen=True, tag=True):
-    """Blocks that are now, and no longer, in this node's cache."""
+    """Blocks that are now in the memory of this node's cache, on its disk only, and no longer in it."""
 
     stored: tuple[BlockName, ...] = ()
+    demoted: tuple[BlockName, ...] = ()
     evicted: tuple[BlockName, ...] = ()
+
+
+class FetchEnded(msgspec.Struct, frozen=True, tag=True):
+    """What an attempt fetches is here, or will not come."""
+
+    request: RequestId
+    attempt: int
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
@@ -82,7 +93,21 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     gauges: dict[str, float]
 
 
-HeadBound = Hello | Outputs | HandedOver | AttemptFailed | CacheChanged | Beat
+class StageHello(msgspec.Struct, frozen=True, tag=True):
+    """One stage of the pipeline group `group` offers itself; the first says Hello for all once they are joined.
+
+    `address`: where the stage before reaches it.
+    """
+
+    protocol: int
+    token: str
+    group: NodeId
+    stage: int
+    stages: int
+    address: str
+
+
+HeadBound = Hello | StageHello | Outputs | HandedOver | AttemptFailed | CacheChanged | FetchEnded | Beat
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -91,10 +116,25 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     beat_ms: int
 
 
+class Gathered(msgspec.Struct, frozen=True, tag=True):
+    """To the first stage: the others are at these addresses, in their order."""
+
+    addresses: tuple[str, ...]
+
+
 class Turned(msgspec.Struct, frozen=True, tag=True):
     """The node is not wanted, and why."""
 
     reason: str
+
+
+class FetchOrder(msgspec.Struct, frozen=True):
+    """Copy blocks `[start, stop)` of the prompt from the node at `source`, expected to take `within_ns`."""
+
+    source: str
+    start: int
+    stop: int
+    within_ns: int
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -104,7 +144,8 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     `part`: PREFILL computes the prompt and sends its KV to `peer`; DECODE receives it and goes on; MIXED does
     both here. The answer ends at `stop_length` tokens in all. `work_ns`: node time the conductor expects the
     prefill to take; `budget_ns`: what was left until the promised first token when this was sent, None without
-    a promise (a duration, for clocks of machines differ). `salt`: of the request's caches.
+    a promise (a duration, for clocks of machines differ). `salt`: of the request's caches. `num_cached`: leading
+    blocks the conductor counts on, those of `fetch` included.
     """
 
     request: RequestId
@@ -119,6 +160,8 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     work_ns: int = 0
     budget_ns: int | None = None
     salt: str = ""
+    num_cached: int = 0
+    fetch: FetchOrder | None = None
 
     @property
     def key(self) -> RequestId:
@@ -132,11 +175,18 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
     attempt: int
 
 
+class Copy(msgspec.Struct, frozen=True, tag=True):
+    """Copy a prefix from the node at `source`, when nothing else needs the link."""
+
+    names: tuple[BlockName, ...]
+    source: str
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Leave: the cluster shuts down."""
 
 
-NodeBound = Welcome | Turned | Begin | Forget | Stop
+NodeBound = Welcome | Gathered | Turned | Begin | Forget | Copy | Stop
 
 
 class PeerHello(msgspec.Struct, frozen=True, tag=True):
@@ -150,10 +200,12 @@ class PeerHello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
-    """Prefill to decode: KV of this attempt will come over this session."""
+    """Prefill to decode: KV of this attempt, layers `[first_layer, stop_layer)`, will come over this session."""
 
     request: RequestId
     attempt: int
+    first_layer: int
+    stop_layer: int
 
 
 class Grant(msgspec.Struct, frozen=True, tag=True):
@@ -200,4 +252,53 @@ class Withdrawn(msgspec.Struct, frozen=True, tag=True):
     attempt: int
 
 
-PeerMessage = PeerHello | Offer | Grant | Slices | Sent | Landed | Withdrawn
+class Want(msgspec.Struct, frozen=True, tag=True):
+    """Give these blocks, consecutive ones of a prefix; there is room for the first `room`.
+
+    `host`: this machine, if blocks may be read where they lie; `background`: when nothing else needs the link.
+    """
+
+    key: RequestId
+    names: tuple[BlockName, ...]
+    room: int
+    host: str = ""
+    background: bool = False
+
+
+class Lent(msgspec.Struct, frozen=True, tag=True):
+    """The leading blocks that are here, in slots of this node's arena, with the seals of their layers.
+
+    They stay as they are until `Enough`.
+    """
+
+    key: RequestId
+    arena: ArenaHandle
+    slots: tuple[int, ...]
+    seals: tuple[tuple[bytes, ...], ...]
+
+
+class Given(msgspec.Struct, frozen=True, tag=True):
+    """One layer of the wanted blocks `[first, first + len(seals))`. Payload: their slices, one after the other."""
+
+    key: RequestId
+    layer: int
+    first: int
+    seals: tuple[bytes, ...]
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """All that can be given of what was wanted was sent: the first `count` blocks."""
+
+    key: RequestId
+    count: int
+
+
+class Enough(msgspec.Struct, frozen=True, tag=True):
+    """What was wanted has been read, or is not wanted any more. Unknown ones are no error."""
+
+    key: RequestId
+
+
+PeerMessage = (
+    PeerHello | Offer | Grant | Slices | Sent | Landed | Withdrawn | Want | Lent | Given | Ended | Enough
+)

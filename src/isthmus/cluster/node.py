@@ -15,17 +15,27 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from isthmus.cluster.cache import NodeCache, chains_of, gauges_of
+from isthmus.cluster.fetches import Fetch, Fetcher, Lender
+from isthmus.cluster.keeper import Keeper
 from isthmus.cluster.messages import (
     PROTOCOL,
     AttemptFailed,
     Beat,
     Begin,
     CacheChanged,
+    Copy,
+    Ended,
+    Enough,
+    FetchEnded,
     Forget,
+    Given,
+    Gathered,
     Grant,
     HandedOver,
     Hello,
     Landed,
+    Lent,
     NodeBound,
     Offer,
     Output,
@@ -34,12 +44,16 @@ from isthmus.cluster.messages import (
     PeerMessage,
     Sent,
     Slices,
+    StageHello,
     Stop,
     Turned,
+    Want,
     Welcome,
     Withdrawn,
     key_of,
 )
+from isthmus.cluster.pipeline import Group, GroupCache
+from isthmus.cluster.stage_messages import StageOpen
 from isthmus.cluster.stepper import Stepper
 from isthmus.cluster.transfers import Incoming, Outgoing
 from isthmus.cluster.worker import Requests, ThreadWorker, Worker
@@ -48,13 +62,17 @@ from isthmus.cost import Cost
 from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
 from isthmus.messenger import Connection, Network, TcpNetwork
-from isthmus.scheduler import Limits, Scheduler
+from isthmus.scheduler import BlockPool, Limits, Scheduler, TierCache
+from isthmus.store import Store
 from isthmus.types import BlockName, NodeId, RequestId, Role, Span, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
 CONNECT_S = 5.0
 MAX_FORGOTTEN = 4096
+OnLost = Callable[[Sequence[BlockName]], None]
+TRANSIT = 8
+"""One in so many slots of the arena is for blocks on their way: being written to disk, fetched, lent."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +80,9 @@ class NodeOptions:
     """`join`: the head's `host:port`. `transfer_s`: how long a granted transfer may bring no byte.
 
     `prompt_batch`: prompt tokens from which on no further prompt joins an iteration, None for no such limit;
-    `order`: of waiting requests; `cost`, `paths`: what work takes here and how fast KV moves, for predictions.
+    `order`: of waiting requests; `eviction`: of the cache;
+    `shares_memory`: reads blocks of nodes on this host where they lie; `cost`, `paths`: what work takes here and how fast KV
+    moves, for predictions. `stage`, `stages`: of the pipeline group `node`, whose engines each have some layers.
     """
 
     node: NodeId
@@ -75,6 +95,10 @@ class NodeOptions:
     host: str = "127.0.0.1"
     prompt_batch: int | None = None
     order: str = "fcfs"
+    eviction: str = "lru"
+    shares_memory: bool = True
+    stage: int = 0
+    stages: int = 1
     cost: Cost | None = None
     paths: Paths | None = None
 
@@ -92,9 +116,20 @@ THIS_MACHINE = World(TcpNetwork(), time.monotonic_ns, ThreadWorker)
 
 
 class Node:
-    """Runs until the head says Stop or its session ends. `run` returns the reason."""
+    """Runs until the head says Stop or its session ends. `run` returns the reason.
 
-    def __init__(self, engine: Engine, options: NodeOptions, world: World = THIS_MACHINE) -> None:
+    `store_of`: opens the store of its cache, which it closes; None: prefixes are reused from the engine's memory
+    alone.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        options: NodeOptions,
+        world: World = THIS_MACHINE,
+        store_of: Callable[[OnLost], Store] | None = None,
+    ) -> None:
+        store = store_of(self._lost) if store_of is not None else None
         self._engine, self._options, self._network = engine, options, world.network
         limits = Limits(
             num_blocks=engine.num_blocks,
@@ -104,16 +139,32 @@ class Node:
             max_sequences=options.max_sequences,
             order=options.order,
         )
-        self._stepper = Stepper(engine, Scheduler(limits), _FromWorker(self), world.clock_ns)
+        pool = BlockPool(engine.num_blocks)
+        self._tiers = _tiers_over(store, options.eviction) if store is not None else None
+        self._group = Group(options.stages, self, self._later) if options.stages > 1 else None
+        self._cache = self._cache_over(store)
+        keeper: Keeper | None = None
+        self._fetcher: Fetcher | None = None
+        self._lender: Lender | None = None
+        if self._cache is not None:
+            keeper = Keeper(engine.revision, engine.layout, pool, self._cache)
+        if self._cache is not None and self._group is None:  # a stage's blocks are of no use elsewhere
+            self._fetcher = Fetcher(self._cache, self._peer, self._offer, shares_memory=options.shares_memory)
+            self._lender = Lender(self._cache)
+        scheduler = Scheduler(limits, self._tiers, pool)
+        self._stepper = Stepper(engine, scheduler, _FromWorker(self), world.clock_ns, keeper, self._group)
         self.worker = world.worker_of(self._stepper)
+        if keeper is not None:
+            keeper.post = self.worker.post
         self._requests = Requests(self._stepper, self.worker)
         self._head: Connection | None = None
         self._outgoing: dict[RequestId, Outgoing] = {}
         self._incoming: dict[RequestId, Incoming] = {}
-        self._offers: dict[RequestId, Connection] = {}
+        self._offers: dict[RequestId, list[tuple[Connection, Offer]]] = {}
         self._forgotten: OrderedDict[RequestId, None] = OrderedDict()
         self._peers: dict[str, asyncio.Task[Connection]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._num_copies = 0
         self._traffic = {"kv_bytes_in_total": 0.0, "kv_bytes_out_total": 0.0, "seal_mismatches_total": 0.0}
 
     async def run(self) -> str:
@@ -130,14 +181,25 @@ class Node:
             )
         except (OSError, TimeoutError, ValueError) as error:
             raise StartError(f"cannot reach the head at {self._options.join}: {error}") from None
-        self._head.send(self._hello(f"{self._options.host}:{port}"))
+        self._address = f"{self._options.host}:{port}"
+        if self._group is None:
+            self._head.send(self._hello(self._address))
+        else:
+            options = self._options
+            stage = StageHello(PROTOCOL, options.token, options.node, 0, options.stages, self._address)
+            self._head.send(stage)
         try:
             return await self._over
         finally:
             server.close()
-            self.worker.stop()
             for task in self._tasks:
                 task.cancel()
+            if self._group is not None:
+                self._group.close()
+            self.worker.stop()
+            if self._cache is not None:
+                self._cache.close()
+                self._cache.store.close()
 
     def _hello(self, address: str) -> Hello:
         engine = self._engine
@@ -154,7 +216,17 @@ class Node:
             vocab_size=engine.vocab_size,
             cost=self._options.cost,
             paths=self._options.paths or Paths(),
+            cache_blocks=self._tiers.dram.capacity_blocks + self._tiers.ssd.capacity_blocks
+            if self._tiers is not None
+            else 0,
         )
+
+    def _cache_over(self, store: Store | None) -> NodeCache | None:
+        if store is None:
+            return None
+        if self._group is None:
+            return NodeCache(self._engine.memory, store)
+        return GroupCache(self._engine.memory, store, self._group)
 
     def end(self, reason: str | Exception) -> None:
         if not self._over.done():
@@ -171,15 +243,129 @@ class Node:
     async def beat(self, every_ms: int) -> None:
         while True:
             assert self._head is not None
-            self._head.send(Beat(self._stepper.gauges() | self._traffic))
+            self._head.send(Beat(self._gauges()))
             self._fail_stalled()
             await asyncio.sleep(every_ms / 1000)
+
+    def _gauges(self) -> dict[str, float]:
+        found = self._stepper.gauges() | self._traffic
+        if self._cache is not None:
+            found |= gauges_of(self._cache.store.stat())
+        if self._group is not None:
+            found |= self._group.gauges()
+        if self._fetcher is not None and self._lender is not None:
+            found["kv_bytes_fetched_total"] = self._fetcher.bytes_in
+            found["kv_bytes_borrowed_total"] = self._fetcher.bytes_lent
+            found["kv_bytes_given_total"] = self._lender.bytes_out
+            found["seal_mismatches_total"] += self._fetcher.seal_mismatches
+        return found
 
     # From the head.
 
     def welcome(self, message: Welcome) -> None:
         log.info("%s joined the cluster", self._options.node)
         self._spawn(self.beat(message.beat_ms))
+        if self._cache is not None:
+            found = self._cache.store.recover()
+            if self._group is not None:
+                found, useless = self._group.common(found)
+                self._cache.drop(useless)
+            chains = chains_of(found)
+            if chains:
+                self.worker.post(lambda: self._stepper.recovered(chains))
+
+    # The later stages of a pipeline.
+
+    def _later(self, function: Callable[..., None], *arguments: Any) -> None:
+        self.worker.tell(function, *arguments)
+
+    def gathered(self, addresses: Sequence[str]) -> None:
+        """All stages are there: joins them, and then the cluster."""
+        if self._group is None:
+            raise ProtocolError("stages came to a node that has none")
+        self._spawn(self._form(self._group, addresses))
+
+    async def _form(self, group: Group, addresses: Sequence[str]) -> None:
+        engine, cache = self._engine, self._cache
+        store = cache.store if cache is not None else None
+        opening = StageOpen(
+            protocol=PROTOCOL,
+            token=self._options.token,
+            group=self._options.node,
+            stage=1,
+            revision=engine.revision,
+            layout=engine.layout,
+            num_blocks=engine.num_blocks,
+            num_slots=store.arena.num_slots if store is not None else 0,
+            num_records=store.log.num_records if store is not None and store.log is not None else 0,
+            later=tuple(addresses[1:]),
+        )
+        try:
+            await group.form(self._network, addresses[0], opening, timeout_s=CONNECT_S)
+        except (OSError, TimeoutError) as error:
+            self.end(StartError(f"cannot reach the next pipeline stage at {addresses[0]}: {error}"))
+            return
+        self.tell(self._hello(self._address))
+
+    def sampled(
+        self, keys: Sequence[RequestId], tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+    ) -> None:
+        over: list[RequestId] = []
+        self.worker.insert(lambda: over.extend(self._stepper.sampled(keys, tokens, logprobs)))
+        for key in over:
+            self._requests.released(key)
+
+    def stage_failed(self, key: RequestId, reason: str) -> None:
+        outgoing = self._outgoing.get(key)
+        if outgoing is not None:
+            self.fail(outgoing.begin, reason)
+
+    def stage_lost(self, names: tuple[BlockName, ...]) -> None:
+        self._lost(names)
+
+    def group_ended(self, reason: str) -> None:
+        self.end(reason)
+
+    def _lost(self, names: Sequence[BlockName]) -> None:
+        """From a thread of the store: bytes are gone that the scheduler counts on."""
+        self.worker.post(lambda: self._stepper.lost(tuple(names)))
+
+    def copy(self, message: Copy) -> None:
+        """A prefix that many ask for, before anybody asks here."""
+        if self._fetcher is not None:
+            self._num_copies += 1
+            self._spawn(self._run_copy(self._fetcher, message, RequestId(f"copy-{self._num_copies}")))
+
+    async def _run_copy(self, fetcher: Fetcher, message: Copy, key: RequestId) -> None:
+        held = next(
+            (at for at, name in enumerate(message.names) if not fetcher.cache.store.contains(name)),
+            len(message.names),
+        )
+        fetch = Fetch(key, message.names, held, fetcher.cache)
+        try:
+            await fetcher.run(fetch, message.source, background=True)
+        finally:
+            fetch.release()
+
+    def _begin_fetch(self, fetcher: Fetcher, begin: Begin) -> Fetch:
+        assert begin.fetch is not None
+        fetch = Fetch(begin.key, begin.names[: begin.fetch.stop], begin.fetch.start, fetcher.cache)
+        fetch.hold()
+        self._spawn(self._run_fetch(fetcher, begin, fetch, begin.fetch.source))
+        return fetch
+
+    async def _run_fetch(self, fetcher: Fetcher, begin: Begin, fetch: Fetch, source: str) -> None:
+        try:
+            await fetcher.run(fetch, source)
+            kept = not fetch.is_lent or await asyncio.wrap_future(fetcher.cache.submit(fetch.keep_lent))
+            if kept:  # else it is stored when the prompt is computed
+                self._requests.fetched(begin.key, fetch.start + fetch.num_whole)
+            self.tell(FetchEnded(begin.request, begin.attempt))
+        finally:
+            fetch.release()
+
+    def _offer(self, names: Sequence[BlockName]) -> None:
+        self._requests.offered(tuple(names))
 
     def begin(self, begin: Begin) -> None:
         if begin.part is Role.PREFILL:
@@ -187,20 +373,22 @@ class Node:
             self._spawn(self._attach(begin))
         elif begin.part is Role.DECODE:
             incoming = self._incoming[begin.key] = Incoming(begin, self._engine.memory)
-            incoming.connection = self._offers.pop(begin.key, None)
-        self._requests.begin(begin)
+            for connection, offer in self._offers.pop(begin.key, ()):
+                incoming.offered(connection, offer)
+        fetch = None
+        if begin.fetch is not None and self._fetcher is not None:
+            fetch = self._begin_fetch(self._fetcher, begin)
+        self._requests.begin(begin, fetch)
 
     def forget(self, key: RequestId) -> None:
-        """Drops an attempt wherever it stands. Blocks being received into are freed when the frame ends."""
+        """Drops an attempt wherever it stands. Nothing is written into its blocks any more."""
+        if self._fetcher is not None:
+            self._fetcher.cancel(key)
         outgoing = self._outgoing.pop(key, None)
         if outgoing is not None:
             outgoing.withdraw()
-        incoming = self._incoming.get(key)
-        if incoming is not None and incoming.receiving:
-            incoming.doomed = True
-            return
+        incoming = self._incoming.pop(key, None)
         if incoming is not None:
-            del self._incoming[key]
             incoming.withdraw()
         self._offers.pop(key, None)
         self._forgotten[key] = None
@@ -249,8 +437,9 @@ class Node:
     def kv_ready(self, key: RequestId, layers: Span, tokens: Span, blocks: Sequence[int]) -> None:
         outgoing = self._outgoing.get(key)
         if outgoing is not None:
+            before = outgoing.bytes_out
             outgoing.ready(layers, tokens, blocks)
-            self._traffic["kv_bytes_out_total"] += len(layers) * len(tokens) * self._engine.layout.token_bytes
+            self._traffic["kv_bytes_out_total"] += outgoing.bytes_out - before
 
     def prefilled(self, key: RequestId, token: int, logprobs: TokenLogprobs | None) -> None:
         outgoing = self._outgoing.get(key)
@@ -267,12 +456,28 @@ class Node:
     def granted(self, key: RequestId) -> None:
         if key in self._outgoing:
             self._outgoing[key].grant()
+            self._traffic["kv_bytes_out_total"] += self._outgoing[key].bytes_out
 
     def landed(self, key: RequestId) -> None:
         outgoing = self._outgoing.pop(key, None)
         if outgoing is not None:
             self.tell(HandedOver(outgoing.begin.request, outgoing.begin.attempt))
             self._requests.released(key)
+
+    # Cached blocks from and for other nodes.
+
+    @property
+    def fetcher(self) -> Fetcher:
+        """Raises ProtocolError on a node without a cache: nobody there can have asked for blocks."""
+        if self._fetcher is None:
+            raise ProtocolError("blocks came to a node without a cache")
+        return self._fetcher
+
+    @property
+    def lender(self) -> Lender:
+        if self._lender is None:
+            raise ProtocolError("blocks are wanted from a node without a cache")
+        return self._lender
 
     # Receiving KV: this node decodes.
 
@@ -285,12 +490,11 @@ class Node:
         key = key_of(offer.request, offer.attempt)
         incoming = self._incoming.get(key)
         if incoming is not None:
-            incoming.connection = connection
-            incoming.match()
+            incoming.offered(connection, offer)
         elif key in self._forgotten:
             connection.send(Withdrawn(offer.request, offer.attempt))
         else:
-            self._offers[key] = connection
+            self._offers.setdefault(key, []).append((connection, offer))
 
     def reserved(self, key: RequestId, blocks: Sequence[int]) -> None:
         incoming = self._incoming.get(key)
@@ -300,12 +504,10 @@ class Node:
 
     def place(self, connection: Connection, slices: Slices, size: int) -> Sequence[memoryview]:
         incoming = self._incoming.get(key_of(slices.request, slices.attempt))
-        if incoming is None or incoming.doomed:
+        if incoming is None:
             return [memoryview(bytearray(size))]  # an attempt given up: read past it
-        if incoming.connection is not connection:
-            raise ProtocolError("KV came over a session that did not offer it")
         incoming.progressed_s = self.loop.time()
-        targets = incoming.place(slices, size)
+        targets = incoming.place(connection, slices, size)
         if targets is None:
             raise ProtocolError(f"KV of {slices.request}, layer {slices.layer}, is not what must come next")
         return targets
@@ -313,20 +515,24 @@ class Node:
     def received(self, slices: Slices) -> None:
         key = key_of(slices.request, slices.attempt)
         incoming = self._incoming.get(key)
-        if incoming is None or not incoming.receiving:
+        if incoming is None:
             return
         incoming.progressed_s = self.loop.time()
         intact = incoming.receive(slices)
         self._traffic["kv_bytes_in_total"] += (
             slices.stop - slices.first_block * self._engine.layout.block_size
         ) * self._engine.layout.token_bytes
-        if incoming.doomed:
-            self.forget(key)
-        elif not intact:
+        if not intact:
             self._traffic["seal_mismatches_total"] += 1
             self.fail(incoming.begin, f"a KV block of layer {slices.layer} came damaged (seal mismatch)")
         else:
             self._maybe_complete(key, incoming)
+
+    def voided(self, slices: Slices) -> None:
+        """The sender gave up in the midst of a frame; it says why in a message of its own."""
+        incoming = self._incoming.get(key_of(slices.request, slices.attempt))
+        if incoming is not None:
+            incoming.void(slices)
 
     def sent(self, message: Sent) -> None:
         key = key_of(message.request, message.attempt)
@@ -338,12 +544,10 @@ class Node:
     def _fail_stalled(self) -> None:
         """A transfer that began and brought nothing for `transfer_s` is given up."""
         limit = self.loop.time() - self._options.transfer_s
+        if self._fetcher is not None:
+            self._fetcher.end_stalled(limit)
         for incoming in list(self._incoming.values()):
-            if incoming.progressed_s >= limit:
-                continue
-            if incoming.receiving and incoming.connection is not None:
-                incoming.connection.abort("it stalled in mid-frame")  # peer_lost frees what came over it
-            else:
+            if incoming.progressed_s < limit:
                 self.fail(incoming.begin, f"no KV came for {self._options.transfer_s:g} s")
 
     def _maybe_complete(self, key: RequestId, incoming: Incoming) -> None:
@@ -366,14 +570,16 @@ class Node:
 
     def peer_lost(self, connection: Connection, reason: str) -> None:
         """Whatever was under way over a session fails with it."""
+        if self._fetcher is not None and self._lender is not None:
+            self._fetcher.lost(connection)
+            self._lender.lost(connection)
         lost: list[Outgoing | Incoming] = [o for o in self._outgoing.values() if o.is_on(connection)]
-        lost += [incoming for incoming in self._incoming.values() if incoming.connection is connection]
+        lost += [incoming for incoming in self._incoming.values() if incoming.is_from(connection)]
         for transfer in lost:
-            if isinstance(transfer, Incoming):
-                transfer.receiving = False
             self.fail(transfer.begin, f"the session with {connection.peer} ended: {reason}")
-        for key in [key for key, offered in self._offers.items() if offered is connection]:
-            del self._offers[key]
+        for key, offers in list(self._offers.items()):
+            if any(offered is connection for offered, _ in offers):
+                del self._offers[key]
 
 
 class _FromHead:
@@ -390,13 +596,20 @@ class _FromHead:
                 self._node.forget(key_of(message.request, message.attempt))
             case Welcome():
                 self._node.welcome(message)
+            case Gathered():
+                self._node.gathered(message.addresses)
             case Turned():
                 self._node.end(StartError(f"the head turned this node away: {message.reason}"))
+            case Copy():
+                self._node.copy(message)
             case Stop():
                 self._node.end("stopped by the head")
 
     def place(self, connection: Connection, message: NodeBound, size: int) -> Sequence[memoryview]:
         raise ProtocolError(f"a {type(message).__name__} from {connection.peer} carried {size} bytes")
+
+    def on_void(self, connection: Connection, message: NodeBound) -> None:
+        """The head sends no payloads."""
 
     def on_close(self, connection: Connection, reason: str) -> None:
         self._node.end(f"the session with the head ended: {reason}")
@@ -427,13 +640,29 @@ class _FromPeer:
                 self._node.offered(connection, message)
             case Withdrawn():
                 self._node.withdrawn(message)
+            case Want():
+                self._node.lender.wanted(connection, message)
+            case Enough():
+                self._node.lender.enough(connection, message.key)
+            case Given():
+                self._node.fetcher.receive(connection, message)
+            case Lent() | Ended():
+                self._node.fetcher.answer(connection, message)
             case PeerHello():
                 raise ProtocolError("a second PeerHello")
 
     def place(self, connection: Connection, message: PeerMessage, size: int) -> Sequence[memoryview]:
-        if not isinstance(message, Slices) or not self._introduced:
-            raise ProtocolError(f"a {type(message).__name__} from {connection.peer} carried {size} bytes")
-        return self._node.place(connection, message, size)
+        if isinstance(message, Slices) and self._introduced:
+            return self._node.place(connection, message, size)
+        if isinstance(message, Given) and self._introduced:
+            return self._node.fetcher.place(connection, message, size)
+        raise ProtocolError(f"a {type(message).__name__} from {connection.peer} carried {size} bytes")
+
+    def on_void(self, connection: Connection, message: PeerMessage) -> None:
+        if isinstance(message, Slices):
+            self._node.voided(message)
+        elif isinstance(message, Given):
+            self._node.fetcher.void(connection, message)
 
     def on_close(self, connection: Connection, reason: str) -> None:
         self._node.peer_lost(connection, reason)
@@ -460,10 +689,21 @@ class _FromWorker:
     def finished(self, key: RequestId) -> None:
         self._node.worker.tell(self._node.finished, key)
 
-    def cache_changed(self, stored: tuple[BlockName, ...], evicted: tuple[BlockName, ...]) -> None:
-        self._node.worker.tell(self._node.tell, CacheChanged(stored, evicted))
+    def cache_changed(
+        self,
+        stored: tuple[BlockName, ...] = (),
+        demoted: tuple[BlockName, ...] = (),
+        evicted: tuple[BlockName, ...] = (),
+    ) -> None:
+        self._node.worker.tell(self._node.tell, CacheChanged(stored, demoted, evicted))
 
     def died(self, error: BaseException) -> None:
         self._node.worker.tell(
             self._node.end, StartError(f"the engine failed: {type(error).__name__}: {error}")
         )
+
+
+def _tiers_over(store: Store, eviction: str) -> TierCache:
+    """The scheduler's view of a store: names, and as many blocks as there is room for beside those on their way."""
+    slots, log = store.arena.num_slots, store.log
+    return TierCache(slots - max(1, slots // TRANSIT), log.num_records if log is not None else 0, eviction)

@@ -12,25 +12,33 @@ from collections.abc import Sequence
 from isthmus.blocks import KVLayout, seal
 from isthmus.cluster.messages import Begin, Grant, Landed, Offer, Sent, Slices, Withdrawn
 from isthmus.engine.interface import KVBytes, runs_of
-from isthmus.messenger import Connection
+from isthmus.errors import ProtocolError
+from isthmus.messenger import Connection, Priority, Sending
 from isthmus.types import Span, TokenLogprobs
 
 MAX_FRAME_BLOCKS = 256
 
 
 class Outgoing:
-    """One departing request on the prefill node. Slices wait here until the decode node grants room."""
+    """One departing request on the prefill node. Slices wait here until the decode node grants room.
 
-    def __init__(self, begin: Begin, memory: KVBytes) -> None:
-        self.begin, self._memory = begin, memory
+    `first_layer`: of the model, that is the first in `memory`: a pipeline stage sends its own layers.
+    """
+
+    def __init__(self, begin: Begin, memory: KVBytes, first_layer: int = 0) -> None:
+        self.begin, self._memory, self._first_layer = begin, memory, first_layer
         self._connection: Connection | None = None
+        self._sendings: list[Sending] = []
         self._granted = False
         self._waiting: list[tuple[int, Span, Sequence[int]]] = []
+        self._told = [0] * memory.layout.num_layers
         self._sent: Sent | None = None
+        self.bytes_out = 0
 
     def attach(self, connection: Connection) -> None:
         self._connection = connection
-        connection.send(Offer(self.begin.request, self.begin.attempt))
+        stop = self._first_layer + self._memory.layout.num_layers
+        connection.send(Offer(self.begin.request, self.begin.attempt, self._first_layer, stop))
 
     def is_on(self, connection: Connection) -> bool:
         return self._connection is connection
@@ -43,18 +51,27 @@ class Outgoing:
         self._finish()
 
     def ready(self, layers: Span, tokens: Span, blocks: Sequence[int]) -> None:
-        """KV of these layers and positions is in place: send it, now or after the grant."""
+        """KV of these layers and positions is in place: send it, now or after the grant; nothing twice."""
+        size = self._memory.layout.block_size
         for layer in range(layers.start, layers.stop):
+            span = Span(max(tokens.start, self._told[layer] // size * size), tokens.stop)
+            if span.stop <= self._told[layer]:
+                continue
+            self._told[layer] = span.stop
             if self._granted:
-                self._send(layer, tokens, blocks)
+                self._send(layer, span, blocks)
             else:
-                self._waiting.append((layer, tokens, blocks))
+                self._waiting.append((layer, span, blocks))
 
     def prefilled(self, token: int, logprobs: TokenLogprobs | None) -> None:
         self._sent = Sent(self.begin.request, self.begin.attempt, token, logprobs)
         self._finish()
 
     def withdraw(self) -> None:
+        """Nothing more of it is sent."""
+        for sending in self._sendings:
+            sending.cancel()
+        self._sendings.clear()
         if self._connection is not None:
             self._connection.send(Withdrawn(self.begin.request, self.begin.attempt))
 
@@ -69,8 +86,10 @@ class Outgoing:
             stop = min(tokens.stop, start + MAX_FRAME_BLOCKS * size)
             payload = [self._memory.export(layer, *run) for run in runs_of(blocks, size, start, stop)]
             seals = tuple(self._seals(layer, Span(start, stop), blocks))
-            head = Slices(self.begin.request, self.begin.attempt, layer, start // size, stop, seals)
-            self._connection.send(head, *payload)
+            self.bytes_out += (stop - start) * self._memory.layout.token_bytes
+            number = self._first_layer + layer
+            head = Slices(self.begin.request, self.begin.attempt, number, start // size, stop, seals)
+            self._sendings.append(self._connection.send(head, *payload, priority=Priority.URGENT))
 
     def _seals(self, layer: int, tokens: Span, blocks: Sequence[int]) -> list[bytes]:
         return [
@@ -79,72 +98,98 @@ class Outgoing:
 
 
 class Incoming:
-    """One expected request on the decode node."""
+    """One expected request on the decode node. Its layers may come over several sessions, each some of them."""
 
     def __init__(self, begin: Begin, memory: KVBytes) -> None:
         self.begin, self._memory = begin, memory
         self.blocks: Sequence[int] | None = None
-        self.connection: Connection | None = None
         self.sent: Sent | None = None
-        self.receiving = False
-        """A frame is being received into this request's blocks: they must not be freed now."""
-        self.doomed = False
-        """Given up while a frame was being received: free the blocks when the frame ends."""
+        self._senders: dict[Connection, Span] = {}
+        self._granted: set[Connection] = set()
         self._num_tokens = len(begin.tokens)
         self._received = [0] * memory.layout.num_layers
-        self.granted = False
         self.progressed_s = math.inf
         """When the last slice came (loop time, s); infinite until the first, for the sender may queue."""
-        self._landing: list[tuple[tuple[int, int], memoryview]] = []
+        self._landing: dict[Slices, tuple[Connection, list[tuple[tuple[int, int], memoryview]]]] = {}
+        """Frames being received into this request's blocks."""
+
+    def offered(self, connection: Connection, offer: Offer) -> None:
+        """Raises ProtocolError for layers that are not the model's, or another session's."""
+        layers = Span(offer.first_layer, offer.stop_layer)
+        taken = any(layers.start < other.stop and other.start < layers.stop for other in self._senders.values())
+        if taken or not 0 <= layers.start < layers.stop <= len(self._received):
+            raise ProtocolError(f"layers {layers.start} to {layers.stop} of {offer.request} cannot be taken")
+        self._senders[connection] = layers
+        self.match()
+
+    def is_from(self, connection: Connection) -> bool:
+        return connection in self._senders
 
     def match(self) -> None:
         """Grants once both sides are known: the sender by its offer, the room by the scheduler."""
-        if self.connection is not None and self.blocks is not None and not self.granted:
-            self.granted = True
-            self.connection.send(Grant(self.begin.request, self.begin.attempt))
+        if self.blocks is None:
+            return
+        for connection in self._senders:
+            if connection not in self._granted:
+                self._granted.add(connection)
+                connection.send(Grant(self.begin.request, self.begin.attempt))
 
-    def place(self, slices: Slices, size: int) -> list[memoryview] | None:
-        """Where the payload goes; None when it is not what must come next."""
+    def place(self, connection: Connection, slices: Slices, size: int) -> list[memoryview] | None:
+        """Where the payload goes; None when it cannot be part of what is to come. What was received stays as it is."""
         layout, start = self._memory.layout, slices.first_block * self._memory.layout.block_size
+        layers = self._senders.get(connection)
         expected = (
-            self.granted
-            and 0 <= slices.layer < layout.num_layers
-            and start == self._received[slices.layer] // layout.block_size * layout.block_size
+            connection in self._granted
+            and layers is not None
+            and layers.start <= slices.layer < layers.stop
+            and self._received[slices.layer] // layout.block_size * layout.block_size <= start
             and start < slices.stop <= self._num_tokens
             and len(slices.seals) == layout.blocks_for(slices.stop - start)
             and size == (slices.stop - start) * layout.token_bytes
         )
         if not expected or self.blocks is None:
             return None
-        self.receiving = True
         runs = runs_of(self.blocks, layout.block_size, start, slices.stop)
-        self._landing = [(run, self._memory.landing(slices.layer, *run)) for run in runs]
-        return [buffer for _, buffer in self._landing]
+        landing = [(run, self._memory.landing(slices.layer, *run)) for run in runs]
+        self._landing[slices] = connection, landing
+        return [buffer for _, buffer in landing]
 
     def receive(self, slices: Slices) -> bool:
-        """Books a whole frame; False when a seal does not match, and then nothing of it counts."""
-        self.receiving = False
+        """Books a whole frame; False when it is not the next of its layer or a seal does not match: then nothing of
+        it counts."""
         assert self.blocks is not None
-        for run, buffer in self._landing:
+        _, landing = self._landing.pop(slices)
+        start = slices.first_block * self._memory.layout.block_size
+        if start != self._received[slices.layer] // self._memory.layout.block_size * self._memory.layout.block_size:
+            return False
+        for run, buffer in landing:
             self._memory.land(slices.layer, *run, buffer)
-        tokens = Span(slices.first_block * self._memory.layout.block_size, slices.stop)
+        tokens = Span(start, slices.stop)
         for expected, slots in zip(slices.seals, _slots(self.blocks, self._memory.layout, tokens), strict=True):
             if seal(self._memory.export(slices.layer, *slots)) != expected:
                 return False
         self._received[slices.layer] = slices.stop
         return True
 
+    def void(self, slices: Slices) -> None:
+        """A frame that was being received will not come."""
+        self._landing.pop(slices, None)
+
     @property
     def complete(self) -> bool:
         return self.sent is not None and all(count == self._num_tokens for count in self._received)
 
     def landed(self) -> None:
-        assert self.connection is not None
-        self.connection.send(Landed(self.begin.request, self.begin.attempt))
+        for connection in self._senders:
+            connection.send(Landed(self.begin.request, self.begin.attempt))
 
     def withdraw(self) -> None:
-        if self.connection is not None:
-            self.connection.send(Withdrawn(self.begin.request, self.begin.attempt))
+        """Nothing more is written into its blocks when this returns."""
+        for slices, (connection, _) in self._landing.items():
+            connection.refuse(slices)
+        self._landing.clear()
+        for connection in self._senders:
+            connection.send(Withdrawn(self.begin.request, self.begin.attempt))
 
 
 def _slots(blocks: Sequence[int], layout: KVLayout, tokens: Span) -> list[tuple[int, int]]:

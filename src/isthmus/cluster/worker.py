@@ -12,9 +12,10 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
+from isthmus.cluster.fetches import Fetch
 from isthmus.cluster.messages import Begin
 from isthmus.cluster.stepper import Stepper
-from isthmus.types import RequestId, Role
+from isthmus.types import BlockName, RequestId, Role
 
 Entry = Callable[[], None]
 
@@ -45,7 +46,7 @@ class Requests:
         self._stepper, self._worker = stepper, worker
         self._open: set[RequestId] = set()
 
-    def begin(self, begin: Begin) -> None:
+    def begin(self, begin: Begin, fetch: Fetch | None = None) -> None:
         self._open.add(begin.key)
         if begin.part is Role.DECODE:
             self._worker.insert(lambda: self._stepper.expect(begin))
@@ -53,7 +54,13 @@ class Requests:
         # The budget runs from here, not from when the worker looks at its mail. 0 would mean no promise.
         budget = begin.budget_ns
         deadline_ns = 0 if budget is None else max(1, self._stepper.clock_ns() + budget)
-        self._worker.post(lambda: self._stepper.begin(begin, deadline_ns))
+        self._worker.post(lambda: self._stepper.begin(begin, deadline_ns, fetch))
+
+    def fetched(self, key: RequestId, num_blocks: int) -> None:
+        self._worker.post(lambda: self._stepper.fetched(key, num_blocks))
+
+    def offered(self, names: tuple[BlockName, ...]) -> None:
+        self._worker.post(lambda: self._stepper.offered(names))
 
     def imported(self, key: RequestId, token: int) -> None:
         self._worker.post(lambda: self._stepper.imported(key, token))
@@ -130,6 +137,7 @@ class ThreadWorker:
     def _execute(self) -> None:
         """Iterates a run until it ends, a request ends or a message waits; then asks for the next one."""
         stepper = self._stepper
+        stepper.await_turn()
         with self._turn:
             execution = stepper.start()
         while True:

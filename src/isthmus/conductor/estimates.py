@@ -19,8 +19,9 @@ from isthmus.types import NS_PER_S
 class Estimator:
     """Estimates for one request at one moment. `nodes`: those that can take its prefill; `waits`: their queues, ns.
 
-    `held`: leading blocks that nodes have finished, as levels; `depths[slot]`: those a node has or will have;
-    `deepest`: the most that any will. `memo`: answers of `work_ns`, by `depth << 16 | kind`.
+    `held`: leading blocks that nodes have finished, those that only decode included, as levels; `depths[slot]`:
+    those a node has or will have; `deepest`: the most that any will. `memo`: answers of `work_ns`, by
+    `depth << 16 | kind`.
     """
 
     __slots__ = (
@@ -33,7 +34,7 @@ class Estimator:
         self.ratio = view.calibration.ratio
         self.waits = [node.free_ns - now if node.free_ns > now else 0 for node in nodes]
         mask = view.prefill_mask if nodes is view.prefills else sum([node.bit for node in nodes])
-        self.held, expected = view.index.match(request.names, mask)
+        self.held, expected = view.index.match(request.names, mask | view.lender_mask)
         self.deepest = expected[-1][0]
         self.depths = _by_slot(expected, view.num_slots)
         self.memo: dict[int, float] = {}

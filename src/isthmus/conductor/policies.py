@@ -39,7 +39,7 @@ def least_loaded(estimator: Estimator, rules: Rules) -> Placement:
 
 def sticky(estimator: Estimator, rules: Rules) -> Placement:
     """The longest match of `sticky_blocks` or more, the shortest queue among equals; else the shortest queue."""
-    deepest = estimator.deepest
+    deepest = max([estimator.depths[node.slot] for node in estimator.nodes])
     if deepest < rules.sticky_blocks:
         return least_loaded(estimator, rules)
     holders = [at for at, node in enumerate(estimator.nodes) if estimator.depths[node.slot] == deepest]

@@ -156,7 +156,8 @@ class ClusterView:
     """Nodes in the order they joined, and accepted requests in the order they came.
 
     `prefills`, `decodes`: the nodes a request may prefill or decode on, and the smallest capacity (tokens) among
-    them. `prefills_alike`: all prefill nodes are of one kind. `replicas`: copies ahead that are under
+    them. `lender_mask`: nodes that only decode, and whose cache others can fetch from. `prefills_alike`: all
+    prefill nodes are of one kind. `replicas`: copies ahead that are under
     way, by the last block of their prefix. `num_routed`: routes so far.
     """
 
@@ -170,7 +171,7 @@ class ClusterView:
         self.replicas: dict[BlockName, Copy] = {}
         self.prefills: list[NodeView] = []
         self.decodes: list[NodeView] = []
-        self.prefill_mask = 0
+        self.prefill_mask = self.lender_mask = 0
         self.prefills_alike = True
         self.has_mixed = False
         self.smallest_prefill = self.smallest_decode = 0
@@ -208,6 +209,7 @@ class ClusterView:
             node for node in nodes if node.role is Role.MIXED or (node.role is Role.PREFILL and self.decodes)
         ]
         self.prefill_mask = sum(node.bit for node in self.prefills)
+        self.lender_mask = sum(node.bit for node in self.decodes if node.paths.network and node.cache_blocks)
         self.has_mixed = any(node.role is Role.MIXED for node in self.prefills)
         self.prefills_alike = len({node.kind for node in self.prefills}) == 1
         self.smallest_prefill = min((node.capacity_tokens for node in self.prefills), default=0)

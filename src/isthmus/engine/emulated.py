@@ -1,8 +1,9 @@
 """An engine that computes nothing and still shows every wrong byte: time from the cost model, tell-tale tokens.
 
-The KV bytes of a position are a digest of the KV bytes of the position before it, its token, the model revision
-and the tenant's salt: a function of revision, salt and token prefix. The next token is a digest of all KV bytes
-up to its position, read anew from memory in every iteration. A stale, foreign or damaged byte therefore changes
+The KV bytes of a position in a layer are a digest of those of the position before it and of what the layer takes:
+the KV bytes of the layer below, or in the first layer a digest of the token, the model revision and the tenant's
+salt. They are a function of revision, salt and token prefix. The next token is a digest of all KV bytes up to its
+position in all layers, read anew from memory in every iteration. A stale, foreign or damaged byte therefore changes
 the token that reads it and all that follow. Sampling parameters do not matter: each token is certain, so its
 log-probability is 0.
 """
@@ -11,8 +12,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 
 import blake3
@@ -20,9 +22,18 @@ import xxhash
 
 from isthmus.blocks import KVLayout
 from isthmus.cost import NodeCost
-from isthmus.engine.interface import Chunk, OnLayer, Row, Sampled, runs_of
+from isthmus.engine.interface import (
+    BeforeLayer,
+    Chunk,
+    Hidden,
+    OnLayer,
+    Row,
+    Sampled,
+    runs_of,
+    stage_layout,
+)
 from isthmus.engine.spec import load_json
-from isthmus.errors import ModelError, StartError
+from isthmus.errors import ModelError, ProtocolError, StartError
 from isthmus.types import Sampling, TokenLogprobs
 
 LAYERS = 2
@@ -30,10 +41,9 @@ TOKEN_BYTES = 16
 """Bytes of one token in one emulated layer: enough that two prefixes never share them, few enough to reread."""
 
 
-def layout_of(block_size: int, *, layers: int = LAYERS, token_bytes: int = TOKEN_BYTES) -> KVLayout:
-    """An emulated KV layout of `token_bytes` (a multiple of 8) for each token and layer."""
-    assert token_bytes % 8 == 0, "K and V of one float32 are 8 bytes"
-    return KVLayout("float32", block_size, num_layers=layers, num_kv_heads=1, head_dim=token_bytes // 8)
+def layout_of(block_size: int, *, layers: int = LAYERS) -> KVLayout:
+    """An emulated KV layout: `TOKEN_BYTES` for each token and layer, K and V of one float32 being 8."""
+    return KVLayout("float32", block_size, num_layers=layers, num_kv_heads=1, head_dim=TOKEN_BYTES // 8)
 
 
 def vocab_of(folder: Path) -> int:
@@ -49,12 +59,13 @@ def vocab_of(folder: Path) -> int:
         raise ModelError(f"{path}: its vocabulary cannot be read") from None
 
 
-def recipe_of(folder: Path, tokenizer: Path, block_size: int) -> Recipe:
+def recipe_of(folder: Path, tokenizer: Path, block_size: int, *, layers: int = LAYERS) -> Recipe:
     """The emulation of the model whose config.json is in `folder`, with the tokenizer of another folder or its
-    own. Raises ModelError."""
+    own. A pipeline needs as many `layers` as stages. Raises ModelError."""
     config, vocab_size = load_json(folder / "config.json"), vocab_of(tokenizer)
     body = json.dumps([config, vocab_size], sort_keys=True).encode()
-    return Recipe(f"emulated-{blake3.blake3(body).hexdigest(length=16)}", layout_of(block_size), vocab_size)
+    revision = f"emulated-{blake3.blake3(body).hexdigest(length=16)}"
+    return Recipe(revision, layout_of(block_size, layers=layers), vocab_size)
 
 
 def length_of(folder: Path) -> int:
@@ -82,6 +93,26 @@ class EmulatedMemory:
     def land(self, layer: int, first: int, stop: int, data: memoryview) -> None:
         """Nothing is left to do: the bytes were received in place."""
 
+    def fill(self, layer: int, blocks: Sequence[int], arena: memoryview, offsets: Sequence[int]) -> None:
+        size, memory = self.layout.slice_bytes, self.layers[layer]
+        for block, at in self._places(blocks, arena, offsets):
+            memory[block : block + size] = arena[at : at + size]
+
+    def save(self, layer: int, blocks: Sequence[int], arena: memoryview, offsets: Sequence[int]) -> None:
+        size, memory = self.layout.slice_bytes, self.layers[layer]
+        for block, at in self._places(blocks, arena, offsets):
+            arena[at : at + size] = memory[block : block + size]
+
+    def _places(
+        self, blocks: Sequence[int], arena: memoryview, offsets: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """Where each block begins in a layer's memory and in the arena."""
+        size = self.layout.slice_bytes
+        assert all(0 <= block < self.num_blocks for block in blocks), "blocks lie outside the KV memory"
+        assert all(0 <= at <= arena.nbytes - size for at in offsets), "offsets lie outside the arena"
+        assert len(blocks) == len(offsets), "each block has its place in the arena"
+        return [(block * size, at) for block, at in zip(blocks, offsets, strict=True)]
+
 
 class Recipe:
     """What KV bytes and tokens are made of. `revision`: any name of model and vocabulary."""
@@ -90,22 +121,33 @@ class Recipe:
         self.revision, self.layout, self.vocab_size = revision, layout, vocab_size
         self._keys: dict[str, bytes] = {}
 
-    def kv(self, salt: str, before: bytes, tokens: Iterable[int]) -> list[bytes]:
-        """KV bytes of `tokens` in all layers, one entry a token; `before`: those of the token before them."""
-        key, size = self._key(salt), self.layout.num_layers * self.layout.token_bytes
+    def embed(self, salt: str, tokens: Iterable[int]) -> list[bytes]:
+        """What the first layer takes, one entry a token."""
+        key = self._key(salt)
+        return [
+            blake3.blake3(token.to_bytes(4, "little"), key=key).digest(length=TOKEN_BYTES) for token in tokens
+        ]
+
+    def kv(self, before: bytes, below: Iterable[bytes]) -> list[bytes]:
+        """KV bytes of tokens in one layer, which are also what the next layer takes. `before`: those of the token
+        before them in this layer, empty for the first; `below`: what the layer takes."""
         found = []
-        for token in tokens:
-            body = before + token.to_bytes(4, "little")
-            before = blake3.blake3(body, key=key).digest(length=size)
+        for each in below:
+            before = xxhash.xxh3_128_digest(before + each)
             found.append(before)
         return found
 
-    def token(self, parts: Iterable[memoryview | bytearray]) -> int:
-        """The token that follows KV bytes, given layer by layer, position by position."""
-        digest = xxhash.xxh3_64()
+    def digest(self, lower: int, parts: Iterable[memoryview | bytearray]) -> int:
+        """Of all KV bytes of a layer, position by position, and of all layers below it, whose digest is `lower` (0
+        for the first layer)."""
+        digest = xxhash.xxh3_64(seed=lower)
         for part in parts:
             digest.update(part)
-        return digest.intdigest() % self.vocab_size
+        return digest.intdigest()
+
+    def token(self, digest: int) -> int:
+        """The token that follows KV bytes, by the digest of the last layer."""
+        return digest % self.vocab_size
 
     def _key(self, salt: str) -> bytes:
         key = self._keys.get(salt)
@@ -122,15 +164,15 @@ def expected_tokens(
     recipe: Recipe, prompt: Sequence[int], num_tokens: int, *, salt: str = "", stop_tokens: Sequence[int] = ()
 ) -> list[int]:
     """What any cluster must answer: the same tokens from plain byte strings, without blocks or transfers."""
-    width, layers = recipe.layout.token_bytes, range(recipe.layout.num_layers)
-    held = [bytearray() for _ in layers]
-    before, known, answer = b"", list(prompt), list[int]()
+    held = [bytearray() for _ in range(recipe.layout.num_layers)]
+    known, answer = list(prompt), list[int]()
     while len(answer) < num_tokens and not (answer and answer[-1] in stop_tokens):
-        for kv in recipe.kv(salt, before, known):
-            before = kv
-            for layer in layers:
-                held[layer] += kv[layer * width : (layer + 1) * width]
-        answer.append(recipe.token(held))
+        below, digest = recipe.embed(salt, known), 0
+        for layer in held:
+            below = recipe.kv(bytes(layer[-TOKEN_BYTES:]), below)
+            layer += b"".join(below)
+            digest = recipe.digest(digest, [layer])
+        answer.append(recipe.token(digest))
         known = answer[-1:]
     return answer
 
@@ -156,14 +198,23 @@ class EmulatedBatch:
 class EmulatedEngine:
     """Owns emulated KV memory. A step here takes no time: drivers of virtual time wait `step_ps` themselves."""
 
-    def __init__(self, recipe: Recipe, cost: NodeCost, num_blocks: int, *, max_length: int) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        cost: NodeCost,
+        num_blocks: int,
+        *,
+        max_length: int,
+        layers: tuple[int, int] | None = None,
+    ) -> None:
         if num_blocks < 2:
             raise StartError(
                 f"engine.kv_memory holds fewer than 2 blocks of {recipe.layout.block_size} tokens of the "
                 "emulated model; give it more"
             )
         self.recipe, self.layout, self.max_length = recipe, recipe.layout, max_length
-        self.memory = EmulatedMemory(recipe.layout, num_blocks)
+        self.layers = layers or (0, recipe.layout.num_layers)
+        self.memory = EmulatedMemory(stage_layout(recipe.layout, self.layers), num_blocks)
         self._cost = cost
 
     @property
@@ -183,7 +234,8 @@ class EmulatedEngine:
         return EmulatedBatch(list(chunks), order)
 
     def step_ps(self, batch: EmulatedBatch) -> int:
-        """How long the next iteration of a batch takes (ps)."""
+        """How long the next iteration of a batch takes (ps): a stage takes its layers' share, and the shares of all
+        stages sum to the time of the whole."""
         prefills, num_decodes, context = [], 0, 0
         for chunk in batch.chunks:
             if chunk.decodes:
@@ -191,50 +243,113 @@ class EmulatedEngine:
                 context += chunk.stop
             else:
                 prefills.append((len(chunk.tokens), chunk.start))
-        return self._cost.step_ps(prefills, num_decodes, context)
+        whole_ps, num_layers = self._cost.step_ps(prefills, num_decodes, context), self.layout.num_layers
+        first, stop = (whole_ps * layer // num_layers for layer in self.layers)
+        return stop - first
 
-    def step(self, batch: EmulatedBatch, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Sampled:
-        sampled = self.compute(batch, rows)
-        if on_layer is not None:
-            for layer in range(self.layout.num_layers):
-                on_layer(layer)
-        return sampled
-
-    def compute(self, batch: EmulatedBatch, rows: Sequence[Row]) -> Sampled:
-        """Writes the batch's KV, then reads all of each chunk that samples."""
-        for chunk in batch.chunks:
-            self._write(chunk)
-        tokens = [self._next(batch.chunks[index]) for index in batch.order]
+    def step(
+        self,
+        batch: EmulatedBatch,
+        rows: Sequence[Row],
+        on_layer: OnLayer | None = None,
+        before_layer: BeforeLayer | None = None,
+        hidden: Hidden | None = None,
+    ) -> Sampled:
+        assert self.layers[1] == self.layout.num_layers, "the last stage samples"
+        _, digests = self._compute(batch, self._unpack(batch, hidden), on_layer, before_layer)
+        tokens = [self.recipe.token(digest) for digest in digests]
         return tokens, [_certain(token, row.sampling) for token, row in zip(tokens, rows, strict=True)]
 
-    def _write(self, chunk: Chunk) -> None:
-        size, width = self.layout.block_size, self.layout.token_bytes
-        before = self._kv_at(chunk, chunk.start - 1) if chunk.start else b""
-        kv = self.recipe.kv(chunk.salt, before, chunk.tokens)
-        for layer in range(self.layout.num_layers):
-            new = b"".join(each[layer * width : (layer + 1) * width] for each in kv)
-            at = 0
-            for first, stop in runs_of(chunk.blocks, size, chunk.start, chunk.stop):
-                end = at + (stop - first) * width
-                self.memory.export(layer, first, stop)[:] = new[at:end]
-                at = end
+    def relay(
+        self,
+        batch: EmulatedBatch,
+        on_layer: OnLayer | None = None,
+        before_layer: BeforeLayer | None = None,
+        hidden: Hidden | None = None,
+    ) -> Hidden:
+        assert self.layers[1] < self.layout.num_layers, "the last stage samples"
+        return _pack(*self._compute(batch, self._unpack(batch, hidden), on_layer, before_layer))
 
-    def _kv_at(self, chunk: Chunk, position: int) -> bytes:
+    def _compute(
+        self,
+        batch: EmulatedBatch,
+        taken: _States,
+        on_layer: OnLayer | None,
+        before_layer: BeforeLayer | None,
+    ) -> _States:
+        """Layer by layer: writes the batch's KV, then reads all of each chunk that samples."""
+        below, digests = taken
+        size, chunks = self.layout.block_size, batch.chunks
+        written = [list(runs_of(chunk.blocks, size, chunk.start, chunk.stop)) for chunk in chunks]
+        read = [list(runs_of(chunks[at].blocks, size, 0, chunks[at].stop)) for at in batch.order]
+        for layer in range(self.memory.layout.num_layers):
+            if before_layer is not None:
+                before_layer(layer)
+            below = [self._write(layer, *each) for each in zip(chunks, written, below, strict=True)]
+            digests = [self._digest(layer, *each) for each in zip(read, digests, strict=True)]
+            if on_layer is not None:
+                on_layer(layer)
+        return below, digests
+
+    def _write(self, layer: int, chunk: Chunk, runs: Runs, below: Sequence[bytes]) -> list[bytes]:
+        before = self._kv_at(layer, chunk, chunk.start - 1) if chunk.start else b""
+        kv = self.recipe.kv(before, below)
+        new, at = b"".join(kv), 0
+        for first, stop in runs:
+            end = at + (stop - first) * TOKEN_BYTES
+            self.memory.export(layer, first, stop)[:] = new[at:end]
+            at = end
+        return kv
+
+    def _kv_at(self, layer: int, chunk: Chunk, position: int) -> bytes:
         size = self.layout.block_size
         slot = chunk.blocks[position // size] * size + position % size
-        layers = range(self.layout.num_layers)
-        return b"".join(self.memory.export(layer, slot, slot + 1) for layer in layers)
+        return bytes(self.memory.export(layer, slot, slot + 1))
 
-    def _next(self, chunk: Chunk) -> int:
-        runs = list(runs_of(chunk.blocks, self.layout.block_size, 0, chunk.stop))
-        layers = range(self.layout.num_layers)
-        return self.recipe.token(self.memory.export(layer, *run) for layer in layers for run in runs)
+    def _digest(self, layer: int, runs: Runs, lower: int) -> int:
+        return self.recipe.digest(lower, (self.memory.export(layer, *run) for run in runs))
+
+    def _unpack(self, batch: EmulatedBatch, hidden: Hidden | None) -> _States:
+        """What the first layer here takes: from the tokens in the first stage, in others from the one before."""
+        assert (hidden is None) == (self.layers[0] == 0), "the first stage takes no hidden states, others do"
+        if hidden is None:
+            embedded = [self.recipe.embed(chunk.salt, chunk.tokens) for chunk in batch.chunks]
+            return embedded, [0] * len(batch.order)
+        lengths = [len(chunk.tokens) for chunk in batch.chunks]
+        end = sum(lengths) * TOKEN_BYTES
+        size = end + len(batch.order) * _DIGEST_BYTES
+        if (hidden.shape, hidden.dtype, hidden.data.nbytes) != ((size,), "uint8", size):
+            raise ProtocolError(
+                f"hidden states of {hidden.data.nbytes} bytes ({hidden.dtype} {hidden.shape}) came for a batch "
+                f"that needs {size}"
+            )
+        states = iter(_cut(hidden.data[:end], TOKEN_BYTES))
+        digests = [int.from_bytes(each, "little") for each in _cut(hidden.data[end:], _DIGEST_BYTES)]
+        return [list(islice(states, length)) for length in lengths], digests
+
+
+Runs = Sequence[tuple[int, int]]
+"""Half-open ranges of slots."""
+_States = tuple[list[list[bytes]], list[int]]
+"""Between layers: of each chunk what the next layer takes; of each chunk that samples the digest so far."""
+_DIGEST_BYTES = 8
+
+
+def _pack(states: list[list[bytes]], digests: list[int]) -> Hidden:
+    numbers = [digest.to_bytes(_DIGEST_BYTES, "little") for digest in digests]
+    data = b"".join(chain(*states, numbers))
+    return Hidden((len(data),), "uint8", memoryview(data))
+
+
+def _cut(data: memoryview, size: int) -> Iterator[bytes]:
+    return (bytes(data[at : at + size]) for at in range(0, len(data), size))
 
 
 class PacedEngine(EmulatedEngine):
     """The same at the speed of the emulated hardware: layer by layer, each step sleeps as long as it takes.
 
-    Iterations end at the start of their run plus the exact sum of their steps, so lateness does not add up.
+    Iterations end at the start of their run plus the exact sum of their steps, so lateness does not add up; what
+    `before_layer` waits for puts them off.
     """
 
     def build(self, chunks: Sequence[Chunk]) -> EmulatedBatch:
@@ -242,15 +357,37 @@ class PacedEngine(EmulatedEngine):
         batch.started_ns = time.monotonic_ns()
         return batch
 
-    def step(self, batch: EmulatedBatch, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Sampled:
-        step_ps, layers = self.step_ps(batch), self.layout.num_layers
-        sampled = self.compute(batch, rows)
-        for layer in range(layers):
-            _sleep_until(batch.started_ns + (batch.elapsed_ps + step_ps * (layer + 1) // layers) // 1000)
+    def _compute(
+        self,
+        batch: EmulatedBatch,
+        taken: _States,
+        on_layer: OnLayer | None,
+        before_layer: BeforeLayer | None,
+    ) -> _States:
+        step_ps, num_layers = self.step_ps(batch), self.memory.layout.num_layers
+
+        def reached_ns(layer: int) -> int:
+            """When the time of the layers before this one is over."""
+            return batch.started_ns + (batch.elapsed_ps + step_ps * layer // num_layers) // 1000
+
+        def before(layer: int) -> None:
+            if before_layer is not None:
+                from_ns = max(reached_ns(layer), time.monotonic_ns())
+                before_layer(layer)
+                batch.started_ns += max(0, time.monotonic_ns() - from_ns)
+
+        def after(layer: int) -> None:
+            _sleep_until(reached_ns(layer + 1))
             if on_layer is not None:
                 on_layer(layer)
+
+        try:
+            states = super()._compute(batch, taken, after, before)
+        except BaseException:
+            batch.started_ns = time.monotonic_ns() - batch.elapsed_ps // 1000  # its repetition begins now
+            raise
         batch.elapsed_ps += step_ps
-        return sampled
+        return states
 
 
 def _sleep_until(when_ns: int) -> None:

@@ -1,29 +1,32 @@
-"""One model on one device with its KV memory: chunks in, logits out."""
+"""One model, or one pipeline stage of it, on one device with its KV memory: chunks in, logits out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from isthmus.blocks import KVLayout
 from isthmus.engine import kernels
 from isthmus.engine.batch import Batch, build_batch
-from isthmus.engine.interface import Chunk, OnLayer, Row, Sampled
-from isthmus.engine.kv import TORCH_DTYPES, KVMemory
+from isthmus.engine.interface import BeforeLayer, Chunk, Hidden, OnLayer, Row, Sampled, stage_layout
+from isthmus.engine.kv import TORCH_DTYPES, KVMemory, bytes_of
 from isthmus.engine.model import Model
 from isthmus.engine.sampling import sample
 from isthmus.engine.spec import ModelSpec, read_spec
 from isthmus.engine.weights import load_weights
-from isthmus.errors import ConfigError, StartError
+from isthmus.errors import ConfigError, ProtocolError, StartError
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """`dtype`: None takes the model's own; `kv_bytes`: memory for KV; `max_length`: None takes the model's."""
+    """`dtype`: None takes the model's own; `kv_bytes`: memory for KV; `max_length`: None takes the model's;
+    `layers`: the half-open range of layers of a pipeline stage, None for the whole model (see `split_layers`)."""
 
     dtype: str | None = None
     device: str | None = None
@@ -31,6 +34,7 @@ class EngineOptions:
     block_size: int = 16
     kv_bytes: int = 1 << 30
     max_length: int | None = None
+    layers: tuple[int, int] | None = None
 
 
 class Engine:
@@ -50,19 +54,28 @@ class Engine:
             num_kv_heads=self.spec.num_kv_heads,
             head_dim=self.spec.head_dim,
         )
-        num_blocks = options.kv_bytes // self.layout.block_bytes
+        self.layers = options.layers or (0, self.spec.num_layers)
+        layout = stage_layout(self.layout, self.layers)
+        num_blocks = options.kv_bytes // layout.block_bytes
         if num_blocks < 2:
             raise StartError(
                 f"engine.kv_memory {options.kv_bytes} bytes holds fewer than 2 blocks of "
-                f"{self.layout.block_bytes} bytes; give at least {2 * self.layout.block_bytes}"
+                f"{layout.block_bytes} bytes; give at least {2 * layout.block_bytes}"
             )
         self.kernels = kernels.select(self.device)
         stored = TORCH_DTYPES[dtype]
         activations = self.kernels.activation_dtype(stored)
-        weights = load_weights(folder, self.spec, dtype=stored, activations=activations, device=self.device)
+        weights = load_weights(
+            folder,
+            self.spec,
+            dtype=stored,
+            activations=activations,
+            device=self.device,
+            layers=self.layers,
+        )
         self.revision = weights.revision
         self.model = Model(self.spec, weights, self.kernels, self.max_length)
-        self.memory = KVMemory(self.layout, num_blocks, self.device)
+        self.memory = KVMemory(layout, num_blocks, self.device, self.kernels)
 
     @property
     def num_blocks(self) -> int:
@@ -75,13 +88,73 @@ class Engine:
     def build(self, chunks: Sequence[Chunk]) -> Batch:
         return build_batch(chunks, self.layout.block_size, self.device)
 
-    def forward(self, batch: Batch, on_layer: OnLayer | None = None) -> Tensor:
+    def forward(
+        self,
+        batch: Batch,
+        on_layer: OnLayer | None = None,
+        before_layer: BeforeLayer | None = None,
+        hidden: Hidden | None = None,
+    ) -> Tensor:
         """Logits `[S, V]`, float32, one row for each chunk that samples, in `batch.order`."""
-        with torch.inference_mode():
-            return self.model.forward(batch, self.memory, on_layer)
+        with self._iteration():
+            x_TN = self._taken(batch, hidden)
+            residual = self.model.run_layers(x_TN, batch, self.memory, on_layer, before_layer)
+            return self.model.logits(residual, batch)
 
-    def step(self, batch: Batch, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Sampled:
-        return sample(self.forward(batch, on_layer), rows)
+    def step(
+        self,
+        batch: Batch,
+        rows: Sequence[Row],
+        on_layer: OnLayer | None = None,
+        before_layer: BeforeLayer | None = None,
+        hidden: Hidden | None = None,
+    ) -> Sampled:
+        return sample(self.forward(batch, on_layer, before_layer, hidden), rows)
+
+    def relay(
+        self,
+        batch: Batch,
+        on_layer: OnLayer | None = None,
+        before_layer: BeforeLayer | None = None,
+        hidden: Hidden | None = None,
+    ) -> Hidden:
+        """`Hidden` of shape `[T, N]` in the activations' type."""
+        assert self.layers[1] < self.spec.num_layers, "the last stage samples"
+        with self._iteration():
+            x_TN = self._taken(batch, hidden)
+            residual = self.model.run_layers(x_TN, batch, self.memory, on_layer, before_layer)
+            x_TN = self.model.add(residual).cpu()
+        return Hidden(tuple(x_TN.shape), _name(x_TN.dtype), bytes_of(x_TN))
+
+    @contextmanager
+    def _iteration(self) -> Iterator[None]:
+        """Nothing of an iteration is left in the queue of a device afterwards, however it ends: its blocks may be
+        given to another request then, whose KV comes on another stream."""
+        try:
+            with torch.inference_mode():
+                yield
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+
+    def _taken(self, batch: Batch, hidden: Hidden | None) -> Tensor:
+        """What the first layer here takes, as a tensor that may be changed."""
+        assert (hidden is None) == (self.layers[0] == 0), "the first stage takes no hidden states, others do"
+        if hidden is None:
+            return self.model.embed(batch)
+        x_TN = torch.empty(batch.num_tokens, self.spec.hidden_size, dtype=self.model.activations)
+        expected = tuple(x_TN.shape), _name(x_TN.dtype), x_TN.nbytes
+        if (hidden.shape, hidden.dtype, hidden.data.nbytes) != expected:
+            raise ProtocolError(
+                f"hidden states of {hidden.data.nbytes} bytes ({hidden.dtype} {hidden.shape}) came for a batch "
+                f"that needs {expected[2]} ({expected[1]} {expected[0]})"
+            )
+        np.copyto(np.frombuffer(bytes_of(x_TN), np.uint8), np.frombuffer(hidden.data, np.uint8))
+        return x_TN.to(self.device)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _device(name: str | None) -> torch.device:

@@ -7,13 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
+import msgspec
+
 from isthmus.blocks import KVLayout
+from isthmus.errors import ConfigError
 from isthmus.types import Sampling, TokenLogprobs
 
 OnLayer = Callable[[int], None]
 """Called with the number of a layer as soon as the batch's KV of that layer is in place."""
+
+BeforeLayer = Callable[[int], None]
+"""Called with the number of a layer before anything of its KV is read or written. It may block, which holds up
+the step, and may raise: the step ends with that exception and may be repeated, with the same result."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,19 @@ Sampled = tuple[list[int], list[TokenLogprobs | None]]
 """Tokens and their log-probabilities (None unless asked for), one of each for every chunk that samples."""
 
 
+@dataclass(frozen=True)
+class Hidden:
+    """What one pipeline stage hands the next for one batch, bit for bit: `data` is a dense array of this shape.
+
+    Only a stage of the same model and kind of engine can take it. `shape` and `dtype` are all that a peer must be
+    told beside the bytes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    data: memoryview
+
+
 class Batch(Protocol):
     """Chunks laid out to be computed together."""
 
@@ -74,14 +95,25 @@ class KVBytes(Protocol):
     def land(self, layer: int, first: int, stop: int, data: memoryview) -> None:
         """Completes a `landing`."""
 
+    def fill(self, layer: int, blocks: Sequence[int], arena: memoryview, offsets: Sequence[int]) -> None:
+        """`arena[offsets[i] : offsets[i] + slice_bytes]` becomes block `blocks[i]` of a layer, which nothing else
+        may touch meanwhile. From any thread; the bytes are in place when it returns."""
+
+    def save(self, layer: int, blocks: Sequence[int], arena: memoryview, offsets: Sequence[int]) -> None:
+        """The reverse of `fill`, for blocks whose KV of this layer is in place (`OnLayer`). From any thread."""
+
 
 class Engine(Protocol):
-    """One model with its KV memory. Not thread-safe: one thread steps it.
+    """One model, or one pipeline stage of it, with its KV memory. Not thread-safe: one thread steps it.
 
-    `revision`: names model and weights; `max_length`: longest prompt and answer together, in tokens.
+    `revision` and `layout` name the blocks: they are the whole model's, in each of its stages. `layers`: the
+    half-open range of layers it computes; `memory.layout` has only these. Layers are numbered from the stage's own
+    first wherever one is named: in `memory`, `OnLayer` and `BeforeLayer`. `max_length`: longest prompt and answer
+    together, in tokens.
     """
 
     layout: KVLayout
+    layers: tuple[int, int]
     max_length: int
 
     @property
@@ -97,13 +129,53 @@ class Engine(Protocol):
     def vocab_size(self) -> int: ...
 
     def build(self, chunks: Sequence[Chunk]) -> Any:
-        """A `Batch` of this engine's own kind."""
+        """A `Batch` of this engine's own kind. The stages of a pipeline build theirs from the same chunks in the
+        same order, each with its own blocks."""
 
-    def step(self, batch: Any, rows: Sequence[Row], on_layer: OnLayer | None = None) -> Sampled:
+    def step(
+        self,
+        batch: Any,
+        rows: Sequence[Row],
+        on_layer: OnLayer | None = None,
+        before_layer: BeforeLayer | None = None,
+        hidden: Hidden | None = None,
+    ) -> Sampled:
         """One iteration: writes the new KV and chooses a token for each chunk that samples, in `batch.order`.
 
-        `rows` stand in that order too.
+        `rows` stand in that order too. A step that `before_layer` broke off has announced the layers before to
+        `on_layer`; repeated, it announces them again, with the same bytes in place. The last stage of a pipeline
+        takes the `hidden` that the stage before gave, and leaves it unchanged; a whole model takes none. Raises
+        ProtocolError when `hidden` does not fit the batch.
         """
+
+    def relay(
+        self,
+        batch: Any,
+        on_layer: OnLayer | None = None,
+        before_layer: BeforeLayer | None = None,
+        hidden: Hidden | None = None,
+    ) -> Hidden:
+        """The iteration of a stage that is not the last: writes its layers' KV, and gives what the next stage
+        takes. `hidden` and the rest as for `step`; the first stage takes none."""
+
+
+def split_layers(num_layers: int, stages: int) -> list[tuple[int, int]]:
+    """Half-open layer ranges of the stages of a pipeline, as even as can be, the longer ones first: the last stage
+    also has the head to compute. Raises ConfigError when a stage would be empty."""
+    if not 1 <= stages <= num_layers:
+        raise ConfigError(
+            f"a model of {num_layers} layers makes 1 to {num_layers} pipeline stages, not {stages}"
+        )
+    size, longer = divmod(num_layers, stages)
+    starts = [stage * size + min(stage, longer) for stage in range(stages + 1)]
+    return list(pairwise(starts))
+
+
+def stage_layout(layout: KVLayout, layers: tuple[int, int]) -> KVLayout:
+    """The layout of a stage's own KV bytes, from the whole model's. Never for naming blocks."""
+    first, stop = layers
+    assert 0 <= first < stop <= layout.num_layers, "a stage has some of the model's layers"
+    return msgspec.structs.replace(layout, num_layers=stop - first)
 
 
 def runs_of(blocks: Sequence[int], block_size: int, start: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from isthmus.blocks import KVLayout
+from isthmus.engine.kernels import Kernels
+from isthmus.engine.kernels.plain import PlainKernels
+from isthmus.engine.staging import Staging
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -13,28 +19,35 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 class KVMemory:
     """`layers[i]`: `[num_blocks * block_size, 2, num_kv_heads, head_dim]`, K then V."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, device: torch.device, kernels: Kernels | None = None
+    ) -> None:
         shape = (num_blocks * layout.block_size, 2, layout.num_kv_heads, layout.head_dim)
         self.layout, self.num_blocks = layout, num_blocks
+        self._kernels = kernels or PlainKernels()
         dtype = TORCH_DTYPES[layout.dtype]
         self.layers: list[Tensor] = [
             torch.zeros(shape, dtype=dtype, device=device) for _ in range(layout.num_layers)
         ]
         self._on_host = device.type == "cpu"
-        self._bytes = [_bytes_of(layer) for layer in self.layers] if self._on_host else []
+        if self._on_host:
+            self._bytes = [bytes_of(layer) for layer in self.layers]
+        else:
+            raw = [layer.view(num_blocks, -1).view(torch.uint8) for layer in self.layers]
+            self._loads, self._stores = (Staging(raw, self._kernels) for _ in range(2))
 
     def export(self, layer: int, first: int, stop: int) -> memoryview:
         """The bytes of slots `[first, stop)` of a layer, to be read; on the host a view, not a copy."""
         if self._on_host:
             width = self.layout.token_bytes
             return self._bytes[layer][first * width : stop * width]
-        return _bytes_of(self.layers[layer][first:stop].cpu())
+        return bytes_of(self.layers[layer][first:stop].cpu())
 
     def landing(self, layer: int, first: int, stop: int) -> memoryview:
         """A buffer to receive slots `[first, stop)` of a layer into; `land` makes its bytes the KV."""
         if self._on_host:
             return self.export(layer, first, stop)
-        return _bytes_of(torch.empty_like(self.layers[layer][first:stop], device="cpu"))
+        return bytes_of(torch.empty_like(self.layers[layer][first:stop], device="cpu"))
 
     def land(self, layer: int, first: int, stop: int, data: memoryview) -> None:
         """Completes a `landing`; on the host the bytes are in place already."""
@@ -42,6 +55,44 @@ class KVMemory:
             target = self.layers[layer][first:stop]
             target.copy_(torch.frombuffer(data, dtype=target.dtype).view(target.shape))
 
+    def fill(self, layer: int, blocks: Sequence[int], arena: memoryview, offsets: Sequence[int]) -> None:
+        """Blocks from the arena; see `KVBytes`. On the host one call in C for all of them."""
+        numbers, at = self._places(blocks, arena, offsets)
+        source = np.frombuffer(arena, np.uint8)
+        if self._on_host:
+            size, target = self.layout.slice_bytes, np.frombuffer(self._bytes[layer], np.uint8)
+            self._kernels.copy_slices(target, numbers * size, source, at, size)
+        else:
+            self._loads.fill(layer, numbers, source, at)
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+    def save(self, layer: int, blocks: Sequence[int], arena: memoryview, offsets: Sequence[int]) -> None:
+        """Blocks into the arena; see `KVBytes`."""
+        assert not arena.readonly, "a block is saved to memory that may be written"
+        numbers, at = self._places(blocks, arena, offsets)
+        target = np.frombuffer(arena, np.uint8)
+        if self._on_host:
+            size, source = self.layout.slice_bytes, np.frombuffer(self._bytes[layer], np.uint8)
+            self._kernels.copy_slices(target, at, source, numbers * size, size)
+        else:
+            self._stores.save(layer, numbers, target, at)
+
+    def written(self, layer: int) -> None:
+        """The work queued so far on the device writes all KV of a layer that `save` may be asked for next."""
+        if not self._on_host:
+            self._stores.written(layer)
+
+    def _places(
+        self, blocks: Sequence[int], arena: memoryview, offsets: Sequence[int]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Blocks and offsets for C, which checks nothing."""
+        numbers, at = np.asarray(blocks, np.int64), np.asarray(offsets, np.int64)
+        last = arena.nbytes - self.layout.slice_bytes
+        assert ((numbers >= 0) & (numbers < self.num_blocks)).all(), "blocks lie outside the KV memory"
+        assert ((at >= 0) & (at <= last)).all(), "offsets lie outside the arena"
+        assert len(numbers) == len(at), "each block has its place in the arena"
+        return numbers, at
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a dense tensor on the host, not a copy."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data

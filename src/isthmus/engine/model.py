@@ -1,4 +1,4 @@
-"""The network: one pass of a flat batch through all layers.
+"""The network: one pass of a flat batch through its layers, or through those that one pipeline stage has.
 
 Legend: T flat tokens, N hidden size, H query heads, D head size, S sampled tokens, V vocabulary.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isthmus.engine.attention import Part, merge, partial
 from isthmus.engine.batch import Batch, Prefill
-from isthmus.engine.interface import OnLayer, runs_of
+from isthmus.engine.interface import BeforeLayer, OnLayer, runs_of
 from isthmus.engine.kernels import Kernels
 from isthmus.engine.kv import KVMemory
 from isthmus.engine.rope import cos_sin_table
@@ -20,42 +20,74 @@ from isthmus.engine.weights import Layer, Linear, Weights
 MAX_PARTS = 8
 """More pieces of KV than this are gathered into one: each part costs a call."""
 
+Residual = tuple[Tensor, Tensor]
+"""(x [T, N], delta [T, N]): their sum is what the next layer takes. The norm that comes first there adds them up."""
+
 
 class Model:
-    """Weights plus kernels. `forward` writes the new KV and returns logits; it keeps no state of requests."""
+    """Weights plus kernels: `embed`, `run_layers`, then `add` to go on elsewhere or `logits`. It keeps no state of
+    requests, and repeats a pass that was broken off with the same result."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, kernels: Kernels, max_length: int) -> None:
         self.spec, self._weights, self._kernels = spec, weights, kernels
-        device = weights.embedding.device
-        self._activations = kernels.activation_dtype(weights.embedding.dtype)
-        self._cos_sin = cos_sin_table(spec.rope, spec.head_dim, max_length).to(device)
+        stored = weights.layers[0].qkv.weight
+        self.activations = kernels.activation_dtype(stored.dtype)
+        self._cos_sin = cos_sin_table(spec.rope, spec.head_dim, max_length).to(stored.device)
         self._scale = spec.head_dim**-0.5
 
-    def forward(self, batch: Batch, memory: KVMemory, on_layer: OnLayer | None = None) -> Tensor:
-        """Logits `[S, V]` (float32) of the sampled tokens. `on_layer(i)` runs when layer i's KV is in place."""
-        weights, kernels, eps = self._weights, self._kernels, self.spec.norm_eps
-        x_TN = weights.embedding[batch.tokens_T].to(self._activations)
+    def embed(self, batch: Batch) -> Tensor:
+        """`[T, N]`, for the first layer."""
+        assert self._weights.embedding is not None, "only the first stage has the embedding"
+        return self._weights.embedding[batch.tokens_T].to(self.activations)
+
+    def run_layers(
+        self,
+        x_TN: Tensor,
+        batch: Batch,
+        memory: KVMemory,
+        on_layer: OnLayer | None = None,
+        before_layer: BeforeLayer | None = None,
+    ) -> Residual:
+        """Writes the new KV of all layers. Changes `x_TN`. `on_layer(i)` runs when layer i's KV is in place."""
+        kernels, eps = self._kernels, self.spec.norm_eps
         delta: Tensor | None = None
-        for index, layer in enumerate(weights.layers):
+        for index, layer in enumerate(self._weights.layers):
             normed = kernels.add_rms_norm(x_TN, delta, layer.attention_norm, eps)
-            delta = self._linear(layer.output, self._attend(layer, index, normed, batch, memory))
+            qkv = self._linear(layer.qkv, normed)
+            if before_layer is not None:
+                before_layer(index)
+            delta = self._linear(layer.output, self._attend(layer, qkv, batch, memory.layers[index]))
+            memory.written(index)
             if on_layer is not None:
                 on_layer(index)
             normed = kernels.add_rms_norm(x_TN, delta, layer.mlp_norm, eps)
             delta = self._linear(layer.down, kernels.silu_mul(self._linear(layer.gate_up, normed)))
         assert delta is not None
+        return x_TN, delta
+
+    def add(self, residual: Residual) -> Tensor:
+        """`[T, N]`, for the next layer, which may be in another stage: bit for bit what it would add up itself."""
+        x_TN, delta_TN = residual
+        return x_TN.add_(delta_TN)
+
+    def logits(self, residual: Residual, batch: Batch) -> Tensor:
+        """`[S, V]`, float32, of the sampled tokens."""
+        x_TN, delta_TN = residual
+        final_norm, head = self._weights.final_norm, self._weights.head
+        assert final_norm is not None and head is not None, "only the last stage has the head"
         if not batch.only_decodes:
-            x_TN, delta = x_TN[batch.sample_S], delta[batch.sample_S]
-        normed_SN = kernels.add_rms_norm(x_TN, delta, weights.final_norm, eps)
-        return self._linear(weights.head, normed_SN).float()
+            x_TN, delta_TN = x_TN[batch.sample_S], delta_TN[batch.sample_S]
+        normed_SN = self._kernels.add_rms_norm(x_TN, delta_TN, final_norm, self.spec.norm_eps)
+        return self._linear(head, normed_SN).float()
 
     def _linear(self, linear: Linear, x: Tensor) -> Tensor:
         return self._kernels.linear(x, linear.weight, linear.bias)
 
-    def _attend(self, layer: Layer, index: int, x_TN: Tensor, batch: Batch, memory: KVMemory) -> Tensor:
-        spec, kv = self.spec, memory.layers[index]
+    def _attend(self, layer: Layer, qkv: Tensor, batch: Batch, kv: Tensor) -> Tensor:
+        """Attention of the batch over a layer's KV, into which its own K and V go first."""
+        spec = self.spec
         q_THD = self._kernels.rope_store(
-            self._linear(layer.qkv, x_TN),
+            qkv,
             batch.positions_T,
             batch.slots_T,
             self._cos_sin,

@@ -46,12 +46,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Weights:
-    """All tensors of a model, and the digest of the bytes they came from."""
+    """The tensors of a range of a model's layers, and the digest of the whole model's bytes.
 
-    embedding: Tensor
+    The first layer brings the embedding with it, the last one the final norm and the head; None elsewhere.
+    """
+
+    embedding: Tensor | None
     layers: tuple[Layer, ...]
-    final_norm: Tensor
-    head: Linear
+    final_norm: Tensor | None
+    head: Linear | None
     revision: str
 
 
@@ -102,11 +105,21 @@ class _Folder:
 
 
 def load_weights(
-    folder: Path, spec: ModelSpec, *, dtype: torch.dtype, activations: torch.dtype, device: torch.device
+    folder: Path,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    activations: torch.dtype,
+    device: torch.device,
+    layers: tuple[int, int] | None = None,
 ) -> Weights:
-    """Reads and arranges all weights in `dtype` on `device`. Raises ModelError naming file or tensor."""
+    """Reads and arranges the weights of a half-open range of layers, of all by default, in `dtype` on `device`.
+
+    The others are read too, for the revision, and not kept. Raises ModelError naming file or tensor.
+    """
+    held = range(*(layers or (0, spec.num_layers)))
     with ExitStack() as stack:
-        return _Loader(_Folder(folder, stack), spec, dtype, activations, device).weights()
+        return _Loader(_Folder(folder, stack), spec, dtype, activations, device).weights(held)
 
 
 class _Loader:
@@ -120,24 +133,40 @@ class _Loader:
     ) -> None:
         self._source, self._spec, self._device = source, spec, device
         self._dtype, self._activations = dtype, activations
+        self._target = device
 
-    def weights(self) -> Weights:
+    def weights(self, held: range) -> Weights:
+        """Everything is taken, in one order, and so digested; what is not held is placed on no device."""
         spec, source = self._spec, self._source
+        first, last = 0 in held, spec.num_layers - 1 in held
         source.digest.update(json.dumps(_identity(spec), sort_keys=True).encode())
+        self._hold(first or (last and spec.tied_embeddings))
         embedding = self._place(source.take("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size))
-        layers = tuple(self._layers())
+        layers = tuple(layer for index, layer in enumerate(self._layers(held)) if index in held)
+        self._hold(last)
         final_norm = self._norm("model.norm", spec.hidden_size)
         if spec.tied_embeddings:
             head = Linear(embedding)
         else:
             head = self._linear(("lm_head",), (spec.vocab_size,), spec.hidden_size, bias=False)
-        return Weights(embedding, layers, final_norm, head, source.digest.hexdigest(length=16))
+        return Weights(
+            embedding if first else None,
+            layers,
+            final_norm if last else None,
+            head if last else None,
+            source.digest.hexdigest(length=16),
+        )
 
-    def _layers(self) -> Iterator[Layer]:
+    def _hold(self, held: bool) -> None:
+        """Whether the tensors taken from here on are kept."""
+        self._target = self._device if held else torch.device("meta")
+
+    def _layers(self, held: range) -> Iterator[Layer]:
         spec = self._spec
         hidden, inner = spec.hidden_size, spec.intermediate_size
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         for index in range(spec.num_layers):
+            self._hold(index in held)
             at = f"model.layers.{index}"
             q, k, v = (f"{at}.self_attn.{name}_proj" for name in "qkv")
             mlp = f"{at}.mlp"
@@ -157,17 +186,17 @@ class _Loader:
 
     def _linear(self, names: tuple[str, ...], outs: tuple[int, ...], width: int, *, bias: bool) -> Linear:
         parts = [self._source.take(f"{n}.weight", out, width) for n, out in zip(names, outs, strict=True)]
-        weight = self._place(torch.cat(parts)).contiguous()
+        weight = torch.cat([self._place(part) for part in parts])
         if not bias:
             return Linear(weight)
         biases = [self._source.take(f"{n}.bias", out) for n, out in zip(names, outs, strict=True)]
-        return Linear(weight, torch.cat(biases).to(self._device, self._activations))
+        return Linear(weight, torch.cat(biases).to(self._target, self._activations))
 
     def _norm(self, name: str, size: int) -> Tensor:
-        return self._source.take(f"{name}.weight", size).to(self._device, torch.float32).contiguous()
+        return self._source.take(f"{name}.weight", size).to(self._target, torch.float32).contiguous()
 
     def _place(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device, self._dtype)
+        return tensor.to(self._target, self._dtype)
 
 
 def _identity(spec: ModelSpec) -> dict[str, object]:

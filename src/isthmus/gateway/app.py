@@ -30,6 +30,7 @@ from isthmus.gateway.problems import (
 )
 from isthmus.gateway.requests import ChatRequest, CompletionRequest
 from isthmus.gateway.settings import GatewaySettings
+from isthmus.gateway.status import Status, cluster_status
 from isthmus.gateway.tokenizer import GatewayTokenizer
 from isthmus.types import ModelCard
 
@@ -53,6 +54,7 @@ def create_app(
             Route("/v1/models/{name:path}", pages.model),
             Route("/health", pages.health),
             Route("/metrics", pages.metrics),
+            Route("/status", pages.status),
         ],
         middleware=[Middleware(RequestIds)],
         exception_handlers=_handlers(meter),
@@ -82,6 +84,9 @@ class _Pages:
     async def metrics(self, request: Request) -> Response:
         return Response(self._meter.render(), headers={"content-type": CONTENT_TYPE})
 
+    async def status(self, request: Request) -> Response:
+        return _json(cluster_status(self._backend, self._meter.num_running))
+
 
 def _model(card: ModelCard) -> dict[str, Any]:
     return {
@@ -93,7 +98,7 @@ def _model(card: ModelCard) -> dict[str, Any]:
     }
 
 
-def _json(content: dict[str, Any]) -> Response:
+def _json(content: dict[str, Any] | Status) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Protocol
 
-from isthmus.types import Generated, Job, ModelCard
+from isthmus.types import Generated, Job, ModelCard, NodeId, Role
 
 
 class TokenStream(Protocol):
@@ -18,6 +18,18 @@ class TokenStream(Protocol):
     def cancel(self) -> None:
         """Frees the request everywhere at once. Idempotent, also after the end."""
         ...
+
+
+class BlockShape(Protocol):
+    """How large a KV block is on one node."""
+
+    @property
+    def block_size(self) -> int:
+        """In tokens."""
+        ...
+
+    @property
+    def block_bytes(self) -> int: ...
 
 
 class Backend(Protocol):
@@ -36,7 +48,11 @@ class Backend(Protocol):
         ...
 
     def gauges(self) -> dict[str, dict[str, float]]:
-        """Metric name -> node id -> value, for /metrics. May be empty."""
+        """Metric name -> node id -> value, for /metrics and /status. May be empty."""
+        ...
+
+    def nodes(self) -> Mapping[NodeId, tuple[Role, BlockShape]]:
+        """The nodes that are in, in the order they joined; one is here a moment before it has gauges."""
         ...
 
     def refusals(self) -> dict[str, int]:

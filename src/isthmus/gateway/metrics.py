@@ -11,15 +11,15 @@ import time
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from isthmus.gateway.backend import Backend
 from isthmus.gateway.choice import Choice, Delta
+from isthmus.gateway.node_metrics import PREFIX, NodeMetrics
 from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.tally import Tally
 
-PREFIX = "isthmus_"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
@@ -31,7 +31,7 @@ class Meter:
 
     def __init__(self, backend: Backend) -> None:
         self._registry = registry = CollectorRegistry()
-        registry.register(_NodeGauges(backend))
+        registry.register(NodeMetrics(backend))
         registry.register(_Refusals(backend))
         self.first_token = self._tally(
             "time_to_first_token_seconds", "From the arrival of a request to its first token.", FIRST_TOKEN_S
@@ -49,7 +49,12 @@ class Meter:
         self.within_slo = self._counter("requests_within_slo", "Requests that ended well inside their limits.")
         self._failed = self._counter("requests_failed", "HTTP requests that failed.", "status")
         self._cancelled = self._counter("requests_cancelled", "HTTP requests given up by clients.")
-        self.running = Gauge("isthmus_num_requests_running", "Requests in the cluster now.", registry=registry)
+        self.running = Gauge(PREFIX + "num_requests_running", "Requests in the cluster now.", registry=registry)
+
+    @property
+    def num_running(self) -> int:
+        """Choices under way."""
+        return int(self._registry.get_sample_value(f"{PREFIX}num_requests_running") or 0)
 
     def failed(self, status: int) -> None:
         self._failed.labels(str(status)).inc()
@@ -148,22 +153,3 @@ class _Refusals(Collector):
         for stage, count in self._backend.refusals().items():
             family.add_metric([stage], count)
         yield family
-
-
-class _NodeGauges(Collector):
-    """What the cluster's nodes report, read when Prometheus asks."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-
-    def describe(self) -> list[GaugeMetricFamily]:
-        """Nothing is known before the nodes report; without this the registry would ask them at once."""
-        return []
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        for name, by_node in self._backend.gauges().items():
-            full_name = PREFIX + name.removeprefix(PREFIX)
-            family = GaugeMetricFamily(full_name, "Reported by the nodes.", labels=["node"])
-            for node, value in by_node.items():
-                family.add_metric([node], value)
-            yield family

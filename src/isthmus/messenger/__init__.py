@@ -1,19 +1,29 @@
-"""Moves messages and KV bytes between nodes: frames without I/O, bound to TCP or to memory.
+"""Moves messages and KV bytes between nodes: sessions without I/O, bound to TCP or to memory.
 
 Knows nothing of engines or stores: a payload is memory to send from or to receive into.
 """
 
-from isthmus.messenger.connection import Connection, Handler, Network, Server, TcpNetwork
-from isthmus.messenger.frames import FrameReader, frame
 from isthmus.messenger.memory import MemoryNetwork
+from isthmus.messenger.network import Network, Server, TcpNetwork
+from isthmus.messenger.outbox import Priority, Sending
+from isthmus.messenger.session import Handler, Session, Stat, Terms
+from isthmus.messenger.share import Share
+from isthmus.messenger.streams import Tls
+
+Connection = Session
 
 __all__ = [
     "Connection",
-    "FrameReader",
     "Handler",
     "MemoryNetwork",
     "Network",
+    "Priority",
+    "Sending",
     "Server",
+    "Session",
+    "Share",
+    "Stat",
     "TcpNetwork",
-    "frame",
+    "Terms",
+    "Tls",
 ]

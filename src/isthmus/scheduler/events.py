@@ -38,10 +38,30 @@ class Fetched(msgspec.Struct, frozen=True, tag=True):
     stop: int
 
 
-class Copied(msgspec.Struct, frozen=True, tag=True):
-    """A prefix that no request here waits for came from another node."""
+class Offered(msgspec.Struct, frozen=True, tag=True):
+    """A prefix for the cache to keep that belongs to no prompt here: it came from another node, or a request that
+    ended here generated the end of it."""
 
     names: tuple[BlockName, ...]
+
+
+class Missing(msgspec.Struct, frozen=True, tag=True):
+    """Of the cached prefix that a request was admitted with, only the first `num_blocks` could be loaded."""
+
+    request: RequestId
+    num_blocks: int
+
+
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """The bytes of these blocks are gone or damaged, in whichever tier they were."""
+
+    names: tuple[BlockName, ...]
+
+
+class Recovered(msgspec.Struct, frozen=True, tag=True):
+    """Prefixes found whole on the SSD when the node started."""
+
+    chains: tuple[tuple[BlockName, ...], ...]
 
 
 class Expected(msgspec.Struct, frozen=True, tag=True):
@@ -77,7 +97,19 @@ class Cancelled(msgspec.Struct, frozen=True, tag=True):
     request: RequestId
 
 
-Event = Arrived | Expected | Imported | Fetched | Copied | Stepped | Released | Cancelled
+Event = (
+    Arrived
+    | Expected
+    | Imported
+    | Fetched
+    | Offered
+    | Missing
+    | Lost
+    | Recovered
+    | Stepped
+    | Released
+    | Cancelled
+)
 
 
 class Piece(msgspec.Struct, frozen=True):

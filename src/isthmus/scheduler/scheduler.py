@@ -29,14 +29,17 @@ from isthmus.scheduler.events import (
     Admitted,
     Arrived,
     Cancelled,
-    Copied,
     Event,
     Evicted,
     Expected,
     Fetched,
     Imported,
+    Lost,
+    Missing,
+    Offered,
     Piece,
     Preempted,
+    Recovered,
     Released,
     Reserved,
     Run,
@@ -151,7 +154,10 @@ class Scheduler:
             Expected: self._expect,
             Imported: self._import,
             Fetched: self._fetched,
-            Copied: self._copied,
+            Offered: self._offered,
+            Missing: self._missing,
+            Lost: self._lost,
+            Recovered: self._recovered,
             Stepped: self._advance,
             Released: self._forget,
             Cancelled: self._forget,
@@ -231,8 +237,23 @@ class Scheduler:
         sequence.fetch_start = sequence.fetch_stop = 0
         self._put(sequence.names[: event.stop], actions)
 
-    def _copied(self, event: Copied, actions: list[Action]) -> None:
+    def _offered(self, event: Offered, actions: list[Action]) -> None:
         self._put(event.names, actions)
+
+    def _missing(self, event: Missing, actions: list[Action]) -> None:
+        """What could not be loaded is computed, from the next run on."""
+        sequence = self._sequences.get(event.request)
+        if sequence is not None and sequence.state is PROMPT:
+            sequence.computed = min(sequence.computed, event.num_blocks * self.limits.block_size)
+
+    def _lost(self, event: Lost, actions: list[Action]) -> None:
+        if self.tiers is not None:
+            self._tell(self.tiers.remove(event.names), actions)
+
+    def _recovered(self, event: Recovered, actions: list[Action]) -> None:
+        if self.tiers is not None:
+            for chain in event.chains:
+                self._tell(self.tiers.restore(chain), actions)
 
     def _forget(self, event: Released | Cancelled, actions: list[Action]) -> None:
         self._remove(event.request)
@@ -300,7 +321,10 @@ class Scheduler:
     def _put(self, names: tuple[BlockName, ...], actions: list[Action]) -> None:
         if self.tiers is None or not names:
             return
-        change: Change = self.tiers.put(names)
+        self._tell(self.tiers.put(names), actions)
+
+    @staticmethod
+    def _tell(change: Change, actions: list[Action]) -> None:
         fresh = change.stored + change.promoted if change.promoted else change.stored
         if fresh:
             actions.append(Stored(fresh))

@@ -107,6 +107,17 @@ class TierCache:
         demoted = tuple(name for name, _ in victims if name in ssd.held) + chain[max(found, fits) : stays]
         return Change(chain[found:stays], evicted, demoted, chain[in_dram : min(found, fits)])
 
+    def restore(self, names: Sequence[BlockName]) -> Change:
+        """Takes a chain back that was found on the SSD, as a node starts. What finds no room there is its tail."""
+        chain, order = tuple(names), self.ssd.order
+        found = self.ssd.match(chain)
+        order.use(chain, found)
+        surplus = max(0, len(order.held) - self.ssd.capacity_blocks)
+        evicted = order.evict(surplus, self._pins, chain)
+        stays = len(chain) - (surplus - len(evicted))
+        order.remove(chain[stays:][::-1])
+        return Change(evicted=tuple([name for name, _ in evicted]), demoted=chain[found:stays])
+
     def remove(self, names: Iterable[BlockName]) -> Change:
         """Drops these blocks and all that follow them, pinned or not: without its head a block is of no use."""
         tails: dict[BlockName | None, list[BlockName]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from isthmus.conductor import NodeJoined, Paths
 from isthmus.cost import compile_cost
 from isthmus.scheduler import BlockPool, CountingPool, Limits, Scheduler, TierCache
-from isthmus.sim.deployment import UNLIMITED, Deployment, NodeSpec
+from isthmus.sim.deployment import Deployment, NodeSpec
 from isthmus.sim.node import SimNode
 from isthmus.types import Role
 
@@ -18,10 +18,7 @@ def build_node(deployment: Deployment, slot: int) -> SimNode:
 
 def joined(deployment: Deployment, spec: NodeSpec) -> NodeJoined:
     """What the conductor hears of a node."""
-    rates, paths = spec.rates, Paths()
-    rail = rates.handover or (rates.network if rates.network >= UNLIMITED else 0)
-    if _has_cache(spec):
-        paths = Paths(rates.network, rates.memory, rates.disk_read if spec.ssd_blocks else 0, rail)
+    paths = spec.rates.paths(has_disk=spec.ssd_blocks > 0) if _has_cache(spec) else Paths()
     return NodeJoined(
         spec.node,
         spec.role,

@@ -9,22 +9,19 @@ import msgspec
 from isthmus.conductor import Rules
 from isthmus.config import Config, RoleConfig
 from isthmus.cost import Analytic, Cost, Hardware, compile_cost, hardware_named
-from isthmus.deploy import at_home, cost_of, gpus_of, hardware_of, rules_of
+from isthmus.deploy import (
+    UNLIMITED,
+    Rates,
+    at_home,
+    bytes_per_s,
+    cost_of,
+    gpus_of,
+    hardware_of,
+    rates_of,
+    rules_of,
+)
 from isthmus.errors import ConfigError
 from isthmus.types import NodeId, Role
-
-UNLIMITED = 1 << 50
-"""Bytes per second of a link that nobody asked to limit."""
-
-
-class Rates(msgspec.Struct, frozen=True):
-    """One node's links in bytes per second. `handover`: its own rail for prefill to decode, 0 shares `network`."""
-
-    network: int = UNLIMITED
-    handover: int = 0
-    memory: int = UNLIMITED
-    disk_read: int = UNLIMITED
-    disk_write: int = UNLIMITED
 
 
 class NodeSpec(msgspec.Struct, frozen=True):
@@ -83,7 +80,7 @@ def deployment_of(config: Config, block_size: int, folder: Path = Path()) -> Dep
         max_sequences=engine.max_sequences,
         order=config.scheduling.order,
         eviction=config.cache.eviction,
-        spine=_gbps(network.spine_gbps, UNLIMITED),
+        spine=bytes_per_s(network.spine_gbps, UNLIMITED),
     )
 
 
@@ -104,7 +101,7 @@ def _nodes(config: Config, role: Role, wanted: RoleConfig, block_size: int) -> l
         kv_blocks=max(2, _kv_memory(config, hardware, gpus, cost) * wanted.pipeline // block_bytes),
         dram_blocks=config.cache.dram * wanted.pipeline // block_bytes,
         ssd_blocks=config.cache.ssd * wanted.pipeline // block_bytes,
-        rates=_rates(config, hardware, gpus, wanted.pipeline),
+        rates=rates_of(config, wanted),
         pipeline=wanted.pipeline,
     )
     return [
@@ -122,19 +119,3 @@ def _kv_memory(config: Config, hardware: Hardware, gpus: int, cost: Cost) -> int
     raise ConfigError(
         "engine.kv_memory: give it, for a cost curve does not say how much memory the weights leave"
     )
-
-
-def _rates(config: Config, hardware: Hardware, gpus: int, pipeline: int) -> Rates:
-    """A group's links add up, as each of its machines moves its own layers."""
-    network = config.network
-    return Rates(
-        network=_gbps(network.node_gbps, int(hardware.nic_bw * gpus)) * pipeline,
-        handover=_gbps(network.handover_gbps, 0) * pipeline,
-        memory=int(hardware.pcie_bw * gpus) * pipeline,
-        disk_read=int(hardware.ssd_read_bw) * pipeline,
-        disk_write=int(hardware.ssd_write_bw) * pipeline,
-    )
-
-
-def _gbps(value: float | None, otherwise: int) -> int:
-    return otherwise if value is None else int(value * 1e9 / 8)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from isthmus.deploy import UNLIMITED
 from isthmus.scheduler import TierCache
-from isthmus.sim.deployment import UNLIMITED, Deployment
+from isthmus.sim.deployment import Deployment
 from isthmus.sim.job import Job
 from isthmus.sim.network import Flow, Network
 from isthmus.sim.node import Lane, SimNode

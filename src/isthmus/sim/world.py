@@ -36,11 +36,11 @@ from isthmus.scheduler import (
     Admitted,
     Arrived,
     Cancelled,
-    Copied,
     Evicted,
     Expected,
     Fetched,
     Imported,
+    Offered,
     Preempted,
     Released,
     Reserved,
@@ -447,7 +447,7 @@ class World:
         self._decide(FetchFinished(job.name, job.attempt))
 
     def copied(self, node: SimNode, names: tuple[BlockName, ...]) -> None:
-        self._give(node, Copied(names))
+        self._give(node, Offered(names))
 
     def landed(self, job: Job) -> None:
         job.record.landed_ns = self.now

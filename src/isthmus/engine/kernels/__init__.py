@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,6 +60,12 @@ class Kernels(Protocol):
 
         Returns (out [R, H, D], lse [R, H], natural log).
         """
+
+    def copy_slices(
+        self, target: np.ndarray, targets: np.ndarray, source: np.ndarray, sources: np.ndarray, size: int
+    ) -> None:
+        """Copies `size` bytes from `source[sources[i]:]` to `target[targets[i]:]` for every i; bytes (uint8) on
+        the host, offsets int64 and inside. From any thread, the interpreter lock released."""
 
 
 def select(device: torch.device) -> Kernels:

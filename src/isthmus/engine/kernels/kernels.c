@@ -145,6 +145,12 @@ API void add_rms_norm(float *restrict x, const float *restrict delta, const floa
     }
 }
 
+/* One thread: it runs beside the threads that compute. */
+API void copy_slices(char *target, const int64_t *targets, const char *source, const int64_t *sources,
+                     int64_t count, int64_t size) {
+    for (int64_t i = 0; i < count; i++) memcpy(target + targets[i], source + sources[i], (size_t)size);
+}
+
 /* out[t, i] = silu(gate_up[t, i]) * gate_up[t, N + i] */
 API void silu_mul(const float *restrict gate_up, float *restrict out, int64_t T, int64_t N) {
 #pragma omp parallel for if (T * N > 65536)

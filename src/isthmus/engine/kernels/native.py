@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,7 +38,11 @@ _FLAGS = (
 ).split()
 _SUFFIXES = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_ARGUMENTS = {"add_rms_norm": (_P, _P, _P, _P, _I, _I, _F), "silu_mul": (_P, _P, _I, _I)}
+_ARGUMENTS = {
+    "add_rms_norm": (_P, _P, _P, _P, _I, _I, _F),
+    "silu_mul": (_P, _P, _I, _I),
+    "copy_slices": (_P, _P, _P, _P, _I, _I),
+}
 _STORED_ARGUMENTS = {
     "linear": (_P, _P, _P, _P, _I, _I, _I),
     "rope_store": (_P, _P, _P, _P, _P, _P, _F, _P, _P, _I, _I, _I, _I),
@@ -223,6 +228,13 @@ class NativeKernels:
             scale,
         )
         return out, lse
+
+    def copy_slices(
+        self, target: np.ndarray, targets: np.ndarray, source: np.ndarray, sources: np.ndarray, size: int
+    ) -> None:
+        arrays = (target, targets, source, sources)
+        addresses = (array.ctypes.data for array in arrays)
+        self._functions["copy_slices", None](*addresses, len(targets), size)
 
 
 def _float32_products_are_faster() -> bool:

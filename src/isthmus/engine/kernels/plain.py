@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,3 +88,9 @@ class PlainKernels:
         values = kv_RL2KD[:, :, 1].masked_fill(~visible_RL[:, :, None, None], 0.0)
         out = torch.einsum("rkgl,rlkd->rkgd", (scores - lse[..., None]).exp(), values)
         return out.reshape(rows, num_heads, head_dim).to(q_RHD.dtype), lse.reshape(rows, num_heads)
+
+    def copy_slices(
+        self, target: np.ndarray, targets: np.ndarray, source: np.ndarray, sources: np.ndarray, size: int
+    ) -> None:
+        for to, at in zip(targets.tolist(), sources.tolist(), strict=True):
+            target[to : to + size] = source[at : at + size]

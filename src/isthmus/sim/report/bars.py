@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from isthmus.sim.deployment import UNLIMITED
+from isthmus.deploy import UNLIMITED
 from isthmus.sim.records import NodeRecord, Result
 from isthmus.sim.report.charts import Picture, Plot, draw_x_grid, draw_x_labels, shorten, text_width
 from isthmus.sim.report.scales import Scale, nice_high, percent, size, ticks

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from isthmus.errors import ProtocolError
-from isthmus.messenger import Connection, TcpNetwork
+from isthmus.messenger import Priority, Sending, Session, TcpNetwork, Terms, Tls
 
 LIMIT_S = 30.0
 """Only so that a bug ends the test: nothing here is decided by it."""
@@ -37,15 +37,15 @@ Message = Note | Parcel
 class Owner:
     """Keeps what comes over one session."""
 
-    def __init__(self, react: Callable[[Connection, Message], None] | None = None) -> None:
+    def __init__(self, react: Callable[[Session, Message], None] | None = None) -> None:
         self.messages: list[Message] = []
         self.payloads: list[list[bytearray]] = []
         self.reasons: list[str] = []
-        self.connection: Connection | None = None
+        self.session: Session | None = None
         self._react = react
         self._changed = asyncio.Event()
 
-    def on_message(self, connection: Connection, message: Message) -> None:
+    def on_message(self, session: Session, message: Message) -> None:
         assert not self.reasons, "a message came after the end"
         self.connection = connection
         self.messages.append(message)
@@ -53,13 +53,13 @@ class Owner:
         if self._react is not None:
             self._react(connection, message)
 
-    def place(self, connection: Connection, message: Message, size: int) -> Sequence[memoryview]:
+    def place(self, session: Session, message: Message, size: int) -> Sequence[memoryview]:
         if not isinstance(message, Parcel):
             raise ProtocolError(f"a {type(message).__name__} carries no payload")
         self.payloads.append([bytearray(piece) for piece in message.pieces])
         return [memoryview(piece) for piece in self.payloads[-1]]
 
-    def on_close(self, connection: Connection, reason: str) -> None:
+    def on_close(self, session: Session, reason: str) -> None:
         self.reasons.append(reason)
         self._changed.set()
 
@@ -71,7 +71,7 @@ class Owner:
 
 
 @asynccontextmanager
-async def session(here: Owner, there: Owner, types: object = Message) -> AsyncIterator[Connection]:
+async def session(here: Owner, there: Owner, types: object = Message) -> AsyncIterator[Session]:
     """A session whose listening side is `there`; it is closed, on both sides, at the end."""
     server, port = await TcpNetwork().listen("127.0.0.1", 0, Message, lambda: there)
     connection = await TcpNetwork().connect(f"127.0.0.1:{port}", types, here, timeout_s=LIMIT_S)
@@ -249,7 +249,7 @@ def test_sending_after_the_end_is_harmless() -> None:
 
 
 def test_sending_before_the_beginning_is_harmless() -> None:
-    connection = Connection(Message, None)  # type: ignore[arg-type]
+    connection = Session(Message, None)  # type: ignore[arg-type]
     connection.send(Note("too early"))
     assert connection.closed and connection.bytes_out == 0
 

@@ -1,0 +1,130 @@
+"""`isthmus status`: what a running cluster does, what its caches hold, and how much they are used."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from isthmus.gateway.status import Status
+
+ANSWER_S = 5.0
+
+
+def status(
+    url: Annotated[str, typer.Option(help="Where the cluster serves HTTP.")] = "http://127.0.0.1:8000",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, no table.")] = False,
+    watch: Annotated[float | None, typer.Option(min=0.1, help="Again every so many seconds.")] = None,
+) -> None:
+    """Show a running cluster: nodes, requests, KV memory, cache tiers, hit rates and KV between nodes."""
+    from isthmus.cli.status_tables import status_tables
+    from isthmus.cli.tables import show
+
+    base = _checked(url)
+    if as_json:
+        for answer in _answers(base, watch):
+            _read(answer, base)
+            print(answer.decode().strip(), flush=True)
+    elif watch is not None and sys.stdout.isatty():
+        _live(base, watch)
+    else:
+        for answer in _answers(base, watch):
+            show(*status_tables(_read(answer, base), base))
+            sys.stdout.flush()
+
+
+def _checked(url: str) -> str:
+    """The base URL without a slash at its end. Raises ConfigError."""
+    from urllib.parse import urlsplit
+
+    from isthmus.errors import ConfigError
+
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        raise ConfigError(f"--url {url}: not a URL such as http://127.0.0.1:8000")
+    return url.rstrip("/")
+
+
+def _answers(base: str, every_s: float | None) -> Iterator[bytes]:
+    """One answer, or one every so many seconds until Ctrl-C."""
+    yield _ask(base)
+    try:
+        while every_s is not None:
+            time.sleep(every_s)
+            yield _ask(base)
+    except KeyboardInterrupt:
+        return
+
+
+def _live(base: str, every_s: float) -> None:
+    """A screen of its own. A cluster that goes away, say to be restarted, is waited for."""
+    from rich.console import Console, Group, RenderableType
+    from rich.live import Live
+    from rich.text import Text
+
+    from isthmus.cli.status_tables import status_tables
+    from isthmus.errors import UnavailableError
+
+    def now() -> RenderableType:
+        return Group(*status_tables(_read(_ask(base), base), base))
+
+    shown = now()
+    try:
+        with Live(shown, console=Console(), screen=True, auto_refresh=False) as live:
+            while True:
+                time.sleep(every_s)
+                try:
+                    shown = now()
+                except UnavailableError as error:
+                    shown = Text(str(error))
+                live.update(shown, refresh=True)
+    except KeyboardInterrupt:
+        return
+
+
+def _ask(base: str) -> bytes:
+    """The body of GET /status. Raises UnavailableError. Goes to the address directly, past any proxy."""
+    from http.client import HTTPException
+    from urllib.error import HTTPError, URLError
+    from urllib.request import ProxyHandler, build_opener
+
+    from isthmus.errors import UnavailableError
+
+    try:
+        with build_opener(ProxyHandler({})).open(f"{base}/status", timeout=ANSWER_S) as reply:
+            return bytes(reply.read())
+    except HTTPError as error:
+        error.close()
+        raise UnavailableError(f"{base}/status answers {error.code} {error.reason}; {_WHOSE}") from None
+    except (OSError, HTTPException) as error:
+        reason = error.reason if isinstance(error, URLError) else error
+        if isinstance(reason, TimeoutError):
+            reason = f"no answer within {ANSWER_S:g} s"
+        elif isinstance(reason, OSError) and reason.strerror:
+            reason = reason.strerror
+        said = " ".join(str(reason).split())  # what is no HTTP is quoted, line ends and all
+        raise UnavailableError(f"nothing answers at {base}: {said}; {_WHOSE}") from None
+
+
+def _read(answer: bytes, base: str) -> Status:
+    """Raises UnavailableError when something else than this version's gateway answered."""
+    import msgspec
+
+    from isthmus.errors import UnavailableError
+    from isthmus.gateway.status import Status
+
+    try:
+        return msgspec.json.decode(answer, type=Status)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UnavailableError(f"{base}/status is not what this version reads: {error}; {_WHOSE}") from None
+
+
+_WHOSE = "is `isthmus serve` running there? (--url)"

@@ -1,0 +1,146 @@
+"""A cluster's status on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from isthmus.gateway.status import CacheStatus, NodeStatus, Status, TierStatus
+
+_NONE = "–"
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def status_tables(status: Status, url: str) -> list[Table]:
+    """Nodes; their cache tiers, if there are any; KV between nodes, if there are several."""
+    tables = [_nodes(status, url)]
+    if any(node.cache for node in status.nodes):
+        tables.append(_tiers(status.nodes))
+    if len(status.nodes) > 1:
+        tables.append(_transfers(status.nodes))
+    return tables
+
+
+def _headline(status: Status, url: str) -> str:
+    parts = [
+        "ready" if status.healthy else "NOT READY: no prefill and decode node, nor a mixed one",
+        f"{status.requests_running:,} requests running",
+        f"prefix hit rate {_percent(status.hit_rate)} %"
+        if status.hit_rate is not None
+        else "no prefix looked up",
+    ]
+    refused = [f"{stage} {count:,}" for stage, count in status.requests_refused.items() if count]
+    if refused:
+        parts.append(f"refused: {', '.join(refused)}")
+    return f"{status.model} at {url}: {', '.join(parts)}"
+
+
+def _nodes(status: Status, url: str) -> Table:
+    head = (
+        *("node", "role", "running", "waiting", "preempted"),
+        *("KV memory", "used %", "hits %", "evicted", "state"),
+    )
+    table = _table(_headline(status, url), head, text=("node", "role", "state"))
+    for node in status.nodes:
+        memory = node.kv_memory
+        table.add_row(
+            node.node,
+            node.role,
+            f"{node.requests_running:,}",
+            f"{node.requests_waiting:,}",
+            f"{node.preemptions:,}",
+            _size(memory.capacity_bytes),
+            _percent(memory.used_bytes / memory.capacity_bytes),
+            _percent(node.prefix_cache.hit_rate),
+            f"{node.prefix_cache.evicted_blocks:,}",
+            _state(node),
+        )
+    return table
+
+
+def _tiers(nodes: Iterable[NodeStatus]) -> Table:
+    head = (
+        *("node", "tier", "used", "of", "full %", "blocks", "hits %"),
+        *("evicted", "pinned", "in", "out"),
+    )
+    table = _table("Cache tiers (hits: of all prompt tokens of the cluster)", head, text=("node", "tier"))
+    for node in nodes:
+        for tier in node.cache.tiers if node.cache else ():
+            assert node.cache is not None
+            table.add_row(node.node, *_tier(tier, node.cache))
+    return table
+
+
+def _tier(tier: TierStatus, cache: CacheStatus) -> tuple[str, ...]:
+    return (
+        tier.tier,
+        _size(tier.used_bytes),
+        _size(tier.capacity_bytes),
+        _percent(tier.used_bytes / tier.capacity_bytes if tier.capacity_bytes else None),
+        f"{tier.blocks:,}",
+        _percent(tier.hit_rate),
+        f"{tier.evictions:,}",
+        f"{cache.pinned_blocks:,}" if tier.tier == "memory" else _NONE,
+        _size(tier.bytes_in),
+        _size(tier.bytes_out),
+    )
+
+
+def _transfers(nodes: Iterable[NodeStatus]) -> Table:
+    head = ("node", "handed over, in", "out", "fetched", "borrowed", "given", "damaged")
+    table = _table("KV between nodes", head, text=("node",))
+    for node in nodes:
+        moved = node.transfers
+        sizes = (
+            *(moved.handover_bytes_in, moved.handover_bytes_out),
+            *(moved.fetched_bytes, moved.borrowed_bytes, moved.given_bytes),
+        )
+        table.add_row(node.node, *map(_size, sizes), f"{moved.seal_mismatches:,}")
+    return table
+
+
+def _state(node: NodeStatus) -> str:
+    """What an operator should look at, worst first."""
+    cache = node.cache
+    if cache is None:
+        return "ok"
+    found = ["SSD takes nothing"] if cache.degraded else []
+    counts = {
+        "I/O errors": cache.io_errors,
+        "damaged on SSD": cache.seal_mismatches,
+        "lost": cache.lost_blocks,
+        "gone": cache.misses,
+    }
+    found += [f"{count:,} {what}" for what, count in counts.items() if count]
+    return ", ".join(found) or (
+        f"ok, {cache.write_queue_blocks:,} to write" if cache.write_queue_blocks else "ok"
+    )
+
+
+def _table(title: str, head: Iterable[str], text: Iterable[str]) -> Table:
+    """Columns named in `text` are text, the others numbers."""
+    table = Table(
+        title=Text(title, style="bold"),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for name in head:
+        table.add_column(name, justify="left" if name in text else "right")
+    return table
+
+
+def _percent(share: float | None) -> str:
+    return _NONE if share is None else f"{100 * share:.1f}"
+
+
+def _size(num_bytes: int) -> str:
+    """Three digits or so, in binary units as in the configuration: 1.5 GiB."""
+    value, unit = float(num_bytes), 0
+    while value >= 999.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.3g} {_UNITS[unit]}" if num_bytes else "0"

@@ -1,0 +1,336 @@
+"""A node's cached blocks in bytes: from the store into the engine's KV memory and back, layer by layer.
+
+What is kept, and in which tier, the scheduler decides; here its decisions are carried out, in threads of their own
+while the engine computes. A prefix is loaded layer by layer, and the engine waits only for the layer it needs. A block
+that is gone or damaged shortens the prefix: what follows is computed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol, TypeVar
+
+from isthmus.blocks import seal
+from isthmus.engine.interface import KVBytes
+from isthmus.store import Pinned, Stat, Store
+from isthmus.types import BlockName, Tier
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+LOADERS = 16
+"""Prefixes loaded at once; one that waits for another node keeps its thread."""
+READERS = 4
+"""Blocks read from disk at once: an SSD is at its best with several reads in flight."""
+READ_BYTES = 1 << 18
+"""Of one block, so many bytes at least are read at once, whole layers."""
+
+
+def chains_of(found: Sequence[tuple[BlockName, BlockName | None]]) -> tuple[tuple[BlockName, ...], ...]:
+    """Whole prefixes from (block, the block it follows), each block after the one it follows: one for each block
+    that none follows."""
+    heads = dict(found)
+    inner = set(heads.values())
+    chains: list[tuple[BlockName, ...]] = []
+    for name in heads:
+        if name in inner:
+            continue
+        chain: list[BlockName] = []
+        at: BlockName | None = name
+        while at is not None:
+            chain.append(at)
+            at = heads[at]
+        chains.append(tuple(chain[::-1]))
+    return tuple(chains)
+
+
+def gauges_of(stat: Stat) -> dict[str, float]:
+    """A store's state by metric name."""
+    found: dict[str, float] = {
+        "cache_pinned_blocks": stat.num_pinned,
+        "cache_write_queue_blocks": stat.queued_blocks,
+        "cache_degraded": float(stat.degraded),
+        "cache_io_errors_total": stat.io_errors,
+        "cache_lost_blocks_total": stat.lost_blocks,
+        "cache_seal_mismatches_total": stat.seal_mismatches,
+        "cache_misses_total": stat.misses,
+    }
+    for name, tier in (("memory", stat.memory), ("disk", stat.disk)):
+        found |= {
+            f"cache_{name}_bytes": tier.used_bytes,
+            f"cache_{name}_capacity_bytes": tier.capacity_bytes,
+            f"cache_{name}_blocks": tier.num_blocks,
+            f"cache_{name}_hits_total": tier.hits,
+            f"cache_{name}_bytes_in_total": tier.bytes_in,
+            f"cache_{name}_bytes_out_total": tier.bytes_out,
+            f"cache_{name}_evictions_total": tier.evictions,
+        }
+    return found
+
+
+class PrefixMissing(Exception):
+    """Only the first `num_blocks` of a cached prefix can be loaded."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(num_blocks)
+        self.num_blocks = num_blocks
+
+
+class Arriving(Protocol):
+    """Blocks `[start, stop)` of a prefix on their way from another node."""
+
+    start: int
+    condition: threading.Condition
+
+    def release(self) -> None:
+        """Nothing more is read from it. Call it once."""
+
+    def await_layer(self, layer: int, stop: int, given_up: Callable[[], bool]) -> list[tuple[memoryview, int]]:
+        """Waits until this layer of the blocks `[start, stop)` is here, or will not come: the memory and offset of
+        each that is, in order; their seals match."""
+
+
+class Load:
+    """One cached prefix on its way into the engine's blocks. `num_blocks`: how much of it is or will be there."""
+
+    def __init__(self, names: Sequence[BlockName], blocks: Sequence[int], arriving: Arriving | None) -> None:
+        self.names, self.blocks, self.arriving = names, blocks, arriving
+        self.num_blocks = len(names)
+        self.cancelled = False
+        self._layers = 0
+        self._condition = arriving.condition if arriving is not None else threading.Condition()
+        self.over = threading.Event()
+
+    def wait(self, layer: int, num_blocks: int) -> None:
+        """Returns when this layer of the first `num_blocks` is there. Raises PrefixMissing when it will not be."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._layers > layer or self.num_blocks < num_blocks)
+            if self.num_blocks < num_blocks:
+                raise PrefixMissing(self.num_blocks)
+
+    def cancel(self) -> None:
+        """Returns when nothing more will be written into the blocks."""
+        with self._condition:
+            self.cancelled = True
+            self._condition.notify_all()
+        self.over.wait()
+
+    def shorten(self, num_blocks: int) -> None:
+        with self._condition:
+            self.num_blocks = min(self.num_blocks, num_blocks)
+            self._condition.notify_all()
+
+    def advance(self) -> None:
+        """One more layer is there."""
+        with self._condition:
+            self._layers += 1
+            self._condition.notify_all()
+
+
+class Staging:
+    """Blocks that a chunk completes, on their way to the store layer by layer while the engine computes the next
+    layers. They are the store's when they are committed; until then nobody sees them."""
+
+    def __init__(self, names: Sequence[BlockName], blocks: Sequence[int], slots: Sequence[int]) -> None:
+        self.names, self.blocks, self.slots = names, blocks, slots
+        self.layers: set[int] = set()
+        """Those that are there; for the thread that saves."""
+
+
+class NodeCache:
+    """Moves blocks between a store and an engine's KV memory. Any thread may call it."""
+
+    def __init__(self, memory: KVBytes, store: Store) -> None:
+        self.memory, self.store = memory, store
+        layout = memory.layout
+        self._layers, self._slice_bytes, self._block_bytes = (
+            layout.num_layers,
+            layout.slice_bytes,
+            layout.block_bytes,
+        )
+        self._read_layers = min(self._layers, -(-READ_BYTES // layout.slice_bytes))
+        self._loaders = ThreadPoolExecutor(LOADERS, "load")
+        self._readers = ThreadPoolExecutor(READERS, "read")
+        self._savers = ThreadPoolExecutor(1, "save")
+
+    def close(self) -> None:
+        """Waits for what is under way; the store stays open."""
+        for pool in (self._loaders, self._savers, self._readers):
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    # From the store to the engine.
+
+    def load(self, names: Sequence[BlockName], blocks: Sequence[int], arriving: Arriving | None = None) -> Load:
+        """Begins to bring these blocks, the first of a prompt, into the engine's `blocks`. Releases `arriving`."""
+        load = Load(names, blocks, arriving)
+        stop = min(len(names), arriving.start) if arriving is not None else len(names)
+        pinned = self.store.pin(names[:stop])
+        self._loaders.submit(self._load, load, pinned)
+        return load
+
+    def _load(self, load: Load, pinned: list[Pinned | None]) -> None:
+        try:
+            on_disk = [at for at, pin in enumerate(pinned) if pin is None]
+            for at in on_disk:
+                if self.store.tier(load.names[at]) is not Tier.DISK:
+                    load.shorten(at)
+                    break
+            buffer = memoryview(bytearray(len(on_disk) * self._read_layers * self._slice_bytes))
+            for layer in range(self._layers):
+                if load.cancelled:
+                    return
+                self._load_pinned(load, pinned, layer)
+                if on_disk:
+                    self._load_disk(load, on_disk, buffer, layer)
+                if load.arriving is not None:
+                    self._load_arriving(load, load.arriving, layer)
+                load.advance()
+        except Exception:
+            log.exception("a prefix could not be loaded; it is computed")
+            load.shorten(0)
+        finally:
+            self.store.unpin([pin for pin in pinned if pin is not None])
+            if load.arriving is not None:
+                load.arriving.release()
+            load.over.set()
+
+    def _load_pinned(self, load: Load, pinned: list[Pinned | None], layer: int) -> None:
+        at = [at for at, pin in enumerate(pinned[: load.num_blocks]) if pin is not None]
+        offsets = [self._offset(pinned[index].slot, layer) for index in at]  # type: ignore[union-attr]
+        self.memory.fill(layer, [load.blocks[index] for index in at], self.store.arena.memory, offsets)
+
+    def _load_disk(self, load: Load, on_disk: list[int], buffer: memoryview, layer: int) -> None:
+        """Reads so many layers at once that each read is worth it."""
+        first = layer - layer % self._read_layers
+        width = self._read_layers * self._slice_bytes
+        if layer == first:
+            stop = min(self._layers, first + self._read_layers)
+            size = (stop - first) * self._slice_bytes
+            wanted = [at for at in on_disk if at < load.num_blocks]
+            reads = [
+                self._readers.submit(
+                    self.store.read, load.names[at], first, stop, buffer[index * width : index * width + size]
+                )
+                for index, at in enumerate(wanted)
+            ]
+            for at, read in zip(wanted, reads, strict=True):
+                if not read.result():
+                    load.shorten(at)
+        read_in = [(index, at) for index, at in enumerate(on_disk) if at < load.num_blocks]
+        offsets = [index * width + (layer - first) * self._slice_bytes for index, _ in read_in]
+        self.memory.fill(layer, [load.blocks[at] for _, at in read_in], buffer, offsets)
+
+    def _load_arriving(self, load: Load, arriving: Arriving, layer: int) -> None:
+        stop = min(len(load.names), load.num_blocks)
+        if stop <= arriving.start:
+            return
+        found = arriving.await_layer(layer, stop, lambda: load.cancelled)
+        if load.cancelled:
+            return
+        first = arriving.start
+        while found:  # runs of the same memory: this node's arena, or another's
+            memory = found[0][0]
+            count = next((at for at, (other, _) in enumerate(found) if other is not memory), len(found))
+            blocks = load.blocks[first : first + count]
+            self.memory.fill(layer, blocks, memory, [offset for _, offset in found[:count]])
+            first += count
+            found = found[count:]
+        if first < stop:
+            load.shorten(first)
+
+    def _offset(self, slot: int, layer: int) -> int:
+        return slot * self._block_bytes + layer * self._slice_bytes
+
+    # From the engine to the store.
+
+    def stage(self, names: Sequence[BlockName], blocks: Sequence[int]) -> Staging:
+        """Makes room for blocks that are about to be computed, for as many as there is any."""
+        slots = self.store.reserve(len(names))
+        return Staging(names[: len(slots)], blocks[: len(slots)], slots)
+
+    def save_layer(self, staging: Staging, layer: int) -> None:
+        """Begins to copy this layer of the staged blocks, which is computed."""
+        self._savers.submit(self._save_layer, staging, layer)
+
+    def unstage(self, staging: Staging) -> None:
+        """The blocks are not kept."""
+        self._savers.submit(self.store.give_back, staging.slots)
+
+    def save(
+        self,
+        names: Sequence[BlockName],
+        heads: Sequence[BlockName | None],
+        blocks: Sequence[int],
+        staged: Sequence[Staging],
+        done: Callable[[Sequence[BlockName]], None],
+    ) -> None:
+        """Keeps these blocks of the engine: what is not among `staged` is copied now. `heads`: the block that each
+        follows. `done` is told, from another thread, which of them found no room; then the engine's blocks may change.
+        """
+        self._savers.submit(self._save, names, heads, blocks, staged, done)
+
+    def _save_layer(self, staging: Staging, layer: int) -> None:
+        try:
+            offsets = [self._offset(slot, layer) for slot in staging.slots]
+            self.memory.save(layer, staging.blocks, self.store.arena.memory, offsets)
+            staging.layers.add(layer)
+        except Exception:
+            log.exception("a layer could not be saved")
+
+    def _save(
+        self,
+        names: Sequence[BlockName],
+        heads: Sequence[BlockName | None],
+        blocks: Sequence[int],
+        staged: Sequence[Staging],
+        done: Callable[[Sequence[BlockName]], None],
+    ) -> None:
+        slots: dict[BlockName, int] = {}
+        for staging in staged:
+            whole = len(staging.layers) == self._layers
+            for name, slot in zip(staging.names, staging.slots, strict=True):
+                if whole and name not in slots:  # twice: its chunk was computed again
+                    slots[name] = slot
+                else:
+                    self.store.give_back([slot])
+        kept = set(names)
+        self.store.give_back([slot for name, slot in slots.items() if name not in kept])
+        wanted = [at for at, name in enumerate(names) if name not in slots]
+        fresh = self.store.reserve(len(wanted))
+        wanted = wanted[: len(fresh)]
+        count = 0
+        try:
+            for layer in range(self._layers if fresh else 0):
+                offsets = [self._offset(slot, layer) for slot in fresh]
+                self.memory.save(layer, [blocks[at] for at in wanted], self.store.arena.memory, offsets)
+            slots.update(zip([names[at] for at in wanted], fresh, strict=True))
+            for name, head in zip(names, heads, strict=True):
+                if name not in slots:
+                    break  # no room: what follows would be of no use
+                self.commit(name, head, slots[name])
+                count += 1
+        except Exception:
+            log.exception("blocks could not be saved")
+        self.store.give_back([slots[name] for name in names[count:] if name in slots])
+        done(names[count:])
+
+    def demote(self, names: Sequence[BlockName]) -> None:
+        """Only on disk from now on."""
+        self.store.demote(names)
+
+    def drop(self, names: Sequence[BlockName]) -> None:
+        """In no tier any more."""
+        self.store.drop(names)
+
+    def commit(self, name: BlockName, head: BlockName | None, slot: int) -> None:
+        arena = self.store.arena
+        seals = tuple([seal(arena.slice(slot, layer)) for layer in range(self._layers)])
+        self.store.commit(name, head, slot, seals)
+
+    def submit(self, work: Callable[..., Result], *arguments: object) -> Future[Result]:
+        """Runs something that reads the disk, in a thread of the cache."""
+        return self._loaders.submit(work, *arguments)

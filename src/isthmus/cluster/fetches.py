@@ -1,0 +1,486 @@
+"""Cached blocks on their way between nodes, pulled by the one that wants them.
+
+    Want ──> Lent                       the arena is of this host: its bytes are read where they lie
+    Want ──> Given, Given, … Ended      layer by layer into this node's arena, seals checked slice by slice
+
+The node that wants asks for as many blocks as it has empty slots, and again when those are its cache's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from isthmus.blocks import seal
+from isthmus.cluster.cache import NodeCache
+from isthmus.cluster.messages import Ended, Enough, Given, Lent, Want
+from isthmus.errors import ProtocolError
+from isthmus.messenger import Connection, Priority, Sending
+from isthmus.store import ArenaHandle, PeerArena, Pinned, copy_bytes
+from isthmus.types import BlockName, RequestId
+
+log = logging.getLogger(__name__)
+
+GIVE_BLOCKS = 64
+"""Blocks that are looked up, read from disk if need be, and sent together."""
+
+
+def host_id() -> str:
+    """Equal for processes that may share memory; "" where that cannot be told."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+class Fetch:
+    """Blocks `[start, stop)` of a prefix, wanted from another node. Its own lock: an event loop fills it, threads
+    that load prefixes read it.
+
+    `landed[layer]`: how many of the blocks are here, layer by layer. `final`: how many there will be, once known.
+    """
+
+    def __init__(self, key: RequestId, names: Sequence[BlockName], start: int, cache: NodeCache) -> None:
+        self.key, self.names, self.start = key, names, start
+        self.condition = threading.Condition()
+        self._cache = cache
+        self._layout = cache.memory.layout
+        self._slots: list[int] = []  # of this node's arena, for `names[start:]`
+        self._kept: list[Pinned] = []  # those that are the cache's
+        self._seals: list[list[bytes]] = []
+        self._num_committed = 0
+        self._landed = [0] * self._layout.num_layers
+        self._peer: PeerArena | None = None
+        self._released: Callable[[], object] | None = None
+        self._lent: Sequence[tuple[int, tuple[bytes, ...]]] = ()
+        self._final: int | None = None
+        self._users = 1  # who fetches, and who reads from it
+        self.num_damaged = 0
+
+    # Thread side.
+
+    def await_layer(self, layer: int, stop: int, given_up: Callable[[], bool]) -> list[tuple[memoryview, int]]:
+        """See `cache.Arriving`."""
+        wanted = stop - self.start
+        with self.condition:
+            self.condition.wait_for(
+                lambda: self._final is not None or self._landed[layer] >= wanted or given_up()
+            )
+            count = min(wanted, self._landed[layer] if self._final is None else self._final)
+            if self._peer is not None:
+                return self._check_lent(layer, count)
+            memory = self._cache.store.arena.memory
+            return [(memory, self._offset(slot, layer)) for slot in self._slots[:count]]
+
+    def _check_lent(self, layer: int, count: int) -> list[tuple[memoryview, int]]:
+        assert self._peer is not None
+        memory, width = self._peer.memory, self._layout.slice_bytes
+        found = []
+        for slot, seals in self._lent[:count]:
+            offset = self._offset(slot, layer)
+            if seal(memory[offset : offset + width]) != seals[layer]:
+                log.warning("a block lent by another node is damaged (seal mismatch)")
+                self.num_damaged += 1
+                break
+            found.append((memory, offset))
+        return found
+
+    def _offset(self, slot: int, layer: int) -> int:
+        return slot * self._layout.block_bytes + layer * self._layout.slice_bytes
+
+    def hold(self) -> None:
+        """One more reads from it, until `release`."""
+        with self.condition:
+            self._users += 1
+
+    def release(self) -> None:
+        """The last one gives everything back: slots that did not become the cache's, and what was lent."""
+        with self.condition:
+            self._users -= 1
+            if self._users:
+                return
+            kept, peer = self._kept, self._peer
+            spare = set(self._slots) - {pinned.slot for pinned in kept}
+            self._kept, self._slots, self._peer = [], [], None
+        self._cache.store.unpin(kept)
+        self._cache.store.give_back(sorted(spare))
+        if peer is not None and self._released is not None:
+            peer.close()
+            self._released()
+
+    # Event loop side.
+
+    @property
+    def num_whole(self) -> int:
+        """How many of the blocks are here in all layers."""
+        return self._final if self._final is not None and self.is_lent else self._num_committed
+
+    @property
+    def is_lent(self) -> bool:
+        return self._peer is not None
+
+    def make_room(self) -> int:
+        """Empty slots for what is still wanted; for how many blocks there are any."""
+        with self.condition:
+            wanted = len(self.names) - self.start - len(self._slots)
+            slots = self._cache.store.reserve(wanted)
+            self._slots += slots
+            self._seals += [[] for _ in slots]
+            return len(self._slots) - self._num_committed
+
+    def borrow(self, peer: PeerArena, lent: Lent, released: Callable[[], object]) -> None:
+        """The blocks are read where they lie, until the last user releases them."""
+        with self.condition:
+            self._released = released
+            self._peer, self._lent = peer, list(zip(lent.slots, lent.seals, strict=True))
+            self._final = min(len(lent.slots), len(self.names) - self.start)
+            self.condition.notify_all()
+
+    def place(self, given: Given, size: int) -> list[memoryview] | None:
+        """Where a payload goes; None when it cannot be part of what is to come. `given.first` counts from the last
+        Want."""
+        first, count = self._num_committed + given.first, len(given.seals)
+        fits = (
+            self._final is None
+            and 0 <= given.layer < self._layout.num_layers
+            and first >= self._landed[given.layer]
+            and 0 < count <= len(self._slots) - first
+            and size == count * self._layout.slice_bytes
+        )
+        if not fits:
+            return None
+        arena = self._cache.store.arena
+        return [arena.slice(slot, given.layer) for slot in self._slots[first : first + count]]
+
+    def receive(self, given: Given) -> bool:
+        """Books a whole payload; False when a seal does not match: nothing from there on counts."""
+        arena, layer = self._cache.store.arena, given.layer
+        with self.condition:
+            if self._final is not None:
+                return True
+            first = self._landed[layer]
+            if self._num_committed + given.first != first:
+                return False
+            for at, expected in enumerate(given.seals, first):
+                if seal(arena.slice(self._slots[at], layer)) != expected:
+                    return False
+                self._seals[at].append(expected)
+                self._landed[layer] = at + 1
+            self.condition.notify_all()
+            return True
+
+    def commit(self) -> None:
+        """What is whole becomes the cache's. A block that it got elsewhere meanwhile stays private until the end."""
+        store = self._cache.store
+        with self.condition:
+            for at in range(self._num_committed, min(self._landed)):
+                index = self.start + at
+                head = self.names[index - 1] if index else None
+                pinned = store.adopt(self.names[index], head, self._slots[at], tuple(self._seals[at]))
+                if pinned is not None:
+                    self._kept.append(pinned)
+            self._num_committed = min(self._landed)
+
+    def keep_lent(self) -> bool:
+        """Copies all lent blocks to this node's arena; they are the cache's then. False when they find no room, or
+        are damaged. From a thread."""
+        store, layout, count = self._cache.store, self._layout, self.num_whole
+        arena, slots = store.arena, self._slots[:count]
+        for layer in range(layout.num_layers):
+            for (memory, offset), slot in zip(self.await_layer(layer, self.start + count, bool), slots, strict=False):
+                copy_bytes(arena.slice(slot, layer), memory[offset : offset + layout.slice_bytes])
+                self._landed[layer] += 1
+        self._seals = [list(seals) for _, seals in self._lent]
+        self.commit()
+        return self._num_committed == count
+
+    def end(self) -> None:
+        """Nothing more comes. Idempotent."""
+        with self.condition:
+            if self._final is None:
+                self.commit()
+                self._final = self._num_committed
+                self.condition.notify_all()
+
+
+class Fetcher:
+    """All fetches of a node. For its event loop.
+
+    `connect`: the session with the node at an address; `offer`: told of each prefix that is whole here.
+    """
+
+    def __init__(
+        self,
+        cache: NodeCache,
+        connect: Callable[[str], Awaitable[Connection]],
+        offer: Callable[[Sequence[BlockName]], None],
+        *,
+        shares_memory: bool = True,
+    ) -> None:
+        self.cache, self._connect, self._offer = cache, connect, offer
+        self._open: dict[RequestId, tuple[Fetch, Connection]] = {}
+        self._answers: dict[RequestId, asyncio.Future[Lent | Ended | None]] = {}
+        self._progress: dict[RequestId, float] = {}
+        self._shares = shares_memory
+        self.bytes_in = self.bytes_lent = self.seal_mismatches = 0
+
+    async def run(self, fetch: Fetch, source: str, *, background: bool = False) -> None:
+        """Fetches as much as there is, and ends the fetch. Never raises for what another node does."""
+        try:
+            connection = await self._connect(source)
+            self._open[fetch.key] = fetch, connection
+            while await self._ask(fetch, connection, background):
+                self._offer(fetch.names[: fetch.start + fetch.num_whole])
+        except (OSError, TimeoutError, ProtocolError) as error:
+            log.warning("blocks cannot be fetched from %s: %s", source, error)
+        finally:
+            if self._open.pop(fetch.key, None) is not None:
+                self._answers.pop(fetch.key, None)
+                self._progress.pop(fetch.key, None)
+                if not fetch.is_lent:
+                    connection.send(Enough(fetch.key))
+            fetch.end()
+            self.seal_mismatches += fetch.num_damaged
+            if fetch.num_whole and not fetch.is_lent:
+                self._offer(fetch.names[: fetch.start + fetch.num_whole])
+
+    async def _ask(self, fetch: Fetch, connection: Connection, background: bool) -> bool:
+        """One Want and its answer. False when there is nothing left to ask for."""
+        room = fetch.make_room()
+        names = tuple(fetch.names[fetch.start + fetch.num_whole :])
+        host = host_id() if self._shares and not background and not fetch.num_whole else ""
+        if not names or not (room or host):
+            return False
+        answered = self._answers[fetch.key] = asyncio.get_running_loop().create_future()
+        self._progress[fetch.key] = asyncio.get_running_loop().time()
+        connection.send(Want(fetch.key, names, room, host, background))
+        answer = await answered
+        if isinstance(answer, Lent):
+            peer = PeerArena.attach(answer.arena)
+            if peer is None:
+                self._shares = False  # another container: never ask again
+                connection.send(Enough(fetch.key))
+                return True
+            loop = asyncio.get_running_loop()
+            fetch.borrow(peer, answer, lambda: loop.call_soon_threadsafe(connection.send, Enough(fetch.key)))
+            self.bytes_lent += fetch.num_whole * self.cache.memory.layout.block_bytes
+            return False
+        fetch.commit()
+        return answer is not None and 0 < answer.count == room < len(names)
+
+    def place(self, connection: Connection, given: Given, size: int) -> list[memoryview]:
+        """Raises ProtocolError for what nobody asked for."""
+        found = self._open.get(given.key)
+        if found is None:
+            return [memoryview(bytearray(size))]  # given up: read past it
+        if found[1] is not connection:
+            raise ProtocolError("blocks came over a session that nobody asked for them")
+        targets = found[0].place(given, size)
+        if targets is None:
+            raise ProtocolError(f"blocks for {given.key}, layer {given.layer}, are not what must come next")
+        return targets
+
+    def receive(self, connection: Connection, given: Given) -> None:
+        found = self._open.get(given.key)
+        if found is None or found[1] is not connection:
+            return
+        fetch = found[0]
+        self._progress[given.key] = asyncio.get_running_loop().time()
+        self.bytes_in += len(given.seals) * self.cache.memory.layout.slice_bytes
+        if not fetch.receive(given):
+            self.seal_mismatches += 1
+            log.warning("a block from %s came damaged (seal mismatch)", connection.peer)
+            self._answer(given.key, None)
+
+    def void(self, connection: Connection, given: Given) -> None:
+        """The sender gave up in the midst of it."""
+        found = self._open.get(given.key)
+        if found is not None and found[1] is connection:
+            self._answer(given.key, None)
+
+    def answer(self, connection: Connection, answer: Lent | Ended) -> None:
+        found = self._open.get(answer.key)
+        if found is not None and found[1] is connection:
+            self._answer(answer.key, answer)
+
+    def cancel(self, key: RequestId) -> None:
+        """What is here stays the cache's. Unknown ones are no error."""
+        self._answer(key, None)
+
+    def lost(self, connection: Connection) -> None:
+        for key, (_, other) in list(self._open.items()):
+            if other is connection:
+                self._answer(key, None)
+
+    def end_stalled(self, limit_s: float) -> None:
+        """Ends fetches that brought nothing since then (loop time)."""
+        for key, progressed_s in list(self._progress.items()):
+            if progressed_s < limit_s:
+                log.warning("the fetch for %s brought nothing for too long", key)
+                self._answer(key, None)
+
+    def _answer(self, key: RequestId, answer: Lent | Ended | None) -> None:
+        future = self._answers.get(key)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+
+class Lease:
+    """Blocks that another node reads: nothing else gets their slots before `release`."""
+
+    def __init__(self, cache: NodeCache) -> None:
+        self._cache = cache
+        self._pinned: list[Pinned] = []
+        self._own: list[int] = []  # slots that hold what was read from disk for this
+        self.slots: list[int] = []
+        self.seals: list[tuple[bytes, ...]] = []
+
+    def add(self, names: Sequence[BlockName]) -> bool:
+        """Takes these blocks in as far as they are here; False when one is not. May read the disk."""
+        store = self._cache.store
+        for name in names:
+            pinned = store.pin([name])[0]
+            if pinned is not None:
+                self._pinned.append(pinned)
+                self.slots.append(pinned.slot)
+                self.seals.append(pinned.seals)
+            elif not self._read(name):
+                return False
+        return True
+
+    def _read(self, name: BlockName) -> bool:
+        store = self._cache.store
+        slots, seals = store.reserve(1), store.seals(name)
+        self._own += slots
+        if not slots or seals is None:
+            return False
+        size, layers = self._cache.memory.layout.block_bytes, self._cache.memory.layout.num_layers
+        into = store.arena.memory[slots[0] * size : (slots[0] + 1) * size]
+        if not store.read(name, 0, layers, into):
+            return False
+        self.slots.append(slots[0])
+        self.seals.append(seals)
+        return True
+
+    def release(self) -> None:
+        self._cache.store.unpin(self._pinned)
+        self._cache.store.give_back(self._own)
+        self._pinned, self._own = [], []
+
+
+class Lender:
+    """Answers other nodes. For the node's event loop."""
+
+    def __init__(self, cache: NodeCache) -> None:
+        self._cache = cache
+        self._tasks: dict[tuple[int, RequestId], asyncio.Task[None]] = {}
+        self._host = host_id()
+        self.bytes_out = 0
+
+    def wanted(self, connection: Connection, want: Want) -> None:
+        at = id(connection), want.key
+        if at in self._tasks:
+            raise ProtocolError(f"a second Want for {want.key} before the first was answered")
+        task = self._tasks[at] = asyncio.get_running_loop().create_task(self._answer(connection, want))
+        task.add_done_callback(lambda _: self._tasks.pop(at, None))
+
+    def enough(self, connection: Connection, key: RequestId) -> None:
+        task = self._tasks.get((id(connection), key))
+        if task is not None:
+            task.cancel()
+
+    def lost(self, connection: Connection) -> None:
+        for (session, _), task in list(self._tasks.items()):
+            if session == id(connection):
+                task.cancel()
+
+    async def _answer(self, connection: Connection, want: Want) -> None:
+        handle = self._cache.store.arena.handle
+        if want.host and want.host == self._host and handle is not None:
+            await self._lend(connection, want, handle)
+        else:
+            await self._give(connection, want)
+
+    async def _lend(self, connection: Connection, want: Want, handle: ArenaHandle) -> None:
+        lease = Lease(self._cache)
+        try:
+            await self._in_thread(lease.add, want.names)
+            connection.send(Lent(want.key, handle, tuple(lease.slots), tuple(lease.seals)))
+            await asyncio.get_running_loop().create_future()  # until `enough` or `lost`
+        finally:
+            lease.release()
+
+    async def _give(self, connection: Connection, want: Want) -> None:
+        """Batch by batch: the next one is read from disk while this one is sent."""
+        names, count = want.names[: want.room], 0
+        sendings: list[_Batch] = []
+        try:
+            for start in range(0, len(names), GIVE_BLOCKS):
+                lease = Lease(self._cache)
+                batch = _Batch(lease)
+                sendings.append(batch)
+                whole = await self._in_thread(lease.add, names[start : start + GIVE_BLOCKS])
+                batch.send(connection, want, start, self._cache)
+                count += len(lease.slots)
+                self.bytes_out += len(lease.slots) * self._cache.memory.layout.block_bytes
+                if len(sendings) > 1:
+                    await sendings[-2].sent.wait()
+                if not whole:
+                    break
+            connection.send(Ended(want.key, count), priority=_priority(want))
+            await sendings[-1].sent.wait()
+        finally:
+            for batch in sendings:
+                batch.cancel()
+
+    async def _in_thread(self, work: Callable[..., bool], *arguments: object) -> bool:
+        """Does not leave the work behind when it is cancelled: a lease must be whole before it is released."""
+        future = asyncio.wrap_future(self._cache.submit(work, *arguments))
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])
+            raise
+
+
+def _priority(want: Want) -> Priority:
+    return Priority.BACKGROUND if want.background else Priority.NORMAL
+
+
+class _Batch:
+    """A lease on its way, released when its last byte was sent."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self._sendings: list[Sending] = []
+        self._left = 0
+        self.sent = asyncio.Event()
+
+    def send(self, connection: Connection, want: Want, first: int, cache: NodeCache) -> None:
+        arena, layers = cache.store.arena, cache.memory.layout.num_layers
+        slots = self._lease.slots
+        self._left = layers if slots else 0
+        for layer in range(self._left):
+            head = Given(want.key, layer, first, tuple([seals[layer] for seals in self._lease.seals]))
+            payload = [arena.slice(slot, layer) for slot in slots]
+            self._sendings.append(connection.send(head, *payload, priority=_priority(want), done=self._done))
+        if not slots:
+            self._end()
+
+    def cancel(self) -> None:
+        for sending in self._sendings:
+            sending.cancel()
+        if not self.sent.is_set() and not self._left:
+            self._end()
+
+    def _done(self, whole: bool) -> None:
+        self._left -= 1
+        if not self._left:
+            self._end()
+
+    def _end(self) -> None:
+        self._lease.release()
+        self.sent.set()

@@ -1,0 +1,65 @@
+"""Pipeline groups as the head sees them: who is there, until a group is complete, and that it ends as a whole.
+
+A complete group is told so; its leader then joins the stages, and the cluster as one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isthmus.cluster.messages import Gathered, StageHello, Stop
+from isthmus.messenger import Connection
+from isthmus.types import NodeId
+
+
+class Stage:
+    """One process of a group, with its session and the gauges of its last beat."""
+
+    def __init__(self, hello: StageHello, connection: Connection, now_ns: int) -> None:
+        self.hello, self.connection, self.heard_ns = hello, connection, now_ns
+        self.gauges: dict[str, float] = {}
+
+    @property
+    def name(self) -> NodeId:
+        return NodeId(f"{self.hello.group}.{self.hello.stage}")
+
+
+class Groups:
+    """For the head's event loop."""
+
+    def __init__(self) -> None:
+        self._groups: dict[NodeId, dict[int, Stage]] = {}
+
+    def objection(self, hello: StageHello) -> str:
+        """Why a stage cannot be let in; empty when it can."""
+        stages = self._groups.get(hello.group, {})
+        if not 0 <= hello.stage < hello.stages:
+            return f"there is no stage {hello.stage} among {hello.stages}"
+        if hello.stage in stages:
+            return f"stage {hello.stage} of {hello.group} is here already"
+        if any(stage.hello.stages != hello.stages for stage in stages.values()):
+            return f"{hello.group} has another number of stages"
+        return ""
+
+    def enter(self, stage: Stage) -> None:
+        """The last one to come completes its group."""
+        group = self._groups.setdefault(stage.hello.group, {})
+        group[stage.hello.stage] = stage
+        if len(group) == stage.hello.stages:
+            addresses = tuple([group[number].hello.address for number in range(1, stage.hello.stages)])
+            group[0].connection.send(Gathered(addresses))
+
+    def leave(self, stage: Stage) -> None:
+        """The others cannot go on without it: they leave as well, and may come back as a new group."""
+        group = self._groups.get(stage.hello.group, {})
+        if group.get(stage.hello.stage) is not stage:
+            return
+        del self._groups[stage.hello.group]
+        for other in group.values():
+            if other is not stage:
+                other.connection.send(Stop())
+
+    def followers(self) -> Iterator[Stage]:
+        """All stages but the leaders, whom the head knows as nodes."""
+        for group in self._groups.values():
+            yield from [stage for number, stage in sorted(group.items()) if number]

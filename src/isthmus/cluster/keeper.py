@@ -1,0 +1,121 @@
+"""Carries out what a node's scheduler decides about its cache: which blocks are kept, in which tier, which go.
+
+Called by whoever drives the scheduler; the bytes move in the cache's own threads. An engine's blocks that are still
+being saved stay allocated until that is done, whatever became of their request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from isthmus.blocks import BlockNamer, KVLayout
+from isthmus.cluster.cache import Load, NodeCache, Staging
+from isthmus.cluster.fetches import Fetch
+from isthmus.cluster.messages import Begin
+from isthmus.scheduler import BlockPool, Event, Evicted, Lost, Piece, Released, Stored
+from isthmus.types import BlockName, RequestId, Tier
+
+MAX_NAMERS = 64
+NOBODY = RequestId("")
+
+Held = tuple[Sequence[BlockName], Sequence[int]]
+"""Names of a prompt's blocks, and the engine's blocks that hold their KV."""
+
+
+class Keeper:
+    """`decide`: tells the scheduler; `post`: calls something later, when the scheduler may be told. `num_lost`: blocks
+    that the scheduler counted on and that were nowhere."""
+
+    def __init__(self, revision: str, layout: KVLayout, pool: BlockPool, cache: NodeCache) -> None:
+        self._revision, self._layout, self._pool, self.cache = revision, layout, pool, cache
+        self._namers: OrderedDict[str, BlockNamer] = OrderedDict()
+        self._held: list[Held] = []
+        self._staged: list[Staging] = []
+        self.decide: Callable[[Event], None]
+        self.post: Callable[[Callable[[], None]], None]
+        self.num_lost = 0
+
+    def load(self, names: Sequence[BlockName], blocks: Sequence[int], tokens: int, fetch: Fetch | None) -> Load:
+        """Brings the blocks of the first `tokens` tokens into the engine."""
+        count = self._layout.blocks_for(tokens)
+        return self.cache.load(names[:count], blocks[:count], fetch)
+
+    def names(self, begin: Begin, tokens: Sequence[int], num_computed: int) -> tuple[BlockName, ...]:
+        """Of all full blocks of a request, generated ones included."""
+        size, known = self._layout.block_size, begin.names
+        full = num_computed // size
+        if full <= len(known):
+            return known[:full]
+        namer = self._namers.get(begin.salt)
+        if namer is None:
+            namer = BlockNamer(revision=self._revision, layout=self._layout, salt=begin.salt)
+            self._namers[begin.salt] = namer
+            if len(self._namers) > MAX_NAMERS:
+                self._namers.popitem(last=False)
+        parent = known[-1] if known else None
+        assert parent is None or isinstance(parent, bytes)
+        return (*known, *namer.names(tokens[: full * size], parent=parent, start=len(known) * size))
+
+    def stage(self, names: Sequence[BlockName], piece: Piece) -> Staging | None:
+        """Makes room for the blocks that a chunk will complete."""
+        size = self._layout.block_size
+        full = range(piece.start // size, min((piece.start + piece.count) // size, len(names)))
+        new = [at for at in full if not self.cache.store.contains(names[at])]
+        if not new:
+            return None
+        return self.cache.stage([names[at] for at in new], [piece.blocks[at] for at in new])
+
+    @contextlib.contextmanager
+    def holding(self, held: list[Held], staged: list[Staging]) -> Iterator[None]:
+        """While the scheduler is told that requests are computed or over: their KV is still where it was, so that
+        what is to be kept of it can be saved. `staged`: blocks of theirs that are on their way already."""
+        self._held, self._staged = held, staged
+        for _, blocks in held:
+            self._pool.acquire(blocks)
+        yield
+        self._held = []
+        for staging in self._staged:
+            self.cache.unstage(staging)
+        self._staged = []
+        for _, blocks in held:
+            self._pool.release(blocks)
+        if held:
+            self.decide(Released(NOBODY))  # somebody may have waited for the blocks
+
+    def act(self, action: Stored | Evicted) -> None:
+        if isinstance(action, Evicted):
+            self.cache.drop(action.names)
+        elif action.tier is Tier.DISK:
+            self.cache.demote(action.names)
+        else:
+            self._keep([name for name in action.names if self.cache.store.tier(name) is not Tier.MEMORY])
+
+    def _keep(self, names: Sequence[BlockName]) -> None:
+        """Saves these blocks from the engine. Those it does not hold are lost."""
+        if not names:
+            return
+        where: dict[BlockName, tuple[BlockName | None, int]] = {}
+        for chain, blocks in self._held:
+            where.update(zip(chain, zip((None, *chain), blocks, strict=False), strict=False))
+        found = [name for name in names if name in where]
+        if len(found) < len(names):
+            lost = tuple([name for name in names if name not in where])
+            self.post(lambda: self.lost(lost))
+        if found:
+            heads, blocks = zip(*[where[name] for name in found], strict=True)
+            self._pool.acquire(blocks)
+            staged, self._staged = self._staged, []
+            self.cache.save(found, heads, blocks, staged, lambda lost: self.post(lambda: self._saved(blocks, lost)))
+
+    def _saved(self, blocks: Sequence[int], lost: Iterable[BlockName]) -> None:
+        self._pool.release(blocks)
+        self.lost(tuple(lost))
+        self.decide(Released(NOBODY))  # somebody may have waited for the blocks
+
+    def lost(self, names: tuple[BlockName, ...]) -> None:
+        """The bytes of these blocks are nowhere, though the scheduler counts on them."""
+        if names:
+            self.num_lost += len(names)
+            self.decide(Lost(names))

@@ -1,0 +1,296 @@
+"""Where sessions come from: listening and connecting over TCP, and connections that are lost and made again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from isthmus.errors import ProtocolError
+from isthmus.messenger import greeting
+from isthmus.messenger.frames import PREFIX_BYTES, Prefix, check_header, parse_prefix
+from isthmus.messenger.session import STANDARD, Close, Handler, Session, Terms
+from isthmus.messenger.share import Share
+from isthmus.messenger.streams import Stream, Tls, open_stream, read_exactly, write_all
+from isthmus.messenger.tcp import TcpPort
+
+log = logging.getLogger(__name__)
+
+GREETING_S = 5.0
+"""How long a connection may take to begin."""
+MAX_GREETING = 4096
+MAX_CONNECTIONS = 64
+"""Of one session."""
+ACCEPT_PAUSE_S = 1.0
+REDIAL_S = (0.02, 1.0)
+"""First and longest wait before a lost connection is made again."""
+
+
+class Server(Protocol):
+    def close(self) -> None:
+        """Takes no new sessions; those that are open go on."""
+
+
+class Network(Protocol):
+    """Where sessions come from: TCP, or memory."""
+
+    async def listen(
+        self, host: str, port: int, types: Any, handler_of: Callable[[], Handler]
+    ) -> tuple[Server, int]:
+        """Serves sessions; returns the server and the port it got. Raises OSError when the port is taken."""
+        ...
+
+    async def connect(self, address: str, types: Any, handler: Handler, *, timeout_s: float) -> Session:
+        """A session with `host:port`. Raises OSError, with the peer's reason if it gave one, or TimeoutError."""
+        ...
+
+
+class TcpNetwork:
+    """Real sockets.
+
+    `connections` per session, opened by the side that connects; the session can be used when the first is there.
+    `background`: what messages of that priority may take, of all sessions together.
+    """
+
+    def __init__(
+        self,
+        connections: int = 1,
+        tls: Tls | None = None,
+        terms: Terms = STANDARD,
+        background: Share | None = None,
+    ) -> None:
+        if not 1 <= connections <= MAX_CONNECTIONS:
+            raise ValueError(f"a session has 1 to {MAX_CONNECTIONS} connections")
+        self._connections, self._terms, self._background = connections, terms, background
+        self._dialling = tls.context(ssl.PROTOCOL_TLS_CLIENT) if tls else None
+        self._serving = tls.context(ssl.PROTOCOL_TLS_SERVER) if tls else None
+
+    async def listen(
+        self, host: str, port: int, types: Any, handler_of: Callable[[], Handler]
+    ) -> tuple[Listener, int]:
+        def session_of(tcp: TcpPort) -> Session:
+            return Session(types, handler_of(), tcp, self._terms, self._background)
+
+        sockets = await _listening(host, port)
+        return Listener(sockets, session_of, self._terms, self._serving), sockets[0].getsockname()[1]
+
+    async def connect(self, address: str, types: Any, handler: Handler, *, timeout_s: float) -> Session:
+        host, _, port = address.rpartition(":")
+        dialler = _Dialler(host, int(port), self._dialling, self._terms)
+        async with asyncio.timeout(timeout_s):
+            stream, terms = await dialler.dial(0, first=True)
+        tcp = TcpPort(dialler.stop)
+        session = tcp.session = Session(types, handler, tcp, self._terms, self._background)
+        session.peer = address
+        session.agree(terms)
+        tcp.add(stream, 0)
+        dialler.keep(tcp, session, self._connections)
+        return session
+
+
+class _Dialler:
+    """Opens the connections of one session, and again when they are lost."""
+
+    def __init__(self, host: str, port: int, context: ssl.SSLContext | None, terms: Terms) -> None:
+        self._host, self._port, self._context, self._terms = host, port, context, terms
+        self._name = os.urandom(greeting.SESSION_BYTES)
+        self._task: asyncio.Task[None] | None = None
+
+    async def dial(self, lane: int, *, first: bool = False) -> tuple[Stream, Terms]:
+        """One connection, greeted. Raises OSError."""
+        stream = await open_stream(await _connected(self._host, self._port), self._context, server=False)
+        try:
+            await write_all(stream, greeting.hello(self._name, lane, self._terms, first=first))
+            answer = greeting.read_welcome(*await _read_greeting(stream))
+        except ProtocolError as error:
+            stream.close()
+            raise ConnectionError(str(error)) from None
+        except BaseException:
+            stream.close()
+            raise
+        if isinstance(answer, Close):
+            stream.close()
+            raise ConnectionRefusedError(f"it says: {answer.reason}")
+        return stream, answer.terms
+
+    def keep(self, tcp: TcpPort, session: Session, connections: int) -> None:
+        if connections > 1 or self._terms.resume_s:
+            self._task = tcp.loop.create_task(self._keep(tcp, session, connections))
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _keep(self, tcp: TcpPort, session: Session, connections: int) -> None:
+        number, wait_s = 1, REDIAL_S[0]
+        while not session.closed:
+            if len(session.lanes) >= connections:
+                tcp.lane_lost.clear()
+                await tcp.lane_lost.wait()
+                continue
+            try:
+                async with asyncio.timeout(GREETING_S):
+                    stream, _ = await self.dial(number)
+            except (OSError, TimeoutError) as error:
+                if isinstance(error, ConnectionRefusedError) and session.suspended:
+                    session.give_up(f"closed by the peer, which takes it up no more: {error}")
+                    return
+                log.debug("connection %d with %s failed: %s", number, session.peer, error)
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, REDIAL_S[1])
+                continue
+            if session.closed:
+                stream.close()
+                return
+            tcp.add(stream, number)
+            number, wait_s = number + 1, REDIAL_S[0]
+
+
+class Listener:
+    """Accepts connections, greets them and hands each to its session."""
+
+    def __init__(
+        self,
+        sockets: list[socket.socket],
+        session_of: Callable[[TcpPort], Session],
+        terms: Terms,
+        context: ssl.SSLContext | None,
+    ) -> None:
+        self._sockets, self._session_of, self._terms, self._context = sockets, session_of, terms, context
+        self._ports: dict[bytes, TcpPort] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        for sock in sockets:
+            self._loop.add_reader(sock.fileno(), self._accept, sock)
+
+    def close(self) -> None:
+        """Takes no new sessions; those that are open go on."""
+        for sock in self._sockets:
+            self._loop.remove_reader(sock.fileno())
+            sock.close()
+        self._sockets = []
+        for task in self._tasks:
+            task.cancel()
+
+    async def wait_closed(self) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _accept(self, listening: socket.socket) -> None:
+        try:
+            sock, address = listening.accept()
+        except (BlockingIOError, ConnectionError):  # it went away before
+            return
+        except OSError as error:  # too many files open, or no memory: it waits in the kernel meanwhile
+            log.error("no connection can be accepted for now: %s", error)
+            self._loop.remove_reader(listening.fileno())
+            self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again, listening)
+            return
+        task = self._loop.create_task(self._greet(sock, f"{address[0]}:{address[1]}"))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _accept_again(self, listening: socket.socket) -> None:
+        if listening in self._sockets:
+            self._loop.add_reader(listening.fileno(), self._accept, listening)
+
+    async def _greet(self, sock: socket.socket, peer: str) -> None:
+        try:
+            async with asyncio.timeout(GREETING_S):
+                stream = await open_stream(sock, self._context, server=True)
+        except (OSError, TimeoutError) as error:
+            log.warning("a connection from %s could not begin: %s", peer, error or "it was silent")
+            sock.close()
+            return
+        try:
+            async with asyncio.timeout(GREETING_S):
+                hello = greeting.read_hello(*await _read_greeting(stream))
+            tcp = self._port_of(hello, peer)
+            await write_all(stream, greeting.welcome(self._terms))
+            if tcp.session is None or tcp.session.closed:
+                raise ConnectionError("its session ended meanwhile")
+            tcp.add(stream, hello.lane)
+        except ProtocolError as error:
+            log.warning("a connection from %s was turned away: %s", peer, error)
+            with contextlib.suppress(OSError):
+                stream.send([memoryview(greeting.refusal(str(error)))])
+            stream.close()
+        except (OSError, TimeoutError) as error:
+            log.warning("a connection from %s ended: %s", peer, error or "it was silent")
+            stream.close()
+        except BaseException:
+            stream.close()
+            raise
+
+    def _port_of(self, hello: greeting.Hello, peer: str) -> TcpPort:
+        tcp = self._ports.get(hello.session)
+        if tcp is not None and tcp.session is not None and not hello.first:
+            numbers = [lane.number for lane in tcp.session.lanes]
+            if hello.lane in numbers or len(numbers) >= MAX_CONNECTIONS:
+                raise ProtocolError("this session has that connection already, or too many")
+            return tcp
+        if tcp is not None or not hello.first:
+            raise ProtocolError("this session is not known here")
+        tcp = TcpPort(lambda: self._ports.pop(hello.session, None))
+        session = tcp.session = self._session_of(tcp)
+        session.peer = peer
+        session.agree(hello.terms)
+        self._ports[hello.session] = tcp
+        return tcp
+
+
+async def _listening(host: str, port: int) -> list[socket.socket]:
+    """Sockets on every address of the host, all with the same port."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    sockets: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            sock = socket.socket(family, kind, protocol)
+            sockets.append(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind((address[0], port, *address[2:]))
+            port = sock.getsockname()[1]
+            sock.listen(100)
+            sock.setblocking(False)
+    except BaseException:
+        for sock in sockets:
+            sock.close()
+        raise
+    return sockets
+
+
+async def _connected(host: str, port: int) -> socket.socket:
+    """A socket connected to the first address that answers. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    failed: OSError = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        sock = socket.socket(family, kind, protocol)
+        sock.setblocking(False)
+        try:
+            await loop.sock_connect(sock, address)
+        except OSError as error:
+            sock.close()
+            failed = error
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise failed
+
+
+async def _read_greeting(stream: Stream) -> tuple[Prefix, bytes]:
+    prefix = parse_prefix(await read_exactly(stream, PREFIX_BYTES))
+    if prefix.header > MAX_GREETING:
+        raise ProtocolError("a greeting is not that long")
+    header = bytes(await read_exactly(stream, prefix.header))
+    check_header(prefix, header)
+    return prefix, header

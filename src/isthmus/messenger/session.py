@@ -1,0 +1,516 @@
+"""A session with a peer, without I/O: messages both ways over several lanes, each delivered once.
+
+The binding brings lanes up and down, moves their bytes, and offers a few services (`Port`); the session decides
+what goes over which lane, when the peer hears what arrived, and when everything is over.
+
+    open ──close, or the peer's CLOSE──> closing ──everything written, or too late──> ended
+     │                                                                                  ^
+     └── aborted; all lanes lost and none came back in time ────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Protocol
+
+import msgspec
+
+from isthmus.errors import ProtocolError
+from isthmus.messenger.frames import ACK_SOON, GOOD, MAX_HEADER, PREFIX_BYTES, Kind, Prefix, prefix_of
+from isthmus.messenger.inbox import Inbox
+from isthmus.messenger.lane import Lane
+from isthmus.messenger.outbox import Done, Frame, Outbox, Priority, Sending
+from isthmus.messenger.pieces import Pieces, scratch
+from isthmus.messenger.share import Share
+from isthmus.types import NS_PER_S
+
+ACK_BYTES = 4 << 20
+ACK_FRAMES = 256
+"""What may have come before it is acknowledged without waiting."""
+LINGER_S = 5.0
+"""How long closing may take."""
+STALL_S = 10.0
+"""A lane on which nothing arrives for so long, while over others something does, is given up."""
+MAX_BACKLOG = 256 << 20
+"""Bytes of messages (not of payloads, which lie with their owners) that may wait for a peer that takes nothing."""
+
+
+class Handler(Protocol):
+    """What a session's owner does. All calls come from the event loop.
+
+    Messages of one priority come in the order of sending. With several connections a message may be placed while
+    earlier ones are still on their way.
+    """
+
+    def on_message(self, session: Session, message: Any, /) -> None:
+        """A whole message is here, its payload (if any) in the memory that `place` gave."""
+
+    def place(self, session: Session, message: Any, size: int, /) -> Sequence[memoryview]:
+        """Memory of exactly `size` bytes for the payload of `message`, as one or more pieces."""
+
+    def on_void(self, session: Session, message: Any, /) -> None:
+        """The payload of a message that was placed will not come: its memory is the owner's again."""
+
+    def on_close(self, session: Session, reason: str, /) -> None:
+        """The session ended; nothing more comes."""
+
+
+class Timer(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Port(Protocol):
+    """What a session needs of its binding. `ack_delay_s`: how long an acknowledgement of a payload waits for
+    something to travel with."""
+
+    ack_delay_s: float
+
+    def now_ns(self) -> int: ...
+
+    def soon(self, function: Callable[[], object]) -> object: ...
+
+    def later(self, delay_s: float, function: Callable[[], object]) -> Timer: ...
+
+    def wake(self) -> None:
+        """Some lane has something to write."""
+
+    def finish(self, lane: Lane) -> None:
+        """Write what is unwritten, then end this connection and tell `lane_down`."""
+
+    def abort(self, lane: Lane) -> None:
+        """End this connection now; `lane_down` need not be told."""
+
+    def ended(self) -> None:
+        """The session is over: give up what belongs to it."""
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """What one side offers; what holds is agreed at the start.
+
+    `window`: bytes the other side may have in flight to this one; `resume_s`: how long a session outlives its
+    last connection, the shorter of both; `capabilities`: names, and those that both have are agreed.
+    """
+
+    window: Annotated[int, msgspec.Meta(ge=1)] = 256 << 20
+    resume_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
+    capabilities: tuple[str, ...] = ()
+
+    def agreed(self, theirs: Terms) -> Terms:
+        """As both will act: the window is the other side's."""
+        common = tuple(sorted(set(self.capabilities) & set(theirs.capabilities)))
+        return Terms(theirs.window, min(self.resume_s, theirs.resume_s), common)
+
+
+STANDARD = Terms()
+
+
+class Stat(msgspec.Struct, frozen=True):
+    """`queued_bytes` wait for a connection, `unacked_bytes` are on one; `resent` and `voided` count messages' slices
+    that went twice and payloads that never came."""
+
+    lanes: int
+    lanes_lost: int
+    bytes_in: int
+    bytes_out: int
+    messages_in: int
+    messages_out: int
+    queued_bytes: int
+    unacked_bytes: int
+    resent: int
+    voided: int
+
+
+class Ack(msgspec.Struct, frozen=True, array_like=True):
+    """All messages before `through` (by priority) need nothing more; `frames`: received so far, by lane."""
+
+    through: tuple[int, ...]
+    frames: tuple[tuple[int, int], ...]
+
+
+class Close(msgspec.Struct, frozen=True, array_like=True):
+    """Messages up to these numbers (by priority) were sent before it."""
+
+    finals: tuple[int, ...]
+    reason: str
+
+
+CLOSED_HERE = "closed here"
+_encode = msgspec.msgpack.Encoder().encode
+_decode_ack = msgspec.msgpack.Decoder(Ack).decode
+_decode_close = msgspec.msgpack.Decoder(Close).decode
+
+
+class Session:
+    """Sends and receives typed messages with payloads. Not thread-safe: use it from its event loop."""
+
+    def __init__(
+        self, types: Any, handler: Handler, port: Port, terms: Terms = STANDARD, share: Share | None = None
+    ) -> None:
+        self._handler, self._port, self.terms = handler, port, terms
+        self._outbox = Outbox(port.wake, self._let_go, share)
+        self._inbox = Inbox(msgspec.msgpack.Decoder(types).decode, self, terms.window)
+        self.lanes: list[Lane] = []
+        self._by_number: dict[int, Lane] = {}
+        self._headers: dict[Lane, bytes] = {}
+        self._unacked_in: dict[Lane, int] = {}  # frames of each lane that were not acknowledged yet
+        self._unacked_in_bytes = 0
+        self._ack_due = False  # even if nothing else is to be sent
+        self._timers: dict[str, Timer] = {}
+        self._closing = self._close_sent = self._ended = False
+        self._reason = self._lost = ""
+        self._resume_s = 0.0
+        self._finals: tuple[int, ...] | None = None  # the peer's, when it closed
+        self._lanes_lost = self._resent = self._messages_in = self._messages_out = 0
+        self.peer = "unconnected"
+        self.capabilities: tuple[str, ...] = ()
+        self.bytes_in = 0
+        self.bytes_out = 0
+
+    # What users do.
+
+    def send(
+        self,
+        message: Any,
+        *payload: memoryview,
+        priority: Priority | None = None,
+        done: Done | None = None,
+    ) -> Sending:
+        """Queues a message; with a payload its priority is NORMAL, without one CONTROL, unless given.
+
+        The payload's memory must stay as it is until `done(True)`: the peer has it all, or `done(False)`: it was
+        cancelled or the session ended. Sending on a closed session does nothing but `done(False)`.
+        Raises ProtocolError when the message itself is over the limit.
+        """
+        pieces, header = Pieces(payload), _encode(message)
+        if len(header) > MAX_HEADER:
+            raise ProtocolError(f"message of {len(header)} bytes exceeds the limit of {MAX_HEADER}")
+        if priority is None:
+            priority = Priority.NORMAL if pieces.size else Priority.CONTROL
+        if self.closed:
+            sending = Sending(self._outbox, header, pieces, priority, None)
+            sending.over = True
+            if done is not None:
+                refused = done
+                self._port.soon(lambda: refused(False))
+            return sending
+        self._messages_out += 1
+        sending = self._outbox.submit(header, pieces, priority, done)
+        if self._outbox.queued_headers > MAX_BACKLOG:
+            self.abort(
+                f"{self.peer} takes nothing: {self._outbox.queued_headers} bytes of messages wait for it"
+            )
+        return sending
+
+    def refuse(self, message: Any) -> bool:
+        """Gives up a message that was placed and has not come yet: its memory is the caller's again when this
+        returns True, with no `on_void`; its sender hears `done(False)`. False when it is not under way."""
+        found = self._inbox.refuse(message)
+        if found is None:
+            return False
+        self._outbox.notice(Kind.REFUSE, *found)
+        return True
+
+    def close(self, reason: str = CLOSED_HERE) -> None:
+        """Ends the session after what is queued is sent. Idempotent."""
+        if self.closed:
+            return
+        self._closing, self._reason = True, reason
+        self._inbox.stopped = True
+        self._after(LINGER_S, "linger", self._end)
+        if self.lanes:
+            self._port.wake()
+        else:
+            self._port.soon(self._end)
+
+    def abort(self, reason: str) -> None:
+        """Ends the session at once; what is queued is dropped. Idempotent."""
+        if self._ended:
+            return
+        self._reason = self._reason or reason
+        self._closing = self._close_sent = self._inbox.stopped = True
+        self._drop_lanes()
+        self._port.soon(self._end)
+
+    @property
+    def closed(self) -> bool:
+        return self._closing or self._ended
+
+    @property
+    def ended(self) -> bool:
+        """`on_close` was called."""
+        return self._ended
+
+    @property
+    def suspended(self) -> bool:
+        """Every connection is lost, and one may come back."""
+        return "resume" in self._timers
+
+    def stat(self) -> Stat:
+        return Stat(
+            lanes=len(self.lanes),
+            lanes_lost=self._lanes_lost,
+            bytes_in=self.bytes_in,
+            bytes_out=self.bytes_out,
+            messages_in=self._messages_in,
+            messages_out=self._messages_out,
+            queued_bytes=self._outbox.queued_bytes + self._outbox.queued_headers,
+            unacked_bytes=self._outbox.unacked_bytes,
+            resent=self._resent,
+            voided=self._inbox.voided,
+        )
+
+    # What the binding does.
+
+    def agree(self, terms: Terms) -> None:
+        """Takes the peer's terms, once, before the first lane."""
+        agreed = self.terms.agreed(terms)
+        self._outbox.window, self.capabilities = agreed.window, agreed.capabilities
+        self._resume_s = agreed.resume_s
+
+    def lane_up(self, number: int) -> Lane:
+        """A connection is there. It must be given to no other session."""
+        lane = Lane(self, number)
+        self.lanes.append(lane)
+        self._by_number[number] = lane
+        self._stop("resume")
+        self._ack_due = self._messages_in > 0  # what arrived over lanes that were lost need not come again
+        self._port.soon(self._port.wake)
+        return lane
+
+    def lane_down(self, lane: Lane, reason: str) -> None:
+        """A connection ended, in whatever way. What was on it goes over the others."""
+        if self._by_number.pop(lane.number, None) is None:
+            return
+        self.lanes.remove(lane)
+        self._inbox.lane_lost(lane.reader)
+        self._unacked_in.pop(lane, None)
+        if self._ended:
+            return
+        if self._close_sent or self._finals is not None:
+            if not self.lanes:
+                self._end()
+            return
+        self._lanes_lost += 1
+        self._resent += len(lane.unacked)
+        self._outbox.lost(list(lane.unacked))
+        if self.lanes:
+            return
+        self._lost = reason or "closed by the peer"
+        if self._resume_s > 0 and not self._closing:
+            self._after(self._resume_s, "resume", self.give_up)
+        else:
+            self._reason = self._reason or self._lost
+            self._port.soon(self._end)
+
+    def give_up(self, reason: str = "") -> None:
+        """No connection of a suspended session will come back."""
+        self._stop("resume")
+        if not self.lanes:
+            self._reason = self._reason or reason or self._lost
+            self._end()
+
+    def fail(self, reason: str) -> None:
+        """The peer did what it must not, or something here is broken: tells it why and ends."""
+        if self._ended or self._close_sent:
+            return
+        self._reason = self._reason or reason
+        self._closing = self._inbox.stopped = True
+        self._after(LINGER_S, "linger", self._end)
+        self._outbox.end()
+        self._port.wake()
+
+    def next_frame(self, lane: Lane) -> tuple[Frame, bool] | None:
+        """For lanes: what to write next, and whether the peer will acknowledge it."""
+        if self._close_sent or self._ended:
+            return None
+        if self._ack_due:
+            return self._ack(), False
+        now_ns = self._port.now_ns()
+        frame = self._outbox.next(now_ns)
+        if frame is not None:
+            if frame.sending is not None:
+                self.bytes_out += frame.length
+            if not lane.unacked:
+                lane.progress_ns = now_ns
+            if len(self.lanes) > 1:
+                self._after(STALL_S / 2, "stall", self._watch)
+            return frame, True
+        if self._outbox.share_free_ns is not None:
+            self._after((self._outbox.share_free_ns - now_ns) / NS_PER_S, "share", self._port.wake)
+        if self._closing and self._outbox.empty:
+            return self._close_frame(), False
+        return None
+
+    # What lanes bring.
+
+    def begin(self, lane: Lane, prefix: Prefix, header: bytes) -> Sequence[memoryview]:
+        if prefix.kind & ~ACK_SOON == Kind.DATA:
+            if self._closing:
+                return scratch(prefix.length)
+            return self._inbox.begin(prefix, header, lane.reader)
+        if prefix.length:
+            raise ProtocolError(f"a frame of kind {prefix.kind} carries a payload")
+        self._headers[lane] = header
+        return ()
+
+    def end(self, lane: Lane, prefix: Prefix, is_good: bool) -> bool:
+        kind = prefix.kind & ~ACK_SOON
+        if kind == Kind.DATA:
+            self._end_data(lane, prefix, is_good)
+        else:
+            self._end_notice(lane, prefix, kind, self._headers.pop(lane))
+        if self._finals is not None and not self._ended and self._all_came():
+            self._end()
+        return not self._ended
+
+    def _end_data(self, lane: Lane, prefix: Prefix, is_good: bool) -> None:
+        if not self._closing:
+            self._count_in(lane, prefix)
+            self._inbox.end(prefix, lane.reader, is_good)
+
+    def _end_notice(self, lane: Lane, prefix: Prefix, kind: int, header: bytes) -> None:
+        try:
+            if kind == Kind.ACK:
+                self._acknowledged(_decode_ack(header))
+            elif kind == Kind.CANCEL:
+                self._count_in(lane, prefix)
+                self._inbox.cancelled(prefix.priority, prefix.seq)
+            elif kind == Kind.REFUSE:
+                self._count_in(lane, prefix)
+                self._outbox.refused(prefix.priority, prefix.seq)
+            elif kind == Kind.CLOSE:
+                self._peer_closed(_decode_close(header))
+            else:
+                raise ProtocolError(f"frames of kind {kind} do not belong here")
+        except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
+            raise ProtocolError(f"a frame of kind {kind} could not be read: {error}") from None
+
+    def _acknowledged(self, ack: Ack) -> None:
+        for number, count in ack.frames:
+            lane = self._by_number.get(number)
+            if lane is not None:
+                lane.progress_ns = self._port.now_ns()
+                for frame in lane.acknowledged(count):
+                    self._outbox.arrived(frame)
+        for priority, seq in zip(Priority, ack.through, strict=False):
+            self._outbox.delivered(priority, seq)
+        if not self._outbox.empty or self._closing:
+            self._port.wake()
+
+    def _peer_closed(self, close: Close) -> None:
+        if self._finals is None:
+            self._finals = close.finals
+            self._reason = self._reason or (
+                f"closed by the peer: {close.reason}" if close.reason else "closed by the peer"
+            )
+            self._after(LINGER_S, "linger", self._end)
+
+    def _all_came(self) -> bool:
+        assert self._finals is not None
+        return self._closing or all(
+            through >= final for through, final in zip(self._inbox.through, self._finals, strict=False)
+        )
+
+    # For the inbox.
+
+    def on_message(self, message: Any) -> None:
+        self._messages_in += 1
+        self._handler.on_message(self, message)
+
+    def place(self, message: Any, size: int) -> Sequence[memoryview]:
+        return self._handler.place(self, message, size)
+
+    def on_void(self, message: Any) -> None:
+        self._handler.on_void(self, message)
+
+    # Acknowledgements.
+
+    def _count_in(self, lane: Lane, prefix: Prefix) -> None:
+        lane.frames_in += 1
+        count = PREFIX_BYTES + prefix.header + prefix.length + (len(GOOD) if prefix.length else 0)
+        if prefix.kind & ~ACK_SOON == Kind.DATA:
+            self.bytes_in += count
+        self._unacked_in[lane] = self._unacked_in.get(lane, 0) + 1
+        self._unacked_in_bytes += count
+        if self._unacked_in_bytes >= ACK_BYTES or self._unacked_in[lane] >= ACK_FRAMES:
+            self._acknowledge()
+        elif prefix.kind & ACK_SOON:
+            self._after(self._port.ack_delay_s, "ack", self._acknowledge)
+
+    def _acknowledge(self) -> None:
+        if not self._ack_due:
+            self._ack_due = True
+            self._port.wake()
+
+    def _ack(self) -> Frame:
+        frames = tuple((lane.number, lane.frames_in) for lane in self._unacked_in)
+        header = _encode(Ack(tuple(self._inbox.through), frames))
+        self._unacked_in.clear()
+        self._unacked_in_bytes = 0
+        self._ack_due = False
+        self._stop("ack")
+        return Frame(prefix_of(Kind.ACK, header) + header)
+
+    def _watch(self) -> None:
+        """Gives up lanes that stall. If all of them do, it is the peer or the network, and that is not for us."""
+        busy = [lane for lane in self.lanes if lane.unacked]
+        latest_ns = max((lane.progress_ns for lane in self.lanes), default=0)
+        for lane in busy:
+            if latest_ns - lane.progress_ns > STALL_S * NS_PER_S:
+                self._port.abort(lane)
+                self.lane_down(lane, "it stalled")
+        if busy:
+            self._after(STALL_S / 2, "stall", self._watch)
+
+    # Ends.
+
+    def _close_frame(self) -> Frame:
+        """The last frame of the session. What other lanes have not written yet still goes."""
+        self._close_sent = True
+        reason = "" if self._reason == CLOSED_HERE else self._reason
+        header = _encode(Close(self._outbox.final_seqs, reason))
+        for lane in self.lanes:
+            self._port.soon(_finisher(self._port, lane))
+        return Frame(prefix_of(Kind.CLOSE, header) + header)
+
+    def _let_go(self, sending: Sending) -> None:
+        for lane in self.lanes:
+            lane.blank(sending)
+
+    def _after(self, delay_s: float, name: str, function: Callable[[], object]) -> None:
+        """Calls it later, once, however often this is asked meanwhile."""
+        if name not in self._timers:
+            self._timers[name] = self._port.later(delay_s, lambda: self._due(name, function))
+
+    def _due(self, name: str, function: Callable[[], object]) -> None:
+        self._timers.pop(name, None)
+        function()
+
+    def _stop(self, name: str) -> None:
+        timer = self._timers.pop(name, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _drop_lanes(self) -> None:
+        for lane in list(self.lanes):
+            self._port.abort(lane)
+            lane.reader.divert()
+        self.lanes.clear()
+        self._by_number.clear()
+
+    def _end(self) -> None:
+        """Everything open goes back to its owner, once; then the owner hears of the end."""
+        if self._ended:
+            return
+        self._ended = self._closing = self._inbox.stopped = True
+        self._drop_lanes()
+        for name in list(self._timers):
+            self._stop(name)
+        self._inbox.end_all()
+        self._outbox.end()
+        self._port.ended()
+        self._handler.on_close(self, self._reason or "closed by the peer")
+
+
+def _finisher(port: Port, lane: Lane) -> Callable[[], None]:
+    return lambda: port.finish(lane)

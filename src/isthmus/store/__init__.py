@@ -1,0 +1,26 @@
+"""Keeps KV blocks of one node: a DRAM arena over an SSD log.
+
+Knows names, seals and bytes; which block to keep where is decided elsewhere.
+"""
+
+from isthmus.store.arena import Arena, ArenaHandle, PeerArena, Shape
+from isthmus.store.books import Pinned
+from isthmus.store.files import Files
+from isthmus.store.log import Log
+from isthmus.store.memory import copy_bytes
+from isthmus.store.stat import Stat, TierStat
+from isthmus.store.store import Store
+
+__all__ = [
+    "Arena",
+    "ArenaHandle",
+    "Files",
+    "Log",
+    "PeerArena",
+    "Pinned",
+    "Shape",
+    "Stat",
+    "Store",
+    "TierStat",
+    "copy_bytes",
+]

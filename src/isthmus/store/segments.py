@@ -1,0 +1,167 @@
+"""The files under a log: one folder, one lock, segment files of equal records. Knows places and bytes only."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+from collections.abc import Sequence
+
+from isthmus.errors import StartError
+from isthmus.store.files import Files
+from isthmus.store.memory import PAGE_BYTES, Buffer, aligned_buffer
+from isthmus.store.record import GROUP, RecordFormat
+
+log = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 256 << 20
+_LOCK_NAME = "lock"
+_SEGMENT_NAME = re.compile(r"blocks-([0-9a-f]{16})-(\d{6})")
+
+
+class Segments:
+    """Record places 0 to `num_records`, in files of up to 256 MiB that are created one after the other.
+
+    Raises StartError when another store uses the folder, OSError when it cannot be used at all.
+    """
+
+    def __init__(
+        self, folder: str, record: RecordFormat, num_records: int, files: Files, *, direct: bool
+    ) -> None:
+        self.folder = folder
+        self.num_records = num_records
+        self._record = record
+        self._files = files
+        self._mark = record.fingerprint[:8].hex()
+        self._per_segment = max(1, SEGMENT_BYTES // record.group_bytes) * GROUP
+        self._fds: list[int] = []
+        files.make_folder(folder)
+        self._lock_fd = self._lock()
+        try:
+            self.direct = direct and record.is_large and self._has_direct()
+            self._open()
+        except OSError:
+            self.close()
+            raise
+
+    @property
+    def num_places(self) -> int:
+        """Places that have a file; the rest comes with `grow`."""
+        return min(len(self._fds) * self._per_segment, self.num_records)
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(self._file_bytes(segment) for segment in range(len(self._fds)))
+
+    def groups(self) -> list[range]:
+        """The places whose headers lie together."""
+        return [range(at, min(at + GROUP, self.num_places)) for at in range(0, self.num_places, GROUP)]
+
+    def grow(self) -> range:
+        """Adds a file; returns its places. Raises OSError, and then nothing has changed."""
+        path, places = self._path(len(self._fds)), self._places(len(self._fds))
+        fd = self._files.open(path, direct=self.direct)
+        try:
+            self._files.allocate(fd, self._file_bytes(len(self._fds)))
+            self._files.sync_folder(self.folder)
+        except OSError:
+            self._files.close(fd)
+            self._files.remove(path)
+            raise
+        self._fds.append(fd)
+        return places
+
+    def num_following(self, place: int) -> int:
+        """How many records lie together from this one on."""
+        return GROUP - place % GROUP
+
+    def read_heads(self, place: int, into: memoryview) -> int:
+        """Headers from this record's on; fewer bytes than asked for at the end of the file."""
+        fd, index = self._locate(place)
+        return self._files.read(fd, [into], self._record.head_offset(index))
+
+    def read_payloads(self, place: int, start: int, into: Sequence[memoryview]) -> int:
+        """Payload bytes from this record's byte `start` on; fewer at the end of the file."""
+        fd, index = self._locate(place)
+        return self._files.read(fd, into, self._record.payload_offset(index) + start)
+
+    def write(self, place: int, payloads: Sequence[Buffer], heads: memoryview) -> None:
+        """Writes records that lie together, from this one on: all or OSError."""
+        fd, index = self._locate(place)
+        self._write(fd, payloads, self._record.payload_offset(index))
+        self._write(fd, [heads], self._record.head_offset(index))
+
+    def sync(self, places: Sequence[int]) -> None:
+        """Makes what was written to these places durable."""
+        for segment in sorted({place // self._per_segment for place in places}):
+            self._files.sync(self._fds[segment])
+
+    def close(self) -> None:
+        """Idempotent. The files stay, the lock goes."""
+        fds, self._fds = self._fds, []
+        if self._lock_fd is not None:
+            fds.append(self._lock_fd)
+            self._lock_fd = None
+        for fd in fds:
+            self._files.close(fd)
+
+    def _lock(self) -> int | None:
+        fd = self._files.open(os.path.join(self.folder, _LOCK_NAME), direct=False)
+        if self._files.lock(fd):
+            return fd
+        self._files.close(fd)
+        raise StartError(f"SSD tier in {self.folder}: another node uses this folder; give each node its own")
+
+    def _has_direct(self) -> bool:
+        """Some file systems refuse O_DIRECT when opening, some only when reading."""
+        try:
+            fd = self._files.open(os.path.join(self.folder, _LOCK_NAME), direct=True)
+        except OSError:
+            return False
+        try:
+            self._files.read(fd, [aligned_buffer(PAGE_BYTES)], 0)
+        except OSError:
+            return False
+        finally:
+            self._files.close(fd)
+        return True
+
+    def _open(self) -> None:
+        """Takes over the files of an earlier run: as far as model and capacity agree."""
+        mine, others, limit = set(), [], -(-self.num_records // self._per_segment)
+        for name in self._files.names(self.folder):
+            if match := _SEGMENT_NAME.fullmatch(name):
+                if match[1] == self._mark and int(match[2]) < limit:
+                    mine.add(int(match[2]))
+                else:
+                    others.append(name)
+        if others:
+            log.info("SSD tier in %s: removes %d files of another model or size", self.folder, len(others))
+        for name in others:
+            self._files.remove(os.path.join(self.folder, name))
+        while mine and len(self._fds) <= max(mine):
+            # A file that is missing in the middle is opened empty.
+            segment = len(self._fds)
+            self._fds.append(self._files.open(self._path(segment), direct=self.direct))
+            full = self._file_bytes(segment)
+            if self._files.size(self._fds[segment]) > full:
+                self._files.truncate(self._fds[segment], full)
+
+    def _places(self, segment: int) -> range:
+        start = segment * self._per_segment
+        return range(start, min(start + self._per_segment, self.num_records))
+
+    def _path(self, segment: int) -> str:
+        return os.path.join(self.folder, f"blocks-{self._mark}-{segment:06d}")
+
+    def _file_bytes(self, segment: int) -> int:
+        return self._record.file_bytes(len(self._places(segment)))
+
+    def _locate(self, place: int) -> tuple[int, int]:
+        segment, index = divmod(place, self._per_segment)
+        return self._fds[segment], index
+
+    def _write(self, fd: int, pieces: Sequence[Buffer], offset: int) -> None:
+        if self._files.write(fd, pieces, offset) != sum(map(len, pieces)):
+            raise OSError(errno.ENOSPC, "the file system took only a part of a record")

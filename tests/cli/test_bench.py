@@ -1,0 +1,80 @@
+"""`isthmus bench` of moving and keeping bytes, as a user runs it, on a few kilobytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Command
+
+KIB = 1024
+
+
+@pytest.fixture(autouse=True)
+def no_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isthmus.benchmarks.messenger.SAMPLE_BYTES", 1)
+
+
+def test_messenger(isthmus: Command, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    options = ("--sizes", "64KiB", "--pieces", "16KiB", "--connections", "2", "--rounds", 1, "--pings", 2)
+    status, out, err = isthmus("bench", "messenger", *options, "--direction", "pull", "--json", file)
+    assert (status, err) == (0, "")
+    assert "pull, GB/s" in out and "P99 ms" in out
+    [row] = json.loads(file.read_text())
+    assert (row["size"], row["pieces"], row["connections"]) == (64 * KIB, 16 * KIB, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--direction", "up"), "--direction up: known are push, pull"),
+        (("--sizes", "1MiB,x"), "'x' is not a size"),
+        (("--sizes", "0"), "--sizes 0: 0 is no size"),
+        (("--connections", "0"), "--connections 0: must be 1 or more"),
+    ],
+)
+def test_bad_messenger_options_give_one_line(isthmus: Command, options: tuple[str, str], said: str) -> None:
+    status, _, err = isthmus("bench", "messenger", *options)
+    assert status == 2 and said in err and "Traceback" not in err
+
+
+def test_store(isthmus: Command, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    options = ("--sizes", "16KiB", "--total", "64KiB", "--rounds", 1, "--folder", tmp_path)
+    status, out, err = isthmus("bench", "store", *options, "--json", file)
+    assert (status, err) == (0, "")
+    assert "cold (O_DIRECT, fadvise)" in out
+    assert [(row["operation"], row["tier"]) for row in json.loads(file.read_text())] == [
+        ("put", "dram"),
+        ("get", "dram"),
+        ("put", "ssd"),
+        ("get", "ssd"),
+    ]
+
+
+def test_wan(isthmus: Command, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    options = ("--rates", "1", "--connections", "1", "--delay-ms", 1, "--seconds", 0.01, "--rounds", 1)
+    status, out, err = isthmus("bench", "wan", *options, "--json", file)
+    assert (status, err) == (0, "")
+    assert "1 ms each way" in out
+    [row] = json.loads(file.read_text())
+    assert (row["rate_gbps"], row["connections"], row["stalled"]) == (1.0, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "said"),
+    [
+        ("store", ("--sizes", "100"), "multiples of 16"),
+        ("store", ("--folder", "/no/folder"), "/no/folder: is no folder"),
+        ("store", ("--json", "/no/rows.json"), "--json /no/rows.json: no folder"),
+        ("wan", ("--rates", "fast"), "--rates fast: expected numbers"),
+        ("wan", ("--window", "1KiB"), "window at least 64KiB"),
+    ],
+)
+def test_bad_options_give_one_line(isthmus: Command, command: str, options: tuple[str, str], said: str) -> None:
+    status, _, err = isthmus("bench", command, *options)
+    assert status == 2 and said in err and "Traceback" not in err

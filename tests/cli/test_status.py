@@ -1,0 +1,249 @@
+"""`isthmus status`: what it shows of a real cluster, and one line for each way it can go wrong."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from isthmus.cli import status as verb
+from isthmus.cli.status_tables import _size, status_tables
+from isthmus.gateway.node_metrics import NODE_METRICS
+from isthmus.gateway.status import (
+    CacheStatus,
+    MemoryStatus,
+    NodeStatus,
+    ReuseStatus,
+    Status,
+    TierStatus,
+    TransferStatus,
+)
+from isthmus.types import Role
+from tests.cli.conftest import Command
+from tests.served import serve
+
+CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.001}
+MEMORY = TierStatus("memory", 1 << 30, 1 << 29, 1234, 50, 0.4, 6, 3 << 20, 7 << 20)
+DISK = TierStatus("disk", 1 << 40, 0, 0, 0, 0.0, 0, 0, 0)
+CACHE = CacheStatus((MEMORY, DISK), 3, 2, False, 0, 0, 0, 0)
+NODE = NodeStatus(
+    *("prefill-0", Role.PREFILL, 2, 1, 0),
+    kv_memory=MemoryStatus(1 << 30, 1 << 28, 0),
+    prefix_cache=ReuseStatus(2000, 1200, 0.6, 9),
+    transfers=TransferStatus(0, 5 << 20, 6 << 20, 7 << 20, 0, 4),
+    cache=CACHE,
+)
+STATUS = Status(0.0, "acme/tiny", True, 2, {}, 0.6, (NODE,))
+
+
+def replace(**fields: object) -> Status:
+    return msgspec.structs.replace(STATUS, **fields)
+
+
+@contextmanager
+def answering(*bodies: bytes | int) -> Iterator[str]:
+    """The URL of a server that answers GET /status with these in turn, the last one again and again. An int is the
+    status of a failure."""
+    left = list(bodies)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = left.pop(0) if len(left) > 1 else left[0]
+            if isinstance(body, int) or self.path != "/status":
+                self.send_error(body if isinstance(body, int) else 404)
+                return
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Quiet."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def rows_of(text: str) -> list[list[str]]:
+    """The cells of every table in Markdown."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if "|" in line]
+
+
+def naps(count: int) -> Callable[[float], None]:
+    """A `sleep` that takes no time, and the last of so many is interrupted as by Ctrl-C."""
+    left = [count]
+
+    def sleep(_: float) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    return sleep
+
+
+def test_the_tables(isthmus: Command) -> None:
+    with answering(msgspec.json.encode(STATUS)) as url:
+        code, out, err = isthmus("status", "--url", url + "/")
+    assert (code, err) == (0, "")
+    assert f"acme/tiny at {url}: ready, 2 requests running, prefix hit rate 60.0 %" in out
+    rows = rows_of(out)
+    assert ["prefill-0", "prefill", "2", "1", "0", "1 GiB", "25.0", "60.0", "9", "ok, 2 to write"] in rows
+    memory = ["512 MiB", "1 GiB", "50.0", "1,234", "40.0", "6", "3", "3 MiB", "7 MiB"]
+    assert ["prefill-0", "memory", *memory] in rows
+    assert ["prefill-0", "disk", "0", "1 TiB", "0.0", "0", "0.0", "0", "–", "0", "0"] in rows
+    assert "KV between nodes" not in out, "there is one node"
+
+
+def test_what_moved_between_nodes() -> None:
+    other = msgspec.structs.replace(NODE, node="decode-0", role=Role.DECODE, cache=None)
+    assert other.transfers.seal_mismatches == 4
+    moved = text_of(replace(nodes=(NODE, other)))[2]
+    assert rows_of(moved)[-1] == ["decode-0", "0", "5 MiB", "6 MiB", "7 MiB", "0", "4"]
+
+
+def test_what_an_operator_should_see() -> None:
+    troubled = msgspec.structs.replace(CACHE, degraded=True, io_errors=3, seal_mismatches=1200)
+    nodes = (msgspec.structs.replace(NODE, cache=troubled),)
+    table = text_of(
+        replace(healthy=False, hit_rate=None, requests_refused={"decode": 7, "prefill": 0}, nodes=nodes)
+    )
+    assert "SSD takes nothing, 3 I/O errors, 1,200 damaged on SSD" in table[0]
+    headline = " ".join(table[0].split())
+    assert "NOT READY" in headline and "no prefix looked up, refused: decode 7 |" in headline + " |"
+    assert "–" in text_of(replace(nodes=(nodes[0],), hit_rate=None))[1], "pins are of memory"
+
+
+def text_of(status: Status) -> list[str]:
+    """Each table as Markdown."""
+    from rich import box
+
+    texts = []
+    for table in status_tables(status, "http://here"):
+        table.box = box.MARKDOWN
+        console = Console(width=400)
+        with console.capture() as capture:
+            console.print(table)
+        texts.append(capture.get())
+    return texts
+
+
+def test_sizes() -> None:
+    sizes = {
+        0: "0",
+        512: "512 B",
+        999: "999 B",
+        1000: "0.977 KiB",
+        1536: "1.5 KiB",
+        1023 << 10: "0.999 MiB",
+        5 << 60: "5.12e+03 PiB",
+    }
+    assert {size: _size(size) for size in sizes} == sizes
+
+
+def test_json_is_what_the_gateway_said(isthmus: Command) -> None:
+    with answering(msgspec.json.encode(STATUS)) as url:
+        code, out, _ = isthmus("status", "--url", url, "--json")
+    assert code == 0 and msgspec.json.decode(out, type=Status) == STATUS and out.count("\n") == 1
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_again_and_again_until_interrupted(
+    isthmus: Command, monkeypatch: pytest.MonkeyPatch, form: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(time, "sleep", naps(3))
+    with answering(msgspec.json.encode(STATUS)) as url:
+        code, out, err = isthmus("status", "--url", url, "--watch", 2, *form)
+    assert (code, err) == (0, "")
+    assert out.count("acme/tiny") == 3
+
+
+def test_a_watched_cluster_may_be_restarted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(time, "sleep", naps(3))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes any output for a terminal then
+    body = msgspec.json.encode(STATUS)
+    with answering(body, 503, body) as url:
+        verb._live(url, 1.0)
+    shown = capsys.readouterr().out
+    assert shown.count("acme/tiny") == 2 and "503" in shown
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://here", "http://", "http://here:port", "http://[::1"])
+def test_urls_that_are_none(isthmus: Command, url: str) -> None:
+    code, out, err = isthmus("status", "--url", url)
+    assert (code, out) == (2, "")
+    assert err == f"isthmus: error: --url {url}: not a URL such as http://127.0.0.1:8000\n"
+
+
+def test_nothing_is_there(isthmus: Command) -> None:
+    with socket.socket() as bound:  # taken, and nobody listens
+        bound.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        code, out, err = isthmus("status", "--url", url)
+    assert (code, out) == (1, "")
+    assert err == (
+        f"isthmus: error: nothing answers at {url}: Connection refused; is `isthmus serve` running there? (--url)\n"
+    )
+
+
+def test_it_does_not_answer_in_time(isthmus: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verb, "ANSWER_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        code, _, err = isthmus("status", "--url", url)
+    assert code == 1 and f"nothing answers at {url}: no answer within 0.05 s" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "says"), [(404, "answers 404 Not Found"), (b"<html>", "not what this version reads")]
+)
+def test_something_else_is_there(isthmus: Command, body: bytes | int, says: str) -> None:
+    for form in ((), ("--json",)):
+        with answering(body) as url:
+            code, out, err = isthmus("status", "--url", url, *form)
+        assert (code, out) == (1, "") and f"{url}/status" in err and says in err and err.count("\n") == 1
+
+
+def test_of_a_running_cluster(isthmus: Command, tmp_path: Path) -> None:
+    """Every figure that is read is reported by real nodes, and every metric of theirs is explained."""
+    config = tmp_path / "isthmus.yaml"
+    cache = {"dram": "1MiB", "ssd": "1MiB", "folder": str(tmp_path / "blocks")}
+    engine = {"kind": "emulated", "cost": CURVE}
+    config.write_text(json.dumps({"engine": engine, "cache": cache, "roles": {"prefill": 1, "decode": 1}}))
+    with serve(tmp_path, "--config", str(config)) as served:
+        for _ in range(2):
+            served.complete(list(range(200)), 4)
+        served.wait_until(
+            lambda: served.gauge("prefix_cache_hits_total")["prefill-0"] == 192, "the second is told"
+        )
+        names = set(re.findall(r"^isthmus_(\w+)\{node=", served.http.get("/metrics").text, re.M))
+        assert names == NODE_METRICS.keys()
+        _, text, _ = isthmus("status", "--url", served.url)
+        _, out, _ = isthmus("status", "--url", served.url, "--json")
+    found = msgspec.json.decode(out, type=Status)
+    assert [(node.node, node.role) for node in found.nodes] == [
+        ("prefill-0", "prefill"),
+        ("decode-0", "decode"),
+    ]
+    prefill = found.nodes[0]
+    assert found.hit_rate == prefill.prefix_cache.hit_rate == 192 / 400
+    assert prefill.cache is not None and [tier.tier for tier in prefill.cache.tiers] == ["memory", "disk"]
+    assert prefill.cache.tiers[0].blocks == 12 and prefill.cache.tiers[0].hits >= 12
+    assert prefill.transfers.handover_bytes_out > 0 and prefill.kv_memory.capacity_bytes <= 64 << 20
+    assert len(rows_of(text)) == (2 + 2) + (2 + 4) + (2 + 2)

@@ -1,0 +1,115 @@
+"""Cached blocks of a live cluster: kept beside the engine, on disk, lent and fetched; every token is checked."""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isthmus.cli.models import demo_folder
+from isthmus.engine.emulated import expected_tokens, recipe_of
+from tests.served import Served, serve
+
+DEMO = recipe_of(demo_folder(), demo_folder(), 16)
+CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.001}
+
+
+def deployment(folder: Path, **sections: Any) -> str:
+    """A configuration file of emulated nodes with a cache of 1,000 blocks."""
+    settings = {
+        "engine": {"kind": "emulated", "cost": CURVE, "token_budget": 256},
+        "cache": {"dram": 512_000, **sections.pop("cache", {})},
+        **sections,
+    }
+    path = folder / "isthmus.yaml"
+    path.write_text(json.dumps(settings))
+    return str(path)
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(256) for _ in range(length)]
+
+
+def ask(served: Served, prompt: list[int], count: int = 20, **fields: Any) -> int:
+    """Checks an answer; returns how many of its prompt's tokens were cached."""
+    found = served.complete(prompt, count, ignore_eos=True, **fields)
+    assert found["choices"][0]["token_ids"] == expected_tokens(DEMO, prompt, count)
+    return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def total(served: Served, name: str) -> float:
+    return sum(served.gauge(name).values())
+
+
+def test_the_next_turn_finds_prompt_and_answer(tmp_path: Path) -> None:
+    with serve(tmp_path, "--config", deployment(tmp_path)) as served:
+        first = prompt_of(1, 400)
+        assert ask(served, first, 100) == 0
+        served.wait_until(lambda: served.gauge("cache_memory_blocks").get("decode-0", 0) >= 31, "the answer is kept")
+        answer = expected_tokens(DEMO, first, 100)
+        assert ask(served, first + answer + prompt_of(2, 50)) == 496
+        served.wait_until(lambda: total(served, "kv_bytes_borrowed_total") > 0, "blocks are read where they lie")
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["lent", "fetched"])
+def test_prefill_nodes_use_each_others_blocks(shared: bool, tmp_path: Path) -> None:
+    """`round_robin` would compute everything twice; `mooncake` fetches from the one that has it."""
+    config = deployment(tmp_path, roles={"prefill": 2, "decode": 2}, policy="mooncake", cache={"share": "host" if shared else "none"})
+    shared_prompt = prompt_of(3, 1600)
+    prompts = [shared_prompt + prompt_of(seed, 200) for seed in range(10, 26)]
+    with serve(tmp_path, "--config", config) as served:
+        assert ask(served, prompts[0]) == 0
+        with ThreadPoolExecutor(8) as pool:
+            cached = list(pool.map(lambda prompt: ask(served, prompt), prompts[1:]))
+        assert sorted(cached)[len(cached) // 3] == 1600, "some may begin before the prefix has crossed"
+        moved = "kv_bytes_borrowed_total" if shared else "kv_bytes_fetched_total"
+        served.wait_until(lambda: total(served, moved) >= 100 * 512, "the prefix crosses once")
+        computed = served.gauge("tokens_computed_total")
+        assert min(computed["prefill-0"], computed["prefill-1"]) > 0, "both worked"
+
+
+def test_blocks_outlive_the_cluster(tmp_path: Path) -> None:
+    config = deployment(tmp_path, cache={"ssd": "16MiB", "folder": str(tmp_path / "blocks")})
+    prompt = prompt_of(4, 1600)
+    with serve(tmp_path, "--config", config) as served:
+        assert ask(served, prompt) == 0
+        served.wait_until(lambda: total(served, "cache_disk_blocks") >= 200, "written behind")
+    with serve(tmp_path, "--config", config) as served:
+        served.wait_until(lambda: total(served, "cache_disk_blocks") >= 200, "found again")
+        assert ask(served, prompt) == 1599
+        assert total(served, "seal_mismatches_total") == 0
+
+
+def test_damaged_files_cost_time_and_no_token(tmp_path: Path) -> None:
+    config = deployment(tmp_path, cache={"ssd": "16MiB", "folder": str(tmp_path / "blocks")})
+    prompt = prompt_of(5, 1600)
+    with serve(tmp_path, "--config", config) as served:
+        ask(served, prompt)
+        served.wait_until(lambda: total(served, "cache_disk_blocks") >= 200, "written behind")
+    damage = random.Random(6)
+    for path in (tmp_path / "blocks").rglob("*"):
+        if path.is_file() and path.stat().st_size > 4096:
+            data = bytearray(path.read_bytes())
+            written = [at for at, byte in enumerate(data) if byte]
+            for at in damage.sample(written, 40):
+                data[at] ^= 1 << damage.randrange(8)
+            path.write_bytes(data)
+    with serve(tmp_path, "--config", config) as served:
+        assert ask(served, prompt) < 1599
+        assert ask(served, prompt) == 1599
+
+
+def test_eviction_under_pressure(tmp_path: Path) -> None:
+    """A cache of 50 blocks for prompts of 2,000, DRAM over SSD and DRAM alone."""
+    for tiers in ({}, {"ssd": 1 << 20, "folder": str(tmp_path / "blocks")}):
+        config = deployment(tmp_path, roles={"prefill": 2, "decode": 1}, cache={"dram": 25_600, **tiers})
+        draw = random.Random(7)
+        prompts = [prompt_of(seed, draw.randrange(50, 500)) for seed in range(12)]
+        with serve(tmp_path, "--config", config) as served, ThreadPoolExecutor(6) as pool:
+            list(pool.map(lambda prompt: ask(served, prompt, 10), [draw.choice(prompts) for _ in range(60)]))
+            served.wait_until(lambda: total(served, "cache_memory_evictions_total") > 0, "an eviction")

@@ -1,0 +1,310 @@
+"""Sessions without I/O: whatever is lost, cancelled, refused or late, at any step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isthmus.messenger import Priority, Share, Terms, lane, outbox, session
+
+from .pair import Pair, Parcel, number_of
+
+PRIORITIES = st.sampled_from(Priority)
+SIZES = st.sampled_from([0, 0, 1, 5, 16, 17, 40, 100, 300])
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_slices() -> Iterator[None]:
+    """So that a few hundred bytes are many slices and many batches."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outbox, "SLICE", 16)
+        patch.setattr(outbox, "HEADERS_PER_SLICE", 0)
+        patch.setattr(lane, "BATCH", 150)
+        yield
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("send"), st.integers(0, 1), PRIORITIES, SIZES),
+    st.tuples(st.just("write"), st.integers(0, 1), st.integers(0, 3), st.integers(1, 400)),
+    st.tuples(st.just("write"), st.integers(0, 1), st.integers(0, 3), st.integers(1, 400)),
+    st.tuples(st.just("read"), st.integers(0, 1), st.integers(0, 3), st.integers(1, 400)),
+    st.tuples(st.just("read"), st.integers(0, 1), st.integers(0, 3), st.integers(1, 400)),
+    st.tuples(st.just("cancel"), st.integers(0, 1), st.integers(0, 30), st.none()),
+    st.tuples(st.just("refuse"), st.integers(0, 1), st.integers(0, 30), st.none()),
+    st.tuples(st.just("lose"), st.integers(0, 1), st.integers(0, 3), st.booleans()),
+    st.tuples(st.just("add"), st.none(), st.none(), st.none()),
+    st.tuples(st.just("time"), st.none(), st.none(), st.sampled_from([0.0, 0.001, 1.0])),
+)
+
+
+def perform(pair: Pair, operation: tuple) -> None:
+    what, side, which, value = operation
+    match what:
+        case "send":
+            number = len(pair.sides[0].sent) + len(pair.sides[1].sent)
+            pair.sides[side].send(value, which, number, first=value // 2)
+        case "write" | "read":
+            if pair.cables:
+                cable = pair.cables[-1 - which % len(pair.cables)]
+                getattr(cable, what)(side, value)
+        case "cancel":
+            sent = pair.sides[side].sent
+            if sent and not sent[which % len(sent)].heard:
+                pair.sides[side].cancel(sent[which % len(sent)])
+        case "refuse":
+            placed = list(pair.sides[side].placed)
+            if placed:
+                pair.sides[side].refuse(placed[which % len(placed)])
+        case "lose":
+            cable = pair.cables[-1 - which % len(pair.cables)]
+            cable.lose(side)
+            if value:
+                cable.lose(1 - side)
+        case "add":
+            if len(pair.live) < 4:
+                pair.add_cable()
+        case "time":
+            pair.clock.run_soon()
+            pair.clock.pass_time(value)
+
+
+@settings(max_examples=400)
+@given(st.integers(1, 3), st.sampled_from([60, 500, 1 << 20]), st.lists(OPERATIONS, max_size=80), st.integers(1, 1000))
+def test_whatever_happens_each_payload_is_delivered_or_voided_once(
+    cables: int, window: int, operations: list[tuple], chunk: int
+) -> None:
+    pair = Pair(Terms(window=window, resume_s=3600), cables)
+    for operation in operations:
+        perform(pair, operation)
+        pair.check()
+    for cable in pair.cables:  # what one end lost, the other learns of as well
+        if not all(cable.open):
+            cable.lose(0)
+            cable.lose(1)
+    if not pair.live:
+        pair.add_cable()
+    pair.settle(chunk)
+    pair.check()
+    for sender, receiver in (pair.sides, pair.sides[::-1]):
+        delivered = {number for number, _ in receiver.delivered}
+        assert all(len(sent.heard) == 1 for sent in sender.sent), "a sender was not told"
+        kept = [sent for sent in sender.sent if sent.heard[0]]
+        refused = {n for n, placed in receiver.placed.items() if placed.returned in ("refused", "voided")}
+        assert {number_of(sent.sending) for sent in kept} <= delivered | refused
+        assert all(placed.returned for placed in receiver.placed.values()), "memory was kept"
+        stat = sender.session.stat()
+        assert (stat.queued_bytes, stat.unacked_bytes) == (0, 0)
+        assert sender.session._outbox.ahead_bytes == 0
+        assert receiver.session._inbox._held_bytes == 0
+    pair.sides[0].session.close("enough")
+    pair.settle(chunk)
+    assert [side.reasons for side in pair.sides] == [["enough"], ["closed by the peer: enough"]]
+    pair.check()
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(OPERATIONS, max_size=40),
+    st.sampled_from(["close", "abort", "lose"]),
+    st.integers(0, 1),
+    st.integers(1, 500),
+)
+def test_however_it_ends_all_memory_comes_back(
+    operations: list[tuple], how: str, who: int, chunk: int
+) -> None:
+    pair = Pair(Terms(window=500, resume_s=0.0), 2)
+    for operation in operations:
+        if operation[0] in ("send", "write", "read", "cancel", "refuse"):
+            perform(pair, operation)
+    ending = pair.sides[who].session
+    if how == "close":
+        ending.close("enough")
+    elif how == "abort":
+        ending.abort("enough")
+    else:
+        for cable in pair.cables:
+            cable.lose(0)
+            cable.lose(1)
+    pair.settle(chunk)
+    pair.check()
+    for side in pair.sides:
+        assert len(side.reasons) == 1
+        assert all(placed.returned for placed in side.placed.values())
+        assert all(len(sent.heard) == 1 for sent in side.sent)
+        assert side.session.closed
+    if how == "close":
+        sent_before = [sent for sent in pair.sides[who].sent if not sent.cancelled]
+        other = pair.sides[1 - who]
+        came = {number for number, _ in other.delivered}
+        given_up = {n for n, placed in other.placed.items() if placed.returned == "refused"}
+        assert {number_of(sent.sending) for sent in sent_before} <= came | given_up, "close lost what was sent before"
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(PRIORITIES, SIZES), min_size=1, max_size=8), st.data())
+def test_a_flipped_bit_misplaces_nothing(messages: list, data: st.DataObject) -> None:
+    """In prefix or header it ends the session; in a payload only that payload is other than it was."""
+    pair = Pair(Terms(), 1)
+    sender, receiver = pair.sides
+    for number, (priority, size) in enumerate(messages):
+        sender.send(size, priority, number)
+    cable = pair.cables[0]
+    while cable.write(0, 1 << 30):
+        pass
+    wire = cable.wires[0]
+    bit = data.draw(st.integers(0, 8 * len(wire) - 1))
+    wire[bit // 8] ^= 1 << bit % 8
+    wrong: list[int] = []
+    deliver = receiver.on_message
+
+    def on_message(session: object, message: Parcel) -> None:
+        try:
+            deliver(session, message)  # type: ignore[arg-type]
+        except AssertionError:
+            wrong.append(message.number)
+            receiver.placed[message.number].give_back("delivered")
+
+    receiver.on_message = on_message  # type: ignore[method-assign]
+    pair.settle()
+    pair.check()
+    if wrong:
+        assert len(wrong) == 1 and not receiver.reasons
+    else:
+        assert len(receiver.reasons) == 1
+        assert "damaged" in receiver.reasons[0] or "does not speak" in receiver.reasons[0]
+        assert len(sender.reasons) == 1
+
+
+def test_urgent_messages_overtake_between_slices() -> None:
+    pair = Pair(Terms(), 1)
+    here, there = pair.sides
+    here.send(1000, Priority.NORMAL, 0)
+    pair.cables[0].write(0, 1 << 30)
+    here.send(0, Priority.CONTROL, 1)
+    here.send(100, Priority.URGENT, 2)
+    here.send(100, Priority.BACKGROUND, 3)
+    pair.settle()
+    assert [number for number, _ in there.delivered] == [1, 2, 0, 3]
+
+
+def test_a_full_window_holds_payloads_back_but_no_messages() -> None:
+    pair = Pair(Terms(window=100), 1)
+    here, there = pair.sides
+    for number in range(10):
+        here.send(50, Priority.NORMAL, number)
+    cable = pair.cables[0]
+    while cable.write(0, 1 << 30):
+        pass
+    assert 100 <= here.session.stat().unacked_bytes < 100 + 200
+    here.send(0, Priority.CONTROL, 10)
+    assert cable.write(0, 1 << 30)
+    while cable.read(1, 1 << 30):
+        pass
+    assert 10 in [number for number, _ in there.delivered]
+    pair.settle()
+    assert len(there.delivered) == 11
+
+
+def test_messages_behind_a_missing_one_are_held_and_bounded() -> None:
+    """Over two lanes, of which one brings nothing: the other does not fill the receiver's memory."""
+    pair = Pair(Terms(window=200), 2)
+    here, there = pair.sides
+    for number in range(40):
+        here.send(16, Priority.NORMAL, number)
+    slow, fast = pair.cables
+    slow.write(0, 1 << 30)
+    for _ in range(100):
+        fast.write(0, 1 << 30)
+        fast.read(1, 1 << 30)
+        pair.clock.pass_time(0.01)
+        fast.write(1, 1 << 30)
+        fast.read(0, 1 << 30)
+    assert there.delivered == []
+    assert here.session.stat().queued_bytes > 0
+    assert here.session._outbox.ahead_bytes < 200 + 150
+    pair.settle()
+    assert [number for number, _ in there.delivered] == list(range(40))
+
+
+def test_a_lane_that_stalls_alone_is_given_up() -> None:
+    pair = Pair(Terms(), 2)
+    here, there = pair.sides
+    slow, fast = pair.cables
+    here.send(16, Priority.NORMAL, 0)
+    slow.write(0, 1 << 30)
+    for number in range(1, 30):
+        here.send(16, Priority.NORMAL, number)
+        fast.write(0, 1 << 30)
+        fast.read(1, 1 << 30)
+        pair.clock.pass_time(1.0)
+        fast.write(1, 1 << 30)
+        fast.read(0, 1 << 30)
+    assert slow.lanes[0] in here.gone
+    assert here.session.stat().lanes_lost == 1 and here.session.stat().resent == 1
+    pair.settle()
+    assert [number for number, _ in there.delivered] == list(range(30))
+
+
+def test_a_suspended_session_resumes_or_expires() -> None:
+    for comes_back in (True, False):
+        pair = Pair(Terms(resume_s=2.0), 1)
+        here, there = pair.sides
+        here.send(100, Priority.NORMAL, 0)
+        pair.cables[0].write(0, 60)
+        pair.cables[0].read(1, 60)
+        pair.cables[0].lose(0)
+        pair.cables[0].lose(1)
+        assert here.session.suspended and there.session.suspended and not here.session.closed
+        here.send(10, Priority.URGENT, 1)
+        pair.clock.pass_time(1.9)
+        if comes_back:
+            pair.add_cable()
+            pair.settle()
+            assert [number for number, _ in there.delivered] == [1, 0]
+            assert not here.reasons
+        else:
+            pair.clock.pass_time(0.2)
+            assert here.reasons == there.reasons == ["lost"]
+            assert there.voided == [0]
+            assert [sent.heard for sent in here.sent] == [[False], [False]]
+
+
+def test_background_keeps_to_its_share() -> None:
+    share = Share(1000, burst=100)
+    pair = Pair(Terms(), 1, share)
+    here, there = pair.sides
+    here.send(2000, Priority.BACKGROUND, 0)
+    here.send(2000, Priority.NORMAL, 1)
+    cable = pair.cables[0]
+    while cable.write(0, 1 << 30):
+        pass
+    assert here.session.stat().queued_bytes > 1500, "all of it went at once"
+    pair.settle()
+    assert [number for number, _ in there.delivered] == [1, 0]
+    frames = -(-2000 // 16)
+    wire_bytes = here.session.bytes_out * frames / (2 * frames)
+    assert pair.clock.now_ns / 1e9 == pytest.approx(wire_bytes / 1000, rel=0.05)
+
+
+def test_sending_on_a_closed_session_is_told() -> None:
+    pair = Pair(Terms(), 1)
+    here, there = pair.sides
+    here.session.close()
+    sent = here.send(10, Priority.NORMAL, 0)
+    assert sent.heard == []
+    pair.settle()
+    assert sent.heard == [False] and there.delivered == []
+
+
+def test_a_peer_that_takes_nothing_ends_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "MAX_BACKLOG", 1000)
+    pair = Pair(Terms(), 1)
+    here, _ = pair.sides
+    for number in range(300):
+        here.send(0, Priority.CONTROL, number)
+    pair.settle()
+    assert len(here.reasons) == 1 and "takes nothing" in here.reasons[0]
+    assert all(sent.heard == [False] for sent in here.sent)

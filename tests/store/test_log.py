@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from isthmus.errors import ConfigError, StartError
+from isthmus.store import Log, Shape
+from isthmus.store.log import Entry
+from isthmus.store.memory import aligned_buffer
+from isthmus.store.record import Header
+from tests.store.support import LARGE, ODD, SMALL, content, log_bytes, room, seals_of
+
+SHAPES = pytest.mark.parametrize("shape", [SMALL, LARGE, ODD], ids=["small", "large", "odd"])
+
+
+def entry(log: Log, name: int, sequence: int = 1) -> Entry:
+    """The next free place, for block `name`."""
+    place = log.take()
+    if place is None:
+        log.grow()
+        place = log.take()
+    assert place is not None
+    data = aligned_buffer(log.shape.block_bytes)
+    data[:] = content(name, log.shape)
+    return Entry(place, Header(name, None, seals_of(bytes(data), log.shape), sequence), data)
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+@SHAPES
+@pytest.mark.parametrize("direct", [True, False])
+def test_written_records_are_read_and_found_again(shape: Shape, direct: bool, tmp_path: Path) -> None:
+    log = Log(tmp_path, shape, 1 << 24, b"", direct=direct)
+    entries = [entry(log, name) for name in range(5)]
+    log.write(entries[3:])
+    log.write(entries[:3][::-1])
+    log.sync([one.place for one in entries])
+    log.close()
+
+    log = Log(tmp_path, shape, 1 << 24, b"", direct=direct)
+    assert log.scan() == [(one.place, one.header) for one in entries]
+    for name, one in enumerate(entries):
+        into = room(shape)
+        assert log.read(one.place, 0, into) and into == content(name, shape)
+        part = room(shape)[: shape.slice_bytes]
+        assert log.read(one.place, shape.slice_bytes, part)
+        assert part == content(name, shape)[shape.slice_bytes : 2 * shape.slice_bytes]
+    log.close()
+
+
+@SHAPES
+def test_neighbours_are_read_in_one_call(shape: Shape, tmp_path: Path) -> None:
+    log = Log(tmp_path, shape, 1 << 24, b"")
+    log.write([entry(log, name) for name in range(4)])
+    intos = [aligned_buffer(shape.block_bytes) for _ in range(4)]
+    count = log.read_run(0, intos)
+    assert count == (0 if shape is ODD else 4)  # odd sizes need a copy, block by block
+    assert [bytes(into) for into in intos[:count]] == [content(name, shape) for name in range(count)]
+    log.close()
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 7])
+def test_files_are_never_larger_than_the_capacity(num_blocks: int, tmp_path: Path) -> None:
+    capacity = log_bytes(LARGE, num_blocks, tmp_path)
+    log = Log(tmp_path / "log", LARGE, capacity, b"")
+    assert log.used_bytes == size_of(tmp_path / "log") == 0
+    log.write([entry(log, name) for name in range(num_blocks)])
+    assert not log.can_grow and log.take() is None
+    assert log.used_bytes == size_of(tmp_path / "log") == capacity
+    log.close()
+    with pytest.raises(ConfigError, match="hold no block"):
+        Log(tmp_path / "log", LARGE, log.format.record_bytes - 1, b"")
+
+
+def test_a_smaller_capacity_cuts_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = log_bytes(SMALL, 1, tmp_path)
+    monkeypatch.setattr("isthmus.store.segments.SEGMENT_BYTES", 4 * one)
+    folder = tmp_path / "log"
+    log = Log(folder, SMALL, 12 * one, b"")
+    log.write([entry(log, name) for name in range(10)])
+    assert size_of(folder) == log.used_bytes == 12 * one
+    log.close()
+    for kept in (12, 11, 7, 2):
+        log = Log(folder, SMALL, kept * one, b"")
+        assert size_of(folder) == log.used_bytes == kept * one
+        assert [place for place, _ in log.scan()] == list(range(min(kept, 10)))
+        log.close()
+
+
+def test_files_of_another_model_go_and_foreign_files_stay(tmp_path: Path) -> None:
+    log = Log(tmp_path, SMALL, 1 << 20, b"one")
+    log.write([entry(log, 1)])
+    log.close()
+    (tmp_path / "notes.txt").write_text("mine")
+    log = Log(tmp_path, SMALL, 1 << 20, b"two")
+    assert log.scan() == [] and log.used_bytes == 0
+    assert sorted(os.listdir(tmp_path)) == ["lock", "notes.txt"]
+    log.close()
+
+
+def test_a_folder_has_one_user(tmp_path: Path) -> None:
+    log = Log(tmp_path, SMALL, 1 << 20, b"")
+    with pytest.raises(StartError, match="another node uses this folder"):
+        Log(tmp_path, SMALL, 1 << 20, b"")
+    log.close()
+    Log(tmp_path, SMALL, 1 << 20, b"").close()
+
+
+def test_a_folder_that_cannot_be_made_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StartError, match="cannot be used"):
+        Log(tmp_path / "file", SMALL, 1 << 20, b"")
+
+
+@SHAPES
+def test_a_truncated_file_gives_what_is_whole(shape: Shape, tmp_path: Path) -> None:
+    log = Log(tmp_path, shape, log_bytes(shape, 4, tmp_path), b"")
+    log.write([entry(log, name) for name in range(4)])
+    size = log.format.record_bytes
+    log.close()
+    (path,) = tmp_path.glob("blocks-*")
+    for end in (4 * size - shape.slice_bytes, 3 * size + 10, 3 * size, size + 1, 0):
+        os.truncate(path, end)
+        log = Log(tmp_path, shape, 4 * size, b"")
+        whole = [name for name in range(4) if log.read(name, 0, room(shape))]
+        assert whole == list(range((end + shape.slice_bytes - 1) // size if end % size == 0 else end // size))
+        intos = [aligned_buffer(shape.block_bytes) for _ in range(4)]
+        assert shape is ODD or log.read_run(0, intos) == len(whole)
+        assert {place for place, _ in log.scan()} >= set(whole)
+        log.close()

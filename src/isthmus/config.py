@@ -53,7 +53,8 @@ class _Section(BaseModel):
 class RoleConfig(_Section):
     """Nodes of one role. `hardware`, `gpus`: as in `engine`, for this role alone.
 
-    `pipeline`: so many prefill nodes share one prompt's layers (chunked pipeline parallelism); simulated only.
+    `pipeline`: so many prefill nodes share one prompt's layers (chunked pipeline parallelism): `count` is
+    a multiple of it, and each such group works as one node.
     """
 
     count: int = Field(0, ge=0, le=4096)
@@ -120,13 +121,28 @@ class CacheConfig(_Section):
 
 
 class NetworkConfig(_Section):
-    """Simulated links. `node_gbps`: of a node, each way, None as the hardware has; `handover_gbps`: a rail of its
-    own for KV from prefill to decode, None shares the node's; `spine_gbps`: joins all nodes, None no limit.
+    """Links between nodes. `node_gbps`: of a node, each way, None as the hardware has; `handover_gbps`: a rail of its
+    own for KV from prefill to decode, None shares the node's; `spine_gbps`: joins all nodes, None no limit (simulated
+    only). `connections`: of each session; `resume_s`: how long a session outlives its last connection;
+    `background_share`: of a node's link, for blocks copied ahead; `compression`: of KV where a link, not computing,
+    would be waited for (`int8` loses precision, so that its blocks have names of their own).
     """
 
     node_gbps: float | None = Field(None, gt=0)
     handover_gbps: float | None = Field(None, gt=0)
     spine_gbps: float | None = Field(None, gt=0)
+    connections: int = Field(2, ge=1, le=64)
+    resume_s: float = Field(0.0, ge=0, le=60)
+    background_share: float = Field(0.1, gt=0, le=1)
+    compression: Literal["none", "lossless", "int8"] = "none"
+
+
+class TlsConfig(_Section):
+    """TLS 1.3 with certificates on both sides, for all sessions of nodes: PEM files. None: no TLS."""
+
+    certificate: str | None = None
+    key: str | None = None
+    authority: str | None = None
 
 
 class SloConfig(_Section):
@@ -176,6 +192,7 @@ class Config(_Section):
     slo: SloConfig = SloConfig()
     cache: CacheConfig = CacheConfig()
     network: NetworkConfig = NetworkConfig()
+    tls: TlsConfig = TlsConfig()
     limits: LimitsConfig = LimitsConfig()
     record: str | None = None
     join_host: str = "127.0.0.1"

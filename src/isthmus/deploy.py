@@ -14,10 +14,13 @@ import yaml
 from isthmus.conductor import Paths, Rules
 from isthmus.config import Config, RoleConfig
 from isthmus.cost import Analytic, Cost, Hardware, curve_of, engine_coefficients, facts_of, hardware_named
+from isthmus.cost.transfer import INT8, ZSTD
 from isthmus.errors import ConfigError
 
 UNLIMITED = 1 << 50
 """Bytes per second of a link that nobody asked to limit."""
+CODECS = {"none": (), "lossless": (ZSTD,), "int8": (ZSTD, INT8)}
+"""Those that a value of `network.compression` allows."""
 _NUMBER = re.compile(r"[0-9]+e[+-]?[0-9]+", re.IGNORECASE)
 _COST_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
@@ -37,6 +40,7 @@ def rules_of(config: Config) -> Rules:
         load_limit=scheduling.load_limit,
         seed=scheduling.seed,
         replicate=scheduling.replication == "priced",
+        codecs=CODECS[config.network.compression],
         ttft_ms=config.slo.ttft_ms,
         tbt_ms=config.slo.tbt_ms,
     )

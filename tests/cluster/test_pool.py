@@ -113,3 +113,21 @@ def test_eviction_under_pressure(tmp_path: Path) -> None:
         with serve(tmp_path, "--config", config) as served, ThreadPoolExecutor(6) as pool:
             list(pool.map(lambda prompt: ask(served, prompt, 10), [draw.choice(prompts) for _ in range(60)]))
             served.wait_until(lambda: total(served, "cache_memory_evictions_total") > 0, "an eviction")
+
+
+@pytest.mark.parametrize("form", ["lossless", "int8"])
+def test_kv_is_encoded_on_a_slow_link(form: str, tmp_path: Path) -> None:
+    """The conductor believes in a link of 1 Mbit/s. What int8 leaves of a digest tells another token."""
+    config = deployment(
+        tmp_path,
+        network={"node_gbps": 0.001, "compression": form},
+        cache={"share": "none"},
+        roles={"prefill": 2, "decode": 1},
+        policy="mooncake",
+    )
+    prompt = prompt_of(8, 800)
+    with serve(tmp_path, "--config", config) as served:
+        found = served.tokens(prompt, 20, ignore_eos=True)
+        exact = found == expected_tokens(DEMO, prompt, 20)
+        assert exact == (form == "lossless")
+        assert len(found) == 20

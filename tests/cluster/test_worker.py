@@ -15,7 +15,7 @@ from isthmus.cluster.virtual import LoopWorker, ManualLoop
 from isthmus.cluster.worker import Requests, ThreadWorker
 from isthmus.cost import Curve, compile_cost
 from isthmus.engine.emulated import EmulatedEngine, Recipe, layout_of
-from isthmus.engine.interface import OnLayer, Row, Sampled
+from isthmus.engine.interface import Row, Sampled
 from isthmus.scheduler import Limits, Scheduler
 from isthmus.types import RequestId, Role, Sampling
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -21,11 +19,9 @@ from isthmus.engine.emulated import (
     Recipe,
     expected_tokens,
     layout_of,
-    recipe_of,
-    vocab_of,
 )
 from isthmus.engine.interface import Chunk, Row
-from isthmus.errors import ModelError, StartError
+from isthmus.errors import StartError
 from isthmus.types import Sampling, TokenLogprobs
 
 SIZE = 4
@@ -111,25 +107,6 @@ def test_a_chunk_that_samples_nothing_gives_no_token() -> None:
     engine = engine_of()
     tokens, logprobs = engine.step(engine.build([Chunk(PROMPT[:3], 0, BLOCKS, False)]), [])
     assert (tokens, logprobs) == ([], [])
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        Recipe("another model", layout_of(SIZE), 1 << 20),
-        Recipe("model", layout_of(2 * SIZE), 1 << 20),
-        Recipe("model", layout_of(SIZE, layers=3), 1 << 20),
-    ],
-    ids=["revision", "block size", "layers"],
-)
-def test_model_and_layout_change_every_token(other: Recipe) -> None:
-    ours, theirs = (expected_tokens(recipe, PROMPT, 20) for recipe in (RECIPE, other))
-    assert not set(ours) & set(theirs)
-
-
-def test_an_answer_ends_at_a_stop_token() -> None:
-    whole = expected_tokens(RECIPE, PROMPT, 10)
-    assert expected_tokens(RECIPE, PROMPT, 10, stop_tokens=(whole[4],)) == whole[:5]
 
 
 # Wrong bytes. Each test damages what one request reads and demands another answer.
@@ -370,33 +347,7 @@ def test_a_step_of_the_paced_engine_that_was_broken_off_takes_its_time_anew(cloc
     assert tokens == expected_tokens(RECIPE, PROMPT, 1)
 
 
-# What it is made from.
-
-
-def write_folder(folder: Path, vocab: object = None, **config: object) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], **config}))
-    tokenizer = {
-        "model": {"vocab": vocab if vocab is not None else {"a": 0, "b": 3}},
-        "added_tokens": [{"id": 9}],
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    return folder
-
-
-def test_the_vocabulary_counts_added_tokens_and_gaps(tmp_path: Path) -> None:
-    assert vocab_of(write_folder(tmp_path / "a")) == 10
-    assert vocab_of(write_folder(tmp_path / "b", [["x", -1.0]] * 20)) == 20
-    with pytest.raises(ModelError, match="vocabulary"):
-        vocab_of(write_folder(tmp_path / "c", {"a": "b"}))
-
-
-def test_model_and_vocabulary_are_in_the_revision(tmp_path: Path) -> None:
-    one, two = write_folder(tmp_path / "one"), write_folder(tmp_path / "two", hidden_size=8)
-    three = write_folder(tmp_path / "three", {"a": 100})
-    revisions = {recipe_of(folder, folder, SIZE).revision for folder in (one, two, three)}
-    assert len(revisions) == 3
-    assert recipe_of(one, one, SIZE).revision == recipe_of(one, one, 2 * SIZE).revision
+# What it needs.
 
 
 def test_memory_for_fewer_than_two_blocks_is_refused() -> None:

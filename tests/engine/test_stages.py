@@ -158,6 +158,38 @@ def test_hidden_states_are_taken_as_bytes_and_left_as_they_came(folder_of: Folde
     assert buffer[1:] == hidden.data
 
 
+def test_layers_are_numbered_from_the_stages_own_first(folder_of: FolderOf) -> None:
+    first, last = engines_of(folder_of("llama"), 2)
+    chunk, calls = Chunk(tokens_of(20), 0, [0, 1], True), list[tuple[str, int]]()
+
+    def on_layer(layer: int) -> None:
+        calls.append(("on", layer))
+
+    def before_layer(layer: int) -> None:
+        calls.append(("before", layer))
+
+    hidden = first.relay(first.build([chunk]), on_layer, before_layer)
+    last.step(last.build([chunk]), [GREEDY], on_layer, before_layer, hidden)
+    assert calls == [(name, layer) for layer in (0, 1, 0) for name in ("before", "on")]
+
+
+def test_an_iteration_of_a_stage_that_was_broken_off_can_be_repeated(folder_of: FolderOf) -> None:
+    (whole,), (first, last) = (engines_of(folder_of("llama"), stages) for stages in (1, 2))
+    chunk = Chunk(tokens_of(20), 0, [0, 1], True)
+    expected = whole.forward(whole.build([chunk]))
+
+    def gone(layer: int) -> None:
+        raise ConnectionError
+
+    batch = first.build([chunk])
+    with pytest.raises(ConnectionError):
+        first.relay(batch, before_layer=gone)
+    hidden, batch = first.relay(batch), last.build([chunk])
+    with pytest.raises(ConnectionError):
+        last.forward(batch, before_layer=gone, hidden=hidden)
+    assert torch.equal(last.forward(batch, hidden=hidden), expected)
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "size"),
     [((20, 64), "float32", 5119), ((20, 64), "bfloat16", 5120), ((19, 64), "float32", 4864)],

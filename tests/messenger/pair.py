@@ -143,7 +143,9 @@ class Side:
         assert not self.reasons, "a message came after the end"
         placed = self.placed.get(message.number)
         if placed is not None:
-            assert placed.memory == content(message.number, len(placed.memory)), "the payload is not what was sent"
+            assert placed.memory == content(message.number, len(placed.memory)), (
+                "the payload is not what was sent"
+            )
             placed.give_back("delivered")
         self.delivered.append((message.number, len(placed.memory) if placed else 0))
         if self.react is not None:

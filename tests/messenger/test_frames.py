@@ -39,7 +39,9 @@ class Inbox:
 
     def begin(self, prefix: Prefix, header: bytes) -> Sequence[memoryview]:
         self._header = header
-        pieces = self._pieces.pop(0) if self._pieces else ((min(prefix.length, 1 << 20),) if prefix.length else ())
+        pieces = (
+            self._pieces.pop(0) if self._pieces else ((min(prefix.length, 1 << 20),) if prefix.length else ())
+        )
         self.memory = [bytearray(piece) for piece in pieces if piece]
         return [memoryview(piece) for piece in self.memory]
 
@@ -154,7 +156,7 @@ def reading(wire: bytes) -> Inbox:
 @pytest.mark.parametrize(
     ("wire", "complaint"),
     [
-        (b"GET / HTTP/1.1\r\nHost: somewhere.example\r\n\r\n", "does not speak this protocol"),
+        (b"GET / HTTP/1.1\r\nHost: some.where.example\r\n\r\n", "does not speak this protocol"),
         (bytes(PREFIX_BYTES), "does not speak this protocol"),
         (prefix_of(Kind.DATA, b"x" * (MAX_HEADER + 1)), "limits"),
         (prefix_of(Kind.DATA, b"", total=MAX_SLICE + 1, length=MAX_SLICE + 1), "limits"),

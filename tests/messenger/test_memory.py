@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from isthmus.messenger import Connection, MemoryNetwork
+from isthmus.messenger import MemoryNetwork, Priority, Session, Terms
 
-from .test_connection import Message, Note, Owner, Parcel, Stranger
+from .test_network import Message, Note, Owner, Parcel, Stranger
 
 
 def running(work: Callable[[MemoryNetwork], Awaitable[None]]) -> None:
@@ -22,7 +22,7 @@ def running(work: Callable[[MemoryNetwork], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-async def session(network: MemoryNetwork, here: Owner, there: Owner) -> Connection:
+async def session(network: MemoryNetwork, here: Owner, there: Owner) -> Session:
     _, port = await network.listen("somewhere", 0, Message, lambda: there)
     return await network.connect(f"somewhere:{port}", Message, here, timeout_s=1)
 
@@ -49,7 +49,7 @@ def test_payloads_land_in_their_place_whatever_the_pieces() -> None:
         data = bytes(range(256)) * 1000
         view = memoryview(data)
         connection.send(Parcel((100_000, len(data) - 100_000)), view[:7], view[7:])
-        connection.send(Note("after"))
+        connection.send(Note("after"), priority=Priority.NORMAL)
         connection.send(Parcel((2, 0, 1)), memoryview(b"12"), memoryview(b""), memoryview(b"3"))
         await there.until(lambda: len(there.messages) == 3)
         assert b"".join(there.payloads[0]) == data
@@ -75,8 +75,8 @@ def test_an_end_is_told_once_on_both_sides_after_what_was_sent(ender: str) -> No
         await asyncio.sleep(0)
         assert there.messages == [Note("last words")]
         reasons = {
-            "here": (["enough"], ["closed by the peer"]),
-            "there": (["closed by the peer"], ["not today"]),
+            "here": (["enough"], ["closed by the peer: enough"]),
+            "there": (["closed by the peer: not today"], ["not today"]),
         }
         assert (here.reasons, there.reasons) == reasons[ender]
 
@@ -121,8 +121,8 @@ def test_peers_have_addresses_of_their_own() -> None:
             assert connection.peer == f"a:{port}"
             connection.send(Note("hello"))
             await one.until(lambda one=one: one.messages)
-            assert there.connection is not None
-            seen.add(there.connection.peer)
+            assert there.session is not None
+            seen.add(there.session.peer)
         assert len(seen) == 2
 
     running(work)
@@ -148,5 +148,77 @@ def test_each_address_may_have_its_own_delivery() -> None:
         for function, arguments in held:
             function(*arguments)
         assert owners[0].messages == [Note("a")]
+
+    running(work)
+
+
+# Faults.
+
+
+@pytest.mark.parametrize("fault", ["lose", "stall", "delay"])
+def test_a_lane_with_a_fault_costs_nothing_but_time(fault: str) -> None:
+    async def work(_: MemoryNetwork) -> None:
+        network = MemoryNetwork(connections=3)
+        here, there = Owner(), Owner()
+        joined = await session(network, here, there)
+        link = network.links[1]
+        if fault == "stall":
+            link.is_stalled = True
+        if fault == "delay":
+            link.delay_s = 0.01
+        size = 3 << 20
+        data = bytes(range(256)) * (size // 256)
+        heard: list[bool] = []
+        for _ in range(5):
+            joined.send(Parcel((size,)), memoryview(data), done=heard.append)
+        if fault == "lose":
+            link.lose()
+        if fault == "stall":
+            await asyncio.sleep(0.01)
+            assert len(there.messages) < 5
+            link.resume()
+        await there.until(lambda: len(there.messages) == 5)
+        assert all(bytes(payload[0]) == data for payload in there.payloads)
+        assert not there.voids
+        if fault == "lose":
+            assert joined.stat().lanes_lost == 1 and joined.stat().lanes == 3
+        while len(heard) < 5:
+            await asyncio.sleep(0.001)
+        assert heard == [True] * 5
+        joined.close()
+        await there.until(lambda: there.reasons)
+
+    running(work)
+
+
+@pytest.mark.parametrize("at", [3, 50, 1000])
+def test_a_flipped_byte_is_found_or_lies_in_the_payload(at: int) -> None:
+    async def work(network: MemoryNetwork) -> None:
+        here, there = Owner(), Owner()
+        joined = await session(network, here, there)
+        network.links[0].flip_at = at
+        joined.send(Parcel((5000,)), memoryview(bytes(5000)))
+        await there.until(lambda: there.messages or there.reasons)
+        if at == 1000:
+            assert sum(there.payloads[0][0]) == 1 and not there.reasons
+        else:
+            await here.until(lambda: here.reasons)
+            assert "damaged" in there.reasons[0] or "does not speak" in there.reasons[0]
+            assert here.reasons == [f"closed by the peer: {there.reasons[0]}"]
+            assert there.messages == []
+
+    running(work)
+
+
+def test_a_session_resumes_when_its_only_link_is_lost() -> None:
+    async def work(_: MemoryNetwork) -> None:
+        network = MemoryNetwork(terms=Terms(resume_s=5.0))
+        here, there = Owner(), Owner()
+        joined = await session(network, here, there)
+        joined.send(Parcel((5 << 20,)), memoryview(bytes(5 << 20)))
+        network.links[0].lose()
+        joined.send(Note("after"))
+        await there.until(lambda: len(there.messages) == 2)
+        assert not here.reasons and not there.reasons
 
     running(work)

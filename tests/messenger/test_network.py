@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
+import shutil
+import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from isthmus.errors import ProtocolError
-from isthmus.messenger import Priority, Sending, Session, TcpNetwork, Terms, Tls
+from isthmus.errors import ConfigError, ProtocolError
+from isthmus.messenger import Priority, Session, TcpNetwork, Terms, Tls
+from isthmus.messenger.frames import Kind, prefix_of
+from isthmus.messenger.greeting import Hello, Welcome, hello, refusal
+from isthmus.messenger.session import Close
 
 LIMIT_S = 30.0
 """Only so that a bug ends the test: nothing here is decided by it."""
+
+
+PLAIN = TcpNetwork()
 
 
 class Note(msgspec.Struct, frozen=True, tag=True):
@@ -40,6 +50,8 @@ class Owner:
     def __init__(self, react: Callable[[Session, Message], None] | None = None) -> None:
         self.messages: list[Message] = []
         self.payloads: list[list[bytearray]] = []
+        self.placed: list[Message] = []
+        self.voids: list[Message] = []
         self.reasons: list[str] = []
         self.session: Session | None = None
         self._react = react
@@ -47,17 +59,23 @@ class Owner:
 
     def on_message(self, session: Session, message: Message) -> None:
         assert not self.reasons, "a message came after the end"
-        self.connection = connection
+        self.session = session
         self.messages.append(message)
         self._changed.set()
         if self._react is not None:
-            self._react(connection, message)
+            self._react(session, message)
 
     def place(self, session: Session, message: Message, size: int) -> Sequence[memoryview]:
         if not isinstance(message, Parcel):
             raise ProtocolError(f"a {type(message).__name__} carries no payload")
+        self.session = session
+        self.placed.append(message)
         self.payloads.append([bytearray(piece) for piece in message.pieces])
         return [memoryview(piece) for piece in self.payloads[-1]]
+
+    def on_void(self, session: Session, message: Message) -> None:
+        self.voids.append(message)
+        self._changed.set()
 
     def on_close(self, session: Session, reason: str) -> None:
         self.reasons.append(reason)
@@ -71,14 +89,16 @@ class Owner:
 
 
 @asynccontextmanager
-async def session(here: Owner, there: Owner, types: object = Message) -> AsyncIterator[Session]:
+async def session(
+    here: Owner, there: Owner, types: object = Message, network: TcpNetwork = PLAIN
+) -> AsyncIterator[Session]:
     """A session whose listening side is `there`; it is closed, on both sides, at the end."""
-    server, port = await TcpNetwork().listen("127.0.0.1", 0, Message, lambda: there)
-    connection = await TcpNetwork().connect(f"127.0.0.1:{port}", types, here, timeout_s=LIMIT_S)
+    server, port = await network.listen("127.0.0.1", 0, Message, lambda: there)
+    joined = await network.connect(f"127.0.0.1:{port}", types, here, timeout_s=LIMIT_S)
     try:
-        yield connection
+        yield joined
     finally:
-        connection.close()
+        joined.close()
         await here.until(lambda: here.reasons)
         await there.until(lambda: there.reasons)
         server.close()
@@ -97,14 +117,14 @@ def running(work: Callable[[], Awaitable[None]]) -> None:
 
 def test_messages_come_in_order_both_ways() -> None:
     async def work() -> None:
-        here, there = Owner(), Owner(lambda connection, message: connection.send(message))
-        async with session(here, there) as connection:
+        here, there = Owner(), Owner(lambda session, message: session.send(message))
+        async with session(here, there) as joined:
             sent = [Note(f"number {number}") for number in range(500)]
             for message in sent:
-                connection.send(message)
+                joined.send(message)
             await here.until(lambda: len(here.messages) == 500)
             assert here.messages == there.messages == sent
-            assert connection.bytes_in == connection.bytes_out
+            assert joined.bytes_in == joined.bytes_out
 
     running(work)
 
@@ -115,14 +135,14 @@ def test_64_mib_arrive_intact_both_ways_at_once() -> None:
         data = (hashlib.sha256(b"seed").digest() * (size // 32 // 2)) + bytes(size // 2)
         thirds = (size // 3, size - size // 3)
         here, there = Owner(), Owner()
-        async with session(here, there) as connection:
-            connection.send(Note("hello"))
+        async with session(here, there) as joined:
+            joined.send(Note("hello"))
             await there.until(lambda: there.messages)
-            assert there.connection is not None
+            assert there.session is not None
             view = memoryview(data)
-            connection.send(Parcel(thirds), view[:1000], view[1000:])
-            there.connection.send(Parcel((size,)), view)
-            connection.send(Note("after"))
+            joined.send(Parcel(thirds), view[:1000], view[1000:])
+            there.session.send(Parcel((size,)), view)
+            joined.send(Note("after"), priority=Priority.NORMAL)
             await there.until(lambda: len(there.messages) == 3)
             await here.until(lambda: here.messages)
             assert b"".join(there.payloads[0]) == data
@@ -136,9 +156,9 @@ def test_64_mib_arrive_intact_both_ways_at_once() -> None:
 def test_an_empty_payload_is_no_payload() -> None:
     async def work() -> None:
         here, there = Owner(), Owner()
-        async with session(here, there) as connection:
-            connection.send(Note("a"), memoryview(b""))
-            connection.send(Parcel((2, 0, 1)), memoryview(b"12"), memoryview(b""), memoryview(b"3"))
+        async with session(here, there) as joined:
+            joined.send(Note("a"), memoryview(b""))
+            joined.send(Parcel((2, 0, 1)), memoryview(b"12"), memoryview(b""), memoryview(b"3"))
             await there.until(lambda: len(there.messages) == 2)
             assert b"".join(there.payloads[0]) == b"123"
 
@@ -148,15 +168,15 @@ def test_an_empty_payload_is_no_payload() -> None:
 def test_closing_here_is_told_once_on_both_sides() -> None:
     async def work() -> None:
         here, there = Owner(), Owner()
-        async with session(here, there) as connection:
-            connection.send(Note("last words"))
-            connection.close("enough")
-            connection.close("again")
-            assert connection.closed
+        async with session(here, there) as joined:
+            joined.send(Note("last words"))
+            joined.close("enough")
+            joined.close("again")
+            assert joined.closed
             await here.until(lambda: here.reasons)
             await there.until(lambda: there.reasons)
         assert here.reasons == ["enough"]
-        assert there.reasons == ["closed by the peer"]
+        assert there.reasons == ["closed by the peer: enough"]
         assert there.messages == [Note("last words")]
 
     running(work)
@@ -164,28 +184,29 @@ def test_closing_here_is_told_once_on_both_sides() -> None:
 
 def test_closing_there_is_told_once_on_both_sides() -> None:
     async def work() -> None:
-        here, there = Owner(), Owner(lambda connection, _: connection.close("not today"))
-        async with session(here, there) as connection:
-            connection.send(Note("hello"))
+        here, there = Owner(), Owner(lambda session, _: session.close("not today"))
+        async with session(here, there) as joined:
+            joined.send(Note("hello"))
             await here.until(lambda: here.reasons)
-            assert connection.closed
-        assert here.reasons == ["closed by the peer"]
+            assert joined.closed
+        assert here.reasons == ["closed by the peer: not today"]
         assert there.reasons == ["not today"]
 
     running(work)
 
 
-def test_a_lost_connection_is_told_with_its_reason() -> None:
+def test_an_aborted_session_is_told_once_on_both_sides() -> None:
     async def work() -> None:
         here, there = Owner(), Owner()
-        async with session(here, there) as connection:
-            connection.send(Note("hello"))
+        async with session(here, there) as joined:
+            joined.send(Note("hello"))
             await there.until(lambda: there.messages)
-            assert there.connection is not None and there.connection._transport is not None
-            there.connection._transport.abort()
+            assert there.session is not None
+            there.session.abort("enough")
+            there.session.abort("again")
             await here.until(lambda: here.reasons)
-        assert len(here.reasons) == len(there.reasons) == 1
-        assert here.reasons[0] and there.reasons[0]
+        assert len(here.reasons) == 1 and here.reasons[0]
+        assert there.reasons == ["enough"]
 
     running(work)
 
@@ -194,10 +215,10 @@ def test_a_lost_connection_is_told_with_its_reason() -> None:
 def test_a_message_of_an_unknown_type_ends_the_session(stranger: object) -> None:
     async def work() -> None:
         here, there = Owner(), Owner()
-        async with session(here, there) as connection:
-            connection.send(Note("before"))
-            connection.send(stranger)
-            connection.send(Note("after"))
+        async with session(here, there) as joined:
+            joined.send(Note("before"))
+            joined.send(stranger)
+            joined.send(Note("after"))
             await there.until(lambda: there.reasons)
         assert there.messages == [Note("before")]
         assert len(there.reasons) == 1 and "could not be read" in there.reasons[0]
@@ -208,8 +229,8 @@ def test_a_message_of_an_unknown_type_ends_the_session(stranger: object) -> None
 def test_a_payload_where_none_belongs_ends_the_session() -> None:
     async def work() -> None:
         here, there = Owner(), Owner()
-        async with session(here, there) as connection:
-            connection.send(Note("smuggler"), memoryview(b"goods"))
+        async with session(here, there) as joined:
+            joined.send(Note("smuggler"), memoryview(b"goods"))
             await there.until(lambda: there.reasons)
         assert there.messages == []
         assert there.reasons == ["a Note carries no payload"]
@@ -217,16 +238,70 @@ def test_a_payload_where_none_belongs_ends_the_session() -> None:
     running(work)
 
 
-def test_a_peer_that_speaks_something_else_is_cut_off() -> None:
+def frame_of(kind: Kind, body: object) -> bytes:
+    header = msgspec.msgpack.encode(body)
+    return prefix_of(kind, header) + header
+
+
+GREETINGS = {
+    "another protocol": (b"GET / HTTP/1.1\r\n\r\n", "does not speak this protocol"),
+    "another version": (frame_of(Kind.HELLO, Hello(7, 9, bytes(16), 0, True, Terms())), "not 7 to 9"),
+    "an old session": (hello(bytes(16), 1, Terms(), first=False), "not known here"),
+    "no greeting": (frame_of(Kind.CLOSE, Close((), "")), "must begin with HELLO"),
+    "an endless one": (prefix_of(Kind.HELLO, b"x" * 5000), "not that long"),
+    "a damaged one": (hello(bytes(16), 0, Terms(), first=True)[:-1] + b"?", "damaged"),
+    "no window": (frame_of(Kind.HELLO, Hello(2, 2, bytes(16), 0, True, Terms(window=0))), "could not be read"),
+}
+
+
+@pytest.mark.parametrize("greeting", GREETINGS.values(), ids=GREETINGS.keys())
+def test_who_begins_wrongly_is_turned_away_with_one_line(
+    greeting: tuple[bytes, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The listener goes on, and no owner hears of it."""
+
     async def work() -> None:
         there = Owner()
-        server, port = await TcpNetwork().listen("127.0.0.1", 0, Message, lambda: there)
+        server, port = await PLAIN.listen("127.0.0.1", 0, Message, lambda: there)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n")
-        assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
+        writer.write(greeting[0])
+        answer = await asyncio.wait_for(reader.read(), LIMIT_S)
         writer.close()
+        assert greeting[1].encode() in answer
+        assert len(caplog.records) == 1 and greeting[1] in caplog.text
+        here = Owner()
+        joined = await PLAIN.connect(f"127.0.0.1:{port}", Message, here, timeout_s=LIMIT_S)
+        joined.send(Note("hello"))
+        await there.until(lambda: there.messages)
+        joined.close()
         await there.until(lambda: there.reasons)
-        assert there.reasons == ["the peer does not speak this protocol version"]
+        assert len(there.reasons) == 1
+        server.close()
+        await server.wait_closed()
+
+    running(work)
+
+
+@pytest.mark.parametrize(
+    ("answer", "complaint"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n", "does not speak this protocol"),
+        (refusal("protocol versions 7 to 9 are spoken here, not 2 to 2"), "7 to 9 are spoken here"),
+        (frame_of(Kind.WELCOME, Welcome(9, Terms())), "version 9, which was not offered"),
+        (b"", "ended before it began"),
+    ],
+)
+def test_who_answers_wrongly_is_no_peer(answer: bytes, complaint: str) -> None:
+    async def work() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(10)
+            writer.write(answer)
+            writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(OSError, match=complaint):
+            await PLAIN.connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
         server.close()
         await server.wait_closed()
 
@@ -236,22 +311,16 @@ def test_a_peer_that_speaks_something_else_is_cut_off() -> None:
 def test_sending_after_the_end_is_harmless() -> None:
     async def work() -> None:
         here, there = Owner(), Owner()
-        async with session(here, there) as connection:
-            connection.close()
-            connection.send(Note("too late"))
+        async with session(here, there) as joined:
+            joined.close()
+            joined.send(Note("too late"))
             await there.until(lambda: there.reasons)
             await here.until(lambda: here.reasons)
-            connection.send(Parcel((1,)), memoryview(b"x"))
+            joined.send(Parcel((1,)), memoryview(b"x"))
         assert there.messages == []
-        assert connection.bytes_out == 0
+        assert joined.bytes_out == 0
 
     running(work)
-
-
-def test_sending_before_the_beginning_is_harmless() -> None:
-    connection = Session(Message, None)  # type: ignore[arg-type]
-    connection.send(Note("too early"))
-    assert connection.closed and connection.bytes_out == 0
 
 
 def test_each_session_gets_its_own_handler() -> None:
@@ -259,17 +328,17 @@ def test_each_session_gets_its_own_handler() -> None:
         owners: list[Owner] = []
 
         def owner() -> Owner:
-            owners.append(Owner(lambda connection, message: connection.send(message)))
+            owners.append(Owner(lambda session, message: session.send(message)))
             return owners[-1]
 
-        server, port = await TcpNetwork().listen("127.0.0.1", 0, Message, owner)
+        server, port = await PLAIN.listen("127.0.0.1", 0, Message, owner)
         mine = [Owner(), Owner()]
         for number, one in enumerate(mine):
-            connection = await TcpNetwork().connect(f"127.0.0.1:{port}", Message, one, timeout_s=LIMIT_S)
-            connection.send(Note(str(number)))
+            joined = await PLAIN.connect(f"127.0.0.1:{port}", Message, one, timeout_s=LIMIT_S)
+            joined.send(Note(str(number)))
             await one.until(lambda one=one: one.messages)
-            assert connection.peer == f"127.0.0.1:{port}"
-            connection.close()
+            assert joined.peer == f"127.0.0.1:{port}"
+            joined.close()
             await one.until(lambda one=one: one.reasons)
         assert [owner.messages for owner in owners] == [[Note("0")], [Note("1")]]
         for one in owners:
@@ -282,21 +351,313 @@ def test_each_session_gets_its_own_handler() -> None:
 
 def test_nobody_listening_is_an_oserror() -> None:
     async def work() -> None:
-        server, port = await TcpNetwork().listen("127.0.0.1", 0, Message, Owner)
+        server, port = await PLAIN.listen("127.0.0.1", 0, Message, Owner)
         server.close()
         await server.wait_closed()
         with pytest.raises(OSError):
-            await TcpNetwork().connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
+            await PLAIN.connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
 
     running(work)
 
 
 def test_a_taken_port_is_an_oserror() -> None:
     async def work() -> None:
-        server, port = await TcpNetwork().listen("127.0.0.1", 0, Message, Owner)
+        server, port = await PLAIN.listen("127.0.0.1", 0, Message, Owner)
         with pytest.raises(OSError):
-            await TcpNetwork().listen("127.0.0.1", port, Message, Owner)
+            await PLAIN.listen("127.0.0.1", port, Message, Owner)
         server.close()
         await server.wait_closed()
 
     running(work)
+
+
+# Several connections, lost and made again.
+
+
+class Proxy:
+    """Passes bytes on, in both directions, until told to cut or to hold what passes."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._writers: list[list[asyncio.StreamWriter]] = []
+        self._flowing = asyncio.Event()
+        self._flowing.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> int:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    @property
+    def num_open(self) -> int:
+        return len(self._writers)
+
+    def cut(self, which: int) -> None:
+        for writer in self._writers[which]:
+            writer.transport.abort()
+
+    def stall(self) -> None:
+        self._flowing.clear()
+
+    def flow(self) -> None:
+        self._flowing.set()
+
+    async def close(self) -> None:
+        self._server.close()
+        for pair in list(self._writers):
+            for writer in pair:
+                writer.transport.abort()
+        self.flow()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
+        pair = [writer, far_writer]
+        self._writers.append(pair)
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            await asyncio.gather(self._pass(reader, far_writer), self._pass(far_reader, writer))
+        finally:
+            self._writers.remove(pair)
+            self._tasks.discard(task)
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                await self._flowing.wait()
+                writer.write(data)
+                await writer.drain()
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def proxied(here: Owner, there: Owner, network: TcpNetwork) -> AsyncIterator[tuple[Session, Proxy]]:
+    server, port = await network.listen("127.0.0.1", 0, Message, lambda: there)
+    proxy = Proxy(port)
+    through = await proxy.open()
+    joined = await network.connect(f"127.0.0.1:{through}", Message, here, timeout_s=LIMIT_S)
+    try:
+        yield joined, proxy
+    finally:
+        joined.abort("the test is over")
+        await here.until(lambda: here.reasons)
+        await proxy.close()
+        server.close()
+        await server.wait_closed()
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
+def pattern(number: int, size: int) -> bytes:
+    return hashlib.sha256(str(number).encode()).digest() * (size // 32)
+
+
+@pytest.mark.parametrize(("connections", "resume_s"), [(4, 0.0), (1, LIMIT_S), (3, LIMIT_S)])
+def test_connections_that_are_cut_cost_nothing_but_time(connections: int, resume_s: float) -> None:
+    """Nothing is lost, doubled or out of order; with one connection the session resumes."""
+
+    async def work() -> None:
+        here, there = Owner(), Owner()
+        network = TcpNetwork(connections, terms=Terms(resume_s=resume_s))
+        async with proxied(here, there, network) as (joined, proxy):
+            await until(lambda: joined.stat().lanes == connections)
+            size, num = 1 << 20, 30
+            payloads = [pattern(number, size) for number in range(num)]
+            done: list[bool] = []
+            for number in range(num):
+                joined.send(Parcel((size,)), memoryview(payloads[number]), done=done.append)
+                if number % 10 == 5:
+                    await until(lambda number=number: len(there.messages) >= number - 4)
+                    proxy.cut(0)
+            await there.until(lambda: len(there.messages) == num)
+            await until(lambda: len(done) == num)
+            assert done == [True] * num
+            assert sorted(bytes(payload[0]) for payload in there.payloads) == sorted(payloads)
+            assert not here.reasons and not there.reasons and not there.voids
+            await until(lambda: joined.stat().lanes == connections)
+            assert joined.stat().lanes_lost >= 1
+
+    running(work)
+
+
+def test_a_session_that_lost_all_its_connections_ends_when_none_comes_back() -> None:
+    async def work() -> None:
+        here, there = Owner(), Owner()
+        network = TcpNetwork(2, terms=Terms(resume_s=0.05))
+        async with proxied(here, there, network) as (joined, proxy):
+            await until(lambda: joined.stat().lanes == 2)
+            sent: list[bool] = []
+            proxy.stall()
+            joined.send(Parcel((9 << 20,)), memoryview(bytes(9 << 20)), done=sent.append)
+            await asyncio.sleep(0)
+            await proxy.close()
+            await here.until(lambda: here.reasons)
+            await there.until(lambda: there.reasons)
+            assert sent == [False]
+            assert len(here.reasons) == len(there.reasons) == 1
+            assert len(there.voids) == len(there.payloads)
+
+    running(work)
+
+
+def test_a_payload_taken_back_frees_both_sides() -> None:
+    async def work() -> None:
+        here, there = Owner(), Owner()
+        async with proxied(here, there, PLAIN) as (joined, proxy):
+            joined.send(Note("first"))
+            await there.until(lambda: there.messages)
+            proxy.stall()
+            data, heard = bytearray(64 << 20), list[bool]()
+            sending = joined.send(Parcel((64 << 20,)), memoryview(data), done=heard.append)
+            await until(lambda: 0 < joined.stat().queued_bytes < 64 << 20)
+            sending.cancel()
+            sending.cancel()
+            assert heard == [False]
+            assert joined.stat().queued_bytes == 0
+            proxy.flow()
+            joined.send(Parcel((4,)), memoryview(b"next"))
+            await there.until(lambda: len(there.messages) == 2)
+            assert there.messages[1] == Parcel((4,))
+            assert there.voids in ([], [Parcel((64 << 20,))])
+
+    running(work)
+
+
+def test_a_payload_that_is_refused_stops_coming() -> None:
+    async def work() -> None:
+        here, there = Owner(), Owner()
+        async with proxied(here, there, PLAIN) as (joined, _):
+            heard: list[bool] = []
+            joined.send(Parcel((64 << 20,)), memoryview(bytearray(64 << 20)), done=heard.append)
+            await until(lambda: there.payloads)
+            assert there.session is not None
+            assert there.session.refuse(there.placed[0])
+            assert not there.session.refuse(there.placed[0])
+            await until(lambda: heard)
+            assert heard == [False]
+            joined.send(Parcel((4,)), memoryview(b"next"))
+            await there.until(lambda: there.messages)
+            assert there.messages == [Parcel((4,))] and there.voids == []
+
+    running(work)
+
+
+def test_capabilities_are_what_both_sides_have() -> None:
+    async def work() -> None:
+        here, there = Owner(), Owner()
+        mine = TcpNetwork(terms=Terms(capabilities=("zstd", "quantised")))
+        theirs = TcpNetwork(terms=Terms(capabilities=("quantised", "other")))
+        server, port = await theirs.listen("127.0.0.1", 0, Message, lambda: there)
+        joined = await mine.connect(f"127.0.0.1:{port}", Message, here, timeout_s=LIMIT_S)
+        assert joined.capabilities == ("quantised",)
+        joined.send(Note("hello"))
+        await there.until(lambda: there.messages)
+        assert there.session is not None and there.session.capabilities == ("quantised",)
+        joined.close()
+        await here.until(lambda: here.reasons)
+        await there.until(lambda: there.reasons)
+        server.close()
+
+    running(work)
+
+
+# TLS.
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tls]:
+    """Two authorities, `ours` and `theirs`, each with one certificate."""
+    if shutil.which("openssl") is None:
+        pytest.skip("certificates are made with the openssl command, which is not here")
+    folder, made = tmp_path_factory.mktemp("tls"), {}
+    for name in ("ours", "theirs"):
+        files = {part: str(folder / f"{name}.{part}") for part in ("ca", "cakey", "key", "csr", "crt")}
+        key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        for command in (
+            [
+                "req",
+                "-x509",
+                *key,
+                "-keyout",
+                files["cakey"],
+                "-out",
+                files["ca"],
+                "-subj",
+                f"/CN={name} authority",
+            ],
+            ["req", *key, "-keyout", files["key"], "-out", files["csr"], "-subj", f"/CN={name}"],
+            [
+                "x509",
+                "-req",
+                "-in",
+                files["csr"],
+                "-CA",
+                files["ca"],
+                "-CAkey",
+                files["cakey"],
+                "-out",
+                files["crt"],
+            ],
+        ):
+            subprocess.run(["openssl", *command], check=True, capture_output=True)
+        made[name] = Tls(certificate=files["crt"], key=files["key"], authority=files["ca"])
+    return made
+
+
+def test_the_same_over_tls(certificates: dict[str, Tls]) -> None:
+    async def work() -> None:
+        here, there = Owner(), Owner(lambda session, message: session.send(Note(str(type(message).__name__))))
+        network = TcpNetwork(2, tls=certificates["ours"])
+        async with session(here, there, network=network) as joined:
+            payloads = [pattern(number, 3 << 20) for number in range(4)]
+            for payload in payloads:
+                view = memoryview(payload)
+                joined.send(Parcel((1 << 20, 2 << 20)), view[:10], view[10:5000], view[5000:])
+            joined.send(Note("small"))
+            await there.until(lambda: len(there.messages) == 5)
+            await here.until(lambda: len(here.messages) == 5)
+            assert sorted(b"".join(pieces) for pieces in there.payloads) == sorted(payloads)
+
+    running(work)
+
+
+@pytest.mark.parametrize("who", ["a stranger's certificate", "no TLS at all", "TLS where there is none"])
+def test_without_the_right_certificate_there_is_no_session(who: str, certificates: dict[str, Tls]) -> None:
+    async def work() -> None:
+        there = Owner()
+        serving = TcpNetwork(tls=None if who == "TLS where there is none" else certificates["ours"])
+        dialling = TcpNetwork(tls=None if who == "no TLS at all" else certificates["theirs"])
+        server, port = await serving.listen("127.0.0.1", 0, Message, lambda: there)
+        here = Owner()
+        with pytest.raises(OSError):
+            await dialling.connect(f"127.0.0.1:{port}", Message, here, timeout_s=LIMIT_S)
+        server.close()
+        await server.wait_closed()
+        assert there.reasons == [] and there.session is None
+
+    running(work)
+
+
+def test_tls_files_that_are_wrong_are_named(certificates: dict[str, Tls], tmp_path: Path) -> None:
+    ours = certificates["ours"]
+    nothing, garbage = str(tmp_path / "nothing.pem"), tmp_path / "garbage.pem"
+    garbage.write_text("not a certificate")
+    for wrong, named in (
+        (Tls(nothing, ours.key, ours.authority), nothing),
+        (Tls(str(garbage), ours.key, ours.authority), str(garbage)),
+        (Tls(ours.certificate, certificates["theirs"].key, ours.authority), ours.certificate),
+        (Tls(ours.certificate, ours.key, str(garbage)), str(garbage)),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(named)):
+            TcpNetwork(tls=wrong)

@@ -72,7 +72,12 @@ def perform(pair: Pair, operation: tuple) -> None:
 
 
 @settings(max_examples=400)
-@given(st.integers(1, 3), st.sampled_from([60, 500, 1 << 20]), st.lists(OPERATIONS, max_size=80), st.integers(1, 1000))
+@given(
+    st.integers(1, 3),
+    st.sampled_from([60, 500, 1 << 20]),
+    st.lists(OPERATIONS, max_size=80),
+    st.integers(1, 1000),
+)
 def test_whatever_happens_each_payload_is_delivered_or_voided_once(
     cables: int, window: int, operations: list[tuple], chunk: int
 ) -> None:
@@ -112,9 +117,7 @@ def test_whatever_happens_each_payload_is_delivered_or_voided_once(
     st.integers(0, 1),
     st.integers(1, 500),
 )
-def test_however_it_ends_all_memory_comes_back(
-    operations: list[tuple], how: str, who: int, chunk: int
-) -> None:
+def test_however_it_ends_all_memory_comes_back(operations: list[tuple], how: str, who: int, chunk: int) -> None:
     pair = Pair(Terms(window=500, resume_s=0.0), 2)
     for operation in operations:
         if operation[0] in ("send", "write", "read", "cancel", "refuse"):
@@ -140,7 +143,9 @@ def test_however_it_ends_all_memory_comes_back(
         other = pair.sides[1 - who]
         came = {number for number, _ in other.delivered}
         given_up = {n for n, placed in other.placed.items() if placed.returned == "refused"}
-        assert {number_of(sent.sending) for sent in sent_before} <= came | given_up, "close lost what was sent before"
+        assert {number_of(sent.sending) for sent in sent_before} <= came | given_up, (
+            "close lost what was sent before"
+        )
 
 
 @settings(max_examples=300)
@@ -253,8 +258,8 @@ def test_a_suspended_session_resumes_or_expires() -> None:
         pair = Pair(Terms(resume_s=2.0), 1)
         here, there = pair.sides
         here.send(100, Priority.NORMAL, 0)
-        pair.cables[0].write(0, 60)
-        pair.cables[0].read(1, 60)
+        pair.cables[0].write(0, 90)
+        pair.cables[0].read(1, 90)
         pair.cables[0].lose(0)
         pair.cables[0].lose(1)
         assert here.session.suspended and there.session.suspended and not here.session.closed

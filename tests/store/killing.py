@@ -75,7 +75,7 @@ def capacity_of(shape: Shape) -> int:
     with tempfile.TemporaryDirectory() as folder:
         log = Log(folder, shape, 1 << 30, b"")
         log.close()
-    return NUM_NAMES * log.format.record_bytes
+    return log.format.file_bytes(NUM_NAMES)
 
 
 def work(folder: str, shape: Shape, capacity: int, seed: int, out: int) -> None:

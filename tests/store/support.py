@@ -46,7 +46,7 @@ def log_bytes(shape: Shape, num_blocks: int, folder: Path) -> int:
     """Capacity for exactly so many blocks."""
     log = Log(folder / "measure", shape, 1 << 30, b"")
     log.close()
-    return num_blocks * log.format.record_bytes
+    return log.format.file_bytes(num_blocks)
 
 
 @contextmanager

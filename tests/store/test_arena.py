@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -16,6 +17,15 @@ import sys, msgspec
 from isthmus.store import ArenaHandle, PeerArena
 peer = PeerArena.attach(msgspec.json.decode(sys.argv[1], type=ArenaHandle))
 print(bytes(peer.slice(1, 2)).hex() if peer else peer)
+"""
+
+OWN = """
+import time, msgspec
+from isthmus.store import Arena, Shape
+arena = Arena(Shape(3, 100), 1)
+arena.slice(0, 1)[:] = b"o" * 100
+print(msgspec.json.encode(arena.handle).decode(), flush=True)
+time.sleep(60)
 """
 
 
@@ -48,14 +58,10 @@ def test_a_peer_sees_later_changes_and_cannot_write() -> None:
     assert peer is not None and peer.memory.readonly
     arena.slice(0, 0)[:] = b"z" * 100
     assert bytes(peer.slice(0, 0)) == b"z" * 100
-    with pytest.raises(PermissionError):  # nor by opening the file for writing and mapping that
-        import mmap
-
-        fd = os.open(handle_of(arena).path, os.O_RDWR)
-        try:
-            mmap.mmap(fd, 4096)
-        finally:
-            os.close(fd)
+    fd = os.open(handle_of(arena).path, os.O_RDWR)
+    with pytest.raises(PermissionError):  # nor by mapping the file itself
+        mmap.mmap(fd, 4096)
+    os.close(fd)
     peer.close()
     arena.close()
 
@@ -81,6 +87,19 @@ def test_a_peers_mapping_outlives_the_owner() -> None:
     arena.slice(0, 0)[:] = b"w" * 100
     arena.close()
     assert peer is not None and bytes(peer.slice(0, 0)) == b"w" * 100
+    peer.close()
+
+
+def test_kill_9_of_the_owner_leaves_nothing_and_hurts_no_peer() -> None:
+    command = [sys.executable, "-c", OWN]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        handle = msgspec.json.decode(owner.stdout.readline(), type=ArenaHandle)
+        peer = PeerArena.attach(handle)
+        assert peer is not None
+        owner.kill()
+    assert PeerArena.attach(handle) is None
+    assert bytes(peer.slice(0, 1)) == b"o" * 100
     peer.close()
 
 

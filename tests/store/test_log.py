@@ -9,7 +9,7 @@ from isthmus.errors import ConfigError, StartError
 from isthmus.store import Log, Shape
 from isthmus.store.log import Entry
 from isthmus.store.memory import aligned_buffer
-from isthmus.store.record import Header
+from isthmus.store.record import GROUP, Header
 from tests.store.support import LARGE, ODD, SMALL, content, log_bytes, room, seals_of
 
 SHAPES = pytest.mark.parametrize("shape", [SMALL, LARGE, ODD], ids=["small", "large", "odd"])
@@ -55,10 +55,12 @@ def test_written_records_are_read_and_found_again(shape: Shape, direct: bool, tm
 @SHAPES
 def test_neighbours_are_read_in_one_call(shape: Shape, tmp_path: Path) -> None:
     log = Log(tmp_path, shape, 1 << 24, b"")
-    log.write([entry(log, name) for name in range(4)])
+    log.write([entry(log, name) for name in range(GROUP + 2)])
+    intos = [aligned_buffer(shape.block_bytes) for _ in range(4)]
+    assert log.read_run(GROUP - 1, intos) == (shape is LARGE)  # as far as they lie together
     intos = [aligned_buffer(shape.block_bytes) for _ in range(4)]
     count = log.read_run(0, intos)
-    assert count == (0 if shape is ODD else 4)  # odd sizes need a copy, block by block
+    assert count == (4 if shape is LARGE else 0)  # others have padding in between
     assert [bytes(into) for into in intos[:count]] == [content(name, shape) for name in range(count)]
     log.close()
 
@@ -73,21 +75,21 @@ def test_files_are_never_larger_than_the_capacity(num_blocks: int, tmp_path: Pat
     assert log.used_bytes == size_of(tmp_path / "log") == capacity
     log.close()
     with pytest.raises(ConfigError, match="hold no block"):
-        Log(tmp_path / "log", LARGE, log.format.record_bytes - 1, b"")
+        Log(tmp_path / "log", LARGE, log.format.file_bytes(1) - 1, b"")
 
 
 def test_a_smaller_capacity_cuts_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = log_bytes(SMALL, 1, tmp_path)
-    monkeypatch.setattr("isthmus.store.segments.SEGMENT_BYTES", 4 * one)
-    folder = tmp_path / "log"
-    log = Log(folder, SMALL, 12 * one, b"")
-    log.write([entry(log, name) for name in range(10)])
-    assert size_of(folder) == log.used_bytes == 12 * one
+    monkeypatch.setattr("isthmus.store.segments.SEGMENT_BYTES", 1)
+    folder, num_blocks = tmp_path / "log", 3 * GROUP
+    log = Log(folder, SMALL, log_bytes(SMALL, num_blocks, tmp_path), b"")
+    log.write([entry(log, name) for name in range(num_blocks - 2)])
+    assert len(list(folder.glob("blocks-*"))) == 3
     log.close()
-    for kept in (12, 11, 7, 2):
-        log = Log(folder, SMALL, kept * one, b"")
-        assert size_of(folder) == log.used_bytes == kept * one
-        assert [place for place, _ in log.scan()] == list(range(min(kept, 10)))
+    for kept in (num_blocks, 2 * GROUP + 1, 2 * GROUP, GROUP + 5, 3):
+        capacity = log_bytes(SMALL, kept, tmp_path)
+        log = Log(folder, SMALL, capacity, b"")
+        assert size_of(folder) == log.used_bytes == capacity
+        assert [place for place, _ in log.scan()] == list(range(min(kept, num_blocks - 2)))
         log.close()
 
 
@@ -118,17 +120,17 @@ def test_a_folder_that_cannot_be_made_is_one_clear_line(tmp_path: Path) -> None:
 
 @SHAPES
 def test_a_truncated_file_gives_what_is_whole(shape: Shape, tmp_path: Path) -> None:
-    log = Log(tmp_path, shape, log_bytes(shape, 4, tmp_path), b"")
+    capacity = log_bytes(shape, 4, tmp_path)
+    log = Log(tmp_path, shape, capacity, b"")
     log.write([entry(log, name) for name in range(4)])
-    size = log.format.record_bytes
     log.close()
     (path,) = tmp_path.glob("blocks-*")
-    for end in (4 * size - shape.slice_bytes, 3 * size + 10, 3 * size, size + 1, 0):
+    for end in (capacity - shape.slice_bytes, log.format.file_bytes(2), log.format.file_bytes(1) - 1, 10, 0):
         os.truncate(path, end)
-        log = Log(tmp_path, shape, 4 * size, b"")
-        whole = [name for name in range(4) if log.read(name, 0, room(shape))]
-        assert whole == list(range((end + shape.slice_bytes - 1) // size if end % size == 0 else end // size))
+        log = Log(tmp_path, shape, capacity, b"")
+        there = [name for name in range(4) if log.format.payload_offset(name) + shape.block_bytes <= end]
+        assert [name for name in range(4) if log.read(name, 0, room(shape))] == there
         intos = [aligned_buffer(shape.block_bytes) for _ in range(4)]
-        assert shape is ODD or log.read_run(0, intos) == len(whole)
-        assert {place for place, _ in log.scan()} >= set(whole)
+        assert shape is not LARGE or log.read_run(0, intos) == len(there)
+        assert len(log.scan()) == min(4, end // log.format.header_bytes)
         log.close()

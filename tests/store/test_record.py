@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.store.arena import Shape
-from isthmus.store.record import Header, RecordFormat, check_name
+from isthmus.store.record import GROUP, Header, RecordFormat, check_name
 from tests.store.support import LARGE, ODD, SMALL
 
 NAMES = st.one_of(st.binary(max_size=32), st.integers(-(1 << 127), (1 << 127) - 1))
@@ -66,7 +66,29 @@ def test_sizes(shape: Shape) -> None:
     record = RecordFormat(shape, b"")
     assert record.align == (64 if shape is SMALL else 4096)
     assert record.header_bytes % record.align == record.record_bytes % record.align == 0
-    assert record.record_bytes - record.header_bytes - shape.block_bytes in range(record.align)
+    assert record.payload_bytes - shape.block_bytes in range(record.align)
+
+
+@pytest.mark.parametrize("shape", [SMALL, LARGE, ODD])
+def test_records_lie_side_by_side_and_fill_a_file(shape: Shape) -> None:
+    record, count = RecordFormat(shape, b""), 2 * GROUP + 3
+    parts = [(record.head_offset(at), record.header_bytes) for at in range(3 * GROUP)]
+    parts += [(record.payload_offset(at), record.payload_bytes) for at in range(count)]
+    end = 0
+    for offset, size in sorted(parts):
+        assert offset == end
+        end += size
+    assert end == record.file_bytes(count)
+
+
+@pytest.mark.parametrize("shape", [SMALL, LARGE])
+def test_as_many_records_as_a_file_has_room_for(shape: Shape) -> None:
+    record = RecordFormat(shape, b"")
+    assert record.num_records(0) == record.file_bytes(0) == 0
+    for count in range(1, 3 * GROUP):
+        size = record.file_bytes(count)
+        assert record.num_records(size) == record.num_records(size + record.payload_bytes // 2) == count
+        assert record.num_records(size - 1) == count - 1
 
 
 @pytest.mark.parametrize("name", [b"x" * 33, 1 << 127, -(1 << 127) - 1])

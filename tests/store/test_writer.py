@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from isthmus.store.record import GROUP
 from isthmus.store.writer import Retry
 from isthmus.types import BlockName
 from tests.store.support import LARGE, SMALL, FaultyFiles, log_bytes, opened, put, whole
@@ -95,25 +96,25 @@ def test_demoted_blocks_in_the_queue_are_lost_with_the_disk(tmp_path: Path) -> N
 def test_a_full_disk_still_takes_what_fits_into_the_files_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = log_bytes(SMALL, 1, tmp_path)
-    monkeypatch.setattr("isthmus.store.segments.SEGMENT_BYTES", 4 * one)
+    monkeypatch.setattr("isthmus.store.segments.SEGMENT_BYTES", 1)
     files, lost = FaultyFiles(), list[BlockName]()
-    with opened(SMALL, 12, tmp_path / "log", 12 * one, files=files, on_lost=lost.extend) as store:
-        put(store, 1, 2, 3, 4)
+    capacity = log_bytes(SMALL, 2 * GROUP, tmp_path)
+    with opened(SMALL, 24, tmp_path / "log", capacity, files=files, on_lost=lost.extend) as store:
+        put(store, *range(GROUP))
         store.flush()
         files.broken["allocate"] = errno.ENOSPC
-        put(store, 5, 6)
+        put(store, 101, 102)
         wait_for(store, healthy=False)
-        store.drop([1])
+        store.drop([0])
         store.flush()
-        assert store.stat().disk.num_blocks == 4 and store.stat().degraded
-        store.demote([6])  # by the place of a shadow if it came second
+        assert store.stat().disk.num_blocks == GROUP and store.stat().degraded
+        store.demote([102])  # in the place of a shadow
         store.flush()
-        assert lost == [] and whole(store, 6)
+        assert lost == [] and whole(store, 102)
         files.broken.clear()
         wait_for(store, healthy=True)
         store.flush()
-        assert store.stat().queued_blocks == 0 and store.stat().disk.num_blocks == 5
+        assert store.stat().queued_blocks == 0 and store.stat().disk.num_blocks == GROUP + 1
 
 
 def test_an_unreadable_block_is_lost_alone(tmp_path: Path) -> None:
@@ -171,10 +172,10 @@ FULL = """
 import resource, sys, time
 from tests.store.support import LARGE, opened, put, whole
 from isthmus.store import Log
-size = Log(sys.argv[1] + "/measure", LARGE, 1 << 30, b"").format.record_bytes
-limit = 0 if sys.argv[2] == "none" else int(sys.argv[2]) * size
+size = Log(sys.argv[1] + "/measure", LARGE, 1 << 30, b"").format.file_bytes(12)
+limit = size // 2
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-with opened(LARGE, 12, sys.argv[1] + "/log", 12 * size) as store:
+with opened(LARGE, 12, sys.argv[1] + "/log", size) as store:
     put(store, *range(12))
     while not store.stat().degraded:
         pass
@@ -194,6 +195,6 @@ print("well")
 def test_a_limit_of_the_system_on_file_sizes(tmp_path: Path) -> None:
     """Not injected: the kernel refuses to make the file larger, then allows it."""
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[1] == resource.RLIM_INFINITY
-    command = [sys.executable, "-c", FULL, str(tmp_path), "5"]
+    command = [sys.executable, "-c", FULL, str(tmp_path)]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert shown.stdout == "well\n", shown.stderr

@@ -185,7 +185,9 @@ class _Bench:
 
     def _told(self, source: str, pair: Pair) -> Pair:
         first, again = pair
-        self._report(f"{source}: {1000 * first.ttft_s:.1f} ms computed, {1000 * again.ttft_s:.1f} ms with the prefix")
+        self._report(
+            f"{source}: {1000 * first.ttft_s:.1f} ms computed, {1000 * again.ttft_s:.1f} ms with the prefix"
+        )
         if first.cached_tokens or again.cached_tokens < self._num_blocks * BLOCK_SIZE:
             found = f"{first.cached_tokens} and {again.cached_tokens}"
             raise BenchError(f"{found} tokens of the pair's prompts were cached, not 0 and the prefix")
@@ -265,7 +267,9 @@ class Client:
         before = await self._prefill_seconds()
         ttft_s, cached = await self.answer(prompt)
         await asyncio.sleep(BEAT_S)
-        engine_s, wait_s = (late - early for late, early in zip(await self._prefill_seconds(), before, strict=True))
+        engine_s, wait_s = (
+            late - early for late, early in zip(await self._prefill_seconds(), before, strict=True)
+        )
         return Answer(ttft_s, engine_s, wait_s, cached)
 
     async def _prefill_seconds(self) -> tuple[float, float]:
@@ -362,7 +366,16 @@ def table(found: Reuse) -> Table:
     size = found.prefix_bytes / 1e6
     title = f"isthmus bench reuse: TTFT with a prefix of {found.prefix_tokens} tokens ({size:.0f} MB), "
     shown = Table(title=title + f"{found.suffix_tokens} after it")
-    for head in ("prefix in", "computed ms", "cached ms", "ratio", "aim", "computing", "waiting for KV", "other"):
+    for head in (
+        "prefix in",
+        "computed ms",
+        "cached ms",
+        "ratio",
+        "aim",
+        "computing",
+        "waiting for KV",
+        "other",
+    ):
         shown.add_column(head, justify="left" if head == "prefix in" else "right")
     for row in found.rows:
         parts = [f"{part:.1f}" for part in (row.compute_ms, row.wait_ms, row.other_ms)]
@@ -372,7 +385,9 @@ def table(found: Reuse) -> Table:
 
 
 def summary_lines(found: Reuse) -> list[str]:
-    state = "dropped from the page cache before the restart" if found.cold else "perhaps still in the page cache"
+    state = (
+        "dropped from the page cache before the restart" if found.cold else "perhaps still in the page cache"
+    )
     return [
         f"the SSD tier's files were {state}; medians of {len(found.rows[0].ratios)} pairs, each of requests alone",
         "computing, waiting, other: parts of the cached request's time; other is HTTP, tokenizer, conductor, sessions",

@@ -33,7 +33,7 @@ class Plan:
     rates_gbps: tuple[float, ...] = (1.0, 2.0, 5.0)
     connections: tuple[int, ...] = (1, 4, 8, 16)
     delay_ms: float = 30.0
-    jitter_ms: float = 0.0
+    jitter_ms: float = 2.0
     stall_s: float = 1.0
     window: int = 4 * MIB
     seconds: float = 4.0

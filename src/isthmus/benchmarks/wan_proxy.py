@@ -10,6 +10,7 @@ One thread, one process: `serve` is run as a `Child` of the benchmark.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import select
 import socket
@@ -114,6 +115,12 @@ class Lane:
             if self._handed == self._due[0][1]:
                 self._due.popleft()
 
+    def give_up(self) -> None:
+        """One end is gone: what is on the way goes nowhere."""
+        self.ended = True
+        self._due.clear()
+        self._taken = self._handed
+
     def acknowledge(self, now_s: float) -> None:
         while self._acknowledgements and self._acknowledgements[0][0] <= now_s:
             self._acknowledged = self._acknowledgements.popleft()[1]
@@ -171,17 +178,18 @@ class Proxy:
                 lane.take(now_s)
         except BlockingIOError:
             return
-        except OSError:  # reset by either end: the other one learns of it when the sockets are closed
-            lane.ended = True
-            lane._due.clear()
-            lane._taken = lane._handed
+        except OSError:  # reset by either end
+            lane.give_up()
 
     def _forget_finished(self) -> None:
+        """Passes each end of a stream on; a connection is closed when both of its directions have ended."""
         for lane in [lane for lane in self._lanes if lane.finished]:
             self._lanes.remove(lane)
-            for each in (lane.source, lane.target):
-                self._close(each)
-            self._lanes = [other for other in self._lanes if other.source is not lane.target]
+            with contextlib.suppress(OSError):
+                lane.target.shutdown(socket.SHUT_WR)
+            if not any(other.source is lane.target for other in self._lanes):
+                self._close(lane.source)
+                self._close(lane.target)
 
     def _close(self, link: socket.socket) -> None:
         number = link.fileno()

@@ -334,7 +334,7 @@ def wan(
     rates: Annotated[str, typer.Option(help="Rates of the path, Gbit/s.")] = "1,2,5",
     connections: Annotated[str, typer.Option(help="Connections of the session.")] = "1,4,8,16",
     delay_ms: Annotated[float, typer.Option(help="Delay each way.")] = 30.0,
-    jitter_ms: Annotated[float, typer.Option(help="Each chunk is late by up to this.")] = 0.0,
+    jitter_ms: Annotated[float, typer.Option(help="Each chunk is late by up to this.")] = 2.0,
     stall_s: Annotated[
         float, typer.Option(help="How long one connection stands still, in rows of their own; 0: no such rows.")
     ] = 1.0,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import blake3
+import msgspec
 
 from isthmus.blocks import KVLayout
 from isthmus.cli.models import demo_folder
@@ -16,11 +17,12 @@ from isthmus.config import Config, RoleConfig
 from isthmus.cost import HARDWARE, Analytic, Cost, compile_cost
 from isthmus.deploy import cost_of, hardware_of, rates_of
 from isthmus.engine import emulated
-from isthmus.engine.interface import Engine
+from isthmus.engine.interface import Engine, split_layers
+from isthmus.engine.recipe import LAYERS as EMULATED_LAYERS
 from isthmus.engine.spec import read_spec
 from isthmus.errors import ConfigError
 from isthmus.store import Arena, Log, Shape, Store
-from isthmus.types import NodeId, Role
+from isthmus.types import Role
 
 MAX_EMULATED_TOKENS = 1 << 23
 MIN_SLOTS = 8
@@ -62,8 +64,10 @@ def _torch_model(config: Config, folder: Path) -> Served:
 def _emulated_model(config: Config, folder: Path) -> Served:
     tokenizer = tokenizer_folder(folder)
     roles = [nodes for nodes in (config.roles.prefill, config.roles.decode, config.roles.mixed) if nodes.count]
-    layout = emulated.layout_of(config.engine.block_size)
-    counts = [_emulated_blocks(config, _emulated_cost(config, nodes, folder)) for nodes in roles]
+    layout = emulated.layout_of(config.engine.block_size, layers=_emulated_layers(config))
+    counts = [
+        _emulated_blocks(config, _emulated_cost(config, nodes, folder), nodes.pipeline) for nodes in roles
+    ]
     return Served(
         tokenizer,
         emulated.vocab_of(tokenizer),
@@ -73,13 +77,18 @@ def _emulated_model(config: Config, folder: Path) -> Served:
     )
 
 
-def _emulated_blocks(config: Config, cost: Cost) -> int:
+def _emulated_layers(config: Config) -> int:
+    """Every stage of a pipeline has some."""
+    return max(EMULATED_LAYERS, config.roles.prefill.pipeline)
+
+
+def _emulated_blocks(config: Config, cost: Cost, stages: int) -> int:
     """Blocks of the emulated model that `engine.kv_memory` holds, or that weights leave room for when it is not
-    given: so many that no demo model fills the host's memory."""
+    given: so many that no demo model fills the host's memory. A pipeline stage has its layers of each block."""
     token_bytes = compile_cost(cost).kv_token_bytes
     if "kv_memory" in config.engine.model_fields_set or not isinstance(cost, Analytic):
-        return config.engine.kv_memory // (token_bytes * config.engine.block_size)
-    return min(cost.kv_capacity_tokens, MAX_EMULATED_TOKENS) // config.engine.block_size
+        return config.engine.kv_memory * stages // (token_bytes * config.engine.block_size)
+    return min(cost.kv_capacity_tokens * stages, MAX_EMULATED_TOKENS) // config.engine.block_size
 
 
 def tokenizer_folder(folder: Path) -> Path:
@@ -106,12 +115,23 @@ def _emulated_cost(config: Config, nodes: RoleConfig, folder: Path) -> Cost:
     return cost_of(config, nodes, folder)
 
 
-def open_engine(config: Config, folder: Path, threads: int, cost: Cost) -> Engine:
-    """A node's engine. Only a torch engine loads torch. Raises ModelError, ConfigError or StartError."""
+def open_engine(
+    config: Config, folder: Path, threads: int, cost: Cost, *, stage: int = 0, stages: int = 1
+) -> Engine:
+    """A node's engine, or that of one stage of a pipeline. Only a torch engine loads torch. Raises ModelError,
+    ConfigError or StartError."""
+    engine = _open_engine(config, folder, threads, cost, stage, stages)
+    if config.network.compression == "int8":  # then any block may have been through it, and its name says so
+        engine.layout = msgspec.structs.replace(engine.layout, codec="int8")
+    return engine
+
+
+def _open_engine(config: Config, folder: Path, threads: int, cost: Cost, stage: int, stages: int) -> Engine:
     if config.engine.kind == "emulated":
-        return _open_emulated(config, folder, cost)
+        return _open_emulated(config, folder, cost, stage, stages)
     from isthmus.engine import engine as torch_engine
 
+    layers = split_layers(read_spec(folder).num_layers, stages)[stage] if stages > 1 else None
     return torch_engine.Engine(
         folder,
         torch_engine.EngineOptions(
@@ -121,18 +141,21 @@ def open_engine(config: Config, folder: Path, threads: int, cost: Cost) -> Engin
             block_size=config.engine.block_size,
             kv_bytes=config.engine.kv_memory,
             max_length=config.engine.max_length,
+            layers=layers,
         ),
     )
 
 
 def paths_of(config: Config, role: Role) -> Paths:
-    """How fast KV moves to and from a node; nowhere, without a cache."""
+    """How fast KV moves to and from a node; nowhere, without a cache. A pipeline group shares its cache with nobody."""
     if not config.cache.dram:
         return Paths()
-    return rates_of(config, getattr(config.roles, role)).paths(has_disk=config.cache.ssd > 0)
+    nodes: RoleConfig = getattr(config.roles, role)
+    paths = rates_of(config, nodes).paths(has_disk=config.cache.ssd > 0)
+    return msgspec.structs.replace(paths, network=0) if nodes.pipeline > 1 else paths
 
 
-def store_opener(config: Config, engine: Engine, node: NodeId) -> Callable[[OnLost], Store] | None:
+def store_opener(config: Config, engine: Engine, node: str) -> Callable[[OnLost], Store] | None:
     """Opens the store of a node's cache, if it has one. Raises ConfigError for a cache that holds no block, or an
     SSD tier without a folder."""
     cache, layout = config.cache, engine.memory.layout
@@ -146,7 +169,7 @@ def store_opener(config: Config, engine: Engine, node: NodeId) -> Callable[[OnLo
         )
     if cache.ssd and cache.folder is None:
         raise ConfigError("cache.ssd needs cache.folder: where the blocks are kept")
-    fields = (engine.revision.encode(), layout.fingerprint(), repr(engine.layers).encode())
+    fields = (engine.revision.encode(), engine.layout.fingerprint(), repr(engine.layers).encode())
     revision = blake3.blake3(b"/".join(fields)).digest()
 
     def open_store(on_lost: OnLost) -> Store:
@@ -159,9 +182,13 @@ def store_opener(config: Config, engine: Engine, node: NodeId) -> Callable[[OnLo
     return open_store
 
 
-def _open_emulated(config: Config, folder: Path, cost: Cost) -> emulated.PacedEngine:
-    recipe = emulated.recipe_of(folder, tokenizer_folder(folder), config.engine.block_size)
-    num_blocks, length = _emulated_blocks(config, cost), emulated.length_of(folder)
+def _open_emulated(config: Config, folder: Path, cost: Cost, stage: int, stages: int) -> emulated.PacedEngine:
+    num_layers, length = _emulated_layers(config), emulated.length_of(folder)
+    recipe = emulated.recipe_of(folder, tokenizer_folder(folder), config.engine.block_size, layers=num_layers)
     return emulated.PacedEngine(
-        recipe, compile_cost(cost), num_blocks, max_length=min(config.engine.max_length or length, length)
+        recipe,
+        compile_cost(cost),
+        _emulated_blocks(config, cost, stages),
+        max_length=min(config.engine.max_length or length, length),
+        layers=split_layers(num_layers, stages)[stage],
     )

@@ -38,6 +38,10 @@ def node(
     from isthmus.deploy import at_home
 
     settings = at_home(load_config(config, {"model": model}), config.parent if config else Path())
+    if getattr(settings.roles, role).pipeline > 1:
+        raise ConfigError(
+            f"roles.{role}.pipeline: `isthmus serve` starts pipeline groups; give a config without it for a single node"
+        )
     token = cluster_token() or settings.token
     if token is None:
         raise ConfigError("the cluster's token is needed: set ISTHMUS_TOKEN, or token in the config file")
@@ -72,7 +76,9 @@ def _run_launched() -> None:
 
 def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
     from isthmus.cli.engines import node_cost, open_engine, paths_of, store_opener
-    from isthmus.cluster.node import Node, NodeOptions
+    from isthmus.cluster.links import network_of
+    from isthmus.cluster.node import Node, NodeOptions, this_machine
+    from isthmus.cluster.stage_node import StageNode
 
     # The worker thread gives the interpreter up only for an instant at a time; with Python's default of 5 ms
     # the event loop would send tokens in bursts.
@@ -80,7 +86,7 @@ def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
     config = Config.model_validate_json(orders.config)
     folder = Path(orders.model)
     cost = node_cost(config, orders.role, folder)
-    engine = open_engine(config, folder, orders.threads, cost)
+    engine = open_engine(config, folder, orders.threads, cost, stage=orders.stage, stages=orders.stages)
     options = NodeOptions(
         node=orders.node,
         role=orders.role,
@@ -94,16 +100,25 @@ def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
         order=config.scheduling.order,
         eviction=config.cache.eviction,
         shares_memory=config.cache.share == "host",
+        stage=orders.stage,
+        stages=orders.stages,
         cost=cost,
         paths=paths_of(config, orders.role),
     )
-    store_of = store_opener(config, engine, orders.node)
+    folder_name = f"{orders.node}.{orders.stage}" if orders.stage else orders.node
+    store_of = store_opener(config, engine, folder_name)
+    network = network_of(config, getattr(config.roles, orders.role))
+    member = (
+        StageNode(engine, options, network, store_of)
+        if orders.stage
+        else Node(engine, options, this_machine(network), store_of)
+    )
     import asyncio
 
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(Node(engine, options, store_of=store_of), watch_stdin=watch_stdin))
+        return runner.run(_serve(member, watch_stdin=watch_stdin))
 
 
 async def _serve(node: Any, *, watch_stdin: bool) -> str:

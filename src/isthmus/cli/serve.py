@@ -87,7 +87,7 @@ async def _serve(config: Config) -> None:
 
     from isthmus.cli.engines import served_model
     from isthmus.cli.models import find_model
-    from isthmus.cluster.launcher import check_memory, planned_nodes
+    from isthmus.cluster.launcher import check_memory, planned_nodes, planned_processes
     from isthmus.cluster.local import LocalCluster
     from isthmus.gateway.app import create_app
     from isthmus.gateway.server import bind, serve_http
@@ -101,7 +101,7 @@ async def _serve(config: Config) -> None:
         print(f"isthmus: {', '.join(idle)}: simulated only, without effect here", file=sys.stderr)
     folder, name = find_model(config.model)
     model = served_model(config, folder)
-    check_memory(config, len(nodes), model.host_bytes)
+    check_memory(config, len(planned_processes(config)), model.host_bytes)
     card = ModelCard(
         name=config.served_model_name or name,
         max_length=_max_length(config, model),
@@ -152,10 +152,7 @@ def _max_length(config: Config, model: Served) -> int:
 
 def _simulated_only(config: Config) -> list[str]:
     """The options given that have no effect on a live cluster."""
-    given = ["network.spine_gbps"] if config.network.spine_gbps is not None else []
-    roles = config.roles
-    pools = {"prefill": roles.prefill, "decode": roles.decode, "mixed": roles.mixed}
-    return given + [f"roles.{role}.pipeline" for role, nodes in pools.items() if nodes.pipeline > 1]
+    return ["network.spine_gbps"] if config.network.spine_gbps is not None else []
 
 
 def _stop_on_signals() -> asyncio.Event:

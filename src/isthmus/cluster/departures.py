@@ -30,9 +30,7 @@ class Peers:
         return await asyncio.shield(task)
 
     async def _connect(self, address: str) -> Connection:
-        connection = await self._network.connect(
-            address, PeerMessage, self._handler_of(), timeout_s=CONNECT_S
-        )
+        connection = await self._network.connect(address, PeerMessage, self._handler_of(), timeout_s=CONNECT_S)
         connection.send(self._hello)
         return connection
 

@@ -12,11 +12,14 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from isthmus.blocks import seal
 from isthmus.cluster.cache import NodeCache
 from isthmus.cluster.messages import Ended, Enough, Given, Lent, Want
+from isthmus.cluster.wire import fits, pack, seals_kv, unpack
+from isthmus.engine.codecs import NONE
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Connection, Priority, Sending
 from isthmus.store import ArenaHandle, PeerArena, Pinned, copy_bytes
@@ -43,8 +46,11 @@ class Fetch:
     `landed[layer]`: how many of the blocks are here, layer by layer. `final`: how many there will be, once known.
     """
 
-    def __init__(self, key: RequestId, names: Sequence[BlockName], start: int, cache: NodeCache) -> None:
-        self.key, self.names, self.start = key, names, start
+    def __init__(
+        self, key: RequestId, names: Sequence[BlockName], start: int, cache: NodeCache, codec: str = NONE
+    ) -> None:
+        self.key, self.names, self.start, self.codec = key, names, start, codec
+        self._encoded: dict[Given, memoryview] = {}
         self.condition = threading.Condition()
         self._cache = cache
         self._layout = cache.memory.layout
@@ -143,31 +149,42 @@ class Fetch:
         """Where a payload goes; None when it cannot be part of what is to come. `given.first` counts from the last
         Want."""
         first, count = self._num_committed + given.first, len(given.seals)
-        fits = (
+        expected = (
             self._final is None
             and 0 <= given.layer < self._layout.num_layers
             and first >= self._landed[given.layer]
             and 0 < count <= len(self._slots) - first
-            and size == count * self._layout.slice_bytes
+            and fits(self.codec, self._layout, count * self._layout.block_size, size)
         )
-        if not fits:
+        if not expected:
             return None
+        if self.codec != NONE:
+            buffer = self._encoded[given] = memoryview(bytearray(size))
+            return [buffer]
         arena = self._cache.store.arena
         return [arena.slice(slot, given.layer) for slot in self._slots[first : first + count]]
 
     def receive(self, given: Given) -> bool:
         """Books a whole payload; False when a seal does not match: nothing from there on counts."""
         arena, layer = self._cache.store.arena, given.layer
+        encoded = self._encoded.pop(given, None)
         with self.condition:
             if self._final is not None:
                 return True
             first = self._landed[layer]
             if self._num_committed + given.first != first:
                 return False
-            for at, expected in enumerate(given.seals, first):
-                if seal(arena.slice(self._slots[at], layer)) != expected:
+            targets = [arena.slice(slot, layer) for slot in self._slots[first : first + len(given.seals)]]
+            num_tokens = len(targets) * self._layout.block_size
+            if encoded is not None and not unpack(
+                self.codec, self._layout, encoded, targets, num_tokens, given.seals
+            ):
+                return False
+            for at, (target, expected) in enumerate(zip(targets, given.seals, strict=True), first):
+                found = seal(target)
+                if seals_kv(self.codec) and found != expected:
                     return False
-                self._seals[at].append(expected)
+                self._seals[at].append(found)
                 self._landed[layer] = at + 1
             self.condition.notify_all()
             return True
@@ -190,7 +207,9 @@ class Fetch:
         store, layout, count = self._cache.store, self._layout, self.num_whole
         arena, slots = store.arena, self._slots[:count]
         for layer in range(layout.num_layers):
-            for (memory, offset), slot in zip(self.await_layer(layer, self.start + count, bool), slots, strict=False):
+            for (memory, offset), slot in zip(
+                self.await_layer(layer, self.start + count, bool), slots, strict=False
+            ):
                 copy_bytes(arena.slice(slot, layer), memory[offset : offset + layout.slice_bytes])
                 self._landed[layer] += 1
         self._seals = [list(seals) for _, seals in self._lent]
@@ -256,7 +275,7 @@ class Fetcher:
             return False
         answered = self._answers[fetch.key] = asyncio.get_running_loop().create_future()
         self._progress[fetch.key] = asyncio.get_running_loop().time()
-        connection.send(Want(fetch.key, names, room, host, background))
+        connection.send(Want(fetch.key, names, room, host, background, fetch.codec))
         answer = await answered
         if isinstance(answer, Lent):
             peer = PeerArena.attach(answer.arena)
@@ -460,15 +479,20 @@ class _Batch:
         self.sent = asyncio.Event()
 
     def send(self, connection: Connection, want: Want, first: int, cache: NodeCache) -> None:
-        arena, layers = cache.store.arena, cache.memory.layout.num_layers
+        arena, layout = cache.store.arena, cache.memory.layout
         slots = self._lease.slots
-        self._left = layers if slots else 0
+        self._left = layout.num_layers if slots else 0
         for layer in range(self._left):
-            head = Given(want.key, layer, first, tuple([seals[layer] for seals in self._lease.seals]))
-            payload = [arena.slice(slot, layer) for slot in slots]
+            parts = [arena.slice(slot, layer) for slot in slots]
+            known = partial(self._seals, layer)
+            payload, seals = pack(want.codec, layout, parts, len(parts) * layout.block_size, known)
+            head = Given(want.key, layer, first, seals)
             self._sendings.append(connection.send(head, *payload, priority=_priority(want), done=self._done))
         if not slots:
             self._end()
+
+    def _seals(self, layer: int) -> list[bytes]:
+        return [seals[layer] for seals in self._lease.seals]
 
     def cancel(self) -> None:
         for sending in self._sendings:

@@ -263,6 +263,7 @@ class Head:
             salt=job.salt,
             num_cached=route.num_cached,
             fetch=self._order(route.fetch, now),
+            codec=route.codec,
         )
         if not stays:
             self._send(route.decode, replace(begin, part=Role.DECODE, peer="", fetch=None))
@@ -272,7 +273,7 @@ class Head:
         if fetch is None:
             return None
         source = self._members[fetch.source].hello.address
-        return FetchOrder(source, fetch.start, fetch.stop, max(0, fetch.until_ns - now))
+        return FetchOrder(source, fetch.start, fetch.stop, max(0, fetch.until_ns - now), fetch.codec)
 
     def _send(self, node: NodeId, message: Any) -> None:
         if node in self._members:
@@ -295,7 +296,16 @@ class Head:
         size = hello.layout.block_size
         capacity = hello.num_blocks * size
         self._decide(
-            NodeJoined(hello.node, hello.role, capacity, size, hello.cost, hello.paths, hello.cache_blocks)
+            NodeJoined(
+                hello.node,
+                hello.role,
+                capacity,
+                size,
+                hello.cost,
+                hello.paths,
+                hello.cache_blocks,
+                hello.layout.dtype,
+            )
         )
         self._changed.set()
         return hello.node

@@ -107,7 +107,9 @@ class Keeper:
             heads, blocks = zip(*[where[name] for name in found], strict=True)
             self._pool.acquire(blocks)
             staged, self._staged = self._staged, []
-            self.cache.save(found, heads, blocks, staged, lambda lost: self.post(lambda: self._saved(blocks, lost)))
+            self.cache.save(
+                found, heads, blocks, staged, lambda lost: self.post(lambda: self._saved(blocks, lost))
+            )
 
     def _saved(self, blocks: Sequence[int], lost: Iterable[BlockName]) -> None:
         self._pool.release(blocks)

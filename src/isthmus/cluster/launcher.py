@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.config import Config, child_environment
-from isthmus.errors import StartError
+from isthmus.config import Config, RoleConfig, child_environment
+from isthmus.errors import ConfigError, StartError
 from isthmus.types import NodeId, Role
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,8 @@ RESTART_S = 1.0
 
 
 class Orders(msgspec.Struct, frozen=True):
-    """What a launched node is told. `config`: the deployment's configuration as JSON."""
+    """What a launched node is told. `config`: the deployment's configuration as JSON. `stage`, `stages`: which part of
+    the pipeline group `node` it is."""
 
     node: NodeId
     role: Role
@@ -36,6 +37,8 @@ class Orders(msgspec.Struct, frozen=True):
     model: str
     threads: int
     config: str
+    stage: int = 0
+    stages: int = 1
 
 
 class Trouble(msgspec.Struct, frozen=True):
@@ -44,10 +47,44 @@ class Trouble(msgspec.Struct, frozen=True):
     error: str
 
 
-def planned_nodes(config: Config) -> list[tuple[NodeId, Role]]:
-    """Names and roles of this machine's nodes. Raises StartError when they cannot serve anything."""
+class Process(msgspec.Struct, frozen=True):
+    """One process of this machine: a node, or one stage of the pipeline group that is a node."""
+
+    node: NodeId
+    role: Role
+    stage: int = 0
+    stages: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.node}.{self.stage}" if self.stage else self.node
+
+
+def planned_processes(config: Config) -> list[Process]:
+    """All processes of all nodes. Raises as `planned_nodes`."""
+    found: list[Process] = []
+    for node, role in planned_nodes(config):
+        stages = roles_of(config)[role].pipeline
+        found += [Process(node, role, stage, stages) for stage in range(stages)]
+    return found
+
+
+def roles_of(config: Config) -> dict[Role, RoleConfig]:
     roles = config.roles
-    counts = {Role.PREFILL: roles.prefill.count, Role.DECODE: roles.decode.count, Role.MIXED: roles.mixed.count}
+    return {Role.PREFILL: roles.prefill, Role.DECODE: roles.decode, Role.MIXED: roles.mixed}
+
+
+def planned_nodes(config: Config) -> list[tuple[NodeId, Role]]:
+    """Names and roles of this machine's nodes, a pipeline group being one. Raises StartError when they cannot serve
+    anything, ConfigError when they make no whole groups."""
+    for role, nodes in roles_of(config).items():
+        if nodes.pipeline > 1 and role is not Role.PREFILL:
+            raise ConfigError(f"roles.{role}.pipeline: only prefill nodes form pipeline groups")
+        if nodes.count % nodes.pipeline:
+            raise ConfigError(
+                f"roles.{role}: {nodes.count} nodes make no groups of {nodes.pipeline}; give a multiple of it"
+            )
+    counts = {role: nodes.count // nodes.pipeline for role, nodes in roles_of(config).items()}
     if not counts[Role.MIXED] and not (counts[Role.PREFILL] and counts[Role.DECODE]):
         raise StartError(
             "no request could be served: give at least one mixed node, or a prefill and a decode node"
@@ -98,8 +135,8 @@ class Launcher:
 
     def __init__(self, config: Config, model: Path, *, join: str, token: str) -> None:
         self._config, self._model, self._join, self._token = config, model, join, token
-        self._nodes = planned_nodes(config)
-        self._processes: dict[NodeId, asyncio.subprocess.Process] = {}
+        self._planned = planned_processes(config)
+        self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._watchers: list[asyncio.Task[None]] = []
         self._stopping = False
         self.ready = False
@@ -107,15 +144,15 @@ class Launcher:
 
     @property
     def nodes(self) -> list[NodeId]:
-        return [node for node, _ in self._nodes]
+        return [process.node for process in self._planned if not process.stage]
 
     async def start(self) -> None:
-        for node, role in self._nodes:
-            await self._spawn(node, role)
+        for planned in self._planned:
+            await self._spawn(planned)
 
     async def failure(self) -> None:
         """Waits until a child ends before the cluster is ready; raises its StartError."""
-        self._watchers = [asyncio.create_task(self._watch(node, role)) for node, role in self._nodes]
+        self._watchers = [asyncio.create_task(self._watch(planned)) for planned in self._planned]
         done, _ = await asyncio.wait(self._watchers, return_when=asyncio.FIRST_EXCEPTION)
         for task in done:
             task.result()
@@ -137,19 +174,29 @@ class Launcher:
         for watcher in self._watchers:
             watcher.cancel()
 
-    async def _spawn(self, node: NodeId, role: Role) -> None:
-        threads = threads_per_node(self._config, len(self._nodes))
+    async def _spawn(self, planned: Process) -> None:
+        threads = threads_per_node(self._config, len(self._planned))
         orders = Orders(
-            node=node,
-            role=role,
+            node=planned.node,
+            role=planned.role,
             join=self._join,
             token=self._token,
             model=str(self._model),
             threads=threads,
             config=self._config.model_dump_json(exclude_unset=True),
+            stage=planned.stage,
+            stages=planned.stages,
         )
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "isthmus", "node", "--launched", "--name", node),  # the name is for `ps`
+            *(
+                sys.executable,
+                "-m",
+                "isthmus",
+                "node",
+                "--launched",
+                "--name",
+                planned.name,
+            ),  # the name is for `ps`
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=child_environment(threads),
@@ -157,11 +204,11 @@ class Launcher:
         )
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(orders) + b"\n")
-        self._processes[node] = process
+        self._processes[planned.name] = process
 
-    async def _watch(self, node: NodeId, role: Role) -> None:
+    async def _watch(self, planned: Process) -> None:
         while True:
-            process = self._processes[node]
+            process = self._processes[planned.name]
             assert process.stdout is not None
             output = await process.stdout.read()
             code = await process.wait()
@@ -169,17 +216,17 @@ class Launcher:
                 return
             trouble = _trouble(output, code)
             if not self.ready:
-                raise StartError(f"node {node}: {trouble}")
-            log.error("node %s ended: %s; starting it again", node, trouble)
-            await self._restart(node, role)
+                raise StartError(f"node {planned.name}: {trouble}")
+            log.error("node %s ended: %s; starting it again", planned.name, trouble)
+            await self._restart(planned)
 
-    async def _restart(self, node: NodeId, role: Role) -> None:
+    async def _restart(self, planned: Process) -> None:
         while True:
             await asyncio.sleep(RESTART_S)
             try:
-                return await self._spawn(node, role)
+                return await self._spawn(planned)
             except OSError as error:
-                log.error("node %s cannot be started: %s; trying again", node, error)
+                log.error("node %s cannot be started: %s; trying again", planned.name, error)
 
 
 def _trouble(output: bytes, code: int) -> str:

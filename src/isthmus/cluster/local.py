@@ -10,6 +10,7 @@ from pathlib import Path
 
 from isthmus.cluster.head import Head
 from isthmus.cluster.launcher import Launcher
+from isthmus.cluster.links import network_of
 from isthmus.cluster.recorder import Recorder
 from isthmus.config import Config
 from isthmus.deploy import rules_of
@@ -32,6 +33,7 @@ class LocalCluster:
             silence_s=limits.silence_s,
             rejoin_s=limits.rejoin_s,
             recorder=self._recorder,
+            network=network_of(config),
         )
 
     @contextlib.asynccontextmanager

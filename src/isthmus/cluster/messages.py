@@ -129,12 +129,14 @@ class Turned(msgspec.Struct, frozen=True, tag=True):
 
 
 class FetchOrder(msgspec.Struct, frozen=True):
-    """Copy blocks `[start, stop)` of the prompt from the node at `source`, expected to take `within_ns`."""
+    """Copy blocks `[start, stop)` of the prompt from the node at `source`, expected to take `within_ns`, in the
+    form that `codec` gives them."""
 
     source: str
     start: int
     stop: int
     within_ns: int
+    codec: str = "none"
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -145,7 +147,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     both here. The answer ends at `stop_length` tokens in all. `work_ns`: node time the conductor expects the
     prefill to take; `budget_ns`: what was left until the promised first token when this was sent, None without
     a promise (a duration, for clocks of machines differ). `salt`: of the request's caches. `num_cached`: leading
-    blocks the conductor counts on, those of `fetch` included.
+    blocks the conductor counts on, those of `fetch` included; `codec`: in which form its KV is handed over.
     """
 
     request: RequestId
@@ -162,6 +164,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     salt: str = ""
     num_cached: int = 0
     fetch: FetchOrder | None = None
+    codec: str = "none"
 
     @property
     def key(self) -> RequestId:
@@ -218,7 +221,8 @@ class Grant(msgspec.Struct, frozen=True, tag=True):
 class Slices(msgspec.Struct, frozen=True, tag=True):
     """Prefill to decode: one layer of blocks `[first_block, first_block + len(seals))`, tokens up to `stop`.
 
-    Payload: the bytes of token positions `[first_block * block_size, stop)`; each block's slice has a seal.
+    Payload: the bytes of token positions `[first_block * block_size, stop)`, encoded by the attempt's codec; each
+    block's slice has a seal.
     """
 
     request: RequestId
@@ -255,7 +259,8 @@ class Withdrawn(msgspec.Struct, frozen=True, tag=True):
 class Want(msgspec.Struct, frozen=True, tag=True):
     """Give these blocks, consecutive ones of a prefix; there is room for the first `room`.
 
-    `host`: this machine, if blocks may be read where they lie; `background`: when nothing else needs the link.
+    `host`: this machine, if blocks may be read where they lie; `background`: when nothing else needs the link;
+    `codec`: in which form.
     """
 
     key: RequestId
@@ -263,6 +268,7 @@ class Want(msgspec.Struct, frozen=True, tag=True):
     room: int
     host: str = ""
     background: bool = False
+    codec: str = "none"
 
 
 class Lent(msgspec.Struct, frozen=True, tag=True):
@@ -278,7 +284,8 @@ class Lent(msgspec.Struct, frozen=True, tag=True):
 
 
 class Given(msgspec.Struct, frozen=True, tag=True):
-    """One layer of the wanted blocks `[first, first + len(seals))`. Payload: their slices, one after the other."""
+    """One layer of the wanted blocks `[first, first + len(seals))`. Payload: their slices, one after the other,
+    encoded by the codec that was asked for."""
 
     key: RequestId
     layer: int

@@ -29,8 +29,8 @@ from isthmus.cluster.messages import (
     Enough,
     FetchEnded,
     Forget,
-    Given,
     Gathered,
+    Given,
     Grant,
     HandedOver,
     Hello,
@@ -61,7 +61,7 @@ from isthmus.conductor import Paths
 from isthmus.cost import Cost
 from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
-from isthmus.messenger import Connection, Network, TcpNetwork
+from isthmus.messenger import Connection, Network
 from isthmus.scheduler import BlockPool, Limits, Scheduler, TierCache
 from isthmus.store import Store
 from isthmus.types import BlockName, NodeId, RequestId, Role, Span, TokenLogprobs
@@ -81,8 +81,8 @@ class NodeOptions:
 
     `prompt_batch`: prompt tokens from which on no further prompt joins an iteration, None for no such limit;
     `order`: of waiting requests; `eviction`: of the cache;
-    `shares_memory`: reads blocks of nodes on this host where they lie; `cost`, `paths`: what work takes here and how fast KV
-    moves, for predictions. `stage`, `stages`: of the pipeline group `node`, whose engines each have some layers.
+    `shares_memory`: reads blocks of nodes on this host where they lie; `cost`, `paths`: what work takes here and how
+    fast KV moves, for predictions; `stage`, `stages`: of the pipeline group `node`, each with some of the layers.
     """
 
     node: NodeId
@@ -112,7 +112,8 @@ class World:
     worker_of: Callable[[Stepper], Worker]
 
 
-THIS_MACHINE = World(TcpNetwork(), time.monotonic_ns, ThreadWorker)
+def this_machine(network: Network) -> World:
+    return World(network, time.monotonic_ns, ThreadWorker)
 
 
 class Node:
@@ -126,7 +127,7 @@ class Node:
         self,
         engine: Engine,
         options: NodeOptions,
-        world: World = THIS_MACHINE,
+        world: World,
         store_of: Callable[[OnLost], Store] | None = None,
     ) -> None:
         store = store_of(self._lost) if store_of is not None else None
@@ -317,7 +318,8 @@ class Node:
 
     def stage_failed(self, key: RequestId, reason: str) -> None:
         outgoing = self._outgoing.get(key)
-        if outgoing is not None:
+        if outgoing is not None and self._group is not None:
+            self._group.distrust(outgoing.begin.request)
             self.fail(outgoing.begin, reason)
 
     def stage_lost(self, names: tuple[BlockName, ...]) -> None:
@@ -349,7 +351,9 @@ class Node:
 
     def _begin_fetch(self, fetcher: Fetcher, begin: Begin) -> Fetch:
         assert begin.fetch is not None
-        fetch = Fetch(begin.key, begin.names[: begin.fetch.stop], begin.fetch.start, fetcher.cache)
+        fetch = Fetch(
+            begin.key, begin.names[: begin.fetch.stop], begin.fetch.start, fetcher.cache, begin.fetch.codec
+        )
         fetch.hold()
         self._spawn(self._run_fetch(fetcher, begin, fetch, begin.fetch.source))
         return fetch
@@ -368,6 +372,8 @@ class Node:
         self._requests.offered(tuple(names))
 
     def begin(self, begin: Begin) -> None:
+        if self._group is not None:
+            begin = self._group.trusted(begin)
         if begin.part is Role.PREFILL:
             self._outgoing[begin.key] = Outgoing(begin, self._engine.memory)
             self._spawn(self._attach(begin))

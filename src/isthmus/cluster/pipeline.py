@@ -12,8 +12,11 @@ import asyncio
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from isthmus.cluster.cache import NodeCache, Staging
 from isthmus.cluster.messages import Begin
@@ -43,6 +46,8 @@ from isthmus.store import Store
 from isthmus.types import BlockName, RequestId, TokenLogprobs
 
 log = logging.getLogger(__name__)
+
+MAX_DISTRUSTED = 1024
 
 Saved = Callable[[Sequence[BlockName]], None]
 
@@ -78,6 +83,7 @@ class Group:
         self._ready: set[int] = set()
         self._formed = asyncio.Event()
         self._found: list[set[BlockName]] = [set() for _ in range(stages - 1)]
+        self._distrusted: OrderedDict[RequestId, None] = OrderedDict()
         self._turn = threading.Condition()
         self._in_flight = 0
         self._closed = False
@@ -150,6 +156,16 @@ class Group:
         self._connection = await network.connect(address, Upward, self, timeout_s=timeout_s)
         self._send_now(opening)
         await self._formed.wait()
+
+    def distrust(self, request: RequestId) -> None:
+        """A later stage failed an attempt, perhaps for want of a cached block: another attempt is to need none."""
+        self._distrusted[request] = None
+        if len(self._distrusted) > MAX_DISTRUSTED:
+            self._distrusted.popitem(last=False)
+
+    def trusted(self, begin: Begin) -> Begin:
+        """The attempt, without what of it cannot be relied upon: it uses no cache then, and leaves nothing there."""
+        return replace(begin, names=(), num_cached=0) if begin.request in self._distrusted else begin
 
     def common(
         self, found: list[tuple[BlockName, BlockName | None]]

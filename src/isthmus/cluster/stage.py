@@ -89,7 +89,12 @@ class StageStepper:
         self._queue: SimpleQueue[tuple[Downward, memoryview | None] | None] = SimpleQueue()
         self._waiting: dict[int, StageRun] = {}  # runs that came and are not computed
         self._thread = threading.Thread(target=self._main, name="stage", daemon=True)
-        self.counters = {"engine_seconds": 0.0, "kv_wait_seconds": 0.0, "iterations": 0.0, "tokens_computed": 0.0}
+        self.counters = {
+            "engine_seconds": 0.0,
+            "kv_wait_seconds": 0.0,
+            "iterations": 0.0,
+            "tokens_computed": 0.0,
+        }
 
     def start(self) -> None:
         self._thread.start()
@@ -219,9 +224,7 @@ class StageStepper:
         size, end = self._engine.layout.block_size, piece.start + piece.count
         stop = end if piece.samples else end // size * size
         if stop:
-            self._tell(
-                self._owner.kv_ready, piece.request, Span(layer, layer + 1), Span(0, stop), piece.blocks
-            )
+            self._tell(self._owner.kv_ready, piece.request, Span(layer, layer + 1), Span(0, stop), piece.blocks)
 
     def _await_load(self, layer: int, live: _Live) -> None:
         if live.load is None:

@@ -35,7 +35,6 @@ from isthmus.cluster.stage_messages import (
     Downward,
     StageBegin,
     StageFailed,
-    StageForget,
     StageFound,
     StageLost,
     StageOpen,
@@ -45,7 +44,7 @@ from isthmus.cluster.stage_messages import (
 )
 from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
-from isthmus.messenger import Connection, Network, Priority, TcpNetwork
+from isthmus.messenger import Connection, Network, Priority
 from isthmus.store import Store
 from isthmus.types import BlockName, RequestId, Span
 
@@ -65,11 +64,11 @@ class StageNode:
         self,
         engine: Engine,
         options: NodeOptions,
-        network: Network | None = None,
+        network: Network,
         store_of: Callable[[OnLost], Store] | None = None,
     ) -> None:
         assert 0 < options.stage < options.stages
-        self._engine, self._options, self._network = engine, options, network or TcpNetwork()
+        self._engine, self._options, self._network = engine, options, network
         store = store_of(self._lost) if store_of is not None else None
         self._cache = NodeCache(engine.memory, store) if store is not None else None
         self._stepper = StageStepper(engine, self._cache, self, self._tell)
@@ -166,7 +165,9 @@ class StageNode:
         slots = store.arena.num_slots if store is not None else 0
         records = store.log.num_records if store is not None and store.log is not None else 0
         if self._engine.num_blocks < opening.num_blocks:
-            return f"its KV memory holds {self._engine.num_blocks} blocks, the first stage's {opening.num_blocks}"
+            return (
+                f"its KV memory holds {self._engine.num_blocks} blocks, the first stage's {opening.num_blocks}"
+            )
         if slots < opening.num_slots or records < opening.num_records:
             return (
                 f"its cache holds {slots} and {records} blocks (DRAM, SSD), the first stage's "

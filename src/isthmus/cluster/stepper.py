@@ -466,7 +466,11 @@ class Stepper:
     def _take_staged(self, execution: Execution) -> list[Staging]:
         """Of the prompts that are computed now."""
         found: list[Staging] = []
-        done = [self._live_of(piece) for piece in execution.run.chunks if piece.samples and piece.request in self._live]
+        done = [
+            self._live_of(piece)
+            for piece in execution.run.chunks
+            if piece.samples and piece.request in self._live
+        ]
         for live in [*done, *[live for live, _ in execution.leaving]]:
             found += live.staged
             live.staged = []

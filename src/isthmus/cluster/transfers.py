@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 from isthmus.blocks import KVLayout, seal
 from isthmus.cluster.messages import Begin, Grant, Landed, Offer, Sent, Slices, Withdrawn
+from isthmus.cluster.wire import ENCODED_BLOCKS, fits, pack, seals_kv, unpack
+from isthmus.engine.codecs import NONE
 from isthmus.engine.interface import KVBytes, runs_of
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Connection, Priority, Sending
 from isthmus.types import Span, TokenLogprobs
 
 MAX_FRAME_BLOCKS = 256
+
+Landing = list[tuple[tuple[int, int], memoryview]]
+"""Slot ranges of a layer, each with the memory its bytes go to."""
 
 
 class Outgoing:
@@ -81,11 +87,14 @@ class Outgoing:
 
     def _send(self, layer: int, tokens: Span, blocks: Sequence[int]) -> None:
         assert self._connection is not None
-        size = self._memory.layout.block_size
-        for start in range(tokens.start, tokens.stop, MAX_FRAME_BLOCKS * size):
-            stop = min(tokens.stop, start + MAX_FRAME_BLOCKS * size)
-            payload = [self._memory.export(layer, *run) for run in runs_of(blocks, size, start, stop)]
-            seals = tuple(self._seals(layer, Span(start, stop), blocks))
+        layout, codec = self._memory.layout, self.begin.codec
+        size = layout.block_size
+        most = (MAX_FRAME_BLOCKS if codec == NONE else ENCODED_BLOCKS) * size
+        for start in range(tokens.start, tokens.stop, most):
+            stop = min(tokens.stop, start + most)
+            span = Span(start, stop)
+            parts = [self._memory.export(layer, *run) for run in runs_of(blocks, size, start, stop)]
+            payload, seals = pack(codec, layout, parts, len(span), partial(self._seals, layer, span, blocks))
             self.bytes_out += (stop - start) * self._memory.layout.token_bytes
             number = self._first_layer + layer
             head = Slices(self.begin.request, self.begin.attempt, number, start // size, stop, seals)
@@ -110,8 +119,8 @@ class Incoming:
         self._received = [0] * memory.layout.num_layers
         self.progressed_s = math.inf
         """When the last slice came (loop time, s); infinite until the first, for the sender may queue."""
-        self._landing: dict[Slices, tuple[Connection, list[tuple[tuple[int, int], memoryview]]]] = {}
-        """Frames being received into this request's blocks."""
+        self._landing: dict[Slices, tuple[Connection, Landing, memoryview | None]] = {}
+        """Frames being received: into this request's blocks, or to be decoded into them."""
 
     def offered(self, connection: Connection, offer: Offer) -> None:
         """Raises ProtocolError for layers that are not the model's, or another session's."""
@@ -145,28 +154,33 @@ class Incoming:
             and self._received[slices.layer] // layout.block_size * layout.block_size <= start
             and start < slices.stop <= self._num_tokens
             and len(slices.seals) == layout.blocks_for(slices.stop - start)
-            and size == (slices.stop - start) * layout.token_bytes
+            and fits(self.begin.codec, layout, slices.stop - start, size)
         )
         if not expected or self.blocks is None:
             return None
         runs = runs_of(self.blocks, layout.block_size, start, slices.stop)
         landing = [(run, self._memory.landing(slices.layer, *run)) for run in runs]
-        self._landing[slices] = connection, landing
-        return [buffer for _, buffer in landing]
+        targets = [buffer for _, buffer in landing]
+        encoded = None if self.begin.codec == NONE else memoryview(bytearray(size))
+        self._landing[slices] = connection, landing, encoded
+        return targets if encoded is None else [encoded]
 
     def receive(self, slices: Slices) -> bool:
         """Books a whole frame; False when it is not the next of its layer or a seal does not match: then nothing of
         it counts."""
         assert self.blocks is not None
-        _, landing = self._landing.pop(slices)
-        start = slices.first_block * self._memory.layout.block_size
-        if start != self._received[slices.layer] // self._memory.layout.block_size * self._memory.layout.block_size:
+        _, landing, encoded = self._landing.pop(slices)
+        codec, layout = self.begin.codec, self._memory.layout
+        start = slices.first_block * layout.block_size
+        if start != self._received[slices.layer] // layout.block_size * layout.block_size:
+            return False
+        tokens, targets = Span(start, slices.stop), [buffer for _, buffer in landing]
+        if encoded is not None and not unpack(codec, layout, encoded, targets, len(tokens), slices.seals):
             return False
         for run, buffer in landing:
             self._memory.land(slices.layer, *run, buffer)
-        tokens = Span(start, slices.stop)
-        for expected, slots in zip(slices.seals, _slots(self.blocks, self._memory.layout, tokens), strict=True):
-            if seal(self._memory.export(slices.layer, *slots)) != expected:
+        for expected, slots in zip(slices.seals, _slots(self.blocks, layout, tokens), strict=True):
+            if seals_kv(codec) and seal(self._memory.export(slices.layer, *slots)) != expected:
                 return False
         self._received[slices.layer] = slices.stop
         return True
@@ -185,7 +199,7 @@ class Incoming:
 
     def withdraw(self) -> None:
         """Nothing more is written into its blocks when this returns."""
-        for slices, (connection, _) in self._landing.items():
+        for slices, (connection, _, _) in self._landing.items():
             connection.refuse(slices)
         self._landing.clear()
         for connection in self._senders:

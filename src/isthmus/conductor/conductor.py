@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from isthmus.conductor import copies
 from isthmus.conductor.admission import Admission, Overload, limit_ns
+from isthmus.conductor.compression import encoded
 from isthmus.conductor.displace import to_shorten, to_thin, waiting_below
 from isthmus.conductor.estimates import Estimator
 from isthmus.conductor.events import (
@@ -35,6 +36,7 @@ from isthmus.conductor.policies import POLICIES
 from isthmus.conductor.replicas import Replicas
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import ClusterView, NodeView, Placement, RequestView
+from isthmus.cost.transfer import NONE
 from isthmus.types import NodeId, RequestId, Role, Tier
 
 
@@ -135,16 +137,20 @@ class Conductor:
             source, target = placement.source, placement.prefill
             request.copy = copies.begin(source.link_out, target.link_in, placement.fetch_bytes, now)
         request.attempt += 1
+        fetch, codec = placement.fetch, NONE
+        if self.rules.codecs:
+            fetch, codec = encoded(self.rules, request, placement, now)
         limit = limit_ns(event.ttft_ms, self.rules.ttft_ms)
         return Route(
             event.request,
             request.attempt,
             placement.prefill.node,
             placement.decode.node,
-            placement.fetch,
+            fetch,
             placement.cached,
             placement.work_ns,
             request.arrived_ns + int(limit * (1 - self.rules.reserve)) if limit else 0,
+            codec,
         )
 
     def _fetched(self, event: FetchFinished, now: int) -> list[Action]:

@@ -24,7 +24,8 @@ class Paths(msgspec.Struct, frozen=True):
 class NodeJoined(msgspec.Struct, frozen=True, tag=True):
     """A node is ready. `capacity_tokens`: the longest request, prompt and answer, its KV memory can hold.
 
-    `cost`: what work takes there, None when nobody knows; `cache_blocks`: how many blocks its cache keeps.
+    `cost`: what work takes there, None when nobody knows; `cache_blocks`: how many blocks its cache keeps;
+    `kv_dtype`: of its KV, "" when nobody knows.
     """
 
     node: NodeId
@@ -34,6 +35,7 @@ class NodeJoined(msgspec.Struct, frozen=True, tag=True):
     cost: Cost | None = None
     paths: Paths = Paths()
     cache_blocks: int = 0
+    kv_dtype: str = ""
 
 
 class NodeLeft(msgspec.Struct, frozen=True, tag=True):
@@ -141,13 +143,14 @@ Event = (
 class Fetch(msgspec.Struct, frozen=True):
     """Copy the request's blocks `[start, stop)` from another node's cache; `[0, start)` are at hand.
 
-    `until_ns`: when the conductor expects them.
+    `until_ns`: when the conductor expects them; `codec`: in which form they travel.
     """
 
     source: NodeId
     start: int
     stop: int
     until_ns: int = 0
+    codec: str = "none"
 
 
 class Route(msgspec.Struct, frozen=True, tag=True):
@@ -155,7 +158,8 @@ class Route(msgspec.Struct, frozen=True, tag=True):
 
     `attempt` counts from 1. Later attempts go on from the tokens already generated. `num_cached`: leading
     blocks the conductor counts on, fetched ones included; `work_ns`: node time it expects the prefill to take;
-    `deadline_ns`: when the first token was promised, 0 without a promise.
+    `deadline_ns`: when the first token was promised, 0 without a promise; `codec`: in which form its KV goes to where
+    it decodes.
     """
 
     request: RequestId
@@ -166,6 +170,7 @@ class Route(msgspec.Struct, frozen=True, tag=True):
     num_cached: int = 0
     work_ns: int = 0
     deadline_ns: int = 0
+    codec: str = "none"
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):

@@ -11,6 +11,7 @@ class Rules(msgspec.Struct, frozen=True):
     """`max_requests`: accepted at once; `max_attempts`: routes of one request; the rest as in the configuration.
 
     `ttft_ms`, `tbt_ms`: limits of requests that bring none, None for no limit.
+    `codecs`: by which KV may be encoded on its way, where that is sooner there.
     `replicate`: copy what is asked for again and again to a node that lacks it, while links are idle.
     """
 
@@ -26,6 +27,7 @@ class Rules(msgspec.Struct, frozen=True):
     load_limit: float = 1.0
     seed: int = 0
     replicate: bool = False
+    codecs: tuple[str, ...] = ()
     ttft_ms: int | None = None
     tbt_ms: int | None = None
 

@@ -45,6 +45,7 @@ class NodeView:
         "free_ns",
         "hands_over_on_link",
         "kind",
+        "kv_dtype",
         "link_in",
         "link_out",
         "node",
@@ -62,7 +63,7 @@ class NodeView:
         self.cost = cost
         self.block_bytes = cost.kv_token_bytes * joined.block_size
         self.cache_blocks = joined.cache_blocks
-        self.paths = joined.paths
+        self.paths, self.kv_dtype = joined.paths, joined.kv_dtype
         self.hands_over_on_link = joined.paths.network > 0 and not joined.paths.handover
         self.link_in, self.link_out = Link(joined.paths.network), Link(joined.paths.network)
         self.prefills: dict[RequestId, RequestView] = {}

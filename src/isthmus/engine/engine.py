@@ -96,6 +96,7 @@ class Engine:
         hidden: Hidden | None = None,
     ) -> Tensor:
         """Logits `[S, V]`, float32, one row for each chunk that samples, in `batch.order`."""
+        assert self.layers[1] == self.spec.num_layers, "the last stage samples"
         with self._iteration():
             x_TN = self._taken(batch, hidden)
             residual = self.model.run_layers(x_TN, batch, self.memory, on_layer, before_layer)

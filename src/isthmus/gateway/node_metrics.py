@@ -50,6 +50,11 @@ NODE_METRICS = {
     "cache_io_errors_total": "Reads and writes of the SSD that failed.",
     "cache_lost_blocks_total": "Blocks that could not be written when they had to, or read again.",
     "cache_seal_mismatches_total": "Blocks found damaged on the SSD.",
+    # A pipeline group, from its first stage.
+    "pipeline_runs_total": "Batches that the first stage gave to the second.",
+    "pipeline_runs_in_flight": "Those of them that have not left the last stage.",
+    "pipeline_runs_in_flight_max": "The most that there were at once.",
+    "pipeline_wait_seconds_total": "Time the first stage waited because later ones were behind.",
     # Between nodes.
     "kv_bytes_in_total": "KV received for requests that decode here.",
     "kv_bytes_out_total": "KV sent for requests that decode elsewhere.",

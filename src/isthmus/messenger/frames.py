@@ -25,6 +25,7 @@ from isthmus.errors import ProtocolError
 from isthmus.messenger.pieces import IO_PARTS, scratch
 
 MAGIC = 0x5349
+MAGIC_BYTES = 2
 MAX_HEADER = 16 << 20
 MAX_SLICE = 1 << 30
 _FIELDS = struct.Struct("<HBBIQQQII")
@@ -85,11 +86,16 @@ def prefix_of(
     return fields + _CHECK.pack(check_of(fields))
 
 
+def check_magic(data: memoryview) -> None:
+    """The first MAGIC_BYTES of a frame. Raises ProtocolError when they are something else's."""
+    if data[:MAGIC_BYTES] != MAGIC.to_bytes(MAGIC_BYTES, "little"):
+        raise ProtocolError("the peer does not speak this protocol")
+
+
 def parse_prefix(data: memoryview) -> Prefix:
     """Raises ProtocolError on bytes that are no frame, or a damaged one, or one over the limits."""
-    magic, *fields = _FIELDS.unpack_from(data)
-    if magic != MAGIC:
-        raise ProtocolError("the peer does not speak this protocol")
+    check_magic(data)
+    _, *fields = _FIELDS.unpack_from(data)
     if _CHECK.unpack_from(data, _FIELDS.size)[0] != check_of(data[: _FIELDS.size]):
         raise ProtocolError("a frame came damaged (checksum of its prefix)")
     prefix = Prefix(*fields)

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 from isthmus.errors import ProtocolError
 from isthmus.messenger import greeting
-from isthmus.messenger.frames import PREFIX_BYTES, Prefix, check_header, parse_prefix
+from isthmus.messenger.frames import MAGIC_BYTES, PREFIX_BYTES, Prefix, check_header, check_magic, parse_prefix
 from isthmus.messenger.session import STANDARD, Close, Handler, Session, Terms
 from isthmus.messenger.share import Share
 from isthmus.messenger.streams import Stream, Tls, open_stream, read_exactly, write_all
-from isthmus.messenger.tcp import TcpPort
+from isthmus.messenger.tcp import Drain, TcpPort
 
 log = logging.getLogger(__name__)
 
@@ -219,7 +219,7 @@ class Listener:
             log.warning("a connection from %s was turned away: %s", peer, error)
             with contextlib.suppress(OSError):
                 stream.send([memoryview(greeting.refusal(str(error)))])
-            stream.close()
+            Drain(self._loop, stream)
         except (OSError, TimeoutError) as error:
             log.warning("a connection from %s ended: %s", peer, error or "it was silent")
             stream.close()
@@ -288,7 +288,10 @@ async def _connected(host: str, port: int) -> socket.socket:
 
 
 async def _read_greeting(stream: Stream) -> tuple[Prefix, bytes]:
-    prefix = parse_prefix(await read_exactly(stream, PREFIX_BYTES))
+    data = bytearray(await read_exactly(stream, MAGIC_BYTES))
+    check_magic(memoryview(data))  # before waiting for what something else never sends
+    data += await read_exactly(stream, PREFIX_BYTES - MAGIC_BYTES)
+    prefix = parse_prefix(memoryview(data))
     if prefix.header > MAX_GREETING:
         raise ProtocolError("a greeting is not that long")
     header = bytes(await read_exactly(stream, prefix.header))

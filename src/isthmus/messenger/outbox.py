@@ -131,7 +131,7 @@ class Outbox:
 
     def notice(self, kind: Kind, priority: int, seq: int) -> None:
         """A frame without header, before all messages."""
-        self._notices.append(Frame(prefix_of(kind, b"", priority=priority, seq=seq)))
+        self._notices.append(Frame(prefix_of(kind | ACK_SOON, b"", priority=priority, seq=seq)))
         self._wake()
 
     @property

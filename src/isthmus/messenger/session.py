@@ -10,6 +10,7 @@ what goes over which lane, when the peer hears what arrived, and when everything
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Protocol
 
@@ -159,6 +160,7 @@ class Session:
         self._closing = self._close_sent = self._ended = False
         self._reason = self._lost = ""
         self._resume_s = 0.0
+        self._room: asyncio.Event | None = None
         self._finals: tuple[int, ...] | None = None  # the peer's, when it closed
         self._lanes_lost = self._resent = self._messages_in = self._messages_out = 0
         self.peer = "unconnected"
@@ -201,6 +203,16 @@ class Session:
             )
         return sending
 
+    async def room(self, below: int = 1 << 20) -> None:
+        """Returns when less than `below` bytes of payloads wait for a connection, or the session is closed.
+
+        Who seals or copies what it sends does well to wait for this first: bytes that are sent while they are in
+        the processor's cache are read from memory once only.
+        """
+        while self._outbox.queued_bytes >= below and not self.closed:
+            self._room = self._room or asyncio.Event()
+            await self._room.wait()
+
     def refuse(self, message: Any) -> bool:
         """Gives up a message that was placed and has not come yet: its memory is the caller's again when this
         returns True, with no `on_void`; its sender hears `done(False)`. False when it is not under way."""
@@ -216,6 +228,7 @@ class Session:
             return
         self._closing, self._reason = True, reason
         self._inbox.stopped = True
+        self._tell_room()
         self._after(LINGER_S, "linger", self._end)
         if self.lanes:
             self._port.wake()
@@ -330,6 +343,7 @@ class Session:
         if frame is not None:
             if frame.sending is not None:
                 self.bytes_out += frame.length
+                self._tell_room()
             if not lane.unacked:
                 lane.progress_ns = now_ns
             if len(self.lanes) > 1:
@@ -473,6 +487,11 @@ class Session:
             self._port.soon(_finisher(self._port, lane))
         return Frame(prefix_of(Kind.CLOSE, header) + header)
 
+    def _tell_room(self) -> None:
+        if self._room is not None:
+            self._room.set()
+            self._room = None
+
     def _let_go(self, sending: Sending) -> None:
         for lane in self.lanes:
             lane.blank(sending)
@@ -504,6 +523,7 @@ class Session:
             return
         self._ended = self._closing = self._inbox.stopped = True
         self._drop_lanes()
+        self._tell_room()
         for name in list(self._timers):
             self._stop(name)
         self._inbox.end_all()

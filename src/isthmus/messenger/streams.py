@@ -197,17 +197,23 @@ async def open_stream(sock: socket.socket, context: ssl.SSLContext | None, *, se
     if context is None:
         return PlainStream(sock)
     secured = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
+    try:
+        await _shake_hands(secured)
+    except BaseException:
+        secured.close()
+        raise
+    return TlsStream(secured)
+
+
+async def _shake_hands(secured: ssl.SSLSocket) -> None:
     while True:
         try:
             secured.do_handshake()
-            return TlsStream(secured)
+            return
         except ssl.SSLWantReadError:
             await ready(secured.fileno(), to_write=False)
         except ssl.SSLWantWriteError:
             await ready(secured.fileno(), to_write=True)
-        except BaseException:
-            secured.close()
-            raise
 
 
 async def read_exactly(stream: Stream, count: int) -> memoryview:

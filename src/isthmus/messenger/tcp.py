@@ -201,26 +201,26 @@ class _Wire:
         self._session.lane_down(self._lane, reason)
 
     def _finish_now(self) -> None:
-        """All is written. The socket stays until the peer has read it, for closing one with unread bytes in it
-        would take back what the peer did not read yet."""
+        """All is written. The socket stays until the peer has read it."""
         if self._closed:
             return
         self._closed = True
         loop = self._port.loop
         loop.remove_reader(self._fileno)
         loop.remove_writer(self._fileno)
-        self._stream.finish()
-        _Drain(loop, self._stream)
+        Drain(loop, self._stream)
         self._port.removed(self._lane)
         self._session.lane_down(self._lane, "")
 
 
-class _Drain:
-    """Reads a socket to its end, for a while, and closes it."""
+class Drain:
+    """Says that nothing more comes, reads a socket to its end, for a while, and closes it: closing one with unread
+    bytes in it would take back what the peer did not read yet."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, stream: Stream) -> None:
         self._loop, self._stream, self._fileno = loop, stream, stream.fileno()
         self._buffer = memoryview(bytearray(1 << 16))
+        stream.finish()
         self._timer = loop.call_later(DRAIN_S, self._close)
         loop.add_reader(self._fileno, self._readable)
 

@@ -14,7 +14,7 @@ class Job:
 
     `started`: its prefill has begun; `reserved`: its decode node has room for it. `flows`: all under way for it, of
     which `handover` goes to its decode node; its prefill waits for `pending` others, and until `loaded_ns`.
-    `source_slot`: node that its blocks up to `stop` are fetched from, and pinned on, or -1.
+    `kept`, `fetch_kept`: bytes that cross the links for a byte of KV handed over and fetched. `source_slot`: node that its blocks up to `stop` are fetched from, and pinned on, or -1.
 
     `num_generated`: tokens before `first_step`, the iterations of the node `decodes_on` before its first there;
     its last token is the `last_step`-th there. `spans`: (node, first step, last step) of each stay that is over;
@@ -22,7 +22,8 @@ class Job:
     """
 
     __slots__ = (
-        "age", "attempt", "decodes_on", "first_step", "flows", "handover", "index", "last_step", "loaded_ns", "name",
+        "age", "attempt", "decodes_on", "fetch_kept", "first_step", "flows", "handover", "index", "kept", "last_step",
+        "loaded_ns", "name",
         "num_generated", "pending", "prefill_slot", "record", "request", "reserved", "resumed_ns",
         "source_slot", "spans", "started", "stop", "target",
     )  # fmt: skip
@@ -40,6 +41,7 @@ class Job:
         self.handover: Flow | None = None
         self.reserved = self.started = False
         self.source_slot = -1
+        self.kept = self.fetch_kept = 1.0
 
     @property
     def num_left(self) -> int:

@@ -183,7 +183,7 @@ class Moves:
         path = (source.links.net_out, *self._spine, node.links.net_in)
         if on_disk:
             path = (source.links.disk_read, *path)
-        self._await(job, "fetch", path, num_tokens * node.cost.kv_token_bytes, now)
+        self._await(job, "fetch", path, int(num_tokens * node.cost.kv_token_bytes * job.fetch_kept), now)
         return True
 
     def _fetch_ends(self, job: Job, flow: Flow) -> None:
@@ -218,7 +218,7 @@ class Moves:
     def start_handover(self, job: Job, now: int) -> None:
         """All layers but the last stream while the prefill computes; after it, whatever was not sent."""
         cost = self._nodes[job.prefill_slot].cost
-        size = job.request.num_tokens * cost.kv_token_bytes + cost.state_bytes
+        size = int((job.request.num_tokens * cost.kv_token_bytes + cost.state_bytes) * job.kept)
         self.bytes_moved["handover"] += size
         computed = job.record.first_token_ns >= 0
         source, target = self._nodes[job.prefill_slot].links, self._nodes[job.target].links
@@ -232,7 +232,8 @@ class Moves:
     def finish_handover(self, job: Job, now: int) -> None:
         """The prompt is computed: the last layer's KV follows."""
         cost = self._nodes[job.prefill_slot].cost
-        last = (job.request.num_tokens * cost.kv_token_bytes + cost.state_bytes) // cost.num_layers
+        size = int((job.request.num_tokens * cost.kv_token_bytes + cost.state_bytes) * job.kept)
+        last = size // cost.num_layers
         assert job.handover is not None
         self.network.grow(job.handover, last, now)
 

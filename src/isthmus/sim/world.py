@@ -32,6 +32,7 @@ from isthmus.conductor import (
     RequestEnded,
     Route,
 )
+from isthmus.cost.transfer import NONE
 from isthmus.scheduler import (
     Admitted,
     Arrived,
@@ -49,7 +50,7 @@ from isthmus.scheduler import (
     Stored,
 )
 from isthmus.scheduler import Event as NodeEvent
-from isthmus.sim.build import build_node, joined
+from isthmus.sim.build import build_node, joined, kept
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.gaps import set_tbt
 from isthmus.sim.job import Job
@@ -218,6 +219,9 @@ class World:
         request, record, fetch = job.request, job.record, route.fetch
         prefill, decode = self._node_of[route.prefill], self._node_of[route.decode]
         job.attempt = route.attempt
+        if self._deployment.rules.codecs:
+            job.kept = kept(prefill, route.codec, self._deployment.block_size)
+            job.fetch_kept = kept(prefill, fetch.codec if fetch else NONE, self._deployment.block_size)
         job.prefill_slot = record.prefill = prefill.slot
         job.target = record.decode = decode.slot
         length, stop = request.num_tokens, request.num_tokens + request.output_tokens

@@ -72,14 +72,17 @@ class Reader:
         return outcome
 
     def _read_run(self, run: Sequence[Source]) -> Outcome:
-        """Whole blocks in neighbouring places: in one call if possible, one by one where that fails."""
-        assert self._log is not None and run[0].place is not None
-        try:
-            num_read = self._log.read_run(run[0].place, [source.into for source in run])
-        except OSError:
-            num_read = 0
-        checked = [_check(source) for source in run[:num_read]]
-        return checked + [self._read_part(source) for source in run[num_read:]]
+        """Whole blocks in neighbouring places: as many in one call as possible, one by one where that fails."""
+        assert self._log is not None
+        outcome: Outcome = []
+        while left := run[len(outcome) :]:
+            assert left[0].place is not None
+            try:
+                num_read = self._log.read_run(left[0].place, [source.into for source in left])
+            except OSError:
+                num_read = 0
+            outcome += [_check(source) for source in left[:num_read]] or [self._read_part(left[0])]
+        return outcome
 
     def _read_one(self, source: Source) -> Fault | None:
         parts = _parts(source, self._threads)

@@ -21,7 +21,7 @@ _SEGMENT_NAME = re.compile(r"blocks-([0-9a-f]{16})-(\d{6})")
 
 
 class Segments:
-    """Record places 0 to `num_records`, in files of up to 256 MiB that are created one after the other.
+    """Record places 0 to `num_records`, in files of about 256 MiB that are created one after the other.
 
     Raises StartError when another store uses the folder, OSError when it cannot be used at all.
     """
@@ -147,6 +147,7 @@ class Segments:
             full = self._file_bytes(segment)
             if self._files.size(self._fds[segment]) > full:
                 self._files.truncate(self._fds[segment], full)
+        self._files.sync_folder(self.folder)
 
     def _places(self, segment: int) -> range:
         start = segment * self._per_segment

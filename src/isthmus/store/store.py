@@ -267,15 +267,19 @@ class Store:
             self._books.check(0 if self.log is None else self.log.num_used)
 
     def close(self) -> None:
-        """Flushes for at most ten seconds, then gives everything back. Idempotent."""
+        """Flushes for at most ten seconds, then gives everything back. Idempotent.
+
+        Files and memory that a disk which does not answer still works on are left to the end of the process.
+        """
         if self._closed:
             return
         self.flush(_CLOSE_S)
         with self._changed:
             self._closed = True
-            self._changed.wait_for(lambda: not self._reading, _CLOSE_S)
-        if self._writer is not None:
-            self._writer.stop()
+            is_quiet = self._changed.wait_for(lambda: not self._reading, _CLOSE_S)
+        has_written = self._writer is None or self._writer.stop(_CLOSE_S)
+        if not (is_quiet and has_written):
+            return
         self._pool.shutdown()
         if self.log is not None:
             self.log.close()

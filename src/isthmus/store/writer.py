@@ -100,13 +100,13 @@ class Writer:
         """Nothing is being written, and nothing could be. Under the lock."""
         return self._stopped or not (self._busy or self._has_work())
 
-    def stop(self) -> None:
-        """Ends the thread after the batch it is writing."""
+    def stop(self, timeout_s: float) -> bool:
+        """Ends the thread after the batch it is writing; False: the disk still has not taken that."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        if self._thread.ident is not None:
-            self._thread.join()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while self._await_turn():

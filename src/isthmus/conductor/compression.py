@@ -1,0 +1,50 @@
+"""In which form KV travels: encoded where the link, not computing, would be waited for.
+
+`cost.transfer` says by which codec KV is there first; here are the links, and what they carry already.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from isthmus.conductor.events import Fetch
+from isthmus.conductor.rules import Rules
+from isthmus.conductor.view import NodeView, Placement, RequestView
+from isthmus.cost.transfer import NONE, Transfer, choose_codec, codec_speeds
+
+
+def encoded(rules: Rules, request: RequestView, placement: Placement, now: int) -> tuple[Fetch | None, str]:
+    """A placement's fetch with its codec, and the codec of its hand-over."""
+    prefill, decode, fetch = placement.prefill, placement.decode, placement.fetch
+    if fetch is not None and placement.source is not None:
+        rate = _rate(placement.source, prefill, now)
+        # It begins at once, and is waited for when what is not cached is computed.
+        cached = min(placement.cached * prefill.block_size, request.arrived.num_tokens - 1)
+        computing = prefill.cost.prefill_ns(request.arrived.num_tokens - cached, cached)
+        waiting = placement.ttft_ns - placement.work_ns
+        codec = _choose(rules, prefill, placement.fetch_bytes, rate, waiting + computing)
+        fetch = replace(fetch, codec=codec)
+    if decode is prefill:
+        return fetch, NONE
+    num_bytes = request.arrived.num_tokens * prefill.cost.kv_token_bytes
+    return fetch, _choose(rules, prefill, num_bytes, _handover_rate(prefill, decode, now), placement.work_ns)
+
+
+def _handover_rate(prefill: NodeView, decode: NodeView, now: int) -> float:
+    """Bytes per second; 0 when nobody knows."""
+    if prefill.paths.handover and decode.paths.handover:
+        return min(prefill.paths.handover, decode.paths.handover)
+    return _rate(prefill, decode, now)
+
+
+def _rate(source: NodeView, target: NodeView, now: int) -> float:
+    """What other copies leave of the links between two caches."""
+    rate = min(source.paths.network, target.paths.network)
+    return rate / (source.link_out.stretch(now) * target.link_in.stretch(now)) if rate else 0.0
+
+
+def _choose(rules: Rules, node: NodeView, num_bytes: int, rate: float, compute_ns: int) -> str:
+    if not node.kv_dtype or rate <= 0:
+        return NONE
+    transfer = Transfer(num_bytes, node.cost.num_layers, rate, compute_ns)
+    return choose_codec(transfer, rules.codecs, codec_speeds(node.kv_dtype, node.block_size))

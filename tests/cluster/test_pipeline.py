@@ -1,0 +1,263 @@
+"""Live pipeline groups: several processes, each with some layers, that prefill as one node; every token is checked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from isthmus.cli.models import demo_folder
+from isthmus.cluster.head import Head
+from isthmus.cluster.node import Node, NodeOptions, this_machine
+from isthmus.cluster.stage_node import StageNode
+from isthmus.config import Config
+from isthmus.cost import Curve, compile_cost
+from isthmus.deploy import rules_of
+from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of, recipe_of
+from isthmus.engine.interface import Hidden, Sampled, split_layers
+from isthmus.messenger import MemoryNetwork
+from isthmus.types import Job, ModelCard, NodeId, RequestId, Role, Sampling
+from tests.models import make_model, reference_tokens
+from tests.served import Served, node_pid, refused, serve, streamed
+
+CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.001}
+LENGTHS = (1, 2, 15, 16, 17, 48, 64, 255, 256, 257, 900, 3000)
+
+
+def deployment(folder: Path, *, stages: int = 2, decodes: int = 1, **sections: Any) -> str:
+    """A configuration file of one group of emulated stages."""
+    roles = {"prefill": {"count": stages, "pipeline": stages}, "decode": decodes}
+    engine = {"kind": "emulated", "cost": CURVE, "token_budget": 256} | sections.pop("engine", {})
+    path = folder / "isthmus.yaml"
+    path.write_text(json.dumps({"roles": roles, "engine": engine, **sections}))
+    return str(path)
+
+
+def recipe(stages: int = 2) -> Recipe:
+    return recipe_of(demo_folder(), demo_folder(), 16, layers=max(2, stages))
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(256) for _ in range(length)]
+
+
+def ask(served: Served, prompt: list[int], count: int = 20, *, stages: int = 2) -> int:
+    """Checks an answer; returns how many of its prompt's tokens were cached."""
+    found = served.complete(prompt, count, ignore_eos=True)
+    assert found["choices"][0]["token_ids"] == expected_tokens(recipe(stages), prompt, count)
+    return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def idle(served: Served) -> bool:
+    """Every node has all its KV memory back."""
+    return served.gauge("kv_blocks") == served.gauge("kv_blocks_available") and not any(
+        served.gauge("node_requests_running").values()
+    )
+
+
+@pytest.mark.parametrize(("stages", "cache"), [(2, {}), (2, {"dram": "2MiB"}), (3, {"dram": "2MiB"})])
+def test_every_answer_is_exact(stages: int, cache: dict[str, Any], tmp_path: Path) -> None:
+    prompts = [prompt_of(seed, length) for seed, length in enumerate(LENGTHS)]
+    with serve(tmp_path, "--config", deployment(tmp_path, stages=stages, cache=cache)) as served:
+        assert len(served.children()) == stages + 1
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            assert not any(pool.map(lambda prompt: ask(served, prompt, stages=stages), prompts))
+            cached = list(pool.map(lambda prompt: ask(served, prompt, stages=stages), prompts))
+        assert cached[-1] >= 2992, "the longest prompt was computed again"
+        last = f"prefill-0.{stages - 1}"
+        served.wait_until(lambda: served.gauge("kv_bytes_out_total")[last] > 0, "each stage hands over its layers")
+        served.wait_until(lambda: idle(served), "all blocks are free again")
+
+
+def test_tokens_of_a_real_model_are_exact(tmp_path: Path) -> None:
+    """Float arithmetic in two processes gives the tokens of one."""
+    folder = tmp_path / "model"
+    make_model(folder, "llama")
+    prompts = [prompt_of(seed, length) for seed, length in enumerate((1, 16, 33, 200, 700))]
+    config = tmp_path / "isthmus.yaml"
+    sections = {"roles": {"prefill": {"count": 2, "pipeline": 2}}, "cache": {"dram": "16MiB"}}
+    config.write_text(json.dumps(sections))
+    with serve(tmp_path, "--config", str(config), "--model", str(folder), "--token-budget", "64") as served:
+        expected = [reference_tokens(folder, prompt, 32) for prompt in prompts]
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            for _ in range(2):  # then with cached prefixes
+                assert list(pool.map(lambda prompt: served.tokens(prompt, 32), prompts)) == expected
+
+
+# What happens at the same time.
+
+
+class Meeting:
+    """Stage 0 computes its second chunk, and stage 1 its first, only once both have begun."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2)
+
+    def attend(self) -> None:
+        self._barrier.wait(timeout=30)
+
+
+class MeetingEngine(EmulatedEngine):
+    """Attends a meeting in the iteration of this number."""
+
+    meeting: Meeting
+    iteration: int
+
+    def relay(self, *arguments: Any, **named: Any) -> Hidden:
+        self._attend()
+        return super().relay(*arguments, **named)
+
+    def step(self, *arguments: Any, **named: Any) -> Sampled:
+        self._attend()
+        return super().step(*arguments, **named)
+
+    def _attend(self) -> None:
+        if self.iteration == 0:
+            self.meeting.attend()
+        self.iteration -= 1
+
+
+def test_different_chunks_of_one_prompt_are_in_both_stages_at_once() -> None:
+    made = Recipe("model", layout_of(16), 1000)
+    cost = compile_cost(Curve(kv_token_bytes=16, num_layers=4, prefill_token_s=1e-6, decode_fixed_s=1e-6))
+    meeting = Meeting()
+    parts = split_layers(2, 2)
+
+    def stage(number: int) -> MeetingEngine:
+        engine = MeetingEngine(made, cost, 64, max_length=1000, layers=parts[number])
+        engine.meeting, engine.iteration = meeting, 1 - number
+        return engine
+
+    async def answer(prompt: Sequence[int]) -> list[int]:
+        card = ModelCard("model", 1000, 1000, created_s=0)
+        network = MemoryNetwork()
+        head = Head(rules_of(Config()), card, token="t", silence_s=30, rejoin_s=30, network=network)
+        join = await head.open("127.0.0.1", 0)
+
+        def options(name: str, role: Role, **stages: int) -> NodeOptions:
+            return NodeOptions(
+                NodeId(name), role, join, "t", token_budget=64, max_sequences=8, transfer_s=30, **stages
+            )
+
+        decode = EmulatedEngine(made, cost, 64, max_length=1000)
+        async with asyncio.TaskGroup() as group:
+            first, second = options("p", Role.PREFILL, stages=2), options("p", Role.PREFILL, stage=1, stages=2)
+            group.create_task(Node(stage(0), first, this_machine(network)).run())
+            group.create_task(StageNode(stage(1), second, network).run())
+            group.create_task(Node(decode, options("d", Role.DECODE), this_machine(network)).run())
+            await head.wait_for([NodeId("p"), NodeId("d")])
+            job = Job(RequestId("a"), tuple(prompt), 10, Sampling(temperature=0.0))
+            found = [generated.token async for batch in head.submit(job) for generated in batch]
+            await head.close()
+        return found
+
+    prompt = prompt_of(1, 200)  # four chunks
+    assert asyncio.run(asyncio.wait_for(answer(prompt), 60)) == expected_tokens(made, prompt, 10)
+
+
+# What goes wrong.
+
+
+def slow(**engine: Any) -> dict[str, Any]:
+    """Prompts take a while, and so do answers."""
+    return {"engine": {"cost": CURVE | {"prefill_token_s": 2e-4, "decode_fixed_s": 0.004}} | engine}
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "prefill-0.1", "decode-0"])
+def test_a_killed_process_costs_no_token(victim: str, tmp_path: Path) -> None:
+    """kill -9 while one prompt is computed, others wait, and one answer is under way."""
+    with serve(tmp_path, "--config", deployment(tmp_path, **slow())) as served:
+        short, prompts = prompt_of(1, 20), [prompt_of(seed, 3000) for seed in (2, 3, 4)]
+        with ThreadPoolExecutor(4) as pool:
+            answering = threading.Event()
+            answer = pool.submit(streamed, served, short, 300, answering)
+            answering.wait(30)
+            asked = [pool.submit(ask, served, prompt) for prompt in prompts]
+            started = served.gauge("pipeline_runs_total")["prefill-0"]
+            served.wait_until(
+                lambda: served.gauge("pipeline_runs_total")["prefill-0"] > started + 1, "a prompt is computed"
+            )
+            os.kill(node_pid(served.children().values(), victim), signal.SIGKILL)
+            for each in asked:
+                each.result()
+            assert answer.result() == expected_tokens(recipe(), short, 300, stop_tokens=(257,))
+        served.wait_until(lambda: idle(served), "all blocks are free again")
+
+
+def test_cancelled_prompts_leave_nothing_behind(tmp_path: Path) -> None:
+    with serve(tmp_path, "--config", deployment(tmp_path, cache={"dram": "2MiB"}, **slow())) as served:
+        for seed in range(6):
+            body = {"model": served.model, "prompt": prompt_of(seed, 3000), "max_tokens": 20}
+            with pytest.raises(httpx.ReadTimeout):
+                served.http.post("/v1/completions", json=body, timeout=0.05 + 0.06 * seed)
+        ask(served, prompt_of(0, 3000))
+        served.wait_until(lambda: idle(served), "all blocks are free again")
+
+
+def test_blocks_outlive_the_group(tmp_path: Path) -> None:
+    prompt, cache = prompt_of(4, 1600), {"dram": "1MiB", "ssd": "16MiB", "folder": str(tmp_path / "blocks")}
+    config = deployment(tmp_path, cache=cache)
+    for cached in (0, 1599):
+        with serve(tmp_path, "--config", config) as served:
+            assert ask(served, prompt) == cached
+            served.wait_until(
+                lambda: min(served.gauge("cache_disk_blocks")[f"prefill-0{part}"] for part in ("", ".1")) >= 100,
+                "written behind",
+            )
+
+
+def flip_bytes(folder: Path, count: int) -> None:
+    damage = random.Random(6)
+    for path in [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size > 4096]:
+        data = bytearray(path.read_bytes())
+        written = [at for at, byte in enumerate(data) if byte]
+        for at in damage.sample(written, count):
+            data[at] ^= 1 << damage.randrange(8)
+        path.write_bytes(data)
+
+
+def lose_half(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file() and path.stat().st_size > 4096:
+            os.truncate(path, path.stat().st_size // 2 // 4096 * 4096)
+
+
+@pytest.mark.parametrize("harm", [lambda folder: flip_bytes(folder, 40), lose_half], ids=["flipped", "truncated"])
+@pytest.mark.parametrize("stage", ["prefill-0", "prefill-0.1"])
+def test_damage_in_one_stage_costs_time_and_no_token(
+    stage: str, harm: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """A block that is missing in a later stage poisons what was begun with it; another attempt computes it."""
+    prompt, cache = prompt_of(5, 1600), {"dram": "1MiB", "ssd": "16MiB", "folder": str(tmp_path / "blocks")}
+    config = deployment(tmp_path, cache=cache)
+    with serve(tmp_path, "--config", config) as served:
+        ask(served, prompt)
+        served.wait_until(lambda: served.gauge("cache_disk_blocks").get(stage, 0) >= 100, "written behind")
+    harm(tmp_path / "blocks" / stage)
+    with serve(tmp_path, "--config", config) as served:
+        assert ask(served, prompt) < 1599
+        ask(served, prompt)
+        assert ask(served, prompt) == 1599, "it was not stored again"
+        served.wait_until(lambda: idle(served), "all blocks are free again")
+
+
+def test_what_makes_no_group_says_so_in_one_line(tmp_path: Path) -> None:
+    for roles, words in (
+        ({"prefill": {"count": 3, "pipeline": 2}, "decode": 1}, "3 nodes make no groups of 2"),
+        ({"prefill": 1, "decode": {"count": 2, "pipeline": 2}}, "roles.decode.pipeline"),
+    ):
+        config = tmp_path / "isthmus.yaml"
+        config.write_text(json.dumps({"roles": roles, "engine": {"kind": "emulated", "cost": CURVE}}))
+        code, line = refused("--config", str(config), "--port", "0")
+        assert code != 0 and words in line

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import pytest
+
+from isthmus.conductor import (
+    BlocksStored,
+    Conductor,
+    FirstToken,
+    NodeJoined,
+    Paths,
+    RequestArrived,
+    Route,
+    Rules,
+)
+from isthmus.cost import Curve
+from isthmus.types import NodeId, RequestId, Role
+
+GB = 1_000_000_000
+SLOW, FAST = Paths(network=GB // 2, handover=GB // 2), Paths(network=100 * GB, handover=100 * GB)
+CURVE = Curve(kv_token_bytes=100_000, num_layers=32, prefill_token_s=1e-5, decode_fixed_s=1e-2)
+"""A token computes in 10 us and takes 200 us on the slow link."""
+NAMES = tuple(range(100))
+
+
+def route(
+    paths: Paths, codecs: tuple[str, ...], *, curve: Curve = CURVE, dtype: str = "bfloat16", stored: bool = False
+) -> Route:
+    """Of a request of 1,600 tokens on two prefill nodes and one that decodes. `stored`: the first prefill node, busy
+    with something else, has its blocks."""
+    conductor = Conductor(Rules(policy="mooncake" if stored else "isthmus", codecs=codecs))
+    for name, role in (("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d", Role.DECODE)):
+        conductor.on(NodeJoined(NodeId(name), role, 1 << 20, 16, curve, paths, 1000, dtype), 0)
+    if stored:
+        conductor.on(BlocksStored(NodeId("p0"), NAMES), 0)
+        (first,) = conductor.on(RequestArrived(RequestId("busy"), "", 1000, 1, (1000,)), 0)
+        if isinstance(first, Route) and first.prefill != NodeId("p0"):
+            conductor.on(RequestArrived(RequestId("more"), "", 2000, 1, (1001,)), 0)
+            conductor.on(FirstToken(RequestId("busy"), 1), 0)
+    (action,) = conductor.on(RequestArrived(RequestId("a"), "", 1600, 10, NAMES), 0)
+    assert isinstance(action, Route)
+    return action
+
+
+@pytest.mark.parametrize(
+    ("codecs", "codec"), [((), "none"), (("zstd",), "zstd"), (("zstd", "int8"), "int8")], ids=str
+)
+def test_a_slow_link_is_spared(codecs: tuple[str, ...], codec: str) -> None:
+    assert route(SLOW, codecs).codec == codec
+
+
+def test_a_link_that_is_faster_than_computing_is_not() -> None:
+    assert route(FAST, ("zstd", "int8")).codec == "none"
+    slow_node = Curve(kv_token_bytes=100_000, num_layers=32, prefill_token_s=1e-3, decode_fixed_s=1e-2)
+    assert route(SLOW, ("zstd", "int8"), curve=slow_node).codec == "none"
+
+
+def test_nothing_is_encoded_where_links_or_numbers_are_unknown() -> None:
+    assert route(Paths(), ("zstd", "int8")).codec == "none"
+    assert route(SLOW, ("zstd", "int8"), dtype="").codec == "none"
+
+
+def test_a_fetch_over_a_slow_link_too() -> None:
+    slow = Curve(kv_token_bytes=100_000, num_layers=32, prefill_token_s=1e-3, decode_fixed_s=1e-2)
+    found = route(SLOW, ("zstd",), curve=slow, stored=True)
+    assert found.fetch is not None and found.prefill == NodeId("p1")
+    assert found.fetch.codec == "zstd", "0.32 s of transfer for a millisecond of computing"
+    found = route(FAST, ("zstd",), curve=slow, stored=True)
+    assert found.fetch is not None and found.fetch.codec == "none"

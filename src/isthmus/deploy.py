@@ -22,6 +22,7 @@ UNLIMITED = 1 << 50
 CODECS = {"none": (), "lossless": (ZSTD,), "int8": (ZSTD, INT8)}
 """Those that a value of `network.compression` allows."""
 _NUMBER = re.compile(r"[0-9]+e[+-]?[0-9]+", re.IGNORECASE)
+_CODEC_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _COST_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
 
 
@@ -90,6 +91,11 @@ def rates_of(config: Config, nodes: RoleConfig) -> Rates:
         disk_read=int(hardware.ssd_read_bw) * nodes.pipeline,
         disk_write=int(hardware.ssd_write_bw) * nodes.pipeline,
     )
+
+
+def codec_dtype(cost: Cost, otherwise: str = "") -> str:
+    """Of the KV that a cost model speaks of, as codecs name it; "" for what they do not take."""
+    return _CODEC_DTYPES.get(cost.kv_dtype, "") if isinstance(cost, Analytic) else otherwise
 
 
 def bytes_per_s(gbps: float | None, otherwise: int) -> int:

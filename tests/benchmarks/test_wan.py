@@ -18,18 +18,17 @@ KIB = 1024
 def test_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wan, "PIECE_BYTES", 64 * KIB)
     plan = Plan(
-        (1.0,), (1, 2), delay_ms=1.0, jitter_ms=0.5, stall_s=0.02, window=256 * KIB, seconds=0.004, rounds=1
+        (1.0,), (2,), delay_ms=1.0, jitter_ms=0.5, stall_s=0.02, window=256 * KIB, seconds=0.004, rounds=1
     )
     lines: list[str] = []
     result = run(plan, lines.append)
     assert [(row.rate_gbps, row.connections, row.stalled) for row in result.rows] == [
-        (1.0, 1, False),
         (1.0, 2, False),
         (1.0, 2, True),
     ]
     for row in result.rows:
         assert row.gbps > 0 and row.share_of_rate == row.gbps / row.rate_gbps and row.delay_ms == 1.0
-    assert result.ceiling_gbps > 0 and len(lines) == 4 and lines[-1].endswith("over 2, one stalled")
+    assert result.ceiling_gbps > 0 and len(lines) == 3 and lines[-1].endswith("over 2, one stalled")
     found = as_json(result)
     assert list(found[0]) == ["rate_gbps", "delay_ms", "connections", "stalled", "gbps", "share_of_rate"]
     assert json.loads(json.dumps(found)) == found

@@ -92,16 +92,17 @@ def test_bytes_pass_whole(wan: Wan) -> None:
 
 
 def test_an_end_is_passed_on_and_the_other_direction_goes_on() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        proxy = stack.enter_context(contextlib.closing(Child(serve, Wan(0.001), server.getsockname()[1])))
+        near = stack.enter_context(socket.create_connection(("127.0.0.1", proxy.hello), timeout=10))
         server.settimeout(10)
-        with contextlib.closing(Child(serve, Wan(0.001), server.getsockname()[1])) as proxy:
-            with socket.create_connection(("127.0.0.1", proxy.hello), timeout=10) as near:
-                far, _ = server.accept()
-                with far:
-                    far.settimeout(10)
-                    near.sendall(b"question")
-                    near.shutdown(socket.SHUT_WR)
-                    assert far.recv(100) == b"question" and far.recv(100) == b""
-                    far.sendall(b"answer")
-                    assert near.recv(100) == b"answer"
-                assert near.recv(100) == b""
+        far, _ = server.accept()
+        far.settimeout(10)
+        near.sendall(b"question")
+        near.shutdown(socket.SHUT_WR)
+        assert far.recv(100) == b"question" and far.recv(100) == b""
+        far.sendall(b"answer")
+        assert near.recv(100) == b"answer"
+        far.close()
+        assert near.recv(100) == b""

@@ -288,8 +288,8 @@ class Pair:
                     busy = bool(cable.read(end, chunk)) or busy
                 busy = cable.settle() or busy
             if not busy:
-                before = [side.session._timers for side in self.sides]
-                if not any("ack" in timers or "share" in timers for timers in before):
+                timers = [side.session._timers for side in self.sides]
+                if not any(each.is_running("ack") or each.is_running("share") for each in timers):
                     return
                 self.clock.pass_time(0.001)
         raise AssertionError("it never comes to rest")

@@ -16,9 +16,9 @@ import pytest
 
 from isthmus.errors import ConfigError, ProtocolError
 from isthmus.messenger import Priority, Session, TcpNetwork, Terms, Tls
+from isthmus.messenger.acks import Close
 from isthmus.messenger.frames import Kind, prefix_of
 from isthmus.messenger.greeting import Hello, Welcome, hello, refusal
-from isthmus.messenger.session import Close
 
 LIMIT_S = 30.0
 """Only so that a bug ends the test: nothing here is decided by it."""

@@ -129,7 +129,7 @@ class Machine(RuleBasedStateMachine):
             assert self.in_slot[one.slot] == (one.name, one.seals), "a pinned slot was filled again"
 
 
-Machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+Machine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestBooks = Machine.TestCase
 
 

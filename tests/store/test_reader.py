@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from isthmus.store.reader import Source, _parts, _runs, _units
 
-KIB = 1 << 10
+KIB, MIB = 1 << 10, 1 << 20
 
 
 def source(
@@ -34,9 +34,9 @@ def test_units_are_of_bounded_size() -> None:
 
 def test_a_large_block_is_read_in_parts_that_make_up_the_whole() -> None:
     whole = source(1, size=4 << 20, layers=range(10, 17))
-    parts = _parts(whole._replace(into=memoryview(bytes(7 * 600 * KIB))), 4)
+    parts = _parts(whole._replace(into=memoryview(bytes(7 * 3 * MIB))), 4)
     assert [part.layers for part in parts] == [range(10, 11), range(11, 13), range(13, 15), range(15, 17)]
-    assert [len(part.into) // (600 * KIB) for part in parts] == [1, 2, 2, 2]
-    assert _parts(source(1, size=1000 * KIB), 4) == [source(1, size=1000 * KIB)]
-    assert len(_parts(source(None, size=4 << 20, slot=1), 4)) == 1
-    assert len(_parts(source(1, size=4 << 20, layers=range(1)), 4)) == 1
+    assert [len(part.into) // (3 * MIB) for part in parts] == [1, 2, 2, 2]
+    assert _parts(source(1, size=4 * MIB - KIB), 4) == [source(1, size=4 * MIB - KIB)]
+    assert len(_parts(source(None, size=16 * MIB, slot=1), 4)) == 1
+    assert len(_parts(source(1, size=16 * MIB, layers=range(1)), 4)) == 1

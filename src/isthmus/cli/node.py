@@ -79,6 +79,7 @@ def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
     from isthmus.cluster.links import network_of
     from isthmus.cluster.node import Node, NodeOptions, this_machine
     from isthmus.cluster.stage_node import StageNode
+    from isthmus.deploy import codec_dtype
 
     # The worker thread gives the interpreter up only for an instant at a time; with Python's default of 5 ms
     # the event loop would send tokens in bursts.
@@ -102,6 +103,9 @@ def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
         shares_memory=config.cache.share == "host",
         stage=orders.stage,
         stages=orders.stages,
+        kv_dtype=engine.layout.dtype
+        if config.engine.kind == "torch"
+        else codec_dtype(cost, engine.layout.dtype),
         cost=cost,
         paths=paths_of(config, orders.role),
     )

@@ -142,10 +142,18 @@ class Staging:
 
 
 class NodeCache:
-    """Moves blocks between a store and an engine's KV memory. Any thread may call it."""
+    """Moves blocks between a store and an engine's KV memory. Any thread may call it.
 
-    def __init__(self, memory: KVBytes, store: Store) -> None:
-        self.memory, self.store = memory, store
+    `on_lost`: told of blocks that were to be loaded and are in no tier.
+    """
+
+    def __init__(
+        self,
+        memory: KVBytes,
+        store: Store,
+        on_lost: Callable[[Sequence[BlockName]], None] = lambda names: None,
+    ) -> None:
+        self.memory, self.store, self._on_lost = memory, store, on_lost
         layout = memory.layout
         self._layers, self._slice_bytes, self._block_bytes = (
             layout.num_layers,
@@ -155,11 +163,14 @@ class NodeCache:
         self._read_layers = min(self._layers, -(-READ_BYTES // layout.slice_bytes))
         self._loaders = ThreadPoolExecutor(LOADERS, "load")
         self._readers = ThreadPoolExecutor(READERS, "read")
-        self._savers = ThreadPoolExecutor(1, "save")
+        self._keeping = ThreadPoolExecutor(1, "keep")
+        """One thread: what is decided about the store is done in that order, so that a block which is saved and then
+        evicted does not come back."""
+        self._saving: dict[BlockName, Future[None]] = {}
 
     def close(self) -> None:
         """Waits for what is under way; the store stays open."""
-        for pool in (self._loaders, self._savers, self._readers):
+        for pool in (self._loaders, self._keeping, self._readers):
             pool.shutdown(wait=True, cancel_futures=True)
 
     # From the store to the engine.
@@ -168,16 +179,25 @@ class NodeCache:
         """Begins to bring these blocks, the first of a prompt, into the engine's `blocks`. Releases `arriving`."""
         load = Load(names, blocks, arriving)
         stop = min(len(names), arriving.start) if arriving is not None else len(names)
-        pinned = self.store.pin(names[:stop])
-        self._loaders.submit(self._load, load, pinned)
+        self._loaders.submit(self._load, load, stop)
         return load
 
-    def _load(self, load: Load, pinned: list[Pinned | None]) -> None:
+    def pin(self, names: Sequence[BlockName]) -> list[Pinned | None]:
+        """As the store's, once those of them that are being saved are there. From a thread of the cache."""
+        under_way = [saving for name in names if (saving := self._saving.get(name)) is not None]
+        for saving in dict.fromkeys(under_way):
+            saving.result()
+        return self.store.pin(names)
+
+    def _load(self, load: Load, stop: int) -> None:
+        pinned: list[Pinned | None] = []
         try:
+            pinned = self.pin(load.names[:stop])
             on_disk = [at for at, pin in enumerate(pinned) if pin is None]
             for at in on_disk:
                 if self.store.tier(load.names[at]) is not Tier.DISK:
                     load.shorten(at)
+                    self._on_lost(load.names[at : at + 1])
                     break
             buffer = memoryview(bytearray(len(on_disk) * self._read_layers * self._slice_bytes))
             for layer in range(self._layers):
@@ -254,11 +274,11 @@ class NodeCache:
 
     def save_layer(self, staging: Staging, layer: int) -> None:
         """Begins to copy this layer of the staged blocks, which is computed."""
-        self._savers.submit(self._save_layer, staging, layer)
+        self._keeping.submit(self._save_layer, staging, layer)
 
     def unstage(self, staging: Staging) -> None:
         """The blocks are not kept."""
-        self._savers.submit(self.store.give_back, staging.slots)
+        self._keeping.submit(self.store.give_back, staging.slots)
 
     def save(
         self,
@@ -271,7 +291,17 @@ class NodeCache:
         """Keeps these blocks of the engine: what is not among `staged` is copied now. `heads`: the block that each
         follows. `done` is told, from another thread, which of them found no room; then the engine's blocks may change.
         """
-        self._savers.submit(self._save, names, heads, blocks, staged, done)
+        saving: Future[None] = Future()
+        self._saving.update(dict.fromkeys(names, saving))
+        self._keeping.submit(self._save, names, heads, blocks, staged, done).add_done_callback(
+            lambda _: self._saved(names, saving)
+        )
+
+    def _saved(self, names: Sequence[BlockName], saving: Future[None]) -> None:
+        for name in names:
+            if self._saving.get(name) is saving:  # and is not being saved once more
+                del self._saving[name]
+        saving.set_result(None)
 
     def _save_layer(self, staging: Staging, layer: int) -> None:
         try:
@@ -320,11 +350,11 @@ class NodeCache:
 
     def demote(self, names: Sequence[BlockName]) -> None:
         """Only on disk from now on."""
-        self.store.demote(names)
+        self._keeping.submit(self.store.demote, names)
 
     def drop(self, names: Sequence[BlockName]) -> None:
         """In no tier any more."""
-        self.store.drop(names)
+        self._keeping.submit(self.store.drop, names)
 
     def commit(self, name: BlockName, head: BlockName | None, slot: int) -> None:
         arena = self.store.arena

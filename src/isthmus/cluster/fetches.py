@@ -359,11 +359,10 @@ class Lease:
 
     def add(self, names: Sequence[BlockName]) -> bool:
         """Takes these blocks in as far as they are here; False when one is not. May read the disk."""
-        store = self._cache.store
-        for name in names:
-            pinned = store.pin([name])[0]
+        found = self._cache.pin(names)
+        self._pinned += [pinned for pinned in found if pinned is not None]
+        for name, pinned in zip(names, found, strict=True):
             if pinned is not None:
-                self._pinned.append(pinned)
                 self.slots.append(pinned.slot)
                 self.seals.append(pinned.seals)
             elif not self._read(name):

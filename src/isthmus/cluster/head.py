@@ -304,7 +304,7 @@ class Head:
                 hello.cost,
                 hello.paths,
                 hello.cache_blocks,
-                hello.layout.dtype,
+                hello.kv_dtype,
             )
         )
         self._changed.set()

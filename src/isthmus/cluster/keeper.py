@@ -33,6 +33,9 @@ class Keeper:
         self._namers: OrderedDict[str, BlockNamer] = OrderedDict()
         self._held: list[Held] = []
         self._staged: list[Staging] = []
+        self._wanted: dict[BlockName, tuple[BlockName | None, int]] = {}
+        self._demoted: list[BlockName] = []
+        """Of those that are wanted: room for them is made before they are saved, and these go on to disk after."""
         self.decide: Callable[[Event], None]
         self.post: Callable[[Callable[[], None]], None]
         self.num_lost = 0
@@ -76,6 +79,7 @@ class Keeper:
             self._pool.acquire(blocks)
         yield
         self._held = []
+        self._save()
         for staging in self._staged:
             self.cache.unstage(staging)
         self._staged = []
@@ -86,30 +90,39 @@ class Keeper:
 
     def act(self, action: Stored | Evicted) -> None:
         if isinstance(action, Evicted):
+            for name in action.names:
+                self._wanted.pop(name, None)
             self.cache.drop(action.names)
         elif action.tier is Tier.DISK:
-            self.cache.demote(action.names)
+            self._demoted += [name for name in action.names if name in self._wanted]
+            self.cache.demote([name for name in action.names if name not in self._wanted])
         else:
-            self._keep([name for name in action.names if self.cache.store.tier(name) is not Tier.MEMORY])
+            self._keep(action.names)
 
     def _keep(self, names: Sequence[BlockName]) -> None:
-        """Saves these blocks from the engine. Those it does not hold are lost."""
-        if not names:
-            return
+        """Wants these blocks saved from the engine. Those it does not hold are in DRAM already, or lost."""
         where: dict[BlockName, tuple[BlockName | None, int]] = {}
         for chain, blocks in self._held:
             where.update(zip(chain, zip((None, *chain), blocks, strict=False), strict=False))
-        found = [name for name in names if name in where]
-        if len(found) < len(names):
-            lost = tuple([name for name in names if name not in where])
+        self._wanted |= {name: where[name] for name in names if name in where}
+        elsewhere = [name for name in names if name not in where]
+        lost = tuple([name for name in elsewhere if self.cache.store.tier(name) is not Tier.MEMORY])
+        if lost:
             self.post(lambda: self.lost(lost))
-        if found:
-            heads, blocks = zip(*[where[name] for name in found], strict=True)
+
+    def _save(self) -> None:
+        """Saves what is wanted, now that what had to give way is dropped."""
+        if self._wanted:
+            names = tuple(self._wanted)
+            heads, blocks = zip(*self._wanted.values(), strict=True)
             self._pool.acquire(blocks)
             staged, self._staged = self._staged, []
             self.cache.save(
-                found, heads, blocks, staged, lambda lost: self.post(lambda: self._saved(blocks, lost))
+                names, heads, blocks, staged, lambda lost: self.post(lambda: self._saved(blocks, lost))
             )
+        if self._demoted:
+            self.cache.demote(self._demoted)
+        self._wanted, self._demoted = {}, []
 
     def _saved(self, blocks: Sequence[int], lost: Iterable[BlockName]) -> None:
         self._pool.release(blocks)

@@ -25,7 +25,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     """A node offers itself. `address`: where other nodes reach it for KV, `host:port`.
 
     `cost`: what work takes on it, None when nobody knows; `paths`: how fast KV moves to and from it;
-    `cache_blocks`: how many blocks its cache keeps beside the engine's memory.
+    `cache_blocks`: how many blocks its cache keeps beside the engine's memory; `kv_dtype`: of its KV, for codecs.
     """
 
     protocol: int
@@ -41,6 +41,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     cost: Cost | None = None
     paths: Paths = Paths()
     cache_blocks: int = 0
+    kv_dtype: str = ""
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):

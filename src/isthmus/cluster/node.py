@@ -97,6 +97,7 @@ class NodeOptions:
     order: str = "fcfs"
     eviction: str = "lru"
     shares_memory: bool = True
+    kv_dtype: str = ""
     stage: int = 0
     stages: int = 1
     cost: Cost | None = None
@@ -217,6 +218,7 @@ class Node:
             vocab_size=engine.vocab_size,
             cost=self._options.cost,
             paths=self._options.paths or Paths(),
+            kv_dtype=self._options.kv_dtype,
             cache_blocks=self._tiers.dram.capacity_blocks + self._tiers.ssd.capacity_blocks
             if self._tiers is not None
             else 0,
@@ -226,8 +228,8 @@ class Node:
         if store is None:
             return None
         if self._group is None:
-            return NodeCache(self._engine.memory, store)
-        return GroupCache(self._engine.memory, store, self._group)
+            return NodeCache(self._engine.memory, store, self._lost)
+        return GroupCache(self._engine.memory, store, self._group, self._lost)
 
     def end(self, reason: str | Exception) -> None:
         if not self._over.done():
@@ -316,11 +318,8 @@ class Node:
         for key in over:
             self._requests.released(key)
 
-    def stage_failed(self, key: RequestId, reason: str) -> None:
-        outgoing = self._outgoing.get(key)
-        if outgoing is not None and self._group is not None:
-            self._group.distrust(outgoing.begin.request)
-            self.fail(outgoing.begin, reason)
+    def stage_failed(self, begin: Begin, reason: str) -> None:
+        self.fail(begin, reason)
 
     def stage_lost(self, names: tuple[BlockName, ...]) -> None:
         self._lost(names)

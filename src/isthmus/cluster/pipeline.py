@@ -60,7 +60,7 @@ class Leader(Protocol):
     ) -> None:
         """A batch has left the last stage."""
 
-    def stage_failed(self, key: RequestId, reason: str) -> None:
+    def stage_failed(self, begin: Begin, reason: str) -> None:
         """A later stage cannot go on with an attempt."""
 
     def stage_lost(self, names: tuple[BlockName, ...]) -> None:
@@ -83,6 +83,7 @@ class Group:
         self._ready: set[int] = set()
         self._formed = asyncio.Event()
         self._found: list[set[BlockName]] = [set() for _ in range(stages - 1)]
+        self._begun: dict[RequestId, Begin] = {}
         self._distrusted: OrderedDict[RequestId, None] = OrderedDict()
         self._turn = threading.Condition()
         self._in_flight = 0
@@ -94,9 +95,11 @@ class Group:
     # While the scheduler decides, and while the engine computes.
 
     def begin(self, begin: Begin) -> None:
+        self._begun[begin.key] = begin
         self._send(StageBegin(begin))
 
     def forget(self, key: RequestId) -> None:
+        del self._begun[key]
         self._send(StageForget(key))
 
     def load(self, key: RequestId, blocks: Sequence[int]) -> None:
@@ -157,7 +160,7 @@ class Group:
         self._send_now(opening)
         await self._formed.wait()
 
-    def distrust(self, request: RequestId) -> None:
+    def _distrust(self, request: RequestId) -> None:
         """A later stage failed an attempt, perhaps for want of a cached block: another attempt is to need none."""
         self._distrusted[request] = None
         if len(self._distrusted) > MAX_DISTRUSTED:
@@ -217,7 +220,10 @@ class Group:
             case StageLost():
                 self._leader.stage_lost(message.names)
             case StageFailed():
-                self._leader.stage_failed(message.key, message.reason)
+                begin = self._begun.get(message.key)
+                if begin is not None:
+                    self._distrust(begin.request)
+                    self._leader.stage_failed(begin, message.reason)
 
     def place(self, connection: Connection, message: Upward, size: int) -> Sequence[memoryview]:
         raise ProtocolError(f"a {type(message).__name__} from {connection.peer} carried {size} bytes")
@@ -250,8 +256,10 @@ class _JointSave:
 class GroupCache(NodeCache):
     """The leader's cache: what becomes of a block here becomes of it in all stages."""
 
-    def __init__(self, memory: KVBytes, store: Store, group: Group) -> None:
-        super().__init__(memory, store)
+    def __init__(
+        self, memory: KVBytes, store: Store, group: Group, on_lost: Callable[[Sequence[BlockName]], None]
+    ) -> None:
+        super().__init__(memory, store, on_lost)
         self._group = group
 
     def save(

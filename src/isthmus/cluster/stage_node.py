@@ -46,7 +46,7 @@ from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
 from isthmus.messenger import Connection, Network, Priority
 from isthmus.store import Store
-from isthmus.types import BlockName, RequestId, Span
+from isthmus.types import BlockName, RequestId, Role, Span
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class StageNode:
         assert 0 < options.stage < options.stages
         self._engine, self._options, self._network = engine, options, network
         store = store_of(self._lost) if store_of is not None else None
-        self._cache = NodeCache(engine.memory, store) if store is not None else None
+        self._cache = NodeCache(engine.memory, store, self._lost) if store is not None else None
         self._stepper = StageStepper(engine, self._cache, self, self._tell)
         hello = PeerHello(PROTOCOL, options.token, options.node, engine.revision, engine.layout)
         peers = Peers(self._network, hello, lambda: _FromDecode(self))
@@ -206,7 +206,7 @@ class StageNode:
 
     def receive(self, message: Downward, data: memoryview | None) -> None:
         """Something to do. Hands KV over from the moment the leader does."""
-        if isinstance(message, StageBegin):
+        if isinstance(message, StageBegin) and message.begin.part is Role.PREFILL:
             self.departures.begin(message.begin)
         self._stepper.receive(message, data)
 

@@ -166,7 +166,7 @@ class Stepper:
     another thread even: it takes nothing from what runs. So may `sampled`.
 
     `group`: this node's engine is the first stage of a pipeline; what it computes goes on there, and its tokens come
-    by `sampled`. Then all requests depart.
+    by `sampled`. Then all requests depart, or are over with one token.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class Stepper:
         `fetch`: that was begun for it."""
         live = self._live[begin.key] = _Live(begin, fetch)
         if self._group is not None:
-            assert live.departs, "a pipeline group prefills only"
+            assert live.departs or begin.stop_length == len(begin.tokens) + 1, "a pipeline group prefills only"
             self._group.begin(begin)
         order = begin.fetch if fetch is not None else None
         self._decide(
@@ -205,7 +205,7 @@ class Stepper:
                 num_tokens=len(live.tokens),
                 stop_length=begin.stop_length,
                 names=begin.names,
-                detach=live.departs,
+                detach=live.departs or self._group is not None,
                 num_cached=begin.num_cached,
                 fetch_start=order.start if order else 0,
                 fetch_stop=order.stop if order else 0,

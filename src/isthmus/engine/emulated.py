@@ -25,6 +25,7 @@ from isthmus.engine.interface import (
     stage_layout,
 )
 from isthmus.engine.recipe import (
+    LAYERS,
     TOKEN_BYTES,
     Recipe,
     expected_tokens,
@@ -37,6 +38,7 @@ from isthmus.errors import ProtocolError, StartError
 from isthmus.types import Sampling, TokenLogprobs
 
 __all__ = [
+    "LAYERS",
     "EmulatedBatch",
     "EmulatedEngine",
     "EmulatedMemory",

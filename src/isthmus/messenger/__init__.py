@@ -6,9 +6,11 @@ Knows nothing of engines or stores: a payload is memory to send from or to recei
 from isthmus.messenger.memory import MemoryNetwork
 from isthmus.messenger.network import Network, Server, TcpNetwork
 from isthmus.messenger.outbox import Priority, Sending
-from isthmus.messenger.session import Handler, Session, Stat, Terms
+from isthmus.messenger.ports import Handler
+from isthmus.messenger.session import Session
 from isthmus.messenger.share import Share
 from isthmus.messenger.streams import Tls
+from isthmus.messenger.terms import Stat, Terms
 
 Connection = Session
 

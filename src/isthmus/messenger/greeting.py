@@ -10,8 +10,9 @@ from typing import TypeVar
 import msgspec
 
 from isthmus.errors import ProtocolError
+from isthmus.messenger.acks import Close
 from isthmus.messenger.frames import Kind, Prefix, prefix_of
-from isthmus.messenger.session import Close, Terms
+from isthmus.messenger.terms import Terms
 
 OLDEST, NEWEST = 2, 2
 """Protocol versions spoken here."""

@@ -34,10 +34,10 @@ class Exchange(Protocol):
 class _Unwritten:
     """A frame, or what is left of it to write."""
 
-    __slots__ = ("at", "frame", "parts")
+    __slots__ = ("at", "frame", "is_acknowledged", "parts")
 
-    def __init__(self, frame: Frame) -> None:
-        self.frame = frame
+    def __init__(self, frame: Frame, is_acknowledged: bool) -> None:
+        self.frame, self.is_acknowledged = frame, is_acknowledged
         self.parts: list[memoryview] = [memoryview(frame.head), *frame.views]
         if frame.views:
             self.parts.append(_GOOD)
@@ -51,6 +51,7 @@ class Lane:
         self._exchange, self.number = exchange, number
         self.reader = FrameReader(self)
         self.frames_in = 0  # of those that are acknowledged
+        self.frames_written = 0  # of those that are to be acknowledged
         self.frames_out = 0  # acknowledged by the peer
         self.progress_ns = 0  # when something of it was last acknowledged, or began to be waited for
         self.unacked: deque[Frame] = deque()
@@ -68,7 +69,7 @@ class Lane:
             frame, is_acknowledged = taken
             if is_acknowledged:
                 self.unacked.append(frame)
-            self._unwritten.append(_Unwritten(frame))
+            self._unwritten.append(_Unwritten(frame, is_acknowledged))
             self._unwritten_bytes += frame.length
         return self._unwritten_bytes > 0
 
@@ -97,6 +98,7 @@ class Lane:
             unwritten.at += 1
             if unwritten.at == len(unwritten.parts):
                 self._unwritten.popleft()
+                self.frames_written += unwritten.is_acknowledged
 
     def blank(self, sending: Sending) -> None:
         """From now on the memory of this message is not read: bytes without meaning fill up its frames."""

@@ -13,8 +13,10 @@ from typing import Any
 from isthmus.errors import ProtocolError
 from isthmus.messenger.lane import Lane
 from isthmus.messenger.network import Server
-from isthmus.messenger.session import STANDARD, Handler, Session, Terms, Timer
+from isthmus.messenger.ports import Handler, Timer
+from isthmus.messenger.session import Session
 from isthmus.messenger.share import Share
+from isthmus.messenger.terms import STANDARD, Terms
 from isthmus.types import NS_PER_S
 
 Deliver = Callable[..., object]
@@ -219,7 +221,7 @@ class _End:
 
     def __init__(self, link: Link, port: MemoryPort, number: int) -> None:
         self._link, self.port = link, port
-        self._open = True
+        self._open, self._is_deaf = True, False
         self.lane = port.add(self, number)
 
     def write(self) -> bool:
@@ -235,7 +237,7 @@ class _End:
         session, left = self.port.session, memoryview(data)
         assert session is not None
         try:
-            while len(left) and self._open and not self._link.is_lost:
+            while len(left) and self._open and not self._is_deaf and not self._link.is_lost:
                 buffer = self.lane.reader.buffers()[0]
                 count = min(len(buffer), len(left))
                 buffer[:count] = left[:count]
@@ -243,10 +245,8 @@ class _End:
                 if not self.lane.reader.advance(count):
                     return
         except ProtocolError as error:
-            self._open = False
+            self._is_deaf = True  # its frames make no sense any more; what is sent still arrives
             session.fail(str(error))
-            self._open = True
-            self.write()
         except BaseException as error:
             session.abort(f"a fault on this side: {type(error).__name__}: {error}")
             raise

@@ -13,11 +13,14 @@ from typing import Any, Protocol
 
 from isthmus.errors import ProtocolError
 from isthmus.messenger import greeting
+from isthmus.messenger.acks import Close
 from isthmus.messenger.frames import MAGIC_BYTES, PREFIX_BYTES, Prefix, check_header, check_magic, parse_prefix
-from isthmus.messenger.session import STANDARD, Close, Handler, Session, Terms
+from isthmus.messenger.ports import Handler
+from isthmus.messenger.session import Session
 from isthmus.messenger.share import Share
 from isthmus.messenger.streams import Stream, Tls, open_stream, read_exactly, write_all
 from isthmus.messenger.tcp import Drain, TcpPort
+from isthmus.messenger.terms import STANDARD, Terms
 
 log = logging.getLogger(__name__)
 
@@ -207,12 +210,14 @@ class Listener:
             log.warning("a connection from %s could not begin: %s", peer, error or "it was silent")
             sock.close()
             return
+        session: Session | None = None
         try:
             async with asyncio.timeout(GREETING_S):
                 hello = greeting.read_hello(*await _read_greeting(stream))
-            tcp = self._port_of(hello, peer)
-            await write_all(stream, greeting.welcome(self._terms))
-            if tcp.session is None or tcp.session.closed:
+                tcp = self._port_of(hello, peer)
+                session = tcp.session
+                await write_all(stream, greeting.welcome(self._terms))
+            if session is None or session.closed:
                 raise ConnectionError("its session ended meanwhile")
             tcp.add(stream, hello.lane)
         except ProtocolError as error:
@@ -223,6 +228,8 @@ class Listener:
         except (OSError, TimeoutError) as error:
             log.warning("a connection from %s ended: %s", peer, error or "it was silent")
             stream.close()
+            if session is not None and not session.lanes and not session.suspended:
+                session.abort(f"it could not begin: {error}")
         except BaseException:
             stream.close()
             raise

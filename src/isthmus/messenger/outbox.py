@@ -266,11 +266,19 @@ class Outbox:
         waiting = self._undelivered[priority]
         while waiting and waiting[0].seq < seq:
             sending = waiting.popleft()
-            if not sending.over:  # what of it waits to go again had arrived
-                self._unqueue(sending)
-                self._end(sending, arrived=True)
+            if not sending.over:
+                self._settle(sending)
             if waiting:
                 self.ahead_bytes -= PREFIX_BYTES + len(waiting[0].header) + waiting[0].assigned
+
+    def _settle(self, sending: Sending) -> None:
+        """The peer is through with it, and nobody else told. If all of it had been sent it arrived, and what goes
+        again need not; if not, the peer refused it, and the notice of that is late."""
+        assert sending.payload is not None
+        arrived = sending.assigned == sending.payload.size
+        self._unqueue(sending)
+        self._let_go(sending)
+        self._end(sending, arrived=arrived)
 
     def cancel(self, sending: Sending) -> None:
         if sending.over:

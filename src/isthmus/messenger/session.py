@@ -11,23 +11,24 @@ what goes over which lane, when the peer hears what arrived, and when everything
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Protocol
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import msgspec
 
 from isthmus.errors import ProtocolError
-from isthmus.messenger.frames import ACK_SOON, GOOD, MAX_HEADER, PREFIX_BYTES, Kind, Prefix, prefix_of
+from isthmus.messenger.acks import Ack, Arrivals, Close, close_frame, read_ack, read_close
+from isthmus.messenger.frames import ACK_SOON, GOOD, MAX_HEADER, PREFIX_BYTES, Kind, Prefix
 from isthmus.messenger.inbox import Inbox
 from isthmus.messenger.lane import Lane
 from isthmus.messenger.outbox import Done, Frame, Outbox, Priority, Sending
 from isthmus.messenger.pieces import Pieces, scratch
+from isthmus.messenger.ports import Handler, Port, Timers
 from isthmus.messenger.share import Share
+from isthmus.messenger.terms import STANDARD, Stat, Terms
 from isthmus.types import NS_PER_S
 
-ACK_BYTES = 4 << 20
-ACK_FRAMES = 256
-"""What may have come before it is acknowledged without waiting."""
 LINGER_S = 5.0
 """How long closing may take."""
 STALL_S = 10.0
@@ -36,109 +37,8 @@ MAX_BACKLOG = 256 << 20
 """Bytes of messages (not of payloads, which lie with their owners) that may wait for a peer that takes nothing."""
 
 
-class Handler(Protocol):
-    """What a session's owner does. All calls come from the event loop.
-
-    Messages of one priority come in the order of sending. With several connections a message may be placed while
-    earlier ones are still on their way.
-    """
-
-    def on_message(self, session: Session, message: Any, /) -> None:
-        """A whole message is here, its payload (if any) in the memory that `place` gave."""
-
-    def place(self, session: Session, message: Any, size: int, /) -> Sequence[memoryview]:
-        """Memory of exactly `size` bytes for the payload of `message`, as one or more pieces."""
-
-    def on_void(self, session: Session, message: Any, /) -> None:
-        """The payload of a message that was placed will not come: its memory is the owner's again."""
-
-    def on_close(self, session: Session, reason: str, /) -> None:
-        """The session ended; nothing more comes."""
-
-
-class Timer(Protocol):
-    def cancel(self) -> None: ...
-
-
-class Port(Protocol):
-    """What a session needs of its binding. `ack_delay_s`: how long an acknowledgement of a payload waits for
-    something to travel with."""
-
-    ack_delay_s: float
-
-    def now_ns(self) -> int: ...
-
-    def soon(self, function: Callable[[], object]) -> object: ...
-
-    def later(self, delay_s: float, function: Callable[[], object]) -> Timer: ...
-
-    def wake(self) -> None:
-        """Some lane has something to write."""
-
-    def finish(self, lane: Lane) -> None:
-        """Write what is unwritten, then end this connection and tell `lane_down`."""
-
-    def abort(self, lane: Lane) -> None:
-        """End this connection now; `lane_down` need not be told."""
-
-    def ended(self) -> None:
-        """The session is over: give up what belongs to it."""
-
-
-class Terms(msgspec.Struct, frozen=True):
-    """What one side offers; what holds is agreed at the start.
-
-    `window`: bytes the other side may have in flight to this one; `resume_s`: how long a session outlives its
-    last connection, the shorter of both; `capabilities`: names, and those that both have are agreed.
-    """
-
-    window: Annotated[int, msgspec.Meta(ge=1)] = 256 << 20
-    resume_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0
-    capabilities: tuple[str, ...] = ()
-
-    def agreed(self, theirs: Terms) -> Terms:
-        """As both will act: the window is the other side's."""
-        common = tuple(sorted(set(self.capabilities) & set(theirs.capabilities)))
-        return Terms(theirs.window, min(self.resume_s, theirs.resume_s), common)
-
-
-STANDARD = Terms()
-
-
-class Stat(msgspec.Struct, frozen=True):
-    """`queued_bytes` wait for a connection, `unacked_bytes` are on one; `resent` and `voided` count messages' slices
-    that went twice and payloads that never came."""
-
-    lanes: int
-    lanes_lost: int
-    bytes_in: int
-    bytes_out: int
-    messages_in: int
-    messages_out: int
-    queued_bytes: int
-    unacked_bytes: int
-    resent: int
-    voided: int
-
-
-class Ack(msgspec.Struct, frozen=True, array_like=True):
-    """All messages before `through` (by priority) need nothing more; `frames`: received so far, by lane."""
-
-    through: tuple[int, ...]
-    frames: tuple[tuple[int, int], ...]
-
-
-class Close(msgspec.Struct, frozen=True, array_like=True):
-    """Messages up to these numbers (by priority) were sent before it."""
-
-    finals: tuple[int, ...]
-    reason: str
-
-
 CLOSED_HERE = "closed here"
 _encode = msgspec.msgpack.Encoder().encode
-_decode_ack = msgspec.msgpack.Decoder(Ack).decode
-_decode_close = msgspec.msgpack.Decoder(Close).decode
 
 
 class Session:
@@ -153,10 +53,8 @@ class Session:
         self.lanes: list[Lane] = []
         self._by_number: dict[int, Lane] = {}
         self._headers: dict[Lane, bytes] = {}
-        self._unacked_in: dict[Lane, int] = {}  # frames of each lane that were not acknowledged yet
-        self._unacked_in_bytes = 0
-        self._ack_due = False  # even if nothing else is to be sent
-        self._timers: dict[str, Timer] = {}
+        self._arrivals = Arrivals()
+        self._timers = Timers(port)
         self._closing = self._close_sent = self._ended = False
         self._reason = self._lost = ""
         self._resume_s = 0.0
@@ -220,6 +118,7 @@ class Session:
         if found is None:
             return False
         self._outbox.notice(Kind.REFUSE, *found)
+        self._acknowledge()  # messages that waited behind it are through
         return True
 
     def close(self, reason: str = CLOSED_HERE) -> None:
@@ -229,7 +128,7 @@ class Session:
         self._closing, self._reason = True, reason
         self._inbox.stopped = True
         self._tell_room()
-        self._after(LINGER_S, "linger", self._end)
+        self._timers.after(LINGER_S, "linger", self._end)
         if self.lanes:
             self._port.wake()
         else:
@@ -256,7 +155,7 @@ class Session:
     @property
     def suspended(self) -> bool:
         """Every connection is lost, and one may come back."""
-        return "resume" in self._timers
+        return self._timers.is_running("resume")
 
     def stat(self) -> Stat:
         return Stat(
@@ -285,8 +184,10 @@ class Session:
         lane = Lane(self, number)
         self.lanes.append(lane)
         self._by_number[number] = lane
-        self._stop("resume")
-        self._ack_due = self._messages_in > 0  # what arrived over lanes that were lost need not come again
+        self._timers.stop("resume")
+        self._arrivals.is_due = (
+            self._messages_in > 0
+        )  # what arrived over lanes that were lost need not come again
         self._port.soon(self._port.wake)
         return lane
 
@@ -296,7 +197,7 @@ class Session:
             return
         self.lanes.remove(lane)
         self._inbox.lane_lost(lane.reader)
-        self._unacked_in.pop(lane, None)
+        self._arrivals.forget(lane)
         if self._ended:
             return
         if self._close_sent or self._finals is not None:
@@ -310,14 +211,14 @@ class Session:
             return
         self._lost = reason or "closed by the peer"
         if self._resume_s > 0 and not self._closing:
-            self._after(self._resume_s, "resume", self.give_up)
+            self._timers.after(self._resume_s, "resume", self.give_up)
         else:
             self._reason = self._reason or self._lost
             self._port.soon(self._end)
 
     def give_up(self, reason: str = "") -> None:
         """No connection of a suspended session will come back."""
-        self._stop("resume")
+        self._timers.stop("resume")
         if not self.lanes:
             self._reason = self._reason or reason or self._lost
             self._end()
@@ -328,7 +229,7 @@ class Session:
             return
         self._reason = self._reason or reason
         self._closing = self._inbox.stopped = True
-        self._after(LINGER_S, "linger", self._end)
+        self._timers.after(LINGER_S, "linger", self._end)
         self._outbox.end()
         self._port.wake()
 
@@ -336,8 +237,9 @@ class Session:
         """For lanes: what to write next, and whether the peer will acknowledge it."""
         if self._close_sent or self._ended:
             return None
-        if self._ack_due:
-            return self._ack(), False
+        if self._arrivals.is_due:
+            self._timers.stop("ack")
+            return self._arrivals.frame(self._inbox.through), False
         now_ns = self._port.now_ns()
         frame = self._outbox.next(now_ns)
         if frame is not None:
@@ -347,10 +249,10 @@ class Session:
             if not lane.unacked:
                 lane.progress_ns = now_ns
             if len(self.lanes) > 1:
-                self._after(STALL_S / 2, "stall", self._watch)
+                self._timers.after(STALL_S / 2, "stall", self._watch)
             return frame, True
         if self._outbox.share_free_ns is not None:
-            self._after((self._outbox.share_free_ns - now_ns) / NS_PER_S, "share", self._port.wake)
+            self._timers.after((self._outbox.share_free_ns - now_ns) / NS_PER_S, "share", self._port.wake)
         if self._closing and self._outbox.empty:
             return self._close_frame(), False
         return None
@@ -383,27 +285,28 @@ class Session:
             self._inbox.end(prefix, lane.reader, is_good)
 
     def _end_notice(self, lane: Lane, prefix: Prefix, kind: int, header: bytes) -> None:
-        try:
-            if kind == Kind.ACK:
-                self._acknowledged(_decode_ack(header))
-            elif kind == Kind.CANCEL:
-                self._count_in(lane, prefix)
-                self._inbox.cancelled(prefix.priority, prefix.seq)
-            elif kind == Kind.REFUSE:
-                self._count_in(lane, prefix)
-                self._outbox.refused(prefix.priority, prefix.seq)
-            elif kind == Kind.CLOSE:
-                self._peer_closed(_decode_close(header))
-            else:
-                raise ProtocolError(f"frames of kind {kind} do not belong here")
-        except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
-            raise ProtocolError(f"a frame of kind {kind} could not be read: {error}") from None
+        if kind == Kind.ACK:
+            self._acknowledged(read_ack(header))
+        elif kind == Kind.CLOSE:
+            self._peer_closed(read_close(header))
+        elif prefix.priority >= len(Priority):
+            raise ProtocolError(f"priority {prefix.priority} does not exist")
+        elif kind == Kind.CANCEL:
+            self._count_in(lane, prefix)
+            self._inbox.cancelled(prefix.priority, prefix.seq)
+        elif kind == Kind.REFUSE:
+            self._count_in(lane, prefix)
+            self._outbox.refused(prefix.priority, prefix.seq)
+        else:
+            raise ProtocolError(f"frames of kind {kind} do not belong here")
 
     def _acknowledged(self, ack: Ack) -> None:
         for number, count in ack.frames:
             lane = self._by_number.get(number)
             if lane is not None:
                 lane.progress_ns = self._port.now_ns()
+                if count > lane.frames_written:
+                    raise ProtocolError("the peer acknowledges what was not sent")
                 for frame in lane.acknowledged(count):
                     self._outbox.arrived(frame)
         for priority, seq in zip(Priority, ack.through, strict=False):
@@ -417,7 +320,7 @@ class Session:
             self._reason = self._reason or (
                 f"closed by the peer: {close.reason}" if close.reason else "closed by the peer"
             )
-            self._after(LINGER_S, "linger", self._end)
+            self._timers.after(LINGER_S, "linger", self._end)
 
     def _all_came(self) -> bool:
         assert self._finals is not None
@@ -440,30 +343,18 @@ class Session:
     # Acknowledgements.
 
     def _count_in(self, lane: Lane, prefix: Prefix) -> None:
-        lane.frames_in += 1
         count = PREFIX_BYTES + prefix.header + prefix.length + (len(GOOD) if prefix.length else 0)
         if prefix.kind & ~ACK_SOON == Kind.DATA:
             self.bytes_in += count
-        self._unacked_in[lane] = self._unacked_in.get(lane, 0) + 1
-        self._unacked_in_bytes += count
-        if self._unacked_in_bytes >= ACK_BYTES or self._unacked_in[lane] >= ACK_FRAMES:
+        if self._arrivals.count(lane, count):
             self._acknowledge()
         elif prefix.kind & ACK_SOON:
-            self._after(self._port.ack_delay_s, "ack", self._acknowledge)
+            self._timers.after(self._port.ack_delay_s, "ack", self._acknowledge)
 
     def _acknowledge(self) -> None:
-        if not self._ack_due:
-            self._ack_due = True
+        if not self._arrivals.is_due:
+            self._arrivals.is_due = True
             self._port.wake()
-
-    def _ack(self) -> Frame:
-        frames = tuple((lane.number, lane.frames_in) for lane in self._unacked_in)
-        header = _encode(Ack(tuple(self._inbox.through), frames))
-        self._unacked_in.clear()
-        self._unacked_in_bytes = 0
-        self._ack_due = False
-        self._stop("ack")
-        return Frame(prefix_of(Kind.ACK, header) + header)
 
     def _watch(self) -> None:
         """Gives up lanes that stall. If all of them do, it is the peer or the network, and that is not for us."""
@@ -474,7 +365,7 @@ class Session:
                 self._port.abort(lane)
                 self.lane_down(lane, "it stalled")
         if busy:
-            self._after(STALL_S / 2, "stall", self._watch)
+            self._timers.after(STALL_S / 2, "stall", self._watch)
 
     # Ends.
 
@@ -482,10 +373,9 @@ class Session:
         """The last frame of the session. What other lanes have not written yet still goes."""
         self._close_sent = True
         reason = "" if self._reason == CLOSED_HERE else self._reason
-        header = _encode(Close(self._outbox.final_seqs, reason))
         for lane in self.lanes:
-            self._port.soon(_finisher(self._port, lane))
-        return Frame(prefix_of(Kind.CLOSE, header) + header)
+            self._port.soon(partial(self._port.finish, lane))
+        return close_frame(self._outbox.final_seqs, reason)
 
     def _tell_room(self) -> None:
         if self._room is not None:
@@ -495,20 +385,6 @@ class Session:
     def _let_go(self, sending: Sending) -> None:
         for lane in self.lanes:
             lane.blank(sending)
-
-    def _after(self, delay_s: float, name: str, function: Callable[[], object]) -> None:
-        """Calls it later, once, however often this is asked meanwhile."""
-        if name not in self._timers:
-            self._timers[name] = self._port.later(delay_s, lambda: self._due(name, function))
-
-    def _due(self, name: str, function: Callable[[], object]) -> None:
-        self._timers.pop(name, None)
-        function()
-
-    def _stop(self, name: str) -> None:
-        timer = self._timers.pop(name, None)
-        if timer is not None:
-            timer.cancel()
 
     def _drop_lanes(self) -> None:
         for lane in list(self.lanes):
@@ -524,13 +400,8 @@ class Session:
         self._ended = self._closing = self._inbox.stopped = True
         self._drop_lanes()
         self._tell_room()
-        for name in list(self._timers):
-            self._stop(name)
+        self._timers.stop_all()
         self._inbox.end_all()
         self._outbox.end()
         self._port.ended()
         self._handler.on_close(self, self._reason or "closed by the peer")
-
-
-def _finisher(port: Port, lane: Lane) -> Callable[[], None]:
-    return lambda: port.finish(lane)

@@ -118,12 +118,21 @@ class TlsStream:
         return self._sock.pending() > 0
 
     def receive(self, buffers: list[memoryview]) -> int | None:
+        """As many records as there are, for each has to be asked for."""
+        got = 0
         try:
-            return self._sock.recv_into(buffers[0])
+            for buffer in buffers:
+                at = 0
+                while at < len(buffer):
+                    count = self._sock.recv_into(buffer[at:])
+                    if not count:
+                        return got
+                    at, got = at + count, got + count
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return None
+            return got or None
         except ssl.SSLEOFError:
-            return 0
+            return got
+        return got
 
     def send(self, views: list[memoryview]) -> int | None:
         if self._chunk is None:

@@ -15,7 +15,8 @@ from collections.abc import Callable
 
 from isthmus.errors import ProtocolError
 from isthmus.messenger.lane import Lane
-from isthmus.messenger.session import Session, Timer
+from isthmus.messenger.ports import Timer
+from isthmus.messenger.session import Session
 from isthmus.messenger.streams import Stream
 
 log = logging.getLogger(__name__)
@@ -176,7 +177,7 @@ class _Wire:
                 budget -= count
                 if not self._lane.reader.advance(count):
                     return
-                if not self._stream.pending and count < len(buffers[0]):
+                if not self._stream.pending and count < sum(map(len, buffers)):
                     return
             if not self._closed and self._stream.pending:
                 self._port.loop.call_soon(self._readable)

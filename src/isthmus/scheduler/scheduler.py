@@ -510,6 +510,8 @@ class Scheduler:
             computed = len(held) * size
         else:
             num_cached, disk_blocks = self._find(sequence)
+            if num_cached < sequence.num_cached and self._is_computed(sequence.names, num_cached):
+                return False  # it was sent here for what is in this very iteration
             computed = min(num_cached * size, sequence.length - 1)
         needed = -(-sequence.length // size) - len(held)
         if needed + self.pool.idle_among(held) + self._headroom() > self.pool.available:
@@ -570,6 +572,11 @@ class Scheduler:
             self._unpin(sequence)
             sequence.num_pinned = found
         return found, on_disk
+
+    def _is_computed(self, names: tuple[BlockName, ...], index: int) -> bool:
+        """Whether a prompt that is being computed will leave this block behind."""
+        name = names[index]
+        return any(index < len(prompt.names) and prompt.names[index] == name for prompt in self._prompts)
 
     def _headroom(self) -> int:
         """One spare block for each running request, so that admitting does not pre-empt at once."""

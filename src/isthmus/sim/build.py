@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from isthmus.conductor import NodeJoined, Paths
-from isthmus.cost import Analytic, compile_cost
+from isthmus.cost import compile_cost
 from isthmus.cost.transfer import NONE, codec_speeds
+from isthmus.deploy import codec_dtype
 from isthmus.scheduler import BlockPool, CountingPool, Limits, Scheduler, TierCache
 from isthmus.sim.deployment import Deployment, NodeSpec
 from isthmus.sim.node import SimNode
 from isthmus.types import Role
-
-_CODEC_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 
 def build_node(deployment: Deployment, slot: int) -> SimNode:
@@ -30,18 +29,13 @@ def joined(deployment: Deployment, spec: NodeSpec) -> NodeJoined:
         cost=spec.cost,
         paths=paths,
         cache_blocks=spec.dram_blocks + spec.ssd_blocks,
-        kv_dtype=kv_dtype(spec),
+        kv_dtype=codec_dtype(spec.cost),
     )
-
-
-def kv_dtype(spec: NodeSpec) -> str:
-    """Of the node's KV, for codecs; "" for what they do not take."""
-    return _CODEC_DTYPES.get(spec.cost.kv_dtype, "") if isinstance(spec.cost, Analytic) else ""
 
 
 def kept(node: SimNode, codec: str, block_size: int) -> float:
     """Bytes that cross a link for each byte of the node's KV. Encoding itself takes no time here."""
-    return 1.0 if codec == NONE else codec_speeds(kv_dtype(node.spec), block_size)[codec].kept
+    return 1.0 if codec == NONE else codec_speeds(codec_dtype(node.spec.cost), block_size)[codec].kept
 
 
 def _scheduler(deployment: Deployment, spec: NodeSpec) -> Scheduler:

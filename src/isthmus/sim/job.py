@@ -14,7 +14,8 @@ class Job:
 
     `started`: its prefill has begun; `reserved`: its decode node has room for it. `flows`: all under way for it, of
     which `handover` goes to its decode node; its prefill waits for `pending` others, and until `loaded_ns`.
-    `kept`, `fetch_kept`: bytes that cross the links for a byte of KV handed over and fetched. `source_slot`: node that its blocks up to `stop` are fetched from, and pinned on, or -1.
+    `kept`, `fetch_kept`: bytes that cross the links for a byte of KV handed over and fetched. `source_slot`: node that
+    its blocks up to `stop` are fetched from, and pinned on, or -1.
 
     `num_generated`: tokens before `first_step`, the iterations of the node `decodes_on` before its first there;
     its last token is the `last_step`-th there. `spans`: (node, first step, last step) of each stay that is over;

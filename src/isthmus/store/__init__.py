@@ -7,7 +7,7 @@ from isthmus.store.arena import Arena, ArenaHandle, PeerArena, Shape
 from isthmus.store.books import Pinned
 from isthmus.store.files import Files
 from isthmus.store.log import Log
-from isthmus.store.memory import copy_bytes
+from isthmus.store.memory import aligned_buffer, copy_bytes
 from isthmus.store.stat import Stat, TierStat
 from isthmus.store.store import Store
 
@@ -22,5 +22,6 @@ __all__ = [
     "Stat",
     "Store",
     "TierStat",
+    "aligned_buffer",
     "copy_bytes",
 ]

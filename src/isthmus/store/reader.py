@@ -15,7 +15,7 @@ from isthmus.store.memory import copy_bytes
 
 _UNIT_BYTES = 4 << 20
 """What one thread does at a time; neighbours in a file are read in one call of up to so many bytes."""
-_SPLIT_BYTES = 512 * 1024
+_SPLIT_BYTES = 2 << 20
 """From twice this size on, one block is read in several parts at once."""
 
 

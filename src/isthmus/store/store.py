@@ -42,9 +42,9 @@ class Store:
     """Blocks of one shape in `arena` and, with a `log`, on the SSD.
 
     `on_lost` hears of blocks that the store can no longer give though nobody dropped them: demoted and not
-    writable, or found damaged. It is called without the lock, from the thread that finds out; it must be quick and
-    must not raise. `threads` share the work of one call of `get_many`, `put_many` or a large `get`. The store
-    closes `arena` and `log`.
+    writable, or found damaged. It is called without the lock, from the thread that finds out; it must be quick, must
+    not raise, and must not `flush` or `close`. `threads` share the work of one call of `get_many`, `put_many` or a
+    large `get`. The store closes `arena` and `log`.
     """
 
     def __init__(

@@ -98,6 +98,10 @@ def test_dram_the_next_turn_and_ssd_after_a_restart(model: Path, tmp_path: Path)
     with serve(tmp_path, "--config", config) as served:
         assert chat.turn(served) == 0
         assert Chat(model, shared[:333] + prompt_of(2, 70)).turn(served) == 320, "the prefill node's own DRAM"
+        burst = [Chat(model, prompt_of(10, 600) + prompt_of(seed, 30)) for seed in range(11, 15)]
+        with ThreadPoolExecutor(len(burst)) as pool:
+            cached = sorted(pool.map(lambda each: each.turn(served), burst))
+        assert cached == [0, 592, 592, 592], "the first computes it for all"
         await_blocks(served, "decode-0", "cache_memory_blocks", chat.num_kept)
         kept = chat.num_kept
         assert chat.turn(served, prompt_of(3, 40)) == kept, "generated blocks, where the decode node has them"

@@ -261,3 +261,18 @@ def test_a_queue_in_ns_is_what_least_loaded_compares() -> None:
     queue_up(view, 0, 0, 0)
     assert place("least_loaded", estimator(view, arrival(5))).prefill.slot == 0
     assert place("least_loaded", estimator(view, arrival(5), now=99 * MS)).ttft_ns == 5 * MS
+
+
+def test_a_node_that_only_decodes_lends_what_its_answers_left() -> None:
+    """The next turn of a chat: its prefix ends with blocks that were generated on the decode node."""
+    names = tuple(range(40))
+    for policy in ("mooncake", "isthmus"):
+        view = view_of(P, P, D)
+        prefill, decode = view.prefills[1], view.decodes[0]
+        view.index.store(prefill.bit, names[:10])
+        view.index.store(decode.bit, names)
+        placement = POLICIES[policy](estimator(view, arrival(164, names)), Rules(policy=policy))
+        assert placement.source is decode and placement.cached > 10, policy
+    for policy in ("sticky", "local_aware", "least_loaded"):
+        placement = POLICIES[policy](estimator(view, arrival(164, names)), Rules(policy=policy))
+        assert placement.fetch is None and placement.prefill in view.prefills

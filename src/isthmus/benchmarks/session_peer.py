@@ -24,7 +24,7 @@ from isthmus.messenger import Session, TcpNetwork
 
 Value = TypeVar("Value")
 
-GROUP_BYTES = 1 << 20
+GROUP_BYTES = 2 << 20
 """Pieces smaller than this travel several in one message, as the slices of one layer do in the cluster."""
 AHEAD_BYTES = 1 << 20
 """What may be sealed and wait for a connection: no more, for it is to be in the processor's cache still when sent."""

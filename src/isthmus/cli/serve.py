@@ -38,6 +38,11 @@ def serve(
     threads: Annotated[int | None, typer.Option(help="Threads of each node.")] = None,
     token_budget: Annotated[int | None, typer.Option(help="Tokens computed in one iteration.")] = None,
     kv_memory: Annotated[str | None, typer.Option(help="KV memory of each node, e.g. 512MiB.")] = None,
+    cache: Annotated[
+        str | None, typer.Option(help="DRAM of each node for cached KV; without --config as much as KV memory.")
+    ] = None,
+    ssd: Annotated[str | None, typer.Option(help="SSD of each node for cached KV, in --cache-folder.")] = None,
+    cache_folder: Annotated[Path | None, typer.Option(help="Where nodes keep cached KV on SSD.")] = None,
     max_length: Annotated[int | None, typer.Option(help="Longest prompt and answer, in tokens.")] = None,
     record: Annotated[Path | None, typer.Option(help="Write a flight recording (JSONL) here.")] = None,
 ) -> None:
@@ -56,6 +61,9 @@ def serve(
         "engine.threads": threads,
         "engine.token_budget": token_budget,
         "engine.kv_memory": kv_memory,
+        "cache.dram": cache if cache is not None or config is not None else kv_memory or "1GiB",
+        "cache.ssd": ssd,
+        "cache.folder": str(cache_folder) if cache_folder else None,
         "engine.max_length": max_length,
         "record": str(record) if record else None,
         **_role_overrides(prefill, decode, mixed),
@@ -101,7 +109,7 @@ async def _serve(config: Config) -> None:
         print(f"isthmus: {', '.join(idle)}: simulated only, without effect here", file=sys.stderr)
     folder, name = find_model(config.model)
     model = served_model(config, folder)
-    check_memory(config, len(planned_processes(config)), model.host_bytes)
+    check_memory(config, len(planned_processes(config)), model.host_bytes + config.cache.dram)
     card = ModelCard(
         name=config.served_model_name or name,
         max_length=_max_length(config, model),

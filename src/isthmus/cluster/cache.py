@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 from isthmus.blocks import seal
 from isthmus.engine.interface import KVBytes
-from isthmus.store import Pinned, Stat, Store
+from isthmus.store import Pinned, Stat, Store, aligned_buffer
 from isthmus.types import BlockName, Tier
 
 log = logging.getLogger(__name__)
@@ -199,7 +199,7 @@ class NodeCache:
                     load.shorten(at)
                     self._on_lost(load.names[at : at + 1])
                     break
-            buffer = memoryview(bytearray(len(on_disk) * self._read_layers * self._slice_bytes))
+            buffer = aligned_buffer(len(on_disk) * self._read_layers * self._slice_bytes)
             for layer in range(self._layers):
                 if load.cancelled:
                     return

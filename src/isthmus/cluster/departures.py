@@ -10,7 +10,7 @@ from isthmus.cluster.messages import Begin, PeerHello, PeerMessage
 from isthmus.cluster.transfers import Outgoing
 from isthmus.engine.interface import KVBytes
 from isthmus.messenger import Connection, Handler, Network
-from isthmus.types import RequestId, Span
+from isthmus.types import RequestId, Span, TokenLogprobs
 
 CONNECT_S = 5.0
 
@@ -72,6 +72,12 @@ class Departures:
         outgoing = self._outgoing.get(key)
         if outgoing is not None:
             outgoing.ready(layers, tokens, blocks)
+
+    def prefilled(self, key: RequestId, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Its first token is known, and all its KV was told."""
+        outgoing = self._outgoing.get(key)
+        if outgoing is not None:
+            outgoing.prefilled(token, logprobs)
 
     def grant(self, key: RequestId) -> None:
         if key in self._outgoing:

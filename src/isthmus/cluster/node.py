@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isthmus.cluster.cache import NodeCache, chains_of, gauges_of
+from isthmus.cluster.departures import CONNECT_S, Departures, Peers
 from isthmus.cluster.fetches import Fetch, Fetcher, Lender
 from isthmus.cluster.keeper import Keeper
 from isthmus.cluster.messages import (
@@ -55,7 +56,7 @@ from isthmus.cluster.messages import (
 from isthmus.cluster.pipeline import Group, GroupCache
 from isthmus.cluster.stage_messages import StageOpen
 from isthmus.cluster.stepper import Stepper
-from isthmus.cluster.transfers import Incoming, Outgoing
+from isthmus.cluster.transfers import Incoming
 from isthmus.cluster.worker import Requests, ThreadWorker, Worker
 from isthmus.conductor import Paths
 from isthmus.cost import Cost
@@ -68,7 +69,6 @@ from isthmus.types import BlockName, NodeId, RequestId, Role, Span, TokenLogprob
 
 log = logging.getLogger(__name__)
 
-CONNECT_S = 5.0
 MAX_FORGOTTEN = 4096
 OnLost = Callable[[Sequence[BlockName]], None]
 TRANSIT = 8
@@ -141,6 +141,9 @@ class Node:
             max_sequences=options.max_sequences,
             order=options.order,
         )
+        hello = PeerHello(PROTOCOL, options.token, options.node, engine.revision, engine.layout)
+        peers = Peers(self._network, hello, lambda: _FromPeer(self, introduced=True))
+        self.departures = Departures(engine.memory, engine.layers[0], peers, self._spawn, self.fail)
         pool = BlockPool(engine.num_blocks)
         self._tiers = _tiers_over(store, options.eviction) if store is not None else None
         self._group = Group(options.stages, self, self._later) if options.stages > 1 else None
@@ -151,7 +154,7 @@ class Node:
         if self._cache is not None:
             keeper = Keeper(engine.revision, engine.layout, pool, self._cache)
         if self._cache is not None and self._group is None:  # a stage's blocks are of no use elsewhere
-            self._fetcher = Fetcher(self._cache, self._peer, self._offer, shares_memory=options.shares_memory)
+            self._fetcher = Fetcher(self._cache, peers.get, self._offer, shares_memory=options.shares_memory)
             self._lender = Lender(self._cache)
         scheduler = Scheduler(limits, self._tiers, pool)
         self._stepper = Stepper(engine, scheduler, _FromWorker(self), world.clock_ns, keeper, self._group)
@@ -160,14 +163,12 @@ class Node:
             keeper.post = self.worker.post
         self._requests = Requests(self._stepper, self.worker)
         self._head: Connection | None = None
-        self._outgoing: dict[RequestId, Outgoing] = {}
         self._incoming: dict[RequestId, Incoming] = {}
         self._offers: dict[RequestId, list[tuple[Connection, Offer]]] = {}
         self._forgotten: OrderedDict[RequestId, None] = OrderedDict()
-        self._peers: dict[str, asyncio.Task[Connection]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._num_copies = 0
-        self._traffic = {"kv_bytes_in_total": 0.0, "kv_bytes_out_total": 0.0, "seal_mismatches_total": 0.0}
+        self._traffic = {"kv_bytes_in_total": 0.0, "seal_mismatches_total": 0.0}
 
     async def run(self) -> str:
         """Joins the cluster and serves. Raises StartError when the head cannot be reached or says no."""
@@ -251,7 +252,7 @@ class Node:
             await asyncio.sleep(every_ms / 1000)
 
     def _gauges(self) -> dict[str, float]:
-        found = self._stepper.gauges() | self._traffic
+        found = self._stepper.gauges() | self._traffic | {"kv_bytes_out_total": self.departures.bytes_out}
         if self._cache is not None:
             found |= gauges_of(self._cache.store.stat())
         if self._group is not None:
@@ -374,8 +375,7 @@ class Node:
         if self._group is not None:
             begin = self._group.trusted(begin)
         if begin.part is Role.PREFILL:
-            self._outgoing[begin.key] = Outgoing(begin, self._engine.memory)
-            self._spawn(self._attach(begin))
+            self.departures.begin(begin)
         elif begin.part is Role.DECODE:
             incoming = self._incoming[begin.key] = Incoming(begin, self._engine.memory)
             for connection, offer in self._offers.pop(begin.key, ()):
@@ -389,9 +389,7 @@ class Node:
         """Drops an attempt wherever it stands. Nothing is written into its blocks any more."""
         if self._fetcher is not None:
             self._fetcher.cancel(key)
-        outgoing = self._outgoing.pop(key, None)
-        if outgoing is not None:
-            outgoing.withdraw()
+        self.departures.withdraw(key)
         incoming = self._incoming.pop(key, None)
         if incoming is not None:
             incoming.withdraw()
@@ -412,61 +410,21 @@ class Node:
 
     # Sending KV: this node prefills.
 
-    async def _attach(self, begin: Begin) -> None:
-        try:
-            connection = await self._peer(begin.peer)
-        except (OSError, TimeoutError) as error:
-            self.fail(begin, f"cannot reach the decode node at {begin.peer}: {error}")
-            return
-        outgoing = self._outgoing.get(begin.key)
-        if outgoing is not None and connection.closed:
-            self.fail(begin, f"the session with the decode node at {begin.peer} is closed")
-        elif outgoing is not None:
-            outgoing.attach(connection)
-
-    async def _peer(self, address: str) -> Connection:
-        """The session with a decode node; one for all requests, opened on first use."""
-        task = self._peers.get(address)
-        if task is None or (task.done() and (task.exception() is not None or task.result().closed)):
-            task = self._peers[address] = self.loop.create_task(self._connect_peer(address))
-        return await asyncio.shield(task)
-
-    async def _connect_peer(self, address: str) -> Connection:
-        connection = await self._network.connect(
-            address, PeerMessage, _FromPeer(self, introduced=True), timeout_s=CONNECT_S
-        )
-        layout, revision = self._engine.layout, self._engine.revision
-        connection.send(PeerHello(PROTOCOL, self._options.token, self._options.node, revision, layout))
-        return connection
-
     def kv_ready(self, key: RequestId, layers: Span, tokens: Span, blocks: Sequence[int]) -> None:
-        outgoing = self._outgoing.get(key)
-        if outgoing is not None:
-            before = outgoing.bytes_out
-            outgoing.ready(layers, tokens, blocks)
-            self._traffic["kv_bytes_out_total"] += outgoing.bytes_out - before
+        self.departures.ready(key, layers, tokens, blocks)
 
     def prefilled(self, key: RequestId, token: int, logprobs: TokenLogprobs | None) -> None:
-        outgoing = self._outgoing.get(key)
-        if outgoing is not None:
-            outgoing.prefilled(token, logprobs)
+        self.departures.prefilled(key, token, logprobs)
 
     def finished(self, key: RequestId) -> None:
         """A request ended here; one that was to depart has nothing to send any more."""
         self._requests.ended(key)
-        outgoing = self._outgoing.pop(key, None)
-        if outgoing is not None:
-            outgoing.withdraw()
-
-    def granted(self, key: RequestId) -> None:
-        if key in self._outgoing:
-            self._outgoing[key].grant()
-            self._traffic["kv_bytes_out_total"] += self._outgoing[key].bytes_out
+        self.departures.withdraw(key)
 
     def landed(self, key: RequestId) -> None:
-        outgoing = self._outgoing.pop(key, None)
-        if outgoing is not None:
-            self.tell(HandedOver(outgoing.begin.request, outgoing.begin.attempt))
+        begin = self.departures.land(key)
+        if begin is not None:
+            self.tell(HandedOver(begin.request, begin.attempt))
             self._requests.released(key)
 
     # Cached blocks from and for other nodes.
@@ -567,21 +525,18 @@ class Node:
         """The other side gave up. The head decides what follows; here the attempt is over."""
         key = key_of(message.request, message.attempt)
         self._offers.pop(key, None)
-        if key in self._outgoing or key in self._incoming:
-            outgoing = self._outgoing.pop(key, None)
+        self.departures.withdrawn(key)
+        if key in self._incoming:
             self.forget(key)
-            if outgoing is not None:
-                self.tell(AttemptFailed(message.request, message.attempt, "the decode node gave it up"))
 
     def peer_lost(self, connection: Connection, reason: str) -> None:
         """Whatever was under way over a session fails with it."""
         if self._fetcher is not None and self._lender is not None:
             self._fetcher.lost(connection)
             self._lender.lost(connection)
-        lost: list[Outgoing | Incoming] = [o for o in self._outgoing.values() if o.is_on(connection)]
-        lost += [incoming for incoming in self._incoming.values() if incoming.is_from(connection)]
-        for transfer in lost:
-            self.fail(transfer.begin, f"the session with {connection.peer} ended: {reason}")
+        self.departures.lost(connection, reason)
+        for incoming in [each for each in self._incoming.values() if each.is_from(connection)]:
+            self.fail(incoming.begin, f"the session with {connection.peer} ended: {reason}")
         for key, offers in list(self._offers.items()):
             if any(offered is connection for offered, _ in offers):
                 del self._offers[key]
@@ -638,7 +593,7 @@ class _FromPeer:
             case Sent():
                 self._node.sent(message)
             case Grant():
-                self._node.granted(key_of(message.request, message.attempt))
+                self._node.departures.grant(key_of(message.request, message.attempt))
             case Landed():
                 self._node.landed(key_of(message.request, message.attempt))
             case Offer():

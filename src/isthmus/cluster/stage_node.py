@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from isthmus.cluster.cache import NodeCache, gauges_of
-from isthmus.cluster.departures import Departures, Peers
+from isthmus.cluster.departures import CONNECT_S, Departures, Peers
 from isthmus.cluster.messages import (
     PROTOCOL,
     Beat,
@@ -29,7 +29,7 @@ from isthmus.cluster.messages import (
     Withdrawn,
     key_of,
 )
-from isthmus.cluster.node import CONNECT_S, NodeOptions, OnLost
+from isthmus.cluster.node import NodeOptions, OnLost
 from isthmus.cluster.stage import StageStepper
 from isthmus.cluster.stage_messages import (
     Downward,

@@ -73,7 +73,9 @@ def test_every_answer_is_exact(stages: int, cache: dict[str, Any], tmp_path: Pat
         assert len(served.children()) == stages + 1
         with ThreadPoolExecutor(len(prompts)) as pool:
             assert not any(pool.map(lambda prompt: ask(served, prompt, stages=stages), prompts))
-            assert ask(served, prompt_of(100, 700), 1, stages=stages) == 0, "an answer of one token, with no decode"
+            assert ask(served, prompt_of(100, 700), 1, stages=stages) == 0, (
+                "an answer of one token, with no decode"
+            )
             cached = list(pool.map(lambda prompt: ask(served, prompt, stages=stages), prompts))
         assert cached[-1] >= 2992, "the longest prompt was computed again"
         last = f"prefill-0.{stages - 1}"

@@ -210,7 +210,9 @@ def test_room_is_granted_once_and_only_when_both_sides_are_known() -> None:
 def test_the_layers_may_come_over_several_sessions() -> None:
     """As from the stages of a pipeline group."""
     stages = [(memory(filled=True), Wire()) for _ in range(2)]
-    incoming, kv, first = receiver_of_stages(stages)
+    kv = memory(filled=False)
+    incoming = Incoming(begin(6, Role.DECODE), kv)
+    incoming.blocks = (7, 2)
     for number, (whole, wire) in enumerate(stages):
         outgoing = Outgoing(begin(6, Role.PREFILL), one_layer(whole, number), number)
         outgoing.attach(wire)  # type: ignore[arg-type]
@@ -233,13 +235,6 @@ def test_the_layers_may_come_over_several_sessions() -> None:
         assert kv_of(kv, layer, (7, 2), 6) == kv_of(stages[0][0], layer, (3, 1), 6)
     incoming.landed()
     assert [wire.messages[-1] for _, wire in stages] == [Landed(A, 1)] * 2
-
-
-def receiver_of_stages(stages: list[tuple[KVMemory, Wire]]) -> tuple[Incoming, KVMemory, Wire]:
-    kv = memory(filled=False)
-    incoming = Incoming(begin(6, Role.DECODE), kv)
-    incoming.blocks = (7, 2)
-    return incoming, kv, stages[0][1]
 
 
 def one_layer(kv: KVMemory, number: int) -> KVMemory:
@@ -323,7 +318,7 @@ def test_what_must_come_next_is_accepted() -> None:
 
 def test_what_is_not_next_does_not_count() -> None:
     """Frames of a layer that come over several connections may be placed in any order, not received."""
-    incoming, slices, size = expected_next()
+    incoming, slices, _ = expected_next()
     after = replace(slices, first_block=2, seals=(b"",))
     assert place(incoming, after, 2 * LAYOUT.token_bytes) is not None
     assert not incoming.receive(after)

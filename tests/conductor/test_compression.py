@@ -23,7 +23,12 @@ NAMES = tuple(range(100))
 
 
 def route(
-    paths: Paths, codecs: tuple[str, ...], *, curve: Curve = CURVE, dtype: str = "bfloat16", stored: bool = False
+    paths: Paths,
+    codecs: tuple[str, ...],
+    *,
+    curve: Curve = CURVE,
+    dtype: str = "bfloat16",
+    stored: bool = False,
 ) -> Route:
     """Of a request of 1,600 tokens on two prefill nodes and one that decodes. `stored`: the first prefill node, busy
     with something else, has its blocks."""

@@ -371,6 +371,48 @@ def test_a_taken_port_is_an_oserror() -> None:
     running(work)
 
 
+def test_a_fault_of_the_owner_ends_the_session_and_is_not_hidden() -> None:
+    async def work() -> None:
+        faults: list[dict] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+
+        def fail(session: Session, message: Message) -> None:
+            raise ZeroDivisionError("a bug")
+
+        here, there = Owner(), Owner(fail)
+        async with session(here, there) as joined:
+            joined.send(Note("hello"))
+            await here.until(lambda: here.reasons)
+        assert there.reasons == ["a fault on this side: ZeroDivisionError: a bug"]
+        assert [type(fault["exception"]) for fault in faults] == [ZeroDivisionError]
+        asyncio.get_running_loop().set_exception_handler(None)
+
+    asyncio.run(work())
+
+
+def test_room_is_told_when_little_waits_and_when_all_is_over() -> None:
+    async def work() -> None:
+        here, there = Owner(), Owner()
+        async with proxied(here, there, PLAIN) as (joined, proxy):
+            await joined.room()
+            proxy.stall()
+            joined.send(Parcel((64 << 20,)), memoryview(bytes(64 << 20)))
+            waiting = asyncio.ensure_future(joined.room())
+            await until(lambda: joined.stat().queued_bytes < 64 << 20)
+            assert not waiting.done()
+            proxy.flow()
+            await asyncio.wait_for(waiting, LIMIT_S)
+            assert joined.stat().queued_bytes < 1 << 20
+            proxy.stall()
+            joined.send(Parcel((64 << 20,)), memoryview(bytes(64 << 20)))
+            waiting = asyncio.ensure_future(joined.room())
+            await asyncio.sleep(0)
+            joined.abort("enough")
+            await asyncio.wait_for(waiting, LIMIT_S)
+
+    running(work)
+
+
 # Several connections, lost and made again.
 
 

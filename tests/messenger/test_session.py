@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.messenger import Priority, Share, Terms, lane, outbox, session
+from isthmus.messenger.frames import GOOD, Kind, prefix_of
 
 from .pair import Pair, Parcel, number_of
 
@@ -313,3 +315,51 @@ def test_a_peer_that_takes_nothing_ends_the_session(monkeypatch: pytest.MonkeyPa
     pair.settle()
     assert len(here.reasons) == 1 and "takes nothing" in here.reasons[0]
     assert all(sent.heard == [False] for sent in here.sent)
+
+
+WRONG_FRAMES = {
+    "an acknowledgement of what was not sent": (Kind.ACK, msgspec.msgpack.encode([[0, 0, 0, 0], [[0, 5]]]), {}),
+    "an acknowledgement that is none": (Kind.ACK, msgspec.msgpack.encode("what"), {}),
+    "an end that is none": (Kind.CLOSE, b"\xc1", {}),
+    "a second greeting": (Kind.HELLO, b"", {}),
+    "an unknown kind": (99, b"", {}),
+    "an unknown priority": (Kind.DATA, msgspec.msgpack.encode(Parcel(0)), {"priority": 4}),
+    "a cancellation of one": (Kind.CANCEL, b"", {"priority": 200}),
+    "a refusal of one": (Kind.REFUSE, b"", {"priority": 4}),
+    "a message that is none": (Kind.DATA, b"\xc1", {}),
+    "a message of another type": (Kind.DATA, msgspec.msgpack.encode({"type": "Other"}), {}),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_FRAMES.values(), ids=WRONG_FRAMES.keys())
+def test_a_peer_that_breaks_the_rules_is_told_and_left(wrong: tuple[int, bytes, dict[str, int]]) -> None:
+    kind, header, fields = wrong
+    pair = Pair(Terms(), 1)
+    here, there = pair.sides
+    here.send(5, Priority.NORMAL, 7)
+    cable = pair.cables[0]
+    cable.write(0, 1 << 30)
+    cable.wires[0] += prefix_of(kind, header, **fields) + header
+    pair.settle()
+    assert [number for number, _ in there.delivered] == [7]
+    assert len(there.reasons) == 1 and there.reasons[0]
+    assert here.reasons == [f"closed by the peer: {there.reasons[0]}"]
+
+
+def slice_of(offset: int, data: bytes, total: int, number: int = 0) -> bytes:
+    header = msgspec.msgpack.encode(Parcel(number))
+    head = prefix_of(Kind.DATA, header, total=total, offset=offset, length=len(data), priority=Priority.NORMAL)
+    return head + header + data + GOOD
+
+
+@pytest.mark.parametrize(
+    ("second", "complaint"),
+    [(slice_of(3, b"123456", 10), "overlap"), (slice_of(4, b"1234", 9), "disagree on its length")],
+)
+def test_slices_that_do_not_fit_together_are_no_payload(second: bytes, complaint: str) -> None:
+    pair = Pair(Terms(), 1)
+    _, there = pair.sides
+    pair.cables[0].wires[0] += slice_of(0, b"abcd", 10) + second
+    pair.settle()
+    assert there.delivered == [] and there.voided == [0]
+    assert complaint in there.reasons[0]

@@ -12,9 +12,7 @@ from enum import StrEnum
 from random import Random
 from typing import Any
 
-import msgspec
-
-from isthmus.blocks import KVLayout, seal
+from isthmus.blocks import KVLayout
 from isthmus.cluster.cache import NodeCache
 from isthmus.cluster.fetches import Fetcher, Lender
 from isthmus.cluster.messages import (
@@ -35,10 +33,13 @@ from isthmus.cluster.messages import (
 from isthmus.cluster.transfers import Incoming, Outgoing
 from isthmus.engine.emulated import EmulatedMemory
 from isthmus.errors import ProtocolError
-from isthmus.messenger import Connection, MemoryNetwork, Network
+from isthmus.messenger import Connection, MemoryNetwork, Network, Server
 from isthmus.messenger.memory import Link
 from isthmus.store import Arena, Log, Shape, Store
-from isthmus.types import BlockName
+from isthmus.types import BlockName, RequestId
+
+NOTHING = RequestId("")
+"""Nobody wants anything under this key."""
 
 
 def store_of(layout: KVLayout, num_slots: int, log: Log | None = None) -> Store:
@@ -56,7 +57,6 @@ class Side:
         self.store = store
         self.cache = NodeCache(self.memory, store)
         self.offered: list[Sequence[BlockName]] = []
-        self.address = ""
         self.session: Connection | None = None
         self.fetcher = Fetcher(self.cache, self._connected, self.offered.append, shares_memory=shares_memory)
         self.lender = Lender(self.cache)
@@ -99,6 +99,7 @@ class Side:
     # What a session calls.
 
     def on_message(self, session: Connection, message: PeerMessage) -> None:
+        self.session = session
         match message:
             case Want():
                 self.lender.wanted(session, message)
@@ -163,24 +164,14 @@ class Side:
         self.give_up(f"the session ended: {reason}")
 
 
-async def join(network: Network, here: Side, there: Side) -> Any:
-    """A session between the two, opened by `here`; returns the server, to be closed."""
-    arrived = asyncio.get_running_loop().create_future()
-
-    class Arriving:
-        """Tells `there` of the session by which the first message came."""
-
-        def __getattr__(self, name: str) -> Callable[..., Any]:
-            def call(session: Connection, *arguments: Any) -> Any:
-                there.session = session
-                if not arrived.done():
-                    arrived.set_result(None)
-                return getattr(there, name)(session, *arguments)
-
-            return call
-
-    server, port = await network.listen("127.0.0.1", 0, PeerMessage, Arriving)  # type: ignore[arg-type]
+async def join(network: Network, here: Side, there: Side) -> Server:
+    """A session between the two, opened by `here`. It may be over already where the wire does harm."""
+    there.session = None
+    server, port = await network.listen("127.0.0.1", 0, PeerMessage, lambda: there)
     here.session = await network.connect(f"127.0.0.1:{port}", PeerMessage, here, timeout_s=5)
+    here.session.send(Enough(NOTHING))
+    while there.session is None and not here.session.ended:
+        await asyncio.sleep(0)
     return server
 
 
@@ -258,19 +249,11 @@ def kv_block(layout: KVLayout, number: int) -> bytes:
     random = Random(number)
     count = layout.block_bytes // 2
     return b"".join(
-        (0x3C00 + random.randrange(0x600) | random.randrange(2) << 15).to_bytes(2, "little") for _ in range(count)
+        (0x3C00 + random.randrange(0x600) | random.randrange(2) << 15).to_bytes(2, "little")
+        for _ in range(count)
     )
 
 
 def put_chain(store: Store, names: Sequence[BlockName], blocks: Sequence[bytes]) -> None:
     for head, name, data in zip((None, *names), names, blocks, strict=False):
         assert store.put(name, head, data), "the store is too small"
-
-
-def seals_of(layout: KVLayout, data: bytes) -> tuple[bytes, ...]:
-    size = layout.slice_bytes
-    return tuple([seal(data[at : at + size]) for at in range(0, len(data), size)])
-
-
-def begin_of(**fields: Any) -> Begin:
-    return msgspec.convert(fields, Begin)

@@ -26,7 +26,7 @@ LOADERS = 16
 """Prefixes loaded at once; one that waits for another node keeps its thread."""
 READERS = 4
 """Blocks read from disk at once: an SSD is at its best with several reads in flight."""
-READ_BYTES = 1 << 18
+READ_BYTES = 1 << 17
 """Of one block, so many bytes at least are read at once, whole layers."""
 
 

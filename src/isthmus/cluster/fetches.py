@@ -204,15 +204,19 @@ class Fetch:
     def keep_lent(self) -> bool:
         """Copies all lent blocks to this node's arena; they are the cache's then. False when they find no room, or
         are damaged. From a thread."""
-        store, layout, count = self._cache.store, self._layout, self.num_whole
-        arena, slots = store.arena, self._slots[:count]
-        for layer in range(layout.num_layers):
-            for (memory, offset), slot in zip(
-                self.await_layer(layer, self.start + count, bool), slots, strict=False
-            ):
-                copy_bytes(arena.slice(slot, layer), memory[offset : offset + layout.slice_bytes])
-                self._landed[layer] += 1
+        arena, size, count = self._cache.store.arena, self._layout.block_bytes, self.num_whole
+        peer = self._peer
+        if peer is None or len(self._slots) < count:
+            return False
+        for (theirs, seals), slot in zip(self._lent[:count], self._slots, strict=False):
+            copy_bytes(
+                arena.memory[slot * size : (slot + 1) * size], peer.memory[theirs * size : (theirs + 1) * size]
+            )
+            if any(seal(arena.slice(slot, layer)) != found for layer, found in enumerate(seals)):
+                self.num_damaged += 1
+                return False
         self._seals = [list(seals) for _, seals in self._lent]
+        self._landed = [count] * self._layout.num_layers
         self.commit()
         return self._num_committed == count
 

@@ -348,11 +348,15 @@ class Head:
         stage.heard_ns, stage.gauges = self._clock_ns(), message.gauges
 
     def leave_stage(self, stage: Stage, reason: str) -> None:
-        log.log(logging.DEBUG if self._closing else logging.WARNING, "%s left: %s", stage.name, reason)
+        """Nothing more is sent to a group that misses one, even before its leader knows."""
         self._groups.leave(stage)
+        self.leave(stage.hello.group, f"stage {stage.hello.stage}: {reason}")
 
-    def leave(self, node: NodeId, reason: str) -> None:
-        if self._members.pop(node, None) is not None:
+    def leave(self, node: NodeId, reason: str, connection: Connection | None = None) -> None:
+        """`connection`: over which it was here; it may have come back over another one."""
+        member = self._members.get(node)
+        if member is not None and connection in (None, member.connection):
+            del self._members[node]
             log.log(logging.DEBUG if self._closing else logging.WARNING, "%s left: %s", node, reason)
             self._decide(NodeLeft(node))
             self._changed.set()
@@ -460,4 +464,4 @@ class _FromNode:
         if self._stage is not None:
             self._head.leave_stage(self._stage, reason)
         if self._node is not None:
-            self._head.leave(self._node, reason)
+            self._head.leave(self._node, reason, connection)

@@ -42,6 +42,7 @@ class Keeper:
 
     def load(self, names: Sequence[BlockName], blocks: Sequence[int], tokens: int, fetch: Fetch | None) -> Load:
         """Brings the blocks of the first `tokens` tokens into the engine."""
+        self._save()  # what it may wait for is on its way first
         count = self._layout.blocks_for(tokens)
         return self.cache.load(names[:count], blocks[:count], fetch)
 

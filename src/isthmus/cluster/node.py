@@ -70,6 +70,8 @@ from isthmus.types import BlockName, NodeId, RequestId, Role, Span, TokenLogprob
 log = logging.getLogger(__name__)
 
 MAX_FORGOTTEN = 4096
+LOST_S = 0.25
+"""A node that loses a peer leaves the head so long to find out itself: one death is to cost one attempt."""
 OnLost = Callable[[Sequence[BlockName]], None]
 TRANSIT = 8
 """One in so many slots of the arena is for blocks on their way: being written to disk, fetched, lent."""
@@ -519,6 +521,10 @@ class Node:
             incoming.landed()
             self._requests.imported(key, incoming.sent.token)
 
+    def _lose(self, incoming: Incoming, reason: str) -> None:
+        if self._incoming.get(incoming.begin.key) is incoming:
+            self.fail(incoming.begin, reason)
+
     # Either direction.
 
     def withdrawn(self, message: Withdrawn) -> None:
@@ -536,7 +542,9 @@ class Node:
             self._lender.lost(connection)
         self.departures.lost(connection, reason)
         for incoming in [each for each in self._incoming.values() if each.is_from(connection)]:
-            self.fail(incoming.begin, f"the session with {connection.peer} ended: {reason}")
+            self.loop.call_later(
+                LOST_S, self._lose, incoming, f"the session with {connection.peer} ended: {reason}"
+            )
         for key, offers in list(self._offers.items()):
             if any(offered is connection for offered, _ in offers):
                 del self._offers[key]

@@ -34,7 +34,7 @@ class Pieces:
     __slots__ = ("_starts", "size", "views")
 
     def __init__(self, parts: Iterable[memoryview]) -> None:
-        self.views = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
+        self.views = [part.cast("B") for part in parts if part.nbytes]
         ends = list(accumulate(map(len, self.views)))
         self.size = ends[-1] if ends else 0
         self._starts = [0, *ends[:-1]]

@@ -240,6 +240,8 @@ class Session:
         if self._arrivals.is_due:
             self._timers.stop("ack")
             return self._arrivals.frame(self._inbox.through), False
+        if self._outbox.empty:
+            return (self._close_frame(), False) if self._closing else None
         now_ns = self._port.now_ns()
         frame = self._outbox.next(now_ns)
         if frame is not None:
@@ -253,8 +255,6 @@ class Session:
             return frame, True
         if self._outbox.share_free_ns is not None:
             self._timers.after((self._outbox.share_free_ns - now_ns) / NS_PER_S, "share", self._port.wake)
-        if self._closing and self._outbox.empty:
-            return self._close_frame(), False
         return None
 
     # What lanes bring.

@@ -16,7 +16,7 @@ from isthmus.errors import ConfigError
 USER_TIMEOUT_MS = 10_000
 """Sent bytes that nobody acknowledges for so long: the connection is lost."""
 KEEPALIVE_S = 10
-UNSENT_BYTES = 1 << 20
+UNSENT_BYTES = 512 << 10
 """What the kernel may hold beyond what the network can carry now. More would only delay what is more urgent."""
 TLS_CHUNK = 16 << 10
 """Bytes of one TLS record."""

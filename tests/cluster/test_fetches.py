@@ -1,0 +1,704 @@
+"""Blocks between two nodes, over memory and over sockets: what arrives is right, and everything taken is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+
+from isthmus.benchmarks.fault_peers import (
+    Fault,
+    Harm,
+    HarmfulNetwork,
+    Side,
+    join,
+    kv_block,
+    put_chain,
+    store_of,
+)
+from isthmus.blocks import KVLayout
+from isthmus.cluster import fetches
+from isthmus.cluster.cache import LOADERS, PrefixMissing
+from isthmus.cluster.fetches import Fetch
+from isthmus.cluster.messages import Ended, Enough, Given, Lent, Want
+from isthmus.engine import codecs
+from isthmus.messenger import MemoryNetwork, Network, TcpNetwork
+from isthmus.store import ArenaHandle, Log, PeerArena, Shape, Store
+from isthmus.types import RequestId, Tier
+
+LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
+SHAPE = Shape(LAYOUT.num_layers, LAYOUT.slice_bytes)
+NETWORKS: dict[str, Callable[[], Network]] = {
+    "memory": MemoryNetwork,
+    "tcp": TcpNetwork,
+    "several lanes": lambda: TcpNetwork(connections=3),
+}
+KEY = RequestId("a#1")
+
+
+def names_of(count: int) -> list[bytes]:
+    return [bytes([7, *divmod(number, 256), *[0] * 13]) for number in range(count)]
+
+
+def contents(count: int) -> list[bytes]:
+    return [kv_block(LAYOUT, number) for number in range(count)]
+
+
+def state(store: Store) -> tuple[int, int, int]:
+    """What must be as before: slots in use, pins, reservations."""
+    store.check()
+    stat = store.stat()
+    return stat.memory.used_bytes, stat.num_pinned, stat.num_reserved
+
+
+class Pair:
+    """`source` has `count` blocks of a chain; `target` wants them."""
+
+    def __init__(self, count: int, room: int = 400, *, log: Log | None = None, shares: bool = False) -> None:
+        self.names, self.blocks = names_of(count), contents(count)
+        self.source = Side(store_of(LAYOUT, count + 8, log), LAYOUT, 8)
+        self.target = Side(store_of(LAYOUT, room), LAYOUT, 8 + count, shares_memory=shares)
+        put_chain(self.source.store, self.names, self.blocks)
+
+    def fetch(self, codec: str = codecs.NONE, start: int = 0, key: str = KEY) -> Fetch:
+        return Fetch(RequestId(key), self.names, start, self.target.cache, codec)
+
+    def arrived(self) -> list[bytes | None]:
+        """The wanted blocks as they are in the target's store."""
+        found: list[bytes | None] = []
+        for name in self.names:
+            into = memoryview(bytearray(LAYOUT.block_bytes))
+            found.append(bytes(into) if self.target.store.get(name, into) else None)
+        return found
+
+    async def settled(self, before: tuple[int, int, int]) -> None:
+        """The source has all its slots and pins again."""
+        async with asyncio.timeout(10):
+            while state(self.source.store) != before:
+                await asyncio.sleep(0.002)
+
+
+def run(pair: Pair, network: Network, work: Callable[[], Awaitable[None]]) -> None:
+    """Runs the work with a session between both; afterwards nothing may be left pinned, reserved, or unhandled."""
+    faults: list[dict[str, Any]] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+        before = state(pair.source.store)
+        async with session(network, pair), asyncio.timeout(20):
+            await work()
+            await pair.settled(before)
+        assert state(pair.target.store)[1:] == (0, 0), "the target keeps pins or reservations"
+        num_blocks = pair.target.store.stat().memory.num_blocks
+        assert state(pair.target.store)[0] == num_blocks * LAYOUT.block_bytes, "slots nobody knows of"
+
+    try:
+        asyncio.run(main())
+    finally:
+        pair.source.close()
+        pair.target.close()
+    assert faults == []
+
+
+@contextlib.asynccontextmanager
+async def session(network: Network, pair: Pair) -> AsyncIterator[None]:
+    server = await join(network, pair.target, pair.source)
+    try:
+        yield
+    finally:
+        server.close()
+        for side in (pair.target, pair.source):
+            assert side.session is not None
+            side.session.close()
+        while not (pair.target.reasons and pair.source.reasons):
+            await asyncio.sleep(0.001)
+
+
+@contextlib.contextmanager
+def held(fetch: Fetch) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        fetch.release()
+
+
+# What arrives.
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("codec", [codecs.NONE, codecs.ZSTD])
+def test_blocks_arrive_as_they_are(network: str, codec: str) -> None:
+    """More than are looked up at once."""
+    pair = Pair(2 * fetches.GIVE_BLOCKS + 3)
+
+    async def work() -> None:
+        with held(fetch := pair.fetch(codec)):
+            await pair.target.fetcher.run(fetch, "source")
+            assert fetch.num_whole == len(pair.names)
+            assert pair.target.store.stat().num_pinned == len(pair.names)
+        assert pair.arrived() == pair.blocks
+        assert pair.target.offered == [pair.names]
+        assert pair.target.fetcher.bytes_in == len(pair.names) * LAYOUT.block_bytes
+
+    run(pair, NETWORKS[network](), work)
+
+
+def test_int8_arrives_as_every_encoder_makes_it() -> None:
+    pair = Pair(5)
+
+    async def work() -> None:
+        with held(fetch := pair.fetch(codecs.INT8)):
+            await pair.target.fetcher.run(fetch, "source")
+        for got, sent in zip(pair.arrived(), pair.blocks, strict=True):
+            expected = bytearray()
+            for at in range(0, LAYOUT.block_bytes, LAYOUT.slice_bytes):
+                data = codecs.encode("int8", LAYOUT, [memoryview(sent)[at : at + LAYOUT.slice_bytes]], 4)
+                decoded = memoryview(bytearray(LAYOUT.slice_bytes))
+                codecs.decode("int8", LAYOUT, data, [decoded], 4)
+                expected += decoded
+            assert got == expected
+
+    run(pair, MemoryNetwork(), work)
+
+
+@pytest.mark.parametrize("missing", [0, 1, 4])
+def test_what_the_source_has_not_ends_the_prefix(missing: int) -> None:
+    pair = Pair(6)
+    pair.source.store.drop([pair.names[missing]])
+
+    async def work() -> None:
+        with held(fetch := pair.fetch()):
+            await pair.target.fetcher.run(fetch, "source")
+            assert fetch.num_whole == missing
+        assert pair.arrived() == [*pair.blocks[:missing], *[None] * (6 - missing)]
+
+    run(pair, MemoryNetwork(), work)
+
+
+def test_a_fetch_may_begin_in_the_midst_of_a_prefix() -> None:
+    pair = Pair(6)
+    put_chain(pair.target.store, pair.names[:2], pair.blocks[:2])
+
+    async def work() -> None:
+        with held(fetch := pair.fetch(start=2)):
+            await pair.target.fetcher.run(fetch, "source")
+            assert fetch.num_whole == 4
+        assert pair.arrived() == pair.blocks
+
+    run(pair, MemoryNetwork(), work)
+
+
+def test_a_block_that_came_from_elsewhere_meanwhile_is_not_kept_twice() -> None:
+    pair = Pair(6)
+    put_chain(pair.target.store, pair.names[:2], pair.blocks[:2])
+
+    async def work() -> None:
+        with held(fetch := pair.fetch()):
+            await pair.target.fetcher.run(fetch, "source")
+            assert fetch.num_whole == 6
+        assert pair.target.store.stat().memory.num_blocks == 6
+
+    run(pair, MemoryNetwork(), work)
+
+
+def test_blocks_on_the_disk_of_the_source(tmp_path: Path) -> None:
+    pair = Pair(6, log=Log(tmp_path / "log", SHAPE, 1 << 20, b"test"))
+    pair.source.store.flush()
+    pair.source.store.demote(pair.names[1:4])
+    pair.source.store.flush()
+    assert pair.source.store.tier(pair.names[2]) is Tier.DISK
+
+    async def work() -> None:
+        with held(fetch := pair.fetch()):
+            await pair.target.fetcher.run(fetch, "source")
+        assert pair.arrived() == pair.blocks
+
+    run(pair, MemoryNetwork(), work)
+
+
+# Room.
+
+
+def test_it_asks_again_as_room_comes() -> None:
+    """The target has three slots; what came is given up again when it is offered."""
+    pair = Pair(8, room=3)
+    seen: list[int] = []
+
+    async def work() -> None:
+        fetch = pair.fetch()
+
+        def make_way(names: Sequence[Any]) -> None:
+            seen.append(len(names))
+
+        pair.target.fetcher = fetches.Fetcher(
+            pair.target.cache, pair.target._connected, make_way, shares_memory=False
+        )
+        with held(fetch):
+            await pair.target.fetcher.run(fetch, "source")
+            assert fetch.num_whole == 3
+        assert seen[-1] == 3
+
+    run(pair, MemoryNetwork(), work)
+
+
+@pytest.mark.parametrize("host", ["", "another"])
+def test_without_any_room_nothing_is_fetched(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`another`: the target would read blocks where they lie, but they lie on another host."""
+    pair = Pair(4, room=2, shares=bool(host))
+    taken = pair.target.store.reserve(2)
+
+    async def work() -> None:
+        monkeypatch.setattr(fetches, "host_id", lambda: host)
+        with held(fetch := pair.fetch()):
+            await pair.target.fetcher.run(fetch, "source")
+            assert fetch.num_whole == 0
+        pair.target.store.give_back(taken)
+
+    run(pair, MemoryNetwork(), work)
+
+
+# Blocks read where they lie.
+
+
+def test_lent_blocks_are_kept_when_there_is_room() -> None:
+    pair = Pair(6, shares=True)
+
+    async def work() -> None:
+        with held(fetch := pair.fetch()):
+            await pair.target.fetcher.run(fetch, "source")
+            assert fetch.is_lent and fetch.num_whole == 6
+            assert pair.source.store.stat().num_pinned == 6
+            assert await asyncio.to_thread(fetch.keep_lent)
+        assert pair.arrived() == pair.blocks
+        assert pair.target.fetcher.bytes_lent == 6 * LAYOUT.block_bytes
+
+    run(pair, MemoryNetwork(), work)
+
+
+def test_lent_blocks_without_room_are_read_and_not_kept() -> None:
+    """A part of them in the store, of which nobody was told, would stay there for ever."""
+    pair = Pair(6, room=3, shares=True)
+
+    async def work() -> None:
+        with held(fetch := pair.fetch()):
+            await pair.target.fetcher.run(fetch, "source")
+            assert fetch.num_whole == 6
+            fetch.hold()
+            load = pair.target.cache.load(pair.names, range(6), fetch)
+            await asyncio.to_thread(load.wait, LAYOUT.num_layers - 1, 6)
+            assert loaded(pair, 6) == pair.blocks
+            assert not await asyncio.to_thread(fetch.keep_lent)
+        assert pair.target.store.stat().memory.num_blocks == 0
+
+    run(pair, MemoryNetwork(), work)
+
+
+def loaded(pair: Pair, count: int) -> list[bytes]:
+    size = LAYOUT.block_size
+    memory = pair.target.memory
+    return [
+        b"".join(bytes(memory.export(layer, at * size, (at + 1) * size)) for layer in range(LAYOUT.num_layers))
+        for at in range(count)
+    ]
+
+
+def test_an_arena_that_cannot_be_mapped_is_asked_for_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of another container of the same host."""
+    pair = Pair(6, shares=True)
+    monkeypatch.setattr(PeerArena, "attach", lambda handle: None)
+
+    async def work() -> None:
+        with held(fetch := pair.fetch()):
+            await pair.target.fetcher.run(fetch, "source")
+            assert not fetch.is_lent and fetch.num_whole == 6
+        assert pair.arrived() == pair.blocks
+        assert pair.target.reasons == []
+
+    run(pair, MemoryNetwork(), work)
+
+
+def test_a_lent_block_that_changes_while_it_is_read_is_not_used() -> None:
+    """The session is lost, so that the owner takes its slots back and fills them anew, between check and copy."""
+    pair = Pair(6, shares=True)
+    fill = pair.target.memory.fill
+
+    def late(layer: int, blocks: Sequence[int], arena: memoryview, offsets: Sequence[int]) -> None:
+        if layer == 1:
+            pair.source.store.arena.slice(slot_of(pair, 3), 1)[5] ^= 1
+        fill(layer, blocks, arena, offsets)
+
+    pair.target.memory.fill = late  # type: ignore[method-assign]
+
+    async def work() -> None:
+        with held(fetch := pair.fetch()):
+            await pair.target.fetcher.run(fetch, "source")
+            fetch.hold()
+            load = pair.target.cache.load(pair.names, range(6), fetch)
+            with pytest.raises(PrefixMissing) as missing:
+                await asyncio.to_thread(load.wait, LAYOUT.num_layers - 1, 6)
+            assert missing.value.num_blocks == 3
+            await asyncio.to_thread(load.over.wait)
+            assert fetch.num_damaged == 1
+
+    run(pair, MemoryNetwork(), work)
+
+
+def slot_of(pair: Pair, at: int) -> int:
+    (pinned,) = pair.source.store.pin([pair.names[at]])
+    assert pinned is not None
+    pair.source.store.unpin([pinned])
+    return pinned.slot
+
+
+def test_a_lent_block_that_changes_while_it_is_copied_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(6, shares=True)
+    copy_bytes, num_copies = fetches.copy_bytes, 0
+
+    def late(into: memoryview, data: memoryview) -> None:
+        nonlocal num_copies
+        num_copies += 1
+        if num_copies == 9:  # layer 1, block 2
+            pair.source.store.arena.slice(slot_of(pair, 2), 1)[5] ^= 1
+        copy_bytes(into, data)
+
+    monkeypatch.setattr(fetches, "copy_bytes", late)
+
+    async def work() -> None:
+        with held(fetch := pair.fetch()):
+            await pair.target.fetcher.run(fetch, "source")
+            assert not await asyncio.to_thread(fetch.keep_lent)
+        assert all(got in (None, sent) for got, sent in zip(pair.arrived(), pair.blocks, strict=True))
+
+    run(pair, MemoryNetwork(), work)
+
+
+# Ends in mid-way.
+
+
+@pytest.mark.parametrize("codec", [codecs.NONE, codecs.ZSTD])
+@pytest.mark.parametrize("at", [900, 2500, 4000, 6000])
+def test_a_cancelled_fetch_gives_everything_back(codec: str, at: int) -> None:
+    """The slots it gives back are written by nothing that is still on its way."""
+    pair = Pair(20, room=20)
+    harm = Harm(Fault.CANCEL, at, Random(at))
+
+    async def work() -> None:
+        harm.then = lambda: pair.target.fetcher.cancel(KEY)
+        with held(fetch := pair.fetch(codec)):
+            await pair.target.fetcher.run(fetch, "source")
+        assert harm.is_done and fetch.num_whole < 20
+        store = pair.target.store
+        for slot in (slots := store.reserve(20)):
+            store.arena.slot(slot)[:] = b"\xa5" * LAYOUT.block_bytes
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert all(set(store.arena.slot(slot)) == {0xA5} for slot in slots), "a late byte was written"
+        store.give_back(slots)
+        assert all(got in (None, sent) for got, sent in zip(pair.arrived(), pair.blocks, strict=True))
+
+    run(pair, HarmfulNetwork(harm), work)
+
+
+def test_a_stalled_fetch_writes_nothing_when_its_bytes_come_after_all() -> None:
+    pair = Pair(20, room=20)
+    network = MemoryNetwork(connections=2)
+
+    async def work() -> None:
+        store = pair.target.store
+        fetch = pair.fetch()
+        task = asyncio.create_task(pair.target.fetcher.run(fetch, "source"))
+        while not pair.target.fetcher._open:
+            await asyncio.sleep(0)
+        network.links[0].is_stalled = True
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+        pair.target.fetcher.end_stalled(asyncio.get_running_loop().time() + 1)
+        await task
+        fetch.release()
+        for slot in (slots := store.reserve(20)):
+            store.arena.slot(slot)[:] = b"\xa5" * LAYOUT.block_bytes
+        network.links[0].resume()
+        for _ in range(200):
+            await asyncio.sleep(0)
+        assert all(set(store.arena.slot(slot)) == {0xA5} for slot in slots), "a late byte was written"
+        store.give_back(slots)
+
+    run(pair, network, work)
+
+
+def test_a_fetch_cancelled_before_its_session_is_there_asks_for_nothing() -> None:
+    pair = Pair(4)
+
+    async def work() -> None:
+        fetcher, there = pair.target.fetcher, asyncio.Event()
+
+        async def connect(address: str) -> Any:
+            await there.wait()
+            return pair.target.session
+
+        fetcher._connect = connect
+        with held(fetch := pair.fetch()):
+            task = asyncio.create_task(fetcher.run(fetch, "source"))
+            await asyncio.sleep(0)
+            fetcher.cancel(KEY)
+            there.set()
+            await task
+            assert fetch.num_whole == 0
+        assert pair.source.lender.bytes_out == 0
+
+    run(pair, MemoryNetwork(), work)
+
+
+@pytest.mark.parametrize("connections", [1, 3])
+def test_a_lost_connection(connections: int) -> None:
+    """Of several, the others take over; the only one ends the fetch with what was whole."""
+    pair = Pair(100)
+    harm = Harm(Fault.LOST, 30_000, Random(1))
+
+    async def work() -> None:
+        with held(fetch := pair.fetch()):
+            await pair.target.fetcher.run(fetch, "source")
+        assert harm.is_done
+        arrived = pair.arrived()
+        if connections > 1:
+            assert arrived == pair.blocks
+        else:
+            assert arrived[-1] is None
+        assert all(got in (None, sent) for got, sent in zip(arrived, pair.blocks, strict=True))
+
+    run(pair, HarmfulNetwork(harm, connections), work)
+
+
+@pytest.mark.parametrize("network", ["memory", "tcp"])
+def test_the_source_leaves_in_midway(network: str) -> None:
+    pair = Pair(100)
+    receive = pair.target.fetcher.receive
+
+    async def work() -> None:
+        def leave(connection: Any, given: Given) -> None:
+            receive(connection, given)
+            assert pair.source.session is not None
+            pair.source.session.abort("killed")
+
+        pair.target.fetcher.receive = leave  # type: ignore[method-assign]
+        with held(fetch := pair.fetch()):
+            await pair.target.fetcher.run(fetch, "source")
+            assert fetch.num_whole < 100
+        assert all(got in (None, sent) for got, sent in zip(pair.arrived(), pair.blocks, strict=True))
+
+    run(pair, NETWORKS[network](), work)
+
+
+def test_nobody_to_ask() -> None:
+    pair = Pair(4)
+
+    async def work() -> None:
+        there, pair.target.session = pair.target.session, None
+        with held(fetch := pair.fetch()):
+            await pair.target.fetcher.run(fetch, "source")
+            assert fetch.num_whole == 0
+        assert there is not None
+        there.close()
+        await asyncio.sleep(0)
+        pair.target.session = there
+        with held(fetch := pair.fetch()):
+            await pair.target.fetcher.run(fetch, "source")
+            assert fetch.num_whole == 0
+
+    run(pair, MemoryNetwork(), work)
+
+
+# What must not be believed.
+
+
+@pytest.mark.parametrize("codec", [codecs.NONE, codecs.ZSTD])
+def test_a_block_damaged_in_the_arena_of_the_source(codec: str) -> None:
+    pair = Pair(6)
+    pair.source.store.arena.slice(slot_of(pair, 3), 1)[7] ^= 0x20
+
+    async def work() -> None:
+        with held(fetch := pair.fetch(codec)):
+            await pair.target.fetcher.run(fetch, "source")
+            assert fetch.num_whole <= 3
+        assert pair.target.fetcher.seal_mismatches == 1
+        assert all(got in (None, sent) for got, sent in zip(pair.arrived(), pair.blocks, strict=True))
+
+    run(pair, MemoryNetwork(), work)
+
+
+class Liar:
+    """Answers a Want with something else."""
+
+    def __init__(self, answer: Callable[[Any, Want], None]) -> None:
+        self._answer = answer
+        self.bytes_out = 0
+
+    def wanted(self, connection: Any, want: Want) -> None:
+        self._answer(connection, want)
+
+    def enough(self, connection: Any, key: RequestId) -> None: ...
+
+    def lost(self, connection: Any) -> None: ...
+
+
+ZERO = memoryview(bytes(LAYOUT.slice_bytes))
+SEALS = (b"x" * 16,)
+HANDLE = ArenaHandle("/proc/self/fd/0", b"n" * 16, 4, SHAPE)
+LIES: dict[str, Callable[[Any, Want], None]] = {
+    "wrong seals": lambda c, w: c.send(Given(w.key, 0, 0, SEALS), ZERO),
+    "too many bytes": lambda c, w: c.send(Given(w.key, 0, 0, SEALS), ZERO, ZERO),
+    "too few bytes": lambda c, w: c.send(Given(w.key, 0, 0, SEALS), ZERO[1:]),
+    "more blocks than room": lambda c, w: c.send(Given(w.key, 0, 0, SEALS * 5), *[ZERO] * 5),
+    "past the end": lambda c, w: c.send(Given(w.key, 0, 4, SEALS), ZERO),
+    "before the start": lambda c, w: c.send(Given(w.key, 0, -1, SEALS), ZERO),
+    "no layer of the model": lambda c, w: c.send(Given(w.key, 3, 0, SEALS), ZERO),
+    "a negative layer": lambda c, w: c.send(Given(w.key, -1, 0, SEALS), ZERO),
+    "no payload": lambda c, w: c.send(Given(w.key, 0, 0, SEALS)),
+    "nothing sealed": lambda c, w: c.send(Given(w.key, 0, 0, ())),
+    "the end of what did not come": lambda c, w: c.send(Ended(w.key, w.room)),
+    "more than there was room for": lambda c, w: c.send(Ended(w.key, 99)),
+    "lent unasked": lambda c, w: c.send(Lent(w.key, HANDLE, (0,), (SEALS * 3,))),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_lies_end_the_fetch_and_leave_nothing(lie: str) -> None:
+    pair = Pair(4, room=4)
+
+    async def work() -> None:
+        pair.source.lender = Liar(LIES[lie])  # type: ignore[assignment]
+        with held(fetch := pair.fetch()):
+            async with asyncio.timeout(5):
+                await pair.target.fetcher.run(fetch, "source")
+            assert fetch.num_whole == 0
+        assert pair.target.store.stat().memory.num_blocks == 0
+
+    run(pair, MemoryNetwork(), work)
+
+
+FALSE_LOANS: dict[str, Callable[[Lent], Lent]] = {
+    "slots without seals": lambda lent: msgspec.structs.replace(lent, seals=lent.seals[1:]),
+    "layers without seals": lambda lent: msgspec.structs.replace(
+        lent, seals=tuple([seals[1:] for seals in lent.seals])
+    ),
+    "slots of nowhere": lambda lent: msgspec.structs.replace(lent, slots=(-1, *lent.slots[1:])),
+    "more blocks": lambda lent: msgspec.structs.replace(lent, slots=lent.slots * 2, seals=lent.seals * 2),
+    "another shape": lambda lent: msgspec.structs.replace(
+        lent, arena=msgspec.structs.replace(lent.arena, shape=Shape(1, 8), num_slots=4)
+    ),
+}
+
+
+@pytest.mark.parametrize("loan", FALSE_LOANS)
+def test_a_false_loan_ends_the_fetch(loan: str) -> None:
+    pair = Pair(4, shares=True)
+
+    async def work() -> None:
+        answer = pair.target.fetcher.answer
+
+        def altered(connection: Any, message: Lent | Ended) -> None:
+            answer(connection, FALSE_LOANS[loan](message) if isinstance(message, Lent) else message)
+
+        pair.target.fetcher.answer = altered  # type: ignore[method-assign]
+        with held(fetch := pair.fetch()):
+            await pair.target.fetcher.run(fetch, "source")
+            assert fetch.num_whole == 0 and not fetch.is_lent
+
+    run(pair, MemoryNetwork(), work)
+
+
+@pytest.mark.parametrize(
+    "want",
+    [
+        Want(KEY, tuple(names_of(4)), 4, codec="rot13"),
+        Want(KEY, (), 4),
+        Want(KEY, tuple(names_of(4)), 0),
+        Want(KEY, tuple(names_of(4)), -1),
+    ],
+    ids=["unknown codec", "no names", "no room", "negative room"],
+)
+def test_a_strange_want_costs_the_source_nothing(want: Want) -> None:
+    pair = Pair(4)
+
+    async def work() -> None:
+        assert pair.target.session is not None
+        pair.target.session.send(want)
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+        pair.target.session.send(Enough(KEY))
+
+    run(pair, MemoryNetwork(), work)
+
+
+def test_what_nobody_asked_for_is_read_past() -> None:
+    pair = Pair(4)
+
+    async def work() -> None:
+        assert pair.source.session is not None
+        for answer in (Ended(KEY, 3), Lent(KEY, HANDLE, (0,), (SEALS * 3,)), Enough(KEY)):
+            pair.source.session.send(answer)
+        pair.source.session.send(Given(KEY, 0, 0, SEALS), ZERO)
+        with held(fetch := pair.fetch()):
+            await pair.target.fetcher.run(fetch, "source")
+        assert pair.arrived() == pair.blocks
+
+    run(pair, MemoryNetwork(), work)
+
+
+def test_a_second_want_before_the_first_was_answered_ends_the_session() -> None:
+    pair = Pair(4)
+
+    async def work() -> None:
+        assert pair.target.session is not None
+        for _ in range(2):
+            pair.target.session.send(Want(KEY, tuple(pair.names), 4))
+        while not pair.target.reasons:
+            await asyncio.sleep(0.001)
+        assert "a second Want" in pair.target.reasons[0]
+
+    run(pair, MemoryNetwork(), work)
+
+
+# Both at once.
+
+
+def test_nodes_whose_loads_all_wait_for_each_other_still_answer() -> None:
+    """Every loader of the source waits for blocks that the target is to give, which waits likewise."""
+    pair = Pair(4)
+
+    async def work() -> None:
+        waiting = [Fetch(RequestId(f"w{at}"), names_of(9)[8:], 0, pair.source.cache) for at in range(LOADERS)]
+        loads = []
+        for fetch in waiting:
+            fetch.hold()
+            loads.append(pair.source.cache.load(names_of(9)[8:], [0], fetch))
+        with held(fetch := pair.fetch()):
+            async with asyncio.timeout(5):
+                await pair.target.fetcher.run(fetch, "source")
+            assert fetch.num_whole == 4
+        for load, fetch in zip(loads, waiting, strict=True):
+            await asyncio.to_thread(load.cancel)
+            fetch.release()
+
+    run(pair, MemoryNetwork(), work)
+
+
+def test_many_fetches_at_once_over_one_session() -> None:
+    pair = Pair(40, room=400)
+
+    async def work() -> None:
+        fetches_ = [pair.fetch(key=f"f{number}") for number in range(8)]
+        await asyncio.gather(*[pair.target.fetcher.run(fetch, "source") for fetch in fetches_])
+        assert [fetch.num_whole for fetch in fetches_] == [40] * 8
+        for fetch in fetches_:
+            fetch.release()
+        assert pair.arrived() == pair.blocks
+        assert pair.target.store.stat().memory.num_blocks == 40
+
+    run(pair, TcpNetwork(connections=2), work)

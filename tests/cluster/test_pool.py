@@ -138,3 +138,24 @@ def test_kv_is_encoded_on_a_slow_link(form: str, tmp_path: Path) -> None:
         exact = found == expected_tokens(DEMO, prompt, 20)
         assert exact == (form == "lossless")
         assert len(found) == 20
+
+
+def test_a_hot_prefix_is_copied_ahead(tmp_path: Path) -> None:
+    """`sticky` sends everybody to the node that has the prefix and never fetches; replication makes a second holder."""
+    slow = {**CURVE, "prefill_token_s": 2e-4}
+    config = deployment(
+        tmp_path,
+        engine={"kind": "emulated", "cost": slow, "token_budget": 256},
+        roles={"prefill": 2, "decode": 1},
+        policy="sticky",
+        scheduling={"replication": "priced"},
+        cache={"share": "none"},
+    )
+    hot = prompt_of(9, 1600)
+    with serve(tmp_path, "--config", config) as served:
+        assert ask(served, hot) == 0
+        with ThreadPoolExecutor(12) as pool:
+            list(pool.map(lambda seed: ask(served, hot + prompt_of(seed, 150), 5), range(100, 140)))
+        served.wait_until(lambda: total(served, "kv_bytes_fetched_total") >= 100 * 512, "the prefix was copied")
+        computed = served.gauge("tokens_computed_total")
+        assert min(computed["prefill-0"], computed["prefill-1"]) > 150, "both holders serve"

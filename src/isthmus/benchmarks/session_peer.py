@@ -26,8 +26,9 @@ Value = TypeVar("Value")
 
 GROUP_BYTES = 2 << 20
 """Pieces smaller than this travel several in one message, as the slices of one layer do in the cluster."""
-AHEAD_BYTES = 1 << 20
-"""What may be sealed and wait for a connection: no more, for it is to be in the processor's cache still when sent."""
+AHEAD_BYTES = 8 << 20
+"""What may be sealed and wait for a connection: enough to seal while a socket is full, not so much that it has left
+the processor's cache when it is sent."""
 TIMEOUT_S = 120.0
 START_S = 10.0
 

@@ -265,6 +265,29 @@ def accuracy(
 
 
 @app.command()
+def reuse(
+    model: Annotated[Path | None, typer.Option(help="Model folder; default: the bench model, written now.")] = None,
+    prefix: Annotated[int, typer.Option(min=16, help="Tokens that two requests have in common.")] = 4000,
+    suffix: Annotated[int, typer.Option(min=1, help="Tokens of their own.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Pairs of requests of each row.")] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each node.")] = 1,
+    folder: Annotated[Path | None, typer.Option(help="A folder on the SSD, for the SSD tier.")] = None,
+    seed: int = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Time to first token with a prefix that is cached (DRAM, SSD after a restart, another node) and that is not."""
+    from isthmus.benchmarks import reuse as bench
+    from isthmus.cli.outputs import check_writable
+
+    check_writable("--json", json_file)
+    plan = bench.Plan(model, prefix, suffix, rounds, threads, seed, folder)
+    found = bench.run(plan, lambda line: print(line, flush=True))
+    _finish(bench.table(found), bench.as_json(found), json_file)
+    for line in bench.summary_lines(found):
+        print(line)
+
+
+@app.command()
 def layerwise(
     model: Annotated[Path, typer.Option(help="Model folder.")],
     prefix: Annotated[int, typer.Option(min=1, help="Tokens whose KV is loaded.")] = 4000,

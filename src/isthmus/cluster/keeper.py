@@ -14,7 +14,7 @@ from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster.cache import Load, NodeCache, Staging
 from isthmus.cluster.fetches import Fetch
 from isthmus.cluster.messages import Begin
-from isthmus.scheduler import BlockPool, Event, Evicted, Lost, Piece, Released, Stored
+from isthmus.scheduler import BlockPool, Event, Evicted, Lost, Piece, Released, Stored, TierCache
 from isthmus.types import BlockName, RequestId, Tier
 
 MAX_NAMERS = 64
@@ -28,7 +28,10 @@ class Keeper:
     """`decide`: tells the scheduler; `post`: calls something later, when the scheduler may be told. `num_lost`: blocks
     that the scheduler counted on and that were nowhere."""
 
-    def __init__(self, revision: str, layout: KVLayout, pool: BlockPool, cache: NodeCache) -> None:
+    def __init__(
+        self, revision: str, layout: KVLayout, pool: BlockPool, tiers: TierCache, cache: NodeCache
+    ) -> None:
+        self._tiers = tiers
         self._revision, self._layout, self._pool, self.cache = revision, layout, pool, cache
         self._namers: OrderedDict[str, BlockNamer] = OrderedDict()
         self._held: list[Held] = []
@@ -129,6 +132,12 @@ class Keeper:
         self._pool.release(blocks)
         self.lost(tuple(lost))
         self.decide(Released(NOBODY))  # somebody may have waited for the blocks
+
+    def settle(self, names: Sequence[BlockName]) -> None:
+        """Drops what is in the store of a prefix and not the scheduler's: it found no room for its end."""
+        found, _ = self._tiers.match(names)
+        held = (self._tiers.dram.held, self._tiers.ssd.held)
+        self.cache.drop([name for name in names[found:] if not any(name in tier for tier in held)])
 
     def lost(self, names: tuple[BlockName, ...]) -> None:
         """The bytes of these blocks are nowhere, though the scheduler counts on them."""

@@ -153,8 +153,8 @@ class Node:
         keeper: Keeper | None = None
         self._fetcher: Fetcher | None = None
         self._lender: Lender | None = None
-        if self._cache is not None:
-            keeper = Keeper(engine.revision, engine.layout, pool, self._cache)
+        if self._cache is not None and self._tiers is not None:
+            keeper = Keeper(engine.revision, engine.layout, pool, self._tiers, self._cache)
         if self._cache is not None and self._group is None:  # a stage's blocks are of no use elsewhere
             self._fetcher = Fetcher(self._cache, peers.get, self._offer, shares_memory=options.shares_memory)
             self._lender = Lender(self._cache)
@@ -365,6 +365,7 @@ class Node:
             await fetcher.run(fetch, source)
             kept = not fetch.is_lent or await asyncio.wrap_future(fetcher.cache.submit(fetch.keep_lent))
             if kept:  # else it is stored when the prompt is computed
+                self._offer(fetch.names[: fetch.start + fetch.num_whole])
                 self._requests.fetched(begin.key, fetch.start + fetch.num_whole)
             self.tell(FetchEnded(begin.request, begin.attempt))
         finally:

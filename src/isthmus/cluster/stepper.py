@@ -222,10 +222,15 @@ class Stepper:
     def offered(self, names: tuple[BlockName, ...]) -> None:
         """A prefix that no prompt here waits for is in the store."""
         self._decide(Offered(names))
+        if self._keeper is not None:
+            self._keeper.settle(names)
 
     def recovered(self, chains: tuple[tuple[BlockName, ...], ...]) -> None:
         """Prefixes that the store found on its disk."""
         self._decide(Recovered(chains))
+        if self._keeper is not None:
+            for chain in chains:
+                self._keeper.settle(chain)
 
     def lost(self, names: tuple[BlockName, ...]) -> None:
         """The bytes of these blocks are gone from the store."""

@@ -72,8 +72,9 @@ class MemoryNetwork:
         ports[0].session, ports[1].session = here, there
         for number in range(self._connections):
             self._link(ports[0], ports[1], number)
-        ports[0].redial = lambda number: self._link(ports[0], ports[1], number)
-        ports[0].next_number = self._connections
+        if self._connections > 1 or self._terms.resume_s:
+            ports[0].redial = lambda number: self._link(ports[0], ports[1], number)
+            ports[0].next_number = self._connections
         return here
 
     def _link(self, here: MemoryPort, there: MemoryPort, number: int) -> None:

@@ -84,7 +84,7 @@ class TcpNetwork:
 
     async def connect(self, address: str, types: Any, handler: Handler, *, timeout_s: float) -> Session:
         host, _, port = address.rpartition(":")
-        dialler = _Dialler(host, int(port), self._dialling, self._terms)
+        dialler = _Dialler(host.strip("[]"), int(port), self._dialling, self._terms)
         async with asyncio.timeout(timeout_s):
             stream, terms = await dialler.dial(0, first=True)
         tcp = TcpPort(dialler.stop)

@@ -202,7 +202,11 @@ async def ready(fileno: int, *, to_write: bool) -> None:
 
 async def open_stream(sock: socket.socket, context: ssl.SSLContext | None, *, server: bool) -> Stream:
     """A connected socket made ready, with the TLS handshake done if there is a context. Raises OSError."""
-    tune(sock)
+    try:
+        tune(sock)
+    except OSError:
+        sock.close()
+        raise
     if context is None:
         return PlainStream(sock)
     secured = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)

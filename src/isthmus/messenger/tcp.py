@@ -21,8 +21,8 @@ from isthmus.messenger.streams import Stream
 
 log = logging.getLogger(__name__)
 
-READ_BUDGET = 4 << 20
-WRITE_BUDGET = 4 << 20
+READ_BUDGET = 2 << 20
+WRITE_BUDGET = 2 << 20
 """Bytes moved before the event loop gets a turn."""
 BULK_BYTES = 64 << 10
 """After so many the next connection has its turn."""

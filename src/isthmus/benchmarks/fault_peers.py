@@ -7,6 +7,7 @@ A `Side` does with the messages of another node what a node does, with a real st
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 from random import Random
@@ -34,7 +35,7 @@ from isthmus.cluster.transfers import Incoming, Outgoing
 from isthmus.engine.emulated import EmulatedMemory
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Connection, MemoryNetwork, Network, Server
-from isthmus.messenger.memory import Link
+from isthmus.messenger.memory import Link, MemoryPort
 from isthmus.store import Arena, Log, Shape, Store
 from isthmus.types import BlockName, RequestId
 
@@ -236,9 +237,23 @@ class HarmfulNetwork(MemoryNetwork):
 
 
 class _HarmfulLink(Link):
+    """One piece comes after the other, so that what it gives rise to comes in between."""
+
     def __init__(self, harm: Harm, here: Any, there: Any, number: int) -> None:
         self._harm = harm
+        self._waiting: deque[Callable[[], object]] = deque()
         super().__init__(here, there, number)
+
+    def do(self, port: MemoryPort, function: Callable[[], object]) -> None:
+        self._waiting.append(function)
+        if len(self._waiting) == 1:
+            port.loop.call_soon(self._next, port)
+
+    def _next(self, port: MemoryPort) -> None:
+        self._waiting[0]()
+        self._waiting.popleft()
+        if self._waiting:
+            port.loop.call_soon(self._next, port)
 
     def carry(self, end: Any, data: bytes) -> None:
         self._harm.carry(self, end, data)

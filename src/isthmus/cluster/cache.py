@@ -91,7 +91,11 @@ class Arriving(Protocol):
 
     def await_layer(self, layer: int, stop: int, given_up: Callable[[], bool]) -> list[tuple[memoryview, int]]:
         """Waits until this layer of the blocks `[start, stop)` is here, or will not come: the memory and offset of
-        each that is, in order; their seals match."""
+        each that is, in order."""
+
+    def num_intact(self, layer: int, count: int) -> int:
+        """How many of the first `count` of them, which have been copied, are what they must be: memory of another
+        node may change while it is copied, and what changed before the copy shows after it."""
 
 
 class Load:
@@ -163,6 +167,8 @@ class NodeCache:
         self._read_layers = min(self._layers, -(-READ_BYTES // layout.slice_bytes))
         self._loaders = ThreadPoolExecutor(LOADERS, "load")
         self._readers = ThreadPoolExecutor(READERS, "read")
+        self._givers = ThreadPoolExecutor(READERS, "give")
+        """Apart from the loaders: nodes whose loads all wait for each other must still answer each other."""
         self._keeping = ThreadPoolExecutor(1, "keep")
         """One thread: what is decided about the store is done in that order, so that a block which is saved and then
         evicted does not come back."""
@@ -170,7 +176,7 @@ class NodeCache:
 
     def close(self) -> None:
         """Waits for what is under way; the store stays open."""
-        for pool in (self._loaders, self._keeping, self._readers):
+        for pool in (self._loaders, self._givers, self._keeping, self._readers):
             pool.shutdown(wait=True, cancel_futures=True)
 
     # From the store to the engine.
@@ -259,8 +265,9 @@ class NodeCache:
             self.memory.fill(layer, blocks, memory, [offset for _, offset in found[:count]])
             first += count
             found = found[count:]
-        if first < stop:
-            load.shorten(first)
+        intact = arriving.start + arriving.num_intact(layer, first - arriving.start)
+        if intact < stop:
+            load.shorten(intact)
 
     def _offset(self, slot: int, layer: int) -> int:
         return slot * self._block_bytes + layer * self._slice_bytes
@@ -333,11 +340,11 @@ class NodeCache:
         fresh = self.store.reserve(len(wanted))
         wanted = wanted[: len(fresh)]
         count = 0
+        slots.update(zip([names[at] for at in wanted], fresh, strict=True))
         try:
             for layer in range(self._layers if fresh else 0):
                 offsets = [self._offset(slot, layer) for slot in fresh]
                 self.memory.save(layer, [blocks[at] for at in wanted], self.store.arena.memory, offsets)
-            slots.update(zip([names[at] for at in wanted], fresh, strict=True))
             for name, head in zip(names, heads, strict=True):
                 if name not in slots:
                     break  # no room: what follows would be of no use
@@ -362,5 +369,5 @@ class NodeCache:
         self.store.commit(name, head, slot, seals)
 
     def submit(self, work: Callable[..., Result], *arguments: object) -> Future[Result]:
-        """Runs something that reads the disk, in a thread of the cache."""
-        return self._loaders.submit(work, *arguments)
+        """Runs something for other nodes, or from them, that may read the disk; it must not wait for a node."""
+        return self._givers.submit(work, *arguments)

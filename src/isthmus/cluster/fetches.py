@@ -19,7 +19,7 @@ from isthmus.blocks import seal
 from isthmus.cluster.cache import NodeCache
 from isthmus.cluster.messages import Ended, Enough, Given, Lent, Want
 from isthmus.cluster.wire import fits, pack, seals_kv, unpack
-from isthmus.engine.codecs import NONE
+from isthmus.engine.codecs import CODECS, NONE
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Connection, Priority, Sending
 from isthmus.store import ArenaHandle, PeerArena, Pinned, copy_bytes
@@ -50,7 +50,8 @@ class Fetch:
         self, key: RequestId, names: Sequence[BlockName], start: int, cache: NodeCache, codec: str = NONE
     ) -> None:
         self.key, self.names, self.start, self.codec = key, names, start, codec
-        self._encoded: dict[Given, memoryview] = {}
+        self._placed: dict[int, tuple[Given, memoryview | None]] = {}
+        """Payloads being received, by identity: into this node's arena, or to be decoded into it."""
         self.condition = threading.Condition()
         self._cache = cache
         self._layout = cache.memory.layout
@@ -60,11 +61,11 @@ class Fetch:
         self._num_committed = 0
         self._landed = [0] * self._layout.num_layers
         self._peer: PeerArena | None = None
-        self._released: Callable[[], object] | None = None
+        self._released: Callable[[], object] = bool
+        self._damaged: Callable[[], object] = bool
         self._lent: Sequence[tuple[int, tuple[bytes, ...]]] = ()
         self._final: int | None = None
         self._users = 1  # who fetches, and who reads from it
-        self.num_damaged = 0
 
     # Thread side.
 
@@ -77,22 +78,25 @@ class Fetch:
             )
             count = min(wanted, self._landed[layer] if self._final is None else self._final)
             if self._peer is not None:
-                return self._check_lent(layer, count)
+                return [(self._peer.memory, self._offset(slot, layer)) for slot, _ in self._lent[:count]]
             memory = self._cache.store.arena.memory
             return [(memory, self._offset(slot, layer)) for slot in self._slots[:count]]
 
-    def _check_lent(self, layer: int, count: int) -> list[tuple[memoryview, int]]:
-        assert self._peer is not None
+    def num_intact(self, layer: int, count: int) -> int:
+        """See `cache.Arriving`. What came into this node's arena was checked as it came."""
+        if self._peer is None:
+            return count
         memory, width = self._peer.memory, self._layout.slice_bytes
-        found = []
-        for slot, seals in self._lent[:count]:
+        for at, (slot, seals) in enumerate(self._lent[:count]):
             offset = self._offset(slot, layer)
             if seal(memory[offset : offset + width]) != seals[layer]:
-                log.warning("a block lent by another node is damaged (seal mismatch)")
-                self.num_damaged += 1
-                break
-            found.append((memory, offset))
-        return found
+                self._blame()
+                return at
+        return count
+
+    def _blame(self) -> None:
+        log.warning("a block lent by another node is damaged (seal mismatch)")
+        self._damaged()
 
     def _offset(self, slot: int, layer: int) -> int:
         return slot * self._layout.block_bytes + layer * self._layout.slice_bytes
@@ -113,7 +117,7 @@ class Fetch:
             self._kept, self._slots, self._peer = [], [], None
         self._cache.store.unpin(kept)
         self._cache.store.give_back(sorted(spare))
-        if peer is not None and self._released is not None:
+        if peer is not None:
             peer.close()
             self._released()
 
@@ -123,6 +127,11 @@ class Fetch:
     def num_whole(self) -> int:
         """How many of the blocks are here in all layers."""
         return self._final if self._final is not None and self.is_lent else self._num_committed
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more comes."""
+        return self._final is not None
 
     @property
     def is_lent(self) -> bool:
@@ -137,10 +146,13 @@ class Fetch:
             self._seals += [[] for _ in slots]
             return len(self._slots) - self._num_committed
 
-    def borrow(self, peer: PeerArena, lent: Lent, released: Callable[[], object]) -> None:
-        """The blocks are read where they lie, until the last user releases them."""
+    def borrow(
+        self, peer: PeerArena, lent: Lent, released: Callable[[], object], damaged: Callable[[], object]
+    ) -> None:
+        """The blocks are read where they lie, until the last user releases them; `damaged`: one is not what it was.
+        Both are called from any thread."""
         with self.condition:
-            self._released = released
+            self._released, self._damaged = released, damaged
             self._peer, self._lent = peer, list(zip(lent.slots, lent.seals, strict=True))
             self._final = min(len(lent.slots), len(self.names) - self.start)
             self.condition.notify_all()
@@ -158,16 +170,19 @@ class Fetch:
         )
         if not expected:
             return None
-        if self.codec != NONE:
-            buffer = self._encoded[given] = memoryview(bytearray(size))
-            return [buffer]
+        encoded = None if self.codec == NONE else memoryview(bytearray(size))
+        self._placed[id(given)] = given, encoded
+        if encoded is not None:
+            return [encoded]
         arena = self._cache.store.arena
         return [arena.slice(slot, given.layer) for slot in self._slots[first : first + count]]
 
     def receive(self, given: Given) -> bool:
         """Books a whole payload; False when a seal does not match: nothing from there on counts."""
         arena, layer = self._cache.store.arena, given.layer
-        encoded = self._encoded.pop(given, None)
+        _, encoded = self._placed.pop(id(given), (None, None))
+        if not given.seals:
+            return False
         with self.condition:
             if self._final is not None:
                 return True
@@ -189,6 +204,15 @@ class Fetch:
             self.condition.notify_all()
             return True
 
+    def void(self, given: Given) -> None:
+        """A payload that was being received will not come."""
+        self._placed.pop(id(given), None)
+
+    def take_placed(self) -> list[Given]:
+        """Payloads that are still being received. They must come to an end before their slots are given back."""
+        placed, self._placed = self._placed, {}
+        return [given for given, _ in placed.values()]
+
     def commit(self) -> None:
         """What is whole becomes the cache's. A block that it got elsewhere meanwhile stays private until the end."""
         store = self._cache.store
@@ -203,22 +227,23 @@ class Fetch:
 
     def keep_lent(self) -> bool:
         """Copies all lent blocks to this node's arena; they are the cache's then. False when they find no room, or
-        are damaged. From a thread."""
-        arena, size, count = self._cache.store.arena, self._layout.block_bytes, self.num_whole
-        peer = self._peer
-        if peer is None or len(self._slots) < count:
+        one is damaged: then none is, for nobody would know of a part. From a thread."""
+        assert self._peer is not None
+        arena, memory, count = self._cache.store.arena, self._peer.memory, self.num_whole
+        slots, width = self._slots[:count], self._layout.slice_bytes
+        if len(slots) < count:
             return False
-        for (theirs, seals), slot in zip(self._lent[:count], self._slots, strict=False):
-            copy_bytes(
-                arena.memory[slot * size : (slot + 1) * size], peer.memory[theirs * size : (theirs + 1) * size]
-            )
-            if any(seal(arena.slice(slot, layer)) != found for layer, found in enumerate(seals)):
-                self.num_damaged += 1
-                return False
+        for layer in range(self._layout.num_layers):
+            for slot, (there, seals) in zip(slots, self._lent, strict=True):
+                target, offset = arena.slice(slot, layer), self._offset(there, layer)
+                copy_bytes(target, memory[offset : offset + width])
+                if seal(target) != seals[layer]:  # of the copy: its owner may have lost it meanwhile
+                    self._blame()
+                    return False
         self._seals = [list(seals) for _, seals in self._lent]
         self._landed = [count] * self._layout.num_layers
         self.commit()
-        return self._num_committed == count
+        return True
 
     def end(self) -> None:
         """Nothing more comes. Idempotent."""
@@ -244,14 +269,16 @@ class Fetcher:
         shares_memory: bool = True,
     ) -> None:
         self.cache, self._connect, self._offer = cache, connect, offer
-        self._open: dict[RequestId, tuple[Fetch, Connection]] = {}
-        self._answers: dict[RequestId, asyncio.Future[Lent | Ended | None]] = {}
+        self._open: dict[RequestId, tuple[Fetch, Connection | None]] = {}
+        self._asked: dict[RequestId, tuple[Want, asyncio.Future[Lent | Ended | None]]] = {}
         self._progress: dict[RequestId, float] = {}
         self._shares = shares_memory
         self.bytes_in = self.bytes_lent = self.seal_mismatches = 0
 
     async def run(self, fetch: Fetch, source: str, *, background: bool = False) -> None:
         """Fetches as much as there is, and ends the fetch. Never raises for what another node does."""
+        self._open[fetch.key] = fetch, None
+        connection = None
         try:
             connection = await self._connect(source)
             self._open[fetch.key] = fetch, connection
@@ -260,39 +287,51 @@ class Fetcher:
         except (OSError, TimeoutError, ProtocolError) as error:
             log.warning("blocks cannot be fetched from %s: %s", source, error)
         finally:
-            if self._open.pop(fetch.key, None) is not None:
-                self._answers.pop(fetch.key, None)
-                self._progress.pop(fetch.key, None)
+            for state in (self._open, self._asked, self._progress):
+                state.pop(fetch.key, None)
+            if connection is not None:
+                for given in fetch.take_placed():
+                    connection.refuse(given)
                 if not fetch.is_lent:
                     connection.send(Enough(fetch.key))
             fetch.end()
-            self.seal_mismatches += fetch.num_damaged
             if fetch.num_whole and not fetch.is_lent:
                 self._offer(fetch.names[: fetch.start + fetch.num_whole])
 
     async def _ask(self, fetch: Fetch, connection: Connection, background: bool) -> bool:
         """One Want and its answer. False when there is nothing left to ask for."""
-        room = fetch.make_room()
+        if fetch.is_over or connection.closed:
+            return False
+        room, before = fetch.make_room(), fetch.num_whole
         names = tuple(fetch.names[fetch.start + fetch.num_whole :])
         host = host_id() if self._shares and not background and not fetch.num_whole else ""
         if not names or not (room or host):
             return False
-        answered = self._answers[fetch.key] = asyncio.get_running_loop().create_future()
-        self._progress[fetch.key] = asyncio.get_running_loop().time()
-        connection.send(Want(fetch.key, names, room, host, background, fetch.codec))
-        answer = await answered
+        loop = asyncio.get_running_loop()
+        want = Want(fetch.key, names, room, host, background, fetch.codec)
+        self._asked[fetch.key] = want, loop.create_future()
+        self._progress[fetch.key] = loop.time()
+        connection.send(want)
+        answer = await self._asked[fetch.key][1]
         if isinstance(answer, Lent):
             peer = PeerArena.attach(answer.arena)
             if peer is None:
                 self._shares = False  # another container: never ask again
                 connection.send(Enough(fetch.key))
                 return True
-            loop = asyncio.get_running_loop()
-            fetch.borrow(peer, answer, lambda: loop.call_soon_threadsafe(connection.send, Enough(fetch.key)))
+            fetch.borrow(
+                peer,
+                answer,
+                partial(loop.call_soon_threadsafe, connection.send, Enough(fetch.key)),
+                partial(loop.call_soon_threadsafe, self._count_damaged),
+            )
             self.bytes_lent += fetch.num_whole * self.cache.memory.layout.block_bytes
             return False
         fetch.commit()
-        return answer is not None and 0 < answer.count == room < len(names)
+        return answer is not None and 0 < fetch.num_whole - before == room < len(names)
+
+    def _count_damaged(self) -> None:
+        self.seal_mismatches += 1
 
     def place(self, connection: Connection, given: Given, size: int) -> list[memoryview]:
         """Raises ProtocolError for what nobody asked for."""
@@ -314,7 +353,7 @@ class Fetcher:
         self._progress[given.key] = asyncio.get_running_loop().time()
         self.bytes_in += len(given.seals) * self.cache.memory.layout.slice_bytes
         if not fetch.receive(given):
-            self.seal_mismatches += 1
+            self._count_damaged()
             log.warning("a block from %s came damaged (seal mismatch)", connection.peer)
             self._answer(given.key, None)
 
@@ -322,15 +361,34 @@ class Fetcher:
         """The sender gave up in the midst of it."""
         found = self._open.get(given.key)
         if found is not None and found[1] is connection:
+            found[0].void(given)
             self._answer(given.key, None)
 
     def answer(self, connection: Connection, answer: Lent | Ended) -> None:
+        """Raises ProtocolError for a loan that was not asked for, or cannot be one."""
         found = self._open.get(answer.key)
-        if found is not None and found[1] is connection:
-            self._answer(answer.key, answer)
+        if found is None or found[1] is not connection:
+            return
+        if isinstance(answer, Lent) and not self._is_loan(answer):
+            raise ProtocolError(f"what was lent for {answer.key} is not what was asked for")
+        self._answer(answer.key, answer)
+
+    def _is_loan(self, lent: Lent) -> bool:
+        want, _ = self._asked[lent.key]
+        layout = self.cache.memory.layout
+        return (
+            bool(want.host)
+            and len(lent.slots) == len(lent.seals) <= len(want.names)
+            and all(len(seals) == layout.num_layers for seals in lent.seals)
+            and all(0 <= slot < lent.arena.num_slots for slot in lent.slots)
+            and lent.arena.shape == self.cache.store.shape
+        )
 
     def cancel(self, key: RequestId) -> None:
         """What is here stays the cache's. Unknown ones are no error."""
+        found = self._open.get(key)
+        if found is not None and found[1] is None:
+            found[0].end()  # nothing was asked for yet
         self._answer(key, None)
 
     def lost(self, connection: Connection) -> None:
@@ -346,9 +404,9 @@ class Fetcher:
                 self._answer(key, None)
 
     def _answer(self, key: RequestId, answer: Lent | Ended | None) -> None:
-        future = self._answers.get(key)
-        if future is not None and not future.done():
-            future.set_result(answer)
+        asked = self._asked.get(key)
+        if asked is not None and not asked[1].done():
+            asked[1].set_result(answer)
 
 
 class Lease:
@@ -398,26 +456,38 @@ class Lender:
 
     def __init__(self, cache: NodeCache) -> None:
         self._cache = cache
-        self._tasks: dict[tuple[int, RequestId], asyncio.Task[None]] = {}
+        self._open: dict[tuple[int, RequestId], asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Those that are open, and those that are ending."""
         self._host = host_id()
         self.bytes_out = 0
 
     def wanted(self, connection: Connection, want: Want) -> None:
+        """Raises ProtocolError for what cannot be answered."""
         at = id(connection), want.key
-        if at in self._tasks:
+        if at in self._open:
             raise ProtocolError(f"a second Want for {want.key} before the first was answered")
-        task = self._tasks[at] = asyncio.get_running_loop().create_task(self._answer(connection, want))
-        task.add_done_callback(lambda _: self._tasks.pop(at, None))
+        if want.codec not in CODECS or want.room < 0:
+            raise ProtocolError(f"blocks for {want.key} cannot be given as {want.codec}, {want.room} at once")
+        task = self._open[at] = asyncio.get_running_loop().create_task(self._answer(connection, want))
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._over, at))
+
+    def _over(self, at: tuple[int, RequestId], task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if self._open.get(at) is task:
+            del self._open[at]
 
     def enough(self, connection: Connection, key: RequestId) -> None:
-        task = self._tasks.get((id(connection), key))
+        """The same key may be asked for again at once."""
+        task = self._open.pop((id(connection), key), None)
         if task is not None:
             task.cancel()
 
     def lost(self, connection: Connection) -> None:
-        for (session, _), task in list(self._tasks.items()):
+        for session, key in list(self._open):
             if session == id(connection):
-                task.cancel()
+                self.enough(connection, key)
 
     async def _answer(self, connection: Connection, want: Want) -> None:
         handle = self._cache.store.arena.handle
@@ -453,7 +523,8 @@ class Lender:
                 if not whole:
                     break
             connection.send(Ended(want.key, count), priority=_priority(want))
-            await sendings[-1].sent.wait()
+            if sendings:
+                await sendings[-1].sent.wait()
         finally:
             for batch in sendings:
                 batch.cancel()
@@ -478,21 +549,22 @@ class _Batch:
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
         self._sendings: list[Sending] = []
-        self._left = 0
+        self._left = 1  # who fills it, and every message that is not sent
+        self._is_filled = False
         self.sent = asyncio.Event()
 
     def send(self, connection: Connection, want: Want, first: int, cache: NodeCache) -> None:
         arena, layout = cache.store.arena, cache.memory.layout
         slots = self._lease.slots
-        self._left = layout.num_layers if slots else 0
-        for layer in range(self._left):
+        for layer in range(layout.num_layers if slots else 0):
             parts = [arena.slice(slot, layer) for slot in slots]
             known = partial(self._seals, layer)
             payload, seals = pack(want.codec, layout, parts, len(parts) * layout.block_size, known)
             head = Given(want.key, layer, first, seals)
+            self._left += 1
             self._sendings.append(connection.send(head, *payload, priority=_priority(want), done=self._done))
-        if not slots:
-            self._end()
+        self._is_filled = True
+        self._done(True)
 
     def _seals(self, layer: int) -> list[bytes]:
         return [seals[layer] for seals in self._lease.seals]
@@ -500,14 +572,12 @@ class _Batch:
     def cancel(self) -> None:
         for sending in self._sendings:
             sending.cancel()
-        if not self.sent.is_set() and not self._left:
-            self._end()
+        if not self._is_filled:
+            self._is_filled = True
+            self._done(False)
 
     def _done(self, whole: bool) -> None:
         self._left -= 1
         if not self._left:
-            self._end()
-
-    def _end(self) -> None:
-        self._lease.release()
-        self.sent.set()
+            self._lease.release()
+            self.sent.set()

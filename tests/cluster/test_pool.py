@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ import pytest
 
 from isthmus.cli.models import demo_folder
 from isthmus.engine.emulated import expected_tokens, recipe_of
-from tests.served import Served, serve
+from tests.certificates import make_certificate
+from tests.served import Served, refused, serve
 
 DEMO = recipe_of(demo_folder(), demo_folder(), 16)
 CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.001}
@@ -159,3 +162,44 @@ def test_a_hot_prefix_is_copied_ahead(tmp_path: Path) -> None:
         served.wait_until(lambda: total(served, "kv_bytes_fetched_total") >= 100 * 512, "the prefix was copied")
         computed = served.gauge("tokens_computed_total")
         assert min(computed["prefill-0"], computed["prefill-1"]) > 150, "both holders serve"
+
+
+def test_all_sessions_over_tls(tmp_path: Path) -> None:
+    """Head, hand-over and fetch; and somebody without a certificate is not let in."""
+    files = make_certificate(tmp_path, "ours")
+    config = deployment(
+        tmp_path,
+        tls=files,
+        roles={"prefill": 2, "decode": 1},
+        policy="mooncake",
+        cache={"share": "none"},
+        join_port=(port := free_port()),
+    )
+    shared = prompt_of(11, 800)
+    with serve(tmp_path, "--config", config) as served:
+        assert ask(served, shared) == 0
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(lambda seed: ask(served, shared + prompt_of(seed, 100), 5), range(200, 212)))
+        served.wait_until(lambda: total(served, "kv_bytes_fetched_total") >= 50 * 512, "the prefix crossed")
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
+            with contextlib.suppress(ConnectionError):
+                plain.sendall(b"IST" * 100)
+                assert plain.recv(1) in (b"", b"\x15"), "an alert, or nothing"
+        assert ask(served, shared) > 0
+
+
+def test_half_of_a_certificate_is_refused(tmp_path: Path) -> None:
+    config = deployment(tmp_path, tls={"certificate": "a.crt"})
+    code, line = refused("--config", config, "--port", "0")
+    assert code != 0 and "tls" in line and "authority" in line
+
+
+def test_a_disk_without_a_folder_is_refused(tmp_path: Path) -> None:
+    config = deployment(tmp_path, cache={"ssd": "1GiB"})
+    code, line = refused("--config", config, "--port", "0")
+    assert code != 0 and "cache.folder" in line
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

@@ -12,9 +12,10 @@ from isthmus.messenger.frames import Kind, prefix_of
 from isthmus.messenger.lane import Lane
 from isthmus.messenger.outbox import Frame
 
-ACK_BYTES = 4 << 20
+ACK_BYTES = 16 << 20
 ACK_FRAMES = 256
-"""What may have come before it is acknowledged without waiting."""
+"""What may have come before it is acknowledged without waiting. An acknowledgement that travels alone costs as much
+as receiving some hundred KiB, so there should be few."""
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True):
@@ -38,8 +39,9 @@ _encode = msgspec.msgpack.Encoder().encode
 class Arrivals:
     """What came over each lane and was not acknowledged yet. `is_due`: an acknowledgement is to go by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, window: int) -> None:
         self.is_due = False
+        self._limit = min(ACK_BYTES, window // 4)
         self._new: dict[Lane, int] = {}
         self._bytes = 0
 
@@ -48,7 +50,7 @@ class Arrivals:
         lane.frames_in += 1
         self._new[lane] = self._new.get(lane, 0) + 1
         self._bytes += size
-        return self._bytes >= ACK_BYTES or self._new[lane] >= ACK_FRAMES
+        return self._bytes >= self._limit or self._new[lane] >= ACK_FRAMES
 
     def forget(self, lane: Lane) -> None:
         self._new.pop(lane, None)

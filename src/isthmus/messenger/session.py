@@ -53,7 +53,7 @@ class Session:
         self.lanes: list[Lane] = []
         self._by_number: dict[int, Lane] = {}
         self._headers: dict[Lane, bytes] = {}
-        self._arrivals = Arrivals()
+        self._arrivals = Arrivals(terms.window)
         self._timers = Timers(port)
         self._closing = self._close_sent = self._ended = False
         self._reason = self._lost = ""
@@ -237,7 +237,7 @@ class Session:
         """For lanes: what to write next, and whether the peer will acknowledge it."""
         if self._close_sent or self._ended:
             return None
-        if self._arrivals.is_due:
+        if self._arrivals.is_due or (self._timers.is_running("ack") and not self._outbox.empty):
             self._timers.stop("ack")
             return self._arrivals.frame(self._inbox.through), False
         if self._outbox.empty:

@@ -26,7 +26,7 @@ WRITE_BUDGET = 2 << 20
 """Bytes moved before the event loop gets a turn."""
 BULK_BYTES = 64 << 10
 """After so many the next connection has its turn."""
-ACK_DELAY_S = 0.001
+ACK_DELAY_S = 0.005
 DRAIN_S = 2.0
 """How long a socket is kept for the peer to read what was sent last."""
 

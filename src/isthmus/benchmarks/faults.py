@@ -212,9 +212,7 @@ class Rig:
             row.by_checksum += 1
         elif "lost" in reasons:
             row.by_session_end += 1
-        elif any(not reason.startswith(("closed here", "closed by the peer")) for reason in self.target.reasons):
-            row.by_protocol += 1
-        elif "closed by the peer:" in reasons:
+        elif any(not reason.startswith(("closed here", "closed by the peer")) for reason in self.target.reasons) or "closed by the peer:" in reasons:
             row.by_protocol += 1
         else:
             row.unharmed += 1

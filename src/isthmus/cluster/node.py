@@ -170,12 +170,15 @@ class Node:
         self._forgotten: OrderedDict[RequestId, None] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._num_copies = 0
+        self._recovered: list[tuple[BlockName, BlockName | None]] = []
         self._traffic = {"kv_bytes_in_total": 0.0, "seal_mismatches_total": 0.0}
 
     async def run(self) -> str:
         """Joins the cluster and serves. Raises StartError when the head cannot be reached or says no."""
         self.loop = asyncio.get_running_loop()
         self._over: asyncio.Future[str] = self.loop.create_future()
+        if self._cache is not None:  # a large disk takes a while, in which sessions would seem dead
+            self._recovered = await asyncio.to_thread(self._cache.store.recover)
         server, port = await self._network.listen(
             self._options.host, 0, PeerMessage, lambda: _FromPeer(self, introduced=False)
         )
@@ -272,7 +275,7 @@ class Node:
         log.info("%s joined the cluster", self._options.node)
         self._spawn(self.beat(message.beat_ms))
         if self._cache is not None:
-            found = self._cache.store.recover()
+            found = self._recovered
             if self._group is not None:
                 found, useless = self._group.common(found)
                 self._cache.drop(useless)

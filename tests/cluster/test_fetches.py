@@ -225,24 +225,26 @@ def test_blocks_on_the_disk_of_the_source(tmp_path: Path) -> None:
 # Room.
 
 
-def test_it_asks_again_as_room_comes() -> None:
-    """The target has three slots; what came is given up again when it is offered."""
-    pair = Pair(8, room=3)
+@pytest.mark.parametrize("shares", [False, True], ids=["bytes", "copied"])
+def test_it_asks_again_as_room_comes(shares: bool) -> None:
+    """The target has three slots; what it had gives way when the first three blocks are offered."""
+    pair = Pair(8, room=6)
+    others = [bytes([9, number]) * 8 for number in range(3)]
+    put_chain(pair.target.store, others, contents(3))
     seen: list[int] = []
 
+    def make_way(names: Sequence[Any]) -> None:
+        seen.append(len(names))
+        pair.target.store.drop(others)
+
     async def work() -> None:
-        fetch = pair.fetch()
-
-        def make_way(names: Sequence[Any]) -> None:
-            seen.append(len(names))
-
-        pair.target.fetcher = fetches.Fetcher(
-            pair.target.cache, pair.target._connected, make_way, shares_memory=False
-        )
-        with held(fetch):
-            await pair.target.fetcher.run(fetch, "source")
-            assert fetch.num_whole == 3
-        assert seen[-1] == 3
+        target = pair.target
+        target.fetcher = fetches.Fetcher(target.cache, target._connected, make_way, shares_memory=shares)
+        with held(fetch := pair.fetch()):
+            await target.fetcher.run(fetch, "source", background=shares)  # copies are never lent
+            assert fetch.num_whole == 6
+        assert seen == [3, 6]
+        assert pair.arrived() == [*pair.blocks[:6], None, None]
 
     run(pair, MemoryNetwork(), work)
 
@@ -404,6 +406,52 @@ def test_a_cancelled_fetch_gives_everything_back(codec: str, at: int) -> None:
         assert all(got in (None, sent) for got, sent in zip(pair.arrived(), pair.blocks, strict=True))
 
     run(pair, HarmfulNetwork(harm), work)
+
+
+def test_large_payloads_end_in_the_midst_over_sockets_too() -> None:
+    """4 MiB a message: what the kernel still brings of the one under way goes nowhere."""
+    layout = KVLayout(dtype="bfloat16", block_size=16, num_layers=3, num_kv_heads=8, head_dim=128)
+    names, random = names_of(64), Random(1)
+    blocks = [random.randbytes(layout.block_bytes) for _ in names]
+
+    async def main() -> None:
+        source = Side(store_of(layout, 70), layout, 2)
+        target = Side(store_of(layout, 64), layout, 2)
+        put_chain(source.store, names, blocks)
+        before, store = state(source.store), target.store
+        place, num_placed = target.fetcher.place, 0
+
+        def placed(*arguments: Any) -> list[memoryview]:
+            nonlocal num_placed
+            num_placed += 1
+            if num_placed == 2:
+                asyncio.get_running_loop().call_soon(target.fetcher.cancel, KEY)
+            return place(*arguments)
+
+        target.fetcher.place = placed  # type: ignore[method-assign]
+        server = await join(TcpNetwork(connections=2), target, source)
+        fetch = Fetch(KEY, names, 0, target.cache)
+        await target.fetcher.run(fetch, "source")
+        fetch.release()
+        assert num_placed >= 2 and fetch.num_whole == 0
+        for slot in (slots := store.reserve(64)):
+            store.arena.slot(slot)[:] = b"\xa5" * layout.block_bytes
+        assert len(slots) == 64
+        async with asyncio.timeout(10):
+            while state(source.store) != before:
+                await asyncio.sleep(0.002)
+        assert target.session is not None
+        target.session.close()
+        while not (target.reasons and source.reasons):
+            await asyncio.sleep(0.001)
+        canary = b"\xa5" * layout.block_bytes
+        assert all(store.arena.slot(slot) == canary for slot in slots), "a late byte was written"
+        store.give_back(slots)
+        server.close()
+        for side in (source, target):
+            side.close()
+
+    asyncio.run(main())
 
 
 def test_a_stalled_fetch_writes_nothing_when_its_bytes_come_after_all() -> None:

@@ -66,7 +66,7 @@ def idle(served: Served) -> bool:
     )
 
 
-@pytest.mark.parametrize(("stages", "cache"), [(2, {}), (2, {"dram": "2MiB"}), (3, {"dram": "2MiB"})])
+@pytest.mark.parametrize(("stages", "cache"), [(2, {}), (2, {"dram": "64MiB"}), (3, {"dram": "64MiB"})])
 def test_every_answer_is_exact(stages: int, cache: dict[str, Any], tmp_path: Path) -> None:
     prompts = [prompt_of(seed, length) for seed, length in enumerate(LENGTHS)]
     with serve(tmp_path, "--config", deployment(tmp_path, stages=stages, cache=cache)) as served:
@@ -209,7 +209,7 @@ def test_a_killed_process_costs_no_token(victim: str, tmp_path: Path) -> None:
 
 
 def test_cancelled_prompts_leave_nothing_behind(tmp_path: Path) -> None:
-    with serve(tmp_path, "--config", deployment(tmp_path, cache={"dram": "2MiB"}, **slow())) as served:
+    with serve(tmp_path, "--config", deployment(tmp_path, cache={"dram": "64MiB"}, **slow())) as served:
         for seed in range(6):
             body = {"model": served.model, "prompt": prompt_of(seed, 3000), "max_tokens": 20}
             with pytest.raises(httpx.ReadTimeout):
@@ -219,7 +219,7 @@ def test_cancelled_prompts_leave_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_blocks_outlive_the_group(tmp_path: Path) -> None:
-    prompt, cache = prompt_of(4, 1600), {"dram": "1MiB", "ssd": "16MiB", "folder": str(tmp_path / "blocks")}
+    prompt, cache = prompt_of(4, 1600), {"dram": "64MiB", "ssd": "64MiB", "folder": str(tmp_path / "blocks")}
     config = deployment(tmp_path, cache=cache)
     for cached in (0, 1599):
         with serve(tmp_path, "--config", config) as served:
@@ -253,7 +253,7 @@ def test_damage_in_one_stage_costs_time_and_no_token(
     stage: str, harm: Callable[[Path], None], tmp_path: Path
 ) -> None:
     """A block that is missing in a later stage poisons what was begun with it; another attempt computes it."""
-    prompt, cache = prompt_of(5, 1600), {"dram": "1MiB", "ssd": "16MiB", "folder": str(tmp_path / "blocks")}
+    prompt, cache = prompt_of(5, 1600), {"dram": "64MiB", "ssd": "64MiB", "folder": str(tmp_path / "blocks")}
     config = deployment(tmp_path, cache=cache)
     with serve(tmp_path, "--config", config) as served:
         ask(served, prompt)

@@ -20,12 +20,15 @@ from tests.served import Served, refused, serve
 DEMO = recipe_of(demo_folder(), demo_folder(), 16)
 CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.001}
 
+BLOCK_BYTES = 16 * 2048
+"""Of the model that is emulated."""
+
 
 def deployment(folder: Path, **sections: Any) -> str:
     """A configuration file of emulated nodes with a cache of 1,000 blocks."""
     settings = {
         "engine": {"kind": "emulated", "cost": CURVE, "token_budget": 256},
-        "cache": {"dram": 512_000, **sections.pop("cache", {})},
+        "cache": {"dram": 1000 * BLOCK_BYTES, **sections.pop("cache", {})},
         **sections,
     }
     path = folder / "isthmus.yaml"
@@ -84,7 +87,7 @@ def test_prefill_nodes_use_each_others_blocks(shared: bool, tmp_path: Path) -> N
 
 
 def test_blocks_outlive_the_cluster(tmp_path: Path) -> None:
-    config = deployment(tmp_path, cache={"ssd": "16MiB", "folder": str(tmp_path / "blocks")})
+    config = deployment(tmp_path, cache={"ssd": 1000 * BLOCK_BYTES, "folder": str(tmp_path / "blocks")})
     prompt = prompt_of(4, 1600)
     with serve(tmp_path, "--config", config) as served:
         assert ask(served, prompt) == 0
@@ -96,7 +99,7 @@ def test_blocks_outlive_the_cluster(tmp_path: Path) -> None:
 
 
 def test_damaged_files_cost_time_and_no_token(tmp_path: Path) -> None:
-    config = deployment(tmp_path, cache={"ssd": "16MiB", "folder": str(tmp_path / "blocks")})
+    config = deployment(tmp_path, cache={"ssd": 1000 * BLOCK_BYTES, "folder": str(tmp_path / "blocks")})
     prompt = prompt_of(5, 1600)
     with serve(tmp_path, "--config", config) as served:
         ask(served, prompt)
@@ -116,8 +119,8 @@ def test_damaged_files_cost_time_and_no_token(tmp_path: Path) -> None:
 
 def test_eviction_under_pressure(tmp_path: Path) -> None:
     """A cache of 50 blocks for prompts of 2,000, DRAM over SSD and DRAM alone."""
-    for tiers in ({}, {"ssd": 1 << 20, "folder": str(tmp_path / "blocks")}):
-        config = deployment(tmp_path, roles={"prefill": 2, "decode": 1}, cache={"dram": 25_600, **tiers})
+    for tiers in ({}, {"ssd": 60 * BLOCK_BYTES, "folder": str(tmp_path / "blocks")}):
+        config = deployment(tmp_path, roles={"prefill": 2, "decode": 1}, cache={"dram": 50 * BLOCK_BYTES, **tiers})
         draw = random.Random(7)
         prompts = [prompt_of(seed, draw.randrange(50, 500)) for seed in range(12)]
         with serve(tmp_path, "--config", config) as served, ThreadPoolExecutor(6) as pool:
@@ -181,10 +184,10 @@ def test_all_sessions_over_tls(tmp_path: Path) -> None:
         with ThreadPoolExecutor(6) as pool:
             list(pool.map(lambda seed: ask(served, shared + prompt_of(seed, 100), 5), range(200, 212)))
         served.wait_until(lambda: total(served, "kv_bytes_fetched_total") >= 50 * 512, "the prefix crossed")
-        with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
-            with contextlib.suppress(ConnectionError):
-                plain.sendall(b"IST" * 100)
-                assert plain.recv(1) in (b"", b"\x15"), "an alert, or nothing"
+        with contextlib.suppress(ConnectionError), socket.create_connection(("127.0.0.1", port)) as plain:
+            plain.settimeout(10)
+            plain.sendall(b"IST" * 100)
+            assert plain.recv(1) in (b"", b"\x15"), "an alert, or nothing"
         assert ask(served, shared) > 0
 
 

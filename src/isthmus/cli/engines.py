@@ -21,7 +21,7 @@ from isthmus.engine.interface import Engine, split_layers
 from isthmus.engine.recipe import LAYERS as EMULATED_LAYERS
 from isthmus.engine.spec import read_spec
 from isthmus.errors import ConfigError
-from isthmus.store import Arena, Log, Shape, Store
+from isthmus.store import Arena, Log, RecordFormat, Shape, Store
 from isthmus.types import Role
 
 MAX_EMULATED_TOKENS = 1 << 23
@@ -58,22 +58,23 @@ def _torch_model(config: Config, folder: Path) -> Served:
     )
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     kv_tokens = config.engine.kv_memory // layout.block_bytes * layout.block_size
-    return Served(folder, spec.vocab_size, spec.max_length, kv_tokens, weights + config.engine.kv_memory)
+    memory = weights + config.engine.kv_memory + config.cache.dram
+    return Served(folder, spec.vocab_size, spec.max_length, kv_tokens, memory)
 
 
 def _emulated_model(config: Config, folder: Path) -> Served:
     tokenizer = tokenizer_folder(folder)
     roles = [nodes for nodes in (config.roles.prefill, config.roles.decode, config.roles.mixed) if nodes.count]
     layout = emulated.layout_of(config.engine.block_size, layers=_emulated_layers(config))
-    counts = [
-        _emulated_blocks(config, _emulated_cost(config, nodes, folder), nodes.pipeline) for nodes in roles
-    ]
+    costs = [(_emulated_cost(config, nodes, folder), nodes.pipeline) for nodes in roles]
+    counts = [_emulated_blocks(config, cost, stages) for cost, stages in costs]
+    slots = [config.cache.dram * stages // _block_bytes(config, cost) for cost, stages in costs]
     return Served(
         tokenizer,
         emulated.vocab_of(tokenizer),
         emulated.length_of(folder),
         min(counts) * layout.block_size,
-        max(counts) * layout.block_bytes,
+        (max(counts) + max(slots)) * layout.block_bytes,
     )
 
 
@@ -89,6 +90,11 @@ def _emulated_blocks(config: Config, cost: Cost, stages: int) -> int:
     if "kv_memory" in config.engine.model_fields_set or not isinstance(cost, Analytic):
         return config.engine.kv_memory * stages // (token_bytes * config.engine.block_size)
     return min(cost.kv_capacity_tokens * stages, MAX_EMULATED_TOKENS) // config.engine.block_size
+
+
+def _block_bytes(config: Config, cost: Cost) -> int:
+    """Of a block of the model that is emulated."""
+    return compile_cost(cost).kv_token_bytes * config.engine.block_size
 
 
 def tokenizer_folder(folder: Path) -> Path:
@@ -147,25 +153,32 @@ def _open_engine(config: Config, folder: Path, threads: int, cost: Cost, stage: 
 
 
 def paths_of(config: Config, role: Role) -> Paths:
-    """How fast KV moves to and from a node; nowhere, without a cache. A pipeline group shares its cache with nobody."""
-    if not config.cache.dram:
-        return Paths()
+    """How fast KV moves to and from a node; without a cache only from prefill to decode. A pipeline group shares its
+    cache with nobody."""
     nodes: RoleConfig = getattr(config.roles, role)
-    paths = rates_of(config, nodes).paths(has_disk=config.cache.ssd > 0)
+    rates = rates_of(config, nodes)
+    if not config.cache.dram:
+        return Paths(handover=rates.handover or rates.network)
+    paths = rates.paths(has_disk=config.cache.ssd > 0)
     return msgspec.structs.replace(paths, network=0) if nodes.pipeline > 1 else paths
 
 
-def store_opener(config: Config, engine: Engine, node: str) -> Callable[[OnLost], Store] | None:
-    """Opens the store of a node's cache, if it has one. Raises ConfigError for a cache that holds no block, or an
-    SSD tier without a folder."""
-    cache, layout = config.cache, engine.memory.layout
-    num_slots = cache.dram // layout.block_bytes
+def store_opener(
+    config: Config, engine: Engine, node: str, cost: Cost, stages: int
+) -> Callable[[OnLost], Store] | None:
+    """Opens the store of a node's cache, if it has one. An emulated node keeps as many blocks as the model's would fit.
+
+    Raises ConfigError for a cache that holds no block, or an SSD tier without a folder.
+    """
+    cache, layout, emulates = config.cache, engine.memory.layout, config.engine.kind == "emulated"
+    block_bytes = max(1, _block_bytes(config, cost) // stages) if emulates else layout.block_bytes
+    num_slots = cache.dram // block_bytes
     if not cache.dram and not cache.ssd:
         return None
     if num_slots < MIN_SLOTS:
         raise ConfigError(
-            f"cache.dram: {cache.dram} bytes hold fewer than {MIN_SLOTS} blocks of {layout.block_bytes} bytes; give "
-            f"at least {MIN_SLOTS * layout.block_bytes}"
+            f"cache.dram: {cache.dram} bytes hold fewer than {MIN_SLOTS} blocks of {block_bytes} bytes; give "
+            f"at least {MIN_SLOTS * block_bytes}"
         )
     if cache.ssd and cache.folder is None:
         raise ConfigError("cache.ssd needs cache.folder: where the blocks are kept")
@@ -176,7 +189,10 @@ def store_opener(config: Config, engine: Engine, node: str) -> Callable[[OnLost]
         shape = Shape(layout.num_layers, layout.slice_bytes)
         log = None
         if cache.folder is not None and cache.ssd:
-            log = Log(Path(cache.folder).expanduser() / node, shape, cache.ssd, revision)
+            size = cache.ssd
+            if emulates:
+                size = RecordFormat(shape, revision).file_bytes(cache.ssd // block_bytes)
+            log = Log(Path(cache.folder).expanduser() / node, shape, size, revision)
         return Store(Arena(shape, num_slots), log, on_lost)
 
     return open_store

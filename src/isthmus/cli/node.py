@@ -110,7 +110,7 @@ def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
         paths=paths_of(config, orders.role),
     )
     folder_name = f"{orders.node}.{orders.stage}" if orders.stage else orders.node
-    store_of = store_opener(config, engine, folder_name)
+    store_of = store_opener(config, engine, folder_name, cost, orders.stages)
     network = network_of(config, getattr(config.roles, orders.role))
     member = (
         StageNode(engine, options, network, store_of)

@@ -109,7 +109,7 @@ async def _serve(config: Config) -> None:
         print(f"isthmus: {', '.join(idle)}: simulated only, without effect here", file=sys.stderr)
     folder, name = find_model(config.model)
     model = served_model(config, folder)
-    check_memory(config, len(planned_processes(config)), model.host_bytes + config.cache.dram)
+    check_memory(config, len(planned_processes(config)), model.host_bytes)
     card = ModelCard(
         name=config.served_model_name or name,
         max_length=_max_length(config, model),

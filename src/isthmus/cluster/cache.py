@@ -112,7 +112,10 @@ class Load:
     def wait(self, layer: int, num_blocks: int) -> None:
         """Returns when this layer of the first `num_blocks` is there. Raises PrefixMissing when it will not be."""
         with self._condition:
-            self._condition.wait_for(lambda: self._layers > layer or self.num_blocks < num_blocks)
+            # Nothing to wait for: a loader that failed advances no more.
+            self._condition.wait_for(
+                lambda: not num_blocks or self._layers > layer or self.num_blocks < num_blocks
+            )
             if self.num_blocks < num_blocks:
                 raise PrefixMissing(self.num_blocks)
 
@@ -354,6 +357,22 @@ class NodeCache:
             log.exception("blocks could not be saved")
         self.store.give_back([slots[name] for name in names[count:] if name in slots])
         done(names[count:])
+
+    def promote(self, names: Sequence[BlockName]) -> None:
+        """In DRAM from now on, as far as there is room; what stays on disk is found there as well."""
+        if names:
+            self._keeping.submit(self._promote, names)
+
+    def _promote(self, names: Sequence[BlockName]) -> None:
+        for name in names:
+            seals, slots = self.store.seals(name), self.store.reserve(1)
+            if seals is None or not slots:
+                self.store.give_back(slots)
+                return
+            if self.store.read(name, 0, self._layers, self.store.arena.slot(slots[0])):
+                self.store.commit(name, None, slots[0], seals)  # it is here already, with what it follows
+            else:
+                self.store.give_back(slots)
 
     def demote(self, names: Sequence[BlockName]) -> None:
         """Only on disk from now on."""

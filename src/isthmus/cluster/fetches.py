@@ -459,16 +459,19 @@ class Lender:
         self._open: dict[tuple[int, RequestId], asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         """Those that are open, and those that are ending."""
+        self._answered: set[tuple[int, RequestId]] = set()
+        """Of the open ones: all was sent, though not all may have been acknowledged. More may be wanted then."""
         self._host = host_id()
         self.bytes_out = 0
 
     def wanted(self, connection: Connection, want: Want) -> None:
         """Raises ProtocolError for what cannot be answered."""
         at = id(connection), want.key
-        if at in self._open:
+        if at in self._open and at not in self._answered:
             raise ProtocolError(f"a second Want for {want.key} before the first was answered")
         if want.codec not in CODECS or want.room < 0:
             raise ProtocolError(f"blocks for {want.key} cannot be given as {want.codec}, {want.room} at once")
+        self._answered.discard(at)
         task = self._open[at] = asyncio.get_running_loop().create_task(self._answer(connection, want))
         self._tasks.add(task)
         task.add_done_callback(partial(self._over, at))
@@ -476,11 +479,15 @@ class Lender:
     def _over(self, at: tuple[int, RequestId], task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if self._open.get(at) is task:
-            del self._open[at]
+            self._close(at)
+
+    def _close(self, at: tuple[int, RequestId]) -> asyncio.Task[None] | None:
+        self._answered.discard(at)
+        return self._open.pop(at, None)
 
     def enough(self, connection: Connection, key: RequestId) -> None:
         """The same key may be asked for again at once."""
-        task = self._open.pop((id(connection), key), None)
+        task = self._close((id(connection), key))
         if task is not None:
             task.cancel()
 
@@ -523,6 +530,7 @@ class Lender:
                 if not whole:
                     break
             connection.send(Ended(want.key, count), priority=_priority(want))
+            self._answered.add((id(connection), want.key))
             if sendings:
                 await sendings[-1].sent.wait()
         finally:

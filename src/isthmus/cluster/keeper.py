@@ -104,13 +104,15 @@ class Keeper:
             self._keep(action.names)
 
     def _keep(self, names: Sequence[BlockName]) -> None:
-        """Wants these blocks saved from the engine. Those it does not hold are in DRAM already, or lost."""
+        """Wants these blocks saved from the engine. Those it does not hold are in the store already, or lost."""
         where: dict[BlockName, tuple[BlockName | None, int]] = {}
         for chain, blocks in self._held:
             where.update(zip(chain, zip((None, *chain), blocks, strict=False), strict=False))
         self._wanted |= {name: where[name] for name in names if name in where}
         elsewhere = [name for name in names if name not in where]
-        lost = tuple([name for name in elsewhere if self.cache.store.tier(name) is not Tier.MEMORY])
+        tiers = {name: self.cache.store.tier(name) for name in elsewhere}
+        self.cache.promote([name for name, tier in tiers.items() if tier is Tier.DISK])
+        lost = tuple([name for name, tier in tiers.items() if tier is None])
         if lost:
             self.post(lambda: self.lost(lost))
 

@@ -168,8 +168,8 @@ def _chunk_of(views: list[memoryview]) -> memoryview | bytes:
 def tune(sock: socket.socket) -> None:
     """Small messages go at once, lost peers are noticed, and the kernel queues no more than it can use.
 
-    Buffers are left to the kernel, which sizes them by rate and delay; setting them would stop that. On loopback
-    BBR, where it is the default, paces below half of what the machine can move (measured: 1.6 against 4 GB/s).
+    Buffers are left to the kernel, which sizes them by rate and delay; setting them would stop that. Within a host
+    BBR, where it is the default, costs half as much CPU again as CUBIC (0.25 against 0.16 s/GiB on either side).
     """
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -183,7 +183,9 @@ def tune(sock: socket.socket) -> None:
     ):
         if hasattr(socket, name):  # Linux has all of them
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    if sock.getpeername()[0] in ("127.0.0.1", "::1") and hasattr(socket, "TCP_CONGESTION"):
+    host = sock.getpeername()[0]
+    is_local = host in ("127.0.0.1", "::1") or host == sock.getsockname()[0]
+    if is_local and hasattr(socket, "TCP_CONGESTION"):
         with contextlib.suppress(OSError):  # not in this kernel: then the default
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")
 

@@ -8,6 +8,7 @@ from isthmus.store.books import Pinned
 from isthmus.store.files import Files
 from isthmus.store.log import Log
 from isthmus.store.memory import aligned_buffer, copy_bytes
+from isthmus.store.record import RecordFormat
 from isthmus.store.stat import Stat, TierStat
 from isthmus.store.store import Store
 
@@ -18,6 +19,7 @@ __all__ = [
     "Log",
     "PeerArena",
     "Pinned",
+    "RecordFormat",
     "Shape",
     "Stat",
     "Store",

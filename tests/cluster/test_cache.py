@@ -1,0 +1,550 @@
+"""A store and KV memory, without an engine: loads layer by layer, saves, and what is wanted meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.benchmarks.fault_peers import kv_block, put_chain, store_of
+from isthmus.blocks import KVLayout, seal
+from isthmus.cluster import wire
+from isthmus.cluster.cache import Load, NodeCache, PrefixMissing, Staging, chains_of, gauges_of
+from isthmus.cluster.fetches import Fetch
+from isthmus.cluster.keeper import Keeper
+from isthmus.cluster.messages import Begin, Given
+from isthmus.engine import codecs
+from isthmus.engine.emulated import EmulatedMemory
+from isthmus.engine.interface import KVBytes
+from isthmus.engine.kv import KVMemory
+from isthmus.scheduler import BlockPool, Event, Evicted, Lost, Piece, Released, Stored, TierCache
+from isthmus.store import Log, Shape, Store
+from isthmus.types import BlockName, RequestId, Role, Sampling, Tier
+
+LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
+SHAPE = Shape(LAYOUT.num_layers, LAYOUT.slice_bytes)
+NAMES = [bytes([number]) * 16 for number in range(10)]
+BLOCKS = [kv_block(LAYOUT, number) for number in range(10)]
+NUM_BLOCKS = 16
+LAST = LAYOUT.num_layers - 1
+WAIT_S = 10
+
+
+class Kit:
+    """A cache; `lost`: what it was told is gone."""
+
+    def __init__(self, memory: KVBytes, store: Store) -> None:
+        self.memory, self.store = memory, store
+        self.lost: list[BlockName] = []
+        self.cache = NodeCache(memory, store, self.lost.extend)
+
+    def block(self, number: int) -> bytes:
+        size = LAYOUT.block_size
+        parts = [self.memory.export(at, number * size, (number + 1) * size) for at in range(LAYOUT.num_layers)]
+        return b"".join(map(bytes, parts))
+
+    def write(self, number: int, data: bytes) -> None:
+        size = LAYOUT.slice_bytes
+        for layer in range(LAYOUT.num_layers):
+            self.memory.fill(layer, [number], memoryview(data), [layer * size])
+
+    def stored(self, name: BlockName) -> bytes | None:
+        into = memoryview(bytearray(LAYOUT.block_bytes))
+        return bytes(into) if self.store.get(name, into) else None
+
+    def settle(self) -> None:
+        """What was asked for so far about keeping is done."""
+        self.cache._keeping.submit(bool).result(WAIT_S)
+
+    def save(
+        self, names: Sequence[BlockName], blocks: Sequence[int], staged: Sequence[Staging] = ()
+    ) -> list[Any]:
+        """Which of them found no room."""
+        done, missing = threading.Event(), list[Any]()
+
+        def saved(lost: Sequence[BlockName]) -> None:
+            missing.extend(lost)
+            done.set()
+
+        self.cache.save(names, [None, *names[:-1]], blocks, staged, saved)
+        assert done.wait(WAIT_S)
+        self.settle()
+        return missing
+
+    def check(self) -> None:
+        """Nothing is pinned, reserved, or in a slot nobody knows of."""
+        self.settle()
+        assert self.store.flush(WAIT_S)
+        self.store.check()
+        stat = self.store.stat()
+        assert (stat.num_pinned, stat.num_reserved) == (0, 0)
+        assert stat.memory.used_bytes == stat.memory.num_blocks * LAYOUT.block_bytes
+
+
+def memory_of(kind: str) -> KVBytes:
+    if kind == "emulated":
+        return EmulatedMemory(LAYOUT, NUM_BLOCKS)
+    return KVMemory(LAYOUT, NUM_BLOCKS, torch.device("cpu"))
+
+
+@pytest.fixture(params=["emulated", "engine"])
+def kit(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kit]:
+    log = Log(tmp_path / "log", SHAPE, 1 << 20, b"test")
+    made = Kit(memory_of(request.param), store_of(LAYOUT, 10, log))
+    yield made
+    made.check()
+    made.cache.close()
+    made.store.close()
+
+
+def over(load: Load) -> None:
+    assert load.over.wait(WAIT_S), "a load does not end"
+
+
+# Loads.
+
+
+def test_a_prefix_is_loaded_from_both_tiers_layer_by_layer(kit: Kit) -> None:
+    put_chain(kit.store, NAMES[:6], BLOCKS[:6])
+    kit.store.flush()
+    kit.store.demote([NAMES[1], NAMES[4]])
+    order = [9, 3, 4, 8, 1, 0]
+    load = kit.cache.load(NAMES[:6], order)
+    for layer in range(LAYOUT.num_layers):
+        load.wait(layer, 6)
+        width = LAYOUT.slice_bytes
+        for at, number in enumerate(order):
+            assert kit.block(number)[layer * width : (layer + 1) * width] == BLOCKS[at][layer * width :][:width]
+    over(load)
+    assert [kit.block(number) for number in order] == BLOCKS[:6]
+
+
+@pytest.mark.parametrize("missing", [0, 2, 5])
+def test_a_block_that_is_nowhere_shortens_the_prefix(kit: Kit, missing: int) -> None:
+    put_chain(kit.store, NAMES[:6], BLOCKS[:6])
+    kit.store.drop([NAMES[missing]])
+    load = kit.cache.load(NAMES[:6], range(6))
+    with pytest.raises(PrefixMissing) as raised:
+        load.wait(LAST, 6)
+    assert raised.value.num_blocks == missing
+    load.wait(LAST, missing)
+    over(load)
+    assert kit.lost == [NAMES[missing]]
+    assert [kit.block(at) for at in range(missing)] == BLOCKS[:missing]
+
+
+def test_a_block_damaged_on_disk_shortens_the_prefix(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_chain(kit.store, NAMES[:6], BLOCKS[:6])
+    kit.store.flush()
+    kit.store.demote(NAMES[:6])
+    read = kit.store.read
+    monkeypatch.setattr(kit.store, "read", lambda name, *more: name != NAMES[3] and read(name, *more))
+    load = kit.cache.load(NAMES[:6], range(6))
+    with pytest.raises(PrefixMissing) as raised:
+        load.wait(LAST, 6)
+    assert raised.value.num_blocks == 3
+    over(load)
+    load.wait(LAST, 3)
+    assert [kit.block(at) for at in range(3)] == BLOCKS[:3]
+
+
+def test_large_slices_are_read_a_few_layers_at_a_time(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kit.cache, "_read_layers", 2)  # of 3
+    put_chain(kit.store, NAMES[:4], BLOCKS[:4])
+    kit.store.flush()
+    kit.store.demote(NAMES[:4])
+    load = kit.cache.load(NAMES[:4], range(4))
+    load.wait(LAST, 4)
+    over(load)
+    assert [kit.block(at) for at in range(4)] == BLOCKS[:4]
+
+
+def test_a_block_dropped_while_it_is_loaded_is_loaded(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slot is pinned, so that nothing else gets it."""
+    put_chain(kit.store, NAMES[:3], BLOCKS[:3])
+    fill, began, go_on = kit.memory.fill, threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        began.set()
+        assert go_on.wait(WAIT_S)
+        fill(*arguments)
+
+    monkeypatch.setattr(kit.memory, "fill", slow)
+    load = kit.cache.load(NAMES[:3], range(3))
+    assert began.wait(WAIT_S)
+    kit.store.drop(NAMES[:3])
+    put_chain(kit.store, NAMES[3:], BLOCKS[3:])  # wants every slot that is left
+    go_on.set()
+    over(load)
+    assert [kit.block(at) for at in range(3)] == BLOCKS[:3]
+
+
+def test_a_fault_in_a_load_means_that_the_prompt_is_computed(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_chain(kit.store, NAMES[:3], BLOCKS[:3])
+
+    def broken(*arguments: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(kit.memory, "fill", broken)
+    load = kit.cache.load(NAMES[:3], range(3))
+    with pytest.raises(PrefixMissing) as raised:
+        load.wait(0, 1)
+    assert raised.value.num_blocks == 0
+    over(load)
+
+
+def test_cancel_waits_for_the_loader(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_chain(kit.store, NAMES[:3], BLOCKS[:3])
+    fill, began, go_on = kit.memory.fill, threading.Event(), threading.Event()
+    written = []
+
+    def slow(layer: int, *arguments: Any) -> None:
+        began.set()
+        assert go_on.wait(WAIT_S)
+        fill(layer, *arguments)
+        written.append(layer)
+
+    monkeypatch.setattr(kit.memory, "fill", slow)
+    load = kit.cache.load(NAMES[:3], range(3))
+    assert began.wait(WAIT_S)
+    cancelled = threading.Thread(target=load.cancel)
+    cancelled.start()
+    assert not load.over.is_set()
+    go_on.set()
+    cancelled.join(WAIT_S)
+    assert load.over.is_set() and written == [0], "it went on after the layer under way"
+
+
+# Blocks on their way.
+
+
+def fetch_of(kit: Kit, start: int, stop: int) -> Fetch:
+    fetch = Fetch(RequestId("f"), NAMES[:stop], start, kit.cache)
+    assert fetch.make_room() == stop - start
+    fetch.hold()
+    return fetch
+
+
+def arrive(fetch: Fetch, layer: int, first: int, stop: int) -> None:
+    """Blocks `[first, stop)` of the fetch, in one layer."""
+    width = LAYOUT.slice_bytes
+    data = [BLOCKS[fetch.start + at][layer * width : (layer + 1) * width] for at in range(first, stop)]
+    given = Given(fetch.key, layer, first, tuple(map(seal, data)))
+    targets = fetch.place(given, width * len(data))
+    assert targets is not None
+    for target, part in zip(targets, data, strict=True):
+        target[:] = part
+    assert fetch.receive(given)
+
+
+def test_a_load_takes_layers_as_they_arrive(kit: Kit) -> None:
+    put_chain(kit.store, NAMES[:2], BLOCKS[:2])
+    fetch = fetch_of(kit, 2, 5)
+    load = kit.cache.load(NAMES[:5], range(5), fetch)
+    for layer in range(LAYOUT.num_layers):
+        arrive(fetch, layer, 0, 2)
+        assert not load._layers > layer
+        arrive(fetch, layer, 2, 3)
+        load.wait(layer, 5)
+    over(load)
+    assert [kit.block(at) for at in range(5)] == BLOCKS[:5]
+    fetch.end()
+    fetch.release()
+    assert [kit.stored(name) for name in NAMES[:5]] == BLOCKS[:5]
+
+
+def test_a_fetch_that_ends_early_shortens_the_prefix(kit: Kit) -> None:
+    fetch = fetch_of(kit, 0, 4)
+    load = kit.cache.load(NAMES[:4], range(4), fetch)
+    for layer in range(LAYOUT.num_layers):
+        arrive(fetch, layer, 0, 3 - layer)
+    fetch.end()
+    with pytest.raises(PrefixMissing) as raised:
+        load.wait(LAST, 4)
+    assert raised.value.num_blocks == 1
+    over(load)
+    fetch.release()
+    assert kit.stored(NAMES[0]) == BLOCKS[0] and kit.stored(NAMES[1]) is None
+
+
+def test_a_load_that_is_cancelled_waits_for_no_other_node(kit: Kit) -> None:
+    fetch = fetch_of(kit, 0, 4)
+    load = kit.cache.load(NAMES[:4], range(4), fetch)
+    load.cancel()
+    assert load.over.is_set()
+    arrive(fetch, 0, 0, 4)  # still the fetch's own slots
+    fetch.end()
+    fetch.release()
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), max_size=30))
+def test_whatever_the_order_of_layers_only_whole_blocks_are_kept(order: list[tuple[int, int]]) -> None:
+    kit = Kit(EmulatedMemory(LAYOUT, 1), store_of(LAYOUT, 10))
+    fetch = fetch_of(kit, 0, 8)
+    landed = [0] * LAYOUT.num_layers
+    for layer, count in order:
+        stop = min(8, landed[layer] + count)
+        if stop > landed[layer]:
+            arrive(fetch, layer, landed[layer], stop)
+            landed[layer] = stop
+    fetch.end()
+    fetch.release()
+    fetch.release()
+    assert fetch.num_whole == min(landed)
+    expected = [*BLOCKS[: min(landed)], *[None] * (8 - min(landed))]
+    assert [kit.stored(name) for name in NAMES[:8]] == expected
+    kit.check()
+    kit.cache.close()
+    kit.store.close()
+
+
+# Saves.
+
+
+def test_blocks_are_saved_with_what_was_staged(kit: Kit) -> None:
+    for number in range(4):
+        kit.write(number, BLOCKS[number])
+    staging = kit.cache.stage(NAMES[1:3], [1, 2])
+    for layer in range(LAYOUT.num_layers):
+        kit.cache.save_layer(staging, layer)
+    kit.settle()
+    assert kit.stored(NAMES[1]) is None, "nobody sees it before it is committed"
+    kit.write(1, BLOCKS[9])  # the engine goes on: what was staged counts
+    assert kit.save(NAMES[:4], range(4), [staging]) == []
+    assert [kit.stored(name) for name in NAMES[:4]] == BLOCKS[:4]
+
+
+def test_what_was_staged_in_part_is_copied_anew(kit: Kit) -> None:
+    for number in range(2):
+        kit.write(number, BLOCKS[number])
+    staging = kit.cache.stage(NAMES[:2], [0, 1])
+    kit.cache.save_layer(staging, 0)
+    assert kit.save(NAMES[:2], range(2), [staging]) == []
+    assert [kit.stored(name) for name in NAMES[:2]] == BLOCKS[:2]
+
+
+def test_what_was_staged_and_is_not_wanted_is_given_back(kit: Kit) -> None:
+    staging = kit.cache.stage(NAMES[:3], [0, 1, 2])
+    for layer in range(LAYOUT.num_layers):
+        kit.cache.save_layer(staging, layer)
+    other = kit.cache.stage(NAMES[3:5], [3, 4])
+    kit.write(0, BLOCKS[0])
+    assert kit.save(NAMES[:1], [0], [staging]) == []
+    kit.cache.unstage(other)
+
+
+def test_without_room_the_tail_is_not_kept(kit: Kit) -> None:
+    put_chain(kit.store, NAMES[2:], BLOCKS[2:])  # 8 of 10 slots
+    for number in range(4):
+        kit.write(number, kv_block(LAYOUT, 100 + number))
+    names = [bytes([100 + number]) * 16 for number in range(4)]
+    assert kit.save(names, range(4)) == names[2:]
+    assert [kit.stored(name) is not None for name in names] == [True, True, False, False]
+    assert len(kit.cache.stage(NAMES[:2], [0, 1]).slots) == 0
+
+
+def test_what_is_evicted_while_it_is_saved_does_not_come_back(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, go_on = kit.memory.save, threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        assert go_on.wait(WAIT_S)
+        save(*arguments)
+
+    monkeypatch.setattr(kit.memory, "save", slow)
+    done = threading.Event()
+    kit.cache.save(NAMES[:2], [None, NAMES[0]], [0, 1], [], lambda lost: done.set())
+    kit.cache.drop(NAMES[:2])
+    go_on.set()
+    assert done.wait(WAIT_S)
+    kit.settle()
+    assert [kit.store.tier(name) for name in NAMES[:2]] == [None, None]
+
+
+def test_what_is_being_saved_can_be_loaded(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler counts on it from the moment it decides."""
+    kit.write(0, BLOCKS[0])
+    save, go_on = kit.memory.save, threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        assert go_on.wait(WAIT_S)
+        save(*arguments)
+
+    monkeypatch.setattr(kit.memory, "save", slow)
+    kit.cache.save(NAMES[:1], [None], [0], [], lambda lost: None)
+    load = kit.cache.load(NAMES[:1], [5])
+    assert not load.over.is_set()
+    go_on.set()
+    load.wait(LAST, 1)
+    over(load)
+    assert kit.block(5) == BLOCKS[0]
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_fault_in_a_save_keeps_nothing_and_no_slot(
+    kit: Kit, staged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(kit.memory, "save", broken)
+    staging = kit.cache.stage(NAMES[:2], [0, 1])
+    kit.cache.save_layer(staging, 0)
+    if not staged:
+        kit.cache.unstage(staging)
+    assert kit.save(NAMES[:3], range(3), [staging] if staged else []) == NAMES[:3]
+
+
+# The keeper.
+
+
+class Kept:
+    """A keeper, with what it told the scheduler; what it posts is done by `post_all`."""
+
+    def __init__(self, kit: Kit) -> None:
+        self.pool = BlockPool(NUM_BLOCKS)
+        self.events: list[Event] = []
+        self.posted: list[Any] = []
+        self.tiers = TierCache(10, 20)
+        self.keeper = Keeper("revision", LAYOUT, self.pool, self.tiers, kit.cache)
+        self.keeper.decide = self.events.append
+        self.keeper.post = self.posted.append
+        self._kit = kit
+
+    def post_all(self) -> None:
+        self._kit.settle()
+        posted, self.posted[:] = list(self.posted), []
+        for function in posted:
+            function()
+
+
+def begin(names: Sequence[BlockName], tokens: int) -> Begin:
+    return Begin(RequestId("a"), 1, Role.MIXED, tuple(range(tokens)), tokens, 99, Sampling(), tuple(names))
+
+
+def test_the_engines_blocks_stay_until_they_are_saved(kit: Kit) -> None:
+    kept = Kept(kit)
+    blocks = kept.pool.allocate(3)
+    for at, number in enumerate(blocks):
+        kit.write(number, BLOCKS[at])
+    free = kept.pool.available
+    with kept.keeper.holding([(NAMES[:3], blocks)], []):
+        kept.pool.release(blocks)  # its request is over
+        kept.keeper.act(Stored(tuple(NAMES[:3])))
+        assert kept.pool.available == free
+    assert kept.pool.available == free, "given back before the bytes were copied"
+    kept.post_all()
+    assert kept.pool.available == free + 3
+    assert kept.events == [Released(RequestId("")), Released(RequestId(""))]
+    assert [kit.stored(name) for name in NAMES[:3]] == BLOCKS[:3]
+
+
+def test_what_is_wanted_and_then_gives_way_is_not_saved(kit: Kit) -> None:
+    kept = Kept(kit)
+    with kept.keeper.holding([(NAMES[:3], (0, 1, 2))], []):
+        kept.keeper.act(Stored(tuple(NAMES[:3])))
+        kept.keeper.act(Evicted((NAMES[2],)))
+        kept.keeper.act(Stored((NAMES[1],), Tier.DISK))
+    kept.post_all()
+    kit.store.flush()
+    tiers = [kit.store.tier(name) for name in NAMES[:3]]
+    assert tiers == [Tier.MEMORY, Tier.DISK, None]
+
+
+def test_what_found_no_room_or_was_never_there_is_lost(kit: Kit) -> None:
+    kept = Kept(kit)
+    taken = kit.store.reserve(9)
+    with kept.keeper.holding([(NAMES[:2], (0, 1))], []):
+        kept.keeper.act(Stored((*NAMES[:2], NAMES[7])))
+    kept.post_all()
+    assert [event for event in kept.events if isinstance(event, Lost)] == [Lost((NAMES[7],)), Lost((NAMES[1],))]
+    assert kept.keeper.num_lost == 2
+    kit.store.give_back(taken)
+
+
+def test_what_the_index_has_no_room_for_leaves_the_store(kit: Kit) -> None:
+    kept = Kept(kit)
+    put_chain(kit.store, NAMES[:4], BLOCKS[:4])
+    kept.tiers.put(NAMES[:2])
+    kept.keeper.settle(NAMES[:4])
+    kit.settle()
+    assert [kit.store.contains(name) for name in NAMES[:4]] == [True, True, False, False]
+
+
+def test_only_new_whole_blocks_are_staged(kit: Kit) -> None:
+    kept = Kept(kit)
+    put_chain(kit.store, NAMES[:1], BLOCKS[:1])
+    staging = kept.keeper.stage(NAMES[:4], Piece(RequestId("a"), 0, 14, (5, 6, 7, 8), True))
+    assert staging is not None
+    assert (list(staging.names), list(staging.blocks)) == (NAMES[1:3], [6, 7])
+    kit.cache.unstage(staging)
+    assert kept.keeper.stage(NAMES[:4], Piece(RequestId("a"), 0, 7, (5, 6), True)) is None
+
+
+def test_names_go_on_behind_the_prompt(kit: Kit) -> None:
+    """Of what was generated too, as if it had been a prompt."""
+    kept = Kept(kit)
+    tokens = list(range(20))
+    whole = kept.keeper.names(begin((), 0), tokens, 20)
+    assert len(whole) == 5 and len(set(whole)) == 5
+    assert kept.keeper.names(begin(whole[:2], 9), tokens, 19) == whole[:4]
+    assert kept.keeper.names(begin(whole[:2], 9), tokens, 7) == whole[:1]
+
+
+# Frames, chains, gauges.
+
+
+@given(st.sampled_from(codecs.CODECS), st.integers(1, 17), st.data())
+def test_a_flipped_bit_is_found_or_changes_nothing(codec: str, num_tokens: int, data: st.DataObject) -> None:
+    source = b"".join(BLOCKS)[: num_tokens * LAYOUT.token_bytes]
+    size, width = LAYOUT.slice_bytes, len(source)
+    parts = [memoryview(source)[at : at + size] for at in range(0, width, size)]
+    payload, seals = wire.pack(codec, LAYOUT, parts, num_tokens, lambda: list(map(seal, parts)))
+    frame = bytearray(b"".join(payload))
+    assert wire.fits(codec, LAYOUT, num_tokens, len(frame))
+    clean = unpacked(codec, frame, num_tokens, seals)
+    assert clean is not None and (clean == source or codec == codecs.INT8)
+    bit = data.draw(st.integers(0, 8 * len(frame) - 1))
+    frame[bit // 8] ^= 1 << bit % 8
+    assert unpacked(codec, frame, num_tokens, seals) in (None, clean)
+
+
+def unpacked(codec: str, frame: bytearray, num_tokens: int, seals: Sequence[bytes]) -> bytes | None:
+    """What a receiver takes it for; None: it is damaged."""
+    room = memoryview(bytearray(num_tokens * LAYOUT.token_bytes))
+    size = LAYOUT.slice_bytes
+    targets = [room[at : at + size] for at in range(0, len(room), size)]
+    if not wire.unpack(codec, LAYOUT, memoryview(frame), targets, num_tokens, seals):
+        return None
+    if wire.seals_kv(codec) and tuple(map(seal, targets)) != tuple(seals):
+        return None
+    return bytes(room)
+
+
+@pytest.mark.parametrize("codec", codecs.CODECS)
+def test_frames_of_a_size_that_cannot_be_are_refused(codec: str) -> None:
+    most = codecs.encoded_bytes(codec, LAYOUT, 6)
+    assert wire.fits(codec, LAYOUT, 6, most) and not wire.fits(codec, LAYOUT, 6, most + 1)
+    assert wire.fits(codec, LAYOUT, 6, most - 1) == (codec == codecs.ZSTD)
+
+
+def test_chains_end_where_no_block_follows() -> None:
+    found = [(b"a", None), (b"b", b"a"), (b"c", b"b"), (b"d", b"b"), (b"x", None)]
+    assert chains_of(found) == ((b"a", b"b", b"c"), (b"a", b"b", b"d"), (b"x",))
+    assert chains_of([]) == ()
+
+
+def test_gauges_tell_both_tiers(kit: Kit) -> None:
+    put_chain(kit.store, NAMES[:3], BLOCKS[:3])
+    kit.store.flush()
+    found = gauges_of(kit.store.stat())
+    assert found["cache_memory_blocks"] == found["cache_disk_blocks"] == 3
+    assert found["cache_memory_bytes"] == 3 * LAYOUT.block_bytes
+    assert found["cache_pinned_blocks"] == found["cache_lost_blocks_total"] == 0

@@ -1,0 +1,74 @@
+"""A live cluster whose nodes die while others read their blocks: every answer is exact, and none is an error."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.test_pool import ask, deployment, prompt_of, total
+from tests.served import Served, children_of, node_pid, serve
+
+SLOW = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 4e-4, "decode_fixed_s": 0.001}
+"""Computing 1,600 tokens takes 0.64 s, fetching them next to nothing: fetches are what the conductor orders."""
+
+
+def computed_by(served: Served, prompt: list[int]) -> str:
+    """Asks for a prompt that nobody knows; the prefill node that computed it."""
+    before = served.gauge("tokens_computed_total")
+    assert ask(served, prompt) == 0
+
+    def gains() -> dict[str, float]:
+        found = served.gauge("tokens_computed_total")
+        return {node: found[node] - before[node] for node in ("prefill-0", "prefill-1")}
+
+    served.wait_until(lambda: max(gains().values()) >= len(prompt), "gauges come")
+    return max(gains(), key=lambda node: gains()[node])
+
+
+def followers(prefix: list[int], seed: int, count: int) -> list[list[int]]:
+    """Prompts that begin like one that was computed."""
+    return [prefix + prompt_of(seed + number, 100) for number in range(count)]
+
+
+@pytest.mark.parametrize("moment", ["asked", "reading"])
+@pytest.mark.parametrize("share", ["host", "none"], ids=["lent", "given"])
+def test_a_node_that_dies_while_others_fetch_from_it_costs_time_only(
+    share: str, moment: str, tmp_path: Path
+) -> None:
+    """`asked`: it stands still when it is asked for the blocks, and never answers; `reading`: it has answered."""
+    config = deployment(
+        tmp_path,
+        roles={"prefill": 2, "decode": 1},
+        policy="mooncake",
+        engine={"kind": "emulated", "cost": SLOW, "token_budget": 256},
+        cache={"share": share},
+    )
+    moved = "kv_bytes_borrowed_total" if share == "host" else "kv_bytes_fetched_total"
+    with serve(tmp_path, "--config", config) as served, ThreadPoolExecutor(12) as pool:
+        served.wait_until(lambda: len(served.gauge("tokens_computed_total")) == 3, "gauges come")
+        first = prompt_of(3, 1600)
+        source = computed_by(served, first)
+        answers = [pool.submit(ask, served, prompt) for prompt in followers(first, 100, 11)]
+        served.wait_until(lambda: total(served, moved) > 0, "another node reads from it")
+        if moment == "asked":  # over a session that is there now
+            for answer in answers:
+                answer.result()
+            second = next(
+                prompt for seed in range(4, 20) if computed_by(served, prompt := prompt_of(seed, 1600)) == source
+            )
+            before = total(served, moved)
+            os.kill(node_pid(children_of(served.process.pid), source), signal.SIGSTOP)
+            answers = [pool.submit(ask, served, prompt) for prompt in followers(second, 200, 11)]
+            time.sleep(0.4)
+        os.kill(node_pid(children_of(served.process.pid), source), signal.SIGKILL)
+        for answer in answers:
+            answer.result()  # exact, and status 200
+        assert moment == "reading" or total(served, moved) <= before, "what did not answer gave something"
+        served.wait_until(lambda: len(served.gauge("cache_pinned_blocks")) == 3, "it is there again")
+        ask(served, first)
+        served.wait_until(lambda: total(served, "cache_pinned_blocks") == 0, "nothing stays pinned")

@@ -120,7 +120,9 @@ def test_damaged_files_cost_time_and_no_token(tmp_path: Path) -> None:
 def test_eviction_under_pressure(tmp_path: Path) -> None:
     """A cache of 50 blocks for prompts of 2,000, DRAM over SSD and DRAM alone."""
     for tiers in ({}, {"ssd": 60 * BLOCK_BYTES, "folder": str(tmp_path / "blocks")}):
-        config = deployment(tmp_path, roles={"prefill": 2, "decode": 1}, cache={"dram": 50 * BLOCK_BYTES, **tiers})
+        config = deployment(
+            tmp_path, roles={"prefill": 2, "decode": 1}, cache={"dram": 50 * BLOCK_BYTES, **tiers}
+        )
         draw = random.Random(7)
         prompts = [prompt_of(seed, draw.randrange(50, 500)) for seed in range(12)]
         with serve(tmp_path, "--config", config) as served, ThreadPoolExecutor(6) as pool:

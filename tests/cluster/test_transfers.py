@@ -27,7 +27,7 @@ FROM: dict[Incoming, Wire] = {}
 
 
 class Wire:
-    """Stands for a Connection: keeps what is sent; payloads as one string of bytes."""
+    """Stands for a Session: keeps what is sent; payloads as one string of bytes."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[Any, bytes]] = []

@@ -59,7 +59,9 @@ def test_a_node_that_dies_while_others_fetch_from_it_costs_time_only(
             for answer in answers:
                 answer.result()
             second = next(
-                prompt for seed in range(4, 20) if computed_by(served, prompt := prompt_of(seed, 1600)) == source
+                prompt
+                for seed in range(4, 20)
+                if computed_by(served, prompt := prompt_of(seed, 1600)) == source
             )
             before = total(served, moved)
             os.kill(node_pid(children_of(served.process.pid), source), signal.SIGSTOP)

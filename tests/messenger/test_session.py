@@ -363,3 +363,18 @@ def test_slices_that_do_not_fit_together_are_no_payload(second: bytes, complaint
     pair.settle()
     assert there.delivered == [] and there.voided == [0]
     assert complaint in there.reasons[0]
+
+
+def test_an_acknowledgement_that_is_lost_with_its_lane_is_given_again() -> None:
+    pair = Pair(Terms(), 2)
+    here, _ = pair.sides
+    sent = here.send(10, Priority.NORMAL, 0)
+    first, second = pair.cables
+    first.write(0, 1 << 30)
+    first.read(1, 1 << 30)
+    pair.clock.pass_time(0.01)
+    assert second.write(1, 1 << 30)
+    second.lose(0)
+    second.lose(1)
+    pair.settle()
+    assert sent.heard == [True]

@@ -34,7 +34,7 @@ from isthmus.cluster.messages import (
 from isthmus.cluster.transfers import Incoming, Outgoing
 from isthmus.engine.emulated import EmulatedMemory
 from isthmus.errors import ProtocolError
-from isthmus.messenger import Connection, MemoryNetwork, Network, Server
+from isthmus.messenger import MemoryNetwork, Network, Server, Session
 from isthmus.messenger.memory import Link, MemoryPort
 from isthmus.store import Arena, Log, Shape, Store
 from isthmus.types import BlockName, RequestId
@@ -58,7 +58,7 @@ class Side:
         self.store = store
         self.cache = NodeCache(self.memory, store)
         self.offered: list[Sequence[BlockName]] = []
-        self.session: Connection | None = None
+        self.session: Session | None = None
         self.fetcher = Fetcher(self.cache, self._connected, self.offered.append, shares_memory=shares_memory)
         self.lender = Lender(self.cache)
         self.incoming: Incoming | None = None
@@ -67,7 +67,7 @@ class Side:
         self.num_damaged = 0
         self.reasons: list[str] = []
 
-    async def _connected(self, address: str) -> Connection:
+    async def _connected(self, address: str) -> Session:
         if self.session is None:
             raise OSError("nobody is there")
         return self.session
@@ -99,7 +99,7 @@ class Side:
 
     # What a session calls.
 
-    def on_message(self, session: Connection, message: PeerMessage) -> None:
+    def on_message(self, session: Session, message: PeerMessage) -> None:
         self.session = session
         match message:
             case Want():
@@ -123,7 +123,7 @@ class Side:
         elif isinstance(message, Landed):
             self.outgoing = None
 
-    def _on_incoming(self, session: Connection, message: Offer | Slices | Sent) -> None:
+    def _on_incoming(self, session: Session, message: Offer | Slices | Sent) -> None:
         incoming = self.incoming
         if incoming is None:
             return
@@ -140,7 +140,7 @@ class Side:
             self.incoming = None
             incoming.landed()
 
-    def place(self, session: Connection, message: PeerMessage, size: int) -> Sequence[memoryview]:
+    def place(self, session: Session, message: PeerMessage, size: int) -> Sequence[memoryview]:
         if isinstance(message, Given):
             return self.fetcher.place(session, message, size)
         if not isinstance(message, Slices):
@@ -152,13 +152,13 @@ class Side:
             raise ProtocolError(f"KV of layer {message.layer} is not what must come next")
         return targets
 
-    def on_void(self, session: Connection, message: PeerMessage) -> None:
+    def on_void(self, session: Session, message: PeerMessage) -> None:
         if isinstance(message, Given):
             self.fetcher.void(session, message)
         elif isinstance(message, Slices) and self.incoming is not None:
             self.incoming.void(message)
 
-    def on_close(self, session: Connection, reason: str) -> None:
+    def on_close(self, session: Session, reason: str) -> None:
         self.reasons.append(reason)
         self.fetcher.lost(session)
         self.lender.lost(session)

@@ -88,6 +88,9 @@ class _PacedSource:
     def release(self) -> None:
         """Nothing is held."""
 
+    def num_intact(self, layer: int, count: int) -> int:
+        return count
+
     def await_layer(self, layer: int, stop: int, given_up: Callable[[], bool]) -> list[tuple[memoryview, int]]:
         left_s = self._started_s + (layer + 1) * self._layer_s - time.perf_counter()
         if left_s > 0:

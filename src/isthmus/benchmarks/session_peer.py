@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Coroutine, Sequence
-from multiprocessing.connection import Connection as Pipe
+from multiprocessing.connection import Session as Pipe
 from typing import Any, TypeVar
 
 import msgspec
@@ -79,6 +79,7 @@ class End:
         self._memory = memory
         self._unconfirmed = 0  # messages with pieces
         self._progress = asyncio.Event()
+        self.closed = asyncio.Event()
         self._expected = self._damaged = 0
         self._news = asyncio.Event()
         self._arrived: Arrived | None = None
@@ -112,6 +113,7 @@ class End:
 
     def on_close(self, session: Session, reason: str) -> None:
         self._damaged += 1
+        self.closed.set()
         self._progress.set()
         self._news.set()
 
@@ -237,11 +239,17 @@ class Sessions:
         return bytes(self._child.ask(size))
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._session.close)
+        self._do(self._end_session())
         self._child.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _end_session(self) -> None:
+        """At once: nothing is on the way."""
+        self._session.abort("the benchmark is over")
+        async with asyncio.timeout(START_S):
+            await self._end.closed.wait()
 
     def _do(self, work: Coroutine[Any, Any, Value]) -> Value:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -38,7 +38,9 @@ from isthmus.types import BlockName
 
 KIB, MIB = 1 << 10, 1 << 20
 NUM_LAYERS = 16
-HEADER_ROOM = 16 * KIB
+RECORD_ROOM = 16 * KIB
+TIER_ROOM = MIB
+"""What a record and the tier itself need on the SSD beside the blocks, at most."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Ours:
         shape = Shape(NUM_LAYERS, blocks.size // NUM_LAYERS)
         self._names: list[BlockName] = [index.to_bytes(32, "big") for index in range(blocks.count)]
         if folder is not None:
-            room = blocks.count * (blocks.size + HEADER_ROOM)
+            room = TIER_ROOM + blocks.count * (blocks.size + RECORD_ROOM)
             self._log = Log(folder, shape, room, b"isthmus bench store")
         self._store = Store(Arena(shape, blocks.count), self._log)
 

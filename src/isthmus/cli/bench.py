@@ -266,7 +266,9 @@ def accuracy(
 
 @app.command()
 def reuse(
-    model: Annotated[Path | None, typer.Option(help="Model folder; default: the bench model, written now.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Model folder; default: the bench model, written now.")
+    ] = None,
     prefix: Annotated[int, typer.Option(min=16, help="Tokens that two requests have in common.")] = 4000,
     suffix: Annotated[int, typer.Option(min=1, help="Tokens of their own.")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="Pairs of requests of each row.")] = 5,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ from isthmus.errors import ConfigError, IsthmusError
 from isthmus.types import NodeId, Role
 
 SWITCH_S = 0.0002
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def node(
@@ -45,6 +47,12 @@ def node(
     token = cluster_token() or settings.token
     if token is None:
         raise ConfigError("the cluster's token is needed: set ISTHMUS_TOKEN, or token in the config file")
+    if name is None and settings.cache.ssd:
+        raise ConfigError(
+            "isthmus node needs --name where cache.ssd is given: by it the blocks are found again"
+        )
+    if name is not None and not NAME.fullmatch(name):
+        raise ConfigError(f"--name: letters, digits, '.', '_' and '-', not {name!r}")
     from isthmus.cli.models import find_model
 
     orders = Orders(

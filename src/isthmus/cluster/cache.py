@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 from isthmus.blocks import seal
 from isthmus.engine.interface import KVBytes
 from isthmus.store import Pinned, Stat, Store, aligned_buffer
-from isthmus.types import BlockName, Tier
+from isthmus.types import BlockName
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +105,7 @@ class Load:
         self.names, self.blocks, self.arriving = names, blocks, arriving
         self.num_blocks = len(names)
         self.cancelled = False
+        self.task: Future[None]
         self._layers = 0
         self._condition = arriving.condition if arriving is not None else threading.Condition()
         self.over = threading.Event()
@@ -124,7 +125,15 @@ class Load:
         with self._condition:
             self.cancelled = True
             self._condition.notify_all()
+        if self.task.cancel():  # no thread has begun it
+            self.end()
         self.over.wait()
+
+    def end(self) -> None:
+        """Nothing more will be done for it. Called once."""
+        if self.arriving is not None:
+            self.arriving.release()
+        self.over.set()
 
     def shorten(self, num_blocks: int) -> None:
         with self._condition:
@@ -136,6 +145,11 @@ class Load:
         with self._condition:
             self._layers += 1
             self._condition.notify_all()
+
+
+def _log_failure(task: Future[object]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("the store could not do what was decided", exc_info=task.exception())
 
 
 class Staging:
@@ -176,6 +190,7 @@ class NodeCache:
         """One thread: what is decided about the store is done in that order, so that a block which is saved and then
         evicted does not come back."""
         self._saving: dict[BlockName, Future[None]] = {}
+        self._saving_lock = threading.Lock()
 
     def close(self) -> None:
         """Waits for what is under way; the store stays open."""
@@ -188,7 +203,7 @@ class NodeCache:
         """Begins to bring these blocks, the first of a prompt, into the engine's `blocks`. Releases `arriving`."""
         load = Load(names, blocks, arriving)
         stop = min(len(names), arriving.start) if arriving is not None else len(names)
-        self._loaders.submit(self._load, load, stop)
+        load.task = self._loaders.submit(self._load, load, stop)
         return load
 
     def pin(self, names: Sequence[BlockName]) -> list[Pinned | None]:
@@ -204,7 +219,7 @@ class NodeCache:
             pinned = self.pin(load.names[:stop])
             on_disk = [at for at, pin in enumerate(pinned) if pin is None]
             for at in on_disk:
-                if self.store.tier(load.names[at]) is not Tier.DISK:
+                if self.store.tier(load.names[at]) is None:
                     load.shorten(at)
                     self._on_lost(load.names[at : at + 1])
                     break
@@ -223,9 +238,7 @@ class NodeCache:
             load.shorten(0)
         finally:
             self.store.unpin([pin for pin in pinned if pin is not None])
-            if load.arriving is not None:
-                load.arriving.release()
-            load.over.set()
+            load.end()
 
     def _load_pinned(self, load: Load, pinned: list[Pinned | None], layer: int) -> None:
         at = [at for at, pin in enumerate(pinned[: load.num_blocks]) if pin is not None]
@@ -284,11 +297,11 @@ class NodeCache:
 
     def save_layer(self, staging: Staging, layer: int) -> None:
         """Begins to copy this layer of the staged blocks, which is computed."""
-        self._keeping.submit(self._save_layer, staging, layer)
+        self._keep(self._save_layer, staging, layer)
 
     def unstage(self, staging: Staging) -> None:
         """The blocks are not kept."""
-        self._keeping.submit(self.store.give_back, staging.slots)
+        self._keep(self.store.give_back, staging.slots)
 
     def save(
         self,
@@ -302,15 +315,23 @@ class NodeCache:
         follows. `done` is told, from another thread, which of them found no room; then the engine's blocks may change.
         """
         saving: Future[None] = Future()
-        self._saving.update(dict.fromkeys(names, saving))
-        self._keeping.submit(self._save, names, heads, blocks, staged, done).add_done_callback(
+        with self._saving_lock:
+            self._saving.update(dict.fromkeys(names, saving))
+        self._keep(self._save, names, heads, blocks, staged, done).add_done_callback(
             lambda _: self._saved(names, saving)
         )
 
+    def _keep(self, work: Callable[..., object], *arguments: object) -> Future[object]:
+        """Does something to the store after all that was decided before."""
+        task: Future[object] = self._keeping.submit(work, *arguments)
+        task.add_done_callback(_log_failure)
+        return task
+
     def _saved(self, names: Sequence[BlockName], saving: Future[None]) -> None:
-        for name in names:
-            if self._saving.get(name) is saving:  # and is not being saved once more
-                del self._saving[name]
+        with self._saving_lock:
+            for name in names:
+                if self._saving.get(name) is saving:  # and is not being saved once more
+                    del self._saving[name]
         saving.set_result(None)
 
     def _save_layer(self, staging: Staging, layer: int) -> None:
@@ -330,38 +351,42 @@ class NodeCache:
         done: Callable[[Sequence[BlockName]], None],
     ) -> None:
         slots: dict[BlockName, int] = {}
-        for staging in staged:
-            whole = len(staging.layers) == self._layers
-            for name, slot in zip(staging.names, staging.slots, strict=True):
-                if whole and name not in slots:  # twice: its chunk was computed again
-                    slots[name] = slot
-                else:
-                    self.store.give_back([slot])
-        kept = set(names)
-        self.store.give_back([slot for name, slot in slots.items() if name not in kept])
-        wanted = [at for at, name in enumerate(names) if name not in slots]
-        fresh = self.store.reserve(len(wanted))
-        wanted = wanted[: len(fresh)]
-        count = 0
-        slots.update(zip([names[at] for at in wanted], fresh, strict=True))
+        kept: set[BlockName] = set()
         try:
+            self._take_staged(staged, set(names), slots)
+            wanted = [at for at, name in enumerate(names) if name not in slots]
+            fresh = self.store.reserve(len(wanted))
+            wanted = wanted[: len(fresh)]
+            slots.update(zip([names[at] for at in wanted], fresh, strict=True))
             for layer in range(self._layers if fresh else 0):
                 offsets = [self._offset(slot, layer) for slot in fresh]
                 self.memory.save(layer, [blocks[at] for at in wanted], self.store.arena.memory, offsets)
             for name, head in zip(names, heads, strict=True):
-                if name not in slots:
-                    break  # no room: what follows would be of no use
-                self.commit(name, head, slots[name])
-                count += 1
+                if name in slots and (head is None or head in kept or self.store.contains(head)):
+                    self.commit(name, head, slots[name])
+                    kept.add(name)
         except Exception:
             log.exception("blocks could not be saved")
-        self.store.give_back([slots[name] for name in names[count:] if name in slots])
-        done(names[count:])
+        finally:
+            self.store.give_back([slot for name, slot in slots.items() if name not in kept])
+            done([name for name in names if name not in kept])
+
+    def _take_staged(
+        self, staged: Sequence[Staging], wanted: set[BlockName], slots: dict[BlockName, int]
+    ) -> None:
+        """Takes over what is whole and wanted; gives the rest back."""
+        for staging in staged:
+            whole = len(staging.layers) == self._layers
+            for name, slot in zip(staging.names, staging.slots, strict=True):
+                if whole and name in wanted and name not in slots:  # twice: its chunk was computed again
+                    slots[name] = slot
+                else:
+                    self.store.give_back([slot])
 
     def promote(self, names: Sequence[BlockName]) -> None:
         """In DRAM from now on, as far as there is room; what stays on disk is found there as well."""
         if names:
-            self._keeping.submit(self._promote, names)
+            self._keep(self._promote, names)
 
     def _promote(self, names: Sequence[BlockName]) -> None:
         for name in names:
@@ -376,11 +401,11 @@ class NodeCache:
 
     def demote(self, names: Sequence[BlockName]) -> None:
         """Only on disk from now on."""
-        self._keeping.submit(self.store.demote, names)
+        self._keep(self.store.demote, names)
 
     def drop(self, names: Sequence[BlockName]) -> None:
         """In no tier any more."""
-        self._keeping.submit(self.store.drop, names)
+        self._keep(self.store.drop, names)
 
     def commit(self, name: BlockName, head: BlockName | None, slot: int) -> None:
         arena = self.store.arena

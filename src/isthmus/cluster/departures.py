@@ -9,7 +9,7 @@ from typing import Any
 from isthmus.cluster.messages import Begin, PeerHello, PeerMessage
 from isthmus.cluster.transfers import Outgoing
 from isthmus.engine.interface import KVBytes
-from isthmus.messenger import Connection, Handler, Network
+from isthmus.messenger import Handler, Network, Session
 from isthmus.types import RequestId, Span, TokenLogprobs
 
 CONNECT_S = 5.0
@@ -20,16 +20,16 @@ class Peers:
 
     def __init__(self, network: Network, hello: PeerHello, handler_of: Callable[[], Handler]) -> None:
         self._network, self._hello, self._handler_of = network, hello, handler_of
-        self._sessions: dict[str, asyncio.Task[Connection]] = {}
+        self._sessions: dict[str, asyncio.Task[Session]] = {}
 
-    async def get(self, address: str) -> Connection:
+    async def get(self, address: str) -> Session:
         """Raises OSError or TimeoutError."""
         task = self._sessions.get(address)
         if task is None or (task.done() and (task.exception() is not None or task.result().closed)):
             task = self._sessions[address] = asyncio.get_running_loop().create_task(self._connect(address))
         return await asyncio.shield(task)
 
-    async def _connect(self, address: str) -> Connection:
+    async def _connect(self, address: str) -> Session:
         connection = await self._network.connect(address, PeerMessage, self._handler_of(), timeout_s=CONNECT_S)
         connection.send(self._hello)
         return connection
@@ -101,7 +101,7 @@ class Departures:
     def withdrawn(self, key: RequestId) -> None:
         self._fail(key, "the decode node gave it up")
 
-    def lost(self, connection: Connection, reason: str) -> None:
+    def lost(self, connection: Session, reason: str) -> None:
         """A session ended, and what was under way over it with it."""
         for key, outgoing in list(self._outgoing.items()):
             if outgoing.is_on(connection):

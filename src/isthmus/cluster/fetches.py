@@ -21,7 +21,7 @@ from isthmus.cluster.messages import Ended, Enough, Given, Lent, Want
 from isthmus.cluster.wire import fits, pack, seals_kv, unpack
 from isthmus.engine.codecs import CODECS, NONE
 from isthmus.errors import ProtocolError
-from isthmus.messenger import Connection, Priority, Sending
+from isthmus.messenger import Priority, Sending, Session
 from isthmus.store import ArenaHandle, PeerArena, Pinned, copy_bytes
 from isthmus.types import BlockName, RequestId
 
@@ -167,6 +167,7 @@ class Fetch:
             and first >= self._landed[given.layer]
             and 0 < count <= len(self._slots) - first
             and fits(self.codec, self._layout, count * self._layout.block_size, size)
+            and not any(overlap(given, other) for other, _ in self._placed.values())
         )
         if not expected:
             return None
@@ -254,6 +255,15 @@ class Fetch:
                 self.condition.notify_all()
 
 
+def overlap(given: Given, other: Given) -> bool:
+    """Whether both are for the same bytes: whichever comes last would be under the seals of the other."""
+    return (
+        given.layer == other.layer
+        and given.first < other.first + len(other.seals)
+        and other.first < given.first + len(given.seals)
+    )
+
+
 class Fetcher:
     """All fetches of a node. For its event loop.
 
@@ -263,16 +273,17 @@ class Fetcher:
     def __init__(
         self,
         cache: NodeCache,
-        connect: Callable[[str], Awaitable[Connection]],
+        connect: Callable[[str], Awaitable[Session]],
         offer: Callable[[Sequence[BlockName]], None],
         *,
         shares_memory: bool = True,
     ) -> None:
         self.cache, self._connect, self._offer = cache, connect, offer
-        self._open: dict[RequestId, tuple[Fetch, Connection | None]] = {}
+        self._open: dict[RequestId, tuple[Fetch, Session | None]] = {}
         self._asked: dict[RequestId, tuple[Want, asyncio.Future[Lent | Ended | None]]] = {}
         self._progress: dict[RequestId, float] = {}
         self._shares = shares_memory
+        self._strangers: set[str] = set()
         self.bytes_in = self.bytes_lent = self.seal_mismatches = 0
 
     async def run(self, fetch: Fetch, source: str, *, background: bool = False) -> None:
@@ -298,13 +309,14 @@ class Fetcher:
             if fetch.num_whole and not fetch.is_lent:
                 self._offer(fetch.names[: fetch.start + fetch.num_whole])
 
-    async def _ask(self, fetch: Fetch, connection: Connection, background: bool) -> bool:
+    async def _ask(self, fetch: Fetch, connection: Session, background: bool) -> bool:
         """One Want and its answer. False when there is nothing left to ask for."""
         if fetch.is_over or connection.closed:
             return False
         room, before = fetch.make_room(), fetch.num_whole
         names = tuple(fetch.names[fetch.start + fetch.num_whole :])
-        host = host_id() if self._shares and not background and not fetch.num_whole else ""
+        shares = self._shares and connection.peer not in self._strangers
+        host = host_id() if shares and not background and not fetch.num_whole else ""
         if not names or not (room or host):
             return False
         loop = asyncio.get_running_loop()
@@ -316,7 +328,7 @@ class Fetcher:
         if isinstance(answer, Lent):
             peer = PeerArena.attach(answer.arena)
             if peer is None:
-                self._shares = False  # another container: never ask again
+                self._strangers.add(connection.peer)  # another container, or just gone: do not ask again
                 connection.send(Enough(fetch.key))
                 return True
             fetch.borrow(
@@ -333,7 +345,7 @@ class Fetcher:
     def _count_damaged(self) -> None:
         self.seal_mismatches += 1
 
-    def place(self, connection: Connection, given: Given, size: int) -> list[memoryview]:
+    def place(self, connection: Session, given: Given, size: int) -> list[memoryview]:
         """Raises ProtocolError for what nobody asked for."""
         found = self._open.get(given.key)
         if found is None:
@@ -345,7 +357,7 @@ class Fetcher:
             raise ProtocolError(f"blocks for {given.key}, layer {given.layer}, are not what must come next")
         return targets
 
-    def receive(self, connection: Connection, given: Given) -> None:
+    def receive(self, connection: Session, given: Given) -> None:
         found = self._open.get(given.key)
         if found is None or found[1] is not connection:
             return
@@ -357,14 +369,14 @@ class Fetcher:
             log.warning("a block from %s came damaged (seal mismatch)", connection.peer)
             self._answer(given.key, None)
 
-    def void(self, connection: Connection, given: Given) -> None:
+    def void(self, connection: Session, given: Given) -> None:
         """The sender gave up in the midst of it."""
         found = self._open.get(given.key)
         if found is not None and found[1] is connection:
             found[0].void(given)
             self._answer(given.key, None)
 
-    def answer(self, connection: Connection, answer: Lent | Ended) -> None:
+    def answer(self, connection: Session, answer: Lent | Ended) -> None:
         """Raises ProtocolError for a loan that was not asked for, or cannot be one."""
         found = self._open.get(answer.key)
         if found is None or found[1] is not connection:
@@ -391,7 +403,7 @@ class Fetcher:
             found[0].end()  # nothing was asked for yet
         self._answer(key, None)
 
-    def lost(self, connection: Connection) -> None:
+    def lost(self, connection: Session) -> None:
         for key, (_, other) in list(self._open.items()):
             if other is connection:
                 self._answer(key, None)
@@ -464,7 +476,7 @@ class Lender:
         self._host = host_id()
         self.bytes_out = 0
 
-    def wanted(self, connection: Connection, want: Want) -> None:
+    def wanted(self, connection: Session, want: Want) -> None:
         """Raises ProtocolError for what cannot be answered."""
         at = id(connection), want.key
         if at in self._open and at not in self._answered:
@@ -485,25 +497,32 @@ class Lender:
         self._answered.discard(at)
         return self._open.pop(at, None)
 
-    def enough(self, connection: Connection, key: RequestId) -> None:
+    def enough(self, connection: Session, key: RequestId) -> None:
         """The same key may be asked for again at once."""
         task = self._close((id(connection), key))
         if task is not None:
             task.cancel()
 
-    def lost(self, connection: Connection) -> None:
+    async def close(self) -> None:
+        """Gives everything back."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def lost(self, connection: Session) -> None:
         for session, key in list(self._open):
             if session == id(connection):
                 self.enough(connection, key)
 
-    async def _answer(self, connection: Connection, want: Want) -> None:
+    async def _answer(self, connection: Session, want: Want) -> None:
         handle = self._cache.store.arena.handle
         if want.host and want.host == self._host and handle is not None:
             await self._lend(connection, want, handle)
         else:
             await self._give(connection, want)
 
-    async def _lend(self, connection: Connection, want: Want, handle: ArenaHandle) -> None:
+    async def _lend(self, connection: Session, want: Want, handle: ArenaHandle) -> None:
         lease = Lease(self._cache)
         try:
             await self._in_thread(lease.add, want.names)
@@ -512,7 +531,7 @@ class Lender:
         finally:
             lease.release()
 
-    async def _give(self, connection: Connection, want: Want) -> None:
+    async def _give(self, connection: Session, want: Want) -> None:
         """Batch by batch: the next one is read from disk while this one is sent."""
         names, count = want.names[: want.room], 0
         sendings: list[_Batch] = []
@@ -561,7 +580,7 @@ class _Batch:
         self._is_filled = False
         self.sent = asyncio.Event()
 
-    def send(self, connection: Connection, want: Want, first: int, cache: NodeCache) -> None:
+    def send(self, connection: Session, want: Want, first: int, cache: NodeCache) -> None:
         arena, layout = cache.store.arena, cache.memory.layout
         slots = self._lease.slots
         for layer in range(layout.num_layers if slots else 0):

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from isthmus.cluster.messages import Gathered, StageHello, Stop
-from isthmus.messenger import Connection
+from isthmus.messenger import Session
 from isthmus.types import NodeId
 
 
 class Stage:
     """One process of a group, with its session and the gauges of its last beat."""
 
-    def __init__(self, hello: StageHello, connection: Connection, now_ns: int) -> None:
+    def __init__(self, hello: StageHello, connection: Session, now_ns: int) -> None:
         self.hello, self.connection, self.heard_ns = hello, connection, now_ns
         self.gauges: dict[str, float] = {}
 

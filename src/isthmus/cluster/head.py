@@ -66,7 +66,7 @@ from isthmus.conductor import (
     Rules,
 )
 from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
-from isthmus.messenger import Connection, Network, TcpNetwork
+from isthmus.messenger import Network, Session, TcpNetwork
 from isthmus.types import NS_PER_S, Job, ModelCard, NodeId, RequestId, Role, Tier
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ BEAT_MS = 500
 class _Member:
     """A node that joined, with its session and the gauges of its last beat."""
 
-    def __init__(self, hello: Hello, connection: Connection, now_ns: int) -> None:
+    def __init__(self, hello: Hello, connection: Session, now_ns: int) -> None:
         self.hello, self.connection = hello, connection
         self.heard_ns = now_ns
         self.gauges: dict[str, float] = {}
@@ -281,7 +281,7 @@ class Head:
 
     # From nodes.
 
-    def join(self, connection: Connection, hello: Hello) -> NodeId | None:
+    def join(self, connection: Session, hello: Hello) -> NodeId | None:
         """Takes a node in, or turns it away with the reason; returns its id when it is in."""
         reason = self._objection(hello)
         if reason:
@@ -328,7 +328,7 @@ class Head:
             return "its model revision or KV layout differs from the cluster's"
         return ""
 
-    def join_stage(self, connection: Connection, hello: StageHello) -> Stage | None:
+    def join_stage(self, connection: Session, hello: StageHello) -> Stage | None:
         """Takes one process of a pipeline group in, or turns it away with the reason."""
         reason = self._distrust(hello) or self._groups.objection(hello)
         if reason:
@@ -352,7 +352,7 @@ class Head:
         self._groups.leave(stage)
         self.leave(stage.hello.group, f"stage {stage.hello.stage}: {reason}")
 
-    def leave(self, node: NodeId, reason: str, connection: Connection | None = None) -> None:
+    def leave(self, node: NodeId, reason: str, connection: Session | None = None) -> None:
         """`connection`: over which it was here; it may have come back over another one."""
         member = self._members.get(node)
         if member is not None and connection in (None, member.connection):
@@ -442,7 +442,7 @@ class _FromNode:
         self._node: NodeId | None = None
         self._stage: Stage | None = None
 
-    def on_message(self, connection: Connection, message: HeadBound) -> None:
+    def on_message(self, connection: Session, message: HeadBound) -> None:
         if isinstance(message, Hello):
             self._node = self._head.join(connection, message)
         elif isinstance(message, StageHello):
@@ -454,13 +454,13 @@ class _FromNode:
         else:
             raise ProtocolError("a message came before Hello")
 
-    def place(self, connection: Connection, message: HeadBound, size: int) -> Sequence[memoryview]:
+    def place(self, connection: Session, message: HeadBound, size: int) -> Sequence[memoryview]:
         raise ProtocolError(f"a {type(message).__name__} from {connection.peer} carried {size} bytes")
 
-    def on_void(self, connection: Connection, message: HeadBound) -> None:
+    def on_void(self, connection: Session, message: HeadBound) -> None:
         """Nodes send the head no payloads."""
 
-    def on_close(self, connection: Connection, reason: str) -> None:
+    def on_close(self, connection: Session, reason: str) -> None:
         if self._stage is not None:
             self._head.leave_stage(self._stage, reason)
         if self._node is not None:

@@ -25,8 +25,7 @@ Held = tuple[Sequence[BlockName], Sequence[int]]
 
 
 class Keeper:
-    """`decide`: tells the scheduler; `post`: calls something later, when the scheduler may be told. `num_lost`: blocks
-    that the scheduler counted on and that were nowhere."""
+    """`decide`: tells the scheduler; `post`: calls something later, when the scheduler may be told."""
 
     def __init__(
         self, revision: str, layout: KVLayout, pool: BlockPool, tiers: TierCache, cache: NodeCache
@@ -41,7 +40,6 @@ class Keeper:
         """Of those that are wanted: room for them is made before they are saved, and these go on to disk after."""
         self.decide: Callable[[Event], None]
         self.post: Callable[[Callable[[], None]], None]
-        self.num_lost = 0
 
     def load(self, names: Sequence[BlockName], blocks: Sequence[int], tokens: int, fetch: Fetch | None) -> Load:
         """Brings the blocks of the first `tokens` tokens into the engine."""
@@ -144,5 +142,4 @@ class Keeper:
     def lost(self, names: tuple[BlockName, ...]) -> None:
         """The bytes of these blocks are nowhere, though the scheduler counts on them."""
         if names:
-            self.num_lost += len(names)
             self.decide(Lost(names))

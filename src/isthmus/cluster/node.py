@@ -62,7 +62,7 @@ from isthmus.conductor import Paths
 from isthmus.cost import Cost
 from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
-from isthmus.messenger import Connection, Network
+from isthmus.messenger import Network, Session
 from isthmus.scheduler import BlockPool, Limits, Scheduler, TierCache
 from isthmus.store import Store
 from isthmus.types import BlockName, NodeId, RequestId, Role, Span, TokenLogprobs
@@ -164,9 +164,9 @@ class Node:
         if keeper is not None:
             keeper.post = self.worker.post
         self._requests = Requests(self._stepper, self.worker)
-        self._head: Connection | None = None
+        self._head: Session | None = None
         self._incoming: dict[RequestId, Incoming] = {}
-        self._offers: dict[RequestId, list[tuple[Connection, Offer]]] = {}
+        self._offers: dict[RequestId, list[tuple[Session, Offer]]] = {}
         self._forgotten: OrderedDict[RequestId, None] = OrderedDict()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._num_copies = 0
@@ -200,8 +200,12 @@ class Node:
             return await self._over
         finally:
             server.close()
-            for task in self._tasks:
+            if self._lender is not None:
+                await self._lender.close()
+            tasks = list(self._tasks)
+            for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # fetches end, so that no load waits for them
             if self._group is not None:
                 self._group.close()
             self.worker.stop()
@@ -455,7 +459,7 @@ class Node:
         trusted = hmac.compare_digest(hello.token.encode(), self._options.token.encode())
         return trusted and (hello.protocol, hello.revision, hello.layout) == mine
 
-    def offered(self, connection: Connection, offer: Offer) -> None:
+    def offered(self, connection: Session, offer: Offer) -> None:
         key = key_of(offer.request, offer.attempt)
         incoming = self._incoming.get(key)
         if incoming is not None:
@@ -471,7 +475,7 @@ class Node:
             incoming.blocks = blocks
             incoming.match()
 
-    def place(self, connection: Connection, slices: Slices, size: int) -> Sequence[memoryview]:
+    def place(self, connection: Session, slices: Slices, size: int) -> Sequence[memoryview]:
         incoming = self._incoming.get(key_of(slices.request, slices.attempt))
         if incoming is None:
             return [memoryview(bytearray(size))]  # an attempt given up: read past it
@@ -539,7 +543,7 @@ class Node:
         if key in self._incoming:
             self.forget(key)
 
-    def peer_lost(self, connection: Connection, reason: str) -> None:
+    def peer_lost(self, connection: Session, reason: str) -> None:
         """Whatever was under way over a session fails with it."""
         if self._fetcher is not None and self._lender is not None:
             self._fetcher.lost(connection)
@@ -560,7 +564,7 @@ class _FromHead:
     def __init__(self, node: Node) -> None:
         self._node = node
 
-    def on_message(self, connection: Connection, message: NodeBound) -> None:
+    def on_message(self, connection: Session, message: NodeBound) -> None:
         match message:
             case Begin():
                 self._node.begin(message)
@@ -577,13 +581,13 @@ class _FromHead:
             case Stop():
                 self._node.end("stopped by the head")
 
-    def place(self, connection: Connection, message: NodeBound, size: int) -> Sequence[memoryview]:
+    def place(self, connection: Session, message: NodeBound, size: int) -> Sequence[memoryview]:
         raise ProtocolError(f"a {type(message).__name__} from {connection.peer} carried {size} bytes")
 
-    def on_void(self, connection: Connection, message: NodeBound) -> None:
+    def on_void(self, connection: Session, message: NodeBound) -> None:
         """The head sends no payloads."""
 
-    def on_close(self, connection: Connection, reason: str) -> None:
+    def on_close(self, connection: Session, reason: str) -> None:
         self._node.end(f"the session with the head ended: {reason}")
 
 
@@ -593,7 +597,7 @@ class _FromPeer:
     def __init__(self, node: Node, *, introduced: bool) -> None:
         self._node, self._introduced = node, introduced
 
-    def on_message(self, connection: Connection, message: PeerMessage) -> None:
+    def on_message(self, connection: Session, message: PeerMessage) -> None:
         if not self._introduced:
             self._introduced = isinstance(message, PeerHello) and self._node.welcomes(message)
             if not self._introduced:
@@ -623,20 +627,20 @@ class _FromPeer:
             case PeerHello():
                 raise ProtocolError("a second PeerHello")
 
-    def place(self, connection: Connection, message: PeerMessage, size: int) -> Sequence[memoryview]:
+    def place(self, connection: Session, message: PeerMessage, size: int) -> Sequence[memoryview]:
         if isinstance(message, Slices) and self._introduced:
             return self._node.place(connection, message, size)
         if isinstance(message, Given) and self._introduced:
             return self._node.fetcher.place(connection, message, size)
         raise ProtocolError(f"a {type(message).__name__} from {connection.peer} carried {size} bytes")
 
-    def on_void(self, connection: Connection, message: PeerMessage) -> None:
+    def on_void(self, connection: Session, message: PeerMessage) -> None:
         if isinstance(message, Slices):
             self._node.voided(message)
         elif isinstance(message, Given):
             self._node.fetcher.void(connection, message)
 
-    def on_close(self, connection: Connection, reason: str) -> None:
+    def on_close(self, connection: Session, reason: str) -> None:
         self._node.peer_lost(connection, reason)
 
 

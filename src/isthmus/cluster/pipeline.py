@@ -40,7 +40,7 @@ from isthmus.cluster.stage_messages import (
 )
 from isthmus.engine.interface import Hidden, KVBytes
 from isthmus.errors import ProtocolError
-from isthmus.messenger import Connection, Network, Priority
+from isthmus.messenger import Network, Priority, Session
 from isthmus.scheduler import Run
 from isthmus.store import Store
 from isthmus.types import BlockName, RequestId, TokenLogprobs
@@ -79,7 +79,7 @@ class Group:
     def __init__(self, stages: int, leader: Leader, tell: Callable[..., None]) -> None:
         assert stages > 1
         self.stages, self._leader, self._tell = stages, leader, tell
-        self._connection: Connection | None = None
+        self._connection: Session | None = None
         self._ready: set[int] = set()
         self._formed = asyncio.Event()
         self._found: list[set[BlockName]] = [set() for _ in range(stages - 1)]
@@ -202,7 +202,7 @@ class Group:
         if self._connection is not None:
             self._connection.close()
 
-    def on_message(self, connection: Connection, message: Upward) -> None:
+    def on_message(self, connection: Session, message: Upward) -> None:
         match message:
             case StageFound():
                 self._found[message.stage - 1].update(message.names)
@@ -225,13 +225,13 @@ class Group:
                     self._distrust(begin.request)
                     self._leader.stage_failed(begin, message.reason)
 
-    def place(self, connection: Connection, message: Upward, size: int) -> Sequence[memoryview]:
+    def place(self, connection: Session, message: Upward, size: int) -> Sequence[memoryview]:
         raise ProtocolError(f"a {type(message).__name__} from {connection.peer} carried {size} bytes")
 
-    def on_void(self, connection: Connection, message: Upward) -> None:
+    def on_void(self, connection: Session, message: Upward) -> None:
         """Nothing is ever placed."""
 
-    def on_close(self, connection: Connection, reason: str) -> None:
+    def on_close(self, connection: Session, reason: str) -> None:
         self._leader.group_ended(f"the session with the next stage at {connection.peer} ended: {reason}")
 
 

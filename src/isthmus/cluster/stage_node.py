@@ -44,7 +44,7 @@ from isthmus.cluster.stage_messages import (
 )
 from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
-from isthmus.messenger import Connection, Network, Priority
+from isthmus.messenger import Network, Priority, Session
 from isthmus.store import Store
 from isthmus.types import BlockName, RequestId, Role, Span
 
@@ -76,9 +76,9 @@ class StageNode:
         peers = Peers(self._network, hello, lambda: _FromDecode(self))
         self.departures = Departures(engine.memory, engine.layers[0], peers, self._spawn, self._failed)
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._before: Connection | None = None
-        self._after: Connection | None = None
-        self._head: Connection | None = None
+        self._before: Session | None = None
+        self._after: Session | None = None
+        self._head: Session | None = None
 
     async def run(self) -> str:
         """Joins its group and computes. Raises StartError when it cannot."""
@@ -146,7 +146,7 @@ class StageNode:
 
     # The stages before and after.
 
-    def open(self, connection: Connection, opening: StageOpen) -> None:
+    def open(self, connection: Session, opening: StageOpen) -> None:
         """The group forms. Raises ProtocolError when the one that opens it does not belong to it."""
         mine = (PROTOCOL, self._options.node, self._options.stage, self._engine.revision, self._engine.layout)
         theirs = (opening.protocol, opening.group, opening.stage, opening.revision, opening.layout)
@@ -246,20 +246,20 @@ class _Watched:
     def __init__(self, node: StageNode) -> None:
         self._node = node
 
-    def place(self, connection: Connection, message: Any, size: int) -> Sequence[memoryview]:
+    def place(self, connection: Session, message: Any, size: int) -> Sequence[memoryview]:
         raise ProtocolError(f"a {type(message).__name__} from {connection.peer} carried {size} bytes")
 
-    def on_void(self, connection: Connection, message: Any) -> None:
+    def on_void(self, connection: Session, message: Any) -> None:
         """Nothing of a stage's is ever cancelled; the end of the session follows."""
 
-    def on_close(self, connection: Connection, reason: str) -> None:
+    def on_close(self, connection: Session, reason: str) -> None:
         self._node.end(f"the session with {self.what} ended: {reason}")
 
 
 class _FromHead(_Watched):
     what = "the head"
 
-    def on_message(self, connection: Connection, message: NodeBound) -> None:
+    def on_message(self, connection: Session, message: NodeBound) -> None:
         match message:
             case Welcome():
                 self._node.welcome(message)
@@ -281,7 +281,7 @@ class _FromBefore(_Watched):
         self._opened = False
         self._hidden: dict[int, memoryview] = {}
 
-    def on_message(self, connection: Connection, message: Downward) -> None:
+    def on_message(self, connection: Session, message: Downward) -> None:
         if isinstance(message, StageOpen):
             self._node.open(connection, message)
             self._opened = True
@@ -291,13 +291,13 @@ class _FromBefore(_Watched):
             data = self._hidden.pop(message.run, memoryview(b"")) if isinstance(message, StageRun) else None
             self._node.receive(message, data)
 
-    def place(self, connection: Connection, message: Downward, size: int) -> Sequence[memoryview]:
+    def place(self, connection: Session, message: Downward, size: int) -> Sequence[memoryview]:
         if not isinstance(message, StageRun) or not self._opened:
             return super().place(connection, message, size)
         data = self._hidden[message.run] = memoryview(bytearray(size))
         return [data]
 
-    def on_close(self, connection: Connection, reason: str) -> None:
+    def on_close(self, connection: Session, reason: str) -> None:
         if self._opened:
             super().on_close(connection, reason)
 
@@ -307,7 +307,7 @@ class _FromAfter(_Watched):
 
     what = "the next stage"
 
-    def on_message(self, connection: Connection, message: Upward) -> None:
+    def on_message(self, connection: Session, message: Upward) -> None:
         self._node.up(message)
 
 
@@ -317,7 +317,7 @@ class _FromDecode:
     def __init__(self, node: StageNode) -> None:
         self._departures = node.departures
 
-    def on_message(self, connection: Connection, message: PeerMessage) -> None:
+    def on_message(self, connection: Session, message: PeerMessage) -> None:
         match message:
             case Grant():
                 self._departures.grant(key_of(message.request, message.attempt))
@@ -328,11 +328,11 @@ class _FromDecode:
             case _:
                 raise ProtocolError(f"a {type(message).__name__} for a later stage")
 
-    def place(self, connection: Connection, message: PeerMessage, size: int) -> Sequence[memoryview]:
+    def place(self, connection: Session, message: PeerMessage, size: int) -> Sequence[memoryview]:
         raise ProtocolError(f"a {type(message).__name__} from {connection.peer} carried {size} bytes")
 
-    def on_void(self, connection: Connection, message: PeerMessage) -> None:
+    def on_void(self, connection: Session, message: PeerMessage) -> None:
         """Nothing is ever placed."""
 
-    def on_close(self, connection: Connection, reason: str) -> None:
+    def on_close(self, connection: Session, reason: str) -> None:
         self._departures.lost(connection, reason)

@@ -471,6 +471,8 @@ class Stepper:
     def _take_staged(self, execution: Execution) -> list[Staging]:
         """Of the prompts that are computed now."""
         found: list[Staging] = []
+        if execution.missing is not None:
+            return found
         done = [
             self._live_of(piece)
             for piece in execution.run.chunks

@@ -16,7 +16,7 @@ from isthmus.cluster.wire import ENCODED_BLOCKS, fits, pack, seals_kv, unpack
 from isthmus.engine.codecs import NONE
 from isthmus.engine.interface import KVBytes, runs_of
 from isthmus.errors import ProtocolError
-from isthmus.messenger import Connection, Priority, Sending
+from isthmus.messenger import Priority, Sending, Session
 from isthmus.types import Span, TokenLogprobs
 
 MAX_FRAME_BLOCKS = 256
@@ -33,7 +33,7 @@ class Outgoing:
 
     def __init__(self, begin: Begin, memory: KVBytes, first_layer: int = 0) -> None:
         self.begin, self._memory, self._first_layer = begin, memory, first_layer
-        self._connection: Connection | None = None
+        self._connection: Session | None = None
         self._sendings: list[Sending] = []
         self._granted = False
         self._waiting: list[tuple[int, Span, Sequence[int]]] = []
@@ -41,12 +41,12 @@ class Outgoing:
         self._sent: Sent | None = None
         self.bytes_out = 0
 
-    def attach(self, connection: Connection) -> None:
+    def attach(self, connection: Session) -> None:
         self._connection = connection
         stop = self._first_layer + self._memory.layout.num_layers
         connection.send(Offer(self.begin.request, self.begin.attempt, self._first_layer, stop))
 
-    def is_on(self, connection: Connection) -> bool:
+    def is_on(self, connection: Session) -> bool:
         return self._connection is connection
 
     def grant(self) -> None:
@@ -113,16 +113,16 @@ class Incoming:
         self.begin, self._memory = begin, memory
         self.blocks: Sequence[int] | None = None
         self.sent: Sent | None = None
-        self._senders: dict[Connection, Span] = {}
-        self._granted: set[Connection] = set()
+        self._senders: dict[Session, Span] = {}
+        self._granted: set[Session] = set()
         self._num_tokens = len(begin.tokens)
         self._received = [0] * memory.layout.num_layers
         self.progressed_s = math.inf
         """When the last slice came (loop time, s); infinite until the first, for the sender may queue."""
-        self._landing: dict[Slices, tuple[Connection, Landing, memoryview | None]] = {}
+        self._landing: dict[Slices, tuple[Session, Landing, memoryview | None]] = {}
         """Frames being received: into this request's blocks, or to be decoded into them."""
 
-    def offered(self, connection: Connection, offer: Offer) -> None:
+    def offered(self, connection: Session, offer: Offer) -> None:
         """Raises ProtocolError for layers that are not the model's, or another session's."""
         layers = Span(offer.first_layer, offer.stop_layer)
         taken = any(layers.start < other.stop and other.start < layers.stop for other in self._senders.values())
@@ -131,7 +131,7 @@ class Incoming:
         self._senders[connection] = layers
         self.match()
 
-    def is_from(self, connection: Connection) -> bool:
+    def is_from(self, connection: Session) -> bool:
         return connection in self._senders
 
     def match(self) -> None:
@@ -143,7 +143,7 @@ class Incoming:
                 self._granted.add(connection)
                 connection.send(Grant(self.begin.request, self.begin.attempt))
 
-    def place(self, connection: Connection, slices: Slices, size: int) -> list[memoryview] | None:
+    def place(self, connection: Session, slices: Slices, size: int) -> list[memoryview] | None:
         """Where the payload goes; None when it cannot be part of what is to come. What was received stays as it is."""
         layout, start = self._memory.layout, slices.first_block * self._memory.layout.block_size
         layers = self._senders.get(connection)
@@ -155,6 +155,7 @@ class Incoming:
             and start < slices.stop <= self._num_tokens
             and len(slices.seals) == layout.blocks_for(slices.stop - start)
             and fits(self.begin.codec, layout, slices.stop - start, size)
+            and not any(self._overlap(slices, other) for other in self._landing)
         )
         if not expected or self.blocks is None:
             return None
@@ -165,10 +166,20 @@ class Incoming:
         self._landing[slices] = connection, landing, encoded
         return targets if encoded is None else [encoded]
 
+    def _overlap(self, slices: Slices, other: Slices) -> bool:
+        """Whether both are for the same bytes: whichever comes last would be under the seals of the other."""
+        size = self._memory.layout.block_size
+        return (
+            slices.layer == other.layer
+            and slices.first_block * size < other.stop
+            and other.first_block * size < slices.stop
+        )
+
     def receive(self, slices: Slices) -> bool:
         """Books a whole frame; False when it is not the next of its layer or a seal does not match: then nothing of
         it counts."""
-        assert self.blocks is not None
+        if slices not in self._landing or self.blocks is None:
+            return False  # it came without a payload
         _, landing, encoded = self._landing.pop(slices)
         codec, layout = self.begin.codec, self._memory.layout
         start = slices.first_block * layout.block_size
@@ -194,14 +205,19 @@ class Incoming:
         return self.sent is not None and all(count == self._num_tokens for count in self._received)
 
     def landed(self) -> None:
+        self._refuse_placed()
         for connection in self._senders:
             connection.send(Landed(self.begin.request, self.begin.attempt))
 
-    def withdraw(self) -> None:
+    def _refuse_placed(self) -> None:
         """Nothing more is written into its blocks when this returns."""
         for slices, (connection, _, _) in self._landing.items():
             connection.refuse(slices)
         self._landing.clear()
+
+    def withdraw(self) -> None:
+        """Nothing more is written into its blocks when this returns."""
+        self._refuse_placed()
         for connection in self._senders:
             connection.send(Withdrawn(self.begin.request, self.begin.attempt))
 

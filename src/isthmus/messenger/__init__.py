@@ -12,10 +12,7 @@ from isthmus.messenger.share import Share
 from isthmus.messenger.streams import Tls
 from isthmus.messenger.terms import Stat, Terms
 
-Connection = Session
-
 __all__ = [
-    "Connection",
     "Handler",
     "MemoryNetwork",
     "Network",

@@ -55,6 +55,12 @@ class Arrivals:
     def forget(self, lane: Lane) -> None:
         self._new.pop(lane, None)
 
+    def repeat(self, lanes: Sequence[Lane]) -> None:
+        """Acknowledges again what came over these."""
+        for lane in lanes:
+            self._new.setdefault(lane, 0)
+        self.is_due = True
+
     def frame(self, through: Sequence[int]) -> Frame:
         """Acknowledges everything."""
         header = _encode(Ack(tuple(through), tuple((lane.number, lane.frames_in) for lane in self._new)))

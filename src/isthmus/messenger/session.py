@@ -185,9 +185,8 @@ class Session:
         self.lanes.append(lane)
         self._by_number[number] = lane
         self._timers.stop("resume")
-        self._arrivals.is_due = (
-            self._messages_in > 0
-        )  # what arrived over lanes that were lost need not come again
+        if self._messages_in:
+            self._arrivals.is_due = True  # what arrived over lanes that were lost need not come again
         self._port.soon(self._port.wake)
         return lane
 
@@ -208,6 +207,8 @@ class Session:
         self._resent += len(lane.unacked)
         self._outbox.lost(list(lane.unacked))
         if self.lanes:
+            self._arrivals.repeat(self.lanes)  # an acknowledgement may have been lost with it
+            self._port.wake()
             return
         self._lost = reason or "closed by the peer"
         if self._resume_s > 0 and not self._closing:

@@ -86,12 +86,12 @@ class RecencyOrder:
         self.held.update(entries)
 
     def heads(self) -> dict[BlockName, BlockName | None]:
-        return {name: head_of(name, chain) for name, chain in self.held.items()}
-
-
-def head_of(name: BlockName, chain: Chain) -> BlockName | None:
-    depth = chain.index(name)
-    return chain[depth - 1] if depth else None
+        found: dict[BlockName, BlockName | None] = {}
+        for chain in {id(chain): chain for chain in self.held.values()}.values():
+            found |= {
+                name: head for name, head in zip(chain, (None, *chain), strict=False) if name in self.held
+            }
+        return found
 
 
 class Block:
@@ -168,7 +168,9 @@ class RankOrder:
         self._enter([name for name, _ in entries])
 
     def heads(self) -> dict[BlockName, BlockName | None]:
-        return {name: head_of(name, block.chain) for name, block in self.held.items()}
+        return {
+            name: block.chain[block.depth - 1] if block.depth else None for name, block in self.held.items()
+        }
 
     def _enter(self, names: Sequence[BlockName]) -> None:
         for name in names:

@@ -120,11 +120,13 @@ class TierCache:
 
     def remove(self, names: Iterable[BlockName]) -> Change:
         """Drops these blocks and all that follow them, pinned or not: without its head a block is of no use."""
+        left = [name for name in names if name in self.dram.held or name in self.ssd.held]
+        if not left:
+            return Change()
         tails: dict[BlockName | None, list[BlockName]] = {}
         for tier in (self.dram, self.ssd):
             for name, head in tier.order.heads().items():
                 tails.setdefault(head, []).append(name)
-        left = [name for name in names if name in self.dram.held or name in self.ssd.held]
         lost = dict.fromkeys(left)
         while left:
             following = [name for name in tails.get(left.pop(), ()) if name not in lost]

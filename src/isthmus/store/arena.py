@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import re
 import secrets
 from contextlib import suppress
 
@@ -19,6 +20,7 @@ from isthmus.store.memory import PAGE_BYTES
 
 _MAGIC = b"isthmus arena 1\n"
 _NONCE_BYTES = 16
+_PATH = re.compile(r"/proc/[0-9]+/fd/[0-9]+")
 _SEAL_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, not in Python's fcntl yet: later mappings are read-only
 
 
@@ -98,12 +100,15 @@ class PeerArena:
     def attach(cls, handle: ArenaHandle) -> PeerArena | None:
         """Maps the arena of `handle`; None when it is on another host, of another user, or gone."""
         size = PAGE_BYTES + handle.num_slots * handle.shape.block_bytes
+        if not _PATH.fullmatch(handle.path):
+            return None
         try:
-            fd = os.open(handle.path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(handle.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError:
             return None
         try:
-            if os.fstat(fd).st_size != size:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # fails for what is no memfd
+            if os.fstat(fd).st_size != size or not seals & fcntl.F_SEAL_SHRINK:
                 return None
             mapped = mmap.mmap(fd, size, prot=mmap.PROT_READ)
         except (OSError, ValueError):

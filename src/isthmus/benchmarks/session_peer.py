@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Coroutine, Sequence
-from multiprocessing.connection import Session as Pipe
+from multiprocessing.connection import Connection as Pipe
 from typing import Any, TypeVar
 
 import msgspec

@@ -290,6 +290,21 @@ def reuse(
 
 
 @app.command()
+def faults(
+    flips: Annotated[int, typer.Option(min=1, help="Faults on the wire, one to a move of blocks.")] = 10_000,
+    seed: int = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Flipped and missing bytes and lost connections while blocks move: what found them, and that no block is wrong."""
+    from isthmus.benchmarks import faults as bench
+    from isthmus.cli.outputs import check_writable
+
+    check_writable("--json", json_file)
+    found = bench.run(flips, seed, lambda line: print(line, flush=True))
+    _finish(bench.table(found), bench.as_json(found), json_file)
+
+
+@app.command()
 def layerwise(
     model: Annotated[Path, typer.Option(help="Model folder.")],
     prefix: Annotated[int, typer.Option(min=1, help="Tokens whose KV is loaded.")] = 4000,

@@ -87,10 +87,10 @@ class RecencyOrder:
 
     def heads(self) -> dict[BlockName, BlockName | None]:
         found: dict[BlockName, BlockName | None] = {}
-        for chain in {id(chain): chain for chain in self.held.values()}.values():
-            found |= {
-                name: head for name, head in zip(chain, (None, *chain), strict=False) if name in self.held
-            }
+        for name, chain in self.held.items():
+            if name not in found:  # else a chain before it had it
+                heads = zip(chain, (None, *chain), strict=False)
+                found |= {block: head for block, head in heads if block in self.held}
         return found
 
 

@@ -23,7 +23,7 @@ from isthmus.benchmarks.fault_peers import (
     store_of,
 )
 from isthmus.blocks import KVLayout
-from isthmus.cluster import fetches
+from isthmus.cluster import fetches, lending
 from isthmus.cluster.cache import LOADERS, PrefixMissing
 from isthmus.cluster.fetches import Fetch
 from isthmus.cluster.messages import Ended, Enough, Given, Lent, Want
@@ -135,7 +135,7 @@ def held(fetch: Fetch) -> Iterator[None]:
 @pytest.mark.parametrize("codec", [codecs.NONE, codecs.ZSTD])
 def test_blocks_arrive_as_they_are(network: str, codec: str) -> None:
     """More than are looked up at once."""
-    pair = Pair(2 * fetches.GIVE_BLOCKS + 3)
+    pair = Pair(2 * lending.GIVE_BLOCKS + 3)
 
     async def work() -> None:
         with held(fetch := pair.fetch(codec)):

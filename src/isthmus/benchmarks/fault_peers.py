@@ -15,7 +15,8 @@ from typing import Any
 
 from isthmus.blocks import KVLayout
 from isthmus.cluster.cache import NodeCache
-from isthmus.cluster.fetches import Fetcher, Lender
+from isthmus.cluster.fetches import Fetcher
+from isthmus.cluster.lending import Lender
 from isthmus.cluster.messages import (
     Begin,
     Ended,

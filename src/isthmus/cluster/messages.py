@@ -194,7 +194,7 @@ NodeBound = Welcome | Gathered | Turned | Begin | Forget | Copy | Stop
 
 
 class PeerHello(msgspec.Struct, frozen=True, tag=True):
-    """First message of a prefill node to a decode node."""
+    """First message on a session between nodes: of the one that hands over or fetches."""
 
     protocol: int
     token: str

@@ -17,8 +17,9 @@ from typing import Any
 
 from isthmus.cluster.cache import NodeCache, chains_of, gauges_of
 from isthmus.cluster.departures import CONNECT_S, Departures, Peers
-from isthmus.cluster.fetches import Fetch, Fetcher, Lender
+from isthmus.cluster.fetches import Fetch, Fetcher
 from isthmus.cluster.keeper import Keeper
+from isthmus.cluster.lending import Lender
 from isthmus.cluster.messages import (
     PROTOCOL,
     AttemptFailed,

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from isthmus.benchmarks.transfer_peers import Child, Direction, Sockets, touched, verify
+from isthmus.benchmarks.child import Child
+from isthmus.benchmarks.transfer_peers import Direction, Sockets, touched, verify
 from isthmus.benchmarks.wan_proxy import Lane, Link, Wan, serve
 
 KIB = 1024

@@ -11,14 +11,14 @@ import contextlib
 import threading
 import time
 from collections.abc import Coroutine, Sequence
-from multiprocessing.connection import Connection as Pipe
 from typing import Any, TypeVar
 
 import msgspec
 import uvloop
 
+from isthmus.benchmarks.child import Child, Pipe
 from isthmus.benchmarks.serve import BenchError
-from isthmus.benchmarks.transfer_peers import Child, Direction, Through, digest, touched
+from isthmus.benchmarks.transfer_peers import Direction, Through, digest, touched
 from isthmus.blocks import seal
 from isthmus.messenger import Session, TcpNetwork
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
-import multiprocessing
 import os
 import socket
 import struct
@@ -21,18 +20,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from importlib.util import find_spec
-from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any, Protocol
 
 import xxhash
 
+from isthmus.benchmarks.child import Child, Pipe
 from isthmus.benchmarks.serve import BenchError
 from isthmus.errors import StartError
-
-START_S = 60.0
-"""How long another process may take to start; spawning imports what the parent's main module imports."""
-
 
 Through = Callable[[int], int]
 """From the port where the far side listens to the one to connect to: itself, or a proxy's."""
@@ -109,35 +104,6 @@ class Memcpy:
 
     def close(self) -> None:
         """Nothing to stop."""
-
-
-class Child:
-    """Another process of ours. It answers commands over a pipe and ends when the pipe does."""
-
-    def __init__(self, serve: Callable[..., None], *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, far = context.Pipe()
-        self._process = context.Process(target=serve, args=(far, *arguments), daemon=True)
-        self._process.start()
-        far.close()
-        self.hello: Any = self._receive()
-
-    def ask(self, *command: Any) -> Any:
-        self._pipe.send(command)
-        return self._receive()
-
-    def _receive(self) -> Any:
-        with contextlib.suppress(EOFError):
-            if self._pipe.poll(START_S):
-                return self._pipe.recv()
-        raise StartError(f"the other process of the benchmark ended (exit code {self._process.exitcode})")
-
-    def close(self) -> None:
-        self._pipe.close()
-        self._process.join(5)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
 
 
 _HEAD = struct.Struct("<cQQ")  # what to do, size, piece

@@ -15,8 +15,9 @@ from typing import Any
 
 from rich.table import Table
 
+from isthmus.benchmarks.child import Child
 from isthmus.benchmarks.session_peer import Sessions
-from isthmus.benchmarks.transfer_peers import Child, Direction, Sockets, touched
+from isthmus.benchmarks.transfer_peers import Direction, Sockets, touched
 from isthmus.benchmarks.wan_proxy import Wan, serve
 from isthmus.errors import ConfigError
 

@@ -17,7 +17,11 @@ import socket
 import time
 from collections import deque
 from dataclasses import dataclass
-from multiprocessing.connection import Connection as Pipe
+from typing import Any
+
+import msgspec
+
+from isthmus.benchmarks.child import Pipe
 
 CHUNK_BYTES = 256 << 10
 TICK_S = 0.0003
@@ -220,8 +224,8 @@ class Proxy:
             self._interest[number] = events
 
 
-def serve(pipe: Pipe, path: Wan, port: int) -> None:
-    """In a process of its own: says the port it listens at, runs until the pipe is closed."""
+def serve(pipe: Pipe, path: dict[str, Any], port: int) -> None:
+    """In a process of its own: says the port it listens at, runs until the pipe is closed. `path`: fields of a Wan."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         pipe.send(server.getsockname()[1])
-        Proxy(path, server, port).run(pipe)
+        Proxy(msgspec.convert(path, Wan), server, port).run(pipe)

@@ -78,6 +78,7 @@ class Child:
         with contextlib.suppress(EOFError):
             if select.select([self._pipe], [], [], START_S)[0]:
                 return self._pipe.recv()
+        self._pipe.close()
         self._process.kill()
         raise StartError(f"the other process of the benchmark ended (exit code {self._process.wait()})")
 

@@ -308,7 +308,7 @@ def test_threads_do_what_they_like(files: FaultyFiles, tmp_path: Path) -> None:
         store.flush()
         stat = store.stat()
         assert wrong == [] and stat.seal_mismatches == 0
-        assert isinstance(files, Flaky) or (stat.disk.bytes_in > 0 and stat.io_errors == 0)
+        assert isinstance(files, Flaky) or stat.io_errors == 0
         assert stat.memory.used_bytes == stat.disk.used_bytes == stat.num_pinned == 0
 
 

@@ -16,13 +16,11 @@ import asyncio
 import contextlib
 import itertools
 import random
-import re
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -32,6 +30,7 @@ from rich.table import Table
 
 from isthmus.benchmarks import serve
 from isthmus.benchmarks.serve import BenchError
+from isthmus.benchmarks.served import last_line, served
 from isthmus.config import load_config
 from isthmus.sim.deployment import deployment_of
 from isthmus.sim.records import RequestRecord, Status
@@ -42,7 +41,6 @@ from isthmus.types import NS_PER_S
 
 BLOCK_SIZE = 16
 KV_MEMORY = 256 << 20
-START_S = 90.0
 NUM_WARM, NUM_IDLE = 3, 9
 """Requests one after another before the load: the first only warm up, of the others the overhead is taken."""
 QUANTITIES = {"TTFT": "ttft_s", "TBT (longest tenth)": "tbt_s", "TPOT": "tpot_s"}
@@ -155,7 +153,7 @@ def _profile(plan: Plan, folder: Path, report: Callable[[str], None]) -> Path:
         check=False,
     )
     if done.returncode:
-        raise BenchError(f"isthmus profile failed: {_last_line(done.stderr)}")
+        raise BenchError(f"isthmus profile failed: {last_line(done.stderr)}")
     report(done.stderr.strip().splitlines()[-2])
     return curve
 
@@ -179,43 +177,12 @@ def _write_config(plan: Plan, folder: Path, curve: Path) -> Path:
     return path
 
 
-@contextlib.asynccontextmanager
-async def _served(config: Path, log: Path) -> AsyncIterator[tuple[str, int]]:
-    """`isthmus serve` as a user starts it: URL and process id, once it is ready. It is drained at the end."""
-    with log.open("wb") as sink:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-u", "-m", "isthmus", "serve", "--config", str(config)),
-            stdout=sink,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-    try:
-        async with asyncio.timeout(START_S):
-            while not (found := re.search(r" at (http://\S+) with ", log.read_text())):
-                if process.returncode is not None:
-                    raise BenchError(f"isthmus serve ended at its start: {_last_line(log.read_text())}")
-                await asyncio.sleep(0.1)
-        yield found[1], process.pid
-        process.send_signal(signal.SIGTERM)
-        await process.wait()
-    except TimeoutError:
-        raise BenchError(f"isthmus serve was not ready within {START_S:g} s") from None
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
-
-
 async def _serve(config: Path, folder: Path, workload: Workload) -> tuple[list[Times], float | None]:
     """Idle requests one by one, then the workload at its times, in that order; and the nodes' `core_wait`."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=600)
     connector = aiohttp.TCPConnector(limit=0)
     async with (
-        _served(config, folder / "serve.log") as (url, pid),
+        served(config, folder / "serve.log") as (url, pid),
         aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
     ):
         server = serve.Server(url, await serve.ask_model(session, url))

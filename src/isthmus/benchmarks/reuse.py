@@ -13,10 +13,7 @@ import contextlib
 import os
 import random
 import re
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -30,6 +27,7 @@ from rich.table import Table
 from isthmus.benchmarks import serve
 from isthmus.benchmarks.models import BENCH_MODELS, make_random_model
 from isthmus.benchmarks.serve import BEAT_S, BenchError
+from isthmus.benchmarks.served import START_S, served
 from isthmus.blocks import KVLayout
 from isthmus.engine.spec import read_spec
 
@@ -40,7 +38,7 @@ NUM_WARM = 2
 """Pairs with a short prefix, asked first of every cluster and not counted."""
 HEAD_START_S = 0.05
 """So long a prefill node is busy already when the next request is routed to the other."""
-START_S, WRITTEN_S = 90.0, 120.0
+WRITTEN_S = 120.0
 LOCAL_GBPS = 4000.0
 """What the conductor is told of the link between nodes of this host, which is memory: it then breaks the tie between
 having a prefix and fetching it by the order of the nodes, and the third row can be measured on an idle machine."""
@@ -228,7 +226,7 @@ class _Bench:
         """A running cluster, warm."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=600)
         async with (
-            _served(config, self._home / "serve.log") as url,
+            served(config, self._home / "serve.log") as (url, _),
             aiohttp.ClientSession(timeout=timeout) as session,
         ):
             client = Client(session, serve.Server(url, await serve.ask_model(session, url)))
@@ -292,38 +290,6 @@ class Client:
                     found = await self.total(name)
         except TimeoutError:
             raise BenchError(f"{name} is {found:g}, not {value:g}, after {limit_s:g} s") from None
-
-
-@contextlib.asynccontextmanager
-async def _served(config: Path, log: Path) -> AsyncIterator[str]:
-    """`isthmus serve` as a user starts it: its URL, once it is ready. It is drained at the end."""
-    with log.open("wb") as sink:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-u", "-m", "isthmus", "serve", "--config", str(config)),
-            stdout=sink,
-            stderr=asyncio.subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-        )
-    try:
-        async with asyncio.timeout(START_S):
-            while not (found := re.search(r" at (http://\S+) with ", log.read_text())):
-                if process.returncode is not None:
-                    raise BenchError(f"isthmus serve ended at its start: {_last_line(log.read_text())}")
-                await asyncio.sleep(0.1)
-        yield found[1]
-        process.send_signal(signal.SIGTERM)
-        await process.wait()
-    except TimeoutError:
-        raise BenchError(f"isthmus serve was not ready within {START_S:g} s") from None
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
 
 
 def drop_from_page_cache(folder: Path) -> bool:

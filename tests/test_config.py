@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from isthmus.config import (
+    ClusterConfig,
     Config,
     cache_dir,
     child_environment,
@@ -20,9 +21,11 @@ from isthmus.errors import ConfigError
 # Adding an option means adding it here, and saying in the commit why it must exist.
 OPTIONS = """
 model served_model_name host port policy record join_host join_port token
-roles.prefill.count roles.prefill.hardware roles.prefill.gpus roles.prefill.pipeline
-roles.decode.count roles.decode.hardware roles.decode.gpus roles.decode.pipeline
-roles.mixed.count roles.mixed.hardware roles.mixed.gpus roles.mixed.pipeline
+roles.prefill.count roles.prefill.hardware roles.prefill.gpus roles.prefill.max_sequences roles.prefill.pipeline
+roles.decode.count roles.decode.hardware roles.decode.gpus roles.decode.max_sequences roles.decode.pipeline
+roles.mixed.count roles.mixed.hardware roles.mixed.gpus roles.mixed.max_sequences roles.mixed.pipeline
+links offload.threshold offload.cache offload.control offload.convert offload.cool_down_s offload.period_s
+clusters.east.hardware clusters.east.gpus clusters.east.cost clusters.east.price
 engine.kind engine.hardware engine.gpus engine.runtime engine.cost
 engine.dtype engine.device engine.threads engine.block_size engine.kv_memory engine.token_budget
 engine.prompt_batch engine.max_sequences engine.max_length
@@ -35,12 +38,15 @@ network.background_share network.compression tls.certificate tls.key tls.authori
 limits.max_requests limits.max_attempts limits.start_s limits.drain_s limits.silence_s limits.rejoin_s
 limits.transfer_s
 """.split()
+OPTIONS += [f"clusters.east.{option}" for option in OPTIONS if option.startswith("roles.")]
 
 
 def options_of(section: type[BaseModel], prefix: str = "") -> list[str]:
     found = []
     for name, field in section.model_fields.items():
         inner = field.annotation
+        if name == "clusters":  # of any name
+            inner, name = ClusterConfig, "clusters.east"
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             found += options_of(inner, f"{prefix}{name}.")
         else:
@@ -301,3 +307,47 @@ def test_a_child_gets_our_environment_and_its_threads(monkeypatch: pytest.Monkey
     environment = child_environment(3)
     assert environment["SOMETHING"] == "else"
     assert environment["OMP_NUM_THREADS"] == "3"
+
+
+TWO = "clusters: {east: {roles: {prefill: 1}, hardware: h200}, west: {roles: {prefill: 1, decode: 1}}}\n"
+
+
+def test_clusters_have_roles_hardware_and_links_of_their_own(file: Path) -> None:
+    config = loaded(
+        file, TWO + "links: [{between: [east, west], gbps: 10, rtt_ms: 30}]\noffload: {threshold: 19400}"
+    )
+    assert config.clusters["east"].roles.prefill.count == 1
+    assert config.clusters["east"].roles.decode.count == 0  # none but those that are named
+    assert config.clusters["west"].hardware is None
+    assert (config.links[0].between, config.links[0].gbps, config.links[0].rtt_ms) == (("east", "west"), 10, 30)
+    assert config.offload.threshold == 19400
+    assert loaded(file, "offload: {threshold: auto}").offload.threshold is Config().offload.threshold is None
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (TWO + "roles: {prefill: 1}", "roles: each of the clusters has its own"),
+        (
+            TWO + "links: [{between: [east, north], gbps: 1}]",
+            "no cluster is named 'north'; there are east, west",
+        ),
+        (
+            TWO + "links: [{between: [east, east], gbps: 1}]",
+            "east and east need one link, between two clusters",
+        ),
+        (TWO + "links: [{between: [east, west], gbps: 1}, {between: [west, east], gbps: 1}]", "need one link"),
+        (TWO + "links: [{between: [east, west], gbps: 0}]", "links.0.gbps"),
+        (TWO + "links: [{between: [east, west], gbit: 1}]", "unknown key 'links.0.gbit'; did you mean 'gbps'?"),
+        ("clusters: {a b: {}}", "clusters: 'a b' is no name"),
+        ("clusters: {east: {rolls: {}}}", "unknown key 'clusters.east.rolls'; did you mean 'roles'?"),
+        (
+            "clusters: {east: {roles: {prefil: 1}}}",
+            "unknown key 'clusters.east.roles.prefil'; did you mean 'prefill'?",
+        ),
+        ("offload: {threshold: -1}", "offload.threshold"),
+        ("offload: {threshold: soon}", "offload.threshold"),
+    ],
+)
+def test_clusters_that_do_not_fit_are_refused_in_one_line(file: Path, text: str, expected: str) -> None:
+    assert expected in complaint(file, text)

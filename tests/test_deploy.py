@@ -10,8 +10,18 @@ import pytest
 from isthmus.conductor import Rules
 from isthmus.config import Config, load_config
 from isthmus.cost import Analytic
-from isthmus.deploy import at_home, cost_of, gpus_of, hardware_of, read_mapping, rules_of
+from isthmus.deploy import (
+    at_home,
+    clusters_of,
+    cost_of,
+    gpus_of,
+    hardware_of,
+    links_of,
+    read_mapping,
+    rules_of,
+)
 from isthmus.errors import ConfigError
+from isthmus.types import Role
 
 CURVE = {"kv_token_bytes": 1024, "num_layers": 4, "prefill_token_s": "1e-5", "decode_points": [[1, "5e-3"]]}
 
@@ -35,6 +45,14 @@ def test_every_rule_comes_from_the_configuration() -> None:
             "network.compression": "int8",
             "slo.ttft_ms": 100,
             "slo.tbt_ms": 10,
+            "clusters": {"east": {"roles": {"prefill": 1}}, "west": {"roles": {"prefill": 1, "decode": 1}}},
+            "links": [{"between": ["east", "west"], "gbps": 8, "rtt_ms": 30}],
+            "offload.threshold": 100,
+            "offload.cache": "abundant",
+            "offload.control": "link",
+            "offload.convert": "auto",
+            "offload.cool_down_s": 5.0,
+            "offload.period_s": 2.0,
         },
     )
     rules, default = rules_of(config), Rules()
@@ -99,3 +117,38 @@ def test_a_file_without_keys_and_values_is_refused(tmp_path: Path, text: str) ->
     file.write_text(text)
     with pytest.raises(ConfigError, match=r"curve\.yaml"):
         read_mapping(file)
+
+
+def test_each_cluster_reads_the_configuration_as_its_own() -> None:
+    config = load_config(
+        None,
+        {
+            "engine.hardware": "h20",
+            "clusters": {
+                "east": {"roles": {"prefill": 4}, "hardware": "h200", "gpus": 8, "price": 2},
+                "west": {"roles": {"prefill": {"count": 3, "gpus": 4}, "decode": 5}},
+            },
+            "links": [{"between": ["east", "west"], "gbps": 8, "rtt_ms": 30}],
+        },
+    )
+    east, west = clusters_of(config)
+    found = [hardware_of(cluster.config, cluster.config.roles.prefill) for cluster in (east, west)]
+    assert [hardware.name for hardware in found if hardware] == ["h200", "h20"]
+    assert gpus_of(east.config, east.config.roles.prefill) == 8
+    assert gpus_of(west.config, west.config.roles.prefill) == 4
+    assert (east.price, east.node(Role.PREFILL, 2)) == (2, "east-prefill-2")
+    assert Config.model_validate_json(east.config.model_dump_json(exclude_unset=True)) == east.config
+    both = [(link.source, link.target, link.bytes_per_s, link.rtt_ns) for link in links_of(config)]
+    assert both == [("east", "west", 10**9, 30_000_000), ("west", "east", 10**9, 30_000_000)]
+
+
+def test_one_cluster_has_no_name() -> None:
+    (only,) = clusters_of(Config())
+    assert (only.name, only.config, only.node(Role.DECODE, 0)) == ("", Config(), "decode-0")
+
+
+def test_a_clusters_curve_comes_from_a_file_beside_the_configuration_too(tmp_path: Path) -> None:
+    (tmp_path / "curve.json").write_text(json.dumps(CURVE))
+    config = at_home(load_config(None, {"clusters": {"east": {"cost": "curve.json"}}}), tmp_path)
+    (east,) = clusters_of(config)
+    assert cost_of(east.config, east.config.roles.prefill, None).num_layers == 4

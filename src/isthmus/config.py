@@ -10,14 +10,23 @@ import os
 import re
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from isthmus.errors import ConfigError
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+_NAME = re.compile(r"[a-zA-Z][a-zA-Z0-9-]*")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -51,7 +60,7 @@ class _Section(BaseModel):
 
 
 class RoleConfig(_Section):
-    """Nodes of one role. `hardware`, `gpus`: as in `engine`, for this role alone.
+    """Nodes of one role. `hardware`, `gpus`, `max_sequences`: as in `engine`, for this role alone.
 
     `pipeline`: so many prefill nodes share one prompt's layers (chunked pipeline parallelism): `count` is
     a multiple of it, and each such group works as one node.
@@ -60,10 +69,23 @@ class RoleConfig(_Section):
     count: int = Field(0, ge=0, le=4096)
     hardware: str | None = None
     gpus: int | None = Field(None, ge=1, le=64)
+    max_sequences: int | None = Field(None, ge=1, le=4096)
     pipeline: int = Field(1, ge=1, le=64)
 
 
 Roles = Annotated[RoleConfig, BeforeValidator(_count)]
+
+
+def _threshold(value: Any) -> int | None:
+    """Tokens, or None for `auto`."""
+    if value in ("auto", None):
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError("tokens, 0 or more, or auto")
+    return value
+
+
+Threshold = Annotated[int | None, BeforeValidator(_threshold)]
 
 
 class RolesConfig(_Section):
@@ -72,6 +94,50 @@ class RolesConfig(_Section):
     prefill: Roles = RoleConfig(count=1)
     decode: Roles = RoleConfig(count=1)
     mixed: Roles = RoleConfig()
+
+
+class ClusterRolesConfig(_Section):
+    """How many nodes of each role in one of several clusters."""
+
+    prefill: Roles = RoleConfig()
+    decode: Roles = RoleConfig()
+    mixed: Roles = RoleConfig()
+
+
+class ClusterConfig(_Section):
+    """One of several clusters. `hardware`, `gpus`, `cost`: as in `engine`, for its nodes. `price`: of one node an hour,
+    in whatever currency, for `isthmus plan`."""
+
+    roles: ClusterRolesConfig = ClusterRolesConfig()
+    hardware: str | None = None
+    gpus: int | None = Field(None, ge=1, le=64)
+    cost: str | dict[str, Any] | None = None
+    price: float = Field(1.0, gt=0)
+
+
+class LinkConfig(_Section):
+    """What joins two clusters: so many Gbps each way, and how long a byte takes there and an answer back."""
+
+    between: tuple[str, str]
+    gbps: float = Field(gt=0)
+    rtt_ms: float = Field(0.0, ge=0, le=10_000)
+
+
+class OffloadConfig(_Section):
+    """Which prompts another cluster prefills: those with more than `threshold` uncached tokens.
+
+    `auto` solves it, and again as lengths change. `cache`: what counts as cached there, `scarce` judges each cluster
+    by its own cache, `abundant` by the best, copied over the link; `auto` decides by how busy the link is. `control`:
+    `link` raises the threshold while the link is congested, and keeps all prompts local while it is down or slow;
+    `convert`: `auto` turns nodes between prefill and decode, one at a time, `cool_down_s` apart.
+    """
+
+    threshold: Threshold = None
+    cache: Literal["scarce", "abundant", "auto"] = "scarce"
+    control: Literal["none", "link"] = "link"
+    convert: Literal["none", "auto"] = "none"
+    cool_down_s: float = Field(60.0, gt=0)
+    period_s: float = Field(1.0, gt=0, le=60)
 
 
 class EngineConfig(_Section):
@@ -184,6 +250,9 @@ class Config(_Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     roles: RolesConfig = RolesConfig()
+    clusters: dict[str, ClusterConfig] = Field(default_factory=dict)
+    links: tuple[LinkConfig, ...] = ()
+    offload: OffloadConfig = OffloadConfig()
     engine: EngineConfig = EngineConfig()
     policy: Literal["random", "round_robin", "least_loaded", "sticky", "local_aware", "mooncake", "isthmus"] = (
         "isthmus"
@@ -198,6 +267,25 @@ class Config(_Section):
     join_host: str = "127.0.0.1"
     join_port: int = Field(0, ge=0, le=65535)
     token: str | None = None
+
+    @model_validator(mode="after")
+    def _clusters_fit(self) -> Config:
+        if self.clusters and "roles" in self.model_fields_set:
+            raise ValueError("roles: each of the clusters has its own; give none beside them")
+        for name in self.clusters:
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"clusters: {name!r} is no name; use letters, digits and -, a letter first")
+        joined = set()
+        for link in self.links:
+            for end in link.between:
+                if end not in self.clusters:
+                    raise ValueError(
+                        f"links: no cluster is named {end!r}; there are {', '.join(self.clusters) or 'none'}"
+                    )
+            if link.between[0] == link.between[1] or frozenset(link.between) in joined:
+                raise ValueError(f"links: {' and '.join(link.between)} need one link, between two clusters")
+            joined.add(frozenset(link.between))
+        return self
 
 
 def load_config(path: Path | None, overrides: dict[str, Any]) -> Config:
@@ -248,14 +336,18 @@ def _explain(source: str, error: ValidationError) -> str:
         hint = f"; did you mean {near[0]!r}?" if near else f"; valid: {', '.join(_keys_beside(problem['loc']))}"
         return f"{source}: unknown key {where!r}{hint}"
     message = problem["msg"].removeprefix("Value error, ")
+    if not where:
+        return f"{source}: {message}"
     return f"{source}: {where}: {message} (found {problem['input']!r})"
 
 
 def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
     section: Any = Config
     for part in location[:-1]:
-        annotation = section.model_fields[str(part)].annotation
-        section = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else section
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            section = section.model_fields[str(part)].annotation
+        else:  # a name or an index: of a dictionary's values, or a tuple's items
+            section = next(inner for inner in reversed(get_args(section)) if inner is not Ellipsis)
     return list(section.model_fields)
 
 

@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 import yaml
 
-from isthmus.conductor import Paths, Rules
-from isthmus.config import Config, RoleConfig
+from isthmus.conductor import LinkRule, Paths, Rules
+from isthmus.config import Config, RoleConfig, RolesConfig
 from isthmus.cost import Analytic, Cost, Hardware, curve_of, engine_coefficients, facts_of, hardware_named
 from isthmus.cost.transfer import INT8, ZSTD
 from isthmus.errors import ConfigError
+from isthmus.types import NS_PER_MS, NS_PER_S, NodeId, Role
 
 UNLIMITED = 1 << 50
 """Bytes per second of a link that nobody asked to limit."""
@@ -44,15 +45,64 @@ def rules_of(config: Config) -> Rules:
         codecs=CODECS[config.network.compression],
         ttft_ms=config.slo.ttft_ms,
         tbt_ms=config.slo.tbt_ms,
+        links=links_of(config),
+        threshold=config.offload.threshold,
+        cache_mode=config.offload.cache,
+        control=config.offload.control == "link",
+        convert=config.offload.convert == "auto",
+        cool_down_s=config.offload.cool_down_s,
+        period_ns=int(config.offload.period_s * NS_PER_S),
     )
 
 
+class Cluster(msgspec.Struct, frozen=True):
+    """One cluster. `config`: the deployment's as it holds for the nodes here: `roles`, `engine.hardware`, `engine.gpus`
+    and `engine.cost` are this cluster's. `name`: "" where the configuration names none."""
+
+    name: str
+    config: Config
+    price: float = 1.0
+
+    def node(self, role: Role, number: int) -> NodeId:
+        return NodeId(f"{self.name}-{role}-{number}" if self.name else f"{role}-{number}")
+
+
+def clusters_of(config: Config) -> list[Cluster]:
+    """In the order of the configuration, which is also that of their nodes."""
+    if not config.clusters:
+        return [Cluster("", config)]
+    found = []
+    for name, cluster in config.clusters.items():
+        own = {key: getattr(cluster, key) for key in ("hardware", "gpus", "cost")}
+        engine = config.engine.model_copy(
+            update={key: value for key, value in own.items() if value is not None}
+        )
+        roles = RolesConfig(**{role.value: getattr(cluster.roles, role.value) for role in Role})
+        update = {"engine": engine, "roles": roles, "clusters": {}, "links": ()}
+        found.append(Cluster(name, config.model_copy(update=update), cluster.price))
+    return found
+
+
+def links_of(config: Config) -> tuple[LinkRule, ...]:
+    """Both directions of each."""
+    found: list[LinkRule] = []
+    for link in config.links:
+        rate, rtt_ns = bytes_per_s(link.gbps, 0), int(link.rtt_ms * NS_PER_MS)
+        (one, other) = link.between
+        found += [LinkRule(one, other, rate, rtt_ns), LinkRule(other, one, rate, rtt_ns)]
+    return tuple(found)
+
+
 def at_home(config: Config, folder: Path) -> Config:
-    """The same with `engine.cost`, when it names a file, found from the folder of the configuration file."""
-    if not isinstance(config.engine.cost, str):
-        return config
-    cost = str(folder / Path(config.engine.cost).expanduser())
-    return config.model_copy(update={"engine": config.engine.model_copy(update={"cost": cost})})
+    """The same with each `cost` that names a file found from the folder of the configuration file."""
+
+    def placed(section: Any) -> Any:
+        if not isinstance(section.cost, str):
+            return section
+        return section.model_copy(update={"cost": str(folder / Path(section.cost).expanduser())})
+
+    clusters = {name: placed(cluster) for name, cluster in config.clusters.items()}
+    return config.model_copy(update={"engine": placed(config.engine), "clusters": clusters})
 
 
 def hardware_of(config: Config, nodes: RoleConfig) -> Hardware | None:

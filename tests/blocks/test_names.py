@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from isthmus.blocks import BlockNamer, KVLayout
+from isthmus.blocks import BlockNamer, KVLayout, state_name, state_names
 
 LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=2, num_kv_heads=2, head_dim=8)
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -92,3 +92,12 @@ def test_equal_blocks_at_different_places_have_different_names() -> None:
 def test_a_token_outside_32_bits_is_refused() -> None:
     with pytest.raises(OverflowError):
         namer().names([0, 1, 2, 2**32])
+
+
+def test_a_recurrent_states_blocks_have_names_of_their_own() -> None:
+    """For names of a model and for a trace's numbers alike; the last one stands for all."""
+    for first, other in ((b"0" * 16, b"1" * 16), (0, 1)):
+        names = [*state_names(first, 3), *state_names(other, 3)]
+        assert len({*names, first, other}) == 8
+        assert state_name(first, 2, 3) == names[2]
+        assert state_names(first, 3) == state_names(first, 3)

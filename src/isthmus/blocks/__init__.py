@@ -5,7 +5,7 @@ end); the *seal* says which bytes it does contain. Pure: no clock, no I/O, no to
 """
 
 from isthmus.blocks.layout import KVLayout
-from isthmus.blocks.names import BlockNamer
+from isthmus.blocks.names import BlockNamer, state_name, state_names
 from isthmus.blocks.seals import SEAL_BYTES, seal
 
-__all__ = ["SEAL_BYTES", "BlockNamer", "KVLayout", "seal"]
+__all__ = ["SEAL_BYTES", "BlockNamer", "KVLayout", "seal", "state_name", "state_names"]

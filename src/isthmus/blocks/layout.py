@@ -8,7 +8,12 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class KVLayout(msgspec.Struct, frozen=True):
-    """Layout of one block: per layer `[block_size, 2, num_kv_heads, head_dim]`, K first, token-major.
+    """Layout of one block: per layer `[block_size, vectors, num_kv_heads, head_dim]`, K first, token-major.
+
+    `num_layers`: those that keep KV of every token. `vectors`: 2 for K and V, 1 for a latent vector that is both (MLA).
+    `state_bytes`: what the other layers keep of a sequence, however long (recurrent states, all layers together). A
+    snapshot of it fills `state_blocks` whole blocks with names of their own (`state_name`), so that one pool, one
+    cache and one transfer serve both groups.
 
     Token-major with K and V side by side, so that any run of tokens of one layer is one byte range:
     it is sent, received and sealed without a copy.
@@ -23,11 +28,13 @@ class KVLayout(msgspec.Struct, frozen=True):
     num_kv_heads: int
     head_dim: int
     codec: str = ""
+    vectors: int = 2
+    state_bytes: int = 0
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in one layer, K and V."""
-        return 2 * self.num_kv_heads * self.head_dim * _DTYPE_BYTES[self.dtype]
+        return self.vectors * self.num_kv_heads * self.head_dim * _DTYPE_BYTES[self.dtype]
 
     @property
     def slice_bytes(self) -> int:
@@ -39,11 +46,20 @@ class KVLayout(msgspec.Struct, frozen=True):
         """Bytes of one block in all layers."""
         return self.num_layers * self.slice_bytes
 
+    @property
+    def state_blocks(self) -> int:
+        """Number of blocks that hold one snapshot of the recurrent state; 0 for models without."""
+        return -(-self.state_bytes // self.block_bytes)
+
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def fingerprint(self) -> bytes:
         fields = (self.dtype, self.block_size, self.num_layers, self.num_kv_heads, self.head_dim)
-        codec = (self.codec,) if self.codec else ()
-        return "/".join(map(str, (*fields, *codec))).encode()
+        others = [self.codec] if self.codec else []
+        if self.vectors != 2:
+            others.append(f"vectors {self.vectors}")
+        if self.state_bytes:
+            others.append(f"state {self.state_bytes}")
+        return "/".join(map(str, (*fields, *others))).encode()

@@ -11,6 +11,7 @@ from isthmus.blocks.layout import KVLayout
 from isthmus.types import BlockName
 
 NAME_BYTES = 16
+_STATE_KEY = blake3.blake3(b"", derive_key_context="isthmus 2026 recurrent state name").digest()
 
 
 def _length_prefixed(*parts: bytes) -> bytes:
@@ -43,3 +44,19 @@ class BlockNamer:
             previous = blake3.blake3(body, key=self._key).digest(length=NAME_BYTES)
             names.append(previous)
         return names
+
+
+def state_name(name: BlockName, part: int, count: int) -> BlockName:
+    """Name of one of the `count` blocks that hold the recurrent state at the end of block `name`.
+
+    They follow that block in a chain, part 0 first: who holds the last part holds them all, and the prefix. A published
+    trace's numbers, which are 0 or more, give negative ones.
+    """
+    if isinstance(name, int):
+        return -(name * count + part) - 1
+    return blake3.blake3(name + part.to_bytes(4, "little"), key=_STATE_KEY).digest(length=NAME_BYTES)
+
+
+def state_names(name: BlockName, count: int) -> tuple[BlockName, ...]:
+    """Names of all of them, in order."""
+    return tuple([state_name(name, part, count) for part in range(count)])

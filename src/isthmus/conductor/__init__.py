@@ -10,6 +10,7 @@ from isthmus.conductor.events import (
     Action,
     BlocksEvicted,
     BlocksStored,
+    Convert,
     Event,
     Fail,
     Fetch,
@@ -17,6 +18,8 @@ from isthmus.conductor.events import (
     FirstToken,
     Hold,
     HoldExpired,
+    LinkState,
+    Measured,
     NodeJoined,
     NodeLeft,
     Paths,
@@ -27,9 +30,11 @@ from isthmus.conductor.events import (
     RequestCancelled,
     RequestEnded,
     RequestFailed,
+    RoleChanged,
     Route,
+    ThresholdSet,
 )
-from isthmus.conductor.rules import Rules
+from isthmus.conductor.rules import LinkRule, Rules
 
 __all__ = [
     "Abort",
@@ -37,6 +42,7 @@ __all__ = [
     "BlocksEvicted",
     "BlocksStored",
     "Conductor",
+    "Convert",
     "Event",
     "Fail",
     "Fetch",
@@ -44,6 +50,9 @@ __all__ = [
     "FirstToken",
     "Hold",
     "HoldExpired",
+    "LinkRule",
+    "LinkState",
+    "Measured",
     "NodeJoined",
     "NodeLeft",
     "Paths",
@@ -54,6 +63,8 @@ __all__ = [
     "RequestCancelled",
     "RequestEnded",
     "RequestFailed",
+    "RoleChanged",
     "Route",
     "Rules",
+    "ThresholdSet",
 ]

@@ -25,7 +25,9 @@ class NodeJoined(msgspec.Struct, frozen=True, tag=True):
     """A node is ready. `capacity_tokens`: the longest request, prompt and answer, its KV memory can hold.
 
     `cost`: what work takes there, None when nobody knows; `cache_blocks`: how many blocks its cache keeps;
-    `kv_dtype`: of its KV, "" when nobody knows.
+    `kv_dtype`: of its KV, "" when nobody knows; `cluster`: where it stands, "" if there is only one;
+    `state_blocks`: how many blocks the recurrent state of a sequence fills, 0 for models without: a prefix is of use
+    up to a block whose state is kept as well (`blocks.state_name`).
     """
 
     node: NodeId
@@ -36,6 +38,39 @@ class NodeJoined(msgspec.Struct, frozen=True, tag=True):
     paths: Paths = Paths()
     cache_blocks: int = 0
     kv_dtype: str = ""
+    cluster: str = ""
+    state_blocks: int = 0
+
+
+class RoleChanged(msgspec.Struct, frozen=True, tag=True):
+    """A node does what `Convert` asked: it has this role now, and its cache still."""
+
+    node: NodeId
+    role: Role
+
+
+class LinkState(msgspec.Struct, frozen=True):
+    """One direction of a link between clusters, over the period just past.
+
+    `up`: at least one session crosses it, or could; `sent_bytes`: that left; `busy_ns`: how long something was on its
+    way; `queued_bytes`: handed over to be sent and not out yet; `retransmits`: of TCP segments; `rtt_ns`: 0 if not
+    known.
+    """
+
+    source: str
+    target: str
+    up: bool
+    sent_bytes: int = 0
+    busy_ns: int = 0
+    queued_bytes: int = 0
+    retransmits: int = 0
+    rtt_ns: int = 0
+
+
+class Measured(msgspec.Struct, frozen=True, tag=True):
+    """Comes every `Rules.period_ns` where there are links, or nodes may be converted."""
+
+    links: tuple[LinkState, ...] = ()
 
 
 class NodeLeft(msgspec.Struct, frozen=True, tag=True):
@@ -137,6 +172,8 @@ Event = (
     | RequestCancelled
     | BlocksStored
     | BlocksEvicted
+    | RoleChanged
+    | Measured
 )
 
 
@@ -160,6 +197,9 @@ class Route(msgspec.Struct, frozen=True, tag=True):
     blocks the conductor counts on, fetched ones included; `work_ns`: node time it expects the prefill to take;
     `deadline_ns`: when the first token was promised, 0 without a promise; `codec`: in which form its KV goes to where
     it decodes.
+
+    `handover_start`: leading blocks that are not handed over, since the decode node has them or gets them in its own
+    cluster: with `recall`, from a node there, or its own cache where `recall.source` is itself.
     """
 
     request: RequestId
@@ -171,6 +211,8 @@ class Route(msgspec.Struct, frozen=True, tag=True):
     work_ns: int = 0
     deadline_ns: int = 0
     codec: str = "none"
+    handover_start: int = 0
+    recall: Fetch | None = None
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):
@@ -217,4 +259,18 @@ class Fail(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Action = Route | Refuse | Replicate | Abort | Hold | Fail
+class Convert(msgspec.Struct, frozen=True, tag=True):
+    """Give a node, which nothing needs any more, another role; then say `RoleChanged`. It keeps its cache."""
+
+    node: NodeId
+    role: Role
+
+
+class ThresholdSet(msgspec.Struct, frozen=True, tag=True):
+    """From now on prompts with more uncached tokens are prefilled in another cluster; None: no prompt is."""
+
+    threshold: int | None
+    reason: str
+
+
+Action = Route | Refuse | Replicate | Abort | Hold | Fail | Convert | ThresholdSet

@@ -7,11 +7,23 @@ import msgspec
 from isthmus.types import NS_PER_S
 
 
+class LinkRule(msgspec.Struct, frozen=True):
+    """One direction of a link between two clusters."""
+
+    source: str
+    target: str
+    bytes_per_s: int
+    rtt_ns: int = 0
+
+
 class Rules(msgspec.Struct, frozen=True):
     """`max_requests`: accepted at once; `max_attempts`: routes of one request; the rest as in the configuration.
 
     `ttft_ms`, `tbt_ms`: limits of requests that bring none, None for no limit.
     `codecs`: by which KV may be encoded on its way, where that is sooner there.
+    `links`: between clusters, both directions of each; `threshold`: more uncached tokens than that are prefilled in
+    another cluster, None solves it; `cache_mode`, `control`, `convert`, `cool_down_s`: as in `offload`;
+    `period_ns`: how often the driver says `Measured`.
     `replicate`: copy what is asked for again and again to a node that lacks it, while links are idle.
     """
 
@@ -30,6 +42,13 @@ class Rules(msgspec.Struct, frozen=True):
     codecs: tuple[str, ...] = ()
     ttft_ms: int | None = None
     tbt_ms: int | None = None
+    links: tuple[LinkRule, ...] = ()
+    threshold: int | None = None
+    cache_mode: str = "scarce"
+    control: bool = False
+    convert: bool = False
+    cool_down_s: float = 60.0
+    period_ns: int = NS_PER_S
 
     @property
     def decode_ns(self) -> int:

@@ -110,7 +110,9 @@ def encoded_blocks(codec: str, layout: KVLayout, data: Data, num_tokens: int) ->
 
 
 def _grid(layout: KVLayout, num_tokens: int) -> Grid:
-    return Grid(layout.dtype, num_tokens, layout.block_size, 2 * layout.num_kv_heads * layout.head_dim)
+    return Grid(
+        layout.dtype, num_tokens, layout.block_size, layout.vectors * layout.num_kv_heads * layout.head_dim
+    )
 
 
 def _array(data: Data) -> Bytes:

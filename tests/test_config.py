@@ -338,7 +338,7 @@ def test_clusters_have_roles_hardware_and_links_of_their_own(file: Path) -> None
         ),
         (TWO + "links: [{between: [east, west], gbps: 1}, {between: [west, east], gbps: 1}]", "need one link"),
         (TWO + "links: [{between: [east, west], gbps: 0}]", "links.0.gbps"),
-        (TWO + "links: [{between: [east, west], gbit: 1}]", "unknown key 'links.0.gbit'; did you mean 'gbps'?"),
+        (TWO + "links: [{between: [east, west], gbps: 1, rtt: 3}]", "unknown key 'links.0.rtt'; did you mean 'rtt_ms'?"),
         ("clusters: {a b: {}}", "clusters: 'a b' is no name"),
         ("clusters: {east: {rolls: {}}}", "unknown key 'clusters.east.rolls'; did you mean 'roles'?"),
         (

@@ -36,6 +36,8 @@ def test_layouts_that_differ_in_one_field_have_different_fingerprints() -> None:
         "num_kv_heads": 1,
         "head_dim": 16,
         "codec": "int8",
+        "vectors": 1,
+        "state_bytes": 4096,
     }
     assert set(changes) == set(KVLayout.__struct_fields__)
     layouts = [LAYOUT, *(replace(LAYOUT, **{field: value}) for field, value in changes.items())]
@@ -58,3 +60,9 @@ def test_quantised_blocks_have_the_size_of_exact_ones_and_other_names() -> None:
     tokens = list(range(48))
     exact_names = BlockNamer(revision="r", layout=LAYOUT).names(tokens)
     assert not set(exact_names) & set(BlockNamer(revision="r", layout=quantised).names(tokens))
+
+
+def test_a_recurrent_state_fills_whole_blocks() -> None:
+    block = LAYOUT.block_bytes
+    for state, blocks in ((0, 0), (1, 1), (block, 1), (block + 1, 2)):
+        assert replace(LAYOUT, state_bytes=state).state_blocks == blocks

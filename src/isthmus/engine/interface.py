@@ -31,6 +31,12 @@ class Chunk:
     `blocks` cover at least those positions; KV of the positions before `start` is in place already.
     `samples`: the token after the last one is wanted. `decodes`: this is one token of an answer, not part of a
     prompt. `salt`: of the request's caches.
+
+    Of a model with recurrent layers only (others ignore them): `slot`, where the engine keeps the request's live
+    state, below its number of slots. The chunk continues from that state, unless `start` is 0, which zeroes it, or
+    `restore` names the `layout.state_blocks` blocks whose snapshot, taken at position `start`, becomes the live
+    state first. `snapshots`: (position, blocks), ascending and in `(start, stop]`: the live state after the token
+    at `position - 1` is written to those blocks, and is there when the step returns.
     """
 
     tokens: Sequence[int]
@@ -39,6 +45,9 @@ class Chunk:
     samples: bool
     decodes: bool = False
     salt: str = ""
+    slot: int = 0
+    restore: tuple[int, ...] = ()
+    snapshots: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @property
     def stop(self) -> int:

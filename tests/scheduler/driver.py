@@ -2,7 +2,8 @@
 
 Each slot of that memory remembers for which sequence of tokens it was written. A piece may run only if every
 position before it is there, written for exactly its request's tokens; so sharing, resuming, caching and
-eviction are all judged by what attention would read.
+eviction are all judged by what attention would read. So are recurrent states: a slot remembers after which tokens
+its state is, and snapshots are written to blocks and read back.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class Guest:
     names: tuple[BlockName, ...] = ()
     detach: bool = False
     blocks: tuple[int, ...] = ()
+    state_blocks: tuple[int, ...] = ()
+    final: tuple[int, ...] = ()
     computed: int = 0
     prints: list[bytes] = field(default_factory=list)
 
@@ -84,6 +87,7 @@ class Node:
         self.run: Run | None = None
         self.cached: dict[BlockName, None] = {}
         self.memory: dict[int, bytes] = {}
+        self.live: dict[int, bytes] = {}
         self.log: list[Action] = []
         self.ended: dict[RequestId, str] = {}
         self.num_arrived = 0
@@ -108,6 +112,7 @@ class Node:
         guest = self.guests[request]
         assert guest.state is State.RECEIVING
         self._write(guest, 0, len(guest.tokens))
+        self._write_state(guest, len(guest.tokens), guest.state_blocks)
         guest.state, guest.computed = State.COMPUTING, len(guest.tokens)
         guest.tokens.append(self._sample())
         self.computing.append(request)
@@ -115,7 +120,13 @@ class Node:
 
     def release(self, request: RequestId) -> None:
         assert self.guests[request].state is State.DETACHED
-        self._check_readable(self.guests[request], self.guests[request].computed)
+        guest = self.guests[request]
+        self._check_readable(guest, guest.computed)
+        if self.limits.state_blocks:
+            assert self._state_in(guest.final) == guest.fingerprint(guest.computed - 1), (
+                "its state did not leave"
+            )
+            assert self.scheduler.pool.num_transfer >= self.limits.state_blocks
         self._end(request, "left")
         self._tell(Released(request))
 
@@ -169,6 +180,7 @@ class Node:
         assert not self.guests, "requests went on and on"
         assert set(self.ended) == {RequestId(f"r{number}") for number in range(self.num_arrived)}
         assert self.scheduler.pool.available == self.limits.num_blocks, "blocks did not come back"
+        assert self.scheduler.pool.num_transfer == 0, "a transfer is over and its blocks are not"
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
 
     def encoded_log(self) -> bytes:
@@ -178,7 +190,7 @@ class Node:
 
     def _add(self, tokens: Sequence[int], max_tokens: int, state: State) -> Guest:
         stop_length = len(tokens) + max_tokens
-        assert stop_length <= self.limits.num_blocks * self.limits.block_size, "the conductor refuses such"
+        assert stop_length <= self.limits.capacity_tokens, "the conductor refuses such"
         guest = Guest(RequestId(f"r{self.num_arrived}"), list(tokens), stop_length, state)
         self.num_arrived += 1
         self.guests[guest.request] = guest
@@ -208,9 +220,39 @@ class Node:
         self._check_readable(guest, start)
         self._write(guest, start, start + piece.count)
         guest.computed = start + piece.count
+        if self.limits.state_blocks:
+            self._recur(guest, piece, start)
         if piece.samples:
             guest.tokens.append(self._sample())
         return piece.samples
+
+    def _recur(self, guest: Guest, piece: Piece, start: int) -> None:
+        """Takes the live state over these tokens, with snapshots on the way."""
+        if start:
+            restores = piece.restore and start == piece.start
+            found = self._state_in(piece.restore) if restores else self.live.get(piece.slot)
+            assert found == guest.fingerprint(start - 1), f"{guest.request} goes on from a wrong state"
+        else:
+            assert not piece.restore, "a state before the first token is zero"
+        self.live[piece.slot] = guest.fingerprint(start + piece.count - 1)
+        for position, blocks in piece.snapshots:
+            assert start < position <= start + piece.count, "a state that this piece does not reach"
+            self._write_state(guest, position, blocks)
+            if position == len(guest.tokens) and guest.detach:
+                guest.final = blocks
+
+    def _write_state(self, guest: Guest, position: int, blocks: Sequence[int]) -> None:
+        assert len(set(blocks)) == self.limits.state_blocks
+        for other in self.guests.values():
+            assert not set(blocks) & set(other.blocks), "a snapshot is written over KV"
+        for part, block in enumerate(blocks):
+            self.memory[block * self.limits.block_size] = bytes([part]) + guest.fingerprint(position - 1)
+
+    def _state_in(self, blocks: Sequence[int]) -> bytes | None:
+        """Of which position the snapshot in these blocks is."""
+        found = [self.memory.get(block * self.limits.block_size, b"?") for block in blocks]
+        whole = all(part[0] == index and part[1:] == found[0][1:] for index, part in enumerate(found))
+        return found[0][1:] if len(found) == self.limits.state_blocks and whole else None
 
     def _slot(self, blocks: Sequence[int], position: int) -> int:
         return blocks[position // self.limits.block_size] * self.limits.block_size + (
@@ -248,6 +290,7 @@ class Node:
                     decoding.discard(action.request)
                     guest = self.guests[action.request]
                     guest.state, guest.blocks, guest.computed = State.WAITING, (), 0
+                    guest.state_blocks = ()
                     self.num_preempted += 1
                 case Stored():
                     assert not self.cached.keys() & set(action.names)
@@ -273,6 +316,8 @@ class Node:
         assert action.cached_tokens < length, "nothing is left to compute, and so nothing to sample from"
         assert len(action.blocks) == -(-length // size)
         guest.state, guest.blocks, guest.computed = State.COMPUTING, action.blocks, action.cached_tokens
+        guest.final = ()
+        assert bool(action.state) == bool(self.limits.state_blocks and action.cached_tokens)
         self._check_readable(guest, action.cached_tokens)
         self._check_exclusive(guest, action.blocks[action.cached_tokens // size :])
         self.computing.append(action.request)
@@ -281,7 +326,8 @@ class Node:
         guest = self.guests[action.request]
         assert guest.state is State.EXPECTED
         assert len(action.blocks) * self.limits.block_size > len(guest.tokens)
-        guest.state, guest.blocks = State.RECEIVING, action.blocks
+        guest.state, guest.blocks, guest.state_blocks = State.RECEIVING, action.blocks, action.state
+        assert len(action.state) == self.limits.state_blocks
         self._check_exclusive(guest, action.blocks)
 
     def _check_exclusive(self, guest: Guest, blocks: Sequence[int]) -> None:

@@ -57,9 +57,17 @@ OPS = st.lists(
     ),
     max_size=60,
 )
+
+
+def limits_with(num_blocks: int, state_blocks: int, **others: int) -> Limits:
+    """Room for at least one block beside the states of one request."""
+    return Limits(num_blocks=num_blocks + 4 * state_blocks, state_blocks=state_blocks, **others)
+
+
 LIMITS = st.builds(
-    Limits,
+    limits_with,
     num_blocks=st.integers(1, 24),
+    state_blocks=st.sampled_from([0, 0, 1, 3]),
     block_size=st.sampled_from([1, 2, 4, 16]),
     token_budget=st.sampled_from([1, 2, 7, 32, 512]),
     max_sequences=st.integers(1, 8),
@@ -69,7 +77,7 @@ LIMITS = st.builds(
 
 def prompt_of(node: Node, family: int, shared: int, own: int, answer: int) -> tuple[list[int], int]:
     """A prompt and answer cut down to what the node can hold at all."""
-    room = node.limits.num_blocks * node.limits.block_size
+    room = node.limits.capacity_tokens
     tokens = [1000 * family + index for index in range(shared)]
     tokens += [10**6 + 1000 * node.num_arrived + index for index in range(own)]
     tokens = tokens[: max(1, room - answer)]
@@ -145,8 +153,9 @@ def test_the_same_events_give_the_same_log_byte_for_byte(limits: Limits, ops: li
 
 
 def random_limits(random: Random) -> Limits:
-    return Limits(
+    return limits_with(
         num_blocks=random.randint(2, 24),
+        state_blocks=random.choice([0, 0, 1, 3]),
         block_size=random.choice([1, 2, 4, 16]),
         token_budget=random.choice([1, 2, 7, 32, 512]),
         max_sequences=random.randint(1, 8),

@@ -32,7 +32,9 @@ class Arrived(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fetched(msgspec.Struct, frozen=True, tag=True):
-    """The fetch of a request is over. `stop`: its leading blocks that are here now."""
+    """The fetch of a request is over. `stop`: its leading blocks that are here now; with recurrent states, all that
+    was fetched is here, or less and no state.
+    """
 
     request: RequestId
     stop: int
@@ -116,6 +118,10 @@ class Piece(msgspec.Struct, frozen=True):
     """Compute tokens `[start, start + count)` of one request, whose KV lies in `blocks`.
 
     When `samples`, this piece reaches the end of the known tokens and yields the next one.
+
+    Of a model with recurrent layers: the live state is in `slot`. At `start` 0 it is zero; else it is what the blocks
+    `restore` hold, if there are any; else it goes on. `snapshots`: (position, blocks to write the state after so many
+    tokens to), those that this piece reaches.
     """
 
     request: RequestId
@@ -123,6 +129,9 @@ class Piece(msgspec.Struct, frozen=True):
     count: int
     blocks: tuple[int, ...]
     samples: bool
+    slot: int = 0
+    restore: tuple[int, ...] = ()
+    snapshots: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 class Run:
@@ -160,20 +169,23 @@ class Admitted(msgspec.Struct, frozen=True, tag=True):
     """A request got its blocks; its first `cached_tokens` tokens need no computing.
 
     They are in `blocks` already, or, on a node with a tiered cache, are to be loaded from there, `disk_blocks`
-    of them from SSD, and a fetch may be under way.
+    of them from SSD, and a fetch may be under way. `state`: blocks that hold the recurrent state after these tokens,
+    or that it is to be loaded to.
     """
 
     request: RequestId
     cached_tokens: int
     blocks: tuple[int, ...]
     disk_blocks: int = 0
+    state: tuple[int, ...] = ()
 
 
 class Reserved(msgspec.Struct, frozen=True, tag=True):
-    """An expected request may be received into `blocks`."""
+    """An expected request may be received into `blocks`, its recurrent state into `state`."""
 
     request: RequestId
     blocks: tuple[int, ...]
+    state: tuple[int, ...] = ()
 
 
 class Preempted(msgspec.Struct, frozen=True, tag=True):

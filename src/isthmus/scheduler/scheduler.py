@@ -48,6 +48,7 @@ from isthmus.scheduler.events import (
 )
 from isthmus.scheduler.order import promise_order
 from isthmus.scheduler.pool import BlockPool, CountingPool
+from isthmus.scheduler.states import MAX_SNAPSHOTS, Snapshot, States
 from isthmus.scheduler.tiers import Change, TierCache
 from isthmus.types import BlockName, RequestId, Tier
 
@@ -58,7 +59,8 @@ class Limits(msgspec.Struct, frozen=True):
     `token_budget`: tokens computed in one iteration (decodes are never cut, prompts get what is left, at
     least one); `prompt_batch`: no further prompt joins an iteration that has so many prompt tokens already;
     `max_sequences`: requests that hold blocks; `max_steps`: iterations of one run of decodes, `max_chunks` of
-    one prompt's chunks; `order`: of waiting requests, `fcfs` or `promise`.
+    one prompt's chunks; `order`: of waiting requests, `fcfs` or `promise`; `state_blocks`: that a snapshot of the
+    model's recurrent state fills, 0 for models without.
     """
 
     num_blocks: int
@@ -69,6 +71,12 @@ class Limits(msgspec.Struct, frozen=True):
     max_chunks: int = 1
     prompt_batch: int = 1 << 30
     order: str = "fcfs"
+    state_blocks: int = 0
+
+    @property
+    def capacity_tokens(self) -> int:
+        """The longest request, prompt and answer, that fits alone, with all snapshots it may need at once."""
+        return (self.num_blocks - MAX_SNAPSHOTS * self.state_blocks) * self.block_size
 
 
 class _State(Enum):
@@ -89,7 +97,11 @@ class _Sequence:
     """One request here. Tokens `[0, length)` are known; `[0, computed)` have KV in `blocks`.
 
     While it decodes, `computed` is `clock + offset` and `length` one more; both are settled when it stops.
-    `age` counts admissions: the youngest is pre-empted first. `room`: clock at which `blocks` are full.
+    `age` counts admissions: the youngest is pre-empted first. `room`: clock at which `blocks` are full. `pinned`: in
+    the tiers, `num_pinned` leading blocks and the snapshot at their end.
+
+    With recurrent states: `slot` of the live one, -1 without; `restore`: blocks of a snapshot to go on from;
+    `snapshots`: taken, or to be taken, of its prompt.
     """
 
     __slots__ = (
@@ -107,8 +119,12 @@ class _Sequence:
         "num_cached",
         "num_pinned",
         "offset",
+        "pinned",
         "request",
+        "restore",
         "room",
+        "slot",
+        "snapshots",
         "state",
         "stop_length",
         "table",
@@ -122,6 +138,10 @@ class _Sequence:
         self.computed = self.named = self.offset = self.room = self.age = 0
         self.num_cached = self.fetch_start = self.fetch_stop = self.fetch_until_ns = self.num_pinned = 0
         self.work_ns = self.deadline_ns = 0
+        self.pinned: tuple[BlockName, ...] = ()
+        self.slot = -1
+        self.restore: list[int] = []
+        self.snapshots: list[Snapshot] = []
         self.blocks: list[int] = []
         self.table: tuple[int, ...] | None = None
 
@@ -148,6 +168,10 @@ class Scheduler:
         self._rooms: list[tuple[int, int, _Sequence]] = []
         self._admissions = 0
         self._joining: list[_Sequence] = []  # will decode from the next run on
+        self._restoring: list[_Sequence] = []  # decode in the next run from a snapshot
+        self._states: States | None = None
+        if limits.state_blocks:
+            self._states = States(limits.state_blocks, limits.block_size, limits.max_sequences)
         self._run: Run | None = None
         self._handlers: dict[type, Callable[..., None]] = {
             Arrived: self._arrive,
@@ -192,7 +216,15 @@ class Scheduler:
             assert decodes or 0 <= computed <= sequence.length
             assert len(sequence.blocks) * size >= computed, "computed tokens without a block"
             waits = sequence.state in (WAITING, EXPECTED)
-            assert not (waits and sequence.blocks), "a waiting request holds blocks"
+            held = sequence.blocks or sequence.restore or sequence.snapshots
+            assert not (waits and held), "a waiting request holds blocks"
+            if self._states is not None:
+                computes = sequence.state in (PROMPT, JOINING, DECODING)
+                assert computes == (sequence.slot >= 0), "who computes has a slot, and nobody else"
+        if self._states is not None:
+            slots = [sequence.slot for sequence in self._sequences.values() if sequence.slot >= 0]
+            assert len(slots) == len(set(slots)), "two requests have one slot"
+            assert len(slots) + self._states.num_free == self.limits.max_sequences, "slots were lost"
 
     # Facts.
 
@@ -209,8 +241,7 @@ class Scheduler:
         sequence.fetch_stop, sequence.fetch_until_ns = event.fetch_stop, event.fetch_until_ns
         if self.tiers is not None and event.num_cached:
             present, _ = self.tiers.match(event.names)
-            sequence.num_pinned = max(min(present, event.num_cached), event.fetch_stop)
-            self.tiers.pin(event.names[: sequence.num_pinned])
+            self._pin(sequence, max(min(present, event.num_cached), event.fetch_stop))
         self._waiting.append(sequence)
 
     def _expect(self, event: Expected, actions: list[Action]) -> None:
@@ -225,6 +256,9 @@ class Scheduler:
         sequence = self._sequences[event.request]
         assert sequence.state is RECEIVING
         sequence.computed = sequence.length
+        self.pool.settle(sequence.blocks)
+        if self._states is not None:
+            sequence.slot = self._states.take_slot()
         self._admissions += 1
         sequence.age = self._admissions
         sequence.state = JOINING
@@ -234,8 +268,12 @@ class Scheduler:
         sequence = self._sequences.get(event.request)
         if sequence is None:
             return
+        complete = event.stop >= sequence.fetch_stop
         sequence.fetch_start = sequence.fetch_stop = 0
-        self._put(sequence.names[: event.stop], actions)
+        names = sequence.names[: event.stop]
+        if self._states is not None and complete:
+            names = self._states.chain(sequence.names, event.stop)
+        self._put(names, actions)
 
     def _offered(self, event: Offered, actions: list[Action]) -> None:
         self._put(event.names, actions)
@@ -243,8 +281,14 @@ class Scheduler:
     def _missing(self, event: Missing, actions: list[Action]) -> None:
         """What could not be loaded is computed, from the next run on."""
         sequence = self._sequences.get(event.request)
-        if sequence is not None and sequence.state is PROMPT:
-            sequence.computed = min(sequence.computed, event.num_blocks * self.limits.block_size)
+        if sequence is None or sequence.state is not PROMPT:
+            return
+        found = event.num_blocks * self.limits.block_size
+        if self._states is None:
+            sequence.computed = min(sequence.computed, found)
+        elif sequence.restore:  # no state but the one that was to be loaded
+            sequence.computed = 0
+            self._restored(sequence)
 
     def _lost(self, event: Lost, actions: list[Action]) -> None:
         if self.tiers is not None:
@@ -274,7 +318,29 @@ class Scheduler:
         elif state is EXPECTED:
             self._expected.remove(sequence)
         self._unpin(sequence)
+        self._release(sequence)
+
+    def _release(self, sequence: _Sequence) -> None:
+        """Gives back all that it holds of the engine."""
         self.pool.release(sequence.blocks)
+        if self._states is None:
+            return
+        self._restored(sequence)
+        for snapshot in sequence.snapshots:
+            self.pool.release(snapshot.blocks)
+        sequence.snapshots = []
+        self._give_slot(sequence)
+
+    def _restored(self, sequence: _Sequence) -> None:
+        """Its live state does not need the snapshot any more that it goes on from."""
+        self.pool.release(sequence.restore)
+        sequence.restore = []
+
+    def _give_slot(self, sequence: _Sequence) -> None:
+        if sequence.slot >= 0:
+            assert self._states is not None
+            self._states.give_slot(sequence.slot)
+            sequence.slot = -1
 
     def _advance(self, event: Stepped, actions: list[Action]) -> None:
         """Books an executed run: positions computed, full prompt blocks named, ended requests gone."""
@@ -283,6 +349,10 @@ class Scheduler:
         self._run = None
         if run.num_decodes:
             self._clock += event.steps
+        if self._restoring and event.steps:
+            for sequence in self._restoring:
+                self._restored(sequence)
+            self._restoring.clear()
         if run.chunks and event.steps:
             self._book_chunks(run, event, actions)
         for request in event.ended:
@@ -297,17 +367,46 @@ class Scheduler:
             sequence.computed = piece.start + piece.count * event.steps
             if self.tiers is None and sequence.named < len(sequence.names):
                 self._name_blocks(sequence, stored)
+            if sequence.restore:
+                self._restored(sequence)
             if piece.samples:
                 self._prompts.remove(sequence)
                 if self.tiers is not None:
                     self._put(sequence.names, actions)
                     self._unpin(sequence)
+                if self._states is not None:
+                    self._keep_snapshots(sequence, stored, actions)
                 if sequence.detach:
-                    sequence.state = DETACHED
+                    self._detach(sequence)
                 else:
                     self._start_decoding(sequence)
         if stored:
             actions.append(Stored(tuple(stored)))
+
+    def _detach(self, sequence: _Sequence) -> None:
+        """What has no name leaves with it, and is free when it is gone."""
+        sequence.state = DETACHED
+        self.pool.lend(sequence.blocks)
+        for snapshot in sequence.snapshots:
+            self.pool.lend(snapshot.blocks)
+        self._give_slot(sequence)
+
+    def _keep_snapshots(self, sequence: _Sequence, stored: list[BlockName], actions: list[Action]) -> None:
+        """Its prompt is computed: snapshots are cached behind the prefix they belong to; the one that travels stays."""
+        assert self._states is not None
+        leaves = []
+        for snapshot in sequence.snapshots:
+            if not snapshot.depth:
+                leaves.append(snapshot)
+                continue
+            if self.tiers is not None:
+                self._put(self._states.chain(sequence.names, snapshot.depth), actions)
+            else:
+                names = self._states.parts(sequence.names, snapshot.depth)
+                named = zip(snapshot.blocks, names, strict=True)
+                stored += [name for block, name in named if self.pool.store(block, name)]
+            self.pool.release(snapshot.blocks)
+        sequence.snapshots = leaves
 
     def _name_blocks(self, sequence: _Sequence, stored: list[BlockName]) -> None:
         full = min(sequence.computed // self.limits.block_size, len(sequence.names))
@@ -333,10 +432,20 @@ class Scheduler:
         if change.evicted:
             actions.append(Evicted(change.evicted))
 
+    def _pin(self, sequence: _Sequence, num_blocks: int) -> None:
+        """Instead of what it had pinned: so many leading blocks, and the state after them."""
+        assert self.tiers is not None
+        names = sequence.names[:num_blocks]
+        if self._states is not None:
+            names = self._states.chain(sequence.names, num_blocks)
+        self.tiers.pin(names)
+        self._unpin(sequence)
+        sequence.pinned, sequence.num_pinned = names, num_blocks
+
     def _unpin(self, sequence: _Sequence) -> None:
-        if sequence.num_pinned and self.tiers is not None:
-            self.tiers.unpin(sequence.names[: sequence.num_pinned])
-            sequence.num_pinned = 0
+        if sequence.pinned and self.tiers is not None:
+            self.tiers.unpin(sequence.pinned)
+            sequence.pinned, sequence.num_pinned = (), 0
 
     # Decoding together.
 
@@ -388,6 +497,8 @@ class Scheduler:
         if self._joining:
             for sequence in self._joining:
                 self._start_decoding(sequence)
+                if sequence.restore:
+                    self._restoring.append(sequence)
             self._joining.clear()
         if self._rooms:
             self._make_room(actions)
@@ -422,7 +533,15 @@ class Scheduler:
     def _append_chunk(self, sequence: _Sequence, budget: int, chunks: list[Piece]) -> int:
         left = sequence.length - sequence.computed
         count = left if left < budget else budget
-        chunks.append(Piece(sequence.request, sequence.computed, count, self._table(sequence), count == left))
+        start, table = sequence.computed, self._table(sequence)
+        if self._states is None:
+            chunks.append(Piece(sequence.request, start, count, table, count == left))
+        else:
+            taken = [(shot.position, tuple(shot.blocks)) for shot in sequence.snapshots]
+            within = tuple([shot for shot in taken if start < shot[0] <= start + count])
+            restore = tuple(sequence.restore)
+            piece = Piece(sequence.request, start, count, table, count == left, sequence.slot, restore, within)
+            chunks.append(piece)
         return count
 
     def _chunk_steps(self, chunks: list[Piece]) -> int:
@@ -444,7 +563,15 @@ class Scheduler:
     def _decode_pieces(self) -> list[Piece]:
         """One token of each that decodes, oldest admission first."""
         return [
-            Piece(sequence.request, self._clock + sequence.offset, 1, self._table(sequence), True)
+            Piece(
+                sequence.request,
+                self._clock + sequence.offset,
+                1,
+                self._table(sequence),
+                True,
+                max(0, sequence.slot),
+                tuple(sequence.restore),
+            )
             for sequence in sorted(self._decoding, key=lambda sequence: sequence.age)
         ]
 
@@ -488,7 +615,7 @@ class Scheduler:
             self._stop_decoding(victim)
         else:
             self._prompts.remove(victim)
-        self.pool.release(victim.blocks)
+        self._release(victim)
         victim.blocks, victim.table, victim.computed, victim.named = [], None, 0, 0
         victim.state = WAITING
         self._waiting.appendleft(victim)
@@ -504,28 +631,70 @@ class Scheduler:
         sequence, size = self._waiting[index], self.limits.block_size
         # At least one token is computed, for it yields the logits.
         held: list[int] = []
+        restore: list[int] = []
         disk_blocks = 0
         if self.tiers is None:
             held = self.pool.match(sequence.names[: (sequence.length - 1) // size])
+            found = len(held)
+            if self._states is not None:
+                held, restore = self._with_state(sequence, held)
             computed = len(held) * size
         else:
-            num_cached, disk_blocks = self._find(sequence)
+            num_cached, disk_blocks, found = self._find(sequence)
             if num_cached < sequence.num_cached and self._is_computed(sequence.names, num_cached):
                 return False  # it was sent here for what is in this very iteration
             computed = min(num_cached * size, sequence.length - 1)
         needed = -(-sequence.length // size) - len(held)
-        if needed + self.pool.idle_among(held) + self._headroom() > self.pool.available:
+        more = self._state_blocks(sequence, computed, found) if self._states is not None else 0
+        cached = held + restore
+        if needed + more + self.pool.idle_among(cached) + self._headroom() > self.pool.available:
             return False
         del self._waiting[index]
-        self.pool.acquire(held)
+        self.pool.acquire(cached)
         sequence.blocks = held + self.pool.allocate(needed)
+        if self._states is not None:
+            sequence.restore = restore
+            self._prepare_states(sequence, computed, found)
         sequence.computed, sequence.named = computed, len(held)
         sequence.state = PROMPT
         self._admissions += 1
         sequence.age = self._admissions
         self._prompts.append(sequence)
-        actions.append(Admitted(sequence.request, computed, self._table(sequence), disk_blocks))
+        table, restore_from = self._table(sequence), tuple(sequence.restore)
+        actions.append(Admitted(sequence.request, computed, table, disk_blocks, restore_from))
         return True
+
+    def _with_state(self, sequence: _Sequence, held: list[int]) -> tuple[list[int], list[int]]:
+        """Of the cached blocks of a prompt those up to the deepest snapshot, and its blocks."""
+        assert self._states is not None
+        depth = self._states.usable(sequence.names, len(held), self.pool.holds)
+        state = self.pool.match(self._states.parts(sequence.names, depth)) if depth else []
+        if len(state) < self._states.num_blocks:  # some of it was evicted
+            return [], []
+        return held[:depth], state
+
+    def _state_blocks(self, sequence: _Sequence, computed: int, found: int) -> int:
+        """How many blocks its snapshots take, the one to be loaded included."""
+        assert self._states is not None
+        loaded = self.tiers is not None and computed > 0
+        return (len(self._snapshots_of(sequence, computed, found)) + loaded) * self._states.num_blocks
+
+    def _snapshots_of(self, sequence: _Sequence, computed: int, found: int) -> list[tuple[int, int]]:
+        assert self._states is not None
+        return self._states.positions(
+            sequence.length, len(sequence.names), computed, found, leaves=sequence.detach
+        )
+
+    def _prepare_states(self, sequence: _Sequence, computed: int, found: int) -> None:
+        assert self._states is not None
+        count = self._states.num_blocks
+        if self.tiers is not None and computed:
+            sequence.restore = self.pool.allocate(count)
+        sequence.snapshots = [
+            Snapshot(position, depth, self.pool.allocate(count))
+            for position, depth in self._snapshots_of(sequence, computed, found)
+        ]
+        sequence.slot = self._states.take_slot()
 
     def _choose(self, now: int) -> int:
         if self.limits.order == "fcfs" or len(self._waiting) == 1:
@@ -561,17 +730,20 @@ class Scheduler:
             or self.tiers.match(sequence.names)[0] >= sequence.num_cached
         )
 
-    def _find(self, sequence: _Sequence) -> tuple[int, int]:
-        """Leading blocks in the tiers, those of a fetch under way included, and how many of them are on disk."""
+    def _find(self, sequence: _Sequence) -> tuple[int, int, int]:
+        """Leading blocks in the tiers that can be used, those of a fetch under way included; how many of what is to be
+        loaded is on disk; and how many leading blocks there are, with a state or not."""
         assert self.tiers is not None
-        found, on_disk = self.tiers.match(sequence.names)
-        if sequence.fetch_start <= found < sequence.fetch_stop:
-            found = sequence.fetch_stop
-        if found > sequence.num_pinned:
-            self.tiers.pin(sequence.names[:found])
-            self._unpin(sequence)
-            sequence.num_pinned = found
-        return found, on_disk
+        present, on_disk = self.tiers.match(sequence.names)
+        arrives = sequence.fetch_start <= present < sequence.fetch_stop
+        found = usable = sequence.fetch_stop if arrives else present
+        if self._states is not None and not arrives:
+            usable = min(present, (sequence.length - 1) // self.limits.block_size)
+            usable = self._states.usable(sequence.names, usable, self.tiers.holds)
+            on_disk = self.tiers.match(self._states.chain(sequence.names, usable))[1]
+        if usable > sequence.num_pinned:
+            self._pin(sequence, usable)
+        return usable, on_disk, found
 
     def _is_computed(self, names: tuple[BlockName, ...], index: int) -> bool:
         """Whether a prompt that is being computed will leave this block behind."""
@@ -587,9 +759,12 @@ class Scheduler:
         while self._expected and not self._waiting and self.num_running < self.limits.max_sequences:
             sequence = self._expected[0]
             needed = -(-(sequence.length + 1) // self.limits.block_size)
-            if needed + self._headroom() > self.pool.available:
+            if needed + self.limits.state_blocks + self._headroom() > self.pool.available:
                 return
             self._expected.popleft()
             sequence.blocks = self.pool.allocate(needed)
+            sequence.restore = self.pool.allocate(self.limits.state_blocks)
+            self.pool.lend(sequence.blocks)
+            self.pool.lend(sequence.restore)
             sequence.state = RECEIVING
-            actions.append(Reserved(sequence.request, self._table(sequence)))
+            actions.append(Reserved(sequence.request, self._table(sequence), tuple(sequence.restore)))

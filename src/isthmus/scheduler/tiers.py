@@ -62,6 +62,10 @@ class TierCache:
         found = self.ssd.match(names, in_dram) if self.ssd.held else in_dram
         return found, found - in_dram
 
+    def holds(self, name: BlockName) -> bool:
+        """In either tier."""
+        return name in self.dram.held or name in self.ssd.held
+
     @property
     def num_pinned(self) -> int:
         """Distinct blocks that are pinned."""

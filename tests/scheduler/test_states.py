@@ -1,0 +1,198 @@
+"""Recurrent states on one node: which prefixes they make usable, and where snapshots are taken."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.blocks import state_names
+from isthmus.scheduler import (
+    Admitted,
+    Arrived,
+    BlockPool,
+    Expected,
+    Fetched,
+    Imported,
+    Limits,
+    Missing,
+    Offered,
+    Recovered,
+    Released,
+    Reserved,
+    Run,
+    Scheduler,
+    Stepped,
+    Stored,
+    TierCache,
+)
+from isthmus.scheduler.states import States
+from isthmus.types import BlockName, RequestId, Tier
+
+A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
+NAMES: tuple[BlockName, ...] = tuple(range(40))
+PARTS = 2
+
+
+def chain(depth: int) -> tuple[BlockName, ...]:
+    return NAMES[:depth] + state_names(NAMES[depth - 1], PARTS)
+
+
+def node(tiers: TierCache | None = None, **others: int) -> Scheduler:
+    limits = Limits(num_blocks=64, block_size=4, max_sequences=4, state_blocks=PARTS, **others)
+    return Scheduler(limits, tiers, BlockPool(64))
+
+
+def arrives(
+    request: RequestId, num_tokens: int, names: tuple[BlockName, ...] = NAMES, **others: int
+) -> Arrived:
+    return Arrived(request, num_tokens, num_tokens + 5, names[: num_tokens // 4], **others)  # type: ignore[arg-type]
+
+
+def of(kind: type, actions: list) -> object:
+    (found,) = [action for action in actions if isinstance(action, kind)]
+    return found
+
+
+@given(st.integers(1, 40), st.sets(st.integers(1, 40)), st.integers(0, 40))
+def test_a_prefix_can_be_used_as_far_as_its_deepest_snapshot(count: int, depths: set[int], found: int) -> None:
+    states = States(PARTS, 4, 1)
+    held = {state_names(NAMES[depth - 1], PARTS)[-1] for depth in depths}
+    usable = states.usable(NAMES[:count], min(found, count), held.__contains__)
+    assert usable == max((depth for depth in depths if depth <= min(found, count)), default=0)
+
+
+@pytest.mark.parametrize(
+    ("length", "computed", "found", "positions"),
+    [
+        (41, 0, 0, [(40, 10)]),
+        (40, 0, 0, [(36, 9)]),  # one token is always computed: the same prompt can use this one
+        (3, 0, 0, []),
+        (41, 40, 10, []),
+        (41, 0, 6, [(24, 6), (40, 10)]),  # another prompt parted from this one after 6 blocks
+        (41, 24, 6, [(40, 10)]),
+        (41, 0, 10, [(40, 10)]),
+    ],
+)
+def test_where_snapshots_are_taken(
+    length: int, computed: int, found: int, positions: list[tuple[int, int]]
+) -> None:
+    states = States(PARTS, 4, 1)
+    assert states.positions(length, length // 4, computed, found, leaves=False) == positions
+    assert states.positions(length, length // 4, computed, found, leaves=True) == [*positions, (length, 0)]
+
+
+def test_the_same_prompt_again_goes_on_from_its_snapshot() -> None:
+    scheduler = node()
+    run = of(Run, scheduler.on(arrives(A, 41)))
+    ((position, blocks),) = run.chunks[0].snapshots
+    assert position == 40
+    actions = scheduler.on(Stepped(1))
+    assert of(Stored, actions).names == (*NAMES[:10], *state_names(NAMES[9], PARTS))
+    admitted = of(Admitted, [*actions, *scheduler.on(arrives(B, 43)), *scheduler.on(Stepped(1))])
+    assert (admitted.request, admitted.cached_tokens, admitted.state) == (B, 40, blocks)
+    scheduler.check()
+
+
+def test_kv_without_a_state_is_computed_again_and_leaves_one_at_the_branch() -> None:
+    scheduler = node()
+    scheduler.on(arrives(A, 41))
+    other = (*NAMES[:6], *range(100, 110))
+    scheduler.on(arrives(B, 41, other))
+    run = of(Run, scheduler.on(Stepped(1)))
+    (piece,) = run.chunks
+    assert (piece.start, [position for position, _ in piece.snapshots]) == (0, [24, 40])
+    scheduler.on(arrives(C, 41, (*NAMES[:6], *range(200, 210))))
+    admitted = of(Admitted, scheduler.on(Stepped(1)))
+    assert (admitted.request, admitted.cached_tokens) == (C, 24)
+    scheduler.check()
+
+
+def test_who_leaves_takes_its_state_along_in_blocks_that_are_free_afterwards() -> None:
+    scheduler = node()
+    run = of(Run, scheduler.on(arrives(A, 42, detach=True)))
+    assert [position for position, _ in run.chunks[0].snapshots] == [40, 42]
+    scheduler.on(Stepped(1))
+    assert scheduler.pool.num_transfer == 1 + PARTS  # the unfinished block and the state
+    scheduler.on(Released(A))
+    assert (scheduler.pool.num_transfer, scheduler.pool.cached) == (0, 10 + PARTS)
+    scheduler.check()
+
+
+def test_who_comes_goes_on_from_the_state_it_was_sent_with() -> None:
+    scheduler = node()
+    reserved = of(Reserved, scheduler.on(Expected(A, 9, 20)))
+    assert (len(reserved.blocks), len(reserved.state)) == (3, PARTS)
+    assert scheduler.pool.num_transfer == 3 + PARTS
+    run = of(Run, scheduler.on(Imported(A)))
+    assert (run.pieces[0].start, run.pieces[0].restore) == (9, reserved.state)
+    assert scheduler.pool.num_transfer == PARTS
+    available = scheduler.pool.available
+    run = of(Run, scheduler.on(Stepped(1)))
+    assert run.pieces[0].restore == ()
+    assert (scheduler.pool.num_transfer, scheduler.pool.available) == (0, available + PARTS)
+    scheduler.check()
+
+
+def test_a_run_that_did_not_start_restores_again() -> None:
+    scheduler = node()
+    scheduler.on(Expected(A, 9, 20))
+    scheduler.on(Imported(A))
+    run = of(Run, scheduler.on(Stepped(0)))
+    assert run.pieces[0].restore
+
+
+def test_a_cache_beside_the_memory_keeps_prefix_and_state_as_one_chain() -> None:
+    tiers = TierCache(40)
+    scheduler = node(tiers)
+    scheduler.on(arrives(A, 41))
+    scheduler.on(Stepped(1))
+    assert tiers.match(chain(10)) == (10 + PARTS, 0)
+    scheduler.on(arrives(B, 43, num_cached=10))
+    admitted = of(Admitted, scheduler.on(Stepped(1)))
+    assert (admitted.cached_tokens, len(admitted.state)) == (40, PARTS)
+    assert tiers.num_pinned == 10 + PARTS
+    scheduler.on(Stepped(1))
+    assert tiers.num_pinned == 0
+    scheduler.check()
+    tiers.check()
+
+
+def test_what_is_on_disk_of_a_state_is_counted() -> None:
+    tiers = TierCache(6, 20)
+    scheduler = node(tiers)
+    scheduler.on(Offered(chain(10)))
+    admitted = of(Admitted, scheduler.on(arrives(A, 41)))
+    assert (admitted.cached_tokens, admitted.disk_blocks) == (40, 10 + PARTS - 6)
+
+
+def test_a_state_that_cannot_be_loaded_means_from_the_start() -> None:
+    scheduler = node(TierCache(40))
+    scheduler.on(Offered(chain(10)))
+    scheduler.on(arrives(A, 41))
+    scheduler.on(Missing(A, 9))
+    run = of(Run, scheduler.on(Stepped(0)))
+    assert (run.chunks[0].start, run.chunks[0].restore) == (0, ())
+    scheduler.on(Stepped(1))
+    scheduler.check()
+
+
+@pytest.mark.parametrize(("stop", "cached"), [(10, 40), (9, 0)])
+def test_a_fetch_counts_with_its_state_or_not_at_all(stop: int, cached: int) -> None:
+    """Admitted while it arrives, a prompt counts on all of it; afterwards on what came."""
+    scheduler = node(TierCache(40))
+    fetch = {"num_cached": 10, "fetch_start": 0, "fetch_stop": 10}
+    scheduler.on(arrives(B, 4))
+    scheduler.on(arrives(A, 41, **fetch))
+    actions = scheduler.on(Fetched(A, stop))
+    stored = of(Stored, actions)
+    assert stored.names == (chain(10) if stop == 10 else NAMES[:9])
+    admitted = of(Admitted, scheduler.on(Stepped(1)))
+    assert admitted.cached_tokens == cached
+
+
+def test_recovered_states_are_usable() -> None:
+    tiers = TierCache(40, 40)
+    scheduler = node(tiers)
+    assert of(Stored, scheduler.on(Recovered((chain(10),)))).tier is Tier.DISK
+    assert of(Admitted, scheduler.on(arrives(A, 41))).cached_tokens == 40

@@ -29,14 +29,15 @@ clusters.east.hardware clusters.east.gpus clusters.east.cost clusters.east.price
 engine.kind engine.hardware engine.gpus engine.runtime engine.cost
 engine.dtype engine.device engine.threads engine.block_size engine.kv_memory engine.token_budget
 engine.prompt_batch engine.max_sequences engine.max_length
-scheduling.admission scheduling.order scheduling.reserve scheduling.sticky_blocks scheduling.balancing_threshold
+scheduling.admission scheduling.order scheduling.chunking scheduling.partial_prefills
+scheduling.reserve scheduling.sticky_blocks scheduling.balancing_threshold
 scheduling.decode_s scheduling.load_limit scheduling.seed
 scheduling.replication
 slo.ttft_ms slo.tbt_ms cache.dram cache.ssd cache.folder cache.share cache.eviction
 network.node_gbps network.handover_gbps network.spine_gbps network.connections network.resume_s
 network.background_share network.compression tls.certificate tls.key tls.authority
 limits.max_requests limits.max_attempts limits.start_s limits.drain_s limits.silence_s limits.rejoin_s
-limits.transfer_s
+limits.transfer_s limits.link_s
 """.split()
 OPTIONS += [f"clusters.east.{option}" for option in OPTIONS if option.startswith("roles.")]
 
@@ -284,6 +285,23 @@ def test_whatever_is_written_is_a_configuration_or_one_line(value: object) -> No
 # The environment.
 
 
+@pytest.mark.parametrize(
+    ("scheduling", "expected"),
+    [
+        ("{chunking: tbt}", "scheduling.chunking: tbt keeps slo.tbt_ms, which is not given; give it"),
+        (
+            "{partial_prefills: 2, order: promise}",
+            "scheduling.partial_prefills: above 1 needs scheduling.order: fcfs",
+        ),
+    ],
+)
+def test_chunking_that_does_not_fit_is_refused_in_one_line(file: Path, scheduling: str, expected: str) -> None:
+    file.write_text(f"scheduling: {scheduling}")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, {})
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_kernels_are_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_dir() == tmp_path / "isthmus"
@@ -338,7 +356,10 @@ def test_clusters_have_roles_hardware_and_links_of_their_own(file: Path) -> None
         ),
         (TWO + "links: [{between: [east, west], gbps: 1}, {between: [west, east], gbps: 1}]", "need one link"),
         (TWO + "links: [{between: [east, west], gbps: 0}]", "links.0.gbps"),
-        (TWO + "links: [{between: [east, west], gbps: 1, rtt: 3}]", "unknown key 'links.0.rtt'; did you mean 'rtt_ms'?"),
+        (
+            TWO + "links: [{between: [east, west], gbps: 1, rtt: 3}]",
+            "unknown key 'links.0.rtt'; did you mean 'rtt_ms'?",
+        ),
         ("clusters: {a b: {}}", "clusters: 'a b' is no name"),
         ("clusters: {east: {rolls: {}}}", "unknown key 'clusters.east.rolls'; did you mean 'roles'?"),
         (

@@ -9,9 +9,10 @@ import pytest
 
 from isthmus.conductor import Rules
 from isthmus.config import Config, load_config
-from isthmus.cost import Analytic
+from isthmus.cost import Analytic, compile_cost
 from isthmus.deploy import (
     at_home,
+    chunking_of,
     clusters_of,
     cost_of,
     gpus_of,
@@ -21,9 +22,21 @@ from isthmus.deploy import (
     rules_of,
 )
 from isthmus.errors import ConfigError
+from isthmus.scheduler import CPU_TILE, TILE, Chunking
 from isthmus.types import Role
 
 CURVE = {"kv_token_bytes": 1024, "num_layers": 4, "prefill_token_s": "1e-5", "decode_points": [[1, "5e-3"]]}
+
+
+def test_chunks_keep_the_limit_between_tokens_only_where_that_is_asked_for() -> None:
+    options = {"slo.tbt_ms": 50, "engine.hardware": "h100", "scheduling.partial_prefills": 3}
+    fixed = load_config(None, options)
+    assert chunking_of(fixed, fixed.roles.mixed) == Chunking(3, None, TILE)
+    timed = load_config(None, {**options, "scheduling.chunking": "tbt", "roles.mixed.hardware": "cpu"})
+    assert chunking_of(timed, timed.roles.mixed) == Chunking(3, 50, CPU_TILE)
+    curve = load_config(None, {"engine.cost": CURVE})
+    target = Chunking(3, 50).target(compile_cost(cost_of(curve, curve.roles.mixed, None)).step_ps)
+    assert target is not None and target.limit_ps == 50 * 10**9
 
 
 def test_every_rule_comes_from_the_configuration() -> None:
@@ -152,3 +165,10 @@ def test_a_clusters_curve_comes_from_a_file_beside_the_configuration_too(tmp_pat
     config = at_home(load_config(None, {"clusters": {"east": {"cost": "curve.json"}}}), tmp_path)
     (east,) = clusters_of(config)
     assert cost_of(east.config, east.config.roles.prefill, None).num_layers == 4
+
+
+def test_a_published_profile_has_a_name() -> None:
+    config = load_config(None, {"clusters": {"dense": {"cost": "prfaas-1t-h200x8"}}})
+    (dense,) = clusters_of(at_home(config, Path("/nowhere")))
+    cost = cost_of(dense.config, dense.config.roles.prefill, None)
+    assert isinstance(cost, Curve) and "Table 5" in cost.origin

@@ -116,11 +116,16 @@ class ClusterConfig(_Section):
 
 
 class LinkConfig(_Section):
-    """What joins two clusters: so many Gbps each way, and how long a byte takes there and an answer back."""
+    """What joins two clusters: so many Gbps each way, and how long a byte takes there and an answer back.
+
+    `emulate`: nodes of one machine reach each other through a proxy that is as slow (live only; `none` where the link
+    is a real one).
+    """
 
     between: tuple[str, str]
     gbps: float = Field(gt=0)
     rtt_ms: float = Field(0.0, ge=0, le=10_000)
+    emulate: Literal["proxy", "none"] = "proxy"
 
 
 class OffloadConfig(_Section):
@@ -164,7 +169,11 @@ class EngineConfig(_Section):
 
 
 class LimitsConfig(_Section):
-    """What is accepted at once, how often a request is re-routed, and how long waits may last."""
+    """What is accepted at once, how often a request is re-routed, and how long waits may last.
+
+    `transfer_s`: in which a transfer must bring something; `link_s`: in which a link between clusters must, while
+    something is on its way over it.
+    """
 
     max_requests: int = Field(1024, ge=1)
     max_attempts: int = Field(3, ge=1, le=10)
@@ -173,6 +182,7 @@ class LimitsConfig(_Section):
     silence_s: float = Field(3.0, gt=0)
     rejoin_s: float = Field(30.0, ge=0)
     transfer_s: float = Field(30.0, gt=0)
+    link_s: float = Field(3.0, gt=0)
 
 
 class CacheConfig(_Section):
@@ -221,6 +231,9 @@ class SloConfig(_Section):
 class SchedulingConfig(_Section):
     """The knobs beside `policy`. Each of the last five belongs to the policy or admission it names.
 
+    `chunking`: how many prompt tokens an iteration with decodes takes, `engine.token_budget` or as many within it as
+    keep `slo.tbt_ms`; `partial_prefills`: prompts that a node computes in parts at the same time, above 1 with
+    `order: fcfs` only;
     `order`: of a node's queue, first come or promise order; `reserve`: share of the TTFT limit kept back when
     promising; `sticky_blocks`: shortest match that `sticky` follows; `balancing_threshold`: of `mooncake`;
     `decode_s`: of `predictive`, how long every request decodes; `load_limit`: of all admissions; `seed`: of `random`;
@@ -229,6 +242,8 @@ class SchedulingConfig(_Section):
 
     admission: Literal["none", "baseline", "early", "predictive", "survival"] = "none"
     order: Literal["fcfs", "promise"] = "fcfs"
+    chunking: Literal["fixed", "tbt"] = "fixed"
+    partial_prefills: int = Field(1, ge=1, le=64)
     reserve: float = Field(0.0, ge=0, lt=1)
     sticky_blocks: int = Field(2, ge=1)
     balancing_threshold: float = Field(1.0, ge=0)
@@ -267,6 +282,17 @@ class Config(_Section):
     join_host: str = "127.0.0.1"
     join_port: int = Field(0, ge=0, le=65535)
     token: str | None = None
+
+    @model_validator(mode="after")
+    def _chunking_fits(self) -> Config:
+        scheduling = self.scheduling
+        if scheduling.chunking == "tbt" and self.slo.tbt_ms is None:
+            raise ValueError("scheduling.chunking: tbt keeps slo.tbt_ms, which is not given; give it")
+        if scheduling.partial_prefills > 1 and scheduling.order == "promise":
+            raise ValueError(
+                "scheduling.partial_prefills: above 1 needs scheduling.order: fcfs; promise order has a rule of its own"
+            )
+        return self
 
     @model_validator(mode="after")
     def _clusters_fit(self) -> Config:

@@ -16,8 +16,11 @@ from isthmus.config import Config, RoleConfig, RolesConfig
 from isthmus.cost import Analytic, Cost, Hardware, curve_of, engine_coefficients, facts_of, hardware_named
 from isthmus.cost.transfer import INT8, ZSTD
 from isthmus.errors import ConfigError
+from isthmus.scheduler import CPU_TILE, TILE, Chunking
 from isthmus.types import NS_PER_MS, NS_PER_S, NodeId, Role
 
+PROFILES = Path(__file__).parent / "cost" / "profiles"
+"""Published measurements that `engine.cost` may name."""
 UNLIMITED = 1 << 50
 """Bytes per second of a link that nobody asked to limit."""
 CODECS = {"none": (), "lossless": (ZSTD,), "int8": (ZSTD, INT8)}
@@ -97,7 +100,7 @@ def at_home(config: Config, folder: Path) -> Config:
     """The same with each `cost` that names a file found from the folder of the configuration file."""
 
     def placed(section: Any) -> Any:
-        if not isinstance(section.cost, str):
+        if not isinstance(section.cost, str) or _shipped(section.cost).is_file():
             return section
         return section.model_copy(update={"cost": str(folder / Path(section.cost).expanduser())})
 
@@ -109,6 +112,17 @@ def hardware_of(config: Config, nodes: RoleConfig) -> Hardware | None:
     """What nodes of a role run on, if the configuration says. Raises ConfigError for an unknown name."""
     name = nodes.hardware or config.engine.hardware
     return None if name is None else hardware_named(name)
+
+
+def chunking_of(config: Config, nodes: RoleConfig) -> Chunking:
+    """How nodes of a role cut prompts."""
+    scheduling, hardware = config.scheduling, hardware_of(config, nodes)
+    on_gpu = hardware is not None and hardware.name != "cpu"
+    return Chunking(
+        scheduling.partial_prefills,
+        config.slo.tbt_ms if scheduling.chunking == "tbt" else None,
+        TILE if on_gpu else CPU_TILE,
+    )
 
 
 def gpus_of(config: Config, nodes: RoleConfig) -> int:
@@ -178,9 +192,15 @@ def cost_of(config: Config, nodes: RoleConfig, model: Path | None) -> Cost:
     )
 
 
+def _shipped(name: str) -> Path:
+    """Where the profile of this name lies, if there is one."""
+    return PROFILES / f"{name}.yaml"
+
+
 def _curve_values(given: str | dict[str, Any]) -> Mapping[str, Any]:
-    values = given if isinstance(given, dict) else read_mapping(Path(given).expanduser())
-    return {key: _numbers(value) for key, value in values.items()}
+    if isinstance(given, str):
+        given = read_mapping(_shipped(given) if _shipped(given).is_file() else Path(given).expanduser())
+    return {key: _numbers(value) for key, value in given.items()}
 
 
 def _numbers(value: Any) -> Any:

@@ -85,7 +85,7 @@ def test_a_curve_that_is_none_is_one_line(folder: Path, text: str, complaint: st
 def test_memory_counts_the_emulated_models_bytes(folder: Path) -> None:
     config = emulated(engine__kv_memory=100 * 16 * TOKEN_BYTES + 5)
     assert served_model(config, folder).kv_tokens == 1600
-    engine = open_engine(config, folder, 1, node_cost(config, Role.MIXED, folder))
+    engine = open_engine(config, folder, 1, node_cost(config, Role.MIXED, folder), slots=8)
     assert isinstance(engine, PacedEngine)
     assert (engine.num_blocks, engine.max_length, engine.vocab_size) == (100, 131072, 272)
 

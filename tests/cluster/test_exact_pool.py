@@ -71,7 +71,7 @@ class Chat:
     def turn(self, served: Served, question: list[int] | None = None) -> int:
         """Asks, after adding a question; returns how many tokens of the prompt were cached."""
         self.tokens = self.tokens + (question or [])
-        found = served.complete(self.tokens, NUM_TOKENS)
+        found = served.complete(self.tokens, NUM_TOKENS, ignore_eos=True)
         answer = reference_tokens(self._model, self.tokens, NUM_TOKENS)
         assert found["choices"][0]["token_ids"] == answer
         self.tokens = self.tokens + answer

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from isthmus.blocks import KVLayout, seal
 from isthmus.cluster import transfers
+from isthmus.cluster.cache import Load
 from isthmus.cluster.messages import Begin, Grant, Landed, Offer, Sent, Slices, Withdrawn
 from isthmus.cluster.transfers import Incoming, Outgoing
 from isthmus.engine.kv import KVMemory
@@ -370,3 +371,105 @@ def test_without_its_first_token_a_request_is_not_complete() -> None:
     incoming, _, _ = receiver(4, (0, 1))
     incoming.sent = Sent(A, 1, 77)
     assert not incoming.complete
+
+
+# Recurrent states, and prefixes that are not handed over.
+
+WITH_STATE = replace(LAYOUT, state_bytes=LAYOUT.block_bytes + 8)
+STATE_BLOCKS = 2
+
+
+def stateful(
+    part: Role, num_tokens: int, *, codec: str = "none", handover_start: int = 0
+) -> tuple[Begin, KVMemory]:
+    begun = replace(begin(num_tokens, part), codec=codec, handover_start=handover_start)
+    made = memory(filled=part is Role.PREFILL)
+    made.layout = WITH_STATE
+    return begun, made
+
+
+def hand_over(
+    num_tokens: int, *, with_state: bool, **how: Any
+) -> tuple[Incoming, KVMemory, KVMemory, list[Slices]]:
+    """Sends a prompt from blocks 0, 1, ... with its state in the next ones; receives it into blocks from 5 on."""
+    count = -(-num_tokens // SIZE)
+    source = list(range(count + STATE_BLOCKS))
+    begun, there = stateful(Role.PREFILL, num_tokens, **how)
+    outgoing, wire = Outgoing(begun, there), Wire()
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    outgoing.grant()
+    outgoing.ready(Span(0, LAYERS), Span(0, num_tokens), source[:count])
+    if with_state:
+        outgoing.ready(Span(0, LAYERS), Span(count * SIZE, (count + STATE_BLOCKS) * SIZE), source)
+    outgoing.prefilled(7, None)
+    begun, here = stateful(Role.DECODE, num_tokens, **how)
+    incoming, back = Incoming(begun, here), Wire()
+    incoming.offered(back, OFFER)  # type: ignore[arg-type]
+    incoming.blocks = [5 + block for block in source]
+    incoming.match()
+    for message, payload in wire.sent:
+        if isinstance(message, Slices):
+            targets = incoming.place(back, message, len(payload))  # type: ignore[arg-type]
+            assert targets is not None
+            at = 0
+            for target in targets:
+                target[:] = payload[at : at + target.nbytes]
+                at += target.nbytes
+            assert incoming.receive(message)
+        elif isinstance(message, Sent):
+            incoming.sent = message
+    return incoming, there, here, [message for message, _ in wire.slices]
+
+
+@pytest.mark.parametrize("num_tokens", [1, SIZE - 1, SIZE, SIZE + 1, 4 * SIZE + 3])
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_a_recurrent_state_comes_after_the_prompt_bit_for_bit(num_tokens: int, codec: str) -> None:
+    """Whatever is done to KV on the way: a state is not numbers that a codec of KV may round."""
+    incoming, there, here, _ = hand_over(num_tokens, with_state=True, codec=codec)
+    assert incoming.complete
+    count = -(-num_tokens // SIZE)
+    for layer in range(LAYERS):
+        first, stop = count * SIZE, (count + STATE_BLOCKS) * SIZE
+        state = bytes(there.export(layer, first, stop))
+        assert any(state) and bytes(here.export(layer, first + 5 * SIZE, stop + 5 * SIZE)) == state
+
+
+@pytest.mark.parametrize("num_tokens", [SIZE, SIZE + 1])
+def test_a_request_without_its_state_is_not_complete(num_tokens: int) -> None:
+    """All KV is here, and whoever decoded now would write fluent nonsense."""
+    incoming, *_ = hand_over(num_tokens, with_state=False)
+    assert incoming.sent is not None and not incoming.complete
+
+
+def test_a_state_that_is_not_the_next_thing_is_refused() -> None:
+    begun, here = stateful(Role.DECODE, SIZE + 1)
+    incoming, wire = Incoming(begun, here), Wire()
+    incoming.offered(wire, OFFER)  # type: ignore[arg-type]
+    incoming.blocks = [5, 6, 7, 8]
+    incoming.match()
+    beyond = Slices(A, 1, 0, 2, 5 * SIZE, (b"",) * 3)
+    assert incoming.place(wire, beyond, 3 * WITH_STATE.slice_bytes) is None  # type: ignore[arg-type]
+    half = Slices(A, 1, 0, 1, 3 * SIZE, (b"",) * 2)
+    assert incoming.place(wire, half, 2 * WITH_STATE.slice_bytes) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("handover_start", [1, 2])
+def test_what_the_other_side_has_does_not_cross(handover_start: int) -> None:
+    incoming, there, here, slices = hand_over(3 * SIZE + 1, with_state=True, handover_start=handover_start)
+    assert min(each.first_block for each in slices) == handover_start
+    assert not incoming.complete  # what it has is not loaded yet
+    first, stop = handover_start * SIZE, (4 + STATE_BLOCKS) * SIZE
+    sent = [*range(first, 3 * SIZE + 1), *range(4 * SIZE, stop)]
+    for layer in range(LAYERS):
+        for slot in sent:
+            there_bytes = bytes(there.export(layer, slot, slot + 1))
+            assert bytes(here.export(layer, slot + 5 * SIZE, slot + 5 * SIZE + 1)) == there_bytes
+
+
+@pytest.mark.parametrize(("found", "whole"), [(2, True), (1, False)])
+def test_a_prefix_of_its_own_must_be_whole_too(found: int, whole: bool) -> None:
+    incoming, *_ = hand_over(3 * SIZE, with_state=True, handover_start=2)
+    load = Load((1, 2), (5, 6), None)
+    load.shorten(found)
+    incoming.recall = load
+    assert incoming.recalled() is incoming.complete is whole

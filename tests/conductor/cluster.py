@@ -6,18 +6,22 @@ from collections.abc import Sequence
 
 import msgspec
 
+from isthmus.blocks import state_names
 from isthmus.conductor import (
     Abort,
     Action,
     BlocksEvicted,
     BlocksStored,
     Conductor,
+    Convert,
     Event,
     Fail,
     FetchFinished,
     FirstToken,
     Hold,
     HoldExpired,
+    LinkState,
+    Measured,
     NodeJoined,
     NodeLeft,
     Paths,
@@ -28,8 +32,10 @@ from isthmus.conductor import (
     RequestCancelled,
     RequestEnded,
     RequestFailed,
+    RoleChanged,
     Route,
     Rules,
+    ThresholdSet,
 )
 from isthmus.cost import Curve
 from isthmus.types import NS_PER_MS, BlockName, NodeId, RequestId, Role, Tier
@@ -64,6 +70,9 @@ class Cluster:
         self.streaming: set[RequestId] = set()
         self.held: set[RequestId] = set()
         self.ended: dict[RequestId, str] = {}
+        self.converting: dict[NodeId, Role] = {}
+        self.links_up = {(link.source, link.target): True for link in self.rules.links}
+        self.thresholds: list[tuple[int, int | None]] = []
         self.told: dict[tuple[RequestId, int], set[NodeId]] = {}  # nodes with an attempt they are to forget
         self.log: list[tuple[int, Event, tuple[Action, ...]]] = []
 
@@ -91,10 +100,22 @@ class Cluster:
         cost: Curve | None = CURVE,
         paths: Paths | None = None,
         cache_blocks: int = 8,
+        cluster: str = "",
+        state_blocks: int = 0,
+        max_sequences: int = 0,
     ) -> None:
         name, held = NodeId(node), set(self.held)
         joined = NodeJoined(
-            name, role, capacity_tokens, BLOCK_SIZE, cost, self.paths if paths is None else paths, cache_blocks
+            name,
+            role,
+            capacity_tokens,
+            BLOCK_SIZE,
+            cost,
+            self.paths if paths is None else paths,
+            cache_blocks,
+            cluster=cluster,
+            state_blocks=state_blocks,
+            max_sequences=max_sequences,
         )
         self.joined[name], self.stored[name] = joined, {}
         for action in self.on(joined):
@@ -104,6 +125,7 @@ class Cluster:
         name = NodeId(node)
         self.joined.pop(name, None)
         self.stored.pop(name, None)
+        self.converting.pop(name, None)
         for nodes in self.told.values():
             nodes.discard(name)
         actions = self.on(NodeLeft(name))
@@ -111,6 +133,21 @@ class Cluster:
             alive = name != route.decode and (name != route.prefill or route.request not in self.prefilling)
             assert alive or route.request in self.held, "a request stays on a node that left"
         return actions
+
+    def measures(self, *links: LinkState) -> list[Action]:
+        for link in links:
+            self.links_up[link.source, link.target] = link.up
+        return self.on(Measured(links))
+
+    def convert(self, node: str) -> list[Action]:
+        """A node does what it was asked: no request needs it."""
+        name = NodeId(node)
+        role = self.converting.pop(name)
+        for route in self.routes.values():
+            handing = name == route.prefill and route.request in self.prefilling
+            assert route.request in self.held or (name != route.decode and not handing)
+        self.joined[name] = msgspec.structs.replace(self.joined[name], role=role)
+        return self.on(RoleChanged(name, role))
 
     def arrives(
         self,
@@ -155,7 +192,7 @@ class Cluster:
         name = RequestId(request)
         route = self.routes.get(name)
         if route is not None and route.attempt == attempt and name in self.prefilling:
-            self.store(route.prefill, *self.arrived[name][0].names)
+            self.store(route.prefill, *_chain(self.arrived[name][0], self.joined[route.prefill]))
             del self.prefilling[name]
             self.streaming.add(name)
         return self.on(FirstToken(name, attempt))
@@ -207,7 +244,9 @@ class Cluster:
         for node in view.nodes.values():
             assert not (node.prefills or node.decodes or node.link_in.copies or node.link_out.copies)
             assert (node.work_ns, node.batch, node.context) == (0, 0, 0)
-        levels = [view.index.match([name], view.prefill_mask) for name in _all_names(self)]
+        levels = [
+            view.index.match([name], sum(node.bit for node in view.prefills)) for name in _all_names(self)
+        ]
         assert all(held == expected for held, expected in levels), "blocks are promised that nobody computes"
 
     # The judge.
@@ -238,6 +277,17 @@ class Cluster:
                 assert action.attempt == self.routes[action.request].attempt
                 self.held.add(action.request)
                 self.prefilling.pop(action.request, None)
+            case Convert():
+                node = self.joined[action.node]
+                assert {node.role, action.role} == {Role.PREFILL, Role.DECODE}
+                assert not self.converting, "one at a time"
+                self.converting[action.node] = action.role
+                rest = [o for o in self.joined.values() if o.cluster == node.cluster and o.node != action.node]
+                assert any(other.role is node.role for other in rest), "the last node of its role"
+            case ThresholdSet():
+                assert self.rules.links and isinstance(event, Measured)
+                assert not self.thresholds or self.thresholds[-1][1] != action.threshold
+                self.thresholds.append((self.now, action.threshold))
             case Fail():
                 assert action.request in self.routes, "a request failed that does not live"
                 self._end(action.request, "failed")
@@ -248,8 +298,14 @@ class Cluster:
         assert route.attempt <= self.rules.max_attempts
         prefill, decode = self.joined[route.prefill], self.joined[route.decode]  # alive, then
         assert prefill.role is not Role.DECODE
-        if prefill is not decode:
+        assert not {route.prefill, route.decode} & set(self.converting), "a node about to change its role"
+        if prefill.cluster != decode.cluster:
+            assert self.links_up[prefill.cluster, decode.cluster], "over a link that is down"
+            assert decode.role is not Role.PREFILL
+            self._judge_recall(route, facts)
+        elif prefill is not decode:
             assert prefill.role is Role.PREFILL and decode.role is Role.DECODE
+            assert not route.handover_start and route.recall is None
         else:
             assert prefill.role is Role.MIXED or facts.max_tokens == 1
         length = facts.num_tokens + facts.max_tokens
@@ -271,17 +327,35 @@ class Cluster:
         mine = set(self.stored[route.prefill])
         for other in self.prefilling.values():
             if other.prefill == route.prefill and other.request != route.request:
-                mine |= set(self.arrived[other.request][0].names)
+                mine |= set(_chain(self.arrived[other.request][0], self.joined[route.prefill]))
         fetch = route.fetch
         at_hand = route.num_cached if fetch is None else fetch.start
-        assert set(facts.names[:at_hand]) <= mine, "it counts on blocks that are nowhere"
+        node = self.joined[route.prefill]
+        assert set(_prefix(facts, at_hand, node)) <= mine, "it counts on blocks that are nowhere"
+        assert not node.state_blocks or route.num_cached * BLOCK_SIZE < facts.num_tokens
         if fetch is not None:
             assert fetch.source != route.prefill and 0 <= fetch.start < fetch.stop == route.num_cached
-            assert set(facts.names[: fetch.stop]) <= set(self.stored[fetch.source]), (
+            assert set(_prefix(facts, fetch.stop, node)) <= set(self.stored[fetch.source]), (
                 "a fetch of unfinished blocks"
             )
+            source = self.joined[fetch.source]
+            if source.cluster != node.cluster:
+                assert self.rules.cache_mode != "scarce" and self.links_up[source.cluster, node.cluster]
             assert self.joined[fetch.source].paths.network and self.joined[route.prefill].paths.network
             assert fetch.until_ns > self.now
+
+    def _judge_recall(self, route: Route, facts: RequestArrived) -> None:
+        """What is not handed over is at the decode node, or comes to it within its cluster; a token always crosses."""
+        assert 0 <= route.handover_start * BLOCK_SIZE < facts.num_tokens
+        recall = route.recall
+        if recall is None:
+            assert not route.handover_start
+            return
+        assert 0 <= recall.start < recall.stop == route.handover_start
+        assert set(facts.names[: recall.start]) <= set(self.stored[route.decode])
+        assert set(facts.names[: recall.stop]) <= set(self.stored[recall.source])
+        assert self.joined[recall.source].cluster == self.joined[route.decode].cluster
+        assert recall.source != route.decode or not recall.start
 
     def _on_replicate(self, action: Replicate) -> None:
         assert action.source != action.target
@@ -308,7 +382,8 @@ class Cluster:
                 assert any(0 < size < length for size in sizes) and not refuse.retry_after_ms
             else:
                 assert refuse.code == "unavailable" and refuse.retry_after_ms
-                assert not all(sizes), "only a missing part is a matter of time"
+                parts = not all(sizes) or not all(self.links_up.values())
+                assert parts, "only a missing part is a matter of time"
         if refuse.code == "overloaded":
             assert refuse.retry_after_ms >= min(1000, self.rules.retry_after_ms)
         if request in self.routes:
@@ -325,8 +400,20 @@ class Cluster:
 
     def _fits(self, facts: RequestArrived) -> bool:
         length = facts.num_tokens + facts.max_tokens
-        roles = {joined.role for joined in self.joined.values() if joined.capacity_tokens >= length}
-        return Role.MIXED in roles or {Role.PREFILL, Role.DECODE} <= roles
+        fit = {
+            (joined.cluster, joined.role)
+            for joined in self.joined.values()
+            if joined.capacity_tokens >= length and joined.node not in self.converting
+        }
+        prefills = {cluster for cluster, role in fit if role is not Role.DECODE}
+        for cluster, role in fit:
+            served = any(
+                (other, cluster) in self.links_up and self.links_up[other, cluster] for other in prefills
+            )
+            here = (cluster, Role.PREFILL) in fit and role is Role.DECODE
+            if role is Role.MIXED or here or (role is Role.DECODE and served):
+                return True
+        return False
 
     def _largest(self, role: Role) -> int:
         fit = [joined.capacity_tokens for joined in self.joined.values() if joined.role in (role, Role.MIXED)]
@@ -343,6 +430,18 @@ class Cluster:
             living = [r for r in self.routes.values() if r.decode == name and r.request not in self.held]
             assert node.batch == len(living)
             assert node.context == sum(self.arrived[route.request][0].num_tokens for route in living)
+
+
+def _prefix(facts: RequestArrived, num_blocks: int, node: NodeJoined) -> tuple[BlockName, ...]:
+    """Blocks that make so many leading ones of use on a node: those, and of a hybrid model the state at their end."""
+    names = facts.names[:num_blocks]
+    return (*names, *state_names(names[-1], node.state_blocks)) if names and node.state_blocks else names
+
+
+def _chain(facts: RequestArrived, node: NodeJoined) -> tuple[BlockName, ...]:
+    """What a node stores of a prompt: its blocks, and the state at the end of the last one with a token after it."""
+    last = min(len(facts.names), (facts.num_tokens - 1) // BLOCK_SIZE)
+    return (*facts.names, *_prefix(facts, last, node)[last:])
 
 
 def _all_names(cluster: Cluster) -> list[BlockName]:

@@ -6,6 +6,7 @@ from isthmus.conductor import (
     BlocksStored,
     Conductor,
     FirstToken,
+    LinkRule,
     NodeJoined,
     Paths,
     RequestArrived,
@@ -13,6 +14,7 @@ from isthmus.conductor import (
     Rules,
 )
 from isthmus.cost import Curve
+from isthmus.cost.transfer import NONE, ZSTD
 from isthmus.types import NodeId, RequestId, Role
 
 GB = 1_000_000_000
@@ -71,3 +73,16 @@ def test_a_fetch_over_a_slow_link_too() -> None:
     assert found.fetch.codec == "zstd", "0.32 s of transfer for a millisecond of computing"
     found = route(FAST, ("zstd",), curve=slow, stored=True)
     assert found.fetch is not None and found.fetch.codec == "none"
+
+
+def test_a_slow_link_between_clusters_is_worth_encoding_for() -> None:
+    links = (LinkRule("far", "near", GB // 2), LinkRule("near", "far", GB // 2))
+    for rules, codec in (
+        (Rules(threshold=0, links=links, codecs=(ZSTD,)), ZSTD),
+        (Rules(codecs=(ZSTD,)), NONE),
+    ):
+        conductor, cluster = Conductor(rules), ("near", "far") if rules.links else ("", "")
+        for name, role, where in (("d", Role.DECODE, cluster[0]), ("p", Role.PREFILL, cluster[1])):
+            conductor.on(NodeJoined(NodeId(name), role, 1 << 20, 16, CURVE, FAST, 1000, "bfloat16", where), 0)
+        (sent,) = conductor.on(RequestArrived(RequestId("r"), "", 1600, 10, ()), 0)
+        assert isinstance(sent, Route) and sent.codec == codec

@@ -409,7 +409,7 @@ def test_a_withdrawn_request_says_nothing_about_speed() -> None:
         some.cancel("a")
         some.now += 10 * MS
         some.first_token("b")
-        assert some.conductor.view.calibration.ratio == pytest.approx(1.0)
+        assert some.conductor.view.pools[""].calibration.ratio == pytest.approx(1.0)
 
 
 def test_estimates_follow_what_prefills_took() -> None:
@@ -431,7 +431,7 @@ def test_a_prefill_that_waits_for_kv_says_nothing_about_speed() -> None:
     assert isinstance(route, Route) and route.work_ns == 10 * MS  # the fetch; 1 ms to compute
     some.now += 10 * MS
     some.first_token("a")
-    assert some.conductor.view.calibration.ratio == 1.0
+    assert some.conductor.view.pools[""].calibration.ratio == 1.0
 
 
 # What holds whatever happens.
@@ -443,9 +443,11 @@ EVENTS = [
 ]  # fmt: skip
 
 
-def play(some: Cluster, random: Random, num_events: int) -> None:
-    """Random events, late and unknown ones among them."""
-    for counter in range(num_events):
+def play(some: Cluster, random: Random, num_events: int, start: int = 0) -> None:
+    """Random events, late and unknown ones among them. `start`: the number of the first."""
+    clusters = sorted({joined.cluster for joined in some.joined.values()}) or [""]
+    states = max([joined.state_blocks for joined in some.joined.values()], default=0)
+    for counter in range(start, start + num_events):
         living = list(some.routes.values())
         route = random.choice(living) if living else None
         node = random.choice(list(some.joined)) if some.joined else ""
@@ -480,7 +482,9 @@ def play(some: Cluster, random: Random, num_events: int) -> None:
                 some.evict(node, *random.sample(NAMES, 5))
             case "join" if len(some.joined) < 6:
                 name = f"n{counter % 8}" if f"n{counter % 8}" not in some.joined else f"n{counter}"
-                some.join(name, random.choice(list(Role)), random.choice([60, 100, 1000]))
+                role, capacity = random.choice(list(Role)), random.choice([60, 100, 1000])
+                cluster = random.choice(clusters) if clusters[1:] else clusters[0]
+                some.join(name, role, capacity, cluster=cluster, state_blocks=states)
             case "leave" if node:
                 some.leave(node)
             case "pass":

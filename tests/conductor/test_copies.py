@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.conductor.copies import Copy, Link, begin, end, expected_ns, transfer_ns
+from isthmus.conductor import LinkRule
+from isthmus.conductor.copies import ClusterLink, Copy, Link, begin, end, expected_ns, transfer_ns
 from isthmus.types import NS_PER_S
 
 RATE = 1_000_000
@@ -143,3 +144,37 @@ def test_what_uses_a_link_without_being_a_copy_makes_copies_longer_and_delays_no
     own, delay = expected_ns(out, into, 1000, 0)
     assert own == pytest.approx(2 * MS)
     assert delay == 0
+
+
+# Between clusters.
+
+
+def across(rate: int = RATE // 4, rtt_ns: int = 0) -> ClusterLink:
+    return ClusterLink(LinkRule("far", "near", rate, rtt_ns))
+
+
+def test_the_slowest_of_three_links_counts_and_half_a_round_trip() -> None:
+    assert transfer_ns(Link(RATE), Link(RATE), 1000, 0, across(rtt_ns=6 * MS)) == (4 * MS + 3 * MS, 0)
+    assert transfer_ns(Link(RATE // 8), Link(RATE), 1000, 0, across()) == (8 * MS, 0)
+
+
+def test_copies_between_clusters_share_their_link_alone() -> None:
+    link = across()
+    first = begin(Link(RATE), Link(RATE), 1000, 0, link)
+    own, delay = transfer_ns(Link(RATE), Link(RATE), 1000, 0, link)
+    assert (own, delay) == pytest.approx((8 * MS, 4 * MS))
+    begin(Link(RATE), Link(RATE), 1000, 0, link)
+    assert first.until_ns == pytest.approx(8 * MS, abs=3)
+    within = transfer_ns(first.link_out, Link(RATE), 1000, 0)
+    assert within[0] == pytest.approx(2 * MS)  # it is on its node's link as well
+    end(first)
+    assert len(link.copies) == 1 and not first.link_out.copies
+    assert expected_ns(Link(RATE), Link(RATE), 1000, 0, link)[0] > 8 * MS
+
+
+def test_a_hand_over_waits_for_computing_or_for_what_is_owed() -> None:
+    link = across(rate=1000, rtt_ns=2 * MS)
+    assert link.handed_over_ns(500, 0, 2 * NS_PER_S) == 2 * NS_PER_S + MS  # streamed while computed
+    assert link.handed_over_ns(500, 100, 2 * NS_PER_S) == 2.1 * NS_PER_S + MS  # the state comes at the end
+    link.owed = 4000
+    assert link.handed_over_ns(500, 100, 2 * NS_PER_S) == 4.5 * NS_PER_S + MS

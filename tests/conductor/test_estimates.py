@@ -106,7 +106,7 @@ def test_calibration_scales_computing_alone() -> None:
     view = view_of(P, P, D)
     source = view.prefills[0]
     view.index.store(source.bit, NAMES)
-    view.calibration.add(30, 10)
+    view.pools[""].calibration.add(30, 10)
     found = estimator(view, arrival(50, NAMES))
     assert found.local(1).work_ns == 150 * MS
     assert found.local(1).compute_ns == 50 * MS

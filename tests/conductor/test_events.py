@@ -10,6 +10,7 @@ from isthmus.conductor import (
     Action,
     BlocksEvicted,
     BlocksStored,
+    Convert,
     Event,
     Fail,
     Fetch,
@@ -17,6 +18,8 @@ from isthmus.conductor import (
     FirstToken,
     Hold,
     HoldExpired,
+    LinkState,
+    Measured,
     NodeJoined,
     NodeLeft,
     Paths,
@@ -27,7 +30,9 @@ from isthmus.conductor import (
     RequestCancelled,
     RequestEnded,
     RequestFailed,
+    RoleChanged,
     Route,
+    ThresholdSet,
 )
 from isthmus.cost import HARDWARE, Analytic, Curve, ModelFacts, engine_coefficients
 from isthmus.types import NodeId, RequestId, Role, Tier
@@ -59,6 +64,12 @@ EVENTS = [
     BlocksStored(N, NAMES),
     BlocksStored(N, (1, 2), Tier.DISK),
     BlocksEvicted(N, NAMES),
+    NodeJoined(N, Role.DECODE, 4096, 16, cluster="home", state_blocks=3, max_sequences=20),
+    RoleChanged(N, Role.DECODE),
+    Measured(),
+    Measured(
+        (LinkState("there", "home", True, 10**9, 10**8, 10**7, 3, 10**7), LinkState("home", "there", False))
+    ),
 ]
 ACTIONS = [
     Route(A, 1, N, NodeId("decode-0")),
@@ -69,6 +80,10 @@ ACTIONS = [
     Abort(A, 3, (N,)),
     Hold(A, 1, "gone"),
     Fail(A, "gone"),
+    Route(A, 1, N, NodeId("decode-0"), handover_start=3, recall=Fetch(NodeId("decode-0"), 0, 3)),
+    Convert(N, Role.DECODE),
+    ThresholdSet(19_400, "solved again"),
+    ThresholdSet(None, "the link is down"),
 ]
 
 

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isthmus.blocks import state_names
 from isthmus.conductor.index import Levels, PrefixIndex, bits
 from isthmus.types import BlockName
 
@@ -100,6 +101,41 @@ def test_it_says_what_sets_would(
         assert index.num_on_disk(1 << node, names) == len(on_disk)
     assert index.uses_disk == any(naive.disk.values())
     assert index.num_blocks == sum(1 for holders in naive.held.values() if holders)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["store", "promise", "unpromise", "evict"]),
+            nodes,
+            st.lists(st.integers(0, NUM_NAMES - 1), unique=True),
+            st.lists(st.integers(0, NUM_NAMES - 1), unique=True),
+        ),
+        max_size=12,
+    ),
+    st.lists(st.integers(0, NUM_NAMES - 1), unique=True),
+    st.integers(1, ALL),
+    st.integers(1, 3),
+)
+def test_a_prefix_with_states_reaches_to_the_deepest_state_on_it(
+    events: list[tuple[str, int, list[int], list[int]]], names: list[int], mask: int, count: int
+) -> None:
+    index, naive = PrefixIndex(), Naive()
+    for operation, node, blocks, states in events:
+        chain: list[BlockName] = [*blocks, *(part for name in states for part in state_names(name, count))]
+        apply(index, naive, operation, node, chain)
+
+    def depth(node: int, *, expected: bool) -> int:
+        reach = naive.depth(node, list(names), expected=expected)
+        for at in range(reach, 0, -1):
+            last = state_names(names[at - 1], count)[-1]
+            if node in naive.held.get(last, ()) or (expected and node in naive.coming.get(last, ())):
+                return at
+        return 0
+
+    levels, expected = index.match_states(names, mask, count)
+    for found, counts in ((levels, False), (expected, True)):
+        assert depths(found) == {node: depth(node, expected=counts) for node in bits(mask)}
 
 
 def test_levels_of_a_match() -> None:

@@ -112,8 +112,8 @@ def test_a_copy_ends_when_its_blocks_are_there_or_a_node_is_not() -> None:
 def test_room_in_the_cache_has_its_price() -> None:
     """Each ask pays 25 ms; ten blocks push out what costs 10 ms each, and there will be two holders."""
     view, replicas = busy_holder(30, 20, 5)
-    view.recent.insert(1, 0)
-    view.recent.lose(10 * MS, 0)
+    view.pools[""].recent.insert(1, 0)
+    view.pools[""].recent.lose(10 * MS, 0)
     asks = 0
     while ask(view, replicas) is None:
         asks += 1

@@ -102,10 +102,10 @@ def random_view(random: Random, now: int) -> tuple[ClusterView, RequestArrived]:
         source, target = random.sample(linked, 2)
         begin(source.link_out, target.link_in, random.randint(1, 40_000), now - random.randint(0, 5 * MS))
     for _ in range(random.randint(0, 50)):
-        view.recent.accept(now - random.randint(0, 10) * NS_PER_S // 10)
-    view.recent.insert(100, now)
-    view.recent.lose(random.choice([0, 0, 10**9, 10**10]), now)
-    view.calibration.add(random.choice([10, 10, 7, 20]), 10)
+        view.pools[""].recent.accept(now - random.randint(0, 10) * NS_PER_S // 10)
+    view.pools[""].recent.insert(100, now)
+    view.pools[""].recent.lose(random.choice([0, 0, 10**9, 10**10]), now)
+    view.pools[""].calibration.add(random.choice([10, 10, 7, 20]), 10)
     view.num_routed = random.randint(0, 100)
     return view, arrival(len(names) * BLOCK_SIZE + random.randint(1, 60), names)
 

@@ -5,79 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 from isthmus.cost import Analytic, engine_coefficients, facts_of, hardware_named
+from isthmus.papers.prfaas.configs import (
+    DEEPSEEK_V3,
+    KIMI_K3,
+    KIMI_LINEAR,
+    MIMO_V2_FLASH,
+    MINIMAX_M25,
+    QWEN3_NEXT,
+    RING_25_1T,
+)
+from isthmus.papers.prfaas.configs import LLAMA_3_70B as LLAMA_70B
 
-LLAMA_70B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 80,
-    "hidden_size": 8192,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "intermediate_size": 28_672,
-    "vocab_size": 128_256,
-    "torch_dtype": "bfloat16",
-}
-DEEPSEEK_V3: dict[str, Any] = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "num_hidden_layers": 61,
-    "hidden_size": 7168,
-    "num_attention_heads": 128,
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "intermediate_size": 18_432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 3,
-    "vocab_size": 129_280,
-    "quantization_config": {"quant_method": "fp8"},
-}
-QWEN3_NEXT: dict[str, Any] = {
-    "architectures": ["Qwen3NextForCausalLM"],
-    "num_hidden_layers": 48,
-    "hidden_size": 2048,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "full_attention_interval": 4,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "num_experts": 512,
-    "num_experts_per_tok": 10,
-    "vocab_size": 151_936,
-}
-KIMI_LINEAR: dict[str, Any] = {
-    "architectures": ["KimiLinearForCausalLM"],
-    "num_hidden_layers": 27,
-    "hidden_size": 2304,
-    "num_attention_heads": 32,
-    "q_lora_rank": None,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "intermediate_size": 9216,
-    "moe_intermediate_size": 1024,
-    "num_experts": 256,
-    "num_shared_experts": 1,
-    "num_experts_per_token": 8,
-    "first_k_dense_replace": 1,
-    "vocab_size": 163_840,
-    "linear_attn_config": {
-        "kda_layers": [layer for layer in range(1, 28) if layer % 4 and layer != 27],
-        "num_heads": 32,
-        "head_dim": 128,
-        "short_conv_kernel_size": 4,
-    },
-}
+__all__ = [
+    "CONFIGS",
+    "DEEPSEEK_V3",
+    "GPT_OSS",
+    "KIMI_K3",
+    "KIMI_LINEAR",
+    "LLAMA_70B",
+    "MIMO_V2_FLASH",
+    "MINIMAX_M25",
+    "QWEN3_NEXT",
+    "RING_25_1T",
+    "instance",
+]
+
 GPT_OSS: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
     "num_hidden_layers": 36,
@@ -99,6 +51,10 @@ CONFIGS = {
     "qwen-next": QWEN3_NEXT,
     "kimi": KIMI_LINEAR,
     "gpt-oss": GPT_OSS,
+    "mimo": MIMO_V2_FLASH,
+    "ring": RING_25_1T,
+    "kimi-k3": KIMI_K3,
+    "minimax": MINIMAX_M25,
 }
 
 

@@ -29,8 +29,9 @@ TABLE = Curve(
     decode_points=((1, 1e-3), (4, 2.5e-3), (8, 3e-3)),
     decode_context_points=((1, 1e-7), (8, 8e-7)),
 )
+POINTS = Curve(2048, 4, prefill_points=((1024, 0.44), (8192, 0.72), (32_768, 1.84)))
 seconds = st.floats(0, 1, allow_nan=False)
-curves = st.builds(
+fitted_curves = st.builds(
     Curve,
     kv_token_bytes=st.integers(1, 10**6),
     num_layers=st.integers(1, 100),
@@ -41,6 +42,14 @@ curves = st.builds(
     decode_sequence_s=seconds,
     decode_context_s=st.floats(0, 1e-3),
 )
+measured_curves = st.builds(
+    lambda lengths, times: Curve(
+        1024, 2, prefill_points=tuple(zip(sorted(lengths), sorted(times), strict=True)), decode_fixed_s=0.01
+    ),
+    st.lists(st.integers(1, 20_000), min_size=3, max_size=3, unique=True),
+    st.lists(seconds, min_size=3, max_size=3),
+)
+curves = st.one_of(fitted_curves, measured_curves)
 counts = st.integers(1, 10_000)
 
 
@@ -87,7 +96,36 @@ def test_a_mixed_step_costs_at_least_its_parts_and_at_most_their_sum(
     assert max(prefill, decode) - 1 <= cost.step_ps([(n, p)], batch, context) <= prefill + decode + 1
 
 
-@given(curves, counts, counts, counts)
+@pytest.mark.parametrize(
+    ("length", "seconds"),
+    [(1, 0.44), (1024, 0.44), (4608, 0.58), (8192, 0.72), (20_480, 1.28), (32_768, 1.84), (57_344, 2.96)],
+)
+def test_measured_prefill_is_interpolated_and_carried_on(length: int, seconds: float) -> None:
+    assert compile_cost(POINTS).prefill_ns(length, 0) == pytest.approx(seconds * 1e9, abs=1)
+
+
+@given(measured_curves, st.lists(counts, min_size=1, max_size=4), counts)
+def test_a_measured_prompt_in_chunks_takes_its_overhead_once_more_each(
+    curve: Curve, chunks: list[int], p: int
+) -> None:
+    """T(n | p) = T(p + n) - T(p) + T(0)."""
+    cost, total, start = compile_cost(curve), 0, p
+    for n in chunks:
+        total += cost.step_ps([(n, start)], 0, 0)
+        start += n
+    overhead = round(1e12 * curve.prefill_points[0][1]) * (len(chunks) - 1)
+    assert total - overhead == pytest.approx(cost.step_ps([(start - p, p)], 0, 0), abs=len(chunks) + 1)
+
+
+@given(measured_curves, counts, counts)
+def test_a_cached_prefix_saves_what_computing_it_takes(curve: Curve, n: int, p: int) -> None:
+    cost = compile_cost(curve)
+    first = cost.prefill_ns(1, 0) if curve.prefill_points[0][0] > 1 else int(1e9 * curve.prefill_points[0][1])
+    saved = cost.prefill_ns(p, 0) - first
+    assert cost.prefill_ns(n, p) == pytest.approx(cost.prefill_ns(n + p, 0) - saved, abs=3)
+
+
+@given(fitted_curves, counts, counts, counts)
 def test_more_work_is_never_less_time(curve: Curve, n: int, m: int, p: int) -> None:
     cost = compile_cost(curve)
     assert cost.prefill_ns(n, p) <= cost.prefill_ns(n + m, p)
@@ -103,7 +141,14 @@ def test_a_chunk_longer_than_the_weights_hides_them() -> None:
     assert cost.step_ps([(1000, 0)], 8, 8000) == chunk + decode - lone
 
 
-@pytest.mark.parametrize("curve", [MOONCAKE, TABLE])
+@given(measured_curves, counts, counts, counts)
+def test_more_tokens_are_never_less_time_of_a_measured_curve(curve: Curve, n: int, m: int, p: int) -> None:
+    cost = compile_cost(curve)
+    assert cost.prefill_ns(n, p) <= cost.prefill_ns(n + m, p)
+    assert cost.prefill_ns(n, p) <= cost.prefill_ns(n + p, 0) + 1
+
+
+@pytest.mark.parametrize("curve", [MOONCAKE, TABLE, POINTS])
 def test_a_file_is_read_back(curve: Curve) -> None:
     assert curve_of(to_mapping(curve)) == curve
 
@@ -118,6 +163,17 @@ def test_a_file_is_read_back(curve: Curve) -> None:
         ({"num_layers": 0}, "num_layers and kv_token_bytes must be above 0"),
         ({"decode_points": [[1, 0.1]]}, "give decode_points, or decode_fixed_s"),
         ({"decode_context_points": [[1, 0.1]]}, "give decode_context_points or decode_context_s"),
+        ({"prefill_points": [[1, 0.1], [9, 0.2]]}, "give prefill_points, or prefill_fixed_s"),
+        ({"prefill_token_s": 0, "prefill_pair_s": 0, "prefill_points": [[1, 0.1]]}, "needs two points or more"),
+        (
+            {"prefill_token_s": 0, "prefill_pair_s": 0, "prefill_points": [[9, 0.1], [1, 0.2]]},
+            "must rise in tokens",
+        ),
+        (
+            {"prefill_token_s": 0, "prefill_pair_s": 0, "prefill_points": [[1, 0.2], [9, 0.1]]},
+            "never fall in seconds",
+        ),
+        ({"prefill_token_s": 0, "prefill_pair_s": 0, "prefill_points": [1, 0.2]}, "prefill_points"),
         ({"decode_fixed_s": 0, "decode_sequence_s": 0, "decode_points": [[4, 1], [2, 2]]}, "must rise"),
         ({"decode_fixed_s": 0, "decode_sequence_s": 0, "decode_points": [[1, 2], [2, 1]]}, "never fall"),
         ({"decode_fixed_s": 0, "decode_sequence_s": 0, "decode_points": [[0, 2]]}, "from 1"),
@@ -132,3 +188,5 @@ def test_a_wrong_file_is_refused(changes: dict[str, Any], message: str) -> None:
 def test_a_missing_key_is_named() -> None:
     with pytest.raises(ConfigError, match="missing required field `num_layers`"):
         curve_of({"kv_token_bytes": 1, "prefill_token_s": 1.0})
+    with pytest.raises(ConfigError, match="give prefill_token_s or prefill_points"):
+        curve_of({"kv_token_bytes": 1, "num_layers": 1})

@@ -8,7 +8,18 @@ import pytest
 
 from isthmus.cost import facts_of
 from isthmus.errors import ConfigError
-from tests.cost.models import DEEPSEEK_V3, GPT_OSS, KIMI_LINEAR, LLAMA_70B, QWEN3_NEXT
+from isthmus.papers.prfaas.configs import CONFIGS
+from tests.cost.models import (
+    DEEPSEEK_V3,
+    GPT_OSS,
+    KIMI_K3,
+    KIMI_LINEAR,
+    LLAMA_70B,
+    MIMO_V2_FLASH,
+    MINIMAX_M25,
+    QWEN3_NEXT,
+    RING_25_1T,
+)
 
 MIB = 1 << 20
 
@@ -28,25 +39,67 @@ def billions(config: dict[str, Any]) -> tuple[float, float]:
         (QWEN3_NEXT, 80, 3.56),
         (KIMI_LINEAR, 48, 3.2),
         (GPT_OSS, 117, 5.1),
+        (MIMO_V2_FLASH, 309, 14.8),
+        (MINIMAX_M25, 229, 10.4),
+        (RING_25_1T, 1_000, 62.3),
+        (KIMI_K3, 2_800, 104),
+        (CONFIGS["Qwen3.5-397B"], 397, 16.3),
+        (CONFIGS["Qwen3-235B"], 235, 21.6),
     ],
 )
 def test_parameters_are_those_the_makers_publish(config: dict[str, Any], total: float, active: float) -> None:
     assert billions(config) == pytest.approx((total, active), rel=0.03)
 
 
-@pytest.mark.parametrize(
-    ("config", "kv_bytes", "state_mib"),
-    [
-        (LLAMA_70B, 327_680, 0.0),
-        (DEEPSEEK_V3, 70_272, 0.0),
-        (QWEN3_NEXT, 24_576, 73.69),
-        (KIMI_LINEAR, 8_064, 41.41),
-    ],
-)
-def test_kv_of_a_token_and_fixed_state(config: dict[str, Any], kv_bytes: int, state_mib: float) -> None:
-    facts = facts_of(config)
-    assert 2 * facts.kv_elements == kv_bytes
-    assert facts.state_bytes / MIB == pytest.approx(state_mib, abs=0.01)
+# By hand from the layers of each config.json: bytes of a token, MiB of fixed state (bf16 KV and convolutions, fp32
+# recurrent states), MiB of a prompt of 1, 8, 32 and 128 Ki tokens.
+SIZES = {
+    "Kimi Linear": (8_064, 41.41, 49.3, 104.4, 293.4, 1_049),
+    "Qwen3-Next-80B": (24_576, 73.69, 97.7, 265.7, 841.7, 3_146),
+    "Qwen3.5-35B": (20_480, 61.41, 81.4, 221.4, 701.4, 2_621),
+    "Qwen3.5-397B": (30_720, 183.16, 213.2, 423.2, 1_143, 4_023),
+    "MiMo-V2-Flash": (23_040, 24.38, 46.9, 204.4, 744.4, 2_904),
+    "Ring-2.5-1T": (11_520, 280.0, 291.2, 370.0, 640.0, 1_720),
+    "Kimi K3": (27_648, 428.55, 455.5, 644.5, 1_293, 3_885),
+    "DeepSeek-V3": (70_272, 0, 68.6, 549, 2_196, 8_784),
+    "Kimi K2": (70_272, 0, 68.6, 549, 2_196, 8_784),
+    "Qwen3-235B": (192_512, 0, 188, 1_504, 6_016, 24_064),
+    "MiniMax-M2.5": (253_952, 0, 248, 1_984, 7_936, 31_744),
+    "Llama-3-70B": (327_680, 0, 320, 2_560, 10_240, 40_960),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_bytes_of_a_prompt(name: str) -> None:
+    facts, (token_bytes, state_mib, *prompts_mib) = facts_of(CONFIGS[name]), SIZES[name]
+    assert facts.prompt_bytes(1) - facts.prompt_bytes(0) == 2 * facts.kv_elements == token_bytes
+    assert facts.prompt_bytes(0) / MIB == pytest.approx(state_mib, abs=0.006)
+    sizes = [facts.prompt_bytes(length * 1024) / MIB for length in (1, 8, 32, 128)]
+    assert sizes == pytest.approx(prompts_mib, rel=5e-4, abs=0.051)
+
+
+def test_every_known_config_is_checked() -> None:
+    assert list(CONFIGS) == list(SIZES)
+
+
+def test_windowed_layers_have_heads_of_their_own() -> None:
+    facts = facts_of(MIMO_V2_FLASH)
+    assert facts.kv_elements == 9 * 4 * (192 + 128)
+    assert facts.window_elements == 39 * 8 * (192 + 128) * 128
+    assert facts.kv_shards == 4
+    shared = {key: value for key, value in MIMO_V2_FLASH.items() if not key.startswith("swa_")}
+    assert facts_of(shared).window_elements == facts.window_elements // 2
+
+
+def test_a_gate_and_a_latent_space_of_experts_are_parameters() -> None:
+    """Kimi K3 has both; without them the same layers have fewer dense parameters and larger experts."""
+    text = {key: value for key, value in KIMI_K3["text_config"].items() if key != "routed_expert_hidden_size"}
+    plain = facts_of(KIMI_K3 | {"text_config": text | {"mla_use_output_gate": False}})
+    facts = facts_of(KIMI_K3)
+    gates, projections = 24 * 7168 * 96 * 128, 92 * 2 * 7168 * 3584
+    assert facts.dense_params - plain.dense_params == gates + projections
+    assert 2 * facts.expert_params == plain.expert_params
+    assert facts.weight_dtype == "mxfp4"
 
 
 def test_a_short_window_is_a_fixed_state() -> None:
@@ -125,6 +178,9 @@ def test_a_wrong_config_is_refused_by_name(changes: dict[str, Any], message: str
         (QWEN3_NEXT, {"linear_value_head_dim": 64}, "linear key and value head sizes differ"),
         (QWEN3_NEXT, {"decoder_sparse_step": 2}, "decoder_sparse_step"),
         (KIMI_LINEAR, {"linear_attn_config": {}}, "must list 'kda_layers'"),
+        (MIMO_V2_FLASH, {"hybrid_layer_pattern": [0, 1]}, "'hybrid_layer_pattern' must list 48 layers"),
+        (RING_25_1T, {"layer_group_size": 7}, "'layer_group_size' is 7; it must divide 80 layers"),
+        (RING_25_1T, {"layer_group_size": 0}, "it must divide 80 layers"),
     ],
 )
 def test_wrong_layers_are_refused(config: dict[str, Any], changes: dict[str, Any], message: str) -> None:

@@ -19,23 +19,23 @@ DECODE = Chunk([42], 8, [30, 31, 29], True)
 LONG_SAMPLED = Chunk(list(range(ROW_TOKENS + 1)), 0, [40, 50, 45], True)
 
 
-def test_rows_come_first_and_every_token_keeps_its_place() -> None:
+def test_rows_come_first_single_tokens_before_others_and_every_token_keeps_its_place() -> None:
     batch = build_batch([LONG, SHORT, LONG_SAMPLED, DECODE], SIZE, CPU)
-    flat = [SHORT, DECODE, LONG, LONG_SAMPLED]
+    flat = [DECODE, SHORT, LONG, LONG_SAMPLED]
     assert batch.tokens_T.tolist() == [token for chunk in flat for token in chunk.tokens]
     assert batch.positions_T.tolist() == [at for chunk in flat for at in range(chunk.start, chunk.stop)]
     assert batch.slots_T.tolist() == [slot for chunk in flat for slot in slots(chunk)]
     assert batch.num_tokens == 20 + 3 + 9 + 1 and batch.num_rows == 4
-    assert batch.lens_R.tolist() == [3, 4, 5, 9]
-    assert [row[:2] for row in batch.tables_RB.tolist()] == [[1, 0]] * 3 + [[30, 31]]
+    assert batch.lens_R.tolist() == [9, 3, 4, 5]
+    assert [row[:2] for row in batch.tables_RB.tolist()] == [[30, 31], *[[1, 0]] * 3]
     found = [(prefill.first, prefill.last, prefill.start, prefill.stop) for prefill in batch.prefills]
     assert found == [(4, 24, 6, 26), (24, 33, 0, 9)]
 
 
 def test_samples_are_last_tokens_and_order_says_whose() -> None:
     batch = build_batch([LONG, SHORT, LONG_SAMPLED, DECODE], SIZE, CPU)
-    assert batch.order == [1, 3, 2]
-    assert batch.tokens_T[batch.sample_S].tolist() == [9, 42, ROW_TOKENS]
+    assert batch.order == [3, 1, 2]
+    assert batch.tokens_T[batch.sample_S].tolist() == [42, 9, ROW_TOKENS]
 
 
 @pytest.mark.parametrize(

@@ -329,6 +329,24 @@ def test_a_layer_of_the_paced_engine_starts_when_it_was_waited_for(clock: Clock)
     assert abs(clock.naps[-1] - again_ns) <= 1, "a wait puts off, lateness does not"
 
 
+def test_a_state_to_restore_holds_up_all_layers_of_the_paced_engine(clock: Clock) -> None:
+    """What layer 1 is waited for counts from the start: nothing is computed before the state is there."""
+    recipe = Recipe("model", layout_of(SIZE, state_tokens=3), 1 << 20)
+    engine, start_ns = PacedEngine(recipe, compile_cost(CURVE), 12, max_length=100), clock.now_ns
+    batch = engine.build([Chunk([1], 4, BLOCKS, True, True, restore=(8,))])
+    step_ns = engine.step_ps(batch) // 1000
+    waits_ns = [0, step_ns // 4]
+
+    def before(layer: int) -> None:
+        clock.now_ns += waits_ns[layer]
+
+    engine.step(batch, [Row(GREEDY, ())], before_layer=before)
+    whole_ns = start_ns + step_ns // 4 + step_ns
+    assert all(
+        abs(nap - end) <= 1 for nap, end in zip(clock.naps, (whole_ns - step_ns // 2, whole_ns), strict=True)
+    )
+
+
 def test_a_step_of_the_paced_engine_that_was_broken_off_takes_its_time_anew(clock: Clock) -> None:
     engine = paced()
     batch = engine.build([Chunk(PROMPT, 0, BLOCKS, True)])

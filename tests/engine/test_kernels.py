@@ -10,11 +10,11 @@ from torch import Tensor
 from isthmus.engine.kernels import Kernels, native, select
 from isthmus.engine.kernels.plain import PlainKernels
 
-from .support import NAN, attention, largest_error, permutation, randn
+from .support import NAN, attention, largest_error, permutation, randn, relative_error
 
 F32, BF16 = torch.float32, torch.bfloat16
 TOLERANCE = {F32: 2e-5, BF16: 2**-7}
-HEAD_DIMS = pytest.mark.parametrize("head_dim", [16, 20, 32, 64, 80, 128])
+HEAD_DIMS = pytest.mark.parametrize("head_dim", [16, 20, 32, 64, 80, 128, 192])
 BLOCK_SIZE = 4
 
 
@@ -119,6 +119,29 @@ def test_a_window_keeps_the_last_keys(kernels: Kernels, window: int) -> None:
     expected_out, expected_lse = case.expected()
     assert largest_error(out, expected_out) <= 2e-5
     assert largest_error(lse, expected_lse) <= 2e-5
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [(40, 1), (40, 18), (64, 35), (192, 3), (576, 17)])
+def test_one_vector_may_be_key_and_value(form: Form, head_dim: int, group: int) -> None:
+    """As in latent attention, where many query heads share one."""
+    case = paged(LENS, group=group, head_dim=head_dim, dtype=form.dtype, stored=form.stored)
+    both = case.kv_S2KD[:, :1].expand(-1, 2, -1, -1).clone()
+    case.kv_S2KD = both
+    expected_out, expected_lse = case.expected()
+    case.kv_S2KD = both[:, :1].contiguous()
+    out, lse = case.attend(form.kernels)
+    assert largest_error(out, expected_out) <= TOLERANCE[form.dtype]
+    assert largest_error(lse, expected_lse) <= TOLERANCE[F32]
+
+
+@pytest.mark.parametrize("head_dim", [20, 64, 128])
+def test_many_query_heads_of_one_key(form: Form, head_dim: int) -> None:
+    """More than one task computes."""
+    case = paged(LENS, group=23, head_dim=head_dim, dtype=form.dtype, stored=form.stored)
+    expected_out, expected_lse = case.expected()
+    out, lse = case.attend(form.kernels)
+    assert largest_error(out, expected_out) <= TOLERANCE[form.dtype]
+    assert largest_error(lse, expected_lse) <= TOLERANCE[F32]
 
 
 @pytest.mark.parametrize("head_dim", [20, 64])
@@ -339,6 +362,71 @@ def test_silu_of_an_extreme_gate_is_zero_or_the_gate(form: Form, gate: float) ->
     out = form.kernels.silu_mul(gate_up)
     expected = 2 * max(float(gate_up[0, 0]), 0.0)
     assert torch.allclose(out.double(), torch.full_like(out, expected).double(), rtol=1e-6, atol=1e-18)
+
+
+# ---- expert_mlps
+
+
+@pytest.mark.parametrize("counts", [[1, 0, 7, 2], [0, 0, 3, 0], [60, 1, 0, 5], [0, 0, 0, 0]])
+@pytest.mark.parametrize(("width", "inner"), [(16, 32), (50, 19)])
+def test_each_row_goes_through_its_expert(form: Form, counts: list[int], width: int, inner: int) -> None:
+    """Few rows of each expert, and more than the native kernel takes at once."""
+    x = randn(sum(counts), width, seed=1, dtype=form.dtype)
+    gate_up = randn(4, 2 * inner, width, seed=2, dtype=form.stored)
+    down = randn(4, width, inner, seed=3, dtype=form.stored) / 16
+    out = form.kernels.expert_mlps(x, counts, gate_up, down)
+    expected, at = [], 0
+    for expert, count in enumerate(counts):
+        gate, up = (x[at : at + count].double() @ gate_up[expert].double().T).chunk(2, dim=-1)
+        expected.append(gate * up / (1 + (-gate).exp()) @ down[expert].double().T)
+        at += count
+    assert out.shape == x.shape and out.dtype == form.dtype
+    assert relative_error(out, torch.cat(expected)) <= TOLERANCE[form.stored] or not sum(counts)
+
+
+# ---- delta_step
+
+
+@pytest.mark.parametrize("decays", ["head", "channel"])
+@pytest.mark.parametrize(
+    ("keys", "heads", "key_dim", "value_dim", "taps"), [(2, 6, 16, 24, 4), (3, 3, 20, 9, 2)]
+)
+def test_one_token_of_each_request_goes_through_convolution_and_rule(
+    kernels: Kernels, decays: str, keys: int, heads: int, key_dim: int, value_dim: int, taps: int
+) -> None:
+    """The formulas one head at a time, in float64, for several tokens; slots that nobody has stay as they are."""
+    slots, channels = [5, 0, 3], 2 * keys * key_dim + heads * value_dim
+    live = randn(7, 2, (taps - 1) * channels + heads * key_dim * value_dim, seed=1)
+    before = live.clone()
+    window, state = live[:, 1].split(((taps - 1) * channels, heads * key_dim * value_dim), dim=1)
+    window, state = window.unflatten(1, (taps - 1, channels)), state.unflatten(1, (heads, key_dim, value_dim))
+    weight = randn(taps, channels, seed=2)
+    inputs, memory = window.double(), state.double()
+    for token in range(3):
+        qkv = randn(3, channels + 5, seed=10 + token)[:, :channels]  # as a part of a wider projection
+        decay = -randn(3, heads, 1 if decays == "head" else key_dim, seed=20 + token).abs()
+        beta = randn(3, heads, seed=30 + token).sigmoid()
+        out = kernels.delta_step(qkv, decay, beta, window, state, torch.tensor(slots), weight)
+        assert out.shape == (3, heads, value_dim) and out.dtype == F32
+        for row, slot in enumerate(slots):
+            seen = torch.cat((inputs[slot], qkv[row : row + 1].double()))
+            inputs[slot] = seen[1:]
+            mixed = (seen * weight.double()).sum(0)
+            mixed = mixed / (1 + (-mixed).exp())
+            q, k, v = mixed.split((keys * key_dim, keys * key_dim, heads * value_dim))
+            for head in range(heads):
+                at = head // (heads // keys)
+                query, key = (x[at * key_dim : (at + 1) * key_dim] for x in (q, k))
+                query = query / (query.square().sum() + 1e-6).sqrt() / key_dim**0.5
+                key = key / (key.square().sum() + 1e-6).sqrt()
+                value = v[head * value_dim : (head + 1) * value_dim]
+                matrix = memory[slot, head] * decay[row, head].double().exp()[:, None]
+                matrix += torch.outer(key, float(beta[row, head]) * (value - key @ matrix))
+                memory[slot, head] = matrix
+                assert largest_error(out[row, head], query @ matrix) <= 2e-5
+    assert largest_error(state, memory) <= 2e-5 and torch.equal(window, inputs.float())
+    assert torch.equal(live[:, 0], before[:, 0]), "the states of other layers"
+    assert torch.equal(live[[1, 2, 4, 6]], before[[1, 2, 4, 6]])
 
 
 # ---- choice and building

@@ -7,8 +7,11 @@ import random
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from isthmus.engine.recipe import Recipe, expected_tokens, layout_of, recipe_of, vocab_of
+from isthmus.cost import facts_of
+from isthmus.engine.recipe import Recipe, expected_tokens, layout_of, recipe_of, state_tokens_of, vocab_of
 from isthmus.errors import ModelError
 
 SIZE = 4
@@ -59,3 +62,58 @@ def test_model_and_vocabulary_are_in_the_revision(tmp_path: Path) -> None:
     revisions = {recipe_of(folder, folder, SIZE).revision for folder in (one, two, three)}
     assert len(revisions) == 3
     assert recipe_of(one, one, SIZE).revision == recipe_of(one, one, 2 * SIZE).revision
+
+
+HYBRID = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
+
+
+def test_a_hybrid_model_keeps_states_of_as_many_blocks_as_the_real_one(tmp_path: Path) -> None:
+    """Three recurrent layers to one that keeps 2 KiB of KV a token in 16 bits."""
+    folder = write_folder(tmp_path / "hybrid", **HYBRID)
+    facts = facts_of(HYBRID)
+    assert facts.state_bytes > 3 * 32 * 128 * 128 * 4
+    tokens = -(-facts.state_bytes // 2048)
+    for size in (16, 64):
+        layout = recipe_of(folder, folder, size).layout
+        assert layout.state_blocks == -(-tokens // size)
+        assert layout.state_bytes == layout.num_layers * 16 * tokens
+
+
+def test_other_models_keep_none(tmp_path: Path) -> None:
+    assert recipe_of(write_folder(tmp_path / "plain"), tmp_path / "plain", SIZE).layout == layout_of(SIZE)
+    assert state_tokens_of({"architectures": ["UnheardOfForCausalLM"]}) == 0
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=30), st.integers(0, 30), st.integers(1, 12))
+def test_a_state_does_not_depend_on_chunks_but_on_every_token(
+    tokens: list[int], cut: int, state_tokens: int
+) -> None:
+    recipe = Recipe("model", layout_of(SIZE, state_tokens=state_tokens), 1 << 20)
+    whole, parts, other = (bytearray(recipe.lane_bytes) for _ in range(3))
+    below = recipe.embed("", tokens)
+    found = recipe.recur(whole, 0, below)
+    assert [*recipe.recur(parts, 0, below[:cut]), *recipe.recur(parts, len(below[:cut]), below[cut:])] == found
+    assert parts == whole
+    changed = recipe.embed("", [tokens[0] + 1, *tokens[1:]])
+    assert not set(recipe.recur(other, 0, changed)) & set(found)
+    assert other != whole

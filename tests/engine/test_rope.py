@@ -47,7 +47,7 @@ def test_the_table_is_that_of_transformers(tmp_path: Path, variant: str, head_di
     config.save_pretrained(tmp_path)
     cos, sin = LlamaRotaryEmbedding(config)(torch.empty(1), torch.arange(NUM_POSITIONS)[None])
     expected = torch.cat((cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]), dim=-1)
-    table = cos_sin_table(read_spec(tmp_path).rope, head_dim, NUM_POSITIONS)
+    table = cos_sin_table(read_spec(tmp_path).rope, NUM_POSITIONS)
     assert table.shape == (NUM_POSITIONS, head_dim) and table.dtype == torch.float32
     assert float((table - expected).abs().max()) <= 1e-6
 
@@ -62,4 +62,4 @@ def test_a_longer_table_starts_with_the_shorter_one(tmp_path: Path) -> None:
     config |= {"vocab_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "rope_parameters": YARN}
     (tmp_path / "config.json").write_text(json.dumps(config))
     rope = read_spec(tmp_path).rope
-    assert torch.equal(cos_sin_table(rope, 16, 500)[:100], cos_sin_table(rope, 16, 100))
+    assert torch.equal(cos_sin_table(rope, 500)[:100], cos_sin_table(rope, 100))

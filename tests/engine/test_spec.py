@@ -215,7 +215,7 @@ def test_the_original_length_is_the_models_own_when_not_stated(tmp_path: Path, o
 def test_each_layer_has_its_own_window(
     tmp_path: Path, config: dict[str, Any], windows: tuple[int, ...]
 ) -> None:
-    assert spec_of(tmp_path, config).windows == windows
+    assert tuple(layer.mixer.window for layer in spec_of(tmp_path, config).layers) == windows
 
 
 @pytest.mark.parametrize(
@@ -234,8 +234,9 @@ def test_each_family_has_its_biases(
     tmp_path: Path, config: dict[str, Any], qkv: bool, output: bool, mlp: bool
 ) -> None:
     spec = spec_of(tmp_path, config)
-    assert (spec.qkv_bias, spec.output_bias, spec.mlp_bias) == (qkv, output, mlp)
-    assert spec.qk_norm == (spec.family == "qwen3")
+    for layer in spec.layers:
+        assert (layer.mixer.qkv_bias, layer.mixer.output_bias, layer.mlp.bias) == (qkv, output, mlp)
+        assert layer.mixer.qk_norm == (spec.family == "qwen3")
 
 
 def test_head_size_and_heads_have_their_defaults(tmp_path: Path) -> None:
@@ -258,8 +259,8 @@ def test_what_transformers_saves_is_read(folder_of: FolderOf, case: str) -> None
     family, overrides = MODEL_CASES[case]
     spec = read_spec(folder_of(case))
     assert spec.family == family and spec.max_length == 4096
-    assert (spec.vocab_size, spec.hidden_size, spec.intermediate_size) == (272, 64, 96)
-    assert (spec.num_layers, spec.num_heads) == (3, 4)
+    assert (spec.vocab_size, spec.hidden_size, spec.num_layers) == (272, 64, 3)
+    assert all((layer.mixer.num_heads, layer.mlp.width) == (4, 96) for layer in spec.layers)
     assert spec.num_kv_heads == overrides.get("num_key_value_heads", 2)
     assert spec.head_dim == overrides.get("head_dim", 16)
     assert spec.tied_embeddings == overrides.get("tie_word_embeddings", False)

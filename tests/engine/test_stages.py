@@ -134,7 +134,7 @@ def test_a_stage_keeps_no_weights_of_others(folder_of: FolderOf) -> None:
         assert middle.embedding is None and middle.head is None and middle.final_norm is None
         assert last.embedding is None and last.head is not None and last.final_norm is not None
         for weights in (first, middle, last):
-            assert not weights.layers[0].down.weight.is_meta
+            assert not weights.layers[0].mlp.down.weight.is_meta
         assert last.head is not None and torch.equal(last.head.weight, first.embedding) is tied
 
 

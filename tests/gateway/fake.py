@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import Any
 
 from isthmus.blocks import KVLayout
 from isthmus.types import FinishReason, Generated, Job, ModelCard, NodeId, Role, TokenLogprobs
@@ -52,7 +53,8 @@ class FakeBackend:
         self.changed = threading.Condition()
         self.node_gauges: dict[str, dict[str, float]] = {}
         self.refused: dict[str, int] = {}
-        self.members: dict[NodeId, tuple[Role, KVLayout]] = {}
+        self.members: dict[NodeId, tuple[Role, KVLayout, str]] = {}
+        self.offloaded: Any = None
 
     def submit(self, job: Job) -> FakeStream:
         steps = self.script(job)
@@ -62,8 +64,11 @@ class FakeBackend:
     def gauges(self) -> dict[str, dict[str, float]]:
         return self.node_gauges
 
-    def nodes(self) -> dict[NodeId, tuple[Role, KVLayout]]:
+    def nodes(self) -> dict[NodeId, tuple[Role, KVLayout, str]]:
         return self.members
+
+    def offload(self) -> Any:
+        return self.offloaded
 
     def refusals(self) -> dict[str, int]:
         return self.refused

@@ -48,7 +48,7 @@ CACHE = {"kv_bytes_fetched_total": 100, "kv_bytes_borrowed_total": 200, "kv_byte
 
 def report(backend: FakeBackend, node: str, role: Role, **gauges: float) -> None:
     """A node joins and reports."""
-    backend.members[NodeId(node)] = role, LAYOUT
+    backend.members[NodeId(node)] = role, LAYOUT, ""
     for name, value in (BASE | gauges).items():
         backend.node_gauges.setdefault(name, {})[node] = value
 
@@ -70,6 +70,7 @@ def test_before_any_node_is_in(post: Poster, backend: FakeBackend) -> None:
         "requests_refused": {},
         "hit_rate": None,
         "nodes": [],
+        "offload": None,
     }
 
 
@@ -101,6 +102,7 @@ def test_a_node_without_a_cache(post: Poster, backend: FakeBackend) -> None:
                 "seal_mismatches": 0,
             },
             "cache": None,
+            "cluster": "",
         }
     ]
 
@@ -153,7 +155,7 @@ def test_without_an_ssd_there_is_one_tier(backend: FakeBackend) -> None:
 def test_nodes_are_in_order_once_they_reported(backend: FakeBackend) -> None:
     for name in ("decode-0", "prefill-10", "prefill-9"):
         report(backend, name, Role(name.split("-")[0]))
-    backend.members[NodeId("prefill-1")] = Role.PREFILL, LAYOUT
+    backend.members[NodeId("prefill-1")] = Role.PREFILL, LAYOUT, ""
     assert [node.node for node in cluster_status(backend, 0).nodes] == ["prefill-9", "prefill-10", "decode-0"]
 
 

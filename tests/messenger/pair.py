@@ -188,6 +188,9 @@ class Side:
     def finish(self, lane: Lane) -> None:
         self.finishing.append(lane)
 
+    def retransmits(self) -> int:
+        return 0
+
     def abort(self, lane: Lane) -> None:
         self.gone.append(lane)
 

@@ -134,6 +134,13 @@ def test_chunks_are_the_same(budget: int, prompt_batch: int | None) -> None:
     same_logs({**knobs, **SHAPES["2P2D1M"]}, workload(30, 5 * MS))
 
 
+@pytest.mark.parametrize("partial", [1, 3])
+@pytest.mark.parametrize("chunking", ["fixed", "tbt"])
+def test_chunks_by_time_and_several_prompts_at_once_are_the_same(chunking: str, partial: int) -> None:
+    knobs = {"scheduling.chunking": chunking, "scheduling.partial_prefills": partial, "slo.tbt_ms": 7}
+    same_logs({**knobs, "engine.token_budget": 1024, **SHAPES["2M"]}, workload(60, 2 * MS))
+
+
 @pytest.mark.parametrize("shape", ["1P1D", "3P2D"])
 @pytest.mark.parametrize("policy", ["round_robin", "isthmus"])
 def test_what_happens_at_one_instant_happens_in_one_order(policy: str, shape: str) -> None:

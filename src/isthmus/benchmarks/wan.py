@@ -1,6 +1,6 @@
 """`isthmus bench wan`: one session over a long path, with one connection and with several.
 
-The path is a user-space proxy (`wan_proxy`) in a process of its own: delay, a rate that all connections share, and
+The path is the proxy of `cluster.shaper` in a process of its own: delay, a rate that all connections share, and
 at most a window of bytes on the way for each connection, which is what holds a single connection back over a long
 path. Every piece is sealed and checked, as in `isthmus bench messenger`.
 """
@@ -13,12 +13,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import msgspec
 from rich.table import Table
 
-from isthmus.benchmarks.child import Child
+from isthmus.benchmarks.child import Child, Pipe
 from isthmus.benchmarks.session_peer import Sessions
 from isthmus.benchmarks.transfer_peers import Direction, Sockets, touched
-from isthmus.benchmarks.wan_proxy import Wan, serve
+from isthmus.cluster.shaper import Port, Proxy, Shape
 from isthmus.errors import ConfigError
 
 MIB = 1 << 20
@@ -51,8 +52,8 @@ class Plan:
         """Bytes of a transfer, in whole pieces."""
         return max(1, round(self.seconds * rate_gbps * 1e9 / 8 / PIECE_BYTES)) * PIECE_BYTES
 
-    def wan(self, rate_gbps: float, stalled: bool) -> Wan:
-        return Wan(
+    def shape(self, rate_gbps: float, stalled: bool) -> Shape:
+        return Shape(
             delay_s=self.delay_ms / 1000,
             rate=rate_gbps * 1e9 / 8,
             window=self.window,
@@ -101,27 +102,36 @@ def run(plan: Plan, report: Callable[[str], None] = lambda line: None) -> Result
 
 def _measure(plan: Plan, region: memoryview, rate: float, connections: int, stalled: bool) -> Row:
     size = plan.size(rate)
-    found = [_once(plan.wan(rate, stalled), region, connections, size) for _ in range(plan.rounds)]
+    found = [_once(plan.shape(rate, stalled), region, connections, size) for _ in range(plan.rounds)]
     gbps = statistics.median(found)
     return Row(rate, plan.delay_ms, connections, stalled, gbps, gbps / rate)
 
 
-def _once(wan: Wan, region: memoryview, connections: int, size: int) -> float:
+def _once(shape: Shape, region: memoryview, connections: int, size: int) -> float:
     """A new session for each: a stall happens once. Raises BenchError if a seal does not match."""
     with contextlib.ExitStack() as stack:
 
         def through(port: int) -> int:
-            return int(stack.enter_context(contextlib.closing(Child(serve, wan, port))).hello)
+            return int(stack.enter_context(contextlib.closing(Child(serve, shape, port))).hello)
 
         session = stack.enter_context(contextlib.closing(Sessions(region, connections, through)))
         return 8 * size / session.transfer(Direction.PUSH, size, PIECE_BYTES) / 1e9
+
+
+def serve(pipe: Pipe, shape: dict[str, Any], port: int) -> None:
+    """In a process of its own: says the port it listens at, runs until the pipe is closed. `shape`: fields of a Shape."""
+    entry = Port(0, ("127.0.0.1", port))
+    proxy = Proxy(msgspec.convert(shape, Shape), [entry])
+    proxy.watch(pipe.fileno(), lambda: False)
+    pipe.send(entry.number)
+    proxy.run()
 
 
 def _ceiling_gbps(region: memoryview) -> float:
     with contextlib.ExitStack() as stack:
 
         def through(port: int) -> int:
-            return int(stack.enter_context(contextlib.closing(Child(serve, Wan(delay_s=0.0), port))).hello)
+            return int(stack.enter_context(contextlib.closing(Child(serve, Shape(delay_s=0.0), port))).hello)
 
         bare = stack.enter_context(contextlib.closing(Sockets(region, 4, through)))
         best = min(bare.transfer(Direction.PUSH, len(region), PIECE_BYTES) for _ in range(4))

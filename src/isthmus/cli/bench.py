@@ -222,6 +222,17 @@ def conductor(
 
 
 @app.command()
+def chunking(json_file: JsonFile = None) -> None:
+    """Chunks of a fixed size or of a fixed time, one prompt or several at once, on a simulated node."""
+    from isthmus.benchmarks import chunking as bench
+    from isthmus.cli.outputs import check_writable
+
+    check_writable("--json", json_file)
+    rows = bench.run()
+    _finish(bench.table(rows), bench.as_json(rows), json_file)
+
+
+@app.command()
 def cost(
     profiles: Annotated[
         Path, typer.Option(help="Folder with the published measurements (docs/cost-model.md).")

@@ -9,8 +9,8 @@ from pathlib import Path
 import blake3
 import msgspec
 
-from isthmus.blocks import KVLayout
 from isthmus.cli.models import demo_folder
+from isthmus.cluster.links import state_slots
 from isthmus.cluster.node import OnLost
 from isthmus.conductor import Paths
 from isthmus.config import Config, RoleConfig
@@ -21,6 +21,7 @@ from isthmus.engine.interface import Engine, split_layers
 from isthmus.engine.recipe import LAYERS as EMULATED_LAYERS
 from isthmus.engine.spec import read_spec
 from isthmus.errors import ConfigError
+from isthmus.scheduler import capacity_tokens
 from isthmus.store import Arena, Log, RecordFormat, Shape, Store
 from isthmus.types import Role
 
@@ -32,7 +33,8 @@ MIN_SLOTS = 8
 class Served:
     """What is known of the served model before any node runs.
 
-    `kv_tokens`: that a node's KV memory holds, in whole blocks; `host_bytes`: memory that one node will take.
+    `kv_tokens`: the longest request that a node's KV memory holds, in whole blocks; `host_bytes`: memory that one node
+    will take.
     """
 
     tokenizer: Path
@@ -49,33 +51,43 @@ def served_model(config: Config, folder: Path) -> Served:
 
 def _torch_model(config: Config, folder: Path) -> Served:
     spec = read_spec(folder)
-    layout = KVLayout(
-        dtype=config.engine.dtype or spec.dtype,
-        block_size=config.engine.block_size,
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-    )
+    layout = spec.layout(config.engine.dtype or spec.dtype, config.engine.block_size)
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    kv_tokens = config.engine.kv_memory // layout.block_bytes * layout.block_size
+    live_bytes = layout.state_bytes * max(state_slots(config, role) for role in _roles(config))
+    num_blocks = max(0, config.engine.kv_memory - live_bytes) // layout.block_bytes
+    kv_tokens = max(0, capacity_tokens(num_blocks, layout.block_size, layout.state_blocks))
     memory = weights + config.engine.kv_memory + config.cache.dram
     return Served(folder, spec.vocab_size, spec.max_length, kv_tokens, memory)
 
 
 def _emulated_model(config: Config, folder: Path) -> Served:
     tokenizer = tokenizer_folder(folder)
-    roles = [nodes for nodes in (config.roles.prefill, config.roles.decode, config.roles.mixed) if nodes.count]
-    layout = emulated.layout_of(config.engine.block_size, layers=_emulated_layers(config))
-    costs = [(_emulated_cost(config, nodes, folder), nodes.pipeline) for nodes in roles]
-    counts = [_emulated_blocks(config, cost, stages) for cost, stages in costs]
-    slots = [config.cache.dram * stages // _block_bytes(config, cost) for cost, stages in costs]
+    recipe = _recipe(config, folder)
+    layout = recipe.layout
+    costs = [
+        (_emulated_cost(config, nodes, folder), nodes.pipeline, state_slots(config, role))
+        for role, nodes in _roles(config).items()
+    ]
+    counts = [_emulated_blocks(config, cost, stages, slots) for cost, stages, slots in costs]
+    cached = [config.cache.dram * stages // _block_bytes(config, cost) for cost, stages, _ in costs]
     return Served(
         tokenizer,
-        emulated.vocab_of(tokenizer),
+        recipe.vocab_size,
         emulated.length_of(folder),
-        min(counts) * layout.block_size,
-        (max(counts) + max(slots)) * layout.block_bytes,
+        max(0, capacity_tokens(min(counts), layout.block_size, layout.state_blocks)),
+        (max(counts) + max(cached)) * layout.block_bytes,
     )
+
+
+def _roles(config: Config) -> dict[Role, RoleConfig]:
+    """Those that some node has."""
+    roles: dict[Role, RoleConfig] = {role: getattr(config.roles, role.value) for role in Role}
+    return {role: nodes for role, nodes in roles.items() if nodes.count}
+
+
+def _recipe(config: Config, folder: Path) -> emulated.Recipe:
+    size, layers = config.engine.block_size, _emulated_layers(config)
+    return emulated.recipe_of(folder, tokenizer_folder(folder), size, layers=layers)
 
 
 def _emulated_layers(config: Config) -> int:
@@ -83,12 +95,20 @@ def _emulated_layers(config: Config) -> int:
     return max(EMULATED_LAYERS, config.roles.prefill.pipeline)
 
 
-def _emulated_blocks(config: Config, cost: Cost, stages: int) -> int:
-    """Blocks of the emulated model that `engine.kv_memory` holds, or that weights leave room for when it is not
-    given: so many that no demo model fills the host's memory. A pipeline stage has its layers of each block."""
-    token_bytes = compile_cost(cost).kv_token_bytes
+def _emulated_blocks(config: Config, cost: Cost, stages: int, slots: int) -> int:
+    """Blocks of the emulated model that `engine.kv_memory` holds beside `slots` live states, or that weights leave room
+    for when it is not given: so many that no demo model fills the host's memory. A pipeline stage has its layers of
+    each block. Raises ConfigError when there is no room for any."""
+    model = compile_cost(cost)
     if "kv_memory" in config.engine.model_fields_set or not isinstance(cost, Analytic):
-        return config.engine.kv_memory * stages // (token_bytes * config.engine.block_size)
+        live_bytes = model.state_bytes * slots
+        if live_bytes > config.engine.kv_memory:
+            raise ConfigError(
+                f"engine.kv_memory {config.engine.kv_memory} bytes does not hold the states of {slots} sequences "
+                f"({live_bytes} bytes); give more, or fewer in engine.max_sequences"
+            )
+        num_bytes = (config.engine.kv_memory - live_bytes) * stages
+        return num_bytes // (model.kv_token_bytes * config.engine.block_size)
     return min(cost.kv_capacity_tokens * stages, MAX_EMULATED_TOKENS) // config.engine.block_size
 
 
@@ -122,19 +142,21 @@ def _emulated_cost(config: Config, nodes: RoleConfig, folder: Path) -> Cost:
 
 
 def open_engine(
-    config: Config, folder: Path, threads: int, cost: Cost, *, stage: int = 0, stages: int = 1
+    config: Config, folder: Path, threads: int, cost: Cost, *, slots: int, stage: int = 0, stages: int = 1
 ) -> Engine:
-    """A node's engine, or that of one stage of a pipeline. Only a torch engine loads torch. Raises ModelError,
-    ConfigError or StartError."""
-    engine = _open_engine(config, folder, threads, cost, stage, stages)
+    """A node's engine, with live states for `slots` requests, or that of one stage of a pipeline. Only a torch engine
+    loads torch. Raises ModelError, ConfigError or StartError."""
+    engine = _open_engine(config, folder, threads, cost, slots, stage, stages)
     if config.network.compression == "int8":  # then any block may have been through it, and its name says so
         engine.layout = msgspec.structs.replace(engine.layout, codec="int8")
     return engine
 
 
-def _open_engine(config: Config, folder: Path, threads: int, cost: Cost, stage: int, stages: int) -> Engine:
+def _open_engine(
+    config: Config, folder: Path, threads: int, cost: Cost, slots: int, stage: int, stages: int
+) -> Engine:
     if config.engine.kind == "emulated":
-        return _open_emulated(config, folder, cost, stage, stages)
+        return _open_emulated(config, folder, cost, slots, stage, stages)
     from isthmus.engine import engine as torch_engine
 
     layers = split_layers(read_spec(folder).num_layers, stages)[stage] if stages > 1 else None
@@ -148,6 +170,7 @@ def _open_engine(config: Config, folder: Path, threads: int, cost: Cost, stage: 
             kv_bytes=config.engine.kv_memory,
             max_length=config.engine.max_length,
             layers=layers,
+            max_sequences=slots,
         ),
     )
 
@@ -198,13 +221,15 @@ def store_opener(
     return open_store
 
 
-def _open_emulated(config: Config, folder: Path, cost: Cost, stage: int, stages: int) -> emulated.PacedEngine:
-    num_layers, length = _emulated_layers(config), emulated.length_of(folder)
-    recipe = emulated.recipe_of(folder, tokenizer_folder(folder), config.engine.block_size, layers=num_layers)
+def _open_emulated(
+    config: Config, folder: Path, cost: Cost, slots: int, stage: int, stages: int
+) -> emulated.PacedEngine:
+    length = emulated.length_of(folder)
     return emulated.PacedEngine(
-        recipe,
+        _recipe(config, folder),
         compile_cost(cost),
-        _emulated_blocks(config, cost, stages),
+        _emulated_blocks(config, cost, stages, slots),
         max_length=min(config.engine.max_length or length, length),
-        layers=split_layers(num_layers, stages)[stage],
+        layers=split_layers(_emulated_layers(config), stages)[stage],
+        max_sequences=slots,
     )

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from isthmus.cli import bench, node, profile, replay, reproduce, serve, simulate, status
+from isthmus.cli import bench, link, node, plan, profile, replay, reproduce, serve, simulate, status
 from isthmus.errors import IsthmusError
 
 app = typer.Typer(
@@ -18,10 +18,12 @@ app = typer.Typer(
 )
 app.command("serve")(serve.serve)
 app.command("node")(node.node)
+app.command("link", hidden=True)(link.link)
 app.command("status")(status.status)
 app.command("profile")(profile.profile)
 app.command("replay")(replay.replay)
 app.command("simulate")(simulate.simulate)
+app.command("plan")(plan.plan)
 app.command("reproduce")(reproduce.reproduce)
 app.add_typer(bench.app, name="bench")
 

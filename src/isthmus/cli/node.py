@@ -22,6 +22,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 def node(
     role: Annotated[Role | None, typer.Option(help="What this node does.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="Where it stands, if the config names clusters.")] = None,
     join: Annotated[str | None, typer.Option(help="HOST:PORT where the head listens for nodes.")] = None,
     name: Annotated[str | None, typer.Option(help="Unique name; default: role, host and process id.")] = None,
     config: Annotated[Path | None, typer.Option(help="The deployment file of the cluster.")] = None,
@@ -40,6 +41,7 @@ def node(
     from isthmus.deploy import at_home
 
     settings = at_home(load_config(config, {"model": model}), config.parent if config else Path())
+    settings = _in_cluster(settings, cluster)
     if getattr(settings.roles, role).pipeline > 1:
         raise ConfigError(
             f"roles.{role}.pipeline: `isthmus serve` starts pipeline groups; give a config without it for a single node"
@@ -56,15 +58,29 @@ def node(
     from isthmus.cli.models import find_model
 
     orders = Orders(
-        node=NodeId(name or f"{role}-{os.uname().nodename}-{os.getpid()}"),
+        node=NodeId(name or "-".join(filter(None, [cluster, role, os.uname().nodename, str(os.getpid())]))),
         role=role,
         join=join,
         token=token,
         model=str(find_model(settings.model)[0]),
         threads=settings.engine.threads or len(os.sched_getaffinity(0)),
         config=settings.model_dump_json(exclude_unset=True),
+        cluster=cluster or "",
     )
     print(f"{orders.node}: {_run(orders, host=host, watch_stdin=False)}", file=sys.stderr)
+
+
+def _in_cluster(config: Config, name: str | None) -> Config:
+    """The configuration of one cluster. Raises ConfigError when it is not named right."""
+    from isthmus.deploy import clusters_of
+
+    found = {cluster.name: cluster.config for cluster in clusters_of(config)}
+    if (name or "") not in found:
+        known = ", ".join(filter(None, found))
+        raise ConfigError(
+            f"--cluster: give one of {known}" if known else "--cluster: the config names no clusters"
+        )
+    return found[name or ""]
 
 
 def _run_launched() -> None:
@@ -84,10 +100,10 @@ def _run_launched() -> None:
 
 def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
     from isthmus.cli.engines import node_cost, open_engine, paths_of, store_opener
-    from isthmus.cluster.links import network_of
+    from isthmus.cluster.links import network_of, sequences_of, state_slots
     from isthmus.cluster.node import Node, NodeOptions, this_machine
     from isthmus.cluster.stage_node import StageNode
-    from isthmus.deploy import codec_dtype
+    from isthmus.deploy import chunking_of, codec_dtype
 
     # The worker thread gives the interpreter up only for an instant at a time; with Python's default of 5 ms
     # the event loop would send tokens in bursts.
@@ -95,20 +111,27 @@ def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
     config = Config.model_validate_json(orders.config)
     folder = Path(orders.model)
     cost = node_cost(config, orders.role, folder)
-    engine = open_engine(config, folder, orders.threads, cost, stage=orders.stage, stages=orders.stages)
+    slots, sequences = state_slots(config, orders.role), sequences_of(config)
+    engine = open_engine(
+        config, folder, orders.threads, cost, slots=slots, stage=orders.stage, stages=orders.stages
+    )
     options = NodeOptions(
         node=orders.node,
         role=orders.role,
         join=orders.join,
         token=orders.token,
         token_budget=config.engine.token_budget,
-        max_sequences=config.engine.max_sequences,
+        max_sequences=sequences[orders.role],
         transfer_s=config.limits.transfer_s,
         host=host,
         prompt_batch=config.engine.prompt_batch,
+        chunking=chunking_of(config, getattr(config.roles, orders.role)),
         order=config.scheduling.order,
         eviction=config.cache.eviction,
-        shares_memory=config.cache.share == "host",
+        shares_memory=config.cache.share == "host" and not orders.cluster,
+        cluster=orders.cluster,
+        link_s=config.limits.link_s,
+        sequences_of=sequences,
         stage=orders.stage,
         stages=orders.stages,
         kv_dtype=engine.layout.dtype

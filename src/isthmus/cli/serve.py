@@ -108,8 +108,10 @@ async def _serve(config: Config) -> None:
     if idle := _simulated_only(config):
         print(f"isthmus: {', '.join(idle)}: simulated only, without effect here", file=sys.stderr)
     folder, name = find_model(config.model)
-    model = served_model(config, folder)
-    check_memory(config, len(planned_processes(config)), model.host_bytes)
+    here = {planned.cluster.name: planned.cluster for planned in nodes}
+    models = {name: served_model(cluster.config, folder) for name, cluster in here.items()}
+    check_memory(config, [models[planned.cluster.name].host_bytes for planned in planned_processes(config)])
+    model = min(models.values(), key=lambda model: model.kv_tokens)
     card = ModelCard(
         name=config.served_model_name or name,
         max_length=_max_length(config, model),
@@ -137,7 +139,7 @@ async def _serve(config: Config) -> None:
                         "isthmus: the engine is emulated: its tokens tell wrong bytes, not words",
                         file=sys.stderr,
                     )
-                _announce(url, card.name, [str(node) for node, _ in nodes], time.monotonic() - started)
+                _announce(url, card.name, [str(planned.node) for planned in nodes], time.monotonic() - started)
             await http
         finally:
             for task in (ready, stopped, http):

@@ -33,6 +33,13 @@ def simulate(
     policy: Annotated[str | None, typer.Option(help="How requests are placed, e.g. mooncake.")] = None,
     admission: Annotated[str | None, typer.Option(help="When requests are refused, e.g. early.")] = None,
     order: Annotated[str | None, typer.Option(help="Order of a node's queue: fcfs or promise.")] = None,
+    link_fault: Annotated[
+        list[str] | None,
+        typer.Option(help="A link between clusters from START to STOP (s) at FACTOR of its rate, 0: down."),
+    ] = None,
+    node_fault: Annotated[
+        list[str] | None, typer.Option(help="A node or a whole cluster dead from START to STOP (s).")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML page with charts here.")] = None,
     log: Annotated[Path | None, typer.Option(help="Record the conductor's events here (JSONL).")] = None,
@@ -51,14 +58,29 @@ def simulate(
     settings = load_config(config, flags)
     requests = load(_source(trace, workload), Replay(speed, spread_seed, limit))
     deployment = deployment_of(settings, requests.block_size, config.parent)
+    deployment = _with_faults(deployment, link_fault or [], node_fault or [])
     result = _run(deployment, requests, log)
     result.notes += _notes(speed, spread_seed, limit)
+    result.notes += [f"fault {text}" for text in (*(link_fault or []), *(node_fault or []))]
     summary = summarize(result)
     show(*summary_tables(summary))
     if json_file is not None:
         write_bytes(json_file, to_json(summary))
     if report is not None:
         _write_report(result, summary, settings, report)
+
+
+def _with_faults(deployment: Deployment, links: list[str], nodes: list[str]) -> Deployment:
+    import msgspec
+
+    from isthmus.sim.faults import Faults, link_fault, node_fault
+
+    faults = Faults(tuple(map(link_fault, links)), tuple(map(node_fault, nodes)))
+    faults.check(
+        links=[(link.source, link.target) for link in deployment.rules.links],
+        names=[name for spec in deployment.nodes for name in (spec.cluster, spec.node) if name],
+    )
+    return msgspec.structs.replace(deployment, faults=faults)
 
 
 def _source(trace: Path | None, workload: str | None) -> Path | str:

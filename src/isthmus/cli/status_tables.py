@@ -8,19 +8,21 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from isthmus.gateway.status import CacheStatus, NodeStatus, Status, TierStatus
+from isthmus.gateway.status import CacheStatus, NodeStatus, OffloadStatus, Status, TierStatus
 
 _NONE = "–"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def status_tables(status: Status, url: str) -> list[Table]:
-    """Nodes; their cache tiers, if there are any; KV between nodes, if there are several."""
+    """Nodes; their cache tiers, if there are any; KV between nodes, if there are several; links between clusters."""
     tables = [_nodes(status, url)]
     if any(node.cache for node in status.nodes):
         tables.append(_tiers(status.nodes))
     if len(status.nodes) > 1:
         tables.append(_transfers(status.nodes))
+    if status.offload is not None:
+        tables.append(_links(status.offload))
     return tables
 
 
@@ -99,6 +101,27 @@ def _transfers(nodes: Iterable[NodeStatus]) -> Table:
             *(moved.fetched_bytes, moved.borrowed_bytes, moved.given_bytes),
         )
         table.add_row(node.node, *map(_size, sizes), f"{moved.seal_mismatches:,}")
+    return table
+
+
+def _links(offload: OffloadStatus) -> Table:
+    threshold = (
+        "nothing is prefilled in another cluster"
+        if offload.threshold is None
+        else f"prefilled in another cluster: more than {offload.threshold:,} uncached tokens"
+    )
+    reason = f" ({offload.reason})" if offload.reason else ""
+    counts = f"{offload.requests:,} requests so far, threshold set {offload.changes:,} times"
+    if offload.conversions:
+        counts += f", {offload.conversions:,} nodes converted"
+    head = ("from", "to", "state", "Gbit/s", "of", "sent", "queued", "round trip ms")
+    table = _table(f"Links; {threshold}{reason}; {counts}", head, text=("from", "to", "state"))
+    for link in offload.links:
+        table.add_row(
+            *(link.source, link.target, "up" if link.up else "DOWN"),
+            *(f"{link.gbps:.2f}", f"{link.rated_gbps:g}", _size(link.sent_bytes), _size(link.queued_bytes)),
+            _NONE if link.rtt_ms is None else f"{link.rtt_ms:.1f}",
+        )
     return table
 
 

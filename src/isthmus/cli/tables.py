@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from isthmus.sim.offloading import Parts, ThresholdUse
 from isthmus.sim.summary import Loss, Spread, Summary
 
 _NONE = "–"
@@ -39,8 +40,13 @@ def _markdown(table: Table) -> str:
 
 
 def summary_tables(summary: Summary) -> list[Table]:
-    """A simulation on one screen: totals, times, pools, links."""
-    tables = [_totals(summary), _times(summary), _pools(summary)]
+    """A simulation on one screen: totals, times, pools, links; with several clusters also what went between them."""
+    tables = [_totals(summary), _times(summary)]
+    if summary.by_route:
+        tables.append(_routes(summary))
+    tables.append(_pools(summary))
+    if summary.between_clusters:
+        tables.append(_between(summary))
     return [*tables, _links(summary)] if summary.links else tables
 
 
@@ -109,6 +115,10 @@ def _totals(summary: Summary) -> Table:
 def _times(summary: Summary) -> Table:
     table = _table("Times", "", "mean", "P50", "P90", "P99")
     _add_times(table, "TTFT (s)", summary.ttft_s, 1)
+    if summary.ttft_parts is not None:
+        for name, mean in _part_means(summary.ttft_parts):
+            table.add_row(f"- {name} (s)", f"{mean:,.3f}", *[_NONE] * 3)
+    _add_times(table, "TTFT with transfer (s)", summary.ready_s, 1)
     _add_times(table, "TBT (ms)", summary.tbt_s, 1000)
     _add_times(table, "TPOT (ms)", summary.tpot_s, 1000)
     _add_times(table, "end to end (s)", summary.e2e_s, 1)
@@ -124,6 +134,60 @@ def _add_times(table: Table, name: str, spread: Spread | None, per_second: int) 
     values = (spread.mean, spread.p50, spread.p90, spread.p99)
     digits = 3 if per_second == 1 else 1
     table.add_row(name, *(f"{per_second * value:,.{digits}f}" for value in values))
+
+
+def _part_means(parts: Parts) -> list[tuple[str, float]]:
+    return [("queue", parts.queue), ("waiting for KV", parts.load), ("prefill", parts.prefill)]
+
+
+def _routes(summary: Summary) -> Table:
+    """A row for each pair of clusters that requests went through."""
+    head = (
+        "share (%)",
+        "uncached tokens",
+        "TTFT",
+        "queue",
+        "waiting for KV",
+        "prefill",
+        "transfer",
+        "TTFT P90",
+    )
+    table = _table("Prefill cluster > home, means (s)", "", "requests", *head)
+    for name, use in summary.by_route.items():
+        if use.ttft_s is None or use.ttft_parts is None:
+            continue
+        parts = [mean for _, mean in _part_means(use.ttft_parts)]
+        times = (use.ttft_s.mean, *parts, use.ttft_parts.transfer, use.ttft_s.p90)
+        cells = (f"{use.requests:,}", _percent(use.share), f"{use.uncached_tokens:,.0f}")
+        table.add_row(name, *cells, *(f"{time:,.3f}" for time in times))
+    return table
+
+
+def _between(summary: Summary) -> Table:
+    """Links between clusters, each direction; the threshold is in the title."""
+    title = "Between clusters"
+    if summary.threshold is not None:
+        title += f": {_threshold(summary.threshold)}"
+    if summary.conversions:
+        title += f"; {len(summary.conversions)} nodes given another role"
+    table = _table(title, "", "moved (GB)", "Gbps", "utilisation (%)", "busy (%)")
+    for name, use in summary.between_clusters.items():
+        shares = (_percent(use.utilisation), _percent(use.busy_share))
+        table.add_row(name, _gigabytes(use.bytes_moved), f"{use.gbps:,.2f}", *shares)
+    return table
+
+
+def _threshold(use: ThresholdUse) -> str:
+    if not use.changes:
+        return f"threshold {_tokens(use.last)} tokens"
+    return (
+        f"threshold {_tokens(use.first)} at first, {_tokens(use.last)} at last, {_tokens(use.least)} to "
+        f"{_tokens(use.most)} tokens; {use.changes:,} changes, {use.changes_per_min:.2f} a minute"
+    )
+
+
+def _tokens(threshold: int | None) -> str:
+    return "none" if threshold is None else f"{threshold:,}"
 
 
 def _pools(summary: Summary) -> Table:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
-from isthmus.blocks import seal
+from isthmus.blocks import KVLayout, seal, state_names
 from isthmus.engine.interface import KVBytes
 from isthmus.store import Pinned, Stat, Store, aligned_buffer
 from isthmus.types import BlockName
@@ -46,6 +46,12 @@ def chains_of(found: Sequence[tuple[BlockName, BlockName | None]]) -> tuple[tupl
             at = heads[at]
         chains.append(tuple(chain[::-1]))
     return tuple(chains)
+
+
+def prefix_with_state(layout: KVLayout, names: tuple[BlockName, ...], num_blocks: int) -> tuple[BlockName, ...]:
+    """The chain that a prefix is: its leading blocks and, of a model with recurrent layers, the state after them."""
+    prefix = names[:num_blocks]
+    return prefix + state_names(prefix[-1], layout.state_blocks) if prefix and layout.state_blocks else prefix
 
 
 def gauges_of(stat: Stat) -> dict[str, float]:
@@ -107,6 +113,7 @@ class Load:
         self.cancelled = False
         self.task: Future[None]
         self._layers = 0
+        self._on_end: Callable[[], object] | None = None
         self._condition = arriving.condition if arriving is not None else threading.Condition()
         self.over = threading.Event()
 
@@ -133,7 +140,19 @@ class Load:
         """Nothing more will be done for it. Called once."""
         if self.arriving is not None:
             self.arriving.release()
-        self.over.set()
+        with self._condition:
+            self.over.set()
+            told = self._on_end
+        if told is not None:
+            told()
+
+    def on_end(self, told: Callable[[], object]) -> None:
+        """Calls it, from any thread, when nothing more will be done; at once if that is so."""
+        with self._condition:
+            self._on_end = told
+            over = self.over.is_set()
+        if over:
+            told()
 
     def shorten(self, num_blocks: int) -> None:
         with self._condition:

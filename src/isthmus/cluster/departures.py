@@ -29,6 +29,13 @@ class Peers:
             task = self._sessions[address] = asyncio.get_running_loop().create_task(self._connect(address))
         return await asyncio.shield(task)
 
+    def open_to(self, address: str) -> Session | None:
+        """The session with this address, if there is one."""
+        task = self._sessions.get(address)
+        if task is None or not task.done() or task.cancelled() or task.exception() is not None:
+            return None
+        return None if task.result().closed else task.result()
+
     async def _connect(self, address: str) -> Session:
         connection = await self._network.connect(address, PeerMessage, self._handler_of(), timeout_s=CONNECT_S)
         connection.send(self._hello)

@@ -18,10 +18,13 @@ from msgspec.structs import replace
 
 from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster.groups import Groups, Stage
+from isthmus.cluster.measures import Measures
 from isthmus.cluster.messages import (
     PROTOCOL,
     AttemptFailed,
     Beat,
+    Became,
+    Become,
     Begin,
     CacheChanged,
     Copy,
@@ -31,6 +34,7 @@ from isthmus.cluster.messages import (
     HandedOver,
     HeadBound,
     Hello,
+    Linked,
     Output,
     Outputs,
     StageHello,
@@ -38,14 +42,17 @@ from isthmus.cluster.messages import (
     Turned,
     Welcome,
 )
+from isthmus.cluster.offload import Offload
 from isthmus.cluster.recorder import Tape
 from isthmus.cluster.streams import Stream
+from isthmus.cluster.ways import Ways
 from isthmus.conductor import (
     Abort,
     Action,
     BlocksEvicted,
     BlocksStored,
     Conductor,
+    Convert,
     Event,
     Fail,
     Fetch,
@@ -53,6 +60,7 @@ from isthmus.conductor import (
     FirstToken,
     Hold,
     HoldExpired,
+    Measured,
     NodeJoined,
     NodeLeft,
     PrefillFinished,
@@ -62,12 +70,15 @@ from isthmus.conductor import (
     RequestCancelled,
     RequestEnded,
     RequestFailed,
+    RoleChanged,
     Route,
     Rules,
+    ThresholdSet,
 )
 from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
 from isthmus.messenger import Network, Session, TcpNetwork
-from isthmus.types import NS_PER_S, Job, ModelCard, NodeId, RequestId, Role, Tier
+from isthmus.scheduler import capacity_tokens
+from isthmus.types import NS_PER_MS, NS_PER_S, Job, ModelCard, NodeId, RequestId, Role, Tier
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +86,12 @@ BEAT_MS = 500
 
 
 class _Member:
-    """A node that joined, with its session and the gauges of its last beat."""
+    """A node that joined, with its session and the gauges of its last beat. `ways`: at which address nodes of each
+    linked cluster reach it."""
 
-    def __init__(self, hello: Hello, connection: Session, now_ns: int) -> None:
-        self.hello, self.connection = hello, connection
+    def __init__(self, hello: Hello, connection: Session, now_ns: int, ways: dict[str, str]) -> None:
+        self.hello, self.connection, self.ways = hello, connection, ways
+        self.role = hello.role
         self.heard_ns = now_ns
         self.gauges: dict[str, float] = {}
 
@@ -86,8 +99,8 @@ class _Member:
 class Head:
     """Start with `open`; then `submit` jobs. Everything runs in one event loop.
 
-    `network`, `clock_ns`: where sessions come from and what the time is; others than the machine's own in tests
-    and in virtual time.
+    `ways`: between its clusters, if it has several. `network`, `clock_ns`: where sessions come from and what the time
+    is; others than the machine's own in tests and in virtual time.
     """
 
     def __init__(
@@ -99,10 +112,13 @@ class Head:
         silence_s: float,
         rejoin_s: float,
         recorder: Tape | None = None,
+        ways: Ways | None = None,
         network: Network | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._conductor = Conductor(rules)
+        self._conductor, self._rules = Conductor(rules), rules
+        self._ways, self._measures = ways or Ways(), Measures(rules.links)
+        self._offload = Offload()
         self._card, self._token, self._silence_s, self._recorder = card, token, silence_s, recorder
         self._rejoin_s = rejoin_s
         self._network, self._clock_ns = network or TcpNetwork(), clock_ns
@@ -114,20 +130,20 @@ class Head:
         self._revision = ""
         self._namers: dict[str, BlockNamer] = {}
         self._changed = asyncio.Event()
-        self._watcher: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
 
     async def open(self, host: str, port: int) -> str:
         """Listens for nodes; returns `host:port`. Raises OSError when the port is taken."""
         self._server, port = await self._network.listen(host, port, HeadBound, lambda: _FromNode(self))
-        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        self._tasks = [asyncio.get_running_loop().create_task(self._watch())]
         return f"{host}:{port}"
 
     async def close(self) -> None:
         """Tells every node to stop and ends what is still under way."""
         self._closing = True
-        if self._watcher is not None:
-            self._watcher.cancel()
+        for task in self._tasks:
+            task.cancel()
         for stream in list(self._streams.values()):
             stream.fail(UnavailableError("the cluster is shutting down"))
         for member in self._members.values():
@@ -144,8 +160,15 @@ class Head:
 
     @property
     def healthy(self) -> bool:
-        roles = {member.hello.role for member in self._members.values()}
-        return Role.MIXED in roles or {Role.PREFILL, Role.DECODE} <= roles
+        members = self._members.values()
+        if any(member.role is Role.MIXED for member in members):
+            return True
+        decoding = {member.hello.cluster for member in members if member.role is Role.DECODE}
+        return any(
+            decoding.intersection((member.hello.cluster, *member.ways))
+            for member in members
+            if member.role is Role.PREFILL
+        )
 
     def gauges(self) -> dict[str, dict[str, float]]:
         """Latest value of every node metric: metric name -> node -> value."""
@@ -157,9 +180,19 @@ class Head:
                 found.setdefault(name, {})[str(node)] = value
         return found
 
-    def nodes(self) -> dict[NodeId, tuple[Role, KVLayout]]:
-        """Role and KV layout of every node, in the order they joined."""
-        return {node: (member.hello.role, member.hello.layout) for node, member in self._members.items()}
+    def nodes(self) -> dict[NodeId, tuple[Role, KVLayout, str]]:
+        """Role, KV layout and cluster of every node, in the order they joined."""
+        return {
+            node: (member.role, member.hello.layout, member.hello.cluster)
+            for node, member in self._members.items()
+        }
+
+    def offload(self) -> Offload | None:
+        """What passes between clusters; None where no link joins any."""
+        if not self._rules.links:
+            return None
+        self._offload.links = self._measures.views()
+        return self._offload
 
     def refusals(self) -> dict[str, int]:
         """Requests turned away so far, by the stage that could not take them."""
@@ -234,8 +267,13 @@ class Head:
             case Fail():
                 self._fail(action.request, UnavailableError(action.reason))
             case Replicate():
-                if action.source in self._members:
-                    self._send(action.target, Copy(action.names, self._members[action.source].hello.address))
+                if {action.source, action.target} <= self._members.keys():
+                    self._send(action.target, Copy(action.names, self._way(action.target, action.source)))
+            case Convert():
+                self._send(action.node, Become(action.role))
+            case ThresholdSet():
+                self._offload.threshold, self._offload.reason = action.threshold, action.reason
+                self._offload.changes += 1
 
     def _fail(self, request: RequestId, error: IsthmusError) -> None:
         stream = self._streams.pop(request, None)
@@ -257,22 +295,35 @@ class Head:
             stop_length=len(job.tokens) + job.max_tokens,
             sampling=job.sampling,
             names=stream.names,
-            peer="" if stays else self._members[route.decode].hello.address,
+            peer="" if stays else self._way(route.prefill, route.decode),
             work_ns=route.work_ns,
             budget_ns=route.deadline_ns - now if route.deadline_ns else None,
             salt=job.salt,
             num_cached=route.num_cached,
-            fetch=self._order(route.fetch, now),
+            fetch=self._order(route.prefill, route.fetch, now),
             codec=route.codec,
+            handover_start=route.handover_start,
         )
         if not stays:
-            self._send(route.decode, replace(begin, part=Role.DECODE, peer="", fetch=None))
+            recall = route.recall
+            if recall is not None and recall.source == route.decode:
+                recall = None  # its own cache, of which it knows more
+            receiving = replace(begin, part=Role.DECODE, peer="", fetch=self._order(route.decode, recall, now))
+            self._send(route.decode, receiving)
         self._send(route.prefill, begin)
+        if self._members[route.prefill].hello.cluster != self._members[route.decode].hello.cluster:
+            self._offload.requests += 1
 
-    def _order(self, fetch: Fetch | None, now: int) -> FetchOrder | None:
+    def _way(self, node: NodeId, target: NodeId) -> str:
+        """The address at which one node reaches another."""
+        there = self._members[target]
+        cluster = self._members[node].hello.cluster
+        return there.hello.address if cluster == there.hello.cluster else there.ways[cluster]
+
+    def _order(self, node: NodeId, fetch: Fetch | None, now: int) -> FetchOrder | None:
         if fetch is None:
             return None
-        source = self._members[fetch.source].hello.address
+        source = self._way(node, fetch.source)
         return FetchOrder(source, fetch.start, fetch.stop, max(0, fetch.until_ns - now), fetch.codec)
 
     def _send(self, node: NodeId, message: Any) -> None:
@@ -283,7 +334,12 @@ class Head:
 
     def join(self, connection: Session, hello: Hello) -> NodeId | None:
         """Takes a node in, or turns it away with the reason; returns its id when it is in."""
-        reason = self._objection(hello)
+        reason, ways = self._objection(hello), dict[str, str]()
+        if not reason:
+            try:
+                ways = self._ways.open(hello.node, hello.cluster, hello.address)
+            except UnavailableError as error:
+                reason = str(error)
         if reason:
             log.warning("turned %s away: %s", hello.node, reason)
             connection.send(Turned(reason))
@@ -291,10 +347,13 @@ class Head:
             return None
         if self._layout is None:
             self._layout, self._revision = hello.layout, hello.revision
-        self._members[hello.node] = _Member(hello, connection, self._clock_ns())
-        connection.send(Welcome(BEAT_MS))
+        self._members[hello.node] = _Member(hello, connection, self._clock_ns(), ways)
+        connection.send(Welcome(self._beat_ms))
+        for cluster in ways:
+            connection.send(self._linked(cluster, hello.cluster))
+        self._tell_linked(hello.cluster)
         size = hello.layout.block_size
-        capacity = hello.num_blocks * size
+        capacity = capacity_tokens(hello.num_blocks, size, hello.layout.state_blocks)
         self._decide(
             NodeJoined(
                 hello.node,
@@ -305,10 +364,25 @@ class Head:
                 hello.paths,
                 hello.cache_blocks,
                 hello.kv_dtype,
+                hello.cluster,
+                hello.layout.state_blocks,
+                hello.max_sequences,
             )
         )
         self._changed.set()
         return hello.node
+
+    def _linked(self, cluster: str, seen_from: str) -> Linked:
+        members = self._members.items()
+        there = {node: member.ways[seen_from] for node, member in members if member.hello.cluster == cluster}
+        return Linked(cluster, there)
+
+    def _tell_linked(self, cluster: str) -> None:
+        """Its nodes are others now: tells those of the clusters that links join to it."""
+        news = {other: self._linked(cluster, other) for other in self._ways.linked(cluster)}
+        for member in self._members.values():
+            if member.hello.cluster in news:
+                member.connection.send(news[member.hello.cluster])
 
     def _distrust(self, hello: Hello | StageHello) -> str:
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
@@ -322,6 +396,11 @@ class Head:
             return reason
         if hello.node in self._members:
             return f"a node named {hello.node} is here already"
+        if hello.cluster not in self._ways.clusters:
+            known = ", ".join(filter(None, self._ways.clusters))
+            return (
+                f"give --cluster, one of: {known}" if known else "this deployment has no clusters: no --cluster"
+            )
         if hello.max_length < self._card.max_length:
             return f"its engine.max_length {hello.max_length} is below the cluster's {self._card.max_length}"
         if self._layout is not None and (hello.layout, hello.revision) != (self._layout, self._revision):
@@ -339,7 +418,7 @@ class Head:
         stage = Stage(hello, connection, self._clock_ns())
         self._groups.enter(stage)
         if hello.stage:
-            connection.send(Welcome(BEAT_MS))
+            connection.send(Welcome(self._beat_ms))
         return stage
 
     def heard_stage(self, stage: Stage, message: HeadBound) -> None:
@@ -358,6 +437,9 @@ class Head:
         if member is not None and connection in (None, member.connection):
             del self._members[node]
             log.log(logging.DEBUG if self._closing else logging.WARNING, "%s left: %s", node, reason)
+            self._ways.close(node)
+            self._measures.left(node)
+            self._tell_linked(member.hello.cluster)
             self._decide(NodeLeft(node))
             self._changed.set()
 
@@ -385,6 +467,11 @@ class Head:
                 self._decide(RequestFailed(message.request, message.attempt, message.reason))
             case Beat():
                 member.gauges = message.gauges
+                self._measures.heard(node, member.hello.cluster, message.crossings)
+            case Became():
+                member.role = message.role
+                self._offload.conversions += 1
+                self._decide(RoleChanged(node, message.role))
 
     def _output(self, output: Output) -> None:
         stream = self._streams.get(output.request)
@@ -407,10 +494,24 @@ class Head:
     # Liveness.
 
     async def wait_for(self, nodes: Sequence[NodeId]) -> None:
-        """Returns when all these nodes are in."""
+        """Returns when all these nodes are in. Only from then on the conductor hears of links: before, one node after
+        the other would seem to be all there is."""
         while not self._members.keys() >= set(nodes):
             self._changed.clear()
             await self._changed.wait()
+        if self._rules.links or self._rules.convert:
+            self._tasks.append(asyncio.get_running_loop().create_task(self._measure()))
+
+    @property
+    def _beat_ms(self) -> int:
+        """Twice in each period of what the conductor is told of links."""
+        return min(BEAT_MS, max(1, self._rules.period_ns // (2 * NS_PER_MS)))
+
+    async def _measure(self) -> None:
+        period_s = self._rules.period_ns / NS_PER_S
+        while True:
+            await asyncio.sleep(period_s)
+            self._decide(Measured(self._measures.take(self._clock_ns())))
 
     async def _watch(self) -> None:
         """A node that sent nothing for `silence_s` is gone, whatever its socket says."""

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from isthmus.blocks import BlockNamer, KVLayout
-from isthmus.cluster.cache import Load, NodeCache, Staging
+from isthmus.cluster.cache import Load, NodeCache, Staging, prefix_with_state
 from isthmus.cluster.fetches import Fetch
 from isthmus.cluster.messages import Begin
 from isthmus.scheduler import BlockPool, Event, Evicted, Lost, Piece, Released, Stored, TierCache
@@ -41,11 +41,20 @@ class Keeper:
         self.decide: Callable[[Event], None]
         self.post: Callable[[Callable[[], None]], None]
 
-    def load(self, names: Sequence[BlockName], blocks: Sequence[int], tokens: int, fetch: Fetch | None) -> Load:
-        """Brings the blocks of the first `tokens` tokens into the engine."""
+    def load(
+        self,
+        names: tuple[BlockName, ...],
+        blocks: tuple[int, ...],
+        tokens: int,
+        state: tuple[int, ...],
+        fetch: Fetch | None,
+    ) -> Load:
+        """Brings the blocks of the first `tokens` tokens into the engine, and the recurrent state after them into the
+        blocks `state`."""
         self._save()  # what it may wait for is on its way first
         count = self._layout.blocks_for(tokens)
-        return self.cache.load(names[:count], blocks[:count], fetch)
+        wanted = prefix_with_state(self._layout, names, count) if state else names[:count]
+        return self.cache.load(wanted, blocks[:count] + state, fetch)
 
     def names(self, begin: Begin, tokens: Sequence[int], num_computed: int) -> tuple[BlockName, ...]:
         """Of all full blocks of a request, generated ones included."""

@@ -12,11 +12,14 @@ import contextlib
 import logging
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from isthmus.config import Config, RoleConfig, child_environment
+from isthmus.deploy import Cluster, clusters_of, links_of
 from isthmus.errors import ConfigError, StartError
 from isthmus.types import NodeId, Role
 
@@ -27,8 +30,8 @@ RESTART_S = 1.0
 
 
 class Orders(msgspec.Struct, frozen=True):
-    """What a launched node is told. `config`: the deployment's configuration as JSON. `stage`, `stages`: which part of
-    the pipeline group `node` it is."""
+    """What a launched node is told. `config`: that of its cluster, as JSON. `stage`, `stages`: which part of the
+    pipeline group `node` it is."""
 
     node: NodeId
     role: Role
@@ -39,6 +42,7 @@ class Orders(msgspec.Struct, frozen=True):
     config: str
     stage: int = 0
     stages: int = 1
+    cluster: str = ""
 
 
 class Trouble(msgspec.Struct, frozen=True):
@@ -52,6 +56,7 @@ class Process(msgspec.Struct, frozen=True):
 
     node: NodeId
     role: Role
+    cluster: Cluster
     stage: int = 0
     stages: int = 1
 
@@ -63,9 +68,9 @@ class Process(msgspec.Struct, frozen=True):
 def planned_processes(config: Config) -> list[Process]:
     """All processes of all nodes. Raises as `planned_nodes`."""
     found: list[Process] = []
-    for node, role in planned_nodes(config):
-        stages = roles_of(config)[role].pipeline
-        found += [Process(node, role, stage, stages) for stage in range(stages)]
+    for planned in planned_nodes(config):
+        stages = roles_of(planned.cluster.config)[planned.role].pipeline
+        found += [replace(planned, stage=stage, stages=stages) for stage in range(stages)]
     return found
 
 
@@ -74,37 +79,69 @@ def roles_of(config: Config) -> dict[Role, RoleConfig]:
     return {Role.PREFILL: roles.prefill, Role.DECODE: roles.decode, Role.MIXED: roles.mixed}
 
 
-def planned_nodes(config: Config) -> list[tuple[NodeId, Role]]:
-    """Names and roles of this machine's nodes, a pipeline group being one. Raises StartError when they cannot serve
+def planned_nodes(config: Config) -> list[Process]:
+    """This machine's nodes by their first process, a pipeline group being one. Raises StartError when they cannot serve
     anything, ConfigError when they make no whole groups."""
-    for role, nodes in roles_of(config).items():
+    found: list[Process] = []
+    counts: dict[str, dict[Role, int]] = {}
+    for cluster in clusters_of(config):
+        counts[cluster.name] = _counts(cluster)
+        for role, count in counts[cluster.name].items():
+            found += [Process(cluster.node(role, number), role, cluster) for number in range(count)]
+    _check_served(counts, config)
+    return found
+
+
+def _counts(cluster: Cluster) -> dict[Role, int]:
+    """Nodes of each role."""
+    where = f"clusters.{cluster.name}.roles" if cluster.name else "roles"
+    roles = roles_of(cluster.config)
+    for role, nodes in roles.items():
         if nodes.pipeline > 1 and role is not Role.PREFILL:
-            raise ConfigError(f"roles.{role}.pipeline: only prefill nodes form pipeline groups")
+            raise ConfigError(f"{where}.{role}.pipeline: only prefill nodes form pipeline groups")
+        if nodes.pipeline > 1 and cluster.config.offload.convert != "none":
+            raise ConfigError(
+                f"{where}.{role}.pipeline: offload.convert turns no pipeline groups into other nodes"
+            )
         if nodes.count % nodes.pipeline:
             raise ConfigError(
-                f"roles.{role}: {nodes.count} nodes make no groups of {nodes.pipeline}; give a multiple of it"
+                f"{where}.{role}: {nodes.count} nodes make no groups of {nodes.pipeline}; give a multiple of it"
             )
-    counts = {role: nodes.count // nodes.pipeline for role, nodes in roles_of(config).items()}
-    if not counts[Role.MIXED] and not (counts[Role.PREFILL] and counts[Role.DECODE]):
+    return {role: nodes.count // nodes.pipeline for role, nodes in roles.items()}
+
+
+def _check_served(counts: Mapping[str, Mapping[Role, int]], config: Config) -> None:
+    """A cluster decodes what it or a linked one prefills; what prefills only must have somebody to decode."""
+    if not any(roles[Role.MIXED] or roles[Role.DECODE] for roles in counts.values()) or not any(
+        roles[Role.MIXED] or roles[Role.PREFILL] for roles in counts.values()
+    ):
         raise StartError(
             "no request could be served: give at least one mixed node, or a prefill and a decode node"
         )
-    if bool(counts[Role.PREFILL]) != bool(counts[Role.DECODE]):
-        lonely = Role.PREFILL if counts[Role.PREFILL] else Role.DECODE
+    for name, roles in counts.items():
+        if bool(roles[Role.PREFILL]) == bool(roles[Role.DECODE]):
+            continue
+        lonely, other = (Role.PREFILL, Role.DECODE) if roles[Role.PREFILL] else (Role.DECODE, Role.PREFILL)
+        linked = [link.source for link in links_of(config) if link.target == name]
+        if any(counts[far][other] or counts[far][Role.MIXED] for far in linked):
+            continue
+        if not name:
+            raise StartError(
+                f"{lonely} nodes need at least one node of the other kind; mixed nodes do not pair with them"
+            )
         raise StartError(
-            f"{lonely} nodes need at least one node of the other kind; mixed nodes do not pair with them"
+            f"clusters.{name}: its {lonely} nodes need {other} nodes there or in a cluster that a link joins to it"
         )
-    return [(NodeId(f"{role}-{index}"), role) for role, count in counts.items() for index in range(count)]
 
 
-def check_memory(config: Config, num_nodes: int, node_bytes: int) -> None:
-    """Raises StartError when all nodes, `node_bytes` of weights and KV each, cannot fit what is available."""
+def check_memory(config: Config, node_bytes: Sequence[int]) -> None:
+    """Raises StartError when all nodes, with `node_bytes` of weights and KV each, cannot fit what is available."""
     if config.engine.device is not None and config.engine.device != "cpu":
         return
-    needed, available = num_nodes * node_bytes, available_bytes()
+    needed, available = sum(node_bytes), available_bytes()
     if available is not None and needed > available:
         raise StartError(
-            f"{num_nodes} nodes need {_mib(needed)} ({_mib(node_bytes)} each, weights and KV memory); "
+            f"{len(node_bytes)} nodes need {_mib(needed)} ({_mib(max(node_bytes))} each, weights and KV memory); "
             f"{_mib(available)} are available: lower engine.kv_memory or the number of nodes"
         )
 
@@ -183,9 +220,10 @@ class Launcher:
             token=self._token,
             model=str(self._model),
             threads=threads,
-            config=self._config.model_dump_json(exclude_unset=True),
+            config=planned.cluster.config.model_dump_json(exclude_unset=True),
             stage=planned.stage,
             stages=planned.stages,
+            cluster=planned.cluster.name,
         )
         process = await asyncio.create_subprocess_exec(
             *(

@@ -1,4 +1,4 @@
-"""What a deployment's sessions run over."""
+"""What a deployment's nodes get from its configuration: the network of their sessions, and their limits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from isthmus.config import Config, RoleConfig
 from isthmus.deploy import rates_of
 from isthmus.errors import ConfigError
 from isthmus.messenger import Share, TcpNetwork, Terms, Tls
+from isthmus.types import Role
 
 
 def network_of(config: Config, nodes: RoleConfig | None = None) -> TcpNetwork:
@@ -23,3 +24,15 @@ def network_of(config: Config, nodes: RoleConfig | None = None) -> TcpNetwork:
         share = Share(max(1, int(rates_of(config, nodes).network * config.network.background_share)))
     terms = Terms(resume_s=config.network.resume_s)
     return TcpNetwork(config.network.connections, tls, terms, share)
+
+
+def sequences_of(config: Config) -> dict[Role, int]:
+    """How many requests nodes of each role compute at once."""
+    roles: dict[Role, RoleConfig] = {role: getattr(config.roles, role.value) for role in Role}
+    return {role: nodes.max_sequences or config.engine.max_sequences for role, nodes in roles.items()}
+
+
+def state_slots(config: Config, role: Role) -> int:
+    """For how many requests a node must be able to hold live states: its role may change."""
+    sequences = sequences_of(config)
+    return sequences[role] if config.offload.convert == "none" else max(sequences.values())

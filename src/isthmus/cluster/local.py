@@ -1,31 +1,42 @@
-"""A whole cluster on this machine: the head here, every node a child process."""
+"""A whole deployment on this machine: the head here, every node and every emulated link a child process."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 from isthmus.cluster.head import Head
-from isthmus.cluster.launcher import Launcher
+from isthmus.cluster.launcher import Launcher, planned_nodes
+from isthmus.cluster.link_process import LinkOrders, LinkProcess, shape_of
 from isthmus.cluster.links import network_of
 from isthmus.cluster.recorder import Recorder
+from isthmus.cluster.ways import Ways
 from isthmus.config import Config
-from isthmus.deploy import rules_of
+from isthmus.deploy import clusters_of, links_of, rules_of
 from isthmus.errors import StartError
 from isthmus.types import ModelCard
 
+log = logging.getLogger(__name__)
+
+SPARE_PORTS = 16
+"""Of each direction of an emulated link, for nodes that are added to those started here."""
+
 
 class LocalCluster:
-    """`run` it as a context; `wait_ready` inside. `head` is the gateway's handle, unhealthy until then."""
+    """`run` it as a context; `wait_ready` inside. `head` is the gateway's handle, unhealthy until then; `links`: those
+    that are emulated."""
 
     def __init__(self, config: Config, model: Path, card: ModelCard) -> None:
         limits, rules = config.limits, rules_of(config)
         self._recorder = Recorder(Path(config.record), rules) if config.record else None
         self._token = config.token or secrets.token_hex(16)
         self._config, self._model = config, model
+        self._ways = Ways([cluster.name for cluster in clusters_of(config)], rules.links)
+        self.links: list[LinkProcess] = []
         self.head = Head(
             rules,
             card,
@@ -34,6 +45,7 @@ class LocalCluster:
             rejoin_s=limits.rejoin_s,
             recorder=self._recorder,
             network=network_of(config),
+            ways=self._ways,
         )
 
     @contextlib.asynccontextmanager
@@ -47,18 +59,39 @@ class LocalCluster:
             raise StartError(f"cannot listen for nodes on {where}: {error.strerror}") from None
         self._launcher = Launcher(config, self._model, join=join, token=self._token)
         self._failure: asyncio.Task[None] | None = None
+        watchers: list[asyncio.Task[None]] = []
         try:
+            await self._start_links()
+            watchers = [asyncio.create_task(_watch(link)) for link in self.links]
             await self._launcher.start()
             self._failure = asyncio.create_task(self._launcher.failure())
             yield
         finally:
             await self.head.close()
             await self._launcher.stop()
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.gather(*[link.stop() for link in self.links])
             if self._failure is not None:
                 self._failure.cancel()
                 await asyncio.gather(self._failure, return_exceptions=True)
             if self._recorder is not None:
                 self._recorder.close()
+
+    async def _start_links(self) -> None:
+        """Raises StartError."""
+        nodes = planned_nodes(self._config)
+        rates = {(link.source, link.target): link for link in links_of(self._config)}
+        for link in self._config.links:
+            if link.emulate == "none":
+                continue
+            rule = rates[link.between]
+            counts = [sum(node.cluster.name == end for node in nodes) for end in link.between]
+            ports = (counts[0] + SPARE_PORTS, counts[1] + SPARE_PORTS)
+            orders = LinkOrders(shape_of(rule.bytes_per_s, rule.rtt_ns), ports)
+            process = await LinkProcess.start(link.between, orders)
+            self.links.append(process)
+            self._ways.emulate(process)
 
     async def wait_ready(self) -> None:
         """Returns when every node has joined. Raises StartError when one cannot, or it takes too long."""
@@ -75,3 +108,7 @@ class LocalCluster:
             joined.cancel()
             raise StartError(f"the nodes were not ready within {limit:g} s (limits.start_s)")
         self._launcher.ready = True
+
+
+async def _watch(link: LinkProcess) -> None:
+    log.error("the link between %s and %s ended: %s", *link.between, await link.ended())

@@ -25,7 +25,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     """A node offers itself. `address`: where other nodes reach it for KV, `host:port`.
 
     `cost`: what work takes on it, None when nobody knows; `paths`: how fast KV moves to and from it;
-    `cache_blocks`: how many blocks its cache keeps beside the engine's memory; `kv_dtype`: of its KV, for codecs.
+    `cache_blocks`: how many blocks its cache keeps beside the engine's memory; `kv_dtype`: of its KV, for codecs;
+    `cluster`: where it stands, "" if there is only one; `max_sequences`: so many decode there at once.
     """
 
     protocol: int
@@ -42,6 +43,8 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     paths: Paths = Paths()
     cache_blocks: int = 0
     kv_dtype: str = ""
+    cluster: str = ""
+    max_sequences: int = 0
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
@@ -88,10 +91,34 @@ class FetchEnded(msgspec.Struct, frozen=True, tag=True):
     attempt: int
 
 
+class Crossing(msgspec.Struct, frozen=True):
+    """What goes from this node to those of the linked cluster `target`, over all sessions with them.
+
+    `up`: one of them works. Counted since the node started: `sent_bytes`, which arrived there; `busy_ns`, in which KV
+    was on its way; `retransmits` of TCP segments. Now: `queued_bytes`, handed over to be sent and not there;
+    `rtt_ns`, 0 if not known.
+    """
+
+    target: str
+    up: bool
+    sent_bytes: int = 0
+    busy_ns: int = 0
+    queued_bytes: int = 0
+    retransmits: int = 0
+    rtt_ns: int = 0
+
+
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """Sign of life with this node's gauges and counters."""
 
     gauges: dict[str, float]
+    crossings: tuple[Crossing, ...] = ()
+
+
+class Became(msgspec.Struct, frozen=True, tag=True):
+    """This node has the role it was to take."""
+
+    role: Role
 
 
 class StageHello(msgspec.Struct, frozen=True, tag=True):
@@ -108,7 +135,9 @@ class StageHello(msgspec.Struct, frozen=True, tag=True):
     address: str
 
 
-HeadBound = Hello | StageHello | Outputs | HandedOver | AttemptFailed | CacheChanged | FetchEnded | Beat
+HeadBound = (
+    Hello | StageHello | Outputs | HandedOver | AttemptFailed | CacheChanged | FetchEnded | Beat | Became
+)
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -149,6 +178,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     prefill to take; `budget_ns`: what was left until the promised first token when this was sent, None without
     a promise (a duration, for clocks of machines differ). `salt`: of the request's caches. `num_cached`: leading
     blocks the conductor counts on, those of `fetch` included; `codec`: in which form its KV is handed over.
+    `handover_start`: leading blocks that are not handed over: DECODE has them in its cache, or gets them by `fetch`.
     """
 
     request: RequestId
@@ -166,6 +196,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     num_cached: int = 0
     fetch: FetchOrder | None = None
     codec: str = "none"
+    handover_start: int = 0
 
     @property
     def key(self) -> RequestId:
@@ -186,11 +217,24 @@ class Copy(msgspec.Struct, frozen=True, tag=True):
     source: str
 
 
+class Linked(msgspec.Struct, frozen=True, tag=True):
+    """The nodes of a linked cluster, all of them, and where this node reaches each."""
+
+    cluster: str
+    addresses: dict[NodeId, str]
+
+
+class Become(msgspec.Struct, frozen=True, tag=True):
+    """Take this role and answer `Became`. Nothing of the old one is under way here."""
+
+    role: Role
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Leave: the cluster shuts down."""
 
 
-NodeBound = Welcome | Gathered | Turned | Begin | Forget | Copy | Stop
+NodeBound = Welcome | Gathered | Turned | Begin | Forget | Copy | Linked | Become | Stop
 
 
 class PeerHello(msgspec.Struct, frozen=True, tag=True):
@@ -223,7 +267,8 @@ class Slices(msgspec.Struct, frozen=True, tag=True):
     """Prefill to decode: one layer of blocks `[first_block, first_block + len(seals))`, tokens up to `stop`.
 
     Payload: the bytes of token positions `[first_block * block_size, stop)`, encoded by the attempt's codec; each
-    block's slice has a seal.
+    block's slice has a seal. The blocks of a recurrent state come last, as they are, as if they followed the prompt's
+    last block.
     """
 
     request: RequestId
@@ -307,6 +352,22 @@ class Enough(msgspec.Struct, frozen=True, tag=True):
     key: RequestId
 
 
+class Probe(msgspec.Struct, frozen=True, tag=True):
+    """Asks for nothing but to be acknowledged: the link between the clusters is there."""
+
+
 PeerMessage = (
-    PeerHello | Offer | Grant | Slices | Sent | Landed | Withdrawn | Want | Lent | Given | Ended | Enough
+    Probe
+    | PeerHello
+    | Offer
+    | Grant
+    | Slices
+    | Sent
+    | Landed
+    | Withdrawn
+    | Want
+    | Lent
+    | Given
+    | Ended
+    | Enough
 )

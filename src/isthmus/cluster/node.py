@@ -11,11 +11,15 @@ import hmac
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from isthmus.cluster.cache import NodeCache, chains_of, gauges_of
+from msgspec.structs import replace
+
+from isthmus.cluster.cache import Load, NodeCache, chains_of, gauges_of, prefix_with_state
+from isthmus.cluster.crossings import Crossings
 from isthmus.cluster.departures import CONNECT_S, Departures, Peers
 from isthmus.cluster.fetches import Fetch, Fetcher
 from isthmus.cluster.keeper import Keeper
@@ -24,6 +28,8 @@ from isthmus.cluster.messages import (
     PROTOCOL,
     AttemptFailed,
     Beat,
+    Became,
+    Become,
     Begin,
     CacheChanged,
     Copy,
@@ -38,12 +44,14 @@ from isthmus.cluster.messages import (
     Hello,
     Landed,
     Lent,
+    Linked,
     NodeBound,
     Offer,
     Output,
     Outputs,
     PeerHello,
     PeerMessage,
+    Probe,
     Sent,
     Slices,
     StageHello,
@@ -60,11 +68,11 @@ from isthmus.cluster.stepper import Stepper
 from isthmus.cluster.transfers import Incoming
 from isthmus.cluster.worker import Requests, ThreadWorker, Worker
 from isthmus.conductor import Paths
-from isthmus.cost import Cost
+from isthmus.cost import Cost, compile_cost
 from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
 from isthmus.messenger import Network, Session
-from isthmus.scheduler import BlockPool, Limits, Scheduler, TierCache
+from isthmus.scheduler import BlockPool, Chunking, Limits, Scheduler, TierCache
 from isthmus.store import Store
 from isthmus.types import BlockName, NodeId, RequestId, Role, Span, TokenLogprobs
 
@@ -83,9 +91,11 @@ class NodeOptions:
     """`join`: the head's `host:port`. `transfer_s`: how long a granted transfer may bring no byte.
 
     `prompt_batch`: prompt tokens from which on no further prompt joins an iteration, None for no such limit;
-    `order`: of waiting requests; `eviction`: of the cache;
+    `chunking`: how prompts are cut, by `cost`; `order`: of waiting requests; `eviction`: of the cache;
     `shares_memory`: reads blocks of nodes on this host where they lie; `cost`, `paths`: what work takes here and how
     fast KV moves, for predictions; `stage`, `stages`: of the pipeline group `node`, each with some of the layers.
+    `cluster`: where it stands; `link_s`: how long a link to another cluster may bring nothing, None does not watch
+    links; `sequences_of`: `max_sequences` after it has become a node of another role.
     """
 
     node: NodeId
@@ -97,9 +107,13 @@ class NodeOptions:
     transfer_s: float
     host: str = "127.0.0.1"
     prompt_batch: int | None = None
+    chunking: Chunking = Chunking()
     order: str = "fcfs"
     eviction: str = "lru"
     shares_memory: bool = True
+    cluster: str = ""
+    link_s: float | None = None
+    sequences_of: Mapping[Role, int] | None = None
     kv_dtype: str = ""
     stage: int = 0
     stages: int = 1
@@ -141,11 +155,14 @@ class Node:
             block_size=engine.layout.block_size,
             token_budget=options.token_budget,
             prompt_batch=options.prompt_batch or options.token_budget,
+            partial_prefills=options.chunking.partial_prefills,
             max_sequences=options.max_sequences,
             order=options.order,
+            state_blocks=engine.layout.state_blocks,
         )
         hello = PeerHello(PROTOCOL, options.token, options.node, engine.revision, engine.layout)
         peers = Peers(self._network, hello, lambda: _FromPeer(self, introduced=True))
+        self._crossings = Crossings(peers, options.link_s, self._spawn)
         self.departures = Departures(engine.memory, engine.layers[0], peers, self._spawn, self.fail)
         pool = BlockPool(engine.num_blocks)
         self._tiers = _tiers_over(store, options.eviction) if store is not None else None
@@ -159,7 +176,9 @@ class Node:
         if self._cache is not None and self._group is None:  # a stage's blocks are of no use elsewhere
             self._fetcher = Fetcher(self._cache, peers.get, self._offer, shares_memory=options.shares_memory)
             self._lender = Lender(self._cache)
-        scheduler = Scheduler(limits, self._tiers, pool)
+        step_ps = compile_cost(options.cost).step_ps if options.cost is not None else None
+        target = options.chunking.target(step_ps) if step_ps is not None else None
+        scheduler = self._scheduler = Scheduler(limits, self._tiers, pool, target)
         self._stepper = Stepper(engine, scheduler, _FromWorker(self), world.clock_ns, keeper, self._group)
         self.worker = world.worker_of(self._stepper)
         if keeper is not None:
@@ -230,6 +249,8 @@ class Node:
             cost=self._options.cost,
             paths=self._options.paths or Paths(),
             kv_dtype=self._options.kv_dtype,
+            cluster=self._options.cluster,
+            max_sequences=self._options.max_sequences,
             cache_blocks=self._tiers.dram.capacity_blocks + self._tiers.ssd.capacity_blocks
             if self._tiers is not None
             else 0,
@@ -257,7 +278,7 @@ class Node:
     async def beat(self, every_ms: int) -> None:
         while True:
             assert self._head is not None
-            self._head.send(Beat(self._gauges()))
+            self._head.send(Beat(self._gauges(), tuple(self._crossings.report())))
             self._fail_stalled()
             await asyncio.sleep(every_ms / 1000)
 
@@ -287,6 +308,21 @@ class Node:
             chains = chains_of(found)
             if chains:
                 self.worker.post(lambda: self._stepper.recovered(chains))
+
+    def linked(self, message: Linked) -> None:
+        self._crossings.linked(message)
+
+    def become(self, role: Role) -> None:
+        """Takes another role: the same engine and caches, and as many requests at once as nodes of that role take."""
+        options = self._options
+
+        def change() -> None:
+            sequences = (options.sequences_of or {}).get(role, options.max_sequences)
+            self._scheduler.limits = replace(self._scheduler.limits, max_sequences=sequences)
+            self.worker.tell(self.tell, Became(role))
+
+        log.info("%s becomes a %s node", options.node, role)
+        self.worker.post(change)
 
     # The later stages of a pipeline.
 
@@ -360,21 +396,25 @@ class Node:
             fetch.release()
 
     def _begin_fetch(self, fetcher: Fetcher, begin: Begin) -> Fetch:
+        """For a prefill also the state at its end; one that is not handed over decodes with the state that is."""
         assert begin.fetch is not None
-        fetch = Fetch(
-            begin.key, begin.names[: begin.fetch.stop], begin.fetch.start, fetcher.cache, begin.fetch.codec
-        )
+        names = begin.names[: begin.fetch.stop]
+        if begin.part is not Role.DECODE:
+            names = prefix_with_state(self._engine.layout, begin.names, begin.fetch.stop)
+        fetch = Fetch(begin.key, names, begin.fetch.start, fetcher.cache, begin.fetch.codec)
         fetch.hold()
         self._spawn(self._run_fetch(fetcher, begin, fetch, begin.fetch.source))
         return fetch
 
     async def _run_fetch(self, fetcher: Fetcher, begin: Begin, fetch: Fetch, source: str) -> None:
+        assert begin.fetch is not None
         try:
             await fetcher.run(fetch, source)
             kept = not fetch.is_lent or await asyncio.wrap_future(fetcher.cache.submit(fetch.keep_lent))
             if kept:  # else it is stored when the prompt is computed
                 self._offer(fetch.names[: fetch.start + fetch.num_whole])
-                self._requests.fetched(begin.key, fetch.start + fetch.num_whole)
+                found, stop = fetch.start + fetch.num_whole, len(begin.names[: begin.fetch.stop])
+                self._requests.fetched(begin.key, stop if found == len(fetch.names) else min(found, stop - 1))
             self.tell(FetchEnded(begin.request, begin.attempt))
         finally:
             fetch.release()
@@ -394,6 +434,8 @@ class Node:
         fetch = None
         if begin.fetch is not None and self._fetcher is not None:
             fetch = self._begin_fetch(self._fetcher, begin)
+        if begin.part is Role.DECODE and fetch is not None:
+            self._incoming[begin.key].fetch, fetch = fetch, None
         self._requests.begin(begin, fetch)
 
     def forget(self, key: RequestId) -> None:
@@ -460,6 +502,9 @@ class Node:
         trusted = hmac.compare_digest(hello.token.encode(), self._options.token.encode())
         return trusted and (hello.protocol, hello.revision, hello.layout) == mine
 
+    def introduced(self, connection: Session, hello: PeerHello) -> None:
+        self._crossings.introduced(connection, hello.node)
+
     def offered(self, connection: Session, offer: Offer) -> None:
         key = key_of(offer.request, offer.attempt)
         incoming = self._incoming.get(key)
@@ -475,6 +520,27 @@ class Node:
         if incoming is not None:
             incoming.blocks = blocks
             incoming.match()
+            if incoming.begin.handover_start:
+                self._recall(key, incoming)
+
+    def _recall(self, key: RequestId, incoming: Incoming) -> None:
+        """Loads what is not handed over from this node's cache, or from what is being fetched."""
+        if self._cache is None or incoming.blocks is None:
+            self.fail(incoming.begin, "it has no cache to take a prefix from")
+            return
+        count, fetch = incoming.begin.handover_start, incoming.fetch
+        incoming.fetch = None
+        load = incoming.recall = self._cache.load(incoming.begin.names[:count], incoming.blocks[:count], fetch)
+        load.on_end(partial(self.loop.call_soon_threadsafe, self._recalled, key, load))
+
+    def _recalled(self, key: RequestId, load: Load) -> None:
+        incoming = self._incoming.get(key)
+        if incoming is None or incoming.recall is not load:
+            return
+        if incoming.recalled():
+            self._maybe_complete(key, incoming)
+        else:
+            self.fail(incoming.begin, "a prefix it counted on is not in its cache any more")
 
     def place(self, connection: Session, slices: Slices, size: int) -> Sequence[memoryview]:
         incoming = self._incoming.get(key_of(slices.request, slices.attempt))
@@ -579,6 +645,10 @@ class _FromHead:
                 self._node.end(StartError(f"the head turned this node away: {message.reason}"))
             case Copy():
                 self._node.copy(message)
+            case Linked():
+                self._node.linked(message)
+            case Become():
+                self._node.become(message.role)
             case Stop():
                 self._node.end("stopped by the head")
 
@@ -600,9 +670,10 @@ class _FromPeer:
 
     def on_message(self, connection: Session, message: PeerMessage) -> None:
         if not self._introduced:
-            self._introduced = isinstance(message, PeerHello) and self._node.welcomes(message)
-            if not self._introduced:
+            if not isinstance(message, PeerHello) or not self._node.welcomes(message):
                 raise ProtocolError("it is not a node of this cluster, or runs another model or KV layout")
+            self._introduced = True
+            self._node.introduced(connection, message)
             return
         match message:
             case Slices():
@@ -625,6 +696,8 @@ class _FromPeer:
                 self._node.fetcher.receive(connection, message)
             case Lent() | Ended():
                 self._node.fetcher.answer(connection, message)
+            case Probe():
+                pass
             case PeerHello():
                 raise ProtocolError("a second PeerHello")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from isthmus.blocks import state_names
 from isthmus.cluster.cache import Load, PrefixMissing, Staging
 from isthmus.cluster.fetches import Fetch
 from isthmus.cluster.keeper import Held, Keeper
@@ -70,10 +71,11 @@ class Listener(Protocol):
         """The tokens of one iteration."""
 
     def reserved(self, key: RequestId, blocks: Sequence[int]) -> None:
-        """KV of an expected request may be received into `blocks`."""
+        """KV of an expected request may be received into `blocks`: its prompt's, then those of its recurrent state."""
 
     def kv_ready(self, key: RequestId, layers: Span, tokens: Span, blocks: Sequence[int]) -> None:
-        """KV of a departing request is in place for these layers and token positions."""
+        """KV of a departing request is in place for these layers and token positions; the blocks of its recurrent
+        state count as if they followed the prompt's last one."""
 
     def prefilled(self, key: RequestId, token: int, logprobs: TokenLogprobs | None) -> None:
         """A departing request's prompt is computed; all its KV was announced by `kv_ready`."""
@@ -95,19 +97,34 @@ class Listener(Protocol):
 
 class _Live:
     """A request on this node. `tokens`: all known ones; `cached`: prompt tokens found in the cache; `load`: of its
-    cached prefix of `load_tokens` tokens, on its way to the engine; `fetch`: of blocks that such a load will read;
-    `staged`: its blocks on their way to the store.
+    cached prefix of `load_tokens` tokens, on its way to the engine, of whose blocks `num_loading` are waited for;
+    `fetch`: of blocks that such a load will read; `staged`: its blocks on their way to the store; `snapshots` of its
+    recurrent state, by position, that were taken.
     """
 
     fetch: Fetch | None
     load: Load | None
 
-    __slots__ = ("_outputs", "begin", "cached", "fetch", "load", "load_tokens", "row", "staged", "tokens")
+    __slots__ = (
+        "_outputs",
+        "begin",
+        "cached",
+        "fetch",
+        "load",
+        "load_tokens",
+        "num_loading",
+        "row",
+        "snapshots",
+        "staged",
+        "tokens",
+    )
 
     def __init__(self, begin: Begin, fetch: Fetch | None = None) -> None:
         self.begin = begin
-        self.fetch, self.load, self.load_tokens = fetch, None, 0
+        self.fetch, self.load = fetch, None
+        self.load_tokens = self.num_loading = 0
         self.staged: list[Staging] = []
+        self.snapshots: dict[int, tuple[int, ...]] = {}
         self.tokens = list(begin.tokens)
         self._outputs = list(begin.tokens[begin.num_prompt :])
         self.row = Row(begin.sampling, self._outputs)
@@ -183,6 +200,7 @@ class Stepper:
         if keeper is not None:
             keeper.decide = self._decide
         self._live: dict[RequestId, _Live] = {}
+        self._state_blocks = engine.layout.state_blocks
         self.run: Run | None = None
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
 
@@ -271,6 +289,7 @@ class Stepper:
             "kv_blocks": pool.num_blocks,
             "kv_blocks_available": pool.available,
             "kv_blocks_cached": pool.cached,
+            "kv_blocks_transfer": pool.num_transfer,
             **{f"{name}_total": value for name, value in self.counters.items()},
         }
 
@@ -319,6 +338,8 @@ class Stepper:
         if execution.missing is not None or self._group is not None:
             return
         lives = map(self._live_of, execution.sampled)
+        if self._state_blocks:
+            self._book_states(execution.run)
         ended = self._emit(zip(lives, execution.tokens, execution.logprobs, strict=True))
         execution.ended = tuple([live.begin.key for live in ended])
         if ended:
@@ -375,7 +396,11 @@ class Stepper:
             case Admitted():
                 self._admitted(action)
             case Reserved():
-                self._listener.reserved(action.request, action.blocks)
+                blocks = action.blocks
+                if action.state:
+                    num_tokens = len(self._live[action.request].tokens)
+                    blocks = blocks[: self.engine.layout.blocks_for(num_tokens)] + action.state
+                self._listener.reserved(action.request, blocks)
             case Stored():
                 if self._keeper is not None:
                     self._keeper.act(action)
@@ -394,6 +419,7 @@ class Stepper:
                 if live.load is not None:
                     live.load.cancel()
                     live.load = None
+                live.snapshots.clear()
                 self._unstage(live)
 
     def _admitted(self, action: Admitted) -> None:
@@ -414,7 +440,8 @@ class Stepper:
         fetch, live.fetch = live.fetch, None
         live.load_tokens = action.cached_tokens
         if action.cached_tokens:
-            live.load = keeper.load(live.begin.names, action.blocks, action.cached_tokens, fetch)
+            live.load = keeper.load(live.begin.names, action.blocks, action.cached_tokens, action.state, fetch)
+            live.num_loading = len(live.load.names)
             if self._group is not None:
                 self._group.load(action.request, live.load.blocks)
         elif fetch is not None:
@@ -426,7 +453,7 @@ class Stepper:
         for live in loading:
             assert live.load is not None
             try:
-                live.load.wait(layer, self.engine.layout.blocks_for(live.load_tokens))
+                live.load.wait(layer, live.num_loading)
             except PrefixMissing as missing:
                 raise _Broken(live.begin.key, missing.num_blocks) from None
         self.counters["kv_wait_seconds"] += (self.clock_ns() - started_ns) / 1e9
@@ -435,7 +462,9 @@ class Stepper:
         """Of a cached prefix not all could be loaded."""
         live = self._live.get(missing.request)
         if live is not None:
-            live.load_tokens = min(live.load_tokens, missing.num_blocks * self.engine.layout.block_size)
+            found = 0 if self._state_blocks else missing.num_blocks * self.engine.layout.block_size
+            live.load_tokens = min(live.load_tokens, found)
+            live.num_loading = self.engine.layout.blocks_for(live.load_tokens)
             if self._group is not None:
                 self._group.shorten(missing.request, missing.num_blocks)
             if live.cached is not None:
@@ -490,12 +519,24 @@ class Stepper:
         live.staged = []
 
     def _prompts(self, execution: Execution) -> list[Held]:
-        """Prompts that are computed now."""
+        """Prompts that are computed now, and the snapshots of their states."""
         pieces = [piece for piece in execution.run.chunks if piece.samples and piece.request in self._live]
-        return [(self._live_of(piece).begin.names, piece.blocks) for piece in pieces]
+        held: list[Held] = []
+        for piece in pieces:
+            live = self._live_of(piece)
+            held.append((live.begin.names, piece.blocks))
+            for position, blocks in live.snapshots.items():
+                if position < piece.start + piece.count:  # the one at its end only travels
+                    depth = position // self.engine.layout.block_size
+                    names = state_names(live.begin.names[depth - 1], self._state_blocks)
+                    held.append((live.begin.names[:depth] + names, piece.blocks[:depth] + blocks))
+        return held
 
     def _answers(self, execution: Execution, keeper: Keeper) -> list[Held]:
-        """Requests that ended, with the blocks they filled while they decoded."""
+        """Requests that ended, with the blocks they filled while they decoded. Without a state at their end, of which
+        nobody takes a snapshot, they would be of no use."""
+        if self._state_blocks:
+            return [((), ()) for _ in execution.leaving]
         return [
             (keeper.names(live.begin, live.tokens, len(live.tokens) - 1), piece.blocks)
             for live, piece in execution.leaving
@@ -507,7 +548,31 @@ class Stepper:
     def _chunk(self, piece: Piece, decodes: bool) -> Chunk:
         live = self._live[piece.request]
         tokens = live.tokens[piece.start : piece.start + piece.count]
-        return Chunk(tokens, piece.start, piece.blocks, piece.samples, decodes, live.begin.salt)
+        return Chunk(
+            tokens,
+            piece.start,
+            piece.blocks,
+            piece.samples,
+            decodes,
+            live.begin.salt,
+            piece.slot,
+            piece.restore,
+            piece.snapshots,
+        )
+
+    def _book_states(self, run: Run) -> None:
+        """Snapshots that the iteration took; of a departing request that is computed, the one that goes with it."""
+        layout = self.engine.layout
+        for piece in run.chunks:
+            live = self._live_of(piece)
+            live.snapshots.update(piece.snapshots)
+            if piece.samples and live.departs:
+                count = layout.blocks_for(len(live.tokens))
+                blocks = piece.blocks[:count] + live.snapshots[len(live.tokens)]
+                span = Span(count * layout.block_size, len(blocks) * layout.block_size)
+                self._listener.kv_ready(
+                    piece.request, Span(0, self.engine.memory.layout.num_layers), span, blocks
+                )
 
     def _announce(self, layer: int, departing: Sequence[Piece]) -> None:
         """Blocks that this chunk completed in one layer; the last chunk also gives the unfinished block."""

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from isthmus.blocks import KVLayout, seal
+from isthmus.cluster.cache import Load
+from isthmus.cluster.fetches import Fetch
 from isthmus.cluster.messages import Begin, Grant, Landed, Offer, Sent, Slices, Withdrawn
 from isthmus.cluster.wire import ENCODED_BLOCKS, fits, pack, seals_kv, unpack
 from isthmus.engine.codecs import NONE
@@ -25,6 +27,28 @@ Landing = list[tuple[tuple[int, int], memoryview]]
 """Slot ranges of a layer, each with the memory its bytes go to."""
 
 
+class _Extent:
+    """What is handed over of a request, in positions: tokens from `start` on, then whole blocks from `states` on that
+    hold its recurrent state, up to `stop`."""
+
+    def __init__(self, begin: Begin, layout: KVLayout) -> None:
+        size = layout.block_size
+        self._size, self._codec = size, begin.codec
+        self.start, self.num_tokens = begin.handover_start * size, len(begin.tokens)
+        self.states = layout.blocks_for(self.num_tokens) * size
+        self.stop = self.states + layout.state_blocks * size if layout.state_blocks else self.num_tokens
+
+    def codec(self, position: int) -> str:
+        """States are not KV: no codec of numbers fits them."""
+        return self._codec if position < self.states else NONE
+
+    def resumes(self, received: int) -> int:
+        """Where the next frame of a layer starts that has so much."""
+        if received == self.num_tokens < self.stop:
+            return self.states
+        return received // self._size * self._size
+
+
 class Outgoing:
     """One departing request on the prefill node. Slices wait here until the decode node grants room.
 
@@ -37,7 +61,8 @@ class Outgoing:
         self._sendings: list[Sending] = []
         self._granted = False
         self._waiting: list[tuple[int, Span, Sequence[int]]] = []
-        self._told = [0] * memory.layout.num_layers
+        self._extent = _Extent(begin, memory.layout)
+        self._told = [self._extent.start] * memory.layout.num_layers
         self._sent: Sent | None = None
         self.bytes_out = 0
 
@@ -87,7 +112,7 @@ class Outgoing:
 
     def _send(self, layer: int, tokens: Span, blocks: Sequence[int]) -> None:
         assert self._connection is not None
-        layout, codec = self._memory.layout, self.begin.codec
+        layout, codec = self._memory.layout, self._extent.codec(tokens.start)
         size = layout.block_size
         most = (MAX_FRAME_BLOCKS if codec == NONE else ENCODED_BLOCKS) * size
         for start in range(tokens.start, tokens.stop, most):
@@ -115,8 +140,12 @@ class Incoming:
         self.sent: Sent | None = None
         self._senders: dict[Session, Span] = {}
         self._granted: set[Session] = set()
-        self._num_tokens = len(begin.tokens)
-        self._received = [0] * memory.layout.num_layers
+        self._extent = _Extent(begin, memory.layout)
+        self._received = [self._extent.start] * memory.layout.num_layers
+        self.fetch: Fetch | None = None
+        """What is not handed over, on its way from another node; then `recall` reads from it."""
+        self.recall: Load | None = None
+        self._recalled = not begin.handover_start
         self.progressed_s = math.inf
         """When the last slice came (loop time, s); infinite until the first, for the sender may queue."""
         self._landing: dict[Slices, tuple[Session, Landing, memoryview | None]] = {}
@@ -151,10 +180,12 @@ class Incoming:
             connection in self._granted
             and layers is not None
             and layers.start <= slices.layer < layers.stop
-            and self._received[slices.layer] // layout.block_size * layout.block_size <= start
-            and start < slices.stop <= self._num_tokens
+            and self._extent.resumes(self._received[slices.layer]) <= start
+            and start
+            < slices.stop
+            <= (self._extent.stop if start >= self._extent.states else self._extent.num_tokens)
             and len(slices.seals) == layout.blocks_for(slices.stop - start)
-            and fits(self.begin.codec, layout, slices.stop - start, size)
+            and fits(self._extent.codec(start), layout, slices.stop - start, size)
             and not any(self._overlap(slices, other) for other in self._landing)
         )
         if not expected or self.blocks is None:
@@ -162,7 +193,7 @@ class Incoming:
         runs = runs_of(self.blocks, layout.block_size, start, slices.stop)
         landing = [(run, self._memory.landing(slices.layer, *run)) for run in runs]
         targets = [buffer for _, buffer in landing]
-        encoded = None if self.begin.codec == NONE else memoryview(bytearray(size))
+        encoded = None if self._extent.codec(start) == NONE else memoryview(bytearray(size))
         self._landing[slices] = connection, landing, encoded
         return targets if encoded is None else [encoded]
 
@@ -181,9 +212,10 @@ class Incoming:
         if slices not in self._landing or self.blocks is None:
             return False  # it came without a payload
         _, landing, encoded = self._landing.pop(slices)
-        codec, layout = self.begin.codec, self._memory.layout
+        layout = self._memory.layout
         start = slices.first_block * layout.block_size
-        if start != self._received[slices.layer] // layout.block_size * layout.block_size:
+        codec = self._extent.codec(start)
+        if start != self._extent.resumes(self._received[slices.layer]):
             return False
         tokens, targets = Span(start, slices.stop), [buffer for _, buffer in landing]
         if encoded is not None and not unpack(codec, layout, encoded, targets, len(tokens), slices.seals):
@@ -200,9 +232,18 @@ class Incoming:
         """A frame that was being received will not come."""
         self._landing.pop(slices, None)
 
+    def recalled(self) -> bool:
+        """The load of what is not handed over ended; False when not all of it could be loaded."""
+        assert self.recall is not None
+        self._recalled = self.recall.num_blocks == len(self.recall.names)
+        return self._recalled
+
     @property
     def complete(self) -> bool:
-        return self.sent is not None and all(count == self._num_tokens for count in self._received)
+        """Every KV group is whole: KV of all tokens and, if the model has one, the recurrent state."""
+        if self.sent is None or not self._recalled:
+            return False
+        return all(count == self._extent.stop for count in self._received)
 
     def landed(self) -> None:
         self._refuse_placed()
@@ -217,6 +258,11 @@ class Incoming:
 
     def withdraw(self) -> None:
         """Nothing more is written into its blocks when this returns."""
+        if self.recall is not None:
+            self.recall.cancel()
+        if self.fetch is not None:
+            self.fetch.release()
+            self.fetch = None
         self._refuse_placed()
         for connection in self._senders:
             connection.send(Withdrawn(self.begin.request, self.begin.attempt))

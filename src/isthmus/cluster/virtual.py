@@ -21,14 +21,16 @@ import msgspec
 
 from isthmus.blocks import BlockNamer
 from isthmus.cluster.head import Head
-from isthmus.cluster.launcher import planned_nodes
+from isthmus.cluster.launcher import Process, planned_nodes
+from isthmus.cluster.links import sequences_of, state_slots
 from isthmus.cluster.node import Node, NodeOptions, World
 from isthmus.cluster.recorder import Entry, MemoryTape
 from isthmus.cluster.stepper import Stepper
+from isthmus.cluster.ways import Ways
 from isthmus.cluster.worker import Entry as MailboxEntry
 from isthmus.config import Config
 from isthmus.cost import Cost, compile_cost
-from isthmus.deploy import rules_of
+from isthmus.deploy import chunking_of, clusters_of, links_of, rules_of
 from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of
 from isthmus.errors import IsthmusError
 from isthmus.messenger import MemoryNetwork
@@ -238,6 +240,7 @@ class VirtualCluster:
             silence_s=limits.silence_s,
             rejoin_s=limits.rejoin_s,
             recorder=tape,
+            ways=Ways([cluster.name for cluster in clusters_of(self._config)], links_of(self._config)),
             network=network,
             clock_ns=loop.clock_ns,
         )
@@ -245,10 +248,10 @@ class VirtualCluster:
         world = World(network, loop.clock_ns, lambda stepper: LoopWorker(stepper, loop))
         nodes = planned_nodes(self._config)
         async with asyncio.TaskGroup() as group:
-            for name, role in nodes:
-                options = self._options(name, role, join)
-                group.create_task(Node(self._engine(role), options, world).run())
-            await head.wait_for([name for name, _ in nodes])
+            for planned in nodes:
+                options = self._options(planned, join)
+                group.create_task(Node(self._engine(planned), options, world).run())
+            await head.wait_for([planned.node for planned in nodes])
             clients = [
                 group.create_task(self._ask(loop, head, RequestId(str(index)), request))
                 for index, request in enumerate(requests)
@@ -259,26 +262,31 @@ class VirtualCluster:
             await head.close()
         return Flight(log, outcomes)
 
-    def _options(self, name: Any, role: Role, join: str) -> NodeOptions:
-        engine = self._config.engine
+    def _options(self, planned: Process, join: str) -> NodeOptions:
+        """Links between clusters take no time here either, and none is watched."""
+        engine, role = planned.cluster.config.engine, planned.role
         return NodeOptions(
-            node=name,
+            node=planned.node,
             role=role,
             join=join,
             token="virtual",
             token_budget=engine.token_budget,
-            max_sequences=engine.max_sequences,
+            max_sequences=sequences_of(planned.cluster.config)[role],
             transfer_s=self._config.limits.transfer_s,
-            host=name,
+            host=planned.node,
             prompt_batch=engine.prompt_batch,
+            chunking=chunking_of(planned.cluster.config, getattr(planned.cluster.config.roles, role)),
             order=self._config.scheduling.order,
             cost=self._costs[role],
+            cluster=planned.cluster.name,
+            sequences_of=sequences_of(planned.cluster.config),
         )
 
-    def _engine(self, role: Role) -> EmulatedEngine:
-        engine, cost = self._config.engine, compile_cost(self._costs[role])
+    def _engine(self, planned: Process) -> EmulatedEngine:
+        config, cost = planned.cluster.config, compile_cost(self._costs[planned.role])
+        engine, slots = config.engine, state_slots(config, planned.role)
         num_blocks = engine.kv_memory // (cost.kv_token_bytes * engine.block_size)
-        return EmulatedEngine(self.recipe, cost, num_blocks, max_length=MAX_LENGTH)
+        return EmulatedEngine(self.recipe, cost, num_blocks, max_length=MAX_LENGTH, max_sequences=slots)
 
     async def _ask(self, loop: ManualLoop, head: Head, name: RequestId, request: VirtualRequest) -> Outcome:
         await loop.sleep_until(request.arrival_ns, ARRIVAL)

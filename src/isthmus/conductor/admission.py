@@ -73,7 +73,7 @@ class Admission:
         tbt_ns = limit_ns(request.tbt_ms, self._rules.tbt_ms)
         if self._forecast is None or not tbt_ns or request.max_tokens <= 1:
             return None
-        nodes = _pool(view, placement.decode)
+        nodes = _pool(placement.decode)
         load = self._decode_load(view, nodes, request, now, now + placement.ttft_ns) / tbt_ns
         return self._judge(load, tbt_ns, nodes, view)
 
@@ -111,11 +111,9 @@ class Admission:
         return total / len(nodes)
 
 
-def _pool(view: ClusterView, node: NodeView) -> list[NodeView]:
-    """The nodes that decode what `node` might: the decode nodes, or those that do both."""
-    if node.role is Role.MIXED:
-        return [other for other in view.prefills if other.role is Role.MIXED]
-    return view.decodes
+def _pool(node: NodeView) -> list[NodeView]:
+    """The nodes that decode what `node` might: the decode nodes of its cluster, or those that do both."""
+    return node.pool.mixed if node.role is Role.MIXED else node.pool.decodes
 
 
 def _step_ns(view: ClusterView, node: NodeView, batch: float, context: float) -> float:

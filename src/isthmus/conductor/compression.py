@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from isthmus.conductor.copies import ClusterLink
 from isthmus.conductor.events import Fetch
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import NodeView, Placement, RequestView
@@ -17,7 +18,7 @@ def encoded(rules: Rules, request: RequestView, placement: Placement, now: int) 
     """A placement's fetch with its codec, and the codec of its hand-over."""
     prefill, decode, fetch = placement.prefill, placement.decode, placement.fetch
     if fetch is not None and placement.source is not None:
-        rate = _rate(placement.source, prefill, now)
+        rate = _rate(placement.source, prefill, placement.across, now)
         # It begins at once, and is waited for when what is not cached is computed.
         cached = min(placement.cached * prefill.block_size, request.arrived.num_tokens - 1)
         computing = prefill.cost.prefill_ns(request.arrived.num_tokens - cached, cached)
@@ -26,21 +27,26 @@ def encoded(rules: Rules, request: RequestView, placement: Placement, now: int) 
         fetch = replace(fetch, codec=codec)
     if decode is prefill:
         return fetch, NONE
-    num_bytes = request.arrived.num_tokens * prefill.cost.kv_token_bytes
-    return fetch, _choose(rules, prefill, num_bytes, _handover_rate(prefill, decode, now), placement.work_ns)
+    num_bytes = placement.handover_bytes(request.arrived.num_tokens)
+    rate = _handover_rate(prefill, decode, request.across, now)
+    return fetch, _choose(rules, prefill, num_bytes, rate, placement.work_ns)
 
 
-def _handover_rate(prefill: NodeView, decode: NodeView, now: int) -> float:
+def _handover_rate(prefill: NodeView, decode: NodeView, across: ClusterLink | None, now: int) -> float:
     """Bytes per second; 0 when nobody knows."""
-    if prefill.paths.handover and decode.paths.handover:
-        return min(prefill.paths.handover, decode.paths.handover)
-    return _rate(prefill, decode, now)
+    if not prefill.paths.handover or not decode.paths.handover:
+        return _rate(prefill, decode, across, now)
+    rate = min(prefill.paths.handover, decode.paths.handover)
+    return rate if across is None else min(rate, across.bytes_per_s / across.stretch(now))
 
 
-def _rate(source: NodeView, target: NodeView, now: int) -> float:
+def _rate(source: NodeView, target: NodeView, across: ClusterLink | None, now: int) -> float:
     """What other copies leave of the links between two caches."""
     rate = min(source.paths.network, target.paths.network)
-    return rate / (source.link_out.stretch(now) * target.link_in.stretch(now)) if rate else 0.0
+    if not rate:
+        return 0.0
+    left = rate / (source.link_out.stretch(now) * target.link_in.stretch(now))
+    return left if across is None else min(left, across.bytes_per_s / across.stretch(now))
 
 
 def _choose(rules: Rules, node: NodeView, num_bytes: int, rate: float, compute_ns: int) -> str:

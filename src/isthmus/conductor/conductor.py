@@ -7,9 +7,11 @@ from collections.abc import Callable
 
 from isthmus.conductor import copies
 from isthmus.conductor.admission import Admission, Overload, limit_ns
+from isthmus.conductor.capacity import Capacity
 from isthmus.conductor.compression import encoded
+from isthmus.conductor.control import OffloadControl
+from isthmus.conductor.conversion import Conversion
 from isthmus.conductor.displace import to_shorten, to_thin, waiting_below
-from isthmus.conductor.estimates import Estimator
 from isthmus.conductor.events import (
     Abort,
     Action,
@@ -21,6 +23,7 @@ from isthmus.conductor.events import (
     FirstToken,
     Hold,
     HoldExpired,
+    Measured,
     NodeJoined,
     NodeLeft,
     PrefillFinished,
@@ -29,13 +32,14 @@ from isthmus.conductor.events import (
     RequestCancelled,
     RequestEnded,
     RequestFailed,
+    RoleChanged,
     Route,
 )
 from isthmus.conductor.ghosts import Ghosts
-from isthmus.conductor.policies import POLICIES
 from isthmus.conductor.replicas import Replicas
+from isthmus.conductor.routing import Router
 from isthmus.conductor.rules import Rules
-from isthmus.conductor.view import ClusterView, NodeView, Placement, RequestView
+from isthmus.conductor.view import ClusterView, Placement, RequestView
 from isthmus.cost.transfer import NONE
 from isthmus.types import NodeId, RequestId, Role, Tier
 
@@ -45,8 +49,12 @@ class Conductor:
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.view = ClusterView()
-        self._policy = POLICIES[rules.policy]
+        self.view = ClusterView(rules.links)
+        self._router = Router(self.view, rules)
+        self._capacity = Capacity(self.view, rules)
+        self._control = OffloadControl(self.view, rules, self._router, self._capacity)
+        self._conversion = Conversion(self.view, rules, self._capacity)
+        self._learns_lengths = bool(rules.links) or rules.convert
         self._admission = Admission(rules)
         self._ghosts = Ghosts(self.view)
         self._replicas = Replicas(self.view)
@@ -63,6 +71,8 @@ class Conductor:
             NodeLeft: self._node_left,
             BlocksStored: self._stored,
             BlocksEvicted: self._evicted,
+            RoleChanged: self._role_changed,
+            Measured: self._measured,
         }
 
     def on(self, event: Event, now: int) -> list[Action]:
@@ -71,6 +81,7 @@ class Conductor:
 
     def check(self) -> None:
         self.view.check()
+        self._conversion.check()
 
     # A request's way.
 
@@ -81,7 +92,7 @@ class Conductor:
             if not victims:
                 reason = f"{self.rules.max_requests} requests are in progress, the limit (limits.max_requests)"
                 return [Refuse(event.request, "overloaded", reason, self.rules.retry_after_ms, "prefill")]
-        found = self._place(event, now)
+        found = self._router.place(event, now)
         if found is None:
             return [self._refusal(event)]
         placement, estimator = found
@@ -93,13 +104,16 @@ class Conductor:
         actions: list[Action] = []
         if victims:
             actions += self._turn_away(victims, event, now)
-            found = self._place(event, now)
+            found = self._router.place(event, now)
             assert found is not None
             placement, estimator = found
         request = RequestView(event, now)
         self.view.requests[event.request] = request
-        self.view.recent.accept(now)
-        self._ghosts.asked(event, placement.deepest, now)
+        pool = placement.prefill.pool
+        pool.recent.accept(now)
+        if self._learns_lengths:
+            self._capacity.add(event.num_tokens, placement)
+        self._ghosts.asked(event, pool, placement.deepest, now)
         actions.append(self._route(request, placement, now))
         if self.rules.replicate:
             copy = self._replicas.consider(estimator, placement)
@@ -107,35 +121,15 @@ class Conductor:
                 actions.append(copy)
         return actions
 
-    def _place(self, event: RequestArrived, now: int) -> tuple[Placement, Estimator] | None:
-        """Where a request goes, by what estimates; None when no node, or pair, can take it."""
-        view = self.view
-        length = event.num_tokens + event.max_tokens  # a later attempt prefills what was generated as well
-        nodes, decodes = view.prefills, view.decodes
-        if length > view.smallest_decode:
-            decodes = [node for node in decodes if node.capacity_tokens >= length]
-        if length > view.smallest_prefill or (view.decodes and not decodes):
-            nodes = [
-                node
-                for node in nodes
-                if node.capacity_tokens >= length and (decodes or node.role is Role.MIXED)
-            ]
-        if not nodes:
-            return None
-        estimator = Estimator(view, event, nodes, now)
-        placement = self._policy(estimator, self.rules)
-        placement.deepest = estimator.deepest
-        if placement.prefill.role is Role.PREFILL and event.max_tokens > 1:
-            placement.decode = _least_step(decodes, event.num_tokens)
-        return placement, estimator  # nothing is left to decode after one token: the KV need not move
-
     def _route(self, request: RequestView, placement: Placement, now: int) -> Route:
         event = request.arrived
-        self.view.recent.insert(len(event.names) - placement.held, now)
+        placement.prefill.pool.recent.insert(len(event.names) - placement.held, now)
         self.view.book(request, placement, now)
         if placement.source is not None:
             source, target = placement.source, placement.prefill
-            request.copy = copies.begin(source.link_out, target.link_in, placement.fetch_bytes, now)
+            request.copy = copies.begin(
+                source.link_out, target.link_in, placement.fetch_bytes, now, placement.across
+            )
         request.attempt += 1
         fetch, codec = placement.fetch, NONE
         if self.rules.codecs:
@@ -151,6 +145,8 @@ class Conductor:
             placement.work_ns,
             request.arrived_ns + int(limit * (1 - self.rules.reserve)) if limit else 0,
             codec,
+            placement.handover_start,
+            placement.recall,
         )
 
     def _fetched(self, event: FetchFinished, now: int) -> list[Action]:
@@ -269,7 +265,7 @@ class Conductor:
         request.reason = reason
         if request.attempt >= self.rules.max_attempts:
             return [*actions, self._fail(request)]
-        found = self._place(request.arrived, now)
+        found = self._router.place(request.arrived, now, again=True)
         if found is not None:
             return [*actions, self._route(request, found[0], now)]
         request.held = True
@@ -279,7 +275,7 @@ class Conductor:
         """Routes what is on hold, in the order of arrival, as far as the nodes now allow."""
         routes: list[Action] = []
         for request in self.view.requests.values():
-            found = self._place(request.arrived, now) if request.held else None
+            found = self._router.place(request.arrived, now, again=True) if request.held else None
             if found is not None:
                 request.held = False
                 routes.append(self._route(request, found[0], now))
@@ -306,11 +302,42 @@ class Conductor:
         ]
         self.view.leave(node)
         self._replicas.left(node)
+        self._conversion.left(node, now)
         for request in fetching:  # its node computes what does not come
             self.view.end_copy(request)
         return [
             action for request in affected for action in self._again(request, f"node {event.node} is gone", now)
         ]
+
+    def _role_changed(self, event: RoleChanged, now: int) -> list[Action]:
+        node = self.view.nodes.get(event.node)
+        if node is None:
+            return []
+        node.role, node.draining = event.role, False
+        self.view.sort_roles()
+        self._conversion.role_changed(node, now)
+        return self._resume(now)
+
+    def _measured(self, event: Measured, now: int) -> list[Action]:
+        actions: list[Action] = [*self._control.measured(event, now)]
+        for state in event.links:
+            if not state.up:
+                actions += self._cut(state.source, state.target, now)
+        actions += self._resume(now)
+        return [*actions, *self._conversion.measured(now)]
+
+    def _cut(self, source: str, target: str, now: int) -> list[Action]:
+        """Nothing crosses this direction of a link any more: what is on its way over it begins again elsewhere."""
+        link = self.view.links.get((source, target))
+        actions: list[Action] = []
+        for request in list(self.view.requests.values()):
+            if link is None:
+                break
+            if request.copy is not None and request.copy.across is link:
+                self.view.end_copy(request)  # its node computes what does not come
+            if request.across is link:
+                actions += self._again(request, f"the link from {source} to {target} is down", now)
+        return actions
 
     def _stored(self, event: BlocksStored, now: int) -> list[Action]:
         node = self.view.nodes.get(event.node)
@@ -333,20 +360,3 @@ class Conductor:
 
 def _overloaded(request: RequestId, overload: Overload) -> Refuse:
     return Refuse(request, "overloaded", str(overload), overload.retry_after_ms, overload.stage)
-
-
-def _least_step(nodes: list[NodeView], num_tokens: int) -> NodeView:
-    """The node whose iterations would be shortest with this request; the first with room for its prompt, if any.
-
-    Requests still in prefill or on their way count: they will be there.
-    """
-    best, best_key, best_batch, best_context = nodes[0], (True, math.inf), 1 << 60, 1 << 60
-    for node in nodes:
-        batch, context = node.batch, node.context
-        if batch >= best_batch and context >= best_context and node.kind == best.kind and not best_key[0]:
-            continue  # cannot be better
-        fixed, slope = node.cost.decode_step_ps(batch + 1)
-        key = (context + num_tokens > node.capacity_tokens, fixed + slope * (context + num_tokens))
-        if key < best_key:
-            best, best_key, best_batch, best_context = node, key, batch, context
-    return best

@@ -7,11 +7,14 @@ link on average (the sojourn time of M/G/1 with processor sharing), which matter
 
 KV from prefill to decode that shares a link counts as such use. It is no copy here: it streams while its prompt
 computes, and what delays it delays no first token.
+
+Between clusters there is one more link, which all nodes of both share: a copy that goes `across` it is on three.
 """
 
 from __future__ import annotations
 
 from isthmus.conductor.learning import WINDOW_NS, Decaying
+from isthmus.conductor.rules import LinkRule
 from isthmus.types import NS_PER_S
 
 FULLEST = 0.95
@@ -21,13 +24,16 @@ FULLEST = 0.95
 class Copy:
     """`num_bytes` from one node's link out to another's link in, expected to end at `until_ns`.
 
-    When another joins it, `num_bytes` and `start_ns` are those from then on.
+    `across`: the link between their clusters, None within one. When another joins it, `num_bytes` and `start_ns` are
+    those from then on.
     """
 
-    __slots__ = ("link_in", "link_out", "num_bytes", "start_ns", "until_ns")
+    __slots__ = ("across", "link_in", "link_out", "num_bytes", "start_ns", "until_ns")
 
-    def __init__(self, link_out: Link, link_in: Link, num_bytes: float, start_ns: int) -> None:
-        self.link_out, self.link_in, self.num_bytes = link_out, link_in, num_bytes
+    def __init__(
+        self, link_out: Link, link_in: Link, num_bytes: float, start_ns: int, across: Link | None = None
+    ) -> None:
+        self.link_out, self.link_in, self.across, self.num_bytes = link_out, link_in, across, num_bytes
         self.start_ns = self.until_ns = start_ns
 
     def bytes_left(self, now: int) -> float:
@@ -44,13 +50,15 @@ class Copy:
         shared = [self.link_out] if self.link_out is newer.link_out else []
         if self.link_in is newer.link_in:
             shared.append(self.link_in)
+        if self.across is not None and self.across is newer.across:
+            shared.append(self.across)
         delay = min(left, newer.num_bytes) * NS_PER_S / min([link.bytes_per_s for link in shared])
         self.num_bytes, self.start_ns = left, now
         self.until_ns += int(delay)
 
 
 class Link:
-    """One direction of one node's link. `copies` in the order they began."""
+    """One direction of one node's link, or of a link between clusters. `copies` in the order they began."""
 
     __slots__ = ("_booked", "_stretch", "_stretch_at", "bytes_per_s", "copies")
 
@@ -86,8 +94,41 @@ class Link:
         return total
 
 
-def transfer_ns(link_out: Link, link_in: Link, num_bytes: int, now: int) -> tuple[float, float]:
+class ClusterLink(Link):
+    """One direction of a link between two clusters.
+
+    `bytes_per_s`: what it carries, as measured of late; `nominal`: what it was said to carry; `lasting`: what it seems
+    to carry in the long run. `owed`: bytes of
+    hand-overs that were booked and are not whole at the other end. `up`: whether anything crosses it.
+    """
+
+    __slots__ = ("lasting", "nominal", "owed", "rtt_ns", "source", "target", "up")
+
+    def __init__(self, rule: LinkRule) -> None:
+        super().__init__(rule.bytes_per_s)
+        self.source, self.target, self.rtt_ns = rule.source, rule.target, rule.rtt_ns
+        self.nominal, self.owed, self.up = rule.bytes_per_s, 0, True
+        self.lasting = float(rule.bytes_per_s)
+
+    def handed_over_ns(self, num_bytes: int, state_bytes: int, computed_ns: float) -> float:
+        """Until all KV of a prompt is across whose computing ends in `computed_ns`.
+
+        Its KV streams while it computes, behind what is owed; a recurrent state (`state_bytes` of `num_bytes`) is
+        final only at the end.
+        """
+        streaming = (self.owed + num_bytes) * NS_PER_S / self.bytes_per_s
+        return max(streaming, computed_ns + state_bytes * NS_PER_S / self.bytes_per_s) + self.rtt_ns / 2
+
+
+def transfer_ns(
+    link_out: Link, link_in: Link, num_bytes: int, now: int, across: ClusterLink | None = None
+) -> tuple[float, float]:
     """(how long a copy that starts now takes, by how much it delays the others in all), both in ns."""
+    if across is not None:
+        own, delay = transfer_ns(link_out, link_in, num_bytes, now)
+        own_across, delay_across = _cross_ns(across, num_bytes, now)
+        # Who shares two of the links is delayed once; to count it twice is on the safe side.
+        return max(own, own_across) + across.rtt_ns / 2, delay + delay_across
     if not link_out.copies and not link_in.copies:
         return num_bytes * NS_PER_S / min(link_out.bytes_per_s, link_in.bytes_per_s), 0.0
     before_out, before_in = link_out.ahead(num_bytes, now), link_in.ahead(num_bytes, now)
@@ -100,24 +141,37 @@ def transfer_ns(link_out: Link, link_in: Link, num_bytes: int, now: int) -> tupl
     return own, delay
 
 
-def expected_ns(link_out: Link, link_in: Link, num_bytes: int, now: int) -> tuple[float, float]:
+def _cross_ns(across: ClusterLink, num_bytes: int, now: int) -> tuple[float, float]:
+    before = across.ahead(num_bytes, now)
+    return (num_bytes + before) * NS_PER_S / across.bytes_per_s, before * NS_PER_S / across.bytes_per_s
+
+
+def expected_ns(
+    link_out: Link, link_in: Link, num_bytes: int, now: int, across: ClusterLink | None = None
+) -> tuple[float, float]:
     """As `transfer_ns`, with copies that will come later."""
-    own, delay = transfer_ns(link_out, link_in, num_bytes, now)
-    return own * link_out.stretch(now) * link_in.stretch(now), delay
+    own, delay = transfer_ns(link_out, link_in, num_bytes, now, across)
+    own *= link_out.stretch(now) * link_in.stretch(now)
+    return (own if across is None else own * across.stretch(now)), delay
 
 
-def begin(link_out: Link, link_in: Link, num_bytes: int, now: int) -> Copy:
+def begin(link_out: Link, link_in: Link, num_bytes: int, now: int, across: ClusterLink | None = None) -> Copy:
     """Books a copy, and the delay it brings to those it shares a link with."""
-    copy = Copy(link_out, link_in, num_bytes, now)
-    own, _ = transfer_ns(link_out, link_in, num_bytes, now)
-    for other in dict.fromkeys((*link_out.copies, *link_in.copies)):
+    copy = Copy(link_out, link_in, num_bytes, now, across)
+    own, _ = transfer_ns(link_out, link_in, num_bytes, now, across)
+    others = (*link_out.copies, *link_in.copies)
+    for other in dict.fromkeys(others if across is None else (*others, *across.copies)):
         other.share(copy, now)
     copy.until_ns = now + int(own) + 1
     link_out.book(copy, now)
     link_in.book(copy, now)
+    if across is not None:
+        across.book(copy, now)
     return copy
 
 
 def end(copy: Copy) -> None:
     copy.link_out.copies.pop(copy, None)
     copy.link_in.copies.pop(copy, None)
+    if copy.across is not None:
+        copy.across.copies.pop(copy, None)

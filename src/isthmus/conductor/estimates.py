@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+from isthmus.blocks import state_names
 from isthmus.conductor.copies import expected_ns
 from isthmus.conductor.events import Fetch, RequestArrived
 from isthmus.conductor.index import Levels, bits
@@ -21,20 +22,26 @@ class Estimator:
 
     `held`: leading blocks that nodes have finished, those that only decode included, as levels; `depths[slot]`:
     those a node has or will have; `deepest`: the most that any will. `memo`: answers of `work_ns`, by
-    `depth << 16 | kind`.
+    `depth << 16 | kind`. `pool`: the nodes' cluster; `foreign`: mask of nodes in other clusters to fetch from.
+
+    Of a hybrid model a node has a prefix up to the deepest block whose snapshot of the recurrent state it has too.
     """
 
     __slots__ = (
-        "deepest", "depths", "held", "memo", "nodes", "now", "num_tokens", "ratio", "request", "view", "waits",
+        "deepest", "depths", "foreign", "held", "memo", "nodes", "now", "num_tokens", "pool", "ratio", "request",
+        "view", "waits",
     )  # fmt: skip
 
-    def __init__(self, view: ClusterView, request: RequestArrived, nodes: list[NodeView], now: int) -> None:
-        self.view, self.request, self.nodes, self.now = view, request, nodes, now
+    def __init__(
+        self, view: ClusterView, request: RequestArrived, nodes: list[NodeView], now: int, foreign: int = 0
+    ) -> None:
+        self.view, self.request, self.nodes, self.now, self.foreign = view, request, nodes, now, foreign
         self.num_tokens = request.num_tokens
-        self.ratio = view.calibration.ratio
+        self.pool = pool = nodes[0].pool
+        self.ratio = pool.calibration.ratio
         self.waits = [node.free_ns - now if node.free_ns > now else 0 for node in nodes]
-        mask = view.prefill_mask if nodes is view.prefills else sum([node.bit for node in nodes])
-        self.held, expected = view.index.match(request.names, mask | view.lender_mask)
+        mask = pool.prefill_mask if nodes is pool.prefills else sum([node.bit for node in nodes])
+        self.held, expected = match(view, request, mask | pool.lender_mask | foreign)
         self.deepest = expected[-1][0]
         self.depths = _by_slot(expected, view.num_slots)
         self.memo: dict[int, float] = {}
@@ -55,7 +62,8 @@ class Estimator:
         if found is None:
             found = self.compute_ns(node, num_blocks) * self.ratio
             if num_blocks and node.paths.memory:
-                found = max(found, num_blocks * node.block_bytes * NS_PER_S / node.paths.memory)
+                loaded = num_blocks * node.block_bytes + node.state_bytes
+                found = max(found, loaded * NS_PER_S / node.paths.memory)
             self.memo[key] = found
         return found
 
@@ -72,13 +80,14 @@ class Estimator:
         """Prefill on `nodes[at]` after fetching blocks from its own prefix up to `stop` from another node."""
         node, wait = self.nodes[at], self.waits[at]
         start = self.depths[node.slot]
-        num_bytes = (stop - start) * node.block_bytes
-        transfer, _ = expected_ns(source.link_out, node.link_in, num_bytes, self.now)
+        num_bytes = (stop - start) * node.block_bytes + node.state_bytes
+        across = self.view.across(source, node)
+        transfer, _ = expected_ns(source.link_out, node.link_in, num_bytes, self.now, across)
         work = max(self.work_ns(node, stop), self.disk_ns(node, start) - wait, transfer - wait)
         placement = Placement(node, stop, start, work, wait + work)
         self._note_compute(placement)
         placement.fetch = Fetch(source.node, start, stop, self.now + int(transfer))
-        placement.fetch_bytes, placement.source = num_bytes, source
+        placement.fetch_bytes, placement.source, placement.across = num_bytes, source, across
         return placement
 
     def disk_ns(self, node: NodeView, num_blocks: int) -> float:
@@ -86,12 +95,24 @@ class Estimator:
         index = self.view.index
         if not num_blocks or not node.paths.disk or not index.uses_disk:
             return 0.0
-        on_disk = index.num_on_disk(node.bit, self.request.names[:num_blocks])
+        names = self.request.names[:num_blocks]
+        if node.state_blocks:
+            names = (*names, *state_names(names[-1], node.state_blocks))
+        on_disk = index.num_on_disk(node.bit, names)
         return on_disk * node.block_bytes * NS_PER_S / node.paths.disk
 
     def _note_compute(self, placement: Placement) -> None:
         estimate = self.compute_ns(placement.prefill, placement.cached)
         placement.compute_ns = estimate if placement.work_ns <= int(estimate * self.ratio) else 0
+
+
+def match(view: ClusterView, request: RequestArrived, nodes: int) -> tuple[Levels, Levels]:
+    """How much of the prompt each of `nodes` (a mask) can use: (has, has or will have)."""
+    if not view.state_blocks:
+        return view.index.match(request.names, nodes)
+    # At least one token must follow the state.
+    usable = request.names[: (request.num_tokens - 1) // view.block_size]
+    return view.index.match_states(usable, nodes, view.state_blocks)
 
 
 def _by_slot(levels: Levels, num_slots: int) -> list[int]:
@@ -121,8 +142,9 @@ def can_copy(source: NodeView, target: NodeView) -> bool:
 def least_sending(estimator: Estimator, holders: int) -> NodeView:
     """Of the nodes in a mask, the first that sends nothing, else the one with the fewest copies under way.
 
-    A node without a link is the answer only where all are.
+    A node without a link is the answer only where all are; one in another cluster only where none is in this.
     """
+    holders = holders & ~estimator.foreign or holders
     best, fewest = estimator.view.node_at(holders.bit_length() - 1), math.inf
     for slot in bits(holders):
         node = estimator.view.node_at(slot)

@@ -27,7 +27,8 @@ class NodeJoined(msgspec.Struct, frozen=True, tag=True):
     `cost`: what work takes there, None when nobody knows; `cache_blocks`: how many blocks its cache keeps;
     `kv_dtype`: of its KV, "" when nobody knows; `cluster`: where it stands, "" if there is only one;
     `state_blocks`: how many blocks the recurrent state of a sequence fills, 0 for models without: a prefix is of use
-    up to a block whose state is kept as well (`blocks.state_name`).
+    up to a block whose state is kept as well (`blocks.state_name`). `max_sequences`: so many decode there at once,
+    0 for no limit known.
     """
 
     node: NodeId
@@ -40,6 +41,7 @@ class NodeJoined(msgspec.Struct, frozen=True, tag=True):
     kv_dtype: str = ""
     cluster: str = ""
     state_blocks: int = 0
+    max_sequences: int = 0
 
 
 class RoleChanged(msgspec.Struct, frozen=True, tag=True):

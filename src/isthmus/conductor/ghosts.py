@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from isthmus.conductor.events import RequestArrived
+from isthmus.conductor.pools import Pool
 from isthmus.conductor.view import ClusterView, NodeView
 from isthmus.types import BlockName
 
@@ -37,8 +38,9 @@ class Ghosts:
         if len(self._younger) > sum([other.cache_blocks for other in self._view.prefills]):
             self._older, self._younger = self._younger, {}
 
-    def asked(self, request: RequestArrived, depth: int, now: int) -> None:
-        """An accepted request whose first `depth` blocks are cached: what it computes again since it was evicted."""
+    def asked(self, request: RequestArrived, pool: Pool, depth: int, now: int) -> None:
+        """A request accepted for a cluster where its first `depth` blocks are cached: what it computes again since it
+        was evicted."""
         run = 0
         for name in request.names[depth:]:
             ghost = self._younger.pop(name, None) or self._older.pop(name, None)
@@ -46,9 +48,8 @@ class Ghosts:
                 break
             run += 1
         if run:
-            view = self._view
-            node = view.prefills[0]
+            node = pool.prefills[0]
             total, size = request.num_tokens, node.block_size
             had, would = min(depth * size, total - 1), min((depth + run) * size, total - 1)
             lost = node.cost.prefill_ns(total - had, had) - node.cost.prefill_ns(total - would, would)
-            view.recent.lose(max(0, lost) * view.calibration.ratio, now)
+            pool.recent.lose(max(0, lost) * pool.calibration.ratio, now)

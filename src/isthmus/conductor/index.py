@@ -7,9 +7,10 @@ match shrinks, and whoever falls out matched that far. Names are opaque.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 
+from isthmus.blocks import state_name
 from isthmus.types import BlockName
 
 Levels = list[tuple[int, int]]
@@ -88,6 +89,27 @@ class PrefixIndex:
             expected.append((depth, will))
         return levels, expected
 
+    def match_states(self, names: Sequence[BlockName], nodes: int, count: int) -> tuple[Levels, Levels]:
+        """As `match`, for a model whose recurrent state fills `count` blocks: up to the deepest block at whose end a
+        node has, or will have, the state as well.
+
+        Names of states are digests of block names, so blocks are tried one by one from where the match ends back to
+        the deepest state: few where prompts continue each other.
+        """
+        levels, expected = self.match(names, nodes)
+        memo: dict[int, BlockName] = {}
+
+        def last_part(depth: int) -> BlockName:
+            if depth not in memo:  # whoever holds the last part holds them all
+                memo[depth] = state_name(names[depth - 1], count - 1, count)
+            return memo[depth]
+
+        held, coming = self._held, self._coming
+        return (
+            _lowered(levels, lambda depth: held.get(last_part(depth), 0)),
+            _lowered(expected, lambda depth: held.get(last_part(depth), 0) | coming.get(last_part(depth), 0)),
+        )
+
     def num_on_disk(self, bit: int, names: Iterable[BlockName]) -> int:
         """How many of these blocks the node has on disk only."""
         get = self._disk.get
@@ -122,6 +144,26 @@ def _clear(masks: dict[BlockName, int], bit: int, names: Sequence[BlockName]) ->
         elif mask is not None and mask & bit:
             masks[name] = mask ^ bit
     return gone
+
+
+def _lowered(levels: Levels, holders: Callable[[int], int]) -> Levels:
+    """Each node at the deepest level, at or above its own, of which it is a holder; else at 0."""
+    found: Levels = []
+    waiting = 0
+    for at in range(len(levels) - 1, -1, -1):
+        depth, group = levels[at]
+        waiting |= group
+        above = levels[at - 1][0] if at else 0
+        while depth > above and waiting:
+            there = waiting & holders(depth)
+            if there:
+                found.append((depth, there))
+                waiting ^= there
+            depth -= 1
+    if waiting:
+        found.append((0, waiting))
+    found.reverse()
+    return found
 
 
 def bits(mask: int) -> Iterator[int]:

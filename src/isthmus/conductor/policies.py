@@ -83,3 +83,5 @@ POLICIES: dict[str, Policy] = {
     "mooncake": mooncake,
     "isthmus": isthmus,
 }
+FETCHING = ("mooncake", "isthmus")
+"""Those that weigh a fetch against computing; the others take what a node has."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 
-from isthmus.conductor.copies import expected_ns
+from isthmus.conductor.copies import ClusterLink, expected_ns
 from isthmus.conductor.estimates import Estimator, can_copy, least_sending
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import NodeView, Placement
@@ -36,6 +36,7 @@ class _Pricing:
     """`_best`: the cheapest option so far: (index of its node, whom it fetches from, up to which block)."""
 
     __slots__ = (
+        "_across",
         "_best",
         "_best_score",
         "_estimator",
@@ -49,22 +50,23 @@ class _Pricing:
     )
 
     def __init__(self, estimator: Estimator) -> None:
-        view, now, count = estimator.view, estimator.now, len(estimator.nodes)
+        view, now, count, pool = estimator.view, estimator.now, len(estimator.nodes), estimator.pool
         self._estimator = estimator
         first = view.num_routed % count
         self._order = [*range(first, count), *range(first)]
         mean_wait = sum(estimator.waits) / count
-        price = view.recent.rate(now) / count * mean_wait / NS_PER_S
+        price = pool.recent.rate(now) / count * mean_wait / NS_PER_S
         self._prices = [price] * count
-        if view.has_mixed:
+        if pool.has_mixed:
             self._prices = [price + (node.batch if node.role is Role.MIXED else 0) for node in estimator.nodes]
-        self._room = price * view.recent.loss_per_block_ns(now)  # price of the room one block takes
+        self._room = price * pool.recent.loss_per_block_ns(now)  # price of the room one block takes
         self._num_blocks = len(estimator.request.names)
         self._best: tuple[int, NodeView | None, int] = (0, None, 0)
         self._best_score = math.inf
         self._shortest = min(estimator.waits)
         self._leaving: list[float] = []  # of the source under consideration: bytes its copies still send
         self._stretch = 1.0
+        self._across: ClusterLink | None = None  # from its cluster to the nodes', if it is in another
 
     def cheapest(self) -> Placement:
         estimator = self._estimator
@@ -80,7 +82,7 @@ class _Pricing:
         estimator, prices = self._estimator, self._prices
         nodes, waits, depths = estimator.nodes, estimator.waits, estimator.depths
         reads_disk = estimator.view.index.uses_disk
-        memo, alike = estimator.memo, not reads_disk and not estimator.view.has_mixed
+        memo, alike = estimator.memo, not reads_disk and not estimator.pool.has_mixed
         best_depth, best_kind, best_wait = -1, -1, 0
         for at in self._order:
             node, wait = nodes[at], waits[at]
@@ -101,7 +103,7 @@ class _Pricing:
     def _may_pay(self, stop: int) -> bool:
         """Whether so many cached blocks could make some node the cheapest, if to fetch them took no time."""
         estimator = self._estimator
-        if not estimator.view.prefills_alike or estimator.view.has_mixed:
+        if not estimator.pool.prefills_alike or estimator.pool.has_mixed:
             return True
         work = estimator.work_ns(estimator.nodes[0], stop)
         room = self._room * (self._num_blocks - stop + 1)  # whoever fetches so far has less
@@ -113,6 +115,7 @@ class _Pricing:
         targets = self._targets(source, stop)
         if not targets:
             return
+        self._across = estimator.view.across(source, estimator.nodes[0])
         self._stretch = source.link_out.stretch(now)
         self._leaving = [copy.bytes_left(now) for copy in source.link_out.copies]
         crossings: dict[int, int] = {}  # by kind, where the fetch before this one crossed its computing
@@ -136,7 +139,7 @@ class _Pricing:
             spent = max(work, transfer - wait)
             if least + (1 + price) * (spent - work) < self._best_score:
                 transfer = self._offer(at, source, stop)
-            if transfer > wait + work:
+            if transfer > wait + work and not node.state_blocks:  # part of a prefix has no snapshot at its end
                 crossings[node.kind] = self._fetch_part(at, source, stop)
 
     def _targets(self, source: NodeView, stop: int) -> list[tuple[float, int, int]]:
@@ -193,9 +196,9 @@ class _Pricing:
         """How long a fetch up to `stop` takes, and by how much it delays others, in ns."""
         estimator = self._estimator
         out, into = source.link_out, node.link_in
-        num_bytes = (stop - estimator.depths[node.slot]) * node.block_bytes
-        if into.copies:
-            return expected_ns(out, into, num_bytes, estimator.now)
+        num_bytes = (stop - estimator.depths[node.slot]) * node.block_bytes + node.state_bytes
+        if into.copies or self._across is not None:
+            return expected_ns(out, into, num_bytes, estimator.now, self._across)
         before = 0.0  # the same as `expected_ns`, with what the source still sends counted once for all nodes
         for left in self._leaving:
             before += left if left < num_bytes else num_bytes

@@ -15,6 +15,7 @@ rental, Karlin et al. 1988), and needs no constant.
 
 from __future__ import annotations
 
+from isthmus.blocks import state_names
 from isthmus.conductor import copies
 from isthmus.conductor.estimates import Estimator, can_copy
 from isthmus.conductor.events import Replicate
@@ -59,7 +60,7 @@ class Replicas:
         if not longest:
             return None
         least = min(estimator.waits) + estimator.work_ns(estimator.nodes[0], longest)
-        if placement.ttft_ns <= least and self._view.prefills_alike:
+        if placement.ttft_ns <= least and estimator.pool.prefills_alike:
             return None  # as good as it could be: no need to look closer
         return self._look_closer(estimator, placement, longest, holders)
 
@@ -85,7 +86,10 @@ class Replicas:
         paid, target = self._paid(estimator, placement, longest)
         if target is None:
             return None
-        last = estimator.request.names[longest - 1]
+        names = estimator.request.names[:longest]
+        if target.state_blocks:
+            names = (*names, *state_names(names[-1], target.state_blocks))
+        last = names[-1]
         if placement.held < longest:  # it makes a holder where there was none
             self._asked.pop(last, None)
             return None
@@ -95,15 +99,15 @@ class Replicas:
         source = self._source(holders, target)
         if source is None:
             return None
-        num_bytes = (longest - estimator.depths[target.slot]) * target.block_bytes
+        num_bytes = (longest - estimator.depths[target.slot]) * target.block_bytes + target.state_bytes
         num_holders = 1 + holders.bit_count()
         if asked.paid_ns.at(now) <= num_holders * self._price(estimator, target, longest, num_bytes, source):
             return None
         del self._asked[last]
         copy = copies.begin(source.link_out, target.link_in, num_bytes, now)
         self._view.replicas[last] = copy
-        self._view.recent.insert(longest - estimator.depths[target.slot], now)
-        return Replicate(estimator.request.names[:longest], source.node, target.node)
+        estimator.pool.recent.insert(longest - estimator.depths[target.slot], now)
+        return Replicate(names, source.node, target.node)
 
     def _paid(self, estimator: Estimator, placement: Placement, longest: int) -> tuple[float, NodeView | None]:
         """What a copy on the best node without one would have spared this request, and that node."""
@@ -131,10 +135,10 @@ class Replicas:
         return asked
 
     def _source(self, holders: int, target: NodeView) -> NodeView | None:
-        """The first holder whose link is idle."""
+        """The first holder in the cluster whose link is idle."""
         for slot in bits(holders):
             node = self._view.node_at(slot)
-            if not node.link_out.copies and can_copy(node, target):
+            if node.pool is target.pool and not node.link_out.copies and can_copy(node, target):
                 return node
         return None
 
@@ -145,7 +149,7 @@ class Replicas:
         now = estimator.now
         num_blocks = longest - estimator.depths[target.slot]
         price = _backlog_price(estimator)
-        room = (1 + price) * self._view.recent.loss_per_block_ns(now) * num_blocks
+        room = (1 + price) * estimator.pool.recent.loss_per_block_ns(now) * num_blocks
         lasts = num_bytes * NS_PER_S / min(source.paths.network, target.paths.network)
         fetches_per_ns = self._fetches.at(now) / WINDOW_NS / len(estimator.nodes)
         return room + fetches_per_ns * lasts * lasts
@@ -154,5 +158,5 @@ class Replicas:
 def _backlog_price(estimator: Estimator) -> float:
     """What a node-second costs others: see `pricing`."""
     waits = estimator.waits
-    rate = estimator.view.recent.rate(estimator.now)
+    rate = estimator.pool.recent.rate(estimator.now)
     return rate / len(waits) * (sum(waits) / len(waits)) / NS_PER_S

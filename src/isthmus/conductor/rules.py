@@ -44,6 +44,7 @@ class Rules(msgspec.Struct, frozen=True):
     tbt_ms: int | None = None
     links: tuple[LinkRule, ...] = ()
     threshold: int | None = None
+    priced: bool = False
     cache_mode: str = "scarce"
     control: bool = False
     convert: bool = False

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from isthmus.conductor.copies import Copy, Link, end
+from isthmus.blocks import state_name
+from isthmus.conductor.copies import ClusterLink, Copy, Link, end
 from isthmus.conductor.events import Fetch, NodeJoined, RequestArrived
 from isthmus.conductor.index import PrefixIndex
-from isthmus.conductor.learning import Calibration, OutputLengths, Recent
+from isthmus.conductor.learning import OutputLengths
+from isthmus.conductor.pools import Pool
+from isthmus.conductor.rules import LinkRule
 from isthmus.cost import Curve, NodeCost, compile_cost
 from isthmus.types import BlockName, NodeId, RequestId, Role
 
@@ -28,7 +31,9 @@ class NodeView:
 
     `bit`: its place in the index's masks. `work_ns`: booked for requests whose first token is not out;
     `free_ns`: when that will be done. `kind`: nodes of one kind take the same time for the same work.
-    `batch`, `context`: requests placed here to decode, and their tokens.
+    `batch`, `context`: requests placed here to decode, and their tokens. `pool`: its cluster. `state_bytes`: of a
+    sequence's recurrent state, which a snapshot keeps in `state_blocks` blocks. `draining`: it finishes what it has
+    and gets nothing new.
     """
 
     __slots__ = (
@@ -41,6 +46,7 @@ class NodeView:
         "context",
         "cost",
         "decodes",
+        "draining",
         "evictions",
         "free_ns",
         "hands_over_on_link",
@@ -48,19 +54,25 @@ class NodeView:
         "kv_dtype",
         "link_in",
         "link_out",
+        "max_sequences",
         "node",
         "paths",
+        "pool",
         "prefills",
         "role",
         "service_ns",
         "slot",
+        "state_blocks",
+        "state_bytes",
         "work_ns",
     )
 
-    def __init__(self, joined: NodeJoined, slot: int, kind: int, cost: NodeCost) -> None:
+    def __init__(self, joined: NodeJoined, slot: int, kind: int, cost: NodeCost, pool: Pool) -> None:
         self.node, self.role, self.slot, self.bit, self.kind = joined.node, joined.role, slot, 1 << slot, kind
         self.capacity_tokens, self.block_size = joined.capacity_tokens, joined.block_size
-        self.cost = cost
+        self.cost, self.pool, self.draining = cost, pool, False
+        self.max_sequences, self.state_blocks = joined.max_sequences, joined.state_blocks
+        self.state_bytes = cost.state_bytes
         self.block_bytes = cost.kv_token_bytes * joined.block_size
         self.cache_blocks = joined.cache_blocks
         self.paths, self.kv_dtype = joined.paths, joined.kv_dtype
@@ -76,32 +88,48 @@ class Placement:
     """Where a request shall go. `cached`: leading blocks counted on, of which the node has or computes `held`.
 
     `work_ns`: node time of its prefill; `compute_ns`: what the cost model alone says of it, 0 when it waits for
-    KV rather than computes; `ttft_ns`: until its first token. `fetch_bytes` come from `source`.
-    `deepest`: leading blocks that any node has or will have.
+    KV rather than computes; `ttft_ns`: until its first token. `fetch_bytes` come from `source`, `across` a link between
+    clusters unless it is in the same. `deepest`: leading blocks that any node has or will have.
+    `handover_start`, `recall`: as in `Route`; `lender`: who is recalled from, if another node. `uncached`: tokens by
+    which it was judged whether to offload it.
     """
 
     __slots__ = (
+        "across",
         "cached",
         "compute_ns",
         "decode",
         "deepest",
         "fetch",
         "fetch_bytes",
+        "handover_start",
         "held",
+        "lender",
         "prefill",
+        "recall",
         "source",
         "ttft_ns",
+        "uncached",
         "work_ns",
     )
 
     def __init__(self, prefill: NodeView, cached: int, held: int, work_ns: float, ttft_ns: float) -> None:
         self.prefill, self.cached, self.held = prefill, cached, held
         self.work_ns, self.ttft_ns = int(work_ns), int(ttft_ns)
-        self.compute_ns = self.deepest = 0
+        self.compute_ns = self.deepest = self.uncached = 0
         self.decode: NodeView = prefill
         self.fetch: Fetch | None = None
-        self.fetch_bytes = 0
+        self.fetch_bytes = self.handover_start = 0
         self.source: NodeView | None = None
+        self.across: ClusterLink | None = None
+        self.recall: Fetch | None = None
+        self.lender: NodeView | None = None
+
+    def handover_bytes(self, num_tokens: int) -> int:
+        """What goes from the prefill node to the decode node, of so many tokens."""
+        node = self.prefill
+        sent = num_tokens - self.handover_start * node.block_size
+        return sent * node.cost.kv_token_bytes + node.state_bytes
 
 
 class RequestView:
@@ -110,10 +138,12 @@ class RequestView:
     `expected_ns`: when its first token was predicted; `decode_ns`: when its KV was whole where it decodes, -1
     before. `prefill`, `decode`: its nodes, None when it has none; `prefilling`: its first token is not out;
     `handing_over`: its KV is not where it decodes. `held`: its last attempt ended, for `reason`, and no node
-    could take the next one yet.
+    could take the next one yet. `across`: the link between clusters that its hand-over crosses, with `owed` bytes;
+    `lender`: whom its decode node gets a part of its prefix from.
     """
 
     __slots__ = (
+        "across",
         "arrived",
         "arrived_ns",
         "attempt",
@@ -124,6 +154,8 @@ class RequestView:
         "expected_ns",
         "handing_over",
         "held",
+        "lender",
+        "owed",
         "prefill",
         "prefilling",
         "promised",
@@ -140,6 +172,9 @@ class RequestView:
         self.prefilling = self.handing_over = self.held = self.streaming = False
         self.decode_ns = -1
         self.copy: Copy | None = None
+        self.across: ClusterLink | None = None
+        self.lender: NodeView | None = None
+        self.owed = 0
         self.promised: Sequence[BlockName] = ()
         self.reason = ""
 
@@ -156,26 +191,25 @@ class RequestView:
 class ClusterView:
     """Nodes in the order they joined, and accepted requests in the order they came.
 
-    `prefills`, `decodes`: the nodes a request may prefill or decode on, and the smallest capacity (tokens) among
-    them. `lender_mask`: nodes that only decode, and whose cache others can fetch from. `prefills_alike`: all
-    prefill nodes are of one kind. `replicas`: copies ahead that are under
-    way, by the last block of their prefix. `num_routed`: routes so far.
+    `prefills`, `decodes`: the nodes a request may prefill or only decode on, in all clusters; `pools`: by cluster;
+    `alone`: the only pool, None when there are several. `links`: between clusters, by source and target.
+    `block_size`, `state_blocks`: of the one model that all nodes serve. `replicas`: copies ahead that
+    are under way, by the last block of their prefix. `num_routed`: routes so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, links: Sequence[LinkRule] = ()) -> None:
         self.nodes: dict[NodeId, NodeView] = {}
         self.requests: dict[RequestId, RequestView] = {}
         self.index = PrefixIndex()
-        self.calibration = Calibration()
-        self.recent = Recent()
         self.outputs = OutputLengths()
         self.replicas: dict[BlockName, Copy] = {}
+        self.pools: dict[str, Pool] = {}
+        self.alone: Pool | None = Pool("")
+        self.links = {(rule.source, rule.target): ClusterLink(rule) for rule in links}
         self.prefills: list[NodeView] = []
         self.decodes: list[NodeView] = []
-        self.prefill_mask = self.lender_mask = 0
-        self.prefills_alike = True
-        self.has_mixed = False
-        self.smallest_prefill = self.smallest_decode = 0
+        self.block_size = 1
+        self.state_blocks = 0
         self.num_routed = 0
         self._slots: list[NodeView | None] = []
         self._kinds: list[object] = []
@@ -190,9 +224,14 @@ class ClusterView:
         kind = (facts, joined.paths, joined.block_size)
         if kind not in self._kinds:
             self._kinds.append(kind)
-        node = NodeView(joined, slot, self._kinds.index(kind), compile_cost(facts))
+        if joined.cluster not in self.pools:
+            self.pools[joined.cluster] = Pool(joined.cluster)
+            self.alone = self.pools[joined.cluster] if len(self.pools) == 1 else None
+        pool = self.pools[joined.cluster]
+        node = NodeView(joined, slot, self._kinds.index(kind), compile_cost(facts), pool)
         self._slots[slot] = self.nodes[joined.node] = node
-        self._sort_roles()
+        self.block_size, self.state_blocks = joined.block_size, max(self.state_blocks, joined.state_blocks)
+        self.sort_roles()
         return node
 
     def leave(self, node: NodeView) -> None:
@@ -200,21 +239,29 @@ class ClusterView:
         del self.nodes[node.node]
         self.index.drop(node.bit)
         self._slots[node.slot] = None
-        self._sort_roles()
+        self.sort_roles()
 
-    def _sort_roles(self) -> None:
-        """Mixed nodes prefill always; prefill nodes only when something can decode."""
-        nodes = self.nodes.values()
-        self.decodes = [node for node in nodes if node.role is Role.DECODE]
-        self.prefills = [
-            node for node in nodes if node.role is Role.MIXED or (node.role is Role.PREFILL and self.decodes)
-        ]
-        self.prefill_mask = sum(node.bit for node in self.prefills)
-        self.lender_mask = sum(node.bit for node in self.decodes if node.paths.network and node.cache_blocks)
-        self.has_mixed = any(node.role is Role.MIXED for node in self.prefills)
-        self.prefills_alike = len({node.kind for node in self.prefills}) == 1
-        self.smallest_prefill = min((node.capacity_tokens for node in self.prefills), default=0)
-        self.smallest_decode = min((node.capacity_tokens for node in self.decodes), default=0)
+    def sort_roles(self) -> None:
+        """To be called whenever a node came, left, began to drain or changed its role."""
+        nodes: dict[Pool, list[NodeView]] = {pool: [] for pool in self.pools.values()}
+        for node in self.nodes.values():
+            nodes[node.pool].append(node)
+        homes = {
+            node.pool.name
+            for node in self.nodes.values()
+            if node.role is not Role.PREFILL and not node.draining
+        }
+        served = {source for source, target in self.links if target in homes}
+        for pool, members in nodes.items():
+            pool.sort(members, serves_others=pool.name in served)
+        self.prefills = [node for pool in nodes for node in pool.prefills]
+        self.decodes = [node for pool in nodes for node in pool.decodes]
+
+    def across(self, source: NodeView, target: NodeView) -> ClusterLink | None:
+        """The link from one node's cluster to the other's; None within one."""
+        if source.pool is target.pool:
+            return None
+        return self.links[source.pool.name, target.pool.name]
 
     @property
     def num_slots(self) -> int:
@@ -243,14 +290,30 @@ class ClusterView:
         prefill.prefills[facts.request] = request
         prefill.work_ns += request.work_ns
         prefill.free_ns = max(prefill.free_ns, now) + request.work_ns
-        request.promised = facts.names[placement.held :]
+        request.promised = _coming(facts, placement)
         self.index.promise(prefill.bit, request.promised)
         decode.decodes[facts.request] = request
         decode.batch += 1
         decode.context += facts.num_tokens
-        if decode is not prefill and prefill.hands_over_on_link:
-            prefill.link_out.use(facts.num_tokens * prefill.cost.kv_token_bytes, now)
+        if decode is not prefill:
+            self._book_handover(request, placement, now)
         self.num_routed += 1
+
+    def _book_handover(self, request: RequestView, placement: Placement, now: int) -> None:
+        prefill, decode, lender = placement.prefill, placement.decode, placement.lender
+        num_bytes = placement.handover_bytes(request.arrived.num_tokens)
+        if prefill.hands_over_on_link:
+            prefill.link_out.use(num_bytes, now)
+        across = self.across(prefill, decode)
+        if across is not None:
+            across.use(num_bytes, now)
+            across.owed += num_bytes
+            request.across, request.owed = across, num_bytes
+        request.lender = lender
+        if lender is not None and placement.recall is not None:
+            recalled = (placement.recall.stop - placement.recall.start) * lender.block_bytes
+            lender.link_out.use(recalled, now)
+            decode.link_in.use(recalled, now)
 
     def first_token(self, request: RequestView, now: int) -> None:
         """The prefill is done: the node turns to its next request. Idempotent."""
@@ -258,7 +321,7 @@ class ClusterView:
         if not request.prefilling or node is None:
             return
         if request.compute_ns:
-            self.calibration.add(now - node.service_ns, request.compute_ns)
+            node.pool.calibration.add(now - node.service_ns, request.compute_ns)
         self._leave_queue(request, node)
         node.service_ns = now
         node.free_ns = now + node.work_ns
@@ -270,6 +333,7 @@ class ClusterView:
         if request.handing_over:
             request.handing_over = False
             request.decode_ns = now
+            self._crossed(request)
 
     def unbook(self, request: RequestView, now: int) -> None:
         """Takes a request off its nodes; what it had copied so far stays where it is."""
@@ -286,8 +350,15 @@ class ClusterView:
             decode.batch -= 1
             decode.context -= facts.num_tokens
         self.end_copy(request)
+        self._crossed(request)
         request.prefill = request.decode = None
         request.handing_over = False
+
+    def _crossed(self, request: RequestView) -> None:
+        """Nothing of it is on its way to where it decodes any more."""
+        if request.across is not None:
+            request.across.owed -= request.owed
+        request.across, request.owed, request.lender = None, 0, None
 
     def end_copy(self, request: RequestView) -> None:
         if request.copy is not None:
@@ -302,9 +373,11 @@ class ClusterView:
         request.promised = ()
 
     def requests_on(self, node: NodeView) -> Iterable[RequestView]:
-        """Requests that need `node` still: its prefill until its KV is handed over, its decode always."""
+        """Requests that need `node` still: its prefill, and whom a prefix is recalled from, until its KV is handed
+        over; its decode always."""
         for request in list(self.requests.values()):
-            if request.decode is node or (request.handing_over and request.prefill is node):
+            handing = request.handing_over and (request.prefill is node or request.lender is node)
+            if request.decode is node or handing:
                 yield request
 
     def check(self) -> None:
@@ -320,3 +393,18 @@ class ClusterView:
             for copy in (*node.link_in.copies, *node.link_out.copies):
                 owned = any(request.copy is copy for request in self.requests.values())
                 assert owned or copy in self.replicas.values(), "a copy that nobody wants"
+        for link in self.links.values():
+            crossing = [r for r in self.requests.values() if r.across is link]
+            assert all(request.handing_over for request in crossing)
+            assert link.owed == sum(request.owed for request in crossing)
+            assert all(any(r.copy is copy for r in self.requests.values()) for copy in link.copies)
+
+
+def _coming(request: RequestArrived, placement: Placement) -> Sequence[BlockName]:
+    """Names of blocks that its prefill node has not yet and will have: of a hybrid model also the snapshot that its
+    scheduler takes at the end of the last block with a token after it."""
+    names, node = request.names[placement.held :], placement.prefill
+    last = (request.num_tokens - 1) // node.block_size
+    if not node.state_blocks or last <= placement.held or last > len(request.names):
+        return names
+    return *names, state_name(request.names[last - 1], node.state_blocks - 1, node.state_blocks)

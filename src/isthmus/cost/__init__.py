@@ -8,6 +8,7 @@ from isthmus.cost.coefficients import ENGINES, Coefficients, engine_coefficients
 from isthmus.cost.curve import Curve, curve_of, to_mapping
 from isthmus.cost.facts import ModelFacts, facts_of
 from isthmus.cost.hardware import HARDWARE, Hardware, hardware_named
+from isthmus.cost.lengths import Lengths, LogNormal, Sample
 from isthmus.cost.node_cost import Cost, NodeCost, compile_cost
 from isthmus.cost.pipeline import pipeline
 from isthmus.cost.validity import expected_error, outside
@@ -20,8 +21,11 @@ __all__ = [
     "Cost",
     "Curve",
     "Hardware",
+    "Lengths",
+    "LogNormal",
     "ModelFacts",
     "NodeCost",
+    "Sample",
     "compile_cost",
     "curve_of",
     "engine_coefficients",

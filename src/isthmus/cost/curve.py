@@ -10,6 +10,10 @@ prefill. n (n + 2p) is (n + p)^2 - p^2, so a published fit in whole lengths, suc
 (batch, seconds at no context) the first two of decode, `decode_context_points` of (batch, seconds per token of
 context) the third. Both are linear between their points and keep the first value below them; beyond the last
 point the former follows its last segment, the latter stays.
+
+Where prefill was measured at a few lengths, `prefill_points` of (tokens, seconds of a whole prompt) take the place of
+its coefficients: T(n) is linear between them, the first value below them, and follows the last segment beyond.
+n tokens after p cached ones then take T(p + n) - T(p) + T(0): the work of the rest and the overhead of one go.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from __future__ import annotations
 import difflib
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -36,7 +40,7 @@ class Curve(msgspec.Struct, frozen=True, tag=True):
 
     kv_token_bytes: int
     num_layers: int
-    prefill_token_s: float
+    prefill_token_s: float = 0.0
     prefill_fixed_s: float = 0.0
     prefill_pair_s: float = 0.0
     decode_fixed_s: float = 0.0
@@ -49,6 +53,7 @@ class Curve(msgspec.Struct, frozen=True, tag=True):
     error: float | None = None
     measured_batch: int = 0
     measured_tokens: int = 0
+    prefill_points: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -57,6 +62,15 @@ class Curve(msgspec.Struct, frozen=True, tag=True):
                 raise ConfigError(f"cost curve: {name} is {value}; it must be a number, 0 or more")
         if self.num_layers < 1 or self.kv_token_bytes < 1:
             raise ConfigError("cost curve: num_layers and kv_token_bytes must be above 0")
+        _check_table("prefill_points", self.prefill_points, "tokens")
+        if len(self.prefill_points) == 1:
+            raise ConfigError(
+                "cost curve: prefill_points needs two points or more; a longer prompt takes longer"
+            )
+        if self.prefill_points and (self.prefill_fixed_s or self.prefill_token_s or self.prefill_pair_s):
+            raise ConfigError(
+                "cost curve: give prefill_points, or prefill_fixed_s, prefill_token_s and prefill_pair_s, not both"
+            )
         _check_table("decode_points", self.decode_points)
         _check_table("decode_context_points", self.decode_context_points)
         if self.decode_points and (self.decode_fixed_s or self.decode_sequence_s):
@@ -67,31 +81,52 @@ class Curve(msgspec.Struct, frozen=True, tag=True):
             raise ConfigError("cost curve: give decode_context_points or decode_context_s, not both")
 
 
-def _check_table(name: str, points: Sequence[tuple[int, float]]) -> None:
-    """Decode of a larger batch is never cheaper: the rest of the system relies on it."""
+def _check_table(name: str, points: Sequence[tuple[int, float]], what: str = "batch size") -> None:
+    """More work is never cheaper: the rest of the system relies on it."""
     sizes, values = [size for size, _ in points], [value for _, value in points]
     if sizes != sorted(set(sizes)) or values != sorted(values) or any(size < 1 for size in sizes):
-        raise ConfigError(f"cost curve: {name} must rise in batch size (from 1) and never fall in seconds")
+        raise ConfigError(f"cost curve: {name} must rise in {what} (from 1) and never fall in seconds")
     if not all(0 <= value < math.inf for value in values):
         raise ConfigError(f"cost curve: {name} must hold seconds, 0 or more")
 
 
-def _interpolated(points: Sequence[tuple[int, float]], batch: int, *, beyond: bool) -> float:
+def _interpolated(points: Sequence[tuple[int, float]], at: float, *, beyond: bool) -> float:
     """Linear between points, the first value below them; `beyond`: the last segment goes on, else it ends."""
-    if batch <= points[0][0] or len(points) == 1:
+    if at <= points[0][0] or len(points) == 1:
         return points[0][1]
-    if batch >= points[-1][0] and not beyond:
+    if at >= points[-1][0] and not beyond:
         return points[-1][1]
-    after = min(bisect_right(points, batch, key=lambda point: point[0]), len(points) - 1)
+    after = min(bisect_right(points, at, key=lambda point: point[0]), len(points) - 1)
     (size, value), (next_size, next_value) = points[after - 1 : after + 1]
-    return value + (next_value - value) * (batch - size) / (next_size - size)
+    return value + (next_value - value) * (at - size) / (next_size - size)
+
+
+Work = Callable[[int, int], float]
+"""(num_tokens, cached) -> picoseconds of computing them, without what every iteration costs."""
+
+
+def _prefill(curve: Curve) -> tuple[float, Work]:
+    """Picoseconds of an iteration with any prefill in it, and those of each chunk."""
+    if points := [(tokens, _PS * seconds) for tokens, seconds in curve.prefill_points]:
+
+        def measured(num_tokens: int, cached: int) -> float:
+            whole = _interpolated(points, cached + num_tokens, beyond=True)
+            return whole - _interpolated(points, cached, beyond=True)
+
+        return points[0][1], measured
+    token, pair = _PS * curve.prefill_token_s, _PS * curve.prefill_pair_s
+
+    def fitted(num_tokens: int, cached: int) -> float:
+        return num_tokens * (token + pair * (num_tokens + 2 * cached))
+
+    return _PS * curve.prefill_fixed_s, fitted
 
 
 class CurveCost:
     """A `Curve` in picoseconds. Immutable but for a memo of batch sizes."""
 
     __slots__ = (
-        "_base", "_curve", "_fixed", "_memo", "_pair", "_token", "kv_token_bytes", "num_layers", "state_bytes"
+        "_base", "_curve", "_fixed", "_memo", "_work", "kv_token_bytes", "num_layers", "state_bytes"
     )  # fmt: skip
 
     def __init__(self, curve: Curve) -> None:
@@ -99,9 +134,7 @@ class CurveCost:
         self.state_bytes: int = curve.state_bytes
         self.num_layers: int = curve.num_layers
         self._curve = curve
-        self._fixed = _PS * curve.prefill_fixed_s
-        self._token = _PS * curve.prefill_token_s
-        self._pair = _PS * curve.prefill_pair_s
+        self._fixed, self._work = _prefill(curve)
         self._base = round(_PS * (curve.decode_points[0][1] if curve.decode_points else curve.decode_fixed_s))
         self._memo: dict[int, tuple[int, int]] = {}
 
@@ -109,7 +142,7 @@ class CurveCost:
         """One prompt alone, in one go: `num_tokens` after `cached` ones."""
         if not num_tokens:
             return 0
-        return round(self._fixed + num_tokens * (self._token + self._pair * (num_tokens + 2 * cached))) // 1000
+        return round(self._fixed + self._work(num_tokens, cached)) // 1000
 
     def decode_step_ps(self, num_decodes: int) -> tuple[int, int]:
         """(fixed, per token of context): with contexts that sum to C an iteration takes fixed + per * C."""
@@ -136,7 +169,7 @@ class CurveCost:
             return decode
         prefill = self._fixed
         for num_tokens, cached in chunks:
-            prefill += num_tokens * (self._token + self._pair * (num_tokens + 2 * cached))
+            prefill += self._work(num_tokens, cached)
         if not num_decodes:
             return round(prefill)
         return decode - self._base + max(round(prefill), self._base)
@@ -150,6 +183,8 @@ def curve_of(mapping: Mapping[str, Any]) -> Curve:
             near = difflib.get_close_matches(str(key), fields, n=1, cutoff=0.3)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(fields)}"
             raise ConfigError(f"cost curve: unknown key {key!r}; {hint}")
+    if "prefill_token_s" not in mapping and "prefill_points" not in mapping:
+        raise ConfigError("cost curve: what prefill takes is missing; give prefill_token_s or prefill_points")
     try:
         return msgspec.convert({"type": "Curve", **mapping}, Curve)
     except msgspec.ValidationError as error:

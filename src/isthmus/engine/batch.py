@@ -1,7 +1,7 @@
 """A flat batch: the tokens of prefill chunks and decodes side by side, with where their KV lies.
 
 Rows that compute few tokens (decodes above all) attend through the paged kernel; long chunks attend by parts.
-Rows come first in the flat order, chunks after them.
+Rows come first in the flat order, chunks after them; of the rows first those that recurrent layers take one step for.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from isthmus.engine.interface import Chunk
+from isthmus.engine.states import LiveStates, Recurrence, steps
 
 ROW_TOKENS = 8
 """A chunk of at most so many tokens is computed as rows of the paged kernel."""
@@ -44,6 +45,8 @@ class Batch:
     order: list[int]
     """Index of the chunk, in the caller's order, that sample s belongs to."""
     block_size: int
+    recurrence: Recurrence | None = None
+    """What it does with live states, in models that have any."""
 
     @property
     def num_tokens(self) -> int:
@@ -67,20 +70,27 @@ class Batch:
         block_R = (self.positions_T // self.block_size).long()
         blocks_R = self.tables_RB.gather(1, block_R[:, None]).squeeze(1)
         self.slots_T = blocks_R * self.block_size + self.positions_T % self.block_size
+        if self.recurrence is not None:
+            self.recurrence.advance()
 
 
-def build_batch(chunks: Sequence[Chunk], block_size: int, device: torch.device) -> Batch:
-    """Lays out chunks (in any order) as one flat batch. Mutates nothing."""
+def build_batch(
+    chunks: Sequence[Chunk], block_size: int, device: torch.device, states: LiveStates | None = None
+) -> Batch:
+    """Lays out chunks (in any order) as one flat batch. Mutates nothing. `states`: of the model, if it has any."""
     by_rows = [index for index, chunk in enumerate(chunks) if len(chunk.tokens) <= ROW_TOKENS]
+    by_rows.sort(key=lambda index: not steps(chunks[index]))
     by_parts = [index for index, chunk in enumerate(chunks) if len(chunk.tokens) > ROW_TOKENS]
     tokens: list[int] = []
     positions: list[np.ndarray] = []
     slots: list[np.ndarray] = []
     prefills: list[Prefill] = []
     sampled: list[tuple[int, int]] = []
+    placed: list[tuple[int, Chunk]] = []
     for index in by_rows + by_parts:
         chunk = chunks[index]
         first = len(tokens)
+        placed.append((first, chunk))
         tokens.extend(chunk.tokens)
         at = np.arange(chunk.start, chunk.stop)
         table = np.asarray(chunk.blocks)
@@ -106,6 +116,7 @@ def build_batch(chunks: Sequence[Chunk], block_size: int, device: torch.device) 
         sample_S=place([row for row, _ in sampled], torch.int64),
         order=[index for _, index in sampled],
         block_size=block_size,
+        recurrence=None if states is None else states.plan(placed),
     )
 
 

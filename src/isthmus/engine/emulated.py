@@ -1,8 +1,9 @@
 """An engine that computes nothing and still shows every wrong byte: time from the cost model, tell-tale tokens.
 
 All KV bytes up to a token's position, of every layer, are read anew from memory in every iteration, and are digested
-into the token (`recipe`). A stale, foreign or damaged byte therefore changes the token that reads it and all that
-follow. Sampling parameters do not matter: each token is certain, so its log-probability is 0.
+into the token (`recipe`), and so is the live state of its request, in models that have recurrent layers. A stale,
+foreign or damaged byte therefore changes the token that reads it and all that follow. Sampling parameters do not
+matter: each token is certain, so its log-probability is 0.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from isthmus.blocks import KVLayout
+import msgspec
+
 from isthmus.cost import NodeCost
+from isthmus.engine.emulated_memory import EmulatedMemory, EmulatedStates
 from isthmus.engine.interface import (
     BeforeLayer,
     Chunk,
@@ -52,44 +55,6 @@ __all__ = [
 ]
 
 
-class EmulatedMemory:
-    """KV bytes on the host: one array a layer, `[num_blocks * block_size, token_bytes]`."""
-
-    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
-        self.layout, self.num_blocks = layout, num_blocks
-        size = num_blocks * layout.slice_bytes
-        self.layers = [memoryview(bytearray(size)) for _ in range(layout.num_layers)]
-
-    def export(self, layer: int, first: int, stop: int) -> memoryview:
-        width = self.layout.token_bytes
-        return self.layers[layer][first * width : stop * width]
-
-    landing = export
-
-    def land(self, layer: int, first: int, stop: int, data: memoryview) -> None:
-        """Nothing is left to do: the bytes were received in place."""
-
-    def fill(self, layer: int, blocks: Sequence[int], arena: memoryview, offsets: Sequence[int]) -> None:
-        size, memory = self.layout.slice_bytes, self.layers[layer]
-        for block, at in self._places(blocks, arena, offsets):
-            memory[block : block + size] = arena[at : at + size]
-
-    def save(self, layer: int, blocks: Sequence[int], arena: memoryview, offsets: Sequence[int]) -> None:
-        size, memory = self.layout.slice_bytes, self.layers[layer]
-        for block, at in self._places(blocks, arena, offsets):
-            arena[at : at + size] = memory[block : block + size]
-
-    def _places(
-        self, blocks: Sequence[int], arena: memoryview, offsets: Sequence[int]
-    ) -> list[tuple[int, int]]:
-        """Where each block begins in a layer's memory and in the arena."""
-        size = self.layout.slice_bytes
-        assert all(0 <= block < self.num_blocks for block in blocks), "blocks lie outside the KV memory"
-        assert all(0 <= at <= arena.nbytes - size for at in offsets), "offsets lie outside the arena"
-        assert len(blocks) == len(offsets), "each block has its place in the arena"
-        return [(block * size, at) for block, at in zip(blocks, offsets, strict=True)]
-
-
 @dataclass
 class EmulatedBatch:
     """Chunks as the scheduler gave them; when their run began, and the engine time of its iterations so far."""
@@ -99,17 +64,23 @@ class EmulatedBatch:
     started_ns: int = 0
     elapsed_ps: int = 0
 
+    @property
+    def restores(self) -> bool:
+        """Whether a live state comes from blocks."""
+        return any(chunk.restore for chunk in self.chunks)
+
     def advance(self, tokens: Sequence[int]) -> None:
         """Moves a batch of decodes on by one position each, with the tokens just sampled."""
         assert len(self.order) == len(self.chunks), "only decodes advance in place"
         self.chunks = [
-            Chunk((token,), chunk.stop, chunk.blocks, True, True, chunk.salt)
+            Chunk((token,), chunk.stop, chunk.blocks, True, True, chunk.salt, chunk.slot)
             for chunk, token in zip(self.chunks, tokens, strict=True)
         ]
 
 
 class EmulatedEngine:
-    """Owns emulated KV memory. A step here takes no time: drivers of virtual time wait `step_ps` themselves."""
+    """Owns emulated KV memory and live states. A step here takes no time: drivers of virtual time wait `step_ps`
+    themselves."""
 
     def __init__(
         self,
@@ -118,16 +89,21 @@ class EmulatedEngine:
         num_blocks: int,
         *,
         max_length: int,
+        max_sequences: int = 64,
         layers: tuple[int, int] | None = None,
     ) -> None:
-        if num_blocks < 2:
+        least = 2 + recipe.layout.state_blocks
+        if num_blocks < least:
             raise StartError(
-                f"engine.kv_memory holds fewer than 2 blocks of {recipe.layout.block_size} tokens of the "
+                f"engine.kv_memory holds fewer than {least} blocks of {recipe.layout.block_size} tokens of the "
                 "emulated model; give it more"
             )
         self.recipe, self.layout, self.max_length = recipe, recipe.layout, max_length
         self.layers = layers or (0, recipe.layout.num_layers)
-        self.memory = EmulatedMemory(stage_layout(recipe.layout, self.layers), num_blocks)
+        layout = stage_layout(recipe.layout, self.layers)
+        layout = msgspec.structs.replace(layout, state_bytes=recipe.lane_bytes * layout.num_layers)
+        self.memory = EmulatedMemory(layout, num_blocks)
+        self.states = EmulatedStates(recipe, self.memory, max_sequences)
         self._cost = cost
 
     @property
@@ -190,18 +166,28 @@ class EmulatedEngine:
         on_layer: OnLayer | None,
         before_layer: BeforeLayer | None,
     ) -> _States:
-        """Layer by layer: writes the batch's KV, then reads all of each chunk that samples."""
+        """Layer by layer: writes the batch's KV, then reads all of each chunk that samples. Live states and snapshots
+        are as they were until the end."""
         below, digests = taken
         size, chunks = self.layout.block_size, batch.chunks
         written = [list(runs_of(chunk.blocks, size, chunk.start, chunk.stop)) for chunk in chunks]
         read = [list(runs_of(chunks[at].blocks, size, 0, chunks[at].stop)) for at in batch.order]
-        for layer in range(self.memory.layout.num_layers):
+        layers = range(self.memory.layout.num_layers)
+        if batch.restores and before_layer is not None:  # a state has a part in the blocks of every layer
+            for layer in layers:
+                before_layer(layer)
+            before_layer = None
+        passage = self.states.begin(chunks)
+        for layer in layers:
             if before_layer is not None:
                 before_layer(layer)
-            below = [self._write(layer, *each) for each in zip(chunks, written, below, strict=True)]
-            digests = [self._digest(layer, *each) for each in zip(read, digests, strict=True)]
+            passed = [passage.recur(index, layer, each) for index, each in enumerate(below)]
+            below = [self._write(layer, *each) for each in zip(chunks, written, passed, strict=True)]
+            states = [passage.lane(index, layer) for index in batch.order]
+            digests = [self._digest(layer, *each) for each in zip(read, digests, states, strict=True)]
             if on_layer is not None:
                 on_layer(layer)
+        self.states.finish(passage)
         return below, digests
 
     def _write(self, layer: int, chunk: Chunk, runs: Runs, below: Sequence[bytes]) -> list[bytes]:
@@ -219,8 +205,8 @@ class EmulatedEngine:
         slot = chunk.blocks[position // size] * size + position % size
         return bytes(self.memory.export(layer, slot, slot + 1))
 
-    def _digest(self, layer: int, runs: Runs, lower: int) -> int:
-        return self.recipe.digest(lower, (self.memory.export(layer, *run) for run in runs))
+    def _digest(self, layer: int, runs: Runs, lower: int, state: bytes | bytearray) -> int:
+        return self.recipe.digest(lower, chain((self.memory.export(layer, *run) for run in runs), [state]))
 
     def _unpack(self, batch: EmulatedBatch, hidden: Hidden | None) -> _States:
         """What the first layer here takes: from the tokens in the first stage, in others from the one before."""
@@ -285,7 +271,7 @@ class PacedEngine(EmulatedEngine):
 
         def before(layer: int) -> None:
             if before_layer is not None:
-                from_ns = max(reached_ns(layer), time.monotonic_ns())
+                from_ns = max(reached_ns(0 if batch.restores else layer), time.monotonic_ns())
                 before_layer(layer)
                 batch.started_ns += max(0, time.monotonic_ns() - from_ns)
 

@@ -16,17 +16,20 @@ from isthmus.engine import kernels
 from isthmus.engine.batch import Batch, build_batch
 from isthmus.engine.interface import BeforeLayer, Chunk, Hidden, OnLayer, Row, Sampled, stage_layout
 from isthmus.engine.kv import TORCH_DTYPES, KVMemory, bytes_of
+from isthmus.engine.layers import heads_of
 from isthmus.engine.model import Model
 from isthmus.engine.sampling import sample
 from isthmus.engine.spec import ModelSpec, read_spec
+from isthmus.engine.states import LiveStates
 from isthmus.engine.weights import load_weights
 from isthmus.errors import ConfigError, ProtocolError, StartError
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """`dtype`: None takes the model's own; `kv_bytes`: memory for KV; `max_length`: None takes the model's;
-    `layers`: the half-open range of layers of a pipeline stage, None for the whole model (see `split_layers`)."""
+    """`dtype`: None takes the model's own; `kv_bytes`: memory for KV and live states; `max_length`: None takes the
+    model's; `layers`: the half-open range of layers of a pipeline stage, None for the whole model (see
+    `split_layers`); `max_sequences`: slots for live states, in models with recurrent layers."""
 
     dtype: str | None = None
     device: str | None = None
@@ -35,6 +38,7 @@ class EngineOptions:
     kv_bytes: int = 1 << 30
     max_length: int | None = None
     layers: tuple[int, int] | None = None
+    max_sequences: int = 64
 
 
 class Engine:
@@ -47,21 +51,10 @@ class Engine:
         self.device = _device(options.device)
         self.max_length = min(options.max_length or self.spec.max_length, self.spec.max_length)
         dtype = options.dtype or self.spec.dtype
-        self.layout = KVLayout(
-            dtype=dtype,
-            block_size=options.block_size,
-            num_layers=self.spec.num_layers,
-            num_kv_heads=self.spec.num_kv_heads,
-            head_dim=self.spec.head_dim,
-        )
+        self.layout: KVLayout = self.spec.layout(dtype, options.block_size)
         self.layers = options.layers or (0, self.spec.num_layers)
-        layout = stage_layout(self.layout, self.layers)
-        num_blocks = options.kv_bytes // layout.block_bytes
-        if num_blocks < 2:
-            raise StartError(
-                f"engine.kv_memory {options.kv_bytes} bytes holds fewer than 2 blocks of "
-                f"{layout.block_bytes} bytes; give at least {2 * layout.block_bytes}"
-            )
+        layout = self._own_layout()
+        num_blocks = _num_blocks(options, layout)
         self.kernels = kernels.select(self.device)
         stored = TORCH_DTYPES[dtype]
         activations = self.kernels.activation_dtype(stored)
@@ -76,6 +69,24 @@ class Engine:
         self.revision = weights.revision
         self.model = Model(self.spec, weights, self.kernels, self.max_length)
         self.memory = KVMemory(layout, num_blocks, self.device, self.kernels)
+        self.states = self._live_states(options.max_sequences)
+
+    def _own_layout(self) -> KVLayout:
+        """Of the KV bytes here: in a stage those of its own layers."""
+        if self.layers == (0, self.spec.num_layers):
+            return self.layout
+        if self.spec.recurrent:
+            raise ConfigError(
+                f"{self.spec.family} models have recurrent layers; a pipeline needs a model whose layers all keep KV: "
+                "serve this one without"
+            )
+        return stage_layout(self.layout, self.layers)
+
+    def _live_states(self, max_sequences: int) -> LiveStates | None:
+        recurrent = self.spec.recurrent
+        if not recurrent:
+            return None
+        return LiveStates(heads_of(recurrent[0]), len(recurrent), max_sequences, self.layout, self.device)
 
     @property
     def num_blocks(self) -> int:
@@ -86,7 +97,7 @@ class Engine:
         return self.spec.vocab_size
 
     def build(self, chunks: Sequence[Chunk]) -> Batch:
-        return build_batch(chunks, self.layout.block_size, self.device)
+        return build_batch(chunks, self.layout.block_size, self.device, self.states)
 
     def forward(
         self,
@@ -152,6 +163,22 @@ class Engine:
             )
         np.copyto(np.frombuffer(bytes_of(x_TN), np.uint8), np.frombuffer(hidden.data, np.uint8))
         return x_TN.to(self.device)
+
+
+def _num_blocks(options: EngineOptions, layout: KVLayout) -> int:
+    """How many blocks there is memory for beside the live states. Raises StartError."""
+    live_bytes = layout.state_bytes * options.max_sequences
+    num_blocks = (options.kv_bytes - live_bytes) // layout.block_bytes
+    least = 2 + layout.state_blocks
+    if num_blocks >= least:
+        return num_blocks
+    beside = ""
+    if live_bytes:
+        beside = f" beside the states of {options.max_sequences} sequences ({live_bytes} bytes)"
+    raise StartError(
+        f"engine.kv_memory {options.kv_bytes} bytes holds fewer than {least} blocks of {layout.block_bytes} bytes"
+        f"{beside}; give at least {live_bytes + least * layout.block_bytes}"
+    )
 
 
 def _name(dtype: torch.dtype) -> str:

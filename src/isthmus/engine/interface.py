@@ -21,7 +21,8 @@ OnLayer = Callable[[int], None]
 
 BeforeLayer = Callable[[int], None]
 """Called with the number of a layer before anything of its KV is read or written. It may block, which holds up
-the step, and may raise: the step ends with that exception and may be repeated, with the same result."""
+the step, and may raise: the step ends with that exception and may be repeated, with the same result. A model with
+recurrent layers calls it for all layers before it computes anything."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,9 @@ class Engine(Protocol):
     """One model, or one pipeline stage of it, with its KV memory. Not thread-safe: one thread steps it.
 
     `revision` and `layout` name the blocks: they are the whole model's, in each of its stages. `layers`: the
-    half-open range of layers it computes; `memory.layout` has only these. Layers are numbered from the stage's own
-    first wherever one is named: in `memory`, `OnLayer` and `BeforeLayer`. `max_length`: longest prompt and answer
-    together, in tokens.
+    half-open range of layers it computes; `memory.layout` has only these. Wherever a layer is named, in `memory`,
+    `OnLayer` and `BeforeLayer`, only those that keep KV count, from the stage's own first on. `max_length`: longest
+    prompt and answer together, in tokens.
     """
 
     layout: KVLayout

@@ -1,4 +1,4 @@
-"""The paged KV memory of one engine: one tensor a layer, addressed by slot = block * block_size + offset."""
+"""The paged KV memory of one engine: one tensor a KV layer, addressed by slot = block * block_size + offset."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 class KVMemory:
-    """`layers[i]`: `[num_blocks * block_size, 2, num_kv_heads, head_dim]`, K then V."""
+    """`layers[i]`: `[num_blocks * block_size, vectors, num_kv_heads, head_dim]`; two vectors are K, then V."""
 
     def __init__(
         self, layout: KVLayout, num_blocks: int, device: torch.device, kernels: Kernels | None = None
     ) -> None:
-        shape = (num_blocks * layout.block_size, 2, layout.num_kv_heads, layout.head_dim)
+        shape = (num_blocks * layout.block_size, layout.vectors, layout.num_kv_heads, layout.head_dim)
         self.layout, self.num_blocks = layout, num_blocks
         self._kernels = kernels or PlainKernels()
         dtype = TORCH_DTYPES[layout.dtype]
         self.layers: list[Tensor] = [
             torch.zeros(shape, dtype=dtype, device=device) for _ in range(layout.num_layers)
         ]
+        self._raw = [layer.view(num_blocks, -1).view(torch.uint8) for layer in self.layers]
         self._on_host = device.type == "cpu"
         if self._on_host:
             self._bytes = [bytes_of(layer) for layer in self.layers]
         else:
-            raw = [layer.view(num_blocks, -1).view(torch.uint8) for layer in self.layers]
-            self._loads, self._stores = (Staging(raw, self._kernels) for _ in range(2))
+            self._loads, self._stores = (Staging(self._raw, self._kernels) for _ in range(2))
 
     def export(self, layer: int, first: int, stop: int) -> memoryview:
         """The bytes of slots `[first, stop)` of a layer, to be read; on the host a view, not a copy."""
@@ -75,6 +75,17 @@ class KVMemory:
             self._kernels.copy_slices(target, at, source, numbers * size, size)
         else:
             self._stores.save(layer, numbers, target, at)
+
+    def read_blocks(self, blocks: Sequence[int]) -> Tensor:
+        """All bytes of these blocks, in order of block, then layer; a copy, on the device."""
+        return torch.stack([raw[list(blocks)] for raw in self._raw], dim=1).flatten()
+
+    def write_blocks(self, blocks: Sequence[int], data: Tensor) -> None:
+        """The reverse of `read_blocks`."""
+        slices = data.view(len(blocks), len(self._raw), -1)
+        for layer, raw in enumerate(self._raw):
+            raw[list(blocks)] = slices[:, layer]
+            self.written(layer)
 
     def written(self, layer: int) -> None:
         """The work queued so far on the device writes all KV of a layer that `save` may be asked for next."""

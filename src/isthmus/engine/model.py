@@ -1,27 +1,37 @@
 """The network: one pass of a flat batch through its layers, or through those that one pipeline stage has.
 
-Legend: T flat tokens, N hidden size, H query heads, D head size, S sampled tokens, V vocabulary.
+Each layer is a mixer and an MLP, of kinds chosen once when the model is built. Legend: T flat tokens, N hidden size,
+S sampled tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from torch import Tensor
 
-from isthmus.engine.attention import Part, merge, partial
-from isthmus.engine.batch import Batch, Prefill
-from isthmus.engine.interface import BeforeLayer, OnLayer, runs_of
+from isthmus.engine.batch import Batch
+from isthmus.engine.experts import Mixture, mix
+from isthmus.engine.interface import BeforeLayer, OnLayer
 from isthmus.engine.kernels import Kernels
 from isthmus.engine.kv import KVMemory
-from isthmus.engine.rope import cos_sin_table
-from isthmus.engine.spec import ModelSpec
-from isthmus.engine.weights import Layer, Linear, Weights
-
-MAX_PARTS = 8
-"""More pieces of KV than this are gathered into one: each part costs a call."""
+from isthmus.engine.layers import AttentionWeights, DenseWeights, LatentWeights, MixerWeights, MlpWeights
+from isthmus.engine.mixers import AttentionMixer, LatentMixer, Mixer, Pass, RecurrentMixer
+from isthmus.engine.rope import cos_sin_table, padded
+from isthmus.engine.shapes import Attention, LatentAttention, LayerSpec, ModelSpec
+from isthmus.engine.weights import Weights
 
 Residual = tuple[Tensor, Tensor]
 """(x [T, N], delta [T, N]): their sum is what the next layer takes. The norm that comes first there adds them up."""
+
+
+@dataclass(frozen=True)
+class _Layer:
+    mixer_norm: Tensor
+    mixer: Mixer
+    mlp_norm: Tensor
+    mlp: Callable[[Tensor], Tensor]
 
 
 class Model:
@@ -30,10 +40,8 @@ class Model:
 
     def __init__(self, spec: ModelSpec, weights: Weights, kernels: Kernels, max_length: int) -> None:
         self.spec, self._weights, self._kernels = spec, weights, kernels
-        stored = weights.layers[0].qkv.weight
-        self.activations = kernels.activation_dtype(stored.dtype)
-        self._cos_sin = cos_sin_table(spec.rope, spec.head_dim, max_length).to(stored.device)
-        self._scale = spec.head_dim**-0.5
+        self.activations = kernels.activation_dtype(weights.dtype)
+        self._layers = _Builder(spec, weights, kernels, max_length).layers()
 
     def embed(self, batch: Batch) -> Tensor:
         """`[T, N]`, for the first layer."""
@@ -49,19 +57,17 @@ class Model:
         before_layer: BeforeLayer | None = None,
     ) -> Residual:
         """Writes the new KV of all layers. Changes `x_TN`. `on_layer(i)` runs when layer i's KV is in place."""
-        kernels, eps = self._kernels, self.spec.norm_eps
-        delta: Tensor | None = None
-        for index, layer in enumerate(self._weights.layers):
-            normed = kernels.add_rms_norm(x_TN, delta, layer.attention_norm, eps)
-            qkv = self._linear(layer.qkv, normed)
-            if before_layer is not None:
-                before_layer(index)
-            delta = self._linear(layer.output, self._attend(layer, qkv, batch, memory.layers[index]))
-            memory.written(index)
-            if on_layer is not None:
-                on_layer(index)
-            normed = kernels.add_rms_norm(x_TN, delta, layer.mlp_norm, eps)
-            delta = self._linear(layer.down, kernels.silu_mul(self._linear(layer.gate_up, normed)))
+        kernels, eps, plan = self._kernels, self.spec.norm_eps, batch.recurrence
+        if plan is not None:
+            _all_before(before_layer, memory)
+            before_layer = None
+            plan.begin(memory)
+        run, delta = Pass(batch, memory, on_layer, before_layer), None
+        for layer in self._layers:
+            delta = layer.mixer(kernels.add_rms_norm(x_TN, delta, layer.mixer_norm, eps), run)
+            delta = layer.mlp(kernels.add_rms_norm(x_TN, delta, layer.mlp_norm, eps))
+        if plan is not None:
+            plan.finish(memory)
         assert delta is not None
         return x_TN, delta
 
@@ -78,66 +84,58 @@ class Model:
         if not batch.only_decodes:
             x_TN, delta_TN = x_TN[batch.sample_S], delta_TN[batch.sample_S]
         normed_SN = self._kernels.add_rms_norm(x_TN, delta_TN, final_norm, self.spec.norm_eps)
-        return self._linear(head, normed_SN).float()
+        return self._kernels.linear(normed_SN, head.weight, head.bias).float()
 
-    def _linear(self, linear: Linear, x: Tensor) -> Tensor:
-        return self._kernels.linear(x, linear.weight, linear.bias)
 
-    def _attend(self, layer: Layer, qkv: Tensor, batch: Batch, kv: Tensor) -> Tensor:
-        """Attention of the batch over a layer's KV, into which its own K and V go first."""
-        spec = self.spec
-        q_THD = self._kernels.rope_store(
-            qkv,
-            batch.positions_T,
-            batch.slots_T,
-            self._cos_sin,
-            layer.q_norm,
-            layer.k_norm,
-            spec.norm_eps,
-            kv,
-            spec.num_heads,
-        )
-        num_rows = batch.num_rows
-        outs: list[Tensor] = []
-        if num_rows:
-            out, _ = self._kernels.attend_paged(
-                q_THD[:num_rows],
-                kv,
-                batch.tables_RB,
-                batch.lens_R,
-                batch.block_size,
-                layer.window,
-                self._scale,
-            )
-            outs.append(out)
-        outs += [
-            self._attend_chunk(q_THD[chunk.first : chunk.last], kv, chunk, batch.block_size, layer.window)
-            for chunk in batch.prefills
-        ]
-        out_THD = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return out_THD.reshape(batch.num_tokens, -1)
+def _all_before(before_layer: BeforeLayer | None, memory: KVMemory) -> None:
+    """Calls it for every layer now: recurrent layers move their states on as they run, so whatever may break off
+    the pass, or bring the states, comes before the first of them."""
+    if before_layer is not None:
+        for layer in range(len(memory.layers)):
+            before_layer(layer)
 
-    def _attend_chunk(self, q_THD: Tensor, kv: Tensor, chunk: Prefill, block_size: int, window: int) -> Tensor:
-        """A chunk over the KV before it and itself: one part for each run of slots, merged."""
 
-        def pieces(start: int, stop: int) -> list[Tensor]:
-            found = [kv[first:last] for first, last in runs_of(chunk.blocks, block_size, start, stop)]
-            return found if len(found) <= MAX_PARTS else [torch.cat(found)]
+class _Builder:
+    """Puts weights and kernels of each layer together."""
 
-        def joined(start: int, stop: int) -> Tensor:
-            found = pieces(start, stop)
-            return found[0] if len(found) == 1 else torch.cat(found)
+    def __init__(self, spec: ModelSpec, weights: Weights, kernels: Kernels, max_length: int) -> None:
+        self._spec, self._weights, self._kernels = spec, weights, kernels
+        self._cos_sin: Tensor | None = None
+        if spec.rope is not None:
+            self._cos_sin = cos_sin_table(spec.rope, max_length).to(weights.layers[0].mixer_norm.device)
+            if isinstance(spec.kv_mixer, Attention) and spec.rope.dim < spec.head_dim:
+                self._cos_sin = padded(self._cos_sin, spec.head_dim)
 
-        if window and chunk.stop > window:
-            low = max(0, chunk.start - window + 1)
-            part = partial(
-                q_THD,
-                joined(low, chunk.stop),
-                scale=self._scale,
-                causal_from=chunk.start - low,
-                window=window,
-            )
-            return part[0]
-        parts: list[Part] = [partial(q_THD, kv_LKD, scale=self._scale) for kv_LKD in pieces(0, chunk.start)]
-        parts.append(partial(q_THD, joined(chunk.start, chunk.stop), scale=self._scale, causal_from=0))
-        return merge(parts)[0]
+    def layers(self) -> tuple[_Layer, ...]:
+        found, num_kv = [], 0
+        first, stop = self._weights.range
+        for place, (shape, layer) in enumerate(
+            zip(self._spec.layers[first:stop], self._weights.layers, strict=True)
+        ):
+            keeps_kv = isinstance(layer.mixer, AttentionWeights | LatentWeights)
+            mixer = self._mixer(num_kv if keeps_kv else place - num_kv, shape, layer.mixer)
+            found.append(_Layer(layer.mixer_norm, mixer, layer.mlp_norm, self._mlp(layer.mlp)))
+            num_kv += keeps_kv
+        return tuple(found)
+
+    def _mixer(self, index: int, shape: LayerSpec, weights: MixerWeights) -> Mixer:
+        """`index`: among the layers of its group."""
+        kernels, cos_sin = self._kernels, self._cos_sin
+        if isinstance(weights, AttentionWeights):
+            assert isinstance(shape.mixer, Attention) and cos_sin is not None
+            return AttentionMixer(index, shape.mixer, weights, kernels, cos_sin, self._spec.norm_eps)
+        if isinstance(weights, LatentWeights):
+            assert isinstance(shape.mixer, LatentAttention)
+            return LatentMixer(index, shape.mixer, weights, kernels, cos_sin)
+        return RecurrentMixer(index, weights, kernels)
+
+    def _mlp(self, weights: MlpWeights) -> Callable[[Tensor], Tensor]:
+        kernels = self._kernels
+        if isinstance(weights, Mixture):
+            return lambda x_TN: mix(weights, x_TN, kernels)
+        return lambda x_TN: _dense(weights, x_TN, kernels)
+
+
+def _dense(weights: DenseWeights, x_TN: Tensor, kernels: Kernels) -> Tensor:
+    inner = kernels.silu_mul(kernels.linear(x_TN, weights.gate_up.weight, weights.gate_up.bias))
+    return kernels.linear(inner, weights.down.weight, weights.down.bias)

@@ -4,29 +4,53 @@ The KV bytes of a position in a layer are a digest of those of the position befo
 the KV bytes of the layer below, or in the first layer a digest of the token, the model revision and the tenant's
 salt. They are a function of revision, salt and token prefix. The next token is a digest of all KV bytes up to its
 position in all layers.
+
+In a hybrid model what a layer takes goes through a recurrent state first, which each token changes, and what comes out
+goes to the KV bytes. The next token is then a digest of the states after its position, too.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import blake3
 import xxhash
 
 from isthmus.blocks import KVLayout
+from isthmus.cost import facts_of
 from isthmus.engine.spec import load_json
-from isthmus.errors import ModelError
+from isthmus.errors import ConfigError, ModelError
 
 LAYERS = 2
 TOKEN_BYTES = 16
 """Bytes of one token in one emulated layer: enough that two prefixes never share them, few enough to reread."""
 
 
-def layout_of(block_size: int, *, layers: int = LAYERS) -> KVLayout:
-    """An emulated KV layout: `TOKEN_BYTES` for each token and layer, K and V of one float32 being 8."""
-    return KVLayout("float32", block_size, num_layers=layers, num_kv_heads=1, head_dim=TOKEN_BYTES // 8)
+def layout_of(block_size: int, *, layers: int = LAYERS, state_tokens: int = 0) -> KVLayout:
+    """An emulated KV layout: `TOKEN_BYTES` for each token and layer, K and V of one float32 being 8. Recurrent states,
+    if any, are as long as the KV of `state_tokens` tokens."""
+    return KVLayout(
+        "float32",
+        block_size,
+        num_layers=layers,
+        num_kv_heads=1,
+        head_dim=TOKEN_BYTES // 8,
+        state_bytes=layers * TOKEN_BYTES * state_tokens,
+    )
+
+
+def state_tokens_of(config: Mapping[str, Any]) -> int:
+    """Of how many tokens the KV is as long as the recurrent states of a sequence, in the model of a parsed config.json
+    with 16-bit KV: a snapshot of the emulated one then fills as many blocks. 0 for models without such states, and for
+    those that have no cost model and so are not known to have any."""
+    try:
+        facts = facts_of(config)
+    except ConfigError:
+        return 0
+    return -(-facts.state_bytes // max(1, 2 * facts.kv_elements))
 
 
 def vocab_of(folder: Path) -> int:
@@ -48,7 +72,8 @@ def recipe_of(folder: Path, tokenizer: Path, block_size: int, *, layers: int = L
     config, vocab_size = load_json(folder / "config.json"), vocab_of(tokenizer)
     body = json.dumps([config, vocab_size], sort_keys=True).encode()
     revision = f"emulated-{blake3.blake3(body).hexdigest(length=16)}"
-    return Recipe(revision, layout_of(block_size, layers=layers), vocab_size)
+    layout = layout_of(block_size, layers=layers, state_tokens=state_tokens_of(config))
+    return Recipe(revision, layout, vocab_size)
 
 
 def length_of(folder: Path) -> int:
@@ -64,6 +89,8 @@ class Recipe:
 
     def __init__(self, revision: str, layout: KVLayout, vocab_size: int) -> None:
         self.revision, self.layout, self.vocab_size = revision, layout, vocab_size
+        self.lane_bytes = layout.state_bytes // layout.num_layers
+        """Of the recurrent state of one layer."""
         self._keys: dict[str, bytes] = {}
 
     def embed(self, salt: str, tokens: Iterable[int]) -> list[bytes]:
@@ -73,16 +100,35 @@ class Recipe:
             blake3.blake3(token.to_bytes(4, "little"), key=key).digest(length=TOKEN_BYTES) for token in tokens
         ]
 
+    def recur(self, lane: bytearray, position: int, below: Iterable[bytes]) -> Sequence[bytes]:
+        """Takes the tokens from `position` on into a layer's state, which changes, and gives what comes out of it, one
+        entry a token. `below`: what the layer takes.
+
+        The state is a ring of digests. A token replaces the oldest by one of that, of the newest and of itself, so
+        that every part of the state shows, and the state depends on nothing but the tokens.
+        """
+        found = list[bytes]()
+        at = position * TOKEN_BYTES % self.lane_bytes
+        newest = bytes(lane[at - TOKEN_BYTES : at] if at else lane[-TOKEN_BYTES:])
+        for each in below:
+            end = at + TOKEN_BYTES
+            newest = xxhash.xxh3_128_digest(lane[at:end] + newest + each)
+            lane[at:end] = newest
+            found.append(newest)
+            at = end if end < self.lane_bytes else 0
+        return found
+
     def kv(self, before: bytes, below: Iterable[bytes]) -> list[bytes]:
         """KV bytes of tokens in one layer, which are also what the next layer takes. `before`: those of the token
-        before them in this layer, empty for the first; `below`: what the layer takes."""
+        before them in this layer, empty for the first; `below`: what the layer takes, or what its state makes of
+        that."""
         found = []
         for each in below:
             before = xxhash.xxh3_128_digest(before + each)
             found.append(before)
         return found
 
-    def digest(self, lower: int, parts: Iterable[memoryview | bytearray]) -> int:
+    def digest(self, lower: int, parts: Iterable[memoryview | bytearray | bytes]) -> int:
         """Of all KV bytes of a layer, position by position, and of all layers below it, whose digest is `lower` (0
         for the first layer)."""
         digest = xxhash.xxh3_64(seed=lower)
@@ -110,13 +156,16 @@ def expected_tokens(
 ) -> list[int]:
     """What any cluster must answer: the same tokens from plain byte strings, without blocks or transfers."""
     held = [bytearray() for _ in range(recipe.layout.num_layers)]
-    known, answer = list(prompt), list[int]()
+    states = [bytearray(recipe.lane_bytes) for _ in held]
+    known, position, answer = list(prompt), 0, list[int]()
     while len(answer) < num_tokens and not (answer and answer[-1] in stop_tokens):
         below, digest = recipe.embed(salt, known), 0
-        for layer in held:
-            below = recipe.kv(bytes(layer[-TOKEN_BYTES:]), below)
+        for layer, state in zip(held, states, strict=True):
+            passed = recipe.recur(state, position, below) if state else below
+            below = recipe.kv(bytes(layer[-TOKEN_BYTES:]), passed)
             layer += b"".join(below)
-            digest = recipe.digest(digest, [layer])
+            digest = recipe.digest(digest, [layer, state])
+        position += len(known)
         answer.append(recipe.token(digest))
         known = answer[-1:]
     return answer

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isthmus.engine.spec import RopeSpec
+from isthmus.engine.shapes import RopeSpec
 
 # Each variant: (powers [D/2] = theta ** (2i/D), options, theta) -> (frequencies [D/2], factor on cos and sin).
 # The order of operations is the reference's: at position 4,000 one unit in the last place is 1e-4 of an angle.
@@ -76,9 +76,39 @@ _VARIANTS: dict[str, Callable[[Tensor, dict[str, Any], float], tuple[Tensor, flo
 }
 
 
-def cos_sin_table(rope: RopeSpec, head_dim: int, num_positions: int) -> Tensor:
-    """`[num_positions, head_dim]` float32: the cosines of each pair, then the sines."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+def cos_sin_table(rope: RopeSpec, num_positions: int) -> Tensor:
+    """`[num_positions, dim]` float32: the cosines of each pair, then the sines."""
+    exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
     frequencies, scale = _VARIANTS[rope.kind](rope.theta**exponents, rope.options, rope.theta)
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
     return torch.cat((angles.cos() * scale, angles.sin() * scale), dim=-1).contiguous()
+
+
+def padded(cos_sin: Tensor, head_dim: int) -> Tensor:
+    """The table of heads that are rotated in part: `[num_positions, head_dim]`, whose further pairs turn by nothing.
+    Their numbers stand as `half_split` puts them."""
+    cos, sin = cos_sin.chunk(2, dim=-1)
+    still = (head_dim - cos_sin.shape[-1]) // 2
+    pad = torch.nn.functional.pad
+    return torch.cat((pad(cos, (0, still), value=1.0), pad(sin, (0, still))), dim=-1)
+
+
+def half_split(head_dim: int, dim: int, *, interleaved: bool = False) -> Tensor:
+    """Which number of a head, as its weights have them, comes where for kernels that rotate number i with number
+    i + head_dim / 2: all of a head of which the first `dim` are rotated.
+
+    Weights pair number i with i + dim / 2, or with i + 1 where pairs are `interleaved`. Attention does not see the
+    order, as long as queries and keys have the same.
+    """
+    numbers = torch.arange(head_dim)
+    turned, still = numbers[:dim], numbers[dim:]
+    first, second = (turned[::2], turned[1::2]) if interleaved else turned.chunk(2)
+    still_first, still_second = still.chunk(2) if len(still) else (still, still)
+    return torch.cat((first, still_first, second, still_second))
+
+
+def rotate(x_THD: Tensor, cos_sin_TD: Tensor) -> Tensor:
+    """Rotary embedding of number i of each head with number i + D / 2; computed and given in float32."""
+    cos, sin = cos_sin_TD[:, None].float().chunk(2, dim=-1)
+    a, b = x_THD.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)

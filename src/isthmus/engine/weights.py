@@ -1,56 +1,35 @@
-"""Loads safetensors weights into the engine's own arrangement, and digests them into the model revision.
-
-Fused once here: Q, K, V in one matrix, gate and up in one, so that a step is four matrix products a layer.
-"""
+"""Loads safetensors weights, and digests them into the model revision. How a layer's are arranged is in `layers`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import blake3
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from isthmus.engine.spec import ModelSpec, load_json
+from isthmus.engine.fields import load_json
+from isthmus.engine.layers import Layer, Linear, load_layer
+from isthmus.engine.shapes import ModelSpec
 from isthmus.errors import ModelError
 
 
 @dataclass(frozen=True)
-class Linear:
-    """`x @ weight.T + bias`; weight `[out, in]` as stored, bias in the activations' type."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Norm weights are float32 whatever the compute type: they are small and the kernels want them so."""
-
-    attention_norm: Tensor
-    qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Linear
-    mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
-    window: int
-
-
-@dataclass(frozen=True)
 class Weights:
-    """The tensors of a range of a model's layers, and the digest of the whole model's bytes.
+    """The tensors of a half-open range of a model's layers, and the digest of the whole model's bytes.
 
-    The first layer brings the embedding with it, the last one the final norm and the head; None elsewhere.
+    `dtype`: as matrices are stored. The first layer brings the embedding with it, the last one the final norm and the
+    head; None elsewhere.
     """
 
+    range: tuple[int, int]
+    dtype: torch.dtype
     embedding: Tensor | None
     layers: tuple[Layer, ...]
     final_norm: Tensor | None
@@ -90,6 +69,9 @@ class _Folder:
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: not a readable safetensors file: {error}") from None
 
+    def has(self, name: str) -> bool:
+        return name in self._where
+
     def take(self, name: str, *shape: int) -> Tensor:
         """A tensor in its stored type; digested on the way."""
         if name not in self._where:
@@ -123,83 +105,66 @@ def load_weights(
 
 
 class _Loader:
+    """Takes tensors by name, as `layers.Source` asks; those that are not held are digested and placed on no device."""
+
     def __init__(
         self,
-        source: _Folder,
+        folder: _Folder,
         spec: ModelSpec,
         dtype: torch.dtype,
         activations: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._source, self._spec, self._device = source, spec, device
+        self._folder, self._spec, self._device = folder, spec, device
         self._dtype, self._activations = dtype, activations
         self._target = device
 
     def weights(self, held: range) -> Weights:
-        """Everything is taken, in one order, and so digested; what is not held is placed on no device."""
-        spec, source = self._spec, self._source
+        """Everything is taken, in one order, and so digested."""
+        spec, folder = self._spec, self._folder
         first, last = 0 in held, spec.num_layers - 1 in held
-        source.digest.update(json.dumps(_identity(spec), sort_keys=True).encode())
+        folder.digest.update(json.dumps(_identity(spec), sort_keys=True).encode())
         self._hold(first or (last and spec.tied_embeddings))
-        embedding = self._place(source.take("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size))
-        layers = tuple(layer for index, layer in enumerate(self._layers(held)) if index in held)
+        embedding = self.matrix("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
+        layers = []
+        for index in range(spec.num_layers):
+            self._hold(index in held)
+            layer = load_layer(self, spec, index)
+            if index in held:
+                layers.append(layer)
         self._hold(last)
-        final_norm = self._norm("model.norm", spec.hidden_size)
+        final_norm = self.vector("model.norm.weight", spec.hidden_size) + spec.norm_offset
         if spec.tied_embeddings:
             head = Linear(embedding)
         else:
-            head = self._linear(("lm_head",), (spec.vocab_size,), spec.hidden_size, bias=False)
+            head = Linear(self.matrix("lm_head.weight", spec.vocab_size, spec.hidden_size))
         return Weights(
+            (held.start, held.stop),
+            self._dtype,
             embedding if first else None,
-            layers,
+            tuple(layers),
             final_norm if last else None,
             head if last else None,
-            source.digest.hexdigest(length=16),
+            folder.digest.hexdigest(length=16),
         )
 
     def _hold(self, held: bool) -> None:
         """Whether the tensors taken from here on are kept."""
         self._target = self._device if held else torch.device("meta")
 
-    def _layers(self, held: range) -> Iterator[Layer]:
-        spec = self._spec
-        hidden, inner = spec.hidden_size, spec.intermediate_size
-        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        for index in range(spec.num_layers):
-            self._hold(index in held)
-            at = f"model.layers.{index}"
-            q, k, v = (f"{at}.self_attn.{name}_proj" for name in "qkv")
-            mlp = f"{at}.mlp"
-            yield Layer(
-                attention_norm=self._norm(f"{at}.input_layernorm", hidden),
-                qkv=self._linear((q, k, v), (q_size, kv_size, kv_size), hidden, bias=spec.qkv_bias),
-                q_norm=self._norm(f"{at}.self_attn.q_norm", spec.head_dim) if spec.qk_norm else None,
-                k_norm=self._norm(f"{at}.self_attn.k_norm", spec.head_dim) if spec.qk_norm else None,
-                output=self._linear((f"{at}.self_attn.o_proj",), (hidden,), q_size, bias=spec.output_bias),
-                mlp_norm=self._norm(f"{at}.post_attention_layernorm", hidden),
-                gate_up=self._linear(
-                    (f"{mlp}.gate_proj", f"{mlp}.up_proj"), (inner, inner), hidden, bias=spec.mlp_bias
-                ),
-                down=self._linear((f"{mlp}.down_proj",), (hidden,), inner, bias=spec.mlp_bias),
-                window=spec.windows[index],
-            )
+    def has(self, name: str) -> bool:
+        return self._folder.has(name)
 
-    def _linear(self, names: tuple[str, ...], outs: tuple[int, ...], width: int, *, bias: bool) -> Linear:
-        parts = [self._source.take(f"{n}.weight", out, width) for n, out in zip(names, outs, strict=True)]
-        weight = torch.cat([self._place(part) for part in parts])
-        if not bias:
-            return Linear(weight)
-        biases = [self._source.take(f"{n}.bias", out) for n, out in zip(names, outs, strict=True)]
-        return Linear(weight, torch.cat(biases).to(self._target, self._activations))
+    def matrix(self, name: str, *shape: int) -> Tensor:
+        return self._folder.take(name, *shape).to(self._target, self._dtype)
 
-    def _norm(self, name: str, size: int) -> Tensor:
-        return self._source.take(f"{name}.weight", size).to(self._target, torch.float32).contiguous()
+    def bias(self, name: str, size: int) -> Tensor:
+        return self._folder.take(name, size).to(self._target, self._activations)
 
-    def _place(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._target, self._dtype)
+    def vector(self, name: str, *shape: int) -> Tensor:
+        return self._folder.take(name, *shape).to(self._target, torch.float32).contiguous()
 
 
-def _identity(spec: ModelSpec) -> dict[str, object]:
+def _identity(spec: ModelSpec) -> object:
     """The fields of the spec that change what the weights compute."""
-    rope = [spec.rope.theta, spec.rope.kind, spec.rope.options]
-    return {"family": spec.family, "rope": rope, "windows": spec.windows, "eps": spec.norm_eps}
+    return msgspec.to_builtins(msgspec.structs.replace(spec, dtype="", max_length=0))

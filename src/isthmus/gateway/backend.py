@@ -32,6 +32,58 @@ class BlockShape(Protocol):
     def block_bytes(self) -> int: ...
 
 
+class LinkView(Protocol):
+    """One direction of a link between clusters. `sent_bytes` since the gateway started; the rate and what waits for the
+    link, of late; `rtt_ns` 0 when it is not known."""
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def target(self) -> str: ...
+
+    @property
+    def up(self) -> bool: ...
+
+    @property
+    def rated_bytes_per_s(self) -> int: ...
+
+    @property
+    def sent_bytes(self) -> int: ...
+
+    @property
+    def bytes_per_s(self) -> int: ...
+
+    @property
+    def queued_bytes(self) -> int: ...
+
+    @property
+    def rtt_ns(self) -> int: ...
+
+
+class OffloadView(Protocol):
+    """`threshold`: prompts with more uncached tokens are prefilled in another cluster, None: no prompt is; `reason`: of
+    its latest change; `changes`; `requests` sent to another cluster; `conversions` of nodes to another role."""
+
+    @property
+    def threshold(self) -> int | None: ...
+
+    @property
+    def reason(self) -> str: ...
+
+    @property
+    def changes(self) -> int: ...
+
+    @property
+    def requests(self) -> int: ...
+
+    @property
+    def conversions(self) -> int: ...
+
+    @property
+    def links(self) -> Sequence[LinkView]: ...
+
+
 class Backend(Protocol):
     @property
     def card(self) -> ModelCard:
@@ -51,8 +103,13 @@ class Backend(Protocol):
         """Metric name -> node id -> value, for /metrics and /status. May be empty."""
         ...
 
-    def nodes(self) -> Mapping[NodeId, tuple[Role, BlockShape]]:
-        """The nodes that are in, in the order they joined; one is here a moment before it has gauges."""
+    def nodes(self) -> Mapping[NodeId, tuple[Role, BlockShape, str]]:
+        """Role, block shape and cluster ("" if there is only one) of the nodes that are in, in the order they joined.
+        One is here a moment before it has gauges."""
+        ...
+
+    def offload(self) -> OffloadView | None:
+        """What passes between clusters; None where no link joins any."""
         ...
 
     def refusals(self) -> dict[str, int]:

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 from isthmus.gateway.backend import Backend
 from isthmus.gateway.choice import Choice, Delta
 from isthmus.gateway.node_metrics import PREFIX, NodeMetrics
+from isthmus.gateway.offload_metrics import OffloadMetrics
 from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.tally import Tally
 
@@ -33,6 +34,7 @@ class Meter:
         self._registry = registry = CollectorRegistry()
         registry.register(NodeMetrics(backend))
         registry.register(_Refusals(backend))
+        registry.register(OffloadMetrics(backend))
         self.first_token = self._tally(
             "time_to_first_token_seconds", "From the arrival of a request to its first token.", FIRST_TOKEN_S
         )

@@ -25,6 +25,7 @@ NODE_METRICS = {
     "kv_blocks": "KV blocks of the engine's memory.",
     "kv_blocks_available": "Those that hold nothing, or only what may be evicted.",
     "kv_blocks_cached": "Those that hold a named block, in use or not.",
+    "kv_blocks_transfer": "Those that hold what leaves with a request, such as its recurrent state, until it has left.",
     "kv_blocks_evicted_total": "Named blocks that left the node altogether.",
     "prefix_cache_queries_total": "Prompt tokens looked up in the caches.",
     "prefix_cache_hits_total": "Prompt tokens found in a cache of the node, or fetched from another node.",

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from isthmus.gateway.backend import Backend, BlockShape
-from isthmus.types import NodeId, Role
+from isthmus.gateway.backend import Backend, BlockShape, LinkView, OffloadView
+from isthmus.types import NS_PER_MS, NodeId, Role
 
 Gauges = Mapping[str, float]
 
@@ -74,7 +74,7 @@ class TransferStatus(msgspec.Struct, frozen=True):
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
-    """One node. `cache` is None where it keeps nothing beside its engine's memory."""
+    """One node. `cache` is None where it keeps nothing beside its engine's memory; `cluster` is "" if there is one."""
 
     node: str
     role: Role
@@ -85,6 +85,34 @@ class NodeStatus(msgspec.Struct, frozen=True):
     prefix_cache: ReuseStatus
     transfers: TransferStatus
     cache: CacheStatus | None
+    cluster: str = ""
+
+
+class LinkStatus(msgspec.Struct, frozen=True):
+    """One direction of a link between clusters. `sent_bytes` since the gateway started; `gbps` over the last period,
+    of `rated_gbps`; `queued_bytes`: handed over to be sent and not there; `rtt_ms`: of a message, None before one."""
+
+    source: str
+    target: str
+    up: bool
+    sent_bytes: int
+    gbps: float
+    rated_gbps: float
+    queued_bytes: int
+    rtt_ms: float | None
+
+
+class OffloadStatus(msgspec.Struct, frozen=True):
+    """Several clusters. `threshold`: prompts with more uncached tokens are prefilled in another cluster, None: no
+    prompt is; `reason`: of its latest change; `changes`: how often it was set; `requests`: sent to another cluster;
+    `conversions`: of nodes to another role."""
+
+    threshold: int | None
+    reason: str
+    changes: int
+    requests: int
+    conversions: int
+    links: tuple[LinkStatus, ...]
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -97,6 +125,7 @@ class Status(msgspec.Struct, frozen=True):
     requests_refused: dict[str, int]
     hit_rate: float | None
     nodes: tuple[NodeStatus, ...]
+    offload: OffloadStatus | None = None
 
 
 def cluster_status(backend: Backend, requests_running: int) -> Status:
@@ -115,21 +144,54 @@ def cluster_status(backend: Backend, requests_running: int) -> Status:
         requests_refused=backend.refusals(),
         hit_rate=_share(hits, queried),
         nodes=tuple(_nodes(backend.nodes(), gauges, queried)),
+        offload=_offload(backend.offload()),
+    )
+
+
+def _offload(found: OffloadView | None) -> OffloadStatus | None:
+    if found is None:
+        return None
+    return OffloadStatus(
+        threshold=found.threshold,
+        reason=found.reason,
+        changes=found.changes,
+        requests=found.requests,
+        conversions=found.conversions,
+        links=tuple([_link(link) for link in found.links]),
+    )
+
+
+def _link(link: LinkView) -> LinkStatus:
+    return LinkStatus(
+        source=link.source,
+        target=link.target,
+        up=link.up,
+        sent_bytes=link.sent_bytes,
+        gbps=link.bytes_per_s * 8 / 1e9,
+        rated_gbps=link.rated_bytes_per_s * 8 / 1e9,
+        queued_bytes=link.queued_bytes,
+        rtt_ms=link.rtt_ns / NS_PER_MS if link.rtt_ns else None,
     )
 
 
 def _nodes(
-    nodes: Mapping[NodeId, tuple[Role, BlockShape]], gauges: Mapping[str, Gauges], queried: float
+    nodes: Mapping[NodeId, tuple[Role, BlockShape, str]], gauges: Mapping[str, Gauges], queried: float
 ) -> Iterable[NodeStatus]:
-    """By role, then by name: a node that was started again keeps its place."""
+    """By cluster, role and name: a node that was started again keeps its place."""
     roles = list(Role)
-    in_order = sorted(nodes.items(), key=lambda item: (roles.index(item[1][0]), len(item[0]), item[0]))
-    for node, (role, shape) in in_order:
+
+    def place(item: tuple[NodeId, tuple[Role, BlockShape, str]]) -> tuple[str, int, int, str]:
+        node, (role, _, cluster) = item
+        return cluster, roles.index(role), len(node), node
+
+    for node, (role, shape, cluster) in sorted(nodes.items(), key=place):
         if node in gauges:
-            yield _node(node, role, shape, gauges[node], queried)
+            yield _node(node, role, shape, cluster, gauges[node], queried)
 
 
-def _node(node: NodeId, role: Role, shape: BlockShape, found: Gauges, queried: float) -> NodeStatus:
+def _node(
+    node: NodeId, role: Role, shape: BlockShape, cluster: str, found: Gauges, queried: float
+) -> NodeStatus:
     blocks = {name: int(found[name]) for name in ("kv_blocks", "kv_blocks_available", "kv_blocks_cached")}
     return NodeStatus(
         node=node,
@@ -158,6 +220,7 @@ def _node(node: NodeId, role: Role, shape: BlockShape, found: Gauges, queried: f
             seal_mismatches=int(found["seal_mismatches_total"]),
         ),
         cache=_cache(found, shape, queried) if "cache_memory_bytes" in found else None,
+        cluster=cluster,
     )
 
 

@@ -176,6 +176,9 @@ class MemoryPort:
         if end is not None:
             end.finish()
 
+    def retransmits(self) -> int:
+        return 0
+
     def abort(self, lane: Lane) -> None:
         end = self._ends.get(lane)
         if end is not None:

@@ -50,6 +50,9 @@ class Port(Protocol):
     def wake(self) -> None:
         """Some lane has something to write."""
 
+    def retransmits(self) -> int:
+        """Segments that TCP sent again."""
+
     def finish(self, lane: Lane) -> None:
         """Write what is unwritten, then end this connection and tell `lane_down`."""
 

@@ -169,6 +169,7 @@ class Session:
             unacked_bytes=self._outbox.unacked_bytes,
             resent=self._resent,
             voided=self._inbox.voided,
+            retransmits=self._port.retransmits(),
         )
 
     # What the binding does.

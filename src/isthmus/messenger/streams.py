@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import struct
+import sys
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +22,7 @@ UNSENT_BYTES = 512 << 10
 """What the kernel may hold beyond what the network can carry now. More would only delay what is more urgent."""
 TLS_CHUNK = 16 << 10
 """Bytes of one TLS record."""
+_TCP_INFO = struct.Struct("100xI")
 
 
 class Tls(msgspec.Struct, frozen=True):
@@ -66,6 +69,9 @@ class Stream(Protocol):
     def send(self, views: list[memoryview]) -> int | None:
         """Takes bytes from the front; how many, or None when it can take none now. Raises OSError."""
 
+    def retransmits(self) -> int:
+        """Segments sent again so far; 0 where the kernel does not tell."""
+
     def finish(self) -> None:
         """Nothing more is sent; the peer sees the end of the stream."""
 
@@ -94,6 +100,9 @@ class PlainStream:
             return self._sock.sendmsg(views)
         except (BlockingIOError, InterruptedError):
             return None
+
+    def retransmits(self) -> int:
+        return _retransmits(self._sock)
 
     def finish(self) -> None:
         with contextlib.suppress(OSError):  # the peer was first
@@ -144,12 +153,26 @@ class TlsStream:
         self._chunk = None
         return count
 
+    def retransmits(self) -> int:
+        return _retransmits(self._sock)
+
     def finish(self) -> None:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         self._sock.close()
+
+
+def _retransmits(sock: socket.socket) -> int:
+    """`tcpi_total_retrans` of `struct tcp_info` (linux/tcp.h): after 8 bytes and 23 numbers of 32 bits."""
+    if not sys.platform.startswith("linux"):
+        return 0
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    except OSError:
+        return 0
+    return int(_TCP_INFO.unpack(info)[0]) if len(info) == _TCP_INFO.size else 0
 
 
 def _chunk_of(views: list[memoryview]) -> memoryview | bytes:

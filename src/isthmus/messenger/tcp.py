@@ -71,6 +71,9 @@ class TcpPort:
             self._scheduled = True
             self.loop.call_soon(self._pump)
 
+    def retransmits(self) -> int:
+        return sum([wire.retransmits() for wire in self._wires.values()])
+
     def finish(self, lane: Lane) -> None:
         wire = self._wires.get(lane)
         if wire is not None:
@@ -125,6 +128,9 @@ class _Wire:
         self._finishing = True
         if not self._lane.unwritten_bytes:
             self._finish_now()
+
+    def retransmits(self) -> int:
+        return self._stream.retransmits()
 
     def close(self) -> None:
         """The socket goes away; nothing is told to the session."""

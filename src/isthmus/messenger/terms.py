@@ -29,7 +29,8 @@ STANDARD = Terms()
 
 class Stat(msgspec.Struct, frozen=True):
     """`queued_bytes` wait for a connection, `unacked_bytes` are on one; `resent` and `voided` count messages' slices
-    that went twice and payloads that never came."""
+    that went twice and payloads that never came; `retransmits`, segments that TCP sent again, over connections that
+    are up, 0 where it does not tell."""
 
     lanes: int
     lanes_lost: int
@@ -41,3 +42,4 @@ class Stat(msgspec.Struct, frozen=True):
     unacked_bytes: int
     resent: int
     voided: int
+    retransmits: int = 0

@@ -5,10 +5,14 @@ from __future__ import annotations
 import difflib
 
 from isthmus.errors import ConfigError
-from isthmus.papers import mooncake
+from isthmus.papers import mooncake, prfaas, sarathi
 from isthmus.papers.table import Table
 
-PAPERS: dict[str, tuple[Table, ...]] = {"mooncake": mooncake.TABLES}
+PAPERS: dict[str, tuple[Table, ...]] = {
+    "mooncake": mooncake.TABLES,
+    "prfaas": prfaas.TABLES,
+    "sarathi": sarathi.TABLES,
+}
 """Paper -> its tables, each named `<paper>-<table>`."""
 
 TABLES: dict[str, Table] = {table.name: table for tables in PAPERS.values() for table in tables}

@@ -3,6 +3,7 @@
 Pure: facts in, actions out, no clock, no torch. The live node and the simulator drive the same object.
 """
 
+from isthmus.scheduler.budget import CPU_TILE, TILE, Chunking, StepTime, TbtTarget
 from isthmus.scheduler.events import (
     Action,
     Admitted,
@@ -27,14 +28,18 @@ from isthmus.scheduler.events import (
 )
 from isthmus.scheduler.pool import BlockPool, CountingPool
 from isthmus.scheduler.scheduler import Limits, Scheduler
+from isthmus.scheduler.states import capacity_tokens
 from isthmus.scheduler.tiers import TierCache
 
 __all__ = [
+    "CPU_TILE",
+    "TILE",
     "Action",
     "Admitted",
     "Arrived",
     "BlockPool",
     "Cancelled",
+    "Chunking",
     "CountingPool",
     "Event",
     "Evicted",
@@ -52,7 +57,10 @@ __all__ = [
     "Reserved",
     "Run",
     "Scheduler",
+    "StepTime",
     "Stepped",
     "Stored",
+    "TbtTarget",
     "TierCache",
+    "capacity_tokens",
 ]

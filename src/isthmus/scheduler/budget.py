@@ -1,6 +1,6 @@
 """How many prompt tokens fit into one iteration: a fixed budget, or as many as keep the time between tokens.
 
-Sarathi-Serve (section 4.3) profiles a deployment once and fixes the budget for the worst iteration it may meet. Here
+Sarathi-Serve profiles a deployment once and fixes the budget for the worst iteration it may meet. Here
 the cost model is asked in every iteration, with the decodes, their contexts and what is cached before each chunk: the
 chunk is long while little decodes, and short far into a long prompt, whose attention takes longer.
 
@@ -10,40 +10,88 @@ minimum, for a prompt that waits until fewer requests decode may wait for ever.
 
 from __future__ import annotations
 
-from isthmus.cost import NodeCost
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from isthmus.scheduler.events import Piece
+from isthmus.types import NS_PER_MS
 
 TILE = 128
-"""Rows that a matrix multiplication on GPUs computes at once (SARATHI, section 4.4): one more row begins a tile, which
-takes as long as all of its rows."""
+"""Rows that a matrix multiplication on GPUs computes at once (SARATHI, on tile quantisation): one more begins a tile,
+which takes as long as all of its rows."""
+CPU_TILE = 16
+"""The same on a CPU, whose kernels work on a few rows at a time."""
+
+
+StepTime = Callable[[Sequence[tuple[int, int]], int, int], int]
+"""Picoseconds of an iteration, `NodeCost.step_ps`: chunks (tokens, cached before them), decodes, their contexts."""
 
 
 class Room:
-    """What prompts may take of one iteration: `budget` tokens together, of which `taken` are."""
+    """What prompts may take of one iteration: `budget` tokens, of which the `chunks` have `taken` so many."""
 
-    __slots__ = ("budget", "taken")
+    __slots__ = ("budget", "chunks", "taken")
 
-    def __init__(self, budget: int) -> None:
-        self.budget, self.taken = budget, 0
+    def __init__(self, budget: int, chunks: list[Piece]) -> None:
+        self.budget, self.chunks, self.taken = budget, chunks, 0
 
     def fit(self, start: int, left: int) -> int:
         """The most tokens from position `start` on of a prompt that has `left`; 0 for none. Does not mutate."""
         rest = self.budget - self.taken
         return left if left < rest else rest
 
-    def take(self, start: int, count: int) -> None:
-        """Gives a chunk of so many tokens, at most `fit`."""
-        self.taken += count
+    def take(self, chunk: Piece) -> None:
+        """Adds a chunk, of at most `fit` tokens."""
+        self.chunks.append(chunk)
+        self.taken += chunk.count
+
+
+class TbtTarget:
+    """No iteration with decodes is to take longer than `limit_ps`, as `step_ps` predicts; chunks end with a `tile`."""
+
+    __slots__ = ("limit_ps", "step_ps", "tile")
+
+    def __init__(self, step_ps: StepTime, limit_ps: int, tile: int = TILE) -> None:
+        assert limit_ps > 0 and tile > 0
+        self.step_ps, self.limit_ps, self.tile = step_ps, limit_ps, tile
+
+    def minimum(self, num_decodes: int) -> int:
+        """Prompt tokens that are taken in any case: to the end of a tile, and at least half of one.
+
+        The tile that the decodes begin is computed whole anyway, and weights are read whether few rows use them or
+        many, so this delays the decodes by little.
+        """
+        half = self.tile // 2
+        return max(1, half + -(num_decodes + half) % self.tile)
+
+
+class Chunking(msgspec.Struct, frozen=True):
+    """How a node cuts prompts. `partial_prefills`: as in `Limits`; `tbt_ms`: what an iteration with decodes may take,
+    None: the token budget alone counts; `tile`: as in `TbtTarget`."""
+
+    partial_prefills: int = 1
+    tbt_ms: int | None = None
+    tile: int = TILE
+
+    def target(self, step_ps: StepTime) -> TbtTarget | None:
+        return None if self.tbt_ms is None else TbtTarget(step_ps, self.tbt_ms * NS_PER_MS * 1000, self.tile)
 
 
 class TimedRoom(Room):
-    """Room for as many tokens as the iteration meets its target with, and for `minimum` even if it does not."""
+    """Room for as many tokens as the iteration meets its target with, and for `minimum` even if it does not.
 
-    __slots__ = ("_chunks", "_context", "_num_decodes", "_target", "minimum")
+    In it `num_decodes` requests decode, whose contexts sum to `context`.
+    """
 
-    def __init__(self, target: TbtTarget, budget: int, num_decodes: int, context: int) -> None:
-        super().__init__(budget)
+    __slots__ = ("_context", "_num_decodes", "_sizes", "_target", "minimum")
+
+    def __init__(
+        self, target: TbtTarget, budget: int, chunks: list[Piece], num_decodes: int, context: int
+    ) -> None:
+        super().__init__(budget, chunks)
         self._target, self._num_decodes, self._context = target, num_decodes, context
-        self._chunks: list[tuple[int, int]] = []
+        self._sizes: list[tuple[int, int]] = []
         self.minimum = min(budget, target.minimum(num_decodes))
 
     def fit(self, start: int, left: int) -> int:
@@ -56,9 +104,9 @@ class TimedRoom(Room):
         surplus = (self._num_decodes + self.taken + fitting) % self._target.tile
         return fitting - surplus if fitting > surplus else fitting
 
-    def take(self, start: int, count: int) -> None:
-        super().take(start, count)
-        self._chunks.append((count, start))
+    def take(self, chunk: Piece) -> None:
+        super().take(chunk)
+        self._sizes.append((chunk.count, chunk.start))
 
     def _largest(self, low: int, high: int, start: int) -> int:
         """The largest count that meets the target, from `low`, which need not, to below `high`, which does not."""
@@ -71,29 +119,5 @@ class TimedRoom(Room):
         return low
 
     def _meets(self, count: int, start: int) -> bool:
-        chunks = [*self._chunks, (count, start)]
-        target = self._target
-        return target.cost.step_ps(chunks, self._num_decodes, self._context) <= target.limit_ps
-
-
-class TbtTarget:
-    """No iteration with decodes is to take longer than `limit_ps`, as `cost` predicts; chunks end with a `tile`."""
-
-    __slots__ = ("cost", "limit_ps", "tile")
-
-    def __init__(self, cost: NodeCost, limit_ps: int, tile: int = TILE) -> None:
-        assert limit_ps > 0 and tile > 0
-        self.cost, self.limit_ps, self.tile = cost, limit_ps, tile
-
-    def room(self, budget: int, num_decodes: int, context: int) -> TimedRoom:
-        """Of an iteration in which so many requests decode, whose contexts sum to `context`."""
-        return TimedRoom(self, budget, num_decodes, context)
-
-    def minimum(self, num_decodes: int) -> int:
-        """Prompt tokens that are taken in any case: to the end of a tile, and at least half of one.
-
-        The tile that the decodes begin is computed whole anyway, and weights are read whether few rows use them or
-        many, so this delays the decodes by little.
-        """
-        half = self.tile // 2
-        return max(1, half + -(num_decodes + half) % self.tile)
+        took_ps = self._target.step_ps([*self._sizes, (count, start)], self._num_decodes, self._context)
+        return took_ps <= self._target.limit_ps

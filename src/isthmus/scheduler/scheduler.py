@@ -21,9 +21,11 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
+from itertools import islice
 
 import msgspec
 
+from isthmus.scheduler.budget import Room, TbtTarget, TimedRoom
 from isthmus.scheduler.events import (
     Action,
     Admitted,
@@ -48,7 +50,7 @@ from isthmus.scheduler.events import (
 )
 from isthmus.scheduler.order import promise_order
 from isthmus.scheduler.pool import BlockPool, CountingPool
-from isthmus.scheduler.states import MAX_SNAPSHOTS, Snapshot, States
+from isthmus.scheduler.states import Snapshot, States, capacity_tokens
 from isthmus.scheduler.tiers import Change, TierCache
 from isthmus.types import BlockName, RequestId, Tier
 
@@ -58,7 +60,8 @@ class Limits(msgspec.Struct, frozen=True):
 
     `token_budget`: tokens computed in one iteration (decodes are never cut, prompts get what is left, at
     least one); `prompt_batch`: no further prompt joins an iteration that has so many prompt tokens already;
-    `max_sequences`: requests that hold blocks; `max_steps`: iterations of one run of decodes, `max_chunks` of
+    `partial_prefills`: prompts that are computed in parts at the same time, 1: each waits until the one before it is
+    through; `max_sequences`: requests that hold blocks; `max_steps`: iterations of one run of decodes, `max_chunks` of
     one prompt's chunks; `order`: of waiting requests, `fcfs` or `promise`; `state_blocks`: that a snapshot of the
     model's recurrent state fills, 0 for models without.
     """
@@ -70,13 +73,14 @@ class Limits(msgspec.Struct, frozen=True):
     max_steps: int = 16
     max_chunks: int = 1
     prompt_batch: int = 1 << 30
+    partial_prefills: int = 1
     order: str = "fcfs"
     state_blocks: int = 0
 
     @property
     def capacity_tokens(self) -> int:
-        """The longest request, prompt and answer, that fits alone, with all snapshots it may need at once."""
-        return (self.num_blocks - MAX_SNAPSHOTS * self.state_blocks) * self.block_size
+        """The longest request, prompt and answer, that fits alone."""
+        return capacity_tokens(self.num_blocks, self.block_size, self.state_blocks)
 
 
 class _State(Enum):
@@ -93,11 +97,15 @@ class _State(Enum):
 WAITING, PROMPT, JOINING, DECODING, DETACHED, EXPECTED, RECEIVING = _State
 
 
+_LOOKAHEAD = 64
+"""Of longer queues only so many are looked through for who may overtake: that is done in every iteration."""
+
+
 class _Sequence:
     """One request here. Tokens `[0, length)` are known; `[0, computed)` have KV in `blocks`.
 
     While it decodes, `computed` is `clock + offset` and `length` one more; both are settled when it stops.
-    `age` counts admissions: the youngest is pre-empted first. `room`: clock at which `blocks` are full. `pinned`: in
+    `arrival` counts arrivals, `age` admissions: the youngest is pre-empted first. `room`: clock at which `blocks` are full. `pinned`: in
     the tiers, `num_pinned` leading blocks and the snapshot at their end.
 
     With recurrent states: `slot` of the live one, -1 without; `restore`: blocks of a snapshot to go on from;
@@ -106,6 +114,7 @@ class _Sequence:
 
     __slots__ = (
         "age",
+        "arrival",
         "blocks",
         "computed",
         "deadline_ns",
@@ -135,7 +144,7 @@ class _Sequence:
         self.request, self.length, self.stop_length, self.state = request, length, stop_length, state
         self.names: tuple[BlockName, ...] = ()
         self.detach = False
-        self.computed = self.named = self.offset = self.room = self.age = 0
+        self.computed = self.named = self.offset = self.room = self.age = self.arrival = 0
         self.num_cached = self.fetch_start = self.fetch_stop = self.fetch_until_ns = self.num_pinned = 0
         self.work_ns = self.deadline_ns = 0
         self.pinned: tuple[BlockName, ...] = ()
@@ -150,12 +159,17 @@ class Scheduler:
     """Driven by `on`. It has at most one run out at a time: the next comes with the answer to `Stepped`.
 
     Prefixes are reused from the pool itself; or, with `tiers`, from a cache beside it, and the pool only counts.
+    With a `target`, iterations with decodes take as many prompt tokens as meet it, within the token budget.
     """
 
     def __init__(
-        self, limits: Limits, tiers: TierCache | None = None, pool: BlockPool | CountingPool | None = None
+        self,
+        limits: Limits,
+        tiers: TierCache | None = None,
+        pool: BlockPool | CountingPool | None = None,
+        target: TbtTarget | None = None,
     ) -> None:
-        self.limits, self.tiers = limits, tiers
+        self.limits, self.tiers, self._target = limits, tiers, target
         self.pool = pool if pool is not None else BlockPool(limits.num_blocks)
         self._sequences: dict[RequestId, _Sequence] = {}
         self._waiting: deque[_Sequence] = deque()
@@ -166,7 +180,7 @@ class Scheduler:
         self._offsets = 0  # sum over `_decoding`
         self._ends: list[tuple[int, int, _Sequence]] = []  # (clock at its last token, age, who): some are stale
         self._rooms: list[tuple[int, int, _Sequence]] = []
-        self._admissions = 0
+        self._arrivals = self._admissions = 0
         self._joining: list[_Sequence] = []  # will decode from the next run on
         self._restoring: list[_Sequence] = []  # decode in the next run from a snapshot
         self._states: States | None = None
@@ -231,6 +245,8 @@ class Scheduler:
     def _add(self, request: RequestId, length: int, stop_length: int, state: _State) -> _Sequence:
         assert request not in self._sequences, f"request {request} arrived twice"
         sequence = self._sequences[request] = _Sequence(request, length, stop_length, state)
+        self._arrivals += 1
+        sequence.arrival = self._arrivals
         return sequence
 
     def _arrive(self, event: Arrived, actions: list[Action]) -> None:
@@ -521,36 +537,111 @@ class Scheduler:
 
     def _add_prompts(self, num_decodes: int, chunks: list[Piece], actions: list[Action], now: int) -> None:
         # One token at least, so that prompts go on however many requests decode.
-        budget = max(1, self.limits.token_budget - num_decodes)
-        taken = 0
+        room = Room(max(1, self.limits.token_budget - num_decodes), chunks)
+        if num_decodes and self._target is not None:
+            context = self._offsets + num_decodes * (self._clock + 1)
+            room = TimedRoom(self._target, room.budget, chunks, num_decodes, context)
+        if self.limits.partial_prefills > 1:
+            self._share(room, actions, now)
+            return
         for sequence in self._prompts:
-            if taken < budget:
-                taken += self._append_chunk(sequence, budget - taken, chunks)
-        limit = min(budget, self.limits.prompt_batch)
-        while taken < limit and self._waiting and self._admit(actions, now):
-            taken += self._append_chunk(self._prompts[-1], budget - taken, chunks)
+            if not self._append_chunk(sequence, room):
+                return
+        limit = min(room.budget, self.limits.prompt_batch)
+        while room.taken < limit and self._waiting and self._admit(actions, now):
+            if not self._append_chunk(self._prompts[-1], room):
+                return
 
-    def _append_chunk(self, sequence: _Sequence, budget: int, chunks: list[Piece]) -> int:
-        left = sequence.length - sequence.computed
-        count = left if left < budget else budget
-        start, table = sequence.computed, self._table(sequence)
+    def _share(self, room: Room, actions: list[Action], now: int) -> None:
+        """Prompts in order of arrival; but of what the first that does not fit whole would get, shorter ones get half.
+
+        So a prompt is through when at most twice as many tokens are computed as in order of arrival, and a short one
+        does not wait for a long one to end.
+        """
+        prompts = deque(sorted(self._prompts, key=lambda sequence: sequence.arrival))
+        while room.taken < room.budget:
+            oldest = self._next_in_order(prompts, room, actions, now)
+            if oldest is None:
+                return
+            left = oldest.length - oldest.computed
+            count = room.fit(oldest.computed, left)
+            if count < left:
+                self._overtake(oldest, count // 2, room, actions, now)
+            if not self._append_chunk(oldest, room):
+                return
+
+    def _next_in_order(
+        self, prompts: deque[_Sequence], room: Room, actions: list[Action], now: int
+    ) -> _Sequence | None:
+        """The first of `prompts`, which it takes, or a request that arrived before it and is admitted now."""
+        waiting = self._waiting
+        if (
+            waiting
+            and room.taken < self.limits.prompt_batch
+            and (not prompts or waiting[0].arrival < prompts[0].arrival)
+            and self._num_partial(room) < self.limits.partial_prefills
+            and self._admit(actions, now)
+        ):
+            return self._prompts[-1]
+        return prompts.popleft() if prompts else None
+
+    def _overtake(self, oldest: _Sequence, spare: int, room: Room, actions: list[Action], now: int) -> None:
+        """Gives up to `spare` tokens to prompts that have less left than `oldest`, the shortest first."""
+        served = {oldest.request, *[piece.request for piece in room.chunks]}
+        size, longest = self.limits.block_size, oldest.length - oldest.computed
+        others = [(each.length - each.computed, each.arrival, each) for each in self._prompts]
+        if room.taken < self.limits.prompt_batch:
+            heads = islice(self._waiting, _LOOKAHEAD)
+            others += [(each.length - each.num_cached * size, each.arrival, each) for each in heads]
+        for left, _, sequence in sorted(others):
+            if left >= longest or not spare:
+                return
+            if sequence.request in served:
+                continue
+            if sequence.state is WAITING:
+                has_place = left <= spare or self._num_partial(room) + 1 <= self.limits.partial_prefills
+                if not has_place or not self._let_in(sequence, actions, now):
+                    continue
+            before = room.taken
+            self._append_chunk(sequence, room, spare)
+            spare -= room.taken - before
+
+    def _num_partial(self, room: Room) -> int:
+        """Prompts that will be left unfinished by an iteration with these chunks."""
+        return len(self._prompts) - sum([piece.samples for piece in room.chunks])
+
+    def _let_in(self, sequence: _Sequence, actions: list[Action], now: int) -> bool:
+        """Admits a request out of order if that takes no memory which those before it wait for."""
+        index = self._waiting.index(sequence)
+        if index and not (self._is_ready(sequence, now) and self._leaves_enough(index)):
+            return False
+        return self._admit(actions, now, index)
+
+    def _append_chunk(self, sequence: _Sequence, room: Room, most: int = 1 << 30) -> bool:
+        """The next chunk of a prompt, at most `most` tokens, if there is room for any; whether it is the last."""
+        start, left = sequence.computed, sequence.length - sequence.computed
+        count = room.fit(start, left if left < most else most)
+        if not count:
+            return False
+        table = self._table(sequence)
         if self._states is None:
-            chunks.append(Piece(sequence.request, start, count, table, count == left))
+            room.take(Piece(sequence.request, start, count, table, count == left))
         else:
             taken = [(shot.position, tuple(shot.blocks)) for shot in sequence.snapshots]
             within = tuple([shot for shot in taken if start < shot[0] <= start + count])
             restore = tuple(sequence.restore)
             piece = Piece(sequence.request, start, count, table, count == left, sequence.slot, restore, within)
-            chunks.append(piece)
-        return count
+            room.take(piece)
+        return count == left
 
     def _chunk_steps(self, chunks: list[Piece]) -> int:
         """How often a prompt's chunk may repeat while it fills the budget alone; its last chunk is a run of its own."""
-        if len(chunks) > 1 or chunks[0].samples or self.limits.max_chunks == 1:
+        limits = self.limits
+        if len(chunks) > 1 or chunks[0].samples or limits.max_chunks == 1 or limits.partial_prefills > 1:
             return 1
         piece = chunks[0]
         left = self._sequences[piece.request].length - piece.start
-        return min(self.limits.max_chunks, (left - 1) // piece.count)
+        return min(limits.max_chunks, (left - 1) // piece.count)
 
     def _decode_steps(self) -> int:
         """Iterations for which no request needs a block or reaches its end."""
@@ -623,11 +714,13 @@ class Scheduler:
 
     # Admission.
 
-    def _admit(self, actions: list[Action], now: int) -> bool:
-        """Gives the next waiting request all blocks of its known tokens; False when it must wait on."""
+    def _admit(self, actions: list[Action], now: int, index: int | None = None) -> bool:
+        """Gives the next waiting request, or that at `index`, all blocks of its known tokens; False when it must
+        wait on."""
         if self.num_running >= self.limits.max_sequences:
             return False
-        index = self._choose(now)
+        if index is None:
+            index = self._choose(now)
         sequence, size = self._waiting[index], self.limits.block_size
         # At least one token is computed, for it yields the logits.
         held: list[int] = []
@@ -708,8 +801,10 @@ class Scheduler:
         A request that leaves holds its blocks until its decode node takes it. That takes requests in the order of
         their routes, so it may first wait for one that was overtaken here: they would wait for each other.
         """
-        if not index or not self._waiting[index].detach:
-            return True
+        return not index or not self._waiting[index].detach or self._leaves_enough(index)
+
+    def _leaves_enough(self, index: int) -> bool:
+        """When this waiting request is admitted, any single one of those before it still could be."""
         overtaken = max([self._waiting[at].length for at in range(index)])
         size = self.limits.block_size
         needed = -(-self._waiting[index].length // size) - (-overtaken // size)
@@ -736,6 +831,8 @@ class Scheduler:
         assert self.tiers is not None
         present, on_disk = self.tiers.match(sequence.names)
         arrives = sequence.fetch_start <= present < sequence.fetch_stop
+        if self._states is not None and sequence.fetch_stop * self.limits.block_size >= sequence.length:
+            arrives = False  # a state at its end would leave nothing to compute
         found = usable = sequence.fetch_stop if arrives else present
         if self._states is not None and not arrives:
             usable = min(present, (sequence.length - 1) // self.limits.block_size)

@@ -26,6 +26,11 @@ MAX_SNAPSHOTS = 4
 """Of one request at once: the one it goes on from, at a branch, at the last full block, at the end."""
 
 
+def capacity_tokens(num_blocks: int, block_size: int, state_blocks: int) -> int:
+    """The longest request, prompt and answer, that fits alone, with all snapshots it may need at once."""
+    return (num_blocks - MAX_SNAPSHOTS * state_blocks) * block_size
+
+
 class Snapshot:
     """The state after `position` tokens, to be written to `blocks`. `depth`: it ends that many full blocks of the
     prompt, 0 for one at the prompt's end that only travels."""

@@ -15,22 +15,32 @@ from isthmus.types import Role
 def build_node(deployment: Deployment, slot: int) -> SimNode:
     """The node number `slot` without its links."""
     spec = deployment.nodes[slot]
-    return SimNode(spec, slot, _scheduler(deployment, spec), compile_cost(spec.cost))
+    return SimNode(spec, slot, scheduler_of(deployment, spec), compile_cost(spec.cost))
 
 
 def joined(deployment: Deployment, spec: NodeSpec) -> NodeJoined:
     """What the conductor hears of a node."""
-    paths = spec.rates.paths(has_disk=spec.ssd_blocks > 0) if _has_cache(spec) else Paths()
+    has_cache = deployment.has_cache(spec)
+    paths = spec.rates.paths(has_disk=spec.ssd_blocks > 0) if has_cache else Paths()
     return NodeJoined(
         spec.node,
         spec.role,
-        capacity_tokens=spec.kv_blocks * deployment.block_size,
+        capacity_tokens=limits_of(deployment, spec).capacity_tokens,
         block_size=deployment.block_size,
         cost=spec.cost,
         paths=paths,
         cache_blocks=spec.dram_blocks + spec.ssd_blocks,
         kv_dtype=codec_dtype(spec.cost),
+        cluster=spec.cluster,
+        max_sequences=deployment.max_sequences_of(spec),
+        state_blocks=state_blocks(deployment, spec),
     )
+
+
+def state_blocks(deployment: Deployment, spec: NodeSpec) -> int:
+    """Blocks that the recurrent state of one sequence fills, 0 for models without."""
+    cost = compile_cost(spec.cost)
+    return -(-cost.state_bytes // (cost.kv_token_bytes * deployment.block_size))
 
 
 def kept(node: SimNode, codec: str, block_size: int) -> float:
@@ -38,25 +48,31 @@ def kept(node: SimNode, codec: str, block_size: int) -> float:
     return 1.0 if codec == NONE else codec_speeds(codec_dtype(node.spec.cost), block_size)[codec].kept
 
 
-def _scheduler(deployment: Deployment, spec: NodeSpec) -> Scheduler:
-    limits = Limits(
+def scheduler_of(deployment: Deployment, spec: NodeSpec, before: Scheduler | None = None) -> Scheduler:
+    """A node's scheduler; `before`: the one it had in another role, whose cache it keeps."""
+    limits = limits_of(deployment, spec)
+    target = spec.chunking.target(compile_cost(spec.cost).step_ps)
+    if before is not None and (before.tiers is not None or isinstance(before.pool, BlockPool)):
+        return Scheduler(limits, before.tiers, before.pool, target)
+    if deployment.has_cache(spec):
+        tiers = TierCache(spec.dram_blocks, spec.ssd_blocks, deployment.eviction)
+        return Scheduler(limits, tiers, CountingPool(spec.kv_blocks), target)
+    if spec.role is Role.DECODE:
+        return Scheduler(limits, None, CountingPool(spec.kv_blocks), target)
+    return Scheduler(limits, None, BlockPool(spec.kv_blocks), target)
+
+
+def limits_of(deployment: Deployment, spec: NodeSpec) -> Limits:
+    """What its scheduler may use."""
+    return Limits(
         num_blocks=spec.kv_blocks,
         block_size=deployment.block_size,
         token_budget=deployment.token_budget,
         prompt_batch=deployment.prompt_batch,
-        max_sequences=deployment.max_sequences,
+        partial_prefills=spec.chunking.partial_prefills,
+        max_sequences=deployment.max_sequences_of(spec),
         max_steps=deployment.max_steps,
         max_chunks=deployment.max_chunks if spec.role is Role.PREFILL else 1,
         order=deployment.order,
+        state_blocks=state_blocks(deployment, spec),
     )
-    if _has_cache(spec):
-        tiers = TierCache(spec.dram_blocks, spec.ssd_blocks, deployment.eviction)
-        return Scheduler(limits, tiers, CountingPool(spec.kv_blocks))
-    if spec.role is Role.DECODE:
-        return Scheduler(limits, None, CountingPool(spec.kv_blocks))
-    return Scheduler(limits, None, BlockPool(spec.kv_blocks))
-
-
-def _has_cache(spec: NodeSpec) -> bool:
-    """Beside its engine's memory; a node that only decodes needs none."""
-    return spec.role is not Role.DECODE and spec.dram_blocks + spec.ssd_blocks > 0

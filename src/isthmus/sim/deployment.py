@@ -11,9 +11,12 @@ from isthmus.config import Config, RoleConfig
 from isthmus.cost import Analytic, Cost, Hardware, compile_cost, hardware_named
 from isthmus.deploy import (
     UNLIMITED,
+    Cluster,
     Rates,
     at_home,
     bytes_per_s,
+    chunking_of,
+    clusters_of,
     cost_of,
     gpus_of,
     hardware_of,
@@ -21,13 +24,16 @@ from isthmus.deploy import (
     rules_of,
 )
 from isthmus.errors import ConfigError
-from isthmus.types import NodeId, Role
+from isthmus.scheduler import Chunking
+from isthmus.sim.faults import Faults
+from isthmus.types import NS_PER_S, NodeId, Role
 
 
 class NodeSpec(msgspec.Struct, frozen=True):
     """One node. `kv_blocks`: blocks of its engine's memory; `dram_blocks`, `ssd_blocks`: of its cache.
 
-    `pipeline`: so many machines work as this one node, each on a range of layers.
+    `pipeline`: so many machines work as this one node, each on a range of layers. `cluster`: where it stands, "" if
+    there is only one.
     """
 
     node: NodeId
@@ -38,11 +44,19 @@ class NodeSpec(msgspec.Struct, frozen=True):
     ssd_blocks: int = 0
     rates: Rates = Rates()
     pipeline: int = 1
+    cluster: str = ""
+    chunking: Chunking = Chunking()
 
 
 class Deployment(msgspec.Struct, frozen=True):
     """All nodes, and what they have in common. `max_chunks`, `max_steps`: how far a node's scheduler plans ahead,
-    which changes no result."""
+    which changes no result.
+
+    `max_sequences`: requests that hold blocks of one node; `role_sequences`: (cluster, role, limit) where a role
+    has one of its own. `spine`: joins the nodes of a cluster, each has its own. `link_ns`: how long what crosses a
+    link between clusters may stand still; `rejoin_ns`: how long a request waits for a node. `faults`: what goes
+    wrong.
+    """
 
     nodes: tuple[NodeSpec, ...]
     rules: Rules
@@ -55,6 +69,22 @@ class Deployment(msgspec.Struct, frozen=True):
     spine: int = UNLIMITED
     max_steps: int = 1 << 30
     max_chunks: int = 1 << 30
+    link_ns: int = 3 * NS_PER_S
+    rejoin_ns: int = 30 * NS_PER_S
+    faults: Faults = Faults()
+    role_sequences: tuple[tuple[str, Role, int], ...] = ()
+
+    def max_sequences_of(self, spec: NodeSpec) -> int:
+        """In the role that the node has."""
+        for cluster, role, limit in self.role_sequences:
+            if (cluster, role) == (spec.cluster, spec.role):
+                return limit
+        return self.max_sequences
+
+    def has_cache(self, spec: NodeSpec) -> bool:
+        """Beside its engine's memory; a node that only decodes, and always will, needs none."""
+        may_prefill = spec.role is not Role.DECODE or self.rules.convert
+        return may_prefill and spec.dram_blocks + spec.ssd_blocks > 0
 
 
 def deployment_of(config: Config, block_size: int, folder: Path = Path()) -> Deployment:
@@ -64,13 +94,19 @@ def deployment_of(config: Config, block_size: int, folder: Path = Path()) -> Dep
     """
     config = at_home(config, folder)
     nodes: list[NodeSpec] = []
-    for role in Role:
-        wanted: RoleConfig = getattr(config.roles, role.value)
-        if wanted.count:
-            nodes += _nodes(config, role, wanted, block_size)
+    clusters = clusters_of(config)
+    for cluster in clusters:
+        for role in Role:
+            nodes += _nodes(cluster, role, getattr(cluster.config.roles, role.value), block_size)
     if not nodes:
-        raise ConfigError("roles: no node is configured; set roles.prefill, roles.decode or roles.mixed")
-    engine, network = config.engine, config.network
+        where = "clusters" if config.clusters else "roles"
+        raise ConfigError(f"{where}: no node is configured; set roles.prefill, roles.decode or roles.mixed")
+    _check_one_model(nodes)
+    if config.offload.convert == "auto" and any(spec.pipeline > 1 for spec in nodes):
+        raise ConfigError(
+            "offload.convert: nodes of roles.prefill.pipeline groups cannot be given another role"
+        )
+    engine, network, limits = config.engine, config.network, config.limits
     return Deployment(
         nodes=tuple(nodes),
         rules=rules_of(config),
@@ -81,10 +117,21 @@ def deployment_of(config: Config, block_size: int, folder: Path = Path()) -> Dep
         order=config.scheduling.order,
         eviction=config.cache.eviction,
         spine=bytes_per_s(network.spine_gbps, UNLIMITED),
+        link_ns=int(limits.link_s * NS_PER_S),
+        rejoin_ns=int(limits.rejoin_s * NS_PER_S),
+        role_sequences=tuple(
+            (cluster.name, role, limit)
+            for cluster in clusters
+            for role in Role
+            if (limit := getattr(cluster.config.roles, role.value).max_sequences) is not None
+        ),
     )
 
 
-def _nodes(config: Config, role: Role, wanted: RoleConfig, block_size: int) -> list[NodeSpec]:
+def _nodes(cluster: Cluster, role: Role, wanted: RoleConfig, block_size: int) -> list[NodeSpec]:
+    if not wanted.count:
+        return []
+    config = cluster.config
     if wanted.pipeline > 1 and role is not Role.PREFILL:
         raise ConfigError(f"roles.{role}.pipeline: only prefill nodes form pipeline groups")
     if wanted.count % wanted.pipeline:
@@ -103,11 +150,27 @@ def _nodes(config: Config, role: Role, wanted: RoleConfig, block_size: int) -> l
         ssd_blocks=config.cache.ssd * wanted.pipeline // block_bytes,
         rates=rates_of(config, wanted),
         pipeline=wanted.pipeline,
+        cluster=cluster.name,
+        chunking=chunking_of(config, wanted),
     )
     return [
-        msgspec.structs.replace(spec, node=NodeId(f"{role}-{number}"))
+        msgspec.structs.replace(spec, node=cluster.node(role, number))
         for number in range(wanted.count // wanted.pipeline)
     ]
+
+
+def _check_one_model(nodes: list[NodeSpec]) -> None:
+    """KV goes from one cluster to another, so it is the same there."""
+    first, *others = nodes
+    cost = compile_cost(first.cost)
+    for spec in others:
+        other = compile_cost(spec.cost)
+        for name in ("kv_token_bytes", "state_bytes"):
+            if spec.cluster != first.cluster and getattr(other, name) != getattr(cost, name):
+                raise ConfigError(
+                    f"clusters: {name} is {getattr(cost, name)} in {first.cluster} and {getattr(other, name)} in "
+                    f"{spec.cluster}; all clusters serve one model"
+                )
 
 
 def _kv_memory(config: Config, hardware: Hardware, gpus: int, cost: Cost) -> int:

@@ -293,6 +293,10 @@ class Network:
         self._refill(live, now)
         self.version += 1
 
+    def flows_on(self, link: int) -> list[Flow]:
+        """Those on a link, in order of start. Quiet ones among them may have ended."""
+        return list(self._links[link].flows)
+
     def bytes_left(self, flow: Flow, now: int) -> int:
         """Bytes a live flow has still to send at `now`, rounded up."""
         self._catch_up(now)

@@ -15,8 +15,9 @@ from isthmus.cost import NodeCost, pipeline
 from isthmus.scheduler import Event, Run, Scheduler
 from isthmus.sim.deployment import NodeSpec
 from isthmus.sim.job import Job
-from isthmus.sim.network import ROUNDING
-from isthmus.sim.records import LinkRecord, NodeRecord
+from isthmus.sim.links import NodeLinks
+from isthmus.sim.records import NodeRecord
+from isthmus.types import Role
 
 Gaps = tuple[int, int, int]
 """Gaps between tokens that grow evenly: minus the largest, growth per gap (both ps), and how many."""
@@ -26,21 +27,26 @@ class SimNode:
     """`run`: what it executes; `version`: of the present end of that on the heap. `sampling`: whose prompts the run
     completes; `ending`: its compute is done; `stalled`: but KV they need is not here, since `stalled_since`.
     `inbox`: what came during the run. `tail_ns`: how long the last chunk of a run goes on in a pipeline group.
+    `tiers`: its cache, which it has in every role or none. `alive`: it has not failed; `next_role`: it is to have that
+    once its run is over.
 
     `steps`: iterations with decodes so far. `run_*`: one entry for each run with decodes: iterations before it, its
     start (ns), and its iterations as gaps between tokens.
     """
 
     __slots__ = (
-        "_ends", "_first", "_growth", "_limit", "_num_admitted", "_run_start", "cost", "ending", "inbox", "links",
-        "record", "run", "run_gaps", "run_start", "run_steps", "sampling", "scheduler", "slot", "spec", "stalled",
-        "stalled_since", "steps", "tail_ns", "version",
+        "_ends", "_first", "_growth", "_limit", "_num_admitted", "_run_start", "alive", "cost", "ending", "inbox",
+        "links", "next_role", "record", "run", "run_gaps", "run_start", "run_steps", "sampling", "scheduler", "slot",
+        "spec", "stalled", "stalled_since", "steps", "tail_ns", "tiers", "version",
     )  # fmt: skip
 
     def __init__(self, spec: NodeSpec, slot: int, scheduler: Scheduler, cost: NodeCost) -> None:
         self.spec, self.slot, self.scheduler, self.cost = spec, slot, scheduler, cost
-        self.record = NodeRecord(spec.node, spec.role)
-        self.links = Links()
+        self.record = NodeRecord(spec.node, spec.role, cluster=spec.cluster)
+        self.links = NodeLinks()
+        self.tiers = scheduler.tiers
+        self.alive = True
+        self.next_role: Role | None = None
         self.inbox: list[Event] = []
         self.run: Run | None = None
         self.sampling: list[Job] = []
@@ -87,13 +93,10 @@ class SimNode:
             record.iterations += run.steps
             return run.steps, []
         steps = self._limit
-        growth, first = self._growth, (now - start) * 1000 if run.chunks else self._first
-        self.run_steps.append(self.steps)
-        self.run_start.append(start)
-        self.run_gaps.append((-first - growth * (steps - 1), growth, steps))
-        self.steps = done = self.steps + steps
-        record.iterations += steps
-        record.tokens_decoded += steps * run.num_decodes
+        if run.chunks:
+            self._first = (now - start) * 1000
+        self._book(run, steps)
+        done = self.steps
         ended = []
         ends = self._ends
         while ends and ends[0][0] <= done:
@@ -102,6 +105,41 @@ class SimNode:
                 job.leave(last_step)
                 ended.append(job)
         return steps, ended
+
+    def _book(self, run: Run, steps: int) -> None:
+        """So many iterations of a run with decodes gave a token each."""
+        record, growth = self.record, self._growth
+        self.run_steps.append(self.steps)
+        self.run_start.append(self._run_start)
+        self.run_gaps.append((-self._first - growth * (steps - 1), growth, steps))
+        self.steps += steps
+        record.iterations += steps
+        record.tokens_decoded += steps * run.num_decodes
+
+    def die(self, now: int) -> None:
+        """Ends whatever it does. Requests that decode here have the tokens of the iterations that were over."""
+        run = self.run
+        if run is not None:
+            self.record.busy_ns += now - self._run_start
+        if run is not None and run.num_decodes and not run.chunks:
+            steps = self._steps_until(now)
+            if self._after(steps) // 1000 > now - self._run_start:
+                steps -= 1
+            if steps > 0:
+                self._book(run, steps)
+        for last_step, _, job in self._ends:
+            if job.last_step == last_step and job.decodes_on == self.slot:
+                job.leave(self.steps)
+        self._ends.clear()
+        self.alive = False
+
+    def begin_anew(self, spec: NodeSpec, scheduler: Scheduler) -> None:
+        """With nothing under way, in this role."""
+        self.spec, self.scheduler, self.tiers = spec, scheduler, scheduler.tiers
+        self.run, self.next_role, self.inbox, self.sampling = None, None, [], []
+        self.stalled = self.ending = False
+        self.alive = True
+        self.version += 1
 
     def admit(self, job: Job) -> None:
         """`job` has blocks and is the youngest here, as its scheduler counts: of one iteration's tokens, those of
@@ -148,45 +186,3 @@ class SimNode:
         while steps > 0 and self._after(steps - 1) // 1000 >= elapsed:
             steps -= 1
         return steps
-
-
-class Lane:
-    """A link that nothing else shares: one transfer after the other, so each one's end is known when it begins."""
-
-    __slots__ = ("_bytes_per_s", "_free_ns", "_record")
-
-    def __init__(self, record: LinkRecord) -> None:
-        self._record, self._bytes_per_s, self._free_ns = record, record.bytes_per_s, 0
-
-    def take(self, num_bytes: int, now: int) -> int:
-        """Moves so much after what is under way; returns when it has come."""
-        duration = int(num_bytes * 1e9 / self._bytes_per_s + ROUNDING)
-        begin = self._free_ns if self._free_ns > now else now
-        self._free_ns = begin + duration
-        self._record.bytes_moved += num_bytes
-        self._record.busy_ns += duration
-        return self._free_ns
-
-
-class Links:
-    """One node's links: their numbers in the network, or what nothing else shares.
-
-    `from_device`, `to_device`: what a hand-over crosses beside `handover_out` and `handover_in`, if anything.
-    """
-
-    __slots__ = (
-        "disk_read", "disk_write", "from_device", "handover_in", "handover_out", "load", "net_in", "net_out",
-        "to_device",
-    )  # fmt: skip
-
-    net_in: int
-    net_out: int
-    handover_in: int
-    handover_out: int
-    load: Lane
-    disk_read: int
-    disk_write: Lane
-
-    def __init__(self) -> None:
-        self.from_device: tuple[int, ...] = ()
-        self.to_device: tuple[int, ...] = ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from isthmus.sim.workloads import Request
 from isthmus.types import NodeId, Role
@@ -24,7 +25,9 @@ class RequestRecord:
     of which `fetched_tokens` came from another node, in `fetch_ns`, and `disk_tokens` from SSD.
     `tbt_ns`: mean of the longest tenth of its token gaps (Mooncake, FAST'25, 5.1), the first gap included; 0 with one
     output token.
-    `prefill_ns`: node time its prefill took. `ttft_limit_ns`, `tbt_limit_ns`: what it was promised, 0: nothing.
+    `prefill_ns`: from the start of its prefill to its first token; `stalled_ns`: part of that in which its node only
+    waited for KV. `ttft_limit_ns`, `tbt_limit_ns`: what it was promised, 0: nothing. `attempts`: how often it was
+    routed; times up to the first token are those of the attempt that gave it.
     """
 
     index: int
@@ -40,6 +43,8 @@ class RequestRecord:
     joined_ns: int = -1
     end_ns: int = -1
     prefill_ns: int = 0
+    stalled_ns: int = 0
+    attempts: int = 0
     cached_tokens: int = 0
     cached_blocks: int = 0
     fetched_tokens: int = 0
@@ -52,7 +57,8 @@ class RequestRecord:
 
 @dataclass(slots=True)
 class NodeRecord:
-    """One node. `busy_ns`: time it computed; `stalled_ns`: part of that in which it only waited for KV to load."""
+    """One node. `role`: its first. `busy_ns`: time it computed; `stalled_ns`: part of that in which it only waited for
+    KV to load."""
 
     node: NodeId
     role: Role
@@ -63,11 +69,12 @@ class NodeRecord:
     tokens_decoded: int = 0
     preemptions: int = 0
     blocks_evicted: int = 0
+    cluster: str = ""
 
 
 @dataclass(slots=True)
 class LinkRecord:
-    """One link. `kind`: `network`, `spine`, `memory` or `disk`."""
+    """One link. `kind`: `network`, `handover`, `spine`, `cluster` (between two, one direction), `memory` or `disk`."""
 
     name: str
     kind: str
@@ -76,11 +83,28 @@ class LinkRecord:
     busy_ns: int = 0
 
 
+class ThresholdChange(NamedTuple):
+    """From `at_ns` on, prompts with more uncached tokens than `threshold` are offloaded; None: no prompt is."""
+
+    at_ns: int
+    threshold: int | None
+    reason: str
+
+
+class Conversion(NamedTuple):
+    """From `at_ns` on, a node has another role."""
+
+    at_ns: int
+    node: NodeId
+    role: Role
+
+
 @dataclass(slots=True)
 class Result:
     """A finished simulation.
 
-    `bytes_moved` by purpose: `handover`, `fetch`, `replicate`, `load`, `disk_read`, `disk_write`.
+    `bytes_moved` by purpose: `handover`, `recall` (what a hand-over from another cluster left out), `fetch`,
+    `replicate`, `load`, `disk_read`, `disk_write`.
     """
 
     workload: str
@@ -93,6 +117,8 @@ class Result:
     start_ns: int
     end_ns: int
     bytes_moved: dict[str, int]
+    thresholds: list[ThresholdChange] = field(default_factory=list)
+    conversions: list[Conversion] = field(default_factory=list)
     wall_s: float = 0.0
     num_events: int = 0
     notes: list[str] = field(default_factory=list)

@@ -8,26 +8,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from isthmus.sim.records import LinkRecord, NodeRecord, RequestRecord, Result, Status
+from isthmus.sim.offloading import (
+    CrossUse,
+    Parts,
+    RouteUse,
+    ThresholdUse,
+    crossings,
+    parts,
+    ready_ns,
+    routes,
+    threshold_use,
+)
+from isthmus.sim.records import Conversion, LinkRecord, NodeRecord, RequestRecord, Result, Status
+from isthmus.sim.spread import Spread as Spread
+from isthmus.sim.spread import nearest_rank as nearest_rank
+from isthmus.sim.spread import share, spread
 from isthmus.types import NS_PER_S
-
-_Number = TypeVar("_Number", int, float)
 
 STAGES = ("prefill", "decode")
 """Where a request can be refused; both are always reported."""
-
-
-class Spread(msgspec.Struct, frozen=True):
-    """Mean and nearest-rank percentiles, in seconds."""
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
 
 
 class Loss(msgspec.Struct, frozen=True):
@@ -75,6 +78,14 @@ class LinkUse(msgspec.Struct, frozen=True):
     utilisation_max: float
 
 
+class RoleChange(msgspec.Struct, frozen=True):
+    """From `at_s` on, `node` had another role."""
+
+    at_s: float
+    node: str
+    role: str
+
+
 class Group(msgspec.Struct, frozen=True):
     """The requests of one priority or one tenant; fields as in `Summary`."""
 
@@ -101,6 +112,8 @@ class Summary(msgspec.Struct, frozen=True):
     goodput_share: float
     goodput_per_s: float
     ttft_s: Spread | None
+    ttft_parts: Parts | None
+    ready_s: Spread | None
     tbt_s: Spread | None
     tpot_s: Spread | None
     e2e_s: Spread | None
@@ -112,10 +125,15 @@ class Summary(msgspec.Struct, frozen=True):
     rejected: dict[str, int]
     failed: int
     unfinished: int
+    retried: int
     waste: Waste
     bytes_moved: dict[str, int]
     utilisation: dict[str, PoolUse]
     links: dict[str, LinkUse]
+    by_route: dict[str, RouteUse]
+    between_clusters: dict[str, CrossUse]
+    threshold: ThresholdUse | None
+    conversions: list[RoleChange]
     makespan_s: float
     output_tokens_per_s: float
     by_priority: dict[str, Group]
@@ -138,33 +156,44 @@ def summarize(result: Result) -> Summary:
         requests=len(result.records),
         completed=len(completed),
         goodput_share=all_requests.goodput_share(),
-        goodput_per_s=_share(all_requests.good * NS_PER_S, span_ns),
+        goodput_per_s=share(all_requests.good * NS_PER_S, span_ns),
         ttft_s=all_requests.ttft(),
+        ttft_parts=parts(first),
+        ready_s=spread([ready_ns(each) - each.arrival_ns for each in first if ready_ns(each) >= 0]),
         tbt_s=all_requests.tbt(),
-        tpot_s=_spread(_mean_gaps_ns(completed)),
-        e2e_s=_spread([each.end_ns - each.arrival_ns for each in completed]),
-        queue_s=_spread([each.prefill_start_ns - each.arrival_ns for each in started]),
-        transfer_s=_spread([each.joined_ns - each.first_token_ns for each in first if each.joined_ns >= 0]),
+        tpot_s=spread(_mean_gaps_ns(completed)),
+        e2e_s=spread([each.end_ns - each.arrival_ns for each in completed]),
+        queue_s=spread([each.prefill_start_ns - each.arrival_ns for each in started]),
+        transfer_s=spread([each.joined_ns - each.first_token_ns for each in first if each.joined_ns >= 0]),
         hit_rate_tokens=all_requests.hit_rate_tokens(),
-        hit_rate_blocks=_share(
+        hit_rate_blocks=share(
             sum([each.cached_blocks for each in started]), sum([len(each.request.blocks) for each in started])
         ),
         hits_by_source=_hits(all_requests),
         rejected=all_requests.rejected,
         failed=len(all_requests.failed),
         unfinished=all_requests.unfinished,
+        retried=sum([each.attempts > 1 for each in result.records]),
         waste=_waste(all_requests),
         bytes_moved=dict(result.bytes_moved),
         utilisation=_pools(result.nodes, span_ns),
         links=_links(result.links, span_ns),
+        by_route=routes(result, first),
+        between_clusters=crossings(result.links, span_ns),
+        threshold=threshold_use(result.thresholds, span_ns),
+        conversions=[_role_change(change) for change in result.conversions],
         makespan_s=span_ns / NS_PER_S,
-        output_tokens_per_s=_share(sum([each.request.output_tokens for each in completed]) * NS_PER_S, span_ns),
+        output_tokens_per_s=share(sum([each.request.output_tokens for each in completed]) * NS_PER_S, span_ns),
         by_priority=_groups(result.records, attrgetter("request.priority"), highest_first=True),
         by_tenant=_groups(result.records, attrgetter("request.tenant")),
         notes=list(result.notes),
         events=result.num_events,
         wall_s=result.wall_s,
     )
+
+
+def _role_change(change: Conversion) -> RoleChange:
+    return RoleChange(change.at_ns / NS_PER_S, change.node, change.role.value)
 
 
 def to_json(summary: Summary, *, wall: bool = True) -> bytes:
@@ -184,11 +213,6 @@ def _missed_limit(record: RequestRecord) -> bool:
     """Of a completed request."""
     late = record.ttft_limit_ns and record.first_token_ns - record.arrival_ns > record.ttft_limit_ns
     return bool(late or (record.tbt_limit_ns and record.tbt_ns > record.tbt_limit_ns))
-
-
-def nearest_rank(ordered: Sequence[_Number], percent: int) -> _Number:
-    """The smallest value that `percent` of all values do not exceed; `ordered` is ascending, not empty."""
-    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
 
 
 class _Requests:
@@ -217,16 +241,16 @@ class _Requests:
         return len(self.completed) - len(self.missed)
 
     def goodput_share(self) -> float:
-        return _share(self.good, self.count)
+        return share(self.good, self.count)
 
     def ttft(self) -> Spread | None:
-        return _spread([each.first_token_ns - each.arrival_ns for each in self.first])
+        return spread([each.first_token_ns - each.arrival_ns for each in self.first])
 
     def tbt(self) -> Spread | None:
-        return _spread([each.tbt_ns for each in self.completed if each.request.output_tokens > 1])
+        return spread([each.tbt_ns for each in self.completed if each.request.output_tokens > 1])
 
     def hit_rate_tokens(self) -> float:
-        return _share(self.cached_tokens, self.prompt_tokens)
+        return share(self.cached_tokens, self.prompt_tokens)
 
 
 def _mean_gaps_ns(completed: Sequence[RequestRecord]) -> list[float]:
@@ -241,7 +265,7 @@ def _hits(requests: _Requests) -> Hits:
     fetched = sum([each.fetched_tokens for each in requests.started])
     disk = sum([each.disk_tokens for each in requests.started])
     memory = max(0, requests.cached_tokens - fetched - disk)
-    return Hits(*(_share(part, requests.prompt_tokens) for part in (memory, fetched, disk)))
+    return Hits(*(share(part, requests.prompt_tokens) for part in (memory, fetched, disk)))
 
 
 def _waste(requests: _Requests) -> Waste:
@@ -249,21 +273,7 @@ def _waste(requests: _Requests) -> Waste:
     parts_ns = [
         sum([each.prefill_ns for each in part]) for part in (requests.refused, requests.missed, requests.failed)
     ]
-    return Waste(*(Loss(part_ns / NS_PER_S, _share(part_ns, whole_ns)) for part_ns in parts_ns))
-
-
-def _share(part: float, whole: float) -> float:
-    """`part / whole`, 0 of nothing."""
-    return part / whole if whole > 0 else 0.0
-
-
-def _spread(values_ns: Sequence[float]) -> Spread | None:
-    if not values_ns:
-        return None
-    ordered = sorted(map(float, values_ns))  # floats sort faster than large integers
-    percentiles = (nearest_rank(ordered, percent) / NS_PER_S for percent in (50, 90, 99))
-    # fsum rounds once, so the mean does not depend on the order of the requests.
-    return Spread(math.fsum(values_ns) / len(values_ns) / NS_PER_S, *percentiles)
+    return Waste(*(Loss(part_ns / NS_PER_S, share(part_ns, whole_ns)) for part_ns in parts_ns))
 
 
 def _pools(nodes: Sequence[NodeRecord], span_ns: int) -> dict[str, PoolUse]:
@@ -277,8 +287,8 @@ def _pool(nodes: list[NodeRecord], span_ns: int) -> PoolUse:
     node_time_ns = span_ns * len(nodes)
     return PoolUse(
         nodes=len(nodes),
-        busy_share=_share(sum(node.busy_ns for node in nodes), node_time_ns),
-        stalled_share=_share(sum(node.stalled_ns for node in nodes), node_time_ns),
+        busy_share=share(sum(node.busy_ns for node in nodes), node_time_ns),
+        stalled_share=share(sum(node.stalled_ns for node in nodes), node_time_ns),
         iterations=sum(node.iterations for node in nodes),
         tokens_prefilled=sum(node.tokens_prefilled for node in nodes),
         tokens_decoded=sum(node.tokens_decoded for node in nodes),
@@ -290,7 +300,7 @@ def _pool(nodes: list[NodeRecord], span_ns: int) -> PoolUse:
 def link_utilisation(link: LinkRecord, span_ns: int) -> float:
     """Bytes moved over the bytes that fit in `span_ns`; 0 for a link without a limit."""
     fits = link.bytes_per_s * span_ns / NS_PER_S
-    return _share(link.bytes_moved, fits) if math.isfinite(fits) else 0.0
+    return share(link.bytes_moved, fits) if math.isfinite(fits) else 0.0
 
 
 def _links(links: Sequence[LinkRecord], span_ns: int) -> dict[str, LinkUse]:

@@ -5,64 +5,47 @@ in which they were set. Nothing is drawn at random and no set is iterated: the s
 
 A request's way: arrival, route, Expected at its decode node and Arrived at its prefill node; a fetch starts at once,
 the load from the node's own cache when the prefill does; KV streams to the decode node while the prefill runs, all but
-the last layer, which follows when it is done; when all has landed the request joins the batch.
+the last layer, which follows when it is done, with the recurrent state of models that have one; when all has landed the
+request joins the batch. When a node or a transfer fails, the conductor hears of it and may route the request again.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from heapq import heappop, heappush
+from functools import partial
+from heapq import heappop
 from typing import Any
 
 from isthmus.conductor import (
     Abort,
     Action,
-    BlocksEvicted,
-    BlocksStored,
     Conductor,
+    Convert,
     Event,
     Fail,
-    FetchFinished,
-    FirstToken,
-    PrefillFinished,
+    Hold,
+    HoldExpired,
     Refuse,
     Replicate,
     RequestArrived,
     RequestEnded,
     Route,
+    ThresholdSet,
 )
 from isthmus.cost.transfer import NONE
-from isthmus.scheduler import (
-    Admitted,
-    Arrived,
-    Cancelled,
-    Evicted,
-    Expected,
-    Fetched,
-    Imported,
-    Offered,
-    Preempted,
-    Released,
-    Reserved,
-    Run,
-    Stepped,
-    Stored,
-)
-from isthmus.scheduler import Event as NodeEvent
-from isthmus.sim.build import build_node, joined, kept
+from isthmus.scheduler import Arrived, Cancelled, Expected
+from isthmus.sim.build import joined, kept
+from isthmus.sim.clock import OTHERS, TRANSFER_ENDS, Clock
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.gaps import set_tbt
 from isthmus.sim.job import Job
-from isthmus.sim.moves import Moves
 from isthmus.sim.network import NEVER
-from isthmus.sim.node import SimNode
-from isthmus.sim.records import Result, Status
+from isthmus.sim.nodes import Nodes
+from isthmus.sim.records import Result, Status, ThresholdChange
+from isthmus.sim.upkeep import Upkeep
 from isthmus.sim.workloads import Workload
-from isthmus.types import NS_PER_MS, BlockName, RequestId, Tier
-
-PREFILL_ENDS, TRANSFER_ENDS, STEP_ENDS = 1, 2, 3
-"""Priorities at equal times; arrivals come before all. Of transfers, the heap has those the network does not know."""
+from isthmus.types import NS_PER_MS, RequestId
 
 Log = Callable[[int, Event, list[Action]], None]
 Progress = Callable[[int, int], None]
@@ -77,31 +60,23 @@ class World:
         self._deployment, self._workload = deployment, workload
         self._log, self._check = log, check
         self._conductor = Conductor(deployment.rules)
-        self._moves = Moves(deployment, self)
-        self._nodes = [build_node(deployment, slot) for slot in range(len(deployment.nodes))]
-        for node in self._nodes:
-            self._moves.connect(node)
-        self._node_of = {node.spec.node: node for node in self._nodes}
+        self._clock = Clock()
+        self._nodes = Nodes(deployment, self._clock, self)
+        self._moves = self._nodes.moves
+        self._upkeep = Upkeep(deployment, self._clock, self._nodes, self)
         self._jobs = [Job(index, request) for index, request in enumerate(workload.requests)]
+        self._num_left = len(self._jobs)
         self._job_of: dict[RequestId, Job] = {}
-        # (time, priority, number, node, version of the node's run, jobs that leave a pipeline group or none)
-        self._heap: list[tuple[int, int, int, SimNode, int, list[Job]]] = []
-        self._num_pushed = 0
-        self.now = 0
+        self._thresholds: list[ThresholdChange] = []
         self._orders: dict[type, Callable[[Any], None]] = {
             Route: self._route,
             Abort: self._abort,
             Refuse: self._refuse,
             Fail: self._fail,
             Replicate: self._replicate,
-        }
-        self._effects: dict[type, Callable[[SimNode, Any], None]] = {
-            Run: self._start_run,
-            Admitted: self._admitted,
-            Reserved: self._reserved,
-            Preempted: self._preempted,
-            Stored: self._stored,
-            Evicted: self._evicted,
+            Hold: self._hold,
+            Convert: self._convert,
+            ThresholdSet: self._threshold_set,
         }
 
     # The loop.
@@ -118,8 +93,10 @@ class World:
 
     def _run(self, progress: Progress | None) -> Result:
         for spec in self._deployment.nodes:
-            self._decide(joined(self._deployment, spec))
-        jobs, heap, moves, network = self._jobs, self._heap, self._moves, self._moves.network
+            self.decide(joined(self._deployment, spec))
+        self._upkeep.start()
+        clock, moves, network, run_ends = self._clock, self._moves, self._moves.network, self._nodes.run_ends
+        jobs, heap = self._jobs, clock.heap
         arrived, num_jobs, check = 0, len(jobs), self._check
         every = max(1, num_jobs // 100)
         arrival = jobs[0].request.arrival_ns if jobs else NEVER
@@ -130,29 +107,29 @@ class World:
                 version_seen, next_finish = network.version, network.next_finish()
                 transfer = NEVER if next_finish is None else next_finish
             if heap:
-                time, priority, _, node, version, leaving = heap[0]
+                time, priority, _, node, version, call = heap[0]
             else:
                 time = NEVER
             if arrival <= time and arrival <= transfer:
                 if arrival == NEVER:
                     break
-                self.now = arrival
+                clock.now = arrival
                 self._arrive(jobs[arrived])
                 arrived += 1
                 arrival = jobs[arrived].request.arrival_ns if arrived < num_jobs else NEVER
                 if progress is not None and arrived % every == 0:
                     progress(arrived, num_jobs)
             elif transfer < time or (transfer == time and priority > TRANSFER_ENDS):
-                self.now = transfer
+                clock.now = transfer
                 moves.end(transfer)
             else:
                 heappop(heap)
-                if leaving:
-                    self.now = time
-                    self._leave_group(node, leaving)
-                elif version == node.version:
-                    self.now = time
-                    self._run_ends(node)
+                if call is not None:
+                    clock.now = time
+                    call()
+                elif node is not None and version == node.version:
+                    clock.now = time
+                    run_ends(node)
                 else:
                     continue  # the run was cut short
             num_events += 1
@@ -162,35 +139,34 @@ class World:
             self._check_idle()
         return self._result(num_events)
 
-    def _push(self, time: int, priority: int, node: SimNode, leaving: list[Job]) -> None:
-        self._num_pushed += 1
-        heappush(self._heap, (time, priority, self._num_pushed, node, node.version, leaving))
+    @property
+    def is_over(self) -> bool:
+        return not self._num_left
+
+    def requests(self) -> list[Job]:
+        return list(self._job_of.values())
 
     def _check_all(self) -> None:
         self._conductor.check()
         self._moves.network.check()
-        for node in self._nodes:
-            node.scheduler.check()
-            if node.scheduler.tiers is not None:
-                node.scheduler.tiers.check()
+        self._nodes.check()
+        under_way = {job.key for job in self._job_of.values() if job.attempt > 0}
+        assert under_way == set(self._nodes.attempts), "an attempt that nobody asked for"
+        waiting = [job.name for job in self._job_of.values() if job.attempt < 0]
+        assert all(self._conductor.view.requests[name].held for name in waiting), "a request was forgotten"
 
     def _check_idle(self) -> None:
-        """Every request has ended, and all that it took was given back."""
-        assert not self._job_of, "a request never ended"
+        """Every request has ended."""
+        assert not self._job_of and not self._num_left, "a request never ended"
         assert not self._conductor.view.requests, "the conductor holds a request that ended"
-        self._moves.check_idle()
-        for node in self._nodes:
-            scheduler = node.scheduler
-            assert node.run is None and not node.inbox, "a node still works"
-            assert scheduler.num_waiting == scheduler.num_running == 0, "a node holds a request that ended"
-            assert scheduler.pool.available == node.spec.kv_blocks, "blocks did not come back"
+        self._nodes.check_idle()
 
     # The conductor.
 
-    def _decide(self, event: Event) -> None:
-        actions = self._conductor.on(event, self.now)
+    def decide(self, event: Event) -> None:
+        actions = self._conductor.on(event, self._clock.now)
         if self._log is not None:
-            self._log(self.now, event, actions)
+            self._log(self._clock.now, event, actions)
         for action in actions:
             self._orders[type(action)](action)
 
@@ -201,7 +177,7 @@ class World:
         record.ttft_limit_ns = (ttft_ms or 0) * NS_PER_MS
         record.tbt_limit_ns = (tbt_ms or 0) * NS_PER_MS
         self._job_of[job.name] = job
-        self._decide(
+        self.decide(
             RequestArrived(
                 job.name,
                 request.tenant,
@@ -216,254 +192,95 @@ class World:
 
     def _route(self, route: Route) -> None:
         job = self._job_of[route.request]
-        request, record, fetch = job.request, job.record, route.fetch
-        prefill, decode = self._node_of[route.prefill], self._node_of[route.decode]
-        job.attempt = route.attempt
+        record, fetch = job.record, route.fetch
+        if job.attempt > 0:
+            self._nodes.withdraw(job)
+        prefill, decode = self._nodes.by_name[route.prefill], self._nodes.by_name[route.decode]
+        job.begin(route, self._deployment.block_size)
+        self._nodes.attempts[job.key] = job
         if self._deployment.rules.codecs:
             job.kept = kept(prefill, route.codec, self._deployment.block_size)
             job.fetch_kept = kept(prefill, fetch.codec if fetch else NONE, self._deployment.block_size)
         job.prefill_slot = record.prefill = prefill.slot
         job.target = record.decode = decode.slot
-        length, stop = request.num_tokens, request.num_tokens + request.output_tokens
+        if route.recall is not None and not self._moves.promise_recall(job, route.recall):
+            lost = partial(self._nodes.lost, job, "what was to be recalled is not kept any more")
+            self._moves.later(self._clock.now, job, lost)
+            return
+        length, stop = job.length, job.request.num_tokens + job.request.output_tokens
         departs = decode is not prefill
         if departs:  # taking blocks for it changes nothing in the run under way, so it need not end
-            self._give(decode, Expected(job.name, length, stop))
+            self._nodes.give(decode, Expected(job.key, length, stop))
         start, end, until = (fetch.start, fetch.stop, fetch.until_ns) if fetch is not None else (0, 0, 0)
-        self._tell(
+        self._nodes.tell(
             prefill,
             Arrived(
-                job.name, length, stop, request.blocks, departs, route.num_cached, start, end, until,
+                job.key, length, stop, job.names, departs, route.num_cached, start, end, until,
                 route.work_ns, route.deadline_ns,
             ),
         )  # fmt: skip
         if fetch is not None:
-            source = self._node_of[fetch.source]
-            if not self._moves.fetch(job, prefill, source, start, end, self.now):
-                self.fetched(job)
+            source = self._nodes.by_name[fetch.source]
+            if not self._moves.fetch(job, prefill, source, start, end, self._clock.now):
+                self._nodes.fetched(job)
         elif prefill.spec.ssd_blocks and route.num_cached:
-            self._moves.read_disk(job, prefill, self.now)
+            self._moves.read_disk(job, prefill, self._clock.now)
 
     def _abort(self, abort: Abort) -> None:
         job = self._job_of[abort.request]
-        if job.record.status is Status.COMPLETED:
+        if job.record.status is Status.COMPLETED or job.attempt < 0:
             return  # its nodes know
-        self._moves.cancel(job, self.now)
-        job.attempt = -1
+        key = job.key
+        self._nodes.withdraw(job)
         for name in abort.nodes:
-            node = self._node_of[name]
-            self._tell(node, Cancelled(abort.request))
+            node = self._nodes.by_name[name]
+            self._nodes.tell(node, Cancelled(key))
             if node.stalled:
-                self._run_ends(node)
+                self._nodes.run_ends(node)
 
     def _refuse(self, refuse: Refuse) -> None:
-        record = self._job_of.pop(refuse.request).record
-        record.status, record.stage, record.end_ns = Status.REFUSED, refuse.stage or refuse.code, self.now
+        job = self._job_of[refuse.request]
+        job.record.stage = refuse.stage or refuse.code
+        self._end(job, Status.REFUSED)
+
+    def _hold(self, hold: Hold) -> None:
+        job = self._job_of[hold.request]
+        if job.attempt > 0:
+            self._nodes.withdraw(job)
+        until = self._clock.now + self._deployment.rejoin_ns
+        self._clock.call(until, OTHERS, partial(self.decide, HoldExpired(hold.request, hold.attempt)))
 
     def _fail(self, fail: Fail) -> None:
-        record = self._job_of.pop(fail.request).record
-        record.status, record.end_ns = Status.FAILED, self.now
+        self._end(self._job_of[fail.request], Status.FAILED)
+
+    def _end(self, job: Job, status: Status) -> None:
+        """The one end of a request."""
+        if job.attempt > 0:
+            self._nodes.withdraw(job)
+        job.record.status, job.record.end_ns = status, self._clock.now
+        del self._job_of[job.name]
+        self._num_left -= 1
+
+    def completed(self, job: Job) -> None:
+        job.record.status = Status.COMPLETED
+        self.decide(RequestEnded(job.name, job.request.output_tokens))
+        self._end(job, Status.COMPLETED)
+
+    def _convert(self, order: Convert) -> None:
+        self._nodes.convert(order.node, order.role)
+
+    def _threshold_set(self, order: ThresholdSet) -> None:
+        self._thresholds.append(ThresholdChange(self._clock.now, order.threshold, order.reason))
 
     def _replicate(self, order: Replicate) -> None:
-        source, target = self._node_of[order.source], self._node_of[order.target]
-        self._moves.replicate(source, target, order.names, self.now)
-
-    # Nodes.
-
-    def _tell(self, node: SimNode, event: NodeEvent) -> None:
-        """Gives an event to a node: at once when nothing runs there, else when the iteration under way ends."""
-        if node.run is None:
-            self._give(node, event)
-            return
-        node.inbox.append(event)
-        if len(node.inbox) == 1 and not node.ending:
-            ends = node.cut(self.now)
-            if ends is not None:
-                self._push(ends, STEP_ENDS, node, [])
-
-    def _give(self, node: SimNode, event: NodeEvent) -> None:
-        if type(event) is Imported:  # it decodes from now on; the scheduler may pre-empt it at once
-            job = self._job_of.get(event.request)
-            if job is not None:
-                node.admit(job)
-                self._join_batch(node, job)
-        for action in node.scheduler.on(event, self.now):
-            self._effects[type(action)](node, action)
-
-    def _join_batch(self, node: SimNode, job: Job) -> None:
-        if job.record.joined_ns < 0:
-            job.record.joined_ns = self.now
-        node.join(job)
-
-    def _start_run(self, node: SimNode, run: Run) -> None:
-        ends = node.begin(run, self.now)
-        if run.chunks:
-            self._start_prompts(node, run)
-        self._push(ends, STEP_ENDS if run.num_decodes else PREFILL_ENDS, node, [])
-
-    def _start_prompts(self, node: SimNode, run: Run) -> None:
-        for piece in run.chunks:
-            job = self._job_of.get(piece.request)
-            if job is None:
-                continue
-            if piece.samples:
-                node.sampling.append(job)
-            if not job.started:
-                job.started = True
-                job.record.prefill_start_ns = self.now
-                if job.reserved:
-                    self._moves.start_handover(job, self.now)
-
-    def _run_ends(self, node: SimNode) -> None:
-        """The compute of a run is done; it is over unless KV that its prompts need is still on its way."""
-        for job in node.sampling:
-            if job.pending or job.loaded_ns > self.now:
-                self._stall(node)
-                return
-        if node.stalled:
-            node.stalled = False
-            node.version += 1  # for a timer may be left
-            node.record.stalled_ns += self.now - node.stalled_since
-        self._finish_run(node)
-
-    def _stall(self, node: SimNode) -> None:
-        if not node.stalled:
-            node.stalled = node.ending = True
-            node.stalled_since = self.now
-        node.version += 1
-        if not any(job.pending for job in node.sampling):  # of what is pending, the network tells
-            self._push(max(job.loaded_ns for job in node.sampling), TRANSFER_ENDS, node, [])
-
-    def _finish_run(self, node: SimNode) -> None:
-        """Tokens go out first; then the scheduler hears what came during the run, and that the run is over."""
-        came, node.inbox, node.ending = node.inbox, [], True
-        steps, done = node.end(self.now)
-        ended: list[RequestId] = []
-        for job in done:
-            self._ended(job)
-            ended.append(job.name)
-        going_on = self._sampled(node, ended) if node.sampling else []
-        node.run, node.ending = None, False
-        for event in came:
-            self._give(node, event)
-        for job in going_on:
-            if job.attempt > 0:
-                self._join_batch(node, job)
-        late, node.inbox = node.inbox, []
-        self._give(node, Stepped(steps, tuple(ended)))
-        for event in late:
-            self._tell(node, event)
-
-    def _sampled(self, node: SimNode, ended: list[RequestId]) -> list[Job]:
-        """The prompts that a run completed got a token. Those that end with it go to `ended`; returns those that
-        go on here."""
-        jobs, going_on = [], []
-        for job in node.sampling:
-            if job.attempt < 0:
-                continue
-            jobs.append(job)
-            job.num_generated += 1
-            if not job.num_left:
-                ended.append(job.name)
-            elif job.target == node.slot:
-                going_on.append(job)
-        node.sampling = []
-        if node.tail_ns and jobs:
-            # In a pipeline group, the last chunk passes the other stages while the first takes the next prompt.
-            self._push(self.now + node.tail_ns, PREFILL_ENDS, node, jobs)
-        else:
-            for job in jobs:
-                self._prefilled(node, job)
-        return going_on
-
-    def _leave_group(self, node: SimNode, jobs: list[Job]) -> None:
-        for job in jobs:
-            if job.attempt > 0:
-                self._prefilled(node, job)
-
-    def _prefilled(self, node: SimNode, job: Job) -> None:
-        """The token of a prefill is out: the first of all, or the next one after a pre-emption."""
-        record = job.record
-        if record.first_token_ns >= 0:
-            job.resumed_ns.append(self.now)
-        else:
-            record.first_token_ns = self.now
-            record.prefill_ns = self.now - record.prefill_start_ns
-            self._decide(FirstToken(job.name, job.attempt))
-            if job.attempt < 0:
-                return  # refused by its decode node
-        if not job.num_left:
-            self._ended(job)
-        elif job.target != node.slot and job.reserved:
-            self._moves.finish_handover(job, self.now)
-
-    def _ended(self, job: Job) -> None:
-        job.record.end_ns, job.record.status = self.now, Status.COMPLETED
-        self._decide(RequestEnded(job.name, job.request.output_tokens))
-        del self._job_of[job.name]
-
-    # What a scheduler answers.
-
-    def _admitted(self, node: SimNode, action: Admitted) -> None:
-        """Loads what is cached beside the engine; what is cached in its own memory needs none."""
-        job = self._job_of.get(action.request)
-        if job is None:
-            return
-        node.admit(job)
-        record = job.record
-        if record.prefill_start_ns < 0:
-            record.cached_tokens = action.cached_tokens
-            record.cached_blocks = -(-action.cached_tokens // self._deployment.block_size)
-        if action.cached_tokens and node.scheduler.tiers is not None:
-            self._moves.load(job, node, action.cached_tokens, self.now)
-
-    def _reserved(self, node: SimNode, action: Reserved) -> None:
-        job = self._job_of.get(action.request)
-        if job is not None:
-            job.reserved = True
-            if job.started:
-                self._moves.start_handover(job, self.now)
-
-    def _preempted(self, node: SimNode, action: Preempted) -> None:
-        node.record.preemptions += 1
-        job = self._job_of[action.request]
-        if job.decodes_on == node.slot:
-            job.leave(node.steps)
-
-    def _stored(self, node: SimNode, action: Stored) -> None:
-        if action.tier is Tier.DISK:
-            self._moves.write_disk(node, len(action.names), self.now)
-        self._decide(BlocksStored(node.spec.node, action.names, action.tier))
-
-    def _evicted(self, node: SimNode, action: Evicted) -> None:
-        node.record.blocks_evicted += len(action.names)
-        self._decide(BlocksEvicted(node.spec.node, action.names))
-
-    # What the links bring (`moves.Listener`).
-
-    def loaded(self, job: Job) -> None:
-        node = self._nodes[job.prefill_slot]
-        if node.stalled and not job.pending:
-            self._run_ends(node)
-
-    def fetched(self, job: Job) -> None:
-        # Heard at once, also during a run: a prompt that waits for nothing else may start with the next one.
-        self._give(self._nodes[job.prefill_slot], Fetched(job.name, job.stop))
-        self._decide(FetchFinished(job.name, job.attempt))
-
-    def copied(self, node: SimNode, names: tuple[BlockName, ...]) -> None:
-        self._give(node, Offered(names))
-
-    def landed(self, job: Job) -> None:
-        job.record.landed_ns = self.now
-        self._decide(PrefillFinished(job.name, job.attempt))
-        self._tell(self._nodes[job.prefill_slot], Released(job.name))
-        self._tell(self._nodes[job.target], Imported(job.name))
+        source, target = self._nodes.by_name[order.source], self._nodes.by_name[order.target]
+        self._moves.replicate(source, target, order.names, self._clock.now)
 
     # The end.
 
     def _result(self, num_events: int) -> Result:
         records = [job.record for job in self._jobs]
-        set_tbt(self._jobs, self._nodes)
+        set_tbt(self._jobs, self._nodes.nodes)
         rules = self._deployment.rules
         return Result(
             workload=self._workload.name,
@@ -471,10 +288,12 @@ class World:
             admission=rules.admission,
             order=self._deployment.order,
             records=records,
-            nodes=[node.record for node in self._nodes],
-            links=self._moves.records(self.now),
+            nodes=[node.record for node in self._nodes.nodes],
+            links=self._moves.wiring.records(self._clock.now),
             start_ns=records[0].arrival_ns if records else 0,
             end_ns=max([record.end_ns for record in records], default=0),
             bytes_moved=self._moves.bytes_moved,
+            thresholds=self._thresholds,
+            conversions=self._nodes.conversions,
             num_events=num_events,
         )

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +33,12 @@ class Kernels(Protocol):
     def silu_mul(self, gate_up_T2N: Tensor) -> Tensor:
         """silu(first half) * second half."""
 
+    def expert_mlps(
+        self, x_PN: Tensor, counts: Sequence[int], gate_up_E2IN: Tensor, down_ENI: Tensor
+    ) -> Tensor:
+        """down(silu(gate) * up) of each row's expert, `[P, N]`: `counts[0]` rows of expert 0 first, then those of
+        expert 1, and so on. Here I is the inner width and gate's rows come before up's."""
+
     def rope_store(
         self,
         qkv: Tensor,
@@ -49,7 +56,7 @@ class Kernels(Protocol):
     def attend_paged(
         self,
         q_RHD: Tensor,
-        kv_S2KD: Tensor,
+        kv_SVKD: Tensor,
         tables_RB: Tensor,
         lens_R: Tensor,
         block_size: int,
@@ -58,7 +65,26 @@ class Kernels(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Row r attends to the last `window` (0: all) of the `lens[r]` tokens in `tables[r]`.
 
+        V is 2 for keys and values, 1 for one vector that is both.
+
         Returns (out [R, H, D], lse [R, H], natural log).
+        """
+
+    def delta_step(
+        self,
+        qkv_RC: Tensor,
+        decay_RH1: Tensor,
+        beta_RH: Tensor,
+        windows_SWC: Tensor,
+        states_SHKV: Tensor,
+        slots_R: Tensor,
+        taps_WC: Tensor,
+    ) -> Tensor:
+        """One token each of R requests through short convolution and gated delta rule (`isthmus.engine.linear`):
+        `[R, H, V]`, all float32. Their windows and states, at the distinct `slots` (int64), move on.
+
+        Here K and V are sizes of keys and values, C the channels of queries, keys and values. `decay`: logarithms, one
+        a head or one a channel of its keys; `taps`: one more than a window has inputs, the last for the token itself.
         """
 
     def copy_slices(

@@ -133,25 +133,48 @@ API void PASTE(linear, SUFFIX)(const float *restrict x, const S *restrict w, con
     }
 }
 
-/* ---- Paged attention: one row of the batch, one key/value head, its G query heads. ---- */
+/* ---- Mixture of experts: rows in order of expert, counts[e] of each, through that expert's MLP. ----
+ * x, out: [sum of counts, N]; gate_up: [E, 2 I, N], gate first; down: [E, N, I]. One expert is one task: its weights
+ * are read once. */
+API void PASTE(expert_mlps, SUFFIX)(const float *restrict x, const int64_t *restrict counts,
+                                    const S *restrict gate_up, const S *restrict down, float *restrict out,
+                                    int64_t E, int64_t N, int64_t I) {
+    int64_t *starts = malloc((size_t)E * sizeof(int64_t)), total = 0;
+    if (!starts) abort();
+    for (int64_t e = 0; e < E; total += counts[e++]) starts[e] = total;
+    float *inner = malloc((size_t)total * 3 * I * sizeof(float));
+    if (!inner && total) abort();
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int64_t e = 0; e < E; e++) {
+        if (counts[e] == 0) continue;
+        float *wide = inner + starts[e] * 3 * I, *narrow = wide + counts[e] * 2 * I;
+        PASTE(linear, SUFFIX)(x + starts[e] * N, gate_up + e * 2 * I * N, NULL, wide, counts[e], N, 2 * I);
+        silu_mul(wide, narrow, counts[e], I);
+        PASTE(linear, SUFFIX)(narrow, down + e * N * I, NULL, out + starts[e] * N, counts[e], I, N);
+    }
+    free(inner);
+    free(starts);
+}
+
+/* ---- Paged attention: one row of the batch, one key/value head, some of its G query heads. ---- */
 
 /* Where a row's tokens lie: token t of the row is slot table[t / block] * block + t % block. */
-#define KV_AT(side, t)                                                                                       \
-    (kv + (((int64_t)table[(t) / block] * block + (t) % block) * 2 + (side)) * K * D + head * D)
+#define KV_AT(side, t, sides)                                                                                \
+    (kv + (((int64_t)table[(t) / block] * block + (t) % block) * (sides) + (side)) * K * D + head * D)
 
 /* scores[g, t - from] = q[g] . key[t] for `heads` (1, 2 or 4) query heads: four sums at a time, which are
  * one token of four heads, two tokens of two, or four tokens of one. */
 INLINE void PASTE(scores_of, SUFFIX)(const float *restrict q, const S *restrict kv,
                                      const int32_t *restrict table, int64_t from, int64_t len, int64_t block,
                                      int64_t head, int64_t K, float *restrict scores, int64_t stride,
-                                     const int vectors, const int heads) {
-    const int64_t D = vectors * LANES, step = 2 * K * D;
+                                     const int vectors, const int sides, const int heads) {
+    const int64_t D = vectors * LANES, step = sides * K * D;
     const int tokens = 4 / heads;
     const float *q0 = q, *q1 = q + (heads > 1) * D, *q2 = q + (heads > 2) * 2 * D;
     const float *q3 = heads > 2 ? q + 3 * D : q1;
     for (int64_t t = from; t < len;) {
         int64_t left = block - t % block, stop = t + left < len ? t + left : len;
-        const S *k = KV_AT(0, t);
+        const S *k = KV_AT(0, t, sides);
         for (; t < stop; t += tokens, k += tokens * step) {
             int64_t count = stop - t < tokens ? stop - t : tokens, last = (count - 1) * step;
             const S *k0 = k, *k1 = heads == 1 && step < last ? k + step : heads == 1 ? k + last : k;
@@ -179,8 +202,9 @@ INLINE void PASTE(scores_of, SUFFIX)(const float *restrict q, const S *restrict 
 INLINE void PASTE(values_of, SUFFIX)(const float *restrict weights, const float *restrict total,
                                      const S *restrict kv, const int32_t *restrict table, int64_t from,
                                      int64_t len, int64_t block, int64_t head, int64_t K, int64_t stride,
-                                     float *restrict out, const int vectors, const int heads) {
-    const int64_t D = vectors * LANES, step = 2 * K * D;
+                                     float *restrict out, const int vectors, const int sides,
+                                     const int heads) {
+    const int64_t D = vectors * LANES, step = sides * K * D;
     for (int64_t at = 0; at < D; at += 4 * LANES) {
 #define SUMS(g) v16 a##g = {0}, b##g = {0}, c##g = {0}, d##g = {0};
 #define STEP(g)                                                                                              \
@@ -202,7 +226,7 @@ INLINE void PASTE(values_of, SUFFIX)(const float *restrict weights, const float 
         SUMS(0) SUMS(1) SUMS(2) SUMS(3)
         for (int64_t t = from; t < len;) {
             int64_t left = block - t % block, stop = t + left < len ? t + left : len;
-            const S *v = KV_AT(1, t) + at;
+            const S *v = KV_AT(sides - 1, t, sides) + at;
             for (; t < stop; t++, v += step) {
                 prefetch(v + AHEAD * step, 4 * LANES * sizeof(S));
                 v16 v0 = S_LOAD(v), v1 = S_LOAD(v + LANES), v2 = S_LOAD(v + 2 * LANES), v3 = S_LOAD(v + 3 * LANES);
@@ -217,42 +241,46 @@ INLINE void PASTE(values_of, SUFFIX)(const float *restrict weights, const float 
 }
 
 #define HEADS_AT_ONCE 4
+#define HEADS_OF_TASK 16
 
-/* One function for each shape, so that each gets all registers to itself. */
-#define GROUP(VECTORS, HEADS)                                                                                \
-    static __attribute__((noinline)) void PASTE(group_##VECTORS##_##HEADS, SUFFIX)(                          \
+/* One function for each shape, so that each gets all registers to itself: VECTORS and SIDES are numbers for the head
+ * sizes met most, else what the call says. */
+#define GROUP(NAME, HEADS, VECTORS, SIDES)                                                                   \
+    static __attribute__((noinline)) void PASTE(group_##NAME##_##HEADS, SUFFIX)(                             \
         const float *restrict q, const S *restrict kv, const int32_t *restrict table, int64_t from,          \
-        int64_t len, int64_t block, int64_t head, int64_t K, float *restrict scores, float *restrict out,    \
-        float *restrict lse) {                                                                               \
+        int64_t len, int64_t block, int64_t head, int64_t K, int vectors, int sides,                         \
+        float *restrict scores, float *restrict out, float *restrict lse) {                                  \
+        (void)vectors, (void)sides;                                                                          \
         int64_t n = len - from;                                                                              \
         float total[HEADS_AT_ONCE];                                                                          \
-        PASTE(scores_of, SUFFIX)(q, kv, table, from, len, block, head, K, scores, n, VECTORS, HEADS);        \
+        PASTE(scores_of, SUFFIX)(q, kv, table, from, len, block, head, K, scores, n, VECTORS, SIDES, HEADS); \
         for (int g = 0; g < HEADS; g++) exponentials(scores + g * n, n, total + g, lse + g);                 \
-        PASTE(values_of, SUFFIX)(scores, total, kv, table, from, len, block, head, K, n, out, VECTORS, HEADS); \
+        PASTE(values_of, SUFFIX)                                                                             \
+        (scores, total, kv, table, from, len, block, head, K, n, out, VECTORS, SIDES, HEADS);                \
     }
+#define GROUPS(NAME, VECTORS, SIDES)                                                                         \
+    GROUP(NAME, 1, VECTORS, SIDES) GROUP(NAME, 2, VECTORS, SIDES) GROUP(NAME, 4, VECTORS, SIDES)
 
-GROUP(4, 1)
-GROUP(4, 2)
-GROUP(4, 4)
-GROUP(8, 1)
-GROUP(8, 2)
-GROUP(8, 4)
+GROUPS(64, 4, 2)
+GROUPS(128, 8, 2)
+GROUPS(any, vectors, sides)
+#undef GROUPS
 #undef GROUP
 
-#define CALL(VECTORS, HEADS)                                                                                 \
-    for (; g + HEADS <= G; g += HEADS)                                                                       \
-        PASTE(group_##VECTORS##_##HEADS, SUFFIX)(q + g * D, kv, table, from, len, block, head, K, scores,    \
-                                                 out + g * D, lse + g);
-#define ATTEND(VECTORS) CALL(VECTORS, 4) CALL(VECTORS, 2) CALL(VECTORS, 1)
+#define CALL(NAME, HEADS)                                                                                    \
+    for (; g + HEADS <= heads; g += HEADS)                                                                   \
+        PASTE(group_##NAME##_##HEADS, SUFFIX)                                                                \
+        (q + g * D, kv, table, from, len, block, head, K, D / LANES, sides, scores, out + g * D, lse + g);
+#define ATTEND(NAME) CALL(NAME, 4) CALL(NAME, 2) CALL(NAME, 1)
 
-/* Head sizes without a form in registers. */
+/* Head sizes that are no multiple of 64. */
 static void PASTE(attend_any, SUFFIX)(const float *restrict q, const S *restrict kv,
                                       const int32_t *restrict table, int64_t from, int64_t len, int64_t block,
-                                      int64_t head, int64_t K, int64_t D, float *restrict scores,
+                                      int64_t head, int64_t K, int64_t D, int64_t sides, float *restrict scores,
                                       float *restrict out, float *restrict lse) {
     float total;
     for (int64_t t = from; t < len; t++) {
-        const S *k = KV_AT(0, t);
+        const S *k = KV_AT(0, t, sides);
         float dot = 0.f;
 #pragma omp simd reduction(+ : dot)
         for (int64_t i = 0; i < D; i++) dot += q[i] * S_F32(k[i]);
@@ -261,37 +289,41 @@ static void PASTE(attend_any, SUFFIX)(const float *restrict q, const S *restrict
     exponentials(scores, len - from, &total, lse);
     for (int64_t i = 0; i < D; i++) out[i] = 0.f;
     for (int64_t t = from; t < len; t++) {
-        const S *v = KV_AT(1, t);
+        const S *v = KV_AT(sides - 1, t, sides);
         float p = scores[t - from] / total;
         for (int64_t i = 0; i < D; i++) out[i] += p * S_F32(v[i]);
     }
 }
 
 /* Row r attends to tokens [max(0, lens[r] - window), lens[r]) of tables[r]; window 0 means no window.
- * q, out: [R, H, D]; kv: [slots, 2, K, D]; lse: [R, H], natural log. lens[r] >= 1. */
+ * q, out: [R, H, D]; kv: [slots, sides, K, D]; lse: [R, H], natural log. lens[r] >= 1. */
 API void PASTE(attend_paged, SUFFIX)(const float *restrict q_RHD, const S *restrict kv,
                                      const int32_t *restrict tables, int64_t table_stride,
                                      const int32_t *restrict lens, float *restrict out_RHD,
                                      float *restrict lse_RH, int64_t R, int64_t H, int64_t K, int64_t D,
-                                     int64_t block, int64_t window, float scale) {
-    int64_t G = H / K;
-#pragma omp parallel for schedule(dynamic, 1) if (R * K > 1)
-    for (int64_t task = 0; task < R * K; task++) {
-        int64_t r = task / K, head = task % K, len = lens[r], at = r * H + head * G;
+                                     int64_t sides, int64_t block, int64_t window, float scale) {
+    int64_t G = H / K, parts = (G + HEADS_OF_TASK - 1) / HEADS_OF_TASK;
+#pragma omp parallel for schedule(dynamic, 1) if (R * K * parts > 1)
+    for (int64_t task = 0; task < R * K * parts; task++) {
+        int64_t r = task / (K * parts), head = task / parts % K, first = task % parts * HEADS_OF_TASK;
+        int64_t heads = G - first < HEADS_OF_TASK ? G - first : HEADS_OF_TASK;
+        int64_t len = lens[r], at = r * H + head * G + first;
         int64_t from = window > 0 && len > window ? len - window : 0;
         const int32_t *table = tables + r * table_stride;
-        float *q = scratch_of((size_t)(G * D + HEADS_AT_ONCE * (len - from))), *scores = q + G * D;
+        float *q = scratch_of((size_t)(heads * D + HEADS_AT_ONCE * (len - from))), *scores = q + heads * D;
         float *out = out_RHD + at * D, *lse = lse_RH + at;
-        for (int64_t i = 0; i < G * D; i++) q[i] = q_RHD[at * D + i] * scale;
+        for (int64_t i = 0; i < heads * D; i++) q[i] = q_RHD[at * D + i] * scale;
         int64_t g = 0;
-        switch (D) {
-        case 64: ATTEND(4) break;
-        case 128: ATTEND(8) break;
-        default:
-            for (; g < G; g++)
-                PASTE(attend_any, SUFFIX)(q + g * D, kv, table, from, len, block, head, K, D, scores,
-                                          out + g * D, lse + g);
+        if (sides == 2 && D == 64) {
+            ATTEND(64)
+        } else if (sides == 2 && D == 128) {
+            ATTEND(128)
+        } else if (D % 64 == 0) {
+            ATTEND(any)
         }
+        for (; g < heads; g++)
+            PASTE(attend_any, SUFFIX)(q + g * D, kv, table, from, len, block, head, K, D, sides, scores,
+                                      out + g * D, lse + g);
     }
 }
 
@@ -299,3 +331,4 @@ API void PASTE(attend_paged, SUFFIX)(const float *restrict q_RHD, const S *restr
 #undef CALL
 #undef ATTEND
 #undef HEADS_AT_ONCE
+#undef HEADS_OF_TASK

@@ -213,6 +213,95 @@ INLINE void exponentials(float *restrict s, int64_t count, float *total, float *
     *lse = top + logf(*total);
 }
 
+/* ---- One token each of R requests through a gated delta rule; see isthmus/engine/linear for the formulas. ---- */
+
+/* The short convolution of one request's channels, silu of it, and its window moved on. taps: [W + 1, C]. */
+static void convolve_token(const float *restrict x, float *restrict window, const float *restrict taps,
+                           float *restrict out, int64_t C, int64_t W) {
+    for (int64_t c = 0; c < C; c++) out[c] = x[c] * taps[W * C + c];
+    for (int64_t w = 0; w < W; w++)
+        for (int64_t c = 0; c < C; c++) out[c] += window[w * C + c] * taps[w * C + c];
+    memmove(window, window + C, (size_t)((W - 1) * C) * sizeof(float));
+    memcpy(window + (W - 1) * C, x, (size_t)C * sizeof(float));
+    int64_t c = 0;
+    for (; c + LANES <= C; c += LANES) {
+        v16 g = load_f32(out + c);
+        *(v16u *)(out + c) = g / (1.f + exp_of(-g));
+    }
+    if (c < C) {
+        v16 g = load_some(out + c, C - c, 0.f);
+        g = g / (1.f + exp_of(-g));
+        memcpy(out + c, &g, (size_t)(C - c) * sizeof(float));
+    }
+}
+
+/* x to length `length`. */
+static void set_length(float *x, int64_t K, float length) {
+    float sum = 0.f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < K; i++) sum += x[i] * x[i];
+    float scale = length / sqrtf(sum + 1e-6f);
+    for (int64_t i = 0; i < K; i++) x[i] *= scale;
+}
+
+/* One head. decay: logarithms, one or K of them. Query and key read the decayed state in one pass over it; the query
+ * also reads what its own token writes. room: K + V floats. */
+static void delta_token(const float *restrict q, const float *restrict k, const float *restrict v,
+                        const float *restrict decay, int64_t decays, float beta, float *restrict state,
+                        float *restrict out, int64_t K, int64_t V, float *restrict room) {
+    float *factor = room, *seen = room + K, meet = 0.f;
+    for (int64_t i = 0; i < K; i++) {
+        factor[i] = decays == 1 && i ? factor[0] : expf(decay[i]);
+        meet += q[i] * k[i];
+    }
+    for (int64_t j = 0; j < V; j++) seen[j] = out[j] = 0.f;
+    for (int64_t i = 0; i < K; i++) {
+        float qi = q[i] * factor[i], ki = k[i] * factor[i];
+        const float *row = state + i * V;
+#pragma omp simd
+        for (int64_t j = 0; j < V; j++) {
+            seen[j] += ki * row[j];
+            out[j] += qi * row[j];
+        }
+    }
+    for (int64_t j = 0; j < V; j++) {
+        seen[j] = (v[j] - seen[j]) * beta; /* from here on what the token writes */
+        out[j] += meet * seen[j];
+    }
+    for (int64_t i = 0; i < K; i++) {
+        float *row = state + i * V;
+#pragma omp simd
+        for (int64_t j = 0; j < V; j++) row[j] = row[j] * factor[i] + k[i] * seen[j];
+    }
+}
+
+/* qkv: [R, C], C = 2 J K + H V; decay: [R, H, decays]; beta: [R, H]; out: [R, H, V]. The windows [W, C] and states
+ * [H, K, V] of request r lie at slots[r] times their strides. */
+API void delta_step(const float *restrict qkv, const float *restrict decay, const float *restrict beta,
+                    float *windows, float *states, const int64_t *restrict slots, const float *restrict taps,
+                    float *restrict out, int64_t window_stride, int64_t state_stride, int64_t R, int64_t H,
+                    int64_t J, int64_t K, int64_t V, int64_t W, int64_t decays) {
+    int64_t C = 2 * J * K + H * V;
+    float *inputs = malloc((size_t)(R * C) * sizeof(float));
+    if (!inputs) abort();
+#pragma omp parallel for if (R * C > 16384)
+    for (int64_t r = 0; r < R; r++) {
+        float *x = inputs + r * C;
+        convolve_token(qkv + r * C, windows + slots[r] * window_stride, taps, x, C, W);
+        for (int64_t j = 0; j < J; j++) set_length(x + j * K, K, 1.f / sqrtf((float)K));
+        for (int64_t j = J; j < 2 * J; j++) set_length(x + j * K, K, 1.f);
+    }
+#pragma omp parallel for if (R * H * K * V > 32768)
+    for (int64_t task = 0; task < R * H; task++) {
+        int64_t r = task / H, h = task % H, j = h / (H / J);
+        const float *x = inputs + r * C;
+        delta_token(x + j * K, x + (J + j) * K, x + 2 * J * K + h * V, decay + task * decays, decays, beta[task],
+                    states + slots[r] * state_stride + h * K * V, out + task * V, K, V,
+                    scratch_of((size_t)(K + V)));
+    }
+    free(inputs);
+}
+
 #define S float
 #define S_F32 f32_of_f32
 #define S_OF f32_to_f32

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from isthmus.config import cache_dir
+from isthmus.engine.kernels.plain import each_expert
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +43,13 @@ _ARGUMENTS = {
     "add_rms_norm": (_P, _P, _P, _P, _I, _I, _F),
     "silu_mul": (_P, _P, _I, _I),
     "copy_slices": (_P, _P, _P, _P, _I, _I),
+    "delta_step": (_P,) * 8 + (_I,) * 9,
 }
 _STORED_ARGUMENTS = {
     "linear": (_P, _P, _P, _P, _I, _I, _I),
+    "expert_mlps": (_P, _P, _P, _P, _P, _I, _I, _I),
     "rope_store": (_P, _P, _P, _P, _P, _P, _F, _P, _P, _I, _I, _I, _I),
-    "attend_paged": (_P, _P, _P, _I, _P, _P, _P, _I, _I, _I, _I, _I, _I, _F),
+    "attend_paged": (_P, _P, _P, _I, _P, _P, _P, _I, _I, _I, _I, _I, _I, _I, _F),
 }
 
 
@@ -167,6 +170,26 @@ class NativeKernels:
         self._functions["silu_mul", None](_pointer(gate_up_T2N), _pointer(out), rows, width)
         return out
 
+    def expert_mlps(
+        self, x_PN: Tensor, counts: Sequence[int], gate_up_E2IN: Tensor, down_ENI: Tensor
+    ) -> Tensor:
+        if max(counts) > SKINNY_ROWS:
+            return each_expert(self, x_PN, counts, gate_up_E2IN, down_ENI)
+        assert sum(counts) == len(x_PN), "each row has its expert"
+        out, numbers = torch.empty_like(x_PN), np.asarray(counts, np.int64)
+        num_experts, width, inner = down_ENI.shape
+        self._functions["expert_mlps", down_ENI.dtype](
+            _pointer(x_PN),
+            numbers.ctypes.data,
+            _pointer(gate_up_E2IN),
+            _pointer(down_ENI),
+            _pointer(out),
+            num_experts,
+            width,
+            inner,
+        )
+        return out
+
     def rope_store(
         self,
         qkv: Tensor,
@@ -201,7 +224,7 @@ class NativeKernels:
     def attend_paged(
         self,
         q_RHD: Tensor,
-        kv_S2KD: Tensor,
+        kv_SVKD: Tensor,
         tables_RB: Tensor,
         lens_R: Tensor,
         block_size: int,
@@ -211,9 +234,9 @@ class NativeKernels:
         rows, num_heads, head_dim = q_RHD.shape
         out = torch.empty_like(q_RHD)
         lse = torch.empty(rows, num_heads)
-        self._functions["attend_paged", kv_S2KD.dtype](
+        self._functions["attend_paged", kv_SVKD.dtype](
             _pointer(q_RHD),
-            _pointer(kv_S2KD),
+            _pointer(kv_SVKD),
             _pointer(tables_RB),
             tables_RB.shape[1],
             _pointer(lens_R),
@@ -221,13 +244,51 @@ class NativeKernels:
             _pointer(lse),
             rows,
             num_heads,
-            kv_S2KD.shape[2],
+            kv_SVKD.shape[2],
             head_dim,
+            kv_SVKD.shape[1],
             block_size,
             window,
             scale,
         )
         return out, lse
+
+    def delta_step(
+        self,
+        qkv_RC: Tensor,
+        decay_RH1: Tensor,
+        beta_RH: Tensor,
+        windows_SWC: Tensor,
+        states_SHKV: Tensor,
+        slots_R: Tensor,
+        taps_WC: Tensor,
+    ) -> Tensor:
+        _, heads, key_dim, value_dim = states_SHKV.shape
+        rows, channels = qkv_RC.shape
+        out = torch.empty(rows, heads, value_dim)
+        # Dense copies must live until the call returns.
+        qkv, decay, beta = (x.contiguous() for x in (qkv_RC, decay_RH1, beta_RH))
+        assert windows_SWC[0].is_contiguous() and states_SHKV[0].is_contiguous(), "each slot is dense"
+        self._functions["delta_step", None](
+            _pointer(qkv),
+            _pointer(decay),
+            _pointer(beta),
+            windows_SWC.data_ptr(),
+            states_SHKV.data_ptr(),
+            _pointer(slots_R),
+            _pointer(taps_WC),
+            _pointer(out),
+            windows_SWC.stride(0),
+            states_SHKV.stride(0),
+            rows,
+            heads,
+            (channels - heads * value_dim) // (2 * key_dim),
+            key_dim,
+            value_dim,
+            windows_SWC.shape[1],
+            decay_RH1.shape[2],
+        )
+        return out
 
     def copy_slices(
         self, target: np.ndarray, targets: np.ndarray, source: np.ndarray, sources: np.ndarray, size: int

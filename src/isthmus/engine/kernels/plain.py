@@ -2,21 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import numpy as np
 import torch
 from torch import Tensor
 
-
-def _rotate(x_THD: Tensor, cos_sin_TD: Tensor) -> Tensor:
-    """Rotary embedding over two halves of each head; computed in float32."""
-    cos, sin = cos_sin_TD[:, None].float().chunk(2, dim=-1)
-    a, b = x_THD.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+from isthmus.engine.rope import rotate
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     scaled = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     return (scaled.to(x.dtype).float() * weight).to(x.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+class _Products(Protocol):
+    def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor: ...
+
+    def silu_mul(self, gate_up_T2N: Tensor) -> Tensor: ...
+
+
+def each_expert(
+    kernels: _Products, x_PN: Tensor, counts: Sequence[int], gate_up_E2IN: Tensor, down_ENI: Tensor
+) -> Tensor:
+    """`Kernels.expert_mlps` by two products for each expert that has rows."""
+    out, at = torch.empty_like(x_PN), 0
+    for expert, count in enumerate(counts):
+        if count:
+            inner = kernels.silu_mul(kernels.linear(x_PN[at : at + count], gate_up_E2IN[expert], None))
+            out[at : at + count] = kernels.linear(inner, down_ENI[expert], None)
+            at += count
+    return out
 
 
 class PlainKernels:
@@ -39,6 +60,11 @@ class PlainKernels:
         gate, up = gate_up_T2N.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 
+    def expert_mlps(
+        self, x_PN: Tensor, counts: Sequence[int], gate_up_E2IN: Tensor, down_ENI: Tensor
+    ) -> Tensor:
+        return each_expert(self, x_PN, counts, gate_up_E2IN, down_ENI)
+
     def rope_store(
         self,
         qkv: Tensor,
@@ -57,14 +83,14 @@ class PlainKernels:
         if q_norm_D is not None and k_norm_D is not None:
             q, k = _rms_norm(q, q_norm_D, eps), _rms_norm(k, k_norm_D, eps)
         angles = cos_sin[positions_T]
-        kv_S2KD[slots_T, 0] = _rotate(k, angles).to(qkv.dtype).to(kv_S2KD.dtype)
+        kv_S2KD[slots_T, 0] = rotate(k, angles).to(qkv.dtype).to(kv_S2KD.dtype)
         kv_S2KD[slots_T, 1] = v.to(kv_S2KD.dtype)
-        return _rotate(q, angles).to(qkv.dtype)
+        return rotate(q, angles).to(qkv.dtype)
 
     def attend_paged(
         self,
         q_RHD: Tensor,
-        kv_S2KD: Tensor,
+        kv_SVKD: Tensor,
         tables_RB: Tensor,
         lens_R: Tensor,
         block_size: int,
@@ -72,22 +98,52 @@ class PlainKernels:
         scale: float,
     ) -> tuple[Tensor, Tensor]:
         rows, num_heads, head_dim = q_RHD.shape
-        num_kv_heads = kv_S2KD.shape[2]
+        num_vectors, num_kv_heads = kv_SVKD.shape[1:3]
         longest = int(lens_R.max())
         offsets_L = torch.arange(longest, device=q_RHD.device)
         slots_RL = tables_RB.long()[:, offsets_L // block_size] * block_size + offsets_L % block_size
-        kv_RL2KD = kv_S2KD[slots_RL].float()
+        kv_RLVKD = kv_SVKD[slots_RL].float()
         q_RKGD = q_RHD.float().view(rows, num_kv_heads, -1, head_dim) * scale
-        scores = torch.einsum("rkgd,rlkd->rkgl", q_RKGD, kv_RL2KD[:, :, 0])
+        scores = torch.einsum("rkgd,rlkd->rkgl", q_RKGD, kv_RLVKD[:, :, 0])
         visible_RL = offsets_L < lens_R[:, None]
         if window:
             visible_RL &= offsets_L >= (lens_R - window)[:, None]
         scores.masked_fill_(~visible_RL[:, None, None], float("-inf"))
         lse = scores.logsumexp(-1)
         # A slot past the end may hold anything, NaN included, and 0 * NaN is NaN.
-        values = kv_RL2KD[:, :, 1].masked_fill(~visible_RL[:, :, None, None], 0.0)
+        values = kv_RLVKD[:, :, num_vectors - 1].masked_fill(~visible_RL[:, :, None, None], 0.0)
         out = torch.einsum("rkgl,rlkd->rkgd", (scores - lse[..., None]).exp(), values)
         return out.reshape(rows, num_heads, head_dim).to(q_RHD.dtype), lse.reshape(rows, num_heads)
+
+    def delta_step(
+        self,
+        qkv_RC: Tensor,
+        decay_RH1: Tensor,
+        beta_RH: Tensor,
+        windows_SWC: Tensor,
+        states_SHKV: Tensor,
+        slots_R: Tensor,
+        taps_WC: Tensor,
+    ) -> Tensor:
+        _, num_heads, key_dim, value_dim = states_SHKV.shape
+        inputs_RWC = torch.cat((windows_SWC[slots_R], qkv_RC.float()[:, None]), dim=1)
+        windows_SWC[slots_R] = inputs_RWC[:, 1:]
+        mixed_RC = torch.nn.functional.silu((inputs_RWC * taps_WC).sum(dim=1))
+        values = num_heads * value_dim
+        keys = (mixed_RC.shape[1] - values) // 2
+        q, k, v_RHV = (
+            part.unflatten(1, (-1, size))
+            for part, size in zip(
+                mixed_RC.split((keys, keys, values), dim=1), (key_dim, key_dim, value_dim), strict=True
+            )
+        )
+        group = num_heads * key_dim // keys
+        q_RHK, k_RHK = (_unit(x).repeat_interleave(group, dim=1) for x in (q, k))
+        states = states_SHKV[slots_R] * decay_RH1.exp()[..., None]
+        seen_RHV = torch.einsum("rhk,rhkv->rhv", k_RHK, states)
+        states += k_RHK[..., None] * ((v_RHV - seen_RHV) * beta_RH[..., None])[:, :, None]
+        states_SHKV[slots_R] = states
+        return torch.einsum("rhk,rhkv->rhv", q_RHK * key_dim**-0.5, states)
 
     def copy_slices(
         self, target: np.ndarray, targets: np.ndarray, source: np.ndarray, sources: np.ndarray, size: int

@@ -1,4 +1,8 @@
-"""Distributions of token counts, as a specification writes them: `1024`, `lognormal(p50=900,p99=8000)`."""
+"""Distributions of token counts, as a specification writes them: `1024`, `lognormal(p50=900,p99=8000)`.
+
+`max` cuts a tail off by making what is beyond it the largest value. `truncated_lognormal`, the paper's workload in
+Prefill-as-a-Service (arXiv 2604.15039, section 4), has no values beyond its limits instead: it is drawn again.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ import msgspec
 
 _CALL = re.compile(r"(\w+)\((.*)\)", re.DOTALL)
 _Z99 = 2.3263478740408408  # below it lie 99 % of a standard normal variable
+
+_LEAST_INSIDE = 0.01  # else drawing again would take long
 
 Draw = Callable[[random.Random], int]
 
@@ -34,6 +40,8 @@ def parse_lengths(text: str) -> Lengths:
         raise ValueError(f"no distribution {name!r}; known: {_KNOWN}")
     values = _values(name, inside)
     for names, make in _FORMS[name].items():
+        if "max" in names and set(names) == set(values):
+            return Lengths(make(*(values[each] for each in names)))
         if set(names) == set(values) - {"max"}:
             return _limited(make(*(values[each] for each in names)), values.get("max"))
     raise ValueError(f"{name} takes {_forms(name)}")
@@ -88,6 +96,30 @@ def _lognormal_of_quantiles(p50: float, p99: float) -> Draw:
     return lambda rng: max(1, round(rng.lognormvariate(mu, sigma)))
 
 
+def _truncated_lognormal(mu: float, sigma: float, low: float, high: float) -> Draw:
+    if not (1 <= low < high and sigma > 0) or low % 1 or high % 1:
+        raise ValueError(
+            f"truncated_lognormal: min={low:g}, max={high:g}, sigma={sigma:g} are not whole numbers with "
+            "1 <= min < max, and a sigma above 0"
+        )
+    inside = _normal_below((math.log(high) - mu) / sigma) - _normal_below((math.log(low) - mu) / sigma)
+    if inside < _LEAST_INSIDE:
+        raise ValueError(f"truncated_lognormal: only {inside:.2g} of it lies between min and max")
+
+    def draw(rng: random.Random) -> int:
+        while True:
+            value = rng.lognormvariate(mu, sigma)
+            if low <= value <= high:
+                return round(value)
+
+    return draw
+
+
+def _normal_below(z: float) -> float:
+    """Share of a standard normal variable below `z`."""
+    return (1.0 + math.erf(z / math.sqrt(2.0))) / 2.0
+
+
 def _limited(draw: Draw, most: float | None) -> Lengths:
     if most is None:
         return Lengths(draw)
@@ -97,17 +129,18 @@ def _limited(draw: Draw, most: float | None) -> Lengths:
     return Lengths(lambda rng: min(limit, draw(rng)))
 
 
-# Per distribution, the sets of names it can be given by; `max` may be added to each and cuts the tail off.
+# Per distribution, the sets of names it can be given by; `max` may be added to each without one and cuts the tail off.
 _FORMS: dict[str, dict[tuple[str, ...], Callable[..., Draw]]] = {
     "uniform": {("low", "high"): _uniform},
     "exponential": {("mean",): _exponential},
     "lognormal": {("mean", "sigma"): _lognormal, ("p50", "p99"): _lognormal_of_quantiles},
+    "truncated_lognormal": {("mu", "sigma", "min", "max"): _truncated_lognormal},
 }
 
 
 def _forms(name: str) -> str:
     forms = " or ".join(",".join(f"{each}=" for each in names) for names in _FORMS[name])
-    return f"{forms}, and max= if wanted"
+    return forms if "max=" in forms else f"{forms}, and max= if wanted"
 
 
 _KNOWN = ", ".join(

@@ -1,0 +1,311 @@
+"""A link between two clusters of one machine: a TCP proxy with the delay and the rate of a long path.
+
+No kernel module is needed, but then a connection here is two connections over loopback, and neither of them feels
+the delay. What bounds a real connection over a long path is that it may have only so many bytes on the way,
+`window` bytes in each round trip (an untuned kernel's is 4 MiB). So the proxy bounds exactly that: a byte counts as
+on the way from when it is taken in until one delay after it is handed on, as its acknowledgement would arrive.
+
+All connections of a direction share its rate. What it cannot carry soon is left with the senders, so no more than
+`BACKLOG_S` of it waits here, and connections that want more than there is get the same each.
+
+One thread, one process: `isthmus link`, started by the launcher, and a child of the benchmark `wan`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import selectors
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+CHUNK_BYTES = 4 << 10, 256 << 10
+"""Least and most that is taken in at once: as much as the link carries in `BACKLOG_S`, if between them."""
+TICK_S = 0.0003
+"""Looked at no more often: fewer and larger reads, for a delay that is up to this much longer."""
+BACKLOG_S = 0.03
+"""What may wait for its turn on the link, in time. Enough to keep it busy while this process waits for a processor."""
+CONNECT_S = 1.0
+RESET = struct.pack("ii", 1, 0)
+"""As SO_LINGER: closing a socket resets its connection."""
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """`delay_s`: of each direction; `rate`: bytes/s of each, shared by all connections, None: no bound; `window`: bytes
+    of one connection on the way. `jitter_s`: each chunk is late by up to this much, in order. The first connection
+    stands still, once, for `stall_s` after `stall_after` bytes."""
+
+    delay_s: float = 0.03
+    rate: float | None = None
+    window: int = 4 << 20
+    jitter_s: float = 0.0
+    stall_s: float = 0.0
+    stall_after: int = 0
+    seed: int = 0
+
+
+class Direction:
+    """One direction of the link: chunks leave one after another at its rate. `factor`: the share of its rate that it
+    has now; at 0 nothing more goes."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._rate, self._free_s = shape.rate, 0.0
+        self.factor = 1.0
+
+    def room_s(self) -> float | None:
+        """From when on it takes more in; None: not before it is restored."""
+        return self._free_s - BACKLOG_S if self.factor > 0 else None
+
+    def has_room(self, now_s: float) -> bool:
+        at_s = self.room_s()
+        return at_s is not None and at_s <= now_s
+
+    def leave_s(self, now_s: float, count: int) -> float:
+        """When the last of `count` bytes that arrive now has left."""
+        if self._rate is None:
+            return now_s
+        self._free_s = max(now_s, self._free_s) + count / (self._rate * self.factor)
+        return self._free_s
+
+
+class Lane:
+    """One direction of one connection. Bytes on the way lie in a ring as large as the window."""
+
+    def __init__(
+        self, shape: Shape, direction: Direction, source: socket.socket, target: socket.socket
+    ) -> None:
+        self._shape, self._direction, self.source, self.target = shape, direction, source, target
+        self._ring = memoryview(bytearray(shape.window))
+        self._taken = self._handed = self._acknowledged = 0  # bytes since the start
+        self._due: deque[tuple[float, int]] = deque()  # when the bytes up to this count are to be handed on
+        self._acknowledgements: deque[tuple[float, int]] = deque()
+        self._random = random.Random(shape.seed)
+        self._last_due_s = self._stalled_until_s = 0.0
+        least, most = CHUNK_BYTES
+        self._chunk_bytes = most if shape.rate is None else min(most, max(least, int(shape.rate * BACKLOG_S)))
+        self.stall_after: int | None = None
+        self.ended = False  # the source sends no more
+
+    @property
+    def has_room(self) -> bool:
+        return not self.ended and self._taken - self._acknowledged < self._shape.window
+
+    def wants_input(self, now_s: float) -> bool:
+        return self.has_room and self._direction.has_room(now_s)
+
+    def wants_output(self, now_s: float) -> bool:
+        return bool(self._due) and self._due[0][0] <= now_s and self._stalled_until_s <= now_s
+
+    @property
+    def finished(self) -> bool:
+        return self.ended and self._handed == self._taken
+
+    def next_s(self, now_s: float) -> float | None:
+        """When something is to be done again, if nothing arrives."""
+        times = [max(self._due[0][0], self._stalled_until_s)] if self._due else []
+        if self._acknowledgements:
+            times.append(self._acknowledgements[0][0])
+        room_s = self._direction.room_s()
+        if self.has_room and room_s is not None and room_s > now_s:
+            times.append(room_s)
+        return min(times, default=None)
+
+    def take(self, now_s: float) -> None:
+        """Takes in what the source has, as far as the window allows."""
+        window = self._shape.window
+        first = self._taken % window
+        room = min(self._chunk_bytes, window - (self._taken - self._acknowledged), window - first)
+        count = self.source.recv_into(self._ring[first : first + room])
+        if count == 0:
+            self.ended = True
+            return
+        self._taken += count
+        late_s = self._random.uniform(0, self._shape.jitter_s) if self._shape.jitter_s else 0.0
+        due_s = self._direction.leave_s(now_s, count) + self._shape.delay_s + late_s
+        self._last_due_s = max(self._last_due_s, due_s)  # what is late holds up what is behind it
+        self._due.append((self._last_due_s, self._taken))
+        if self.stall_after is not None and self._taken > self.stall_after:
+            self.stall_after, self._stalled_until_s = None, now_s + self._shape.stall_s
+
+    def hand_on(self, now_s: float) -> None:
+        """Hands on what is due, as far as the target takes it."""
+        while self._due and self._due[0][0] <= now_s:
+            first = self._handed % self._shape.window
+            count = min(self._due[0][1] - self._handed, self._shape.window - first)
+            try:
+                sent = self.target.send(self._ring[first : first + count])
+            except BlockingIOError:
+                return
+            self._handed += sent
+            self._acknowledgements.append((now_s + self._shape.delay_s, self._handed))
+            if self._handed == self._due[0][1]:
+                self._due.popleft()
+
+    def give_up(self) -> None:
+        """One end is gone: what is on the way goes nowhere."""
+        self.ended = True
+        self._due.clear()
+        self._taken = self._handed
+
+    def acknowledge(self, now_s: float) -> None:
+        while self._acknowledgements and self._acknowledgements[0][0] <= now_s:
+            self._acknowledged = self._acknowledgements.popleft()[1]
+
+
+class Port:
+    """Where one end of the link is entered. `towards`: which direction what is sent in takes, 0 or 1; `target`: where
+    connections lead, None: nowhere yet."""
+
+    def __init__(self, towards: int, target: tuple[str, int] | None = None) -> None:
+        self.towards, self.target = towards, target
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.socket.setblocking(False)
+
+    @property
+    def number(self) -> int:
+        return int(self.socket.getsockname()[1])
+
+
+class Proxy:
+    """Carries connections from `ports` to their targets, with a thread of its own."""
+
+    def __init__(self, shape: Shape, ports: list[Port]) -> None:
+        self._shape, self.ports = shape, ports
+        self._directions = Direction(shape), Direction(shape)
+        self._lanes: list[Lane] = []
+        self._turn = 0
+        self._is_cut = False
+        self._selector = selectors.DefaultSelector()
+        self._interest: dict[socket.socket, int] = {}
+        for port in ports:
+            self._selector.register(port.socket, selectors.EVENT_READ, port)
+
+    def point(self, number: int, target: tuple[str, int] | None) -> None:
+        """From now on connections to this port lead there."""
+        next(port for port in self.ports if port.number == number).target = target
+
+    def cut(self) -> None:
+        """Every connection is reset, and so is every new one."""
+        self._is_cut = True
+        for each in list(self._interest):
+            self._reset(each)
+        self._lanes.clear()
+
+    def slow(self, factor: float) -> None:
+        """Both directions have this share of their rate, of one without a bound only none (0) or all."""
+        for direction in self._directions:
+            direction.factor = factor
+
+    def restore(self) -> None:
+        self._is_cut = False
+        self.slow(1.0)
+
+    def watch(self, fileno: int, heard: Callable[[], bool]) -> None:
+        """`heard` is called when something can be read there; False ends the proxy."""
+        self._selector.register(fileno, selectors.EVENT_READ, heard)
+
+    def run(self) -> None:
+        while True:
+            now_s = time.monotonic()
+            times = [each for lane in self._lanes if (each := lane.next_s(now_s)) is not None]
+            wait_s = max(0.0, min(times) - now_s) if times else None
+            time.sleep(TICK_S if self._lanes else 0)
+            readable: set[socket.socket] = set()
+            entered: list[Port] = []
+            for key, events in self._selector.select(wait_s):
+                if isinstance(key.data, Port):
+                    entered.append(key.data)
+                elif key.data is not None:
+                    if not key.data():
+                        return
+                elif events & selectors.EVENT_READ:
+                    readable.add(key.fileobj)  # type: ignore[arg-type]
+            for port in entered:  # after all orders
+                self._accept(port)
+            now_s = time.monotonic()
+            self._turn += 1
+            for number in range(len(self._lanes)):
+                lane = self._lanes[(self._turn + number) % len(self._lanes)]
+                lane.acknowledge(now_s)
+                self._serve(lane, lane.source in readable, now_s)
+            self._forget_finished()
+            self._want(now_s)
+
+    def _accept(self, port: Port) -> None:
+        try:
+            near, _ = port.socket.accept()
+        except OSError:  # it went away before
+            return
+        if self._is_cut or port.target is None:
+            self._reset(near)
+            return
+        try:
+            far = socket.create_connection(port.target, CONNECT_S)
+        except OSError:
+            self._reset(near)
+            return
+        for each in (near, far):
+            each.setblocking(False)
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._interest[each] = 0
+        forth = Lane(self._shape, self._directions[port.towards], near, far)
+        back = Lane(self._shape, self._directions[1 - port.towards], far, near)
+        if not self._lanes and self._shape.stall_s:
+            forth.stall_after = self._shape.stall_after
+        self._lanes += [forth, back]
+
+    def _serve(self, lane: Lane, is_readable: bool, now_s: float) -> None:
+        try:
+            if lane.wants_output(now_s):
+                lane.hand_on(now_s)
+            if is_readable and lane.wants_input(now_s):
+                lane.take(now_s)
+        except BlockingIOError:
+            return
+        except OSError:  # reset by either end
+            lane.give_up()
+
+    def _forget_finished(self) -> None:
+        """Passes each end of a stream on; a connection is closed when both of its directions have ended."""
+        for lane in [lane for lane in self._lanes if lane.finished]:
+            self._lanes.remove(lane)
+            with contextlib.suppress(OSError):
+                lane.target.shutdown(socket.SHUT_WR)
+            if not any(other.source is lane.target for other in self._lanes):
+                self._close(lane.source)
+                self._close(lane.target)
+
+    def _reset(self, each: socket.socket) -> None:
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        self._close(each)
+
+    def _close(self, each: socket.socket) -> None:
+        if self._interest.pop(each, 0):
+            self._selector.unregister(each)
+        each.close()
+
+    def _want(self, now_s: float) -> None:
+        """Asks for exactly the events that can be used now: readable where there is room, writable where something is
+        due."""
+        wanted = dict.fromkeys(self._interest, 0)
+        for lane in self._lanes:
+            if lane.wants_input(now_s):
+                wanted[lane.source] |= selectors.EVENT_READ
+            if lane.wants_output(now_s):
+                wanted[lane.target] |= selectors.EVENT_WRITE
+        for each, events in wanted.items():
+            before = self._interest[each]
+            if events == before:
+                continue
+            if not events:
+                self._selector.unregister(each)
+            elif before:
+                self._selector.modify(each, events)
+            else:
+                self._selector.register(each, events)
+            self._interest[each] = events

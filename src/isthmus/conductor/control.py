@@ -1,0 +1,226 @@
+"""Short-term control of offloading: the threshold follows recent lengths and the state of the links.
+
+With every `Measured`, in this order:
+
+1. **Links.** A link that is down is not used, and its requests go elsewhere. It is used again once it was up for
+   `RETURN_NS`, twice as long after each further fall, up to `LONGEST_RETURN_NS`; `FORGIVEN_NS` up, and its falls are
+   forgotten. What it carries is measured: bytes sent over the time something was on its way. More than believed is
+   believed at once; less only where something was left waiting, half of the difference at a time, for otherwise the
+   sender was slow and not the link. A link believed to carry less than it should is tried again: after `QUIET_NS`
+   without congestion the belief grows by `GROWTH` a second. If it then falls again, the next wait is twice as long,
+   up to `LONGEST_QUIET_NS`.
+2. **Threshold.** Fixed, or solved for the latest prompts, nodes and the measured links, every `SOLVE_NS` and when one
+   of them changed. A fixed one is raised to the solved one while a link carries less than it should. Until enough
+   prompts were seen it is 0 and the guard of `offload` decides alone, which needs no lengths.
+3. **Congestion.** While more than `QUEUE_HIGH_S` of link time is waiting, or more than `LOSS_HIGH` of what is sent is
+   sent again, in two reports in a row, the threshold is raised by `STEP` every `HOLD_NS`, up to `LARGEST_BOOST`; after
+   `QUIET_NS` below `QUEUE_LOW_S` and `LOSS_LOW` it comes down as it went up. Too high a threshold costs more than too
+   low a one (by a fifth: a quarter of the requests against a twentieth), hence the bound.
+4. **Cache mode**, where it is `auto`: bandwidth is abundant while links are used less than `IDLE_SHARE`, and scarce
+   from `BUSY_SHARE` or congestion on.
+
+A new threshold is told when it differs by more than `DEAD_BAND` from the one in force, and `HOLD_NS` after the last,
+unless the other clusters went out of reach or came back. So it changes at most 60 s / `HOLD_NS` times a minute, and
+twice more for each time a link falls and returns, which `RETURN_NS` bounds.
+"""
+
+from __future__ import annotations
+
+from isthmus.conductor.capacity import Capacity
+from isthmus.conductor.copies import ClusterLink
+from isthmus.conductor.events import LinkState, Measured, ThresholdSet
+from isthmus.conductor.routing import Router
+from isthmus.conductor.rules import Rules
+from isthmus.conductor.view import ClusterView
+from isthmus.types import NS_PER_S
+
+RETURN_NS, LONGEST_RETURN_NS, FORGIVEN_NS = 5 * NS_PER_S, 160 * NS_PER_S, 300 * NS_PER_S
+QUIET_NS, LONGEST_QUIET_NS, GROWTH = 10 * NS_PER_S, 160 * NS_PER_S, 1.05
+QUEUE_HIGH_S, QUEUE_LOW_S = 1.0, 0.25
+LOSS_HIGH, LOSS_LOW = 0.02, 0.005
+SEGMENT_BYTES = 1448
+"""Of one TCP segment over Ethernet, with timestamps: what a retransmit sends again."""
+HOLD_NS, DEAD_BAND = 5 * NS_PER_S, 0.05
+LASTING_NS = 60 * NS_PER_S
+SOLVE_NS = 30 * NS_PER_S
+IDLE_SHARE, BUSY_SHARE, SHARE_MEMORY = 0.3, 0.6, 10.0
+"""The share is smoothed over about so many seconds."""
+ALMOST, RATE_BAND = 0.95, 0.1
+"""A link that carries this share of its nominal rate is as it should be. The threshold is solved again when the links
+together carry more or less by this share."""
+
+
+class LinkControl:
+    """What is known of one direction. `congested`, `share` (of its rate used), and what it does to the link itself."""
+
+    def __init__(self, link: ClusterLink) -> None:
+        self.link = link
+        self.congested = False
+        self.share = 0.0
+        self._bad_reports = self._falls = 0
+        self._good_since = self._up_since = 0
+        self._quiet_ns, self._grown = QUIET_NS, False
+
+    def availability(self, up: bool, now: int) -> None:
+        """Takes the link out of use at once, and back into use after a while."""
+        link = self.link
+        if not up:
+            if link.up:
+                link.up = False
+                self._falls = 1 if now - self._up_since >= FORGIVEN_NS else self._falls + 1
+            self._up_since = -1
+            return
+        if self._up_since < 0:
+            self._up_since = now
+        wait_ns = min(RETURN_NS << max(0, self._falls - 1), LONGEST_RETURN_NS)
+        if not link.up and now - self._up_since >= wait_ns:
+            link.up = True
+
+    def measured(self, state: LinkState, passed_ns: int, now: int) -> None:
+        link = self.link
+        link.rtt_ns = state.rtt_ns or link.rtt_ns
+        queue_s = state.queued_bytes / link.bytes_per_s
+        loss = state.retransmits * SEGMENT_BYTES / state.sent_bytes if state.sent_bytes else 0.0
+        self._judge(queue_s, loss, now)
+        if state.busy_ns * 10 >= passed_ns:  # long enough to measure by
+            self._learn(state.sent_bytes * NS_PER_S / state.busy_ns, waiting=queue_s > QUEUE_LOW_S)
+        if link.bytes_per_s < link.nominal and now - self._good_since >= self._quiet_ns:
+            grown = link.bytes_per_s * GROWTH ** (passed_ns / NS_PER_S)
+            link.bytes_per_s, self._grown = min(link.nominal, int(grown) + 1), True
+        link.lasting += (link.bytes_per_s - link.lasting) * min(1.0, passed_ns / LASTING_NS)
+        link.lasting = max(link.lasting, link.bytes_per_s)
+        used = state.sent_bytes * NS_PER_S / passed_ns / link.bytes_per_s
+        weight = min(1.0, passed_ns / NS_PER_S / SHARE_MEMORY)
+        self.share += (used - self.share) * weight
+
+    def _judge(self, queue_s: float, loss: float, now: int) -> None:
+        if queue_s > QUEUE_HIGH_S or loss > LOSS_HIGH:
+            self._bad_reports += 1
+            self._good_since = now
+            if self._bad_reports >= 2 and not self.congested:
+                self.congested = True
+                if self._grown:  # it was tried too early
+                    self._quiet_ns, self._grown = min(2 * self._quiet_ns, LONGEST_QUIET_NS), False
+            return
+        self._bad_reports = 0
+        if queue_s > QUEUE_LOW_S or loss > LOSS_LOW:
+            self._good_since = now
+        if now - self._good_since >= QUIET_NS:
+            self.congested = False
+
+    def _learn(self, rate: float, *, waiting: bool) -> None:
+        link = self.link
+        if rate >= link.bytes_per_s:
+            link.bytes_per_s = min(link.nominal, int(rate))
+        elif waiting:
+            link.bytes_per_s = max(1, int((link.bytes_per_s + rate) / 2))
+        if link.bytes_per_s >= ALMOST * link.nominal:
+            self._quiet_ns, self._grown = QUIET_NS, False
+
+
+class OffloadControl:
+    """Steers a router by what `Measured` reports. It sets `threshold`, `abundant` and `guards` there, and the links."""
+
+    def __init__(self, view: ClusterView, rules: Rules, router: Router, capacity: Capacity) -> None:
+        self._rules, self._router, self._capacity = rules, router, capacity
+        self._links = {pair: LinkControl(link) for pair, link in view.links.items()}
+        self._measured_ns = self._told_ns = -1
+        self._reachable = False
+        self._solved: tuple[int | None, str] = (None, "")
+        self._solved_for: tuple[int, int, float] = (0, 0, 0.0)
+        self._solved_ns = 0
+        router.threshold = 0 if rules.threshold is None or rules.priced else rules.threshold
+        router.guards = rules.control or rules.priced or rules.threshold is None
+
+    def measured(self, event: Measured, now: int) -> list[ThresholdSet]:
+        """Takes in the reports; returns the new threshold if there is one."""
+        if not self._links:
+            return []
+        passed_ns = now - self._measured_ns if 0 <= self._measured_ns < now else self._rules.period_ns
+        self._measured_ns = now
+        for state in event.links:
+            control = self._links.get((state.source, state.target))
+            if control is not None:
+                self._take_in(control, state, passed_ns, now)
+        if self._rules.cache_mode == "auto":
+            self._set_cache_mode()
+        return self._set_threshold(now)
+
+    def _take_in(self, control: LinkControl, state: LinkState, passed_ns: int, now: int) -> None:
+        if not self._rules.control:
+            control.link.up = state.up
+            return
+        control.availability(state.up, now)
+        if state.up:
+            control.measured(state, passed_ns, now)
+
+    def _set_cache_mode(self) -> None:
+        share = max(control.share for control in self._links.values())
+        if share > BUSY_SHARE or self._congested:
+            self._router.abundant = False
+        elif share < IDLE_SHARE:
+            self._router.abundant = True
+
+    @property
+    def _congested(self) -> bool:
+        return any(control.congested for control in self._links.values())
+
+    def _set_threshold(self, now: int) -> list[ThresholdSet]:
+        tokens, reason = self._best(now)
+        router = self._router
+        router.guards = (
+            self._rules.control
+            or self._rules.priced
+            or (self._rules.threshold is None and not self._capacity.knows_lengths)
+        )
+        reachable, before = bool(self._capacity.remote_nodes), self._reachable
+        self._reachable = reachable
+        first, soon = self._told_ns < 0, now - self._told_ns < HOLD_NS
+        if not first and (not _differ(router.threshold, tokens) or (soon and reachable == before)):
+            return []
+        router.threshold, self._told_ns = tokens, now
+        return [ThresholdSet(tokens, reason)]
+
+    def _best(self, now: int) -> tuple[int | None, str]:
+        """The threshold without congestion, and why."""
+        capacity, fixed = self._capacity, self._rules.threshold
+        if not capacity.remote_nodes:
+            return None, "no other cluster can be reached that prefills"
+        if not capacity.local_nodes:
+            return 0, "no node at home prefills"
+        if self._rules.priced:
+            return 0, "priced"
+        if fixed is not None and (not self._rules.control or self._links_are_well):
+            return fixed, "fixed"
+        if not capacity.knows_lengths:
+            return fixed or 0, "too few prompts were seen"
+        self._solve(now)
+        tokens, reason = self._solved
+        return (tokens if fixed is None or tokens is None else max(fixed, tokens)), reason
+
+    @property
+    def _links_are_well(self) -> bool:
+        return all(control.link.lasting >= ALMOST * control.link.nominal for control in self._links.values())
+
+    def _solve(self, now: int) -> None:
+        """Anew, if it is time or something changed."""
+        capacity = self._capacity
+        num_remote, num_local, egress = (
+            len(capacity.remote_nodes),
+            len(capacity.local_nodes),
+            capacity.egress,
+        )
+        known_remote, known_local, known_egress = self._solved_for
+        same = (num_remote, num_local) == (known_remote, known_local)
+        same = same and abs(egress - known_egress) <= RATE_BAND * known_egress
+        if same and now - self._solved_ns < SOLVE_NS:
+            return
+        found = capacity.threshold(num_local)
+        self._solved = found.tokens, f"{found.binds} binds at {found.rate:.3g} requests/s"
+        self._solved_for, self._solved_ns = (num_remote, num_local, egress), now
+
+
+def _differ(old: int | None, new: int | None) -> bool:
+    if old is None or new is None:
+        return old is not new
+    return abs(new - old) > DEAD_BAND * old

@@ -1,0 +1,64 @@
+"""Which cluster prefills a request (Prefill-as-a-Service, arXiv 2604.15039).
+
+A prompt is judged by its *uncached* tokens: more than the threshold are prefilled in another cluster, that many or
+fewer at home. What counts as cached depends on what is scarce:
+
+    scarce bandwidth    each cluster is judged by its own cache, and no cached prefix crosses
+    abundant bandwidth  the longest prefix counts wherever it lies, and is copied to the cluster that computes
+
+Beside the threshold, which balances capacity in the long run, stands a guard for the moment: a prompt that is long
+enough stays at home all the same where that costs less,
+
+    cost = TTFT + price * node time
+
+with the TTFT predicted from queues, caches and the link, and the price of the `isthmus` policy: by how much others
+wait longer for a second of node time in that cluster. When both clusters are idle the price is nothing and the sooner
+one wins; when both are busy the price weighs the time each would spend. With a threshold of 0 the guard decides alone.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """`offload`: prefill in the other cluster. `copy`: first bring the longer prefix over from where it lies."""
+
+    offload: bool
+    copy: bool = False
+
+
+def scarce(num_tokens: int, cached_home: int, cached_there: int, threshold: int | None) -> Decision:
+    """Of `num_tokens`, so many are cached at home and there. `threshold` None: nothing is offloaded."""
+    uncached = num_tokens - cached_home
+    return Decision(_exceeds(uncached, threshold))
+
+
+def abundant(num_tokens: int, cached_home: int, cached_there: int, threshold: int | None) -> Decision:
+    """As `scarce`. On ties nothing is copied."""
+    longest = max(cached_home, cached_there)
+    offload = _exceeds(num_tokens - longest, threshold)
+    own = cached_there if offload else cached_home
+    return Decision(offload, copy=own < longest)
+
+
+def _exceeds(uncached: int, threshold: int | None) -> bool:
+    return threshold is not None and uncached > threshold
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """What a prefill in one cluster would take: `ttft_ns` until its KV is where it decodes, `work_ns` of node time;
+    `price` of that time, see above."""
+
+    ttft_ns: float
+    work_ns: float
+    price: float
+
+    @property
+    def cost_ns(self) -> float:
+        return self.ttft_ns + self.price * self.work_ns
+
+
+def stays(home: Prediction, there: Prediction) -> bool:
+    """The guard: whether a prompt above the threshold is better off at home. Ties go where the threshold says."""
+    return home.cost_ns < there.cost_ns

@@ -1,0 +1,255 @@
+"""Where a request goes: the cluster it decodes in, the cluster that prefills it, and, by the policy, the nodes there.
+
+In one cluster only the last is a question. With several, a request's *home*, where it decodes, is the cluster with the
+longest cached prefix, of equals the one whose decode nodes are least loaded. `offload` says which cluster prefills,
+and the policy places within it. A cluster that cannot take the request, for it is down or too small, is passed over,
+home first. A further attempt, after a failure, is prefilled at home if any node there can.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from isthmus.conductor.estimates import Estimator, can_copy, least_sending, match
+from isthmus.conductor.events import Fetch, RequestArrived
+from isthmus.conductor.index import Levels, bits
+from isthmus.conductor.offload import Decision, Prediction, abundant, scarce, stays
+from isthmus.conductor.policies import FETCHING, POLICIES
+from isthmus.conductor.pools import Pool
+from isthmus.conductor.rules import Rules
+from isthmus.conductor.view import ClusterView, NodeView, Placement
+from isthmus.types import NS_PER_S, Role
+
+
+class Router:
+    """`threshold`, `abundant`, `guards`: see `offload`; whoever controls offloading sets them."""
+
+    def __init__(self, view: ClusterView, rules: Rules) -> None:
+        self._view, self._rules = view, rules
+        self._policy = POLICIES[rules.policy]
+        self.threshold = rules.threshold
+        self.abundant = rules.cache_mode == "abundant"
+        self.guards = False
+
+    def place(
+        self, request: RequestArrived, now: int, *, again: bool = False
+    ) -> tuple[Placement, Estimator] | None:
+        """Where a request goes, by what estimates; None when no node, or pair, can take it.
+
+        `again`: after a failure.
+        """
+        alone = self._view.alone
+        if alone is not None:
+            return self._within(request, alone, alone, now)
+        caches = _Caches(self._view, request)
+        for home in self._homes(request, caches):
+            for pool, foreign in self._order(request, home, caches, now, again):
+                found = self._within(request, home, pool, now, foreign)
+                if found is not None:
+                    return self._completed(found, home, caches)
+        return None
+
+    # Clusters.
+
+    def _homes(self, request: RequestArrived, caches: _Caches) -> list[Pool]:
+        """Clusters that can decode it, the best first."""
+        ranked = []
+        for at, pool in enumerate(self._view.pools.values()):
+            nodes = _that_fit(pool.decodes or pool.mixed, request)
+            if nodes:
+                least = min([_step_key(node, request.num_tokens) for node in nodes])
+                ranked.append((-caches.tokens(pool), least, at, pool))
+        return [pool for *_, pool in sorted(ranked)]
+
+    def _order(
+        self, request: RequestArrived, home: Pool, caches: _Caches, now: int, again: bool
+    ) -> Iterator[tuple[Pool, int]]:
+        """Clusters to prefill in, the chosen one first; each with the mask of nodes elsewhere to fetch from."""
+        predictions = {
+            pool: self._predict(request, home, pool, caches, now)
+            for pool in self._view.pools.values()
+            if pool is home or self._serves(pool, home)
+        }
+        others = [pool for pool in predictions if pool is not home and pool.prefills]
+        others.sort(key=lambda pool: predictions[pool].cost_ns)
+        if others and not again:
+            there = others[0]
+            decision = self._decide(request, caches.tokens(home), caches.tokens(there))
+            if decision.offload and self.guards and stays(predictions[home], predictions[there]):
+                decision = Decision(False, self.abundant and caches.tokens(home) < caches.tokens(there))
+            if decision.offload:
+                yield there, caches.longer_than(there) if decision.copy else 0
+                others = others[1:]
+            else:
+                yield home, caches.longer_than(home) if decision.copy else 0
+        yield home, 0
+        for pool in others:
+            yield pool, 0
+
+    def _decide(self, request: RequestArrived, home: int, there: int) -> Decision:
+        rule = abundant if self.abundant else scarce
+        return rule(request.num_tokens, home, there, self.threshold)
+
+    def _serves(self, pool: Pool, home: Pool) -> bool:
+        link = self._view.links.get((pool.name, home.name))
+        return link is not None and link.up
+
+    def _predict(
+        self, request: RequestArrived, home: Pool, pool: Pool, caches: _Caches, now: int
+    ) -> Prediction:
+        """On the node with the shortest queue, with what the cluster has cached."""
+        nodes = _that_fit(pool.prefills, request)
+        if not nodes:
+            return Prediction(math.inf, math.inf, 0.0)
+        waits = [max(0, node.free_ns - now) for node in nodes]
+        node, cached = nodes[waits.index(min(waits))], caches.tokens(pool)
+        work = node.cost.prefill_ns(request.num_tokens - cached, cached) * pool.calibration.ratio
+        price = pool.recent.rate(now) / len(waits) * (sum(waits) / len(waits)) / NS_PER_S
+        if node.role is Role.MIXED:
+            price += node.batch
+        ttft = min(waits) + work
+        if pool is not home:
+            link = self._view.links[pool.name, home.name]
+            sent = (request.num_tokens - caches.tokens(home)) * node.cost.kv_token_bytes + node.state_bytes
+            ttft = link.handed_over_ns(sent, node.state_bytes, ttft)
+        return Prediction(ttft, work, price)
+
+    # Nodes.
+
+    def _within(
+        self, request: RequestArrived, home: Pool, pool: Pool, now: int, foreign: int = 0
+    ) -> tuple[Placement, Estimator] | None:
+        """On nodes of `pool` to prefill and, unless one of them decodes as well, of `home` to decode."""
+        length = request.num_tokens + request.max_tokens  # a later attempt prefills what was generated as well
+        nodes, decodes = pool.prefills, home.decodes
+        if length > home.smallest_decode:
+            decodes = [node for node in decodes if node.capacity_tokens >= length]
+        if pool is not home and not decodes:
+            decodes = _that_fit(home.mixed, request)
+            if not decodes:
+                return None
+        if length > pool.smallest_prefill or (pool.has_prefill and not decodes):
+            nodes = [
+                node
+                for node in nodes
+                if node.capacity_tokens >= length and (decodes or node.role is Role.MIXED)
+            ]
+        if not nodes:
+            return None
+        estimator = Estimator(self._view, request, nodes, now, foreign)
+        placement = self._policy(estimator, self._rules)
+        placement.deepest = estimator.deepest
+        if request.max_tokens > 1 and (placement.prefill.role is Role.PREFILL or pool is not home):
+            placement.decode = _least_step(decodes, request.num_tokens)
+        return placement, estimator  # nothing is left to decode after one token: the KV need not move
+
+    def _completed(
+        self, found: tuple[Placement, Estimator], home: Pool, caches: _Caches
+    ) -> tuple[Placement, Estimator]:
+        """With what crosses between clusters, and what need not."""
+        placement, estimator = found
+        if estimator.foreign and self._rules.policy not in FETCHING:
+            placement = _copied(estimator, placement)
+        if placement.decode.pool is not placement.prefill.pool:
+            _recall(self._view, estimator.request, placement)
+        placement.uncached = estimator.num_tokens - caches.tokens(home)
+        if self.abundant:
+            placement.uncached = estimator.num_tokens - max(caches.by_pool.values())
+        return placement, estimator
+
+
+class _Caches:
+    """How many tokens of a prompt each cluster has cached, or will have. However many, the last one is computed."""
+
+    def __init__(self, view: ClusterView, request: RequestArrived) -> None:
+        self._view = view
+        pools = view.pools.values()
+        _, levels = match(view, request, sum([pool.prefill_mask | pool.lender_mask for pool in pools]))
+        self.by_pool = {
+            pool: min(
+                _deepest(levels, pool.prefill_mask | pool.lender_mask) * view.block_size, request.num_tokens - 1
+            )
+            for pool in pools
+        }
+
+    def tokens(self, pool: Pool) -> int:
+        return self.by_pool[pool]
+
+    def longer_than(self, pool: Pool) -> int:
+        """Mask of the nodes in linked clusters with a longer prefix than this one."""
+        mask = 0
+        for other, tokens in self.by_pool.items():
+            link = self._view.links.get((other.name, pool.name))
+            if tokens > self.by_pool[pool] and link is not None and link.up:
+                mask |= other.prefill_mask | other.lender_mask
+        return mask
+
+
+def _deepest(levels: Levels, nodes: int) -> int:
+    return max([depth for depth, group in levels if group & nodes], default=0)
+
+
+def _copied(estimator: Estimator, placement: Placement) -> Placement:
+    """The same node, with the longest prefix fetched from another cluster, for policies that never fetch."""
+    longest, holders = estimator.held[-1]
+    node = placement.prefill
+    source = least_sending(estimator, holders)
+    if longest <= placement.cached or not can_copy(source, node):
+        return placement
+    fetched = estimator.fetched(estimator.nodes.index(node), source, longest)
+    fetched.decode, fetched.deepest = placement.decode, placement.deepest
+    return fetched
+
+
+def _recall(view: ClusterView, request: RequestArrived, placement: Placement) -> None:
+    """Leaves out of the hand-over what the decode node has, or can get within its cluster.
+
+    Blocks of tokens alone are looked for: the recurrent state comes whole from the prefill node in any case.
+    """
+    decode = placement.decode
+    names = request.names[: (request.num_tokens - 1) // decode.block_size]
+    pool = decode.pool
+    levels, _ = view.index.match(names, pool.prefill_mask | pool.lender_mask | decode.bit)
+    own = _deepest(levels, decode.bit)
+    for depth, holders in reversed(levels):
+        if depth <= own:
+            break
+        nodes = [node for node in map(view.node_at, bits(holders)) if can_copy(node, decode)]
+        if nodes:
+            lender = min(nodes, key=lambda node: len(node.link_out.copies))
+            placement.lender, placement.handover_start = lender, depth
+            placement.recall = Fetch(lender.node, own, depth)
+            return
+    if own:
+        placement.handover_start, placement.recall = own, Fetch(decode.node, 0, own)
+
+
+def _that_fit(nodes: list[NodeView], request: RequestArrived) -> list[NodeView]:
+    length = request.num_tokens + request.max_tokens
+    return [node for node in nodes if node.capacity_tokens >= length]
+
+
+def _step_key(node: NodeView, num_tokens: int) -> tuple[bool, int, int]:
+    """Of decode nodes first those with a place and room for the prompt, then the one whose iterations would be
+    shortest, then, where they take the same time however many there are, the emptiest."""
+    batch, context = node.batch + 1, node.context + num_tokens
+    full = context > node.capacity_tokens or 0 < node.max_sequences < batch
+    fixed, slope = node.cost.decode_step_ps(batch)
+    return full, fixed + slope * context, batch
+
+
+def _least_step(nodes: list[NodeView], num_tokens: int) -> NodeView:
+    """The node whose iterations would be shortest with this request, if possible one with room for it.
+
+    Requests still in prefill or on their way count: they will be there.
+    """
+    best, best_key, best_batch, best_context = nodes[0], (True, math.inf, 0), 1 << 60, 1 << 60
+    for node in nodes:
+        batch, context = node.batch, node.context
+        if batch >= best_batch and context >= best_context and node.kind == best.kind and not best_key[0]:
+            continue  # cannot be better
+        key = _step_key(node, num_tokens)
+        if key < best_key:
+            best, best_key, best_batch, best_context = node, key, batch, context
+    return best

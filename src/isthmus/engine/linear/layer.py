@@ -1,0 +1,137 @@
+"""What both kinds of recurrent layer have in common: their sizes, their live states, and a run over tokens.
+
+Legend: T tokens, R rows (one token each of as many requests), N hidden size, H value heads, J key heads (each serves
+H / J value heads side by side), K key size, V value size, C = 2 J K + H V channels of the convolution, W taps less one,
+S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from isthmus.engine.kernels import Kernels
+from isthmus.engine.linear.conv import convolve, convolve_step
+from isthmus.engine.linear.rule import advance_rule, step_rule
+
+
+class Heads(msgspec.Struct, frozen=True):
+    """Sizes of a recurrent layer. `taps` of its convolution include the token itself."""
+
+    num_keys: int
+    num_values: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values of all heads, in this order."""
+        return 2 * self.num_keys * self.key_dim + self.num_values * self.value_dim
+
+    @property
+    def window_numbers(self) -> int:
+        return (self.taps - 1) * self.channels
+
+    @property
+    def state_numbers(self) -> int:
+        """Float32 numbers of one request's state in one layer: window, then matrices."""
+        return self.window_numbers + self.num_values * self.key_dim * self.value_dim
+
+
+class Recurrent(Protocol):
+    """What a layer of either kind offers. Weights named here are float32, but for `output_NM`, which is as stored."""
+
+    @property
+    def heads(self) -> Heads: ...
+
+    @property
+    def conv_KC(self) -> Tensor:
+        """Taps, oldest first."""
+
+    @property
+    def norm_V(self) -> Tensor: ...
+
+    @property
+    def eps(self) -> float: ...
+
+    @property
+    def output_NM(self) -> Tensor:
+        """Of the output projection; M = H V."""
+
+    def gate(self, gate_THV: Tensor) -> Tensor:
+        """What the normed output is multiplied with, of the gate's projection (float32)."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the tokens of a batch bring to a layer's recurrence. `decay_TH1` is the logarithm (0 or less) of what the
+    state is multiplied with before the token: `[T, H, 1]`, or `[T, H, K]` where every channel has its own."""
+
+    qkv_TC: Tensor
+    decay_TH1: Tensor
+    beta_TH: Tensor
+    gate_THV: Tensor
+
+    def __getitem__(self, tokens: slice) -> Inputs:
+        return Inputs(self.qkv_TC[tokens], self.decay_TH1[tokens], self.beta_TH[tokens], self.gate_THV[tokens])
+
+
+@dataclass(frozen=True)
+class State:
+    """The live states of a layer, by slot: two views of one float32 tensor `[S, state_numbers]`, each slot's bytes
+    contiguous. All zeros is the state before the first token."""
+
+    window_SWC: Tensor
+    matrix_SHKV: Tensor
+
+    @staticmethod
+    def of(live_SX: Tensor, heads: Heads) -> State:
+        window, matrix = live_SX.split(
+            (heads.window_numbers, heads.state_numbers - heads.window_numbers), dim=1
+        )
+        return State(
+            window.unflatten(1, (heads.taps - 1, heads.channels)),
+            matrix.unflatten(1, (heads.num_values, heads.key_dim, heads.value_dim)),
+        )
+
+
+def advance(layer: Recurrent, inputs: Inputs, state: State, slot: int) -> Tensor:
+    """Runs one or more tokens of one request through the recurrence, `[T, H, V]` float32; its live state moves on.
+
+    Cutting a run in two changes the result by no more than float32 rounding.
+    """
+    qkv_TC = convolve(inputs.qkv_TC, state.window_SWC[slot], layer.conv_KC)
+    q, k, v = _split(qkv_TC, layer.heads)
+    return advance_rule(q, k, v, inputs.decay_TH1, inputs.beta_TH, state.matrix_SHKV[slot])
+
+
+def step(layer: Recurrent, inputs: Inputs, state: State, slots_R: Tensor) -> Tensor:
+    """Runs one token each of R requests through the recurrence, `[R, H, V]` float32; their live states, at the
+    distinct slots `slots_R` (integers, on the device), move on."""
+    qkv_RC = convolve_step(inputs.qkv_TC, state.window_SWC, slots_R, layer.conv_KC)
+    q, k, v = _split(qkv_RC, layer.heads)
+    return step_rule(q, k, v, inputs.decay_TH1, inputs.beta_TH, state.matrix_SHKV, slots_R)
+
+
+def layer_output(layer: Recurrent, out_THV: Tensor, gate_THV: Tensor, kernels: Kernels) -> Tensor:
+    """`[T, N]` in the gate's type: each head normed, times the gate, through the output projection."""
+    scale = torch.rsqrt(out_THV.square().mean(-1, keepdim=True) + layer.eps)
+    gated = out_THV * scale * layer.norm_V * layer.gate(gate_THV.float())
+    return kernels.linear(gated.flatten(1).to(gate_THV.dtype), layer.output_NM, None)
+
+
+def _split(qkv_TC: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys `[T, J, K]` of length one (queries divided by sqrt(K)), values `[T, H, V]`."""
+    keys, values = heads.num_keys * heads.key_dim, heads.num_values * heads.value_dim
+    q, k, v = qkv_TC.split((keys, keys, values), dim=-1)
+    q, k = (_unit(x.unflatten(-1, (heads.num_keys, heads.key_dim))) for x in (q, k))
+    return q * heads.key_dim**-0.5, k, v.unflatten(-1, (heads.num_values, heads.value_dim))
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

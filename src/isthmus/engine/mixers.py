@@ -1,0 +1,284 @@
+"""What the tokens of a batch exchange: by attention over K and V of each head or over latent vectors, or by a recurrent
+state. One object a layer.
+
+Legend: T flat tokens, N hidden size, H query heads, D head size, L tokens of KV; of latent attention R rank, E shared
+numbers of a key, P its others, V numbers of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from isthmus.engine import linear
+from isthmus.engine.attention import Part, merge, partial
+from isthmus.engine.batch import Batch, Prefill
+from isthmus.engine.interface import BeforeLayer, OnLayer, runs_of
+from isthmus.engine.kernels import Kernels
+from isthmus.engine.kv import KVMemory
+from isthmus.engine.layers import AttentionWeights, LatentWeights
+from isthmus.engine.linear import gdn, kda
+from isthmus.engine.rope import rotate
+from isthmus.engine.shapes import Attention, LatentAttention
+
+MAX_PARTS = 8
+"""More pieces of KV than this are gathered into one: each part costs a call."""
+EXPANDED_TOKENS = 4096
+"""Tokens whose K and V are projected from latent vectors at once: with many heads they are a hundred times larger."""
+LATENT_EPS = 1e-6
+"""Of the norms inside latent attention, whatever the model's other norms have."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A batch on its way through the layers; KV layers say when they touch their KV and when it is in place."""
+
+    batch: Batch
+    memory: KVMemory
+    on_layer: OnLayer | None = None
+    before_layer: BeforeLayer | None = None
+
+    def enter(self, layer: int) -> Tensor:
+        """The KV of a layer, once it may be read and written."""
+        if self.before_layer is not None:
+            self.before_layer(layer)
+        return self.memory.layers[layer]
+
+    def leave(self, layer: int) -> None:
+        """The batch's KV of a layer is in place."""
+        self.memory.written(layer)
+        if self.on_layer is not None:
+            self.on_layer(layer)
+
+
+class Mixer(Protocol):
+    """The first half of a layer. `index`: which of the layers of its group (KV, or recurrent states) it is."""
+
+    def __call__(self, x_TN: Tensor, run: Pass) -> Tensor:
+        """`[T, N]`, from the normed hidden states."""
+
+
+@dataclass(frozen=True)
+class AttentionMixer:
+    """Attention over K and V. `cos_sin`: of the whole head (`rope.padded`)."""
+
+    index: int
+    shape: Attention
+    weights: AttentionWeights
+    kernels: Kernels
+    cos_sin: Tensor
+    eps: float
+
+    def __call__(self, x_TN: Tensor, run: Pass) -> Tensor:
+        weights, shape, batch, kernels = self.weights, self.shape, run.batch, self.kernels
+        qkv = kernels.linear(x_TN, weights.qkv.weight, weights.qkv.bias)
+        kv = run.enter(self.index)
+        q_THD = kernels.rope_store(
+            qkv,
+            batch.positions_T,
+            batch.slots_T,
+            self.cos_sin,
+            weights.q_norm,
+            weights.k_norm,
+            self.eps,
+            kv,
+            shape.num_heads,
+        )
+        out = attend(q_THD, kv, batch, kernels, window=shape.window, scale=shape.head_dim**-0.5)
+        out = out.reshape(batch.num_tokens, -1)
+        if weights.gate is not None:
+            out = out * kernels.linear(x_TN, weights.gate.weight, weights.gate.bias).sigmoid()
+        y_TN = kernels.linear(out, weights.output.weight, weights.output.bias)
+        run.leave(self.index)
+        return y_TN
+
+
+@dataclass(frozen=True)
+class LatentMixer:
+    """Multi-head latent attention. Only the latent vector of a token is kept, and the E numbers all heads share.
+
+    Two forms of one sum: *absorbed*, where queries are brought into the latent space and all heads read the kept
+    vectors as they are (one KV head whose V is its K); *expanded*, where K and V of each head are projected from them
+    first. The second does less work for long chunks, the first for few tokens.
+    """
+
+    index: int
+    shape: LatentAttention
+    weights: LatentWeights
+    kernels: Kernels
+    cos_sin: Tensor | None
+
+    def __call__(self, x_TN: Tensor, run: Pass) -> Tensor:
+        weights, batch = self.weights, run.batch
+        q_THD, kept_TD = self._queries(x_TN), self._kept(x_TN)
+        if self.cos_sin is not None:
+            self._rotate(q_THD, kept_TD, self.cos_sin[batch.positions_T])
+        kv = run.enter(self.index)
+        kv[batch.slots_T, 0, 0] = kept_TD.to(kv.dtype)
+        out_THV = self._attend(q_THD, kv, batch)
+        y_TN = self.kernels.linear(out_THV.flatten(1), weights.output.weight, weights.output.bias)
+        run.leave(self.index)
+        return y_TN
+
+    def _queries(self, x_TN: Tensor) -> Tensor:
+        """`[T, H, P + E]`."""
+        weights, kernels = self.weights, self.kernels
+        if weights.query_down is not None and weights.query_norm is not None:
+            down = kernels.linear(x_TN, weights.query_down.weight, weights.query_down.bias)
+            x_TN = kernels.add_rms_norm(down, None, weights.query_norm, LATENT_EPS)
+        q = kernels.linear(x_TN, weights.query.weight, weights.query.bias)
+        return q.unflatten(1, (self.shape.num_heads, -1))
+
+    def _kept(self, x_TN: Tensor) -> Tensor:
+        """`[T, R + E]`, the latent part normed."""
+        weights, rank = self.weights, self.shape.rank
+        kept = self.kernels.linear(x_TN, weights.down.weight, weights.down.bias)
+        latent = kept[:, :rank].contiguous()
+        kept[:, :rank] = self.kernels.add_rms_norm(latent, None, weights.norm, LATENT_EPS)
+        return kept
+
+    def _rotate(self, q_THD: Tensor, kept_TD: Tensor, angles_TE: Tensor) -> None:
+        """The E shared numbers of queries and keys, in place."""
+        for heads in (q_THD[..., self.shape.nope_dim :], kept_TD[:, None, self.shape.rank :]):
+            heads.copy_(rotate(heads, angles_TE))
+
+    def _attend(self, q_THD: Tensor, kv: Tensor, batch: Batch) -> Tensor:
+        """`[T, H, V]`."""
+        rows, scale = batch.num_rows, self.shape.scale
+        both = kv.expand(-1, 2, -1, -1)
+        outs = []
+        if rows:
+            out, _ = self.kernels.attend_paged(
+                self._absorb(q_THD[:rows]), kv, batch.tables_RB, batch.lens_R, batch.block_size, 0, scale
+            )
+            outs.append(self._values(out))
+        for chunk in batch.prefills:
+            q = q_THD[chunk.first : chunk.last]
+            if self._expands(chunk.last - chunk.first):
+                outs.append(self._attend_expanded(q, kv, chunk, batch.block_size))
+            else:
+                out = attend_chunk(self._absorb(q), both, chunk, batch.block_size, window=0, scale=scale)
+                outs.append(self._values(out))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def _absorb(self, q_THD: Tensor) -> Tensor:
+        """Queries in the latent space, `[T, H, R + E]`."""
+        own, shared = q_THD.split((self.shape.nope_dim, self.shape.rope_dim), dim=-1)
+        latent_HTR = torch.bmm(own.transpose(0, 1), self.weights.key_HPR.to(q_THD.dtype))
+        return torch.cat((latent_HTR.transpose(0, 1), shared), dim=-1)
+
+    def _values(self, out_THD: Tensor) -> Tensor:
+        """Values, `[T, H, V]`, from sums of kept vectors."""
+        latent_HTR = out_THD[..., : self.shape.rank].transpose(0, 1)
+        value_HRV = self.weights.value_HVR.to(out_THD.dtype).transpose(1, 2)
+        return torch.bmm(latent_HTR, value_HRV).transpose(0, 1)
+
+    def _expands(self, num_tokens: int) -> bool:
+        """Whether to expand each kept vector (R (P + V) products a head) costs less than it saves in the products of
+        each query with it (2 R + E instead of P + E + V)."""
+        shape = self.shape
+        saved = 2 * shape.rank - shape.nope_dim - shape.value_dim
+        fits = shape.value_dim <= shape.nope_dim + shape.rope_dim
+        return fits and num_tokens * saved > shape.rank * (shape.nope_dim + shape.value_dim)
+
+    def _attend_expanded(self, q_THD: Tensor, kv: Tensor, chunk: Prefill, block_size: int) -> Tensor:
+        """`[T, H, V]`, the KV before the chunk in pieces."""
+        parts: list[Part] = []
+        for start in range(0, chunk.start, EXPANDED_TOKENS):
+            runs = runs_of(chunk.blocks, block_size, start, min(start + EXPANDED_TOKENS, chunk.start))
+            parts.append(partial(q_THD, self._expand(kv, runs, q_THD.dtype), scale=self.shape.scale))
+        own = self._expand(kv, runs_of(chunk.blocks, block_size, chunk.start, chunk.stop), q_THD.dtype)
+        parts.append(partial(q_THD, own, scale=self.shape.scale, causal_from=0))
+        return merge(parts)[0][..., : self.shape.value_dim]
+
+    def _expand(self, kv: Tensor, runs: Iterable[tuple[int, int]], dtype: torch.dtype) -> Tensor:
+        """K and V `[L, 2, H, P + E]` of the tokens in these slots; the values, which are shorter, with zeros behind."""
+        shape, up = self.shape, self.weights.up
+        kept_LD = torch.cat([kv[first:last, 0, 0] for first, last in runs]).to(dtype)
+        latent, shared = kept_LD.split((shape.rank, shape.rope_dim), dim=1)
+        projected = self.kernels.linear(latent.contiguous(), up.weight, up.bias)
+        key, value = projected.unflatten(1, (shape.num_heads, -1)).split((shape.nope_dim, shape.value_dim), -1)
+        size = shape.nope_dim + shape.rope_dim
+        kv_L2HD = kept_LD.new_zeros(len(kept_LD), 2, shape.num_heads, size)
+        kv_L2HD[:, 0, :, : shape.nope_dim] = key
+        kv_L2HD[:, 0, :, shape.nope_dim :] = shared[:, None]
+        kv_L2HD[:, 1, :, : shape.value_dim] = value
+        return kv_L2HD
+
+
+@dataclass(frozen=True)
+class RecurrentMixer:
+    """A gated delta rule over the live states of the batch's requests (`states.Recurrence`)."""
+
+    index: int
+    weights: linear.GatedDeltaNet | linear.KimiDelta
+    kernels: Kernels
+
+    def __call__(self, x_TN: Tensor, run: Pass) -> Tensor:
+        weights, plan, kernels = self.weights, run.batch.recurrence, self.kernels
+        assert plan is not None, "a model with recurrent layers plans its batches' states"
+        if isinstance(weights, linear.GatedDeltaNet):
+            inputs = gdn.inputs(weights, x_TN, kernels)
+        else:
+            inputs = kda.inputs(weights, x_TN, kernels)
+        state, outs = plan.states.layers[self.index], []
+        if plan.num_steps:
+            first = inputs[: plan.num_steps]
+            outs.append(
+                kernels.delta_step(
+                    first.qkv_TC,
+                    first.decay_TH1,
+                    first.beta_TH,
+                    state.window_SWC,
+                    state.matrix_SHKV,
+                    plan.slots_R,
+                    weights.conv_KC,
+                )
+            )
+        for stretch in plan.stretches:
+            tokens = slice(stretch.first, stretch.last)
+            outs.append(linear.advance(weights, inputs[tokens], state, stretch.slot))
+            if stretch.snapshot is not None:
+                plan.states.take(stretch.snapshot, self.index, stretch.slot)
+        out_THV = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return linear.layer_output(weights, out_THV, inputs.gate_THV, kernels)
+
+
+def attend(q_THD: Tensor, kv: Tensor, batch: Batch, kernels: Kernels, *, window: int, scale: float) -> Tensor:
+    """Attention of a batch over a layer's KV, its own in place: `[T, H, D]`."""
+    rows, outs = batch.num_rows, list[Tensor]()
+    if rows:
+        out, _ = kernels.attend_paged(
+            q_THD[:rows], kv, batch.tables_RB, batch.lens_R, batch.block_size, window, scale
+        )
+        outs.append(out)
+    for chunk in batch.prefills:
+        q = q_THD[chunk.first : chunk.last]
+        outs.append(attend_chunk(q, kv, chunk, batch.block_size, window=window, scale=scale))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def attend_chunk(
+    q_THD: Tensor, kv: Tensor, chunk: Prefill, block_size: int, *, window: int, scale: float
+) -> Tensor:
+    """A chunk over the KV before it and itself: one part for each run of slots, merged."""
+
+    def pieces(start: int, stop: int) -> list[Tensor]:
+        found = [kv[first:last] for first, last in runs_of(chunk.blocks, block_size, start, stop)]
+        return found if len(found) <= MAX_PARTS else [torch.cat(found)]
+
+    def joined(start: int, stop: int) -> Tensor:
+        found = pieces(start, stop)
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    if window and chunk.stop > window:
+        low = max(0, chunk.start - window + 1)
+        keys = joined(low, chunk.stop)
+        return partial(q_THD, keys, scale=scale, causal_from=chunk.start - low, window=window)[0]
+    parts: list[Part] = [partial(q_THD, piece, scale=scale) for piece in pieces(0, chunk.start)]
+    parts.append(partial(q_THD, joined(chunk.start, chunk.stop), scale=scale, causal_from=0))
+    return merge(parts)[0]

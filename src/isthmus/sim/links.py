@@ -1,0 +1,164 @@
+"""The links of a deployment: of each node, of each cluster, and between clusters; and which of them KV crosses."""
+
+from __future__ import annotations
+
+from isthmus.conductor import LinkRule
+from isthmus.deploy import UNLIMITED
+from isthmus.sim.deployment import Deployment, NodeSpec
+from isthmus.sim.network import ROUNDING, Flow, Network
+from isthmus.sim.records import LinkRecord
+from isthmus.types import Role
+
+
+class Lane:
+    """A link that nothing else shares: one transfer after the other, so each one's end is known when it begins."""
+
+    __slots__ = ("_bytes_per_s", "_free_ns", "_record")
+
+    def __init__(self, record: LinkRecord) -> None:
+        self._record, self._bytes_per_s, self._free_ns = record, record.bytes_per_s, 0
+
+    def take(self, num_bytes: int, now: int) -> int:
+        """Moves so much after what is under way; returns when it has come."""
+        duration = int(num_bytes * 1e9 / self._bytes_per_s + ROUNDING)
+        begin = self._free_ns if self._free_ns > now else now
+        self._free_ns = begin + duration
+        self._record.bytes_moved += num_bytes
+        self._record.busy_ns += duration
+        return self._free_ns
+
+
+class NodeLinks:
+    """One node's links: their numbers in the network, or what nothing else shares.
+
+    `from_device`, `to_device`: what a hand-over crosses beside `handover_out` and `handover_in`, if anything.
+    """
+
+    __slots__ = (
+        "disk_read", "disk_write", "from_device", "handover_in", "handover_out", "load", "net_in", "net_out",
+        "to_device",
+    )  # fmt: skip
+
+    net_in: int
+    net_out: int
+    handover_in: int
+    handover_out: int
+    load: Lane
+    disk_read: int
+    disk_write: Lane
+
+    def __init__(self) -> None:
+        self.from_device: tuple[int, ...] = ()
+        self.to_device: tuple[int, ...] = ()
+
+
+class ClusterLink:
+    """One direction of a link between two clusters. `number`: in the network. `factor`: of its rate, that holds since
+    `since_ns`.
+
+    What arrives is there half a round trip after it has left: `latency_ns`.
+    """
+
+    __slots__ = ("factor", "latency_ns", "number", "record", "rule", "since_ns")
+
+    def __init__(self, rule: LinkRule, number: int, record: LinkRecord) -> None:
+        self.rule, self.number, self.record = rule, number, record
+        self.latency_ns = rule.rtt_ns // 2
+        self.factor, self.since_ns = 1.0, 0
+
+    @property
+    def ends(self) -> frozenset[str]:
+        return frozenset((self.rule.source, self.rule.target))
+
+
+class Wiring:
+    """All links. `between`: those between clusters, in the order of `Rules.links`."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self.network = Network()
+        self.between: list[ClusterLink] = []
+        self._deployment = deployment
+        self._records: list[LinkRecord] = []
+        self._numbers: list[tuple[int, LinkRecord]] = []  # of the links in the network
+        self._spines: dict[str, tuple[int, ...]] = {}
+        self._paths: dict[tuple[str, str], ClusterLink] = {}
+        for cluster in dict.fromkeys(spec.cluster for spec in deployment.nodes):
+            spine = f"{cluster} spine" if cluster else "spine"
+            limited = deployment.spine != UNLIMITED
+            self._spines[cluster] = (self._link(spine, "spine", deployment.spine),) if limited else ()
+        for rule in deployment.rules.links:
+            number = self._link(f"{rule.source} > {rule.target}", "cluster", rule.bytes_per_s)
+            link = ClusterLink(rule, number, self._records[-1])
+            self.between.append(link)
+            self._paths[rule.source, rule.target] = link
+
+    def connect(self, spec: NodeSpec) -> NodeLinks:
+        """The links of a node."""
+        rates, name, links = spec.rates, spec.node, NodeLinks()
+        links.net_in = links.handover_in = self._link(f"{name} in", "network", rates.network)
+        links.net_out = links.handover_out = self._link(f"{name} out", "network", rates.network)
+        changes = self._deployment.rules.convert  # then it needs the links of every role
+        decodes, loads = changes or spec.role is Role.DECODE, changes or spec.role is not Role.DECODE
+        to_device, from_device = f"{name} to device", f"{name} from device"
+        if rates.handover:
+            # From the device goes a hand-over alone, so it and the rail are one link, as wide as the narrower.
+            width = min(rates.handover, rates.memory)
+            links.handover_in = self._link(f"{name} handover in", "handover", rates.handover, width)
+            links.handover_out = self._link(f"{name} handover out", "handover", rates.handover, width)
+            self._same_link(from_device, rates.memory, links.handover_out)
+            if decodes:  # to its device comes nothing else
+                self._same_link(to_device, rates.memory, links.handover_in)
+        else:
+            memory = self._link(from_device, "memory", rates.memory, behind=links.handover_out)
+            links.from_device = (memory,)
+            if decodes:
+                memory = self._link(to_device, "memory", rates.memory, behind=links.handover_in)
+                links.to_device = (memory,)
+        if loads:  # to its device comes what it loads from its own memory
+            links.load = self._lane(f"{name} load" if decodes else to_device, "memory", rates.memory)
+        links.disk_read = self._link(f"{name} disk read", "disk", rates.disk_read)
+        links.disk_write = self._lane(f"{name} disk write", "disk", rates.disk_write)
+        return links
+
+    def crossing(self, source: NodeSpec, target: NodeSpec) -> ClusterLink | None:
+        """The link between the clusters of two nodes; None inside one."""
+        return None if source.cluster == target.cluster else self._paths[source.cluster, target.cluster]
+
+    def trunk(self, source: NodeSpec, target: NodeSpec) -> tuple[int, ...]:
+        """What lies between two nodes' own links."""
+        if source.cluster == target.cluster:
+            return self._spines[source.cluster]
+        link = self._paths[source.cluster, target.cluster]
+        return (*self._spines[source.cluster], link.number, *self._spines[target.cluster])
+
+    def set_factor(self, link: ClusterLink, factor: float, now: int) -> None:
+        """From now on the link has so much of its rate."""
+        link.factor, link.since_ns = factor, now
+        self.network.set_rate(link.number, link.rule.bytes_per_s * factor, now)
+
+    def flows_on(self, link: ClusterLink) -> list[Flow]:
+        """Transfers under way on a link, in order of start."""
+        return self.network.flows_on(link.number)
+
+    def records(self, now: int) -> list[LinkRecord]:
+        for number, link in self._numbers:
+            link.bytes_moved = self.network.bytes_moved(number, now)
+            link.busy_ns = self.network.busy_ns(number, now)
+        return self._records
+
+    def _link(self, name: str, kind: str, bytes_per_s: int, width: int = 0, behind: int | None = None) -> int:
+        """A link of the network, there `width` wide if that is given."""
+        number = self.network.add_link(name, width or bytes_per_s, behind)
+        self._same_link(name, bytes_per_s, number, kind)
+        return number
+
+    def _same_link(self, name: str, bytes_per_s: int, number: int, kind: str = "memory") -> None:
+        """Also a part of a link of the network: what crosses one crosses the other."""
+        self._numbers.append((number, self._record(name, kind, bytes_per_s)))
+
+    def _lane(self, name: str, kind: str, bytes_per_s: int) -> Lane:
+        return Lane(self._record(name, kind, bytes_per_s))
+
+    def _record(self, name: str, kind: str, bytes_per_s: int) -> LinkRecord:
+        self._records.append(LinkRecord(name, kind, bytes_per_s))
+        return self._records[-1]

@@ -1,0 +1,182 @@
+"""One node alone in virtual time: the real scheduler forms the batches, a given function says how long each takes.
+
+For questions about batches that need no cluster, and for times that are no cost model of a deployment, such as a
+table of somebody's measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+
+from isthmus.scheduler import (
+    Admitted,
+    Arrived,
+    Chunking,
+    CountingPool,
+    Limits,
+    Preempted,
+    Run,
+    Scheduler,
+    Stepped,
+    StepTime,
+)
+from isthmus.types import RequestId
+
+WHOLE = 1 << 30
+"""A token budget that no prompt exceeds: prompts are not cut."""
+_BLOCK = 16
+_PS_PER_NS = 1000
+
+
+class Batching(msgspec.Struct, frozen=True):
+    """What the node's scheduler may do; fields as of `scheduler.Limits`. `kv_tokens`: memory; `tbt_ms`: what it lets an
+    iteration with decodes take, as the step time says."""
+
+    token_budget: int
+    max_sequences: int
+    prompt_batch: int = WHOLE
+    partial_prefills: int = 1
+    kv_tokens: int = WHOLE
+    tbt_ms: int | None = None
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """A request: tokens of the prompt and of the answer, the first of which the prompt's last chunk gives."""
+
+    num_tokens: int
+    output_tokens: int
+    arrival_ns: int = 0
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """One iteration: what was asked of the step time, and the answer."""
+
+    chunks: tuple[tuple[int, int], ...]
+    num_decodes: int
+    context: int
+    took_ps: int
+
+
+class Served(msgspec.Struct, frozen=True):
+    """What happened. `batches` in order of time, which ended at `ends_ps`. Of each request, `admitted`: the batch in
+    which its prompt began; `first`: the one that gave its first token. No decode ever waits, so the other tokens came
+    from those that follow."""
+
+    requests: Sequence[Asked]
+    batches: list[Batch]
+    ends_ps: list[int]
+    admitted: list[int]
+    first: list[int]
+
+    @property
+    def worked_ps(self) -> int:
+        """The time of all batches; between them the node was idle."""
+        return sum([batch.took_ps for batch in self.batches])
+
+    def last(self, number: int) -> int:
+        """The batch that gave a request's last token."""
+        return self.first[number] + self.requests[number].output_tokens - 1
+
+    def ttft_ns(self) -> list[int]:
+        """Of each request, from its arrival."""
+        return [
+            self.ends_ps[first] // _PS_PER_NS - asked.arrival_ns
+            for first, asked in zip(self.first, self.requests, strict=True)
+        ]
+
+    def gaps_ns(self) -> list[int]:
+        """Between tokens, of all requests together."""
+        gaps: list[int] = []
+        for number, first in enumerate(self.first):
+            ends = self.ends_ps[first : self.last(number) + 1]
+            gaps += [(later - sooner) // _PS_PER_NS for sooner, later in pairwise(ends)]
+        return gaps
+
+
+def serve(requests: Sequence[Asked], step_ps: StepTime, batching: Batching) -> Served:
+    """Serves all requests, which are in order of arrival. No prefix is shared."""
+    node, now = OneNode(requests, batching, step_ps), 0
+    while not node.is_done:
+        if node.run is None:
+            now = max(now, node.next_arrival_ps)
+            node.arrive(now)
+        else:
+            took = node.took_ps()
+            now += took
+            node.step(took, now)
+    return node.served
+
+
+class OneNode:
+    """For drivers with a time of their own. `run`: the batch to execute next, None while nobody is here."""
+
+    def __init__(self, requests: Sequence[Asked], batching: Batching, step_ps: StepTime) -> None:
+        limits = Limits(
+            num_blocks=batching.kv_tokens // _BLOCK,
+            block_size=_BLOCK,
+            token_budget=batching.token_budget,
+            prompt_batch=batching.prompt_batch,
+            partial_prefills=batching.partial_prefills,
+            max_sequences=batching.max_sequences,
+            max_steps=1,
+        )
+        target = Chunking(batching.partial_prefills, batching.tbt_ms).target(step_ps)
+        self._scheduler = Scheduler(limits, None, CountingPool(limits.num_blocks), target)
+        self._step_ps = step_ps
+        nowhere = [-1] * len(requests)
+        self.served = Served(requests, [], [], nowhere, nowhere[:])
+        self.run: Run | None = None
+        self._ending: dict[int, list[RequestId]] = {}  # batch -> who gets the last token from it
+        self._arrived = self._num_decoding = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self.run is None and self._arrived == len(self.served.requests)
+
+    @property
+    def next_arrival_ps(self) -> int:
+        return self.served.requests[self._arrived].arrival_ns * _PS_PER_NS
+
+    def arrive(self, now_ps: int) -> None:
+        """Those that have come by now."""
+        requests = self.served.requests
+        while self._arrived < len(requests) and self.next_arrival_ps <= now_ps:
+            asked, name = requests[self._arrived], RequestId(str(self._arrived))
+            self._arrived += 1
+            self._tell(Arrived(name, asked.num_tokens, asked.num_tokens + asked.output_tokens), now_ps)
+
+    def took_ps(self) -> int:
+        """How long the batch takes, from first to last."""
+        assert self.run is not None
+        chunks = [(piece.count, piece.start) for piece in self.run.chunks]
+        return self._step_ps(chunks, self.run.num_decodes, self.run.context)
+
+    def step(self, took_ps: int, now_ps: int) -> None:
+        """The batch took so long and ends now; who came in the meantime is heard before that."""
+        run, served, number = self.run, self.served, len(self.served.batches)
+        assert run is not None and run.num_decodes == self._num_decoding, "a decode waits"
+        chunks = tuple([(piece.count, piece.start) for piece in run.chunks])
+        served.batches.append(Batch(chunks, run.num_decodes, run.context, took_ps))
+        served.ends_ps.append(now_ps)
+        self.arrive(now_ps)
+        for piece in run.chunks:
+            if piece.samples:
+                served.first[int(piece.request)] = number
+                self._ending.setdefault(served.last(int(piece.request)), []).append(piece.request)
+                self._num_decoding += 1
+        ended = tuple(self._ending.pop(number, ()))
+        self._num_decoding -= len(ended)
+        self.run = None
+        self._tell(Stepped(1, ended), now_ps)
+
+    def _tell(self, event: Arrived | Stepped, now_ps: int) -> None:
+        for action in self._scheduler.on(event, now_ps // _PS_PER_NS):
+            assert not isinstance(action, Preempted), "kv_tokens: too few; a prompt would be computed twice"
+            if isinstance(action, Run):
+                self.run = action
+            else:
+                assert isinstance(action, Admitted)
+                self.served.admitted[int(action.request)] = len(self.served.batches)

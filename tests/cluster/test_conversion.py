@@ -1,0 +1,75 @@
+"""A node that takes another role while the cluster serves: it goes on in place, with as many requests as the role has."""
+
+from __future__ import annotations
+
+import asyncio
+
+from isthmus.cluster.head import Head
+from isthmus.cluster.node import Node, NodeOptions, this_machine
+from isthmus.cluster.recorder import MemoryTape
+from isthmus.conductor import Convert, RoleChanged, Route
+from isthmus.config import Config
+from isthmus.cost import Curve, compile_cost
+from isthmus.deploy import rules_of
+from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of
+from isthmus.messenger import MemoryNetwork
+from isthmus.types import Job, ModelCard, NodeId, RequestId, Role, Sampling
+
+RECIPE = Recipe("model", layout_of(16), 1000)
+CURVE = Curve(kv_token_bytes=2048, num_layers=2, prefill_token_s=1e-6, decode_fixed_s=1e-5)
+ROLES = {"p-0": Role.PREFILL, "p-1": Role.PREFILL, "d-0": Role.DECODE}
+
+
+async def answer(head: Head, name: str, prompt: tuple[int, ...]) -> list[int]:
+    job = Job(RequestId(name), prompt, 10, Sampling(temperature=0.0))
+    return [generated.token async for batch in head.submit(job) for generated in batch]
+
+
+async def serve() -> tuple[MemoryTape, list[list[int]], Node, dict[NodeId, Role]]:
+    network, tape = MemoryNetwork(), MemoryTape()
+    card = ModelCard("model", 1000, 1000, created_s=0)
+    head = Head(
+        rules_of(Config()), card, token="t", silence_s=30, rejoin_s=30, recorder=tape, network=network
+    )
+    join = await head.open("127.0.0.1", 0)
+    nodes = {}
+    for name, role in ROLES.items():
+        options = NodeOptions(
+            node=NodeId(name),
+            role=role,
+            join=join,
+            token="t",
+            token_budget=64,
+            max_sequences=4,
+            transfer_s=30,
+            sequences_of={Role.PREFILL: 4, Role.DECODE: 2},
+        )
+        engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000)
+        nodes[name] = Node(engine, options, this_machine(network))
+    async with asyncio.TaskGroup() as group:
+        for node in nodes.values():
+            group.create_task(node.run())
+        await head.wait_for([NodeId(name) for name in ROLES])
+        answers = [await answer(head, f"before-{index}", PROMPTS[index]) for index in range(4)]
+        head._act(Convert(NodeId("p-1"), Role.DECODE), 0)
+        while not any(isinstance(entry.event, RoleChanged) for entry in tape.entries):
+            await asyncio.sleep(0.001)
+        roles = {node: role for node, (role, *_) in head.nodes().items()}
+        asked = [answer(head, f"after-{index}", PROMPTS[index]) for index in range(4)]
+        answers += await asyncio.gather(*asked)
+        await head.close()
+    return tape, answers, nodes["p-1"], roles
+
+
+PROMPTS = [tuple(range(start, start + 40 + start)) for start in (1, 60, 120, 180)]
+
+
+def test_a_converted_node_decodes() -> None:
+    tape, answers, node, roles = asyncio.run(asyncio.wait_for(serve(), 60))
+    assert answers == 2 * [expected_tokens(RECIPE, prompt, 10) for prompt in PROMPTS]
+    assert roles == {"p-0": Role.PREFILL, "p-1": Role.DECODE, "d-0": Role.DECODE}
+    assert node._scheduler.limits.max_sequences == 2
+    routes = [action for entry in tape.entries for action in entry.actions if isinstance(action, Route)]
+    before, after = routes[:4], routes[4:]
+    assert {route.prefill for route in before} == {"p-0", "p-1"} and {route.decode for route in before} == {"d-0"}
+    assert {route.prefill for route in after} == {"p-0"} and {route.decode for route in after} == {"p-1", "d-0"}

@@ -1,0 +1,176 @@
+"""Two clusters of processes and a link of real TCP between them: every token is checked, whatever the link does."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isthmus.cli.models import demo_folder
+from isthmus.engine.emulated import expected_tokens, recipe_of
+from tests.served import Served, command, node_pid, refused, serve
+
+CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 1e-5, "decode_fixed_s": 0.001}
+RECIPE = recipe_of(demo_folder(), demo_folder(), 16)
+SHORT, LONG = 100, 4000
+EAST = {"roles": {"prefill": 1, "decode": 1}}
+WEST = {"roles": {"prefill": 1}}
+
+
+def deployment(folder: Path, *, clusters: dict[str, Any] | None = None, gbps: float = 1.0, **sections: Any) -> str:
+    """A configuration file; more than 1,000 uncached tokens are prefilled in the other cluster."""
+    path = folder / "two.yaml"
+    values: dict[str, Any] = {
+        "clusters": clusters or {"east": EAST, "west": WEST},
+        "links": [{"between": ["west", "east"], "gbps": gbps, "rtt_ms": 10}],
+        "engine": {"kind": "emulated", "cost": CURVE, "kv_memory": "64MiB"},
+        "offload": {"threshold": 1000, "control": "none", "period_s": 0.1},
+        "cache": {"dram": "64MiB"},
+    }
+    path.write_text(json.dumps(values | sections))
+    return str(path)
+
+
+def prompt_of(seed: int, length: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(256) for _ in range(length)]
+
+
+def ask(served: Served, prompt: list[int], count: int = 20) -> int:
+    """Checks an answer; returns how many of its prompt's tokens were cached."""
+    found = served.complete(prompt, count, ignore_eos=True)
+    assert found["choices"][0]["token_ids"] == expected_tokens(RECIPE, prompt, count)
+    return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def offload(served: Served) -> dict[str, Any]:
+    return dict(served.http.get("/status").json()["offload"])
+
+
+def link(served: Served, source: str = "west") -> dict[str, Any]:
+    return next(each for each in offload(served)["links"] if each["source"] == source)
+
+
+def link_pid(served: Served) -> int:
+    return node_pid(served.children().values(), "west-east")
+
+
+def test_long_prompts_cross_the_link_and_short_ones_do_not(tmp_path: Path) -> None:
+    recording = tmp_path / "flight.jsonl"
+    path = deployment(tmp_path, record=str(recording))
+    with serve(tmp_path, "--config", path) as served:
+        assert ask(served, prompt_of(1, SHORT)) == 0
+        assert offload(served)["requests"] == 0 and offload(served)["threshold"] == 1000
+        long = prompt_of(2, LONG)
+        assert ask(served, long) == 0
+        assert offload(served)["requests"] == 1
+        assert ask(served, [*long, *prompt_of(3, 50)]) > LONG * 0.9, "the home has what was computed elsewhere"
+        assert offload(served)["requests"] == 1, "uncached tokens count, not all"
+        served.wait_until(
+            lambda: served.gauge("kv_bytes_out_total")["west-prefill-0"] == LONG * RECIPE.layout.token_bytes * 2,
+            "the KV that west sent",
+        )
+        served.wait_until(
+            lambda: link(served)["sent_bytes"] >= LONG * RECIPE.layout.token_bytes * 2, "bytes over the link"
+        )
+        served.wait_until(lambda: 10 <= (link(served)["rtt_ms"] or 0), "its round trip")
+        text = served.http.get("/metrics").text
+        assert "isthmus_requests_offloaded_total 1.0" in text
+        assert "isthmus_offload_threshold_tokens 1000.0" in text
+        assert re.search(r'isthmus_link_bytes_total{source="west",target="east"} \S+', text)
+    done = subprocess.run(command("replay", str(recording)), capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "identical decisions" in done.stdout, done.stdout + done.stderr
+    assert '"type":"Measured"' in recording.read_text()
+
+
+def test_a_link_that_is_cut_in_the_middle_of_transfers_fails_no_request(tmp_path: Path) -> None:
+    """Cut, and silent: what was on its way begins again at home. Restored, it is used again."""
+    path = deployment(tmp_path, gbps=0.001, limits={"link_s": 0.5})
+    prompts = [prompt_of(seed, LONG) for seed in range(4)]
+    size = LONG * RECIPE.layout.token_bytes * 2
+    with serve(tmp_path, "--config", path) as served, ThreadPoolExecutor(len(prompts)) as pool:
+        process = link_pid(served)
+        for stop, go_on in ((signal.SIGUSR1, signal.SIGUSR2), (signal.SIGSTOP, signal.SIGCONT)):
+            before = offload(served)["requests"]
+            received = served.gauge("kv_bytes_in_total")["east-decode-0"]
+            salted = [[*prompt_of(stop, 16), *prompt] for prompt in prompts]
+            answers = [pool.submit(ask, served, prompt) for prompt in salted]
+            served.wait_until(
+                lambda: served.gauge("kv_bytes_in_total")["east-decode-0"] > received + size // 8, "KV on its way"
+            )
+            os.kill(process, stop)
+            for answer in answers:
+                answer.result()
+            assert offload(served)["requests"] > before
+            served.wait_until(lambda: not link(served)["up"], "a link that is down")
+            cut = offload(served)["requests"]
+            ask(served, prompt_of(stop + 100, LONG))
+            assert offload(served)["requests"] == cut, "nothing goes over a link that is down"
+            os.kill(process, go_on)
+            served.wait_until(lambda: link(served)["up"], "the link is back")
+            served.wait_until(lambda: offload(served)["threshold"] == 1000, "offloading is on again")
+            ask(served, prompt_of(stop + 200, 1500))
+            assert offload(served)["requests"] == cut + 1
+        idle = served.gauge("kv_blocks")
+        served.wait_until(lambda: served.gauge("kv_blocks_available") == idle, "all KV memory given back")
+
+
+@pytest.mark.parametrize(
+    ("clusters", "complaint"),
+    [
+        ({"east": EAST, "west": {}, "north": WEST}, "clusters.north: its prefill nodes need decode nodes there or in"),
+        ({"east": WEST, "west": WEST}, "no request could be served"),
+    ],
+)
+def test_clusters_that_cannot_serve(clusters: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    code, line = refused("--config", deployment(tmp_path, clusters=clusters))
+    assert code != 0 and complaint in line
+
+
+def test_a_short_cut_that_sessions_outlive_costs_no_attempt(tmp_path: Path) -> None:
+    recording = tmp_path / "flight.jsonl"
+    path = deployment(tmp_path, gbps=0.001, network={"resume_s": 30}, record=str(recording))
+    with serve(tmp_path, "--config", path) as served, ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(ask, served, prompt_of(seed, LONG)) for seed in range(2)]
+        served.wait_until(lambda: served.gauge("kv_bytes_in_total")["east-decode-0"] > 1 << 14, "KV on its way")
+        os.kill(link_pid(served), signal.SIGUSR1)
+        os.kill(link_pid(served), signal.SIGUSR2)
+        for answer in answers:
+            answer.result()
+    assert '"attempt":1' in recording.read_text() and '"attempt":2' not in recording.read_text()
+
+
+def test_a_node_joins_a_cluster_by_hand(tmp_path: Path) -> None:
+    """It is reached over the link as those are that were there from the start."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    path = deployment(tmp_path, clusters={"east": EAST, "west": {}}, join_port=port, token="secret")
+
+    def joining(*arguments: str) -> list[str]:
+        return command("node", "--role", "prefill", "--join", f"127.0.0.1:{port}", "--config", path, *arguments)
+
+    with serve(tmp_path, "--config", path) as served:
+        ask(served, prompt_of(1, LONG))
+        assert offload(served)["requests"] == 0, "nobody is there to prefill it"
+        lost = subprocess.run(joining(), capture_output=True, text=True, check=False)
+        assert lost.returncode != 0 and "--cluster: give one of east, west" in lost.stderr
+        with subprocess.Popen(joining("--cluster", "west", "--name", "far")) as node:
+            served.wait_until(lambda: "far" in served.gauge("kv_blocks"), "the node that joined")
+            served.wait_until(lambda: offload(served)["threshold"] == 1000, "the threshold")
+            ask(served, prompt_of(2, LONG))
+            assert offload(served)["requests"] == 1
+            assert link(served)["up"]
+            node.terminate()
+            node.wait(30)
+        served.wait_until(lambda: "far" not in served.gauge("kv_blocks"), "the node that left")
+        ask(served, prompt_of(3, LONG))
+        assert offload(served)["requests"] == 1

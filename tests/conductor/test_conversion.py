@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isthmus.conductor import Convert, NodeLeft, RoleChanged, Rules
+from isthmus.types import NS_PER_S, NodeId, Role
+
+from .cluster import Cluster
+from .small_world import World, both_ways, case_study, prompts
+from .test_routing import two
+
+S = NS_PER_S
+P, D = Role.PREFILL, Role.DECODE
+
+
+def rules(**more: object) -> Rules:
+    values = {
+        "policy": "isthmus",
+        "convert": True,
+        "control": True,
+        "cool_down_s": 60.0,
+        "max_requests": 10_000,
+    }
+    return Rules(**{**values, **more})  # type: ignore[arg-type]
+
+
+def split(world: World) -> tuple[int, int]:
+    near = [node for node in world.conductor.view.nodes.values() if node.pool.name == "near"]
+    return sum(node.role is P for node in near), sum(node.role is D for node in near)
+
+
+def test_too_little_decode_gets_more_and_stays_so() -> None:
+    """6/2 bears 1.56 requests a second; 2.4 come: two nodes turn, and no more."""
+    world = case_study(rules(links=both_ways(100)), 6, 2)
+    world.run(prompts(2.4, 600), 600)
+    assert split(world) == (4, 4) and len(world.conversions) == 2
+    (first, _), (second, _) = world.conversions
+    assert second - first >= 60
+    last = world.thresholds[-1][1]
+    assert last is not None and last > 19_400  # four prefill nodes at home: more stays
+
+
+def test_too_little_prefill_gets_more_without_another_cluster() -> None:
+    world = case_study(rules(), 6, 6, 0)
+    world.run(prompts(1.9, 900), 900)
+    assert split(world) == (9, 3) and len(world.conversions) == 3
+
+
+def test_a_good_split_or_a_low_load_is_left_alone() -> None:
+    for num_prefill, num_decode, rate in ((3, 5, 2.6), (7, 1, 0.3), (1, 7, 0.5)):
+        world = case_study(rules(links=both_ways(100)), num_prefill, num_decode)
+        world.run(prompts(rate, 300), 300)
+        assert not world.conversions
+
+
+@settings(max_examples=6)
+@given(
+    st.lists(st.sampled_from([0.2, 0.6, 1.0, 1.4, 1.8]), min_size=3, max_size=3),
+    st.integers(0, 10),
+    st.integers(1, 3),
+)
+def test_random_loads_turn_nodes_no_faster_than_the_cool_down_and_settle(
+    loads: list[float], seed: int, num_prefill: int
+) -> None:
+    """Half of the case study's nodes. Each load lasts for 100 s, the last one goes on."""
+    world = case_study(rules(links=both_ways(100), cool_down_s=30.0), num_prefill, 4 - num_prefill, 2)
+    world.run(prompts(lambda at: loads[min(2, int(at / 100))], 500, seed), 500)
+    times = [at for at, _ in world.conversions]
+    assert all(later - at >= 30 for at, later in itertools.pairwise(times))
+    assert len([at for at in times if at > 350]) <= 1
+    assert min(split(world)) >= 1
+
+
+# Draining.
+
+
+def turning(name: str, *, near: str = "ppd", far: str = "p", policy: str = "least_loaded") -> Cluster:
+    """Two clusters in which one node drains."""
+    some = two(near=near, far=far, convert=True, policy=policy)
+    some.measures()  # the first threshold
+    some.conductor._conversion._begin(some.conductor.view.nodes[NodeId(name)])
+    return some
+
+
+def test_a_draining_node_finishes_and_gets_nothing_new() -> None:
+    some = two(near="ppd", convert=True, cool_down_s=10.0)
+    some.measures()
+    assert some.route("a", 10)[0] == "near-p1" and some.route("b", 10)[0] == "near-p2"
+    conversion, node = some.conductor._conversion, some.conductor.view.nodes[NodeId("near-p2")]
+    conversion._begin(node)
+    for number in range(4):
+        assert some.route(f"r{number}", 10)[0] == "near-p1"
+    assert not some.measures()
+    some.first_token("b")
+    assert not some.measures()  # its KV is still to go
+    some.finish_prefill("b")
+    assert some.measures() == [Convert(NodeId("near-p2"), D)]
+    assert not some.measures()  # asked once
+    assert some.route("s", 10)[0] == "near-p1"
+    some.convert("near-p2")
+    assert node.role is D and not node.draining
+    assert "near-p2" in {some.route(f"t{number}", 10)[1] for number in range(8)}
+    some.drain()
+
+
+def test_a_node_that_is_asked_for_its_cache_sends_it_first() -> None:
+    some = turning("near-p2", policy="mooncake")
+    some.store("near-p2", *range(1, 11))
+    (route,) = some.arrives("r", 41, names=tuple(range(1, 11)))
+    assert route.prefill == "near-p1" and route.fetch.source == "near-p2"  # type: ignore[union-attr]
+    assert not some.measures()
+    some.fetch_finished("r")
+    assert some.measures() == [Convert(NodeId("near-p2"), D)]
+    some.drain()
+
+
+def test_who_leaves_while_draining_is_forgotten() -> None:
+    some = turning("near-p2")
+    some.leave("near-p2")
+    assert not some.measures()
+    some.join("near-p2", P, cluster="near")
+    assert some.conductor.view.nodes[NodeId("near-p2")].draining is False
+    some.drain()
+
+
+def test_the_last_of_its_role_stays_what_it_is() -> None:
+    some = turning("near-p2")
+    some.leave("near-p1")
+    assert some.route("r", 10) == ("near-p2", "near-d1")
+    assert not some.measures()
+    some.drain()
+
+
+def test_a_node_that_turned_when_nothing_else_was_left_turns_back() -> None:
+    some = turning("near-p2", far="")
+    assert some.measures() == [Convert(NodeId("near-p2"), D)]
+    some.leave("near-p1")
+    some.convert("near-p2")
+    assert some.measures() == [Convert(NodeId("near-p2"), P)]
+    some.convert("near-p2")
+    assert some.route("r", 10) == ("near-p2", "near-d1")
+    some.drain()
+
+
+def test_events_of_unknown_nodes_do_nothing() -> None:
+    some = two(near="pd", convert=True)
+    assert some.on(NodeLeft(NodeId("nobody"))) == some.on(RoleChanged(NodeId("nobody"), D)) == []

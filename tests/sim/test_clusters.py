@@ -1,0 +1,147 @@
+"""Several clusters, recurrent states, faults, nodes that change roles: whatever happens, each request ends once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from isthmus.conductor import LinkRule, Rules
+from isthmus.deploy import Rates
+from isthmus.sim.deployment import Deployment, NodeSpec
+from isthmus.sim.faults import Faults, LinkFault, NodeFault
+from isthmus.sim.records import Result, Status
+from isthmus.sim.world import World
+from isthmus.types import NS_PER_MS, NS_PER_S, NodeId, Role
+
+from .cluster import CURVE, deployment
+from .test_world import shared_prompts
+
+HYBRID = msgspec.structs.replace(CURVE, state_bytes=40_000)  # three blocks of 16 tokens
+
+NOTHING = Faults()
+
+
+class Feature(msgspec.Struct, frozen=True):
+    """Two or three clusters of a few nodes, under some strain."""
+
+    roles: tuple[str, ...]  # of each cluster: p, d or m for each node
+    policy: str
+    hybrid: bool
+    threshold: int | None
+    cache_mode: str
+    control: bool
+    convert: bool
+    dram_blocks: int
+    kv_blocks: int
+    link: int
+    rtt_ms: int
+
+    def deployment(self, faults: Faults = NOTHING) -> Deployment:
+        names = [f"c{number}" for number in range(len(self.roles))]
+        links = tuple(
+            LinkRule(one, other, self.link, self.rtt_ms * NS_PER_MS)
+            for one in names
+            for other in names
+            if one != other
+        )
+        rules = Rules(
+            policy=self.policy,
+            max_requests=1000,
+            links=links if len(names) > 1 else (),
+            threshold=self.threshold,
+            cache_mode=self.cache_mode,
+            control=self.control,
+            convert=self.convert,
+            cool_down_s=0.5,
+            period_ns=NS_PER_S // 10,
+        )
+        limits: dict[str, Any] = {"token_budget": 96, "max_sequences": 12}
+        waits = {"link_ns": NS_PER_S // 5, "rejoin_ns": NS_PER_S}
+        return deployment(self._nodes(names), rules, faults=faults, **limits, **waits)
+
+    def _nodes(self, names: list[str]) -> list[NodeSpec]:
+        roles = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}
+        return [
+            NodeSpec(
+                NodeId(f"{cluster}-{number}"),
+                roles[letter],
+                HYBRID if self.hybrid else CURVE,
+                kv_blocks=self.kv_blocks,
+                dram_blocks=self.dram_blocks,
+                rates=Rates(network=10**7, memory=10**8),
+                cluster=cluster,
+            )
+            for cluster, letters in zip(names, self.roles, strict=True)
+            for number, letter in enumerate(letters)
+        ]
+
+
+FEATURES = st.builds(
+    Feature,
+    roles=st.sampled_from(
+        [("pp", "pddd"), ("p", "dd"), ("p", "pd", "pd"), ("m", "mm"), ("pmd", "ppd"), ("ppdd",)]
+    ),
+    policy=st.sampled_from(["isthmus", "isthmus", "least_loaded", "mooncake"]),
+    hybrid=st.booleans(),
+    threshold=st.sampled_from([None, 0, 60, 150]),
+    cache_mode=st.sampled_from(["scarce", "abundant", "auto"]),
+    control=st.booleans(),
+    convert=st.booleans(),
+    dram_blocks=st.sampled_from([0, 30, 300]),
+    kv_blocks=st.sampled_from([50, 300]),
+    link=st.sampled_from([10**6, 10**7]),
+    rtt_ms=st.sampled_from([0, 0, 20]),
+)
+
+TIMES = st.integers(0, 40).map(lambda tenths: tenths / 10)
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> Faults:
+    """Faults that may overlap, touch, and never end."""
+
+    def span() -> tuple[float, float]:
+        start = draw(TIMES)
+        return start, start + draw(st.sampled_from([0.1, 0.5, 2.0, float("inf")]))
+
+    links = [
+        LinkFault("c0", "c1", *span(), draw(st.sampled_from([0.0, 0.0, 0.3])))
+        for _ in range(draw(st.integers(0, 2)))
+    ]
+    names = st.sampled_from(["c0", "c1", "c0-0", "c1-0", "c1-1"])
+    nodes = [NodeFault(draw(names), *span()) for _ in range(draw(st.integers(0, 2)))]
+    return Faults(tuple(links), tuple(nodes))
+
+
+def assert_each_ends_once(result: Result) -> None:
+    for record in result.records:
+        assert record.status in (Status.COMPLETED, Status.REFUSED, Status.FAILED)
+        assert record.end_ns >= record.arrival_ns
+        if record.status is Status.COMPLETED:
+            times = (record.arrival_ns, record.prefill_start_ns, record.first_token_ns, record.end_ns)
+            assert list(times) == sorted(times)
+            assert record.stalled_ns <= record.first_token_ns - record.prefill_start_ns
+            assert (record.tbt_ns > 0) == (record.request.output_tokens > 1)
+
+
+@settings(max_examples=150, phases=(Phase.explicit, Phase.generate))
+@given(FEATURES, st.integers(0, 1000), st.sampled_from([0, 200, 3000]))
+def test_without_faults_every_request_completes(feature: Feature, seed: int, span_ms: int) -> None:
+    result = World(feature.deployment(), shared_prompts(seed, 30, span_ms), check=True).run()
+    assert_each_ends_once(result)
+    for record in result.records:
+        assert record.status is Status.COMPLETED or record.stage == "too_long"
+        if feature.dram_blocks:  # else what is to be recalled may be evicted from an engine's own memory meanwhile
+            assert record.attempts <= 1
+
+
+@settings(max_examples=150, phases=(Phase.explicit, Phase.generate))
+@given(FEATURES, scripts(), st.integers(0, 1000), st.sampled_from([200, 3000]))
+def test_whatever_fails_every_request_ends_once(
+    feature: Feature, faults: Faults, seed: int, span_ms: int
+) -> None:
+    result = World(feature.deployment(faults), shared_prompts(seed, 30, span_ms), check=True).run()
+    assert_each_ends_once(result)

@@ -9,7 +9,7 @@ import pytest
 
 from isthmus.conductor import Rules
 from isthmus.config import Config, load_config
-from isthmus.cost import Analytic, compile_cost
+from isthmus.cost import Analytic, Curve, compile_cost
 from isthmus.deploy import (
     at_home,
     chunking_of,
@@ -61,6 +61,7 @@ def test_every_rule_comes_from_the_configuration() -> None:
             "clusters": {"east": {"roles": {"prefill": 1}}, "west": {"roles": {"prefill": 1, "decode": 1}}},
             "links": [{"between": ["east", "west"], "gbps": 8, "rtt_ms": 30}],
             "offload.threshold": 100,
+            "offload.routing": "priced",
             "offload.cache": "abundant",
             "offload.control": "link",
             "offload.convert": "auto",
@@ -113,7 +114,7 @@ def test_a_curve_comes_from_a_file_beside_the_configuration(tmp_path: Path) -> N
     ("overrides", "complaint"),
     [
         ({}, "engine.cost or model"),
-        ({"engine.cost": {"kv_token_bytes": 1}}, "num_layers"),
+        ({"engine.cost": {"kv_token_bytes": 1, "prefill_token_s": 1}}, "num_layers"),
         ({"engine.cost": "nowhere.yaml"}, "nowhere.yaml: cannot be read"),
     ],
 )

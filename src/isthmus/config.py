@@ -129,7 +129,8 @@ class LinkConfig(_Section):
 
 
 class OffloadConfig(_Section):
-    """Which prompts another cluster prefills: those with more than `threshold` uncached tokens.
+    """Which prompts another cluster prefills: with `routing` `threshold` those with more than `threshold` uncached
+    tokens, with `priced` those that are cheaper there (predicted TTFT plus what the node time costs others).
 
     `auto` solves it, and again as lengths change. `cache`: what counts as cached there, `scarce` judges each cluster
     by its own cache, `abundant` by the best, copied over the link; `auto` decides by how busy the link is. `control`:
@@ -137,6 +138,7 @@ class OffloadConfig(_Section):
     `convert`: `auto` turns nodes between prefill and decode, one at a time, `cool_down_s` apart.
     """
 
+    routing: Literal["threshold", "priced"] = "threshold"
     threshold: Threshold = None
     cache: Literal["scarce", "abundant", "auto"] = "scarce"
     control: Literal["none", "link"] = "link"

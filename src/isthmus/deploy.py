@@ -50,6 +50,7 @@ def rules_of(config: Config) -> Rules:
         tbt_ms=config.slo.tbt_ms,
         links=links_of(config),
         threshold=config.offload.threshold,
+        priced=config.offload.routing == "priced",
         cache_mode=config.offload.cache,
         control=config.offload.control == "link",
         convert=config.offload.convert == "auto",

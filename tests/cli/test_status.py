@@ -21,8 +21,10 @@ from isthmus.cli.status_tables import _size, status_tables
 from isthmus.gateway.node_metrics import NODE_METRICS
 from isthmus.gateway.status import (
     CacheStatus,
+    LinkStatus,
     MemoryStatus,
     NodeStatus,
+    OffloadStatus,
     ReuseStatus,
     Status,
     TierStatus,
@@ -114,6 +116,18 @@ def test_what_moved_between_nodes() -> None:
     assert other.transfers.seal_mismatches == 4
     moved = text_of(replace(nodes=(NODE, other)))[2]
     assert rows_of(moved)[-1] == ["decode-0", "0", "5 MiB", "6 MiB", "7 MiB", "0", "4"]
+
+
+def test_links_between_clusters() -> None:
+    link = LinkStatus("west", "east", False, 3 << 20, 0.25, 1.0, 0, None)
+    offload = OffloadStatus(19400, "fixed", 3, 1200, 1, (link,))
+    table = text_of(replace(offload=offload))[-1]
+    said = " ".join(table.split())
+    assert "Links; prefilled in another cluster: more than 19,400 uncached tokens (fixed)" in said
+    assert "1,200 requests so far, threshold set 3 times, 1 nodes converted" in said
+    assert rows_of(table)[-1] == ["west", "east", "DOWN", "0.25", "1", "3 MiB", "0", "–"]
+    none = text_of(replace(offload=msgspec.structs.replace(offload, threshold=None)))[-1]
+    assert "nothing is prefilled in another cluster" in " ".join(none.split())
 
 
 def test_what_an_operator_should_see() -> None:

@@ -1,4 +1,4 @@
-"""A node that takes another role while the cluster serves: it goes on in place, with as many requests as the role has."""
+"""A node that takes another role while the cluster serves: it goes on in place, with the limits of its new role."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ async def answer(head: Head, name: str, prompt: tuple[int, ...]) -> list[int]:
 async def serve() -> tuple[MemoryTape, list[list[int]], Node, dict[NodeId, Role]]:
     network, tape = MemoryNetwork(), MemoryTape()
     card = ModelCard("model", 1000, 1000, created_s=0)
-    head = Head(
-        rules_of(Config()), card, token="t", silence_s=30, rejoin_s=30, recorder=tape, network=network
-    )
+    head = Head(rules_of(Config()), card, token="t", silence_s=30, rejoin_s=30, recorder=tape, network=network)
     join = await head.open("127.0.0.1", 0)
     nodes = {}
     for name, role in ROLES.items():
@@ -71,5 +69,7 @@ def test_a_converted_node_decodes() -> None:
     assert node._scheduler.limits.max_sequences == 2
     routes = [action for entry in tape.entries for action in entry.actions if isinstance(action, Route)]
     before, after = routes[:4], routes[4:]
-    assert {route.prefill for route in before} == {"p-0", "p-1"} and {route.decode for route in before} == {"d-0"}
+    assert {route.prefill for route in before} == {"p-0", "p-1"} and {route.decode for route in before} == {
+        "d-0"
+    }
     assert {route.prefill for route in after} == {"p-0"} and {route.decode for route in after} == {"p-1", "d-0"}

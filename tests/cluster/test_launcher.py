@@ -24,7 +24,9 @@ def config_of(clusters: dict[str, Any], links: list[Any] | None = None, **sectio
 
 
 def test_nodes_are_named_by_their_cluster_and_have_its_configuration() -> None:
-    config = config_of({"east": PAIR | {"hardware": "h20"}, "west": {"roles": {"prefill": {"count": 2, "pipeline": 2}}}})
+    config = config_of(
+        {"east": PAIR | {"hardware": "h20"}, "west": {"roles": {"prefill": {"count": 2, "pipeline": 2}}}}
+    )
     nodes = planned_nodes(config)
     assert [str(node.node) for node in nodes] == [
         "east-prefill-0",
@@ -34,7 +36,10 @@ def test_nodes_are_named_by_their_cluster_and_have_its_configuration() -> None:
     ]
     assert [node.cluster.name for node in nodes] == ["east", "east", "east", "west"]
     assert [node.cluster.config.engine.hardware for node in nodes] == ["h20", "h20", "h20", None]
-    assert [process.name for process in planned_processes(config)][-2:] == ["west-prefill-0", "west-prefill-0.1"]
+    assert [process.name for process in planned_processes(config)][-2:] == [
+        "west-prefill-0",
+        "west-prefill-0.1",
+    ]
 
 
 def test_without_clusters_names_are_as_they_were() -> None:
@@ -72,7 +77,10 @@ def test_a_cluster_may_leave_a_part_to_those_it_is_linked_to(clusters: dict[str,
             ),
             "roles.prefill.pipeline: offload.convert turns no pipeline groups",
         ),
-        (Config.model_validate({"roles": {"decode": 0, "mixed": 1}}), "prefill nodes need at least one node of the other kind"),
+        (
+            Config.model_validate({"roles": {"decode": 0, "mixed": 1}}),
+            "prefill nodes need at least one node of the other kind",
+        ),
     ],
 )
 def test_what_can_serve_nothing_is_refused(config: Config, complaint: str) -> None:

@@ -13,38 +13,41 @@ ONE, TWO, FAR = NodeId("west-1"), NodeId("west-2"), NodeId("east-1")
 
 def test_counters_add_up_and_are_told_once() -> None:
     measures = Measures(LINKS)
-    measures.take(0)
-    measures.heard(ONE, "west", [Crossing("east", True, 100, 40, 7, 2, 30)])
-    measures.heard(TWO, "west", [Crossing("east", True, 50, 60, 3, 1, 25)])
-    measures.heard(ONE, "west", [Crossing("east", True, 300, 90, 0, 2, 28)])
-    there, back = measures.take(NS_PER_S)
+    measures.take()
+    measures.heard(ONE, "west", [Crossing("east", True, 100, 40, 7, 2, 30)], NS_PER_S)
+    measures.heard(TWO, "west", [Crossing("east", True, 50, 60, 3, 1, 25)], NS_PER_S)
+    measures.heard(ONE, "west", [Crossing("east", True, 300, 90, 0, 2, 28)], NS_PER_S)
+    there, back = measures.take()
     assert there == LinkState("west", "east", True, 350, 90, 3, 3, 25), "busy as long as the busiest node"
     assert back == LinkState("east", "west", True)
-    assert measures.take(2 * NS_PER_S)[0] == LinkState("west", "east", True, 0, 0, 3, 0, 25)
+    assert measures.take()[0] == LinkState("west", "east", True, 0, 0, 3, 0, 25)
+    measures.heard(ONE, "west", [Crossing("east", True, 400, 90, 0, 2, 28)], 3 * NS_PER_S)
+    assert measures.views()[0].bytes_per_s == 0, "as it was told"
+    measures.take()
     view = measures.views()[0]
-    assert (view.sent_bytes, view.bytes_per_s, view.rated_bytes_per_s, view.queued_bytes) == (350, 0, 1000, 3)
+    assert (view.sent_bytes, view.bytes_per_s, view.rated_bytes_per_s, view.queued_bytes) == (450, 50, 1000, 3)
 
 
 def test_a_node_that_comes_back_counts_from_nothing() -> None:
     measures = Measures(LINKS)
-    measures.heard(ONE, "west", [Crossing("east", True, 100)])
+    measures.heard(ONE, "west", [Crossing("east", True, 100)], NS_PER_S)
     measures.left(ONE)
-    assert measures.take(NS_PER_S)[0].sent_bytes == 100, "what had crossed did cross"
-    measures.heard(ONE, "west", [Crossing("east", True, 30)])
-    assert measures.take(2 * NS_PER_S)[0].sent_bytes == 30
+    assert measures.take()[0].sent_bytes == 100, "what had crossed did cross"
+    measures.heard(ONE, "west", [Crossing("east", True, 30)], NS_PER_S)
+    assert measures.take()[0].sent_bytes == 30
     assert measures.views()[0].sent_bytes == 130
 
 
 def test_a_link_is_up_while_anything_crosses_it_in_either_direction() -> None:
     measures = Measures(LINKS)
-    assert all(state.up for state in measures.take(0)), "nobody says otherwise"
-    measures.heard(ONE, "west", [Crossing("east", False)])
-    assert not any(state.up for state in measures.take(1))
-    measures.heard(FAR, "east", [Crossing("west", True)])
-    assert all(state.up for state in measures.take(2))
+    assert all(state.up for state in measures.take()), "nobody says otherwise"
+    measures.heard(ONE, "west", [Crossing("east", False)], NS_PER_S)
+    assert not any(state.up for state in measures.take())
+    measures.heard(FAR, "east", [Crossing("west", True)], NS_PER_S)
+    assert all(state.up for state in measures.take())
 
 
 def test_what_crosses_where_no_link_is_configured_is_ignored() -> None:
     measures = Measures(LINKS)
-    measures.heard(ONE, "west", [Crossing("north", True, 100)])
-    assert measures.take(1)[0].sent_bytes == 0
+    measures.heard(ONE, "west", [Crossing("north", True, 100)], NS_PER_S)
+    assert measures.take()[0].sent_bytes == 0

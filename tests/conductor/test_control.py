@@ -56,7 +56,7 @@ def test_a_drop_is_learned_in_seconds_and_a_return_at_once() -> None:
     control = watch()
     shares = hear(control, [busy(0.5)] * 5 + [busy(0.2, queued_s=2)] * 60 + [busy(1.0)] * 5)
     assert shares[:5] == [1.0] * 5
-    assert shares[9] == pytest.approx(0.2, rel=0.15) and shares[64] == pytest.approx(0.2, rel=0.01)
+    assert shares[10] == pytest.approx(0.2, rel=0.15) and shares[64] == pytest.approx(0.2, rel=0.01)
     assert shares[65:] == [1.0] * 5
 
 

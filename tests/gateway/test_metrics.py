@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from isthmus.cluster.offload import LinkView, Offload
 from isthmus.gateway import GatewaySettings, GatewayTokenizer, create_app
 from isthmus.gateway.node_metrics import NODE_METRICS
 from isthmus.types import FinishReason
@@ -124,3 +125,19 @@ def slowly(steps: Iterable[Step]) -> Iterator[Step]:
     for step in steps:
         time.sleep(0.002)
         yield step
+
+
+def test_links_between_clusters(post: Poster, backend: FakeBackend) -> None:
+    assert not any("offload" in name or "link" in name for name in samples(post)), "there is one cluster"
+    link = LinkView("west", "east", False, 125, 9000, 60, 40, 0)
+    backend.offloaded = Offload(1500, "fixed", changes=2, requests=7, conversions=1, links=[link])
+    found = samples(post)
+    assert found["offload_threshold_tokens"] == 1500
+    assert found["offload_threshold_changes_total"] == 2
+    assert found["requests_offloaded_total"] == 7
+    assert found["node_conversions_total"] == 1
+    assert found["link_bytes_total source=west target=east"] == 9000
+    assert found["link_queued_bytes source=west target=east"] == 40
+    assert found["link_up source=west target=east"] == 0
+    backend.offloaded = Offload()
+    assert samples(post)["offload_threshold_tokens"] == float("inf")

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from isthmus.blocks import KVLayout
 from isthmus.cluster.cache import gauges_of
+from isthmus.cluster.offload import LinkView, Offload
 from isthmus.gateway import GatewayTokenizer, create_app
 from isthmus.gateway.status import cluster_status
 from isthmus.store import Stat, TierStat
@@ -43,6 +45,7 @@ BASE = {
     "kv_bytes_out_total": 0,
     "seal_mismatches_total": 0,
 }
+LINK = LinkView("west", "east", True, 125_000_000, 9000, 62_500_000, 40, 20_500_000)
 CACHE = {"kv_bytes_fetched_total": 100, "kv_bytes_borrowed_total": 200, "kv_bytes_given_total": 300}
 
 
@@ -179,3 +182,33 @@ def test_answers_under_way(backend: FakeBackend, tokenizer: GatewayTokenizer) ->
 @pytest.mark.parametrize("method", ["POST", "DELETE"])
 def test_it_can_only_be_read(post: Poster, method: str) -> None:
     assert post.request(method, "/status").status_code == 405
+
+
+def test_links_between_clusters(post: Poster, backend: FakeBackend) -> None:
+    report(backend, "west-prefill-0", Role.PREFILL)
+    backend.members[NodeId("west-prefill-0")] = Role.PREFILL, LAYOUT, "west"
+    backend.offloaded = Offload(1500, "fixed", changes=2, requests=7, conversions=1, links=[LINK])
+    found = status(post)
+    assert found["nodes"][0]["cluster"] == "west"
+    assert found["offload"] == {
+        "threshold": 1500,
+        "reason": "fixed",
+        "changes": 2,
+        "requests": 7,
+        "conversions": 1,
+        "links": [
+            {
+                "source": "west",
+                "target": "east",
+                "up": True,
+                "sent_bytes": 9000,
+                "gbps": 0.5,
+                "rated_gbps": 1.0,
+                "queued_bytes": 40,
+                "rtt_ms": 20.5,
+            }
+        ],
+    }
+    backend.offloaded = Offload(links=[replace(LINK, rtt_ns=0)])
+    found = status(post)
+    assert found["offload"]["threshold"] is None and found["offload"]["links"][0]["rtt_ms"] is None

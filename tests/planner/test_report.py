@@ -20,7 +20,7 @@ SVG = "{http://www.w3.org/2000/svg}svg"
 LENGTHS = [300, 900, 2500, 7000, 20_000]
 
 
-def answered(lengths: list[int] = LENGTHS, **changed: int) -> Answer:
+def answered(lengths: list[int], **changed: int) -> Answer:
     settings = config(**changed)
     return answer(settings, fleet_of(settings), demand(lengths), bandwidths=(5.0,))
 
@@ -47,7 +47,7 @@ def figures(text: str) -> dict[str, ElementTree.Element]:
 
 
 def test_all_charts_of_a_plan_with_a_link_and_simulations() -> None:
-    text = page(simulated(answered()), "clusters: {a: <b> & c}")
+    text = page(simulated(answered(LENGTHS)), "clusters: {a: <b> & c}")
     found = figures(text)
     assert set(found) == {"split", "threshold", "bandwidth", "sustained", "parts"}
     for svg in found.values():
@@ -59,7 +59,7 @@ def test_all_charts_of_a_plan_with_a_link_and_simulations() -> None:
 
 
 def test_the_threshold_chart_has_the_three_stages_and_the_least() -> None:
-    svg = figures(page(answered(), ""))["threshold"]
+    svg = figures(page(answered(LENGTHS), ""))["threshold"]
     words = {each.text for each in svg.iter("text")}
     assert {"remote compute", "local compute", "decode", "link", "the least"} <= words
     kinds = [str(each.get("class")) for each in svg.iter("path")]
@@ -70,7 +70,7 @@ def test_the_threshold_chart_has_the_three_stages_and_the_least() -> None:
     "changed", [{"remote": 0}, {"prefill": 0, "decode": 1}, {"remote": 1, "prefill": 1, "decode": 1}]
 )
 def test_a_small_fleet_has_a_page_too(changed: dict[str, int]) -> None:
-    found = figures(page(answered(**changed), ""))
+    found = figures(page(answered(LENGTHS, **changed), ""))
     assert "split" in found and ("bandwidth" in found) == (changed.get("remote") != 0)
 
 

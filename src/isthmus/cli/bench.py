@@ -444,3 +444,19 @@ def store(
     )
     rows = bench.run(plan, lambda line: print(line, flush=True))
     _finish(bench.table(rows), bench.as_json(rows), json_file)
+
+
+@app.command()
+def offload(
+    requests: Annotated[int, typer.Option(min=100, help="Requests of each simulation.")] = 2000,
+    seed: Annotated[int, typer.Option(help="Of the workload.")] = 0,
+    capacity: Annotated[bool, typer.Option(help="Also search the highest rate each system sustains.")] = True,
+    json_file: JsonFile = None,
+) -> None:
+    """Prefill in another datacenter, simulated: thresholds, control and baselines under bursts and link faults."""
+    import msgspec
+
+    from isthmus.benchmarks import offload as bench
+
+    cells = bench.run(requests, seed, capacity=capacity, report=lambda line: print(line, flush=True))
+    _finish(bench.table(cells), msgspec.to_builtins(cells), json_file)

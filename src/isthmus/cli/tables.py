@@ -115,14 +115,14 @@ def _totals(summary: Summary) -> Table:
 def _times(summary: Summary) -> Table:
     table = _table("Times", "", "mean", "P50", "P90", "P99")
     _add_times(table, "TTFT (s)", summary.ttft_s, 1)
-    if summary.ttft_parts is not None:
-        for name, mean in _part_means(summary.ttft_parts):
-            table.add_row(f"- {name} (s)", f"{mean:,.3f}", *[_NONE] * 3)
     _add_times(table, "TTFT with transfer (s)", summary.ready_s, 1)
     _add_times(table, "TBT (ms)", summary.tbt_s, 1000)
     _add_times(table, "TPOT (ms)", summary.tpot_s, 1000)
     _add_times(table, "end to end (s)", summary.e2e_s, 1)
     _add_times(table, "queue (s)", summary.queue_s, 1)
+    if summary.ttft_parts is not None:
+        for name, mean in _part_means(summary.ttft_parts)[1:]:
+            table.add_row(f"{name} (s)", f"{mean:,.3f}", *[_NONE] * 3)
     _add_times(table, "first token to decode (ms)", summary.transfer_s, 1000)
     return table
 

@@ -467,7 +467,7 @@ class Head:
                 self._decide(RequestFailed(message.request, message.attempt, message.reason))
             case Beat():
                 member.gauges = message.gauges
-                self._measures.heard(node, member.hello.cluster, message.crossings)
+                self._measures.heard(node, member.hello.cluster, message.crossings, member.heard_ns)
             case Became():
                 member.role = message.role
                 self._offload.conversions += 1
@@ -511,7 +511,7 @@ class Head:
         period_s = self._rules.period_ns / NS_PER_S
         while True:
             await asyncio.sleep(period_s)
-            self._decide(Measured(self._measures.take(self._clock_ns())))
+            self._decide(Measured(self._measures.take()))
 
     async def _watch(self) -> None:
         """A node that sent nothing for `silence_s` is gone, whatever its socket says."""

@@ -14,7 +14,7 @@ from isthmus.types import NS_PER_S, NodeId
 @dataclass
 class _Direction:
     """Of one link. `sent_bytes`, `retransmits`, `busy_ns`: since it was last told of; `total_bytes`: in all; `up` and
-    `bytes_per_s`: as it was told."""
+    `bytes_per_s`: as it was told; `heard_ns`, `told_ns`: of the latest report, and of the latest that was told."""
 
     rule: LinkRule
     sent_bytes: int = 0
@@ -22,10 +22,13 @@ class _Direction:
     total_bytes: int = 0
     bytes_per_s: int = 0
     up: bool = True
+    heard_ns: int = 0
+    told_ns: int = 0
     busy_ns: dict[NodeId, int] = field(default_factory=dict)
     latest: dict[NodeId, Crossing] = field(default_factory=dict)
 
-    def heard(self, node: NodeId, crossing: Crossing) -> None:
+    def heard(self, node: NodeId, crossing: Crossing, now_ns: int) -> None:
+        self.heard_ns = now_ns
         before = self.latest.get(node, Crossing(crossing.target, False))
         sent = crossing.sent_bytes - before.sent_bytes
         self.sent_bytes += sent
@@ -42,7 +45,7 @@ class _Direction:
     def rtt_ns(self) -> int:
         return min([crossing.rtt_ns for crossing in self.latest.values() if crossing.rtt_ns], default=0)
 
-    def take(self, past_ns: int, *, up: bool) -> LinkState:
+    def take(self, *, up: bool) -> LinkState:
         """Now, and over the time since the last one, which ends here.
 
         Nodes are busy at the same time or not; that the busiest of them says how long the link was is exact where it
@@ -59,7 +62,9 @@ class _Direction:
             rtt_ns=self.rtt_ns,
         )
         self.up = up
-        self.bytes_per_s = found.sent_bytes * NS_PER_S // max(1, past_ns)
+        # Reports do not come exactly so many a period: they are what the bytes are from.
+        self.bytes_per_s = found.sent_bytes * NS_PER_S // max(1, self.heard_ns - self.told_ns)
+        self.told_ns = self.heard_ns
         self.sent_bytes = self.retransmits = 0
         self.busy_ns.clear()
         return found
@@ -82,25 +87,21 @@ class Measures:
 
     def __init__(self, links: Iterable[LinkRule]) -> None:
         self._directions = {(link.source, link.target): _Direction(link) for link in links}
-        self._taken_ns = 0
 
-    def heard(self, node: NodeId, cluster: str, crossings: Sequence[Crossing]) -> None:
+    def heard(self, node: NodeId, cluster: str, crossings: Sequence[Crossing], now_ns: int) -> None:
         for crossing in crossings:
             direction = self._directions.get((cluster, crossing.target))
             if direction is not None:
-                direction.heard(node, crossing)
+                direction.heard(node, crossing, now_ns)
 
     def left(self, node: NodeId) -> None:
         for direction in self._directions.values():
             direction.latest.pop(node, None)
             direction.busy_ns.pop(node, None)
 
-    def take(self, now_ns: int) -> tuple[LinkState, ...]:
+    def take(self) -> tuple[LinkState, ...]:
         """Over the time since the last call."""
-        past_ns, self._taken_ns = now_ns - self._taken_ns, now_ns
-        return tuple(
-            [each.take(past_ns, up=self._is_up(*between)) for between, each in self._directions.items()]
-        )
+        return tuple([each.take(up=self._is_up(*between)) for between, each in self._directions.items()])
 
     def views(self) -> list[LinkView]:
         """As operators see them; whether they are up, and their rates, as the last `take` told."""

@@ -5,23 +5,29 @@ With every `Measured`, in this order:
 1. **Links.** A link that is down is not used, and its requests go elsewhere. It is used again once it was up for
    `RETURN_NS`, twice as long after each further fall, up to `LONGEST_RETURN_NS`; `FORGIVEN_NS` up, and its falls are
    forgotten. What it carries is measured: bytes sent over the time something was on its way. More than believed is
-   believed at once; less only where something was left waiting, half of the difference at a time, for otherwise the
-   sender was slow and not the link. A link believed to carry less than it should is tried again: after `QUIET_NS`
-   without congestion the belief grows by `GROWTH` a second. If it then falls again, the next wait is twice as long,
-   up to `LONGEST_QUIET_NS`.
-2. **Threshold.** Fixed, or solved for the latest prompts, nodes and the measured links, every `SOLVE_NS` and when one
-   of them changed. A fixed one is raised to the solved one while a link carries less than it should. Until enough
-   prompts were seen it is 0 and the guard of `offload` decides alone, which needs no lengths.
-3. **Congestion.** While more than `QUEUE_HIGH_S` of link time is waiting, or more than `LOSS_HIGH` of what is sent is
-   sent again, in two reports in a row, the threshold is raised by `STEP` every `HOLD_NS`, up to `LARGEST_BOOST`; after
-   `QUIET_NS` below `QUEUE_LOW_S` and `LOSS_LOW` it comes down as it went up. Too high a threshold costs more than too
-   low a one (by a fifth: a quarter of the requests against a twentieth), hence the bound.
-4. **Cache mode**, where it is `auto`: bandwidth is abundant while links are used less than `IDLE_SHARE`, and scarce
+   believed at once; less only where something was left waiting all the time, half of the difference in each report, for
+   otherwise the sender was slow and not the link. A link believed to carry less than it should is tried again: after
+   `QUIET_NS` without congestion (below) the belief grows by `GROWTH` a second. If it falls again then, the next wait
+   is twice as long, up to `LONGEST_QUIET_NS`. The guard of `offload` counts with this rate and with what is owed to the
+   link: a prompt that would be served sooner at home stays there, one by one, until that is over.
+2. **Threshold.** Fixed, or solved for the latest prompts, the nodes and what the links carry in the long run, every
+   `SOLVE_NS` and when nodes or rates changed. A fixed one is raised to the solved one while links carry less than they
+   should. Until enough prompts were seen it is 0, and the guard decides alone, which needs no lengths.
+
+   "In the long run" forgets a better rate in about `LASTING_NS`, and a worse one at once. So a drop that passes is left
+   to the guard and moves the threshold little, one that lasts moves it to what equation (6) says and not beyond, and
+   a return brings it back: too high a threshold costs more than too low a one (by a fifth: a quarter of the requests
+   against a twentieth), and the home cluster takes longer to work off what it was given too much of than a link does.
+3. **Cache mode**, where it is `auto`: bandwidth is abundant while links are used less than `IDLE_SHARE`, and scarce
    from `BUSY_SHARE` or congestion on.
+
+Congestion begins when more than `QUEUE_HIGH_S` of link time is waiting, or more than `LOSS_HIGH` of what is sent is
+sent again, in two reports in a row, and is over after `QUIET_NS` below `QUEUE_LOW_S` and `LOSS_LOW`.
 
 A new threshold is told when it differs by more than `DEAD_BAND` from the one in force, and `HOLD_NS` after the last,
 unless the other clusters went out of reach or came back. So it changes at most 60 s / `HOLD_NS` times a minute, and
-twice more for each time a link falls and returns, which `RETURN_NS` bounds.
+twice more for each time a link falls and returns, which `RETURN_NS` bounds. None of these numbers was tuned: each was
+set once, by what it stands for. Seconds are what a prompt takes on a link, minutes what a load takes to change.
 """
 
 from __future__ import annotations
@@ -57,6 +63,7 @@ class LinkControl:
         self.link = link
         self.congested = False
         self.share = 0.0
+        self._waited = False
         self._bad_reports = self._falls = 0
         self._good_since = self._up_since = 0
         self._quiet_ns, self._grown = QUIET_NS, False
@@ -82,8 +89,9 @@ class LinkControl:
         queue_s = state.queued_bytes / link.bytes_per_s
         loss = state.retransmits * SEGMENT_BYTES / state.sent_bytes if state.sent_bytes else 0.0
         self._judge(queue_s, loss, now)
+        waiting, self._waited = self._waited and queue_s > QUEUE_LOW_S, queue_s > QUEUE_LOW_S
         if state.busy_ns * 10 >= passed_ns:  # long enough to measure by
-            self._learn(state.sent_bytes * NS_PER_S / state.busy_ns, waiting=queue_s > QUEUE_LOW_S)
+            self._learn(state.sent_bytes * NS_PER_S / state.busy_ns, waiting=waiting)
         if link.bytes_per_s < link.nominal and now - self._good_since >= self._quiet_ns:
             grown = link.bytes_per_s * GROWTH ** (passed_ns / NS_PER_S)
             link.bytes_per_s, self._grown = min(link.nominal, int(grown) + 1), True

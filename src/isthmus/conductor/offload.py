@@ -13,7 +13,8 @@ enough stays at home all the same where that costs less,
 
 with the TTFT predicted from queues, caches and the link, and the price of the `isthmus` policy: by how much others
 wait longer for a second of node time in that cluster. When both clusters are idle the price is nothing and the sooner
-one wins; when both are busy the price weighs the time each would spend. With a threshold of 0 the guard decides alone.
+one wins; when both are busy the price weighs the time each would spend. With a threshold of 0 the guard decides alone,
+in both directions (`Rules.priced`): whose node time is short costs more, which is what a threshold stands for.
 """
 
 from __future__ import annotations

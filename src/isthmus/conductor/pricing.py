@@ -46,6 +46,7 @@ class _Pricing:
         "_prices",
         "_room",
         "_shortest",
+        "_state_bytes",
         "_stretch",
     )
 
@@ -66,6 +67,7 @@ class _Pricing:
         self._shortest = min(estimator.waits)
         self._leaving: list[float] = []  # of the source under consideration: bytes its copies still send
         self._stretch = 1.0
+        self._state_bytes = estimator.nodes[0].state_bytes  # of the one model
         self._across: ClusterLink | None = None  # from its cluster to the nodes', if it is in another
 
     def cheapest(self) -> Placement:
@@ -196,7 +198,7 @@ class _Pricing:
         """How long a fetch up to `stop` takes, and by how much it delays others, in ns."""
         estimator = self._estimator
         out, into = source.link_out, node.link_in
-        num_bytes = (stop - estimator.depths[node.slot]) * node.block_bytes + node.state_bytes
+        num_bytes = (stop - estimator.depths[node.slot]) * node.block_bytes + self._state_bytes
         if into.copies or self._across is not None:
             return expected_ns(out, into, num_bytes, estimator.now, self._across)
         before = 0.0  # the same as `expected_ns`, with what the source still sends counted once for all nodes

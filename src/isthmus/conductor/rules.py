@@ -22,7 +22,8 @@ class Rules(msgspec.Struct, frozen=True):
     `ttft_ms`, `tbt_ms`: limits of requests that bring none, None for no limit.
     `codecs`: by which KV may be encoded on its way, where that is sooner there.
     `links`: between clusters, both directions of each; `threshold`: more uncached tokens than that are prefilled in
-    another cluster, None solves it; `cache_mode`, `control`, `convert`, `cool_down_s`: as in `offload`;
+    another cluster, None solves it; `priced`: no threshold, each prompt goes where it is predicted to cost least (see
+    `offload`); `cache_mode`, `control`, `convert`, `cool_down_s`: as in `offload`;
     `period_ns`: how often the driver says `Measured`.
     `replicate`: copy what is asked for again and again to a node that lacks it, while links are idle.
     """

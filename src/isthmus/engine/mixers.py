@@ -240,8 +240,17 @@ class RecurrentMixer:
                 )
             )
         for stretch in plan.stretches:
-            tokens = slice(stretch.first, stretch.last)
-            outs.append(linear.advance(weights, inputs[tokens], state, stretch.slot))
+            part = inputs[stretch.first : stretch.last]
+            outs.append(
+                kernels.delta_run(
+                    part.qkv_TC,
+                    part.decay_TH1,
+                    part.beta_TH,
+                    state.window_SWC[stretch.slot],
+                    state.matrix_SHKV[stretch.slot],
+                    weights.conv_KC,
+                )
+            )
             if stretch.snapshot is not None:
                 plan.states.take(stretch.snapshot, self.index, stretch.slot)
         out_THV = outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -11,7 +11,7 @@ from isthmus.cost.offload import Solution, decode_imbalance, prefill_imbalance
 from isthmus.planner import answer as say
 from isthmus.planner.demand import Demand
 from isthmus.planner.fleet import Fleet
-from isthmus.planner.solve import GBPS, Method, Shape, Solver
+from isthmus.planner.solve import GBPS, Method, Shape, Solver, tokens
 from isthmus.planner.what_if import cost_of_nodes, what_if
 
 _EXACT, _PAPER = Method.EXACT, Method.REPRESENTATIVE
@@ -57,10 +57,6 @@ def plan(solver: Solver, shape: Shape, solution: Solution, name: str) -> say.Pla
         service=_service(solver, shape, threshold),
         cost=cost_of_nodes(fleet, shape) if fleet.priced else None,
     )
-
-
-def tokens(threshold: float) -> int | None:
-    return None if math.isinf(threshold) else round(threshold)
 
 
 def _figures(solution: Solution) -> say.Figures:

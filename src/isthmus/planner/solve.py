@@ -235,6 +235,11 @@ def largest_batch(decode: Instance, context: float, tbt_ms: int | None) -> Batch
     return Batch(inside, decode.step_s(inside, context), binds)
 
 
+def tokens(threshold: float) -> int | None:
+    """A threshold as it is said: None offloads nothing."""
+    return None if math.isinf(threshold) else round(threshold)
+
+
 def round_step(at_least: float) -> int:
     """The next of 1, 2 or 5 times a power of ten."""
     power = 10 ** max(0, math.floor(math.log10(max(1.0, at_least))))

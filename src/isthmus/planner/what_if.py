@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from isthmus.cost.offload import Solution, decode_rate, local_rate
+from isthmus.cost.offload import Solution, decode_rate
 from isthmus.planner import answer as say
 from isthmus.planner.fleet import Fleet
-from isthmus.planner.solve import GBPS, Method, Shape, Solver, round_step
+from isthmus.planner.solve import GBPS, Method, Shape, Solver, round_step, tokens
 
 _EXACT, _PAPER = Method.EXACT, Method.REPRESENTATIVE
 _CURVE_POINTS = 100
 _BANDWIDTHS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
-"""Of the links as they are, where nobody says which to try; round numbers next to these."""
+"""Of the links as they are, where nobody says which to try."""
 
 
 def what_if(solver: Solver, best: Solution, bandwidths: Sequence[float]) -> say.WhatIf:
@@ -51,29 +51,24 @@ def _needs(solver: Solver, rate: float, threshold: float) -> say.Needs | None:
     column, fleet = solver.column(_EXACT, threshold), solver.fleet
     classes = column.classes
     batch, output = solver.batch, solver.demand.output_tokens
-    home_prefill = (
-        _whole(rate * (1 - classes.share) / local_rate(1, classes.local_s)) if classes.share < 1 else 0
-    )
+    prefill = _whole(rate * (1 - classes.share) * classes.local_s)
     decode = _whole(rate / decode_rate(1, batch.size, batch.step_s, output))
     remotes = [0] * len(fleet.remotes)
     left = rate * classes.share
     for at in reversed(range(len(fleet.remotes))):  # the first takes what the others cannot
         each, remote_s = fleet.remotes[at], column.remote_s[at]
-        borne = (
-            min(left, each.egress / classes.kv_bytes, each.nodes / remote_s if at else math.inf)
-            if left
-            else 0.0
-        )
+        most = min(each.egress / classes.kv_bytes, each.nodes / remote_s if at else math.inf) if left else 0.0
+        borne = min(left, most)
         remotes[at] = _whole(borne * remote_s)
         left -= borne
     if left > 1e-9 * rate:
         return None
-    shape = Shape(home_prefill + decode, tuple(remotes), solver.shape.egress)
+    shape = Shape(prefill + decode, tuple(remotes), solver.shape.egress)
     return say.Needs(
         rate=rate,
-        threshold=None if math.isinf(threshold) else round(threshold),
+        threshold=tokens(threshold),
         remote={each.name: nodes for each, nodes in zip(fleet.remotes, remotes, strict=True)},
-        prefill=home_prefill,
+        prefill=prefill,
         decode=decode,
         egress_gbps=rate * classes.share * classes.kv_bytes / GBPS,
         cost=cost_of_nodes(fleet, shape),
@@ -88,7 +83,7 @@ def _bandwidths(solver: Solver, bandwidths: Sequence[float]) -> list[say.Bandwid
     encoded = Solver(solver.fleet, solver.demand, "int8") if solver.codec != "int8" else solver
     widest = max(solver.shape.egress) / GBPS
     found = []
-    for gbps in bandwidths or sorted({float(round_step(share * widest)) for share in _BANDWIDTHS}):
+    for gbps in bandwidths or [share * widest for share in _BANDWIDTHS]:
         shape = msgspec.structs.replace(solver.shape, egress=(gbps * GBPS,) * len(solver.shape.egress))
         best = solver.best(shape, _EXACT)
         found.append(
@@ -97,7 +92,7 @@ def _bandwidths(solver: Solver, bandwidths: Sequence[float]) -> list[say.Bandwid
                 rate=best.rate,
                 representative=solver.best(shape, _PAPER).rate,
                 int8=encoded.best(shape, _EXACT).rate,
-                threshold=_tokens(best),
+                threshold=tokens(best.classes.threshold),
                 prefill=best.num_prefill,
                 decode=best.num_decode,
                 egress_gbps=best.egress / GBPS,
@@ -120,7 +115,7 @@ def _threshold(solver: Solver, threshold: float, num_prefill: int) -> say.Thresh
     share, kv_bytes = found.classes.share, found.classes.kv_bytes
     link = sum(solver.shape.egress) / kv_bytes / share if share > 0 else None
     return say.ThresholdPoint(
-        threshold=None if math.isinf(threshold) else round(threshold),
+        threshold=tokens(threshold),
         remote=found.remote / share if share > 0 else None,
         link=link,
         local=found.local / (1 - share) if share < 1 else None,
@@ -143,7 +138,7 @@ def _splits(solver: Solver, best: Solution) -> list[say.SplitPoint]:
                 representative_at_best=at_best[_PAPER].rate,
                 rate=own.rate,
                 representative=solver.best_threshold(solver.shape, split, _PAPER).rate,
-                threshold=_tokens(own),
+                threshold=tokens(own.classes.threshold),
             )
         )
     return found
@@ -159,8 +154,3 @@ def _link_failure(solver: Solver, best: Solution) -> say.LinkFailure:
         decode=resplit.num_decode,
         needed=needs(solver, best.rate, offload=False),
     )
-
-
-def _tokens(solution: Solution) -> int | None:
-    threshold = solution.classes.threshold
-    return None if math.isinf(threshold) else round(threshold)

@@ -91,6 +91,14 @@ class ThresholdChange(NamedTuple):
     reason: str
 
 
+class LinkSample(NamedTuple):
+    """Of each link between clusters: what left since the sample before, and what is computed and not sent."""
+
+    at_ns: int
+    sent_bytes: tuple[int, ...]
+    queued_bytes: tuple[int, ...]
+
+
 class Conversion(NamedTuple):
     """From `at_ns` on, a node has another role."""
 
@@ -119,6 +127,7 @@ class Result:
     bytes_moved: dict[str, int]
     thresholds: list[ThresholdChange] = field(default_factory=list)
     conversions: list[Conversion] = field(default_factory=list)
+    link_samples: list[LinkSample] = field(default_factory=list)
     wall_s: float = 0.0
     num_events: int = 0
     notes: list[str] = field(default_factory=list)

@@ -13,14 +13,23 @@ from isthmus.sim.deployment import Deployment
 from isthmus.sim.job import Job
 from isthmus.sim.node import SimNode
 from isthmus.sim.nodes import Nodes
+from isthmus.sim.records import LinkSample
+from isthmus.types import NS_PER_S
+
+PATIENCE_NS = 600 * NS_PER_S
+"""How long measuring goes on when nothing else happens: only another role for some node can help what is left."""
 
 
 class Host(Protocol):
     """Whose nodes and links these are."""
 
     @property
+    def has_all_come(self) -> bool:
+        """No request is still to come."""
+
+    @property
     def is_over(self) -> bool:
-        """No request is left, and none will come."""
+        """No request is left either."""
 
     def decide(self, event: Event) -> None:
         """Tells the conductor, and does what it answers."""
@@ -30,10 +39,12 @@ class Host(Protocol):
 
 
 class Upkeep:
-    """Starts with `start`, and goes on by the clock."""
+    """Starts with `start`, and goes on by the clock. `samples`: what was measured."""
 
     def __init__(self, deployment: Deployment, clock: Clock, nodes: Nodes, host: Host) -> None:
         self._deployment, self._clock, self._nodes, self._host = deployment, clock, nodes, host
+        self.samples: list[LinkSample] = []
+        self._idle_since = 0
 
     def start(self) -> None:
         rules, clock = self._deployment.rules, self._clock
@@ -45,9 +56,16 @@ class Upkeep:
     def _measure(self) -> None:
         if self._host.is_over:
             return
-        now = self._clock.now
-        self._host.decide(Measured(self._nodes.moves.link_states(now)))
-        self._clock.call(now + self._deployment.rules.period_ns, OTHERS, self._measure)
+        now, clock = self._clock.now, self._clock
+        if clock.heap or self._nodes.moves.network.next_finish() is not None or not self._host.has_all_come:
+            self._idle_since = now
+        if now - self._idle_since > PATIENCE_NS:
+            return
+        states = self._nodes.moves.link_states(now)
+        sent, queued = [state.sent_bytes for state in states], [state.queued_bytes for state in states]
+        self.samples.append(LinkSample(now, tuple(sent), tuple(queued)))
+        self._host.decide(Measured(states))
+        clock.call(now + self._deployment.rules.period_ns, OTHERS, self._measure)
 
     def _change(self) -> None:
         """One of the faults begins or ends."""

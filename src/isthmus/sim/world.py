@@ -65,7 +65,7 @@ class World:
         self._moves = self._nodes.moves
         self._upkeep = Upkeep(deployment, self._clock, self._nodes, self)
         self._jobs = [Job(index, request) for index, request in enumerate(workload.requests)]
-        self._num_left = len(self._jobs)
+        self._num_left = self._num_to_come = len(self._jobs)
         self._job_of: dict[RequestId, Job] = {}
         self._thresholds: list[ThresholdChange] = []
         self._orders: dict[type, Callable[[Any], None]] = {
@@ -116,6 +116,7 @@ class World:
                 clock.now = arrival
                 self._arrive(jobs[arrived])
                 arrived += 1
+                self._num_to_come -= 1
                 arrival = jobs[arrived].request.arrival_ns if arrived < num_jobs else NEVER
                 if progress is not None and arrived % every == 0:
                     progress(arrived, num_jobs)
@@ -138,6 +139,10 @@ class World:
         if check:
             self._check_idle()
         return self._result(num_events)
+
+    @property
+    def has_all_come(self) -> bool:
+        return self._num_to_come == 0
 
     @property
     def is_over(self) -> bool:
@@ -212,10 +217,11 @@ class World:
         if departs:  # taking blocks for it changes nothing in the run under way, so it need not end
             self._nodes.give(decode, Expected(job.key, length, stop))
         start, end, until = (fetch.start, fetch.stop, fetch.until_ns) if fetch is not None else (0, 0, 0)
+        num_cached, end = min(route.num_cached, len(job.names)), min(end, len(job.names))
         self._nodes.tell(
             prefill,
             Arrived(
-                job.key, length, stop, job.names, departs, route.num_cached, start, end, until,
+                job.key, length, stop, job.names, departs, num_cached, start, end, until,
                 route.work_ns, route.deadline_ns,
             ),
         )  # fmt: skip
@@ -223,7 +229,7 @@ class World:
             source = self._nodes.by_name[fetch.source]
             if not self._moves.fetch(job, prefill, source, start, end, self._clock.now):
                 self._nodes.fetched(job)
-        elif prefill.spec.ssd_blocks and route.num_cached:
+        elif prefill.spec.ssd_blocks and num_cached:
             self._moves.read_disk(job, prefill, self._clock.now)
 
     def _abort(self, abort: Abort) -> None:
@@ -295,5 +301,6 @@ class World:
             bytes_moved=self._moves.bytes_moved,
             thresholds=self._thresholds,
             conversions=self._nodes.conversions,
+            link_samples=self._upkeep.samples,
             num_events=num_events,
         )

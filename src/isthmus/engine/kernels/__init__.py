@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isthmus.engine.kernels import plain
-
 
 class Kernels(Protocol):
     """Legend: T tokens, R rows, H query heads, K key/value heads, D head size, N width."""
@@ -87,6 +85,17 @@ class Kernels(Protocol):
         a head or one a channel of its keys; `taps`: one more than a window has inputs, the last for the token itself.
         """
 
+    def delta_run(
+        self,
+        qkv_TC: Tensor,
+        decay_TH1: Tensor,
+        beta_TH: Tensor,
+        window_WC: Tensor,
+        state_HKV: Tensor,
+        taps_WC: Tensor,
+    ) -> Tensor:
+        """The same for T tokens of one request, `[T, H, V]`. Cutting a run in two changes no more than the rounding."""
+
     def copy_slices(
         self, target: np.ndarray, targets: np.ndarray, source: np.ndarray, sources: np.ndarray, size: int
     ) -> None:
@@ -96,10 +105,8 @@ class Kernels(Protocol):
 
 def select(device: torch.device) -> Kernels:
     """Native kernels on a CPU with a C compiler, torch otherwise."""
-    if device.type == "cpu":
-        from isthmus.engine.kernels import native
+    # Both import what imports this file: the recurrent layers, which are computed in terms of kernels.
+    from isthmus.engine.kernels import native, plain
 
-        library = native.load()
-        if library is not None:
-            return library
-    return plain.PlainKernels()
+    library = native.load() if device.type == "cpu" else None
+    return library or plain.PlainKernels()

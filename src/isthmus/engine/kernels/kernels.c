@@ -213,91 +213,171 @@ INLINE void exponentials(float *restrict s, int64_t count, float *total, float *
     *lse = top + logf(*total);
 }
 
-/* ---- One token each of R requests through a gated delta rule; see isthmus/engine/linear for the formulas. ---- */
+/* ---- Gated delta rule behind a short convolution; see isthmus/engine/linear for the formulas. ----
+ * A token's C = 2 J K + H V channels are the queries and keys of J heads and the values of H heads. A window has the W
+ * inputs before a token, oldest first; taps: [W + 1, C], the last for the token itself. */
 
-/* The short convolution of one request's channels, silu of it, and its window moved on. taps: [W + 1, C]. */
-static void convolve_token(const float *restrict x, float *restrict window, const float *restrict taps,
-                           float *restrict out, int64_t C, int64_t W) {
-    for (int64_t c = 0; c < C; c++) out[c] = x[c] * taps[W * C + c];
-    for (int64_t w = 0; w < W; w++)
-        for (int64_t c = 0; c < C; c++) out[c] += window[w * C + c] * taps[w * C + c];
-    memmove(window, window + C, (size_t)((W - 1) * C) * sizeof(float));
-    memcpy(window + (W - 1) * C, x, (size_t)C * sizeof(float));
-    int64_t c = 0;
-    for (; c + LANES <= C; c += LANES) {
-        v16 g = load_f32(out + c);
-        *(v16u *)(out + c) = g / (1.f + exp_of(-g));
+/* silu of the convolution of token t of a run; its queries to length 1 / sqrt(K), its keys to length 1. */
+static void convolve_token(const float *restrict x, int64_t stride, int64_t t, const float *restrict window,
+                           const float *restrict taps, float *restrict out, int64_t C, int64_t W, int64_t J,
+                           int64_t K) {
+    const float *own = x + t * stride;
+    for (int64_t c = 0; c < C; c++) out[c] = own[c] * taps[W * C + c];
+    for (int64_t w = 0; w < W; w++) {
+        int64_t at = t - W + w;
+        const float *input = at < 0 ? window + (at + W) * C : x + at * stride, *tap = taps + w * C;
+        for (int64_t c = 0; c < C; c++) out[c] += input[c] * tap[c];
     }
-    if (c < C) {
-        v16 g = load_some(out + c, C - c, 0.f);
+    for (int64_t c = 0; c < C; c += LANES) {
+        int64_t count = C - c < LANES ? C - c : LANES;
+        v16 g = load_some(out + c, count, 0.f);
         g = g / (1.f + exp_of(-g));
-        memcpy(out + c, &g, (size_t)(C - c) * sizeof(float));
+        memcpy(out + c, &g, (size_t)count * sizeof(float));
+    }
+    for (int64_t j = 0; j < 2 * J; j++) {
+        float *head = out + j * K, sum = 0.f;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t i = 0; i < K; i++) sum += head[i] * head[i];
+        float scale = 1.f / sqrtf((sum + 1e-6f) * (j < J ? (float)K : 1.f));
+        for (int64_t i = 0; i < K; i++) head[i] *= scale;
     }
 }
 
-/* x to length `length`. */
-static void set_length(float *x, int64_t K, float length) {
-    float sum = 0.f;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < K; i++) sum += x[i] * x[i];
-    float scale = length / sqrtf(sum + 1e-6f);
-    for (int64_t i = 0; i < K; i++) x[i] *= scale;
+/* The window after T tokens. */
+static void move_window(const float *restrict x, int64_t stride, int64_t T, float *window, int64_t C, int64_t W) {
+    for (int64_t w = 0; w < W; w++) {
+        int64_t at = T - W + w;
+        memmove(window + w * C, at < 0 ? window + (at + W) * C : x + at * stride, (size_t)C * sizeof(float));
+    }
 }
 
-/* One head. decay: logarithms, one or K of them. Query and key read the decayed state in one pass over it; the query
- * also reads what its own token writes. room: K + V floats. */
-static void delta_token(const float *restrict q, const float *restrict k, const float *restrict v,
-                        const float *restrict decay, int64_t decays, float beta, float *restrict state,
-                        float *restrict out, int64_t K, int64_t V, float *restrict room) {
-    float *factor = room, *seen = room + K, meet = 0.f;
+/* VECTORS vectors of a head's columns through T tokens: the rule does not mix columns, so that these stay in the first
+ * level of cache. Query and key read the decayed state in one pass over it; the query also reads what its own token
+ * writes. x: q, k, v of the head at q_at, k_at, v_at of each token's C numbers. room: 3 K floats. */
+#define COLUMNS(VECTORS)                                                                                     \
+    static void delta_columns_##VECTORS(const float *restrict x, int64_t C, int64_t q_at, int64_t k_at,      \
+                                        int64_t v_at, const float *restrict decay, int64_t decay_stride,     \
+                                        int64_t decays, const float *restrict beta, int64_t beta_stride,     \
+                                        float *restrict state, int64_t V, float *restrict out,               \
+                                        int64_t out_stride, int64_t T, int64_t K, float *restrict room) {    \
+        float *factor = room, *qs = room + K, *ks = room + 2 * K;                                            \
+        for (int64_t t = 0; t < T; t++) {                                                                    \
+            const float *q = x + t * C + q_at, *k = x + t * C + k_at, *v = x + t * C + v_at;                 \
+            float meet = decayed(q, k, decay + t * decay_stride, decays, factor, qs, ks, K);                 \
+            v16 seen[VECTORS] = {0}, read[VECTORS] = {0};                                                    \
+            for (int64_t i = 0; i < K; i++)                                                                  \
+                UNROLL for (int n = 0; n < VECTORS; n++) {                                                   \
+                    v16 s = load_f32(state + i * V + n * LANES);                                             \
+                    seen[n] += ks[i] * s;                                                                    \
+                    read[n] += qs[i] * s;                                                                    \
+                }                                                                                            \
+            UNROLL for (int n = 0; n < VECTORS; n++) {                                                       \
+                seen[n] = (load_f32(v + n * LANES) - seen[n]) * beta[t * beta_stride];                       \
+                *(v16u *)(out + t * out_stride + n * LANES) = read[n] + meet * seen[n];                      \
+            }                                                                                                \
+            for (int64_t i = 0; i < K; i++)                                                                  \
+                UNROLL for (int n = 0; n < VECTORS; n++) {                                                   \
+                    float *s = state + i * V + n * LANES;                                                    \
+                    *(v16u *)s = load_f32(s) * factor[i] + k[i] * seen[n];                                   \
+                }                                                                                            \
+        }                                                                                                    \
+    }
+
+/* exp of the decay for each of K keys, query and key times it; gives query . key. */
+static float decayed(const float *restrict q, const float *restrict k, const float *restrict decay,
+                     int64_t decays, float *restrict factor, float *restrict qs, float *restrict ks, int64_t K) {
+    float meet = 0.f, one = decays == 1 ? expf(decay[0]) : 0.f;
+    if (decays == 1)
+        for (int64_t i = 0; i < K; i++) factor[i] = one;
+    else
+        for (int64_t i = 0; i < K; i += LANES) {
+            int64_t count = K - i < LANES ? K - i : LANES;
+            v16 e = exp_of(load_some(decay + i, count, 0.f));
+            memcpy(factor + i, &e, (size_t)count * sizeof(float));
+        }
+#pragma omp simd reduction(+ : meet)
     for (int64_t i = 0; i < K; i++) {
-        factor[i] = decays == 1 && i ? factor[0] : expf(decay[i]);
+        qs[i] = q[i] * factor[i];
+        ks[i] = k[i] * factor[i];
         meet += q[i] * k[i];
     }
-    for (int64_t j = 0; j < V; j++) seen[j] = out[j] = 0.f;
-    for (int64_t i = 0; i < K; i++) {
-        float qi = q[i] * factor[i], ki = k[i] * factor[i];
-        const float *row = state + i * V;
-#pragma omp simd
-        for (int64_t j = 0; j < V; j++) {
-            seen[j] += ki * row[j];
-            out[j] += qi * row[j];
+    return meet;
+}
+
+COLUMNS(4)
+COLUMNS(1)
+#undef COLUMNS
+
+/* The same for one column. */
+static void delta_column(const float *restrict x, int64_t C, int64_t q_at, int64_t k_at, int64_t v_at,
+                         const float *restrict decay, int64_t decay_stride, int64_t decays,
+                         const float *restrict beta, int64_t beta_stride, float *restrict state, int64_t V,
+                         float *restrict out, int64_t out_stride, int64_t T, int64_t K, float *restrict room) {
+    float *factor = room, *qs = room + K, *ks = room + 2 * K;
+    for (int64_t t = 0; t < T; t++) {
+        const float *q = x + t * C + q_at, *k = x + t * C + k_at;
+        float meet = decayed(q, k, decay + t * decay_stride, decays, factor, qs, ks, K), seen = 0.f, read = 0.f;
+        for (int64_t i = 0; i < K; i++) {
+            seen += ks[i] * state[i * V];
+            read += qs[i] * state[i * V];
         }
-    }
-    for (int64_t j = 0; j < V; j++) {
-        seen[j] = (v[j] - seen[j]) * beta; /* from here on what the token writes */
-        out[j] += meet * seen[j];
-    }
-    for (int64_t i = 0; i < K; i++) {
-        float *row = state + i * V;
-#pragma omp simd
-        for (int64_t j = 0; j < V; j++) row[j] = row[j] * factor[i] + k[i] * seen[j];
+        seen = (x[t * C + v_at] - seen) * beta[t * beta_stride];
+        out[t * out_stride] = read + meet * seen;
+        for (int64_t i = 0; i < K; i++) state[i * V] = state[i * V] * factor[i] + k[i] * seen;
     }
 }
 
-/* qkv: [R, C], C = 2 J K + H V; decay: [R, H, decays]; beta: [R, H]; out: [R, H, V]. The windows [W, C] and states
- * [H, K, V] of request r lie at slots[r] times their strides. */
+/* Head h through T tokens. */
+static void delta_head(const float *restrict x, const float *restrict decay, const float *restrict beta,
+                       float *restrict state, float *restrict out, int64_t h, int64_t T, int64_t H, int64_t J,
+                       int64_t K, int64_t V, int64_t decays) {
+    int64_t C = 2 * J * K + H * V, j = h / (H / J), at = 0;
+    float *room = scratch_of((size_t)(3 * K));
+#define RUN(FUNCTION)                                                                                        \
+    FUNCTION(x, C, j * K, (J + j) * K, 2 * J * K + h * V + at, decay + h * decays, H * decays, decays, beta + h, H, \
+             state + h * K * V + at, V, out + h * V + at, H * V, T, K, room)
+    for (; at + 4 * LANES <= V; at += 4 * LANES) RUN(delta_columns_4);
+    for (; at + LANES <= V; at += LANES) RUN(delta_columns_1);
+    for (; at < V; at++) RUN(delta_column);
+#undef RUN
+}
+
+/* T tokens of one request. qkv: [T, C] with `stride` between tokens; decay: [T, H, decays], one a head or one a key;
+ * beta: [T, H]; out: [T, H, V]. window and state [H, K, V] move on. */
+API void delta_run(const float *restrict qkv, const float *restrict decay, const float *restrict beta,
+                   float *window, float *state, const float *restrict taps, float *restrict out, int64_t stride,
+                   int64_t T, int64_t H, int64_t J, int64_t K, int64_t V, int64_t W, int64_t decays) {
+    int64_t C = 2 * J * K + H * V;
+    float *inputs = malloc((size_t)(T * C) * sizeof(float));
+    if (!inputs) abort();
+#pragma omp parallel for if (T * C > 16384)
+    for (int64_t t = 0; t < T; t++) convolve_token(qkv, stride, t, window, taps, inputs + t * C, C, W, J, K);
+    move_window(qkv, stride, T, window, C, W);
+#pragma omp parallel for schedule(dynamic, 1) if (T * H * K * V > 32768)
+    for (int64_t h = 0; h < H; h++) delta_head(inputs, decay, beta, state, out, h, T, H, J, K, V, decays);
+    free(inputs);
+}
+
+/* One token each of R requests: as above with a request for each token. The window and state of request r lie at slots[r]
+ * times their strides. */
 API void delta_step(const float *restrict qkv, const float *restrict decay, const float *restrict beta,
                     float *windows, float *states, const int64_t *restrict slots, const float *restrict taps,
-                    float *restrict out, int64_t window_stride, int64_t state_stride, int64_t R, int64_t H,
-                    int64_t J, int64_t K, int64_t V, int64_t W, int64_t decays) {
+                    float *restrict out, int64_t stride, int64_t window_stride, int64_t state_stride, int64_t R,
+                    int64_t H, int64_t J, int64_t K, int64_t V, int64_t W, int64_t decays) {
     int64_t C = 2 * J * K + H * V;
     float *inputs = malloc((size_t)(R * C) * sizeof(float));
     if (!inputs) abort();
 #pragma omp parallel for if (R * C > 16384)
     for (int64_t r = 0; r < R; r++) {
-        float *x = inputs + r * C;
-        convolve_token(qkv + r * C, windows + slots[r] * window_stride, taps, x, C, W);
-        for (int64_t j = 0; j < J; j++) set_length(x + j * K, K, 1.f / sqrtf((float)K));
-        for (int64_t j = J; j < 2 * J; j++) set_length(x + j * K, K, 1.f);
+        float *window = windows + slots[r] * window_stride;
+        convolve_token(qkv + r * stride, stride, 0, window, taps, inputs + r * C, C, W, J, K);
+        move_window(qkv + r * stride, stride, 1, window, C, W);
     }
 #pragma omp parallel for if (R * H * K * V > 32768)
     for (int64_t task = 0; task < R * H; task++) {
-        int64_t r = task / H, h = task % H, j = h / (H / J);
-        const float *x = inputs + r * C;
-        delta_token(x + j * K, x + (J + j) * K, x + 2 * J * K + h * V, decay + task * decays, decays, beta[task],
-                    states + slots[r] * state_stride + h * K * V, out + task * V, K, V,
-                    scratch_of((size_t)(K + V)));
+        int64_t r = task / H;
+        delta_head(inputs + r * C, decay + r * H * decays, beta + r * H, states + slots[r] * state_stride,
+                   out + r * H * V, task % H, 1, H, J, K, V, decays);
     }
     free(inputs);
 }

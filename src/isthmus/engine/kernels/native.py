@@ -43,7 +43,8 @@ _ARGUMENTS = {
     "add_rms_norm": (_P, _P, _P, _P, _I, _I, _F),
     "silu_mul": (_P, _P, _I, _I),
     "copy_slices": (_P, _P, _P, _P, _I, _I),
-    "delta_step": (_P,) * 8 + (_I,) * 9,
+    "delta_run": (_P,) * 7 + (_I,) * 8,
+    "delta_step": (_P,) * 8 + (_I,) * 10,
 }
 _STORED_ARGUMENTS = {
     "linear": (_P, _P, _P, _P, _I, _I, _I),
@@ -263,14 +264,14 @@ class NativeKernels:
         slots_R: Tensor,
         taps_WC: Tensor,
     ) -> Tensor:
-        _, heads, key_dim, value_dim = states_SHKV.shape
-        rows, channels = qkv_RC.shape
+        rows, heads, decays = decay_RH1.shape
+        key_dim, value_dim = states_SHKV.shape[2:]
         out = torch.empty(rows, heads, value_dim)
         # Dense copies must live until the call returns.
-        qkv, decay, beta = (x.contiguous() for x in (qkv_RC, decay_RH1, beta_RH))
-        assert windows_SWC[0].is_contiguous() and states_SHKV[0].is_contiguous(), "each slot is dense"
+        decay, beta = decay_RH1.contiguous(), beta_RH.contiguous()
+        assert qkv_RC.stride(1) == 1 and windows_SWC[0].is_contiguous() and states_SHKV[0].is_contiguous()
         self._functions["delta_step", None](
-            _pointer(qkv),
+            qkv_RC.data_ptr(),
             _pointer(decay),
             _pointer(beta),
             windows_SWC.data_ptr(),
@@ -278,15 +279,49 @@ class NativeKernels:
             _pointer(slots_R),
             _pointer(taps_WC),
             _pointer(out),
+            qkv_RC.stride(0),
             windows_SWC.stride(0),
             states_SHKV.stride(0),
             rows,
             heads,
-            (channels - heads * value_dim) // (2 * key_dim),
+            (qkv_RC.shape[1] - heads * value_dim) // (2 * key_dim),
             key_dim,
             value_dim,
             windows_SWC.shape[1],
-            decay_RH1.shape[2],
+            decays,
+        )
+        return out
+
+    def delta_run(
+        self,
+        qkv_TC: Tensor,
+        decay_TH1: Tensor,
+        beta_TH: Tensor,
+        window_WC: Tensor,
+        state_HKV: Tensor,
+        taps_WC: Tensor,
+    ) -> Tensor:
+        tokens, heads, decays = decay_TH1.shape
+        key_dim, value_dim = state_HKV.shape[1:]
+        out = torch.empty(tokens, heads, value_dim)
+        decay, beta = decay_TH1.contiguous(), beta_TH.contiguous()
+        assert qkv_TC.stride(1) == 1, "a token's channels are dense"
+        self._functions["delta_run", None](
+            qkv_TC.data_ptr(),
+            _pointer(decay),
+            _pointer(beta),
+            _pointer(window_WC),
+            _pointer(state_HKV),
+            _pointer(taps_WC),
+            _pointer(out),
+            qkv_TC.stride(0),
+            tokens,
+            heads,
+            (qkv_TC.shape[1] - heads * value_dim) // (2 * key_dim),
+            key_dim,
+            value_dim,
+            window_WC.shape[0],
+            decays,
         )
         return out
 

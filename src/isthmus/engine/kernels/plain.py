@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isthmus.engine.linear.conv import convolve, convolve_step
+from isthmus.engine.linear.rule import advance_rule, step_rule
 from isthmus.engine.rope import rotate
 
 
@@ -19,6 +21,15 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _heads_of(qkv_TC: Tensor, state_HKV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of length 1 / sqrt(K) and keys of length 1, `[T, J, K]`, and values `[T, H, V]`."""
+    num_heads, key_dim, value_dim = state_HKV.shape
+    keys = (qkv_TC.shape[1] - num_heads * value_dim) // 2
+    q, k, v = qkv_TC.split((keys, keys, num_heads * value_dim), dim=1)
+    q, k = (_unit(x.unflatten(1, (-1, key_dim))) for x in (q, k))
+    return q * key_dim**-0.5, k, v.unflatten(1, (-1, value_dim))
 
 
 class _Products(Protocol):
@@ -125,25 +136,21 @@ class PlainKernels:
         slots_R: Tensor,
         taps_WC: Tensor,
     ) -> Tensor:
-        _, num_heads, key_dim, value_dim = states_SHKV.shape
-        inputs_RWC = torch.cat((windows_SWC[slots_R], qkv_RC.float()[:, None]), dim=1)
-        windows_SWC[slots_R] = inputs_RWC[:, 1:]
-        mixed_RC = torch.nn.functional.silu((inputs_RWC * taps_WC).sum(dim=1))
-        values = num_heads * value_dim
-        keys = (mixed_RC.shape[1] - values) // 2
-        q, k, v_RHV = (
-            part.unflatten(1, (-1, size))
-            for part, size in zip(
-                mixed_RC.split((keys, keys, values), dim=1), (key_dim, key_dim, value_dim), strict=True
-            )
-        )
-        group = num_heads * key_dim // keys
-        q_RHK, k_RHK = (_unit(x).repeat_interleave(group, dim=1) for x in (q, k))
-        states = states_SHKV[slots_R] * decay_RH1.exp()[..., None]
-        seen_RHV = torch.einsum("rhk,rhkv->rhv", k_RHK, states)
-        states += k_RHK[..., None] * ((v_RHV - seen_RHV) * beta_RH[..., None])[:, :, None]
-        states_SHKV[slots_R] = states
-        return torch.einsum("rhk,rhkv->rhv", q_RHK * key_dim**-0.5, states)
+        mixed_RC = convolve_step(qkv_RC, windows_SWC, slots_R, taps_WC)
+        q, k, v = _heads_of(mixed_RC, states_SHKV[0])
+        return step_rule(q, k, v, decay_RH1, beta_RH, states_SHKV, slots_R)
+
+    def delta_run(
+        self,
+        qkv_TC: Tensor,
+        decay_TH1: Tensor,
+        beta_TH: Tensor,
+        window_WC: Tensor,
+        state_HKV: Tensor,
+        taps_WC: Tensor,
+    ) -> Tensor:
+        q, k, v = _heads_of(convolve(qkv_TC, window_WC, taps_WC), state_HKV)
+        return advance_rule(q, k, v, decay_TH1, beta_TH, state_HKV)
 
     def copy_slices(
         self, target: np.ndarray, targets: np.ndarray, source: np.ndarray, sources: np.ndarray, size: int

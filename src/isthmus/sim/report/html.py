@@ -7,7 +7,7 @@ from pathlib import Path
 
 from isthmus.errors import ConfigError
 from isthmus.sim.records import Result
-from isthmus.sim.report import bars, distributions, gantt, load, outcomes
+from isthmus.sim.report import bars, between, distributions, gantt, load, outcomes
 from isthmus.sim.report.charts import escape
 from isthmus.sim.report.scales import amount, percent, seconds, size
 from isthmus.sim.report.style import CSS
@@ -40,6 +40,7 @@ def page(result: Result, summary: Summary, config_text: str, *, request: int | N
             _load(result),
             _times(result),
             _outcomes(result),
+            _between(result, summary),
             _use(result),
             _groups(summary),
             _gantt(result, request),
@@ -75,6 +76,7 @@ def _headline(summary: Summary) -> str:
 def _figures_table(summary: Summary) -> str:
     spreads = [
         ("Time to first token (TTFT)", summary.ttft_s),
+        ("TTFT with transfer", summary.ready_s),
         ("Time between tokens (TBT)", summary.tbt_s),
         ("Mean token gap (TPOT)", summary.tpot_s),
         ("Arrival to last token", summary.e2e_s),
@@ -101,11 +103,44 @@ def _figures_table(summary: Summary) -> str:
             "Node time wasted: limit missed",
             _loss(waste.missed),
         ),
+        *_ttft_parts(summary),
         ("Bytes moved", size(sum(summary.bytes_moved.values()))),
     ]
     return (
         f'<h2>Figures</h2><div class="pair"><figure><div class="scroll">{times}</div></figure>'
         f'<figure><div class="scroll">{_table((), rows)}</div></figure></div>'
+    )
+
+
+def _ttft_parts(summary: Summary) -> list[tuple[str, str]]:
+    parts = summary.ttft_parts
+    if parts is None:
+        return []
+    means = (("queue", parts.queue), ("waiting for KV", parts.load), ("prefill", parts.prefill))
+    text = ", ".join(f"{name} {seconds(mean)}" for name, mean in means)
+    return [("Mean TTFT", text), ("Mean transfer after it", seconds(parts.transfer))]
+
+
+def _between(result: Result, summary: Summary) -> str:
+    """What went between clusters; nothing where there is one."""
+    if not summary.by_route and not summary.between_clusters:
+        return ""
+    routes = _table(between.ROUTE_HEAD, between.route_rows(summary))
+    links = _table(between.LINK_HEAD, between.link_rows(summary))
+    moves = "".join(
+        f"<dt>{seconds(change.at_s)}</dt><dd>{escape(change.node)} becomes a {escape(change.role)} node</dd>"
+        for change in summary.conversions[:_MOST_GROUPS]
+    )
+    caption = (
+        f"Filled: the mean of each {load.bin_length(result)}. Thin line: the largest value in it. "
+        f"{between.threshold_text(summary)}"
+    )
+    drawing = between.links_figure(result)
+    return (
+        f'<h2>Between clusters</h2><figure><div class="scroll">{routes}</div></figure>'
+        f'<figure><div class="scroll">{links}</div></figure>'
+        f"{_figure('', caption, drawing, otherwise='Nothing crossed a link between clusters.')}"
+        f"{f'<figure><dl>{moves}</dl></figure>' if moves else ''}"
     )
 
 

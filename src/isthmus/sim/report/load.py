@@ -17,7 +17,7 @@ _ROW, _PLOT = 128, 84
 _BINS = 240
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
     title: str
     curve: Curve
     kind: str
@@ -26,13 +26,17 @@ class _Row(NamedTuple):
 
 def load_figure(result: Result) -> str:
     """Four curves over one time axis. Filled: the mean of each bin; line: the largest value in it."""
-    bins = _bins(result)
-    rows = _rows(result, bins)
+    bins = bins_of(result)
+    return rows_figure("load", "Load by pool over time", _rows(result, bins), bins)
+
+
+def rows_figure(name: str, title: str, rows: Sequence[Row], bins: Bins) -> str:
+    """Curves one below the other, over one time axis."""
     picture = Picture(
-        "load",
+        name,
         _WIDTH,
         _ROW * len(rows) + 8,
-        title="Load by pool over time",
+        title=title,
         description="; ".join(f"{row.title}: {_in_words(row.curve)}" for row in rows),
     )
     span_s = bins.span_s
@@ -47,14 +51,14 @@ def load_figure(result: Result) -> str:
 
 def bin_length(result: Result) -> str:
     """How long one bin of the load figure lasts, in words."""
-    return seconds(_bins(result).length_s)
+    return seconds(bins_of(result).length_s)
 
 
-def _bins(result: Result) -> Bins:
+def bins_of(result: Result) -> Bins:
     return Bins.covering(result.start_ns, result.end_ns, _BINS)
 
 
-def _rows(result: Result, bins: Bins) -> list[_Row]:
+def _rows(result: Result, bins: Bins) -> list[Row]:
     roles = [node.role for node in result.nodes]
     prefill_nodes = roles.count(Role.PREFILL) + roles.count(Role.MIXED)
 
@@ -62,24 +66,24 @@ def _rows(result: Result, bins: Bins) -> list[_Row]:
         return series.binned(changes, bins)
 
     return [
-        _Row("Requests waiting for prefill", binned(series.prefill_queue(result)), "prefill"),
-        _Row(
+        Row("Requests waiting for prefill", binned(series.prefill_queue(result)), "prefill"),
+        Row(
             f"Prefill nodes at work, of {prefill_nodes}",
             binned(series.prefill_nodes_at_work(result)),
             "prefill",
             prefill_nodes,
         ),
-        _Row(
+        Row(
             "Requests waiting for decode (KV on its way, or no room)",
             binned(series.waiting_for_decode(result)),
             "decode",
         ),
-        _Row("Requests in decode batches", binned(series.decoding(result)), "decode"),
-        _Row("KV tokens of requests in decode batches", binned(series.decode_tokens(result)), "decode"),
+        Row("Requests in decode batches", binned(series.decoding(result)), "decode"),
+        Row("KV tokens of requests in decode batches", binned(series.decode_tokens(result)), "decode"),
     ]
 
 
-def _draw_row(picture: Picture, row: _Row, bins: Bins, times: Sequence[float], *, top: int) -> Plot:
+def _draw_row(picture: Picture, row: Row, bins: Bins, times: Sequence[float], *, top: int) -> Plot:
     high = nice_high(max(row.capacity, *row.curve.largest), 3)
     base = top + _ROW - 14
     plot = Plot(Scale(0, bins.span_s, _LEFT, _RIGHT), Scale(0, high, base, base - _PLOT))

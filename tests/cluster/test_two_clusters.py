@@ -184,3 +184,12 @@ def test_a_node_joins_a_cluster_by_hand(tmp_path: Path) -> None:
         served.wait_until(lambda: "far" not in served.gauge("kv_blocks"), "the node that left")
         ask(served, prompt_of(3, LONG))
         assert offload(served)["requests"] == 1
+
+
+def test_a_pipeline_group_sends_over_the_link_from_each_of_its_stages(tmp_path: Path) -> None:
+    group = {"roles": {"prefill": {"count": 2, "pipeline": 2}}}
+    with serve(tmp_path, "--config", deployment(tmp_path, clusters={"east": EAST, "west": group})) as served:
+        ask(served, prompt_of(1, LONG))
+        assert offload(served)["requests"] == 1
+        size = LONG * RECIPE.layout.token_bytes * 2
+        served.wait_until(lambda: link(served)["sent_bytes"] >= size, "the KV of both stages over the link")

@@ -384,49 +384,105 @@ def test_each_row_goes_through_its_expert(form: Form, counts: list[int], width: 
     assert relative_error(out, torch.cat(expected)) <= TOLERANCE[form.stored] or not sum(counts)
 
 
-# ---- delta_step
+# ---- delta_step and delta_run
 
 
-@pytest.mark.parametrize("decays", ["head", "channel"])
-@pytest.mark.parametrize(
-    ("keys", "heads", "key_dim", "value_dim", "taps"), [(2, 6, 16, 24, 4), (3, 3, 20, 9, 2)]
+@dataclass
+class DeltaCase:
+    """One sequence of a recurrent layer by its formulas, in float64, one head and one token at a time."""
+
+    keys: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    weight_WC: Tensor
+    inputs: Tensor
+    state: Tensor
+
+    def token(self, qkv_C: Tensor, decay_H1: Tensor, beta_H: Tensor) -> Tensor:
+        """`[H, V]`; inputs and state move on."""
+        size, values = self.key_dim, self.heads * self.value_dim
+        seen = torch.cat((self.inputs, qkv_C.double()[None]))
+        self.inputs = seen[1:]
+        mixed = (seen * self.weight_WC.double()).sum(0)
+        mixed = mixed / (1 + (-mixed).exp())
+        q, k, v = mixed.split((self.keys * size, self.keys * size, values))
+        outs = []
+        for head in range(self.heads):
+            at = head // (self.heads // self.keys) * size
+            query, key = (x[at : at + size] / (x[at : at + size].square().sum() + 1e-6).sqrt() for x in (q, k))
+            value = v[head * self.value_dim : (head + 1) * self.value_dim]
+            matrix = self.state[head] * decay_H1[head].double().exp()[:, None]
+            matrix += torch.outer(key, float(beta_H[head]) * (value - key @ matrix))
+            self.state[head] = matrix
+            outs.append(query / size**0.5 @ matrix)
+        return torch.stack(outs)
+
+
+DELTA_SIZES = pytest.mark.parametrize(
+    ("keys", "heads", "key_dim", "value_dim", "taps", "decays"),
+    [
+        (2, 6, 16, 24, 4, "head"),
+        (3, 3, 20, 9, 2, "head"),
+        (1, 2, 33, 83, 4, "head"),
+        (2, 2, 33, 83, 4, "channel"),
+        (3, 3, 16, 24, 3, "channel"),
+    ],
 )
+
+
+def delta_inputs(num: int, heads: int, decays: int, channels: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv, a part of a wider projection; decays, some hardly any and some to nearly nothing; beta."""
+    qkv = randn(num, channels + 5, seed=seed)[:, :channels]
+    decay = -(3 * randn(num, heads, decays, seed=seed + 1)).exp()
+    return qkv, decay, randn(num, heads, seed=seed + 2).sigmoid()
+
+
+@DELTA_SIZES
 def test_one_token_of_each_request_goes_through_convolution_and_rule(
-    kernels: Kernels, decays: str, keys: int, heads: int, key_dim: int, value_dim: int, taps: int
+    kernels: Kernels, keys: int, heads: int, key_dim: int, value_dim: int, taps: int, decays: str
 ) -> None:
-    """The formulas one head at a time, in float64, for several tokens; slots that nobody has stay as they are."""
+    """Several tokens in turn; slots that nobody has stay as they are, and so do those of other layers."""
     slots, channels = [5, 0, 3], 2 * keys * key_dim + heads * value_dim
-    live = randn(7, 2, (taps - 1) * channels + heads * key_dim * value_dim, seed=1)
+    sizes = (taps - 1) * channels, heads * key_dim * value_dim
+    live, weight = randn(7, 2, sum(sizes), seed=1), randn(taps, channels, seed=2)
     before = live.clone()
-    window, state = live[:, 1].split(((taps - 1) * channels, heads * key_dim * value_dim), dim=1)
+    window, state = live[:, 1].split(sizes, dim=1)
     window, state = window.unflatten(1, (taps - 1, channels)), state.unflatten(1, (heads, key_dim, value_dim))
-    weight = randn(taps, channels, seed=2)
-    inputs, memory = window.double(), state.double()
+    cases = [
+        DeltaCase(keys, heads, key_dim, value_dim, weight, window[slot].double(), state[slot].double())
+        for slot in slots
+    ]
     for token in range(3):
-        qkv = randn(3, channels + 5, seed=10 + token)[:, :channels]  # as a part of a wider projection
-        decay = -randn(3, heads, 1 if decays == "head" else key_dim, seed=20 + token).abs()
-        beta = randn(3, heads, seed=30 + token).sigmoid()
+        qkv, decay, beta = delta_inputs(3, heads, 1 if decays == "head" else key_dim, channels, 10 * token)
         out = kernels.delta_step(qkv, decay, beta, window, state, torch.tensor(slots), weight)
         assert out.shape == (3, heads, value_dim) and out.dtype == F32
-        for row, slot in enumerate(slots):
-            seen = torch.cat((inputs[slot], qkv[row : row + 1].double()))
-            inputs[slot] = seen[1:]
-            mixed = (seen * weight.double()).sum(0)
-            mixed = mixed / (1 + (-mixed).exp())
-            q, k, v = mixed.split((keys * key_dim, keys * key_dim, heads * value_dim))
-            for head in range(heads):
-                at = head // (heads // keys)
-                query, key = (x[at * key_dim : (at + 1) * key_dim] for x in (q, k))
-                query = query / (query.square().sum() + 1e-6).sqrt() / key_dim**0.5
-                key = key / (key.square().sum() + 1e-6).sqrt()
-                value = v[head * value_dim : (head + 1) * value_dim]
-                matrix = memory[slot, head] * decay[row, head].double().exp()[:, None]
-                matrix += torch.outer(key, float(beta[row, head]) * (value - key @ matrix))
-                memory[slot, head] = matrix
-                assert largest_error(out[row, head], query @ matrix) <= 2e-5
-    assert largest_error(state, memory) <= 2e-5 and torch.equal(window, inputs.float())
-    assert torch.equal(live[:, 0], before[:, 0]), "the states of other layers"
+        for row, case in enumerate(cases):
+            assert largest_error(out[row], case.token(qkv[row], decay[row], beta[row])) <= 2e-5
+    for slot, case in zip(slots, cases, strict=True):
+        assert largest_error(state[slot], case.state) <= 2e-5
+        assert torch.equal(window[slot], case.inputs.float())
+    assert torch.equal(live[:, 0], before[:, 0])
     assert torch.equal(live[[1, 2, 4, 6]], before[[1, 2, 4, 6]])
+
+
+@DELTA_SIZES
+def test_a_run_of_tokens_is_one_token_after_the_other(
+    kernels: Kernels, keys: int, heads: int, key_dim: int, value_dim: int, taps: int, decays: str
+) -> None:
+    """Shorter than the window, longer, and past the chunks that the plain form cuts it into."""
+    channels = 2 * keys * key_dim + heads * value_dim
+    weight, window = randn(taps, channels, seed=2), randn(taps - 1, channels, seed=3)
+    state = randn(heads, key_dim, value_dim, seed=4)
+    case = DeltaCase(keys, heads, key_dim, value_dim, weight, window.double(), state.double())
+    for num in (1, 2, 70):
+        qkv, decay, beta = delta_inputs(num, heads, 1 if decays == "head" else key_dim, channels, 10 * num)
+        out = kernels.delta_run(qkv, decay, beta, window, state, weight)
+        assert out.shape == (num, heads, value_dim) and out.dtype == F32
+        expected = torch.stack([case.token(*each) for each in zip(qkv, decay, beta, strict=True)])
+        assert largest_error(out, expected) <= 2e-5
+        assert largest_error(state, case.state) <= 2e-5
+        assert torch.equal(window, case.inputs.float())
 
 
 # ---- choice and building

@@ -79,6 +79,7 @@ def test_before_any_node_is_in(post: Poster, backend: FakeBackend) -> None:
 
 def test_a_node_without_a_cache(post: Poster, backend: FakeBackend) -> None:
     report(backend, "mixed-0", Role.MIXED, prefix_cache_queries_total=200, prefix_cache_hits_total=50)
+    backend.node_gauges["kv_bytes_out_total"]["prefill-0.1"] = 7  # a later stage of a group is no node
     backend.refused = {"prefill": 3}
     found = status(post)
     assert found["hit_rate"] == 0.25 and found["requests_refused"] == {"prefill": 3}

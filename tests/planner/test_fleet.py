@@ -80,6 +80,11 @@ def test_one_node_alone_cannot_be_split() -> None:
         fleet_of(Config.model_validate({"roles": {"prefill": 0, "decode": 1}, "engine": {"cost": SLOW}}))
 
 
+def test_what_the_equations_take_for_granted_is_noted() -> None:
+    assert any("encoded" in note for note in fleet(network={"compression": "int8"}).notes)
+    assert fleet(remote=0, network={"compression": "int8"}).notes == ()
+
+
 def test_codecs_keep_a_part_of_the_kv() -> None:
     instance = fleet().home.prefill
     assert kept(instance, "none") == 1.0

@@ -41,7 +41,7 @@ def by_hand(found: Fleet, lengths: list[int], threshold: float, prefill: int, de
     return min(rates)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(LENGTHS, st.integers(1, 4), st.integers(2, 5), st.floats(0.01, 10.0))
 def test_no_threshold_and_split_is_better(lengths: list[int], remote: int, home: int, gbps: float) -> None:
     found = fleet(remote=remote, prefill=1, decode=home - 1, gbps=gbps)

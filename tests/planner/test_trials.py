@@ -22,7 +22,9 @@ DEMAND = demand(LENGTHS, output_tokens=40)
 @pytest.fixture(scope="module")
 def found() -> Answer:
     asked = answer(SETTINGS, fleet_of(SETTINGS), DEMAND, top=1)
-    return Trials(SETTINGS, Path(), DEMAND, num_requests=80, goodput=0.9).of(asked, None)
+    naive = [plan for plan in asked.baselines if plan.name == "naive"]
+    asked = msgspec.structs.replace(asked, baselines=naive)
+    return Trials(SETTINGS, Path(), DEMAND, num_requests=60, goodput=0.9).of(asked, None)
 
 
 def test_every_plan_at_every_fraction_under_both_arrivals(found: Answer) -> None:

@@ -134,7 +134,9 @@ def test_without_faults_every_request_completes(feature: Feature, seed: int, spa
     assert_each_ends_once(result)
     for record in result.records:
         assert record.status is Status.COMPLETED or record.stage == "too_long"
-        if feature.dram_blocks:  # else what is to be recalled may be evicted from an engine's own memory meanwhile
+        if (
+            feature.dram_blocks
+        ):  # else what is to be recalled may be evicted from an engine's own memory meanwhile
             assert record.attempts <= 1
 
 
@@ -145,3 +147,42 @@ def test_whatever_fails_every_request_ends_once(
 ) -> None:
     result = World(feature.deployment(faults), shared_prompts(seed, 30, span_ms), check=True).run()
     assert_each_ends_once(result)
+
+
+def test_the_features_above_do_happen() -> None:
+    """Else the tests before would say little."""
+    seen = dict.fromkeys(
+        (
+            "offloaded",
+            "recalled",
+            "fetched",
+            "retried",
+            "held or failed",
+            "converted",
+            "threshold",
+            "snapshots",
+        ),
+        0,
+    )
+    base = Feature(("pp", "pddd"), "isthmus", True, 60, "scarce", True, False, 300, 300, 10**7, 20)
+    gone = Faults(nodes=(NodeFault("c1", 0.1, float("inf")),))
+    cut = Faults((LinkFault("c0", "c1", 0.05, 2.0, 0.0),), (NodeFault("c1-1", 0.3, 1.0),))
+    changed = msgspec.structs.replace
+    for feature, faults, span_ms in (
+        (base, NOTHING, 3000),
+        (changed(base, cache_mode="abundant", threshold=0), NOTHING, 3000),
+        (changed(base, threshold=None), cut, 1000),
+        (changed(base, roles=("p", "pd"), hybrid=False), gone, 300),
+        (changed(base, roles=("ppppd",), convert=True), NOTHING, 200),
+    ):
+        result = World(feature.deployment(faults), shared_prompts(2, 80, span_ms), check=True).run()
+        seen["offloaded"] += sum(result.nodes[each.prefill].cluster == "c0" for each in result.records)
+        seen["recalled"] += result.bytes_moved["recall"]
+        crossed = [each for each in result.records if result.nodes[each.prefill].cluster == "c0"]
+        seen["fetched"] += sum(each.fetched_tokens for each in crossed)
+        seen["retried"] += sum(each.attempts > 1 for each in result.records)
+        seen["held or failed"] += sum(each.status is Status.FAILED for each in result.records)
+        seen["converted"] += len(result.conversions)
+        seen["threshold"] += len({change.threshold for change in result.thresholds}) > 1
+        seen["snapshots"] += sum(each.cached_tokens for each in result.records if feature.hybrid)
+    assert all(seen.values()), seen

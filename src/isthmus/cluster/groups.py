@@ -59,6 +59,11 @@ class Groups:
             if other is not stage:
                 other.connection.send(Stop())
 
+    def sessions(self, group: NodeId) -> list[Session]:
+        """Those with the stages that follow its leader; none for a node that is no group."""
+        stages = sorted(self._groups.get(group, {}).items())
+        return [stage.connection for number, stage in stages if number]
+
     def followers(self) -> Iterator[Stage]:
         """All stages but the leaders, whom the head knows as nodes."""
         for group in self._groups.values():

@@ -350,7 +350,8 @@ class Head:
         self._members[hello.node] = _Member(hello, connection, self._clock_ns(), ways)
         connection.send(Welcome(self._beat_ms))
         for cluster in ways:
-            connection.send(self._linked(cluster, hello.cluster))
+            for session in (connection, *self._groups.sessions(hello.node)):
+                session.send(self._linked(cluster, hello.cluster))
         self._tell_linked(hello.cluster)
         size = hello.layout.block_size
         capacity = capacity_tokens(hello.num_blocks, size, hello.layout.state_blocks)
@@ -380,9 +381,13 @@ class Head:
     def _tell_linked(self, cluster: str) -> None:
         """Its nodes are others now: tells those of the clusters that links join to it."""
         news = {other: self._linked(cluster, other) for other in self._ways.linked(cluster)}
-        for member in self._members.values():
-            if member.hello.cluster in news:
-                member.connection.send(news[member.hello.cluster])
+        sessions = [(member.hello.cluster, member.connection) for member in self._members.values()]
+        for stage in self._groups.followers():
+            if stage.hello.group in self._members:
+                sessions.append((self._members[stage.hello.group].hello.cluster, stage.connection))
+        for there, connection in sessions:
+            if there in news:
+                connection.send(news[there])
 
     def _distrust(self, hello: Hello | StageHello) -> str:
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
@@ -425,10 +430,14 @@ class Head:
         if not isinstance(message, Beat):
             raise ProtocolError(f"a {type(message).__name__} from a later pipeline stage")
         stage.heard_ns, stage.gauges = self._clock_ns(), message.gauges
+        leader = self._members.get(stage.hello.group)
+        if leader is not None:
+            self._measures.heard(stage.name, leader.hello.cluster, message.crossings, stage.heard_ns)
 
     def leave_stage(self, stage: Stage, reason: str) -> None:
         """Nothing more is sent to a group that misses one, even before its leader knows."""
         self._groups.leave(stage)
+        self._measures.left(stage.name)
         self.leave(stage.hello.group, f"stage {stage.hello.stage}: {reason}")
 
     def leave(self, node: NodeId, reason: str, connection: Session | None = None) -> None:

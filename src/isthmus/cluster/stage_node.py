@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from isthmus.cluster.cache import NodeCache, gauges_of
+from isthmus.cluster.crossings import Crossings
 from isthmus.cluster.departures import CONNECT_S, Departures, Peers
 from isthmus.cluster.messages import (
     PROTOCOL,
@@ -19,9 +20,11 @@ from isthmus.cluster.messages import (
     Begin,
     Grant,
     Landed,
+    Linked,
     NodeBound,
     PeerHello,
     PeerMessage,
+    Probe,
     StageHello,
     Stop,
     Turned,
@@ -74,6 +77,7 @@ class StageNode:
         self._stepper = StageStepper(engine, self._cache, self, self._tell)
         hello = PeerHello(PROTOCOL, options.token, options.node, engine.revision, engine.layout)
         peers = Peers(self._network, hello, lambda: _FromDecode(self))
+        self.crossings = Crossings(peers, options.link_s, self._spawn)
         self.departures = Departures(engine.memory, engine.layers[0], peers, self._spawn, self._failed)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._before: Session | None = None
@@ -134,7 +138,7 @@ class StageNode:
     async def _beat(self, every_ms: int) -> None:
         while True:
             assert self._head is not None
-            self._head.send(Beat(self._gauges()))
+            self._head.send(Beat(self._gauges(), tuple(self.crossings.report())))
             await asyncio.sleep(every_ms / 1000)
 
     def _gauges(self) -> dict[str, float]:
@@ -263,6 +267,8 @@ class _FromHead(_Watched):
         match message:
             case Welcome():
                 self._node.welcome(message)
+            case Linked():
+                self._node.crossings.linked(message)
             case Turned():
                 self._node.end(StartError(f"the head turned this node away: {message.reason}"))
             case Stop():
@@ -325,6 +331,8 @@ class _FromDecode:
                 self._departures.land(key_of(message.request, message.attempt))
             case Withdrawn():
                 self._departures.withdrawn(key_of(message.request, message.attempt))
+            case Probe():
+                pass
             case _:
                 raise ProtocolError(f"a {type(message).__name__} for a later stage")
 

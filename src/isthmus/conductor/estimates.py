@@ -16,13 +16,17 @@ from isthmus.conductor.index import Levels, bits
 from isthmus.conductor.view import ClusterView, NodeView, Placement
 from isthmus.types import NS_PER_S
 
+Matched = tuple[Levels, Levels]
+"""(what nodes have, what they have or will have)."""
+
 
 class Estimator:
     """Estimates for one request at one moment. `nodes`: those that can take its prefill; `waits`: their queues, ns.
 
     `held`: leading blocks that nodes have finished, those that only decode included, as levels; `depths[slot]`:
     those a node has or will have; `deepest`: the most that any will. `memo`: answers of `work_ns`, by
-    `depth << 16 | kind`. `pool`: the nodes' cluster; `foreign`: mask of nodes in other clusters to fetch from.
+    `depth << 16 | kind`. `pool`: the nodes' cluster; `foreign`: mask of nodes in other clusters to fetch from. `matched`:
+    a match of all nodes, if there was one already.
 
     Of a hybrid model a node has a prefix up to the deepest block whose snapshot of the recurrent state it has too.
     """
@@ -33,7 +37,13 @@ class Estimator:
     )  # fmt: skip
 
     def __init__(
-        self, view: ClusterView, request: RequestArrived, nodes: list[NodeView], now: int, foreign: int = 0
+        self,
+        view: ClusterView,
+        request: RequestArrived,
+        nodes: list[NodeView],
+        now: int,
+        foreign: int = 0,
+        matched: Matched | None = None,
     ) -> None:
         self.view, self.request, self.nodes, self.now, self.foreign = view, request, nodes, now, foreign
         self.num_tokens = request.num_tokens
@@ -41,7 +51,11 @@ class Estimator:
         self.ratio = pool.calibration.ratio
         self.waits = [node.free_ns - now if node.free_ns > now else 0 for node in nodes]
         mask = pool.prefill_mask if nodes is pool.prefills else sum([node.bit for node in nodes])
-        self.held, expected = match(view, request, mask | pool.lender_mask | foreign)
+        mask |= pool.lender_mask | foreign
+        if matched is None:
+            self.held, expected = match(view, request, mask)
+        else:
+            self.held, expected = (_restricted(levels, mask) for levels in matched)
         self.deepest = expected[-1][0]
         self.depths = _by_slot(expected, view.num_slots)
         self.memo: dict[int, float] = {}
@@ -106,13 +120,18 @@ class Estimator:
         placement.compute_ns = estimate if placement.work_ns <= int(estimate * self.ratio) else 0
 
 
-def match(view: ClusterView, request: RequestArrived, nodes: int) -> tuple[Levels, Levels]:
+def match(view: ClusterView, request: RequestArrived, nodes: int) -> Matched:
     """How much of the prompt each of `nodes` (a mask) can use: (has, has or will have)."""
     if not view.state_blocks:
         return view.index.match(request.names, nodes)
     # At least one token must follow the state.
     usable = request.names[: (request.num_tokens - 1) // view.block_size]
     return view.index.match_states(usable, nodes, view.state_blocks)
+
+
+def _restricted(levels: Levels, nodes: int) -> Levels:
+    """What a match of these nodes alone would say."""
+    return [(depth, group & nodes) for depth, group in levels if group & nodes]
 
 
 def _by_slot(levels: Levels, num_slots: int) -> list[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from isthmus.conductor.estimates import Estimator, can_copy, least_sending, match
+from isthmus.conductor.estimates import Estimator, Matched, can_copy, least_sending, match
 from isthmus.conductor.events import Fetch, RequestArrived
 from isthmus.conductor.index import Levels, bits
 from isthmus.conductor.offload import Decision, Prediction, abundant, scarce, stays
@@ -45,7 +45,7 @@ class Router:
         caches = _Caches(self._view, request)
         for home in self._homes(request, caches):
             for pool, foreign in self._order(request, home, caches, now, again):
-                found = self._within(request, home, pool, now, foreign)
+                found = self._within(request, home, pool, now, foreign, caches.matched)
                 if found is not None:
                     return self._completed(found, home, caches)
         return None
@@ -118,7 +118,13 @@ class Router:
     # Nodes.
 
     def _within(
-        self, request: RequestArrived, home: Pool, pool: Pool, now: int, foreign: int = 0
+        self,
+        request: RequestArrived,
+        home: Pool,
+        pool: Pool,
+        now: int,
+        foreign: int = 0,
+        matched: Matched | None = None,
     ) -> tuple[Placement, Estimator] | None:
         """On nodes of `pool` to prefill and, unless one of them decodes as well, of `home` to decode."""
         length = request.num_tokens + request.max_tokens  # a later attempt prefills what was generated as well
@@ -137,7 +143,7 @@ class Router:
             ]
         if not nodes:
             return None
-        estimator = Estimator(self._view, request, nodes, now, foreign)
+        estimator = Estimator(self._view, request, nodes, now, foreign, matched)
         placement = self._policy(estimator, self._rules)
         placement.deepest = estimator.deepest
         if request.max_tokens > 1 and (placement.prefill.role is Role.PREFILL or pool is not home):
@@ -165,7 +171,9 @@ class _Caches:
     def __init__(self, view: ClusterView, request: RequestArrived) -> None:
         self._view = view
         pools = view.pools.values()
-        _, levels = match(view, request, sum([pool.prefill_mask | pool.lender_mask for pool in pools]))
+        everywhere = sum([pool.prefill_mask | pool.lender_mask for pool in pools])
+        self.matched = match(view, request, everywhere)
+        _, levels = self.matched
         self.by_pool = {
             pool: min(
                 _deepest(levels, pool.prefill_mask | pool.lender_mask) * view.block_size, request.num_tokens - 1

@@ -134,8 +134,9 @@ def cluster_status(backend: Backend, requests_running: int) -> Status:
     for name, by_node in backend.gauges().items():
         for node, value in by_node.items():
             gauges.setdefault(node, {})[name] = value
-    queried = sum(found["prefix_cache_queries_total"] for found in gauges.values())
-    hits = sum(found["prefix_cache_hits_total"] for found in gauges.values())
+    # Later stages of a pipeline group report as well, but look up no prompts.
+    queried = sum(found.get("prefix_cache_queries_total", 0) for found in gauges.values())
+    hits = sum(found.get("prefix_cache_hits_total", 0) for found in gauges.values())
     return Status(
         time_s=time.time(),
         model=backend.card.name,

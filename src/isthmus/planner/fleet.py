@@ -107,6 +107,10 @@ def fleet_of(config: Config, folder: Path = Path()) -> Fleet:
         notes.append(
             f"{_named(home)}prefill and decode nodes differ in hardware, so the split is as configured"
         )
+    if remotes and config.network.compression != "none":
+        notes.append(
+            "the equations take all KV on a link as encoded; a running cluster encodes what a link would be waited for"
+        )
     return Fleet(
         home=found,
         remotes=remotes,

@@ -57,7 +57,7 @@ def scheduler_of(deployment: Deployment, spec: NodeSpec, before: Scheduler | Non
     if deployment.has_cache(spec):
         tiers = TierCache(spec.dram_blocks, spec.ssd_blocks, deployment.eviction)
         return Scheduler(limits, tiers, CountingPool(spec.kv_blocks), target)
-    if spec.role is Role.DECODE:
+    if spec.role is Role.DECODE or not deployment.has_names:
         return Scheduler(limits, None, CountingPool(spec.kv_blocks), target)
     return Scheduler(limits, None, BlockPool(spec.kv_blocks), target)
 

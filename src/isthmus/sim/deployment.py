@@ -55,7 +55,7 @@ class Deployment(msgspec.Struct, frozen=True):
     `max_sequences`: requests that hold blocks of one node; `role_sequences`: (cluster, role, limit) where a role
     has one of its own. `spine`: joins the nodes of a cluster, each has its own. `link_ns`: how long what crosses a
     link between clusters may stand still; `rejoin_ns`: how long a request waits for a node. `faults`: what goes
-    wrong.
+    wrong. `has_names`: prompts share blocks, or might; where none does, none need be kept.
     """
 
     nodes: tuple[NodeSpec, ...]
@@ -73,6 +73,7 @@ class Deployment(msgspec.Struct, frozen=True):
     rejoin_ns: int = 30 * NS_PER_S
     faults: Faults = Faults()
     role_sequences: tuple[tuple[str, Role, int], ...] = ()
+    has_names: bool = True
 
     def max_sequences_of(self, spec: NodeSpec) -> int:
         """In the role that the node has."""

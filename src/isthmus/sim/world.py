@@ -17,6 +17,8 @@ from functools import partial
 from heapq import heappop
 from typing import Any
 
+import msgspec
+
 from isthmus.conductor import (
     Abort,
     Action,
@@ -57,6 +59,8 @@ class World:
     def __init__(
         self, deployment: Deployment, workload: Workload, *, log: Log | None = None, check: bool = False
     ) -> None:
+        has_names = any(request.blocks for request in workload.requests)
+        deployment = msgspec.structs.replace(deployment, has_names=has_names)
         self._deployment, self._workload = deployment, workload
         self._log, self._check = log, check
         self._conductor = Conductor(deployment.rules)

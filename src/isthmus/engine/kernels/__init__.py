@@ -82,7 +82,8 @@ class Kernels(Protocol):
         `[R, H, V]`, all float32. Their windows and states, at the distinct `slots` (int64), move on.
 
         Here K and V are sizes of keys and values, C the channels of queries, keys and values. `decay`: logarithms, one
-        a head or one a channel of its keys; `taps`: one more than a window has inputs, the last for the token itself.
+        a head, or one a channel of its keys where each value head has keys of its own; `taps`: one more than a window
+        has inputs, the last for the token itself.
         """
 
     def delta_run(

@@ -228,11 +228,15 @@ static void convolve_token(const float *restrict x, int64_t stride, int64_t t, c
         const float *input = at < 0 ? window + (at + W) * C : x + at * stride, *tap = taps + w * C;
         for (int64_t c = 0; c < C; c++) out[c] += input[c] * tap[c];
     }
-    for (int64_t c = 0; c < C; c += LANES) {
-        int64_t count = C - c < LANES ? C - c : LANES;
-        v16 g = load_some(out + c, count, 0.f);
+    int64_t c = 0;
+    for (; c + LANES <= C; c += LANES) {
+        v16 g = load_f32(out + c);
+        *(v16u *)(out + c) = g / (1.f + exp_of(-g));
+    }
+    if (c < C) {
+        v16 g = load_some(out + c, C - c, 0.f);
         g = g / (1.f + exp_of(-g));
-        memcpy(out + c, &g, (size_t)count * sizeof(float));
+        memcpy(out + c, &g, (size_t)(C - c) * sizeof(float));
     }
     for (int64_t j = 0; j < 2 * J; j++) {
         float *head = out + j * K, sum = 0.f;
@@ -286,15 +290,14 @@ static void move_window(const float *restrict x, int64_t stride, int64_t T, floa
 /* exp of the decay for each of K keys, query and key times it; gives query . key. */
 static float decayed(const float *restrict q, const float *restrict k, const float *restrict decay,
                      int64_t decays, float *restrict factor, float *restrict qs, float *restrict ks, int64_t K) {
-    float meet = 0.f, one = decays == 1 ? expf(decay[0]) : 0.f;
-    if (decays == 1)
-        for (int64_t i = 0; i < K; i++) factor[i] = one;
-    else
-        for (int64_t i = 0; i < K; i += LANES) {
-            int64_t count = K - i < LANES ? K - i : LANES;
-            v16 e = exp_of(load_some(decay + i, count, 0.f));
-            memcpy(factor + i, &e, (size_t)count * sizeof(float));
-        }
+    float meet = 0.f;
+    int64_t at = 0;
+    if (decays == 1) {
+        float one = expf(decay[0]);
+        for (; at < K; at++) factor[at] = one;
+    }
+    for (; at + LANES <= K; at += LANES) *(v16u *)(factor + at) = exp_of(load_f32(decay + at));
+    for (; at < K; at++) factor[at] = expf(decay[at]);
 #pragma omp simd reduction(+ : meet)
     for (int64_t i = 0; i < K; i++) {
         qs[i] = q[i] * factor[i];
@@ -358,8 +361,8 @@ API void delta_run(const float *restrict qkv, const float *restrict decay, const
     free(inputs);
 }
 
-/* One token each of R requests: as above with a request for each token. The window and state of request r lie at slots[r]
- * times their strides. */
+/* One token each of R requests: as above with a request for each token. The window and state of request r lie at
+ * slots[r] times their strides. */
 API void delta_step(const float *restrict qkv, const float *restrict decay, const float *restrict beta,
                     float *windows, float *states, const int64_t *restrict slots, const float *restrict taps,
                     float *restrict out, int64_t stride, int64_t window_stride, int64_t state_stride, int64_t R,

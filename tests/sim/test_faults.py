@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+
+from isthmus.errors import ConfigError
+from isthmus.sim.faults import Faults, LinkFault, NodeFault, link_fault, node_fault
+from isthmus.types import NS_PER_S
+
+ENDS = frozenset(("dense", "local"))
+
+
+def test_faults_are_read_as_they_are_written() -> None:
+    assert link_fault("dense:local:60:120:0.2") == LinkFault("dense", "local", 60.0, 120.0, 0.2)
+    assert node_fault("dense-prefill-0:1.5:inf") == NodeFault("dense-prefill-0", 1.5, float("inf"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dense:local:60:120",
+        "a:b:x:2:0",
+        "a:b:5:2:0",
+        "a:b:1:2:1.5",
+        "a:b:-1:2:0",
+        "a:b:inf:inf:0",
+        "a:b:1:nan:0",
+    ],
+)
+def test_a_link_fault_that_cannot_be_meant_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--link-fault .*write ONE:OTHER:START:STOP:FACTOR"):
+        link_fault(text)
+
+
+@pytest.mark.parametrize("text", ["n", "n:1", "n:2:1", "n:a:b"])
+def test_so_is_a_node_fault(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--node-fault .*write NAME:START:STOP"):
+        node_fault(text)
+
+
+def test_the_smallest_factor_of_overlapping_faults_holds() -> None:
+    faults = Faults((LinkFault("dense", "local", 1, 5, 0.5), LinkFault("local", "dense", 2, 3, 0.1)))
+    found = [faults.factor(ENDS, int(time * NS_PER_S)) for time in (0, 1, 2, 3, 5)]
+    assert found == [1.0, 0.5, 0.1, 0.5, 1.0]
+    assert faults.factor(frozenset(("dense", "other")), 2 * NS_PER_S) == 1.0
+    assert faults.times() == [1 * NS_PER_S, 2 * NS_PER_S, 3 * NS_PER_S, 5 * NS_PER_S]
+
+
+def test_a_node_is_dead_with_its_cluster_too_and_some_never_come_back() -> None:
+    faults = Faults(nodes=(NodeFault("dense", 1, float("inf")),))
+    assert faults.is_dead(("dense-prefill-0", "dense"), NS_PER_S)
+    assert not faults.is_dead(("dense-prefill-0", "dense"), NS_PER_S - 1)
+    assert not faults.is_dead(("local-prefill-0", "local"), NS_PER_S)
+    assert faults.times() == [NS_PER_S]
+
+
+def test_a_fault_of_nothing_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a:b: no such link; there are: dense:local"):
+        Faults((LinkFault("a", "b", 0, 1),)).check([("dense", "local")], [])
+    with pytest.raises(
+        ConfigError, match="x: no node or cluster has that name; there are: local, local-decode-0"
+    ):
+        Faults(nodes=(NodeFault("x", 0, 1),)).check([], ["local", "local-decode-0"])

@@ -164,7 +164,7 @@ class EngineConfig(_Section):
     threads: int | None = Field(None, ge=1, le=1024)
     block_size: int = Field(16, ge=1, le=1024)
     kv_memory: Bytes = Field(2**30, gt=0)
-    token_budget: int = Field(512, ge=1, le=65536)
+    token_budget: int = Field(512, ge=1, le=1 << 20)
     prompt_batch: int | None = Field(None, ge=1)
     max_sequences: int = Field(64, ge=1, le=4096)
     max_length: int | None = Field(None, ge=2)

@@ -134,3 +134,64 @@ def test_neither_torch_nor_a_web_framework_is_loaded(config: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+TWO = """
+clusters:
+  dense:
+    roles: {prefill: 1}
+    cost: {kv_token_bytes: 17280, num_layers: 15, prefill_token_s: 5.0e-5, state_bytes: 1000000}
+  local:
+    roles: {prefill: 1, decode: {count: 1, max_sequences: 8}}
+    cost: {kv_token_bytes: 17280, num_layers: 15, prefill_token_s: 1.0e-4, state_bytes: 1000000, decode_fixed_s: 0.02}
+links: [{between: [dense, local], gbps: 1, rtt_ms: 10}]
+engine: {hardware: h20, gpus: 8, kv_memory: 100GB, token_budget: 65536, prompt_batch: 1}
+offload: {threshold: 4000, control: none}
+"""
+LONG_AND_SHORT = "even:rate=2,num=60,input=uniform(low=1000,high=9000),output=20"
+
+
+def test_several_clusters_and_faults_are_in_table_json_and_page(isthmus: Command, tmp_path: Path) -> None:
+    config, figures, page = tmp_path / "two.yaml", tmp_path / "out.json", tmp_path / "out.html"
+    config.write_text(TWO)
+    faults = ("--link-fault", "dense:local:10:12:0.1", "--node-fault", "dense:20:22")
+    outputs = ("--json", figures, "--report", page)
+    status, out, err = isthmus("simulate", "--config", config, "--workload", LONG_AND_SHORT, *faults, *outputs)
+    assert status == 0 and err == ""
+    assert "| dense > local |" in out and "Threshold (tokens)" in out
+    summary = json.loads(figures.read_bytes())
+    assert set(summary["by_route"]) == {"dense > local", "local > local"}
+    assert sum(route["requests"] for route in summary["by_route"].values()) == summary["completed"] == 60
+    assert summary["by_route"]["dense > local"]["uncached_tokens"] > 4000
+    assert summary["between_clusters"]["dense > local"]["gbps"] > 0 and summary["retried"] > 0
+    parts = summary["ttft_parts"]
+    assert parts["queue"] + parts["load"] + parts["prefill"] == pytest.approx(summary["ttft_s"]["mean"])
+    assert summary["ready_s"]["mean"] == pytest.approx(summary["ttft_s"]["mean"] + parts["transfer"])
+    assert summary["notes"] == ["fault dense:local:10:12:0.1", "fault dense:20:22"]
+    assert (summary["threshold"]["first"], summary["threshold"]["most"]) == (
+        4000,
+        None,
+    )  # none while it was dead
+    html = page.read_text()
+    assert "Between clusters" in html and "Gbps of 1" in html
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        (("--link-fault", "dense:remote:1:2:0"), "no such link; there are: dense:local"),
+        (("--link-fault", "dense:local:1:2"), "write ONE:OTHER:START:STOP:FACTOR"),
+        (
+            ("--node-fault", "dense-decode-0:1:2"),
+            "no node or cluster has that name; there are: dense, dense-prefill-0",
+        ),
+    ],
+)
+def test_a_fault_of_nothing_there_is_one_line(
+    isthmus: Command, tmp_path: Path, fault: tuple[str, str], says: str
+) -> None:
+    config = tmp_path / "two.yaml"
+    config.write_text(TWO)
+    status, out, err = isthmus("simulate", "--config", config, "--workload", LONG_AND_SHORT, *fault)
+    assert status == 2 and out == ""
+    assert err.startswith("isthmus: error: ") and err.count("\n") == 1 and says in err

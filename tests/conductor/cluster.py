@@ -416,7 +416,11 @@ class Cluster:
         return False
 
     def _largest(self, role: Role) -> int:
-        fit = [joined.capacity_tokens for joined in self.joined.values() if joined.role in (role, Role.MIXED)]
+        fit = [
+            joined.capacity_tokens
+            for joined in self.joined.values()
+            if joined.role in (role, Role.MIXED) and joined.node not in self.converting
+        ]
         return max(fit, default=0)
 
     def _check_books(self) -> None:

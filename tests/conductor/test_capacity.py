@@ -38,7 +38,7 @@ def test_who_prefills_for_whom() -> None:
     assert [pool.name for pool in capacity.homes] == ["near"]
     assert (len(capacity.remote_nodes), len(capacity.local_nodes)) == (4, 3)
     assert capacity.egress == 100 * GBPS
-    view.links["far", "near"].up = False
+    view.links["far", "near"].trusted = False
     assert not capacity.remote_nodes and capacity.egress == 0
 
 

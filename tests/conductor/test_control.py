@@ -115,24 +115,24 @@ def test_a_link_that_flaps_is_used_ever_less() -> None:
     for second in range(1, 601):
         is_up = second % 20 < 17
         control.availability(is_up, second * S)
-        falls += bool(used) and used[-1] and not control.link.up
-        used.append(control.link.up)
+        falls += bool(used) and used[-1] and not control.link.trusted
+        used.append(control.link.trusted)
     assert falls <= 4 and sum(used[-300:]) == 0
     for second in range(601, 601 + LONGEST_RETURN_NS // S + 2):
         control.availability(True, second * S)
-    assert control.link.up
+    assert control.link.trusted
 
 
 def test_one_fall_is_short() -> None:
     control = watch()
     control.availability(True, 400 * S)
     control.availability(False, 401 * S)
-    assert not control.link.up
+    assert not control.link.trusted
     control.availability(True, 402 * S)
     control.availability(True, 402 * S + RETURN_NS - 1)
-    assert not control.link.up
+    assert not control.link.trusted
     control.availability(True, 402 * S + RETURN_NS)
-    assert control.link.up
+    assert control.link.trusted
 
 
 # The threshold.
@@ -245,9 +245,9 @@ def test_whatever_links_do_the_threshold_changes_seldom(seed: int) -> None:
             share = random.choice([0.0, 0.05, 0.3, 1.0])
         rate = LINKS[0].bytes_per_s
         state = LinkState("far", "near", share > 0, int(share * rate), S, random.choice([0, rate, 5 * rate]))
-        was_up = some.conductor.view.links["far", "near"].up
+        was_up = some.conductor.view.links["far", "near"].trusted
         second(some, state)
-        falls += was_up and not some.conductor.view.links["far", "near"].up
+        falls += was_up and not some.conductor.view.links["far", "near"].trusted
     told = some.thresholds
     in_a_minute = max(sum(at <= other < at + 60 * S for other, _ in told) for at, _ in told)
     assert in_a_minute <= 60 * S // HOLD_NS + 1 + 2 * falls

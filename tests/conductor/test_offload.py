@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.conductor.offload import Decision, Prediction, abundant, scarce, stays
+from isthmus.conductor.offload import Decision, Prediction, abundant, guarded, scarce
 
 tokens = st.integers(0, 200)
 thresholds = st.none() | st.integers(0, 200)
@@ -50,7 +50,14 @@ def test_modes_differ_when_the_prefix_lies_elsewhere() -> None:
 
 def test_the_guard_weighs_waiting_and_work() -> None:
     here, there = Prediction(8.0, 8.0, 0.0), Prediction(5.0, 3.0, 0.0)
-    assert not stays(here, there)
-    assert stays(here, Prediction(9.0, 3.0, 0.0))  # its queue is long and nobody else comes
-    assert not stays(Prediction(8.0, 8.0, 1.0), Prediction(9.0, 3.0, 1.0))  # 8 + 8 of node time against 9 + 3
-    assert not stays(here, here)  # a tie goes where the threshold says
+    assert guarded(True, here, there)
+    assert not guarded(True, here, Prediction(9.0, 3.0, 0.0))  # its queue is long and nobody else comes
+    assert guarded(
+        True, Prediction(8.0, 8.0, 1.0), Prediction(9.0, 3.0, 1.0)
+    )  # 8 + 8 of node time against 9 + 3
+    assert guarded(True, here, here)  # a tie goes where the threshold says
+    assert not guarded(False, here, there)  # short, and not much slower at home
+    assert guarded(False, Prediction(11.0, 8.0, 0.0), there) and not guarded(
+        False, Prediction(10.0, 8.0, 0.0), there
+    )
+    assert not guarded(False, here, here)

@@ -299,6 +299,7 @@ def test_histories_of_two_clusters_hold_too() -> None:
             control=seed % 2 == 0,
             max_requests=12,
             replicate=seed % 4 == 3,
+            convert=True,
         )
         states = STATE_BLOCKS if seed % 8 < 4 else 0
         some = two(rules, near="ppd", far="pp", state_blocks=states)
@@ -306,6 +307,12 @@ def test_histories_of_two_clusters_hold_too() -> None:
         for start in range(0, 250, 10):
             play(some, random, 10, start)
             some.now += random.choice([0, 0, 2000, 6000]) * MS
+            conversion, near = some.conductor._conversion, some.conductor.view.pools["near"]
+            if conversion._node is None and random.random() < 0.3:
+                conversion._begin(conversion._spare(near, random.choice([P, D])))
+            for node in list(some.converting):
+                some.convert(node)
+                seen["converted"] += 1
             fallen = random.random() < 0.2
             some.measures(
                 *(down() if fallen else up()[:1]), LinkState("far", "near", not fallen, 10**6, 10**7, 10**5)
@@ -324,7 +331,34 @@ def test_histories_of_two_clusters_hold_too() -> None:
                     seen["recall"] += action.recall is not None
                     seen["fetch"] += action.fetch is not None
                 seen[type(action).__name__] += 1
-    assert min(seen[name] for name in ("far", "near", "recall", "fetch", "ThresholdSet", "Hold")) > 10, seen
+    assert (
+        min(seen[name] for name in ("far", "near", "recall", "fetch", "ThresholdSet", "Hold", "converted")) > 10
+    ), seen
+
+
+def test_the_same_history_gives_the_same_actions_byte_for_byte() -> None:
+    for seed in range(3):
+        logs = []
+        for _ in range(2):
+            rules = Rules(policy="isthmus", links=LINKS, control=True, convert=True, cache_mode="auto")
+            some, random = two(rules, near="ppdd", far="pp", state_blocks=STATE_BLOCKS), Random(seed)
+            some.step_ns = MS
+            for start in range(0, 100, 10):
+                play(some, random, 10, start)
+                some.measures(*up())
+            logs.append(some.encoded_log())
+        assert logs[0] == logs[1]
+
+
+def test_decode_nodes_that_take_the_same_time_are_filled_evenly_and_not_beyond_their_places() -> None:
+    flat = Curve(kv_token_bytes=250, num_layers=1, prefill_token_s=1e-3, decode_fixed_s=0.025)
+    some = Cluster(Rules())
+    some.join("p1", P, cost=flat)
+    some.join("d1", D, 10_000, cost=flat, max_sequences=2)
+    some.join("d2", D, 10_000, cost=flat, max_sequences=4)
+    found = [some.route(f"r{number}")[1] for number in range(8)]
+    assert found == ["d1", "d2", "d1", "d2", "d2", "d2", "d1", "d1"]  # full: the emptiest again
+    some.drain()
 
 
 def test_a_deployment_of_one_cluster_asks_no_second_question(monkeypatch: pytest.MonkeyPatch) -> None:

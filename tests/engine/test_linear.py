@@ -265,7 +265,7 @@ def test_a_layer_equals_the_reference(case: str, length: int, kernels: Kernels) 
         expected = reference(x[None])[0]
     state = State.of(torch.zeros(2, layer.heads.state_numbers), layer.heads)
     inputs: Inputs = project(layer, x, kernels)
-    out = advance(layer, inputs, state, 1)
+    out = advance(layer, inputs, state, 1, kernels)
     found = layer_output(layer, out, inputs.gate_THV, kernels)
     assert largest_error(found, expected) < 2e-5
 
@@ -284,11 +284,11 @@ def test_prompts_and_decodes_of_a_layer_equal_the_reference(case: str) -> None:
     for x, length, cut, slot in zip(xs, prompts, cuts, slots.tolist(), strict=True):
         inputs = project(layer, x[:length], kernels)
         for run in (slice(0, cut), slice(cut, length)):
-            advance(layer, inputs[run], state, slot)
+            advance(layer, inputs[run], state, slot, kernels)
     for at in range(6):
         x = torch.stack([x[length + at] for x, length in zip(xs, prompts, strict=True)])
         inputs = project(layer, x, kernels)
-        found = layer_output(layer, step(layer, inputs, state, slots), inputs.gate_THV, kernels)
+        found = layer_output(layer, step(layer, inputs, state, slots, kernels), inputs.gate_THV, kernels)
         wanted = torch.stack([y[length + at] for y, length in zip(expected, prompts, strict=True)])
         assert largest_error(found, wanted) < 2e-5
     assert not live[[1, 2]].any()
@@ -304,7 +304,7 @@ def test_narrow_activations_are_computed_in_float32(case: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         state = State.of(torch.zeros(1, layer.heads.state_numbers), layer.heads)
         inputs = project(layer, x.to(dtype), kernels)
-        out = advance(layer, inputs, state, 0)
+        out = advance(layer, inputs, state, 0, kernels)
         assert out.dtype == torch.float32
         outs.append(layer_output(layer, out, inputs.gate_THV, kernels))
     assert outs[1].dtype == torch.bfloat16

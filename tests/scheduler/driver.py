@@ -25,6 +25,7 @@ from isthmus.scheduler import (
     Evicted,
     Expected,
     Imported,
+    Joined,
     Limits,
     Piece,
     Preempted,
@@ -43,6 +44,7 @@ class State(Enum):
     COMPUTING = auto()
     EXPECTED = auto()
     RECEIVING = auto()
+    JOINING = auto()
     DETACHED = auto()
 
 
@@ -113,9 +115,8 @@ class Node:
         assert guest.state is State.RECEIVING
         self._write(guest, 0, len(guest.tokens))
         self._write_state(guest, len(guest.tokens), guest.state_blocks)
-        guest.state, guest.computed = State.COMPUTING, len(guest.tokens)
+        guest.state, guest.computed = State.JOINING, len(guest.tokens)
         guest.tokens.append(self._sample())
-        self.computing.append(request)
         self._tell(Imported(request))
 
     def release(self, request: RequestId) -> None:
@@ -285,6 +286,11 @@ class Node:
                     self._on_admitted(action)
                 case Reserved():
                     self._on_reserved(action)
+                case Joined():
+                    assert self.guests[action.request].state is State.JOINING
+                    self.guests[action.request].state = State.COMPUTING
+                    self.computing.append(action.request)
+                    decoding.add(action.request)
                 case Preempted():
                     assert action.request == self.computing.pop(), "not the newest was pre-empted"
                     decoding.discard(action.request)
@@ -305,7 +311,7 @@ class Node:
         assert self.scheduler.pool.cached == len(self.cached)
         waiting = len(self.in_state(State.WAITING)) + len(self.in_state(State.EXPECTED))
         assert self.scheduler.num_waiting == waiting
-        assert self.scheduler.num_running == len(self.guests) - waiting <= self.limits.max_sequences
+        assert self.scheduler.num_running == len(self.guests) - waiting <= 2 * self.limits.max_sequences
         assert self.run is not None or not self.computing, "work is there and nothing runs"
 
     def _on_admitted(self, action: Admitted) -> None:
@@ -338,6 +344,9 @@ class Node:
 
     def _on_run(self, run: Run, decoding: set[RequestId]) -> None:
         self.run = run
+        placed = len(self.computing) + len(self.in_state(State.DETACHED))
+        assert placed <= self.limits.max_sequences
+        assert placed == self.limits.max_sequences or not self.in_state(State.JOINING)
         requests = [piece.request for piece in run.pieces]
         assert requests and len(set(requests)) == len(requests)
         assert set(requests[: len(decoding)]) == decoding, "decodes come first, and none of them waits"

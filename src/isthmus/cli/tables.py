@@ -47,6 +47,8 @@ def summary_tables(summary: Summary) -> list[Table]:
     tables.append(_pools(summary))
     if summary.between_clusters:
         tables.append(_between(summary))
+    if summary.threshold is not None:
+        tables.append(_control(summary.threshold, len(summary.conversions)))
     return [*tables, _links(summary)] if summary.links else tables
 
 
@@ -164,26 +166,22 @@ def _routes(summary: Summary) -> Table:
 
 
 def _between(summary: Summary) -> Table:
-    """Links between clusters, each direction; the threshold is in the title."""
-    title = "Between clusters"
-    if summary.threshold is not None:
-        title += f": {_threshold(summary.threshold)}"
-    if summary.conversions:
-        title += f"; {len(summary.conversions)} nodes given another role"
-    table = _table(title, "", "moved (GB)", "Gbps", "utilisation (%)", "busy (%)")
+    """Links between clusters, each direction."""
+    table = _table("Between clusters", "", "moved (GB)", "Gbps", "utilisation (%)", "busy (%)")
     for name, use in summary.between_clusters.items():
         shares = (_percent(use.utilisation), _percent(use.busy_share))
         table.add_row(name, _gigabytes(use.bytes_moved), f"{use.gbps:,.2f}", *shares)
     return table
 
 
-def _threshold(use: ThresholdUse) -> str:
-    if not use.changes:
-        return f"threshold {_tokens(use.last)} tokens"
-    return (
-        f"threshold {_tokens(use.first)} at first, {_tokens(use.last)} at last, {_tokens(use.least)} to "
-        f"{_tokens(use.most)} tokens; {use.changes:,} changes, {use.changes_per_min:.2f} a minute"
-    )
+def _control(use: ThresholdUse, num_conversions: int) -> Table:
+    """The threshold over time, and nodes that were given another role."""
+    head = ("at first", "at last", "least", "most", "changes", "a minute", "most in one", "roles changed")
+    table = _table("Threshold (tokens)", *head, text_columns=0)
+    tokens = map(_tokens, (use.first, use.last, use.least, use.most))
+    changes = (f"{use.changes:,}", f"{use.changes_per_min:.2f}", f"{use.most_changes_in_a_min:,}")
+    table.add_row(*tokens, *changes, f"{num_conversions:,}")
+    return table
 
 
 def _tokens(threshold: int | None) -> str:

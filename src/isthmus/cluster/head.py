@@ -11,7 +11,7 @@ import hmac
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -34,7 +34,6 @@ from isthmus.cluster.messages import (
     HandedOver,
     HeadBound,
     Hello,
-    Linked,
     Output,
     Outputs,
     StageHello,
@@ -86,12 +85,10 @@ BEAT_MS = 500
 
 
 class _Member:
-    """A node that joined, with its session and the gauges of its last beat. `ways`: at which address nodes of each
-    linked cluster reach it."""
+    """A node that joined, with its session and the gauges of its last beat."""
 
-    def __init__(self, hello: Hello, connection: Session, now_ns: int, ways: dict[str, str]) -> None:
-        self.hello, self.connection, self.ways = hello, connection, ways
-        self.role = hello.role
+    def __init__(self, hello: Hello, connection: Session, now_ns: int) -> None:
+        self.hello, self.connection, self.role = hello, connection, hello.role
         self.heard_ns = now_ns
         self.gauges: dict[str, float] = {}
 
@@ -136,8 +133,14 @@ class Head:
     async def open(self, host: str, port: int) -> str:
         """Listens for nodes; returns `host:port`. Raises OSError when the port is taken."""
         self._server, port = await self._network.listen(host, port, HeadBound, lambda: _FromNode(self))
-        self._tasks = [asyncio.get_running_loop().create_task(self._watch())]
+        self._start(self._watch())
         return f"{host}:{port}"
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Until `close`."""
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(_report)
+        self._tasks.append(task)
 
     async def close(self) -> None:
         """Tells every node to stop and ends what is still under way."""
@@ -165,7 +168,7 @@ class Head:
             return True
         decoding = {member.hello.cluster for member in members if member.role is Role.DECODE}
         return any(
-            decoding.intersection((member.hello.cluster, *member.ways))
+            decoding.intersection((member.hello.cluster, *self._ways.linked(member.hello.cluster)))
             for member in members
             if member.role is Role.PREFILL
         )
@@ -268,7 +271,9 @@ class Head:
                 self._fail(action.request, UnavailableError(action.reason))
             case Replicate():
                 if {action.source, action.target} <= self._members.keys():
-                    self._send(action.target, Copy(action.names, self._way(action.target, action.source)))
+                    self._send(
+                        action.target, Copy(action.names, self._ways.address(action.target, action.source))
+                    )
             case Convert():
                 self._send(action.node, Become(action.role))
             case ThresholdSet():
@@ -295,7 +300,7 @@ class Head:
             stop_length=len(job.tokens) + job.max_tokens,
             sampling=job.sampling,
             names=stream.names,
-            peer="" if stays else self._way(route.prefill, route.decode),
+            peer="" if stays else self._ways.address(route.prefill, route.decode),
             work_ns=route.work_ns,
             budget_ns=route.deadline_ns - now if route.deadline_ns else None,
             salt=job.salt,
@@ -311,19 +316,12 @@ class Head:
             receiving = replace(begin, part=Role.DECODE, peer="", fetch=self._order(route.decode, recall, now))
             self._send(route.decode, receiving)
         self._send(route.prefill, begin)
-        if self._members[route.prefill].hello.cluster != self._members[route.decode].hello.cluster:
-            self._offload.requests += 1
-
-    def _way(self, node: NodeId, target: NodeId) -> str:
-        """The address at which one node reaches another."""
-        there = self._members[target]
-        cluster = self._members[node].hello.cluster
-        return there.hello.address if cluster == there.hello.cluster else there.ways[cluster]
+        self._offload.requests += self._ways.crosses(route.prefill, route.decode)
 
     def _order(self, node: NodeId, fetch: Fetch | None, now: int) -> FetchOrder | None:
         if fetch is None:
             return None
-        source = self._way(node, fetch.source)
+        source = self._ways.address(node, fetch.source)
         return FetchOrder(source, fetch.start, fetch.stop, max(0, fetch.until_ns - now), fetch.codec)
 
     def _send(self, node: NodeId, message: Any) -> None:
@@ -334,10 +332,10 @@ class Head:
 
     def join(self, connection: Session, hello: Hello) -> NodeId | None:
         """Takes a node in, or turns it away with the reason; returns its id when it is in."""
-        reason, ways = self._objection(hello), dict[str, str]()
+        reason = self._objection(hello)
         if not reason:
             try:
-                ways = self._ways.open(hello.node, hello.cluster, hello.address)
+                self._ways.open(hello.node, hello.cluster, hello.address)
             except UnavailableError as error:
                 reason = str(error)
         if reason:
@@ -347,11 +345,11 @@ class Head:
             return None
         if self._layout is None:
             self._layout, self._revision = hello.layout, hello.revision
-        self._members[hello.node] = _Member(hello, connection, self._clock_ns(), ways)
+        self._members[hello.node] = _Member(hello, connection, self._clock_ns())
         connection.send(Welcome(self._beat_ms))
-        for cluster in ways:
+        for cluster in self._ways.linked(hello.cluster):
             for session in (connection, *self._groups.sessions(hello.node)):
-                session.send(self._linked(cluster, hello.cluster))
+                session.send(self._ways.view(cluster, hello.cluster))
         self._tell_linked(hello.cluster)
         size = hello.layout.block_size
         capacity = capacity_tokens(hello.num_blocks, size, hello.layout.state_blocks)
@@ -373,21 +371,13 @@ class Head:
         self._changed.set()
         return hello.node
 
-    def _linked(self, cluster: str, seen_from: str) -> Linked:
-        members = self._members.items()
-        there = {node: member.ways[seen_from] for node, member in members if member.hello.cluster == cluster}
-        return Linked(cluster, there)
-
     def _tell_linked(self, cluster: str) -> None:
         """Its nodes are others now: tells those of the clusters that links join to it."""
-        news = {other: self._linked(cluster, other) for other in self._ways.linked(cluster)}
-        sessions = [(member.hello.cluster, member.connection) for member in self._members.values()]
-        for stage in self._groups.followers():
-            if stage.hello.group in self._members:
-                sessions.append((self._members[stage.hello.group].hello.cluster, stage.connection))
-        for there, connection in sessions:
-            if there in news:
-                connection.send(news[there])
+        news = {other: self._ways.view(cluster, other) for other in self._ways.linked(cluster)}
+        for node, member in self._members.items():
+            if member.hello.cluster in news:
+                for session in (member.connection, *self._groups.sessions(node)):
+                    session.send(news[member.hello.cluster])
 
     def _distrust(self, hello: Hello | StageHello) -> str:
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
@@ -509,7 +499,7 @@ class Head:
             self._changed.clear()
             await self._changed.wait()
         if self._rules.links or self._rules.convert:
-            self._tasks.append(asyncio.get_running_loop().create_task(self._measure()))
+            self._start(self._measure())
 
     @property
     def _beat_ms(self) -> int:
@@ -534,6 +524,11 @@ class Head:
             for stage in list(self._groups.followers()):
                 if stage.heard_ns < limit_ns:
                     stage.connection.abort(f"silent for {self._silence_s:g} s")
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.critical("the head goes on without one of its tasks", exc_info=task.exception())
 
 
 def _refusal(refuse: Refuse) -> IsthmusError:

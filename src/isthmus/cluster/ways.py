@@ -1,13 +1,25 @@
-"""How nodes of one cluster reach those of another: over a link as it is, or through the process that emulates it."""
+"""How nodes reach each other: in their own cluster at their own addresses, in another one over a link, which is as it
+is or emulated by a process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from isthmus.cluster.link_process import LinkProcess
+from isthmus.cluster.messages import Linked
 from isthmus.conductor import LinkRule
 from isthmus.errors import UnavailableError
 from isthmus.types import NodeId
+
+
+class _Place(msgspec.Struct, frozen=True):
+    """Where a node is: its cluster and address, and the address for the nodes of each linked cluster."""
+
+    cluster: str
+    address: str
+    far: dict[str, str]
 
 
 class Ways:
@@ -19,6 +31,7 @@ class Ways:
         for link in links:
             self._linked[link.target].append(link.source)
         self._processes: dict[frozenset[str], LinkProcess] = {}
+        self._places: dict[NodeId, _Place] = {}
         self._ports: dict[NodeId, list[tuple[LinkProcess, str, int]]] = {}
 
     def emulate(self, link: LinkProcess) -> None:
@@ -29,26 +42,38 @@ class Ways:
         """The clusters that a link joins to this one."""
         return self._linked[cluster]
 
-    def open(self, node: NodeId, cluster: str, address: str) -> dict[str, str]:
-        """A node is there: at which address those of each linked cluster reach it.
-
-        Raises UnavailableError when an emulated link cannot take one more.
-        """
-        found: dict[str, str] = {}
+    def open(self, node: NodeId, cluster: str, address: str) -> None:
+        """A node is there. Raises UnavailableError when an emulated link cannot take one more."""
+        far: dict[str, str] = {}
         for other in self._linked[cluster]:
             process = self._processes.get(frozenset((cluster, other)))
             if process is None:
-                found[other] = address
+                far[other] = address
                 continue
             port = process.open(cluster, address)
             if port is None:
                 self.close(node)
                 raise UnavailableError(f"the link between {cluster} and {other} has no port left for it")
             self._ports.setdefault(node, []).append((process, cluster, port))
-            found[other] = f"127.0.0.1:{port}"
-        return found
+            far[other] = f"127.0.0.1:{port}"
+        self._places[node] = _Place(cluster, address, far)
 
     def close(self, node: NodeId) -> None:
         """It is gone: nobody reaches it any more."""
+        self._places.pop(node, None)
         for process, cluster, port in self._ports.pop(node, []):
             process.close(cluster, port)
+
+    def crosses(self, node: NodeId, target: NodeId) -> bool:
+        """Whether they are in different clusters."""
+        return self._places[node].cluster != self._places[target].cluster
+
+    def address(self, node: NodeId, target: NodeId) -> str:
+        """At which one node reaches another."""
+        place = self._places[target]
+        return place.far[self._places[node].cluster] if self.crosses(node, target) else place.address
+
+    def view(self, cluster: str, other: str) -> Linked:
+        """The nodes of `cluster` as those of a linked one see them."""
+        places = self._places.items()
+        return Linked(cluster, {node: place.far[other] for node, place in places if place.cluster == cluster})

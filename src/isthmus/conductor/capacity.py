@@ -65,7 +65,9 @@ class Capacity:
     def remotes(self) -> list[Pool]:
         """Clusters that prefill and have a link that works to one that decodes."""
         homes = {pool.name for pool in self.homes}
-        linked = {source for (source, target), link in self._view.links.items() if link.up and target in homes}
+        linked = {
+            source for (source, target), link in self._view.links.items() if link.trusted and target in homes
+        }
         return [pool for pool in self._view.pools.values() if pool.name in linked and pool.prefills]
 
     @property
@@ -88,7 +90,7 @@ class Capacity:
             sum(
                 link.lasting
                 for (source, target), link in self._view.links.items()
-                if link.up and source in sources and target in homes
+                if link.trusted and source in sources and target in homes
             )
         )
 

@@ -2,14 +2,16 @@
 
 With every `Measured`, in this order:
 
-1. **Links.** A link that is down is not used, and its requests go elsewhere. It is used again once it was up for
-   `RETURN_NS`, twice as long after each further fall, up to `LONGEST_RETURN_NS`; `FORGIVEN_NS` up, and its falls are
-   forgotten. What it carries is measured: bytes sent over the time something was on its way. More than believed is
-   believed at once; less only where something was left waiting all the time, half of the difference in each report, for
-   otherwise the sender was slow and not the link. A link believed to carry less than it should is tried again: after
-   `QUIET_NS` without congestion (below) the belief grows by `GROWTH` a second. If it falls again then, the next wait
-   is twice as long, up to `LONGEST_QUIET_NS`. The guard of `offload` counts with this rate and with what is owed to the
-   link: a prompt that would be served sooner at home stays there, one by one, until that is over.
+1. **Links.** A link that is down is not used, and its requests go elsewhere. It is trusted again once it was up for
+   `RETURN_NS`, twice as long after each further fall, up to `LONGEST_RETURN_NS`; until then it is used only for what
+   nothing else can serve. `FORGIVEN_NS` up, and its falls are forgotten. What it carries is measured: bytes sent over
+   the time something was on its way. More than believed is believed at once; less only where something was left waiting
+   all the time, half of the difference in each report, for otherwise the sender was slow and not the link. A link
+   believed to carry less than it should is tried again: after `QUIET_NS` without congestion (below) the belief grows by
+   `GROWTH` a second. If it falls again then, the next wait is twice as long, up to `LONGEST_QUIET_NS`.
+
+   The guard of `offload` counts with what the link carries in the long run and with what is owed to it: prompts that
+   would be served sooner at home stay there, one by one, until that is over.
 2. **Threshold.** Fixed, or solved for the latest prompts, the nodes and what the links carry in the long run, every
    `SOLVE_NS` and when nodes or rates changed. A fixed one is raised to the solved one while links carry less than they
    should. Until enough prompts were seen it is 0, and the guard decides alone, which needs no lengths.
@@ -71,17 +73,18 @@ class LinkControl:
     def availability(self, up: bool, now: int) -> None:
         """Takes the link out of use at once, and back into use after a while."""
         link = self.link
+        link.up = up
         if not up:
-            if link.up:
-                link.up = False
+            if link.trusted:
+                link.trusted = False
                 self._falls = 1 if now - self._up_since >= FORGIVEN_NS else self._falls + 1
             self._up_since = -1
             return
         if self._up_since < 0:
             self._up_since = now
         wait_ns = min(RETURN_NS << max(0, self._falls - 1), LONGEST_RETURN_NS)
-        if not link.up and now - self._up_since >= wait_ns:
-            link.up = True
+        if not link.trusted and now - self._up_since >= wait_ns:
+            link.trusted = True
 
     def measured(self, state: LinkState, passed_ns: int, now: int) -> None:
         link = self.link
@@ -156,7 +159,7 @@ class OffloadControl:
 
     def _take_in(self, control: LinkControl, state: LinkState, passed_ns: int, now: int) -> None:
         if not self._rules.control:
-            control.link.up = state.up
+            control.link.up = control.link.trusted = state.up
             return
         control.availability(state.up, now)
         if state.up:

@@ -60,11 +60,11 @@ class Conversion:
             self._begin(node)
 
     def left(self, node: NodeView, now: int) -> None:
-        """A node left: perhaps the one that drains, or the last beside it, which then stays what it is."""
+        """A node left. The one that drains stays as it is if that was the last beside it that is no smaller."""
         drained = self._node
         if drained is node:
             self._end(now)
-        elif drained is not None and not self._asked and not self._others(drained, drained.role):
+        elif drained is not None and not self._asked and not self._others(drained, drained.role, drained):
             drained.draining = False
             self._view.sort_roles()
             self._end(now)
@@ -116,9 +116,13 @@ class Conversion:
                 return node
         return None
 
-    def _others(self, node: NodeView, role: Role) -> bool:
-        nodes = self._view.nodes.values()
-        return any(other.pool is node.pool and other.role is role for other in nodes if other is not node)
+    def _others(self, node: NodeView, role: Role, least: NodeView | None = None) -> bool:
+        """Whether another node of its cluster has this role, and is no smaller than `least`."""
+        return any(
+            other.pool is node.pool and other.role is role and other is not node
+            for other in self._view.nodes.values()
+            if least is None or other.capacity_tokens >= least.capacity_tokens
+        )
 
     def _begin(self, node: NodeView | None) -> None:
         if node is not None:

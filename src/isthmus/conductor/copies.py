@@ -98,26 +98,27 @@ class ClusterLink(Link):
     """One direction of a link between two clusters.
 
     `bytes_per_s`: what it carries, as measured of late; `nominal`: what it was said to carry; `lasting`: what it seems
-    to carry in the long run. `owed`: bytes of
-    hand-overs that were booked and are not whole at the other end. `up`: whether anything crosses it.
+    to carry in the long run. `owed`: bytes of hand-overs that were booked and are not whole at the other end. `up`:
+    whether anything crosses it; `trusted`: whether it is counted on.
     """
 
-    __slots__ = ("lasting", "nominal", "owed", "rtt_ns", "source", "target", "up")
+    __slots__ = ("lasting", "nominal", "owed", "rtt_ns", "source", "target", "trusted", "up")
 
     def __init__(self, rule: LinkRule) -> None:
         super().__init__(rule.bytes_per_s)
         self.source, self.target, self.rtt_ns = rule.source, rule.target, rule.rtt_ns
-        self.nominal, self.owed, self.up = rule.bytes_per_s, 0, True
+        self.nominal, self.owed = rule.bytes_per_s, 0
+        self.up = self.trusted = True
         self.lasting = float(rule.bytes_per_s)
 
     def handed_over_ns(self, num_bytes: int, state_bytes: int, computed_ns: float) -> float:
         """Until all KV of a prompt is across whose computing ends in `computed_ns`.
 
         Its KV streams while it computes, behind what is owed; a recurrent state (`state_bytes` of `num_bytes`) is
-        final only at the end.
+        final only at the end. All that leaves at the rate of the time to come, not of this moment.
         """
-        streaming = (self.owed + num_bytes) * NS_PER_S / self.bytes_per_s
-        return max(streaming, computed_ns + state_bytes * NS_PER_S / self.bytes_per_s) + self.rtt_ns / 2
+        streaming = (self.owed + num_bytes) * NS_PER_S / self.lasting
+        return max(streaming, computed_ns + state_bytes * NS_PER_S / self.lasting) + self.rtt_ns / 2
 
 
 def transfer_ns(

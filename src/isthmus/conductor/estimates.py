@@ -25,8 +25,8 @@ class Estimator:
 
     `held`: leading blocks that nodes have finished, those that only decode included, as levels; `depths[slot]`:
     those a node has or will have; `deepest`: the most that any will. `memo`: answers of `work_ns`, by
-    `depth << 16 | kind`. `pool`: the nodes' cluster; `foreign`: mask of nodes in other clusters to fetch from. `matched`:
-    a match of all nodes, if there was one already.
+    `depth << 16 | kind`. `pool`: the nodes' cluster; `foreign`: mask of nodes in other clusters to fetch from;
+    `matched`: a match of all nodes, if there was one already.
 
     Of a hybrid model a node has a prefix up to the deepest block whose snapshot of the recurrent state it has too.
     """

@@ -6,20 +6,26 @@ fewer at home. What counts as cached depends on what is scarce:
     scarce bandwidth    each cluster is judged by its own cache, and no cached prefix crosses
     abundant bandwidth  the longest prefix counts wherever it lies, and is copied to the cluster that computes
 
-Beside the threshold, which balances capacity in the long run, stands a guard for the moment: a prompt that is long
-enough stays at home all the same where that costs less,
+Beside the threshold, which balances capacity in the long run, stands a guard for the moment (`Rules.control`). It
+compares what the prompt would cost in each cluster,
 
     cost = TTFT + price * node time
 
-with the TTFT predicted from queues, caches and the link, and the price of the `isthmus` policy: by how much others
-wait longer for a second of node time in that cluster. When both clusters are idle the price is nothing and the sooner
-one wins; when both are busy the price weighs the time each would spend. With a threshold of 0 the guard decides alone,
-in both directions (`Rules.priced`): whose node time is short costs more, which is what a threshold stands for.
+with the TTFT predicted from queues, caches and the link, until the KV is where it decodes, and the price of the
+`isthmus` policy: by how much others wait longer for a second of node time in that cluster. A prompt above the threshold
+stays at home all the same where that costs less. One that is not is offloaded all the same where that costs less than
+half (`FAR_LESS`): a queue at home that is that long, after a burst or a fault, is worth more than the room kept for
+long prompts elsewhere. When both clusters are idle the price is nothing, and short prompts differ by less than that.
+
+With a threshold of 0 the guard decides alone (`Rules.priced`): the cluster whose node time is short costs more, which
+is what a threshold stands for.
 """
 
 from __future__ import annotations
 
 import msgspec
+
+FAR_LESS = 2.0
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -60,6 +66,8 @@ class Prediction(msgspec.Struct, frozen=True):
         return self.ttft_ns + self.price * self.work_ns
 
 
-def stays(home: Prediction, there: Prediction) -> bool:
-    """The guard: whether a prompt above the threshold is better off at home. Ties go where the threshold says."""
-    return home.cost_ns < there.cost_ns
+def guarded(offload: bool, home: Prediction, there: Prediction) -> bool:
+    """What the guard makes of the threshold's answer. Ties go where that says."""
+    if offload:
+        return home.cost_ns >= there.cost_ns
+    return FAR_LESS * there.cost_ns < home.cost_ns

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from isthmus.conductor.estimates import Estimator, Matched, can_copy, least_sending, match
 from isthmus.conductor.events import Fetch, RequestArrived
 from isthmus.conductor.index import Levels, bits
-from isthmus.conductor.offload import Decision, Prediction, abundant, scarce, stays
+from isthmus.conductor.offload import Decision, Prediction, abundant, guarded, scarce
 from isthmus.conductor.policies import FETCHING, POLICIES
 from isthmus.conductor.pools import Pool
 from isthmus.conductor.rules import Rules
@@ -27,6 +27,7 @@ class Router:
 
     def __init__(self, view: ClusterView, rules: Rules) -> None:
         self._view, self._rules = view, rules
+        self._links = view.links
         self._policy = POLICIES[rules.policy]
         self.threshold = rules.threshold
         self.abundant = rules.cache_mode == "abundant"
@@ -56,7 +57,7 @@ class Router:
         """Clusters that can decode it, the best first."""
         ranked = []
         for at, pool in enumerate(self._view.pools.values()):
-            nodes = _that_fit(pool.decodes or pool.mixed, request)
+            nodes = _that_fit(pool.decodes, request) or _that_fit(pool.mixed, request)
             if nodes:
                 least = min([_step_key(node, request.num_tokens) for node in nodes])
                 ranked.append((-caches.tokens(pool), least, at, pool))
@@ -72,12 +73,15 @@ class Router:
             if pool is home or self._serves(pool, home)
         }
         others = [pool for pool in predictions if pool is not home and pool.prefills]
-        others.sort(key=lambda pool: predictions[pool].cost_ns)
-        if others and not again:
+        # What is not trusted comes last: it serves what nothing else can.
+        others.sort(key=lambda pool: (not self._links[pool.name, home.name].trusted, predictions[pool].cost_ns))
+        if others and not again and self._links[others[0].name, home.name].trusted:
             there = others[0]
             decision = self._decide(request, caches.tokens(home), caches.tokens(there))
-            if decision.offload and self.guards and stays(predictions[home], predictions[there]):
-                decision = Decision(False, self.abundant and caches.tokens(home) < caches.tokens(there))
+            if self.guards and self.threshold is not None:
+                offload = guarded(decision.offload, predictions[home], predictions[there])
+                computing, other = (there, home) if offload else (home, there)
+                decision = Decision(offload, self.abundant and caches.tokens(computing) < caches.tokens(other))
             if decision.offload:
                 yield there, caches.longer_than(there) if decision.copy else 0
                 others = others[1:]
@@ -92,7 +96,7 @@ class Router:
         return rule(request.num_tokens, home, there, self.threshold)
 
     def _serves(self, pool: Pool, home: Pool) -> bool:
-        link = self._view.links.get((pool.name, home.name))
+        link = self._links.get((pool.name, home.name))
         return link is not None and link.up
 
     def _predict(
@@ -110,7 +114,7 @@ class Router:
             price += node.batch
         ttft = min(waits) + work
         if pool is not home:
-            link = self._view.links[pool.name, home.name]
+            link = self._links[pool.name, home.name]
             sent = (request.num_tokens - caches.tokens(home)) * node.cost.kv_token_bytes + node.state_bytes
             ttft = link.handed_over_ns(sent, node.state_bytes, ttft)
         return Prediction(ttft, work, price)
@@ -189,7 +193,7 @@ class _Caches:
         mask = 0
         for other, tokens in self.by_pool.items():
             link = self._view.links.get((other.name, pool.name))
-            if tokens > self.by_pool[pool] and link is not None and link.up:
+            if tokens > self.by_pool[pool] and link is not None and link.trusted:
                 mask |= other.prefill_mask | other.lender_mask
         return mask
 

@@ -112,14 +112,7 @@ def run_experts(mixture: Mixture, x_TN: Tensor, choice: Choice, kernels: Kernels
     order = experts_TA.flatten().argsort(stable=True)
     counts = experts_TA.flatten().bincount(minlength=mixture.gate_up_E2IN.shape[0]).tolist()
     rows = x_TN[order // num_chosen]
-    parts, at = torch.empty_like(rows), 0
-    for expert, count in enumerate(counts):
-        if count:
-            taken = rows[at : at + count]
-            parts[at : at + count] = _mlp(
-                taken, mixture.gate_up_E2IN[expert], mixture.down_ENI[expert], kernels
-            )
-            at += count
+    parts = kernels.expert_mlps(rows, counts, mixture.gate_up_E2IN, mixture.down_ENI)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     chosen_TAN = parts[back].unflatten(0, (num_tokens, num_chosen))
     return torch.einsum("tan,ta->tn", chosen_TAN.float(), weights_TA).to(x_TN.dtype)

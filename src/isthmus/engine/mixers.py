@@ -227,30 +227,10 @@ class RecurrentMixer:
             inputs = kda.inputs(weights, x_TN, kernels)
         state, outs = plan.states.layers[self.index], []
         if plan.num_steps:
-            first = inputs[: plan.num_steps]
-            outs.append(
-                kernels.delta_step(
-                    first.qkv_TC,
-                    first.decay_TH1,
-                    first.beta_TH,
-                    state.window_SWC,
-                    state.matrix_SHKV,
-                    plan.slots_R,
-                    weights.conv_KC,
-                )
-            )
+            outs.append(linear.step(weights, inputs[: plan.num_steps], state, plan.slots_R, kernels))
         for stretch in plan.stretches:
             part = inputs[stretch.first : stretch.last]
-            outs.append(
-                kernels.delta_run(
-                    part.qkv_TC,
-                    part.decay_TH1,
-                    part.beta_TH,
-                    state.window_SWC[stretch.slot],
-                    state.matrix_SHKV[stretch.slot],
-                    weights.conv_KC,
-                )
-            )
+            outs.append(linear.advance(weights, part, state, stretch.slot, kernels))
             if stretch.snapshot is not None:
                 plan.states.take(stretch.snapshot, self.index, stretch.slot)
         out_THV = outs[0] if len(outs) == 1 else torch.cat(outs)

@@ -188,6 +188,12 @@ class Reserved(msgspec.Struct, frozen=True, tag=True):
     state: tuple[int, ...] = ()
 
 
+class Joined(msgspec.Struct, frozen=True, tag=True):
+    """A request that was imported decodes from the next run on: there is a place for it."""
+
+    request: RequestId
+
+
 class Preempted(msgspec.Struct, frozen=True, tag=True):
     """A request lost its blocks to an older one; it is queued again and computed anew."""
 
@@ -207,4 +213,4 @@ class Evicted(msgspec.Struct, frozen=True, tag=True):
     names: tuple[BlockName, ...]
 
 
-Action = Run | Admitted | Reserved | Preempted | Stored | Evicted
+Action = Run | Admitted | Reserved | Joined | Preempted | Stored | Evicted

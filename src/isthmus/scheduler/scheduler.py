@@ -36,6 +36,7 @@ from isthmus.scheduler.events import (
     Expected,
     Fetched,
     Imported,
+    Joined,
     Lost,
     Missing,
     Offered,
@@ -61,9 +62,9 @@ class Limits(msgspec.Struct, frozen=True):
     `token_budget`: tokens computed in one iteration (decodes are never cut, prompts get what is left, at
     least one); `prompt_batch`: no further prompt joins an iteration that has so many prompt tokens already;
     `partial_prefills`: prompts that are computed in parts at the same time, 1: each waits until the one before it is
-    through; `max_sequences`: requests that hold blocks; `max_steps`: iterations of one run of decodes, `max_chunks` of
-    one prompt's chunks; `order`: of waiting requests, `fcfs` or `promise`; `state_blocks`: that a snapshot of the
-    model's recurrent state fills, 0 for models without.
+    through; `max_sequences`: requests that compute or leave, and as many again that arrive; `max_steps`: iterations of
+    one run of decodes, `max_chunks` of one prompt's chunks; `order`: of waiting requests, `fcfs` or `promise`;
+    `state_blocks`: that a snapshot of the model's recurrent state fills, 0 for models without.
     """
 
     num_blocks: int
@@ -105,8 +106,8 @@ class _Sequence:
     """One request here. Tokens `[0, length)` are known; `[0, computed)` have KV in `blocks`.
 
     While it decodes, `computed` is `clock + offset` and `length` one more; both are settled when it stops.
-    `arrival` counts arrivals, `age` admissions: the youngest is pre-empted first. `room`: clock at which `blocks` are full. `pinned`: in
-    the tiers, `num_pinned` leading blocks and the snapshot at their end.
+    `arrival` counts arrivals, `age` admissions: the youngest is pre-empted first. `room`: clock at which `blocks` are
+    full. `pinned`: in the tiers, `num_pinned` leading blocks and the snapshot at their end.
 
     With recurrent states: `slot` of the live one, -1 without; `restore`: blocks of a snapshot to go on from;
     `snapshots`: taken, or to be taken, of its prompt.
@@ -181,7 +182,8 @@ class Scheduler:
         self._ends: list[tuple[int, int, _Sequence]] = []  # (clock at its last token, age, who): some are stale
         self._rooms: list[tuple[int, int, _Sequence]] = []
         self._arrivals = self._admissions = 0
-        self._joining: list[_Sequence] = []  # will decode from the next run on
+        self._joining: deque[_Sequence] = deque()  # will decode as soon as there is a place
+        self._num_arriving = 0  # RECEIVING and JOINING: they hold blocks and no place yet
         self._restoring: list[_Sequence] = []  # decode in the next run from a snapshot
         self._states: States | None = None
         if limits.state_blocks:
@@ -217,10 +219,18 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._sequences) - self.num_waiting
 
+    @property
+    def _num_placed(self) -> int:
+        """Requests that count against `max_sequences`."""
+        return self.num_running - self._num_arriving
+
     def check(self) -> None:
         """Invariants, for tests and the simulator: blocks add up, and each request holds what it needs."""
         self.pool.check()
         size = self.limits.block_size
+        arriving = [each for each in self._sequences.values() if each.state in (RECEIVING, JOINING)]
+        assert self._num_arriving == len(arriving)
+        assert self._num_placed <= self.limits.max_sequences, "more requests than places"
         assert self._offsets == sum(sequence.offset for sequence in self._decoding)
         for sequence in self._sequences.values():
             decodes = sequence.state is DECODING
@@ -233,7 +243,7 @@ class Scheduler:
             held = sequence.blocks or sequence.restore or sequence.snapshots
             assert not (waits and held), "a waiting request holds blocks"
             if self._states is not None:
-                computes = sequence.state in (PROMPT, JOINING, DECODING)
+                computes = sequence.state in (PROMPT, DECODING)
                 assert computes == (sequence.slot >= 0), "who computes has a slot, and nobody else"
         if self._states is not None:
             slots = [sequence.slot for sequence in self._sequences.values() if sequence.slot >= 0]
@@ -273,10 +283,6 @@ class Scheduler:
         assert sequence.state is RECEIVING
         sequence.computed = sequence.length
         self.pool.settle(sequence.blocks)
-        if self._states is not None:
-            sequence.slot = self._states.take_slot()
-        self._admissions += 1
-        sequence.age = self._admissions
         sequence.state = JOINING
         self._joining.append(sequence)
 
@@ -329,6 +335,9 @@ class Scheduler:
             self._prompts.remove(sequence)
         elif state is JOINING:
             self._joining.remove(sequence)
+            self._num_arriving -= 1
+        elif state is RECEIVING:
+            self._num_arriving -= 1
         elif state is WAITING:
             self._waiting.remove(sequence)
         elif state is EXPECTED:
@@ -367,7 +376,8 @@ class Scheduler:
             self._clock += event.steps
         if self._restoring and event.steps:
             for sequence in self._restoring:
-                self._restored(sequence)
+                if sequence.state is DECODING:  # else it was pre-empted, and holds something else
+                    self._restored(sequence)
             self._restoring.clear()
         if run.chunks and event.steps:
             self._book_chunks(run, event, actions)
@@ -474,6 +484,19 @@ class Scheduler:
         heapq.heappush(self._ends, (sequence.stop_length - 1 - sequence.offset, sequence.age, sequence))
         self._note_room(sequence)
 
+    def _join_arrived(self, actions: list[Action]) -> None:
+        """Those that came from elsewhere decode, as far as there are places."""
+        while self._joining and self._num_placed < self.limits.max_sequences:
+            sequence = self._joining.popleft()
+            self._num_arriving -= 1
+            self._admissions += 1
+            sequence.age = self._admissions
+            if self._states is not None:
+                sequence.slot = self._states.take_slot()
+                self._restoring.append(sequence)
+            self._start_decoding(sequence)
+            actions.append(Joined(sequence.request))
+
     def _stop_decoding(self, sequence: _Sequence) -> None:
         sequence.computed = self._clock + sequence.offset
         sequence.length = sequence.computed + 1
@@ -511,13 +534,10 @@ class Scheduler:
     def _plan(self, actions: list[Action], now: int) -> None:
         """Forms the next run. Reservations come last: what runs has the first claim on blocks."""
         if self._joining:
-            for sequence in self._joining:
-                self._start_decoding(sequence)
-                if sequence.restore:
-                    self._restoring.append(sequence)
-            self._joining.clear()
+            self._join_arrived(actions)
         if self._rooms:
             self._make_room(actions)
+            self._join_arrived(actions)  # who was pre-empted left a place; they have the blocks for this run
         num_decodes = len(self._decoding)
         chunks: list[Piece] = []
         if self._prompts or self._waiting:
@@ -717,7 +737,7 @@ class Scheduler:
     def _admit(self, actions: list[Action], now: int, index: int | None = None) -> bool:
         """Gives the next waiting request, or that at `index`, all blocks of its known tokens; False when it must
         wait on."""
-        if self.num_running >= self.limits.max_sequences:
+        if self._num_placed >= self.limits.max_sequences:
             return False
         if index is None:
             index = self._choose(now)
@@ -810,7 +830,7 @@ class Scheduler:
         needed = -(-self._waiting[index].length // size) - (-overtaken // size)
         return (
             needed + self._headroom() <= self.pool.available
-            and self.num_running + 1 < self.limits.max_sequences
+            and self._num_placed + 1 < self.limits.max_sequences
         )
 
     def _is_ready(self, sequence: _Sequence, now: int) -> bool:
@@ -853,7 +873,7 @@ class Scheduler:
 
     def _reserve(self, actions: list[Action]) -> None:
         # A pre-empted request that waits for blocks comes first, or newer ones would starve it.
-        while self._expected and not self._waiting and self.num_running < self.limits.max_sequences:
+        while self._expected and not self._waiting and self._num_arriving < self.limits.max_sequences:
             sequence = self._expected[0]
             needed = -(-(sequence.length + 1) // self.limits.block_size)
             if needed + self.limits.state_blocks + self._headroom() > self.pool.available:
@@ -864,4 +884,5 @@ class Scheduler:
             self.pool.lend(sequence.blocks)
             self.pool.lend(sequence.restore)
             sequence.state = RECEIVING
+            self._num_arriving += 1
             actions.append(Reserved(sequence.request, self._table(sequence), tuple(sequence.restore)))

@@ -21,7 +21,6 @@ from heapq import heappop, heappush
 from isthmus.blocks import state_name, state_names
 from isthmus.types import BlockName
 
-
 MAX_SNAPSHOTS = 4
 """Of one request at once: the one it goes on from, at a branch, at the last full block, at the end."""
 

@@ -20,8 +20,9 @@ def build_node(deployment: Deployment, slot: int) -> SimNode:
 
 def joined(deployment: Deployment, spec: NodeSpec) -> NodeJoined:
     """What the conductor hears of a node."""
-    has_cache = deployment.has_cache(spec)
-    paths = spec.rates.paths(has_disk=spec.ssd_blocks > 0) if has_cache else Paths()
+    # Where there are several clusters, KV also comes to a decode node from caches of its own.
+    copies = deployment.has_cache(spec) or (spec.cluster and spec.dram_blocks + spec.ssd_blocks > 0)
+    paths = spec.rates.paths(has_disk=spec.ssd_blocks > 0) if copies else Paths()
     return NodeJoined(
         spec.node,
         spec.role,

@@ -29,6 +29,7 @@ from isthmus.scheduler import (
     Evicted,
     Fetched,
     Imported,
+    Joined,
     Offered,
     Preempted,
     Released,
@@ -74,6 +75,7 @@ class Nodes:
             Run: self._start_run,
             Admitted: self._admitted,
             Reserved: self._reserved,
+            Joined: self._joined,
             Preempted: self._preempted,
             Stored: self._stored,
             Evicted: self._evicted,
@@ -138,13 +140,14 @@ class Nodes:
                 self._clock.run_ends(ends, STEP_ENDS, node)
 
     def give(self, node: SimNode, event: NodeEvent) -> None:
-        if type(event) is Imported:  # it decodes from now on; the scheduler may pre-empt it at once
-            job = self.attempts.get(event.request)
-            if job is not None:
-                node.admit(job)
-                self._join_batch(node, job)
         for action in node.scheduler.on(event, self._clock.now):
             self._effects[type(action)](node, action)
+
+    def _joined(self, node: SimNode, action: Joined) -> None:
+        job = self.attempts.get(action.request)
+        if job is not None:
+            node.admit(job)
+            self._join_batch(node, job)
 
     def _join_batch(self, node: SimNode, job: Job) -> None:
         if job.record.joined_ns < 0:

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from isthmus.errors import ConfigError
-from isthmus.sim.records import LinkRecord, NodeRecord, Result, Status
+from isthmus.sim.records import Conversion, LinkRecord, LinkSample, NodeRecord, Result, Status, ThresholdChange
 from isthmus.sim.report import write_report
 from isthmus.sim.report.html import page
 from isthmus.sim.summary import summarize
@@ -25,7 +25,33 @@ def many_limits() -> Result:
     return result([record(index, ttft_limit_ns=(index + 1) * NS_PER_S, tbt_ns=float(MS)) for index in range(9)])
 
 
+def two_clusters() -> Result:
+    """A link that carries more and more, a threshold that moves, and a node that changes its role."""
+    nodes = [
+        NodeRecord(NodeId("far <p>"), Role.PREFILL, cluster="far"),
+        NodeRecord(NodeId("near d"), Role.DECODE, cluster="near"),
+    ]
+    links = [
+        LinkRecord(name, "cluster", 1e9, moved, NS_PER_S)
+        for name, moved in (("far > near", 10**9), ("near > far", 0))
+    ]
+    samples = [LinkSample(at * NS_PER_S, (at * 10**8, 0), (at * 10**6, 0)) for at in range(1, 10)]
+    thresholds = [
+        ThresholdChange(at * NS_PER_S, threshold, "") for at, threshold in ((1, 100), (3, None), (5, 150))
+    ]
+    turned = [Conversion(4 * NS_PER_S, NodeId("far <p>"), Role.DECODE)]
+    return result(
+        [record(), record(1)],
+        nodes=nodes,
+        links=links,
+        link_samples=samples,
+        thresholds=thresholds,
+        conversions=turned,
+    )
+
+
 RESULTS = {
+    "two clusters": two_clusters(),
     "overload": replayed(2000, prefill_nodes=4),
     "many nodes": replayed(300, prefill_nodes=60, decode_nodes=60),
     "nothing": result([], nodes=[], end_ns=0),
@@ -203,3 +229,11 @@ def test_a_report_is_written_or_the_user_is_told_why(tmp_path: Path) -> None:
     assert "As asked for" in (tmp_path / "report.html").read_text(encoding="utf8")
     with pytest.raises(ConfigError, match="the report cannot be written: No such file or directory"):
         write_report(whole, summarize(whole), "a: 1", tmp_path / "none" / "report.html")
+
+
+def test_what_went_between_clusters_is_told() -> None:
+    text = page_of(two_clusters())
+    assert '<th scope="row">far &gt; near</th>' in text and "Gbps of 8" in text
+    assert "between 100 and infinite; it changed 2 times" in text
+    assert "far &lt;p&gt; becomes a decode node" in text
+    assert "Between clusters" not in page_of(RESULTS["one"])

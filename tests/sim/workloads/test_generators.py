@@ -224,3 +224,26 @@ def test_what_cannot_be_read_is_refused_in_one_line(spec: Any, complaint: str) -
         generate(spec)
     assert str(raised.value).startswith("workload: ")
     assert "\n" not in str(raised.value)
+
+
+def test_a_truncated_lognormal_is_the_published_workload() -> None:
+    """Prefill-as-a-Service: mu 9.9, sigma 1 on [128, 128 Ki] has mean 27,486 and P90 62,410."""
+    spec = "even:rate=1,num=40000,input=truncated_lognormal(mu=9.9,sigma=1,min=128,max=131072),output=1024"
+    lengths = sorted(request.num_tokens for request in generate(spec).requests)
+    assert lengths[0] >= 128 and lengths[-1] <= 131072
+    assert sum(lengths) / len(lengths) == pytest.approx(27_486, rel=0.02)
+    assert lengths[len(lengths) * 9 // 10] == pytest.approx(62_410, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("mu=9.9,sigma=1,min=128", "takes mu=,sigma=,min=,max="),
+        ("mu=9.9,sigma=0,min=128,max=1000", "a sigma above 0"),
+        ("mu=9.9,sigma=1,min=2000,max=1000", "1 <= min < max"),
+        ("mu=20,sigma=1,min=1,max=8", "lies between min and max"),
+    ],
+)
+def test_a_truncated_lognormal_that_is_none_is_refused(given: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        generate(f"even:rate=1,num=1,input=truncated_lognormal({given}),output=1")

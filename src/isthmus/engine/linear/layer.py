@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 from isthmus.engine.kernels import Kernels
-from isthmus.engine.linear.conv import convolve, convolve_step
-from isthmus.engine.linear.rule import advance_rule, step_rule
 
 
 class Heads(msgspec.Struct, frozen=True):
@@ -100,22 +98,22 @@ class State:
         )
 
 
-def advance(layer: Recurrent, inputs: Inputs, state: State, slot: int) -> Tensor:
+def advance(layer: Recurrent, inputs: Inputs, state: State, slot: int, kernels: Kernels) -> Tensor:
     """Runs one or more tokens of one request through the recurrence, `[T, H, V]` float32; its live state moves on.
 
     Cutting a run in two changes the result by no more than float32 rounding.
     """
-    qkv_TC = convolve(inputs.qkv_TC, state.window_SWC[slot], layer.conv_KC)
-    q, k, v = _split(qkv_TC, layer.heads)
-    return advance_rule(q, k, v, inputs.decay_TH1, inputs.beta_TH, state.matrix_SHKV[slot])
+    window, matrix = state.window_SWC[slot], state.matrix_SHKV[slot]
+    return kernels.delta_run(inputs.qkv_TC, inputs.decay_TH1, inputs.beta_TH, window, matrix, layer.conv_KC)
 
 
-def step(layer: Recurrent, inputs: Inputs, state: State, slots_R: Tensor) -> Tensor:
+def step(layer: Recurrent, inputs: Inputs, state: State, slots_R: Tensor, kernels: Kernels) -> Tensor:
     """Runs one token each of R requests through the recurrence, `[R, H, V]` float32; their live states, at the
     distinct slots `slots_R` (integers, on the device), move on."""
-    qkv_RC = convolve_step(inputs.qkv_TC, state.window_SWC, slots_R, layer.conv_KC)
-    q, k, v = _split(qkv_RC, layer.heads)
-    return step_rule(q, k, v, inputs.decay_TH1, inputs.beta_TH, state.matrix_SHKV, slots_R)
+    windows, matrices = state.window_SWC, state.matrix_SHKV
+    return kernels.delta_step(
+        inputs.qkv_TC, inputs.decay_TH1, inputs.beta_TH, windows, matrices, slots_R, layer.conv_KC
+    )
 
 
 def layer_output(layer: Recurrent, out_THV: Tensor, gate_THV: Tensor, kernels: Kernels) -> Tensor:
@@ -123,15 +121,3 @@ def layer_output(layer: Recurrent, out_THV: Tensor, gate_THV: Tensor, kernels: K
     scale = torch.rsqrt(out_THV.square().mean(-1, keepdim=True) + layer.eps)
     gated = out_THV * scale * layer.norm_V * layer.gate(gate_THV.float())
     return kernels.linear(gated.flatten(1).to(gate_THV.dtype), layer.output_NM, None)
-
-
-def _split(qkv_TC: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys `[T, J, K]` of length one (queries divided by sqrt(K)), values `[T, H, V]`."""
-    keys, values = heads.num_keys * heads.key_dim, heads.num_values * heads.value_dim
-    q, k, v = qkv_TC.split((keys, keys, values), dim=-1)
-    q, k = (_unit(x.unflatten(-1, (heads.num_keys, heads.key_dim))) for x in (q, k))
-    return q * heads.key_dim**-0.5, k, v.unflatten(-1, (heads.num_values, heads.value_dim))
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)

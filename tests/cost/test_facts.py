@@ -51,6 +51,29 @@ def test_parameters_are_those_the_makers_publish(config: dict[str, Any], total: 
     assert billions(config) == pytest.approx((total, active), rel=0.03)
 
 
+def test_a_kimi_config_as_transformers_saves_it_is_the_published_one() -> None:
+    """It has no `linear_attn_config`, and lists the layers instead."""
+    linear = KIMI_LINEAR["linear_attn_config"]
+    layers = KIMI_LINEAR["num_hidden_layers"]
+    kinds = ["linear_attention" if at + 1 in linear["kda_layers"] else "full_attention" for at in range(layers)]
+    saved = {
+        key: value
+        for key, value in KIMI_LINEAR.items()
+        if key not in ("linear_attn_config", "first_k_dense_replace")
+    }
+    saved |= {
+        "layer_types": kinds,
+        "mlp_layer_types": ["dense"] + ["sparse"] * (layers - 1),
+        "linear_num_heads": linear["num_heads"],
+        "linear_head_dim": linear["head_dim"],
+        "linear_conv_kernel_dim": linear["short_conv_kernel_size"],
+        "max_position_embeddings": None,
+        "model_max_length": KIMI_LINEAR.get("max_position_embeddings")
+        or KIMI_LINEAR.get("model_max_length", 0),
+    }
+    assert facts_of(saved) == facts_of(KIMI_LINEAR)
+
+
 # By hand from the layers of each config.json: bytes of a token, MiB of fixed state (bf16 KV and convolutions, fp32
 # recurrent states), MiB of a prompt of 1, 8, 32 and 128 Ki tokens.
 SIZES = {

@@ -67,7 +67,8 @@ class _Watched:
 
     @property
     def is_up(self) -> bool:
-        return not self.session.closed and not self.session.suspended
+        """One that has lost its connections is, for as long as they may come back (`network.resume_s`)."""
+        return not self.session.closed
 
 
 class _Far:

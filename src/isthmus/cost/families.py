@@ -140,12 +140,21 @@ def _bailing(layers: Layers) -> None:
 
 
 def _kimi_linear(layers: Layers) -> None:
-    """Kimi Linear and Kimi K3; the latter gates its latent attention and routes in a smaller latent space."""
+    """Kimi Linear and Kimi K3; the latter gates its latent attention and routes in a smaller latent space.
+
+    Published configurations say what is recurrent in `linear_attn_config`; those that transformers saves, beside the
+    rest.
+    """
     linear = layers.get("linear_attn_config")
-    if not isinstance(linear, Mapping) or not isinstance(linear.get("kda_layers"), list):
+    if linear is None and layers.get("layer_types") is not None:
+        count = _layer_types(layers).count("linear_attention")
+        heads, size = layers.count("linear_num_heads"), layers.count("linear_head_dim")
+        conv = layers.count("linear_conv_kernel_dim", 4)
+    elif isinstance(linear, Mapping) and isinstance(linear.get("kda_layers"), list):
+        count = len(linear["kda_layers"])
+        heads, size, conv = (int(linear[name]) for name in ("num_heads", "head_dim", "short_conv_kernel_size"))
+    else:
         raise ConfigError(f"config.json of {layers.architecture}: 'linear_attn_config' must list 'kda_layers'")
-    count = len(linear["kda_layers"])
-    heads, size, conv = (int(linear[name]) for name in ("num_heads", "head_dim", "short_conv_kernel_size"))
     layers.latent_attention(layers.num_layers - count, gated=bool(layers.get("mla_use_output_gate")))
     layers.delta_attention(count, heads, heads, size, conv)
     _deepseek_experts(layers, "num_experts", "num_shared_experts", "num_experts_per_token")
@@ -153,6 +162,8 @@ def _kimi_linear(layers: Layers) -> None:
 
 def _deepseek_experts(layers: Layers, total: str, shared: str, active: str) -> None:
     dense, intermediate = layers.count("first_k_dense_replace", 0), layers.count("moe_intermediate_size")
+    if layers.get("mlp_layer_types") is not None:
+        dense = layers.per_layer("mlp_layer_types").count("dense")
     layers.mlp(dense, layers.count("intermediate_size"))
     layers.experts(
         layers.num_layers - dense,

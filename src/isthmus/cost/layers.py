@@ -37,7 +37,7 @@ class Layers:
             "num_layers": self.num_layers,
             "hidden_size": self.hidden,
             "vocab_size": self.count("vocab_size"),
-            "max_length": self.count("max_position_embeddings", 0),
+            "max_length": self.count("max_position_embeddings", self.count("model_max_length", 0)),
             "dense_params": 0,
             "kv_elements": 0,
             "attention_flops": 0,

@@ -80,7 +80,8 @@ def length_of(folder: Path) -> int:
     """Tokens the model of a folder can read, as its config.json says."""
     config = load_json(folder / "config.json")
     nested = config.get("text_config")
-    found = (config | nested if isinstance(nested, dict) else config).get("max_position_embeddings")
+    merged = config | nested if isinstance(nested, dict) else config
+    found = merged.get("max_position_embeddings") or merged.get("model_max_length")
     return found if isinstance(found, int) and found > 0 else 2048
 
 

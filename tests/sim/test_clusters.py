@@ -128,7 +128,7 @@ def assert_each_ends_once(result: Result) -> None:
             assert (record.tbt_ns > 0) == (record.request.output_tokens > 1)
 
 
-@settings(max_examples=80, phases=(Phase.explicit, Phase.generate))
+@settings(max_examples=50, phases=(Phase.explicit, Phase.generate))
 @given(FEATURES, st.integers(0, 1000), st.sampled_from([0, 200, 3000]))
 def test_without_faults_every_request_completes(feature: Feature, seed: int, span_ms: int) -> None:
     result = World(feature.deployment(), shared_prompts(seed, 30, span_ms), check=True).run()
@@ -141,7 +141,7 @@ def test_without_faults_every_request_completes(feature: Feature, seed: int, spa
             assert record.attempts <= 1
 
 
-@settings(max_examples=80, phases=(Phase.explicit, Phase.generate))
+@settings(max_examples=50, phases=(Phase.explicit, Phase.generate))
 @given(FEATURES, scripts(), st.integers(0, 1000), st.sampled_from([200, 3000]))
 def test_whatever_fails_every_request_ends_once(
     feature: Feature, faults: Faults, seed: int, span_ms: int

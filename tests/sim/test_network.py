@@ -510,3 +510,17 @@ def test_a_link_is_busy_until_its_last_flow_ends_though_a_quiet_one_is_taken_off
     network.start((other, wide), 10**9, "next", 5 * 10**9)
     network.finish(6 * 10**9)
     assert [network.busy_ns(link, 7 * 10**9) for link in (slow, other, wide)] == [10**9, 4 * 10**9, 4 * 10**9]
+
+
+def test_a_quiet_flow_that_goes_on_after_its_link_changed_has_the_new_rate() -> None:
+    """It had ended when the capacity changed, so nothing was left of it on the link."""
+    network = one_link()
+    network.set_rate(0, 0.5 * GB, 0)
+    flow = network.start((0,), 10**9, "kv", 0, quiet=True)
+    network.set_rate(0, GB, 5 * 10**9)
+    network.start((0,), 5 * 10**8, "other", 5 * 10**9)
+    network.grow(flow, 10**9, 5 * 10**9)
+    network.check()
+    assert tags(network.finish(6 * 10**9)) == ["other"]
+    network.check()
+    assert network.next_finish() == 65 * 10**8

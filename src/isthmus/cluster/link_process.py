@@ -178,7 +178,8 @@ class _Commands:
                 self._proxy.restore()
 
     def signalled(self) -> bool:
-        for number in self.signals.recv(64):
+        # Of two signals that come together the kernel may deliver the later one first: then the link is restored.
+        for number in sorted(self.signals.recv(64)):
             if number == signal.SIGUSR1:
                 self._proxy.cut()
             elif number == signal.SIGUSR2:

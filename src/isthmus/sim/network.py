@@ -172,6 +172,7 @@ class Network:
         self._unfilled: dict[_Link, None] = {}  # links whose flows await new rates, all since the same instant
         self._unfilled_at = 0
         self._next: int | None = NEVER  # None: not known, look for it
+        self._has_changed = False  # some link's capacity
 
     def add_link(self, name: str, bytes_per_s: float, behind: int | None = None) -> int:
         """Number of a new link. `bytes_per_s` may be infinite, and 0 for a link that is down.
@@ -225,6 +226,9 @@ class Network:
         if not alone:
             if flow.live:
                 self._remove(flow, flow.num_bytes, flow.finish_ns)
+            elif self._has_changed:  # perhaps while it was off its links
+                path = tuple([link.number for link in flow.links])
+                flow.links, flow.limits, flow.bound = self._routes.get(path) or self._route(path)
             flow.begin(num_bytes, now)
             self._join(flow, now)
             return
@@ -283,6 +287,7 @@ class Network:
         live = [flow for flow in self._flows() if not self._is_over(flow, now)]
         changed = self._links[link]
         changed.capacity = _capacity(changed.name, bytes_per_s)
+        self._has_changed = True
         self._routes.clear()
         for each in self._links:
             each.bound = 0.0

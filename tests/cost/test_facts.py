@@ -198,7 +198,6 @@ def test_a_wrong_config_is_refused_by_name(changes: dict[str, Any], message: str
     [
         (DEEPSEEK_V3, {"num_experts_per_tok": 300}, "300 experts per token of 256"),
         (GPT_OSS, {"layer_types": ["full_attention"]}, "'layer_types' must list 36 layers"),
-        (QWEN3_NEXT, {"linear_value_head_dim": 64}, "linear key and value head sizes differ"),
         (QWEN3_NEXT, {"decoder_sparse_step": 2}, "decoder_sparse_step"),
         (KIMI_LINEAR, {"linear_attn_config": {}}, "must list 'kda_layers'"),
         (MIMO_V2_FLASH, {"hybrid_layer_pattern": [0, 1]}, "'hybrid_layer_pattern' must list 48 layers"),
@@ -209,3 +208,10 @@ def test_a_wrong_config_is_refused_by_name(changes: dict[str, Any], message: str
 def test_wrong_layers_are_refused(config: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         facts_of(config | changes)
+
+
+def test_values_of_another_size_than_keys_make_another_state() -> None:
+    wide = facts_of(QWEN3_NEXT | {"linear_value_head_dim": 256})
+    usual = facts_of(QWEN3_NEXT)
+    heads, layers = QWEN3_NEXT["linear_num_value_heads"], 36
+    assert wide.state_bytes - usual.state_bytes == layers * heads * (128 * 128 * 4 + 3 * 128 * 2)

@@ -56,7 +56,7 @@ def of(kind: type, actions: list) -> object:
 
 @given(st.integers(1, 40), st.sets(st.integers(1, 40)), st.integers(0, 40))
 def test_a_prefix_can_be_used_as_far_as_its_deepest_snapshot(count: int, depths: set[int], found: int) -> None:
-    states = States(PARTS, 4, 1)
+    states = States(PARTS, 4)
     held = {state_names(NAMES[depth - 1], PARTS)[-1] for depth in depths}
     usable = states.usable(NAMES[:count], min(found, count), held.__contains__)
     assert usable == max((depth for depth in depths if depth <= min(found, count)), default=0)
@@ -77,7 +77,7 @@ def test_a_prefix_can_be_used_as_far_as_its_deepest_snapshot(count: int, depths:
 def test_where_snapshots_are_taken(
     length: int, computed: int, found: int, positions: list[tuple[int, int]]
 ) -> None:
-    states = States(PARTS, 4, 1)
+    states = States(PARTS, 4)
     assert states.positions(length, length // 4, computed, found, leaves=False) == positions
     assert states.positions(length, length // 4, computed, found, leaves=True) == [*positions, (length, 0)]
 

@@ -54,6 +54,10 @@ class Keeper:
         self._save()  # what it may wait for is on its way first
         count = self._layout.blocks_for(tokens)
         wanted = prefix_with_state(self._layout, names, count) if state else names[:count]
+        if fetch is not None and wanted != tuple(fetch.names[: len(wanted)]):
+            # It ended early, or is for more than is of use: what lies there is not this prefix and its state.
+            fetch.release()
+            fetch = None
         return self.cache.load(wanted, blocks[:count] + state, fetch)
 
     def names(self, begin: Begin, tokens: Sequence[int], num_computed: int) -> tuple[BlockName, ...]:

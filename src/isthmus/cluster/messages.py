@@ -13,7 +13,7 @@ from isthmus.cost import Cost
 from isthmus.store import ArenaHandle
 from isthmus.types import BlockName, Generated, NodeId, RequestId, Role, Sampling, TokenLogprobs
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 def key_of(request: RequestId, attempt: int) -> RequestId:

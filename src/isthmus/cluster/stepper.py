@@ -462,6 +462,9 @@ class Stepper:
         """Of a cached prefix not all could be loaded."""
         live = self._live.get(missing.request)
         if live is not None:
+            if self._state_blocks and live.load is not None:
+                live.load.cancel()  # the blocks of the state go to somebody else
+                live.load = None
             found = 0 if self._state_blocks else missing.num_blocks * self.engine.layout.block_size
             live.load_tokens = min(live.load_tokens, found)
             live.num_loading = self.engine.layout.blocks_for(live.load_tokens)

@@ -96,8 +96,10 @@ class Router:
         return rule(request.num_tokens, home, there, self.threshold)
 
     def _serves(self, pool: Pool, home: Pool) -> bool:
+        """Whether it can prefill for that home. Mixed nodes do not prefill for each other over a link: each would hold
+        what it computed until the other has room, which that other may not have before it gets rid of the same."""
         link = self._links.get((pool.name, home.name))
-        return link is not None and link.up
+        return link is not None and link.up and (bool(home.decodes) or not pool.has_mixed)
 
     def _predict(
         self, request: RequestArrived, home: Pool, pool: Pool, caches: _Caches, now: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from isthmus.cost.layers import Layers
+from isthmus.cost.layers import Heads, Layers
 from isthmus.errors import ConfigError
 
 
@@ -64,11 +64,13 @@ def _qwen_next(layers: Layers) -> None:
     """Qwen3-Next and Qwen3.5: Gated DeltaNet layers with a gated full-attention layer every few."""
     linear = sum(kind == "linear_attention" for kind in _layer_types(layers))
     layers.attention(layers.num_layers - linear, gated=True)
-    size, value_size = layers.count("linear_key_head_dim"), layers.count("linear_value_head_dim")
-    if size != value_size:
-        raise ConfigError(f"config.json of {layers.architecture}: linear key and value head sizes differ")
-    keys, values = layers.count("linear_num_key_heads"), layers.count("linear_num_value_heads")
-    layers.delta_attention(linear, keys, values, size, layers.count("linear_conv_kernel_dim"))
+    heads = Heads(
+        queries=layers.count("linear_num_value_heads"),
+        keys=layers.count("linear_num_key_heads"),
+        size=layers.count("linear_key_head_dim"),
+        value_size=layers.count("linear_value_head_dim"),
+    )
+    layers.delta_attention(linear, heads, layers.count("linear_conv_kernel_dim"))
     if layers.get("num_experts"):
         _qwen_experts(layers)
     else:
@@ -156,7 +158,7 @@ def _kimi_linear(layers: Layers) -> None:
     else:
         raise ConfigError(f"config.json of {layers.architecture}: 'linear_attn_config' must list 'kda_layers'")
     layers.latent_attention(layers.num_layers - count, gated=bool(layers.get("mla_use_output_gate")))
-    layers.delta_attention(count, heads, heads, size, conv)
+    layers.delta_attention(count, Heads(heads, heads, size, size), conv)
     _deepseek_experts(layers, "num_experts", "num_shared_experts", "num_experts_per_token")
 
 

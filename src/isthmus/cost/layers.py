@@ -120,18 +120,22 @@ class Layers:
         )
         self.facts.update(kv_shards=1, latent=True)
 
-    def delta_attention(self, num_layers: int, key_heads: int, value_heads: int, size: int, conv: int) -> None:
+    def delta_attention(self, num_layers: int, heads: Heads, conv: int) -> None:
         """Gated DeltaNet and Kimi Delta Attention layers: a fixed state, work linear in the length.
 
-        FLOP per token and head: 6 d^2 + 3 C d + C^2 (Kimi Linear, equation 13). State: one d x d matrix a
-        head and the last `conv - 1` inputs of the short convolution.
+        FLOP per token and value head: 6 d^2 + 3 C d + C^2 (Kimi Linear, equation 13), with the product of key and
+        value size for d^2 and their mean for d. State: one matrix a value head of key size by value size, and the
+        last `conv - 1` inputs of the short convolution. `heads.queries` are those of the values, `heads.keys` of the
+        keys.
         """
-        channels = (2 * key_heads + value_heads) * size
+        values, keys, size, value_size = heads.queries, heads.keys, heads.size, heads.value_size
+        channels = 2 * keys * size + values * value_size
+        chunked = 3 * _DELTA_CHUNK * (size + value_size) // 2 + _DELTA_CHUNK**2
         self.add(
             num_layers,
-            dense_params=self.hidden * (channels + 2 * value_heads * size),  # in, output gate, out
-            token_flops=value_heads * (6 * size * size + 3 * _DELTA_CHUNK * size + _DELTA_CHUNK**2),
-            state_bytes=value_heads * size * size * _STATE_BYTES + max(conv - 1, 0) * channels * _CONV_BYTES,
+            dense_params=self.hidden * (channels + 2 * values * value_size),  # in, output gate, out
+            token_flops=values * (6 * size * value_size + chunked),
+            state_bytes=values * size * value_size * _STATE_BYTES + max(conv - 1, 0) * channels * _CONV_BYTES,
         )
 
     def lightning_attention(self, num_layers: int, heads: int, size: int) -> None:

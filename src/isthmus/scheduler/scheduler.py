@@ -187,7 +187,7 @@ class Scheduler:
         self._restoring: list[_Sequence] = []  # decode in the next run from a snapshot
         self._states: States | None = None
         if limits.state_blocks:
-            self._states = States(limits.state_blocks, limits.block_size, limits.max_sequences)
+            self._states = States(limits.state_blocks, limits.block_size)
         self._run: Run | None = None
         self._handlers: dict[type, Callable[..., None]] = {
             Arrived: self._arrive,
@@ -248,7 +248,7 @@ class Scheduler:
         if self._states is not None:
             slots = [sequence.slot for sequence in self._sequences.values() if sequence.slot >= 0]
             assert len(slots) == len(set(slots)), "two requests have one slot"
-            assert len(slots) + self._states.num_free == self.limits.max_sequences, "slots were lost"
+            assert len(slots) + self._states.num_free == self._states.num_slots, "slots were lost"
 
     # Facts.
 
@@ -290,7 +290,7 @@ class Scheduler:
         sequence = self._sequences.get(event.request)
         if sequence is None:
             return
-        complete = event.stop >= sequence.fetch_stop
+        complete = 0 < sequence.fetch_stop <= event.stop  # 0: of an expected one, which has no use for a snapshot
         sequence.fetch_start = sequence.fetch_stop = 0
         names = sequence.names[: event.stop]
         if self._states is not None and complete:

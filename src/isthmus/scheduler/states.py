@@ -41,19 +41,24 @@ class Snapshot:
 
 
 class States:
-    """`num_blocks` of a snapshot, above 0; `num_slots` of live states."""
+    """`num_blocks` of a snapshot, above 0; `num_slots` of live states: as many as were ever in use at once, for how
+    many may be changes with a node's role."""
 
-    def __init__(self, num_blocks: int, block_size: int, num_slots: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         assert num_blocks > 0, "models without recurrent layers need no states"
         self.num_blocks, self._size = num_blocks, block_size
-        self._free = list(range(num_slots))  # a heap: the lowest first
+        self.num_slots = 0
+        self._free: list[int] = []  # a heap: the lowest first
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     def take_slot(self) -> int:
-        return heappop(self._free)
+        if self._free:
+            return heappop(self._free)
+        self.num_slots += 1
+        return self.num_slots - 1
 
     def give_slot(self, slot: int) -> None:
         heappush(self._free, slot)

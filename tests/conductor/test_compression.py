@@ -48,6 +48,28 @@ def route(
     return action
 
 
+def over_a_link(rate: int, num_requests: int) -> list[str]:
+    """Codecs of requests that come at once and are prefilled in another cluster; nodes without a cache."""
+    links = tuple(LinkRule(one, other, rate) for one, other in (("there", "home"), ("home", "there")))
+    conductor = Conductor(Rules(policy="isthmus", codecs=("zstd", "int8"), links=links, threshold=0))
+    for name, role, cluster in (("p", Role.PREFILL, "there"), ("d", Role.DECODE, "home")):
+        joined = NodeJoined(NodeId(name), role, 1 << 20, 16, CURVE, Paths(), 0, "bfloat16", cluster)
+        conductor.on(joined, 0)
+    codecs = []
+    for number in range(num_requests):
+        (action,) = conductor.on(RequestArrived(RequestId(str(number)), "", 1600, 10, ()), 0)
+        assert isinstance(action, Route)
+        codecs.append(action.codec)
+    return codecs
+
+
+def test_a_link_between_clusters_is_spared_once_it_owes_more_than_computing_hides() -> None:
+    """A prompt computes in 16 ms and has 160 MB: 13 ms at 12 GB/s, 133 ms at 1.2 GB/s."""
+    assert over_a_link(12 * GB, 1) == ["none"]
+    assert over_a_link(12 * GB // 10, 1) == ["int8"]
+    assert over_a_link(12 * GB // 10 * 9, 3)[0] == "none"
+
+
 @pytest.mark.parametrize(
     ("codecs", "codec"), [((), "none"), (("zstd",), "zstd"), (("zstd", "int8"), "int8")], ids=str
 )

@@ -83,7 +83,16 @@ class Feature(msgspec.Struct, frozen=True):
 FEATURES = st.builds(
     Feature,
     roles=st.sampled_from(
-        [("pp", "pddd"), ("p", "dd"), ("p", "pd", "pd"), ("p", "mm"), ("pmd", "ppd"), ("ppdd",)]
+        [
+            ("pp", "pddd"),
+            ("p", "dd"),
+            ("p", "pd", "pd"),
+            ("p", "mm"),
+            ("m", "mm"),
+            ("pm", "mm"),
+            ("pmd", "ppd"),
+            ("ppdd",),
+        ]
     ),
     policy=st.sampled_from(["isthmus", "isthmus", "least_loaded", "mooncake"]),
     hybrid=st.booleans(),

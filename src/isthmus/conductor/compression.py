@@ -12,6 +12,7 @@ from isthmus.conductor.events import Fetch
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import NodeView, Placement, RequestView
 from isthmus.cost.transfer import NONE, Transfer, choose_codec, codec_speeds
+from isthmus.types import NS_PER_S
 
 
 def encoded(rules: Rules, request: RequestView, placement: Placement, now: int) -> tuple[Fetch | None, str]:
@@ -27,17 +28,30 @@ def encoded(rules: Rules, request: RequestView, placement: Placement, now: int) 
         fetch = replace(fetch, codec=codec)
     if decode is prefill:
         return fetch, NONE
-    num_bytes = placement.handover_bytes(request.arrived.num_tokens)
-    rate = _handover_rate(prefill, decode, request.across, now)
+    num_bytes = (
+        placement.handover_bytes(request.arrived.num_tokens) - prefill.state_bytes
+    )  # a state is not encoded
+    if request.across is not None:
+        return fetch, _across(rules, request, request.across, num_bytes, placement)
+    rate = _handover_rate(prefill, decode, now)
     return fetch, _choose(rules, prefill, num_bytes, rate, placement.work_ns)
 
 
-def _handover_rate(prefill: NodeView, decode: NodeView, across: ClusterLink | None, now: int) -> float:
+def _across(rules: Rules, request: RequestView, link: ClusterLink, num_bytes: int, placement: Placement) -> str:
+    """Over a link between clusters, which hand-overs share in turn: it is waited for when what it owes to others
+    takes longer than the computing that this one streams behind."""
+    prefill, decode = placement.prefill, placement.decode
+    rates = [paths.handover or paths.network for paths in (prefill.paths, decode.paths)]
+    rate = min([link.bytes_per_s, *[each for each in rates if each]])
+    ahead_ns = int((link.owed - request.owed) * NS_PER_S / link.bytes_per_s)
+    return _choose(rules, prefill, num_bytes, rate, max(0, placement.work_ns - ahead_ns))
+
+
+def _handover_rate(prefill: NodeView, decode: NodeView, now: int) -> float:
     """Bytes per second; 0 when nobody knows."""
     if not prefill.paths.handover or not decode.paths.handover:
-        return _rate(prefill, decode, across, now)
-    rate = min(prefill.paths.handover, decode.paths.handover)
-    return rate if across is None else min(rate, across.bytes_per_s / across.stretch(now))
+        return _rate(prefill, decode, None, now)
+    return min(prefill.paths.handover, decode.paths.handover)
 
 
 def _rate(source: NodeView, target: NodeView, across: ClusterLink | None, now: int) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from isthmus.conductor import NodeJoined, Paths
 from isthmus.cost import compile_cost
 from isthmus.cost.transfer import NONE, codec_speeds
-from isthmus.deploy import codec_dtype
 from isthmus.scheduler import BlockPool, CountingPool, Limits, Scheduler, TierCache
 from isthmus.sim.deployment import Deployment, NodeSpec
 from isthmus.sim.node import SimNode
@@ -31,7 +30,7 @@ def joined(deployment: Deployment, spec: NodeSpec) -> NodeJoined:
         cost=spec.cost,
         paths=paths,
         cache_blocks=spec.dram_blocks + spec.ssd_blocks,
-        kv_dtype=codec_dtype(spec.cost),
+        kv_dtype=spec.kv_dtype,
         cluster=spec.cluster,
         max_sequences=deployment.max_sequences_of(spec),
         state_blocks=state_blocks(deployment, spec),
@@ -46,7 +45,7 @@ def state_blocks(deployment: Deployment, spec: NodeSpec) -> int:
 
 def kept(node: SimNode, codec: str, block_size: int) -> float:
     """Bytes that cross a link for each byte of the node's KV. Encoding itself takes no time here."""
-    return 1.0 if codec == NONE else codec_speeds(codec_dtype(node.spec.cost), block_size)[codec].kept
+    return 1.0 if codec == NONE else codec_speeds(node.spec.kv_dtype, block_size)[codec].kept
 
 
 def scheduler_of(deployment: Deployment, spec: NodeSpec, before: Scheduler | None = None) -> Scheduler:

@@ -17,6 +17,7 @@ from isthmus.deploy import (
     bytes_per_s,
     chunking_of,
     clusters_of,
+    codec_dtype,
     cost_of,
     gpus_of,
     hardware_of,
@@ -33,7 +34,7 @@ class NodeSpec(msgspec.Struct, frozen=True):
     """One node. `kv_blocks`: blocks of its engine's memory; `dram_blocks`, `ssd_blocks`: of its cache.
 
     `pipeline`: so many machines work as this one node, each on a range of layers. `cluster`: where it stands, "" if
-    there is only one.
+    there is only one. `kv_dtype`: of its KV, for codecs; "" for what they do not take.
     """
 
     node: NodeId
@@ -46,6 +47,7 @@ class NodeSpec(msgspec.Struct, frozen=True):
     pipeline: int = 1
     cluster: str = ""
     chunking: Chunking = Chunking()
+    kv_dtype: str = ""
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -152,6 +154,8 @@ def _nodes(cluster: Cluster, role: Role, wanted: RoleConfig, block_size: int) ->
         rates=rates_of(config, wanted),
         pipeline=wanted.pipeline,
         cluster=cluster.name,
+        # A curve does not say; 16 bits are what it most likely was measured with.
+        kv_dtype=codec_dtype(cost, config.engine.dtype or "bfloat16"),
         chunking=chunking_of(config, wanted),
     )
     return [

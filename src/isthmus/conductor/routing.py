@@ -222,6 +222,8 @@ def _recall(view: ClusterView, request: RequestArrived, placement: Placement) ->
     Blocks of tokens alone are looked for: the recurrent state comes whole from the prefill node in any case.
     """
     decode = placement.decode
+    if not decode.cache_blocks:
+        return  # what it reuses lies in its engine's memory, with the requests that are computed there
     names = request.names[: (request.num_tokens - 1) // decode.block_size]
     pool = decode.pool
     levels, _ = view.index.match(names, pool.prefill_mask | pool.lender_mask | decode.bit)

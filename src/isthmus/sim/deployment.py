@@ -54,7 +54,7 @@ class Deployment(msgspec.Struct, frozen=True):
     """All nodes, and what they have in common. `max_chunks`, `max_steps`: how far a node's scheduler plans ahead,
     which changes no result.
 
-    `max_sequences`: requests that hold blocks of one node; `role_sequences`: (cluster, role, limit) where a role
+    `max_sequences`: requests that one node computes or hands over at once; `role_sequences`: (cluster, role, limit) where a role
     has one of its own. `spine`: joins the nodes of a cluster, each has its own. `link_ns`: how long what crosses a
     link between clusters may stand still; `rejoin_ns`: how long a request waits for a node. `faults`: what goes
     wrong. `has_names`: prompts share blocks, or might; where none does, none need be kept.

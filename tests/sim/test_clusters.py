@@ -144,9 +144,7 @@ def test_without_faults_every_request_completes(feature: Feature, seed: int, spa
     assert_each_ends_once(result)
     for record in result.records:
         assert record.status is Status.COMPLETED or record.stage == "too_long"
-        if (
-            feature.dram_blocks
-        ):  # else what is to be recalled may be evicted from an engine's own memory meanwhile
+        if feature.dram_blocks:  # else what is to be recalled may be evicted from an engine's memory meanwhile
             assert record.attempts <= 1
 
 

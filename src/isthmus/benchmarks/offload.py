@@ -27,8 +27,9 @@ from isthmus.types import NS_PER_S
 LENGTHS = "truncated_lognormal(mu=9.9,sigma=1,min=128,max=131072)"
 """The paper's prompts, in tokens; every answer has 1,024."""
 PUBLISHED_RATE, PUBLISHED_THRESHOLD = 3.24, 19_400
-TTFT_MS, TBT_MS = 15_000, 50
-"""Our limits: about four times the mean TTFT without queues, and twice the time of a decode step (25 ms)."""
+TTFT_MS, TBT_MS = 30_000, 50
+"""Our limits: a third more than the longest prompt takes on 8 H20 alone (22.6 s), so that every system can keep them,
+and twice the time of a decode step (25 ms)."""
 KEPT = 0.99
 """A rate is sustained when this share of the requests is inside both limits."""
 FAULT_AT_S, FAULT_S, FAULT_FACTOR = 120.0, 60.0, 0.2
@@ -173,6 +174,7 @@ def run(num: int, seed: int, *, capacity: bool, report: Report) -> list[Cell]:
     """All scenarios, then, with `capacity`, the highest rate that each system sustains."""
     load_80 = 0.8 * PUBLISHED_RATE
     two = [name for name in SYSTEMS if name != "homogeneous"]
+    losing: dict[str, Any] = {"gbps": SCARCE_GBPS, "fault": FAULT_FACTOR}
     scenarios: list[tuple[str, Iterable[str], dict[str, Any]]] = [
         ("Poisson", SYSTEMS, {}),
         ("bursty", SYSTEMS, {"bursty": True}),
@@ -180,8 +182,13 @@ def run(num: int, seed: int, *, capacity: bool, report: Report) -> list[Cell]:
         ("loses 80 %, bursty", two, {"fault": FAULT_FACTOR, "bursty": True}),
         ("20 Gbps", two, {"gbps": SCARCE_GBPS}),
         ("20 Gbps, bursty", two, {"gbps": SCARCE_GBPS, "bursty": True}),
-        ("20 Gbps, loses 80 %", two, {"gbps": SCARCE_GBPS, "fault": FAULT_FACTOR}),
-        ("20 Gbps, loses 80 %, bursty", two, {"gbps": SCARCE_GBPS, "fault": FAULT_FACTOR, "bursty": True}),
+        ("20 Gbps, loses 80 %", two, losing),
+        ("20 Gbps, loses 80 %, bursty", two, {**losing, "bursty": True}),
+        *[
+            (f"20 Gbps, loses 80 %{bursts}, {codec}", ("controlled", "priced"), {**how, "compression": codec})
+            for codec in ("lossless", "int8")
+            for bursts, how in (("", losing), (", bursty", {**losing, "bursty": True}))
+        ],
         ("link down", two, {"fault": 0.0}),
         ("link down, bursty", two, {"fault": 0.0, "bursty": True}),
     ]

@@ -116,6 +116,7 @@ def test_a_curve_comes_from_a_file_beside_the_configuration(tmp_path: Path) -> N
         ({}, "engine.cost or model"),
         ({"engine.cost": {"kv_token_bytes": 1, "prefill_token_s": 1}}, "num_layers"),
         ({"engine.cost": "nowhere.yaml"}, "nowhere.yaml: cannot be read"),
+        ({"engine.cost": "prfaas-1t-h20x9"}, "did you mean 'prfaas-1t-h20x8'"),
     ],
 )
 def test_without_a_cost_there_is_one_clear_line(overrides: dict, complaint: str) -> None:

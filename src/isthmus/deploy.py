@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -200,7 +201,13 @@ def _shipped(name: str) -> Path:
 
 def _curve_values(given: str | dict[str, Any]) -> Mapping[str, Any]:
     if isinstance(given, str):
-        given = read_mapping(_shipped(given) if _shipped(given).is_file() else Path(given).expanduser())
+        path = _shipped(given) if _shipped(given).is_file() else Path(given).expanduser()
+        if not path.exists():
+            names = sorted(each.stem for each in PROFILES.glob("*.yaml"))
+            near = difflib.get_close_matches(path.name, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{path}: cannot be read: no such file, and no published profile{hint}")
+        given = read_mapping(path)
     return {key: _numbers(value) for key, value in given.items()}
 
 

@@ -53,16 +53,16 @@ def test_the_published_optimum(case_study: dict[str, Any]) -> None:
     """arXiv 2604.15039, Table 6: threshold 19.4K, split 3/5, 3.24 requests/s, 49.6 % offloaded, about 13 Gbps."""
     paper = case_study["paper"]
     found = paper["representative"]
-    assert paper["threshold"] == pytest.approx(19_400, rel=0.03)
+    assert paper["threshold"] == pytest.approx(19_400, rel=0.015)  # the grid has steps of 200 tokens
     assert (paper["remote"], paper["prefill"], paper["decode"]) == ({"remote": 4}, 3, 5)
-    assert found["rate"] == pytest.approx(3.24, rel=0.02)
+    assert found["rate"] == pytest.approx(3.24, rel=0.01)
     assert found["share"] == pytest.approx(0.496, rel=0.02)
     assert found["egress_gbps"] == pytest.approx(13, rel=0.1)
     assert paper["mean_above"] == pytest.approx(44 * 1024, rel=0.02)
-    assert found["remote"] == pytest.approx(1.61, rel=0.03)
-    assert found["local"] == pytest.approx(1.64, rel=0.03)
+    assert found["remote"] == pytest.approx(1.61, rel=0.01)
+    assert found["local"] == pytest.approx(1.64, rel=0.01)
     assert found["decode"] == pytest.approx(3.91, rel=0.01)
-    assert abs(found["threshold_residual"]) < 0.02 and found["binds"] == "remote compute"
+    assert abs(found["threshold_residual"]) < 0.02 and found["binds"] in ("remote compute", "local compute")
     assert paper["service"]["mean_s"] == pytest.approx(2.22, rel=0.03)
 
 
@@ -75,19 +75,19 @@ def test_the_published_baselines(case_study: dict[str, Any]) -> None:
     assert homogeneous["service"]["mean_s"] == pytest.approx(4.44, rel=0.02)
     assert homogeneous["service"]["p90_s"] == pytest.approx(9.73, rel=0.01)
     assert (naive["prefill"], naive["decode"]) == (0, 8)
-    assert naive["representative"]["rate"] == pytest.approx(2.45, rel=0.03)
+    assert naive["representative"]["rate"] == pytest.approx(2.45, rel=0.02)
     best = case_study["paper"]["representative"]["rate"]
-    assert best / homogeneous["representative"]["rate"] == pytest.approx(1.54, rel=0.03)
-    assert equal["cost"] == 16 and best / equal["representative"]["rate"] == pytest.approx(1.15, rel=0.03)
+    assert best / homogeneous["representative"]["rate"] == pytest.approx(1.54, rel=0.01)
+    assert equal["cost"] == 16 and best / equal["representative"]["rate"] == pytest.approx(1.15, rel=0.01)
 
 
 def test_the_curves_of_the_case_study(case_study: dict[str, Any]) -> None:
-    """Over splits at the best threshold, and over bandwidths; reckoned by the same model elsewhere (19,400 tokens)."""
+    """Over splits at the best threshold, and over bandwidths; `isthmus reproduce prfaas` reckons them too."""
     splits = [point["representative"] for point in case_study["what_if"]["split"]]
     assert splits.index(max(splits)) == 3
     by_gbps = {point["gbps"]: point["representative"] for point in case_study["what_if"]["bandwidth"]}
-    for gbps, rate in ((1, 1.56), (2, 1.62), (5, 2.27), (10, 3.06), (20, 3.195), (100, 3.195)):
-        assert by_gbps[gbps] == pytest.approx(rate, rel=0.02)
+    for gbps, rate in ((1, 1.56), (2, 1.62), (5, 2.26), (10, 3.03), (20, 3.25), (100, 3.25)):
+        assert by_gbps[gbps] == pytest.approx(rate, rel=0.01)
     at = {point["threshold"]: point["representative"] for point in case_study["what_if"]["threshold"]}
     assert all(rate <= case_study["what_if"]["twice"]["rate"] for rate in at.values())
     failure = case_study["what_if"]["link_failure"]

@@ -11,9 +11,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from isthmus.benchmarks.fault_peers import kv_block, put_chain, store_of
-from isthmus.blocks import KVLayout, seal
+from isthmus.blocks import KVLayout, seal, state_names
 from isthmus.cluster import wire
 from isthmus.cluster.cache import Load, NodeCache, PrefixMissing, Staging, chains_of, gauges_of
 from isthmus.cluster.fetches import Fetch
@@ -444,6 +445,23 @@ def test_the_engines_blocks_stay_until_they_are_saved(kit: Kit) -> None:
     assert kept.pool.available == free + 3
     assert kept.events == [Released(RequestId("")), Released(RequestId(""))]
     assert [kit.stored(name) for name in NAMES[:3]] == BLOCKS[:3]
+
+
+def test_a_fetch_of_more_than_is_of_use_is_not_read_for_a_state(kit: Kit) -> None:
+    """Where the prefix of use ends with a state, the fetch goes on with the prompt's blocks."""
+    layout = replace(LAYOUT, state_bytes=LAYOUT.block_bytes)
+    (state,) = state_names(NAMES[1], layout.state_blocks)
+    put_chain(kit.store, [*NAMES[:2], state], [*BLOCKS[:2], BLOCKS[7]])
+    keeper = Keeper("revision", layout, BlockPool(NUM_BLOCKS), TierCache(10, 20), kit.cache)
+    fetch = fetch_of(kit, 2, 4)
+    for layer in range(LAYOUT.num_layers):
+        arrive(fetch, layer, 0, 2)
+    load = keeper.load(tuple(NAMES[:4]), (0, 1, 2, 3), 2 * LAYOUT.block_size, (5,), fetch)
+    load.wait(LAST, 3)
+    over(load)
+    assert [kit.block(at) for at in (0, 1, 5)] == [*BLOCKS[:2], BLOCKS[7]]
+    fetch.end()
+    fetch.release()
 
 
 def test_what_is_wanted_and_then_gives_way_is_not_saved(kit: Kit) -> None:

@@ -53,7 +53,6 @@ def test_without_clusters_names_are_as_they_were() -> None:
         {"east": DECODE, "west": PREFILL},
         {"east": MIXED, "west": PREFILL},
         {"east": PAIR, "west": {}},
-        {"east": DECODE, "west": MIXED},
     ],
 )
 def test_a_cluster_may_leave_a_part_to_those_it_is_linked_to(clusters: dict[str, Any]) -> None:
@@ -76,6 +75,10 @@ def test_a_cluster_may_leave_a_part_to_those_it_is_linked_to(clusters: dict[str,
                 {"roles": {"prefill": {"count": 2, "pipeline": 2}}, "offload": {"convert": "auto"}}
             ),
             "roles.prefill.pipeline: offload.convert turns no pipeline groups",
+        ),
+        (
+            config_of({"east": DECODE, "west": MIXED}),
+            "clusters.east: its decode nodes need prefill nodes there or in",
         ),
         (
             Config.model_validate({"roles": {"decode": 0, "mixed": 1}}),

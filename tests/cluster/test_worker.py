@@ -16,7 +16,7 @@ from isthmus.cluster.worker import Requests, ThreadWorker
 from isthmus.cost import Curve, compile_cost
 from isthmus.engine.emulated import EmulatedEngine, Recipe, layout_of
 from isthmus.engine.interface import Row, Sampled
-from isthmus.scheduler import Limits, Scheduler
+from isthmus.scheduler import Limits, Missing, Scheduler
 from isthmus.types import RequestId, Role, Sampling
 
 CURVE = Curve(kv_token_bytes=1, num_layers=2, prefill_token_s=1e-3, decode_fixed_s=1e-3)
@@ -129,3 +129,25 @@ def test_a_promise_is_turned_into_this_clocks_time(drive: Callable[..., Watched]
             requests.begin(begin(name, 3, 4, budget_ns=budget_ns))
 
     assert drive(requests_of).deadlines[:3] == [1500, 1, 0]
+
+
+def test_a_load_that_fell_short_has_ended_when_its_state_is_given_back() -> None:
+    """The scheduler gives the blocks of the state to somebody else at once."""
+    done: list[str] = []
+
+    class Ending:
+        def cancel(self) -> None:
+            done.append("ended")
+
+    class Told(Watched):
+        def on(self, event: Any, now: int = 0) -> list[Any]:
+            done.append(type(event).__name__)
+            return []
+
+    recipe = Recipe("model", layout_of(4, state_tokens=8), 1000)
+    engine = EmulatedEngine(recipe, compile_cost(CURVE), 64, max_length=100)
+    stepper = Stepper(engine, Told(), Ended(1), lambda: 0)  # type: ignore[arg-type]
+    stepper.begin(begin("a", 20, 30), 0)
+    stepper._live[begin("a", 20, 30).key].load = Ending()  # type: ignore[assignment]
+    stepper._shorten(Missing(begin("a", 20, 30).key, 3))
+    assert done == ["Arrived", "ended", "Missing"]

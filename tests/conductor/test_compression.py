@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from isthmus.blocks import state_names
 from isthmus.conductor import (
     BlocksStored,
     Conductor,
@@ -31,13 +32,19 @@ def route(
     curve: Curve = CURVE,
     dtype: str = "bfloat16",
     stored: bool = False,
+    state_blocks: int = 0,
 ) -> Route:
     """Of a request of 1,600 tokens on two prefill nodes and one that decodes. `stored`: the first prefill node, busy
     with something else, has its blocks."""
     conductor = Conductor(Rules(policy="mooncake" if stored else "isthmus", codecs=codecs))
     for name, role in (("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d", Role.DECODE)):
-        conductor.on(NodeJoined(NodeId(name), role, 1 << 20, 16, curve, paths, 1000, dtype), 0)
+        joined = NodeJoined(
+            NodeId(name), role, 1 << 20, 16, curve, paths, 1000, dtype, state_blocks=state_blocks
+        )
+        conductor.on(joined, 0)
     if stored:
+        for depth in (99, 100) if state_blocks else ():
+            conductor.on(BlocksStored(NodeId("p0"), state_names(NAMES[depth - 1], state_blocks)), 0)
         conductor.on(BlocksStored(NodeId("p0"), NAMES), 0)
         (first,) = conductor.on(RequestArrived(RequestId("busy"), "", 1000, 1, (1000,)), 0)
         if isinstance(first, Route) and first.prefill != NodeId("p0"):
@@ -95,6 +102,13 @@ def test_a_fetch_over_a_slow_link_too() -> None:
     assert found.fetch.codec == "zstd", "0.32 s of transfer for a millisecond of computing"
     found = route(FAST, ("zstd",), curve=slow, stored=True)
     assert found.fetch is not None and found.fetch.codec == "none"
+
+
+def test_a_fetch_with_a_recurrent_state_keeps_every_bit() -> None:
+    slow = Curve(kv_token_bytes=100_000, num_layers=32, prefill_token_s=1e-3, decode_fixed_s=1e-2)
+    for state_blocks, codec in ((0, "int8"), (2, "zstd")):
+        found = route(SLOW, ("zstd", "int8"), curve=slow, stored=True, state_blocks=state_blocks)
+        assert found.fetch is not None and found.fetch.codec == codec
 
 
 def test_a_slow_link_between_clusters_is_worth_encoding_for() -> None:

@@ -111,6 +111,18 @@ def test_only_what_the_home_lacks_crosses() -> None:
     some.drain()
 
 
+def test_nothing_is_recalled_to_a_node_without_a_cache() -> None:
+    """What it reuses lies in its engine's memory."""
+    some = two(near="p")
+    some.join("near-d1", D, cluster="near", cache_blocks=0)
+    some.store("near-d1", *NAMES[:3])
+    some.store("near-p1", *NAMES[:6])
+    route = routed(some, "r", 80, NAMES)
+    assert (route.prefill, route.decode) == ("far-p1", "near-d1")
+    assert route.handover_start == 0 and route.recall is None
+    some.drain()
+
+
 def test_a_recall_from_a_node_that_leaves_begins_again_at_home() -> None:
     some = two(near="ppd")
     some.store("near-p2", *NAMES[:6])
@@ -135,6 +147,16 @@ def test_home_is_where_the_prefix_is_then_where_steps_are_short() -> None:
     assert some.route("c", 9, names=NAMES[:2]) == ("near-p1", "near-d1")
     assert some.route("d", 100)[0] == "far-p1"
     some.drain()
+
+
+def test_mixed_nodes_send_nothing_over_a_link() -> None:
+    """They would hold what they computed in an order in which nobody takes it: see `Pool.senders`."""
+    for far in ("m", "mp", "md"):
+        some = two(near="pd", far=far)
+        some.store("near-p1", *NAMES[:2])  # so that all decode here
+        prefills = {routed(some, str(name), 60, NAMES).prefill for name in range(20)}
+        assert prefills == {"far-p1" if "p" in far else "near-p1"}, far
+        some.drain()
 
 
 def test_a_home_of_mixed_nodes_decodes_what_comes_from_afar() -> None:

@@ -323,6 +323,6 @@ def test_stages_of_a_pipeline_each_have_their_part_of_a_state() -> None:
     assert found == expected_tokens(recipe, PROMPT, 4)
 
 
-def test_memory_must_hold_a_snapshot_beside_two_blocks() -> None:
-    with pytest.raises(StartError, match="fewer than 5 blocks"):
+def test_memory_must_hold_all_snapshots_of_a_request_beside_two_blocks() -> None:
+    with pytest.raises(StartError, match="fewer than 14 blocks"):
         EmulatedEngine(RECIPE, COST, 4, max_length=1000)

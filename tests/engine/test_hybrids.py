@@ -412,9 +412,9 @@ def test_the_layout_says_what_a_token_and_a_sequence_keep(engine_of: EngineOf, f
 @EACH_RECURRENT
 def test_live_states_take_their_memory_from_that_of_the_kv(tiny: Callable[[str], Path], family: str) -> None:
     layout = open_engine(tiny(family)).layout
-    least = 8 * layout.state_bytes + (2 + layout.state_blocks) * layout.block_bytes
+    least = 8 * layout.state_bytes + layout.least_blocks * layout.block_bytes
     engine = open_engine(tiny(family), max_sequences=8, kv_bytes=least + 3 * layout.block_bytes)
-    assert engine.num_blocks == 5 + layout.state_blocks
+    assert engine.num_blocks == 3 + layout.least_blocks
     assert engine.states is not None and engine.states.max_sequences == 8
     with pytest.raises(StartError, match=f"8 sequences .*at least {least}$"):
         open_engine(tiny(family), max_sequences=8, kv_bytes=least - 1)

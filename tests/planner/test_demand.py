@@ -44,6 +44,7 @@ def test_a_file_with_and_without_answers(tmp_path: Path) -> None:
         ("lognormal:mu=9.9,sigma=0,min=1,max=9", 1, "sigma must be above 0"),
         ("lognormal:mu=9.9,sigma=1,min=9,max=1", 1, "below high"),
         ("4096", None, "--output-tokens"),
+        ("0", 1, "a prompt has at least 1 token"),
         ("nowhere.txt", 1, "nowhere.txt: cannot be read"),
         ("{both}", 5, "leave the option or the column out"),
         ("{plain}", None, "--output-tokens"),

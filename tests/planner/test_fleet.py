@@ -67,6 +67,13 @@ LINK = {"between": ["a", "b"], "gbps": 1}
             "pipeline",
         ),
         ({"clusters": {"a": {"roles": {"prefill": 1, "decode": 1}}}, "links": []}, "engine.cost or model"),
+        (
+            {
+                "clusters": {"a": PREFILLS, "b": BOTH | {"cost": SLOW | {"kv_token_bytes": 1000}}},
+                "links": [LINK],
+            },
+            "all clusters serve one model",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(changed: dict[str, Any], says: str) -> None:

@@ -137,6 +137,11 @@ def test_a_batch_of_none_is_a_mistake(context: int, tbt_ms: int | None, says: st
         largest_batch(fleet().home.decode, context, tbt_ms)
 
 
+def test_a_profile_without_decode_decodes_nothing() -> None:
+    with pytest.raises(ConfigError, match="nothing of decode"):
+        largest_batch(fleet().remotes[0].prefill, 100, None)
+
+
 def test_eight_bit_kv_leaves_the_state_as_it_is() -> None:
     plain, encoded = (Solver(fleet(), demand([1000]), codec).kv_bytes(1000) for codec in ("none", "int8"))
     assert plain == 10**6 + 2_000_000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from isthmus.blocks import state_names
 from isthmus.scheduler import (
@@ -196,3 +197,21 @@ def test_recovered_states_are_usable() -> None:
     scheduler = node(tiers)
     assert of(Stored, scheduler.on(Recovered((chain(10),)))).tier is Tier.DISK
     assert of(Admitted, scheduler.on(arrives(A, 41))).cached_tokens == 40
+
+
+def test_a_fetch_of_one_who_is_sent_its_state_is_of_no_concern() -> None:
+    """It recalls blocks of tokens alone, which others may use once there is a state for them."""
+    scheduler = node(TierCache(40))
+    scheduler.on(Expected(A, 41, 50))
+    assert scheduler.on(Fetched(A, 10)) == []
+    scheduler.check()
+
+
+def test_a_node_of_another_role_may_have_more_live_states() -> None:
+    scheduler = node()
+    scheduler.limits = replace(scheduler.limits, max_sequences=6, token_budget=1000)
+    for request in "abcdef":
+        scheduler.on(arrives(RequestId(request), 9))
+    run = of(Run, scheduler.on(Stepped(1)))
+    assert {piece.slot for piece in run.pieces} == set(range(6)), "the lowest first, for the engine has as many"
+    scheduler.check()

@@ -81,6 +81,7 @@ def test_a_limit_of_a_role_goes_with_the_role() -> None:
             "offload.convert: nodes of roles.prefill.pipeline groups",
         ),
         ({}, {"clusters": {"far": {}}, "links": []}, "clusters: no node is configured"),
+        ({}, {"links": []}, "links: no link joins far, which only prefills"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(

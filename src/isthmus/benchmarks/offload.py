@@ -66,13 +66,11 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "fixed": _two(3, 5, threshold=PUBLISHED_THRESHOLD, control="none"),
     "controlled": _two(3, 5, threshold="auto", control="link"),
     "priced": _two(3, 5, routing="priced", control="link"),
-    "priced-4/4": _two(4, 4, routing="priced", control="link"),
     "naive": _two(0, 8, threshold=0, control="none"),
     "homogeneous": _ALONE,
 }
 """`fixed`: the paper's optimum and nothing else; `controlled`: our threshold and control; `priced`: each prompt where
-it costs least; `priced-4/4`: the same with one instance more that prefills; `naive` and `homogeneous`: the paper's
-baselines."""
+it costs least; `naive` and `homogeneous`: the paper's baselines."""
 
 
 class Cell(msgspec.Struct, frozen=True):

@@ -4,8 +4,8 @@ The *name* says what the block must contain (model revision, KV layout, tenant s
 end); the *seal* says which bytes it does contain. Pure: no clock, no I/O, no torch.
 """
 
-from isthmus.blocks.layout import KVLayout
+from isthmus.blocks.layout import MAX_SNAPSHOTS, KVLayout
 from isthmus.blocks.names import BlockNamer, state_name, state_names
 from isthmus.blocks.seals import SEAL_BYTES, seal
 
-__all__ = ["SEAL_BYTES", "BlockNamer", "KVLayout", "seal", "state_name", "state_names"]
+__all__ = ["MAX_SNAPSHOTS", "SEAL_BYTES", "BlockNamer", "KVLayout", "seal", "state_name", "state_names"]

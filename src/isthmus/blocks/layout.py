@@ -6,6 +6,9 @@ import msgspec
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+MAX_SNAPSHOTS = 4
+"""Of one request at once: the one it goes on from, at a branch, at the last full block, at the end."""
+
 
 class KVLayout(msgspec.Struct, frozen=True):
     """Layout of one block: per layer `[block_size, vectors, num_kv_heads, head_dim]`, K first, token-major.
@@ -50,6 +53,11 @@ class KVLayout(msgspec.Struct, frozen=True):
     def state_blocks(self) -> int:
         """Number of blocks that hold one snapshot of the recurrent state; 0 for models without."""
         return -(-self.state_bytes // self.block_bytes)
+
+    @property
+    def least_blocks(self) -> int:
+        """Fewer serve nobody: one block of a prompt and one of its answer, and all snapshots they may need."""
+        return 2 + MAX_SNAPSHOTS * self.state_blocks
 
     def blocks_for(self, num_tokens: int) -> int:
         """Number of blocks that hold `num_tokens` tokens."""

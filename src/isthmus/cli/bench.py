@@ -457,6 +457,8 @@ def offload(
     import msgspec
 
     from isthmus.benchmarks import offload as bench
+    from isthmus.cli.outputs import check_writable
 
+    check_writable("--json", json_file)
     cells = bench.run(requests, seed, capacity=capacity, report=lambda line: print(line, flush=True))
     _finish(bench.table(cells), msgspec.to_builtins(cells), json_file)

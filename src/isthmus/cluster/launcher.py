@@ -123,7 +123,8 @@ def _check_served(counts: Mapping[str, Mapping[Role, int]], config: Config) -> N
             continue
         lonely, other = (Role.PREFILL, Role.DECODE) if roles[Role.PREFILL] else (Role.DECODE, Role.PREFILL)
         linked = [link.source for link in links_of(config) if link.target == name]
-        if any(counts[far][other] or counts[far][Role.MIXED] for far in linked):
+        # A mixed node decodes what comes over a link, and sends nothing over it.
+        if any(counts[far][other] or (other is Role.DECODE and counts[far][Role.MIXED]) for far in linked):
             continue
         if not name:
             raise StartError(

@@ -30,7 +30,7 @@ from isthmus.cluster.ways import Ways
 from isthmus.cluster.worker import Entry as MailboxEntry
 from isthmus.config import Config
 from isthmus.cost import Cost, compile_cost
-from isthmus.deploy import chunking_of, clusters_of, links_of, rules_of
+from isthmus.deploy import chunking_of, clusters_of, codec_dtype, links_of, rules_of
 from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of
 from isthmus.errors import IsthmusError
 from isthmus.messenger import MemoryNetwork
@@ -278,6 +278,7 @@ class VirtualCluster:
             chunking=chunking_of(planned.cluster.config, getattr(planned.cluster.config.roles, role)),
             order=self._config.scheduling.order,
             cost=self._costs[role],
+            kv_dtype=codec_dtype(self._costs[role], engine.dtype or "bfloat16"),
             cluster=planned.cluster.name,
             sequences_of=sequences_of(planned.cluster.config),
         )

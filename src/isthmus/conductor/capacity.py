@@ -68,14 +68,14 @@ class Capacity:
         linked = {
             source for (source, target), link in self._view.links.items() if link.trusted and target in homes
         }
-        return [pool for pool in self._view.pools.values() if pool.name in linked and pool.prefills]
+        return [pool for pool in self._view.pools.values() if pool.name in linked and pool.has_prefill]
 
     @property
     def remote_nodes(self) -> list[NodeView]:
         """Of clusters that only prefill; where all decode too, each cluster's nodes serve the others."""
         homes = self.homes
         remotes = [pool for pool in self.remotes if pool not in homes]
-        return [node for pool in remotes or self.remotes for node in pool.prefills]
+        return [node for pool in remotes or self.remotes for node in pool.senders]
 
     @property
     def local_nodes(self) -> list[NodeView]:

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from isthmus.conductor.copies import ClusterLink
 from isthmus.conductor.events import Fetch
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import NodeView, Placement, RequestView
-from isthmus.cost.transfer import NONE, Transfer, choose_codec, codec_speeds
+from isthmus.cost.transfer import INT8, NONE, Transfer, choose_codec, codec_speeds
 from isthmus.types import NS_PER_S
 
 
@@ -24,7 +26,10 @@ def encoded(rules: Rules, request: RequestView, placement: Placement, now: int) 
         cached = min(placement.cached * prefill.block_size, request.arrived.num_tokens - 1)
         computing = prefill.cost.prefill_ns(request.arrived.num_tokens - cached, cached)
         waiting = placement.ttft_ns - placement.work_ns
-        codec = _choose(rules, prefill, placement.fetch_bytes, rate, waiting + computing)
+        codecs = rules.codecs
+        if prefill.state_blocks:  # a recurrent state comes along, whose bytes no codec of numbers fits
+            codecs = tuple([name for name in codecs if name != INT8])
+        codec = _choose(codecs, prefill, placement.fetch_bytes, rate, waiting + computing)
         fetch = replace(fetch, codec=codec)
     if decode is prefill:
         return fetch, NONE
@@ -34,7 +39,7 @@ def encoded(rules: Rules, request: RequestView, placement: Placement, now: int) 
     if request.across is not None:
         return fetch, _across(rules, request, request.across, num_bytes, placement)
     rate = _handover_rate(prefill, decode, now)
-    return fetch, _choose(rules, prefill, num_bytes, rate, placement.work_ns)
+    return fetch, _choose(rules.codecs, prefill, num_bytes, rate, placement.work_ns)
 
 
 def _across(rules: Rules, request: RequestView, link: ClusterLink, num_bytes: int, placement: Placement) -> str:
@@ -44,7 +49,7 @@ def _across(rules: Rules, request: RequestView, link: ClusterLink, num_bytes: in
     rates = [paths.handover or paths.network for paths in (prefill.paths, decode.paths)]
     rate = min([link.bytes_per_s, *[each for each in rates if each]])
     ahead_ns = int((link.owed - request.owed) * NS_PER_S / link.bytes_per_s)
-    return _choose(rules, prefill, num_bytes, rate, max(0, placement.work_ns - ahead_ns))
+    return _choose(rules.codecs, prefill, num_bytes, rate, max(0, placement.work_ns - ahead_ns))
 
 
 def _handover_rate(prefill: NodeView, decode: NodeView, now: int) -> float:
@@ -63,8 +68,8 @@ def _rate(source: NodeView, target: NodeView, across: ClusterLink | None, now: i
     return left if across is None else min(left, across.bytes_per_s / across.stretch(now))
 
 
-def _choose(rules: Rules, node: NodeView, num_bytes: int, rate: float, compute_ns: int) -> str:
+def _choose(codecs: Sequence[str], node: NodeView, num_bytes: int, rate: float, compute_ns: int) -> str:
     if not node.kv_dtype or rate <= 0:
         return NONE
     transfer = Transfer(num_bytes, node.cost.num_layers, rate, compute_ns)
-    return choose_codec(transfer, rules.codecs, codec_speeds(node.kv_dtype, node.block_size))
+    return choose_codec(transfer, codecs, codec_speeds(node.kv_dtype, node.block_size))

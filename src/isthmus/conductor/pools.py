@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Pool:
     """The nodes of one cluster that take work, in the order they joined.
 
-    `prefills`: those that a request may prefill on, here or for another cluster; `decodes`: those that only decode.
+    `prefills`: those that a request may prefill on; `decodes`: those that only decode.
     `lender_mask`: others whose cache can be fetched from: nodes that only decode, or are about to change their role.
     `has_mixed`, `has_prefill`: whether `prefills` has nodes of these roles; `prefills_alike`: all are of one kind.
     `smallest_prefill`, `smallest_decode`: the least capacity,
@@ -58,6 +58,16 @@ class Pool:
         self.prefills_alike = len({node.kind for node in self.prefills}) == 1
         self.smallest_prefill = min((node.capacity_tokens for node in self.prefills), default=0)
         self.smallest_decode = min((node.capacity_tokens for node in self.decodes), default=0)
+
+    @property
+    def senders(self) -> list[NodeView]:
+        """Those that prefill for other clusters: no mixed nodes.
+
+        What is computed waits for room where it decodes, in the order of the routes. A mixed node breaks that order
+        when it pre-empts: the first in its queue then waits for blocks of others, which wait for room that the next
+        ones in the queue have reserved.
+        """
+        return [node for node in self.prefills if node.role is Role.PREFILL]
 
     @property
     def mixed(self) -> list[NodeView]:

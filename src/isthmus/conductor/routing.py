@@ -72,7 +72,7 @@ class Router:
             for pool in self._view.pools.values()
             if pool is home or self._serves(pool, home)
         }
-        others = [pool for pool in predictions if pool is not home and pool.prefills]
+        others = [pool for pool in predictions if pool is not home]
         # What is not trusted comes last: it serves what nothing else can.
         others.sort(key=lambda pool: (not self._links[pool.name, home.name].trusted, predictions[pool].cost_ns))
         if others and not again and self._links[others[0].name, home.name].trusted:
@@ -96,16 +96,15 @@ class Router:
         return rule(request.num_tokens, home, there, self.threshold)
 
     def _serves(self, pool: Pool, home: Pool) -> bool:
-        """Whether it can prefill for that home. Mixed nodes do not prefill for each other over a link: each would hold
-        what it computed until the other has room, which that other may not have before it gets rid of the same."""
+        """Whether it can prefill for that home."""
         link = self._links.get((pool.name, home.name))
-        return link is not None and link.up and (bool(home.decodes) or not pool.has_mixed)
+        return link is not None and link.up and pool.has_prefill
 
     def _predict(
         self, request: RequestArrived, home: Pool, pool: Pool, caches: _Caches, now: int
     ) -> Prediction:
         """On the node with the shortest queue, with what the cluster has cached."""
-        nodes = _that_fit(pool.prefills, request)
+        nodes = _that_fit(pool.prefills if pool is home else pool.senders, request)
         if not nodes:
             return Prediction(math.inf, math.inf, 0.0)
         waits = [max(0, node.free_ns - now) for node in nodes]
@@ -134,7 +133,7 @@ class Router:
     ) -> tuple[Placement, Estimator] | None:
         """On nodes of `pool` to prefill and, unless one of them decodes as well, of `home` to decode."""
         length = request.num_tokens + request.max_tokens  # a later attempt prefills what was generated as well
-        nodes, decodes = pool.prefills, home.decodes
+        nodes, decodes = pool.prefills if pool is home else pool.senders, home.decodes
         if length > home.smallest_decode:
             decodes = [node for node in decodes if node.capacity_tokens >= length]
         if pool is not home and not decodes:

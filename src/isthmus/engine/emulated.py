@@ -92,7 +92,7 @@ class EmulatedEngine:
         max_sequences: int = 64,
         layers: tuple[int, int] | None = None,
     ) -> None:
-        least = 2 + recipe.layout.state_blocks
+        least = recipe.layout.least_blocks
         if num_blocks < least:
             raise StartError(
                 f"engine.kv_memory holds fewer than {least} blocks of {recipe.layout.block_size} tokens of the "

@@ -169,7 +169,7 @@ def _num_blocks(options: EngineOptions, layout: KVLayout) -> int:
     """How many blocks there is memory for beside the live states. Raises StartError."""
     live_bytes = layout.state_bytes * options.max_sequences
     num_blocks = (options.kv_bytes - live_bytes) // layout.block_bytes
-    least = 2 + layout.state_blocks
+    least = layout.least_blocks
     if num_blocks >= least:
         return num_blocks
     beside = ""

@@ -82,7 +82,9 @@ def demand_of_lengths(text: str, output_tokens: int | None) -> Demand:
     outputs: list[int] = []
     if match is not None:
         lengths: Lengths = _distribution(match[1], match[2])
-    elif text.isascii() and text.isdigit() and int(text):
+    elif text.isascii() and text.isdigit():
+        if not int(text):
+            raise ConfigError("--lengths 0: a prompt has at least 1 token")
         lengths = Sample([int(text)])
     else:
         inputs, outputs = _read(Path(text))

@@ -12,7 +12,7 @@ import msgspec
 from isthmus.config import Config, RoleConfig, RolesConfig
 from isthmus.cost import compile_cost
 from isthmus.cost.transfer import INT8, ZSTD, codec_speeds
-from isthmus.deploy import Cluster, at_home, clusters_of, codec_dtype
+from isthmus.deploy import Cluster, at_home, clusters_of
 from isthmus.errors import ConfigError
 from isthmus.sim.deployment import NodeSpec, deployment_of
 from isthmus.sim.workloads.workload import PLAIN_BLOCK_SIZE
@@ -92,12 +92,13 @@ def fleet_of(config: Config, folder: Path = Path()) -> Fleet:
     """The fleet of a configuration; paths in it are relative to `folder`.
 
     Raises ConfigError where there is not exactly one cluster that decodes, where another has no link to it, and for
-    what the equations do not speak of.
+    what cannot be simulated or what the equations do not speak of.
     """
     clusters = clusters_of(at_home(config, folder))
     home = _home_of(clusters)
     found = _home(home)
     remotes = tuple(_remote(config, each, home.name) for each in clusters if each is not home)
+    deployment_of(config, PLAIN_BLOCK_SIZE, folder)  # what cannot be simulated is not planned either
     notes = (
         []
         if not home.config.roles.mixed.count
@@ -130,10 +131,9 @@ def kept(instance: Instance, codec: str) -> float:
     name = {"lossless": ZSTD, "int8": INT8}.get(codec)
     if name is None:
         return 1.0
-    dtype = codec_dtype(instance.spec.cost, "bfloat16")
-    if not dtype:
+    if not instance.spec.kv_dtype:
         raise ConfigError(f"network.compression: {codec} cannot encode KV that is 8-bit already; take none")
-    return codec_speeds(dtype, instance.block_size)[name].kept
+    return codec_speeds(instance.spec.kv_dtype, instance.block_size)[name].kept
 
 
 def _home_of(clusters: list[Cluster]) -> Cluster:

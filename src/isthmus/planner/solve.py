@@ -208,7 +208,7 @@ def _prefill(solution: Solution) -> float:
 def largest_batch(decode: Instance, context: float, tbt_ms: int | None) -> Batch:
     """BS_max and T_decode of equation (5), of sequences with `context` tokens each.
 
-    Raises ConfigError if not even one sequence meets the limit or fits the memory.
+    Raises ConfigError if not even one sequence meets the limit or fits the memory, and where steps take no time.
     """
     cost = compile_cost(decode.spec.cost)
     kv_bytes = decode.spec.kv_blocks * decode.block_size * cost.kv_token_bytes
@@ -216,6 +216,10 @@ def largest_batch(decode: Instance, context: float, tbt_ms: int | None) -> Batch
     if not fit:
         raise ConfigError(
             f"engine.kv_memory: {kv_bytes / 1e9:.1f} GB hold no sequence of {context:,.0f} tokens; give nodes more"
+        )
+    if not decode.step_s(1, context):
+        raise ConfigError(
+            "cost: the profile of the nodes that decode says nothing of decode; give it decode_points or decode_fixed_s"
         )
     most = min(decode.max_batch, fit)
     limit_s = math.inf if tbt_ms is None else tbt_ms / 1000

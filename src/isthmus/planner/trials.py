@@ -16,7 +16,6 @@ from isthmus.config import Config
 from isthmus.planner import answer as say
 from isthmus.planner.demand import Demand
 from isthmus.planner.deployed import deployed
-from isthmus.sim.build import joined
 from isthmus.sim.deployment import deployment_of
 from isthmus.sim.records import Result
 from isthmus.sim.spread import spread
@@ -89,11 +88,6 @@ class Trials:
 
     def _notes(self, limited: bool) -> list[str]:
         notes, count = [], len(self._workload.requests)
-        deployment = deployment_of(self._config, self._workload.block_size, self._folder)
-        if deployment.rules.codecs and not all(joined(deployment, spec).kv_dtype for spec in deployment.nodes):
-            notes.append(
-                "simulated without network.compression: a cost curve does not say of what type its KV is"
-            )
         if not limited:
             notes.append("no slo.ttft_ms and no slo.tbt_ms: every completed request counts as goodput")
         if self._demand.workload is not None and count < len(self._demand.workload.requests):

@@ -290,7 +290,7 @@ class Scheduler:
         sequence = self._sequences.get(event.request)
         if sequence is None:
             return
-        complete = 0 < sequence.fetch_stop <= event.stop  # 0: of an expected one, which has no use for a snapshot
+        complete = 0 < sequence.fetch_stop <= event.stop  # 0: an expected one gets its state anyway
         sequence.fetch_start = sequence.fetch_stop = 0
         names = sequence.names[: event.stop]
         if self._states is not None and complete:

@@ -18,11 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
-from isthmus.blocks import state_name, state_names
+from isthmus.blocks import MAX_SNAPSHOTS, state_name, state_names
 from isthmus.types import BlockName
-
-MAX_SNAPSHOTS = 4
-"""Of one request at once: the one it goes on from, at a branch, at the last full block, at the end."""
 
 
 def capacity_tokens(num_blocks: int, block_size: int, state_blocks: int) -> int:

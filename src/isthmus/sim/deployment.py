@@ -54,10 +54,10 @@ class Deployment(msgspec.Struct, frozen=True):
     """All nodes, and what they have in common. `max_chunks`, `max_steps`: how far a node's scheduler plans ahead,
     which changes no result.
 
-    `max_sequences`: requests that one node computes or hands over at once; `role_sequences`: (cluster, role, limit) where a role
-    has one of its own. `spine`: joins the nodes of a cluster, each has its own. `link_ns`: how long what crosses a
-    link between clusters may stand still; `rejoin_ns`: how long a request waits for a node. `faults`: what goes
-    wrong. `has_names`: prompts share blocks, or might; where none does, none need be kept.
+    `max_sequences`: requests that one node computes or hands over at once; `role_sequences`: (cluster, role, limit)
+    where a role has one of its own. `spine`: joins the nodes of a cluster, each has its own. `link_ns`: how long what
+    crosses a link between clusters may stand still; `rejoin_ns`: how long a request waits for a node. `faults`: what
+    goes wrong. `has_names`: prompts share blocks, or might; where none does, none need be kept.
     """
 
     nodes: tuple[NodeSpec, ...]
@@ -93,7 +93,8 @@ class Deployment(msgspec.Struct, frozen=True):
 def deployment_of(config: Config, block_size: int, folder: Path = Path()) -> Deployment:
     """The configured nodes, for a workload with blocks of `block_size` tokens. Paths are relative to `folder`.
 
-    Raises ConfigError for a model, hardware or curve that cannot be used.
+    Raises ConfigError for a model, hardware or curve that cannot be used, and for a cluster that only prefills and has
+    no link.
     """
     config = at_home(config, folder)
     nodes: list[NodeSpec] = []
@@ -104,6 +105,7 @@ def deployment_of(config: Config, block_size: int, folder: Path = Path()) -> Dep
     if not nodes:
         where = "clusters" if config.clusters else "roles"
         raise ConfigError(f"{where}: no node is configured; set roles.prefill, roles.decode or roles.mixed")
+    _check_linked(config)
     _check_one_model(nodes)
     if config.offload.convert == "auto" and any(spec.pipeline > 1 for spec in nodes):
         raise ConfigError(
@@ -162,6 +164,17 @@ def _nodes(cluster: Cluster, role: Role, wanted: RoleConfig, block_size: int) ->
         msgspec.structs.replace(spec, node=cluster.node(role, number))
         for number in range(wanted.count // wanted.pipeline)
     ]
+
+
+def _check_linked(config: Config) -> None:
+    """A cluster that only prefills is of no use alone."""
+    linked = {end for link in config.links for end in link.between}
+    for name, cluster in config.clusters.items():
+        roles = cluster.roles
+        if roles.prefill.count and not roles.decode.count + roles.mixed.count and name not in linked:
+            raise ConfigError(
+                f"links: no link joins {name}, which only prefills, to another cluster; give it one, or leave it out"
+            )
 
 
 def _check_one_model(nodes: list[NodeSpec]) -> None:

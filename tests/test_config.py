@@ -24,7 +24,8 @@ model served_model_name host port policy record join_host join_port token
 roles.prefill.count roles.prefill.hardware roles.prefill.gpus roles.prefill.max_sequences roles.prefill.pipeline
 roles.decode.count roles.decode.hardware roles.decode.gpus roles.decode.max_sequences roles.decode.pipeline
 roles.mixed.count roles.mixed.hardware roles.mixed.gpus roles.mixed.max_sequences roles.mixed.pipeline
-links offload.routing offload.threshold offload.cache offload.control offload.convert offload.cool_down_s offload.period_s
+links offload.routing offload.threshold offload.cache offload.control offload.convert offload.cool_down_s
+offload.period_s
 clusters.east.hardware clusters.east.gpus clusters.east.cost clusters.east.price
 engine.kind engine.hardware engine.gpus engine.runtime engine.cost
 engine.dtype engine.device engine.threads engine.block_size engine.kv_memory engine.token_budget

@@ -225,8 +225,8 @@ def run(num: int, seed: int, *, capacity: bool, report: Report) -> list[Cell]:
 def highest(
     name: str, system: dict[str, Any], scenario: str, *, num: int, seed: int, bursty: bool, **how: Any
 ) -> Cell:
-    """The highest rate, to 0.02 requests/s, that is sustained; the cell of that rate. Where even the lowest tried is not,
-    its cell: `goodput` then says so."""
+    """The highest rate, to 0.02 requests/s, that is sustained; the cell of that rate. Where even the lowest tried is
+    not, its cell: `goodput` then says so."""
 
     def at(rate: float) -> Cell:
         return simulate(name, system, scenario, rate, num=num, seed=seed, bursty=bursty, **how)

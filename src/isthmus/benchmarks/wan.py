@@ -119,7 +119,7 @@ def _once(shape: Shape, region: memoryview, connections: int, size: int) -> floa
 
 
 def serve(pipe: Pipe, shape: dict[str, Any], port: int) -> None:
-    """In a process of its own: says the port it listens at, runs until the pipe is closed. `shape`: fields of a Shape."""
+    """In a process of its own: says its port, runs until the pipe is closed. `shape`: fields of a Shape."""
     entry = Port(0, ("127.0.0.1", port))
     proxy = Proxy(msgspec.convert(shape, Shape), [entry])
     proxy.watch(pipe.fileno(), lambda: False)

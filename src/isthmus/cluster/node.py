@@ -12,7 +12,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -107,7 +107,7 @@ class NodeOptions:
     transfer_s: float
     host: str = "127.0.0.1"
     prompt_batch: int | None = None
-    chunking: Chunking = Chunking()
+    chunking: Chunking = field(default_factory=Chunking)
     order: str = "fcfs"
     eviction: str = "lru"
     shares_memory: bool = True

@@ -9,6 +9,7 @@ import pytest
 from isthmus.cost import facts_of
 from isthmus.errors import ConfigError
 from isthmus.papers.prfaas.configs import CONFIGS
+from isthmus.papers.prfaas.kv import PUBLISHED_SIZES
 from tests.cost.models import (
     DEEPSEEK_V3,
     GPT_OSS,
@@ -74,27 +75,9 @@ def test_a_kimi_config_as_transformers_saves_it_is_the_published_one() -> None:
     assert facts_of(saved) == facts_of(KIMI_LINEAR)
 
 
-# By hand from the layers of each config.json: bytes of a token, MiB of fixed state (bf16 KV and convolutions, fp32
-# recurrent states), MiB of a prompt of 1, 8, 32 and 128 Ki tokens.
-SIZES = {
-    "Kimi Linear": (8_064, 41.41, 49.3, 104.4, 293.4, 1_049),
-    "Qwen3-Next-80B": (24_576, 73.69, 97.7, 265.7, 841.7, 3_146),
-    "Qwen3.5-35B": (20_480, 61.41, 81.4, 221.4, 701.4, 2_621),
-    "Qwen3.5-397B": (30_720, 183.16, 213.2, 423.2, 1_143, 4_023),
-    "MiMo-V2-Flash": (23_040, 24.38, 46.9, 204.4, 744.4, 2_904),
-    "Ring-2.5-1T": (11_520, 280.0, 291.2, 370.0, 640.0, 1_720),
-    "Kimi K3": (27_648, 428.55, 455.5, 644.5, 1_293, 3_885),
-    "DeepSeek-V3": (70_272, 0, 68.6, 549, 2_196, 8_784),
-    "Kimi K2": (70_272, 0, 68.6, 549, 2_196, 8_784),
-    "Qwen3-235B": (192_512, 0, 188, 1_504, 6_016, 24_064),
-    "MiniMax-M2.5": (253_952, 0, 248, 1_984, 7_936, 31_744),
-    "Llama-3-70B": (327_680, 0, 320, 2_560, 10_240, 40_960),
-}
-
-
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", PUBLISHED_SIZES)
 def test_bytes_of_a_prompt(name: str) -> None:
-    facts, (token_bytes, state_mib, *prompts_mib) = facts_of(CONFIGS[name]), SIZES[name]
+    facts, (token_bytes, state_mib, *prompts_mib) = facts_of(CONFIGS[name]), PUBLISHED_SIZES[name]
     assert facts.prompt_bytes(1) - facts.prompt_bytes(0) == 2 * facts.kv_elements == token_bytes
     assert facts.prompt_bytes(0) / MIB == pytest.approx(state_mib, abs=0.006)
     sizes = [facts.prompt_bytes(length * 1024) / MIB for length in (1, 8, 32, 128)]
@@ -102,7 +85,7 @@ def test_bytes_of_a_prompt(name: str) -> None:
 
 
 def test_every_known_config_is_checked() -> None:
-    assert list(CONFIGS) == list(SIZES)
+    assert list(CONFIGS) == list(PUBLISHED_SIZES)
 
 
 def test_windowed_layers_have_heads_of_their_own() -> None:

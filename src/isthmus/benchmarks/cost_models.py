@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from isthmus.cost import ModelFacts, facts_of
+from isthmus.papers.prfaas import configs as published
 
 
 def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int) -> dict[str, Any]:
@@ -74,49 +75,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 18,
         "vocab_size": 201_088,
     },
-    "MiniMax-M2.5": {
-        "architectures": ["MiniMaxM2ForCausalLM"],
-        "num_hidden_layers": 62,
-        "hidden_size": 3072,
-        "num_attention_heads": 48,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 1536,
-        "num_local_experts": 256,
-        "num_experts_per_tok": 8,
-        "vocab_size": 200_064,
-    },
-    "Qwen3-235B-A22B": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "num_hidden_layers": 94,
-        "hidden_size": 4096,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "moe_intermediate_size": 1536,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "vocab_size": 151_936,
-    },
-    "Qwen3.5-397B-A17B": {
-        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
-        "num_hidden_layers": 60,
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "full_attention_interval": 4,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 64,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "moe_intermediate_size": 1024,
-        "shared_expert_intermediate_size": 1024,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "vocab_size": 248_320,
-    },
+    # The measured rows say in which precision each ran.
+    "MiniMax-M2.5": published.CONFIGS["MiniMax-M2.5"] | {"quantization_config": None},
+    "Qwen3-235B-A22B": published.CONFIGS["Qwen3-235B"],
+    "Qwen3.5-397B-A17B": published.CONFIGS["Qwen3.5-397B"],
     "DeepSeek-R1": _latent(61, 128, 256, 3, 129_280),
     "Kimi-K2.5": _latent(61, 64, 384, 1, 163_840),
 }

@@ -15,7 +15,7 @@ from isthmus.papers.table import Cell, Figures, Table, compare
 from isthmus.types import NS_PER_S
 
 # Bytes of a token, MiB of state, and MiB of a prompt at each of LENGTHS.
-_SIZES: dict[str, tuple[float, ...]] = {
+PUBLISHED_SIZES: dict[str, tuple[float, ...]] = {
     "Kimi Linear": (8_064, 41.41, 49.3, 104.4, 293.4, 1_049),
     "Qwen3-Next-80B": (24_576, 73.69, 97.7, 265.7, 841.7, 3_146),
     "Qwen3.5-35B": (20_480, 61.41, 81.4, 221.4, 701.4, 2_621),
@@ -33,7 +33,7 @@ _SIZE_COLUMNS = ("KV (B/token)", "fixed (MiB)", *(f"{length} (MiB)" for length i
 
 
 def _measure_sizes(lab: Lab) -> Iterator[Cell]:
-    for name, figures in _SIZES.items():
+    for name, figures in PUBLISHED_SIZES.items():
         facts = facts_of(CONFIGS[name])
         prompts = [facts.prompt_bytes(length) for length in LENGTHS.values()]
         ours = [

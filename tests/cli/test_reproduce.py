@@ -24,6 +24,15 @@ def test_one_table_beside_the_published_one(isthmus: Command, tmp_path: Path) ->
     assert all(abs(row["ours"] / row["published"] - 1) < 0.1 for row in rows)
 
 
+def test_what_hangs_on_an_inferred_input_has_a_star(isthmus: Command, tmp_path: Path) -> None:
+    status, out, _ = isthmus("reproduce", "prfaas-deployments", "--json", tmp_path / "rows.json")
+    rows = json.loads((tmp_path / "rows.json").read_bytes())
+    assert status == 0 and "*: hangs on inputs inferred" in " ".join(out.split())
+    inferred = [row for row in rows if "inferred" in row]
+    assert all(row["inferred"] is True for row in inferred) and 0 < len(inferred) < len(rows)
+    assert out.count("* ") >= len(inferred) and "all (req/s)*" in out and "remote prefill (req/s)*" not in out
+
+
 def test_a_paper_without_traces_says_so_in_each_row(isthmus: Command, tmp_path: Path) -> None:
     status, _, _ = isthmus("reproduce", "mooncake", "--json", tmp_path / "rows.json", "--traces", tmp_path)
     rows = json.loads((tmp_path / "rows.json").read_bytes())

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from isthmus.papers.table import Table
 
 
+_STAR = "*: hangs on inputs inferred from the published results, so agreement is no independent test."
+
+
 def reproduce(
     name: Annotated[
         str | None, typer.Argument(help="A table, or a paper for all of its tables; none lists them.")
@@ -44,7 +47,7 @@ def reproduce(
         with _status(lab):
             found = list(table.rows(lab))
         rows += found
-        _head(table)
+        _head(table, starred=any(row.get("inferred") for row in found))
         show(*comparison_tables(found))
     if json_file is not None:
         write_bytes(json_file, _as_json(rows))
@@ -78,9 +81,10 @@ def _list(json_file: Path | None) -> None:
         write_bytes(json_file, _as_json(entries))
 
 
-def _head(table: Table) -> None:
-    """What is compared, and how ours was measured."""
-    print(fill(f"{table.title} ({table.source}). {table.setup}", 112), end="\n\n")
+def _head(table: Table, *, starred: bool) -> None:
+    """What is compared, how ours was measured, and what a star says if there is one."""
+    star = f" {_STAR}" if starred else ""
+    print(fill(f"{table.title} ({table.source}). {table.setup}{star}", 112), end="\n\n")
 
 
 def _as_json(rows: list[dict[str, Any]]) -> bytes:

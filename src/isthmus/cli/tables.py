@@ -56,7 +56,8 @@ def comparison_tables(rows: Iterable[Mapping[str, Any]]) -> list[Table]:
     """Published figures, ours and the difference, one table for each `table` of the rows, in their order.
 
     A row is `{table, row, column, published, ours}`; a figure may be None, then `reason`, if the row has one,
-    stands in its place. The difference is relative to the published figure, absolute where that is 0.
+    stands in its place. A row with a true `inferred` has a star. The difference is relative to the published
+    figure, absolute where that is 0.
     """
     tables: dict[str, Table] = {}
     before: tuple[str, str] | None = None
@@ -67,7 +68,7 @@ def comparison_tables(rows: Iterable[Mapping[str, Any]]) -> list[Table]:
         here = (name, str(row["row"]))
         cells = (
             "" if here == before else here[1],
-            str(row["column"]),
+            f"{row['column']}*" if row.get("inferred") else str(row["column"]),
             _figure(row["published"], row.get("reason") if row["ours"] is not None else None),
             _figure(row["ours"], row.get("reason")),
             _difference(row["published"], row["ours"]),

@@ -11,13 +11,17 @@ from isthmus.papers.lab import Lab, Trace
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """One published figure and ours. `reason`: why one of them is None."""
+    """One published figure and ours. `reason`: why one of them is None.
+
+    `inferred`: ours hangs on an input that was inferred from results of the paper, so agreement is no independent test.
+    """
 
     row: str
     column: str
     published: float | None
     ours: float | None = None
     reason: str = ""
+    inferred: bool = False
 
 
 class Table(msgspec.Struct, frozen=True):
@@ -31,13 +35,13 @@ class Table(msgspec.Struct, frozen=True):
     traces: tuple[Trace, ...] = ()
 
     def rows(self, lab: Lab) -> Iterator[dict[str, Any]]:
-        """One mapping for each cell: table, row, column, published, ours; and reason, where a figure is None."""
+        """One mapping for each cell: table, row, column, published, ours; where they apply, reason and inferred."""
         for cell in self.measure(lab):
             row = {"table": self.name, **msgspec.to_builtins(cell)}
-            if not cell.reason:
-                del row["reason"]
-            yield row
+            yield {key: value for key, value in row.items() if key not in _OPTIONAL or value}
 
+
+_OPTIONAL = ("reason", "inferred")
 
 Figures = Mapping[str, float | None]
 """Column -> figure."""

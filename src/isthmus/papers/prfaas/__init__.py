@@ -12,6 +12,7 @@ TABLES: tuple[Table, ...] = (
     deployments.THRESHOLDS,
     sizing.SIZING,
     sizing.PRICE,
+    sensitivity.INFERRED_INPUTS,
     sensitivity.INTERPOLATION,
     sensitivity.HELD_OUT,
     sensitivity.BANDWIDTH,

@@ -11,6 +11,8 @@ Published inputs are in `published`. Inferred, because the paper does not print 
   Both choices were made with Table 6 in view, but their reasons do without it, and one rule holds for every row.
 - **Prefill on H20**: the same form through the three times that Table 6 implies.
 - **Decode**: 800 tokens/s of an instance, from Table 6; as 20 sequences at the limit of 40 tokens/s.
+
+The last two come from the table of results itself: what hangs on them is no independent test, and marked (`inferred`).
 """
 
 from __future__ import annotations
@@ -28,12 +30,14 @@ from isthmus.cost.offload import (
     Solution,
     Split,
     Work,
+    bear,
     best,
     decode_rate,
     expected,
     representative,
     solve,
 )
+from isthmus.papers.prfaas.inferred import AS_IS, Factors
 from isthmus.papers.prfaas.interpolation import Points, Times, evaluated, polynomial, quadratic
 from isthmus.papers.prfaas.published import (
     GBPS,
@@ -87,6 +91,7 @@ def h20() -> Times:
     return evaluated(polynomial(h20_points(), 2))
 
 
+@cache
 def work(h200: Times | None = None) -> Work:
     return Work(h200 or quadratic(h200_points()), h20(), kv_bytes)
 
@@ -118,9 +123,23 @@ class Deployment(msgspec.Struct, frozen=True):
     def classes(self, by: Split, what: Work) -> list[Classes]:
         return by(LENGTHS, what, self.thresholds)
 
-    def solved(self, by: Split = representative, what: Work | None = None) -> Solution:
+    def solved(
+        self, by: Split = representative, what: Work | None = None, factors: Factors = AS_IS
+    ) -> Solution:
         """The best split, and the best threshold where there is a choice."""
-        return best(solve(self.classes(by, what or work()), self.fleet))
+        return _solved(self, by, what or work(), factors)
+
+    def held(
+        self, plan: Solution, by: Split = representative, what: Work | None = None, factors: Factors = AS_IS
+    ) -> Solution:
+        """What the threshold and the split of `plan` bear with these inputs."""
+        (classes,) = by(LENGTHS, factors.work(what or work()), [plan.classes.threshold])
+        return bear(classes, factors.fleet(self.fleet), plan.num_prefill)
+
+
+@cache
+def _solved(deployment: Deployment, by: Split, what: Work, factors: Factors) -> Solution:
+    return best(solve(deployment.classes(by, factors.work(what)), factors.fleet(deployment.fleet)))
 
 
 def fleet(*, remote: int = REMOTE_INSTANCES, local: int = LOCAL_INSTANCES, gbps: float = LINK_GBPS) -> Fleet:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from isthmus.cost.offload import Solution, bear, representative
-from isthmus.papers.lab import Lab
 from isthmus.papers.prfaas.case import (
     DEPLOYMENTS,
     HOMOGENEOUS_PD,
     LENGTHS,
     OFFLOADING,
-    Deployment,
     ttft_s,
     work,
 )
+from isthmus.papers.prfaas.inferred import Factors, marked
 from isthmus.papers.prfaas.published import (
     EGRESS_GBPS,
     GBPS,
@@ -22,6 +21,7 @@ from isthmus.papers.prfaas.published import (
     LINK_GBPS,
     MEAN_ABOVE,
     NAIVE,
+    OVER_NAIVE,
     PRFAAS,
     SHARE,
     THRESHOLD,
@@ -40,39 +40,31 @@ _COLUMNS = (
     "all (req/s)",
     "ratio",
 )
-_USED: Mapping[str, tuple[str, ...]] = {
-    "PrfaaS-PD": ("local prefill (req/s)", "decode (req/s)"),
-    "homogeneous PD": ("TTFT P90 (s)", "local prefill (req/s)", "decode (req/s)", "all (req/s)"),
-    "naive heterogeneous": ("decode (req/s)",),
-}
-"""Figures that an input was inferred from."""
 _DRAWN = "only drawn"
 
 
-def _measure(lab: Lab) -> Iterator[Cell]:
-    solved = {name: deployment.solved() for name, deployment in DEPLOYMENTS.items()}
-    base = solved["homogeneous PD"].rate
-    for name, published in zip(solved, (PRFAAS, HOMOGENEOUS, NAIVE), strict=True):
-        ours = _figures(DEPLOYMENTS[name], solved[name], base)
-        columns = {column: f"{column}*" if column in _USED[name] else column for column in _COLUMNS}
-        figures = {columns[column]: value for column, value in zip(_COLUMNS, published, strict=True)}
-        yield from compare(name, figures, {columns[column]: value for column, value in ours.items()})
+def _measure(factors: Factors) -> Iterator[Cell]:
+    plans = {name: deployment.solved() for name, deployment in DEPLOYMENTS.items()}
+    held = {name: DEPLOYMENTS[name].held(plan, factors=factors) for name, plan in plans.items()}
+    for name, published in zip(plans, (PRFAAS, HOMOGENEOUS, NAIVE), strict=True):
+        solved = DEPLOYMENTS[name].solved(factors=factors)
+        mean_s, p90_s = ttft_s(plans[name].classes.threshold, factors.work(work()))
+        found, ratio = held[name], held[name].rate / held["homogeneous PD"].rate
+        ours = (
+            DEPLOYMENTS[name].fleet.num_remote, solved.num_prefill, solved.num_decode, mean_s, p90_s,
+            found.remote, found.local, found.decode, found.rate, ratio,
+        )  # fmt: skip
+        figures = dict(zip(_COLUMNS, published, strict=True))
+        yield from compare(name, figures, dict(zip(_COLUMNS, ours, strict=True)))
         if name == "PrfaaS-PD":
-            yield from compare(name, *_offloaded(solved[name]))
+            over_naive = found.rate / held["naive heterogeneous"].rate
+            yield from compare(name, *_offloaded(solved.classes.threshold, found, over_naive))
 
 
-def _figures(deployment: Deployment, solution: Solution, base: float) -> dict[str, float]:
-    mean_s, p90_s = ttft_s(solution.classes.threshold, work())
-    values = (
-        deployment.fleet.num_remote, solution.num_prefill, solution.num_decode, mean_s, p90_s,
-        solution.remote, solution.local, solution.decode, solution.rate, solution.rate / base,
-    )  # fmt: skip
-    return dict(zip(_COLUMNS, values, strict=True))
-
-
-def _offloaded(solution: Solution) -> tuple[Figures, Figures]:
-    threshold, egress_gbps = solution.classes.threshold, solution.egress / GBPS
+def _offloaded(threshold: float, held: Solution, over_naive: float) -> tuple[Figures, Figures]:
+    egress_gbps = held.egress / GBPS
     published: Figures = {
+        "over naive": OVER_NAIVE,
         "threshold (tokens)": THRESHOLD,
         "offloaded (%)": 100 * SHARE,
         "mean length offloaded (tokens)": MEAN_ABOVE,
@@ -80,8 +72,8 @@ def _offloaded(solution: Solution) -> tuple[Figures, Figures]:
         "egress of the link (%)": 100 * EGRESS_GBPS / LINK_GBPS,
     }
     ours = (
-        threshold, 100 * solution.classes.share, LENGTHS.mean_above(threshold), egress_gbps,
-        100 * egress_gbps / LINK_GBPS,
+        over_naive, threshold, 100 * held.classes.share, LENGTHS.mean_above(held.classes.threshold),
+        egress_gbps, 100 * egress_gbps / LINK_GBPS,
     )  # fmt: skip
     return published, dict(zip(published, ours, strict=True))
 
@@ -91,22 +83,22 @@ TABLE = Table(
     title="Offloading long prompts, against one cluster and against offloading all",
     source="Table 6 and section 4",
     setup=(
-        "12 instances each: 4 of H200 and 8 of H20, or 12 of H20. Threshold and split are solved, not given. An "
-        "asterisk: the published figure was used to infer an input (prefill on H20, decode), so it is no test. TTFT is "
-        "the prefill's own time, without queue or transfer."
+        "12 instances each: 4 of H200 and 8 of H20, or 12 of H20. Threshold and split are solved, not given; the other "
+        "figures are those of that threshold and split. Prefill on H20 and decode are inferred from this table. TTFT "
+        "is the prefill's own time, without queue or transfer."
     ),
-    measure=_measure,
+    measure=marked(_measure),
 )
 
 
-def _measure_splits(lab: Lab) -> Iterator[Cell]:
-    (classes,) = representative(LENGTHS, work(), [THRESHOLD])
+def _measure_splits(factors: Factors) -> Iterator[Cell]:
+    (classes,) = representative(LENGTHS, factors.work(work()), [THRESHOLD])
     splits = {"PrfaaS-PD": (OFFLOADING, classes, PRFAAS)}
-    (whole,) = HOMOGENEOUS_PD.classes(representative, work())
+    (whole,) = HOMOGENEOUS_PD.classes(representative, factors.work(work()))
     splits["homogeneous PD"] = (HOMOGENEOUS_PD, whole, HOMOGENEOUS)
     for name, (deployment, each, published) in splits.items():
         for prefill in range(1, deployment.fleet.num_local):
-            solution = bear(each, deployment.fleet, prefill)
+            solution = bear(each, factors.fleet(deployment.fleet), prefill)
             yield _drawn(
                 f"{name}, {prefill}/{solution.num_decode}",
                 solution,
@@ -124,14 +116,14 @@ SPLITS = Table(
     title="Throughput by prefill and decode instances",
     source="Figure 5a",
     setup="At the published threshold of 19,400 tokens; one cluster of 12 beside it. Only the peaks are printed.",
-    measure=_measure_splits,
+    measure=marked(_measure_splits),
 )
 
 
-def _measure_thresholds(lab: Lab) -> Iterator[Cell]:
+def _measure_thresholds(factors: Factors) -> Iterator[Cell]:
     thresholds = sorted({*range(4000, 64_001, 4000), THRESHOLD})
-    for classes in representative(LENGTHS, work(), thresholds):
-        solution = bear(classes, OFFLOADING.fleet, PRFAAS.prefill)
+    for classes in representative(LENGTHS, factors.work(work()), thresholds):
+        solution = bear(classes, factors.fleet(OFFLOADING.fleet), PRFAAS.prefill)
         threshold = int(classes.threshold)
         yield _drawn(
             f"{threshold:,} tokens, {solution.binds} binds", solution, threshold == THRESHOLD, PRFAAS.rate
@@ -143,5 +135,5 @@ THRESHOLDS = Table(
     title="Throughput by threshold",
     source="Figure 5b",
     setup="3 prefill and 5 decode instances. Too high a threshold costs more than too low a one.",
-    measure=_measure_thresholds,
+    measure=marked(_measure_thresholds),
 )

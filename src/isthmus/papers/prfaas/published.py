@@ -66,4 +66,5 @@ HOMOGENEOUS = Deployment(0, 9, 3, 4.44, 9.73, 0.0, 2.11, 2.35, 2.11, 1.00)
 NAIVE = Deployment(4, 0, 8, 1.74, 3.51, 2.45, 0.0, 6.25, 2.45, 1.16)
 SHARE, EGRESS_GBPS, MEAN_ABOVE = 0.496, 13, 44 * KIBI
 """Of PRFAAS: requests offloaded, what crosses the link, mean uncached length of what is offloaded."""
+OVER_NAIVE = 1.32
 EQUAL_COST_GAIN = 0.15

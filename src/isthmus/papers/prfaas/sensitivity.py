@@ -1,14 +1,17 @@
-"""What the results hang on: the interpolation of the profile, bandwidth, and what the formula leaves out."""
+"""What the results hang on: inferred inputs, interpolation of the profile, bandwidth, what the formula leaves out."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from functools import cache
 
-from isthmus.cost.offload import bear, expected, representative
+from isthmus.cost.offload import Solution, Work, bear, expected, representative
 from isthmus.papers.lab import Lab
 from isthmus.papers.prfaas.case import (
     DEPLOYMENTS,
     GRID,
+    HOMOGENEOUS_PD,
     LENGTHS,
     MEASURED_LENGTHS,
     NAIVE_PD,
@@ -21,16 +24,112 @@ from isthmus.papers.prfaas.case import (
     ttft_s,
     work,
 )
-from isthmus.papers.prfaas.interpolation import RULES, Times, held_out, polynomial
+from isthmus.papers.prfaas.inferred import AS_IS, Factors, marked
+from isthmus.papers.prfaas.interpolation import RULES, Points, Times, held_out, polynomial
 from isthmus.papers.prfaas.kv import implied_points
-from isthmus.papers.prfaas.published import EGRESS_GBPS, GBPS, NAIVE, PRFAAS, THRESHOLD, THROUGHPUT
+from isthmus.papers.prfaas.published import (
+    EGRESS_GBPS,
+    GBPS,
+    LONGEST,
+    NAIVE,
+    OVER_NAIVE,
+    PRFAAS,
+    SHORTEST,
+    THRESHOLD,
+    THROUGHPUT,
+)
 from isthmus.papers.prfaas.published import LENGTHS as NOMINAL_LENGTHS
 from isthmus.papers.table import Cell, Table, compare
 
 _UNPUBLISHED = "not published"
+_VARIED = {
+    "as it is": AS_IS,
+    "times on H200 -5 %": Factors(h200=0.95),
+    "times on H200 +5 %": Factors(h200=1.05),
+    "times on H20 -5 %": Factors(h20=0.95),
+    "times on H20 +5 %": Factors(h20=1.05),
+    "decode times -5 %": Factors(decode=0.95),
+    "decode times +5 %": Factors(decode=1.05),
+}
 
 
-def _measure_rules(lab: Lab) -> Iterator[Cell]:
+def _measure_inferred(factors: Factors) -> Iterator[Cell]:
+    published = {
+        "remote prefill at 19,400 tokens (req/s)": PRFAAS.remote_rate,
+        "remote capacity at 19,400 tokens (req/s)": PRFAAS.rate,
+        "remote capacity reaches 3.24 req/s at (tokens)": THRESHOLD,
+        "remote capacity meets local capacity at (tokens)": THRESHOLD,
+        "all (req/s)": PRFAAS.rate,
+        "ratio": PRFAAS.ratio,
+        "over naive": OVER_NAIVE,
+    }
+    for row, varied in _VARIED.items():
+        inputs, there = varied * factors, _at(THRESHOLD, varied * factors)
+        rates = [
+            each.held(each.solved(factors=varied), factors=inputs).rate
+            for each in (OFFLOADING, HOMOGENEOUS_PD, NAIVE_PD)
+        ]
+        ours = (
+            there.remote, _remote_capacity(there), _remote_reaches(PRFAAS.rate, inputs),
+            _remote_meets_local(inputs), rates[0], rates[0] / rates[1], rates[0] / rates[2],
+        )  # fmt: skip
+        figures = published if varied == AS_IS else dict.fromkeys(published)
+        yield from compare(row, figures, dict(zip(published, ours, strict=True)), unpublished=_UNPUBLISHED)
+
+
+def _at(threshold: float, factors: Factors) -> Solution:
+    """The published split at a threshold."""
+    (classes,) = representative(LENGTHS, factors.work(work()), [threshold])
+    return bear(classes, factors.fleet(OFFLOADING.fleet), PRFAAS.prefill)
+
+
+def _remote_capacity(solution: Solution) -> float:
+    """Requests per second of all, of which the remote stage bears its share: the first term of equation (6)."""
+    return solution.remote / solution.classes.share
+
+
+def _local_capacity(solution: Solution) -> float:
+    """The second."""
+    return solution.local / (1 - solution.classes.share)
+
+
+def _remote_reaches(rate: float, factors: Factors) -> int:
+    """The lowest threshold with that remote capacity, which rises with the threshold."""
+    return bisect_left(
+        range(LONGEST), rate, lo=SHORTEST + 1, key=lambda each: _remote_capacity(_at(each, factors))
+    )
+
+
+def _remote_meets_local(factors: Factors) -> int:
+    """The lowest threshold with no more local than remote capacity: the former falls, the latter rises."""
+
+    def excess(threshold: int) -> float:
+        solution = _at(threshold, factors)
+        return _remote_capacity(solution) - _local_capacity(solution)
+
+    return bisect_left(range(LONGEST), 0.0, lo=SHORTEST + 1, key=excess)
+
+
+INFERRED_INPUTS = Table(
+    name="prfaas-inferred",
+    title="What hangs on the inputs inferred from Table 6, and what does not",
+    source="Table 6",
+    setup=(
+        "Capacity: requests per second of all, of which a stage bears its share, so remote prefill / p and local "
+        "prefill / (1 - p) of equation (6), with 3 prefill and 5 decode instances. At the best threshold the two are "
+        "equal, so beside both stands the published rate of all. Local capacity at 19,400 tokens is the published one "
+        "by construction. The last three: threshold and split solved anew for each row."
+    ),
+    measure=marked(_measure_inferred),
+)
+
+
+@cache
+def _read(rule: Callable[[Points], Times], lengths: tuple[int, ...]) -> Work:
+    return work(rule(h200_points(lengths)))
+
+
+def _measure_rules(factors: Factors) -> Iterator[Cell]:
     published = {
         "all (req/s)": PRFAAS.rate,
         "threshold (tokens)": THRESHOLD,
@@ -43,11 +142,14 @@ def _measure_rules(lab: Lab) -> Iterator[Cell]:
     readings = {"lengths from the KV": MEASURED_LENGTHS, "K = 1,024": tuple(NOMINAL_LENGTHS.values())}
     for reading, lengths in readings.items():
         for name, rule in RULES.items():
-            what = work(rule(h200_points(lengths)))
-            solution, naive = OFFLOADING.solved(what=what), NAIVE_PD.solved(what=what)
+            what = _read(rule, lengths)
+            plan, solved = OFFLOADING.solved(what=what), OFFLOADING.solved(what=what, factors=factors)
+            held = OFFLOADING.held(plan, what=what, factors=factors)
+            naive = NAIVE_PD.held(NAIVE_PD.solved(what=what), what=what, factors=factors)
+            _, p90_s = ttft_s(plan.classes.threshold, factors.work(what))
             values = (
-                solution.rate, solution.classes.threshold, solution.num_prefill, solution.remote,
-                solution.egress / GBPS, ttft_s(solution.classes.threshold, what)[1], naive.rate,
+                held.rate, solved.classes.threshold, solved.num_prefill, held.remote, held.egress / GBPS, p90_s,
+                naive.rate,
             )  # fmt: skip
             yield from compare(f"{name}, {reading}", published, dict(zip(published, values, strict=True)))
 
@@ -60,7 +162,7 @@ INTERPOLATION = Table(
         "The paper does not say how it interpolates, and its K is 1,000 in some places and 1,024 in others. Everywhere "
         "else the rule is least squares in seconds at the lengths that the KV sizes of the same rows give."
     ),
-    measure=_measure_rules,
+    measure=marked(_measure_rules),
 )
 
 
@@ -87,18 +189,19 @@ HELD_OUT = Table(
 )
 
 
-def _measure_bandwidth(lab: Lab) -> Iterator[Cell]:
+def _measure_bandwidth(factors: Factors) -> Iterator[Cell]:
     for gbps in (1, 2, 5, 10, 20, 50, 100):
-        solution = Deployment(fleet(gbps=gbps), GRID).solved()
+        deployment = Deployment(fleet(gbps=gbps), GRID)
+        solved, held = deployment.solved(factors=factors), deployment.held(deployment.solved(), factors=factors)
         figures = {
-            "all (req/s)": solution.rate,
-            "threshold (tokens)": solution.classes.threshold,
-            "offloaded (%)": 100 * solution.classes.share,
-            "prefill instances here": solution.num_prefill,
-            "egress (Gbps)": solution.egress / GBPS,
+            "all (req/s)": held.rate,
+            "threshold (tokens)": solved.classes.threshold,
+            "offloaded (%)": 100 * held.classes.share,
+            "prefill instances here": solved.num_prefill,
+            "egress (Gbps)": held.egress / GBPS,
         }
         for column, figure in figures.items():
-            yield Cell(f"{gbps} Gbps, {solution.binds} binds", column, None, figure, _UNPUBLISHED)
+            yield _ours(f"{gbps} Gbps, {held.binds} binds", column, figure)
 
 
 BANDWIDTH = Table(
@@ -106,20 +209,21 @@ BANDWIDTH = Table(
     title="The best threshold and split by bandwidth",
     source="not in the paper",
     setup="The case study with another link. Where the link does not bind, more of it changes nothing.",
-    measure=_measure_bandwidth,
+    measure=marked(_measure_bandwidth),
 )
 
 
-def _measure_beyond(lab: Lab) -> Iterator[Cell]:
-    what = work()
+def _measure_beyond(factors: Factors) -> Iterator[Cell]:
+    what = factors.work(work())
     for name, deployment in DEPLOYMENTS.items():
         for how, split in (("representative lengths", representative), ("distribution", expected)):
-            solution = deployment.solved(split)
-            yield _ours(f"{name}, {how}", "all (req/s)", solution.rate)
+            held = deployment.held(deployment.solved(split), split, factors=factors)
+            yield _ours(f"{name}, {how}", "all (req/s)", held.rate)
             if name == "PrfaaS-PD":
-                yield _ours(f"{name}, {how}", "threshold (tokens)", solution.classes.threshold)
+                solved = deployment.solved(split, factors=factors)
+                yield _ours(f"{name}, {how}", "threshold (tokens)", solved.classes.threshold)
     (classes,) = expected(LENGTHS, what, [THRESHOLD])
-    planned = bear(classes, OFFLOADING.fleet, PRFAAS.prefill)
+    planned = bear(classes, factors.fleet(OFFLOADING.fleet), PRFAAS.prefill)
     yield _ours("the published plan, distribution", "all (req/s)", planned.rate)
     for gbps in (100, 25, 10):
         rate = gbps * GBPS
@@ -152,5 +256,5 @@ BEYOND = Table(
         "The paper replaces each class by its mean length; the distribution takes what its requests take on average. "
         "It also leaves out queues, states that cannot leave before the last token, and attention over a cached prefix."
     ),
-    measure=_measure_beyond,
+    measure=marked(_measure_beyond),
 )

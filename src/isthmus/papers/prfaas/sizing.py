@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from isthmus.cost.offload import egress_of
 from isthmus.papers.lab import Lab
 from isthmus.papers.prfaas.case import DEPLOYMENTS
+from isthmus.papers.prfaas.inferred import Factors, marked
 from isthmus.papers.prfaas.published import (
     EQUAL_COST_GAIN,
     LENGTHS,
@@ -54,9 +55,9 @@ SIZING = Table(
 )
 
 
-def _measure_price(lab: Lab) -> Iterator[Cell]:
-    solved = {name: deployment.solved().rate for name, deployment in DEPLOYMENTS.items()}
-    ratio = solved["PrfaaS-PD"] / solved["homogeneous PD"]
+def _measure_price(factors: Factors) -> Iterator[Cell]:
+    rates = {name: each.held(each.solved(), factors=factors).rate for name, each in DEPLOYMENTS.items()}
+    ratio = rates["PrfaaS-PD"] / rates["homogeneous PD"]
     for gain in (0.14, EQUAL_COST_GAIN, 0.16):
         price = _price(PRFAAS.ratio, gain)
         row = f"a gain of {gain:.0%} at equal cost"
@@ -82,5 +83,5 @@ PRICE = Table(
     title="Gain for the same money",
     source="section 4",
     setup='No price is published, only "about 15 %": the price is inferred from it and the published ratio, 1.54.',
-    measure=_measure_price,
+    measure=marked(_measure_price),
 )

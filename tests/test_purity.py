@@ -141,7 +141,8 @@ def simulated() -> bytes:
     """What conductor and schedulers decide in a small simulation with fetches, two tiers and refusals."""
     from isthmus.conductor import Rules
     from isthmus.cost import Curve
-    from isthmus.sim.deployment import Deployment, NodeSpec, Rates
+    from isthmus.deploy import NodeFacts, Rates
+    from isthmus.sim.deployment import FAR, Deployment
     from isthmus.sim.workloads import Request, Workload
     from isthmus.sim.world import World
 
@@ -149,10 +150,11 @@ def simulated() -> bytes:
         kv_token_bytes=1000, num_layers=2, prefill_token_s=2e-3, decode_fixed_s=0.01, decode_sequence_s=1e-3
     )
     rates = Rates(network=10**8, memory=10**10, disk_read=10**9, disk_write=10**9)
-    nodes = [NodeSpec(NodeId(f"p{at}"), Role.PREFILL, curve, 400, 60, 60, rates) for at in range(4)]
-    nodes += [NodeSpec(NodeId(f"d{at}"), Role.DECODE, curve, 400, rates=rates) for at in range(2)]
+    common = {"rates": rates, "order": "promise", "max_steps": FAR, "max_chunks": FAR}
+    nodes = [NodeFacts(NodeId(f"p{at}"), Role.PREFILL, curve, 400, 16, 60, 60, **common) for at in range(4)]
+    nodes += [NodeFacts(NodeId(f"d{at}"), Role.DECODE, curve, 400, 16, **common) for at in range(2)]
     rules = Rules("isthmus", admission="survival", ttft_ms=2000, tbt_ms=50)
-    deployment = Deployment(tuple(nodes), rules, 16, order="promise")
+    deployment = Deployment(tuple(nodes), rules)
     random, requests = Random(3), []
     for at in range(250):
         shared = random.randrange(6)

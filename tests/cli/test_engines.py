@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from isthmus.cli.engines import node_cost, open_engine, served_model, tokenizer_folder
+from isthmus.cli.engines import Served, kv_layout, node_facts, open_engine, served_model, tokenizer_folder
 from isthmus.cli.models import demo_folder
 from isthmus.config import Config, load_config
-from isthmus.cost import Analytic, Curve
-from isthmus.deploy import at_home
+from isthmus.cost import Analytic, Cost, Curve
+from isthmus.deploy import Cluster, at_home, cost_of, nodes_of, role_config
 from isthmus.engine.emulated import PacedEngine
 from isthmus.errors import ConfigError
-from isthmus.types import Role
+from isthmus.types import NodeId, Role
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -41,6 +41,15 @@ def folder(tmp_path: Path) -> Path:
 def emulated(**overrides: Any) -> Config:
     dotted = {name.replace("__", "."): value for name, value in overrides.items()}
     return load_config(None, {"engine.kind": "emulated", "engine.hardware": "h200", **dotted})
+
+
+def node_cost(config: Config, role: Role, folder: Path) -> Cost:
+    return cost_of(config, role_config(config, role), folder)
+
+
+def served(config: Config, folder: Path) -> Served:
+    nodes = nodes_of(config, config.engine.block_size, model=folder, layout=kv_layout(config, folder))
+    return served_model(config, folder, nodes)
 
 
 def test_each_role_has_its_hardware(folder: Path) -> None:
@@ -84,8 +93,8 @@ def test_a_curve_that_is_none_is_one_line(folder: Path, text: str, complaint: st
 
 def test_memory_counts_the_emulated_models_bytes(folder: Path) -> None:
     config = emulated(engine__kv_memory=100 * 16 * TOKEN_BYTES + 5)
-    assert served_model(config, folder).kv_tokens == 1600
-    engine = open_engine(config, folder, 1, node_cost(config, Role.MIXED, folder), slots=8)
+    assert served(config, folder).kv_tokens == 1600
+    engine = open_engine(config, folder, 1, node_facts(Cluster("", config), Role.MIXED, folder, NodeId("a")))
     assert isinstance(engine, PacedEngine)
     assert (engine.num_blocks, engine.max_length, engine.vocab_size) == (100, 131072, 272)
 
@@ -93,11 +102,11 @@ def test_memory_counts_the_emulated_models_bytes(folder: Path) -> None:
 def test_memory_that_is_not_given_is_what_the_weights_leave(folder: Path) -> None:
     cost = node_cost(emulated(), Role.MIXED, folder)
     assert isinstance(cost, Analytic)
-    assert served_model(emulated(), folder).kv_tokens == cost.kv_capacity_tokens // 16 * 16
-    small = served_model(emulated(engine__hardware="l20", engine__gpus=2), folder)
+    assert served(emulated(), folder).kv_tokens == cost.kv_capacity_tokens // 16 * 16
+    small = served(emulated(engine__hardware="l20", engine__gpus=2), folder)
     assert small.kv_tokens < cost.kv_capacity_tokens
     with pytest.raises(ConfigError, match="give it more GPUs"):
-        served_model(emulated(engine__hardware="rtx4090", engine__dtype="float32"), folder)
+        served(emulated(engine__hardware="rtx4090", engine__dtype="float32"), folder)
 
 
 def test_a_model_without_a_tokenizer_gets_the_demo_models(folder: Path) -> None:

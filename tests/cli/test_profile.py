@@ -9,13 +9,12 @@ import yaml
 from typer.testing import CliRunner
 
 from isthmus.benchmarks.models import make_random_model
-from isthmus.cli import engines
 from isthmus.cli.main import app
 from isthmus.config import load_config
 from isthmus.cost import Curve, curve_of
+from isthmus.deploy import cost_of
 from isthmus.errors import ConfigError
 from isthmus.sim.deployment import deployment_of
-from isthmus.types import Role
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def test_both_worlds_read_what_was_written(model: Path, tmp_path: Path) -> None:
     assert (curve.num_layers, curve.kv_token_bytes) == (2, 2 * 2 * 16 * 4)
     assert curve.error is not None
     config = load_config(None, {"engine.cost": str(file)})
-    assert engines.node_cost(config, Role.PREFILL, model) == curve
+    assert cost_of(config, config.roles.prefill, model) == curve
     relative = load_config(None, {"engine.cost": file.name})
     assert {node.cost for node in deployment_of(relative, 16, tmp_path).nodes} == {curve}
 

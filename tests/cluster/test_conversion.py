@@ -10,7 +10,7 @@ from isthmus.cluster.recorder import MemoryTape
 from isthmus.conductor import Convert, RoleChanged, Route
 from isthmus.config import Config
 from isthmus.cost import Curve, compile_cost
-from isthmus.deploy import rules_of
+from isthmus.deploy import NodeFacts, Sequences, rules_of
 from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of
 from isthmus.messenger import MemoryNetwork
 from isthmus.types import Job, ModelCard, NodeId, RequestId, Role, Sampling
@@ -32,16 +32,8 @@ async def serve() -> tuple[MemoryTape, list[list[int]], Node, dict[NodeId, Role]
     join = await head.open("127.0.0.1", 0)
     nodes = {}
     for name, role in ROLES.items():
-        options = NodeOptions(
-            node=NodeId(name),
-            role=role,
-            join=join,
-            token="t",
-            token_budget=64,
-            max_sequences=4,
-            transfer_s=30,
-            sequences_of={Role.PREFILL: 4, Role.DECODE: 2},
-        )
+        facts = NodeFacts(NodeId(name), role, CURVE, 64, 16, token_budget=64, sequences=Sequences(4, 2, 4))
+        options = NodeOptions(facts, join, token="t", transfer_s=30)
         engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000)
         nodes[name] = Node(engine, options, this_machine(network))
     async with asyncio.TaskGroup() as group:

@@ -22,7 +22,7 @@ from isthmus.cluster.node import Node, NodeOptions, this_machine
 from isthmus.cluster.stage_node import StageNode
 from isthmus.config import Config
 from isthmus.cost import Curve, compile_cost
-from isthmus.deploy import rules_of
+from isthmus.deploy import NodeFacts, Sequences, rules_of
 from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of, recipe_of
 from isthmus.engine.interface import Hidden, Sampled, split_layers
 from isthmus.messenger import MemoryNetwork
@@ -135,7 +135,8 @@ class MeetingEngine(EmulatedEngine):
 
 def test_different_chunks_of_one_prompt_are_in_both_stages_at_once() -> None:
     made = Recipe("model", layout_of(16), 1000)
-    cost = compile_cost(Curve(kv_token_bytes=16, num_layers=4, prefill_token_s=1e-6, decode_fixed_s=1e-6))
+    curve = Curve(kv_token_bytes=16, num_layers=4, prefill_token_s=1e-6, decode_fixed_s=1e-6)
+    cost = compile_cost(curve)
     meeting = Meeting()
     parts = split_layers(2, 2)
 
@@ -151,17 +152,11 @@ def test_different_chunks_of_one_prompt_are_in_both_stages_at_once() -> None:
         join = await head.open("127.0.0.1", 0)
 
         def options(name: str, role: Role, stage: int, stages: int) -> NodeOptions:
-            return NodeOptions(
-                node=NodeId(name),
-                role=role,
-                join=join,
-                token="t",
-                token_budget=64,
-                max_sequences=8,
-                transfer_s=30,
-                stage=stage,
-                stages=stages,
+            limits = Sequences(8, 8, 8)
+            facts = NodeFacts(
+                NodeId(name), role, curve, 64, 16, pipeline=stages, token_budget=64, sequences=limits
             )
+            return NodeOptions(facts, join, token="t", transfer_s=30, stage=stage)
 
         decode = EmulatedEngine(made, cost, 64, max_length=1000)
         async with asyncio.TaskGroup() as group:

@@ -7,19 +7,15 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from isthmus.cluster.recorder import Entry
-from isthmus.cluster.virtual import VirtualCluster, VirtualRequest
+from isthmus.cluster.virtual import AT_ONCE, VirtualCluster, VirtualRequest
 from isthmus.conductor import Action, Event
 from isthmus.config import Config
-from isthmus.cost import Cost, compile_cost
-from isthmus.deploy import Rates
-from isthmus.scheduler import Limits
+from isthmus.cost import Cost
+from isthmus.deploy import nodes_of
 from isthmus.sim.deployment import Deployment, deployment_of
 from isthmus.sim.workloads import Request, Workload
 from isthmus.sim.world import World
 from isthmus.types import Role
-
-AT_ONCE = 1 << 62
-"""Bytes per second: messages and KV take no time, as between the live cluster's nodes in one event loop."""
 
 
 def live_log(config: Config, costs: Mapping[Role, Cost], requests: Sequence[VirtualRequest]) -> list[Entry]:
@@ -43,20 +39,9 @@ def simulated_log(
 def _deployment(config: Config, costs: Mapping[Role, Cost]) -> Deployment:
     """As configured, on links that take no time. A live scheduler plans so many iterations and chunks ahead:
     each run's end is rounded to nanoseconds, so the simulator's runs must be the same ones."""
-    made = deployment_of(config, config.engine.block_size)
-    limits = Limits(num_blocks=0, block_size=0)
-    rates = Rates(AT_ONCE, 0, AT_ONCE, AT_ONCE, AT_ONCE)
-    nodes = tuple(
-        msgspec.structs.replace(
-            spec,
-            cost=costs[spec.role],
-            kv_blocks=config.engine.kv_memory
-            // (compile_cost(costs[spec.role]).kv_token_bytes * config.engine.block_size),
-            rates=rates,
-        )
-        for spec in made.nodes
-    )
-    return msgspec.structs.replace(made, nodes=nodes, max_steps=limits.max_steps, max_chunks=limits.max_chunks)
+    size = config.engine.block_size
+    nodes = [msgspec.structs.replace(facts, rates=AT_ONCE) for facts in nodes_of(config, size, costs=costs)]
+    return msgspec.structs.replace(deployment_of(config, size), nodes=tuple(nodes))
 
 
 def _workload(config: Config, costs: Mapping[Role, Cost], requests: Sequence[VirtualRequest]) -> Workload:

@@ -18,7 +18,7 @@ def test_nodes_links_and_prices() -> None:
     [remote] = found.remotes
     assert (remote.name, remote.nodes, remote.egress) == ("remote", 3, 1e9)
     assert not found.priced and not found.home.fixed and found.notes == ()
-    assert found.home.decode.max_batch == 64 and found.home.prefill.token_budget == 65_536
+    assert found.home.decode.max_sequences == 64 and found.home.prefill.token_budget == 65_536
 
 
 def test_prices_make_the_cost() -> None:

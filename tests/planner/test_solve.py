@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import ConfigError
-from isthmus.planner.fleet import Fleet
+from isthmus.planner.fleet import Fleet, step_s
 from isthmus.planner.solve import Method, Shape, Solver, largest_batch, round_step
 from tests.planner.fleets import FAST, SLOW, config, demand, fleet
 
@@ -112,11 +112,11 @@ def test_the_largest_batch_inside_limit_and_memory(context: float, tbt_ms: int, 
     batch = largest_batch(found.home.decode, context, tbt_ms)
 
     def fits(size: int) -> bool:
-        memory = found.home.decode.spec.kv_blocks * 512 * 2000
-        return size <= most and size * (2000 * context + 10**6) <= memory
+        memory = found.home.decode.kv_blocks * 512 * 2000
+        return size <= most and size * 2000 * context <= memory
 
     assert fits(batch.size) and batch.step_s <= tbt_ms / 1000
-    assert not fits(batch.size + 1) or found.home.decode.step_s(batch.size + 1, context) > tbt_ms / 1000
+    assert not fits(batch.size + 1) or step_s(found.home.decode, batch.size + 1, context) > tbt_ms / 1000
     assert batch.binds in ("slo.tbt_ms", "max_sequences", "kv_memory")
 
 

@@ -6,10 +6,12 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from isthmus.conductor import Rules
-from isthmus.cost import Curve
-from isthmus.deploy import Rates
-from isthmus.sim.deployment import Deployment, NodeSpec
+from isthmus.cost import Cost, Curve, compile_cost
+from isthmus.deploy import NodeFacts, Rates, Sequences
+from isthmus.sim.deployment import FAR, Deployment
 from isthmus.sim.records import Result
 from isthmus.sim.workloads import Request, Workload
 from isthmus.types import NodeId, Role
@@ -28,19 +30,30 @@ CURVE = Curve(
 )
 
 
-def node(role: Role, number: int, **fields: Any) -> NodeSpec:
-    fields = {"cost": CURVE, "kv_blocks": 10_000, **fields}
-    return NodeSpec(node=NodeId(f"{role}-{number}"), role=role, **fields)
+def facts(name: str, role: Role, cost: Cost = CURVE, kv_blocks: int = 10_000, **fields: Any) -> NodeFacts:
+    """One node, in blocks of BLOCK_SIZE."""
+    model = compile_cost(cost)
+    states = -(-model.state_bytes // (BLOCK_SIZE * model.kv_token_bytes))
+    fields = {"max_steps": FAR, "max_chunks": FAR, "state_blocks": states, **fields}
+    return NodeFacts(NodeId(name), role, cost, kv_blocks, BLOCK_SIZE, **fields)
 
 
-def nodes(role: Role, count: int, **fields: Any) -> tuple[NodeSpec, ...]:
+def node(role: Role, number: int, **fields: Any) -> NodeFacts:
+    return facts(f"{role}-{number}", role, **fields)
+
+
+def nodes(role: Role, count: int, **fields: Any) -> tuple[NodeFacts, ...]:
     return tuple(node(role, number, **fields) for number in range(count))
 
 
-def deployment(specs: Sequence[NodeSpec], rules: Rules | None = None, **fields: Any) -> Deployment:
+def deployment(some: Sequence[NodeFacts], rules: Rules | None = None, **fields: Any) -> Deployment:
+    """`fields`: of the deployment, or of all its nodes."""
     rules = rules if rules is not None else Rules(policy="round_robin", max_requests=1 << 30)
-    fields = {"block_size": BLOCK_SIZE, "token_budget": 256, "prompt_batch": 1, "max_sequences": 1000, **fields}
-    return Deployment(nodes=tuple(specs), rules=rules, **fields)
+    most = fields.pop("max_sequences", 1000)
+    fields = {"token_budget": 256, "prompt_batch": 1, "sequences": Sequences(most, most, most), **fields}
+    common = {name: fields.pop(name) for name in Deployment.__struct_fields__ if name in fields}
+    changed = tuple(msgspec.structs.replace(each, **fields) for each in some)
+    return Deployment(nodes=changed, rules=rules, **common)
 
 
 def workload(requests: Sequence[Request]) -> Workload:

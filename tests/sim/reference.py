@@ -45,7 +45,7 @@ def _prefills(deployment: Deployment, records: Sequence[RequestRecord]) -> list[
     free = [0] * len(deployment.nodes)
     times = []
     for record in records:
-        cost, budget = compile_cost(deployment.nodes[record.prefill].cost), deployment.token_budget
+        cost, budget = compile_cost(deployment.nodes[record.prefill].cost), deployment.nodes[0].token_budget
         length, now = record.request.num_tokens, max(free[record.prefill], record.arrival_ns)
         full = (length - 1) // budget
         if full:

@@ -9,15 +9,15 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from isthmus.conductor import LinkRule, Rules
-from isthmus.deploy import Rates
-from isthmus.sim.deployment import Deployment, NodeSpec
+from isthmus.deploy import NodeFacts, Rates
+from isthmus.sim.deployment import Deployment
 from isthmus.sim.faults import Faults, LinkFault, NodeFault
 from isthmus.sim.records import Result, Status
 from isthmus.sim.workloads import Request
 from isthmus.sim.world import World
-from isthmus.types import NS_PER_MS, NS_PER_S, NodeId, Role
+from isthmus.types import NS_PER_MS, NS_PER_S, Role
 
-from .cluster import CURVE, deployment, workload
+from .cluster import CURVE, deployment, facts, workload
 from .test_world import shared_prompts
 
 HYBRID = msgspec.structs.replace(CURVE, state_bytes=40_000)  # three blocks of 16 tokens
@@ -63,11 +63,11 @@ class Feature(msgspec.Struct, frozen=True):
         waits = {"link_ns": NS_PER_S // 5, "rejoin_ns": NS_PER_S}
         return deployment(self._nodes(names), rules, faults=faults, **limits, **waits)
 
-    def _nodes(self, names: list[str]) -> list[NodeSpec]:
+    def _nodes(self, names: list[str]) -> list[NodeFacts]:
         roles = {"p": Role.PREFILL, "d": Role.DECODE, "m": Role.MIXED}
         return [
-            NodeSpec(
-                NodeId(f"{cluster}-{number}"),
+            facts(
+                f"{cluster}-{number}",
                 roles[letter],
                 HYBRID if self.hybrid else CURVE,
                 kv_blocks=self.kv_blocks,
@@ -187,8 +187,13 @@ def test_nodes_change_roles_under_load_and_every_request_completes() -> None:
     """Four nodes decode and one prefills, which is pressed all the time: twice 5.2 s of work every 12 s."""
     slow = msgspec.structs.replace(CURVE, prefill_token_s=1e-2)
     specs = [
-        NodeSpec(
-            NodeId(f"c0-{number}"), Role.PREFILL if not number else Role.DECODE, slow, 2000, 300, cluster="c0"
+        facts(
+            f"c0-{number}",
+            Role.PREFILL if not number else Role.DECODE,
+            slow,
+            2000,
+            dram_blocks=300,
+            cluster="c0",
         )
         for number in range(5)
     ]

@@ -26,15 +26,15 @@ from isthmus.conductor import (
     Route,
     Rules,
 )
-from isthmus.deploy import Rates
-from isthmus.sim.deployment import Deployment, NodeSpec
+from isthmus.deploy import Rates, Sequences
+from isthmus.sim.deployment import Deployment
 from isthmus.sim.faults import Faults, LinkFault, NodeFault
 from isthmus.sim.records import Result, Status
 from isthmus.sim.workloads import Request
 from isthmus.sim.world import World
 from isthmus.types import NS_PER_MS, NS_PER_S, NodeId, RequestId, Role
 
-from .cluster import BLOCK_SIZE, CURVE, deployment, workload
+from .cluster import BLOCK_SIZE, CURVE, deployment, facts, workload
 
 MS = NS_PER_MS
 HYBRID = msgspec.structs.replace(CURVE, state_bytes=40_000)
@@ -98,15 +98,7 @@ class Orders:
 def clusters(*nodes: str, cost: Any = CURVE, link: int = RATE, rtt_ms: int = 0, **fields: Any) -> Deployment:
     """Nodes written as `cluster-role`; clusters `far` and `near`, joined."""
     specs = [
-        NodeSpec(
-            NodeId(name),
-            Role(name.split("-")[1]),
-            cost,
-            10_000,
-            dram_blocks=1000,
-            rates=NODE,
-            cluster=name.split("-")[0],
-        )
+        facts(name, Role(name.split("-")[1]), cost, dram_blocks=1000, rates=NODE, cluster=name.split("-")[0])
         for name in nodes
     ]
     links = tuple(LinkRule(*ends, link, rtt_ms * MS) for ends in (("far", "near"), ("near", "far")))
@@ -278,8 +270,9 @@ def test_only_what_is_computed_can_wait_to_be_sent(monkeypatch: pytest.MonkeyPat
 def test_a_converted_node_keeps_its_cache_and_does_its_new_work(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = clusters("near-prefill", "near-decode")
     rules = msgspec.structs.replace(cluster.rules, convert=True, links=())
-    limits = (("near", Role.DECODE, 1),)
-    cluster = msgspec.structs.replace(cluster, rules=rules, role_sequences=limits)
+    limits = Sequences(prefill=1000, decode=1)
+    nodes = tuple(msgspec.structs.replace(node, sequences=limits) for node in cluster.nodes)
+    cluster = msgspec.structs.replace(cluster, rules=rules, nodes=nodes)
     names = tuple(range(10))
     others: list[tuple[int, Action]] = [
         (NS_PER_S, Convert(NodeId("near-prefill"), Role.DECODE)),

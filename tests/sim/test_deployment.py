@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from isthmus.config import Config
+from isthmus.deploy import Sequences
 from isthmus.errors import ConfigError
-from isthmus.sim.build import joined
 from isthmus.sim.deployment import Deployment, deployment_of
 from isthmus.types import Role
 
@@ -49,7 +49,7 @@ def test_nodes_are_those_of_the_clusters_in_order() -> None:
 
 def test_the_conductor_hears_of_cluster_and_state_and_how_many_decode_at_once() -> None:
     made = two()
-    prefill, decode = joined(made, made.nodes[0]), joined(made, made.nodes[3])
+    prefill, decode = made.nodes[0].joined(), made.nodes[3].joined()
     assert (prefill.cluster, prefill.max_sequences) == ("far", 40)
     assert (decode.cluster, decode.max_sequences) == ("near", 20)
     assert prefill.state_blocks == decode.state_blocks == 3  # 40,000 bytes in blocks of 16,000
@@ -65,9 +65,9 @@ def test_without_clusters_names_are_plain_and_nothing_is_joined() -> None:
 
 def test_a_limit_of_a_role_goes_with_the_role() -> None:
     made = two(offload={"convert": "auto"})
-    assert made.max_sequences_of(made.nodes[3]) == 20
-    assert made.max_sequences_of(made.nodes[2]) == 40
-    assert made.role_sequences == (("near", Role.DECODE, 20),)
+    assert {node.sequences for node in made.nodes[2:]} == {Sequences(40, 20, 40)}
+    assert made.nodes[3].max_sequences == 20
+    assert made.nodes[2].max_sequences == 40 and made.nodes[2].limits(Role.DECODE).max_sequences == 20
 
 
 @pytest.mark.parametrize(
@@ -78,10 +78,10 @@ def test_a_limit_of_a_role_goes_with_the_role() -> None:
         (
             {"roles": {"prefill": {"count": 2, "pipeline": 2}}},
             {"offload": {"convert": "auto"}},
-            "offload.convert: nodes of roles.prefill.pipeline groups",
+            r"clusters.far.roles.prefill.pipeline: offload.convert turns no pipeline groups",
         ),
-        ({}, {"clusters": {"far": {}}, "links": []}, "clusters: no node is configured"),
-        ({}, {"links": []}, "links: no link joins far, which only prefills"),
+        ({}, {"clusters": {"far": {}}, "links": []}, "clusters: no request could be served"),
+        ({}, {"links": []}, r"clusters\.far: its prefill nodes need decode nodes"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(

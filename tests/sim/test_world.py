@@ -11,8 +11,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from isthmus.conductor import Rules
-from isthmus.deploy import Rates
-from isthmus.sim.deployment import Deployment, NodeSpec
+from isthmus.deploy import NodeFacts, Rates
+from isthmus.sim.deployment import Deployment
 from isthmus.sim.records import RequestRecord, Result, Status
 from isthmus.sim.workloads import Request, Workload
 from isthmus.sim.world import World
@@ -24,7 +24,7 @@ from .reference import timelines
 MS = NS_PER_MS
 
 
-def disaggregated(num_prefill: int = 1, num_decode: int = 1) -> tuple[NodeSpec, ...]:
+def disaggregated(num_prefill: int = 1, num_decode: int = 1) -> tuple[NodeFacts, ...]:
     return nodes(Role.PREFILL, num_prefill) + nodes(Role.DECODE, num_decode)
 
 
@@ -111,7 +111,7 @@ class Feature(msgspec.Struct, frozen=True):
             "ssd_blocks": self.ssd_blocks,
             "rates": links,
         }
-        specs: tuple[NodeSpec, ...] = ()
+        specs: tuple[NodeFacts, ...] = ()
         if self.roles != "mixed":
             specs += nodes(Role.PREFILL, 2, pipeline=self.pipeline, kv_blocks=60, **cached)
             specs += nodes(Role.DECODE, 2, kv_blocks=self.kv_blocks, rates=links)

@@ -16,9 +16,9 @@ import msgspec
 from isthmus.conductor import Rules
 from isthmus.config import load_config
 from isthmus.cost import Curve, hardware_named
-from isthmus.deploy import Rates
+from isthmus.deploy import NodeFacts, Rates, Sequences
 from isthmus.errors import ConfigError, IsthmusError
-from isthmus.sim.deployment import Deployment, NodeSpec, deployment_of
+from isthmus.sim.deployment import FAR, Deployment, deployment_of
 from isthmus.sim.records import Result, Status
 from isthmus.sim.summary import nearest_rank, within_limits
 from isthmus.sim.workloads import Replay, Workload, load
@@ -150,9 +150,8 @@ class _Runs:
         rules = msgspec.structs.replace(self._base.rules, max_requests=1 << 40, **POLICIES[name], **knobs)
         deployment = msgspec.structs.replace(
             self._base,
-            nodes=_nodes(self._task, self._base, link),
+            nodes=_nodes(self._task, self._base, link, "promise" if knobs is PROMISE else "fcfs"),
             rules=rules,
-            order="promise" if knobs is PROMISE else "fcfs",
         )
         outcome = outcome_of(World(deployment, self._workload).run())
         if name in _NEVER_FETCH and not self._task.shared and not outcome.fetched_bytes:
@@ -211,29 +210,32 @@ def _base(task: Task, block_size: int) -> Deployment:
         disk_write=int(GPUS * hardware.ssd_write_bw),
     )
     kv_blocks, block_bytes = KV_TOKENS // block_size, CURVE.kv_token_bytes * block_size
-    prefill = NodeSpec(
+    prefill = NodeFacts(
         NodeId(""),
         Role.PREFILL,
         CURVE,
         kv_blocks,
+        block_size,
         dram_blocks=CACHE_TOKENS // block_size,
         ssd_blocks=(task.ssd or 0) // block_bytes,
         rates=rates,
+        token_budget=8192,
+        prompt_batch=1,
+        sequences=Sequences(256, 256, 256),
+        max_steps=FAR,
+        max_chunks=FAR,
     )
-    decode = NodeSpec(NodeId(""), Role.DECODE, CURVE, kv_blocks, rates=rates)
-    rules = Rules(ttft_ms=TTFT_MS, tbt_ms=TBT_MS)
-    return Deployment(
-        (prefill, decode), rules, block_size, token_budget=8192, prompt_batch=1, max_sequences=256
-    )
+    decode = msgspec.structs.replace(prefill, role=Role.DECODE, dram_blocks=0, ssd_blocks=0)
+    return Deployment((prefill, decode), Rules(ttft_ms=TTFT_MS, tbt_ms=TBT_MS))
 
 
-def _nodes(task: Task, base: Deployment, link: int) -> tuple[NodeSpec, ...]:
+def _nodes(task: Task, base: Deployment, link: int, order: str) -> tuple[NodeFacts, ...]:
     nodes = []
-    for spec, count in zip(base.nodes, (task.nodes, task.decode), strict=True):
-        handover = 0 if task.shared else spec.rates.handover or HANDOVER
-        rates = msgspec.structs.replace(spec.rates, network=link, handover=handover)
+    for facts, count in zip(base.nodes, (task.nodes, task.decode), strict=True):
+        handover = 0 if task.shared else facts.rates.handover or HANDOVER
+        rates = msgspec.structs.replace(facts.rates, network=link, handover=handover)
         nodes += [
-            msgspec.structs.replace(spec, node=NodeId(f"{spec.role}-{number}"), rates=rates)
+            msgspec.structs.replace(facts, node=NodeId(f"{facts.role}-{number}"), rates=rates, order=order)
             for number in range(count)
         ]
     return tuple(nodes)

@@ -99,50 +99,32 @@ def _run_launched() -> None:
 
 
 def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
-    from isthmus.cli.engines import node_cost, open_engine, paths_of, store_opener
-    from isthmus.cluster.links import network_of, sequences_of, state_slots
+    from isthmus.cli.engines import node_facts, open_engine, store_opener
+    from isthmus.cluster.links import network_of
     from isthmus.cluster.node import Node, NodeOptions, this_machine
     from isthmus.cluster.stage_node import StageNode
-    from isthmus.deploy import chunking_of, codec_dtype
+    from isthmus.deploy import Cluster
 
     # The worker thread gives the interpreter up only for an instant at a time; with Python's default of 5 ms
     # the event loop would send tokens in bursts.
     sys.setswitchinterval(SWITCH_S)
     config = Config.model_validate_json(orders.config)
     folder = Path(orders.model)
-    cost = node_cost(config, orders.role, folder)
-    slots, sequences = state_slots(config, orders.role), sequences_of(config)
-    engine = open_engine(
-        config, folder, orders.threads, cost, slots=slots, stage=orders.stage, stages=orders.stages
-    )
+    facts = node_facts(Cluster(orders.cluster, config), orders.role, folder, orders.node)
+    engine = open_engine(config, folder, orders.threads, facts, stage=orders.stage)
     options = NodeOptions(
-        node=orders.node,
-        role=orders.role,
+        facts=facts,
         join=orders.join,
         token=orders.token,
-        token_budget=config.engine.token_budget,
-        max_sequences=sequences[orders.role],
         transfer_s=config.limits.transfer_s,
         host=host,
-        prompt_batch=config.engine.prompt_batch,
-        chunking=chunking_of(config, getattr(config.roles, orders.role)),
-        order=config.scheduling.order,
-        eviction=config.cache.eviction,
         shares_memory=config.cache.share == "host" and not orders.cluster,
-        cluster=orders.cluster,
         link_s=config.limits.link_s,
-        sequences_of=sequences,
         stage=orders.stage,
-        stages=orders.stages,
-        kv_dtype=engine.layout.dtype
-        if config.engine.kind == "torch"
-        else codec_dtype(cost, engine.layout.dtype),
-        cost=cost,
-        paths=paths_of(config, orders.role),
     )
     folder_name = f"{orders.node}.{orders.stage}" if orders.stage else orders.node
-    store_of = store_opener(config, engine, folder_name, cost, orders.stages)
-    network = network_of(config, getattr(config.roles, orders.role))
+    store_of = store_opener(config, engine, folder_name, facts)
+    network = network_of(config, facts.rates)
     member = (
         StageNode(engine, options, network, store_of)
         if orders.stage

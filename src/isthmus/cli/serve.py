@@ -93,10 +93,11 @@ def _loop_factory() -> Any:
 async def _serve(config: Config) -> None:
     import asyncio
 
-    from isthmus.cli.engines import served_model
+    from isthmus.cli.engines import host_bytes, kv_layout, served_model
     from isthmus.cli.models import find_model
-    from isthmus.cluster.launcher import check_memory, planned_nodes, planned_processes
+    from isthmus.cluster.launcher import check_memory
     from isthmus.cluster.local import LocalCluster
+    from isthmus.deploy import nodes_of, places_of
     from isthmus.gateway.app import create_app
     from isthmus.gateway.server import bind, serve_http
     from isthmus.gateway.settings import GatewaySettings
@@ -104,14 +105,14 @@ async def _serve(config: Config) -> None:
     from isthmus.types import ModelCard
 
     started = time.monotonic()
-    nodes = planned_nodes(config)
+    places_of(config)  # what makes no sense is said before a model is looked for
     if idle := _simulated_only(config):
         print(f"isthmus: {', '.join(idle)}: simulated only, without effect here", file=sys.stderr)
     folder, name = find_model(config.model)
-    here = {planned.cluster.name: planned.cluster for planned in nodes}
-    models = {name: served_model(cluster.config, folder) for name, cluster in here.items()}
-    check_memory(config, [models[planned.cluster.name].host_bytes for planned in planned_processes(config)])
-    model = min(models.values(), key=lambda model: model.kv_tokens)
+    nodes = nodes_of(config, config.engine.block_size, model=folder, layout=kv_layout(config, folder))
+    needed = [(host_bytes(config, folder, facts), facts.pipeline) for facts in nodes]
+    check_memory(config, [num_bytes for num_bytes, stages in needed for _ in range(stages)])
+    model = served_model(config, folder, nodes)
     card = ModelCard(
         name=config.served_model_name or name,
         max_length=_max_length(config, model),
@@ -139,7 +140,7 @@ async def _serve(config: Config) -> None:
                         "isthmus: the engine is emulated: its tokens tell wrong bytes, not words",
                         file=sys.stderr,
                     )
-                _announce(url, card.name, [str(planned.node) for planned in nodes], time.monotonic() - started)
+                _announce(url, card.name, [str(facts.node) for facts in nodes], time.monotonic() - started)
             await http
         finally:
             for task in (ready, stopped, http):

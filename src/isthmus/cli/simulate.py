@@ -78,7 +78,7 @@ def _with_faults(deployment: Deployment, links: list[str], nodes: list[str]) -> 
     faults = Faults(tuple(map(link_fault, links)), tuple(map(node_fault, nodes)))
     faults.check(
         links=[(link.source, link.target) for link in deployment.rules.links],
-        names=[name for spec in deployment.nodes for name in (spec.cluster, spec.node) if name],
+        names=[name for facts in deployment.nodes for name in (facts.cluster, facts.node) if name],
     )
     return msgspec.structs.replace(deployment, faults=faults)
 

@@ -12,15 +12,14 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
-from msgspec.structs import replace
 
-from isthmus.config import Config, RoleConfig, child_environment
-from isthmus.deploy import Cluster, clusters_of, links_of
-from isthmus.errors import ConfigError, StartError
+from isthmus.config import Config, child_environment
+from isthmus.deploy import Place, places_of
+from isthmus.errors import StartError
 from isthmus.types import NodeId, Role
 
 log = logging.getLogger(__name__)
@@ -30,8 +29,8 @@ RESTART_S = 1.0
 
 
 class Orders(msgspec.Struct, frozen=True):
-    """What a launched node is told. `config`: that of its cluster, as JSON. `stage`, `stages`: which part of the
-    pipeline group `node` it is."""
+    """What a launched node is told. `config`: that of its cluster, as JSON. `stage`: which part of the pipeline
+    group `node` it is."""
 
     node: NodeId
     role: Role
@@ -41,7 +40,6 @@ class Orders(msgspec.Struct, frozen=True):
     threads: int
     config: str
     stage: int = 0
-    stages: int = 1
     cluster: str = ""
 
 
@@ -54,85 +52,17 @@ class Trouble(msgspec.Struct, frozen=True):
 class Process(msgspec.Struct, frozen=True):
     """One process of this machine: a node, or one stage of the pipeline group that is a node."""
 
-    node: NodeId
-    role: Role
-    cluster: Cluster
-    stage: int = 0
-    stages: int = 1
+    place: Place
+    stage: int
 
     @property
     def name(self) -> str:
-        return f"{self.node}.{self.stage}" if self.stage else self.node
+        return f"{self.place.node}.{self.stage}" if self.stage else self.place.node
 
 
 def planned_processes(config: Config) -> list[Process]:
-    """All processes of all nodes. Raises as `planned_nodes`."""
-    found: list[Process] = []
-    for planned in planned_nodes(config):
-        stages = roles_of(planned.cluster.config)[planned.role].pipeline
-        found += [replace(planned, stage=stage, stages=stages) for stage in range(stages)]
-    return found
-
-
-def roles_of(config: Config) -> dict[Role, RoleConfig]:
-    roles = config.roles
-    return {Role.PREFILL: roles.prefill, Role.DECODE: roles.decode, Role.MIXED: roles.mixed}
-
-
-def planned_nodes(config: Config) -> list[Process]:
-    """This machine's nodes by their first process, a pipeline group being one. Raises StartError when they cannot serve
-    anything, ConfigError when they make no whole groups."""
-    found: list[Process] = []
-    counts: dict[str, dict[Role, int]] = {}
-    for cluster in clusters_of(config):
-        counts[cluster.name] = _counts(cluster)
-        for role, count in counts[cluster.name].items():
-            found += [Process(cluster.node(role, number), role, cluster) for number in range(count)]
-    _check_served(counts, config)
-    return found
-
-
-def _counts(cluster: Cluster) -> dict[Role, int]:
-    """Nodes of each role."""
-    where = f"clusters.{cluster.name}.roles" if cluster.name else "roles"
-    roles = roles_of(cluster.config)
-    for role, nodes in roles.items():
-        if nodes.pipeline > 1 and role is not Role.PREFILL:
-            raise ConfigError(f"{where}.{role}.pipeline: only prefill nodes form pipeline groups")
-        if nodes.pipeline > 1 and cluster.config.offload.convert != "none":
-            raise ConfigError(
-                f"{where}.{role}.pipeline: offload.convert turns no pipeline groups into other nodes"
-            )
-        if nodes.count % nodes.pipeline:
-            raise ConfigError(
-                f"{where}.{role}: {nodes.count} nodes make no groups of {nodes.pipeline}; give a multiple of it"
-            )
-    return {role: nodes.count // nodes.pipeline for role, nodes in roles.items()}
-
-
-def _check_served(counts: Mapping[str, Mapping[Role, int]], config: Config) -> None:
-    """A cluster decodes what it or a linked one prefills; what prefills only must have somebody to decode."""
-    if not any(roles[Role.MIXED] or roles[Role.DECODE] for roles in counts.values()) or not any(
-        roles[Role.MIXED] or roles[Role.PREFILL] for roles in counts.values()
-    ):
-        raise StartError(
-            "no request could be served: give at least one mixed node, or a prefill and a decode node"
-        )
-    for name, roles in counts.items():
-        if bool(roles[Role.PREFILL]) == bool(roles[Role.DECODE]):
-            continue
-        lonely, other = (Role.PREFILL, Role.DECODE) if roles[Role.PREFILL] else (Role.DECODE, Role.PREFILL)
-        linked = [link.source for link in links_of(config) if link.target == name]
-        # A mixed node decodes what comes over a link, and sends nothing over it.
-        if any(counts[far][other] or (other is Role.DECODE and counts[far][Role.MIXED]) for far in linked):
-            continue
-        if not name:
-            raise StartError(
-                f"{lonely} nodes need at least one node of the other kind; mixed nodes do not pair with them"
-            )
-        raise StartError(
-            f"clusters.{name}: its {lonely} nodes need {other} nodes there or in a cluster that a link joins to it"
-        )
+    """All processes of all nodes. Raises as `places_of`."""
+    return [Process(place, stage) for place in places_of(config) for stage in range(place.stages)]
 
 
 def check_memory(config: Config, node_bytes: Sequence[int]) -> None:
@@ -182,7 +112,7 @@ class Launcher:
 
     @property
     def nodes(self) -> list[NodeId]:
-        return [process.node for process in self._planned if not process.stage]
+        return [process.place.node for process in self._planned if not process.stage]
 
     async def start(self) -> None:
         for planned in self._planned:
@@ -213,18 +143,17 @@ class Launcher:
             watcher.cancel()
 
     async def _spawn(self, planned: Process) -> None:
-        threads = threads_per_node(self._config, len(self._planned))
+        threads, place = threads_per_node(self._config, len(self._planned)), planned.place
         orders = Orders(
-            node=planned.node,
-            role=planned.role,
+            node=place.node,
+            role=place.role,
             join=self._join,
             token=self._token,
             model=str(self._model),
             threads=threads,
-            config=planned.cluster.config.model_dump_json(exclude_unset=True),
+            config=place.cluster.config.model_dump_json(exclude_unset=True),
             stage=planned.stage,
-            stages=planned.stages,
-            cluster=planned.cluster.name,
+            cluster=place.cluster.name,
         )
         process = await asyncio.create_subprocess_exec(
             *(

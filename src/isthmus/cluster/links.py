@@ -1,17 +1,16 @@
-"""What a deployment's nodes get from its configuration: the network of their sessions, and their limits."""
+"""The network of a deployment's sessions."""
 
 from __future__ import annotations
 
-from isthmus.config import Config, RoleConfig
-from isthmus.deploy import rates_of
+from isthmus.config import Config
+from isthmus.deploy import Rates
 from isthmus.errors import ConfigError
 from isthmus.messenger import Share, TcpNetwork, Terms, Tls
-from isthmus.types import Role
 
 
-def network_of(config: Config, nodes: RoleConfig | None = None) -> TcpNetwork:
-    """TCP as configured, for a node of a role or, without one, for the head. Raises ConfigError when only some of the
-    TLS files are given, or one of them cannot be used."""
+def network_of(config: Config, rates: Rates | None = None) -> TcpNetwork:
+    """TCP as configured, for a node with these links or, without them, for the head. Raises ConfigError when only some
+    of the TLS files are given, or one of them cannot be used."""
     files = config.tls
     given = (files.certificate, files.key, files.authority)
     tls = None
@@ -20,19 +19,7 @@ def network_of(config: Config, nodes: RoleConfig | None = None) -> TcpNetwork:
             raise ConfigError("tls: certificate, key and authority are needed, all three or none")
         tls = Tls(*map(str, given))
     share = None
-    if nodes is not None:
-        share = Share(max(1, int(rates_of(config, nodes).network * config.network.background_share)))
+    if rates is not None:
+        share = Share(max(1, int(rates.network * config.network.background_share)))
     terms = Terms(resume_s=config.network.resume_s)
     return TcpNetwork(config.network.connections, tls, terms, share)
-
-
-def sequences_of(config: Config) -> dict[Role, int]:
-    """How many requests nodes of each role compute at once."""
-    roles: dict[Role, RoleConfig] = {role: getattr(config.roles, role.value) for role in Role}
-    return {role: nodes.max_sequences or config.engine.max_sequences for role, nodes in roles.items()}
-
-
-def state_slots(config: Config, role: Role) -> int:
-    """For how many requests a node must be able to hold live states: its role may change."""
-    sequences = sequences_of(config)
-    return sequences[role] if config.offload.convert == "none" else max(sequences.values())

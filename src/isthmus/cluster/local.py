@@ -10,13 +10,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from isthmus.cluster.head import Head
-from isthmus.cluster.launcher import Launcher, planned_nodes
+from isthmus.cluster.launcher import Launcher
 from isthmus.cluster.link_process import LinkOrders, LinkProcess, shape_of
 from isthmus.cluster.links import network_of
 from isthmus.cluster.recorder import Recorder
 from isthmus.cluster.ways import Ways
 from isthmus.config import Config
-from isthmus.deploy import clusters_of, links_of, rules_of
+from isthmus.deploy import clusters_of, links_of, places_of, rules_of
 from isthmus.errors import StartError
 from isthmus.types import ModelCard
 
@@ -80,7 +80,7 @@ class LocalCluster:
 
     async def _start_links(self) -> None:
         """Raises StartError."""
-        nodes = planned_nodes(self._config)
+        nodes = places_of(self._config)
         rates = {(link.source, link.target): link for link in links_of(self._config)}
         for link in self._config.links:
             if link.emulate == "none":

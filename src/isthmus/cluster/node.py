@@ -11,12 +11,10 @@ import hmac
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-from msgspec.structs import replace
 
 from isthmus.cluster.cache import Load, NodeCache, chains_of, gauges_of, prefix_with_state
 from isthmus.cluster.crossings import Crossings
@@ -67,14 +65,13 @@ from isthmus.cluster.stage_messages import StageOpen
 from isthmus.cluster.stepper import Stepper
 from isthmus.cluster.transfers import Incoming
 from isthmus.cluster.worker import Requests, ThreadWorker, Worker
-from isthmus.conductor import Paths
-from isthmus.cost import Cost, compile_cost
+from isthmus.deploy import NodeFacts
 from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
 from isthmus.messenger import Network, Session
-from isthmus.scheduler import BlockPool, Chunking, Limits, Scheduler, TierCache
+from isthmus.scheduler import BlockPool, Scheduler
 from isthmus.store import Store
-from isthmus.types import BlockName, NodeId, RequestId, Role, Span, TokenLogprobs
+from isthmus.types import BlockName, RequestId, Role, Span, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -82,43 +79,25 @@ MAX_FORGOTTEN = 4096
 LOST_S = 0.25
 """A node that loses a peer leaves the head so long to find out itself: one death is to cost one attempt."""
 OnLost = Callable[[Sequence[BlockName]], None]
-TRANSIT = 8
-"""One in so many slots of the arena is for blocks on their way: being written to disk, fetched, lent."""
 
 
 @dataclass(frozen=True)
 class NodeOptions:
-    """`join`: the head's `host:port`. `transfer_s`: how long a granted transfer may bring no byte.
+    """What a process of a node knows beside its `facts`. `join`: the head's `host:port`. `transfer_s`: how long a
+    granted transfer may bring no byte.
 
-    `prompt_batch`: prompt tokens from which on no further prompt joins an iteration, None for no such limit;
-    `chunking`: how prompts are cut, by `cost`; `order`: of waiting requests; `eviction`: of the cache;
-    `shares_memory`: reads blocks of nodes on this host where they lie; `cost`, `paths`: what work takes here and how
-    fast KV moves, for predictions; `stage`, `stages`: of the pipeline group `node`, each with some of the layers.
-    `cluster`: where it stands; `link_s`: how long a link to another cluster may bring nothing, None does not watch
-    links; `sequences_of`: `max_sequences` after it has become a node of another role.
+    `shares_memory`: reads blocks of nodes on this host where they lie; `link_s`: how long a link to another cluster may
+    bring nothing, None does not watch links. `stage`: of the pipeline group, each with some of the layers.
     """
 
-    node: NodeId
-    role: Role
+    facts: NodeFacts
     join: str
     token: str
-    token_budget: int
-    max_sequences: int
     transfer_s: float
     host: str = "127.0.0.1"
-    prompt_batch: int | None = None
-    chunking: Chunking = field(default_factory=Chunking)
-    order: str = "fcfs"
-    eviction: str = "lru"
     shares_memory: bool = True
-    cluster: str = ""
     link_s: float | None = None
-    sequences_of: Mapping[Role, int] | None = None
-    kv_dtype: str = ""
     stage: int = 0
-    stages: int = 1
-    cost: Cost | None = None
-    paths: Paths | None = None
 
 
 @dataclass(frozen=True)
@@ -150,23 +129,16 @@ class Node:
     ) -> None:
         store = store_of(self._lost) if store_of is not None else None
         self._engine, self._options, self._network = engine, options, world.network
-        limits = Limits(
-            num_blocks=engine.num_blocks,
-            block_size=engine.layout.block_size,
-            token_budget=options.token_budget,
-            prompt_batch=options.prompt_batch or options.token_budget,
-            partial_prefills=options.chunking.partial_prefills,
-            max_sequences=options.max_sequences,
-            order=options.order,
-            state_blocks=engine.layout.state_blocks,
-        )
-        hello = PeerHello(PROTOCOL, options.token, options.node, engine.revision, engine.layout)
+        facts = self._facts = options.facts
+        assert engine.num_blocks >= facts.kv_blocks, "its memory holds less than its facts say"
+        assert engine.layout.state_blocks == facts.state_blocks, "its states are others than its facts say"
+        hello = PeerHello(PROTOCOL, options.token, facts.node, engine.revision, engine.layout)
         peers = Peers(self._network, hello, lambda: _FromPeer(self, introduced=True))
         self._crossings = Crossings(peers, options.link_s, self._spawn)
         self.departures = Departures(engine.memory, engine.layers[0], peers, self._spawn, self.fail)
-        pool = BlockPool(engine.num_blocks)
-        self._tiers = _tiers_over(store, options.eviction) if store is not None else None
-        self._group = Group(options.stages, self, self._later) if options.stages > 1 else None
+        pool = BlockPool(facts.kv_blocks)
+        self._tiers = facts.tiers() if store is not None else None
+        self._group = Group(facts.pipeline, self, self._later) if facts.pipeline > 1 else None
         self._cache = self._cache_over(store)
         keeper: Keeper | None = None
         self._fetcher: Fetcher | None = None
@@ -176,9 +148,7 @@ class Node:
         if self._cache is not None and self._group is None:  # a stage's blocks are of no use elsewhere
             self._fetcher = Fetcher(self._cache, peers.get, self._offer, shares_memory=options.shares_memory)
             self._lender = Lender(self._cache)
-        step_ps = compile_cost(options.cost).step_ps if options.cost is not None else None
-        target = options.chunking.target(step_ps) if step_ps is not None else None
-        scheduler = self._scheduler = Scheduler(limits, self._tiers, pool, target)
+        scheduler = self._scheduler = Scheduler(facts.limits(facts.role), self._tiers, pool, facts.target)
         self._stepper = Stepper(engine, scheduler, _FromWorker(self), world.clock_ns, keeper, self._group)
         self.worker = world.worker_of(self._stepper)
         if keeper is not None:
@@ -213,8 +183,8 @@ class Node:
         if self._group is None:
             self._head.send(self._hello(self._address))
         else:
-            options = self._options
-            stage = StageHello(PROTOCOL, options.token, options.node, 0, options.stages, self._address)
+            options, facts = self._options, self._facts
+            stage = StageHello(PROTOCOL, options.token, facts.node, 0, facts.pipeline, self._address)
             self._head.send(stage)
         try:
             return await self._over
@@ -234,26 +204,24 @@ class Node:
                 self._cache.store.close()
 
     def _hello(self, address: str) -> Hello:
-        engine = self._engine
+        engine, joined = self._engine, self._facts.joined()
         return Hello(
             protocol=PROTOCOL,
             token=self._options.token,
-            node=self._options.node,
-            role=self._options.role,
+            node=joined.node,
+            role=joined.role,
             address=address,
             revision=engine.revision,
             layout=engine.layout,
-            num_blocks=engine.num_blocks,
+            num_blocks=self._facts.kv_blocks,
             max_length=engine.max_length,
             vocab_size=engine.vocab_size,
-            cost=self._options.cost,
-            paths=self._options.paths or Paths(),
-            kv_dtype=self._options.kv_dtype,
-            cluster=self._options.cluster,
-            max_sequences=self._options.max_sequences,
-            cache_blocks=self._tiers.dram.capacity_blocks + self._tiers.ssd.capacity_blocks
-            if self._tiers is not None
-            else 0,
+            cost=joined.cost,
+            paths=joined.paths,
+            kv_dtype=joined.kv_dtype,
+            cluster=joined.cluster,
+            max_sequences=joined.max_sequences,
+            cache_blocks=joined.cache_blocks,
         )
 
     def _cache_over(self, store: Store | None) -> NodeCache | None:
@@ -298,7 +266,7 @@ class Node:
     # From the head.
 
     def welcome(self, message: Welcome) -> None:
-        log.info("%s joined the cluster", self._options.node)
+        log.info("%s joined the cluster", self._facts.node)
         self._spawn(self.beat(message.beat_ms))
         if self._cache is not None:
             found = self._recovered
@@ -314,14 +282,12 @@ class Node:
 
     def become(self, role: Role) -> None:
         """Takes another role: the same engine and caches, and as many requests at once as nodes of that role take."""
-        options = self._options
 
         def change() -> None:
-            sequences = (options.sequences_of or {}).get(role, options.max_sequences)
-            self._scheduler.limits = replace(self._scheduler.limits, max_sequences=sequences)
+            self._scheduler.limits = self._facts.limits(role)
             self.worker.tell(self.tell, Became(role))
 
-        log.info("%s becomes a %s node", options.node, role)
+        log.info("%s becomes a %s node", self._facts.node, role)
         self.worker.post(change)
 
     # The later stages of a pipeline.
@@ -341,11 +307,11 @@ class Node:
         opening = StageOpen(
             protocol=PROTOCOL,
             token=self._options.token,
-            group=self._options.node,
+            group=self._facts.node,
             stage=1,
             revision=engine.revision,
             layout=engine.layout,
-            num_blocks=engine.num_blocks,
+            num_blocks=self._facts.kv_blocks,
             num_slots=store.arena.num_slots if store is not None else 0,
             num_records=store.log.num_records if store is not None and store.log is not None else 0,
             later=tuple(addresses[1:]),
@@ -455,7 +421,7 @@ class Node:
     def fail(self, begin: Begin, reason: str) -> None:
         """Gives an attempt up and tells the head, which may try again."""
         self.forget(begin.key)
-        self.tell(AttemptFailed(begin.request, begin.attempt, f"{self._options.node}: {reason}"))
+        self.tell(AttemptFailed(begin.request, begin.attempt, f"{self._facts.node}: {reason}"))
 
     def tell(self, message: Any) -> None:
         if self._head is not None:
@@ -751,9 +717,3 @@ class _FromWorker:
         self._node.worker.tell(
             self._node.end, StartError(f"the engine failed: {type(error).__name__}: {error}")
         )
-
-
-def _tiers_over(store: Store, eviction: str) -> TierCache:
-    """The scheduler's view of a store: names, and as many blocks as there is room for beside those on their way."""
-    slots, log = store.arena.num_slots, store.log
-    return TierCache(slots - max(1, slots // TRANSIT), log.num_records if log is not None else 0, eviction)

@@ -21,8 +21,6 @@ import msgspec
 
 from isthmus.blocks import BlockNamer
 from isthmus.cluster.head import Head
-from isthmus.cluster.launcher import Process, planned_nodes
-from isthmus.cluster.links import sequences_of, state_slots
 from isthmus.cluster.node import Node, NodeOptions, World
 from isthmus.cluster.recorder import Entry, MemoryTape
 from isthmus.cluster.stepper import Stepper
@@ -30,7 +28,7 @@ from isthmus.cluster.ways import Ways
 from isthmus.cluster.worker import Entry as MailboxEntry
 from isthmus.config import Config
 from isthmus.cost import Cost, compile_cost
-from isthmus.deploy import chunking_of, clusters_of, codec_dtype, links_of, rules_of
+from isthmus.deploy import NodeFacts, Rates, clusters_of, links_of, nodes_of, rules_of
 from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of
 from isthmus.errors import IsthmusError
 from isthmus.messenger import MemoryNetwork
@@ -39,6 +37,8 @@ from isthmus.types import NS_PER_S, BlockName, Job, ModelCard, RequestId, Role, 
 VOCABULARY = 1 << 31
 """Far more than any workload draws, so that one token of an answer can be told from all others."""
 MAX_LENGTH = 1 << 30
+AT_ONCE = Rates(network=1 << 62, memory=1 << 62, disk_read=1 << 62, disk_write=1 << 62)
+"""Messages and KV take no time."""
 ARRIVAL, PREFILL_ENDS, TRANSFER, STEP_ENDS, OTHERS = range(5)
 """Whose timer comes first at equal times; of the same kind, the one that was set first."""
 
@@ -212,11 +212,18 @@ class Flight(msgspec.Struct, frozen=True):
 
 
 class VirtualCluster:
-    """The nodes of a configuration with emulated engines. `costs`: what work takes on a node of each role."""
+    """The nodes of a configuration, with emulated engines and no caches. `costs`: what work takes on those of each
+    role."""
 
     def __init__(self, config: Config, costs: Mapping[Role, Cost]) -> None:
-        self._config, self._costs = config, costs
-        self.recipe = Recipe("virtual", layout_of(config.engine.block_size), VOCABULARY)
+        size = config.engine.block_size
+        self._config = config
+        self._nodes = [
+            msgspec.structs.replace(facts, rates=AT_ONCE, dram_blocks=0, transit_blocks=0, ssd_blocks=0)
+            for facts in nodes_of(config, size, costs=costs)
+        ]
+        states = self._nodes[0].state_blocks * size
+        self.recipe = Recipe("virtual", layout_of(size, state_tokens=states), VOCABULARY)
 
     def names(self, tokens: Sequence[int], salt: str = "") -> tuple[BlockName, ...]:
         """Names of the full blocks of a prompt, as the conductor sees them."""
@@ -246,12 +253,10 @@ class VirtualCluster:
         )
         join = await head.open("head", 0)
         world = World(network, loop.clock_ns, lambda stepper: LoopWorker(stepper, loop))
-        nodes = planned_nodes(self._config)
         async with asyncio.TaskGroup() as group:
-            for planned in nodes:
-                options = self._options(planned, join)
-                group.create_task(Node(self._engine(planned), options, world).run())
-            await head.wait_for([planned.node for planned in nodes])
+            for facts in self._nodes:
+                group.create_task(Node(self._engine(facts), self._options(facts, join), world).run())
+            await head.wait_for([facts.node for facts in self._nodes])
             clients = [
                 group.create_task(self._ask(loop, head, RequestId(str(index)), request))
                 for index, request in enumerate(requests)
@@ -262,32 +267,24 @@ class VirtualCluster:
             await head.close()
         return Flight(log, outcomes)
 
-    def _options(self, planned: Process, join: str) -> NodeOptions:
+    def _options(self, facts: NodeFacts, join: str) -> NodeOptions:
         """Links between clusters take no time here either, and none is watched."""
-        engine, role = planned.cluster.config.engine, planned.role
         return NodeOptions(
-            node=planned.node,
-            role=role,
+            facts=facts,
             join=join,
             token="virtual",
-            token_budget=engine.token_budget,
-            max_sequences=sequences_of(planned.cluster.config)[role],
             transfer_s=self._config.limits.transfer_s,
-            host=planned.node,
-            prompt_batch=engine.prompt_batch,
-            chunking=chunking_of(planned.cluster.config, getattr(planned.cluster.config.roles, role)),
-            order=self._config.scheduling.order,
-            cost=self._costs[role],
-            kv_dtype=codec_dtype(self._costs[role], engine.dtype or "bfloat16"),
-            cluster=planned.cluster.name,
-            sequences_of=sequences_of(planned.cluster.config),
+            host=facts.node,
         )
 
-    def _engine(self, planned: Process) -> EmulatedEngine:
-        config, cost = planned.cluster.config, compile_cost(self._costs[planned.role])
-        engine, slots = config.engine, state_slots(config, planned.role)
-        num_blocks = engine.kv_memory // (cost.kv_token_bytes * engine.block_size)
-        return EmulatedEngine(self.recipe, cost, num_blocks, max_length=MAX_LENGTH, max_sequences=slots)
+    def _engine(self, facts: NodeFacts) -> EmulatedEngine:
+        return EmulatedEngine(
+            self.recipe,
+            compile_cost(facts.cost),
+            facts.kv_blocks,
+            max_length=MAX_LENGTH,
+            max_sequences=facts.live_states,
+        )
 
     async def _ask(self, loop: ManualLoop, head: Head, name: RequestId, request: VirtualRequest) -> Outcome:
         await loop.sleep_until(request.arrival_ns, ARRIVAL)

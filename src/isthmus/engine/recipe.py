@@ -66,13 +66,17 @@ def vocab_of(folder: Path) -> int:
         raise ModelError(f"{path}: its vocabulary cannot be read") from None
 
 
-def recipe_of(folder: Path, tokenizer: Path, block_size: int, *, layers: int = LAYERS) -> Recipe:
+def recipe_of(
+    folder: Path, tokenizer: Path, block_size: int, *, layers: int = LAYERS, state_tokens: int | None = None
+) -> Recipe:
     """The emulation of the model whose config.json is in `folder`, with the tokenizer of another folder or its
-    own. A pipeline needs as many `layers` as stages. Raises ModelError."""
+    own. A pipeline needs as many `layers` as stages. `state_tokens`: as in `layout_of`, None as the model has. Raises
+    ModelError."""
     config, vocab_size = load_json(folder / "config.json"), vocab_of(tokenizer)
     body = json.dumps([config, vocab_size], sort_keys=True).encode()
     revision = f"emulated-{blake3.blake3(body).hexdigest(length=16)}"
-    layout = layout_of(block_size, layers=layers, state_tokens=state_tokens_of(config))
+    states = state_tokens_of(config) if state_tokens is None else state_tokens
+    layout = layout_of(block_size, layers=layers, state_tokens=states)
     return Recipe(revision, layout, vocab_size)
 
 

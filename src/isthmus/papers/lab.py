@@ -134,8 +134,8 @@ def _changed(workload: Workload, variant: Variant) -> Workload:
 
 
 def _outcome(result: Result, deployment: Deployment) -> Outcome:
-    costs = [compile_cost(spec.cost) for spec in deployment.nodes]
-    budget = deployment.token_budget
+    costs = [compile_cost(facts.cost) for facts in deployment.nodes]
+    budget = deployment.nodes[0].token_budget
     completed = [each for each in result.records if each.status is Status.COMPLETED]
 
     def prefill_s(record: RequestRecord) -> float:

@@ -100,9 +100,9 @@ def demand_of_lengths(text: str, output_tokens: int | None) -> Demand:
 
 def _pool_tokens(fleet: Fleet) -> int:
     """Of KV that the home's prefill nodes keep, as they are configured."""
-    spec = fleet.home.prefill.spec
-    per_node = (spec.dram_blocks + spec.ssd_blocks) or spec.kv_blocks
-    return per_node * fleet.home.prefill.block_size * max(1, fleet.home.configured)
+    facts = fleet.home.prefill
+    per_node = facts.cache_blocks or facts.kv_blocks
+    return per_node * facts.block_size * max(1, fleet.home.configured)
 
 
 def _distribution(name: str, inside: str) -> LogNormal:

@@ -9,31 +9,22 @@ from pathlib import Path
 
 import msgspec
 
-from isthmus.config import Config, RoleConfig, RolesConfig
+from isthmus.config import Config
 from isthmus.cost import compile_cost
 from isthmus.cost.transfer import INT8, ZSTD, codec_speeds
-from isthmus.deploy import Cluster, at_home, clusters_of
+from isthmus.deploy import Cluster, NodeFacts, at_home, clusters_of, cost_of, role_config, role_facts
 from isthmus.errors import ConfigError
-from isthmus.sim.deployment import NodeSpec, deployment_of
+from isthmus.sim.deployment import deployment_of
 from isthmus.sim.workloads.workload import PLAIN_BLOCK_SIZE
 from isthmus.types import Role
 
 _PS_PER_S = 1e12
 
 
-class Instance(msgspec.Struct, frozen=True):
-    """One node. `max_batch`: requests it may hold at once; `token_budget`: tokens of a prompt it computes in one go;
-    `block_size`: of the blocks that `spec` counts in."""
-
-    spec: NodeSpec
-    max_batch: int
-    token_budget: int
-    block_size: int
-
-    def step_s(self, batch: int, context: float) -> float:
-        """One decode step of `batch` sequences of `context` tokens each, in seconds."""
-        fixed, per_token = compile_cost(self.spec.cost).decode_step_ps(batch)
-        return (fixed + per_token * batch * context) / _PS_PER_S
+def step_s(facts: NodeFacts, batch: int, context: float) -> float:
+    """One decode step of `batch` sequences of `context` tokens each, in seconds."""
+    fixed, per_token = compile_cost(facts.cost).decode_step_ps(batch)
+    return (fixed + per_token * batch * context) / _PS_PER_S
 
 
 class Home(msgspec.Struct, frozen=True):
@@ -49,8 +40,8 @@ class Home(msgspec.Struct, frozen=True):
     fixed: bool
     mixed: bool
     price: float
-    prefill: Instance
-    decode: Instance
+    prefill: NodeFacts
+    decode: NodeFacts
 
 
 class Remote(msgspec.Struct, frozen=True):
@@ -59,7 +50,7 @@ class Remote(msgspec.Struct, frozen=True):
     name: str
     nodes: int
     price: float
-    prefill: Instance
+    prefill: NodeFacts
     egress: float
     rtt_s: float
 
@@ -123,7 +114,7 @@ def fleet_of(config: Config, folder: Path = Path()) -> Fleet:
     )
 
 
-def kept(instance: Instance, codec: str) -> float:
+def kept(instance: NodeFacts, codec: str) -> float:
     """Bytes that cross a link for each byte of an instance's KV; recurrent states are never encoded with loss.
 
     Raises ConfigError for `codec` other than `none` where nothing says of what the KV consists.
@@ -131,9 +122,9 @@ def kept(instance: Instance, codec: str) -> float:
     name = {"lossless": ZSTD, "int8": INT8}.get(codec)
     if name is None:
         return 1.0
-    if not instance.spec.kv_dtype:
+    if not instance.kv_dtype:
         raise ConfigError(f"network.compression: {codec} cannot encode KV that is 8-bit already; take none")
-    return codec_speeds(instance.spec.kv_dtype, instance.block_size)[name].kept
+    return codec_speeds(instance.kv_dtype, instance.block_size)[name].kept
 
 
 def _home_of(clusters: list[Cluster]) -> Cluster:
@@ -186,22 +177,18 @@ def _remote(config: Config, cluster: Cluster, home: str) -> Remote:
 
 
 def _check_alone(cluster: Cluster, role: Role) -> None:
-    nodes: RoleConfig = getattr(cluster.config.roles, role.value)
-    if nodes.pipeline > 1:
+    if role_config(cluster.config, role).pipeline > 1:
         raise ConfigError(
             f"{_named(cluster)}roles.{role}.pipeline: the equations know nodes that work alone; plan with pipeline 1"
         )
 
 
-def _instance(cluster: Cluster, role: Role) -> Instance:
-    """One node of a role as the simulator builds it, also where the configuration has none yet."""
+def _instance(cluster: Cluster, role: Role) -> NodeFacts:
+    """One node of a role as it would be, also where the configuration has none yet."""
     config = cluster.config
-    nodes: RoleConfig = getattr(config.roles, role.value).model_copy(update={"count": 1})
-    alone = RolesConfig(**{each.value: nodes if each is role else RoleConfig() for each in Role})
-    deployment = deployment_of(config.model_copy(update={"roles": alone}), PLAIN_BLOCK_SIZE)
-    [spec] = deployment.nodes
-    max_batch = nodes.max_sequences or config.engine.max_sequences
-    return Instance(spec, max_batch, config.engine.token_budget, PLAIN_BLOCK_SIZE)
+    model = Path(config.model) if config.model else None
+    cost = cost_of(config, role_config(config, role), model)
+    return role_facts(cluster, role, cost, PLAIN_BLOCK_SIZE)
 
 
 def _named(cluster: Cluster) -> str:

@@ -27,9 +27,10 @@ from isthmus.cost.offload import (
     representative,
 )
 from isthmus.cost.offload import Fleet as Stages
+from isthmus.deploy import NodeFacts
 from isthmus.errors import ConfigError
 from isthmus.planner.demand import Demand
-from isthmus.planner.fleet import Fleet, Instance, kept
+from isthmus.planner.fleet import Fleet, kept, step_s
 from isthmus.types import NS_PER_S
 
 GBPS = 1e9 / 8
@@ -129,10 +130,10 @@ class Solver:
 
     def kv_bytes(self, num_tokens: float) -> float:
         """What crosses a link for a prompt: KV of its uncached tokens, and the whole recurrent state."""
-        cost = compile_cost(self._link_source.spec.cost)
+        cost = compile_cost(self._link_source.cost)
         return cost.state_bytes + kept(self._link_source, self.codec) * cost.kv_token_bytes * num_tokens
 
-    def service_s(self, where: Instance) -> Service:
+    def service_s(self, where: NodeFacts) -> Service:
         return Service(where, self.demand.cached)
 
     def column(self, method: Method, threshold: float) -> Column:
@@ -153,7 +154,7 @@ class Solver:
         return found
 
     @property
-    def _link_source(self) -> Instance:
+    def _link_source(self) -> NodeFacts:
         return self.fleet.remotes[0].prefill if self.fleet.remotes else self.fleet.home.prefill
 
     def _made(self, method: Method, thresholds: Sequence[float]) -> list[Column]:
@@ -187,8 +188,8 @@ class Service:
     In chunks, as the engine computes it: each pays anew for what every iteration costs.
     """
 
-    def __init__(self, instance: Instance, cached: float) -> None:
-        self._prefill_ns = compile_cost(instance.spec.cost).prefill_ns
+    def __init__(self, instance: NodeFacts, cached: float) -> None:
+        self._prefill_ns = compile_cost(instance.cost).prefill_ns
         self._cached, self._budget = round(cached), instance.token_budget
 
     def __call__(self, num_tokens: float) -> float:
@@ -205,38 +206,39 @@ def _prefill(solution: Solution) -> float:
     return highest_rate(solution.remote, solution.local, math.inf, solution.classes.share)
 
 
-def largest_batch(decode: Instance, context: float, tbt_ms: int | None) -> Batch:
+def largest_batch(decode: NodeFacts, context: float, tbt_ms: int | None) -> Batch:
     """BS_max and T_decode of equation (5), of sequences with `context` tokens each.
 
     Raises ConfigError if not even one sequence meets the limit or fits the memory, and where steps take no time.
     """
-    cost = compile_cost(decode.spec.cost)
-    kv_bytes = decode.spec.kv_blocks * decode.block_size * cost.kv_token_bytes
-    fit = int(kv_bytes / (context * cost.kv_token_bytes + cost.state_bytes))
+    cost = compile_cost(decode.cost)
+    kv_bytes = decode.kv_blocks * decode.block_size * cost.kv_token_bytes
+    fit = int(kv_bytes / (context * cost.kv_token_bytes))  # their live states have room of their own
     if not fit:
         raise ConfigError(
             f"engine.kv_memory: {kv_bytes / 1e9:.1f} GB hold no sequence of {context:,.0f} tokens; give nodes more"
         )
-    if not decode.step_s(1, context):
+    one_s = step_s(decode, 1, context)
+    if not one_s:
         raise ConfigError(
             "cost: the profile of the nodes that decode says nothing of decode; give it decode_points or decode_fixed_s"
         )
-    most = min(decode.max_batch, fit)
+    most = min(decode.max_sequences, fit)
     limit_s = math.inf if tbt_ms is None else tbt_ms / 1000
-    if decode.step_s(1, context) > limit_s:
+    if one_s > limit_s:
         raise ConfigError(
-            f"slo.tbt_ms: a step of one sequence of {context:,.0f} tokens takes {1000 * decode.step_s(1, context):.1f} "
-            f"ms, above the limit of {tbt_ms} ms"
+            f"slo.tbt_ms: a step of one sequence of {context:,.0f} tokens takes {1000 * one_s:.1f} ms, "
+            f"above the limit of {tbt_ms} ms"
         )
     inside, outside = 1, most + 1
     while outside - inside > 1:
         middle = (inside + outside) // 2
-        if decode.step_s(middle, context) <= limit_s:
+        if step_s(decode, middle, context) <= limit_s:
             inside = middle
         else:
             outside = middle
-    binds = "slo.tbt_ms" if inside < most else "max_sequences" if most == decode.max_batch else "kv_memory"
-    return Batch(inside, decode.step_s(inside, context), binds)
+    binds = "slo.tbt_ms" if inside < most else "max_sequences" if most == decode.max_sequences else "kv_memory"
+    return Batch(inside, step_s(decode, inside, context), binds)
 
 
 def tokens(threshold: float) -> int | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from isthmus.conductor import LinkRule
-from isthmus.deploy import UNLIMITED
-from isthmus.sim.deployment import Deployment, NodeSpec
+from isthmus.deploy import UNLIMITED, NodeFacts
+from isthmus.sim.deployment import Deployment
 from isthmus.sim.network import ROUNDING, Flow, Network
 from isthmus.sim.records import LinkRecord
 from isthmus.types import Role
@@ -82,7 +82,7 @@ class Wiring:
         self._numbers: list[tuple[int, LinkRecord]] = []  # of the links in the network
         self._spines: dict[str, tuple[int, ...]] = {}
         self._paths: dict[tuple[str, str], ClusterLink] = {}
-        for cluster in dict.fromkeys(spec.cluster for spec in deployment.nodes):
+        for cluster in dict.fromkeys(facts.cluster for facts in deployment.nodes):
             spine = f"{cluster} spine" if cluster else "spine"
             limited = deployment.spine != UNLIMITED
             self._spines[cluster] = (self._link(spine, "spine", deployment.spine),) if limited else ()
@@ -92,13 +92,13 @@ class Wiring:
             self.between.append(link)
             self._paths[rule.source, rule.target] = link
 
-    def connect(self, spec: NodeSpec) -> NodeLinks:
+    def connect(self, facts: NodeFacts) -> NodeLinks:
         """The links of a node."""
-        rates, name, links = spec.rates, spec.node, NodeLinks()
+        rates, name, links = facts.rates, facts.node, NodeLinks()
         links.net_in = links.handover_in = self._link(f"{name} in", "network", rates.network)
         links.net_out = links.handover_out = self._link(f"{name} out", "network", rates.network)
         changes = self._deployment.rules.convert  # then it needs the links of every role
-        decodes, loads = changes or spec.role is Role.DECODE, changes or spec.role is not Role.DECODE
+        decodes, loads = changes or facts.role is Role.DECODE, changes or facts.role is not Role.DECODE
         to_device, from_device = f"{name} to device", f"{name} from device"
         if rates.handover:
             # From the device goes a hand-over alone, so it and the rail are one link, as wide as the narrower.
@@ -120,11 +120,11 @@ class Wiring:
         links.disk_write = self._lane(f"{name} disk write", "disk", rates.disk_write)
         return links
 
-    def crossing(self, source: NodeSpec, target: NodeSpec) -> ClusterLink | None:
+    def crossing(self, source: NodeFacts, target: NodeFacts) -> ClusterLink | None:
         """The link between the clusters of two nodes; None inside one."""
         return None if source.cluster == target.cluster else self._paths[source.cluster, target.cluster]
 
-    def trunk(self, source: NodeSpec, target: NodeSpec) -> tuple[int, ...]:
+    def trunk(self, source: NodeFacts, target: NodeFacts) -> tuple[int, ...]:
         """What lies between two nodes' own links."""
         if source.cluster == target.cluster:
             return self._spines[source.cluster]

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Protocol
 from isthmus.blocks import state_names
 from isthmus.conductor import Fetch, LinkState
 from isthmus.scheduler import TierCache
-from isthmus.sim.build import state_blocks
 from isthmus.sim.clock import TRANSFER_ENDS, Clock
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.job import Job
@@ -84,14 +83,14 @@ class Moves:
         self._named: dict[NodeId, SimNode] = {}
         self._ways: dict[tuple[int, int], _Way] = {}
         self._copies: dict[_Copy, None] = {}
-        self._state_blocks = state_blocks(deployment, deployment.nodes[0]) if deployment.nodes else 0
+        self._state_blocks = deployment.nodes[0].state_blocks
         self._measured = [(0, 0)] * len(self.wiring.between)  # bytes and time of each link so far
 
     def connect(self, node: SimNode) -> None:
         """Gives the next node its links."""
-        node.links = self.wiring.connect(node.spec)
+        node.links = self.wiring.connect(node.facts)
         self._nodes.append(node)
-        self._named[node.spec.node] = node
+        self._named[node.facts.node] = node
 
     def end(self, now: int) -> None:
         for flow in self.network.finish(now):
@@ -166,7 +165,7 @@ class Moves:
         job.record.fetched_tokens = num_tokens
         size = int(num_tokens * node.cost.kv_token_bytes * job.fetch_kept) + node.cost.state_bytes
         path = self._from_cache(source, node, on_disk, (node.links.net_in,))
-        link = self.wiring.crossing(source.spec, node.spec)
+        link = self.wiring.crossing(source.facts, node.facts)
         over = self._fetch_ends if link is None else partial(self._crossed, self._fetch_came, link)
         self._await(job, "fetch", path, size, over, now)
         if link is not None:
@@ -281,10 +280,10 @@ class Moves:
             source, target = self._nodes[job.prefill_slot], self._nodes[job.target]
             path = (
                 *source.links.from_device, source.links.handover_out,
-                *self.wiring.trunk(source.spec, target.spec),
+                *self.wiring.trunk(source.facts, target.facts),
                 target.links.handover_in, *target.links.to_device,
             )  # fmt: skip
-            link = self.wiring.crossing(source.spec, target.spec)
+            link = self.wiring.crossing(source.facts, target.facts)
             over = self._handover_ends if link is None else partial(self._crossed, self._handover_came, link)
             found = self._ways[slots] = _Way(path, link, over)
         return found
@@ -400,7 +399,7 @@ class Moves:
     def _from_cache(
         self, source: SimNode, target: SimNode, on_disk: int, into: tuple[int, ...]
     ) -> tuple[int, ...]:
-        path = (source.links.net_out, *self.wiring.trunk(source.spec, target.spec), *into)
+        path = (source.links.net_out, *self.wiring.trunk(source.facts, target.facts), *into)
         return (source.links.disk_read, *path) if on_disk else path
 
     def _pin(self, job: Job, purpose: str, node: SimNode, names: tuple[BlockName, ...]) -> None:

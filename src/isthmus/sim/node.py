@@ -12,8 +12,8 @@ from heapq import heappop, heappush
 from math import sqrt
 
 from isthmus.cost import NodeCost, pipeline
+from isthmus.deploy import NodeFacts
 from isthmus.scheduler import Event, Run, Scheduler
-from isthmus.sim.deployment import NodeSpec
 from isthmus.sim.job import Job
 from isthmus.sim.links import NodeLinks
 from isthmus.sim.records import NodeRecord
@@ -35,14 +35,38 @@ class SimNode:
     """
 
     __slots__ = (
-        "_ends", "_first", "_growth", "_limit", "_num_admitted", "_run_start", "alive", "cost", "ending", "inbox",
-        "links", "next_role", "record", "run", "run_gaps", "run_start", "run_steps", "sampling", "scheduler", "slot",
-        "spec", "stalled", "stalled_since", "steps", "tail_ns", "tiers", "version",
+        "_ends",
+        "_first",
+        "_growth",
+        "_limit",
+        "_num_admitted",
+        "_run_start",
+        "alive",
+        "cost",
+        "ending",
+        "facts",
+        "inbox",
+        "links",
+        "next_role",
+        "record",
+        "run",
+        "run_gaps",
+        "run_start",
+        "run_steps",
+        "sampling",
+        "scheduler",
+        "slot",
+        "stalled",
+        "stalled_since",
+        "steps",
+        "tail_ns",
+        "tiers",
+        "version",
     )  # fmt: skip
 
-    def __init__(self, spec: NodeSpec, slot: int, scheduler: Scheduler, cost: NodeCost) -> None:
-        self.spec, self.slot, self.scheduler, self.cost = spec, slot, scheduler, cost
-        self.record = NodeRecord(spec.node, spec.role, cluster=spec.cluster)
+    def __init__(self, facts: NodeFacts, slot: int, scheduler: Scheduler, cost: NodeCost) -> None:
+        self.facts, self.slot, self.scheduler, self.cost = facts, slot, scheduler, cost
+        self.record = NodeRecord(facts.node, facts.role, cluster=facts.cluster)
         self.links = NodeLinks()
         self.tiers = scheduler.tiers
         self.alive = True
@@ -133,9 +157,9 @@ class SimNode:
         self._ends.clear()
         self.alive = False
 
-    def begin_anew(self, spec: NodeSpec, scheduler: Scheduler) -> None:
+    def begin_anew(self, facts: NodeFacts, scheduler: Scheduler) -> None:
         """With nothing under way, in this role."""
-        self.spec, self.scheduler, self.tiers = spec, scheduler, scheduler.tiers
+        self.facts, self.scheduler, self.tiers = facts, scheduler, scheduler.tiers
         self.run, self.next_role, self.inbox, self.sampling = None, None, [], []
         self.stalled = self.ending = False
         self.alive = True
@@ -162,10 +186,10 @@ class SimNode:
             (piece,) = chunks
             count, start = piece.count, piece.start
             times = [step_ps(((count, start + at * count),), 0, 0) for at in range(run.steps)]
-        if self.spec.pipeline == 1:
+        if self.facts.pipeline == 1:
             return sum(times)
         # The group is free for the next prompt when its first stage is; the last chunk still passes the others.
-        occupancy, latency = pipeline(times, self.spec.pipeline)
+        occupancy, latency = pipeline(times, self.facts.pipeline)
         self.tail_ns = (latency - occupancy) // 1000
         return occupancy
 

@@ -70,7 +70,7 @@ class Nodes:
         for node in self.nodes:
             self.moves.connect(node)
         self._deployment, self._clock, self._host = deployment, clock, host
-        self.by_name = {node.spec.node: node for node in self.nodes}
+        self.by_name = {node.facts.node: node for node in self.nodes}
         self._effects: dict[type, Callable[[SimNode, Any], None]] = {
             Run: self._start_run,
             Admitted: self._admitted,
@@ -105,10 +105,10 @@ class Nodes:
         assert before.num_waiting == before.num_running == 0, (
             "somebody needs a node that was given another role"
         )
-        spec = msgspec.structs.replace(node.spec, role=role)
-        node.begin_anew(spec, scheduler_of(self._deployment, spec, before))
-        self.conversions.append(Conversion(self._clock.now, spec.node, role))
-        self._host.decide(RoleChanged(spec.node, role))
+        facts = msgspec.structs.replace(node.facts, role=role)
+        node.begin_anew(facts, scheduler_of(self._deployment, facts, before))
+        self.conversions.append(Conversion(self._clock.now, facts.node, role))
+        self._host.decide(RoleChanged(facts.node, role))
 
     def check(self) -> None:
         for node in self.nodes:
@@ -124,7 +124,7 @@ class Nodes:
             scheduler = node.scheduler
             assert node.run is None and not node.inbox, "a node still works"
             assert scheduler.num_waiting == scheduler.num_running == 0, "a node holds a request that ended"
-            assert scheduler.pool.available == node.spec.kv_blocks, "blocks did not come back"
+            assert scheduler.pool.available == node.facts.kv_blocks, "blocks did not come back"
 
     # Runs.
 
@@ -301,11 +301,11 @@ class Nodes:
     def _stored(self, node: SimNode, action: Stored) -> None:
         if action.tier is Tier.DISK:
             self.moves.write_disk(node, len(action.names), self._clock.now)
-        self._host.decide(BlocksStored(node.spec.node, action.names, action.tier))
+        self._host.decide(BlocksStored(node.facts.node, action.names, action.tier))
 
     def _evicted(self, node: SimNode, action: Evicted) -> None:
         node.record.blocks_evicted += len(action.names)
-        self._host.decide(BlocksEvicted(node.spec.node, action.names))
+        self._host.decide(BlocksEvicted(node.facts.node, action.names))
 
     # What the links bring (`moves.Listener`).
 

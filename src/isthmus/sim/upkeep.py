@@ -7,7 +7,7 @@ from functools import partial
 from typing import Protocol
 
 from isthmus.conductor import Event, Measured, NodeLeft
-from isthmus.sim.build import joined, scheduler_of
+from isthmus.sim.build import scheduler_of
 from isthmus.sim.clock import OTHERS, Clock
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.job import Job
@@ -72,21 +72,23 @@ class Upkeep:
         faults, now = self._deployment.faults, self._clock.now
         self._nodes.moves.change_links(partial(faults.factor, now=now), now)
         for node in self._nodes.nodes:
-            dead = faults.is_dead((node.spec.node, node.spec.cluster), now)
+            dead = faults.is_dead((node.facts.node, node.facts.cluster), now)
             if node.alive and dead:
                 self._die(node)
             elif not node.alive and not dead:
                 node.alive = True
-                self._host.decide(joined(self._deployment, node.spec))
+                self._host.decide(node.facts.joined())
 
     def _die(self, node: SimNode) -> None:
         """All that it held is lost; what others were getting from it does not come."""
         node.die(self._clock.now)
         self._nodes.moves.forget_copies(node, self._clock.now)
         waiting = [(job, job.attempt) for job in self._host.requests() if job.waits_for(node.tiers)]
-        node.begin_anew(node.spec, scheduler_of(self._deployment, node.spec))
+        node.begin_anew(node.facts, scheduler_of(self._deployment, node.facts))
         node.alive = False
-        self._host.decide(NodeLeft(node.spec.node))
+        self._host.decide(NodeLeft(node.facts.node))
         for job, attempt in waiting:
             if job.attempt == attempt:  # none of its own nodes is gone
-                self._nodes.lost(job, f"node {node.spec.node} is gone, and with it what was to come from there")
+                self._nodes.lost(
+                    job, f"node {node.facts.node} is gone, and with it what was to come from there"
+                )

@@ -37,7 +37,7 @@ from isthmus.conductor import (
 )
 from isthmus.cost.transfer import NONE
 from isthmus.scheduler import Arrived, Cancelled, Expected
-from isthmus.sim.build import joined, kept
+from isthmus.sim.build import kept
 from isthmus.sim.clock import OTHERS, TRANSFER_ENDS, Clock
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.gaps import set_tbt
@@ -96,8 +96,8 @@ class World:
                 gc.enable()
 
     def _run(self, progress: Progress | None) -> Result:
-        for spec in self._deployment.nodes:
-            self.decide(joined(self._deployment, spec))
+        for facts in self._deployment.nodes:
+            self.decide(facts.joined())
         self._upkeep.start()
         clock, moves, network, run_ends = self._clock, self._moves, self._moves.network, self._nodes.run_ends
         jobs, heap = self._jobs, clock.heap
@@ -208,8 +208,8 @@ class World:
         job.begin(route, self._deployment.block_size)
         self._nodes.attempts[job.key] = job
         if self._deployment.rules.codecs:
-            job.kept = kept(prefill, route.codec, self._deployment.block_size)
-            job.fetch_kept = kept(prefill, fetch.codec if fetch else NONE, self._deployment.block_size)
+            job.kept = kept(prefill, route.codec)
+            job.fetch_kept = kept(prefill, fetch.codec if fetch else NONE)
         job.prefill_slot = record.prefill = prefill.slot
         job.target = record.decode = decode.slot
         if route.recall is not None and not self._moves.promise_recall(job, route.recall):
@@ -233,7 +233,7 @@ class World:
             source = self._nodes.by_name[fetch.source]
             if not self._moves.fetch(job, prefill, source, start, end, self._clock.now):
                 self._nodes.fetched(job)
-        elif prefill.spec.ssd_blocks and num_cached:
+        elif prefill.facts.ssd_blocks and num_cached:
             self._moves.read_disk(job, prefill, self._clock.now)
 
     def _abort(self, abort: Abort) -> None:
@@ -296,7 +296,7 @@ class World:
             workload=self._workload.name,
             policy=rules.policy,
             admission=rules.admission,
-            order=self._deployment.order,
+            order=self._deployment.nodes[0].order,
             records=records,
             nodes=[node.record for node in self._nodes.nodes],
             links=self._moves.wiring.records(self._clock.now),

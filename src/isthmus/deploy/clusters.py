@@ -1,0 +1,58 @@
+"""The clusters of a configuration, each with the configuration as it holds for its nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from isthmus.config import Config, RoleConfig, RolesConfig
+from isthmus.deploy.costs import is_shipped
+from isthmus.types import NodeId, Role
+
+
+def role_config(config: Config, role: Role) -> RoleConfig:
+    """Of the nodes of a role."""
+    nodes: RoleConfig = getattr(config.roles, role.value)
+    return nodes
+
+
+class Cluster(msgspec.Struct, frozen=True):
+    """One cluster. `config`: the deployment's as it holds for the nodes here: `roles`, `engine.hardware`, `engine.gpus`
+    and `engine.cost` are this cluster's. `name`: "" where the configuration names none."""
+
+    name: str
+    config: Config
+    price: float = 1.0
+
+    def node(self, role: Role, number: int) -> NodeId:
+        return NodeId(f"{self.name}-{role}-{number}" if self.name else f"{role}-{number}")
+
+
+def clusters_of(config: Config) -> list[Cluster]:
+    """In the order of the configuration, which is also that of their nodes."""
+    if not config.clusters:
+        return [Cluster("", config)]
+    found = []
+    for name, cluster in config.clusters.items():
+        own = {key: getattr(cluster, key) for key in ("hardware", "gpus", "cost")}
+        engine = config.engine.model_copy(
+            update={key: value for key, value in own.items() if value is not None}
+        )
+        roles = RolesConfig(**{role.value: getattr(cluster.roles, role.value) for role in Role})
+        update = {"engine": engine, "roles": roles, "clusters": {}, "links": ()}
+        found.append(Cluster(name, config.model_copy(update=update), cluster.price))
+    return found
+
+
+def at_home(config: Config, folder: Path) -> Config:
+    """The same with each `cost` that names a file found from the folder of the configuration file."""
+
+    def placed(section: Any) -> Any:
+        if not isinstance(section.cost, str) or is_shipped(section.cost):
+            return section
+        return section.model_copy(update={"cost": str(folder / Path(section.cost).expanduser())})
+
+    clusters = {name: placed(cluster) for name, cluster in config.clusters.items()}
+    return config.model_copy(update={"engine": placed(config.engine), "clusters": clusters})

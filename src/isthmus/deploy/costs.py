@@ -1,0 +1,135 @@
+"""What work costs on a node, and what it runs on: curves, hardware and the model's own facts."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from isthmus.config import Config, RoleConfig
+from isthmus.cost import (
+    HARDWARE,
+    Analytic,
+    Cost,
+    Hardware,
+    curve_of,
+    engine_coefficients,
+    facts_of,
+    hardware_named,
+)
+from isthmus.errors import ConfigError
+from isthmus.scheduler import CPU_TILE, TILE, Chunking
+
+PROFILES = Path(__file__).parent.parent / "cost" / "profiles"
+"""Published measurements that `engine.cost` may name."""
+_NUMBER = re.compile(r"[0-9]+e[+-]?[0-9]+", re.IGNORECASE)
+_CODEC_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_COST_DTYPES = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+def hardware_of(config: Config, nodes: RoleConfig) -> Hardware | None:
+    """What nodes of a role run on, if the configuration says. Raises ConfigError for an unknown name."""
+    name = nodes.hardware or config.engine.hardware
+    return None if name is None else hardware_named(name)
+
+
+def chunking_of(config: Config, nodes: RoleConfig) -> Chunking:
+    """How nodes of a role cut prompts."""
+    scheduling, hardware = config.scheduling, hardware_of(config, nodes)
+    on_gpu = hardware is not None and hardware.name != "cpu"
+    return Chunking(
+        scheduling.partial_prefills,
+        config.slo.tbt_ms if scheduling.chunking == "tbt" else None,
+        TILE if on_gpu else CPU_TILE,
+    )
+
+
+def gpus_of(config: Config, nodes: RoleConfig) -> int:
+    return nodes.gpus or config.engine.gpus
+
+
+def codec_dtype(cost: Cost, otherwise: str = "") -> str:
+    """Of the KV that a cost model speaks of, as codecs name it; "" for what they do not take."""
+    return _CODEC_DTYPES.get(cost.kv_dtype, "") if isinstance(cost, Analytic) else otherwise
+
+
+def cost_of(config: Config, nodes: RoleConfig, model: Path | None) -> Cost:
+    """What work takes on a node of a role: a measured curve where there is one, else the analytic model of the
+    model's config.json (`model`: its folder or the file) on its hardware, this CPU when none is named.
+
+    Raises ConfigError for a curve, hardware or model without a cost, and for the emulated engine without hardware.
+    """
+    engine = config.engine
+    if engine.cost is not None:
+        return curve_of(_curve_values(engine.cost))
+    if engine.kind == "emulated" and hardware_of(config, nodes) is None:
+        raise ConfigError(
+            "the emulated engine needs engine.hardware (--hardware), e.g. h200, or a curve in engine.cost; "
+            f"hardware: {', '.join(HARDWARE)}"
+        )
+    if model is None:
+        raise ConfigError("engine.cost or model: give one; without it nobody knows what work costs")
+    hardware = hardware_of(config, nodes) or hardware_named("cpu")
+    facts = facts_of(read_mapping(model / "config.json" if model.is_dir() else model))
+    weight_dtype = _COST_DTYPES[engine.dtype] if engine.dtype else facts.weight_dtype
+    kv_dtype = "fp32" if weight_dtype == "fp32" else "bf16"
+    coefficients = engine_coefficients(engine.runtime, hardware, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
+    return Analytic(
+        model=facts,
+        hardware=hardware,
+        coefficients=coefficients,
+        num_gpus=gpus_of(config, nodes),
+        weight_dtype=weight_dtype,
+        kv_dtype=kv_dtype,
+    )
+
+
+def is_shipped(name: str) -> bool:
+    """Whether a published profile has this name."""
+    return _shipped(name).is_file()
+
+
+def _shipped(name: str) -> Path:
+    return PROFILES / f"{name}.yaml"
+
+
+def _curve_values(given: str | dict[str, Any]) -> Mapping[str, Any]:
+    if isinstance(given, str):
+        path = _shipped(given) if is_shipped(given) else Path(given).expanduser()
+        if not path.exists():
+            names = sorted(each.stem for each in PROFILES.glob("*.yaml"))
+            near = difflib.get_close_matches(path.name, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{path}: cannot be read: no such file, and no published profile{hint}")
+        given = read_mapping(path)
+    return {key: _numbers(value) for key, value in given.items()}
+
+
+def _numbers(value: Any) -> Any:
+    """YAML takes 1e-5, which is how JSON and Python write it, for a text; 1.0e-5 only for a number."""
+    if isinstance(value, dict):
+        return {key: _numbers(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_numbers(inner) for inner in value]
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        return float(value)
+    return value
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """A YAML or JSON file with keys and values at its top. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf8")
+        values = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: not valid: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected keys and values at the top")
+    return values

@@ -1,0 +1,126 @@
+"""What one node is, whoever runs it: a process of the live cluster or an object of the simulator."""
+
+from __future__ import annotations
+
+import msgspec
+
+from isthmus.conductor import NodeJoined, Paths
+from isthmus.cost import Cost, compile_cost
+from isthmus.deploy.rates import UNLIMITED, Rates
+from isthmus.scheduler import Chunking, Limits, TbtTarget, TierCache
+from isthmus.types import NodeId, Role
+
+
+class Sequences(msgspec.Struct, frozen=True):
+    """How many requests a node of each role computes, or hands over, at once."""
+
+    prefill: int = 64
+    decode: int = 64
+    mixed: int = 64
+
+    def of(self, role: Role) -> int:
+        limit: int = getattr(self, role.value)
+        return limit
+
+
+class NodeFacts(msgspec.Struct, frozen=True):
+    """One node; a pipeline group, whose machines each have a range of layers, is one.
+
+    `kv_blocks`: of its engine's memory, beside the recurrent states of `live_states` requests. `dram_blocks`,
+    `ssd_blocks`: that its cache keeps; `transit_blocks`: of DRAM for blocks on their way: being written, fetched, lent.
+    `state_blocks`: that the recurrent state of a sequence fills. `pipeline`: machines of the group. `cluster`: where it
+    stands, "" if there is only one. `kv_dtype`: of its KV, for codecs; "" for what they do not take. `token_budget`,
+    `prompt_batch`, `order`, `max_steps`, `max_chunks`: as in the scheduler's `Limits`; the last for prefill alone.
+    """
+
+    node: NodeId
+    role: Role
+    cost: Cost
+    kv_blocks: int
+    block_size: int
+    dram_blocks: int = 0
+    ssd_blocks: int = 0
+    rates: Rates = Rates()
+    transit_blocks: int = 0
+    state_blocks: int = 0
+    live_states: int = 64
+    pipeline: int = 1
+    cluster: str = ""
+    kv_dtype: str = ""
+    chunking: Chunking = Chunking()
+    token_budget: int = 512
+    prompt_batch: int = 1 << 30
+    sequences: Sequences = Sequences()
+    order: str = "fcfs"
+    eviction: str = "lru"
+    max_steps: int = 16
+    max_chunks: int = 1
+
+    @property
+    def max_sequences(self) -> int:
+        """In the role that it has."""
+        return self.sequences.of(self.role)
+
+    @property
+    def cache_blocks(self) -> int:
+        """That its cache keeps, 0 without one."""
+        return self.dram_blocks + self.ssd_blocks
+
+    @property
+    def num_slots(self) -> int:
+        """Blocks that its DRAM holds, kept or on their way."""
+        return self.dram_blocks + self.transit_blocks
+
+    @property
+    def paths(self) -> Paths:
+        """How fast KV moves to and from it. Only from prefill to decode where there is no cache; and a pipeline group
+        shares its cache with nobody."""
+        rates = self.rates
+        rail = rates.handover or rates.network
+        if not self.cache_blocks:
+            return Paths(handover=rail)
+        disk = rates.disk_read if self.ssd_blocks else 0
+        if self.pipeline > 1:
+            return Paths(0, rates.memory, disk, rail)
+        # A link that is limited is shared with what is fetched.
+        return Paths(rates.network, rates.memory, disk, rates.handover if rates.network < UNLIMITED else rail)
+
+    @property
+    def target(self) -> TbtTarget | None:
+        """What its chunks keep, if they keep any limit."""
+        return self.chunking.target(compile_cost(self.cost).step_ps)
+
+    def limits(self, role: Role) -> Limits:
+        """What its scheduler may use in a role, which may change."""
+        return Limits(
+            num_blocks=self.kv_blocks,
+            block_size=self.block_size,
+            token_budget=self.token_budget,
+            prompt_batch=self.prompt_batch,
+            partial_prefills=self.chunking.partial_prefills,
+            max_sequences=self.sequences.of(role),
+            max_steps=self.max_steps,
+            max_chunks=self.max_chunks if role is Role.PREFILL else 1,
+            order=self.order,
+            state_blocks=self.state_blocks,
+        )
+
+    def tiers(self) -> TierCache | None:
+        """Its cache, empty; None where it has none."""
+        return TierCache(self.dram_blocks, self.ssd_blocks, self.eviction) if self.cache_blocks else None
+
+    def joined(self) -> NodeJoined:
+        """What the conductor hears of it."""
+        return NodeJoined(
+            self.node,
+            self.role,
+            capacity_tokens=self.limits(self.role).capacity_tokens,
+            block_size=self.block_size,
+            cost=self.cost,
+            paths=self.paths,
+            cache_blocks=self.cache_blocks,
+            kv_dtype=self.kv_dtype,
+            cluster=self.cluster,
+            max_sequences=self.max_sequences,
+            state_blocks=self.state_blocks,
+        )

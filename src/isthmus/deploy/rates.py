@@ -1,0 +1,39 @@
+"""A node's own links."""
+
+from __future__ import annotations
+
+import msgspec
+
+from isthmus.config import Config, RoleConfig
+from isthmus.cost import hardware_named
+from isthmus.deploy.costs import gpus_of, hardware_of
+
+UNLIMITED = 1 << 50
+"""Bytes per second of a link that nobody asked to limit."""
+
+
+class Rates(msgspec.Struct, frozen=True):
+    """One node's links in bytes per second. `handover`: its own rail for prefill to decode, 0 shares `network`."""
+
+    network: int = UNLIMITED
+    handover: int = 0
+    memory: int = UNLIMITED
+    disk_read: int = UNLIMITED
+    disk_write: int = UNLIMITED
+
+
+def rates_of(config: Config, nodes: RoleConfig) -> Rates:
+    """A group's links add up, as each of its machines moves its own layers."""
+    hardware = hardware_of(config, nodes) or hardware_named("cpu")
+    gpus, network = gpus_of(config, nodes), config.network
+    return Rates(
+        network=bytes_per_s(network.node_gbps, int(hardware.nic_bw * gpus)) * nodes.pipeline,
+        handover=bytes_per_s(network.handover_gbps, 0) * nodes.pipeline,
+        memory=int(hardware.pcie_bw * gpus) * nodes.pipeline,
+        disk_read=int(hardware.ssd_read_bw) * nodes.pipeline,
+        disk_write=int(hardware.ssd_write_bw) * nodes.pipeline,
+    )
+
+
+def bytes_per_s(gbps: float | None, otherwise: int) -> int:
+    return otherwise if gbps is None else int(gbps * 1e9 / 8)

@@ -1,0 +1,51 @@
+"""The conductor's part of the configuration."""
+
+from __future__ import annotations
+
+from isthmus.conductor import LinkRule, Rules
+from isthmus.config import Config
+from isthmus.cost.transfer import INT8, ZSTD
+from isthmus.deploy.rates import bytes_per_s
+from isthmus.types import NS_PER_MS, NS_PER_S
+
+CODECS = {"none": (), "lossless": (ZSTD,), "int8": (ZSTD, INT8)}
+"""Those that a value of `network.compression` allows."""
+
+
+def rules_of(config: Config) -> Rules:
+    """The conductor's part of the configuration."""
+    scheduling = config.scheduling
+    return Rules(
+        policy=config.policy,
+        max_requests=config.limits.max_requests,
+        max_attempts=config.limits.max_attempts,
+        admission=scheduling.admission,
+        reserve=scheduling.reserve,
+        sticky_blocks=scheduling.sticky_blocks,
+        balancing_threshold=scheduling.balancing_threshold,
+        decode_s=scheduling.decode_s,
+        load_limit=scheduling.load_limit,
+        seed=scheduling.seed,
+        replicate=scheduling.replication == "priced",
+        codecs=CODECS[config.network.compression],
+        ttft_ms=config.slo.ttft_ms,
+        tbt_ms=config.slo.tbt_ms,
+        links=links_of(config),
+        threshold=config.offload.threshold,
+        priced=config.offload.routing == "priced",
+        cache_mode=config.offload.cache,
+        control=config.offload.control == "link",
+        convert=config.offload.convert == "auto",
+        cool_down_s=config.offload.cool_down_s,
+        period_ns=int(config.offload.period_s * NS_PER_S),
+    )
+
+
+def links_of(config: Config) -> tuple[LinkRule, ...]:
+    """Both directions of each."""
+    found: list[LinkRule] = []
+    for link in config.links:
+        rate, rtt_ns = bytes_per_s(link.gbps, 0), int(link.rtt_ms * NS_PER_MS)
+        (one, other) = link.between
+        found += [LinkRule(one, other, rate, rtt_ns), LinkRule(other, one, rate, rtt_ns)]
+    return tuple(found)

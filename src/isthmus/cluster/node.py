@@ -183,8 +183,8 @@ class Node:
         if self._group is None:
             self._head.send(self._hello(self._address))
         else:
-            options, facts = self._options, self._facts
-            stage = StageHello(PROTOCOL, options.token, facts.node, 0, facts.pipeline, self._address)
+            facts, token = self._facts, self._options.token
+            stage = StageHello(PROTOCOL, token, facts.node, 0, facts.pipeline, self._address)
             self._head.send(stage)
         try:
             return await self._over

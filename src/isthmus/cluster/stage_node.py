@@ -70,12 +70,13 @@ class StageNode:
         network: Network,
         store_of: Callable[[OnLost], Store] | None = None,
     ) -> None:
-        assert 0 < options.stage < options.facts.pipeline
+        facts = self._facts = options.facts
+        assert 0 < options.stage < facts.pipeline
         self._engine, self._options, self._network = engine, options, network
         store = store_of(self._lost) if store_of is not None else None
         self._cache = NodeCache(engine.memory, store, self._lost) if store is not None else None
         self._stepper = StageStepper(engine, self._cache, self, self._tell)
-        hello = PeerHello(PROTOCOL, options.token, options.facts.node, engine.revision, engine.layout)
+        hello = PeerHello(PROTOCOL, options.token, facts.node, engine.revision, engine.layout)
         peers = Peers(self._network, hello, lambda: _FromDecode(self))
         self.crossings = Crossings(peers, options.link_s, self._spawn)
         self.departures = Departures(engine.memory, engine.layers[0], peers, self._spawn, self._failed)
@@ -88,7 +89,7 @@ class StageNode:
         """Joins its group and computes. Raises StartError when it cannot."""
         self.loop = asyncio.get_running_loop()
         self._over: asyncio.Future[str] = self.loop.create_future()
-        options = self._options
+        options, facts = self._options, self._facts
         server, port = await self._network.listen(options.host, 0, Downward, lambda: _FromBefore(self))
         self._stepper.start()
         try:
@@ -98,11 +99,7 @@ class StageNode:
         except (OSError, TimeoutError, ValueError) as error:
             raise StartError(f"cannot reach the head at {options.join}: {error}") from None
         address = f"{options.host}:{port}"
-        self._head.send(
-            StageHello(
-                PROTOCOL, options.token, options.facts.node, options.stage, options.facts.pipeline, address
-            )
-        )
+        self._head.send(StageHello(PROTOCOL, options.token, facts.node, options.stage, facts.pipeline, address))
         try:
             return await self._over
         finally:
@@ -154,22 +151,14 @@ class StageNode:
 
     def open(self, connection: Session, opening: StageOpen) -> None:
         """The group forms. Raises ProtocolError when the one that opens it does not belong to it."""
-        mine = (
-            PROTOCOL,
-            self._options.facts.node,
-            self._options.stage,
-            self._engine.revision,
-            self._engine.layout,
-        )
+        mine = (PROTOCOL, self._facts.node, self._options.stage, self._engine.revision, self._engine.layout)
         theirs = (opening.protocol, opening.group, opening.stage, opening.revision, opening.layout)
         trusted = hmac.compare_digest(opening.token.encode(), self._options.token.encode())
         if self._before is not None or not trusted or theirs != mine:
             raise ProtocolError("it is no stage of this group, or runs another model or KV layout")
         self._before = connection
         if shortage := self._shortage(opening):
-            self.end(
-                StartError(f"pipeline stage {self._options.stage} of {self._options.facts.node}: {shortage}")
-            )
+            self.end(StartError(f"pipeline stage {self._options.stage} of {self._facts.node}: {shortage}"))
             return
         self._spawn(self._join_up(opening))
 

@@ -7,35 +7,15 @@ Files of models, curves and hardware are read here; no process is started and no
 """
 
 from isthmus.deploy.clusters import Cluster, at_home, clusters_of, role_config
-from isthmus.deploy.costs import (
-    PROFILES,
-    chunking_of,
-    codec_dtype,
-    cost_of,
-    gpus_of,
-    hardware_of,
-    read_mapping,
-)
+from isthmus.deploy.costs import PROFILES, chunking_of, cost_of, gpus_of, hardware_of, read_mapping
 from isthmus.deploy.facts import NodeFacts, Sequences
 from isthmus.deploy.places import Place, places_of
-from isthmus.deploy.rates import UNLIMITED, Rates, bytes_per_s, rates_of
-from isthmus.deploy.reading import (
-    MAX_EMULATED_TOKENS,
-    MIN_SLOTS,
-    TRANSIT,
-    kv_memory_of,
-    nodes_of,
-    role_facts,
-    sequences_of,
-)
-from isthmus.deploy.rules import CODECS, links_of, rules_of
+from isthmus.deploy.rates import UNLIMITED, Rates, bytes_per_s
+from isthmus.deploy.reading import kv_memory_of, nodes_of, role_facts
+from isthmus.deploy.rules import links_of, rules_of
 
 __all__ = [
-    "CODECS",
-    "MAX_EMULATED_TOKENS",
-    "MIN_SLOTS",
     "PROFILES",
-    "TRANSIT",
     "UNLIMITED",
     "Cluster",
     "NodeFacts",
@@ -46,7 +26,6 @@ __all__ = [
     "bytes_per_s",
     "chunking_of",
     "clusters_of",
-    "codec_dtype",
     "cost_of",
     "gpus_of",
     "hardware_of",
@@ -54,10 +33,8 @@ __all__ = [
     "links_of",
     "nodes_of",
     "places_of",
-    "rates_of",
     "read_mapping",
     "role_config",
     "role_facts",
     "rules_of",
-    "sequences_of",
 ]

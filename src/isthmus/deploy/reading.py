@@ -61,7 +61,7 @@ def role_facts(
 ) -> NodeFacts:
     """What all nodes of a role have in common; they have no name yet. Raises ConfigError for too little memory."""
     config, nodes = cluster.config, role_config(cluster.config, role)
-    engine, sequences = config.engine, sequences_of(config)
+    engine, sequences = config.engine, _sequences(config)
     live = sequences.of(role)
     if config.offload.convert != "none":  # then it may come to have any role
         live = max(sequences.prefill, sequences.decode, sequences.mixed)
@@ -93,7 +93,7 @@ def role_facts(
     )
 
 
-def sequences_of(config: Config) -> Sequences:
+def _sequences(config: Config) -> Sequences:
     limits = {role.value: role_config(config, role).max_sequences for role in Role}
     return Sequences(**{role: limit or config.engine.max_sequences for role, limit in limits.items()})
 

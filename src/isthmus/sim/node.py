@@ -35,33 +35,9 @@ class SimNode:
     """
 
     __slots__ = (
-        "_ends",
-        "_first",
-        "_growth",
-        "_limit",
-        "_num_admitted",
-        "_run_start",
-        "alive",
-        "cost",
-        "ending",
-        "facts",
-        "inbox",
-        "links",
-        "next_role",
-        "record",
-        "run",
-        "run_gaps",
-        "run_start",
-        "run_steps",
-        "sampling",
-        "scheduler",
-        "slot",
-        "stalled",
-        "stalled_since",
-        "steps",
-        "tail_ns",
-        "tiers",
-        "version",
+        "_ends", "_first", "_growth", "_limit", "_num_admitted", "_run_start", "alive", "cost", "ending", "facts",
+        "inbox", "links", "next_role", "record", "run", "run_gaps", "run_start", "run_steps", "sampling", "scheduler",
+        "slot", "stalled", "stalled_since", "steps", "tail_ns", "tiers", "version",
     )  # fmt: skip
 
     def __init__(self, facts: NodeFacts, slot: int, scheduler: Scheduler, cost: NodeCost) -> None:

@@ -1,0 +1,94 @@
+"""What a configuration says of one node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from isthmus.conductor import Paths
+from isthmus.config import Config
+from isthmus.deploy import UNLIMITED, NodeFacts, Sequences, nodes_of
+from isthmus.errors import ConfigError
+from isthmus.types import Role
+
+CURVE = {"kv_token_bytes": 1000, "num_layers": 4, "prefill_token_s": 1e-4, "decode_fixed_s": 0.01}
+STATES = CURVE | {"state_bytes": 40_000}
+BLOCK = 16_000
+NETWORK = {"node_gbps": 8}
+RATE = 10**9
+
+
+def facts(block_size: int = 16, **sections: Any) -> tuple[NodeFacts, ...]:
+    values = {"engine": {"cost": CURVE, "kv_memory": 1000 * BLOCK}} | sections
+    return nodes_of(Config.model_validate(values), block_size)
+
+
+def groups(count: int) -> dict[str, Any]:
+    return {"prefill": {"count": count, "pipeline": count}, "decode": 1}
+
+
+def test_an_eighth_of_a_caches_slots_is_for_transit() -> None:
+    node, _ = facts(cache={"dram": 80 * BLOCK + 5, "ssd": 30 * BLOCK})
+    assert (node.dram_blocks, node.transit_blocks, node.num_slots, node.ssd_blocks) == (70, 10, 80, 30)
+    tiers = node.tiers()
+    assert tiers is not None and (tiers.dram.capacity_blocks, tiers.ssd.capacity_blocks) == (70, 30)
+    assert node.joined().cache_blocks == node.cache_blocks == 100
+    least, _ = facts(cache={"dram": 8 * BLOCK})
+    assert (least.dram_blocks, least.transit_blocks) == (7, 1)
+    assert facts()[0].tiers() is None
+
+
+@pytest.mark.parametrize(
+    ("sections", "complaint"),
+    [
+        ({"cache": {"dram": 8 * BLOCK - 1}}, f"cache.dram: .* fewer than 8 .* at least {8 * BLOCK}"),
+        ({"cache": {"ssd": 100 * BLOCK}}, r"cache\.dram: 0 bytes hold fewer than 8"),
+        ({"cache": {"dram": 8 * BLOCK, "ssd": BLOCK - 1}}, r"cache\.ssd: 15999 bytes hold no block"),
+        ({"engine": {"cost": CURVE, "kv_memory": 2 * BLOCK - 1}}, f"give at least {2 * BLOCK}"),
+        (
+            {"engine": {"cost": STATES, "kv_memory": 14 * BLOCK + 64 * 40_000 - 1}},
+            rf"fewer than 14 blocks .* states of 64 .* at least {14 * BLOCK + 64 * 40_000}",
+        ),
+        ({"engine": {"cost": CURVE, "hardware": "h200"}}, r"engine\.kv_memory: give it"),
+    ],
+)
+def test_memory_that_holds_too_little_is_refused(sections: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        facts(**sections)
+
+
+def test_kv_moves_as_a_nodes_cache_and_links_allow() -> None:
+    """A limited link is shared by hand-overs and fetches; without a cache, and in a group, nothing is fetched."""
+    cache = {"dram": "1GB", "ssd": "1GB"}
+    node = facts(network=NETWORK, cache=cache)[0]
+    memory, disk = node.rates.memory, node.rates.disk_read
+    assert node.paths == Paths(RATE, memory, disk, 0)
+    assert facts(network=NETWORK, cache={"dram": "1GB"})[1].paths == Paths(RATE, memory, 0, 0)
+    railed = NETWORK | {"handover_gbps": 16}
+    assert facts(network=railed, cache=cache)[0].paths == Paths(RATE, memory, disk, 2 * RATE)
+    assert [node.paths for node in facts(network=NETWORK)] == 2 * [Paths(handover=RATE)]
+    group, alone = facts(network=NETWORK, cache=cache, roles=groups(2))
+    assert group.paths == Paths(0, 2 * memory, 2 * disk, 2 * RATE)
+    assert alone.paths == node.paths
+    assert NodeFacts(node.node, Role.DECODE, node.cost, 9, 16, 9).paths.handover == UNLIMITED
+
+
+def test_states_of_all_requests_lie_beside_the_blocks() -> None:
+    engine = {"cost": STATES, "kv_memory": 1000 * BLOCK, "max_sequences": 8}
+    roles = {"prefill": {"count": 1, "max_sequences": 4}, "decode": {"count": 1, "max_sequences": 32}}
+    prefill, decode = facts(engine=engine, roles=roles)
+    assert prefill.sequences == Sequences(prefill=4, decode=32, mixed=8)
+    assert (prefill.live_states, decode.live_states) == (4, 32)
+    assert (prefill.kv_blocks, decode.kv_blocks) == (990, 920)
+    assert prefill.state_blocks == 3
+    turned, _ = facts(engine=engine, roles=roles, offload={"convert": "auto"})
+    assert (turned.live_states, turned.kv_blocks) == (32, 920)
+    assert [turned.limits(role).max_sequences for role in Role] == [4, 32, 8]
+
+
+def test_a_group_holds_what_its_machine_with_the_most_layers_does() -> None:
+    """Of four layers, two on each of two machines, but two on the first of three."""
+    assert facts(roles=groups(2))[0].kv_blocks == 2000
+    assert facts(roles=groups(3))[0].kv_blocks == 2000
+    assert facts(roles=groups(4))[0].kv_blocks == 4000

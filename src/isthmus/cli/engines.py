@@ -46,14 +46,14 @@ def served_model(config: Config, folder: Path, nodes: Sequence[NodeFacts]) -> Se
 
 
 def host_bytes(config: Config, folder: Path, facts: NodeFacts) -> int:
-    """Memory that each process of a node will take."""
-    num_blocks = facts.kv_blocks + facts.num_slots
-    if config.engine.kind == "emulated":
-        return num_blocks * _recipe(config, folder, facts).layout.block_bytes
-    layout = kv_layout(config, folder)
-    assert layout is not None
-    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return weights + layout.state_bytes * facts.live_states + num_blocks * layout.block_bytes // facts.pipeline
+    """Memory that each process of a node will take. `config`: of its cluster."""
+    layout, weights = kv_layout(config, folder), 0
+    if layout is None:
+        layout = _recipe(config, folder, facts).layout
+    else:
+        weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    blocks = (facts.kv_blocks + facts.num_slots) * layout.block_bytes // facts.pipeline
+    return weights + layout.state_bytes * facts.live_states + blocks
 
 
 def kv_layout(config: Config, folder: Path) -> KVLayout | None:

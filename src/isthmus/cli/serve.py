@@ -97,7 +97,7 @@ async def _serve(config: Config) -> None:
     from isthmus.cli.models import find_model
     from isthmus.cluster.launcher import check_memory
     from isthmus.cluster.local import LocalCluster
-    from isthmus.deploy import nodes_of, places_of
+    from isthmus.deploy import clusters_of, nodes_of, places_of
     from isthmus.gateway.app import create_app
     from isthmus.gateway.server import bind, serve_http
     from isthmus.gateway.settings import GatewaySettings
@@ -110,8 +110,9 @@ async def _serve(config: Config) -> None:
         print(f"isthmus: {', '.join(idle)}: simulated only, without effect here", file=sys.stderr)
     folder, name = find_model(config.model)
     nodes = nodes_of(config, config.engine.block_size, model=folder, layout=kv_layout(config, folder))
-    needed = [(host_bytes(config, folder, facts), facts.pipeline) for facts in nodes]
-    check_memory(config, [num_bytes for num_bytes, stages in needed for _ in range(stages)])
+    own = {cluster.name: cluster.config for cluster in clusters_of(config)}
+    needed = [[host_bytes(own[facts.cluster], folder, facts)] * facts.pipeline for facts in nodes]
+    check_memory(config, [num_bytes for each in needed for num_bytes in each])
     model = served_model(config, folder, nodes)
     card = ModelCard(
         name=config.served_model_name or name,

@@ -66,13 +66,14 @@ def role_facts(
     if config.offload.convert != "none":  # then it may come to have any role
         live = max(sequences.prefill, sequences.decode, sequences.mixed)
     size = _Sizes.of(cost, block_size, layout, nodes.pipeline)
+    kv_blocks = _kv_blocks(config, nodes, cost, size, live)
     dram_slots, ssd_blocks = _cache_blocks(config.cache, size.block_bytes)
     transit = max(1, dram_slots // TRANSIT) if dram_slots else 0
     return NodeFacts(
         node=NodeId(""),
         role=role,
         cost=cost,
-        kv_blocks=_kv_blocks(config, nodes, cost, size, live),
+        kv_blocks=kv_blocks,
         block_size=block_size,
         dram_blocks=dram_slots - transit,
         ssd_blocks=ssd_blocks,

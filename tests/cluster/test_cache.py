@@ -11,22 +11,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
 from isthmus.benchmarks.fault_peers import kv_block, put_chain, store_of
-from isthmus.blocks import KVLayout, seal, state_names
-from isthmus.cluster import wire
-from isthmus.cluster.cache import Load, NodeCache, PrefixMissing, Staging, chains_of, gauges_of
+from isthmus.blocks import KVLayout, seal
+from isthmus.cluster import cache, wire
+from isthmus.cluster.cache import Load, NodeCache, PrefixMissing, Staging, chains_of
 from isthmus.cluster.fetches import Fetch
-from isthmus.cluster.keeper import Keeper
-from isthmus.cluster.messages import Begin, Given
+from isthmus.cluster.messages import Given
 from isthmus.engine import codecs
 from isthmus.engine.emulated import EmulatedMemory
 from isthmus.engine.interface import KVBytes
 from isthmus.engine.kv import KVMemory
-from isthmus.scheduler import BlockPool, Event, Evicted, Lost, Piece, Released, Stored, TierCache
+from isthmus.node import events
 from isthmus.store import Log, Shape, Store
-from isthmus.types import BlockName, RequestId, Role, Sampling, Tier
+from isthmus.types import BlockName, NodeId, RequestId, Span, Tier
 
 LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
 SHAPE = Shape(LAYOUT.num_layers, LAYOUT.slice_bytes)
@@ -61,7 +59,7 @@ class Kit:
 
     def settle(self) -> None:
         """What was asked for so far about keeping is done."""
-        self.cache._keeping.submit(bool).result(WAIT_S)
+        self.cache.kept().result(WAIT_S)
 
     def save(
         self, names: Sequence[BlockName], blocks: Sequence[int], staged: Sequence[Staging] = ()
@@ -226,7 +224,8 @@ def test_cancel_waits_for_the_loader(kit: Kit, monkeypatch: pytest.MonkeyPatch) 
 
 
 def fetch_of(kit: Kit, start: int, stop: int) -> Fetch:
-    fetch = Fetch(RequestId("f"), NAMES[:stop], start, kit.cache)
+    order = events.Fetch(RequestId("f"), NodeId("there"), tuple(NAMES[:stop]), start)
+    fetch = Fetch(order, kit.cache)
     assert fetch.make_room() == stop - start
     fetch.hold()
     return fetch
@@ -237,7 +236,7 @@ def arrive(fetch: Fetch, layer: int, first: int, stop: int) -> None:
     width = LAYOUT.slice_bytes
     data = [BLOCKS[fetch.start + at][layer * width : (layer + 1) * width] for at in range(first, stop)]
     given = Given(fetch.key, layer, first, tuple(map(seal, data)))
-    targets = fetch.place(given, width * len(data))
+    targets = fetch.place(None, given, width * len(data))  # type: ignore[arg-type]
     assert targets is not None
     for target, part in zip(targets, data, strict=True):
         target[:] = part
@@ -403,116 +402,101 @@ def test_a_fault_in_a_save_keeps_nothing_and_no_slot(
     assert kit.save(NAMES[:3], range(3), [staging] if staged else []) == NAMES[:3]
 
 
-# The keeper.
+# Blocks read from disk before their load.
 
 
-class Kept:
-    """A keeper, with what it told the scheduler; what it posts is done by `post_all`."""
-
-    def __init__(self, kit: Kit) -> None:
-        self.pool = BlockPool(NUM_BLOCKS)
-        self.events: list[Event] = []
-        self.posted: list[Any] = []
-        self.tiers = TierCache(10, 20)
-        self.keeper = Keeper("revision", LAYOUT, self.pool, self.tiers, kit.cache)
-        self.keeper.decide = self.events.append
-        self.keeper.post = self.posted.append
-        self._kit = kit
-
-    def post_all(self) -> None:
-        self._kit.settle()
-        posted, self.posted[:] = list(self.posted), []
-        for function in posted:
-            function()
-
-
-def begin(names: Sequence[BlockName], tokens: int) -> Begin:
-    return Begin(RequestId("a"), 1, Role.MIXED, tuple(range(tokens)), tokens, 99, Sampling(), tuple(names))
-
-
-def test_the_engines_blocks_stay_until_they_are_saved(kit: Kit) -> None:
-    kept = Kept(kit)
-    blocks = kept.pool.allocate(3)
-    for at, number in enumerate(blocks):
-        kit.write(number, BLOCKS[at])
-    free = kept.pool.available
-    with kept.keeper.holding([(NAMES[:3], blocks)], []):
-        kept.pool.release(blocks)  # its request is over
-        kept.keeper.act(Stored(tuple(NAMES[:3])))
-        assert kept.pool.available == free
-    assert kept.pool.available == free, "given back before the bytes were copied"
-    kept.post_all()
-    assert kept.pool.available == free + 3
-    assert kept.events == [Released(RequestId("")), Released(RequestId(""))]
-    assert [kit.stored(name) for name in NAMES[:3]] == BLOCKS[:3]
-
-
-def test_a_fetch_of_more_than_is_of_use_is_not_read_for_a_state(kit: Kit) -> None:
-    """Where the prefix of use ends with a state, the fetch goes on with the prompt's blocks."""
-    layout = replace(LAYOUT, state_bytes=LAYOUT.block_bytes)
-    (state,) = state_names(NAMES[1], layout.state_blocks)
-    put_chain(kit.store, [*NAMES[:2], state], [*BLOCKS[:2], BLOCKS[7]])
-    keeper = Keeper("revision", layout, BlockPool(NUM_BLOCKS), TierCache(10, 20), kit.cache)
-    fetch = fetch_of(kit, 2, 4)
-    for layer in range(LAYOUT.num_layers):
-        arrive(fetch, layer, 0, 2)
-    load = keeper.load(tuple(NAMES[:4]), (0, 1, 2, 3), 2 * LAYOUT.block_size, (5,), fetch)
-    load.wait(LAST, 3)
-    over(load)
-    assert [kit.block(at) for at in (0, 1, 5)] == [*BLOCKS[:2], BLOCKS[7]]
-    fetch.end()
-    fetch.release()
-
-
-def test_what_is_wanted_and_then_gives_way_is_not_saved(kit: Kit) -> None:
-    kept = Kept(kit)
-    with kept.keeper.holding([(NAMES[:3], (0, 1, 2))], []):
-        kept.keeper.act(Stored(tuple(NAMES[:3])))
-        kept.keeper.act(Evicted((NAMES[2],)))
-        kept.keeper.act(Stored((NAMES[1],), Tier.DISK))
-    kept.post_all()
+@pytest.fixture
+def on_disk(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> list[BlockName]:
+    """Six blocks are on disk; read from there since: by name, as whole blocks or layers."""
+    monkeypatch.setattr(cache, "AHEAD", 2)
+    put_chain(kit.store, NAMES[:6], BLOCKS[:6])
     kit.store.flush()
-    tiers = [kit.store.tier(name) for name in NAMES[:3]]
-    assert tiers == [Tier.MEMORY, Tier.DISK, None]
+    kit.store.demote(NAMES[:6])
+    read, done = kit.store.read, list[BlockName]()
+
+    def noted(name: BlockName, *more: Any) -> bool:
+        done.append(name)
+        return read(name, *more)
+
+    monkeypatch.setattr(kit.store, "read", noted)
+    return done
 
 
-def test_what_found_no_room_or_was_never_there_is_lost(kit: Kit) -> None:
-    kept = Kept(kit)
-    taken = kit.store.reserve(9)
-    with kept.keeper.holding([(NAMES[:2], (0, 1))], []):
-        kept.keeper.act(Stored((*NAMES[:2], NAMES[7])))
-    kept.post_all()
-    assert [event for event in kept.events if isinstance(event, Lost)] == [Lost((NAMES[7],)), Lost((NAMES[1],))]
-    kit.store.give_back(taken)
-
-
-def test_what_the_index_has_no_room_for_leaves_the_store(kit: Kit) -> None:
-    kept = Kept(kit)
-    put_chain(kit.store, NAMES[:4], BLOCKS[:4])
-    kept.tiers.put(NAMES[:2])
-    kept.keeper.settle(NAMES[:4])
+def test_what_was_read_ahead_is_not_read_again(kit: Kit, on_disk: list[BlockName]) -> None:
+    kit.cache.read(NAMES[:4])
+    load = kit.cache.load(NAMES[:4], range(4))  # waits for what is being read
+    load.wait(LAST, 4)
+    over(load)
+    assert [kit.block(at) for at in range(4)] == BLOCKS[:4]
+    assert sorted(on_disk) == NAMES[:4]
+    kit.cache.unread(NAMES[:4])
     kit.settle()
-    assert [kit.store.contains(name) for name in NAMES[:4]] == [True, True, False, False]
+    assert kit.store.stat().memory.num_blocks == 0
+    assert [kit.store.tier(name) for name in NAMES[:6]] == [Tier.DISK] * 6
 
 
-def test_only_new_whole_blocks_are_staged(kit: Kit) -> None:
-    kept = Kept(kit)
-    put_chain(kit.store, NAMES[:1], BLOCKS[:1])
-    staging = kept.keeper.stage(NAMES[:4], Piece(RequestId("a"), 0, 14, (5, 6, 7, 8), True))
-    assert staging is not None
-    assert (list(staging.names), list(staging.blocks)) == (NAMES[1:3], [6, 7])
-    kit.cache.unstage(staging)
-    assert kept.keeper.stage(NAMES[:4], Piece(RequestId("a"), 0, 7, (5, 6), True)) is None
+@pytest.mark.parametrize("first", ["read", "asked for"])
+def test_what_was_read_ahead_and_is_promoted_stays(kit: Kit, on_disk: list[BlockName], first: str) -> None:
+    kit.cache.read(NAMES[:3])
+    if first == "read":
+        while kit.store.stat().memory.num_blocks < 3:
+            kit.settle()
+    kit.cache.promote(NAMES[:2])
+    kit.cache.unread(NAMES[:3])
+    kit.settle()
+    kit.settle()
+    assert [kit.store.tier(name) for name in NAMES[:3]] == [Tier.MEMORY, Tier.MEMORY, Tier.DISK]
+    assert kit.store.stat().memory.num_blocks == 2
+    assert sorted(on_disk) == NAMES[:3]
 
 
-def test_names_go_on_behind_the_prompt(kit: Kit) -> None:
-    """Of what was generated too, as if it had been a prompt."""
-    kept = Kept(kit)
-    tokens = list(range(20))
-    whole = kept.keeper.names(begin((), 0), tokens, 20)
-    assert len(whole) == 5 and len(set(whole)) == 5
-    assert kept.keeper.names(begin(whole[:2], 9), tokens, 19) == whole[:4]
-    assert kept.keeper.names(begin(whole[:2], 9), tokens, 7) == whole[:1]
+def test_no_more_is_read_ahead_than_there_is_room_to_spare(kit: Kit, on_disk: list[BlockName]) -> None:
+    kit.cache.read(NAMES[:4])
+    kit.cache.read(NAMES[3:6])  # one is there already, and one more fits
+    load = kit.cache.load(NAMES[:6], range(6))
+    load.wait(LAST, 6)
+    over(load)
+    assert [kit.block(at) for at in range(6)] == BLOCKS[:6]
+    assert kit.store.stat().memory.num_blocks == 5
+    kit.cache.unread(NAMES[:6])
+
+
+@pytest.mark.parametrize("then", ["drop", "demote", "unread"])
+def test_what_nobody_wants_any_more_is_not_kept(kit: Kit, on_disk: list[BlockName], then: str) -> None:
+    kit.cache.read(NAMES[:4])
+    getattr(kit.cache, then)(NAMES[:4])
+    while kit.cache._coming:
+        kit.settle()
+    assert kit.store.stat().memory.num_blocks == 0
+    assert [kit.store.tier(name) for name in NAMES[:4]] == [None if then == "drop" else Tier.DISK] * 4
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_what_is_saved_after_it_was_read_ahead_is_not_taken_back(
+    kit: Kit, on_disk: list[BlockName], dropped: bool
+) -> None:
+    kit.cache.read(NAMES[:1])
+    if dropped:
+        kit.cache.drop(NAMES[:1])
+    kit.write(0, BLOCKS[0])
+    assert kit.save(NAMES[:1], [0]) == []
+    kit.cache.unread(NAMES[:1])
+    kit.settle()
+    assert kit.store.tier(NAMES[0]) is Tier.MEMORY
+
+
+def test_a_block_that_cannot_be_read_ahead_shortens_the_prefix(
+    kit: Kit, on_disk: list[BlockName], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = kit.store.read
+    monkeypatch.setattr(kit.store, "read", lambda name, *more: name != NAMES[2] and read(name, *more))
+    kit.cache.read(NAMES[:4])
+    load = kit.cache.load(NAMES[:4], range(4))
+    with pytest.raises(PrefixMissing) as raised:
+        load.wait(LAST, 4)
+    assert raised.value.num_blocks == 2
+    over(load)
+    kit.cache.unread(NAMES[:4])
 
 
 # Frames, chains, gauges.
@@ -525,7 +509,6 @@ def test_a_flipped_bit_is_found_or_changes_nothing(codec: str, num_tokens: int, 
     parts = [memoryview(source)[at : at + size] for at in range(0, width, size)]
     payload, seals = wire.pack(codec, LAYOUT, parts, num_tokens, lambda: list(map(seal, parts)))
     frame = bytearray(b"".join(payload))
-    assert wire.fits(codec, LAYOUT, num_tokens, len(frame))
     clean = unpacked(codec, frame, num_tokens, seals)
     assert clean is not None and (clean == source or codec == codecs.INT8)
     bit = data.draw(st.integers(0, 8 * len(frame) - 1))
@@ -538,18 +521,44 @@ def unpacked(codec: str, frame: bytearray, num_tokens: int, seals: Sequence[byte
     room = memoryview(bytearray(num_tokens * LAYOUT.token_bytes))
     size = LAYOUT.slice_bytes
     targets = [room[at : at + size] for at in range(0, len(room), size)]
-    if not wire.unpack(codec, LAYOUT, memoryview(frame), targets, num_tokens, seals):
-        return None
-    if wire.seals_kv(codec) and tuple(map(seal, targets)) != tuple(seals):
+    frames, head = wire.Frames(LAYOUT), Given(RequestId("a#1"), 0, 0, tuple(seals))
+    buffers = placed(frames, head, codec, num_tokens, len(frame), targets)
+    assert buffers is not None
+    for buffer in buffers:
+        buffer[:], frame = frame[: len(buffer)], frame[len(buffer) :]
+    if frames.take(head) is None or (wire.seals_kv(codec) and tuple(map(seal, targets)) != tuple(seals)):
         return None
     return bytes(room)
+
+
+def placed(
+    frames: wire.Frames, head: Given, codec: str, num_tokens: int, size: int, targets: list[memoryview]
+) -> list[memoryview] | None:
+    return frames.place(head, None, codec, Span(0, num_tokens), targets, size)  # type: ignore[arg-type]
+
+
+def fits(codec: str, num_tokens: int, size: int) -> bool:
+    head = Given(RequestId("a#1"), 0, 0, ())
+    return placed(wire.Frames(LAYOUT), head, codec, num_tokens, size, []) is not None
+
+
+def test_two_frames_for_the_same_bytes_are_refused() -> None:
+    """Whichever came last would be under the seals of the other. When the first is void, the second may come."""
+    frames, size = wire.Frames(LAYOUT), LAYOUT.slice_bytes
+    first, second = [Given(RequestId("a#1"), 0, 0, (bytes([number]),)) for number in range(2)]
+    targets = [memoryview(bytearray(size))]
+    assert placed(frames, first, codecs.NONE, LAYOUT.block_size, size, targets) == targets
+    assert placed(frames, second, codecs.NONE, LAYOUT.block_size, size, targets) is None
+    frames.void(first)
+    assert placed(frames, second, codecs.NONE, LAYOUT.block_size, size, targets) == targets
+    assert frames.take(first) is None and frames.take(second) == targets
 
 
 @pytest.mark.parametrize("codec", codecs.CODECS)
 def test_frames_of_a_size_that_cannot_be_are_refused(codec: str) -> None:
     most = codecs.encoded_bytes(codec, LAYOUT, 6)
-    assert wire.fits(codec, LAYOUT, 6, most) and not wire.fits(codec, LAYOUT, 6, most + 1)
-    assert wire.fits(codec, LAYOUT, 6, most - 1) == (codec == codecs.ZSTD)
+    assert fits(codec, 6, most) and not fits(codec, 6, most + 1)
+    assert fits(codec, 6, most - 1) == (codec == codecs.ZSTD)
 
 
 def test_chains_end_where_no_block_follows() -> None:
@@ -561,7 +570,7 @@ def test_chains_end_where_no_block_follows() -> None:
 def test_gauges_tell_both_tiers(kit: Kit) -> None:
     put_chain(kit.store, NAMES[:3], BLOCKS[:3])
     kit.store.flush()
-    found = gauges_of(kit.store.stat())
+    found = kit.store.stat().gauges()
     assert found["cache_memory_blocks"] == found["cache_disk_blocks"] == 3
     assert found["cache_memory_bytes"] == 3 * LAYOUT.block_bytes
     assert found["cache_pinned_blocks"] == found["cache_lost_blocks_total"] == 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from isthmus.cluster.head import Head
-from isthmus.cluster.node import Node, NodeOptions, this_machine
+from isthmus.cluster.node import NodeProcess, this_machine
+from isthmus.cluster.process import NodeOptions
 from isthmus.cluster.recorder import MemoryTape
 from isthmus.conductor import Convert, RoleChanged, Route
 from isthmus.config import Config
@@ -25,7 +26,7 @@ async def answer(head: Head, name: str, prompt: tuple[int, ...]) -> list[int]:
     return [generated.token async for batch in head.submit(job) for generated in batch]
 
 
-async def serve() -> tuple[MemoryTape, list[list[int]], Node, dict[NodeId, Role]]:
+async def serve() -> tuple[MemoryTape, list[list[int]], NodeProcess, dict[NodeId, Role]]:
     network, tape = MemoryNetwork(), MemoryTape()
     card = ModelCard("model", 1000, 1000, created_s=0)
     head = Head(rules_of(Config()), card, token="t", silence_s=30, rejoin_s=30, recorder=tape, network=network)
@@ -35,7 +36,7 @@ async def serve() -> tuple[MemoryTape, list[list[int]], Node, dict[NodeId, Role]
         facts = NodeFacts(NodeId(name), role, CURVE, 64, 16, token_budget=64, sequences=Sequences(4, 2, 4))
         options = NodeOptions(facts, join, token="t", transfer_s=30)
         engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000)
-        nodes[name] = Node(engine, options, this_machine(network))
+        nodes[name] = NodeProcess(engine, options, this_machine(network))
     async with asyncio.TaskGroup() as group:
         for node in nodes.values():
             group.create_task(node.run())
@@ -58,7 +59,7 @@ def test_a_converted_node_decodes() -> None:
     tape, answers, node, roles = asyncio.run(asyncio.wait_for(serve(), 60))
     assert answers == 2 * [expected_tokens(RECIPE, prompt, 10) for prompt in PROMPTS]
     assert roles == {"p-0": Role.PREFILL, "p-1": Role.DECODE, "d-0": Role.DECODE}
-    assert node._scheduler.limits.max_sequences == 2
+    assert node.node.scheduler.limits.max_sequences == 2
     routes = [action for entry in tape.entries for action in entry.actions if isinstance(action, Route)]
     before, after = routes[:4], routes[4:]
     assert {route.prefill for route in before} == {"p-0", "p-1"} and {route.decode for route in before} == {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 
 from isthmus.benchmarks.fault_peers import (
+    OTHER,
     Fault,
     Harm,
     HarmfulNetwork,
@@ -29,8 +31,9 @@ from isthmus.cluster.fetches import Fetch
 from isthmus.cluster.messages import Ended, Enough, Given, Lent, Want
 from isthmus.engine import codecs
 from isthmus.messenger import MemoryNetwork, Network, TcpNetwork
+from isthmus.node import events
 from isthmus.store import ArenaHandle, Log, PeerArena, Shape, Store
-from isthmus.types import RequestId, Tier
+from isthmus.types import NodeId, RequestId, Tier
 
 LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
 SHAPE = Shape(LAYOUT.num_layers, LAYOUT.slice_bytes)
@@ -66,8 +69,16 @@ class Pair:
         self.target = Side(store_of(LAYOUT, room), LAYOUT, 8 + count, shares_memory=shares)
         put_chain(self.source.store, self.names, self.blocks)
 
-    def fetch(self, codec: str = codecs.NONE, start: int = 0, key: str = KEY) -> Fetch:
-        return Fetch(RequestId(key), self.names, start, self.target.cache, codec)
+    def fetch(
+        self, codec: str = codecs.NONE, start: int = 0, key: str = KEY, *, background: bool = False
+    ) -> Fetch:
+        """Release it."""
+        order = events.Fetch(
+            RequestId(key), OTHER, tuple(self.names), start, codec=codec, background=background
+        )
+        fetch = self.target.fetch(order)
+        fetch.hold()
+        return fetch
 
     def arrived(self) -> list[bytes | None]:
         """The wanted blocks as they are in the target's store."""
@@ -139,12 +150,13 @@ def test_blocks_arrive_as_they_are(network: str, codec: str) -> None:
 
     async def work() -> None:
         with held(fetch := pair.fetch(codec)):
-            await pair.target.fetcher.run(fetch, "source")
+            await pair.target.fetching(fetch)
             assert fetch.num_whole == len(pair.names)
             assert pair.target.store.stat().num_pinned == len(pair.names)
         assert pair.arrived() == pair.blocks
-        assert pair.target.offered == [pair.names]
-        assert pair.target.fetcher.bytes_in == len(pair.names) * LAYOUT.block_bytes
+        await asyncio.sleep(0)
+        assert pair.target.facts[-1] == events.FetchEnded(KEY, len(pair.names))
+        assert pair.target.hands.fetcher.bytes_in == len(pair.names) * LAYOUT.block_bytes
 
     run(pair, NETWORKS[network](), work)
 
@@ -154,7 +166,7 @@ def test_int8_arrives_as_every_encoder_makes_it() -> None:
 
     async def work() -> None:
         with held(fetch := pair.fetch(codecs.INT8)):
-            await pair.target.fetcher.run(fetch, "source")
+            await pair.target.fetching(fetch)
         for got, sent in zip(pair.arrived(), pair.blocks, strict=True):
             expected = bytearray()
             for at in range(0, LAYOUT.block_bytes, LAYOUT.slice_bytes):
@@ -174,7 +186,7 @@ def test_what_the_source_has_not_ends_the_prefix(missing: int) -> None:
 
     async def work() -> None:
         with held(fetch := pair.fetch()):
-            await pair.target.fetcher.run(fetch, "source")
+            await pair.target.fetching(fetch)
             assert fetch.num_whole == missing
         assert pair.arrived() == [*pair.blocks[:missing], *[None] * (6 - missing)]
 
@@ -187,7 +199,7 @@ def test_a_fetch_may_begin_in_the_midst_of_a_prefix() -> None:
 
     async def work() -> None:
         with held(fetch := pair.fetch(start=2)):
-            await pair.target.fetcher.run(fetch, "source")
+            await pair.target.fetching(fetch)
             assert fetch.num_whole == 4
         assert pair.arrived() == pair.blocks
 
@@ -200,7 +212,7 @@ def test_a_block_that_came_from_elsewhere_meanwhile_is_not_kept_twice() -> None:
 
     async def work() -> None:
         with held(fetch := pair.fetch()):
-            await pair.target.fetcher.run(fetch, "source")
+            await pair.target.fetching(fetch)
             assert fetch.num_whole == 6
         assert pair.target.store.stat().memory.num_blocks == 6
 
@@ -216,7 +228,7 @@ def test_blocks_on_the_disk_of_the_source(tmp_path: Path) -> None:
 
     async def work() -> None:
         with held(fetch := pair.fetch()):
-            await pair.target.fetcher.run(fetch, "source")
+            await pair.target.fetching(fetch)
         assert pair.arrived() == pair.blocks
 
     run(pair, MemoryNetwork(), work)
@@ -225,25 +237,28 @@ def test_blocks_on_the_disk_of_the_source(tmp_path: Path) -> None:
 # Room.
 
 
-@pytest.mark.parametrize("shares", [False, True], ids=["bytes", "copied"])
-def test_it_asks_again_as_room_comes(shares: bool) -> None:
+@pytest.mark.parametrize("way", ["bytes", "background", "lent"])
+def test_it_goes_on_as_room_comes(way: str) -> None:
     """The target has three slots; what it had gives way when the first three blocks are offered."""
-    pair = Pair(8, room=6)
+    pair = Pair(8, room=6, shares=way == "lent")
     others = [bytes([9, number]) * 8 for number in range(3)]
     put_chain(pair.target.store, others, contents(3))
     seen: list[int] = []
+    drop = pair.target.store.drop
+    pair.target.store.drop = lambda names: (time.sleep(0.02), drop(names))  # type: ignore[method-assign]
 
-    def make_way(names: Sequence[Any]) -> None:
-        seen.append(len(names))
-        pair.target.store.drop(others)
+    def make_way(fact: events.Event) -> None:
+        if isinstance(fact, events.Came):
+            seen.append(fact.stop)
+            pair.target.hands.do(events.Drop(tuple(others)))
 
     async def work() -> None:
         target = pair.target
-        target.fetcher = fetches.Fetcher(target.cache, target._connected, make_way, shares_memory=shares)
-        with held(fetch := pair.fetch()):
-            await target.fetcher.run(fetch, "source", background=shares)  # copies are never lent
+        target.hands._told = make_way
+        with held(fetch := pair.fetch(background=way == "background")):
+            await target.fetching(fetch)
             assert fetch.num_whole == 6
-        assert list(dict.fromkeys(seen)) == [3, 6]
+        assert seen == [3, 6]
         assert pair.arrived() == [*pair.blocks[:6], None, None]
 
     run(pair, MemoryNetwork(), work)
@@ -258,56 +273,58 @@ def test_without_any_room_nothing_is_fetched(host: str, monkeypatch: pytest.Monk
     async def work() -> None:
         monkeypatch.setattr(fetches, "host_id", lambda: host)
         with held(fetch := pair.fetch()):
-            await pair.target.fetcher.run(fetch, "source")
+            await pair.target.fetching(fetch)
             assert fetch.num_whole == 0
         pair.target.store.give_back(taken)
 
     run(pair, MemoryNetwork(), work)
 
 
-# Blocks read where they lie.
+# Blocks copied from where they lie.
 
 
-def test_lent_blocks_are_kept_when_there_is_room() -> None:
+def test_lent_blocks_are_copied_and_given_back() -> None:
     pair = Pair(6, shares=True)
 
     async def work() -> None:
         with held(fetch := pair.fetch()):
-            await pair.target.fetcher.run(fetch, "source")
-            assert fetch.is_lent and fetch.num_whole == 6
-            assert pair.source.store.stat().num_pinned == 6
-            assert await asyncio.to_thread(fetch.keep_lent)
+            await pair.target.fetching(fetch)
+            assert fetch.num_whole == 6
+            async with asyncio.timeout(10):
+                while pair.source.store.stat().num_pinned:
+                    await asyncio.sleep(0.001)
+            assert pair.target.facts[-1] == events.FetchEnded(KEY, 6)
         assert pair.arrived() == pair.blocks
-        assert pair.target.fetcher.bytes_lent == 6 * LAYOUT.block_bytes
+        fetcher = pair.target.hands.fetcher
+        assert (fetcher.bytes_lent, fetcher.bytes_in) == (6 * LAYOUT.block_bytes, 0)
 
     run(pair, MemoryNetwork(), work)
 
 
-def test_lent_blocks_without_room_are_read_and_not_kept() -> None:
-    """A part of them in the store, of which nobody was told, would stay there for ever."""
-    pair = Pair(6, room=3, shares=True)
+def test_a_cancelled_loan_is_copied_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its second layer: none of its blocks is whole, and its slots may be filled anew."""
+    pair = Pair(6, shares=True)
+    copy_bytes, num_copies = fetches.copy_bytes, 0
+
+    def counted(into: memoryview, data: memoryview) -> None:
+        nonlocal num_copies
+        num_copies += 1
+        copy_bytes(into, data)
+        if num_copies == 9:
+            loop.call_soon_threadsafe(pair.target.hands.fetcher.cancel, KEY)
+            time.sleep(0.05)
+
+    monkeypatch.setattr(fetches, "copy_bytes", counted)
 
     async def work() -> None:
+        nonlocal loop
+        loop = asyncio.get_running_loop()
         with held(fetch := pair.fetch()):
-            await pair.target.fetcher.run(fetch, "source")
-            assert fetch.num_whole == 6
-            fetch.hold()
-            load = pair.target.cache.load(pair.names, range(6), fetch)
-            await asyncio.to_thread(load.wait, LAYOUT.num_layers - 1, 6)
-            assert loaded(pair, 6) == pair.blocks
-            assert not await asyncio.to_thread(fetch.keep_lent)
-        assert pair.target.store.stat().memory.num_blocks == 0
+            await pair.target.fetching(fetch)
+            assert fetch.num_whole == 0 and num_copies <= 12
 
+    loop: asyncio.AbstractEventLoop
     run(pair, MemoryNetwork(), work)
-
-
-def loaded(pair: Pair, count: int) -> list[bytes]:
-    size = LAYOUT.block_size
-    memory = pair.target.memory
-    return [
-        b"".join(bytes(memory.export(layer, at * size, (at + 1) * size)) for layer in range(LAYOUT.num_layers))
-        for at in range(count)
-    ]
 
 
 def test_an_arena_that_cannot_be_mapped_is_asked_for_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,37 +334,10 @@ def test_an_arena_that_cannot_be_mapped_is_asked_for_its_bytes(monkeypatch: pyte
 
     async def work() -> None:
         with held(fetch := pair.fetch()):
-            await pair.target.fetcher.run(fetch, "source")
-            assert not fetch.is_lent and fetch.num_whole == 6
+            await pair.target.fetching(fetch)
+            assert fetch.num_whole == 6
         assert pair.arrived() == pair.blocks
-        assert pair.target.reasons == []
-
-    run(pair, MemoryNetwork(), work)
-
-
-def test_a_lent_block_that_changes_while_it_is_read_is_not_used() -> None:
-    """The session is lost, so that the owner takes its slots back and fills them anew, between check and copy."""
-    pair = Pair(6, shares=True)
-    fill = pair.target.memory.fill
-
-    def late(layer: int, blocks: Sequence[int], arena: memoryview, offsets: Sequence[int]) -> None:
-        if layer == 1 and blocks:
-            pair.source.store.arena.slice(slot_of(pair, 3), 1)[5] ^= 1
-        fill(layer, blocks, arena, offsets)
-
-    pair.target.memory.fill = late  # type: ignore[method-assign]
-
-    async def work() -> None:
-        with held(fetch := pair.fetch()):
-            await pair.target.fetcher.run(fetch, "source")
-            fetch.hold()
-            load = pair.target.cache.load(pair.names, range(6), fetch)
-            with pytest.raises(PrefixMissing) as missing:
-                await asyncio.to_thread(load.wait, LAYOUT.num_layers - 1, 6)
-            assert missing.value.num_blocks == 3
-            await asyncio.to_thread(load.over.wait)
-        await asyncio.sleep(0)
-        assert pair.target.fetcher.seal_mismatches == 1
+        assert pair.target.reasons == [] and not pair.target.hands.fetcher.bytes_lent
 
     run(pair, MemoryNetwork(), work)
 
@@ -359,7 +349,9 @@ def slot_of(pair: Pair, at: int) -> int:
     return pinned.slot
 
 
-def test_a_lent_block_that_changes_while_it_is_copied_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lent_block_that_changes_while_it_is_copied_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session is lost, so that the owner takes its slots back and fills them anew. A load that reads it as it
+    comes gets none of it."""
     pair = Pair(6, shares=True)
     copy_bytes, num_copies = fetches.copy_bytes, 0
 
@@ -374,8 +366,15 @@ def test_a_lent_block_that_changes_while_it_is_copied_is_not_kept(monkeypatch: p
 
     async def work() -> None:
         with held(fetch := pair.fetch()):
-            await pair.target.fetcher.run(fetch, "source")
-            assert not await asyncio.to_thread(fetch.keep_lent)
+            fetch.hold()
+            load = pair.target.cache.load(pair.names, range(6), fetch)
+            await pair.target.fetching(fetch)
+            with pytest.raises(PrefixMissing):
+                await asyncio.to_thread(load.wait, LAYOUT.num_layers - 1, 6)
+            await asyncio.to_thread(load.over.wait)
+            await asyncio.sleep(0)
+            assert pair.target.facts[-1] == events.FetchEnded(KEY, 0)
+        assert pair.target.hands.fetcher.seal_mismatches == 1
         assert all(got in (None, sent) for got, sent in zip(pair.arrived(), pair.blocks, strict=True))
 
     run(pair, MemoryNetwork(), work)
@@ -392,9 +391,9 @@ def test_a_cancelled_fetch_gives_everything_back(codec: str, at: int) -> None:
     harm = Harm(Fault.CANCEL, at, Random(at))
 
     async def work() -> None:
-        harm.then = lambda: pair.target.fetcher.cancel(KEY)
+        harm.then = lambda: pair.target.hands.fetcher.cancel(KEY)
         with held(fetch := pair.fetch(codec)):
-            await pair.target.fetcher.run(fetch, "source")
+            await pair.target.fetching(fetch)
         assert harm.is_done and fetch.num_whole < 20
         store = pair.target.store
         for slot in (slots := store.reserve(20)):
@@ -419,20 +418,20 @@ def test_large_payloads_end_in_the_midst_over_sockets_too() -> None:
         target = Side(store_of(layout, 64), layout, 2)
         put_chain(source.store, names, blocks)
         before, store = state(source.store), target.store
-        place, num_placed = target.fetcher.place, 0
+        fetcher = target.hands.fetcher
+        place, num_placed = fetcher.place, 0
 
         def placed(*arguments: Any) -> list[memoryview]:
             nonlocal num_placed
             num_placed += 1
             if num_placed == 2:
-                asyncio.get_running_loop().call_soon(target.fetcher.cancel, KEY)
+                asyncio.get_running_loop().call_soon(fetcher.cancel, KEY)
             return place(*arguments)
 
-        target.fetcher.place = placed  # type: ignore[method-assign]
+        fetcher.place = placed  # type: ignore[method-assign]
         server = await join(TcpNetwork(connections=2), target, source)
-        fetch = Fetch(KEY, names, 0, target.cache)
-        await target.fetcher.run(fetch, "source")
-        fetch.release()
+        fetch = target.fetch(events.Fetch(KEY, OTHER, tuple(names), 0))
+        await target.fetching(fetch)
         assert num_placed >= 2 and fetch.num_whole == 0
         for slot in (slots := store.reserve(64)):
             store.arena.slot(slot)[:] = b"\xa5" * layout.block_bytes
@@ -461,13 +460,13 @@ def test_a_stalled_fetch_writes_nothing_when_its_bytes_come_after_all() -> None:
     async def work() -> None:
         store = pair.target.store
         fetch = pair.fetch()
-        task = asyncio.create_task(pair.target.fetcher.run(fetch, "source"))
-        while not pair.target.fetcher._open:
+        task = asyncio.create_task(pair.target.fetching(fetch))
+        while fetch.answer is None:
             await asyncio.sleep(0)
         network.links[0].is_stalled = True
         for _ in range(50):
             await asyncio.sleep(0.001)
-        pair.target.fetcher.end_stalled(asyncio.get_running_loop().time() + 1)
+        pair.target.hands.do(events.EndFetch(KEY))
         await task
         fetch.release()
         for slot in (slots := store.reserve(20)):
@@ -485,21 +484,21 @@ def test_a_fetch_cancelled_before_its_session_is_there_asks_for_nothing() -> Non
     pair = Pair(4)
 
     async def work() -> None:
-        fetcher, there = pair.target.fetcher, asyncio.Event()
+        fetcher, there = pair.target.hands.fetcher, asyncio.Event()
 
-        async def connect(address: str) -> Any:
+        async def reach(node: NodeId) -> Any:
             await there.wait()
             return pair.target.session
 
-        fetcher._connect = connect
+        fetcher._reach = reach
         with held(fetch := pair.fetch()):
-            task = asyncio.create_task(fetcher.run(fetch, "source"))
+            task = asyncio.create_task(fetcher.begin(fetch))
             await asyncio.sleep(0)
             fetcher.cancel(KEY)
             there.set()
             await task
             assert fetch.num_whole == 0
-        assert pair.source.lender.bytes_out == 0
+        assert pair.source.hands.lender.bytes_out == 0
 
     run(pair, MemoryNetwork(), work)
 
@@ -512,7 +511,7 @@ def test_a_lost_connection(connections: int) -> None:
 
     async def work() -> None:
         with held(fetch := pair.fetch()):
-            await pair.target.fetcher.run(fetch, "source")
+            await pair.target.fetching(fetch)
         assert harm.is_done
         arrived = pair.arrived()
         if connections > 1:
@@ -527,7 +526,7 @@ def test_a_lost_connection(connections: int) -> None:
 @pytest.mark.parametrize("network", ["memory", "tcp"])
 def test_the_source_leaves_in_midway(network: str) -> None:
     pair = Pair(100)
-    receive = pair.target.fetcher.receive
+    receive = pair.target.hands.fetcher.receive
 
     async def work() -> None:
         def leave(connection: Any, given: Given) -> None:
@@ -535,9 +534,9 @@ def test_the_source_leaves_in_midway(network: str) -> None:
             assert pair.source.session is not None
             pair.source.session.abort("killed")
 
-        pair.target.fetcher.receive = leave  # type: ignore[method-assign]
+        pair.target.hands.fetcher.receive = leave  # type: ignore[method-assign]
         with held(fetch := pair.fetch()):
-            await pair.target.fetcher.run(fetch, "source")
+            await pair.target.fetching(fetch)
             assert fetch.num_whole < 100
         assert all(got in (None, sent) for got, sent in zip(pair.arrived(), pair.blocks, strict=True))
 
@@ -550,14 +549,14 @@ def test_nobody_to_ask() -> None:
     async def work() -> None:
         there, pair.target.session = pair.target.session, None
         with held(fetch := pair.fetch()):
-            await pair.target.fetcher.run(fetch, "source")
+            await pair.target.fetching(fetch)
             assert fetch.num_whole == 0
         assert there is not None
         there.close()
         await asyncio.sleep(0)
         pair.target.session = there
         with held(fetch := pair.fetch()):
-            await pair.target.fetcher.run(fetch, "source")
+            await pair.target.fetching(fetch)
             assert fetch.num_whole == 0
 
     run(pair, MemoryNetwork(), work)
@@ -573,9 +572,9 @@ def test_a_block_damaged_in_the_arena_of_the_source(codec: str) -> None:
 
     async def work() -> None:
         with held(fetch := pair.fetch(codec)):
-            await pair.target.fetcher.run(fetch, "source")
+            await pair.target.fetching(fetch)
             assert fetch.num_whole <= 3
-        assert pair.target.fetcher.seal_mismatches == 1
+        assert pair.target.hands.fetcher.seal_mismatches == 1
         assert all(got in (None, sent) for got, sent in zip(pair.arrived(), pair.blocks, strict=True))
 
     run(pair, MemoryNetwork(), work)
@@ -588,10 +587,10 @@ class Liar:
         self._answer = answer
         self.bytes_out = 0
 
-    def wanted(self, connection: Any, want: Want) -> None:
+    def wanted(self, connection: Any, peer: NodeId, want: Want) -> None:
         self._answer(connection, want)
 
-    def enough(self, connection: Any, key: RequestId) -> None: ...
+    def enough(self, connection: Any, key: RequestId, peer: NodeId) -> None: ...
 
     def lost(self, connection: Any) -> None: ...
 
@@ -621,10 +620,10 @@ def test_lies_end_the_fetch_and_leave_nothing(lie: str) -> None:
     pair = Pair(4, room=2)
 
     async def work() -> None:
-        pair.source.lender = Liar(LIES[lie])  # type: ignore[assignment]
+        pair.source.hands._lender = Liar(LIES[lie])  # type: ignore[assignment]
         with held(fetch := pair.fetch()):
             async with asyncio.timeout(5):
-                await pair.target.fetcher.run(fetch, "source")
+                await pair.target.fetching(fetch)
             assert fetch.num_whole == 0
         assert pair.target.store.stat().memory.num_blocks == 0
 
@@ -649,15 +648,15 @@ def test_a_false_loan_ends_the_fetch(loan: str) -> None:
     pair = Pair(4, shares=True)
 
     async def work() -> None:
-        answer = pair.target.fetcher.answer
+        answer = pair.target.hands.fetcher.answer
 
         def altered(connection: Any, message: Lent | Ended) -> None:
             answer(connection, FALSE_LOANS[loan](message) if isinstance(message, Lent) else message)
 
-        pair.target.fetcher.answer = altered  # type: ignore[method-assign]
+        pair.target.hands.fetcher.answer = altered  # type: ignore[method-assign]
         with held(fetch := pair.fetch()):
-            await pair.target.fetcher.run(fetch, "source")
-            assert fetch.num_whole == 0 and not fetch.is_lent
+            await pair.target.fetching(fetch)
+            assert fetch.num_whole == 0
 
     run(pair, MemoryNetwork(), work)
 
@@ -665,12 +664,14 @@ def test_a_false_loan_ends_the_fetch(loan: str) -> None:
 @pytest.mark.parametrize(
     "want",
     [
-        Want(KEY, tuple(names_of(4)), 4, codec="rot13"),
-        Want(KEY, (), 4),
-        Want(KEY, tuple(names_of(4)), 0),
-        Want(KEY, tuple(names_of(4)), -1),
+        Want(KEY, tuple(names_of(4)), 0, False, 4, codec="rot13"),
+        Want(KEY, (), 0, False, 4),
+        Want(KEY, tuple(names_of(4)), 0, False, 0),
+        Want(KEY, tuple(names_of(4)), 0, False, -1),
+        Want(KEY, tuple(names_of(4)), 5, False, 4),
+        Want(KEY, tuple(names_of(4)), -1, False, 4),
     ],
-    ids=["unknown codec", "no names", "no room", "negative room"],
+    ids=["unknown codec", "no names", "no room", "negative room", "behind the end", "before the start"],
 )
 def test_a_strange_want_costs_the_source_nothing(want: Want) -> None:
     pair = Pair(4)
@@ -696,7 +697,7 @@ def test_what_nobody_asked_for_is_read_past() -> None:
         for _ in range(50):
             await asyncio.sleep(0)
         with held(fetch := pair.fetch()):
-            await pair.target.fetcher.run(fetch, "source")
+            await pair.target.fetching(fetch)
         assert pair.arrived() == pair.blocks
 
     run(pair, MemoryNetwork(), work)
@@ -708,7 +709,7 @@ def test_a_second_want_before_the_first_was_answered_ends_the_session() -> None:
     async def work() -> None:
         assert pair.target.session is not None
         for _ in range(2):
-            pair.target.session.send(Want(KEY, tuple(pair.names), 4))
+            pair.target.session.send(Want(KEY, tuple(pair.names), 0, False, 4))
         while not pair.target.reasons:
             await asyncio.sleep(0.001)
         assert "a second Want" in pair.target.reasons[0]
@@ -724,14 +725,16 @@ def test_nodes_whose_loads_all_wait_for_each_other_still_answer() -> None:
     pair = Pair(4)
 
     async def work() -> None:
-        waiting = [Fetch(RequestId(f"w{at}"), names_of(9)[8:], 0, pair.source.cache) for at in range(LOADERS)]
+        names = tuple(names_of(9)[8:])
+        orders = [events.Fetch(RequestId(f"w{at}"), OTHER, names, 0) for at in range(LOADERS)]
+        waiting = [pair.source.fetch(order) for order in orders]
         loads = []
         for fetch in waiting:
             fetch.hold()
             loads.append(pair.source.cache.load(names_of(9)[8:], [0], fetch))
         with held(fetch := pair.fetch()):
             async with asyncio.timeout(5):
-                await pair.target.fetcher.run(fetch, "source")
+                await pair.target.fetching(fetch)
             assert fetch.num_whole == 4
         for load, fetch in zip(loads, waiting, strict=True):
             await asyncio.to_thread(load.cancel)
@@ -745,7 +748,7 @@ def test_many_fetches_at_once_over_one_session() -> None:
 
     async def work() -> None:
         fetches_ = [pair.fetch(key=f"f{number}") for number in range(8)]
-        await asyncio.gather(*[pair.target.fetcher.run(fetch, "source") for fetch in fetches_])
+        await asyncio.gather(*[pair.target.fetching(fetch) for fetch in fetches_])
         assert [fetch.num_whole for fetch in fetches_] == [40] * 8
         for fetch in fetches_:
             fetch.release()

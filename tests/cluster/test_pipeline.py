@@ -18,14 +18,19 @@ import pytest
 
 from isthmus.cli.models import demo_folder
 from isthmus.cluster.head import Head
-from isthmus.cluster.node import Node, NodeOptions, this_machine
+from isthmus.cluster.node import NodeProcess, this_machine
+from isthmus.cluster.pipeline import Group
+from isthmus.cluster.process import NodeOptions
+from isthmus.cluster.stage_messages import StageFound, StageSaved
 from isthmus.cluster.stage_node import StageNode
 from isthmus.config import Config
 from isthmus.cost import Curve, compile_cost
 from isthmus.deploy import NodeFacts, Sequences, rules_of
 from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of, recipe_of
 from isthmus.engine.interface import Hidden, Sampled, split_layers
-from isthmus.messenger import MemoryNetwork
+from isthmus.messenger import MemoryNetwork, Session
+from isthmus.node.events import Drop, Event
+from isthmus.scheduler import Saved
 from isthmus.types import Job, ModelCard, NodeId, RequestId, Role, Sampling
 from tests.models import make_model, reference_tokens
 from tests.served import Served, node_pid, refused, serve, streamed
@@ -64,6 +69,12 @@ def idle(served: Served) -> bool:
     return served.gauge("kv_blocks") == served.gauge("kv_blocks_available") and not any(
         served.gauge("node_requests_running").values()
     )
+
+
+def alike(served: Served) -> bool:
+    """All stages of the group keep as many blocks in each tier."""
+    tiers = [served.gauge(f"cache_{tier}_blocks") for tier in ("memory", "disk")]
+    return all(tier["prefill-0"] == tier["prefill-0.1"] for tier in tiers)
 
 
 @pytest.mark.parametrize(("stages", "cache"), [(2, {}), (2, {"dram": "64MiB"}), (3, {"dram": "64MiB"})])
@@ -161,9 +172,9 @@ def test_different_chunks_of_one_prompt_are_in_both_stages_at_once() -> None:
         decode = EmulatedEngine(made, cost, 64, max_length=1000)
         async with asyncio.TaskGroup() as group:
             first, second = options("p", Role.PREFILL, 0, 2), options("p", Role.PREFILL, 1, 2)
-            group.create_task(Node(stage(0), first, this_machine(network)).run())
+            group.create_task(NodeProcess(stage(0), first, this_machine(network)).run())
             group.create_task(StageNode(stage(1), second, network).run())
-            group.create_task(Node(decode, options("d", Role.DECODE, 0, 1), this_machine(network)).run())
+            group.create_task(NodeProcess(decode, options("d", Role.DECODE, 0, 1), this_machine(network)).run())
             await head.wait_for([NodeId("p"), NodeId("d")])
             job = Job(RequestId("a"), tuple(prompt), 10, Sampling(temperature=0.0))
             found = [generated.token async for batch in head.submit(job) for generated in batch]
@@ -259,6 +270,71 @@ def test_damage_in_one_stage_costs_time_and_no_token(
         ask(served, prompt)
         assert ask(served, prompt) == 1599, "it was not stored again"
         served.wait_until(lambda: idle(served), "all blocks are free again")
+        served.wait_until(lambda: alike(served), "all stages keep the same blocks")
+
+
+class Leader:
+    """Hears what its group has to say."""
+
+    def __init__(self) -> None:
+        self.facts: list[Event] = []
+
+    def tell(self, fact: Event) -> None:
+        self.facts.append(fact)
+
+    def sampled(self, *_: Any) -> None:
+        raise AssertionError("nothing is computed")
+
+    def end(self, reason: str | Exception) -> None:
+        raise AssertionError(reason)
+
+
+@pytest.fixture
+def group() -> tuple[Group, Leader, list[Any], Session]:
+    """Of three stages, with what is said to them."""
+    leader, said = Leader(), list[Any]()
+
+    def later(function: Callable[..., None], *arguments: Any) -> None:
+        said.append(arguments[0])
+
+    return Group(3, leader, later), leader, said, None  # type: ignore[return-value]
+
+
+def test_blocks_are_saved_when_every_stage_has_saved_them(
+    group: tuple[Group, Leader, list[Any], Session],
+) -> None:
+    """The leader may reuse the engine's blocks then. Two saves of one request are two."""
+    made, leader, _, session = group
+    a, b, told = RequestId("a"), RequestId("b"), leader.facts
+    for _ in range(2):
+        made.tell(Saved(a))
+        made.on_message(session, StageSaved(2, a))
+        made.on_message(session, StageSaved(2, a))
+        made.on_message(session, StageSaved(1, b))
+        assert told == []
+        made.on_message(session, StageSaved(1, a))
+        assert told == [Saved(a)]
+        made.tell(Saved(a))
+        assert told == [Saved(a)]
+        made.on_message(session, StageSaved(1, a))
+        assert told == [Saved(a), Saved(a)]
+        made.tell(Saved(b))
+        made.on_message(session, StageSaved(2, b))
+        assert told.pop() == Saved(b)
+        told.clear()
+
+
+def test_what_not_every_stage_found_is_dropped_everywhere(
+    group: tuple[Group, Leader, list[Any], Session],
+) -> None:
+    made, _, said, session = group
+    names = [bytes([number]) * 16 for number in range(5)]
+    made.on_message(session, StageFound(1, (names[0], names[1])))
+    made.on_message(session, StageFound(1, (names[3],)))
+    made.on_message(session, StageFound(2, (names[0], names[2], names[3], names[4])))
+    found, useless = made.common([(names[0], None), (names[1], names[0]), (names[4], None)])
+    assert found == [(names[0], None)]
+    assert set(useless) == set(names[1:]) and said == [Drop(useless)]
 
 
 def test_what_makes_no_group_says_so_in_one_line(tmp_path: Path) -> None:

@@ -1,11 +1,29 @@
+"""What a recording says, what is refused as one, and that the same is decided again."""
+
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 
-from isthmus.cluster.recorder import Entry, Header, Recorder, read, replay
+from isthmus.attempts import Fetch
+from isthmus.cluster.recorder import (
+    FORMAT,
+    Entry,
+    Header,
+    LiveRecorder,
+    Recorder,
+    node_recorder,
+    read,
+    replay,
+)
 from isthmus.conductor import (
     Abort,
     BlocksStored,
@@ -21,12 +39,35 @@ from isthmus.conductor import (
     Route,
     Rules,
 )
+from isthmus.cost import Curve
+from isthmus.deploy import NodeFacts
 from isthmus.errors import ConfigError
-from isthmus.types import NodeId, RequestId, Role
+from isthmus.node import Node
+from isthmus.node.events import (
+    Action,
+    Become,
+    Begin,
+    Came,
+    Enough,
+    FetchEnded,
+    Granted,
+    Landed,
+    Lost,
+    Moved,
+    Recovered,
+    Wanted,
+    Woken,
+)
+from isthmus.node.events import Event as NodeEvent
+from isthmus.scheduler import BlockPool, Saved, Stepped
+from isthmus.types import NS_PER_S, NodeId, RequestId, Role
+from tests.served import command, serve
 
 P1, D1, M1 = NodeId("p1"), NodeId("d1"), NodeId("m1")
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
 NAMES = (b"\x00\xff" * 8, bytes(16))
+CHAIN, OTHER_CHAIN = [tuple([bytes([first + at]) * 16 for at in range(6)]) for first in (0, 10)]
+CURVE = Curve(kv_token_bytes=16, num_layers=4, prefill_token_s=1e-6, decode_fixed_s=1e-6)
 RULES = Rules(max_requests=2, max_attempts=2)
 EVENTS: list[Event] = [
     NodeJoined(P1, Role.PREFILL, 100, 4),
@@ -49,11 +90,17 @@ EVENTS: list[Event] = [
 def recording(tmp_path: Path) -> Path:
     """A recording of EVENTS: line 1 is the header, event number i (from 0) is on line i + 2."""
     path = tmp_path / "flight.jsonl"
-    recorder, conductor = Recorder(path, RULES), Conductor(RULES)
+    recorder, conductor = Recorder(path, Header(FORMAT, RULES)), Conductor(RULES)
     for now, event in enumerate(EVENTS):
         recorder.record(now, event, conductor.on(event, now))
     recorder.close()
     return path
+
+
+def entries(path: Path) -> dict[int, Entry]:
+    """The lines of a conductor's recording after the first, by their numbers."""
+    lines = path.read_bytes().splitlines()[1:]
+    return {number: msgspec.json.decode(line, type=Entry) for number, line in enumerate(lines, start=2)}
 
 
 def rewrite(path: Path, line: int, text: bytes) -> None:
@@ -63,8 +110,7 @@ def rewrite(path: Path, line: int, text: bytes) -> None:
 
 
 def test_what_was_recorded_is_read_back(recording: Path) -> None:
-    header, entries = read(recording)
-    numbered = list(entries)
+    header, numbered = read(recording)[0], list(entries(recording).items())
     assert header == Header(1, RULES)
     assert [number for number, _ in numbered] == list(range(2, len(EVENTS) + 2))
     assert [entry.event for _, entry in numbered] == EVENTS
@@ -78,7 +124,7 @@ def test_a_recording_replays_identically(recording: Path) -> None:
 
 
 def test_the_same_run_gives_the_same_file(recording: Path, tmp_path: Path) -> None:
-    recorder, conductor = Recorder(tmp_path / "again", RULES), Conductor(RULES)
+    recorder, conductor = Recorder(tmp_path / "again", Header(FORMAT, RULES)), Conductor(RULES)
     for now, event in enumerate(EVENTS):
         recorder.record(now, event, conductor.on(event, now))
     recorder.close()
@@ -86,7 +132,7 @@ def test_the_same_run_gives_the_same_file(recording: Path, tmp_path: Path) -> No
 
 
 def test_each_line_is_in_the_file_at_once(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "flight", RULES)
+    recorder = Recorder(tmp_path / "flight", Header(FORMAT, RULES))
     for count, event in enumerate(EVENTS, start=2):
         recorder.record(0, event, [])
         assert (tmp_path / "flight").read_bytes().count(b"\n") == count
@@ -95,17 +141,20 @@ def test_each_line_is_in_the_file_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", [4, 5, 10])
 def test_a_changed_decision_is_found_with_its_line(recording: Path, line: int) -> None:
-    entry = dict(read(recording)[1])[line]
+    entry = entries(recording)[line]
     changed = Entry(entry.at_ns, entry.event, (Abort(C, 9, (P1,)),))
     rewrite(recording, line, msgspec.json.encode(changed))
     count, difference = replay(recording)
     assert difference is not None
-    assert (count, difference.line, difference.event) == (line - 1, line, entry.event)
-    assert (difference.recorded, difference.replayed) == (changed.actions, entry.actions)
+    assert (count, difference.line) == (line - 1, line)
+    found = (difference.event, difference.recorded, difference.replayed)
+    assert found == tuple(
+        [msgspec.json.encode(each).decode() for each in (entry.event, changed.actions, entry.actions)]
+    )
 
 
 def test_a_missing_and_a_further_action_are_found(recording: Path) -> None:
-    entry = dict(read(recording)[1])[4]
+    entry = entries(recording)[4]
     for actions in ((), (*entry.actions, Route(A, 1, P1, D1))):
         rewrite(recording, 4, msgspec.json.encode(Entry(entry.at_ns, entry.event, actions)))
         difference = replay(recording)[1]
@@ -185,6 +234,154 @@ def test_a_file_that_cannot_be_read_or_written_is_one_line(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="cannot be read"):
         replay(tmp_path / "missing")
     with pytest.raises(ConfigError, match="cannot write"):
-        Recorder(tmp_path, RULES)
+        Recorder(tmp_path, Header(FORMAT, RULES))
     with pytest.raises(ConfigError, match="cannot write"):
-        Recorder(tmp_path / "no folder" / "flight", RULES)
+        Recorder(tmp_path / "no folder" / "flight", Header(FORMAT, RULES))
+
+
+# Recordings of nodes.
+
+FACTS = NodeFacts(P1, Role.PREFILL, CURVE, 32, 4, dram_blocks=4, ssd_blocks=8, transit_blocks=2, token_budget=8)
+
+
+def told(node: Node) -> Iterator[NodeEvent]:
+    """What a node hears that fetches a prefix, hands the KV of a prompt over, and keeps its blocks."""
+    begin = Begin(
+        RequestId("a#1"), Role.PREFILL, Route(A, 1, P1, D1, Fetch(M1, 0, 2, until_ns=50), num_cached=2),
+        num_tokens=25, stop_length=40, names=CHAIN,
+    )  # fmt: skip
+    yield Recovered((OTHER_CHAIN,))
+    yield Begin(RequestId("b#1"), Role.PREFILL, Route(B, 1, P1, D1), 9, 20, OTHER_CHAIN[:2])
+    yield begin
+    yield Granted(RequestId("b#1"))
+    yield Moved(begin.key)
+    yield Came(begin.key, 1)
+    yield FetchEnded(begin.key, 2)
+    yield Granted(begin.key)
+    while node.scheduler.run is not None:
+        yield Stepped(node.scheduler.run.steps)
+    yield Landed(RequestId("b#1"))
+    yield Wanted(RequestId("c#1"), M1, CHAIN, 0)
+    yield Saved(begin.key)
+    yield Lost(CHAIN[1:2])
+    yield Landed(begin.key)
+    yield Enough(RequestId("c#1"), M1)
+    yield Become(Role.DECODE)
+    yield Woken()
+
+
+def record_node(path: Path, start: int = 1) -> tuple[Path, Recorder, list[tuple[Action, ...]]]:
+    """Event number i (from 0) is on line i + 2."""
+    before = set(path.parent.iterdir())
+    recorder = node_recorder(path, FACTS, 0.25, start)
+    (made,) = set(path.parent.iterdir()) - before
+    node, answers = FACTS.node_of(BlockPool(FACTS.kv_blocks), transfer_ns=NS_PER_S // 4), []
+    for now, event in enumerate(told(node)):
+        actions = node.on(event, now)
+        recorder.record(now, event, actions)
+        answers.append(tuple(actions))
+    return made, recorder, answers
+
+
+def test_a_nodes_recording_replays_identically(tmp_path: Path) -> None:
+    path, recorder, answers = record_node(tmp_path / "flight.jsonl")
+    recorder.close()
+    assert path.name == "flight.p1.jsonl"
+    assert replay(path) == (len(answers), None)
+    assert read(path)[0] == Header(FORMAT, node=FACTS, transfer_ns=NS_PER_S // 4)
+    kinds = {type(action).__name__ for actions in answers for action in actions}
+    assert kinds >= {
+        "Fetch", "Offer", "Run", "Admitted", "Load", "Send", "Finish", "Save", "Give", "Release",
+        "FetchFinished", "PrefillFinished", "BlocksStored", "BlocksEvicted", "RoleChanged",
+    }  # fmt: skip
+
+
+def test_a_changed_answer_of_a_node_is_found_with_its_line(tmp_path: Path) -> None:
+    path, recorder, _ = record_node(tmp_path / "flight.jsonl")
+    recorder.close()
+    for number, line in enumerate(path.read_bytes().splitlines()[1:], start=2):
+        plain = msgspec.json.decode(line)
+        if not plain["actions"]:
+            continue
+        copy = tmp_path / "changed.jsonl"
+        copy.write_bytes(path.read_bytes())
+        rewrite(copy, number, msgspec.json.encode(plain | {"actions": plain["actions"][1:]}))
+        count, difference = replay(copy)
+        assert difference is not None and (count, difference.line) == (number - 1, number)
+        assert difference.replayed == msgspec.json.encode(plain["actions"]).decode()
+
+
+def test_a_garbage_line_of_a_nodes_recording_is_refused_with_its_number(tmp_path: Path) -> None:
+    path, recorder, _ = record_node(tmp_path / "flight.jsonl")
+    recorder.close()
+    rewrite(path, 4, msgspec.json.encode(Entry(1, NodeLeft(D1), ())))
+    with pytest.raises(ConfigError, match=r"line 4 cannot be read") as caught:
+        replay(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("header", [Header(FORMAT), Header(FORMAT, RULES, FACTS)])
+def test_a_header_of_neither_or_both_is_refused(recording: Path, header: Header) -> None:
+    rewrite(recording, 1, msgspec.json.encode(header))
+    with pytest.raises(ConfigError, match="it names neither rules nor a node, or both") as caught:
+        replay(recording)
+    assert str(caught.value).startswith(f"{recording}: line 1 ") and "\n" not in str(caught.value)
+
+
+def test_a_node_started_again_leaves_what_it_recorded(tmp_path: Path) -> None:
+    first, recorder, answers = record_node(tmp_path / "flight.jsonl")
+    recorder.close()
+    before = first.read_bytes()
+    for start in (2, 3):
+        again, recorder, _ = record_node(tmp_path / "flight.jsonl", start)
+        recorder.close()
+        assert again.name == f"flight.p1.{start}.jsonl" and again.read_bytes() == before
+    assert first.read_bytes() == before and replay(first) == replay(again) == (len(answers), None)
+
+
+def test_a_full_disk_ends_the_recording_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "flight.jsonl"
+    recorder = LiveRecorder(path, Header(FORMAT, RULES))
+    recorder.record(0, EVENTS[0], [])
+    with Path("/dev/full").open("wb") as full:
+        os.dup2(full.fileno(), recorder._file.fileno())
+    for at_ns in (1, 2):
+        recorder.record(at_ns, EVENTS[1], [])
+    recorder.close()
+    assert path.read_bytes().count(b"\n") == 2
+    assert caplog.messages == [f"the flight recording {path} ends here: No space left on device"]
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_a_clusters_recordings_replay_identically(pipeline: int, tmp_path: Path) -> None:
+    """`isthmus serve --record`, a few requests at once, a cancelled one, and `isthmus replay` of every file."""
+    config, flight = tmp_path / "isthmus.yaml", tmp_path / "flight.jsonl"
+    cost = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 1e-4, "decode_fixed_s": 0.001}
+    sections = {
+        "roles": {"prefill": {"count": pipeline, "pipeline": pipeline}, "decode": 1},
+        "engine": {"kind": "emulated", "cost": cost, "token_budget": 256},
+        "cache": {"dram": "1MiB", "ssd": "64MiB", "folder": str(tmp_path / "blocks")},
+    }
+    config.write_text(json.dumps(sections))
+    with serve(tmp_path, "--config", str(config), "--record", str(flight)) as served:
+        prompts = [[seed + at % 50 for at in range(length)] for seed, length in ((1, 500), (9, 900), (1, 700))]
+        for _ in range(2):
+            with ThreadPoolExecutor(3) as pool:
+                list(pool.map(lambda prompt: served.tokens(prompt, 12, ignore_eos=True), prompts))
+        with pytest.raises(httpx.ReadTimeout):
+            body = {"model": served.model, "prompt": [7] * 3000, "max_tokens": 9}
+            served.http.post("/v1/completions", json=body, timeout=0.15)
+        served.tokens([7] * 3000, 5)
+    for name in ("", ".prefill-0", ".decode-0"):
+        done = subprocess.run(
+            command("replay", str(flight.with_suffix(f"{name}.jsonl"))),
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        count, words = done.stdout.split(" ", 1)
+        assert int(count) > 20 and words == "events, identical decisions\n"
+    assert sorted(path.name for path in tmp_path.glob("flight*")) == [
+        "flight.decode-0.jsonl", "flight.jsonl", "flight.prefill-0.jsonl",
+    ]  # fmt: skip

@@ -8,58 +8,58 @@ from typing import Any
 
 import pytest
 
-from isthmus.cluster.cache import Load, NodeCache
-from isthmus.cluster.messages import Begin
+from isthmus.attempts import Route
+from isthmus.cluster import cache as cache_module
+from isthmus.cluster.cache import NodeCache
+from isthmus.cluster.hands import Hands
+from isthmus.cluster.messages import Task
+from isthmus.cluster.sessions import Peers
 from isthmus.cluster.stage import StageStepper
-from isthmus.cluster.stage_messages import (
-    StageBegin,
-    StageDrop,
-    StageFailed,
-    StageForget,
-    StageLoad,
-    StageLost,
-    StageRun,
-    StageSampled,
-    StageSave,
-    StageSaved,
-    StageShorten,
-)
+from isthmus.cluster.stage_messages import StageRun, StageSampled, StageSaved
 from isthmus.cost import Curve, compile_cost
 from isthmus.engine.emulated import EmulatedEngine, Recipe, layout_of
 from isthmus.engine.interface import BeforeLayer, Chunk, Hidden, OnLayer, Row
-from isthmus.scheduler import Piece
+from isthmus.messenger import Session
+from isthmus.node.events import Action, Begin, Broken, Drop, Event, Load, Lost, Release, Save, Shorten
+from isthmus.scheduler import Piece, Preempted, Saved
 from isthmus.store import Arena, Shape, Store
-from isthmus.types import BlockName, RequestId, Role, Sampling
+from isthmus.types import BlockName, NodeId, RequestId, Role, Sampling, Span
 
 SIZE, LAYERS = 4, 3
 MODEL = Recipe("model", layout_of(SIZE, layers=LAYERS), 1000)
 COST = compile_cost(Curve(kv_token_bytes=16, num_layers=4, prefill_token_s=1e-6, decode_fixed_s=1e-6))
 NAMES: tuple[BlockName, ...] = tuple(bytes([number]) * 16 for number in range(8))
 ROW = Row(Sampling(), ())
-A, B = RequestId("a#1"), RequestId("b#1")
+A, B, C = RequestId("a#1"), RequestId("b#1"), RequestId("c#1")
+ROUTE = Route(RequestId("r"), 1, NodeId("p"), NodeId("d"))
 
 
 def engine_of(layers: tuple[int, int]) -> EmulatedEngine:
     return EmulatedEngine(MODEL, COST, 16, max_length=1000, layers=layers)
 
 
-def begin(name: str, num_tokens: int) -> StageBegin:
-    prompt = tuple(range(num_tokens))
-    names = NAMES[: num_tokens // SIZE]
-    return StageBegin(Begin(RequestId(name), 1, Role.PREFILL, prompt, num_tokens, 100, Sampling(), names))
+def task(key: RequestId, num_tokens: int) -> Task:
+    begin = Begin(key, Role.PREFILL, ROUTE, num_tokens, 100, NAMES[: num_tokens // SIZE])
+    return Task(begin, 0, tuple(range(num_tokens)), num_tokens, Sampling())
+
+
+def load(key: RequestId, blocks: tuple[int, ...], first: int = 0) -> Load:
+    return Load(key, NAMES[first : first + len(blocks)], blocks, len(blocks) * SIZE)
+
+
+def save(key: RequestId, blocks: tuple[int, ...]) -> Save:
+    return Save(key, NAMES[: len(blocks)], None, blocks)
 
 
 class Owner:
-    """Keeps what it is told; `calls` come from the stage's thread, where they are carried out at once."""
+    """Keeps what it is told; what comes from other threads is carried out at once."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []
-        self.ready: list[RequestId] = []
-        self.withdrawn: list[RequestId] = []
         self.data: dict[int, memoryview] = {}
         self.changed = threading.Condition()
 
-    def tell(self, function: Callable[..., None], *arguments: Any) -> None:
+    def call_soon_threadsafe(self, function: Callable[..., None], *arguments: Any) -> None:
         with self.changed:
             function(*arguments)
             self.changed.notify_all()
@@ -72,11 +72,9 @@ class Owner:
         if data is not None:
             self.data[message.run] = data
 
-    def kv_ready(self, key: RequestId, *_: Any) -> None:
-        self.ready.append(key)
-
-    def over(self, key: RequestId) -> None:
-        self.withdrawn.append(key)
+    def fact(self, fact: Event) -> None:
+        """Of the hands, as a stage's process hands it on."""
+        self.up(StageSaved(1, fact.request) if isinstance(fact, Saved) else fact)
 
     def died(self, error: BaseException) -> None:
         self.told.append(error)
@@ -90,15 +88,66 @@ class Owner:
             return next(each for each in reversed(self.told) if isinstance(each, kind))
 
 
+class Nobody(Peers):
+    """There are no other nodes."""
+
+    def __init__(self) -> None:
+        pass
+
+    async def get(self, address: str) -> Session:
+        raise OSError("nobody is there")
+
+
+class Watched(Hands):
+    """`ready`: attempts of which KV may leave; `released`: those of which nothing may leave any more."""
+
+    def __init__(self, engine: EmulatedEngine, cache: NodeCache, owner: Owner) -> None:
+        super().__init__(
+            memory=engine.memory,
+            first_layer=engine.layers[0],
+            cache=cache,
+            peers=Nobody(),
+            address_of=str,
+            tell=owner.fact,
+            spawn=lambda work: work.close(),
+            shares_memory=False,
+            received=lambda key, token: None,
+        )
+        self.ready: list[RequestId] = []
+        self.released: list[RequestId] = []
+
+    def kv_ready(self, key: RequestId, layers: Span, tokens: Span, blocks: Any) -> None:
+        if key not in self.released:
+            self.ready.append(key)
+
+    def do(self, action: Action) -> None:
+        if isinstance(action, Release):
+            self.released.append(action.key)
+        super().do(action)
+
+
 class Stage:
     """A stage with a cache of 8 blocks; `first`: the stages before, in one engine."""
 
-    def __init__(self, layers: tuple[int, int] = (1, LAYERS)) -> None:
-        self.first, self.engine, self.owner = engine_of((0, layers[0])), engine_of(layers), Owner()
+    def __init__(self, layers: tuple[int, int] = (1, LAYERS), engine: EmulatedEngine | None = None) -> None:
+        self.first, self.engine, self.owner = engine_of((0, layers[0])), engine or engine_of(layers), Owner()
         layout = self.engine.memory.layout
         self.store = Store(Arena(Shape(layout.num_layers, layout.slice_bytes), 8))
         self.cache = NodeCache(self.engine.memory, self.store)
-        self.stepper = StageStepper(self.engine, self.cache, self.owner, self.owner.tell)
+        self.hands = Watched(self.engine, self.cache, self.owner)
+        self.hands.open(self.owner)  # type: ignore[arg-type]
+        self.stepper = StageStepper(self.engine, 1, self.hands, self.owner, self.owner.call_soon_threadsafe)
+
+    def receive(self, *messages: Any) -> None:
+        for message in messages:
+            self.stepper.receive(message)
+
+    def put(self, *numbers: int) -> None:
+        """Each block is full of its number and one; the first has no head, and each other follows the one before."""
+        layout = self.engine.memory.layout
+        for at, number in enumerate(numbers):
+            head = NAMES[numbers[at - 1]] if at else None
+            self.store.put(NAMES[number], head, bytes([number + 1]) * layout.num_layers * layout.slice_bytes)
 
     def run(self, number: int, *pieces: Piece, poisoned: tuple[RequestId, ...] = ()) -> None:
         """What the stage before gives for chunks of prompts 0, 1, 2, …"""
@@ -136,8 +185,8 @@ def token_of(num_tokens: int) -> int:
 
 
 def test_the_tokens_are_the_whole_models(stage: Stage) -> None:
-    stage.stepper.receive(begin("a", 10))
-    stage.stepper.receive(begin("b", 7))
+    stage.receive(task(A, 10))
+    stage.receive(task(B, 7))
     stage.run(1, Piece(A, 0, 6, (0, 1, 2), False), whole(B, 7, (5, 6)))
     stage.run(2, whole(A, 10, (0, 1, 2), start=6))
     stage.owner.wait_for(StageSampled)
@@ -152,7 +201,7 @@ def test_the_tokens_are_the_whole_models(stage: Stage) -> None:
 def test_a_middle_stage_hands_on_what_the_next_one_takes() -> None:
     middle = Stage((1, 2))
     middle.stepper.start()
-    middle.stepper.receive(begin("a", 10))
+    middle.receive(task(A, 10))
     middle.run(1, whole(A, 10, (0, 1, 2)))
     onward = middle.owner.wait_for(StageRun)
     last = engine_of((2, LAYERS))
@@ -163,13 +212,13 @@ def test_a_middle_stage_hands_on_what_the_next_one_takes() -> None:
 
 
 def test_a_saved_prefix_is_loaded_again(stage: Stage) -> None:
-    stage.stepper.receive(begin("a", 10))
+    stage.receive(task(A, 10))
     stage.run(1, whole(A, 10, (0, 1, 2)))
-    stage.stepper.receive(StageSave(1, NAMES[:2], (None, NAMES[0]), (0, 1)))
-    assert stage.owner.wait_for(StageSaved) == StageSaved(1, ())
-    stage.stepper.receive(StageForget(A))
-    stage.stepper.receive(begin("b", 10))
-    stage.stepper.receive(StageLoad(B, (7, 8)))
+    stage.receive(save(A, (0, 1)))
+    assert stage.owner.wait_for(StageSaved) == StageSaved(1, A)
+    stage.receive(Release(A))
+    stage.receive(task(B, 10))
+    stage.receive(load(B, (7, 8)))
     stage.first.relay(stage.first.build([Chunk(range(8), 0, (7, 8), False)]))
     stage.run(2, whole(B, 10, (7, 8, 9), start=8))
     stage.stepper.stop()
@@ -178,9 +227,9 @@ def test_a_saved_prefix_is_loaded_again(stage: Stage) -> None:
 
 def poisoned(stage: Stage) -> None:
     """A prefix of two blocks of which nothing is here, beside a request that needs none."""
-    stage.stepper.receive(begin("a", 10))
-    stage.stepper.receive(begin("b", 7))
-    stage.stepper.receive(StageLoad(A, (0, 1)))
+    stage.receive(task(A, 10))
+    stage.receive(task(B, 7))
+    stage.receive(load(A, (0, 1)))
     stage.first.relay(stage.first.build([Chunk(range(8), 0, (0, 1), False)]))
     stage.run(1, whole(A, 10, (0, 1, 2), start=8), whole(B, 7, (5, 6)))
 
@@ -189,48 +238,51 @@ def test_what_misses_a_block_poisons_only_itself(stage: Stage) -> None:
     poisoned(stage)
     assert stage.owner.wait_for(StageSampled) == StageSampled(1, (B,), (token_of(7),), (None,))
     told = stage.owner.told
-    assert StageLost((NAMES[0],)) in told
-    failed = next(each for each in told if isinstance(each, StageFailed))
-    assert failed.key == A and told.index(StageLost((NAMES[0],))) < told.index(failed)
-    assert stage.owner.withdrawn == [A]
-    assert A not in stage.owner.ready and B in stage.owner.ready
+    assert Lost((NAMES[0],)) in told
+    failed = next(each for each in told if isinstance(each, Broken))
+    assert failed.key == A and told.index(Lost((NAMES[0],))) < told.index(failed)
+    assert stage.hands.released == [A]
+    assert A not in stage.hands.ready and B in stage.hands.ready
 
 
 def test_blocks_of_a_poisoned_attempt_are_not_kept(stage: Stage) -> None:
     poisoned(stage)
-    stage.stepper.receive(StageSave(1, NAMES[:2], (None, NAMES[0]), (0, 1)))
-    assert stage.owner.wait_for(StageSaved) == StageSaved(1, NAMES[:2])
+    stage.receive(save(A, (0, 1)))
+    assert stage.owner.wait_for(StageSaved) == StageSaved(1, A)
+    assert stage.owner.told.index(Lost(NAMES[:2])) < stage.owner.told.index(StageSaved(1, A))
     assert not any(map(stage.store.contains, NAMES))
-    stage.stepper.receive(StageForget(A))
-    stage.stepper.receive(begin("c", 8))
-    stage.run(2, whole(RequestId("c#1"), 8, (0, 1)))
-    stage.stepper.receive(StageSave(2, NAMES[:2], (None, NAMES[0]), (0, 1)))
+    stage.receive(Release(A))
+    stage.receive(task(C, 8))
+    stage.run(2, whole(C, 8, (0, 1)))
+    stage.receive(save(C, (0, 1)))
     stage.stepper.stop()
-    assert stage.owner.wait_for(StageSaved) == StageSaved(2, ()), "the blocks hold something else now"
+    assert stage.owner.wait_for(StageSaved) == StageSaved(1, C)
+    assert stage.owner.told.count(Lost(NAMES[:2])) == 1, "the blocks hold something else now"
+    assert all(map(stage.store.contains, NAMES[:2]))
 
 
 def test_poison_of_a_stage_before_goes_on(stage: Stage) -> None:
-    stage.stepper.receive(begin("a", 10))
+    stage.receive(task(A, 10))
     stage.run(1, whole(A, 10, (0, 1, 2)), poisoned=(A,))
     assert stage.owner.wait_for(StageSampled) == StageSampled(1, (), (), ())
-    assert stage.owner.withdrawn == [A] and not stage.owner.ready
+    assert stage.hands.released == [A] and not stage.hands.ready
 
 
 def test_a_prefix_that_the_leader_misses_too_is_no_failure(stage: Stage) -> None:
-    stage.stepper.receive(begin("a", 10))
-    stage.stepper.receive(StageLoad(A, (0, 1)))
-    stage.stepper.receive(StageShorten(A, 0))
+    stage.receive(task(A, 10))
+    stage.receive(load(A, (0, 1)))
+    stage.receive(Shorten(A, 0))
     stage.run(1, whole(A, 10, (0, 1, 2)))
     assert stage.owner.wait_for(StageSampled) == StageSampled(1, (A,), (token_of(10),), (None,))
-    assert not stage.owner.withdrawn
+    assert not stage.hands.released
 
 
 class Held(EmulatedEngine):
-    """Begins an iteration only when it is let go."""
+    """Goes on with an iteration that has begun only when it is let go."""
 
     def __init__(self) -> None:
         super().__init__(MODEL, COST, 16, max_length=1000, layers=(1, LAYERS))
-        self.go = threading.Event()
+        self.begun, self.go = threading.Event(), threading.Event()
 
     def step(
         self,
@@ -240,6 +292,7 @@ class Held(EmulatedEngine):
         before_layer: BeforeLayer | None = None,
         hidden: Hidden | None = None,
     ) -> Any:
+        self.begun.set()
         assert self.go.wait(20)
         return super().step(batch, rows, on_layer, before_layer, hidden)
 
@@ -248,10 +301,10 @@ class Loads:
     """Those that a cache has begun."""
 
     def __init__(self, cache: NodeCache) -> None:
-        self.begun: list[Load] = []
+        self.begun: list[cache_module.Load] = []
         self._real, cache.load = cache.load, self._load  # type: ignore[method-assign, assignment]
 
-    def _load(self, *arguments: Any) -> Load:
+    def _load(self, *arguments: Any) -> cache_module.Load:
         self.begun.append(self._real(*arguments))
         return self.begun[-1]
 
@@ -260,32 +313,83 @@ class Loads:
         return [tuple(load.blocks) for load in self.begun]
 
 
-def test_a_load_waits_for_what_still_writes_its_blocks() -> None:
+@pytest.fixture
+def held() -> Iterator[Stage]:
+    """A stage that computes when its engine's `go` is set."""
+    made = Stage(engine=Held())
+    made.stepper.start()
+    yield made
+    made.close()
+
+
+def go(stage: Stage) -> None:
+    """Lets the engine go, and waits until all that came is done."""
+    assert isinstance(stage.engine, Held)
+    stage.engine.go.set()
+    stage.receive(Drop(()))
+    stage.owner.wait_for(Drop)
+
+
+def held_block(stage: Stage, number: int) -> int:
+    """What all bytes of a block of the engine's are."""
+    (found,) = set(bytes(stage.engine.memory.export(0, number * SIZE, (number + 1) * SIZE)))
+    return found
+
+
+def test_a_load_waits_for_what_still_writes_its_blocks(held: Stage) -> None:
     """The leader gave up one attempt and gave its blocks to another, while the first is still computed here."""
-    stage = Stage()
-    stage.engine = held = Held()
-    stage.cache = NodeCache(held.memory, stage.store)
-    stage.stepper = StageStepper(held, stage.cache, stage.owner, stage.owner.tell)
-    layers, width = held.memory.layout.num_layers, held.memory.layout.slice_bytes
-    for at in (0, 1):
-        stage.store.put(NAMES[at], NAMES[at - 1] if at else None, bytes([at + 1]) * layers * width)
-    loads = Loads(stage.cache)
-    stage.stepper.start()
-    stage.stepper.receive(begin("a", 10))
-    stage.run(1, whole(A, 10, (0, 1, 2)))
-    stage.stepper.receive(StageForget(A))
-    stage.stepper.receive(begin("b", 10))
-    stage.stepper.receive(begin("c", 10))
-    stage.stepper.receive(StageLoad(B, (1, 2)))
-    stage.stepper.receive(StageLoad(RequestId("c#1"), (7, 8)))
+    held.put(0, 1)
+    loads = Loads(held.cache)
+    held.receive(task(A, 10))
+    held.run(1, whole(A, 10, (0, 1, 2)))
+    held.receive(Release(A), task(B, 10), task(C, 10), load(B, (1, 2)), load(C, (7, 8)))
     assert loads.blocks == [(7, 8)], "only a load of blocks that nothing else touches may begin at once"
-    held.go.set()
-    stage.stepper.receive(StageDrop(()))
-    stage.owner.wait_for(StageDrop)
+    go(held)
     assert loads.blocks == [(7, 8), (1, 2)]
-    for load in loads.begun:
-        load.wait(layers - 1, 2)
-    stage.close()
-    assert bytes(held.memory.export(0, 1 * SIZE, 2 * SIZE)) == b"\1" * width, (
-        "the load came after the computing"
-    )
+    for each in loads.begun:
+        each.wait(held.engine.memory.layout.num_layers - 1, 2)
+    assert held_block(held, 1) == 1, "the load came after the computing"
+
+
+def test_a_load_waits_for_the_save_that_brings_its_blocks(held: Stage) -> None:
+    """The next one with the same prefix comes before this stage has computed it: nothing is missing."""
+    loads = Loads(held.cache)
+    held.receive(task(A, 10))
+    held.run(1, whole(A, 10, (0, 1, 2)))
+    held.receive(save(A, (0, 1)), task(B, 10), load(B, (7, 8)))
+    assert loads.blocks == []
+    go(held)
+    held.first.relay(held.first.build([Chunk(range(8), 0, (7, 8), False)]))
+    held.run(2, whole(B, 10, (7, 8, 9), start=8))
+    held.stepper.stop()
+    assert held.owner.wait_for(StageSampled) == StageSampled(2, (B,), (token_of(10),), (None,))
+    assert not [each for each in held.owner.told if isinstance(each, Lost | Broken)]
+
+
+def test_loads_into_the_same_blocks_keep_their_order(held: Stage) -> None:
+    """The first has not begun when it is given up: it must not be what lies there in the end."""
+    held.put(2, 3)
+    loads = Loads(held.cache)
+    held.receive(task(A, 10))
+    held.run(1, whole(A, 10, (0, 1, 2)))
+    held.receive(save(A, (0, 1)), task(B, 10), load(B, (7, 8)), Release(B))
+    held.receive(task(C, 20), load(C, (7, 8), first=2))
+    assert loads.blocks == []
+    go(held)
+    assert [each.names for each in loads.begun] == [NAMES[:2], NAMES[2:4]]
+    loads.begun[-1].wait(held.engine.memory.layout.num_layers - 1, 2)
+    assert (held_block(held, 7), held_block(held, 8)) == (3, 4)
+
+
+def test_a_load_follows_the_pre_emption_before_it(held: Stage) -> None:
+    """Or that would take it back."""
+    held.put(0, 1)
+    loads = Loads(held.cache)
+    held.receive(task(A, 10), task(B, 10), load(B, (7, 8)))
+    loads.begun[0].over.wait(20)
+    held.run(1, whole(A, 10, (0, 1, 2)))
+    assert isinstance(held.engine, Held) and held.engine.begun.wait(20)
+    held.receive(Preempted(B), load(B, (7, 8)))
+    assert len(loads.begun) == 1
+    go(held)
+    assert len(loads.begun) == 2 and not loads.begun[1].cancelled

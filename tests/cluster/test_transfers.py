@@ -10,19 +10,21 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from isthmus.blocks import KVLayout, seal
-from isthmus.cluster import transfers
-from isthmus.cluster.cache import Load
-from isthmus.cluster.messages import Begin, Grant, Landed, Offer, Sent, Slices, Withdrawn
+from isthmus.cluster import departures, transfers
+from isthmus.cluster.departures import Arrivals
+from isthmus.cluster.messages import Grant, Landed, Offer, Sent, Slices
 from isthmus.cluster.transfers import Incoming, Outgoing
 from isthmus.engine.kv import KVMemory
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Priority
-from isthmus.types import RequestId, Role, Sampling, Span, TokenLogprobs
+from isthmus.node import events
+from isthmus.node.extent import Extent
+from isthmus.types import NodeId, RequestId, Span, TokenLogprobs
 
 SIZE, LAYERS, BLOCKS = 4, 2, 12
 LAYOUT = KVLayout(dtype="float32", block_size=SIZE, num_layers=LAYERS, num_kv_heads=1, head_dim=2)
-A = RequestId("a")
-OFFER = Offer(A, 1, 0, LAYERS)
+A = RequestId("a#1")
+OFFER = Offer(A, 0, LAYERS)
 FROM: dict[Incoming, Wire] = {}
 """Over which session a receiver was offered its KV."""
 
@@ -55,8 +57,10 @@ class Wire:
         return [(message, payload) for message, payload in self.sent if isinstance(message, Slices)]
 
 
-def begin(num_tokens: int, part: Role) -> Begin:
-    return Begin(A, 1, part, tuple(range(num_tokens)), num_tokens, 100, Sampling(), ())
+def extent(num_tokens: int, *, codec: str = "none", handover_start: int = 0, state_blocks: int = 0) -> Extent:
+    states = -(-num_tokens // SIZE) * SIZE
+    stop = states + state_blocks * SIZE if state_blocks else num_tokens
+    return Extent(SIZE, handover_start * SIZE, num_tokens, states, stop, codec)
 
 
 def memory(*, filled: bool) -> KVMemory:
@@ -75,15 +79,19 @@ def kv_of(kv: KVMemory, layer: int, blocks: Sequence[int], num_tokens: int) -> b
 
 def sender(num_tokens: int) -> tuple[Outgoing, KVMemory, Wire]:
     kv, wire = memory(filled=True), Wire()
-    return Outgoing(begin(num_tokens, Role.PREFILL), kv), kv, wire
+    return Outgoing(A, extent(num_tokens), kv), kv, wire
+
+
+def finish(outgoing: Outgoing, token: int = 77) -> None:
+    outgoing.first_token(token, None)
+    outgoing.computed()
 
 
 def receiver(num_tokens: int, blocks: Sequence[int]) -> tuple[Incoming, KVMemory, Wire]:
     kv, wire = memory(filled=False), Wire()
-    incoming = Incoming(begin(num_tokens, Role.DECODE), kv)
-    incoming.blocks = blocks
-    incoming.offered(wire, OFFER)  # type: ignore[arg-type]
-    assert wire.messages == [Grant(A, 1)]
+    incoming = Incoming(A, extent(num_tokens), blocks, kv)
+    incoming.grant(wire, Span(0, LAYERS))  # type: ignore[arg-type]
+    assert wire.messages == [Grant(A)]
     FROM[incoming] = wire
     return incoming, kv, wire
 
@@ -133,18 +141,18 @@ def test_the_same_bytes_lie_at_the_same_positions_afterwards(
         patch.setattr(transfers, "MAX_FRAME_BLOCKS", frame_blocks)
         for number, span in enumerate(spans):
             if number == grant_at:
-                outgoing.grant()
+                outgoing.send()
             for layer in range(LAYERS):
                 outgoing.ready(Span(layer, layer + 1), span, tuple(theirs))
         if grant_at == len(spans):
             assert wire.messages == [OFFER], "something was sent before the grant"
-            outgoing.prefilled(77, None)
-            outgoing.grant()
+            finish(outgoing)
+            outgoing.send()
         else:
-            outgoing.prefilled(77, None)
+            finish(outgoing)
     assert wire.messages[0] == OFFER
-    assert wire.messages[-1] == Sent(A, 1, 77)
-    assert wire.messages.count(Sent(A, 1, 77)) == 1
+    assert wire.messages[-1] == Sent(A, 77)
+    assert wire.messages.count(Sent(A, 77)) == 1
     for slices, payload in wire.slices:
         assert len(slices.seals) <= frame_blocks
         assert not incoming.complete
@@ -158,14 +166,14 @@ def test_the_same_bytes_lie_at_the_same_positions_afterwards(
     assert sorted(touched) == sorted(ours[: LAYOUT.blocks_for(num_tokens)]), (
         "another request's block was written"
     )
-    incoming.landed()
-    assert back.messages == [Grant(A, 1), Landed(A, 1)]
+    incoming.land()
+    assert back.messages == [Grant(A), Landed(A)]
 
 
 def test_a_cached_prefix_goes_in_all_layers_at_once() -> None:
     outgoing, source, wire = sender(10)
     outgoing.attach(wire)  # type: ignore[arg-type]
-    outgoing.grant()
+    outgoing.send()
     outgoing.ready(Span(0, LAYERS), Span(0, 8), (5, 6, 7))
     assert [(slices.layer, slices.first_block, slices.stop) for slices, _ in wire.slices] == [
         (0, 0, 8),
@@ -179,7 +187,7 @@ def test_a_cached_prefix_goes_in_all_layers_at_once() -> None:
 def test_each_block_of_a_frame_has_its_own_seal() -> None:
     outgoing, source, wire = sender(10)
     outgoing.attach(wire)  # type: ignore[arg-type]
-    outgoing.grant()
+    outgoing.send()
     outgoing.ready(Span(0, 1), Span(0, 10), (7, 3, 4))
     ((slices, payload),) = wire.slices
     width = SIZE * LAYOUT.token_bytes
@@ -191,35 +199,56 @@ def test_each_block_of_a_frame_has_its_own_seal() -> None:
 def test_the_first_token_goes_with_its_probabilities() -> None:
     outgoing, _, wire = sender(4)
     outgoing.attach(wire)  # type: ignore[arg-type]
-    outgoing.grant()
+    outgoing.send()
     logprobs = TokenLogprobs(-0.5, ((77, -0.5), (3, -1.0)))
-    outgoing.prefilled(77, logprobs)
-    assert wire.messages[-1] == Sent(A, 1, 77, logprobs)
+    outgoing.first_token(77, logprobs)
+    assert wire.messages == [OFFER], "it goes when all KV is computed"
+    outgoing.computed()
+    assert wire.messages[-1] == Sent(A, 77, logprobs)
 
 
-def test_room_is_granted_once_and_only_when_both_sides_are_known() -> None:
-    wire, incoming = Wire(), Incoming(begin(4, Role.DECODE), memory(filled=False))
-    incoming.match()
-    incoming.blocks = (0, 1)
-    incoming.match()
-    assert not wire.messages
-    incoming.offered(wire, OFFER)  # type: ignore[arg-type]
-    incoming.match()
-    assert wire.messages == [Grant(A, 1)]
+def arrivals() -> tuple[Arrivals, list[Any], KVMemory]:
+    told: list[Any] = []
+    kv = memory(filled=False)
+    return Arrivals(kv, told.append, lambda key, token: told.append((key, token))), told, kv
+
+
+@pytest.mark.parametrize("offered_first", [True, False])
+def test_room_is_granted_once_and_only_when_both_sides_are_known(offered_first: bool) -> None:
+    wire, (here, _, _) = Wire(), arrivals()
+    grant = events.Grant(A, NodeId("there"), extent(4), (0, 1))
+    if offered_first:
+        here.offered(wire, OFFER)  # type: ignore[arg-type]
+        assert not wire.messages
+    here.grant(grant)
+    if not offered_first:
+        assert not wire.messages
+        here.offered(wire, OFFER)  # type: ignore[arg-type]
+    assert wire.messages == [Grant(A)]
+
+
+def test_offers_of_what_never_begins_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(departures, "MAX_OFFERS", 3)
+    here, _, _ = arrivals()
+    wires = [Wire() for _ in range(5)]
+    for number, wire in enumerate(wires):
+        here.offered(wire, Offer(RequestId(f"r{number}"), 0, LAYERS))  # type: ignore[arg-type]
+    for number in range(5):
+        here.grant(events.Grant(RequestId(f"r{number}"), NodeId("there"), extent(4), (0, 1)))
+    assert [len(wire.messages) for wire in wires] == [0, 0, 1, 1, 1]
 
 
 def test_the_layers_may_come_over_several_sessions() -> None:
     """As from the stages of a pipeline group."""
     stages = [(memory(filled=True), Wire()) for _ in range(2)]
     kv = memory(filled=False)
-    incoming = Incoming(begin(6, Role.DECODE), kv)
-    incoming.blocks = (7, 2)
+    incoming = Incoming(A, extent(6), (7, 2), kv)
     for number, (whole, wire) in enumerate(stages):
-        outgoing = Outgoing(begin(6, Role.PREFILL), one_layer(whole, number), number)
+        outgoing = Outgoing(A, extent(6), one_layer(whole, number), number)
         outgoing.attach(wire)  # type: ignore[arg-type]
-        assert wire.messages == [Offer(A, 1, number, number + 1)]
-        incoming.offered(wire, wire.messages[0])  # type: ignore[arg-type]
-        outgoing.grant()
+        assert wire.messages == [Offer(A, number, number + 1)]
+        incoming.grant(wire, Span(number, number + 1))  # type: ignore[arg-type]
+        outgoing.send()
         outgoing.ready(Span(0, 1), Span(0, 6), (3, 1))
         ((slices, payload),) = wire.slices
         assert slices.layer == number
@@ -230,12 +259,12 @@ def test_the_layers_may_come_over_several_sessions() -> None:
         assert incoming.receive(slices)
         other = stages[1 - number][1]
         assert incoming.place(other, slices, 6 * LAYOUT.token_bytes) is None, "not that session's layer"
-    incoming.sent = Sent(A, 1, 5)
+    incoming.sent = Sent(A, 5)
     assert incoming.complete
     for layer in range(LAYERS):
         assert kv_of(kv, layer, (7, 2), 6) == kv_of(stages[0][0], layer, (3, 1), 6)
-    incoming.landed()
-    assert [wire.messages[-1] for _, wire in stages] == [Landed(A, 1)] * 2
+    incoming.land()
+    assert [wire.messages[-1] for _, wire in stages] == [Landed(A)] * 2
 
 
 def one_layer(kv: KVMemory, number: int) -> KVMemory:
@@ -244,24 +273,47 @@ def one_layer(kv: KVMemory, number: int) -> KVMemory:
     return made
 
 
-@pytest.mark.parametrize("layers", [(0, 0), (-1, 1), (1, 3), (0, 2)])
-def test_layers_are_offered_once_and_are_the_models(layers: tuple[int, int]) -> None:
-    incoming, _, _ = receiver(4, (0, 1))
+@pytest.mark.parametrize("layers", [(0, 0), (-1, 1), (1, 3)])
+def test_layers_that_are_not_the_models_are_refused(layers: tuple[int, int]) -> None:
+    here, _, _ = arrivals()
     with pytest.raises(ProtocolError):
-        incoming.offered(Wire(), Offer(A, 1, *layers))  # type: ignore[arg-type]
+        here.offered(Wire(), Offer(A, *layers))  # type: ignore[arg-type]
 
 
-def test_a_withdrawal_reaches_whoever_is_there() -> None:
+@pytest.mark.parametrize("granted", [False, True])
+def test_layers_are_offered_once(granted: bool) -> None:
+    here, _, _ = arrivals()
+    wire, other = Wire(), Wire()
+    here.offered(wire, Offer(A, 0, 1))  # type: ignore[arg-type]
+    if granted:
+        here.grant(events.Grant(A, NodeId("there"), extent(4), (0, 1)))
+    with pytest.raises(ProtocolError):
+        here.offered(other, OFFER)  # type: ignore[arg-type]
+    with pytest.raises(ProtocolError):
+        here.offered(wire, Offer(A, 1, 2))  # type: ignore[arg-type]
+    here.offered(other, Offer(A, 1, 2))  # type: ignore[arg-type]
+    assert other.messages == [Grant(A)] * granted
+
+
+def test_what_is_given_up_is_not_sent() -> None:
     outgoing, _, wire = sender(4)
-    outgoing.withdraw()
+    outgoing.cancel()
     outgoing.attach(wire)  # type: ignore[arg-type]
     assert outgoing.is_on(wire) and not outgoing.is_on(Wire())  # type: ignore[arg-type]
-    outgoing.withdraw()
-    assert wire.messages == [OFFER, Withdrawn(A, 1)]
-    Incoming(begin(4, Role.DECODE), memory(filled=False)).withdraw()
-    incoming, _, back = receiver(4, (0, 1))
-    incoming.withdraw()
-    assert back.messages == [Grant(A, 1), Withdrawn(A, 1)]
+    outgoing.send()
+    outgoing.ready(Span(0, LAYERS), Span(0, 4), (0,))
+    assert not wire.num_cancelled
+    outgoing.cancel()
+    assert wire.num_cancelled == LAYERS
+
+
+def test_it_has_not_landed_before_it_was_sent() -> None:
+    outgoing, _, wire = sender(4)
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    outgoing.ready(Span(0, LAYERS), Span(0, 4), (0,))
+    assert not outgoing.is_sent
+    outgoing.send()
+    assert outgoing.is_sent
 
 
 # What must not be believed.
@@ -273,10 +325,10 @@ def test_any_flipped_bit_is_found_and_nothing_of_its_frame_counts(
 ) -> None:
     outgoing, _, wire = sender(num_tokens)
     outgoing.attach(wire)  # type: ignore[arg-type]
-    outgoing.grant()
+    outgoing.send()
     outgoing.ready(Span(0, LAYERS), Span(0, num_tokens), tuple(blocks))
     incoming, _, _ = receiver(num_tokens, tuple(reversed(blocks)))
-    incoming.sent = Sent(A, 1, 77)
+    incoming.sent = Sent(A, 77)
     (first, good), (second, payload) = wire.slices
     assert arrive(incoming, first, good)
     bit = data.draw(st.integers(0, 8 * len(payload) - 1))
@@ -291,7 +343,7 @@ def test_any_flipped_bit_is_found_and_nothing_of_its_frame_counts(
 def test_blocks_that_change_places_are_found() -> None:
     outgoing, _, wire = sender(8)
     outgoing.attach(wire)  # type: ignore[arg-type]
-    outgoing.grant()
+    outgoing.send()
     outgoing.ready(Span(0, 1), Span(0, 8), (0, 1))
     ((slices, payload),) = wire.slices
     incoming, _, _ = receiver(8, (0, 1, 2))
@@ -303,17 +355,17 @@ def expected_next() -> tuple[Incoming, Slices, int]:
     """A receiver of 10 tokens that has block 0 of layer 0, and what must come next."""
     outgoing, _, wire = sender(10)
     outgoing.attach(wire)  # type: ignore[arg-type]
-    outgoing.grant()
+    outgoing.send()
     outgoing.ready(Span(0, 1), Span(0, 4), (0, 1, 2))
     incoming, _, _ = receiver(10, (3, 4, 5))
     assert arrive(incoming, *wire.slices[0])
-    return incoming, Slices(A, 1, 0, 1, 10, (b"", b"")), 6 * LAYOUT.token_bytes
+    return incoming, Slices(A, 0, 1, 10, (b"", b"")), 6 * LAYOUT.token_bytes
 
 
 def test_what_must_come_next_is_accepted() -> None:
     incoming, slices, size = expected_next()
     assert place(incoming, slices, size) is not None
-    incoming.withdraw()
+    incoming.refuse()
     assert FROM[incoming].refused == [slices], "a session goes on writing into blocks that are free"
 
 
@@ -348,17 +400,21 @@ def test_what_must_not_come_next_is_refused(changes: dict[str, Any], more_bytes:
 
 
 def test_nothing_is_accepted_before_the_grant() -> None:
-    incoming = Incoming(begin(4, Role.DECODE), memory(filled=False))
-    wire = Wire()
-    incoming.offered(wire, OFFER)  # type: ignore[arg-type]
-    FROM[incoming] = wire
-    assert place(incoming, Slices(A, 1, 0, 0, 4, (b"",)), 4 * LAYOUT.token_bytes) is None
+    """Not even from whom it was offered."""
+    here, _, _ = arrivals()
+    wire, slices, size = Wire(), Slices(A, 0, 0, 4, (b"",)), 4 * LAYOUT.token_bytes
+    here.offered(wire, OFFER)  # type: ignore[arg-type]
+    before = here.place(wire, slices, size)  # type: ignore[arg-type]
+    assert [len(part) for part in before] == [size], "it is read past"
+    here.grant(events.Grant(A, NodeId("there"), extent(4), (0, 1)))
+    with pytest.raises(ProtocolError):
+        here.place(Wire(), slices, size)  # type: ignore[arg-type]
 
 
 def test_nothing_is_accepted_after_everything_came() -> None:
     outgoing, _, wire = sender(8)
     outgoing.attach(wire)  # type: ignore[arg-type]
-    outgoing.grant()
+    outgoing.send()
     outgoing.ready(Span(0, 1), Span(0, 8), (0, 1))
     incoming, _, _ = receiver(8, (3, 4, 5))
     ((slices, payload),) = wire.slices
@@ -369,7 +425,7 @@ def test_nothing_is_accepted_after_everything_came() -> None:
 
 def test_without_its_first_token_a_request_is_not_complete() -> None:
     incoming, _, _ = receiver(4, (0, 1))
-    incoming.sent = Sent(A, 1, 77)
+    incoming.sent = Sent(A, 77)
     assert not incoming.complete
 
 
@@ -379,13 +435,10 @@ WITH_STATE = replace(LAYOUT, state_bytes=LAYOUT.block_bytes + 8)
 STATE_BLOCKS = 2
 
 
-def stateful(
-    part: Role, num_tokens: int, *, codec: str = "none", handover_start: int = 0
-) -> tuple[Begin, KVMemory]:
-    begun = replace(begin(num_tokens, part), codec=codec, handover_start=handover_start)
-    made = memory(filled=part is Role.PREFILL)
+def stateful(num_tokens: int, *, filled: bool, **how: Any) -> tuple[Extent, KVMemory]:
+    made = memory(filled=filled)
     made.layout = WITH_STATE
-    return begun, made
+    return extent(num_tokens, state_blocks=STATE_BLOCKS, **how), made
 
 
 def hand_over(
@@ -394,19 +447,17 @@ def hand_over(
     """Sends a prompt from blocks 0, 1, ... with its state in the next ones; receives it into blocks from 5 on."""
     count = -(-num_tokens // SIZE)
     source = list(range(count + STATE_BLOCKS))
-    begun, there = stateful(Role.PREFILL, num_tokens, **how)
-    outgoing, wire = Outgoing(begun, there), Wire()
+    moved, there = stateful(num_tokens, filled=True, **how)
+    outgoing, wire = Outgoing(A, moved, there), Wire()
     outgoing.attach(wire)  # type: ignore[arg-type]
-    outgoing.grant()
+    outgoing.send()
     outgoing.ready(Span(0, LAYERS), Span(0, num_tokens), source[:count])
     if with_state:
         outgoing.ready(Span(0, LAYERS), Span(count * SIZE, (count + STATE_BLOCKS) * SIZE), source)
-    outgoing.prefilled(7, None)
-    begun, here = stateful(Role.DECODE, num_tokens, **how)
-    incoming, back = Incoming(begun, here), Wire()
-    incoming.offered(back, OFFER)  # type: ignore[arg-type]
-    incoming.blocks = [5 + block for block in source]
-    incoming.match()
+    finish(outgoing, 7)
+    moved, here = stateful(num_tokens, filled=False, **how)
+    incoming, back = Incoming(A, moved, [5 + block for block in source], here), Wire()
+    incoming.grant(back, Span(0, LAYERS))  # type: ignore[arg-type]
     for message, payload in wire.sent:
         if isinstance(message, Slices):
             targets = incoming.place(back, message, len(payload))  # type: ignore[arg-type]
@@ -442,14 +493,12 @@ def test_a_request_without_its_state_is_not_complete(num_tokens: int) -> None:
 
 
 def test_a_state_that_is_not_the_next_thing_is_refused() -> None:
-    begun, here = stateful(Role.DECODE, SIZE + 1)
-    incoming, wire = Incoming(begun, here), Wire()
-    incoming.offered(wire, OFFER)  # type: ignore[arg-type]
-    incoming.blocks = [5, 6, 7, 8]
-    incoming.match()
-    beyond = Slices(A, 1, 0, 2, 5 * SIZE, (b"",) * 3)
+    moved, here = stateful(SIZE + 1, filled=False)
+    incoming, wire = Incoming(A, moved, [5, 6, 7, 8], here), Wire()
+    incoming.grant(wire, Span(0, LAYERS))  # type: ignore[arg-type]
+    beyond = Slices(A, 0, 2, 5 * SIZE, (b"",) * 3)
     assert incoming.place(wire, beyond, 3 * WITH_STATE.slice_bytes) is None  # type: ignore[arg-type]
-    half = Slices(A, 1, 0, 1, 3 * SIZE, (b"",) * 2)
+    half = Slices(A, 0, 1, 3 * SIZE, (b"",) * 2)
     assert incoming.place(wire, half, 2 * WITH_STATE.slice_bytes) is None  # type: ignore[arg-type]
 
 
@@ -457,19 +506,10 @@ def test_a_state_that_is_not_the_next_thing_is_refused() -> None:
 def test_what_the_other_side_has_does_not_cross(handover_start: int) -> None:
     incoming, there, here, slices = hand_over(3 * SIZE + 1, with_state=True, handover_start=handover_start)
     assert min(each.first_block for each in slices) == handover_start
-    assert not incoming.complete  # what it has is not loaded yet
+    assert incoming.complete
     first, stop = handover_start * SIZE, (4 + STATE_BLOCKS) * SIZE
     sent = [*range(first, 3 * SIZE + 1), *range(4 * SIZE, stop)]
     for layer in range(LAYERS):
         for slot in sent:
             there_bytes = bytes(there.export(layer, slot, slot + 1))
             assert bytes(here.export(layer, slot + 5 * SIZE, slot + 5 * SIZE + 1)) == there_bytes
-
-
-@pytest.mark.parametrize(("found", "whole"), [(2, True), (1, False)])
-def test_a_prefix_of_its_own_must_be_whole_too(found: int, whole: bool) -> None:
-    incoming, *_ = hand_over(3 * SIZE, with_state=True, handover_start=2)
-    load = Load((1, 2), (5, 6), None)
-    load.shorten(found)
-    incoming.recall = load
-    assert incoming.recalled() is incoming.complete is whole

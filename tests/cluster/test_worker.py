@@ -1,4 +1,4 @@
-"""Both workers drive a stepper alike: what comes in an iteration is taken in at its end, before `Stepped`."""
+"""The worker executes what its node decides: facts that come in an iteration are heard at once, and cut the run."""
 
 from __future__ import annotations
 
@@ -9,31 +9,20 @@ from typing import Any
 
 import pytest
 
-from isthmus.cluster.messages import Begin
-from isthmus.cluster.stepper import Stepper
-from isthmus.cluster.virtual import LoopWorker, ManualLoop
-from isthmus.cluster.worker import Requests, ThreadWorker
+from isthmus.attempts import Route
+from isthmus.cluster.messages import Output, Task
+from isthmus.cluster.runs import Runs
+from isthmus.cluster.worker import ThreadWorker
 from isthmus.cost import Curve, compile_cost
 from isthmus.engine.emulated import EmulatedEngine, Recipe, layout_of
 from isthmus.engine.interface import Row, Sampled
-from isthmus.scheduler import Limits, Missing, Scheduler
-from isthmus.types import RequestId, Role, Sampling
+from isthmus.node import Node
+from isthmus.node.events import Begin, Cut, Event, Forget
+from isthmus.scheduler import Admitted, BlockPool, Limits, Run, Scheduler
+from isthmus.types import FinishReason, NodeId, RequestId, Role, Sampling
 
 CURVE = Curve(kv_token_bytes=1, num_layers=2, prefill_token_s=1e-3, decode_fixed_s=1e-3)
-
-
-class Watched(Scheduler):
-    """Keeps the kinds of the events it is told, and with which deadline a request arrived."""
-
-    def __init__(self) -> None:
-        super().__init__(Limits(num_blocks=64, block_size=4, token_budget=8))
-        self.told: list[str] = []
-        self.deadlines: list[int] = []
-
-    def on(self, event: Any, now: int = 0) -> list[Any]:
-        self.told.append(type(event).__name__)
-        self.deadlines += [event.deadline_ns] if hasattr(event, "deadline_ns") else []
-        return super().on(event, now)
+HERE = NodeId("here")
 
 
 class Interrupted(EmulatedEngine):
@@ -50,104 +39,112 @@ class Interrupted(EmulatedEngine):
         return super().step(batch, rows, *hooks)
 
 
-class Ended:
-    """A listener that waits for the ends of requests."""
+class Owner:
+    """A node without sessions or a cache. `told`: the kinds of facts it heard; `outputs`: by request."""
 
-    def __init__(self, count: int) -> None:
-        self._left = count
-        self.all = threading.Event()
+    def __init__(self) -> None:
+        self.engine = Interrupted()
+        limits = Limits(num_blocks=64, block_size=4, token_budget=8)
+        self.node = Node(dict.fromkeys(Role, limits), Scheduler(limits, None, BlockPool(64), node=HERE))
+        self.runs = Runs(self.engine, None, self.hear, lambda: 1000)  # type: ignore[arg-type]
+        self.worker = ThreadWorker(self)
+        self.told: list[str] = []
+        self.actions: list[Any] = []
+        self.outputs: dict[RequestId, list[int]] = {}
+        self.ended = threading.Condition()
+        self.num_ended = 0
+        self.error: BaseException | None = None
 
-    def finished(self, key: RequestId) -> None:
-        self._left -= 1
-        if self._left == 0:
-            self.all.set()
+    def begin(self, name: str, num_tokens: int, stop_length: int) -> None:
+        route = Route(RequestId(name), 1, HERE, HERE)
+        begin = Begin(RequestId(f"{name}#1"), Role.MIXED, route, num_tokens, stop_length)
+        with self.worker.lock:
+            self.runs.begin(Task(begin, 0, tuple(range(num_tokens)), num_tokens, Sampling(temperature=0)))
+            self.tell(begin)
+
+    def tell(self, fact: Event) -> None:
+        with self.worker.lock:
+            self.told.append(type(fact).__name__)
+            for action in self.node.on(fact, 0):
+                self.actions.append(action)
+                match action:
+                    case Run():
+                        self.worker.form(action)
+                    case Cut():
+                        self.worker.cut()
+                    case Admitted():
+                        self.runs.admitted(action)
+
+    def stepped(self, facts: list[Any]) -> None:
+        for fact in facts:
+            self.tell(fact)
+
+    def hear(self, outputs: Sequence[Output]) -> None:
+        for output in outputs:
+            self.outputs.setdefault(output.request, []).append(output.token.token)
+            if output.token.finish is FinishReason.LENGTH:
+                with self.ended:
+                    self.num_ended += 1
+                    self.ended.notify()
 
     def died(self, error: BaseException) -> None:
-        raise error
+        self.error = error
+        with self.ended:
+            self.ended.notify()
 
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: None
+    def run(self, count: int) -> None:
+        """Until so many requests ended."""
 
+        def wait() -> bool:
+            with self.ended:
+                return self.ended.wait_for(lambda: self.num_ended == count or self.error is not None, 30)
 
-def begin(name: str, num_tokens: int, stop_length: int, **fields: Any) -> Begin:
-    prompt = tuple(range(num_tokens))
-    return Begin(RequestId(name), 1, Role.MIXED, prompt, num_tokens, stop_length, Sampling(), (), **fields)
+        async def work() -> None:
+            self.worker.start()
+            assert await asyncio.to_thread(wait)
+            self.worker.stop()
 
-
-def driven_by_thread(requests_of: Callable[[Interrupted, Requests], None]) -> Watched:
-    scheduler, engine, ended = Watched(), Interrupted(), Ended(2)
-    stepper = Stepper(engine, scheduler, ended, lambda: 1000)  # type: ignore[arg-type]
-    worker = ThreadWorker(stepper)
-
-    async def work() -> None:
-        requests_of(engine, Requests(stepper, worker))
-        worker.start()
-        assert await asyncio.to_thread(ended.all.wait, 30)
-        worker.stop()
-
-    asyncio.run(work())
-    return scheduler
+        asyncio.run(work())
 
 
-def driven_by_loop(requests_of: Callable[[Interrupted, Requests], None]) -> Watched:
-    scheduler, engine, ended = Watched(), Interrupted(), Ended(2)
-
-    async def work() -> None:
-        loop = asyncio.get_running_loop()
-        assert isinstance(loop, ManualLoop)
-        stepper = Stepper(engine, scheduler, ended, lambda: 1000)  # type: ignore[arg-type]
-        worker = LoopWorker(stepper, loop)
-        requests_of(engine, Requests(stepper, worker))
-        worker.start()
-        while not ended.all.is_set():
-            await asyncio.sleep(1e-3)
-        worker.stop()
-
-    with asyncio.Runner(loop_factory=ManualLoop) as runner:
-        runner.run(work())
-    return scheduler
-
-
-@pytest.mark.parametrize("drive", [driven_by_thread, driven_by_loop])
-def test_what_comes_during_an_iteration_is_taken_in_at_its_end(drive: Callable[..., Watched]) -> None:
+def test_what_comes_in_an_iteration_cuts_the_run_and_is_in_the_next() -> None:
     """The prompt of 10 tokens takes two iterations, then the answer is a run of many, which the second request
     breaks off after its first iteration (the third in all)."""
-
-    def requests_of(engine: Interrupted, requests: Requests) -> None:
-        requests.begin(begin("a", 10, 15))
-        engine.meanwhile[2] = lambda: requests.begin(begin("b", 3, 5))
-
-    told = drive(requests_of).told
-    assert told[:5] == ["Arrived", "Stepped", "Stepped", "Arrived", "Stepped"]
-    assert told.count("Stepped") == len(told) - 2
-
-
-@pytest.mark.parametrize("drive", [driven_by_thread, driven_by_loop])
-def test_a_promise_is_turned_into_this_clocks_time(drive: Callable[..., Watched]) -> None:
-    def requests_of(engine: Interrupted, requests: Requests) -> None:
-        for name, budget_ns in (("a", 500), ("b", -5000), ("c", None)):
-            requests.begin(begin(name, 3, 4, budget_ns=budget_ns))
-
-    assert drive(requests_of).deadlines[:3] == [1500, 1, 0]
+    owner = Owner()
+    owner.begin("a", 10, 15)
+    owner.engine.meanwhile[2] = lambda: owner.begin("b", 3, 5)
+    owner.run(2)
+    assert owner.told[:5] == ["Begin", "Stepped", "Stepped", "Begin", "Stepped"]
+    steps = [action for action in owner.actions if isinstance(action, Run | Cut)]
+    assert [type(step).__name__ for step in steps[:5]] == ["Run", "Run", "Run", "Cut", "Run"]
+    assert [len(piece.request) for piece in steps[4].chunks] == [3]
+    assert {name: len(tokens) for name, tokens in owner.outputs.items()} == {"a": 5, "b": 2}
 
 
-def test_a_load_that_fell_short_has_ended_when_its_state_is_given_back() -> None:
-    """The scheduler gives the blocks of the state to somebody else at once."""
-    done: list[str] = []
+def test_a_request_forgotten_in_an_iteration_keeps_its_blocks_until_that_is_over() -> None:
+    owner = Owner()
+    owner.begin("a", 3, 40)
+    owner.begin("b", 3, 20)
 
-    class Ending:
-        def cancel(self) -> None:
-            done.append("ended")
+    def forget() -> None:
+        free = owner.node.scheduler.pool.available
+        owner.tell(Forget(RequestId("a#1")))
+        assert owner.node.scheduler.pool.available == free, "its blocks are in use"
 
-    class Told(Watched):
-        def on(self, event: Any, now: int = 0) -> list[Any]:
-            done.append(type(event).__name__)
-            return []
+    owner.engine.meanwhile[2] = forget
+    owner.run(1)
+    assert owner.node.scheduler.pool.available == 64
+    assert len(owner.outputs[RequestId("b")]) == 17 > len(owner.outputs[RequestId("a")])
 
-    recipe = Recipe("model", layout_of(4, state_tokens=8), 1000)
-    engine = EmulatedEngine(recipe, compile_cost(CURVE), 64, max_length=100)
-    stepper = Stepper(engine, Told(), Ended(1), lambda: 0)  # type: ignore[arg-type]
-    stepper.begin(begin("a", 20, 30), 0)
-    stepper._live[begin("a", 20, 30).key].load = Ending()  # type: ignore[assignment]
-    stepper._shorten(Missing(begin("a", 20, 30).key, 3))
-    assert done == ["Arrived", "ended", "Missing"]
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_fails_is_told() -> None:
+    owner = Owner()
+
+    def fail() -> None:
+        raise ValueError("broken")
+
+    owner.engine.meanwhile[1] = fail
+    owner.begin("a", 3, 40)
+    owner.run(1)
+    assert str(owner.error) == "broken"

@@ -32,7 +32,7 @@ def test_a_queue_and_the_uncached_rest() -> None:
     other = found.local(1)
     assert (other.cached, other.work_ns, other.ttft_ns) == (0, 50 * MS, 50 * MS)
     assert found.waits == [30 * MS, 0]
-    assert (found.deepest, found.held) == (5, [(0, 0b110), (5, 0b001)])
+    assert (found.deepest, found.held) == (5, [(0, 0b010), (5, 0b001)])
 
 
 def test_a_queue_that_should_be_over_is_empty() -> None:
@@ -46,7 +46,7 @@ def test_blocks_that_will_be_there_count_like_those_that_are() -> None:
     view.index.promise(view.prefills[0].bit, NAMES[:5])
     found = estimator(view, arrival(50, NAMES))
     assert found.local(0).work_ns == 30 * MS
-    assert (found.deepest, found.held) == (5, [(0, 0b111)])  # but nobody can fetch them
+    assert (found.deepest, found.held) == (5, [(0, 0b011)])  # but nobody can fetch them
 
 
 def test_one_token_is_computed_at_least() -> None:

@@ -377,7 +377,10 @@ def test_memory_for_fewer_than_two_blocks_is_refused() -> None:
     ("modules", "heavy"),
     [
         ("isthmus.engine.emulated", {"torch", "numpy"}),
-        ("isthmus.engine.emulated, isthmus.cluster.virtual, isthmus.cli.engines, isthmus.cli.node", {"torch"}),
+        (
+            "isthmus.engine.emulated, isthmus.cluster.node, isthmus.cluster.stage_node, isthmus.cli.engines",
+            {"torch"},
+        ),
     ],
 )
 def test_the_emulated_path_loads_no_torch(modules: str, heavy: set[str]) -> None:

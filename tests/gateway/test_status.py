@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from isthmus.blocks import KVLayout
-from isthmus.cluster.cache import gauges_of
 from isthmus.cluster.offload import LinkView, Offload
 from isthmus.gateway import GatewayTokenizer, create_app
 from isthmus.gateway.status import cluster_status
@@ -114,7 +113,7 @@ def test_a_node_without_a_cache(post: Poster, backend: FakeBackend) -> None:
 def test_the_tiers_of_a_cache(post: Poster, backend: FakeBackend) -> None:
     """Tiers of all nodes share one denominator: the prompt tokens looked up anywhere, 3,200 here."""
     report(backend, "prefill-0", Role.PREFILL, prefix_cache_queries_total=2400, prefix_cache_hits_total=600)
-    report(backend, "mixed-0", Role.MIXED, prefix_cache_queries_total=800, **gauges_of(STAT), **CACHE)
+    report(backend, "mixed-0", Role.MIXED, prefix_cache_queries_total=800, **STAT.gauges(), **CACHE)
     node = status(post)["nodes"][1]
     assert node["transfers"] | {"seal_mismatches": 0} == {
         "handover_bytes_in": 0,
@@ -149,7 +148,7 @@ def test_the_tiers_of_a_cache(post: Poster, backend: FakeBackend) -> None:
 
 
 def test_without_an_ssd_there_is_one_tier(backend: FakeBackend) -> None:
-    gauges = gauges_of(STAT) | {"cache_disk_capacity_bytes": 0.0}
+    gauges = STAT.gauges() | {"cache_disk_capacity_bytes": 0.0}
     report(backend, "mixed-0", Role.MIXED, **gauges, **CACHE)
     (node,) = cluster_status(backend, 0).nodes
     assert node.cache is not None

@@ -1,4 +1,4 @@
-"""One workload through both drivers of the conductor: the live cluster in virtual time, and the simulator."""
+"""One workload through both drivers of conductor and nodes: the live cluster in virtual time, and the simulator."""
 
 from __future__ import annotations
 
@@ -7,55 +7,68 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from isthmus.cluster.recorder import Entry
-from isthmus.cluster.virtual import AT_ONCE, VirtualCluster, VirtualRequest
-from isthmus.conductor import Action, Event
+from isthmus.conductor import Action, Event, Measured
 from isthmus.config import Config
 from isthmus.cost import Cost
 from isthmus.deploy import nodes_of
 from isthmus.sim.deployment import Deployment, deployment_of
+from isthmus.sim.faults import Faults
 from isthmus.sim.workloads import Request, Workload
 from isthmus.sim.world import World
 from isthmus.types import Role
+from tests.virtual import Flight, VirtualCluster, VirtualRequest
+
+NO_FAULTS = Faults()
 
 
-def live_log(config: Config, costs: Mapping[Role, Cost], requests: Sequence[VirtualRequest]) -> list[Entry]:
-    """Every event of the conductor and its answer, from the live cluster."""
-    return VirtualCluster(config, costs).run(requests).log
+def deployed(config: Config, costs: Mapping[Role, Cost] | None, faults: Faults = NO_FAULTS) -> Deployment:
+    """As configured. A live scheduler plans so many iterations and chunks ahead: each run's end is rounded to
+    nanoseconds, so the simulator's runs must be the same ones."""
+    size = config.engine.block_size
+    return msgspec.structs.replace(
+        deployment_of(config, size), nodes=nodes_of(config, size, costs=costs), faults=faults
+    )
 
 
-def simulated_log(
-    config: Config, costs: Mapping[Role, Cost], requests: Sequence[VirtualRequest]
-) -> list[Entry]:
+def live(config: Config, deployment: Deployment, requests: Sequence[VirtualRequest]) -> Flight:
+    """Every event of the conductor and its answer, from the live cluster, and what clients got."""
+    return VirtualCluster(config, deployment).run(requests)
+
+
+def simulated(config: Config, deployment: Deployment, requests: Sequence[VirtualRequest]) -> list[Entry]:
     """The same from the simulator."""
     log: list[Entry] = []
 
     def hear(now: int, event: Event, actions: list[Action]) -> None:
         log.append(Entry(now, event, tuple(actions)))
 
-    World(_deployment(config, costs), _workload(config, costs, requests), log=hear, check=True).run()
+    World(deployment, _workload(config, deployment, requests), log=hear, check=True).run()
     return log
 
 
-def _deployment(config: Config, costs: Mapping[Role, Cost]) -> Deployment:
-    """As configured, on links that take no time. A live scheduler plans so many iterations and chunks ahead:
-    each run's end is rounded to nanoseconds, so the simulator's runs must be the same ones."""
-    size = config.engine.block_size
-    nodes = [msgspec.structs.replace(facts, rates=AT_ONCE) for facts in nodes_of(config, size, costs=costs)]
-    return msgspec.structs.replace(deployment_of(config, size), nodes=tuple(nodes))
+def until_over(log: Sequence[Entry]) -> list[Entry]:
+    """Without what was measured after the last request had ended."""
+    last = max((at for at, entry in enumerate(log) if not isinstance(entry.event, Measured)), default=-1)
+    return list(log[: last + 1])
 
 
-def _workload(config: Config, costs: Mapping[Role, Cost], requests: Sequence[VirtualRequest]) -> Workload:
-    names = VirtualCluster(config, costs).names
-    made = [
-        Request(
-            arrival_ns=request.arrival_ns,
-            num_tokens=len(request.tokens),
-            output_tokens=request.output_tokens,
-            blocks=names(request.tokens, request.salt),
-            priority=request.priority,
-            ttft_slo_ms=request.ttft_ms,
-            tbt_slo_ms=request.tbt_ms,
+def _workload(config: Config, deployment: Deployment, requests: Sequence[VirtualRequest]) -> Workload:
+    cluster, size = VirtualCluster(config, deployment), config.engine.block_size
+    made = []
+    for request in requests:
+        names = cluster.names(request.tokens, request.salt)
+        tokens = (*request.tokens, *cluster.answer(request))
+        full = (len(tokens) - 1) // size  # the last token has no KV
+        made.append(
+            Request(
+                arrival_ns=request.arrival_ns,
+                num_tokens=len(request.tokens),
+                output_tokens=request.output_tokens,
+                blocks=names,
+                priority=request.priority,
+                ttft_slo_ms=request.ttft_ms,
+                tbt_slo_ms=request.tbt_ms,
+                answer=cluster.names(tokens, request.salt)[len(names) : full],
+            )
         )
-        for request in requests
-    ]
-    return Workload("parity", config.engine.block_size, made)
+    return Workload("parity", size, made)

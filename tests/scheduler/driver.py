@@ -15,28 +15,22 @@ from enum import Enum, auto
 import blake3
 import msgspec
 
+from isthmus.attempts import BlocksEvicted, BlocksStored
 from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.scheduler import (
     Action,
     Admitted,
-    Arrived,
-    Cancelled,
-    Event,
-    Evicted,
-    Expected,
-    Imported,
     Joined,
     Limits,
     Piece,
     Preempted,
-    Released,
     Reserved,
     Run,
-    Scheduler,
     Stepped,
-    Stored,
 )
 from isthmus.types import BlockName, RequestId
+
+from .told import Fact, Told, arrived, expected, forgotten, imported
 
 
 class State(Enum):
@@ -81,7 +75,7 @@ class Node:
     """Drives one scheduler. `log`: every action, in order; `ended`: how each request ended, once."""
 
     def __init__(self, limits: Limits) -> None:
-        self.limits, self.scheduler = limits, Scheduler(limits)
+        self.limits, self.scheduler = limits, Told(limits)
         layout = KVLayout("float32", limits.block_size, 1, 1, 1)
         self.namer = BlockNamer(revision="test", layout=layout)
         self.guests: dict[RequestId, Guest] = {}
@@ -101,12 +95,12 @@ class Node:
     def arrive(self, tokens: Sequence[int], max_tokens: int, *, detach: bool = False) -> RequestId:
         guest = self._add(tokens, max_tokens, State.WAITING)
         guest.detach, guest.names = detach, tuple(self.namer.names(tokens))
-        self._tell(Arrived(guest.request, len(tokens), guest.stop_length, guest.names, detach))
+        self._tell(arrived(guest.request, len(tokens), guest.stop_length, guest.names, detach))
         return guest.request
 
     def expect(self, tokens: Sequence[int], max_tokens: int) -> RequestId:
         guest = self._add(tokens, max_tokens, State.EXPECTED)
-        self._tell(Expected(guest.request, len(tokens), guest.stop_length))
+        self._tell(expected(guest.request, len(tokens), guest.stop_length))
         return guest.request
 
     def import_(self, request: RequestId) -> None:
@@ -117,7 +111,7 @@ class Node:
         self._write_state(guest, len(guest.tokens), guest.state_blocks)
         guest.state, guest.computed = State.JOINING, len(guest.tokens)
         guest.tokens.append(self._sample())
-        self._tell(Imported(request))
+        self._tell(imported(request))
 
     def release(self, request: RequestId) -> None:
         assert self.guests[request].state is State.DETACHED
@@ -129,12 +123,12 @@ class Node:
             )
             assert self.scheduler.pool.num_transfer >= self.limits.state_blocks
         self._end(request, "left")
-        self._tell(Released(request))
+        self._tell(forgotten(request))
 
     def cancel(self, request: RequestId) -> None:
         if request in self.guests:
             self._end(request, "cancelled")
-        self._tell(Cancelled(request))
+        self._tell(forgotten(request))
 
     def step(self, limit: int = 1 << 30, stopping: Sequence[RequestId] = ()) -> None:
         """Executes the run as a node does: until its steps are done, `limit` are, or a request ends.
@@ -275,7 +269,7 @@ class Node:
 
     # Judging what the scheduler answers.
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: Fact) -> None:
         decoding = {request for request in self.computing if self.guests[request].decodes}
         actions = self.scheduler.on(event)
         self.log += actions
@@ -298,10 +292,10 @@ class Node:
                     guest.state, guest.blocks, guest.computed = State.WAITING, (), 0
                     guest.state_blocks = ()
                     self.num_preempted += 1
-                case Stored():
+                case BlocksStored():
                     assert not self.cached.keys() & set(action.names)
                     self.cached.update(dict.fromkeys(action.names))
-                case Evicted():
+                case BlocksEvicted():
                     for name in action.names:
                         del self.cached[name]
                 case Run():

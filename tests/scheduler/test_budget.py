@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.cost import Analytic, Curve, NodeCost, compile_cost, engine_coefficients, facts_of, hardware_named
-from isthmus.scheduler import Arrived, Limits, Piece, Run, Scheduler, Stepped, TbtTarget
+from isthmus.scheduler import Limits, Piece, Run, Stepped, TbtTarget
 from isthmus.scheduler.budget import TimedRoom
 from isthmus.types import RequestId
 
 from .driver import Node
 from .test_scheduler import LIMITS, OPS, limits, play, run_of
+from .told import Fact, Told, arrived
 
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
 
@@ -101,7 +102,7 @@ class TimedNode(Node):
 
     def __init__(self, limits: Limits, target: TbtTarget) -> None:
         super().__init__(limits)
-        self.scheduler, self.target = Scheduler(limits, target=target), target
+        self.scheduler, self.target = Told(limits, target=target), target
 
     def _on_run(self, run: Run, decoding: set[RequestId]) -> None:
         self.run, target, num_decodes = run, self.target, run.num_decodes
@@ -140,7 +141,7 @@ def test_a_target_that_everything_meets_changes_nothing(limits: Limits, ops: lis
     logs = []
     for target in (None, TbtTarget(COSTS["curve"].step_ps, 1 << 80, 1)):
         node = Node(limits)
-        node.scheduler = Scheduler(limits, target=target)
+        node.scheduler = Told(limits, target=target)
         play(node, ops)
         node.drain()
         logs.append(node.encoded_log())
@@ -148,16 +149,16 @@ def test_a_target_that_everything_meets_changes_nothing(limits: Limits, ops: lis
 
 
 def test_with_nobody_decoding_there_is_no_target() -> None:
-    scheduler = Scheduler(limits(512, 16, token_budget=4096), target=TbtTarget(COSTS["analytic"].step_ps, 1))
-    assert run_of(scheduler.on(Arrived(A, 5000, 5001))).chunks[0].count == 4096
+    scheduler = Told(limits(512, 16, token_budget=4096), target=TbtTarget(COSTS["analytic"].step_ps, 1))
+    assert run_of(scheduler.on(arrived(A, 5000, 5001))).chunks[0].count == 4096
 
 
 def test_decodes_that_alone_exceed_the_target_leave_prompts_the_minimum() -> None:
     target = TbtTarget(COSTS["analytic"].step_ps, 1)
-    scheduler = Scheduler(limits(512, 16, token_budget=4096), target=target)
-    scheduler.on(Arrived(A, 16, 100))
+    scheduler = Told(limits(512, 16, token_budget=4096), target=target)
+    scheduler.on(arrived(A, 16, 100))
     scheduler.on(Stepped(1))
-    scheduler.on(Arrived(B, 5000, 5001))
+    scheduler.on(arrived(B, 5000, 5001))
     run = run_of(scheduler.on(Stepped(1)))
     assert run.num_decodes == 1
     assert [piece.count for piece in run.chunks] == [target.minimum(1)] == [127]
@@ -171,10 +172,10 @@ def partial_limits(partial: int, budget: int, **others: int) -> Limits:
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
-    scheduler = Scheduler(partial_limits(4, 100))
-    run = run_of(scheduler.on(Arrived(A, 1000, 1001)))
-    scheduler.on(Arrived(B, 40, 41))
-    scheduler.on(Arrived(C, 30, 31))
+    scheduler = Told(partial_limits(4, 100))
+    run = run_of(scheduler.on(arrived(A, 1000, 1001)))
+    scheduler.on(arrived(B, 40, 41))
+    scheduler.on(arrived(C, 30, 31))
     assert [(piece.request, piece.count) for piece in run.chunks] == [(A, 100)]
     run = run_of(scheduler.on(Stepped(1)))
     assert [(piece.request, piece.count, piece.samples) for piece in run.chunks] == [
@@ -185,10 +186,10 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
 
 
 def test_places_for_unfinished_prompts_are_limited() -> None:
-    scheduler = Scheduler(partial_limits(2, 100))
-    scheduler.on(Arrived(A, 5000, 5001))
+    scheduler = Told(partial_limits(2, 100))
+    scheduler.on(arrived(A, 5000, 5001))
     for number in range(4):
-        scheduler.on(Arrived(RequestId(f"b{number}"), 200 + number, 204))
+        scheduler.on(arrived(RequestId(f"b{number}"), 200 + number, 204))
     seen = set()
     run = run_of(scheduler.on(Stepped(1)))
     while run.chunks[-1].start < 2000:
@@ -209,13 +210,13 @@ def test_places_for_unfinished_prompts_are_limited() -> None:
 def test_no_prompt_waits_for_more_than_twice_the_tokens_of_arrival_order(
     arrivals: list[tuple[int, int]], partial: int, budget: int
 ) -> None:
-    scheduler = Scheduler(partial_limits(partial, budget, max_sequences=1000))
+    scheduler = Told(partial_limits(partial, budget, max_sequences=1000))
     left: dict[RequestId, int] = {}
     until: dict[RequestId, int] = {}
     out: list[tuple[Run, int]] = []  # the run, and how many tokens were left when it was formed
     computed = step = 0
 
-    def tell(event: Arrived | Stepped) -> None:
+    def tell(event: Fact) -> None:
         runs = [action for action in scheduler.on(event) if isinstance(action, Run)]
         out.extend((run, sum(left.values())) for run in runs)
 
@@ -228,7 +229,7 @@ def test_no_prompt_waits_for_more_than_twice_the_tokens_of_arrival_order(
             request = RequestId(str(number))
             left[request] = length
             until[request] = computed + 2 * sum(left.values()) + budget  # one iteration is under way
-            tell(Arrived(request, length, length + 1))
+            tell(arrived(request, length, length + 1))
         step += 1
         if not out:
             continue
@@ -249,29 +250,29 @@ def test_no_prompt_waits_for_more_than_twice_the_tokens_of_arrival_order(
 
 
 def test_who_overtakes_leaves_memory_for_those_it_overtakes() -> None:
-    scheduler = Scheduler(limits(10, 4, token_budget=4, partial_prefills=4, max_steps=1))
-    scheduler.on(Arrived(A, 16, 17))
-    scheduler.on(Arrived(B, 24, 25))
-    scheduler.on(Arrived(C, 4, 5))
+    scheduler = Told(limits(10, 4, token_budget=4, partial_prefills=4, max_steps=1))
+    scheduler.on(arrived(A, 16, 17))
+    scheduler.on(arrived(B, 24, 25))
+    scheduler.on(arrived(C, 4, 5))
     for _ in range(2):
         run = run_of(scheduler.on(Stepped(1)))
         assert [piece.request for piece in run.chunks] == [A], "C would take what B waits for"
 
 
 def test_one_place_is_arrival_order() -> None:
-    scheduler = Scheduler(partial_limits(1, 100))
-    scheduler.on(Arrived(A, 1000, 1001))
-    scheduler.on(Arrived(B, 10, 11))
+    scheduler = Told(partial_limits(1, 100))
+    scheduler.on(arrived(A, 1000, 1001))
+    scheduler.on(arrived(B, 10, 11))
     assert [piece.request for piece in run_of(scheduler.on(Stepped(1))).chunks] == [A]
 
 
 @pytest.mark.parametrize("partial", [1, 4])
 def test_without_a_bound_every_prompt_is_computed_whole_beside_the_decodes(partial: int) -> None:
     """Chunks without end: iteration-level batching as Orca's."""
-    scheduler = Scheduler(limits(1 << 16, 16, token_budget=1 << 30, max_steps=1, partial_prefills=partial))
-    scheduler.on(Arrived(A, 50, 90))
-    scheduler.on(Arrived(B, 9000, 9001))
-    scheduler.on(Arrived(C, 70, 71))
+    scheduler = Told(limits(1 << 16, 16, token_budget=1 << 30, max_steps=1, partial_prefills=partial))
+    scheduler.on(arrived(A, 50, 90))
+    scheduler.on(arrived(B, 9000, 9001))
+    scheduler.on(arrived(C, 70, 71))
     run = run_of(scheduler.on(Stepped(1)))
     assert run.num_decodes == 1
     assert [(piece.request, piece.start, piece.count, piece.samples) for piece in run.chunks] == [

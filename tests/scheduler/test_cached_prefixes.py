@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
+from isthmus.attempts import BlocksEvicted, BlocksStored
 from isthmus.scheduler import (
     Admitted,
-    Arrived,
     BlockPool,
-    Evicted,
+    Demote,
+    Drop,
     Limits,
-    Lost,
-    Missing,
-    Offered,
-    Recovered,
     Run,
     Scheduler,
     Stepped,
-    Stored,
     TierCache,
 )
-from isthmus.types import RequestId, Tier
+from isthmus.types import BlockName, NodeId, RequestId, Tier
 
+from .told import Fact, Told, arrived, lost, missing, offered, recovered
+
+HERE = NodeId("")
 A, B = RequestId("a"), RequestId("b")
 NAMES = tuple(range(10))
 
 
 def scheduler(dram: int = 20, ssd: int = 20, token_budget: int = 16) -> Scheduler:
     limits = Limits(num_blocks=64, block_size=4, token_budget=token_budget, max_sequences=8)
-    return Scheduler(limits, TierCache(dram, ssd), BlockPool(64))
+    return Told(limits, TierCache(dram, ssd), BlockPool(64))
 
 
-def arrives(request: RequestId, num_tokens: int, num_cached: int = 0) -> Arrived:
-    return Arrived(
+def arrives(request: RequestId, num_tokens: int, num_cached: int = 0) -> Fact:
+    return arrived(
         request, num_tokens, num_tokens + 5, NAMES[: num_tokens // 4], detach=True, num_cached=num_cached
     )
+
+
+def on_disk(names: tuple[BlockName, ...]) -> list[object]:
+    return [Demote(names), BlocksStored(HERE, names, Tier.DISK)]
 
 
 def only_run(actions: list[object]) -> Run:
@@ -42,34 +45,31 @@ def only_run(actions: list[object]) -> Run:
 
 def test_what_cannot_be_loaded_is_computed() -> None:
     node = scheduler(token_budget=40)
-    node.on(Offered(NAMES))
+    node.on(offered(NAMES))
     actions = node.on(arrives(A, 41, num_cached=10))
     assert Admitted(A, 40, tuple(range(11))) in actions
     assert only_run(actions).chunks[0].start == 40
-    assert node.on(Missing(A, 3)) == []
+    assert node.on(missing(A, 3)) == []
     run = only_run(node.on(Stepped(0)))
     assert (run.chunks[0].start, run.chunks[0].count) == (12, 29)
     node.check()
 
 
 def test_a_request_that_is_gone_misses_nothing() -> None:
-    assert scheduler().on(Missing(A, 3)) == []
+    assert scheduler().on(missing(A, 3)) == []
 
 
 def test_lost_blocks_take_along_what_follows_them() -> None:
     node = scheduler()
-    node.on(Offered(NAMES))
-    assert node.on(Lost(NAMES[4:5])) == [Evicted(NAMES[4:])]
-    assert node.on(Lost(NAMES[4:5])) == []
+    node.on(offered(NAMES))
+    assert node.on(lost(NAMES[4:5])) == [Drop(NAMES[4:]), BlocksEvicted(HERE, NAMES[4:])]
+    assert node.on(lost(NAMES[4:5])) == []
 
 
 def test_what_the_disk_still_has_is_found_again() -> None:
     node = scheduler(ssd=8)
     other = (*NAMES[:2], 100, 101)
-    assert node.on(Recovered((NAMES[:6], other))) == [
-        Stored(NAMES[:6], Tier.DISK),
-        Stored(other[2:], Tier.DISK),
-    ]
+    assert node.on(recovered((NAMES[:6], other))) == [*on_disk(NAMES[:6]), *on_disk(other[2:])]
     actions = node.on(arrives(A, 40, num_cached=6))
     (admitted,) = [action for action in actions if isinstance(action, Admitted)]
     assert (admitted.cached_tokens, admitted.disk_blocks) == (24, 6)
@@ -78,7 +78,7 @@ def test_what_the_disk_still_has_is_found_again() -> None:
 
 def test_of_more_than_the_disk_may_hold_now_the_tail_is_left_out() -> None:
     node = scheduler(ssd=4)
-    assert node.on(Recovered((NAMES,))) == [Stored(NAMES[:4], Tier.DISK)]
+    assert node.on(recovered((NAMES,))) == on_disk(NAMES[:4])
     node.tiers.check()  # type: ignore[union-attr]
 
 

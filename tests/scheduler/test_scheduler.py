@@ -7,27 +7,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isthmus.attempts import BlocksEvicted, BlocksStored
 from isthmus.scheduler import (
     Admitted,
-    Arrived,
-    Cancelled,
-    Evicted,
-    Expected,
-    Imported,
     Limits,
     Piece,
     Preempted,
-    Released,
     Reserved,
     Run,
-    Scheduler,
     Stepped,
-    Stored,
 )
-from isthmus.types import RequestId
+from isthmus.types import NodeId, RequestId
 
 from .driver import Node, State
+from .told import Fact, Told, arrived, expected, forgotten, imported
 
+HERE = NodeId("")
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
 NAMES = tuple(bytes([index]) for index in range(8))
 
@@ -176,9 +171,9 @@ def random_ops(random: Random, count: int) -> list[tuple]:
 
 
 def test_a_long_prompt_is_cut_to_the_budget() -> None:
-    scheduler = Scheduler(limits(token_budget=8))
+    scheduler = Told(limits(token_budget=8))
     starts = []
-    run = run_of(scheduler.on(Arrived(A, 20, 30)))
+    run = run_of(scheduler.on(arrived(A, 20, 30)))
     while not run.pieces[0].samples:
         starts.append((run.pieces[0].start, run.pieces[0].count))
         run = run_of(scheduler.on(Stepped(1)))
@@ -186,10 +181,10 @@ def test_a_long_prompt_is_cut_to_the_budget() -> None:
 
 
 def test_a_prompt_does_not_stall_decodes() -> None:
-    scheduler = Scheduler(limits(token_budget=8))
-    scheduler.on(Arrived(A, 4, 100))
+    scheduler = Told(limits(token_budget=8))
+    scheduler.on(arrived(A, 4, 100))
     run = run_of(scheduler.on(Stepped(1)))
-    scheduler.on(Arrived(B, 40, 50))  # while a run is out
+    scheduler.on(arrived(B, 40, 50))  # while a run is out
     position, prompt = 4 + run.steps, 0
     run = run_of(scheduler.on(Stepped(run.steps)))
     while prompt < 40:
@@ -203,22 +198,22 @@ def test_a_prompt_does_not_stall_decodes() -> None:
 
 
 def test_decodes_over_the_budget_all_run_and_leave_prompts_one_token() -> None:
-    scheduler = Scheduler(limits(token_budget=2))
+    scheduler = Told(limits(token_budget=2))
     for name in "defg":
-        scheduler.on(Expected(RequestId(name), 4, 100))
+        scheduler.on(expected(RequestId(name), 4, 100))
     for name in "defg":  # the first starts a run, which is out while the others come
-        scheduler.on(Imported(RequestId(name)))
-    scheduler.on(Arrived(A, 9, 20))
+        scheduler.on(imported(RequestId(name)))
+    scheduler.on(arrived(A, 9, 20))
     *decodes, chunk = run_of(scheduler.on(Stepped(1))).pieces
     assert [piece.request for piece in decodes] == list("defg")
     assert (chunk.request, chunk.start, chunk.count) == (A, 0, 1)
 
 
 def test_several_prompts_share_the_budget_in_the_order_they_came() -> None:
-    scheduler = Scheduler(limits(token_budget=10))
-    scheduler.on(Arrived(A, 1, 2))
-    scheduler.on(Arrived(B, 6, 20))
-    scheduler.on(Arrived(C, 6, 20))
+    scheduler = Told(limits(token_budget=10))
+    scheduler.on(arrived(A, 1, 2))
+    scheduler.on(arrived(B, 6, 20))
+    scheduler.on(arrived(C, 6, 20))
     run = run_of(scheduler.on(Stepped(1, (A,))))
     assert [(piece.request, piece.count, piece.samples) for piece in run.pieces] == [
         (B, 6, True),
@@ -227,8 +222,8 @@ def test_several_prompts_share_the_budget_in_the_order_they_came() -> None:
 
 
 def test_decodes_alone_run_many_steps_and_end_in_time() -> None:
-    scheduler = Scheduler(limits(max_steps=16))
-    scheduler.on(Arrived(A, 4, 25))
+    scheduler = Told(limits(max_steps=16))
+    scheduler.on(arrived(A, 4, 25))
     run = run_of(scheduler.on(Stepped(1)))
     assert (run.pieces[0].start, run.steps) == (4, 16)
     run = run_of(scheduler.on(Stepped(16)))
@@ -237,15 +232,15 @@ def test_decodes_alone_run_many_steps_and_end_in_time() -> None:
 
 
 def test_a_run_broken_off_goes_on_where_it_stopped() -> None:
-    scheduler = Scheduler(limits())
-    scheduler.on(Arrived(A, 4, 60))
+    scheduler = Told(limits())
+    scheduler.on(arrived(A, 4, 60))
     assert run_of(scheduler.on(Stepped(1))).steps == 16
     assert run_of(scheduler.on(Stepped(5))).pieces[0].start == 9
 
 
 def test_a_run_that_did_not_start_is_planned_again() -> None:
-    scheduler = Scheduler(limits())
-    first = run_of(scheduler.on(Arrived(A, 10, 60)))
+    scheduler = Told(limits())
+    first = run_of(scheduler.on(arrived(A, 10, 60)))
     pieces = first.pieces
     again = run_of(scheduler.on(Stepped(0)))
     assert (again.pieces, again.steps) == (pieces, first.steps)
@@ -253,41 +248,41 @@ def test_a_run_that_did_not_start_is_planned_again() -> None:
 
 def test_a_run_is_as_long_while_somebody_waits_for_a_place() -> None:
     """Only the end of a request makes room, and that ends the run."""
-    scheduler = Scheduler(limits(max_sequences=1))
-    scheduler.on(Arrived(A, 4, 60))
-    scheduler.on(Arrived(B, 4, 60))
+    scheduler = Told(limits(max_sequences=1))
+    scheduler.on(arrived(A, 4, 60))
+    scheduler.on(arrived(B, 4, 60))
     assert run_of(scheduler.on(Stepped(1))).steps == 16
 
 
 def test_no_new_run_comes_while_one_is_out() -> None:
-    scheduler = Scheduler(limits())
-    scheduler.on(Arrived(A, 4, 60))
-    assert scheduler.on(Arrived(B, 4, 60)) == []
-    assert scheduler.on(Cancelled(A)) == []
+    scheduler = Told(limits())
+    scheduler.on(arrived(A, 4, 60))
+    assert scheduler.on(arrived(B, 4, 60)) == []
+    assert scheduler.on(forgotten(A)) == []
 
 
 # The cache.
 
 
 def test_a_cached_prefix_is_used_and_one_token_at_least_is_computed() -> None:
-    scheduler = Scheduler(limits())
-    scheduler.on(Arrived(A, 8, 20, NAMES[:2]))
+    scheduler = Told(limits())
+    scheduler.on(arrived(A, 8, 20, NAMES[:2]))
     stored, _ = scheduler.on(Stepped(1, (A,)))[0], None
-    assert stored == Stored(NAMES[:2])
-    admitted, run = scheduler.on(Arrived(B, 8, 20, NAMES[:2]))
+    assert stored == BlocksStored(HERE, NAMES[:2])
+    admitted, run = scheduler.on(arrived(B, 8, 20, NAMES[:2]))
     assert isinstance(admitted, Admitted) and admitted.cached_tokens == 4
     assert [(piece.start, piece.count, piece.samples) for piece in run_of([run]).pieces] == [(4, 4, True)]
     scheduler.on(Stepped(1, (B,)))
-    admitted, run = scheduler.on(Arrived(C, 9, 20, NAMES[:2]))
+    admitted, run = scheduler.on(arrived(C, 9, 20, NAMES[:2]))
     assert isinstance(admitted, Admitted) and admitted.cached_tokens == 8
     assert [(piece.start, piece.count, piece.samples) for piece in run_of([run]).pieces] == [(8, 1, True)]
 
 
 def test_a_prefix_is_shared_while_its_first_owner_still_runs() -> None:
-    scheduler = Scheduler(limits())
-    first = scheduler.on(Arrived(A, 9, 20, NAMES[:2]))[0]
+    scheduler = Told(limits())
+    first = scheduler.on(arrived(A, 9, 20, NAMES[:2]))[0]
     scheduler.on(Stepped(1))
-    scheduler.on(Arrived(B, 12, 20, (*NAMES[:2], NAMES[5])))
+    scheduler.on(arrived(B, 12, 20, (*NAMES[:2], NAMES[5])))
     second = scheduler.on(Stepped(1))[0]
     assert isinstance(first, Admitted) and isinstance(second, Admitted)
     assert second.cached_tokens == 8
@@ -296,21 +291,21 @@ def test_a_prefix_is_shared_while_its_first_owner_still_runs() -> None:
 
 
 def test_blocks_are_stored_chunk_by_chunk_and_the_answer_never() -> None:
-    scheduler = Scheduler(limits(token_budget=6))
-    scheduler.on(Arrived(A, 13, 40, NAMES[:3]))
+    scheduler = Told(limits(token_budget=6))
+    scheduler.on(arrived(A, 13, 40, NAMES[:3]))
     stored = []
     for _ in range(20):
         actions = scheduler.on(Stepped(1))
-        stored.append([action.names for action in actions if isinstance(action, Stored)])
+        stored.append([action.names for action in actions if isinstance(action, BlocksStored)])
     assert stored == [[(NAMES[0],)], [NAMES[1:3]], *[[]] * 18]
 
 
 def test_needed_room_evicts_cached_blocks_and_says_so() -> None:
-    scheduler = Scheduler(limits(num_blocks=3))
-    scheduler.on(Arrived(A, 8, 9, NAMES[:2]))
+    scheduler = Told(limits(num_blocks=3))
+    scheduler.on(arrived(A, 8, 9, NAMES[:2]))
     scheduler.on(Stepped(1, (A,)))
-    actions = scheduler.on(Arrived(B, 8, 9, (NAMES[6], NAMES[7])))
-    assert Evicted((NAMES[1],)) in actions
+    actions = scheduler.on(arrived(B, 8, 9, (NAMES[6], NAMES[7])))
+    assert BlocksEvicted(HERE, (NAMES[1],)) in actions
     assert scheduler.pool.match(NAMES) == scheduler.pool.match(NAMES[:1]) != []
 
 
@@ -318,14 +313,14 @@ def test_needed_room_evicts_cached_blocks_and_says_so() -> None:
 
 
 def test_the_newest_is_pre_empted_and_computed_anew() -> None:
-    scheduler = Scheduler(limits(num_blocks=4, max_steps=1))
-    scheduler.on(Arrived(A, 7, 16))
-    scheduler.on(Arrived(B, 7, 16))
+    scheduler = Told(limits(num_blocks=4, max_steps=1))
+    scheduler.on(arrived(A, 7, 16))
+    scheduler.on(arrived(B, 7, 16))
     actions, tokens = [], {A: 7, B: 7}
     for _ in range(8):
         if any(isinstance(action, Preempted) for action in actions):
             break
-        run = scheduler._run
+        run = scheduler.run
         assert run is not None
         for piece in run.pieces:
             tokens[piece.request] += piece.samples
@@ -342,9 +337,9 @@ def test_the_newest_is_pre_empted_and_computed_anew() -> None:
 
 
 def test_a_new_request_waits_until_its_blocks_and_a_spare_one_for_others_are_there() -> None:
-    scheduler = Scheduler(limits(num_blocks=8))
-    scheduler.on(Arrived(A, 16, 20))
-    scheduler.on(Arrived(B, 16, 20))
+    scheduler = Told(limits(num_blocks=8))
+    scheduler.on(arrived(A, 16, 20))
+    scheduler.on(arrived(B, 16, 20))
     scheduler.on(Stepped(1))
     assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
     actions = scheduler.on(Stepped(1, (A,)))
@@ -352,9 +347,9 @@ def test_a_new_request_waits_until_its_blocks_and_a_spare_one_for_others_are_the
 
 
 def test_no_more_requests_hold_blocks_than_the_limit_says() -> None:
-    scheduler = Scheduler(limits(max_sequences=2))
+    scheduler = Told(limits(max_sequences=2))
     for request in (A, B, C):
-        scheduler.on(Arrived(request, 4, 20))
+        scheduler.on(arrived(request, 4, 20))
     scheduler.on(Stepped(1))
     assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
 
@@ -363,10 +358,10 @@ def test_no_more_requests_hold_blocks_than_the_limit_says() -> None:
 
 
 def test_an_expected_request_is_reserved_imported_and_decodes() -> None:
-    scheduler = Scheduler(limits())
-    (reserved,) = scheduler.on(Expected(A, 8, 20))
+    scheduler = Told(limits())
+    (reserved,) = scheduler.on(expected(A, 8, 20))
     assert reserved == Reserved(A, (0, 1, 2))  # two blocks of prompt, and room for the first new token
-    run = run_of(scheduler.on(Imported(A)))
+    run = run_of(scheduler.on(imported(A)))
     (piece,) = run.pieces
     assert (piece.request, piece.start, piece.count, piece.samples) == (A, 8, 1, True)
     assert piece.blocks[:3] == reserved.blocks
@@ -376,26 +371,26 @@ def test_an_expected_request_is_reserved_imported_and_decodes() -> None:
 
 
 def test_an_expected_request_waits_for_blocks() -> None:
-    scheduler = Scheduler(limits(num_blocks=4))
-    scheduler.on(Expected(A, 8, 12))
-    assert scheduler.on(Expected(B, 8, 12)) == []
-    assert scheduler.on(Cancelled(A)) == [Reserved(B, (0, 1, 2))]
+    scheduler = Told(limits(num_blocks=4))
+    scheduler.on(expected(A, 8, 12))
+    assert scheduler.on(expected(B, 8, 12)) == []
+    assert scheduler.on(forgotten(A)) == [Reserved(B, (0, 1, 2))]
 
 
 def test_a_departing_request_holds_its_blocks_until_released() -> None:
-    scheduler = Scheduler(limits())
-    scheduler.on(Arrived(A, 10, 40, NAMES[:2], True))
-    assert scheduler.on(Stepped(1)) == [Stored(NAMES[:2])]
+    scheduler = Told(limits())
+    scheduler.on(arrived(A, 10, 40, NAMES[:2], True))
+    assert scheduler.on(Stepped(1)) == [BlocksStored(HERE, NAMES[:2])]
     assert (scheduler.num_running, scheduler.pool.available) == (1, 61)
-    assert scheduler.on(Released(A)) == []
+    assert scheduler.on(forgotten(A)) == []
     assert (scheduler.num_running, scheduler.pool.available) == (0, 64)
 
 
 @pytest.mark.parametrize("num_tokens", [16, 17, 18])
 def test_a_departing_request_never_decodes_here(num_tokens: int) -> None:
     """Above all not when its last chunk is one token, and so looks like a decode."""
-    scheduler = Scheduler(limits(token_budget=16))
-    run = run_of(scheduler.on(Arrived(A, num_tokens, 60, (), True)))
+    scheduler = Told(limits(token_budget=16))
+    run = run_of(scheduler.on(arrived(A, num_tokens, 60, (), True)))
     while not run.pieces[0].samples:
         run = run_of(scheduler.on(Stepped(1)))
     assert run.steps == 1
@@ -403,40 +398,40 @@ def test_a_departing_request_never_decodes_here(num_tokens: int) -> None:
 
 
 def test_a_request_that_ends_with_its_prompt_does_not_stay_detached() -> None:
-    scheduler = Scheduler(limits())
-    scheduler.on(Arrived(A, 10, 11, (), True))
+    scheduler = Told(limits())
+    scheduler.on(arrived(A, 10, 11, (), True))
     scheduler.on(Stepped(1, (A,)))
     assert (scheduler.num_running, scheduler.pool.available) == (0, 64)
 
 
 def test_cancelling_in_any_state_gives_the_blocks_back() -> None:
-    scheduler = Scheduler(limits(num_blocks=8, max_sequences=4))
-    scheduler.on(Expected(RequestId("receiving"), 4, 20))
-    scheduler.on(Arrived(RequestId("detached"), 4, 20, (), True))
+    scheduler = Told(limits(num_blocks=8, max_sequences=4))
+    scheduler.on(expected(RequestId("receiving"), 4, 20))
+    scheduler.on(arrived(RequestId("detached"), 4, 20, (), True))
     scheduler.on(Stepped(1))
-    scheduler.on(Arrived(RequestId("computing"), 4, 20))
-    scheduler.on(Arrived(RequestId("waiting"), 30, 32))
-    scheduler.on(Expected(RequestId("expected"), 30, 32))
+    scheduler.on(arrived(RequestId("computing"), 4, 20))
+    scheduler.on(arrived(RequestId("waiting"), 30, 32))
+    scheduler.on(expected(RequestId("expected"), 30, 32))
     scheduler.on(Stepped(1))
     assert (scheduler.num_running, scheduler.num_waiting) == (3, 2)
     for name in ("waiting", "expected", "detached", "receiving", "computing", "unknown", "waiting"):
-        scheduler.on(Cancelled(RequestId(name)))
+        scheduler.on(forgotten(RequestId(name)))
         scheduler.check()
     assert (scheduler.num_running, scheduler.num_waiting, scheduler.pool.available) == (0, 0, 8)
     scheduler.on(Stepped(1))
-    assert run_of(scheduler.on(Arrived(A, 4, 20))).pieces == (Piece(A, 0, 4, (0,), True),)
+    assert run_of(scheduler.on(arrived(A, 4, 20))).pieces == (Piece(A, 0, 4, (0,), True),)
 
 
 def test_a_request_that_arrives_twice_is_our_bug() -> None:
-    scheduler = Scheduler(limits())
-    scheduler.on(Arrived(A, 4, 20))
+    scheduler = Told(limits())
+    scheduler.on(arrived(A, 4, 20))
     with pytest.raises(AssertionError):
-        scheduler.on(Arrived(A, 4, 20))
+        scheduler.on(arrived(A, 4, 20))
 
 
 def test_a_pre_empted_request_is_not_starved_by_newer_expected_ones() -> None:
     """What pre-emption and endings free goes to the request that waits, before room is made for new KV."""
-    scheduler = Scheduler(Limits(num_blocks=16, block_size=4, token_budget=64, max_steps=1))
+    scheduler = Told(Limits(num_blocks=16, block_size=4, token_budget=64, max_steps=1))
     stop, known = 30, {}
     ended: set[RequestId] = set()
     early: set[RequestId] = set()  # pre-empted in the first half
@@ -445,10 +440,10 @@ def test_a_pre_empted_request_is_not_starved_by_newer_expected_ones() -> None:
     for step in range(1000):
         request = RequestId(f"r{step}")
         known[request] = 5
-        actions = list(scheduler.on(Expected(request, 5, stop)))
+        actions = list(scheduler.on(expected(request, 5, stop)))
         for landed in reserved:
             known[landed] += 1
-            actions += scheduler.on(Imported(landed))
+            actions += scheduler.on(imported(landed))
         reserved.clear()
         if run is not None:
             for piece in run.pieces:
@@ -469,16 +464,16 @@ def test_a_pre_empted_request_is_not_starved_by_newer_expected_ones() -> None:
     assert early <= ended
 
 
-def leaves(name: str, num_tokens: int, work_ns: int) -> Arrived:
-    return Arrived(RequestId(name), num_tokens, num_tokens + 9, detach=True, work_ns=work_ns)
+def leaves(name: str, num_tokens: int, work_ns: int) -> Fact:
+    return arrived(RequestId(name), num_tokens, num_tokens + 9, detach=True, work_ns=work_ns)
 
 
 def test_who_leaves_overtakes_only_while_enough_is_left_for_those_it_overtakes() -> None:
     """It keeps its blocks until its decode node takes it, which may be after one that it overtook."""
-    scheduler = Scheduler(limits(10, 4, prompt_batch=1, order="promise"))
+    scheduler = Told(limits(10, 4, prompt_batch=1, order="promise"))
     admitted: list[str] = []
 
-    def tell(event: Arrived | Stepped) -> None:
+    def tell(event: Fact) -> None:
         admitted.extend(action.request for action in scheduler.on(event) if isinstance(action, Admitted))
 
     for name, num_tokens, work_ns in (("a", 4, 9), ("long", 20, 9), ("b", 8, 1), ("c", 8, 2), ("d", 4, 3)):

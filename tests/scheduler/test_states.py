@@ -7,28 +7,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from isthmus.attempts import BlocksStored
 from isthmus.blocks import state_names
 from isthmus.scheduler import (
     Admitted,
-    Arrived,
     BlockPool,
-    Expected,
-    Fetched,
-    Imported,
     Limits,
-    Missing,
-    Offered,
-    Recovered,
-    Released,
     Reserved,
     Run,
     Scheduler,
     Stepped,
-    Stored,
     TierCache,
 )
 from isthmus.scheduler.states import States
 from isthmus.types import BlockName, RequestId, Tier
+
+from .told import Fact, Told, arrived, expected, fetched, forgotten, imported, missing, offered, recovered
 
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
 NAMES: tuple[BlockName, ...] = tuple(range(40))
@@ -41,13 +35,11 @@ def chain(depth: int) -> tuple[BlockName, ...]:
 
 def node(tiers: TierCache | None = None, **others: int) -> Scheduler:
     limits = Limits(num_blocks=64, block_size=4, max_sequences=4, state_blocks=PARTS, **others)
-    return Scheduler(limits, tiers, BlockPool(64))
+    return Told(limits, tiers, BlockPool(64))
 
 
-def arrives(
-    request: RequestId, num_tokens: int, names: tuple[BlockName, ...] = NAMES, **others: int
-) -> Arrived:
-    return Arrived(request, num_tokens, num_tokens + 5, names[: num_tokens // 4], **others)  # type: ignore[arg-type]
+def arrives(request: RequestId, num_tokens: int, names: tuple[BlockName, ...] = NAMES, **others: int) -> Fact:
+    return arrived(request, num_tokens, num_tokens + 5, names[: num_tokens // 4], **others)  # type: ignore[arg-type]
 
 
 def of(kind: type, actions: list) -> object:
@@ -89,7 +81,7 @@ def test_the_same_prompt_again_goes_on_from_its_snapshot() -> None:
     ((position, blocks),) = run.chunks[0].snapshots
     assert position == 40
     actions = scheduler.on(Stepped(1))
-    assert of(Stored, actions).names == (*NAMES[:10], *state_names(NAMES[9], PARTS))
+    assert of(BlocksStored, actions).names == (*NAMES[:10], *state_names(NAMES[9], PARTS))
     admitted = of(Admitted, [*actions, *scheduler.on(arrives(B, 43)), *scheduler.on(Stepped(1))])
     assert (admitted.request, admitted.cached_tokens, admitted.state) == (B, 40, blocks)
     scheduler.check()
@@ -115,17 +107,17 @@ def test_who_leaves_takes_its_state_along_in_blocks_that_are_free_afterwards() -
     assert [position for position, _ in run.chunks[0].snapshots] == [40, 42]
     scheduler.on(Stepped(1))
     assert scheduler.pool.num_transfer == 1 + PARTS  # the unfinished block and the state
-    scheduler.on(Released(A))
+    scheduler.on(forgotten(A))
     assert (scheduler.pool.num_transfer, scheduler.pool.cached) == (0, 10 + PARTS)
     scheduler.check()
 
 
 def test_who_comes_goes_on_from_the_state_it_was_sent_with() -> None:
     scheduler = node()
-    reserved = of(Reserved, scheduler.on(Expected(A, 9, 20)))
+    reserved = of(Reserved, scheduler.on(expected(A, 9, 20)))
     assert (len(reserved.blocks), len(reserved.state)) == (3, PARTS)
     assert scheduler.pool.num_transfer == 3 + PARTS
-    run = of(Run, scheduler.on(Imported(A)))
+    run = of(Run, scheduler.on(imported(A)))
     assert (run.pieces[0].start, run.pieces[0].restore) == (9, reserved.state)
     assert scheduler.pool.num_transfer == PARTS
     available = scheduler.pool.available
@@ -137,8 +129,8 @@ def test_who_comes_goes_on_from_the_state_it_was_sent_with() -> None:
 
 def test_a_run_that_did_not_start_restores_again() -> None:
     scheduler = node()
-    scheduler.on(Expected(A, 9, 20))
-    scheduler.on(Imported(A))
+    scheduler.on(expected(A, 9, 20))
+    scheduler.on(imported(A))
     run = of(Run, scheduler.on(Stepped(0)))
     assert run.pieces[0].restore
 
@@ -162,16 +154,16 @@ def test_a_cache_beside_the_memory_keeps_prefix_and_state_as_one_chain() -> None
 def test_what_is_on_disk_of_a_state_is_counted() -> None:
     tiers = TierCache(6, 20)
     scheduler = node(tiers)
-    scheduler.on(Offered(chain(10)))
+    scheduler.on(offered(chain(10)))
     admitted = of(Admitted, scheduler.on(arrives(A, 41)))
     assert (admitted.cached_tokens, admitted.disk_blocks) == (40, 10 + PARTS - 6)
 
 
 def test_a_state_that_cannot_be_loaded_means_from_the_start() -> None:
     scheduler = node(TierCache(40))
-    scheduler.on(Offered(chain(10)))
+    scheduler.on(offered(chain(10)))
     scheduler.on(arrives(A, 41))
-    scheduler.on(Missing(A, 9))
+    scheduler.on(missing(A, 9))
     run = of(Run, scheduler.on(Stepped(0)))
     assert (run.chunks[0].start, run.chunks[0].restore) == (0, ())
     scheduler.on(Stepped(1))
@@ -185,8 +177,8 @@ def test_a_fetch_counts_with_its_state_or_not_at_all(stop: int, cached: int) -> 
     fetch = {"num_cached": 10, "fetch_start": 0, "fetch_stop": 10}
     scheduler.on(arrives(B, 4))
     scheduler.on(arrives(A, 41, **fetch))
-    actions = scheduler.on(Fetched(A, stop))
-    stored = of(Stored, actions)
+    actions = scheduler.on(fetched(A, stop))
+    stored = of(BlocksStored, actions)
     assert stored.names == (chain(10) if stop == 10 else NAMES[:9])
     admitted = of(Admitted, scheduler.on(Stepped(1)))
     assert admitted.cached_tokens == cached
@@ -195,15 +187,15 @@ def test_a_fetch_counts_with_its_state_or_not_at_all(stop: int, cached: int) -> 
 def test_recovered_states_are_usable() -> None:
     tiers = TierCache(40, 40)
     scheduler = node(tiers)
-    assert of(Stored, scheduler.on(Recovered((chain(10),)))).tier is Tier.DISK
+    assert of(BlocksStored, scheduler.on(recovered((chain(10),)))).tier is Tier.DISK
     assert of(Admitted, scheduler.on(arrives(A, 41))).cached_tokens == 40
 
 
 def test_a_fetch_of_one_who_is_sent_its_state_is_of_no_concern() -> None:
     """It recalls blocks of tokens alone, which others may use once there is a state for them."""
     scheduler = node(TierCache(40))
-    scheduler.on(Expected(A, 41, 50))
-    assert scheduler.on(Fetched(A, 10)) == []
+    scheduler.on(expected(A, 41, 50))
+    assert scheduler.on(fetched(A, 10)) == []
     scheduler.check()
 
 

@@ -115,9 +115,9 @@ class TiersMachine(RuleBasedStateMachine):
         self.heard: set[BlockName] = set()  # what a listener to the changes believes to be here
 
     def hear(self, change: Change) -> None:
-        assert not self.heard & set(change.stored)
+        assert not self.heard & {*change.stored, *change.sunk}
         assert self.heard >= set(change.evicted)
-        self.heard |= set(change.stored)
+        self.heard |= {*change.stored, *change.sunk}
         self.heard -= set(change.evicted)
 
     @rule(path=paths)
@@ -125,7 +125,11 @@ class TiersMachine(RuleBasedStateMachine):
         names = chain(path)
         change = self.cache.put(names)
         self.hear(change)
-        reported = (change.stored, change.evicted, change.demoted, change.promoted)
+        fresh = change.stored + change.sunk
+        assert fresh == names[change.start : change.start + len(fresh)], (
+            "what is new is one stretch of the chain"
+        )
+        reported = (fresh, change.evicted, change.demoted + change.sunk, change.promoted)
         assert tuple(set(names) for names in reported) == self.plain.put(cast(list[str], list(names)))
         assert all(len(set(names)) == len(names) for names in reported)
 
@@ -182,7 +186,7 @@ def test_using_a_demoted_chain_promotes_it() -> None:
     cache.put(chain("abc"))
     cache.put(chain("xyz"))
     change = cache.put(chain("abc"))
-    assert change == Change(promoted=("ab", "abc"), demoted=("xyz", "xy"))
+    assert change == Change(3, promoted=("ab", "abc"), demoted=("xyz", "xy"))
     assert cache.match(chain("abc")) == (3, 0)
 
 
@@ -205,7 +209,7 @@ def test_of_a_chain_too_long_for_dram_the_head_is_kept_there() -> None:
 def test_of_a_chain_too_long_for_dram_the_tail_goes_to_the_ssd_and_the_rest_is_not_stored() -> None:
     cache = TierCache(3, 2)
     change = cache.put(chain("abcdefg"))
-    assert change == Change(stored=chain("abcde"), demoted=("abcd", "abcde"))
+    assert change == Change(stored=chain("abc"), sunk=("abcd", "abcde"))
     assert cache.match(chain("abcdefg")) == (5, 2)
 
 
@@ -251,7 +255,7 @@ def test_no_node_holds_anything_without_capacity() -> None:
 
 def test_names_may_be_in_any_sequence() -> None:
     cache = TierCache(2, 1)
-    assert cache.put(list(chain("abcd"))) == Change(stored=chain("abc"), demoted=("abc",))
+    assert cache.put(list(chain("abcd"))) == Change(stored=chain("ab"), sunk=("abc",))
     assert cache.match(list(chain("abcd"))) == (3, 1)
     assert cache.put([]) == Change()
 

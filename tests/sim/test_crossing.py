@@ -15,6 +15,7 @@ from isthmus.conductor import (
     Event,
     Fail,
     Fetch,
+    FetchFinished,
     LinkRule,
     Measured,
     NodeJoined,
@@ -27,6 +28,7 @@ from isthmus.conductor import (
     Rules,
 )
 from isthmus.deploy import Rates, Sequences
+from isthmus.node import LOST_NS
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.faults import Faults, LinkFault, NodeFault
 from isthmus.sim.records import Result, Status
@@ -64,7 +66,8 @@ class Orders:
                 if event.node in (route.prefill, route.decode):
                     actions += self._again(request, event.node)
         elif isinstance(event, RequestEnded):
-            del self.under_way[event.request]
+            ended = self.under_way.pop(event.request)
+            actions.append(Abort(event.request, ended.attempt, (ended.prefill, ended.decode)))
         return actions
 
     def _again(self, request: RequestId, gone: str = "") -> list[Action]:
@@ -205,11 +208,13 @@ def test_a_link_that_is_down_too_long_fails_the_attempt(monkeypatch: pytest.Monk
     orders = Orders([route(), route(attempt=2, prefill="near-prefill")])
     result = played(cluster, [Request(0, 160, 3)], orders, monkeypatch)
     ((time, failed),) = orders.of(RequestFailed)
-    assert (time, failed.reason) == (54 * MS, "no KV crossed far > near for 0.05 s")
+    # Its nodes give the conductor time to find out itself.
+    gives_up = 54 * MS + LOST_NS
+    assert (time, failed.reason) == (gives_up, "far-prefill: no KV crossed far > near for 0.05 s")
     record = result.records[0]
     assert (record.status, record.attempts, record.prefill) == (Status.COMPLETED, 2, 1)
     # The first token was out already, the second came from the other prefill.
-    assert record.first_token_ns == PREFILL_NS and record.joined_ns > 54 * MS + PREFILL_NS
+    assert record.first_token_ns == PREFILL_NS and record.joined_ns > gives_up + PREFILL_NS
 
 
 def test_one_that_comes_back_in_time_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +249,47 @@ def test_a_cluster_dies_with_all_its_nodes_and_comes_back(monkeypatch: pytest.Mo
     left = [(time, event.node) for time, event in orders.of(NodeLeft)]
     assert left == [(4 * MS, "far-prefill"), (4 * MS, "far-mixed")]
     assert record.prefill_start_ns == 4 * MS and record.status is Status.COMPLETED
+
+
+FETCHED_8 = Fetch(NodeId("near-prefill"), 0, 8)
+
+
+def fetching(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> tuple[Result, Orders]:
+    """`far` fetches eight blocks over 12.8 ms for a prompt of which it computes two, which takes less."""
+    cluster = clusters("far-prefill", "far-decode", "near-prefill", "near-decode", faults=faults)
+    names = tuple(range(8))
+    later = route(1, decode="far-decode", fetch=FETCHED_8, num_cached=8)
+    orders = Orders([route(prefill="near-prefill"), later])
+    requests = [Request(0, 128, 1, names), Request(NS_PER_S, 160, 2, (*names, 98, 99))]
+    return played(cluster, requests, orders, monkeypatch), orders
+
+
+def test_what_is_fetched_from_a_node_that_dies_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, orders = fetching(Faults(nodes=(NodeFault("near-prefill", 1.01, 2.0),)), monkeypatch)
+    record = result.records[1]
+    assert not orders.of(RequestFailed) and len(orders.of(FetchFinished)) == 1
+    assert (record.status, record.attempts, record.cached_tokens) == (Status.COMPLETED, 1, 0)
+    assert record.first_token_ns == NS_PER_S + 10 * MS + PREFILL_NS
+
+
+def test_so_is_what_stands_still_too_long_on_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    result, orders = fetching(Faults((LinkFault("near", "far", 1.01, 1.5),)), monkeypatch)
+    record = result.records[1]
+    assert [time for time, _ in orders.of(FetchFinished)] == [NS_PER_S + 60 * MS]
+    assert (record.status, record.attempts, record.cached_tokens) == (Status.COMPLETED, 1, 0)
+    assert record.first_token_ns == NS_PER_S + 60 * MS + PREFILL_NS
+
+
+def test_a_node_that_fetches_and_dies_leaves_nothing_lent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`played` checks that no block is pinned at the end."""
+    cluster = clusters(
+        "far-prefill", "near-prefill", "near-decode", faults=Faults(nodes=(NodeFault("far", 1.01, 2.0),))
+    )
+    names = tuple(range(8))
+    later = [route(1, fetch=FETCHED_8, num_cached=8), route(1, 2, prefill="near-prefill", num_cached=8)]
+    requests = [Request(0, 128, 1, names), Request(NS_PER_S, 160, 2, (*names, 98, 99))]
+    result = played(cluster, requests, Orders([route(prefill="near-prefill"), *later]), monkeypatch)
+    assert (result.records[1].status, result.records[1].cached_tokens) == (Status.COMPLETED, 128)
 
 
 def test_links_are_measured_while_requests_are_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from isthmus.conductor import Rules
+from isthmus.conductor import BlocksEvicted, BlocksStored, FirstToken, Rules
 from isthmus.deploy import NodeFacts, Rates
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.records import RequestRecord, Result, Status
@@ -320,6 +321,58 @@ def test_a_pre_empted_request_has_all_its_tokens_and_a_gap_for_the_pause() -> No
     assert result.nodes[0].preemptions == 1
     assert first.tbt_ns < 20 * MS < second.tbt_ns
     assert second.end_ns > first.end_ns
+
+
+def test_tokens_are_told_when_they_are_there_and_before_what_the_run_left() -> None:
+    """Also of prompts in several runs, where the next run begins before the tokens of the one before go out."""
+    heard: list[tuple[int, Any]] = []
+    result = World(*mixed_bag(), log=lambda now, event, actions: heard.append((now, event))).run()
+    first = [(now, int(event.request)) for now, event in heard if isinstance(event, FirstToken)]
+    again = {record.index for record in result.records if record.attempts > 1}
+    told = {index: now for now, index in first}
+    assert len(told) == len(first) > 50 and not again
+    assert all(result.records[index].first_token_ns == now for index, now in told.items())
+    for (now, event), (then, follows) in pairwise(heard):
+        stores = isinstance(event, BlocksStored | BlocksEvicted)
+        assert not (
+            stores and now == then and isinstance(follows, FirstToken) and told_by(event, follows, result)
+        )
+
+
+def told_by(event: Any, follows: Any, result: Result) -> bool:
+    """Whether both come from one node."""
+    slots = {str(node.node): slot for slot, node in enumerate(result.nodes)}
+    return bool(slots[event.node] == result.records[int(follows.request)].prefill)
+
+
+# Where the workload names answers they are kept where they were decoded.
+
+
+def conversation(**fields: Any) -> list[Request]:
+    """A prompt of ten blocks and an answer that fills four, then both as a prompt with two blocks more."""
+    names = tuple(range(10))
+    answer = (*range(10, 14),)
+    return [
+        Request(0, 160, 64, names, answer=answer if fields.get("named", True) else ()),
+        Request(10 * NS_PER_S, 256, 2, (*names, *answer, 98, 99)),
+    ]
+
+
+def test_answers_with_names_are_kept_and_fetched_from_where_they_were_decoded() -> None:
+    cached = {"dram_blocks": 100, "rates": Rates(network=10**9, memory=10**9)}
+    specs = nodes(Role.PREFILL, 1, **cached) + nodes(Role.DECODE, 1, **cached)
+    rules = Rules(policy="isthmus", max_requests=1 << 30)
+    kept = World(deployment(specs, rules), workload(conversation()), check=True).run().records[1]
+    plain = World(deployment(specs, rules), workload(conversation(named=False)), check=True).run().records[1]
+    assert (plain.cached_tokens, plain.fetched_tokens) == (160, 0)
+    assert (kept.cached_tokens, kept.fetched_tokens) == (224, 64)
+    assert kept.first_token_ns < plain.first_token_ns
+
+
+def test_a_mixed_node_keeps_answers_too() -> None:
+    specs = nodes(Role.MIXED, 1, dram_blocks=100, rates=Rates(network=10**9, memory=10**9))
+    again = World(deployment(specs), workload(conversation()), check=True).run().records[1]
+    assert again.cached_tokens == 224
 
 
 # How far ahead a node plans is a matter of speed alone.

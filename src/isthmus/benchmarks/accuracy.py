@@ -1,6 +1,7 @@
 """`isthmus bench accuracy`: how far the simulator is from a live cluster on this machine.
 
-One prefill and one decode node with the torch engine serve a Poisson load over HTTP while the conductor records it.
+One prefill and one decode node with the torch engine, each on a core of its own where there are as many, serve a
+Poisson load over HTTP while the conductor records it.
 The recording then runs through the simulator: the same arrivals, lengths and block names, the same limits, and the
 curve of `isthmus profile`. Both are measured alike: from a request to its first token, and from token to token.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import os
 import random
 import statistics
 import subprocess
@@ -186,6 +188,7 @@ async def _serve(config: Path, folder: Path, workload: Workload) -> tuple[list[T
         aiohttp.ClientSession(timeout=timeout, connector=connector) as session,
     ):
         server = serve.Server(url, await serve.ask_model(session, url))
+        _pin(pid)
         idle = [await _ask(session, server, request, "idle") for request in _idle(workload)]
         loop = asyncio.get_running_loop()
         begin, before = loop.time(), _scheduled(pid)
@@ -204,11 +207,24 @@ async def _serve(config: Path, folder: Path, workload: Workload) -> tuple[list[T
     return [*idle, *(task.result() for task in tasks)], waited / ran if ran else None
 
 
+def _pin(pid: int) -> None:
+    """A core of its own for each node, where there are as many; what else runs takes what they leave. Linux."""
+    with contextlib.suppress(OSError):
+        children, cores = _children(pid), sorted(os.sched_getaffinity(0))
+        for child, core in zip(children, cores, strict=False) if len(children) <= len(cores) else ():
+            for thread in Path(f"/proc/{child}/task").iterdir():
+                os.sched_setaffinity(int(thread.name), {core})
+
+
+def _children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
 def _scheduled(pid: int) -> tuple[int, int]:
     """(time on a core, time waiting for one) of all threads of a process's children so far, in ns; Linux."""
     ran = waited = 0
     with contextlib.suppress(OSError):
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        for child in _children(pid):
             for thread in Path(f"/proc/{child}/task").iterdir():
                 on, waiting, _ = map(int, (thread / "schedstat").read_text().split())
                 ran, waited = ran + on, waited + waiting

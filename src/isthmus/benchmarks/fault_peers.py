@@ -1,6 +1,6 @@
 """Two nodes without engines, and a wire between them that does harm: for `faults` and for tests of the cluster.
 
-A `Side` does with the messages of another node what a node does, with a real store and with KV memory of bytes.
+A `Side` moves bytes as a node does, with a real store and with KV memory of bytes.
 `Harm` counts the bytes of all connections of its network, both ways, and does what it is told at a byte.
 """
 
@@ -8,167 +8,144 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from enum import StrEnum
 from random import Random
 from typing import Any
 
 from isthmus.blocks import KVLayout
 from isthmus.cluster.cache import NodeCache
-from isthmus.cluster.fetches import Fetcher
-from isthmus.cluster.lending import Lender
-from isthmus.cluster.messages import (
-    Begin,
-    Ended,
-    Enough,
-    Given,
-    Grant,
-    Landed,
-    Lent,
-    Offer,
-    PeerMessage,
-    Sent,
-    Slices,
-    Want,
-    Withdrawn,
-)
-from isthmus.cluster.transfers import Incoming, Outgoing
+from isthmus.cluster.fetches import Fetch
+from isthmus.cluster.hands import Hands
+from isthmus.cluster.messages import Enough, PeerMessage
+from isthmus.cluster.sessions import Peers
 from isthmus.engine.emulated import EmulatedMemory
-from isthmus.errors import ProtocolError
 from isthmus.messenger import MemoryNetwork, Network, Server, Session
 from isthmus.messenger.memory import Link, MemoryPort
+from isthmus.node import events
+from isthmus.node.extent import Extent
 from isthmus.store import Arena, Log, Shape, Store
-from isthmus.types import BlockName, RequestId
+from isthmus.types import BlockName, NodeId, RequestId
 
 NOTHING = RequestId("")
 """Nobody wants anything under this key."""
+OTHER = NodeId("other")
+"""What each of two nodes calls the other."""
 
 
 def store_of(layout: KVLayout, num_slots: int, log: Log | None = None) -> Store:
     return Store(Arena(Shape(layout.num_layers, layout.slice_bytes), num_slots), log)
 
 
-class Side:
-    """One node, as the other one sees it. `reasons`: why its sessions ended; `offered`: prefixes it was told are here.
+class Side(Peers):
+    """One node, as the other one sees it, and its only session. `reasons`: why its sessions ended; `facts`: what it was
+    told; `tokens`: that came with hand-overs.
 
-    `incoming`, `outgoing`: the hand-over under way; it is given up here as a node does, and then `failed` says why.
+    It decides the least that goes on: whatever is there is given, and a hand-over ends when it is whole (`landed`) or
+    broken; then `failed` says why.
     """
 
     def __init__(self, store: Store, layout: KVLayout, num_blocks: int, *, shares_memory: bool = False) -> None:
         self.memory = EmulatedMemory(layout, num_blocks)
         self.store = store
         self.cache = NodeCache(self.memory, store)
-        self.offered: list[Sequence[BlockName]] = []
         self.session: Session | None = None
-        self.fetcher = Fetcher(self.cache, self._connected, self.offered.append, shares_memory=shares_memory)
-        self.lender = Lender(self.cache)
-        self.incoming: Incoming | None = None
-        self.outgoing: Outgoing | None = None
-        self.failed = ""
-        self.num_damaged = 0
+        self.facts: list[events.Event] = []
+        self.tokens: dict[RequestId, int] = {}
         self.reasons: list[str] = []
+        self.failed = ""
+        self.landed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.hands = Hands(
+            memory=self.memory,
+            first_layer=0,
+            cache=self.cache,
+            peers=self,
+            address_of=str,
+            tell=self._told,
+            spawn=self._spawn,
+            shares_memory=shares_memory,
+            received=self.tokens.__setitem__,
+        )
 
-    async def _connected(self, address: str) -> Session:
+    def open(self) -> None:
+        self.hands.open(asyncio.get_running_loop())
+
+    async def get(self, address: str) -> Session:
         if self.session is None:
             raise OSError("nobody is there")
         return self.session
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
         self.cache.close()
         self.store.close()
 
-    # Hand-overs.
+    def _told(self, fact: events.Event) -> None:
+        self.facts.append(fact)
+        match fact:
+            case events.Wanted(key, peer, names, start):
+                stop = next((at for at, name in enumerate(names) if not self.store.contains(name)), len(names))
+                self.hands.do(events.Give(key, peer, names, start, max(start, stop), 0))
+            case events.Granted(key):
+                self.hands.do(events.Send(key, computed=False))
+            case events.Received(key):
+                self.landed = True
+                self.hands.do(events.Land(key, OTHER))
+            case events.Broken(key, reason):
+                self.give_up(key, reason)
+            case events.Severed(keys, reason):
+                for key in keys:
+                    self.give_up(key, reason)
 
-    def send(self, begin: Begin) -> Outgoing:
-        assert self.session is not None
-        self.outgoing, self.failed = Outgoing(begin, self.memory), ""
-        self.outgoing.attach(self.session)
-        return self.outgoing
+    def fetch(self, order: events.Fetch) -> Fetch:
+        """To be run by `fetching`; whoever holds it may read from it."""
+        return Fetch(order, self.cache)
 
-    def expect(self, begin: Begin, blocks: Sequence[int]) -> Incoming:
-        self.incoming, self.failed = Incoming(begin, self.memory), ""
-        self.incoming.blocks = blocks
-        return self.incoming
+    def fetching(self, fetch: Fetch) -> Coroutine[Any, Any, None]:
+        return self.hands.fetcher.begin(fetch)
 
-    def give_up(self, reason: str) -> None:
-        """Ends the hand-over under way on this side. Its blocks may serve another request when this returns."""
-        for transfer in (self.incoming, self.outgoing):
-            if transfer is not None:
-                transfer.withdraw()
-                self.failed = self.failed or reason
-        self.incoming = self.outgoing = None
+    def send(self, key: RequestId, extent: Extent) -> None:
+        self.hands.do(events.Offer(key, OTHER, extent))
+
+    def expect(self, key: RequestId, extent: Extent, blocks: Sequence[int]) -> None:
+        self.failed, self.landed = "", False
+        self.hands.do(events.Grant(key, OTHER, extent, tuple(blocks)))
+
+    def give_up(self, key: RequestId, reason: str) -> None:
+        """Ends a hand-over on this side. Its blocks may serve another request when this returns."""
+        if not self.landed:
+            self.failed = self.failed or reason
+        self.hands.do(events.Release(key))
 
     # What a session calls.
 
     def on_message(self, session: Session, message: PeerMessage) -> None:
-        self.session = session
-        match message:
-            case Want():
-                self.lender.wanted(session, message)
-            case Enough():
-                self.lender.enough(session, message.key)
-            case Given():
-                self.fetcher.receive(session, message)
-            case Lent() | Ended():
-                self.fetcher.answer(session, message)
-            case Withdrawn():
-                self.give_up("withdrawn by the other side")
-            case Grant() | Landed():
-                self._on_outgoing(message)
-            case Offer() | Slices() | Sent():
-                self._on_incoming(session, message)
-
-    def _on_outgoing(self, message: Grant | Landed) -> None:
-        if self.outgoing is not None and isinstance(message, Grant):
-            self.outgoing.grant()
-        elif isinstance(message, Landed):
-            self.outgoing = None
-
-    def _on_incoming(self, session: Session, message: Offer | Slices | Sent) -> None:
-        incoming = self.incoming
-        if incoming is None:
-            return
-        match message:
-            case Offer():
-                incoming.offered(session, message)
-            case Slices():
-                if not incoming.receive(message):
-                    self.num_damaged += 1
-                    self.give_up("seal mismatch")
-            case Sent():
-                incoming.sent = message
-        if incoming.complete and self.incoming is incoming:
-            self.incoming = None
-            incoming.landed()
+        if self.session is None:
+            self.session = session
+            self.hands.introduced(session, OTHER)
+        self.hands.on_peer(session, message)
 
     def place(self, session: Session, message: PeerMessage, size: int) -> Sequence[memoryview]:
-        if isinstance(message, Given):
-            return self.fetcher.place(session, message, size)
-        if not isinstance(message, Slices):
-            raise ProtocolError(f"a {type(message).__name__} carried {size} bytes")
-        if self.incoming is None:
-            return [memoryview(bytearray(size))]
-        targets = self.incoming.place(session, message, size)
-        if targets is None:
-            raise ProtocolError(f"KV of layer {message.layer} is not what must come next")
-        return targets
+        return self.hands.place(session, message, size)
 
     def on_void(self, session: Session, message: PeerMessage) -> None:
-        if isinstance(message, Given):
-            self.fetcher.void(session, message)
-        elif isinstance(message, Slices) and self.incoming is not None:
-            self.incoming.void(message)
+        self.hands.on_void(session, message)
 
     def on_close(self, session: Session, reason: str) -> None:
         self.reasons.append(reason)
-        self.fetcher.lost(session)
-        self.lender.lost(session)
-        self.give_up(f"the session ended: {reason}")
+        self.hands.lost(session, reason)
 
 
 async def join(network: Network, here: Side, there: Side) -> Server:
     """A session between the two, opened by `here`. It may be over already where the wire does harm."""
-    there.session = None
+    here.session = there.session = None
+    here.open()
+    there.open()
     server, port = await network.listen("127.0.0.1", 0, PeerMessage, lambda: there)
     here.session = await network.connect(f"127.0.0.1:{port}", PeerMessage, here, timeout_s=5)
     here.session.send(Enough(NOTHING))

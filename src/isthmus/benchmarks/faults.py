@@ -20,6 +20,7 @@ from typing import Any
 from rich.table import Table
 
 from isthmus.benchmarks.fault_peers import (
+    OTHER,
     Fault,
     Harm,
     HarmfulNetwork,
@@ -30,12 +31,12 @@ from isthmus.benchmarks.fault_peers import (
     store_of,
 )
 from isthmus.blocks import KVLayout
-from isthmus.cluster.fetches import Fetch
-from isthmus.cluster.messages import Begin
 from isthmus.engine import codecs
 from isthmus.errors import ConfigError
+from isthmus.node import events
+from isthmus.node.extent import Extent
 from isthmus.store import Store
-from isthmus.types import RequestId, Role, Sampling, Span
+from isthmus.types import RequestId, Span
 
 LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
 NUM_BLOCKS, NUM_TOKENS = 6, 22
@@ -43,7 +44,7 @@ NUM_BLOCKS, NUM_TOKENS = 6, 22
 THERE, HERE = (5, 3, 1, 0, 2, 4), (9, 4, 0, 5, 1, 3)
 """The blocks of a hand-over in the KV memory of both nodes."""
 MEMORY_BLOCKS = 12
-KEY, REQUEST = RequestId("fetch#1"), RequestId("request")
+KEY = RequestId("request#1")
 BLANK, CANARY = 0x5A, 0xA5
 """What KV memory holds before a move, and memory that was given back after it."""
 TOO_LONG = "it takes too long to close"
@@ -206,8 +207,8 @@ class Rig:
         self._reasons.extend(self._exceptions[: 10 - len(self._reasons)])
         self._exceptions.clear()
 
-    def _num_mismatches(self) -> int:
-        return self.target.fetcher.seal_mismatches + self.target.num_damaged
+    def _num_mismatches(self) -> float:
+        return self.target.hands.gauges()["seal_mismatches_total"]
 
     def _judge(self, row: Row, by_seal: bool) -> None:
         """What found the fault."""
@@ -235,10 +236,9 @@ class Rig:
 
     async def _fetch(self, case: Case, harm: Harm, row: Row) -> None:
         target, store = self.target, self.target.store
-        harm.then = lambda: target.fetcher.cancel(KEY)
-        fetch = Fetch(KEY, self._names, 0, target.cache, case.codec)
-        await target.fetcher.run(fetch, "source")
-        fetch.release()
+        harm.then = lambda: target.hands.do(events.EndFetch(KEY))
+        order = events.Fetch(KEY, OTHER, tuple(self._names), 0, codec=case.codec)
+        await target.fetching(target.fetch(order))
         for name, block in zip(self._names, self._blocks, strict=True):
             into = memoryview(bytearray(LAYOUT.block_bytes))
             if store.get(name, into):
@@ -251,29 +251,30 @@ class Rig:
 
     async def _hand_over(self, case: Case, harm: Harm, row: Row) -> None:
         source, target = self.source, self.target
-        harm.then = lambda: target.give_up("cancelled")
+        harm.then = lambda: target.give_up(KEY, "cancelled")
         assert target.session is not None
-        begin = Begin(
-            REQUEST, 1, Role.PREFILL, tuple(range(NUM_TOKENS)), NUM_TOKENS, 99, Sampling(), (), codec=case.codec
-        )
-        target.expect(begin, HERE)
+        size = LAYOUT.block_size
+        stop = -(-NUM_TOKENS // size) * size
+        extent = Extent(size, 0, NUM_TOKENS, stop, NUM_TOKENS, case.codec)
+        target.expect(KEY, extent, HERE)
         if source.session is not None and not target.session.closed:
-            outgoing = source.send(begin)
+            source.send(KEY, extent)
             for span in (Span(0, 8), Span(8, NUM_TOKENS)):
-                outgoing.ready(Span(0, LAYOUT.num_layers), span, THERE)
+                source.hands.kv_ready(KEY, Span(0, LAYOUT.num_layers), span, THERE)
                 await asyncio.sleep(0)
-            outgoing.prefilled(1, None)
-        while target.incoming is not None and not target.session.ended:
+            source.hands.first_token(KEY, 1, None)
+            source.hands.do(events.Finish(KEY))
+        while not target.landed and not target.failed and not target.session.ended:
             await asyncio.sleep(0)
-        if target.incoming is not None:
-            target.give_up("the session was over before it began")
+        if not target.landed:
+            target.give_up(KEY, "the session was over before it began")
         if not target.failed:
             self._check_memory(case.codec, row)
-        blocks = HERE if target.failed else ()
-        size = LAYOUT.slice_bytes
+        blocks, width = HERE if target.failed else (), LAYOUT.slice_bytes
         await self._watch(
-            [layer[at * size : (at + 1) * size] for layer in target.memory.layers for at in blocks], row
+            [layer[at * width : (at + 1) * width] for layer in target.memory.layers for at in blocks], row
         )
+        source.give_up(KEY, "over")
 
     def _check_memory(self, codec: str, row: Row) -> None:
         """Of the whole KV memory: what does not belong to the request is as it was."""

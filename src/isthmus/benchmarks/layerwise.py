@@ -81,21 +81,19 @@ class _PacedSource:
 
     start = 0
 
-    def __init__(self, places: Callable[[int], list[tuple[memoryview, int]]], layer_s: float) -> None:
+    def __init__(self, memory: memoryview, offsets: Callable[[int], list[int]], layer_s: float) -> None:
         self.condition = threading.Condition()
-        self._places, self._layer_s, self._started_s = places, layer_s, time.perf_counter()
+        self._memory, self._offsets, self._layer_s = memory, offsets, layer_s
+        self._started_s = time.perf_counter()
 
     def release(self) -> None:
         """Nothing is held."""
 
-    def num_intact(self, layer: int, count: int) -> int:
-        return count
-
-    def await_layer(self, layer: int, stop: int, given_up: Callable[[], bool]) -> list[tuple[memoryview, int]]:
+    def await_layer(self, layer: int, stop: int, given_up: Callable[[], bool]) -> tuple[memoryview, list[int]]:
         left_s = self._started_s + (layer + 1) * self._layer_s - time.perf_counter()
         if left_s > 0:
             time.sleep(left_s)
-        return self._places(layer)[:stop]
+        return self._memory, self._offsets(layer)[:stop]
 
 
 class _Bench:
@@ -150,11 +148,9 @@ class _Bench:
         """The same bytes from the arena's slots, so late as if they came from afar."""
         memory = cache.store.arena.memory
 
-        def places(layer: int) -> list[tuple[memoryview, int]]:
-            return [(memory, at) for at in self._offsets(slots, layer)]
-
         def start(compute_s: float) -> Load:
-            link = _PacedSource(places, share * compute_s / self.engine.layout.num_layers)
+            layer_s = share * compute_s / self.engine.layout.num_layers
+            link = _PacedSource(memory, lambda layer: self._offsets(slots, layer), layer_s)
             return cache.load(self.names[: self._num_cached], self._cached, link)
 
         return start

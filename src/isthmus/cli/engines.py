@@ -11,7 +11,7 @@ import msgspec
 
 from isthmus.blocks import KVLayout
 from isthmus.cli.models import demo_folder
-from isthmus.cluster.node import OnLost
+from isthmus.cluster.process import OnLost
 from isthmus.config import Config
 from isthmus.cost import compile_cost
 from isthmus.deploy import Cluster, NodeFacts, cost_of, kv_memory_of, role_config, role_facts

@@ -1,4 +1,4 @@
-"""`isthmus replay`: a flight recording through a fresh conductor."""
+"""`isthmus replay`: a flight recording through a new conductor or node."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import typer
 
 
 def replay(file: Annotated[Path, typer.Argument(help="Recording made with `serve --record`.")]) -> None:
-    """Replay a recording and compare every decision. Exit status 1 at the first that differs."""
-    import msgspec
+    """Replay a recording, of the conductor or of a node, and compare every decision.
 
+    Exit status 1 at the first that differs.
+    """
     from isthmus.cluster.recorder import replay as replay_file
 
     count, difference = replay_file(file)
@@ -20,5 +21,5 @@ def replay(file: Annotated[Path, typer.Argument(help="Recording made with `serve
         return
     print(f"{file}: line {difference.line} differs after {count} events")
     for label in ("event", "recorded", "replayed"):
-        print(f"  {label}: {msgspec.json.encode(getattr(difference, label)).decode()}")
+        print(f"  {label}: {getattr(difference, label)}")
     raise typer.Exit(1)

@@ -107,10 +107,10 @@ def _run(deployment: Deployment, workload: Workload, log: Path | None) -> Result
     """The simulation, timed; with `log` also its flight recording, which `isthmus replay` reads."""
     from time import perf_counter
 
-    from isthmus.cluster.recorder import Recorder
+    from isthmus.cluster.recorder import FORMAT, Header, Recorder
     from isthmus.sim.world import World
 
-    recorder = None if log is None else Recorder(log, deployment.rules)
+    recorder = None if log is None else Recorder(log, Header(FORMAT, deployment.rules))
     try:
         with progress_bar("simulating") as progress:
             begin = perf_counter()

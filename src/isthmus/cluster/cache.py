@@ -7,16 +7,17 @@ that is gone or damaged shortens the prefix: what follows is computed.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Protocol, TypeVar
 
-from isthmus.blocks import KVLayout, seal, state_names
+from isthmus.blocks import seal
 from isthmus.engine.interface import KVBytes
-from isthmus.store import Pinned, Stat, Store, aligned_buffer
-from isthmus.types import BlockName
+from isthmus.store import Pinned, Store, aligned_buffer
+from isthmus.types import BlockName, Tier
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ READERS = 4
 """Blocks read from disk at once: an SSD is at its best with several reads in flight."""
 READ_BYTES = 1 << 17
 """Of one block, so many bytes at least are read at once, whole layers."""
+AHEAD = 16
+"""One in so many slots of the arena may hold what was read from disk before its load begins."""
 
 
 def chains_of(found: Sequence[tuple[BlockName, BlockName | None]]) -> tuple[tuple[BlockName, ...], ...]:
@@ -48,36 +51,6 @@ def chains_of(found: Sequence[tuple[BlockName, BlockName | None]]) -> tuple[tupl
     return tuple(chains)
 
 
-def prefix_with_state(layout: KVLayout, names: tuple[BlockName, ...], num_blocks: int) -> tuple[BlockName, ...]:
-    """The chain that a prefix is: its leading blocks and, of a model with recurrent layers, the state after them."""
-    prefix = names[:num_blocks]
-    return prefix + state_names(prefix[-1], layout.state_blocks) if prefix and layout.state_blocks else prefix
-
-
-def gauges_of(stat: Stat) -> dict[str, float]:
-    """A store's state by metric name."""
-    found: dict[str, float] = {
-        "cache_pinned_blocks": stat.num_pinned,
-        "cache_write_queue_blocks": stat.queued_blocks,
-        "cache_degraded": float(stat.degraded),
-        "cache_io_errors_total": stat.io_errors,
-        "cache_lost_blocks_total": stat.lost_blocks,
-        "cache_seal_mismatches_total": stat.seal_mismatches,
-        "cache_misses_total": stat.misses,
-    }
-    for name, tier in (("memory", stat.memory), ("disk", stat.disk)):
-        found |= {
-            f"cache_{name}_bytes": tier.used_bytes,
-            f"cache_{name}_capacity_bytes": tier.capacity_bytes,
-            f"cache_{name}_blocks": tier.num_blocks,
-            f"cache_{name}_hits_total": tier.hits,
-            f"cache_{name}_bytes_in_total": tier.bytes_in,
-            f"cache_{name}_bytes_out_total": tier.bytes_out,
-            f"cache_{name}_evictions_total": tier.evictions,
-        }
-    return found
-
-
 class PrefixMissing(Exception):
     """Only the first `num_blocks` of a cached prefix can be loaded."""
 
@@ -95,13 +68,9 @@ class Arriving(Protocol):
     def release(self) -> None:
         """Nothing more is read from it. Call it once."""
 
-    def await_layer(self, layer: int, stop: int, given_up: Callable[[], bool]) -> list[tuple[memoryview, int]]:
-        """Waits until this layer of the blocks `[start, stop)` is here, or will not come: the memory and offset of
-        each that is, in order."""
-
-    def num_intact(self, layer: int, count: int) -> int:
-        """How many of the first `count` of them, which have been copied, are what they must be: memory of another
-        node may change while it is copied, and what changed before the copy shows after it."""
+    def await_layer(self, layer: int, stop: int, given_up: Callable[[], bool]) -> tuple[memoryview, list[int]]:
+        """Waits until this layer of the blocks `[start, stop)` is here, or will not come: memory, and the offset in it
+        of each that is, in order."""
 
 
 class Load:
@@ -208,12 +177,16 @@ class NodeCache:
         self._keeping = ThreadPoolExecutor(1, "keep")
         """One thread: what is decided about the store is done in that order, so that a block which is saved and then
         evicted does not come back."""
-        self._saving: dict[BlockName, Future[None]] = {}
-        self._saving_lock = threading.Lock()
+        self._coming: dict[BlockName, Future[None]] = {}
+        """Blocks that will be in DRAM when this is done, if there is room: saved, or read from disk."""
+        self._coming_lock = threading.Lock()
+        self._reading: dict[BlockName, tuple[int, Future[bool], Future[None]]] = {}
+        self._ahead: set[BlockName] = set()
+        """In DRAM though by decision they are on disk; this and what is being read for it belong to `_keeping`."""
 
     def close(self) -> None:
         """Waits for what is under way; the store stays open."""
-        for pool in (self._loaders, self._givers, self._keeping, self._readers):
+        for pool in (self._loaders, self._givers, self._readers, self._keeping):
             pool.shutdown(wait=True, cancel_futures=True)
 
     # From the store to the engine.
@@ -226,10 +199,11 @@ class NodeCache:
         return load
 
     def pin(self, names: Sequence[BlockName]) -> list[Pinned | None]:
-        """As the store's, once those of them that are being saved are there. From a thread of the cache."""
-        under_way = [saving for name in names if (saving := self._saving.get(name)) is not None]
-        for saving in dict.fromkeys(under_way):
-            saving.result()
+        """As the store's, once those of them that are on their way are there. From a thread of the cache."""
+        for coming in dict.fromkeys(
+            [coming for name in names if (coming := self._coming.get(name)) is not None]
+        ):
+            coming.result()
         return self.store.pin(names)
 
     def _load(self, load: Load, stop: int) -> None:
@@ -261,7 +235,7 @@ class NodeCache:
 
     def _load_pinned(self, load: Load, pinned: list[Pinned | None], layer: int) -> None:
         at = [at for at, pin in enumerate(pinned[: load.num_blocks]) if pin is not None]
-        offsets = [self._offset(pinned[index].slot, layer) for index in at]  # type: ignore[union-attr]
+        offsets = [self.offset(pinned[index].slot, layer) for index in at]  # type: ignore[union-attr]
         self.memory.fill(layer, [load.blocks[index] for index in at], self.store.arena.memory, offsets)
 
     def _load_disk(self, load: Load, on_disk: list[int], buffer: memoryview, layer: int) -> None:
@@ -289,22 +263,15 @@ class NodeCache:
         stop = min(len(load.names), load.num_blocks)
         if stop <= arriving.start:
             return
-        found = arriving.await_layer(layer, stop, lambda: load.cancelled)
+        memory, offsets = arriving.await_layer(layer, stop, lambda: load.cancelled)
         if load.cancelled:
             return
-        first = arriving.start
-        while found:  # runs of the same memory: this node's arena, or another's
-            memory = found[0][0]
-            count = next((at for at, (other, _) in enumerate(found) if other is not memory), len(found))
-            blocks = load.blocks[first : first + count]
-            self.memory.fill(layer, blocks, memory, [offset for _, offset in found[:count]])
-            first += count
-            found = found[count:]
-        intact = arriving.start + arriving.num_intact(layer, first - arriving.start)
-        if intact < stop:
-            load.shorten(intact)
+        here = arriving.start + len(offsets)
+        self.memory.fill(layer, load.blocks[arriving.start : here], memory, offsets)
+        if here < stop:
+            load.shorten(here)
 
-    def _offset(self, slot: int, layer: int) -> int:
+    def offset(self, slot: int, layer: int) -> int:
         return slot * self._block_bytes + layer * self._slice_bytes
 
     # From the engine to the store.
@@ -333,11 +300,11 @@ class NodeCache:
         """Keeps these blocks of the engine: what is not among `staged` is copied now. `heads`: the block that each
         follows. `done` is told, from another thread, which of them found no room; then the engine's blocks may change.
         """
-        saving: Future[None] = Future()
-        with self._saving_lock:
-            self._saving.update(dict.fromkeys(names, saving))
+        coming: Future[None] = Future()
+        with self._coming_lock:
+            self._coming.update(dict.fromkeys(names, coming))
         self._keep(self._save, names, heads, blocks, staged, done).add_done_callback(
-            lambda _: self._saved(names, saving)
+            lambda _: self._came(names, coming)
         )
 
     def _keep(self, work: Callable[..., object], *arguments: object) -> Future[object]:
@@ -346,16 +313,16 @@ class NodeCache:
         task.add_done_callback(_log_failure)
         return task
 
-    def _saved(self, names: Sequence[BlockName], saving: Future[None]) -> None:
-        with self._saving_lock:
+    def _came(self, names: Sequence[BlockName], coming: Future[None]) -> None:
+        with self._coming_lock:
             for name in names:
-                if self._saving.get(name) is saving:  # and is not being saved once more
-                    del self._saving[name]
-        saving.set_result(None)
+                if self._coming.get(name) is coming:  # and is not on its way once more
+                    del self._coming[name]
+        coming.set_result(None)
 
     def _save_layer(self, staging: Staging, layer: int) -> None:
         try:
-            offsets = [self._offset(slot, layer) for slot in staging.slots]
+            offsets = [self.offset(slot, layer) for slot in staging.slots]
             self.memory.save(layer, staging.blocks, self.store.arena.memory, offsets)
             staging.layers.add(layer)
         except Exception:
@@ -372,13 +339,14 @@ class NodeCache:
         slots: dict[BlockName, int] = {}
         kept: set[BlockName] = set()
         try:
+            self._ahead.difference_update(names)
             self._take_staged(staged, set(names), slots)
             wanted = [at for at, name in enumerate(names) if name not in slots]
             fresh = self.store.reserve(len(wanted))
             wanted = wanted[: len(fresh)]
             slots.update(zip([names[at] for at in wanted], fresh, strict=True))
             for layer in range(self._layers if fresh else 0):
-                offsets = [self._offset(slot, layer) for slot in fresh]
+                offsets = [self.offset(slot, layer) for slot in fresh]
                 self.memory.save(layer, [blocks[at] for at in wanted], self.store.arena.memory, offsets)
             for name, head in zip(names, heads, strict=True):
                 if name in slots and (head is None or head in kept or self.store.contains(head)):
@@ -402,35 +370,97 @@ class NodeCache:
                 else:
                     self.store.give_back([slot])
 
+    # From one tier to another.
+
+    def read(self, names: Sequence[BlockName]) -> None:
+        """Begins to bring blocks that are on disk into DRAM for a load, as far as there is room to spare. `unread`
+        takes it back, but for those that are promoted meanwhile."""
+        coming: dict[BlockName, Future[None]] = {name: Future() for name in names}
+        with self._coming_lock:
+            self._coming.update(coming)
+        self._keep(self._read, coming)
+
+    def _read(self, coming: dict[BlockName, Future[None]]) -> None:
+        new = [name for name in coming if name not in self._ahead]
+        room = max(0, self.store.arena.num_slots // AHEAD - len(self._ahead))
+        for name, slot in zip(new, self.store.reserve(min(room, len(new))), strict=False):
+            read = self._readers.submit(self.store.read, name, 0, self._layers, self.store.arena.slot(slot))
+            self._ahead.add(name)
+            self._reading[name] = slot, read, coming.pop(name)
+            read.add_done_callback(lambda _, name=name: self._keep(self._place, name))  # type: ignore[misc]
+        for name, nothing in coming.items():
+            self._came([name], nothing)
+
+    def _place(self, name: BlockName) -> None:
+        """Makes what was read ahead a block in DRAM, unless nobody wants it any more."""
+        if name not in self._reading:
+            return
+        slot, read, coming = self._reading.pop(name)
+        wait([read])
+        seals = self.store.seals(name) if name in self._ahead else None
+        if seals is not None and not read.cancelled() and read.result():
+            self.store.commit(name, None, slot, seals)  # it is here already, with what it follows
+        else:
+            self.store.give_back([slot])
+        self._came([name], coming)
+
+    def unread(self, names: Sequence[BlockName]) -> None:
+        """No load waits for them any more."""
+        self._keep(self._unread, names)
+
+    def _unread(self, names: Sequence[BlockName]) -> None:
+        gone = [name for name in names if name in self._ahead]
+        self._ahead.difference_update(gone)
+        self.store.demote([name for name in gone if name not in self._reading])
+
     def promote(self, names: Sequence[BlockName]) -> None:
         """In DRAM from now on, as far as there is room; what stays on disk is found there as well."""
-        if names:
-            self._keep(self._promote, names)
+        self._keep(self._promote, names)
 
     def _promote(self, names: Sequence[BlockName]) -> None:
         for name in names:
-            seals, slots = self.store.seals(name), self.store.reserve(1)
-            if seals is None or not slots:
-                self.store.give_back(slots)
+            self._place(name)
+            self._ahead.discard(name)
+            if self.store.tier(name) is Tier.DISK and not self._read_now(name):
                 return
-            if self.store.read(name, 0, self._layers, self.store.arena.slot(slots[0])):
-                self.store.commit(name, None, slots[0], seals)  # it is here already, with what it follows
+
+    def _read_now(self, name: BlockName) -> bool:
+        """False when there is no room."""
+        seals, slots = self.store.seals(name), self.store.reserve(1)
+        for slot in slots:
+            if seals is not None and self.store.read(name, 0, self._layers, self.store.arena.slot(slot)):
+                self.store.commit(name, None, slot, seals)  # it is here already, with what it follows
             else:
                 self.store.give_back(slots)
+        return bool(slots)
 
     def demote(self, names: Sequence[BlockName]) -> None:
         """Only on disk from now on."""
-        self._keep(self.store.demote, names)
+        self._keep(self._decide, self.store.demote, names)
 
     def drop(self, names: Sequence[BlockName]) -> None:
         """In no tier any more."""
-        self._keep(self.store.drop, names)
+        self._keep(self._decide, self.store.drop, names)
+
+    def _decide(self, does: Callable[[Sequence[BlockName]], None], names: Sequence[BlockName]) -> None:
+        self._ahead.difference_update(names)
+        does(names)
+
+    def kept(self) -> Future[object]:
+        """Done when all is that was asked for so far of what the store keeps."""
+        return self._keep(bool)
 
     def commit(self, name: BlockName, head: BlockName | None, slot: int) -> None:
         arena = self.store.arena
         seals = tuple([seal(arena.slice(slot, layer)) for layer in range(self._layers)])
         self.store.commit(name, head, slot, seals)
 
-    def submit(self, work: Callable[..., Result], *arguments: object) -> Future[Result]:
-        """Runs something for other nodes, or from them, that may read the disk; it must not wait for a node."""
-        return self._givers.submit(work, *arguments)
+    async def serve(self, work: Callable[..., Result], *arguments: object) -> Result:
+        """Does something for other nodes, or from them, that may read the disk; it must not wait for a node. Does not
+        leave it behind when it is cancelled: a lease must be whole before it is released."""
+        future = asyncio.wrap_future(self._givers.submit(work, *arguments))
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await asyncio.wait([future])
+            raise

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from isthmus.cluster.departures import Peers
-from isthmus.cluster.messages import Crossing, Linked, Probe
+from isthmus.cluster.messages import Crossing, Neighbours, Probe
+from isthmus.cluster.sessions import Peers
 from isthmus.messenger import Session
 from isthmus.types import NS_PER_S, NodeId
 
@@ -141,7 +141,7 @@ class Crossings:
         self._far: dict[str, _Far] = {}
         self._is_watching = False
 
-    def linked(self, message: Linked) -> None:
+    def linked(self, message: Neighbours) -> None:
         far = self._far.setdefault(message.cluster, _Far(message.cluster))
         far.addresses = message.addresses
         if self._link_s is not None and not self._is_watching:

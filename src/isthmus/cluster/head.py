@@ -14,61 +14,46 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from msgspec.structs import replace
-
+from isthmus.attempts import key_of
 from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster.groups import Groups, Stage
 from isthmus.cluster.measures import Measures
 from isthmus.cluster.messages import (
     PROTOCOL,
-    AttemptFailed,
     Beat,
-    Became,
-    Become,
-    Begin,
-    CacheChanged,
-    Copy,
-    FetchEnded,
-    FetchOrder,
-    Forget,
-    HandedOver,
     HeadBound,
     Hello,
+    Neighbours,
     Output,
     Outputs,
     StageHello,
     Stop,
+    Task,
     Turned,
     Welcome,
 )
 from isthmus.cluster.offload import Offload
 from isthmus.cluster.recorder import Tape
+from isthmus.cluster.sessions import Bare
 from isthmus.cluster.streams import Stream
 from isthmus.cluster.ways import Ways
 from isthmus.conductor import (
     Abort,
     Action,
-    BlocksEvicted,
-    BlocksStored,
     Conductor,
     Convert,
     Event,
     Fail,
-    Fetch,
-    FetchFinished,
     FirstToken,
     Hold,
     HoldExpired,
     Measured,
-    NodeJoined,
     NodeLeft,
-    PrefillFinished,
     Refuse,
     Replicate,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
-    RequestFailed,
     RoleChanged,
     Route,
     Rules,
@@ -76,8 +61,8 @@ from isthmus.conductor import (
 )
 from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
 from isthmus.messenger import Network, Session, TcpNetwork
-from isthmus.scheduler import capacity_tokens
-from isthmus.types import NS_PER_MS, NS_PER_S, Job, ModelCard, NodeId, RequestId, Role, Tier
+from isthmus.node.events import Become, Begin, Copy, Forget
+from isthmus.types import NS_PER_MS, NS_PER_S, Job, ModelCard, NodeId, RequestId, Role
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +73,8 @@ class _Member:
     """A node that joined, with its session and the gauges of its last beat."""
 
     def __init__(self, hello: Hello, connection: Session, now_ns: int) -> None:
-        self.hello, self.connection, self.role = hello, connection, hello.role
+        self.hello, self.connection, self.role = hello, connection, hello.joined.role
+        self.cluster = hello.joined.cluster
         self.heard_ns = now_ns
         self.gauges: dict[str, float] = {}
 
@@ -166,9 +152,9 @@ class Head:
         members = self._members.values()
         if any(member.role is Role.MIXED for member in members):
             return True
-        decoding = {member.hello.cluster for member in members if member.role is Role.DECODE}
+        decoding = {member.cluster for member in members if member.role is Role.DECODE}
         return any(
-            decoding.intersection((member.hello.cluster, *self._ways.linked(member.hello.cluster)))
+            decoding.intersection((member.cluster, *self._ways.linked(member.cluster)))
             for member in members
             if member.role is Role.PREFILL
         )
@@ -186,8 +172,7 @@ class Head:
     def nodes(self) -> dict[NodeId, tuple[Role, KVLayout, str]]:
         """Role, KV layout and cluster of every node, in the order they joined."""
         return {
-            node: (member.role, member.hello.layout, member.hello.cluster)
-            for node, member in self._members.items()
+            node: (member.role, member.hello.layout, member.cluster) for node, member in self._members.items()
         }
 
     def offload(self) -> Offload | None:
@@ -246,11 +231,7 @@ class Head:
         now = self._clock_ns()
         actions = self._conductor.on(event, now)
         if self._recorder is not None:
-            try:
-                self._recorder.record(now, event, actions)
-            except (OSError, ValueError) as error:  # a full disk must not stop the cluster
-                log.error("the flight recording ends here: %s", error)
-                self._recorder = None
+            self._recorder.record(now, event, actions)
         for action in actions:
             self._act(action, now)
 
@@ -263,17 +244,14 @@ class Head:
                 self._fail(action.request, _refusal(action))
             case Abort():
                 for node in action.nodes:
-                    self._send(node, Forget(action.request, action.attempt))
+                    self._send(node, Forget(key_of(action.request, action.attempt)))
             case Hold():
                 expired = HoldExpired(action.request, action.attempt)
                 asyncio.get_running_loop().call_later(self._rejoin_s, self._decide, expired)
             case Fail():
                 self._fail(action.request, UnavailableError(action.reason))
             case Replicate():
-                if {action.source, action.target} <= self._members.keys():
-                    self._send(
-                        action.target, Copy(action.names, self._ways.address(action.target, action.source))
-                    )
+                self._send(action.target, Copy(action.names, action.source))
             case Convert():
                 self._send(action.node, Become(action.role))
             case ThresholdSet():
@@ -289,40 +267,21 @@ class Head:
         """Sends an attempt to its nodes. What was generated already is part of what is prefilled."""
         stream = self._streams[route.request]
         stream.start_attempt(route.attempt)
-        stays = route.prefill == route.decode
-        job = stream.job
-        begin = Begin(
-            request=route.request,
-            attempt=route.attempt,
-            part=Role.MIXED if stays else Role.PREFILL,
-            tokens=job.tokens + stream.generated,
-            num_prompt=len(job.tokens),
-            stop_length=len(job.tokens) + job.max_tokens,
-            sampling=job.sampling,
-            names=stream.names,
-            peer="" if stays else self._ways.address(route.prefill, route.decode),
-            work_ns=route.work_ns,
-            budget_ns=route.deadline_ns - now if route.deadline_ns else None,
-            salt=job.salt,
-            num_cached=route.num_cached,
-            fetch=self._order(route.prefill, route.fetch, now),
-            codec=route.codec,
-            handover_start=route.handover_start,
-        )
-        if not stays:
-            recall = route.recall
-            if recall is not None and recall.source == route.decode:
-                recall = None  # its own cache, of which it knows more
-            receiving = replace(begin, part=Role.DECODE, peer="", fetch=self._order(route.decode, recall, now))
-            self._send(route.decode, receiving)
-        self._send(route.prefill, begin)
+        job, tokens = stream.job, stream.job.tokens + stream.generated
+        parts = {route.decode: Role.DECODE, route.prefill: Role.PREFILL}
+        if route.prefill == route.decode:
+            parts = {route.prefill: Role.MIXED}
+        for node, part in parts.items():
+            begin = Begin(
+                key=key_of(route.request, route.attempt),
+                part=part,
+                route=route,
+                num_tokens=len(tokens),
+                stop_length=len(job.tokens) + job.max_tokens,
+                names=stream.names,
+            )
+            self._send(node, Task(begin, now, tokens, len(job.tokens), job.sampling, job.salt))
         self._offload.requests += self._ways.crosses(route.prefill, route.decode)
-
-    def _order(self, node: NodeId, fetch: Fetch | None, now: int) -> FetchOrder | None:
-        if fetch is None:
-            return None
-        source = self._ways.address(node, fetch.source)
-        return FetchOrder(source, fetch.start, fetch.stop, max(0, fetch.until_ns - now), fetch.codec)
 
     def _send(self, node: NodeId, message: Any) -> None:
         if node in self._members:
@@ -332,52 +291,42 @@ class Head:
 
     def join(self, connection: Session, hello: Hello) -> NodeId | None:
         """Takes a node in, or turns it away with the reason; returns its id when it is in."""
-        reason = self._objection(hello)
+        reason, joined = self._objection(hello), hello.joined
         if not reason:
             try:
-                self._ways.open(hello.node, hello.cluster, hello.address)
+                self._ways.open(joined.node, joined.cluster, hello.address)
             except UnavailableError as error:
                 reason = str(error)
         if reason:
-            log.warning("turned %s away: %s", hello.node, reason)
+            log.warning("turned %s away: %s", joined.node, reason)
             connection.send(Turned(reason))
             connection.close(reason)
             return None
         if self._layout is None:
             self._layout, self._revision = hello.layout, hello.revision
-        self._members[hello.node] = _Member(hello, connection, self._clock_ns())
+        self._members[joined.node] = _Member(hello, connection, self._clock_ns())
         connection.send(Welcome(self._beat_ms))
-        for cluster in self._ways.linked(hello.cluster):
-            for session in (connection, *self._groups.sessions(hello.node)):
-                session.send(self._ways.view(cluster, hello.cluster))
-        self._tell_linked(hello.cluster)
-        size = hello.layout.block_size
-        capacity = capacity_tokens(hello.num_blocks, size, hello.layout.state_blocks)
-        self._decide(
-            NodeJoined(
-                hello.node,
-                hello.role,
-                capacity,
-                size,
-                hello.cost,
-                hello.paths,
-                hello.cache_blocks,
-                hello.kv_dtype,
-                hello.cluster,
-                hello.layout.state_blocks,
-                hello.max_sequences,
-            )
-        )
+        self._tell_neighbours(joined.cluster, joined.node)
+        self._decide(joined)
         self._changed.set()
-        return hello.node
+        return joined.node
 
-    def _tell_linked(self, cluster: str) -> None:
-        """Its nodes are others now: tells those of the clusters that links join to it."""
-        news = {other: self._ways.view(cluster, other) for other in self._ways.linked(cluster)}
+    def _tell_neighbours(self, cluster: str, joined: NodeId | None = None) -> None:
+        """The nodes of a cluster are others now: tells them, and those of the clusters that links join to it. One that
+        `joined` hears of the linked ones too."""
+        linked = self._ways.linked(cluster)
+        news = {other: self._ways.view(cluster, other) for other in (cluster, *linked)}
         for node, member in self._members.items():
-            if member.hello.cluster in news:
-                for session in (member.connection, *self._groups.sessions(node)):
-                    session.send(news[member.hello.cluster])
+            for view in [news[member.cluster]] if member.cluster in news else []:
+                self._send_all(node, view)
+        if joined is not None:
+            for other in linked:
+                self._send_all(joined, self._ways.view(other, cluster))
+
+    def _send_all(self, node: NodeId, message: Neighbours) -> None:
+        """To all processes of a node."""
+        for session in (self._members[node].connection, *self._groups.sessions(node)):
+            session.send(message)
 
     def _distrust(self, hello: Hello | StageHello) -> str:
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
@@ -389,9 +338,9 @@ class Head:
     def _objection(self, hello: Hello) -> str:
         if reason := self._distrust(hello):
             return reason
-        if hello.node in self._members:
-            return f"a node named {hello.node} is here already"
-        if hello.cluster not in self._ways.clusters:
+        if hello.joined.node in self._members:
+            return f"a node named {hello.joined.node} is here already"
+        if hello.joined.cluster not in self._ways.clusters:
             known = ", ".join(filter(None, self._ways.clusters))
             return (
                 f"give --cluster, one of: {known}" if known else "this deployment has no clusters: no --cluster"
@@ -422,7 +371,7 @@ class Head:
         stage.heard_ns, stage.gauges = self._clock_ns(), message.gauges
         leader = self._members.get(stage.hello.group)
         if leader is not None:
-            self._measures.heard(stage.name, leader.hello.cluster, message.crossings, stage.heard_ns)
+            self._measures.heard(stage.name, leader.cluster, message.crossings, stage.heard_ns)
 
     def leave_stage(self, stage: Stage, reason: str) -> None:
         """Nothing more is sent to a group that misses one, even before its leader knows."""
@@ -438,7 +387,7 @@ class Head:
             log.log(logging.DEBUG if self._closing else logging.WARNING, "%s left: %s", node, reason)
             self._ways.close(node)
             self._measures.left(node)
-            self._tell_linked(member.hello.cluster)
+            self._tell_neighbours(member.cluster)
             self._decide(NodeLeft(node))
             self._changed.set()
 
@@ -451,26 +400,16 @@ class Head:
             case Outputs():
                 for output in message.outputs:
                     self._output(output)
-            case CacheChanged():
-                if message.stored:
-                    self._decide(BlocksStored(node, message.stored))
-                if message.demoted:
-                    self._decide(BlocksStored(node, message.demoted, Tier.DISK))
-                if message.evicted:
-                    self._decide(BlocksEvicted(node, message.evicted))
-            case FetchEnded():
-                self._decide(FetchFinished(message.request, message.attempt))
-            case HandedOver():
-                self._handed_over(message)
-            case AttemptFailed():
-                self._decide(RequestFailed(message.request, message.attempt, message.reason))
             case Beat():
                 member.gauges = message.gauges
-                self._measures.heard(node, member.hello.cluster, message.crossings, member.heard_ns)
-            case Became():
-                member.role = message.role
-                self._offload.conversions += 1
-                self._decide(RoleChanged(node, message.role))
+                self._measures.heard(node, member.cluster, message.crossings, member.heard_ns)
+            case Hello() | StageHello():
+                raise ProtocolError("a second Hello")
+            case _:
+                if isinstance(message, RoleChanged):
+                    member.role = message.role
+                    self._offload.conversions += 1
+                self._decide(message)
 
     def _output(self, output: Output) -> None:
         stream = self._streams.get(output.request)
@@ -483,12 +422,6 @@ class Head:
         if stream.deliver(output.token):
             del self._streams[output.request]
             self._decide(RequestEnded(output.request, len(stream.generated)))
-
-    def _handed_over(self, message: HandedOver) -> None:
-        """Until now the prefill node was needed: were it lost, the attempt would have to be routed again."""
-        stream = self._streams.get(message.request)
-        if stream is not None and stream.attempt == message.attempt:
-            self._decide(PrefillFinished(message.request, message.attempt))
 
     # Liveness.
 
@@ -539,7 +472,7 @@ def _refusal(refuse: Refuse) -> IsthmusError:
     return UnavailableError(refuse.reason)
 
 
-class _FromNode:
+class _FromNode(Bare):
     """A session with a node, from the head's side. Nothing is heard before a valid Hello."""
 
     def __init__(self, head: Head) -> None:
@@ -558,12 +491,6 @@ class _FromNode:
             self._head.heard_stage(self._stage, message)
         else:
             raise ProtocolError("a message came before Hello")
-
-    def place(self, connection: Session, message: HeadBound, size: int) -> Sequence[memoryview]:
-        raise ProtocolError(f"a {type(message).__name__} from {connection.peer} carried {size} bytes")
-
-    def on_void(self, connection: Session, message: HeadBound) -> None:
-        """Nodes send the head no payloads."""
 
     def on_close(self, connection: Session, reason: str) -> None:
         if self._stage is not None:

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,7 +31,7 @@ RESTART_S = 1.0
 
 class Orders(msgspec.Struct, frozen=True):
     """What a launched node is told. `config`: that of its cluster, as JSON. `stage`: which part of the pipeline
-    group `node` it is."""
+    group `node` it is; `start`: how often it was started, this time included."""
 
     node: NodeId
     role: Role
@@ -41,6 +42,7 @@ class Orders(msgspec.Struct, frozen=True):
     config: str
     stage: int = 0
     cluster: str = ""
+    start: int = 1
 
 
 class Trouble(msgspec.Struct, frozen=True):
@@ -105,6 +107,7 @@ class Launcher:
         self._config, self._model, self._join, self._token = config, model, join, token
         self._planned = planned_processes(config)
         self._processes: dict[str, asyncio.subprocess.Process] = {}
+        self._starts: Counter[str] = Counter()
         self._watchers: list[asyncio.Task[None]] = []
         self._stopping = False
         self.ready = False
@@ -144,6 +147,7 @@ class Launcher:
 
     async def _spawn(self, planned: Process) -> None:
         threads, place = threads_per_node(self._config, len(self._planned)), planned.place
+        self._starts[planned.name] += 1
         orders = Orders(
             node=place.node,
             role=place.role,
@@ -154,6 +158,7 @@ class Launcher:
             config=place.cluster.config.model_dump_json(exclude_unset=True),
             stage=planned.stage,
             cluster=place.cluster.name,
+            start=self._starts[planned.name],
         )
         process = await asyncio.create_subprocess_exec(
             *(

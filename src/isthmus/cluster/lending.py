@@ -6,32 +6,36 @@ See `fetches.py` for what the two sides say to each other.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from isthmus.cluster.cache import NodeCache
+from isthmus.cluster.departures import Tell
 from isthmus.cluster.fetches import host_id
 from isthmus.cluster.messages import Ended, Given, Lent, Want
 from isthmus.cluster.wire import pack
 from isthmus.engine.codecs import CODECS
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Priority, Sending, Session
+from isthmus.node import events
 from isthmus.store import ArenaHandle, Pinned
-from isthmus.types import BlockName, RequestId
+from isthmus.types import BlockName, NodeId, RequestId
 
 GIVE_BLOCKS = 64
 """Blocks that are looked up, read from disk if need be, and sent together."""
 
 
 class Lease:
-    """Blocks that another node reads: nothing else gets their slots before `release`."""
+    """Blocks that another node reads: nothing else gets their slots before all who hold it have released it."""
 
     def __init__(self, cache: NodeCache) -> None:
         self._cache = cache
         self._pinned: list[Pinned] = []
         self._own: list[int] = []  # slots that hold what was read from disk for this
+        self._users = 1
         self.slots: list[int] = []
         self.seals: list[tuple[bytes, ...]] = []
+        self.over = asyncio.Event()
 
     def add(self, names: Sequence[BlockName]) -> bool:
         """Takes these blocks in as far as they are here; False when one is not. May read the disk."""
@@ -59,51 +63,89 @@ class Lease:
         self.seals.append(seals)
         return True
 
+    def hold(self) -> None:
+        """One more reads from it, until `release`."""
+        self._users += 1
+
     def release(self) -> None:
-        self._cache.store.unpin(self._pinned)
-        self._cache.store.give_back(self._own)
-        self._pinned, self._own = [], []
+        self._users -= 1
+        if not self._users:
+            self._cache.store.unpin(self._pinned)
+            self._cache.store.give_back(self._own)
+            self.over.set()
+
+
+class _Loan:
+    """What another node wants. `stop`: of the prefix it may have so much, once that is decided; `answered`: all of the
+    last `want` was sent, though not all may have been acknowledged."""
+
+    def __init__(self, session: Session, want: Want) -> None:
+        self.session, self.want = session, want
+        self.stop: int | None = None
+        self.answered = False
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def names(self) -> tuple[BlockName, ...]:
+        """Those that are given now."""
+        return self.want.names[self.want.start : self.stop]
 
 
 class Lender:
     """Answers other nodes. For the node's event loop."""
 
-    def __init__(self, cache: NodeCache) -> None:
-        self._cache = cache
-        self._open: dict[tuple[int, RequestId], asyncio.Task[None]] = {}
+    def __init__(self, cache: NodeCache, tell: Tell) -> None:
+        self._cache, self._tell = cache, tell
+        self._loans: dict[tuple[RequestId, NodeId], _Loan] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        """Those that are open, and those that are ending."""
-        self._answered: set[tuple[int, RequestId]] = set()
-        """Of the open ones: all was sent, though not all may have been acknowledged. More may be wanted then."""
+        """Those that answer, and those that are ending."""
         self._host = host_id()
         self.bytes_out = 0
 
-    def wanted(self, connection: Session, want: Want) -> None:
+    def wanted(self, connection: Session, peer: NodeId, want: Want) -> None:
         """Raises ProtocolError for what cannot be answered."""
-        at = id(connection), want.key
-        if at in self._open and at not in self._answered:
+        at = want.key, peer
+        loan = self._loans.get(at)
+        if loan is not None and loan.session is not connection:
+            self.enough(loan.session, *at)
+            loan = None
+        if loan is not None and not loan.answered:
             raise ProtocolError(f"a second Want for {want.key} before the first was answered")
-        if want.codec not in CODECS or want.room < 0:
+        is_same = loan is None or want.names == loan.want.names
+        if want.codec not in CODECS or want.room < 0 or not 0 <= want.start <= len(want.names) or not is_same:
             raise ProtocolError(f"blocks for {want.key} cannot be given as {want.codec}, {want.room} at once")
-        self._answered.discard(at)
-        task = self._open[at] = asyncio.get_running_loop().create_task(self._answer(connection, want))
+        if loan is None:
+            self._loans[at] = _Loan(connection, want)
+            self._tell(events.Wanted(want.key, peer, want.names, want.start, want.whole))
+        else:
+            loan.want, loan.answered = want, False
+            self._begin(loan)
+
+    def give(self, give: events.Give) -> None:
+        loan = self._loans.get((give.key, give.peer))
+        if loan is not None and loan.stop is None and loan.want.names == give.names:
+            loan.stop = give.stop
+            self._begin(loan)
+
+    def _begin(self, loan: _Loan) -> None:
+        task = loan.task = asyncio.get_running_loop().create_task(self._answer(loan))
         self._tasks.add(task)
-        task.add_done_callback(partial(self._over, at))
+        task.add_done_callback(self._tasks.discard)
 
-    def _over(self, at: tuple[int, RequestId], task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if self._open.get(at) is task:
-            self._close(at)
-
-    def _close(self, at: tuple[int, RequestId]) -> asyncio.Task[None] | None:
-        self._answered.discard(at)
-        return self._open.pop(at, None)
-
-    def enough(self, connection: Session, key: RequestId) -> None:
+    def enough(self, connection: Session, key: RequestId, peer: NodeId) -> None:
         """The same key may be asked for again at once."""
-        task = self._close((id(connection), key))
-        if task is not None:
-            task.cancel()
+        loan = self._loans.get((key, peer))
+        if loan is None or loan.session is not connection:
+            return
+        del self._loans[key, peer]
+        if loan.task is not None:
+            loan.task.cancel()
+        self._tell(events.Enough(key, peer))
+
+    def lost(self, connection: Session) -> None:
+        for at, loan in list(self._loans.items()):
+            if loan.session is connection:
+                self.enough(connection, *at)
 
     async def close(self) -> None:
         """Gives everything back."""
@@ -112,101 +154,61 @@ class Lender:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def lost(self, connection: Session) -> None:
-        for session, key in list(self._open):
-            if session == id(connection):
-                self.enough(connection, key)
-
-    async def _answer(self, connection: Session, want: Want) -> None:
+    async def _answer(self, loan: _Loan) -> None:
         handle = self._cache.store.arena.handle
-        if want.host and want.host == self._host and handle is not None:
-            await self._lend(connection, want, handle)
+        if loan.names and loan.want.host and loan.want.host == self._host and handle is not None:
+            await self._lend(loan, handle)
         else:
-            await self._give(connection, want)
+            await self._give(loan)
 
-    async def _lend(self, connection: Session, want: Want, handle: ArenaHandle) -> None:
+    async def _lend(self, loan: _Loan, handle: ArenaHandle) -> None:
         lease = Lease(self._cache)
         try:
-            await self._in_thread(lease.add, want.names)
-            connection.send(Lent(want.key, handle, tuple(lease.slots), tuple(lease.seals)))
+            await self._cache.serve(lease.add, loan.names)
+            loan.session.send(Lent(loan.want.key, handle, tuple(lease.slots), tuple(lease.seals)))
             await asyncio.get_running_loop().create_future()  # until `enough` or `lost`
         finally:
             lease.release()
 
-    async def _give(self, connection: Session, want: Want) -> None:
+    async def _give(self, loan: _Loan) -> None:
         """Batch by batch: the next one is read from disk while this one is sent."""
-        names, count = want.names[: want.room], 0
-        sendings: list[_Batch] = []
+        want, names, count = loan.want, loan.names[: loan.want.room], 0
+        leases: list[Lease] = []
+        sendings: list[Sending] = []
         try:
             for start in range(0, len(names), GIVE_BLOCKS):
                 lease = Lease(self._cache)
-                batch = _Batch(lease)
-                sendings.append(batch)
-                whole = await self._in_thread(lease.add, names[start : start + GIVE_BLOCKS])
-                batch.send(connection, want, start, self._cache)
+                leases.append(lease)
+                try:
+                    whole = await self._cache.serve(lease.add, names[start : start + GIVE_BLOCKS])
+                    sendings += self._send(loan.session, want, start, lease)
+                finally:
+                    lease.release()
                 count += len(lease.slots)
                 self.bytes_out += len(lease.slots) * self._cache.memory.layout.block_bytes
-                if len(sendings) > 1:
-                    await sendings[-2].sent.wait()
+                if len(leases) > 1:
+                    await leases[-2].over.wait()
                 if not whole:
                     break
-            connection.send(Ended(want.key, count), priority=_priority(want))
-            self._answered.add((id(connection), want.key))
-            if sendings:
-                await sendings[-1].sent.wait()
+            loan.session.send(Ended(want.key, count), priority=_priority(want))
+            loan.answered = True
+            if leases:
+                await leases[-1].over.wait()
         finally:
-            for batch in sendings:
-                batch.cancel()
+            for sending in sendings:
+                sending.cancel()
 
-    async def _in_thread(self, work: Callable[..., bool], *arguments: object) -> bool:
-        """Does not leave the work behind when it is cancelled: a lease must be whole before it is released."""
-        future = asyncio.wrap_future(self._cache.submit(work, *arguments))
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await asyncio.wait([future])
-            raise
+    def _send(self, session: Session, want: Want, first: int, lease: Lease) -> Iterator[Sending]:
+        """Each layer holds the lease until it is sent."""
+        arena, layout = self._cache.store.arena, self._cache.memory.layout
+        for layer in range(layout.num_layers if lease.slots else 0):
+            parts = [arena.slice(slot, layer) for slot in lease.slots]
+            known = partial(list[bytes], [seals[layer] for seals in lease.seals])
+            payload, seals = pack(want.codec, layout, parts, len(parts) * layout.block_size, known)
+            head = Given(want.key, layer, first, seals)
+            lease.hold()
+            yield session.send(head, *payload, priority=_priority(want), done=lambda _: lease.release())
 
 
 def _priority(want: Want) -> Priority:
     return Priority.BACKGROUND if want.background else Priority.NORMAL
-
-
-class _Batch:
-    """A lease on its way, released when its last byte was sent."""
-
-    def __init__(self, lease: Lease) -> None:
-        self._lease = lease
-        self._sendings: list[Sending] = []
-        self._left = 1  # who fills it, and every message that is not sent
-        self._is_filled = False
-        self.sent = asyncio.Event()
-
-    def send(self, connection: Session, want: Want, first: int, cache: NodeCache) -> None:
-        arena, layout = cache.store.arena, cache.memory.layout
-        slots = self._lease.slots
-        for layer in range(layout.num_layers if slots else 0):
-            parts = [arena.slice(slot, layer) for slot in slots]
-            known = partial(self._seals, layer)
-            payload, seals = pack(want.codec, layout, parts, len(parts) * layout.block_size, known)
-            head = Given(want.key, layer, first, seals)
-            self._left += 1
-            self._sendings.append(connection.send(head, *payload, priority=_priority(want), done=self._done))
-        self._is_filled = True
-        self._done(True)
-
-    def _seals(self, layer: int) -> list[bytes]:
-        return [seals[layer] for seals in self._lease.seals]
-
-    def cancel(self) -> None:
-        for sending in self._sendings:
-            sending.cancel()
-        if not self._is_filled:
-            self._is_filled = True
-            self._done(False)
-
-    def _done(self, whole: bool) -> None:
-        self._left -= 1
-        if not self._left:
-            self._lease.release()
-            self.sent.set()

@@ -13,7 +13,7 @@ from isthmus.cluster.head import Head
 from isthmus.cluster.launcher import Launcher
 from isthmus.cluster.link_process import LinkOrders, LinkProcess, shape_of
 from isthmus.cluster.links import network_of
-from isthmus.cluster.recorder import Recorder
+from isthmus.cluster.recorder import FORMAT, Header, LiveRecorder
 from isthmus.cluster.ways import Ways
 from isthmus.config import Config
 from isthmus.deploy import clusters_of, links_of, places_of, rules_of
@@ -32,7 +32,7 @@ class LocalCluster:
 
     def __init__(self, config: Config, model: Path, card: ModelCard) -> None:
         limits, rules = config.limits, rules_of(config)
-        self._recorder = Recorder(Path(config.record), rules) if config.record else None
+        self._recorder = LiveRecorder(Path(config.record), Header(FORMAT, rules)) if config.record else None
         self._token = config.token or secrets.token_hex(16)
         self._config, self._model = config, model
         self._ways = Ways([cluster.name for cluster in clusters_of(config)], rules.links)

@@ -1,50 +1,41 @@
 """What head and nodes say to each other. Schema-checked msgpack; token ids and KV bytes, nothing executable.
 
-`attempt` goes with everything about a request: what comes late from an earlier attempt is void.
+Reports of nodes are the conductor's events and travel as they are (`isthmus.attempts`); a node is told a route. `key`,
+of an attempt, goes with everything about a request: what comes late from an earlier attempt is void.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+from isthmus.attempts import (
+    BlocksEvicted,
+    BlocksStored,
+    FetchFinished,
+    PrefillFinished,
+    RequestFailed,
+    RoleChanged,
+)
 from isthmus.blocks import KVLayout
-from isthmus.conductor import Paths
-from isthmus.cost import Cost
+from isthmus.conductor import NodeJoined
+from isthmus.node.events import Become, Begin, Copy, Forget
 from isthmus.store import ArenaHandle
-from isthmus.types import BlockName, Generated, NodeId, RequestId, Role, Sampling, TokenLogprobs
+from isthmus.types import BlockName, Generated, NodeId, RequestId, Sampling, TokenLogprobs
 
-PROTOCOL = 4
-
-
-def key_of(request: RequestId, attempt: int) -> RequestId:
-    """What a node calls an attempt, so that two attempts of one request never share state."""
-    return RequestId(f"{request}#{attempt}")
+PROTOCOL = 6
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
-    """A node offers itself. `address`: where other nodes reach it for KV, `host:port`.
-
-    `cost`: what work takes on it, None when nobody knows; `paths`: how fast KV moves to and from it;
-    `cache_blocks`: how many blocks its cache keeps beside the engine's memory; `kv_dtype`: of its KV, for codecs;
-    `cluster`: where it stands, "" if there is only one; `max_sequences`: so many decode there at once.
-    """
+    """A node offers itself. `joined`: what the conductor is to hear of it; `address`: where other nodes reach it for
+    KV, `host:port`."""
 
     protocol: int
     token: str
-    node: NodeId
-    role: Role
+    joined: NodeJoined
     address: str
     revision: str
     layout: KVLayout
-    num_blocks: int
     max_length: int
-    vocab_size: int
-    cost: Cost | None = None
-    paths: Paths = Paths()
-    cache_blocks: int = 0
-    kv_dtype: str = ""
-    cluster: str = ""
-    max_sequences: int = 0
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
@@ -59,36 +50,6 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     """The tokens of one iteration."""
 
     outputs: tuple[Output, ...]
-
-
-class HandedOver(msgspec.Struct, frozen=True, tag=True):
-    """All KV of an attempt is where it decodes; this node, where it was computed, has let go of it."""
-
-    request: RequestId
-    attempt: int
-
-
-class AttemptFailed(msgspec.Struct, frozen=True, tag=True):
-    """This node cannot go on with an attempt, and has forgotten it."""
-
-    request: RequestId
-    attempt: int
-    reason: str
-
-
-class CacheChanged(msgspec.Struct, frozen=True, tag=True):
-    """Blocks that are now in the memory of this node's cache, on its disk only, and no longer in it."""
-
-    stored: tuple[BlockName, ...] = ()
-    demoted: tuple[BlockName, ...] = ()
-    evicted: tuple[BlockName, ...] = ()
-
-
-class FetchEnded(msgspec.Struct, frozen=True, tag=True):
-    """What an attempt fetches is here, or will not come."""
-
-    request: RequestId
-    attempt: int
 
 
 class Crossing(msgspec.Struct, frozen=True):
@@ -115,12 +76,6 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     crossings: tuple[Crossing, ...] = ()
 
 
-class Became(msgspec.Struct, frozen=True, tag=True):
-    """This node has the role it was to take."""
-
-    role: Role
-
-
 class StageHello(msgspec.Struct, frozen=True, tag=True):
     """One stage of the pipeline group `group` offers itself; the first says Hello for all once they are joined.
 
@@ -136,7 +91,16 @@ class StageHello(msgspec.Struct, frozen=True, tag=True):
 
 
 HeadBound = (
-    Hello | StageHello | Outputs | HandedOver | AttemptFailed | CacheChanged | FetchEnded | Beat | Became
+    Hello
+    | StageHello
+    | Outputs
+    | Beat
+    | FetchFinished
+    | PrefillFinished
+    | RequestFailed
+    | BlocksStored
+    | BlocksEvicted
+    | RoleChanged
 )
 
 
@@ -158,83 +122,33 @@ class Turned(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-class FetchOrder(msgspec.Struct, frozen=True):
-    """Copy blocks `[start, stop)` of the prompt from the node at `source`, expected to take `within_ns`, in the
-    form that `codec` gives them."""
+class Task(msgspec.Struct, frozen=True, tag=True):
+    """Take part in an attempt: `begin` for who decides, the rest for who computes.
 
-    source: str
-    start: int
-    stop: int
-    within_ns: int
-    codec: str = "none"
-
-
-class Begin(msgspec.Struct, frozen=True, tag=True):
-    """Take part in an attempt.
-
-    `tokens`: prompt and what earlier attempts generated; the first `num_prompt` are the client's prompt.
-    `part`: PREFILL computes the prompt and sends its KV to `peer`; DECODE receives it and goes on; MIXED does
-    both here. The answer ends at `stop_length` tokens in all. `work_ns`: node time the conductor expects the
-    prefill to take; `budget_ns`: what was left until the promised first token when this was sent, None without
-    a promise (a duration, for clocks of machines differ). `salt`: of the request's caches. `num_cached`: leading
-    blocks the conductor counts on, those of `fetch` included; `codec`: in which form its KV is handed over.
-    `handover_start`: leading blocks that are not handed over: DECODE has them in its cache, or gets them by `fetch`.
+    `now_ns`: the head's clock, of which the times of the route are. `tokens`: prompt and what earlier attempts
+    generated; the first `num_prompt` are the client's prompt. `salt`: of the request's caches.
     """
 
-    request: RequestId
-    attempt: int
-    part: Role
+    begin: Begin
+    now_ns: int
     tokens: tuple[int, ...]
     num_prompt: int
-    stop_length: int
     sampling: Sampling
-    names: tuple[BlockName, ...]
-    peer: str = ""
-    work_ns: int = 0
-    budget_ns: int | None = None
     salt: str = ""
-    num_cached: int = 0
-    fetch: FetchOrder | None = None
-    codec: str = "none"
-    handover_start: int = 0
-
-    @property
-    def key(self) -> RequestId:
-        return key_of(self.request, self.attempt)
 
 
-class Forget(msgspec.Struct, frozen=True, tag=True):
-    """Drop an attempt and free its blocks. Unknown ones are no error."""
-
-    request: RequestId
-    attempt: int
-
-
-class Copy(msgspec.Struct, frozen=True, tag=True):
-    """Copy a prefix from the node at `source`, when nothing else needs the link."""
-
-    names: tuple[BlockName, ...]
-    source: str
-
-
-class Linked(msgspec.Struct, frozen=True, tag=True):
-    """The nodes of a linked cluster, all of them, and where this node reaches each."""
+class Neighbours(msgspec.Struct, frozen=True, tag=True):
+    """All nodes of a cluster, this node's own or a linked one, and where this node reaches each."""
 
     cluster: str
     addresses: dict[NodeId, str]
-
-
-class Become(msgspec.Struct, frozen=True, tag=True):
-    """Take this role and answer `Became`. Nothing of the old one is under way here."""
-
-    role: Role
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Leave: the cluster shuts down."""
 
 
-NodeBound = Welcome | Gathered | Turned | Begin | Forget | Copy | Linked | Become | Stop
+NodeBound = Welcome | Gathered | Turned | Task | Forget | Copy | Neighbours | Become | Stop
 
 
 class PeerHello(msgspec.Struct, frozen=True, tag=True):
@@ -250,8 +164,7 @@ class PeerHello(msgspec.Struct, frozen=True, tag=True):
 class Offer(msgspec.Struct, frozen=True, tag=True):
     """Prefill to decode: KV of this attempt, layers `[first_layer, stop_layer)`, will come over this session."""
 
-    request: RequestId
-    attempt: int
+    key: RequestId
     first_layer: int
     stop_layer: int
 
@@ -259,8 +172,7 @@ class Offer(msgspec.Struct, frozen=True, tag=True):
 class Grant(msgspec.Struct, frozen=True, tag=True):
     """Decode to prefill: blocks are reserved, send."""
 
-    request: RequestId
-    attempt: int
+    key: RequestId
 
 
 class Slices(msgspec.Struct, frozen=True, tag=True):
@@ -271,8 +183,7 @@ class Slices(msgspec.Struct, frozen=True, tag=True):
     last block.
     """
 
-    request: RequestId
-    attempt: int
+    key: RequestId
     layer: int
     first_block: int
     stop: int
@@ -282,8 +193,7 @@ class Slices(msgspec.Struct, frozen=True, tag=True):
 class Sent(msgspec.Struct, frozen=True, tag=True):
     """Prefill to decode: everything was sent; the first new token is `token` (the client has it already)."""
 
-    request: RequestId
-    attempt: int
+    key: RequestId
     token: int
     logprobs: TokenLogprobs | None = None
 
@@ -291,19 +201,11 @@ class Sent(msgspec.Struct, frozen=True, tag=True):
 class Landed(msgspec.Struct, frozen=True, tag=True):
     """Decode to prefill: all KV is here and its seals match; the sender may let go."""
 
-    request: RequestId
-    attempt: int
-
-
-class Withdrawn(msgspec.Struct, frozen=True, tag=True):
-    """Either side gave the attempt up: no more of it will be sent or accepted."""
-
-    request: RequestId
-    attempt: int
+    key: RequestId
 
 
 class Want(msgspec.Struct, frozen=True, tag=True):
-    """Give these blocks, consecutive ones of a prefix; there is room for the first `room`.
+    """Give the blocks `names[start:]` of a prefix; there is room for the first `room` of them. `whole`: all or none.
 
     `host`: this machine, if blocks may be read where they lie; `background`: when nothing else needs the link;
     `codec`: in which form.
@@ -311,6 +213,8 @@ class Want(msgspec.Struct, frozen=True, tag=True):
 
     key: RequestId
     names: tuple[BlockName, ...]
+    start: int
+    whole: bool
     room: int
     host: str = ""
     background: bool = False
@@ -356,18 +260,4 @@ class Probe(msgspec.Struct, frozen=True, tag=True):
     """Asks for nothing but to be acknowledged: the link between the clusters is there."""
 
 
-PeerMessage = (
-    Probe
-    | PeerHello
-    | Offer
-    | Grant
-    | Slices
-    | Sent
-    | Landed
-    | Withdrawn
-    | Want
-    | Lent
-    | Given
-    | Ended
-    | Enough
-)
+PeerMessage = Probe | PeerHello | Offer | Grant | Slices | Sent | Landed | Want | Lent | Given | Ended | Enough

@@ -1,26 +1,43 @@
-"""The flight recorder: every event and its actions as one JSON line, and their replay."""
+"""The flight recorder, of conductor and nodes: every event and its actions as one JSON line, and their replay."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from io import BufferedWriter
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from isthmus.conductor import Action, Conductor, Event, Rules
 from isthmus.conductor.policies import POLICIES
+from isthmus.deploy import NodeFacts
 from isthmus.errors import ConfigError
+from isthmus.node.events import Event as NodeEvent
+from isthmus.scheduler import BlockPool, Run
+
+log = logging.getLogger(__name__)
 
 FORMAT = 1
 
 
-class Header(msgspec.Struct, frozen=True):
-    """First line of a recording."""
+class Header(msgspec.Struct, frozen=True, omit_defaults=True):
+    """First line of a recording: `rules` of a conductor, or `node`, what a node was, and how long its transfers may
+    bring nothing."""
 
     format: int
-    rules: Rules
+    rules: Rules | None = None
+    node: NodeFacts | None = None
+    transfer_ns: int = 0
+
+    def subject(self) -> Callable[[Any, int], Sequence[Any]]:
+        """A new one of what was recorded: takes an event, answers with actions."""
+        if self.node is None:
+            assert self.rules is not None
+            return Conductor(self.rules).on
+        return self.node.node_of(BlockPool(self.node.kv_blocks), transfer_ns=self.transfer_ns).on
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -31,10 +48,21 @@ class Entry(msgspec.Struct, frozen=True):
     actions: tuple[Action, ...]
 
 
+class Line(msgspec.Struct, frozen=True):
+    """One line of a recording, to be compared."""
+
+    at_ns: int
+    event: msgspec.Raw
+    actions: msgspec.Raw
+
+
 class Tape(Protocol):
     """What keeps a recording."""
 
-    def record(self, at_ns: int, event: Event, actions: Sequence[Action]) -> None: ...
+    def record(self, at_ns: int, event: Any, actions: Sequence[Any]) -> None:
+        """At once, before the next event: a run is written down as it was then."""
+
+    def close(self) -> None: ...
 
 
 class MemoryTape:
@@ -46,31 +74,68 @@ class MemoryTape:
     def record(self, at_ns: int, event: Event, actions: Sequence[Action]) -> None:
         self.entries.append(Entry(at_ns, event, tuple(actions)))
 
+    def close(self) -> None:
+        """Nothing to close."""
+
 
 class Recorder:
     """Appends to a file; each line is written at once, so a crash loses at most the line under way."""
 
-    def __init__(self, path: Path, rules: Rules) -> None:
+    def __init__(self, path: Path, header: Header) -> None:
         try:
             self._file: BufferedWriter = path.open("wb")
         except OSError as error:
             raise ConfigError(f"record: cannot write {path}: {error.strerror}") from None
-        self._encoder = msgspec.json.Encoder()
-        self._write(Header(FORMAT, rules))
+        self._write(_ENCODER.encode(header))
 
-    def record(self, at_ns: int, event: Event, actions: Sequence[Action]) -> None:
-        self._write(Entry(at_ns, event, tuple(actions)))
+    def record(self, at_ns: int, event: Any, actions: Sequence[Any]) -> None:
+        self._write(_ENCODER.encode({"at_ns": at_ns, "event": event, "actions": actions}))
 
     def close(self) -> None:
         self._file.close()
 
-    def _write(self, line: Header | Entry) -> None:
-        self._file.write(self._encoder.encode(line) + b"\n")
+    def _write(self, line: bytes) -> None:
+        self._file.write(line + b"\n")
         self._file.flush()
 
 
-def read(path: Path) -> tuple[Header, Iterator[tuple[int, Entry]]]:
-    """Header and (line number, entry) pairs. Raises ConfigError naming the line that cannot be read."""
+class LiveRecorder(Recorder):
+    """A full disk ends the recording, not the cluster; what comes after the end is not written."""
+
+    _is_over = False
+
+    def record(self, at_ns: int, event: Any, actions: Sequence[Any]) -> None:
+        if not self._is_over:
+            try:
+                super().record(at_ns, event, actions)
+            except OSError as error:
+                log.error("the flight recording %s ends here: %s", self._file.name, error.strerror)
+                self.close()
+
+    def close(self) -> None:
+        self._is_over = True
+        with contextlib.suppress(OSError):  # it writes what it could not
+            super().close()
+
+
+def node_recorder(path: Path, facts: NodeFacts, transfer_s: float, start: int = 1) -> Recorder:
+    """Beside the conductor's recording at `path`: one file for each start of a node, the `start`-th."""
+    header = Header(FORMAT, node=facts, transfer_ns=int(transfer_s * 1e9))
+    number = f".{start}" if start > 1 else ""
+    return LiveRecorder(path.with_suffix(f".{facts.node}{number}{path.suffix}"), header)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Run):
+        return {"type": "Run", "steps": value.steps, "num_decodes": value.num_decodes, "pieces": value.pieces}
+    raise NotImplementedError(f"{type(value).__name__} cannot be written down")
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_plain)
+
+
+def read(path: Path) -> tuple[Header, Iterator[tuple[int, Line]]]:
+    """Header and (line number, line) pairs. Raises ConfigError naming the line that cannot be read."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -83,38 +148,50 @@ def read(path: Path) -> tuple[Header, Iterator[tuple[int, Entry]]]:
         raise ConfigError(f"{path}: line 1 is no recording header: {error}") from None
     if header.format != FORMAT:
         raise ConfigError(f"{path}: recording format {header.format}; this version reads {FORMAT}")
-    return header, _entries(path, lines)
+    if (header.rules is None) == (header.node is None):
+        raise ConfigError(f"{path}: line 1 is no recording header: it names neither rules nor a node, or both")
+    return header, _lines(path, lines)
 
 
-def _entries(path: Path, lines: Sequence[bytes]) -> Iterator[tuple[int, Entry]]:
-    decoder = msgspec.json.Decoder(Entry)
+def _lines(path: Path, lines: Sequence[bytes]) -> Iterator[tuple[int, Line]]:
+    decoder = msgspec.json.Decoder(Line)
     for number, line in enumerate(lines[1:], start=2):
         try:
             yield number, decoder.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: line {number} cannot be read: {error}") from None
+            raise _unreadable(path, number, error) from None
+
+
+def _unreadable(path: Path, number: int, error: Exception) -> ConfigError:
+    return ConfigError(f"{path}: line {number} cannot be read: {error}")
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """The first line at which a replay decided otherwise."""
+    """The first line at which a replay decided otherwise: JSON."""
 
     line: int
-    event: Event
-    recorded: tuple[Action, ...]
-    replayed: tuple[Action, ...]
+    event: str
+    recorded: str
+    replayed: str
 
 
 def replay(path: Path) -> tuple[int, Difference | None]:
-    """Feeds a recording to a fresh conductor. Returns (events replayed, first difference or None)."""
-    header, entries = read(path)
-    if header.rules.policy not in POLICIES:
+    """Feeds a recording to a new conductor, or a new node. Returns (events replayed, first difference or None)."""
+    header, lines = read(path)
+    if header.rules is not None and header.rules.policy not in POLICIES:
         known = ", ".join(POLICIES)
         raise ConfigError(f"{path}: line 1: policy {header.rules.policy!r} is not known; known: {known}")
-    conductor = Conductor(header.rules)
-    count = 0
-    for number, entry in entries:
-        count += 1
-        actions = tuple(conductor.on(entry.event, entry.at_ns))
-        if actions != entry.actions:
-            return count, Difference(number, entry.event, entry.actions, actions)
-    return count, None
+    decide = header.subject()
+    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Event if header.node is None else NodeEvent)
+    num_events = 0
+    for number, line in lines:
+        try:
+            event = decoder.decode(line.event)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise _unreadable(path, number, error) from None
+        num_events += 1
+        replayed = _ENCODER.encode(decide(event, line.at_ns))
+        if replayed != bytes(line.actions):
+            texts = (bytes(line.event), bytes(line.actions), replayed)
+            return num_events, Difference(number, *[text.decode() for text in texts])
+    return num_events, None

@@ -1,38 +1,41 @@
-"""What a later stage of a pipeline group computes: batches as they come down the chain, in one thread.
+"""What a later stage of a pipeline group does: its leader's actions on its own layers, and batches as they come down
+the chain, in one thread.
 
 Everything is carried out in the order of its coming, for the leader gave blocks to one attempt after another in this
-order. Only a load may begin ahead of it, when nothing that waits here touches its blocks.
+order. Only reading from the SSD begins at once, and a load where nothing that waits here touches its blocks or saves
+what it loads.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Protocol
 
-from isthmus.cluster.cache import Load, NodeCache, PrefixMissing
-from isthmus.cluster.messages import Begin
-from isthmus.cluster.stage_messages import (
-    Downward,
-    StageBegin,
-    StageDemote,
-    StageDrop,
-    StageFailed,
-    StageForget,
-    StageLoad,
-    StageLost,
-    StageRun,
-    StageSampled,
-    StageSave,
-    StageSaved,
-    StageShorten,
-    Upward,
+from msgspec.structs import replace
+
+from isthmus.cluster.hands import Hands
+from isthmus.cluster.messages import Task
+from isthmus.cluster.runs import Execution, Runs
+from isthmus.cluster.stage_messages import Downward, StageRun, StageSampled, StageSaved, Upward
+from isthmus.engine.interface import Engine, Hidden
+from isthmus.node.events import (
+    Broken,
+    Demote,
+    Drop,
+    Load,
+    Lost,
+    Offer,
+    Promote,
+    Read,
+    Release,
+    Save,
+    Shorten,
 )
-from isthmus.engine.interface import Chunk, Engine, Hidden, Row
-from isthmus.scheduler import Piece
-from isthmus.types import BlockName, RequestId, Span
+from isthmus.scheduler import Piece, Preempted, Run
+from isthmus.types import RequestId
 
 
 class StageOwner(Protocol):
@@ -44,57 +47,28 @@ class StageOwner(Protocol):
     def down(self, message: Downward, data: memoryview | None = None) -> None:
         """For the stages after this one, if there are any."""
 
-    def kv_ready(self, key: RequestId, layers: Span, tokens: Span, blocks: Sequence[int]) -> None:
-        """KV of an attempt is in place for these layers of this stage and these token positions."""
-
-    def over(self, key: RequestId) -> None:
-        """Nothing more of this attempt leaves from here."""
-
     def died(self, error: BaseException) -> None:
         """The stage cannot go on."""
 
 
-class _Live:
-    """An attempt in this stage. `num_loaded`: blocks that it needs of `load`; `poisoned`: its KV here is not what it
-    should be, and never leaves."""
-
-    __slots__ = ("begin", "blocks", "load", "num_loaded", "poisoned", "row")
-
-    def __init__(self, begin: Begin) -> None:
-        self.begin = begin
-        self.blocks: tuple[int, ...] = ()
-        self.load: Load | None = None
-        self.num_loaded = 0
-        self.poisoned = False
-        self.row = Row(begin.sampling, begin.tokens[begin.num_prompt :])
-
-
-class _Broken(Exception):
-    """Of a cached prefix that is attended to, only `num_blocks` are there."""
-
-    def __init__(self, live: _Live, num_blocks: int) -> None:
-        super().__init__(live.begin.key, num_blocks)
-        self.live, self.num_blocks = live, num_blocks
-
-
 class StageStepper:
-    """`tell` calls something in the event loop, in order. `receive` what comes down; `stop` in the end."""
+    """`later` calls something in the event loop, in order. `receive` what comes down; `stop` in the end."""
 
     def __init__(
-        self, engine: Engine, cache: NodeCache | None, owner: StageOwner, tell: Callable[..., None]
+        self, engine: Engine, stage: int, hands: Hands, owner: StageOwner, later: Callable[..., None]
     ) -> None:
-        self._engine, self._cache, self._owner, self._tell = engine, cache, owner, tell
+        self._stage, self._hands, self._owner, self._later = stage, hands, owner, later
         self._is_last = engine.layers[1] == engine.layout.num_layers
-        self._live: dict[RequestId, _Live] = {}
-        self._queue: SimpleQueue[tuple[Downward, memoryview | None] | None] = SimpleQueue()
-        self._waiting: dict[int, StageRun] = {}  # runs that came and are not computed
+        onward = None if self._is_last else self
+        self.runs = Runs(engine, hands, lambda outputs: None, time.monotonic_ns, onward)
+        self._tasks: dict[RequestId, Task] = {}
+        self._poisoned: dict[RequestId, tuple[int, ...]] = {}
+        """Attempts whose KV here is not what it should be, and never leaves; the blocks where it lies."""
+        self._queue: SimpleQueue[tuple[int, Downward, memoryview | None, bool] | None] = SimpleQueue()
+        self._waiting: dict[int, Downward] = {}  # what came and is not done, by its number
+        self._num_received = 0
+        self._computing: StageRun
         self._thread = threading.Thread(target=self._main, name="stage", daemon=True)
-        self.counters = {
-            "engine_seconds": 0.0,
-            "kv_wait_seconds": 0.0,
-            "iterations": 0.0,
-            "tokens_computed": 0.0,
-        }
 
     def start(self) -> None:
         self._thread.start()
@@ -105,165 +79,133 @@ class StageStepper:
 
     def receive(self, message: Downward, data: memoryview | None = None) -> None:
         """From the event loop. `data`: the hidden states of a run."""
+        ahead = isinstance(message, Load) and not self._must_wait(message)
         match message:
-            case StageBegin():
-                self._live[message.begin.key] = _Live(message.begin)
-            case StageRun():
-                self._waiting[message.run] = message
-            case StageLoad() if not self._touches(message):
+            case Task():
+                self._tasks[message.begin.key] = message
+                self.runs.begin(message)
+            case Offer() | Read():
+                self._hands.do(message)
+            case Load() if ahead:
                 self._load(message)
-        self._queue.put((message, data))
+        self._num_received += 1
+        self._waiting[self._num_received] = message
+        self._queue.put((self._num_received, message, data, ahead))
 
-    def _touches(self, load: StageLoad) -> bool:
-        """Whether something that came before still reads or writes these blocks."""
-        wanted = set(load.blocks)
-        runs = [piece.blocks for run in list(self._waiting.values()) for piece in run.pieces]
-        loads = [live.load for live in list(self._live.values()) if live.load is not None]
-        busy = runs + [tuple(load.blocks) for load in loads if not load.over.is_set()]
-        return any(not wanted.isdisjoint(blocks) for blocks in busy)
+    def _must_wait(self, load: Load) -> bool:
+        """Whether something that came before still reads or writes these blocks, or has yet to save what is loaded."""
+        blocks, names = set(load.blocks), set(load.names)
+        for earlier in list(self._waiting.values()):
+            match earlier:
+                case StageRun():
+                    if any(not blocks.isdisjoint(piece.blocks) for piece in earlier.pieces):
+                        return True
+                case Load():
+                    if not blocks.isdisjoint(earlier.blocks):
+                        return True
+                case Save():
+                    if not names.isdisjoint(earlier.names):
+                        return True
+                case Preempted():
+                    if earlier.request == load.key:
+                        return True
+        return self._hands.is_loading(blocks)
 
     # The thread that computes.
 
     def _main(self) -> None:
         try:
             while (entry := self._queue.get()) is not None:
-                self._perform(*entry)
+                number, message, data, ahead = entry
+                self._perform(message, data, ahead=ahead)
+                del self._waiting[number]
         except BaseException as error:
-            self._tell(self._owner.died, error)
+            self._later(self._owner.died, error)
             raise
 
-    def _perform(self, message: Downward, data: memoryview | None) -> None:
+    def _perform(self, message: Downward, data: memoryview | None, *, ahead: bool) -> None:
+        """`ahead`: a load that has begun."""
         match message:
             case StageRun():
                 assert data is not None
                 self._run(message, Hidden(message.shape, message.dtype, data))
-                del self._waiting[message.run]
                 return
-            case StageLoad():
+            case Load() if not ahead:
                 self._load(message)
-            case StageShorten():
-                live = self._live[message.key]
-                live.num_loaded = min(live.num_loaded, message.num_blocks)
-            case StageForget():
-                self._forget(message.key)
-            case StageSave():
+            case Save():
                 self._save(message)
-            case StageDemote() if self._cache is not None:
-                self._cache.demote(message.names)
-            case StageDrop() if self._cache is not None:
-                self._cache.drop(message.names)
-        self._tell(self._owner.down, message)
+            case Shorten():
+                self.runs.shortened(message)
+                self._hands.do(message)
+            case Release():
+                self._tasks.pop(message.key, None)
+                self._poisoned.pop(message.key, None)
+                self.runs.released(message)
+                self._hands.do(message)
+            case Promote() | Demote() | Drop() | Preempted():
+                self._hands.do(message)
+        self._later(self._owner.down, message)
 
-    def _load(self, message: StageLoad) -> None:
-        live = self._live[message.key]
-        if live.load is None and self._cache is not None:
-            names = live.begin.names[: len(message.blocks)]
-            live.load = self._cache.load(names, message.blocks[: len(names)])
-            live.num_loaded = len(names)
-
-    def _forget(self, key: RequestId) -> None:
-        live = self._live.pop(key)
-        if live.load is not None:
-            live.load.cancel()  # before anybody else gets its blocks
-        self._tell(self._owner.over, key)
+    def _load(self, message: Load) -> None:
+        if message.key in self._tasks:
+            self.runs.loading(message)
+            self._hands.do(message)
 
     # One batch.
 
-    def _run(self, run: StageRun, hidden: Hidden) -> None:
-        started_ns = time.monotonic_ns()
-        pairs = [(self._live[piece.request], piece) for piece in run.pieces]
-        for live, piece in pairs:
-            live.blocks = piece.blocks
-            if live.begin.key in run.poisoned:
-                self._poison(live)
-        batch = self._engine.build([self._chunk(live, piece) for live, piece in pairs])
-        while not self._try(run, batch, pairs, hidden):
-            pass  # of whom it missed something is poisoned, so that the next one goes on without
-        for live, _ in pairs:
-            live.load = None
-        self.counters["iterations"] += 1
-        self.counters["tokens_computed"] += sum(piece.count for piece in run.pieces)
-        self.counters["engine_seconds"] += (time.monotonic_ns() - started_ns) / 1e9
+    def _run(self, message: StageRun, hidden: Hidden) -> None:
+        self._computing = message
+        run = Run(message.pieces, 0, 0, 1, list)
+        for piece in message.pieces:
+            if piece.request in message.poisoned or piece.request in self._poisoned:
+                self._poison(piece)
+        while (execution := self._computed(run, hidden)).missing is not None:
+            missing = execution.missing
+            names = self._tasks[missing.key].begin.names
+            # Only a new attempt can compute it: the stages before do not miss it.
+            self._later(self._owner.up, Lost(names[missing.num_blocks : missing.num_blocks + 1]))
+            self._poison(next(piece for piece in run.chunks if piece.request == missing.key))
+        self.runs.finish(execution)
 
-    def _try(self, run: StageRun, batch: Any, pairs: Sequence[tuple[_Live, Piece]], hidden: Hidden) -> bool:
-        """One iteration, and on with what it gives. False when a cached prefix in it is not all there."""
+    def _computed(self, run: Run, hidden: Hidden) -> Execution:
+        """One iteration, and on with what it gives, unless a cached prefix in it is not all there."""
+        execution = self.runs.start(run)
+        self.runs.compute(execution, hidden)
+        if self._is_last and execution.missing is None:
+            keys = [piece.request for _, piece in execution.sampled]
+            found = zip(keys, execution.tokens, execution.logprobs, strict=True)
+            good = [each for each in found if each[0] not in self._poisoned]
+            sampled = zip(*good, strict=True) if good else ((), (), ())
+            self._later(self._owner.up, StageSampled(self._computing.run, *sampled))
+        return execution
 
-        def on_layer(layer: int) -> None:
-            for live, piece in pairs:
-                if not live.poisoned:
-                    self._announce(layer, piece)
+    def compute(self, run: Run, hidden: Hidden) -> None:
+        """It is for the stages that follow."""
+        poisoned = tuple([piece.request for piece in run.chunks if piece.request in self._poisoned])
+        onward = replace(self._computing, shape=hidden.shape, dtype=hidden.dtype, poisoned=poisoned)
+        self._later(self._owner.down, onward, hidden.data)
 
-        def before_layer(layer: int) -> None:
-            for live, _ in pairs:
-                self._await_load(layer, live)
+    def take_turn(self) -> None:
+        """The leader holds itself back."""
 
-        try:
-            if self._is_last:
-                rows = [pairs[index][0].row for index in batch.order]
-                tokens, logprobs = self._engine.step(batch, rows, on_layer, before_layer, hidden)
-                found = zip([pairs[index][0] for index in batch.order], tokens, logprobs, strict=True)
-                good = [(live.begin.key, *rest) for live, *rest in found if not live.poisoned]
-                keys, chosen, probabilities = zip(*good, strict=True) if good else ((), (), ())
-                self._tell(self._owner.up, StageSampled(run.run, keys, chosen, probabilities))
-            else:
-                given = self._engine.relay(batch, on_layer, before_layer, hidden)
-                poisoned = tuple([live.begin.key for live, _ in pairs if live.poisoned])
-                onward = StageRun(run.run, run.pieces, given.shape, given.dtype, poisoned)
-                self._tell(self._owner.down, onward, given.data)
-        except _Broken as broken:
-            self._give_up(broken)
-            return False
-        return True
-
-    def _chunk(self, live: _Live, piece: Piece) -> Chunk:
-        tokens = live.begin.tokens[piece.start : piece.start + piece.count]
-        return Chunk(tokens, piece.start, piece.blocks, piece.samples, False, live.begin.salt)
-
-    def _announce(self, layer: int, piece: Piece) -> None:
-        """All whole blocks so far, cached ones too; the last chunk also gives the unfinished block."""
-        size, end = self._engine.layout.block_size, piece.start + piece.count
-        stop = end if piece.samples else end // size * size
-        if stop:
-            self._tell(self._owner.kv_ready, piece.request, Span(layer, layer + 1), Span(0, stop), piece.blocks)
-
-    def _await_load(self, layer: int, live: _Live) -> None:
-        if live.load is None:
-            return
-        started_ns = time.monotonic_ns()
-        try:
-            live.load.wait(layer, live.num_loaded)
-        except PrefixMissing as missing:
-            raise _Broken(live, missing.num_blocks) from None
-        self.counters["kv_wait_seconds"] += (time.monotonic_ns() - started_ns) / 1e9
-
-    def _give_up(self, broken: _Broken) -> None:
-        """A cached block is missing here and not in the stages before: only a new attempt can compute it."""
-        load = broken.live.load
-        assert load is not None
-        load.cancel()
-        self._tell(self._owner.up, StageLost(tuple(load.names[broken.num_blocks : broken.num_blocks + 1])))
-        self._poison(broken.live)
-
-    def _poison(self, live: _Live) -> None:
-        if live.poisoned:
-            return
-        live.poisoned, live.load = True, None
-        key = live.begin.key
-        self._tell(self._owner.over, key)
-        self._tell(self._owner.up, StageFailed(key, "a cached block is missing in a later pipeline stage"))
+    def _poison(self, piece: Piece) -> None:
+        key, known = piece.request, piece.request in self._poisoned
+        self._poisoned[key] = piece.blocks
+        self.runs.shortened(Shorten(key, 0))
+        if not known:
+            self._hands.do(Release(key))
+            reason = "a cached block is missing in a later pipeline stage"
+            self._later(self._owner.up, Broken(key, reason, distrust=True))
 
     # Keeping blocks.
 
-    def _save(self, message: StageSave) -> None:
+    def _save(self, message: Save) -> None:
         """What belongs to a poisoned attempt is not kept, nor what follows it."""
-        bad = {block for live in list(self._live.values()) if live.poisoned for block in live.blocks}
+        bad = {block for blocks in self._poisoned.values() for block in blocks}
         good = next((at for at, block in enumerate(message.blocks) if block in bad), len(message.blocks))
-        refused = message.names[good:]
-
-        def done(lost: Iterable[BlockName]) -> None:
-            self._tell(self._owner.up, StageSaved(message.save, (*lost, *refused)))
-
-        if self._cache is None or not good:
-            done(message.names[:good])
+        if good < len(message.blocks):
+            self._later(self._owner.up, Lost(message.names[good:]))
+        if good:
+            self._hands.do(replace(message, names=message.names[:good], blocks=message.blocks[:good]))
         else:
-            self._cache.save(message.names[:good], message.heads[:good], message.blocks[:good], (), done)
+            self._later(self._owner.up, StageSaved(self._stage, message.request))

@@ -1,62 +1,48 @@
 """What the stages of one pipeline group say to each other, along the chain that they form.
 
-Everything for later stages comes from the leader and keeps its order: each stage passes it on when it has carried it
-out itself. Everything for the leader is passed on at once.
+Downwards go the leader's own actions, as they are, and what is to be computed: each stage passes them on in their order
+when it has carried them out itself. Upwards go facts for the leader, at once.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from isthmus.blocks import KVLayout
-from isthmus.cluster.messages import Begin
-from isthmus.scheduler import Piece
-from isthmus.types import BlockName, NodeId, RequestId, TokenLogprobs
+from isthmus.cluster.messages import PeerHello, Task
+from isthmus.node.events import (
+    Broken,
+    Demote,
+    Drop,
+    Load,
+    Lost,
+    Offer,
+    Promote,
+    Read,
+    Release,
+    Save,
+    Severed,
+    Shorten,
+)
+from isthmus.scheduler import Piece, Preempted
+from isthmus.types import BlockName, RequestId, TokenLogprobs
+
+MAX_NAMES = 1 << 16
+"""In one message: far from the limit of its length."""
 
 
 class StageOpen(msgspec.Struct, frozen=True, tag=True):
-    """First message down: be the next stage. `later`: addresses of those that follow it.
+    """First message down: be this stage. `hello`: of the leader; `later`: addresses of the stages that follow.
 
     `num_blocks`, `num_slots`, `num_records`: of the leader's KV memory, and of its cache in DRAM and on disk, which
     every stage must be able to follow block by block.
     """
 
-    protocol: int
-    token: str
-    group: NodeId
+    hello: PeerHello
     stage: int
-    revision: str
-    layout: KVLayout
     num_blocks: int
     num_slots: int
     num_records: int
     later: tuple[str, ...]
-
-
-class StageBegin(msgspec.Struct, frozen=True, tag=True):
-    """Take part in the prefill of an attempt."""
-
-    begin: Begin
-
-
-class StageForget(msgspec.Struct, frozen=True, tag=True):
-    """An attempt is over, or is given up: its blocks may hold something else from now on."""
-
-    key: RequestId
-
-
-class StageLoad(msgspec.Struct, frozen=True, tag=True):
-    """The first blocks of an attempt's prompt are cached: bring them into these blocks of the engine."""
-
-    key: RequestId
-    blocks: tuple[int, ...]
-
-
-class StageShorten(msgspec.Struct, frozen=True, tag=True):
-    """Only the first `num_blocks` blocks of a cached prefix are needed: what follows them will be computed."""
-
-    key: RequestId
-    num_blocks: int
 
 
 class StageRun(msgspec.Struct, frozen=True, tag=True):
@@ -72,51 +58,18 @@ class StageRun(msgspec.Struct, frozen=True, tag=True):
     poisoned: tuple[RequestId, ...] = ()
 
 
-class StageSave(msgspec.Struct, frozen=True, tag=True):
-    """Copy these blocks of the engine into the cache; `heads`: the block that each follows."""
+Followed = Load | Read | Save | Promote | Demote | Drop | Shorten | Offer | Release | Preempted
+"""Actions of the leader's node that every stage carries out for its layers."""
 
-    save: int
-    names: tuple[BlockName, ...]
-    heads: tuple[BlockName | None, ...]
-    blocks: tuple[int, ...]
-
-
-class StageDemote(msgspec.Struct, frozen=True, tag=True):
-    """Only on disk from now on."""
-
-    names: tuple[BlockName, ...]
-
-
-class StageDrop(msgspec.Struct, frozen=True, tag=True):
-    """In no tier any more."""
-
-    names: tuple[BlockName, ...]
-
-
-Downward = (
-    StageOpen
-    | StageBegin
-    | StageForget
-    | StageLoad
-    | StageShorten
-    | StageRun
-    | StageSave
-    | StageDemote
-    | StageDrop
-)
+Downward = StageOpen | Task | StageRun | Followed
 
 
 class StageFound(msgspec.Struct, frozen=True, tag=True):
-    """Blocks that this stage found on its disk when it started; perhaps not all of them."""
+    """Blocks that this stage found on its disk when it started. `last`: all of them are told, and it can begin."""
 
     stage: int
     names: tuple[BlockName, ...]
-
-
-class StageReady(msgspec.Struct, frozen=True, tag=True):
-    """This stage and all after it can begin; all that was found was told."""
-
-    stage: int
+    last: bool = False
 
 
 class StageSampled(msgspec.Struct, frozen=True, tag=True):
@@ -129,23 +82,10 @@ class StageSampled(msgspec.Struct, frozen=True, tag=True):
 
 
 class StageSaved(msgspec.Struct, frozen=True, tag=True):
-    """A stage has carried out a StageSave; `lost`: those that found no room."""
+    """A stage has carried out a `Save` of this request's blocks."""
 
-    save: int
-    lost: tuple[BlockName, ...]
-
-
-class StageLost(msgspec.Struct, frozen=True, tag=True):
-    """Bytes of these blocks are gone from this stage's cache."""
-
-    names: tuple[BlockName, ...]
+    stage: int
+    request: RequestId
 
 
-class StageFailed(msgspec.Struct, frozen=True, tag=True):
-    """A stage cannot go on with an attempt."""
-
-    key: RequestId
-    reason: str
-
-
-Upward = StageFound | StageReady | StageSampled | StageSaved | StageLost | StageFailed
+Upward = StageFound | StageSampled | StageSaved | Lost | Broken | Severed

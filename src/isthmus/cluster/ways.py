@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from isthmus.cluster.link_process import LinkProcess
-from isthmus.cluster.messages import Linked
+from isthmus.cluster.messages import Neighbours
 from isthmus.conductor import LinkRule
 from isthmus.errors import UnavailableError
 from isthmus.types import NodeId
@@ -68,12 +68,9 @@ class Ways:
         """Whether they are in different clusters."""
         return self._places[node].cluster != self._places[target].cluster
 
-    def address(self, node: NodeId, target: NodeId) -> str:
-        """At which one node reaches another."""
-        place = self._places[target]
-        return place.far[self._places[node].cluster] if self.crosses(node, target) else place.address
-
-    def view(self, cluster: str, other: str) -> Linked:
-        """The nodes of `cluster` as those of a linked one see them."""
-        places = self._places.items()
-        return Linked(cluster, {node: place.far[other] for node, place in places if place.cluster == cluster})
+    def view(self, cluster: str, other: str) -> Neighbours:
+        """The nodes of `cluster` as its own see them, or those of a linked one."""
+        places = [(node, place) for node, place in self._places.items() if place.cluster == cluster]
+        return Neighbours(
+            cluster, {node: place.address if other == cluster else place.far[other] for node, place in places}
+        )

@@ -8,10 +8,14 @@ milliseconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from isthmus.blocks import KVLayout, seal
+from isthmus.cluster.messages import Given, Slices
 from isthmus.engine import codecs
 from isthmus.errors import ProtocolError
+from isthmus.messenger import Session
+from isthmus.types import Span
 
 ENCODED_BLOCKS = 64
 """Blocks of one encoded frame: more would keep the event loop for long."""
@@ -34,33 +38,72 @@ def pack(
     return [memoryview(data)], tuple(map(seal, blocks))
 
 
-def fits(codec: str, layout: KVLayout, num_tokens: int, size: int) -> bool:
-    """Whether so many bytes can be that many tokens."""
-    most = codecs.encoded_bytes(codec, layout, num_tokens)
-    return size <= most if codec == codecs.ZSTD else size == most
-
-
-def unpack(
-    codec: str,
-    layout: KVLayout,
-    data: memoryview,
-    targets: Sequence[memoryview],
-    num_tokens: int,
-    seals: Sequence[bytes],
-) -> bool:
-    """Decodes into the targets; False for bytes that nobody encoded. Seals of the KV itself are the caller's to check:
-    `seals_kv` says whether they are."""
-    try:
-        if not seals_kv(codec):
-            blocks = codecs.encoded_blocks(codec, layout, data, num_tokens)
-            if tuple(map(seal, blocks)) != tuple(seals):
-                return False
-        codecs.decode(codec, layout, data, targets, num_tokens)
-    except ProtocolError:
-        return False
-    return True
-
-
 def seals_kv(codec: str) -> bool:
     """Whether a frame's seals are of the decoded KV."""
     return codec in codecs.EXACT
+
+
+class _Frame(NamedTuple):
+    session: Session
+    codec: str
+    tokens: Span
+    targets: list[memoryview]
+    encoded: memoryview | None
+
+
+class Frames:
+    """KV on its way in, frame by frame: into its place, or beside it if it is to be decoded. Heads name a layer, and
+    have a seal for each block."""
+
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        self._frames: dict[Slices | Given, _Frame] = {}
+
+    def place(
+        self,
+        head: Slices | Given,
+        session: Session,
+        codec: str,
+        tokens: Span,
+        targets: list[memoryview],
+        size: int,
+    ) -> list[memoryview] | None:
+        """Where `size` bytes go; None when they cannot be these tokens, or others are on their way there: whichever
+        came last would be under the seals of the other."""
+        most = codecs.encoded_bytes(codec, self._layout, len(tokens))
+        fits = size <= most if codec == codecs.ZSTD else size == most
+        if not fits or any(
+            head.layer == other.layer and tokens.start < frame.tokens.stop and frame.tokens.start < tokens.stop
+            for other, frame in self._frames.items()
+        ):
+            return None
+        encoded = None if codec == codecs.NONE else memoryview(bytearray(size))
+        self._frames[head] = _Frame(session, codec, tokens, targets, encoded)
+        return targets if encoded is None else [encoded]
+
+    def take(self, head: Slices | Given) -> list[memoryview] | None:
+        """A whole frame, in its place; None for one without a payload, or that nobody encoded. Seals of the KV itself
+        are the caller's to check: `seals_kv` says whether they are."""
+        frame = self._frames.pop(head, None)
+        if frame is None or frame.encoded is None:
+            return None if frame is None else frame.targets
+        codec, layout, num_tokens = frame.codec, self._layout, len(frame.tokens)
+        try:
+            if not seals_kv(codec):
+                blocks = codecs.encoded_blocks(codec, layout, frame.encoded, num_tokens)
+                if tuple(map(seal, blocks)) != tuple(head.seals):
+                    return None
+            codecs.decode(codec, layout, frame.encoded, frame.targets, num_tokens)
+        except ProtocolError:
+            return None
+        return frame.targets
+
+    def void(self, head: Slices | Given) -> None:
+        """It will not come."""
+        self._frames.pop(head, None)
+
+    def refuse(self) -> None:
+        """Nothing more is written when this returns."""
+        frames, self._frames = self._frames, {}
+        for head, frame in frames.items():
+            frame.session.refuse(head)

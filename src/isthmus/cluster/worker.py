@@ -1,7 +1,7 @@
-"""The thread that computes: mailbox in, a stepper in the middle.
+"""The thread that computes what a node decides.
 
-The node's event loop owns sessions; this thread drives the stepper. They meet only in the mailbox (a
-thread-safe queue), in `insert`, and in the stepper's listener, whose methods may be called from either.
+Everything else of a node lives in its event loop. Both tell the node facts under one lock, `Turn`; only while the
+engine computes nobody holds it, so a node hears of grants and arrivals in the middle of an iteration too.
 """
 
 from __future__ import annotations
@@ -9,84 +9,54 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
-from isthmus.cluster.fetches import Fetch
-from isthmus.cluster.messages import Begin
-from isthmus.cluster.stepper import Stepper
-from isthmus.types import BlockName, RequestId, Role
+from isthmus.cluster.runs import Execution, Runs
+from isthmus.node.events import Missing
+from isthmus.scheduler import Run, Stepped
 
-Entry = Callable[[], None]
+
+class Owner(Protocol):
+    """Whose runs are executed."""
+
+    runs: Runs
+
+    def stepped(self, facts: list[Missing | Stepped]) -> None:
+        """A run is over. Called under the lock; may form the next one."""
+
+    def died(self, error: BaseException) -> None:
+        """The worker cannot go on."""
 
 
 class Worker(Protocol):
-    """Drives one stepper."""
+    """Executes the runs of one node. `lock`: whoever holds it may call the node."""
+
+    lock: Any
 
     def start(self) -> None:
-        """Call it in the event loop of the stepper's owner."""
+        """Call it in the event loop of the owner."""
 
-    def tell(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Calls `function` in that event loop; what is told comes in order."""
+    def later(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Calls `function` in that event loop, from any thread; in the order of these calls."""
 
-    def post(self, entry: Entry) -> None:
-        """Runs `entry` at the end of the iteration under way, which is then the last of its run; at once when
-        there is none. Entries run in order."""
+    def form(self, run: Run) -> None:
+        """Executes it next. Under the lock, as `cut`."""
 
-    def insert(self, entry: Entry) -> None:
-        """Runs `entry` at once, even in the middle of an iteration, which goes on as if nothing happened."""
+    def cut(self) -> None:
+        """Ends the run under way with the present iteration."""
 
     def stop(self) -> None: ...
 
 
-class Requests:
-    """The stepper's requests, from outside the worker that drives it. Not thread-safe: for the event loop."""
-
-    def __init__(self, stepper: Stepper, worker: Worker) -> None:
-        self._stepper, self._worker = stepper, worker
-        self._open: set[RequestId] = set()
-
-    def begin(self, begin: Begin, fetch: Fetch | None = None) -> None:
-        self._open.add(begin.key)
-        if begin.part is Role.DECODE:
-            self._worker.insert(lambda: self._stepper.expect(begin))
-            return
-        # The budget runs from here, not from when the worker looks at its mail. 0 would mean no promise.
-        budget = begin.budget_ns
-        deadline_ns = 0 if budget is None else max(1, self._stepper.clock_ns() + budget)
-        self._worker.post(lambda: self._stepper.begin(begin, deadline_ns, fetch))
-
-    def fetched(self, key: RequestId, num_blocks: int) -> None:
-        self._worker.post(lambda: self._stepper.fetched(key, num_blocks))
-
-    def offered(self, names: tuple[BlockName, ...]) -> None:
-        self._worker.post(lambda: self._stepper.offered(names))
-
-    def imported(self, key: RequestId, token: int) -> None:
-        self._worker.post(lambda: self._stepper.imported(key, token))
-
-    def released(self, key: RequestId) -> None:
-        self._open.discard(key)
-        self._worker.post(lambda: self._stepper.released(key))
-
-    def ended(self, key: RequestId) -> None:
-        """The stepper said so."""
-        self._open.discard(key)
-
-    def forget(self, key: RequestId) -> None:
-        """Nothing is done, and no run broken off, for a request that is over anyway."""
-        if key in self._open:
-            self._open.discard(key)
-            self._worker.post(lambda: self._stepper.forget(key))
-
-
 class ThreadWorker:
-    """Start it once. Only `tell` is for its own thread."""
+    """Start it once."""
 
-    def __init__(self, stepper: Stepper) -> None:
-        self._stepper = stepper
-        self._mailbox: SimpleQueue[Entry] = SimpleQueue()
-        self._turn = threading.Lock()  # whoever has it may call the stepper, `compute` apart
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+        self.lock = threading.RLock()
+        self._formed = threading.Condition(self.lock)
+        self._run: Run | None = None
+        self._is_cut = False
         self._running = True
         self._thread = threading.Thread(target=self._main, name="worker", daemon=True)
 
@@ -94,59 +64,47 @@ class ThreadWorker:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    def tell(self, function: Callable[..., None], *arguments: Any) -> None:
+    def later(self, function: Callable[..., None], *arguments: Any) -> None:
         self._loop.call_soon_threadsafe(function, *arguments)
 
-    def post(self, entry: Entry) -> None:
-        self._mailbox.put(entry)
+    def form(self, run: Run) -> None:
+        self._run, self._is_cut = run, False
+        self._formed.notify()
 
-    def insert(self, entry: Entry) -> None:
-        with self._turn:
-            entry()
+    def cut(self) -> None:
+        self._is_cut = True
 
     def stop(self) -> None:
-        def end() -> None:
-            self._running = False
-
-        self._mailbox.put(end)
+        with self.lock:
+            self._running, self._is_cut = False, True
+            self._formed.notify()
         self._thread.join(timeout=5)
 
     def _main(self) -> None:
         try:
-            while self._running:
-                if self._stepper.run is None:
-                    self._serve_mailbox(wait=True)
-                else:
-                    self._execute()
+            while (run := self._next()) is not None:
+                self._owner.runs.take_turn()
+                self._execute(run)
         except BaseException as error:
-            self._stepper.died(error)
+            self._owner.died(error)
             raise
 
-    def _serve_mailbox(self, *, wait: bool) -> None:
-        """Takes entries until none waits, or a run was formed: no entry comes between forming and executing,
-        so the requests of a run are all live when it starts."""
-        while self._stepper.run is None:
-            try:
-                entry = self._mailbox.get(block=wait)
-            except Empty:
-                return
-            with self._turn:
-                entry()
-            wait = False
+    def _next(self) -> Run | None:
+        with self.lock:
+            self._formed.wait_for(lambda: self._run is not None or not self._running)
+            run, self._run = self._run, None
+            return run if self._running else None
 
-    def _execute(self) -> None:
-        """Iterates a run until it ends, a request ends or a message waits; then asks for the next one."""
-        stepper = self._stepper
-        stepper.await_turn()
-        with self._turn:
-            execution = stepper.start()
+    def _execute(self, run: Run) -> None:
+        """Iterates a run until it ends, a request ends or somebody cuts it."""
+        runs = self._owner.runs
+        with self.lock:
+            execution: Execution = runs.start(run)
         while True:
-            stepper.compute(execution)
-            with self._turn:
-                stepper.book(execution)
-            if execution.over or not self._mailbox.empty():
-                break
-            stepper.advance(execution)
-        self._serve_mailbox(wait=False)
-        with self._turn:
-            stepper.finish(execution)
+            runs.compute(execution)
+            with self.lock:
+                runs.book(execution)
+                if execution.over or self._is_cut:
+                    self._owner.stepped(runs.finish(execution))
+                    return
+            runs.advance(execution)

@@ -4,17 +4,23 @@ Pure: facts in, actions out. The live cluster and the simulator drive the same o
 replays in the other with identical decisions.
 """
 
+from isthmus.attempts import (
+    BlocksEvicted,
+    BlocksStored,
+    Fetch,
+    FetchFinished,
+    PrefillFinished,
+    RequestFailed,
+    RoleChanged,
+    Route,
+)
 from isthmus.conductor.conductor import Conductor
 from isthmus.conductor.events import (
     Abort,
     Action,
-    BlocksEvicted,
-    BlocksStored,
     Convert,
     Event,
     Fail,
-    Fetch,
-    FetchFinished,
     FirstToken,
     Hold,
     HoldExpired,
@@ -23,15 +29,11 @@ from isthmus.conductor.events import (
     NodeJoined,
     NodeLeft,
     Paths,
-    PrefillFinished,
     Refuse,
     Replicate,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
-    RequestFailed,
-    RoleChanged,
-    Route,
     ThresholdSet,
 )
 from isthmus.conductor.rules import LinkRule, Rules

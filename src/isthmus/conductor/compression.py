@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
+from isthmus.attempts import Fetch
 from isthmus.conductor.copies import ClusterLink
-from isthmus.conductor.events import Fetch
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import NodeView, Placement, RequestView
 from isthmus.cost.transfer import INT8, NONE, Transfer, choose_codec, codec_speeds

@@ -5,6 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from isthmus.attempts import (
+    BlocksEvicted,
+    BlocksStored,
+    FetchFinished,
+    PrefillFinished,
+    RequestFailed,
+    RoleChanged,
+    Route,
+)
 from isthmus.conductor import copies
 from isthmus.conductor.admission import Admission, Overload, limit_ns
 from isthmus.conductor.capacity import Capacity
@@ -15,25 +24,18 @@ from isthmus.conductor.displace import to_shorten, to_thin, waiting_below
 from isthmus.conductor.events import (
     Abort,
     Action,
-    BlocksEvicted,
-    BlocksStored,
     Event,
     Fail,
-    FetchFinished,
     FirstToken,
     Hold,
     HoldExpired,
     Measured,
     NodeJoined,
     NodeLeft,
-    PrefillFinished,
     Refuse,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
-    RequestFailed,
-    RoleChanged,
-    Route,
 )
 from isthmus.conductor.ghosts import Ghosts
 from isthmus.conductor.replicas import Replicas

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 
+from isthmus.attempts import Fetch
 from isthmus.blocks import state_names
 from isthmus.conductor.copies import expected_ns
-from isthmus.conductor.events import Fetch, RequestArrived
+from isthmus.conductor.events import RequestArrived
 from isthmus.conductor.index import Levels, bits
 from isthmus.conductor.view import ClusterView, NodeView, Placement
 from isthmus.types import NS_PER_S
@@ -51,13 +52,13 @@ class Estimator:
         self.ratio = pool.calibration.ratio
         self.waits = [node.free_ns - now if node.free_ns > now else 0 for node in nodes]
         mask = pool.prefill_mask if nodes is pool.prefills else sum([node.bit for node in nodes])
-        mask |= pool.lender_mask | foreign
+        everyone = mask | (pool.lender_mask | foreign) & view.index.users  # of others, those that have anything
         if matched is None:
-            self.held, expected = match(view, request, mask)
+            self.held, expected = match(view, request, everyone)
         else:
-            self.held, expected = (_restricted(levels, mask) for levels in matched)
+            self.held, expected = (_restricted(levels, everyone) for levels in matched)
         self.deepest = expected[-1][0]
-        self.depths = _by_slot(expected, view.num_slots)
+        self.depths = _by_slot(expected, mask, view.num_slots)
         self.memo: dict[int, float] = {}
 
     def cached_tokens(self, node: NodeView, num_blocks: int) -> int:
@@ -134,18 +135,19 @@ def _restricted(levels: Levels, nodes: int) -> Levels:
     return [(depth, group & nodes) for depth, group in levels if group & nodes]
 
 
-def _by_slot(levels: Levels, num_slots: int) -> list[int]:
-    """Depth of each node. Most nodes are alike, so the largest group is not unpacked."""
+def _by_slot(levels: Levels, nodes: int, num_slots: int) -> list[int]:
+    """Depth of each of `nodes` (a mask). Most nodes are alike, so the largest group is not unpacked."""
     if len(levels) == 1:
         return [levels[0][0]] * num_slots
-    common, most = 0, -1
+    common, most = 0, 0
     for depth, group in levels:
-        size = group.bit_count()
+        size = (group & nodes).bit_count()
         if size > most:
             common, most = depth, size
     depths = [common] * num_slots
     for depth, group in levels:
         if depth != common:
+            group &= nodes
             while group:
                 low = group & -group
                 depths[low.bit_length() - 1] = depth

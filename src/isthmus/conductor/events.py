@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
+from isthmus.attempts import (
+    BlocksEvicted,
+    BlocksStored,
+    FetchFinished,
+    PrefillFinished,
+    RequestFailed,
+    RoleChanged,
+    Route,
+)
 from isthmus.cost import Cost
-from isthmus.types import BlockName, NodeId, RequestId, Role, Tier
+from isthmus.types import BlockName, NodeId, RequestId, Role
 
 
 class Paths(msgspec.Struct, frozen=True):
@@ -42,13 +51,6 @@ class NodeJoined(msgspec.Struct, frozen=True, tag=True):
     cluster: str = ""
     state_blocks: int = 0
     max_sequences: int = 0
-
-
-class RoleChanged(msgspec.Struct, frozen=True, tag=True):
-    """A node does what `Convert` asked: it has this role now, and its cache still."""
-
-    node: NodeId
-    role: Role
 
 
 class LinkState(msgspec.Struct, frozen=True):
@@ -104,33 +106,11 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True):
     attempt: int
 
 
-class FetchFinished(msgspec.Struct, frozen=True, tag=True):
-    """The blocks that an attempt's route fetches are at its prefill node, or will never be."""
-
-    request: RequestId
-    attempt: int
-
-
-class PrefillFinished(msgspec.Struct, frozen=True, tag=True):
-    """All KV of this attempt is where it decodes: the prefill node is free of it."""
-
-    request: RequestId
-    attempt: int
-
-
 class RequestEnded(msgspec.Struct, frozen=True, tag=True):
     """The last token of a request was produced, its `num_generated`-th."""
 
     request: RequestId
     num_generated: int = 0
-
-
-class RequestFailed(msgspec.Struct, frozen=True, tag=True):
-    """A node could not go on with an attempt (transfer broken, seal wrong); another attempt may succeed."""
-
-    request: RequestId
-    attempt: int
-    reason: str
 
 
 class HoldExpired(msgspec.Struct, frozen=True, tag=True):
@@ -144,21 +124,6 @@ class RequestCancelled(msgspec.Struct, frozen=True, tag=True):
     """The client does not want the rest."""
 
     request: RequestId
-
-
-class BlocksStored(msgspec.Struct, frozen=True, tag=True):
-    """These blocks are now in `tier` of a node's cache, wherever in it they were before."""
-
-    node: NodeId
-    names: tuple[BlockName, ...]
-    tier: Tier = Tier.MEMORY
-
-
-class BlocksEvicted(msgspec.Struct, frozen=True, tag=True):
-    """These blocks are in no tier of a node's cache any more."""
-
-    node: NodeId
-    names: tuple[BlockName, ...]
 
 
 Event = (
@@ -177,44 +142,6 @@ Event = (
     | RoleChanged
     | Measured
 )
-
-
-class Fetch(msgspec.Struct, frozen=True):
-    """Copy the request's blocks `[start, stop)` from another node's cache; `[0, start)` are at hand.
-
-    `until_ns`: when the conductor expects them; `codec`: in which form they travel.
-    """
-
-    source: NodeId
-    start: int
-    stop: int
-    until_ns: int = 0
-    codec: str = "none"
-
-
-class Route(msgspec.Struct, frozen=True, tag=True):
-    """Prefill and decode a request on these nodes; the same node twice means that its KV does not move.
-
-    `attempt` counts from 1. Later attempts go on from the tokens already generated. `num_cached`: leading
-    blocks the conductor counts on, fetched ones included; `work_ns`: node time it expects the prefill to take;
-    `deadline_ns`: when the first token was promised, 0 without a promise; `codec`: in which form its KV goes to where
-    it decodes.
-
-    `handover_start`: leading blocks that are not handed over, since the decode node has them or gets them in its own
-    cluster: with `recall`, from a node there, or its own cache where `recall.source` is itself.
-    """
-
-    request: RequestId
-    attempt: int
-    prefill: NodeId
-    decode: NodeId
-    fetch: Fetch | None = None
-    num_cached: int = 0
-    work_ns: int = 0
-    deadline_ns: int = 0
-    codec: str = "none"
-    handover_start: int = 0
-    recall: Fetch | None = None
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):

@@ -18,11 +18,12 @@ Levels = list[tuple[int, int]]
 
 
 class PrefixIndex:
-    """Masks by name. `num_blocks`: distinct blocks held somewhere."""
+    """Masks by name. `num_blocks`: distinct blocks held somewhere; `users`: all nodes that ever had one, or will."""
 
-    __slots__ = ("_coming", "_disk", "_held")
+    __slots__ = ("_coming", "_disk", "_held", "users")
 
     def __init__(self) -> None:
+        self.users = 0
         self._held: dict[BlockName, int] = {}
         self._disk: dict[BlockName, int] = {}  # the part of `_held` that lies on disk only
         self._coming: dict[BlockName, int] = {}
@@ -37,12 +38,14 @@ class PrefixIndex:
 
     def store(self, bit: int, names: Sequence[BlockName]) -> None:
         """The node has these blocks in memory."""
+        self.users |= bit
         _set(self._held, bit, names)
         if self._disk:
             _clear(self._disk, bit, names)
 
     def demote(self, bit: int, names: Sequence[BlockName]) -> None:
         """The node has these blocks on disk, and no longer in memory."""
+        self.users |= bit
         _set(self._held, bit, names)
         _set(self._disk, bit, names)
 
@@ -54,6 +57,7 @@ class PrefixIndex:
 
     def promise(self, bit: int, names: Sequence[BlockName]) -> None:
         """The node will have these blocks when a prefill that waits there is done."""
+        self.users |= bit
         _set(self._coming, bit, names)
 
     def unpromise(self, bit: int, names: Sequence[BlockName]) -> None:
@@ -61,6 +65,7 @@ class PrefixIndex:
 
     def drop(self, bit: int) -> None:
         """Forgets a node."""
+        self.users &= ~bit
         for masks in (self._held, self._disk, self._coming):
             _clear(masks, bit, list(masks))
 

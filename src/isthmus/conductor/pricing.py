@@ -83,24 +83,32 @@ class _Pricing:
         """Computing on each node with what it has."""
         estimator, prices = self._estimator, self._prices
         nodes, waits, depths = estimator.nodes, estimator.waits, estimator.depths
-        reads_disk = estimator.view.index.uses_disk
-        memo, alike = estimator.memo, not reads_disk and not estimator.pool.has_mixed
-        best_depth, best_kind, best_wait = -1, -1, 0
-        for at in self._order:
+        reads_disk, order = estimator.view.index.uses_disk, self._order
+        if estimator.pool.prefills_alike and not reads_disk and not estimator.pool.has_mixed:
+            order = self._soonest()
+        for at in order:
             node, wait = nodes[at], waits[at]
             depth = depths[node.slot]
-            if depth == best_depth and wait >= best_wait and node.kind == best_kind:
-                continue  # the same work, no sooner
-            work = memo.get(depth << 16 | node.kind)
-            if work is None:
-                work = estimator.work_ns(node, depth)
+            work = estimator.work_ns(node, depth)
             if reads_disk:
                 work = max(work, estimator.disk_ns(node, depth) - wait)
             score = wait + work + prices[at] * work + self._room * (self._num_blocks - depth)
             if score < self._best_score:
                 self._best, self._best_score = (at, None, 0), score
-                if alike:
-                    best_depth, best_kind, best_wait = depth, node.kind, wait
+
+    def _soonest(self) -> list[int]:
+        """Of nodes that are alike those worth a look: of each depth the first with the shortest queue."""
+        nodes, waits, depths = self._estimator.nodes, self._estimator.waits, self._estimator.depths
+        soonest: dict[int, int] = {}
+        for at in self._order:
+            depth = depths[nodes[at].slot]
+            before = soonest.get(depth)
+            if before is None or waits[at] < waits[before]:
+                soonest[depth] = at
+        if len(soonest) < 2:
+            return list(soonest.values())
+        first, count = self._order[0], len(nodes)
+        return sorted(soonest.values(), key=lambda at: (at - first) % count)
 
     def _may_pay(self, stop: int) -> bool:
         """Whether so many cached blocks could make some node the cheapest, if to fetch them took no time."""

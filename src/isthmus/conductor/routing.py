@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from isthmus.attempts import Fetch
 from isthmus.conductor.estimates import Estimator, Matched, can_copy, least_sending, match
-from isthmus.conductor.events import Fetch, RequestArrived
+from isthmus.conductor.events import RequestArrived
 from isthmus.conductor.index import Levels, bits
 from isthmus.conductor.offload import Decision, Prediction, abundant, guarded, scarce
 from isthmus.conductor.policies import FETCHING, POLICIES

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from isthmus.attempts import Fetch
 from isthmus.blocks import state_name
 from isthmus.conductor.copies import ClusterLink, Copy, Link, end
-from isthmus.conductor.events import Fetch, NodeJoined, RequestArrived
+from isthmus.conductor.events import NodeJoined, RequestArrived
 from isthmus.conductor.index import PrefixIndex
 from isthmus.conductor.learning import OutputLengths
 from isthmus.conductor.pools import Pool

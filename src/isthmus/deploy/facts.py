@@ -7,8 +7,9 @@ import msgspec
 from isthmus.conductor import NodeJoined, Paths
 from isthmus.cost import Cost, compile_cost
 from isthmus.deploy.rates import UNLIMITED, Rates
-from isthmus.scheduler import Chunking, Limits, TbtTarget, TierCache
-from isthmus.types import NodeId, Role
+from isthmus.node import Node
+from isthmus.scheduler import BlockPool, Chunking, CountingPool, Limits, Scheduler, TbtTarget, TierCache
+from isthmus.types import NS_PER_S, NodeId, Role
 
 
 class Sequences(msgspec.Struct, frozen=True):
@@ -124,3 +125,9 @@ class NodeFacts(msgspec.Struct, frozen=True):
             max_sequences=self.max_sequences,
             state_blocks=self.state_blocks,
         )
+
+    def node_of(self, pool: BlockPool | CountingPool, *, transfer_ns: int = 30 * NS_PER_S) -> Node:
+        """Who decides for it, at its start. `transfer_ns`: how long what is transferred may bring nothing."""
+        scheduler = Scheduler(self.limits(self.role), self.tiers(), pool, self.target, self.node)
+        limits = {role: self.limits(role) for role in Role}
+        return Node(limits, scheduler, stages=self.pipeline, transfer_ns=transfer_ns)

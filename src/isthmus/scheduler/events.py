@@ -1,117 +1,32 @@
-"""What a node tells its scheduler, and what the scheduler answers. Token positions are 0-based, half-open."""
+"""What a node tells its scheduler of runs, and what the scheduler answers. Token positions are 0-based, half-open."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
-from isthmus.types import BlockName, RequestId, Tier
-
-
-class Arrived(msgspec.Struct, frozen=True, tag=True):
-    """A request to compute here. It ends at the latest when it has `stop_length` tokens in all.
-
-    `detach`: after its prompt is computed the request leaves for another node; its blocks stay held
-    until `Released`. `num_cached`: leading blocks it was sent here for; of these `[fetch_start, fetch_stop)`
-    are being fetched, until about `fetch_until_ns`. `work_ns`: time its prefill is expected to take;
-    `deadline_ns`: when its first token was promised, 0 without a promise.
-    """
-
-    request: RequestId
-    num_tokens: int
-    stop_length: int
-    names: tuple[BlockName, ...] = ()
-    detach: bool = False
-    num_cached: int = 0
-    fetch_start: int = 0
-    fetch_stop: int = 0
-    fetch_until_ns: int = 0
-    work_ns: int = 0
-    deadline_ns: int = 0
-
-
-class Fetched(msgspec.Struct, frozen=True, tag=True):
-    """The fetch of a request is over. `stop`: its leading blocks that are here now; with recurrent states, all that
-    was fetched is here, or less and no state.
-    """
-
-    request: RequestId
-    stop: int
-
-
-class Offered(msgspec.Struct, frozen=True, tag=True):
-    """A prefix for the cache to keep that belongs to no prompt here: it came from another node, or a request that
-    ended here generated the end of it."""
-
-    names: tuple[BlockName, ...]
-
-
-class Missing(msgspec.Struct, frozen=True, tag=True):
-    """Of the cached prefix that a request was admitted with, only the first `num_blocks` could be loaded."""
-
-    request: RequestId
-    num_blocks: int
-
-
-class Lost(msgspec.Struct, frozen=True, tag=True):
-    """The bytes of these blocks are gone or damaged, in whichever tier they were."""
-
-    names: tuple[BlockName, ...]
-
-
-class Recovered(msgspec.Struct, frozen=True, tag=True):
-    """Prefixes found whole on the SSD when the node started."""
-
-    chains: tuple[tuple[BlockName, ...], ...]
-
-
-class Expected(msgspec.Struct, frozen=True, tag=True):
-    """A request whose KV for `num_tokens` tokens another node will send."""
-
-    request: RequestId
-    num_tokens: int
-    stop_length: int
-
-
-class Imported(msgspec.Struct, frozen=True, tag=True):
-    """All KV of an expected request is here and checked; its first new token is known."""
-
-    request: RequestId
+from isthmus.attempts import BlocksEvicted, BlocksStored
+from isthmus.types import BlockName, RequestId
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
-    """`steps` iterations of the current run were executed; the requests in `ended` are over."""
+    """`steps` iterations of the current run were executed; the requests in `ended` are over.
+
+    `answers`: of each of these, the names of all full blocks of prompt and answer, to be kept; () to keep none.
+    """
 
     steps: int
     ended: tuple[RequestId, ...] = ()
+    answers: tuple[tuple[BlockName, ...], ...] = ()
 
 
-class Released(msgspec.Struct, frozen=True, tag=True):
-    """The blocks of a detached request are no longer needed by its transfer."""
-
-    request: RequestId
-
-
-class Cancelled(msgspec.Struct, frozen=True, tag=True):
-    """Forget a request in whatever state; unknown requests are no error (the message may be late)."""
+class Saved(msgspec.Struct, frozen=True, tag=True):
+    """What one `Save` wanted saved of the engine's blocks of a request is, or cannot be: they may hold something
+    else from now on."""
 
     request: RequestId
-
-
-Event = (
-    Arrived
-    | Expected
-    | Imported
-    | Fetched
-    | Offered
-    | Missing
-    | Lost
-    | Recovered
-    | Stepped
-    | Released
-    | Cancelled
-)
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -200,17 +115,53 @@ class Preempted(msgspec.Struct, frozen=True, tag=True):
     request: RequestId
 
 
-class Stored(msgspec.Struct, frozen=True, tag=True):
-    """These blocks are now cached here, in `tier`."""
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Bring cached blocks, the first of a prompt and perhaps the recurrent state after them, into these blocks of the
+    engine; of them the fetch of this key brings some if `arriving`. A run that needs them waits. `num_tokens`: that
+    need no computing. `told`: say so when they are there."""
+
+    key: RequestId
+    names: tuple[BlockName, ...]
+    blocks: tuple[int, ...]
+    num_tokens: int
+    arriving: bool = False
+    told: bool = False
+
+
+class Save(msgspec.Struct, frozen=True, tag=True):
+    """Copy blocks of the engine into DRAM, and from there, as time allows, to the SSD; then say `Saved`, and which of
+    them found no room. Nobody else gets `blocks` before that. `head`: the block that the first follows."""
+
+    request: RequestId
+    names: tuple[BlockName, ...]
+    head: BlockName | None
+    blocks: tuple[int, ...]
+
+
+class Promote(msgspec.Struct, frozen=True, tag=True):
+    """Bring these blocks from the SSD to DRAM."""
 
     names: tuple[BlockName, ...]
-    tier: Tier = Tier.MEMORY
 
 
-class Evicted(msgspec.Struct, frozen=True, tag=True):
-    """These blocks are no longer cached here."""
+class Demote(msgspec.Struct, frozen=True, tag=True):
+    """Only on the SSD from now on."""
 
     names: tuple[BlockName, ...]
 
 
-Action = Run | Admitted | Reserved | Joined | Preempted | Stored | Evicted
+class Drop(msgspec.Struct, frozen=True, tag=True):
+    """In no tier any more."""
+
+    names: tuple[BlockName, ...]
+
+
+Action = (
+    Run | Admitted | Reserved | Joined | Preempted
+    | Load | Save | Promote | Demote | Drop
+    | BlocksStored | BlocksEvicted
+)  # fmt: skip
+"""The last two are for the conductor."""
+
+Actions = list[Any]
+"""What follows, in order: `Action`s, between which a node puts its own."""

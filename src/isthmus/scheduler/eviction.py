@@ -13,6 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count as counting
+from itertools import filterfalse, islice
 from typing import Any, Protocol
 
 from isthmus.types import BlockName
@@ -65,19 +66,10 @@ class RecencyOrder:
         deque(map(self.held.move_to_end, chain[:num_held][::-1]), 0)
 
     def evict(self, count: int, pins: Container[BlockName], spared: Chain) -> list[Entry]:
-        oldest, others = self.held.popitem, len(self.held) - len(spared)
-        if not pins:
-            return [oldest(False) for _ in range(min(count, others))]
-        evicted: list[Entry] = []
-        passed: list[Entry] = []
-        while others and len(evicted) < count:
-            entry = oldest(False)
-            (passed if entry[0] in pins else evicted).append(entry)
-            others -= 1
-        for name, chain in reversed(passed):
-            self.held[name] = chain
-            self.held.move_to_end(name, last=False)
-        return evicted
+        held = self.held
+        others = islice(held, len(held) - len(spared))  # what is spared is the youngest
+        names = list(islice(filterfalse(pins.__contains__, others), count))
+        return list(zip(names, map(held.pop, names), strict=True))
 
     def remove(self, names: Iterable[BlockName]) -> list[Entry]:
         return [(name, self.held.pop(name)) for name in names]

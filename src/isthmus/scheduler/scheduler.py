@@ -1,13 +1,5 @@
 """The node's scheduler: stall-free batches within a token budget (Sarathi-Serve, section 4).
 
-One request's way:
-
-    WAITING ──blocks──> PROMPT ──computed──> DECODING ──ended──> gone
-       ▲                 │  │                 │  ▲
-       └────preempted────┴──│─────────────────┘  └──next run── JOINING
-                            └─detach──> DETACHED ──Released──> gone
-    EXPECTED ──blocks──> RECEIVING ──Imported──> JOINING
-
 Every iteration takes, in this order: one token of each request that decodes, the unfinished prompts, then
 new requests, until the token budget is spent. A prompt therefore never stalls the decodes.
 
@@ -19,41 +11,48 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
-from enum import Enum, auto
 from itertools import islice
 
 import msgspec
 
+from isthmus.attempts import BlocksEvicted, BlocksStored
 from isthmus.scheduler.budget import Room, TbtTarget, TimedRoom
 from isthmus.scheduler.events import (
-    Action,
+    Actions,
     Admitted,
-    Arrived,
-    Cancelled,
-    Event,
-    Evicted,
-    Expected,
-    Fetched,
-    Imported,
+    Demote,
+    Drop,
     Joined,
-    Lost,
-    Missing,
-    Offered,
+    Load,
     Piece,
     Preempted,
-    Recovered,
-    Released,
-    Reserved,
+    Promote,
     Run,
+    Save,
     Stepped,
-    Stored,
 )
 from isthmus.scheduler.order import promise_order
 from isthmus.scheduler.pool import BlockPool, CountingPool
+from isthmus.scheduler.sequence import (
+    ADMITTED,
+    COMPUTED,
+    COMPUTING,
+    DECODING,
+    ENDED,
+    EXPECTED,
+    JOINED,
+    JOINING,
+    LEAVES,
+    PREEMPTED,
+    QUEUED,
+    RECEIVING,
+    RESERVED,
+    WHOLE,
+    Sequence,
+)
 from isthmus.scheduler.states import Snapshot, States, capacity_tokens
 from isthmus.scheduler.tiers import Change, TierCache
-from isthmus.types import BlockName, RequestId, Tier
+from isthmus.types import BlockName, NodeId, RequestId, Tier
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -84,80 +83,12 @@ class Limits(msgspec.Struct, frozen=True):
         return capacity_tokens(self.num_blocks, self.block_size, self.state_blocks)
 
 
-class _State(Enum):
-    WAITING = auto()
-    PROMPT = auto()
-    JOINING = auto()
-    DECODING = auto()
-    DETACHED = auto()
-    EXPECTED = auto()
-    RECEIVING = auto()
-
-
-# Looking a member up in its class takes long.
-WAITING, PROMPT, JOINING, DECODING, DETACHED, EXPECTED, RECEIVING = _State
-
-
 _LOOKAHEAD = 64
 """Of longer queues only so many are looked through for who may overtake: that is done in every iteration."""
 
 
-class _Sequence:
-    """One request here. Tokens `[0, length)` are known; `[0, computed)` have KV in `blocks`.
-
-    While it decodes, `computed` is `clock + offset` and `length` one more; both are settled when it stops.
-    `arrival` counts arrivals, `age` admissions: the youngest is pre-empted first. `room`: clock at which `blocks` are
-    full. `pinned`: in the tiers, `num_pinned` leading blocks and the snapshot at their end.
-
-    With recurrent states: `slot` of the live one, -1 without; `restore`: blocks of a snapshot to go on from;
-    `snapshots`: taken, or to be taken, of its prompt.
-    """
-
-    __slots__ = (
-        "age",
-        "arrival",
-        "blocks",
-        "computed",
-        "deadline_ns",
-        "detach",
-        "fetch_start",
-        "fetch_stop",
-        "fetch_until_ns",
-        "length",
-        "named",
-        "names",
-        "num_cached",
-        "num_pinned",
-        "offset",
-        "pinned",
-        "request",
-        "restore",
-        "room",
-        "slot",
-        "snapshots",
-        "state",
-        "stop_length",
-        "table",
-        "work_ns",
-    )
-
-    def __init__(self, request: RequestId, length: int, stop_length: int, state: _State) -> None:
-        self.request, self.length, self.stop_length, self.state = request, length, stop_length, state
-        self.names: tuple[BlockName, ...] = ()
-        self.detach = False
-        self.computed = self.named = self.offset = self.room = self.age = self.arrival = 0
-        self.num_cached = self.fetch_start = self.fetch_stop = self.fetch_until_ns = self.num_pinned = 0
-        self.work_ns = self.deadline_ns = 0
-        self.pinned: tuple[BlockName, ...] = ()
-        self.slot = -1
-        self.restore: list[int] = []
-        self.snapshots: list[Snapshot] = []
-        self.blocks: list[int] = []
-        self.table: tuple[int, ...] | None = None
-
-
 class Scheduler:
-    """Driven by `on`. It has at most one run out at a time: the next comes with the answer to `Stepped`.
+    """Is told facts, then asked to `plan`. It has at most one run out at a time: the next comes after `step`.
 
     Prefixes are reused from the pool itself; or, with `tiers`, from a cache beside it, and the pool only counts.
     With a `target`, iterations with decodes take as many prompt tokens as meet it, within the token budget.
@@ -169,47 +100,39 @@ class Scheduler:
         tiers: TierCache | None = None,
         pool: BlockPool | CountingPool | None = None,
         target: TbtTarget | None = None,
+        node: NodeId = NodeId(""),  # noqa: B008
     ) -> None:
-        self.limits, self.tiers, self._target = limits, tiers, target
+        self.limits, self.tiers, self._target, self.node = limits, tiers, target, node
         self.pool = pool if pool is not None else BlockPool(limits.num_blocks)
-        self._sequences: dict[RequestId, _Sequence] = {}
-        self._waiting: deque[_Sequence] = deque()
-        self._expected: deque[_Sequence] = deque()
-        self._prompts: list[_Sequence] = []  # oldest first
-        self._decoding: dict[_Sequence, None] = {}
+        self._sequences: dict[RequestId, Sequence] = {}
+        self._waiting: deque[Sequence] = deque()
+        self._expected: deque[Sequence] = deque()
+        self._prompts: list[Sequence] = []  # oldest first
+        self._decoding: dict[Sequence, None] = {}
         self._clock = 0  # iterations of decodes so far
         self._offsets = 0  # sum over `_decoding`
-        self._ends: list[tuple[int, int, _Sequence]] = []  # (clock at its last token, age, who): some are stale
-        self._rooms: list[tuple[int, int, _Sequence]] = []
+        self._ends: list[tuple[int, int, Sequence]] = []  # (clock at its last token, age, who): some are stale
+        self._rooms: list[tuple[int, int, Sequence]] = []
         self._arrivals = self._admissions = 0
-        self._joining: deque[_Sequence] = deque()  # will decode as soon as there is a place
+        self._joining: deque[Sequence] = deque()  # will decode as soon as there is a place
         self._num_arriving = 0  # RECEIVING and JOINING: they hold blocks and no place yet
-        self._restoring: list[_Sequence] = []  # decode in the next run from a snapshot
+        self._restoring: list[Sequence] = []  # decode in the next run from a snapshot
+        self._saving: dict[RequestId, int] = {}  # how often `Saved` is still to come
+        self._unsaved: dict[RequestId, list[int]] = {}  # blocks given back that are still being saved
         self._states: States | None = None
         if limits.state_blocks:
             self._states = States(limits.state_blocks, limits.block_size)
-        self._run: Run | None = None
-        self._handlers: dict[type, Callable[..., None]] = {
-            Arrived: self._arrive,
-            Expected: self._expect,
-            Imported: self._import,
-            Fetched: self._fetched,
-            Offered: self._offered,
-            Missing: self._missing,
-            Lost: self._lost,
-            Recovered: self._recovered,
-            Stepped: self._advance,
-            Released: self._forget,
-            Cancelled: self._forget,
-        }
+        self.run: Run | None = None
+        """The run that is out."""
 
-    def on(self, event: Event, now: int = 0) -> list[Action]:
-        """Takes one fact, returns what follows from it, in order. Mutates. `now`, in ns, matters to promises."""
-        actions: list[Action] = []
-        self._handlers[type(event)](event, actions)
-        if self._run is None and self._sequences:
-            self._plan(actions, now)
-        return actions
+    def computes(self, sequence: Sequence) -> bool:
+        """Whether the run that is out may touch its blocks."""
+        return self.run is not None and (sequence.state is COMPUTING or sequence.state is DECODING)
+
+    def change(self, limits: Limits) -> None:
+        """Another role, with the same memory and caches. Nothing of the old one is under way."""
+        assert not self._sequences, "somebody needs a node that was given another role"
+        self.limits = limits
 
     @property
     def num_waiting(self) -> int:
@@ -236,142 +159,170 @@ class Scheduler:
             decodes = sequence.state is DECODING
             computed = self._clock + sequence.offset if decodes else sequence.computed
             assert decodes == (sequence in self._decoding)
-            assert (sequence.state is PROMPT) == (sequence in self._prompts)
+            assert (sequence.state is COMPUTING) == (sequence in self._prompts)
             assert decodes or 0 <= computed <= sequence.length
             assert len(sequence.blocks) * size >= computed, "computed tokens without a block"
-            waits = sequence.state in (WAITING, EXPECTED)
+            waits = sequence.state in (QUEUED, EXPECTED)
             held = sequence.blocks or sequence.restore or sequence.snapshots
             assert not (waits and held), "a waiting request holds blocks"
             if self._states is not None:
-                computes = sequence.state in (PROMPT, DECODING)
+                computes = sequence.state in (COMPUTING, DECODING)
                 assert computes == (sequence.slot >= 0), "who computes has a slot, and nobody else"
         if self._states is not None:
             slots = [sequence.slot for sequence in self._sequences.values() if sequence.slot >= 0]
             assert len(slots) == len(set(slots)), "two requests have one slot"
             assert len(slots) + self._states.num_free == self._states.num_slots, "slots were lost"
 
-    # Facts.
+    # Facts. What follows at once is added to `actions`; each may change what `plan` gives.
 
-    def _add(self, request: RequestId, length: int, stop_length: int, state: _State) -> _Sequence:
-        assert request not in self._sequences, f"request {request} arrived twice"
-        sequence = self._sequences[request] = _Sequence(request, length, stop_length, state)
-        self._arrivals += 1
-        sequence.arrival = self._arrivals
-        return sequence
-
-    def _arrive(self, event: Arrived, actions: list[Action]) -> None:
-        sequence = self._add(event.request, event.num_tokens, event.stop_length, WAITING)
-        sequence.names, sequence.detach = event.names, event.detach
-        sequence.work_ns, sequence.deadline_ns = event.work_ns, event.deadline_ns
-        sequence.num_cached, sequence.fetch_start = event.num_cached, event.fetch_start
-        sequence.fetch_stop, sequence.fetch_until_ns = event.fetch_stop, event.fetch_until_ns
-        if self.tiers is not None and event.num_cached:
-            present, _ = self.tiers.match(event.names)
-            self._pin(sequence, max(min(present, event.num_cached), event.fetch_stop))
+    def arrive(self, sequence: Sequence) -> None:
+        """A request to compute here."""
+        self._add(sequence)
+        if self.tiers is not None and sequence.num_cached:
+            present, _ = self.tiers.match(sequence.names)
+            self._pin(sequence, max(min(present, sequence.num_cached), sequence.fetch_stop))
         self._waiting.append(sequence)
 
-    def _expect(self, event: Expected, actions: list[Action]) -> None:
-        sequence = self._add(event.request, event.num_tokens, event.stop_length, EXPECTED)
+    def expect(self, sequence: Sequence, actions: Actions) -> None:
+        """A request whose KV another node will send."""
+        self._add(sequence)
         self._expected.append(sequence)
-        if self._run is not None:  # what runs has all it needs
+        if self.run is not None:  # what runs has all it needs
             self._reserve(actions)
             if self.pool.evicted:
-                actions.append(Evicted(self.pool.take_evicted()))
+                self._evicted(self.pool.take_evicted(), actions)
 
-    def _import(self, event: Imported, actions: list[Action]) -> None:
-        sequence = self._sequences[event.request]
-        assert sequence.state is RECEIVING
+    def _add(self, sequence: Sequence) -> None:
+        assert sequence.request not in self._sequences, f"request {sequence.request} arrived twice"
+        self._sequences[sequence.request] = sequence
+        self._arrivals += 1
+        sequence.arrival = self._arrivals
+
+    def imported(self, sequence: Sequence) -> None:
+        """All KV of an expected request is here and checked; its first new token is known."""
+        sequence.state = WHOLE[sequence.state]
         sequence.computed = sequence.length
         self.pool.settle(sequence.blocks)
-        sequence.state = JOINING
         self._joining.append(sequence)
 
-    def _fetched(self, event: Fetched, actions: list[Action]) -> None:
-        sequence = self._sequences.get(event.request)
-        if sequence is None:
-            return
-        complete = 0 < sequence.fetch_stop <= event.stop  # 0: an expected one gets its state anyway
+    def fetched(self, sequence: Sequence, stop: int, actions: Actions) -> None:
+        """The fetch of a request is over. `stop`: its leading blocks that are here now; with recurrent states, all that
+        was fetched is here, or less and no state."""
+        complete = 0 < sequence.fetch_stop <= stop
         sequence.fetch_start = sequence.fetch_stop = 0
-        names = sequence.names[: event.stop]
+        names = sequence.names[:stop]
         if self._states is not None and complete:
-            names = self._states.chain(sequence.names, event.stop)
-        self._put(names, actions)
+            names = self._states.chain(sequence.names, stop)
+        self.keep(names, actions)
 
-    def _offered(self, event: Offered, actions: list[Action]) -> None:
-        self._put(event.names, actions)
-
-    def _missing(self, event: Missing, actions: list[Action]) -> None:
-        """What could not be loaded is computed, from the next run on."""
-        sequence = self._sequences.get(event.request)
-        if sequence is None or sequence.state is not PROMPT:
+    def keep(
+        self,
+        names: tuple[BlockName, ...],
+        actions: Actions,
+        request: RequestId | None = None,
+        blocks: list[int] | None = None,
+    ) -> None:
+        """A prefix for the cache to keep. `blocks` of the engine hold it, computed for `request`; without, it is there
+        already: it came from another node."""
+        if self.tiers is None or not names:
             return
-        found = event.num_blocks * self.limits.block_size
+        change = self.tiers.put(names)
+        start, fresh = change.start, len(change.stored) + len(change.sunk)
+        save = None
+        if fresh and blocks and request is not None:
+            self._saving[request] = self._saving.get(request, 0) + 1
+            span, head = slice(start, start + fresh), names[start - 1] if start else None
+            save = Save(request, names[span], head, tuple(blocks[span]))
+        self._tell(change, actions, save)
+
+    def missing(self, sequence: Sequence, num_blocks: int) -> None:
+        """Of the cached prefix that it was admitted with only so much could be loaded: the rest is computed, from the
+        next run on."""
+        if sequence.state is not COMPUTING:
+            return
         if self._states is None:
-            sequence.computed = min(sequence.computed, found)
+            sequence.computed = min(sequence.computed, num_blocks * self.limits.block_size)
         elif sequence.restore:  # no state but the one that was to be loaded
             sequence.computed = 0
             self._restored(sequence)
 
-    def _lost(self, event: Lost, actions: list[Action]) -> None:
+    def lose(self, names: tuple[BlockName, ...], actions: Actions) -> None:
+        """The bytes of these blocks are gone or damaged, in whichever tier they were."""
         if self.tiers is not None:
-            self._tell(self.tiers.remove(event.names), actions)
+            self._tell(self.tiers.remove(names), actions)
 
-    def _recovered(self, event: Recovered, actions: list[Action]) -> None:
+    def recover(self, chains: tuple[tuple[BlockName, ...], ...], actions: Actions) -> None:
+        """Prefixes were found whole on the SSD when the node started."""
         if self.tiers is not None:
-            for chain in event.chains:
+            for chain in chains:
                 self._tell(self.tiers.restore(chain), actions)
 
-    def _forget(self, event: Released | Cancelled, actions: list[Action]) -> None:
-        self._remove(event.request)
-
-    def _remove(self, request: RequestId) -> None:
-        sequence = self._sequences.pop(request, None)
-        if sequence is None:
+    def forget(self, sequence: Sequence) -> None:
+        """It is over, whatever it had come to; if it is here at all."""
+        if self._sequences.pop(sequence.request, None) is None:
             return
         state = sequence.state
         if state is DECODING:
             self._stop_decoding(sequence)
-        elif state is PROMPT:
+        elif state is COMPUTING:
             self._prompts.remove(sequence)
         elif state is JOINING:
             self._joining.remove(sequence)
             self._num_arriving -= 1
         elif state is RECEIVING:
             self._num_arriving -= 1
-        elif state is WAITING:
+        elif state is QUEUED:
             self._waiting.remove(sequence)
         elif state is EXPECTED:
             self._expected.remove(sequence)
-        self._unpin(sequence)
+        if sequence.pinned:
+            self.unpin(sequence)
         self._release(sequence)
 
-    def _release(self, sequence: _Sequence) -> None:
+    def _give_back(self, request: RequestId, blocks: list[int]) -> None:
+        """At once, or when they are saved."""
+        if request in self._saving:
+            self._unsaved.setdefault(request, []).extend(blocks)
+        else:
+            self.pool.release(blocks)
+
+    def saved(self, request: RequestId) -> None:
+        """What one `Save` wanted is done."""
+        self._saving[request] -= 1
+        if not self._saving[request]:
+            del self._saving[request]
+            self.pool.release(self._unsaved.pop(request, ()))
+
+    def _release(self, sequence: Sequence) -> None:
         """Gives back all that it holds of the engine."""
-        self.pool.release(sequence.blocks)
+        if self._saving:
+            self._give_back(sequence.request, sequence.blocks)
+        else:
+            self.pool.release(sequence.blocks)
         if self._states is None:
             return
         self._restored(sequence)
         for snapshot in sequence.snapshots:
-            self.pool.release(snapshot.blocks)
+            self._give_back(sequence.request, snapshot.blocks)
         sequence.snapshots = []
         self._give_slot(sequence)
 
-    def _restored(self, sequence: _Sequence) -> None:
+    def _restored(self, sequence: Sequence) -> None:
         """Its live state does not need the snapshot any more that it goes on from."""
         self.pool.release(sequence.restore)
         sequence.restore = []
 
-    def _give_slot(self, sequence: _Sequence) -> None:
+    def _give_slot(self, sequence: Sequence) -> None:
         if sequence.slot >= 0:
             assert self._states is not None
             self._states.give_slot(sequence.slot)
             sequence.slot = -1
 
-    def _advance(self, event: Stepped, actions: list[Action]) -> None:
+    def step(self, event: Stepped, actions: Actions) -> None:
         """Books an executed run: positions computed, full prompt blocks named, ended requests gone."""
-        run = self._run
+        run = self.run
         assert run is not None and 0 <= event.steps <= run.steps
-        self._run = None
+        self.run = None
         if run.num_decodes:
             self._clock += event.steps
         if self._restoring and event.steps:
@@ -381,10 +332,18 @@ class Scheduler:
             self._restoring.clear()
         if run.chunks and event.steps:
             self._book_chunks(run, event, actions)
-        for request in event.ended:
-            self._remove(request)
+        if not event.ended:
+            return
+        ended = [self._sequences[request] for request in event.ended if request in self._sequences]
+        if event.answers:
+            answers = dict(zip(event.ended, event.answers, strict=True))
+            for sequence in ended:
+                self.keep(answers[sequence.request], actions, sequence.request, sequence.blocks)
+        for sequence in ended:
+            assert sequence.state in ENDED
+            self.forget(sequence)
 
-    def _book_chunks(self, run: Run, event: Stepped, actions: list[Action]) -> None:
+    def _book_chunks(self, run: Run, event: Stepped, actions: Actions) -> None:
         stored: list[BlockName] = []
         for piece in run.chunks:
             sequence = self._sequences.get(piece.request)
@@ -398,26 +357,27 @@ class Scheduler:
             if piece.samples:
                 self._prompts.remove(sequence)
                 if self.tiers is not None:
-                    self._put(sequence.names, actions)
-                    self._unpin(sequence)
+                    self.keep(sequence.names, actions, sequence.request, sequence.blocks)
+                    self.unpin(sequence)
                 if self._states is not None:
                     self._keep_snapshots(sequence, stored, actions)
                 if sequence.detach:
                     self._detach(sequence)
                 else:
+                    sequence.state = COMPUTED[sequence.state]
                     self._start_decoding(sequence)
         if stored:
-            actions.append(Stored(tuple(stored)))
+            actions.append(BlocksStored(self.node, tuple(stored)))
 
-    def _detach(self, sequence: _Sequence) -> None:
+    def _detach(self, sequence: Sequence) -> None:
         """What has no name leaves with it, and is free when it is gone."""
-        sequence.state = DETACHED
+        sequence.state = LEAVES[sequence.state]
         self.pool.lend(sequence.blocks)
         for snapshot in sequence.snapshots:
             self.pool.lend(snapshot.blocks)
         self._give_slot(sequence)
 
-    def _keep_snapshots(self, sequence: _Sequence, stored: list[BlockName], actions: list[Action]) -> None:
+    def _keep_snapshots(self, sequence: Sequence, stored: list[BlockName], actions: Actions) -> None:
         """Its prompt is computed: snapshots are cached behind the prefix they belong to; the one that travels stays."""
         assert self._states is not None
         leaves = []
@@ -426,15 +386,17 @@ class Scheduler:
                 leaves.append(snapshot)
                 continue
             if self.tiers is not None:
-                self._put(self._states.chain(sequence.names, snapshot.depth), actions)
+                chain = self._states.chain(sequence.names, snapshot.depth)
+                blocks = sequence.blocks[: snapshot.depth] + snapshot.blocks
+                self.keep(chain, actions, sequence.request, blocks)
             else:
                 names = self._states.parts(sequence.names, snapshot.depth)
                 named = zip(snapshot.blocks, names, strict=True)
                 stored += [name for block, name in named if self.pool.store(block, name)]
-            self.pool.release(snapshot.blocks)
+            self._give_back(sequence.request, snapshot.blocks)
         sequence.snapshots = leaves
 
-    def _name_blocks(self, sequence: _Sequence, stored: list[BlockName]) -> None:
+    def _name_blocks(self, sequence: Sequence, stored: list[BlockName]) -> None:
         full = min(sequence.computed // self.limits.block_size, len(sequence.names))
         for index in range(sequence.named, full):
             if self.pool.store(sequence.blocks[index], sequence.names[index]):
@@ -443,48 +405,54 @@ class Scheduler:
 
     # The tiered cache.
 
-    def _put(self, names: tuple[BlockName, ...], actions: list[Action]) -> None:
-        if self.tiers is None or not names:
-            return
-        self._tell(self.tiers.put(names), actions)
-
-    @staticmethod
-    def _tell(change: Change, actions: list[Action]) -> None:
-        fresh = change.stored + change.promoted if change.promoted else change.stored
-        if fresh:
-            actions.append(Stored(fresh))
-        if change.demoted:
-            actions.append(Stored(change.demoted, Tier.DISK))
+    def _tell(self, change: Change, actions: Actions, save: Save | None = None) -> None:
+        """In the order in which it can be done: room is made first. `save`: all that is new."""
+        node = self.node
         if change.evicted:
-            actions.append(Evicted(change.evicted))
+            self._evicted(change.evicted, actions)
+        if change.demoted:
+            actions += (Demote(change.demoted), BlocksStored(node, change.demoted, Tier.DISK))
+        if save is not None:
+            actions += (save, BlocksStored(node, save.names))
+        elif change.stored:
+            actions.append(BlocksStored(node, change.stored))
+        if change.promoted:
+            actions += (Promote(change.promoted), BlocksStored(node, change.promoted))
+        if change.sunk:
+            actions += (Demote(change.sunk), BlocksStored(node, change.sunk, Tier.DISK))
 
-    def _pin(self, sequence: _Sequence, num_blocks: int) -> None:
+    def _evicted(self, names: tuple[BlockName, ...], actions: Actions) -> None:
+        if self.tiers is not None:
+            actions.append(Drop(names))
+        actions.append(BlocksEvicted(self.node, names))
+
+    def _pin(self, sequence: Sequence, num_blocks: int) -> None:
         """Instead of what it had pinned: so many leading blocks, and the state after them."""
         assert self.tiers is not None
         names = sequence.names[:num_blocks]
         if self._states is not None:
             names = self._states.chain(sequence.names, num_blocks)
         self.tiers.pin(names)
-        self._unpin(sequence)
+        self.unpin(sequence)
         sequence.pinned, sequence.num_pinned = names, num_blocks
 
-    def _unpin(self, sequence: _Sequence) -> None:
+    def unpin(self, sequence: Sequence) -> None:
+        """What it needed of the tiers is in the engine, or not needed any more."""
         if sequence.pinned and self.tiers is not None:
             self.tiers.unpin(sequence.pinned)
             sequence.pinned, sequence.num_pinned = (), 0
 
     # Decoding together.
 
-    def _start_decoding(self, sequence: _Sequence) -> None:
+    def _start_decoding(self, sequence: Sequence) -> None:
         """Its prompt is computed and its next token is known."""
-        sequence.state = DECODING
         sequence.offset = sequence.computed - self._clock
         self._offsets += sequence.offset
         self._decoding[sequence] = None
         heapq.heappush(self._ends, (sequence.stop_length - 1 - sequence.offset, sequence.age, sequence))
         self._note_room(sequence)
 
-    def _join_arrived(self, actions: list[Action]) -> None:
+    def _join_arrived(self, actions: Actions) -> None:
         """Those that came from elsewhere decode, as far as there are places."""
         while self._joining and self._num_placed < self.limits.max_sequences:
             sequence = self._joining.popleft()
@@ -494,16 +462,17 @@ class Scheduler:
             if self._states is not None:
                 sequence.slot = self._states.take_slot()
                 self._restoring.append(sequence)
+            sequence.state = JOINED[sequence.state]
             self._start_decoding(sequence)
             actions.append(Joined(sequence.request))
 
-    def _stop_decoding(self, sequence: _Sequence) -> None:
+    def _stop_decoding(self, sequence: Sequence) -> None:
         sequence.computed = self._clock + sequence.offset
         sequence.length = sequence.computed + 1
         self._offsets -= sequence.offset
         del self._decoding[sequence]
 
-    def _note_room(self, sequence: _Sequence) -> None:
+    def _note_room(self, sequence: Sequence) -> None:
         """Only who has too few blocks for all its tokens will ever need one."""
         size = self.limits.block_size
         sequence.room = len(sequence.blocks) * size - sequence.offset
@@ -519,7 +488,7 @@ class Scheduler:
                 return end
             heapq.heappop(ends)
 
-    def _next_room(self) -> _Sequence | None:
+    def _next_room(self) -> Sequence | None:
         """The first of those that decode to need a block."""
         rooms, decoding = self._rooms, self._decoding
         while rooms:
@@ -531,8 +500,13 @@ class Scheduler:
 
     # The next run.
 
-    def _plan(self, actions: list[Action], now: int) -> None:
-        """Forms the next run. Reservations come last: what runs has the first claim on blocks."""
+    def plan(self, actions: Actions, now: int = 0) -> None:
+        """Forms the next run, if none is out and somebody waits for one; it comes last. `now`, in ns, matters to
+        promises. Reservations come after all else: what runs has the first claim on blocks."""
+        if self.run is not None or not (
+            self._decoding or self._waiting or self._prompts or self._joining or self._expected
+        ):
+            return
         if self._joining:
             self._join_arrived(actions)
         if self._rooms:
@@ -545,17 +519,17 @@ class Scheduler:
         if self._expected:
             self._reserve(actions)
         if self.pool.evicted:
-            actions.append(Evicted(self.pool.take_evicted()))
+            self._evicted(self.pool.take_evicted(), actions)
         if num_decodes:
             context = self._offsets + num_decodes * (self._clock + 1)
             steps = 1 if chunks else self._decode_steps()
-            self._run = Run(tuple(chunks), num_decodes, context, steps, self._decode_pieces)
-            actions.append(self._run)
+            self.run = Run(tuple(chunks), num_decodes, context, steps, self._decode_pieces)
+            actions.append(self.run)
         elif chunks:
-            self._run = Run(tuple(chunks), 0, 0, self._chunk_steps(chunks), list)
-            actions.append(self._run)
+            self.run = Run(tuple(chunks), 0, 0, self._chunk_steps(chunks), list)
+            actions.append(self.run)
 
-    def _add_prompts(self, num_decodes: int, chunks: list[Piece], actions: list[Action], now: int) -> None:
+    def _add_prompts(self, num_decodes: int, chunks: list[Piece], actions: Actions, now: int) -> None:
         # One token at least, so that prompts go on however many requests decode.
         room = Room(max(1, self.limits.token_budget - num_decodes), chunks)
         if num_decodes and self._target is not None:
@@ -572,7 +546,7 @@ class Scheduler:
             if not self._append_chunk(self._prompts[-1], room):
                 return
 
-    def _share(self, room: Room, actions: list[Action], now: int) -> None:
+    def _share(self, room: Room, actions: Actions, now: int) -> None:
         """Prompts in order of arrival; but of what the first that does not fit whole would get, shorter ones get half.
 
         So a prompt is through when at most twice as many tokens are computed as in order of arrival, and a short one
@@ -591,8 +565,8 @@ class Scheduler:
                 return
 
     def _next_in_order(
-        self, prompts: deque[_Sequence], room: Room, actions: list[Action], now: int
-    ) -> _Sequence | None:
+        self, prompts: deque[Sequence], room: Room, actions: Actions, now: int
+    ) -> Sequence | None:
         """The first of `prompts`, which it takes, or a request that arrived before it and is admitted now."""
         waiting = self._waiting
         if (
@@ -605,7 +579,7 @@ class Scheduler:
             return self._prompts[-1]
         return prompts.popleft() if prompts else None
 
-    def _overtake(self, oldest: _Sequence, spare: int, room: Room, actions: list[Action], now: int) -> None:
+    def _overtake(self, oldest: Sequence, spare: int, room: Room, actions: Actions, now: int) -> None:
         """Gives up to `spare` tokens to prompts that have less left than `oldest`, the shortest first."""
         served = {oldest.request, *[piece.request for piece in room.chunks]}
         size, longest = self.limits.block_size, oldest.length - oldest.computed
@@ -618,7 +592,7 @@ class Scheduler:
                 return
             if sequence.request in served:
                 continue
-            if sequence.state is WAITING:
+            if sequence.state is QUEUED:
                 has_place = left <= spare or self._num_partial(room) + 1 <= self.limits.partial_prefills
                 if not has_place or not self._let_in(sequence, actions, now):
                     continue
@@ -630,20 +604,20 @@ class Scheduler:
         """Prompts that will be left unfinished by an iteration with these chunks."""
         return len(self._prompts) - sum([piece.samples for piece in room.chunks])
 
-    def _let_in(self, sequence: _Sequence, actions: list[Action], now: int) -> bool:
+    def _let_in(self, sequence: Sequence, actions: Actions, now: int) -> bool:
         """Admits a request out of order if that takes no memory which those before it wait for."""
         index = self._waiting.index(sequence)
         if index and not (self._is_ready(sequence, now) and self._leaves_enough(index)):
             return False
         return self._admit(actions, now, index)
 
-    def _append_chunk(self, sequence: _Sequence, room: Room, most: int = 1 << 30) -> bool:
+    def _append_chunk(self, sequence: Sequence, room: Room, most: int = 1 << 30) -> bool:
         """The next chunk of a prompt, at most `most` tokens, if there is room for any; whether it is the last."""
         start, left = sequence.computed, sequence.length - sequence.computed
         count = room.fit(start, left if left < most else most)
         if not count:
             return False
-        table = self._table(sequence)
+        table = sequence.table
         if self._states is None:
             room.take(Piece(sequence.request, start, count, table, count == left))
         else:
@@ -655,13 +629,16 @@ class Scheduler:
         return count == left
 
     def _chunk_steps(self, chunks: list[Piece]) -> int:
-        """How often a prompt's chunk may repeat while it fills the budget alone; its last chunk is a run of its own."""
+        """How often a prompt's chunk may repeat while it fills the budget alone. Its last chunk is a run of its own,
+        and so is one that follows a cached prefix: only that may have to wait for it."""
         limits = self.limits
         if len(chunks) > 1 or chunks[0].samples or limits.max_chunks == 1 or limits.partial_prefills > 1:
             return 1
         piece = chunks[0]
-        left = self._sequences[piece.request].length - piece.start
-        return min(limits.max_chunks, (left - 1) // piece.count)
+        sequence = self._sequences[piece.request]
+        if piece.start and piece.start == sequence.cached:
+            return 1
+        return min(limits.max_chunks, (sequence.length - piece.start - 1) // piece.count)
 
     def _decode_steps(self) -> int:
         """Iterations for which no request needs a block or reaches its end."""
@@ -678,7 +655,7 @@ class Scheduler:
                 sequence.request,
                 self._clock + sequence.offset,
                 1,
-                self._table(sequence),
+                sequence.table,
                 True,
                 max(0, sequence.slot),
                 tuple(sequence.restore),
@@ -686,12 +663,7 @@ class Scheduler:
             for sequence in sorted(self._decoding, key=lambda sequence: sequence.age)
         ]
 
-    def _table(self, sequence: _Sequence) -> tuple[int, ...]:
-        if sequence.table is None or len(sequence.table) != len(sequence.blocks):
-            sequence.table = tuple(sequence.blocks)
-        return sequence.table
-
-    def _make_room(self, actions: list[Action]) -> None:
+    def _make_room(self, actions: Actions) -> None:
         """A block for each that needs one now; under memory pressure the youngest gives its blocks back.
 
         While half the pool is left, also the blocks of the next `max_steps` iterations.
@@ -708,7 +680,7 @@ class Scheduler:
                 break
             first = self._next_room()
 
-    def _grow(self, sequence: _Sequence, steps: int) -> bool:
+    def _grow(self, sequence: Sequence, steps: int) -> bool:
         """Makes room for `steps` more tokens after the computed ones; False when the pool is empty."""
         size = self.limits.block_size
         needed = -(-(self._clock + sequence.offset + steps) // size) - len(sequence.blocks)
@@ -719,7 +691,7 @@ class Scheduler:
         self._note_room(sequence)
         return True
 
-    def _preempt(self, actions: list[Action]) -> None:
+    def _preempt(self, actions: Actions) -> None:
         """The youngest of all that compute, prompts included, goes back to the head of the queue."""
         victim = max([*self._decoding, *self._prompts], key=lambda sequence: sequence.age)
         if victim.state is DECODING:
@@ -727,14 +699,14 @@ class Scheduler:
         else:
             self._prompts.remove(victim)
         self._release(victim)
-        victim.blocks, victim.table, victim.computed, victim.named = [], None, 0, 0
-        victim.state = WAITING
+        victim.start_over()
+        victim.state = PREEMPTED[victim.state]
         self._waiting.appendleft(victim)
         actions.append(Preempted(victim.request))
 
     # Admission.
 
-    def _admit(self, actions: list[Action], now: int, index: int | None = None) -> bool:
+    def _admit(self, actions: Actions, now: int, index: int | None = None) -> bool:
         """Gives the next waiting request, or that at `index`, all blocks of its known tokens; False when it must
         wait on."""
         if self._num_placed >= self.limits.max_sequences:
@@ -768,16 +740,23 @@ class Scheduler:
         if self._states is not None:
             sequence.restore = restore
             self._prepare_states(sequence, computed, found)
-        sequence.computed, sequence.named = computed, len(held)
-        sequence.state = PROMPT
+        sequence.cached = sequence.computed = computed
+        sequence.named = len(held)
+        sequence.state = ADMITTED[sequence.state]
         self._admissions += 1
         sequence.age = self._admissions
         self._prompts.append(sequence)
-        table, restore_from = self._table(sequence), tuple(sequence.restore)
-        actions.append(Admitted(sequence.request, computed, table, disk_blocks, restore_from))
+        table, state = sequence.table, tuple(sequence.restore)
+        actions.append(Admitted(sequence.request, computed, table, disk_blocks, state))
+        if computed and self.tiers is not None:
+            count = -(-computed // size)
+            names = (
+                sequence.names[:count] if self._states is None else self._states.chain(sequence.names, count)
+            )
+            actions.append(Load(sequence.request, names, table[:count] + state, computed, sequence.fetches))
         return True
 
-    def _with_state(self, sequence: _Sequence, held: list[int]) -> tuple[list[int], list[int]]:
+    def _with_state(self, sequence: Sequence, held: list[int]) -> tuple[list[int], list[int]]:
         """Of the cached blocks of a prompt those up to the deepest snapshot, and its blocks."""
         assert self._states is not None
         depth = self._states.usable(sequence.names, len(held), self.pool.holds)
@@ -786,19 +765,19 @@ class Scheduler:
             return [], []
         return held[:depth], state
 
-    def _state_blocks(self, sequence: _Sequence, computed: int, found: int) -> int:
+    def _state_blocks(self, sequence: Sequence, computed: int, found: int) -> int:
         """How many blocks its snapshots take, the one to be loaded included."""
         assert self._states is not None
         loaded = self.tiers is not None and computed > 0
         return (len(self._snapshots_of(sequence, computed, found)) + loaded) * self._states.num_blocks
 
-    def _snapshots_of(self, sequence: _Sequence, computed: int, found: int) -> list[tuple[int, int]]:
+    def _snapshots_of(self, sequence: Sequence, computed: int, found: int) -> list[tuple[int, int]]:
         assert self._states is not None
         return self._states.positions(
             sequence.length, len(sequence.names), computed, found, leaves=sequence.detach
         )
 
-    def _prepare_states(self, sequence: _Sequence, computed: int, found: int) -> None:
+    def _prepare_states(self, sequence: Sequence, computed: int, found: int) -> None:
         assert self._states is not None
         count = self._states.num_blocks
         if self.tiers is not None and computed:
@@ -833,7 +812,7 @@ class Scheduler:
             and self._num_placed + 1 < self.limits.max_sequences
         )
 
-    def _is_ready(self, sequence: _Sequence, now: int) -> bool:
+    def _is_ready(self, sequence: Sequence, now: int) -> bool:
         """Its fetch ends while it computes, and what it was sent here for is here: else it would compute what
         a request before it is about to leave behind."""
         if sequence.fetch_stop:
@@ -845,7 +824,7 @@ class Scheduler:
             or self.tiers.match(sequence.names)[0] >= sequence.num_cached
         )
 
-    def _find(self, sequence: _Sequence) -> tuple[int, int, int]:
+    def _find(self, sequence: Sequence) -> tuple[int, int, int]:
         """Leading blocks in the tiers that can be used, those of a fetch under way included; how many of what is to be
         loaded is on disk; and how many leading blocks there are, with a state or not."""
         assert self.tiers is not None
@@ -871,7 +850,7 @@ class Scheduler:
         """One spare block for each running request, so that admitting does not pre-empt at once."""
         return min(len(self._decoding) + len(self._prompts), self.limits.num_blocks // 8)
 
-    def _reserve(self, actions: list[Action]) -> None:
+    def _reserve(self, actions: Actions) -> None:
         # A pre-empted request that waits for blocks comes first, or newer ones would starve it.
         while self._expected and not self._waiting and self._num_arriving < self.limits.max_sequences:
             sequence = self._expected[0]
@@ -883,6 +862,6 @@ class Scheduler:
             sequence.restore = self.pool.allocate(self.limits.state_blocks)
             self.pool.lend(sequence.blocks)
             self.pool.lend(sequence.restore)
-            sequence.state = RECEIVING
+            sequence.state = RESERVED[sequence.state]
             self._num_arriving += 1
-            actions.append(Reserved(sequence.request, self._table(sequence), tuple(sequence.restore)))
+            actions += sequence.reserved()

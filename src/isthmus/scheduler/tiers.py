@@ -9,8 +9,9 @@ Knows names only: no bytes, no slots, no clock.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from itertools import repeat, takewhile
 
 import msgspec
 
@@ -21,12 +22,16 @@ from isthmus.types import BlockName
 class Change(msgspec.Struct, frozen=True):
     """What one call changed on the node."""
 
+    start: int = 0
+    """So many leading blocks of the chain were here before."""
     stored: tuple[BlockName, ...] = ()
-    """New on this node, in whichever tier."""
+    """New on this node, in DRAM: those of the chain from `start` on."""
+    sunk: tuple[BlockName, ...] = ()
+    """New on this node, on the SSD: DRAM had no room for them. They follow `stored`."""
     evicted: tuple[BlockName, ...] = ()
     """Left this node altogether."""
     demoted: tuple[BlockName, ...] = ()
-    """On the SSD now and not before: each is one block written there."""
+    """On the SSD now and in DRAM before."""
     promoted: tuple[BlockName, ...] = ()
     """In DRAM now and on the SSD before: each is one block read there."""
 
@@ -74,12 +79,16 @@ class TierCache:
     def pin(self, names: Sequence[BlockName]) -> None:
         """Keeps these blocks where they are, or in DRAM, until unpinned; counted. They need not be here yet."""
         pins = self._pins
-        for name in names:
-            pins[name] = pins.get(name, 0) + 1
+        pins.update(zip(names, map((1).__add__, map(pins.get, names, repeat(0))), strict=False))
 
     def unpin(self, names: Sequence[BlockName]) -> None:
         """Undoes one `pin` of the same names."""
         pins = self._pins
+        counts = list(map(pins.__getitem__, names))
+        shared = len(counts) - counts.count(1)
+        if 1 not in counts[:shared]:  # nobody else has pinned those at the end
+            deque(map(pins.__delitem__, names[shared:]), 0)
+            names = names[:shared]
         for name in names:
             left = pins[name] - 1
             if left:
@@ -100,16 +109,23 @@ class TierCache:
         dram.order.use(chain, found)
         surplus = len(dram.held) - dram.capacity_blocks
         if surplus <= 0:
-            return Change(chain[found:], promoted=chain[in_dram:found])
+            return Change(found, chain[found:], promoted=chain[in_dram:found])
         victims = dram.order.evict(surplus, self._pins, chain)
         fits = len(chain) - (surplus - len(victims))  # of the chain, in DRAM
         below = dram.order.remove(chain[fits:][::-1])
         if not ssd.capacity_blocks:
-            return Change(chain[found:fits], tuple([name for name, _ in victims]))
+            return Change(found, chain[found:fits], evicted=tuple([name for name, _ in victims]))
         evicted, num_dropped = self._demote(victims, below)
         stays = len(chain) - num_dropped
-        demoted = tuple(name for name, _ in victims if name in ssd.held) + chain[max(found, fits) : stays]
-        return Change(chain[found:stays], evicted, demoted, chain[in_dram : min(found, fits)])
+        demoted = tuple(name for name, _ in victims if name in ssd.held)
+        return Change(
+            start=found,
+            stored=chain[found:fits],
+            sunk=chain[max(found, fits) : stays],
+            evicted=evicted + chain[stays:found],
+            demoted=demoted,
+            promoted=chain[in_dram : min(found, fits)],
+        )
 
     def restore(self, names: Sequence[BlockName]) -> Change:
         """Takes a chain back that was found on the SSD, as a node starts. What finds no room there is its tail."""
@@ -120,7 +136,8 @@ class TierCache:
         evicted = order.evict(surplus, self._pins, chain)
         stays = len(chain) - (surplus - len(evicted))
         order.remove(chain[stays:][::-1])
-        return Change(evicted=tuple([name for name, _ in evicted]), demoted=chain[found:stays])
+        left = tuple([name for name, _ in evicted])
+        return Change(found, sunk=chain[found:stays], evicted=left)
 
     def remove(self, names: Iterable[BlockName]) -> Change:
         """Drops these blocks and all that follow them, pinned or not: without its head a block is of no use."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from isthmus.cost import compile_cost
-from isthmus.cost.transfer import NONE, codec_speeds
 from isthmus.deploy import NodeFacts
+from isthmus.node import Node
 from isthmus.scheduler import BlockPool, CountingPool, Scheduler
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.node import SimNode
@@ -14,21 +14,18 @@ from isthmus.types import Role
 def build_node(deployment: Deployment, slot: int) -> SimNode:
     """The node number `slot` without its links."""
     facts = deployment.nodes[slot]
-    return SimNode(facts, slot, scheduler_of(deployment, facts), compile_cost(facts.cost))
+    return SimNode(facts, slot, brain_of(deployment, facts), compile_cost(facts.cost))
 
 
-def kept(node: SimNode, codec: str) -> float:
-    """Bytes that cross a link for each byte of the node's KV. Encoding itself takes no time here."""
-    return 1.0 if codec == NONE else codec_speeds(node.facts.kv_dtype, node.facts.block_size)[codec].kept
-
-
-def scheduler_of(deployment: Deployment, facts: NodeFacts, before: Scheduler | None = None) -> Scheduler:
-    """A node's scheduler; `before`: the one it had in another role, whose cache it keeps."""
-    limits, target = facts.limits(facts.role), facts.target
-    if before is not None and (before.tiers is not None or isinstance(before.pool, BlockPool)):
-        return Scheduler(limits, before.tiers, before.pool, target)
-    if deployment.has_cache(facts):
-        return Scheduler(limits, facts.tiers(), CountingPool(facts.kv_blocks), target)
-    if facts.role is Role.DECODE or not deployment.has_names:
-        return Scheduler(limits, None, CountingPool(facts.kv_blocks), target)
-    return Scheduler(limits, None, BlockPool(facts.kv_blocks), target)
+def brain_of(deployment: Deployment, facts: NodeFacts) -> Node:
+    """What decides there, of a node that holds nothing yet."""
+    pool: BlockPool | CountingPool
+    tiers = facts.tiers() if deployment.has_cache(facts) else None
+    decodes = facts.role is Role.DECODE and not deployment.rules.convert
+    if tiers is not None or decodes or not deployment.has_names:
+        pool = CountingPool(facts.kv_blocks)
+    else:
+        pool = BlockPool(facts.kv_blocks)
+    scheduler = Scheduler(facts.limits(facts.role), tiers, pool, facts.target, facts.node)
+    limits = {role: facts.limits(role) for role in Role}
+    return Node(limits, scheduler, stages=facts.pipeline)

@@ -21,7 +21,7 @@ class Deployment(msgspec.Struct, frozen=True):
 
     `spine`: joins the nodes of a cluster, each has its own. `link_ns`: how long what crosses a link between clusters
     may stand still; `rejoin_ns`: how long a request waits for a node. `faults`: what goes wrong. `has_names`: prompts
-    share blocks, or might; where none does, none need be kept.
+    share blocks, or might; where none does, none need be kept. `has_answers`: names of their answers are known too.
     """
 
     nodes: tuple[NodeFacts, ...]
@@ -31,6 +31,7 @@ class Deployment(msgspec.Struct, frozen=True):
     rejoin_ns: int = 30 * NS_PER_S
     faults: Faults = Faults()
     has_names: bool = True
+    has_answers: bool = False
 
     @property
     def block_size(self) -> int:
@@ -38,9 +39,10 @@ class Deployment(msgspec.Struct, frozen=True):
         return self.nodes[0].block_size
 
     def has_cache(self, facts: NodeFacts) -> bool:
-        """Whether something can come to be in a node's cache: a simulated decode node keeps nothing yet."""
-        may_prefill = facts.role is not Role.DECODE or self.rules.convert
-        return may_prefill and facts.cache_blocks > 0
+        """Whether something can come to be in a node's cache: where answers have no names, a node that only decodes,
+        and always will, has nothing to keep."""
+        keeps = facts.role is not Role.DECODE or self.rules.convert or self.has_answers
+        return keeps and facts.cache_blocks > 0
 
 
 def deployment_of(config: Config, block_size: int, folder: Path = Path()) -> Deployment:

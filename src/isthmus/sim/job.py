@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from isthmus.conductor import Route
-from isthmus.scheduler import TierCache
-from isthmus.sim.network import Flow
+from isthmus.attempts import Route, key_of
 from isthmus.sim.records import RequestRecord
 from isthmus.sim.workloads import Request
-from isthmus.types import BlockName, RequestId
+from isthmus.types import RequestId
 
 
 class Job:
-    """`name`: what the conductor calls it; `key`: what its nodes call its attempt, so that what they say of an earlier
-    one is not mistaken for it. `attempt`: that of its `route`, -1 once it was withdrawn. `prefill_slot`, `target`: its
-    nodes. `age`: which admission of the node where it computes was its own.
+    """`name`: what the conductor calls it; `key`: what its nodes call its attempt. `attempt`: that of its `route`, -1
+    once it was withdrawn. `prefill_slot`, `target`: its nodes. `age`: which admission of the node where it computes was
+    its own.
 
     `length`, `names`: what this attempt prefills, the tokens that an earlier one gave included. `started`: its prefill
-    has begun; `reserved`: its decode node has room for it; `prefilled`: its prefill is done. `flows`: all under way for
-    it, of which `handover` goes to its decode node, which waits for `landing` transfers; its prefill waits for
-    `pending` others, and until `loaded_ns`. `kept`, `fetch_kept`: bytes that cross the links for a byte of KV handed
-    over and fetched. `stop`: up to which block its leading ones are fetched. `pinned`: by purpose, the caches that
-    something is still to come from, and what.
+    has begun; `prefilled`: it gave its first token. Its prefill waits for `pending` reads and fetches, and until
+    `loaded_ns`; `arriving`: tokens of its cached prefix that were to be fetched in part.
 
     `num_generated`: tokens before `first_step`, the iterations of the node `decodes_on` before its first there;
     its last token is the `last_step`-th there. `spans`: (node, first step, last step) of each stay that is over;
@@ -28,10 +23,9 @@ class Job:
     """
 
     __slots__ = (
-        "age", "attempt", "decodes_on", "fetch_kept", "first_step", "flows", "handover", "index", "kept", "key",
-        "landing", "last_step", "length", "loaded_ns", "name", "names", "num_generated", "pending", "pinned",
-        "prefill_slot", "prefilled", "record", "request", "reserved", "resumed_ns", "route", "spans", "started",
-        "stop", "target",
+        "age", "arriving", "attempt", "decodes_on", "first_step", "index", "key", "last_step", "length", "loaded_ns",
+        "name", "names", "num_generated", "pending", "prefill_slot", "prefilled", "record", "request", "resumed_ns",
+        "route", "spans", "started", "target",
     )  # fmt: skip
 
     route: Route
@@ -41,18 +35,12 @@ class Job:
         self.name = self.key = RequestId(str(index))
         self.record = RequestRecord(index, request, arrival_ns=request.arrival_ns)
         self.length, self.names = request.num_tokens, request.blocks
-        self.age = self.attempt = self.pending = self.num_generated = self.stop = self.loaded_ns = (
-            self.landing
-        ) = 0
+        self.age = self.attempt = self.pending = self.num_generated = self.loaded_ns = self.arriving = 0
         self.prefill_slot = self.target = -1
         self.decodes_on = self.first_step = self.last_step = -1
         self.spans: list[tuple[int, int, int]] = []
         self.resumed_ns: list[int] = []
-        self.flows: list[Flow] = []
-        self.handover: Flow | None = None
-        self.reserved = self.started = self.prefilled = False
-        self.pinned: dict[str, tuple[TierCache, tuple[BlockName, ...]]] = {}
-        self.kept = self.fetch_kept = 1.0
+        self.started = self.prefilled = False
 
     @property
     def num_left(self) -> int:
@@ -62,32 +50,26 @@ class Job:
     def begin(self, route: Route, block_size: int) -> None:
         """Another attempt, of whose way nothing is done."""
         self.route, self.attempt = route, route.attempt
+        self.key = key_of(self.name, route.attempt)
         self.record.attempts += 1
-        self.landing = 1
         if route.attempt == 1:
             return
         request = self.request
-        self.key = RequestId(f"{self.name} again {route.attempt}")
         self.length = request.num_tokens + self.num_generated
         # The block that the prompt leaves unfinished is another one with the tokens that follow it.
         self.names = (
             request.blocks[: request.num_tokens // block_size] if self.num_generated else request.blocks
         )
-        self.reserved = self.started = self.prefilled = False
+        self.started = self.prefilled = False
         if self.record.first_token_ns < 0:
             self.record.prefill_start_ns, self.record.stalled_ns = -1, 0
 
     def withdraw(self) -> None:
         """Its attempt is over, whatever it had come to. It decodes nowhere."""
         self.attempt = -1
-        self.pending = self.loaded_ns = 0
-        self.handover = None
+        self.pending = self.loaded_ns = self.arriving = 0
         if self.record.first_token_ns >= 0 and len(self.spans) == len(self.resumed_ns):
             self.spans.append((0, 0, 0))  # a token came, and the next will be that of another prefill
-
-    def waits_for(self, tiers: TierCache | None) -> bool:
-        """Whether something is still to come for it from that cache."""
-        return any(source is tiers for source, _ in self.pinned.values())
 
     def join(self, slot: int, step: int) -> None:
         """It decodes on a node after `step` of its iterations."""

@@ -43,11 +43,12 @@ class NodeLinks:
     net_out: int
     handover_in: int
     handover_out: int
-    load: Lane
+    load: Lane | None
     disk_read: int
     disk_write: Lane
 
     def __init__(self) -> None:
+        self.load = None
         self.from_device: tuple[int, ...] = ()
         self.to_device: tuple[int, ...] = ()
 
@@ -119,6 +120,12 @@ class Wiring:
         links.disk_read = self._link(f"{name} disk read", "disk", rates.disk_read)
         links.disk_write = self._lane(f"{name} disk write", "disk", rates.disk_write)
         return links
+
+    def load_lane(self, links: NodeLinks, facts: NodeFacts) -> Lane:
+        """Of a node that only decodes it is made when something is to be loaded there."""
+        if links.load is None:
+            links.load = self._lane(f"{facts.node} load", "memory", facts.rates.memory)
+        return links.load
 
     def crossing(self, source: NodeFacts, target: NodeFacts) -> ClusterLink | None:
         """The link between the clusters of two nodes; None inside one."""

@@ -1,326 +1,400 @@
-"""KV on its way: which links it crosses, how much it is, and who is told when it has come.
+"""KV on its way: which links it crosses, how much it is, and which node is told when it has come.
 
-Loads bring what a prefill finds in its node's DRAM to the device, and reads what lies on its SSD into DRAM; fetches
-and copies bring blocks from another node's cache; a hand-over brings a computed prompt to where it decodes, and a
-recall what a hand-over from another cluster left out, since the prompt's own cluster has it.
-
-A recurrent state goes with every prefix that is loaded or fetched, and whole at the end of every hand-over: it is
-final only when the last token is computed, so no part of it is sent before.
+What a node's actions say is done here, as flows and clock times. A recurrent state goes with every prefix that is
+loaded or fetched for a prefill, and whole at the end of every hand-over: it is final only when the last token is
+computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
-from isthmus.blocks import state_names
-from isthmus.conductor import Fetch, LinkState
-from isthmus.scheduler import TierCache
+from isthmus.conductor import LinkState
+from isthmus.cost.transfer import NONE, codec_speeds
+from isthmus.node.events import (
+    EndFetch,
+    Enough,
+    Event,
+    Fetch,
+    FetchEnded,
+    Finish,
+    Give,
+    Grant,
+    Granted,
+    Land,
+    Landed,
+    Load,
+    Loaded,
+    Read,
+    Received,
+    Release,
+    Save,
+    Send,
+    Severed,
+    Wanted,
+)
+from isthmus.scheduler import Saved
 from isthmus.sim.clock import TRANSFER_ENDS, Clock
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.job import Job
 from isthmus.sim.links import ClusterLink, Wiring
 from isthmus.sim.network import Flow
 from isthmus.sim.node import SimNode
-from isthmus.types import NS_PER_S, BlockName, NodeId
+from isthmus.types import NS_PER_S, NodeId, RequestId
 
 PURPOSES = ("handover", "recall", "fetch", "replicate", "load", "disk_read", "disk_write")
 
-Over = Callable[[Any, Flow], None]
-Tag = tuple[Over, Any]
-"""What a flow is started with: what to do when it is over, and for whom."""
-
-
-class Listener(Protocol):
-    """Who is told."""
-
-    def loaded(self, job: Job) -> None:
-        """Something that the job's prefill waited for is here."""
-
-    def fetched(self, job: Job) -> None:
-        """The job's leading `job.stop` blocks are at its prefill node."""
-
-    def copied(self, node: SimNode, names: tuple[BlockName, ...]) -> None:
-        """A prefix that no request waits for is at this node."""
-
-    def landed(self, job: Job) -> None:
-        """All KV of the job is where it decodes."""
-
-    def lost(self, job: Job, reason: str) -> None:
-        """Some of it will not come."""
-
-
-class _Copy:
-    """Blocks on their way between two caches for no request in particular."""
-
-    __slots__ = ("flow", "names", "source", "target")
-
-    flow: Flow
-
-    def __init__(self, source: SimNode, target: SimNode, names: tuple[BlockName, ...]) -> None:
-        self.source, self.target, self.names = source, target, names
+Due = list[tuple[SimNode | None, Any]]
+"""What nodes are told as soon as the present event is done, or the conductor (no node); None in place of an event: to
+look again at what the node's run waits for."""
 
 
 class _Way(NamedTuple):
-    """Of hand-overs from one node to another. `over`: what to do at the end of one."""
+    """Of hand-overs from one node to another."""
 
+    source: SimNode
+    target: SimNode
     path: tuple[int, ...]
     link: ClusterLink | None
-    over: Over
+
+
+class _Handover:
+    """An attempt's KV on its way to where it decodes. `rest`: bytes that follow when all is computed."""
+
+    __slots__ = ("flow", "job", "key", "rest", "way")
+
+    flow: Flow
+
+    def __init__(self, key: RequestId, job: Job, way: _Way, rest: int) -> None:
+        self.key, self.job, self.way, self.rest = key, job, way, rest
+
+
+class _Transfer:
+    """Blocks `[start, stop)` on their way from one node's cache to another's. `until_ns`: when all that was to be
+    loaded beside them is. `is_prompts`: a prefill waits for it."""
+
+    __slots__ = ("asked", "flow", "is_prompts", "job", "source", "stop", "target", "until_ns")
+
+    def __init__(self, asked: Fetch, source: SimNode, target: SimNode, job: Job | None) -> None:
+        self.asked, self.source, self.target, self.job = asked, source, target, job
+        self.flow: Flow | None = None
+        self.stop = 0
+        self.until_ns = -1
+        self.is_prompts = job is not None and job.prefill_slot == target.slot
+
+    @property
+    def purpose(self) -> str:
+        return "replicate" if self.asked.background else "fetch" if self.is_prompts else "recall"
 
 
 class Moves:
-    """What moves on the links. `bytes_moved` by purpose."""
+    """What moves on the links. `bytes_moved` by purpose. `attempts`: by key; `due`: where what has come is told."""
 
-    def __init__(self, deployment: Deployment, clock: Clock, listener: Listener) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        clock: Clock,
+        nodes: Sequence[SimNode],
+        attempts: dict[RequestId, Job],
+        due: Due,
+    ) -> None:
         self.wiring = Wiring(deployment)
         self.network = self.wiring.network
         self.bytes_moved = dict.fromkeys(PURPOSES, 0)
-        self._clock, self._listener, self._block_size = clock, listener, deployment.block_size
-        self._link_ns = deployment.link_ns
-        self._nodes: list[SimNode] = []
+        self._clock, self._attempts, self._due = clock, attempts, due
+        self._block_size, self._link_ns = deployment.block_size, deployment.link_ns
         self._named: dict[NodeId, SimNode] = {}
+        for node in nodes:
+            node.links = self.wiring.connect(node.facts)
+            self._named[node.facts.node] = node
+        self._nodes = nodes
+        self._state_blocks = nodes[0].facts.state_blocks if nodes else 0
         self._ways: dict[tuple[int, int], _Way] = {}
-        self._copies: dict[_Copy, None] = {}
-        self._state_blocks = deployment.nodes[0].state_blocks
+        self._handovers: dict[RequestId, _Handover] = {}
+        self._reads: dict[RequestId, Flow] = {}
+        self._fetches: dict[tuple[RequestId, int], _Transfer] = {}
+        self._recalled: dict[RequestId, int] = {}
         self._measured = [(0, 0)] * len(self.wiring.between)  # bytes and time of each link so far
-
-    def connect(self, node: SimNode) -> None:
-        """Gives the next node its links."""
-        node.links = self.wiring.connect(node.facts)
-        self._nodes.append(node)
-        self._named[node.facts.node] = node
+        self.effects: dict[type, Callable[[SimNode, Any], None]] = {
+            Load: self._load,
+            Read: self._read,
+            Save: self._save,
+            Fetch: self._fetch,
+            EndFetch: self._end_fetch,
+            Give: self._give,
+            Grant: self._grant,
+            Send: self._send,
+            Finish: self._finish,
+            Land: self._land,
+            Release: self._release,
+        }
 
     def end(self, now: int) -> None:
+        """What has come by now."""
         for flow in self.network.finish(now):
-            tag: Tag = flow.tag  # type: ignore[assignment]
-            over, what = tag
-            over(what, flow)
-
-    def cancel(self, job: Job, now: int) -> None:
-        """Stops all that is on its way for this job."""
-        for flow in job.flows:
-            self.network.cancel(flow, now)
-        job.flows.clear()
-        while job.pinned:
-            tiers, names = job.pinned.popitem()[1]
-            tiers.unpin(names)
+            tag: Any = flow.tag
+            tag[0](tag[1])
 
     def check_idle(self) -> None:
         assert self.network.next_finish() is None, "a flow is left"
-        assert not self._copies, "a copy is left"
-        for node in self._nodes:
-            assert node.tiers is None or not node.tiers.num_pinned, "a block is still pinned"
+        assert not self._fetches and not self._handovers and not self._reads, "a transfer is left"
+        assert not self._recalled, "what was recalled was never loaded"
 
-    # To a prefill: from its node's own memory and disk.
+    # From a node's own memory and disk, and to them.
 
-    def load(self, job: Job, node: SimNode, num_tokens: int, now: int) -> None:
-        """Its compute may end before that, but its first token waits for it."""
-        size = num_tokens * node.cost.kv_token_bytes + node.cost.state_bytes
+    def _load(self, node: SimNode, load: Load) -> None:
+        """A run's compute may end before that, but its first token waits for it."""
+        job, now = self._attempts.get(load.key), self._clock.now
+        if job is None:
+            return
+        size = load.num_tokens * node.cost.kv_token_bytes + (0 if load.told else node.cost.state_bytes)
         self.bytes_moved["load"] += size
-        job.loaded_ns = node.links.load.take(size, now)
+        lane = node.links.load or self.wiring.load_lane(node.links, node.facts)
+        ends = lane.take(size, now)
+        if not load.told:
+            job.loaded_ns = ends
+            if load.arriving and (load.key, node.slot) in self._fetches:
+                job.arriving = load.num_tokens
+            return
+        transfer = self._fetches.get((load.key, node.slot))
+        if transfer is not None:
+            transfer.until_ns = ends
+            return
+        found = self._recalled.pop(load.key, len(load.names))
+        self._later(ends, node, Loaded(load.key, found))
 
-    def read_disk(self, job: Job, node: SimNode, now: int) -> None:
-        """Brings what lies on the node's own disk into its memory while the request waits."""
-        names = self._chain(job.names, min(job.route.num_cached, len(job.names)))
-        _, on_disk = _tiers(node).match(names if self._state_blocks else job.names)
-        if on_disk:
-            job.record.disk_tokens = on_disk * self._block_size
-            size = self._block_bytes(node, on_disk)
-            self._await(job, "disk_read", (node.links.disk_read,), size, self._read_ends, now)
-
-    def write_disk(self, node: SimNode, num_blocks: int, now: int) -> None:
-        size = self._block_bytes(node, num_blocks)
-        self.bytes_moved["disk_write"] += size
-        node.links.disk_write.take(size, now)
-
-    def _await(
-        self, job: Job, purpose: str, path: tuple[int, ...], num_bytes: int, over: Over, now: int
-    ) -> None:
-        """Moves what the job's prefill waits for."""
-        self.bytes_moved[purpose] += num_bytes
+    def _read(self, node: SimNode, read: Read) -> None:
+        """Brings what lies on the node's disk into its memory while the request waits."""
+        job, num_blocks = self._attempts[read.key], len(read.names)
+        job.record.disk_tokens = num_blocks * self._block_size
         job.pending += 1
-        job.flows.append(self.network.start(path, num_bytes, (over, job), now))
+        size = num_blocks * self._block_size * node.cost.kv_token_bytes
+        self.bytes_moved["disk_read"] += size
+        tag = self._read_ends, (read.key, node)
+        self._reads[read.key] = self.network.start((node.links.disk_read,), size, tag, self._clock.now)
 
-    def _read_ends(self, job: Job, flow: Flow) -> None:
-        job.flows.remove(flow)
-        self._came(job)
+    def _read_ends(self, what: tuple[RequestId, SimNode]) -> None:
+        key, node = what
+        del self._reads[key]
+        self._came(self._attempts.get(key), node)
 
-    def _came(self, job: Job) -> None:
-        job.pending -= 1
-        self._listener.loaded(job)
+    def _came(self, job: Job | None, node: SimNode) -> None:
+        """Something that a prefill waited for is there."""
+        if job is not None:
+            job.pending -= 1
+            self._due.append((node, None))
+
+    def _save(self, node: SimNode, save: Save) -> None:
+        if node.facts.ssd_blocks:
+            self._write(node, len(save.names))
+        self._due.append((node, Saved(save.request)))
+
+    def _write(self, node: SimNode, num_blocks: int) -> None:
+        """What is in DRAM is written behind."""
+        size = num_blocks * self._block_size * node.cost.kv_token_bytes
+        self.bytes_moved["disk_write"] += size
+        node.links.disk_write.take(size, self._clock.now)
 
     # Between caches.
 
-    def fetch(self, job: Job, node: SimNode, source: SimNode, start: int, stop: int, now: int) -> bool:
-        """Blocks `[start, stop)` from another node's cache; what it no longer has is computed. False: all of it."""
-        found, on_disk = self._match(source, job.names, stop)
-        job.stop = stop = min(stop, found)
-        if stop <= start:
-            job.stop = 0
-            return False
-        self._pin(job, "fetch", source, self._chain(job.names, stop))
-        num_tokens = min((stop - start) * self._block_size, job.length)
-        job.record.fetched_tokens = num_tokens
-        size = int(num_tokens * node.cost.kv_token_bytes * job.fetch_kept) + node.cost.state_bytes
-        path = self._from_cache(source, node, on_disk, (node.links.net_in,))
-        link = self.wiring.crossing(source.facts, node.facts)
-        over = self._fetch_ends if link is None else partial(self._crossed, self._fetch_came, link)
-        self._await(job, "fetch", path, size, over, now)
-        if link is not None:
-            self._watch(link, job, now)
-        return True
+    def _fetch(self, node: SimNode, fetch: Fetch) -> None:
+        source, key = self._named[fetch.source], fetch.key
+        transfer = _Transfer(fetch, source, node, self._attempts.get(key))
+        self._fetches[key, node.slot] = transfer
+        if transfer.is_prompts:
+            assert transfer.job is not None
+            transfer.job.pending += 1
+        wanted = Wanted(key, node.facts.node, fetch.names, fetch.start, fetch.whole)
+        self._due.append((source, wanted))
 
-    def _fetch_ends(self, job: Job, flow: Flow) -> None:
-        job.flows.remove(flow)
-        self._fetch_came(job, flow)
-
-    def _fetch_came(self, job: Job, flow: Flow) -> None:
-        self._unpin(job, "fetch")
-        job.record.fetch_ns = flow.finish_ns - flow.started_ns
-        self._listener.fetched(job)
-        self._came(job)
-
-    def replicate(self, source: SimNode, target: SimNode, names: tuple[BlockName, ...], now: int) -> None:
-        """As much of a prefix as one node has and the other, which has a cache too, has not."""
-        found, held = _tiers(source).match(names)[0], _tiers(target).match(names)[0]
-        if found <= held:
+    def _give(self, node: SimNode, give: Give) -> None:
+        key, target = give.key, self._named[give.peer]
+        transfer = self._fetches.get((key, target.slot))
+        if transfer is None:
+            self._due.append((node, Enough(key, give.peer)))
             return
-        copy = _Copy(source, target, names[:found])
-        _tiers(source).pin(copy.names)
-        size = self._block_bytes(source, found - held)
-        self.bytes_moved["replicate"] += size
-        path = self._from_cache(source, target, 0, (target.links.net_in,))
-        copy.flow = self.network.start(path, size, (self._copy_ends, copy), now)
-        self._copies[copy] = None
+        if give.stop <= give.start:
+            self._fetch_over(transfer, transfer.asked.start)
+            return
+        transfer.stop, purpose = give.stop, transfer.purpose
+        size = self._given_bytes(transfer)
+        self.bytes_moved[purpose] += size
+        path = (node.links.net_out, *self.wiring.trunk(node.facts, target.facts), target.links.net_in)
+        if give.on_disk:
+            path = (node.links.disk_read, *path)
+        transfer.flow = self.network.start(path, size, (self._given, transfer), self._clock.now)
+        link = self.wiring.crossing(node.facts, target.facts)
+        if link is not None:
+            self._watch(link, transfer)
 
-    def _copy_ends(self, copy: _Copy, flow: Flow) -> None:
-        del self._copies[copy]
-        _tiers(copy.source).unpin(copy.names)
-        self._listener.copied(copy.target, copy.names)
+    def _given_bytes(self, transfer: _Transfer) -> int:
+        asked, node, size = transfer.asked, transfer.target, self._block_size
+        whole = self._state_blocks if asked.whole else 0
+        tokens = (transfer.stop - whole - asked.start) * size
+        if transfer.is_prompts and transfer.job is not None:
+            tokens = min(tokens, transfer.job.length)
+            transfer.job.record.fetched_tokens = tokens
+        kept = 1.0 if asked.codec == NONE else codec_speeds(node.facts.kv_dtype, size)[asked.codec].kept
+        return int(tokens * node.cost.kv_token_bytes * kept) + (node.cost.state_bytes if whole else 0)
 
-    def forget_copies(self, node: SimNode, now: int) -> None:
-        """The node is gone, and with it all copies from and to it."""
-        for copy in [copy for copy in self._copies if node in (copy.source, copy.target)]:
-            self.network.cancel(copy.flow, now)
-            _tiers(copy.source).unpin(copy.names)
-            del self._copies[copy]
+    def _given(self, transfer: _Transfer) -> None:
+        """The last byte has left; it is there after the link's latency."""
+        link = self.wiring.crossing(transfer.source.facts, transfer.target.facts)
+        if link is None or not link.latency_ns:
+            self._given_came(transfer)
+        else:
+            self._clock.call(
+                self._clock.now + link.latency_ns, TRANSFER_ENDS, partial(self._given_came, transfer)
+            )
+
+    def _given_came(self, transfer: _Transfer) -> None:
+        key, target, flow = transfer.asked.key, transfer.target, transfer.flow
+        if self._fetches.get((key, target.slot)) is not transfer:
+            return
+        assert flow is not None
+        if transfer.is_prompts and transfer.job is not None:
+            transfer.job.record.fetch_ns = flow.finish_ns - flow.started_ns
+        if target.facts.ssd_blocks:
+            self._write(target, transfer.stop - transfer.asked.start)
+        self._fetch_over(transfer, transfer.stop)
+
+    def _fetch_over(self, transfer: _Transfer, stop: int) -> None:
+        """So much is there, and no more will come."""
+        asked, target, job = transfer.asked, transfer.target, transfer.job
+        key = asked.key
+        del self._fetches[key, target.slot]
+        self._due.append((transfer.source, Enough(key, target.facts.node)))
+        self._due.append((target, FetchEnded(key, stop)))
+        if job is None or job.key != key or job.attempt < 0:
+            return
+        if transfer.is_prompts:
+            if job.arriving and stop * self._block_size < job.arriving:
+                target.missing[key] = stop
+            self._came(job, target)
+        elif transfer.until_ns >= 0:
+            self._later(max(transfer.until_ns, self._clock.now), target, Loaded(key, stop))
+        else:
+            self._recalled[key] = stop
+
+    def _end_fetch(self, node: SimNode, end: EndFetch) -> None:
+        transfer = self._fetches.get((end.key, node.slot))
+        if transfer is not None:
+            self._break_off(transfer)
+
+    def _break_off(self, transfer: _Transfer) -> None:
+        """Of what is under way nothing is whole."""
+        if transfer.flow is not None and transfer.flow.live:
+            self.network.cancel(transfer.flow, self._clock.now)
+        self._fetch_over(transfer, transfer.asked.start)
 
     # From prefill to decode.
 
-    def promise_recall(self, job: Job, recall: Fetch) -> bool:
-        """Keeps what is to be recalled where it is. False: it is not there any more."""
-        job.landing += 1
-        kept = [("recall", self._named[recall.source], recall.stop)]
-        if recall.start:  # what the decode node has itself
-            kept.append(("own", self._nodes[job.target], recall.start))
-            job.landing += 1
-        for _, node, stop in kept:
-            if node.tiers is None or node.tiers.match(job.names[:stop])[0] < stop:
-                return False
-        for purpose, node, stop in kept:
-            self._pin(job, purpose, node, job.names[:stop])
-        return True
+    def _grant(self, node: SimNode, grant: Grant) -> None:
+        self._due.append((self._named[grant.peer], Granted(grant.key)))
 
-    def recall(self, job: Job, recall: Fetch, now: int) -> None:
-        """The leading blocks that the hand-over leaves out, from caches in the decode node's own cluster."""
-        source, target = self._named[recall.source], self._nodes[job.target]
-        size = self._block_bytes(target, recall.stop - recall.start)
-        self.bytes_moved["recall"] += size
-        if source is target:
-            self._recall_own(job, "recall", size, now)
-            return
-        if recall.start:
-            self._recall_own(job, "own", self._block_bytes(target, recall.start), now)
-        into = (target.links.handover_in, *target.links.to_device)
-        _, on_disk = _tiers(source).match(job.names[: recall.stop])
-        path = self._from_cache(source, target, on_disk, into)
-        job.flows.append(self.network.start(path, size, (self._recall_ends, job), now))
-
-    def _recall_own(self, job: Job, purpose: str, size: int, now: int) -> None:
-        """From the decode node's own memory."""
-        ends = self._nodes[job.target].links.load.take(size, now)
-        self.later(ends, job, lambda: self._recall_came(job, purpose))
-
-    def _recall_ends(self, job: Job, flow: Flow) -> None:
-        job.flows.remove(flow)
-        self._recall_came(job, "recall")
-
-    def _recall_came(self, job: Job, purpose: str) -> None:
-        self._unpin(job, purpose)
-        self._part_landed(job)
-
-    def start_handover(self, job: Job, now: int) -> None:
+    def _send(self, node: SimNode, send: Send) -> None:
         """All layers but the last stream while the prefill computes; after it, whatever was not sent."""
-        kv, state = self._handover_bytes(job)
-        self.bytes_moved["handover"] += kv + state
-        way = self._way(job)
-        computed = job.prefilled
-        first = kv + state if computed else kv - kv // self._nodes[job.prefill_slot].cost.num_layers
-        job.handover = self.network.start(way.path, first, (way.over, job), now, quiet=not computed)
-        job.flows.append(job.handover)
+        key = send.key
+        job = self._attempts.get(key)
+        if job is None:
+            return
+        cost, route = node.cost, job.route
+        kv = (job.length - route.handover_start * self._block_size) * cost.kv_token_bytes
+        if route.codec != NONE:
+            kv = int(kv * codec_speeds(node.facts.kv_dtype, self._block_size)[route.codec].kept)
+        size, rest = kv + cost.state_bytes, 0
+        self.bytes_moved["handover"] += size
+        if not send.computed:
+            rest = kv // cost.num_layers + cost.state_bytes
+        way = self._ways.get((node.slot, job.target)) or self._way(node, job.target)
+        handover = self._handovers[key] = _Handover(key, job, way, rest)
+        tag = self._handed_over, handover
+        handover.flow = self.network.start(way.path, size - rest, tag, self._clock.now, quiet=not send.computed)
         if way.link is not None:
-            self._watch(way.link, job, now)
+            self._watch(way.link, handover)
 
-    def finish_handover(self, job: Job, now: int) -> None:
+    def _finish(self, node: SimNode, finish: Finish) -> None:
         """The prompt is computed: the last layer's KV follows, and the recurrent state."""
-        kv, state = self._handover_bytes(job)
-        assert job.handover is not None
-        self.network.grow(job.handover, kv // self._nodes[job.prefill_slot].cost.num_layers + state, now)
-        link = self._way(job).link
-        if link is not None:
-            self._watch(link, job, now)
+        handover = self._handovers.get(finish.key)
+        if handover is None:
+            return
+        self.network.grow(handover.flow, handover.rest, self._clock.now)
+        if handover.way.link is not None:
+            self._watch(handover.way.link, handover)
 
-    def _way(self, job: Job) -> _Way:
-        """From its prefill node's device to its decode node's. Roles change nothing about it."""
-        slots = job.prefill_slot, job.target
-        found = self._ways.get(slots)
-        if found is None:
-            source, target = self._nodes[job.prefill_slot], self._nodes[job.target]
-            path = (
-                *source.links.from_device, source.links.handover_out,
-                *self.wiring.trunk(source.facts, target.facts),
-                target.links.handover_in, *target.links.to_device,
-            )  # fmt: skip
-            link = self.wiring.crossing(source.facts, target.facts)
-            over = self._handover_ends if link is None else partial(self._crossed, self._handover_came, link)
-            found = self._ways[slots] = _Way(path, link, over)
-        return found
+    def _way(self, source: SimNode, target_slot: int) -> _Way:
+        """From a prefill node's device to a decode node's. Roles change nothing about it."""
+        target = self._nodes[target_slot]
+        path = (
+            *source.links.from_device, source.links.handover_out,
+            *self.wiring.trunk(source.facts, target.facts),
+            target.links.handover_in, *target.links.to_device,
+        )  # fmt: skip
+        way = _Way(source, target, path, self.wiring.crossing(source.facts, target.facts))
+        self._ways[source.slot, target_slot] = way
+        return way
 
-    def _handover_bytes(self, job: Job) -> tuple[int, int]:
-        """Of KV, encoded as its route says, and of recurrent state."""
-        cost = self._nodes[job.prefill_slot].cost
-        tokens = job.length - job.route.handover_start * self._block_size
-        return int(tokens * cost.kv_token_bytes * job.kept), cost.state_bytes
-
-    def _handover_ends(self, job: Job, flow: Flow) -> None:
-        job.flows.remove(flow)
-        self._handover_came(job, flow)
-
-    def _handover_came(self, job: Job, flow: Flow) -> None:
-        job.handover = None
-        self._part_landed(job)
-
-    def _part_landed(self, job: Job) -> None:
-        job.landing -= 1
-        if not job.landing:
-            self._listener.landed(job)
-
-    # Between clusters.
-
-    def _crossed(self, came: Over, link: ClusterLink, job: Job, flow: Flow) -> None:
+    def _handed_over(self, handover: _Handover) -> None:
         """The last byte has left; it is there after the link's latency."""
-        job.flows.remove(flow)
-        if link.latency_ns:
-            self.later(flow.finish_ns + link.latency_ns, job, lambda: came(job, flow))
+        way, key = handover.way, handover.key
+        del self._handovers[key]
+        if way.link is None or not way.link.latency_ns:
+            self._due.append((way.target, Received(key)))
         else:
-            came(job, flow)
+            self._later(self._clock.now + way.link.latency_ns, way.target, Received(key))
 
-    def later(self, time: int, job: Job, call: Callable[[], None]) -> None:
-        """Calls it then, unless the attempt is over."""
-        attempt = job.attempt
-        self._clock.call(time, TRANSFER_ENDS, lambda: call() if job.attempt == attempt else None)
+    def _land(self, node: SimNode, land: Land) -> None:
+        job = self._attempts.get(land.key)
+        if job is not None and job.record.joined_ns < 0:
+            job.record.landed_ns = self._clock.now
+        self._due.append((self._named[land.peer], Landed(land.key)))
+
+    def _release(self, node: SimNode, release: Release) -> None:
+        key = release.key
+        handover = self._handovers.get(key)
+        if handover is not None and (handover.way.source is node or handover.way.target is node):
+            self._stop_handover(handover)
+        if self._fetches or self._recalled:
+            transfer = self._fetches.get((key, node.slot))
+            if transfer is not None:
+                self._break_off(transfer)
+            self._recalled.pop(key, None)
+        if key in self._reads:
+            tag: Any = self._reads[key].tag
+            if tag[1][1] is node:
+                self.network.cancel(self._reads.pop(key), self._clock.now)
+
+    def _stop_handover(self, handover: _Handover) -> None:
+        del self._handovers[handover.key]
+        self.network.cancel(handover.flow, self._clock.now)
+
+    # What goes wrong.
+
+    def lose(self, node: SimNode) -> None:
+        """The node is gone, and with it what was on its way from and to it."""
+        name = node.facts.node
+        for transfer in list(self._fetches.values()):
+            if node is transfer.source or node is transfer.target:
+                self._break_off(transfer)
+        for handover in list(self._handovers.values()):
+            if node is handover.way.source or node is handover.way.target:
+                self._stop_handover(handover)
+        for key, flow in list(self._reads.items()):
+            tag: Any = flow.tag
+            if tag[1][1] is node:
+                del self._reads[key]
+                self.network.cancel(flow, self._clock.now)
+        for key, job in self._attempts.items():
+            ends = self._nodes[job.prefill_slot], self._nodes[job.target]
+            if node in ends and ends[0] is not ends[1]:
+                other = ends[1] if ends[0] is node else ends[0]
+                self._due.append((other, Severed((key,), f"node {name} is gone")))
+
+    def _later(self, time: int, node: SimNode, event: Event) -> None:
+        """A node that does not know the attempt any more makes nothing of it."""
+        self._clock.call(time, TRANSFER_ENDS, partial(self._due.append, (node, event)))
 
     def change_links(self, factor_of: Callable[[frozenset[str]], float], now: int) -> None:
         """Gives each link between clusters so much of its rate from now on."""
@@ -329,25 +403,31 @@ class Moves:
             if factor == link.factor:
                 continue
             self.wiring.set_factor(link, factor, now)
-            if not factor:
-                for flow in self.wiring.flows_on(link):
-                    tag: Tag = flow.tag  # type: ignore[assignment]
-                    if isinstance(tag[1], Job):
-                        self._watch(link, tag[1], now)
+            for flow in self.wiring.flows_on(link) if not factor else ():
+                tag: Any = flow.tag
+                self._watch(link, tag[1])
 
-    def _watch(self, link: ClusterLink, job: Job, now: int) -> None:
+    def _watch(self, link: ClusterLink, what: _Handover | _Transfer) -> None:
         """Where a link is down, what is to cross it may stand still for so long and no longer."""
-        if link.factor:
+        if not link.factor:
+            call = partial(self._stalled, link, link.since_ns, what)
+            self._clock.call(self._clock.now + self._link_ns, TRANSFER_ENDS, call)
+
+    def _stalled(self, link: ClusterLink, since: int, what: _Handover | _Transfer) -> None:
+        flow = what.flow
+        if (
+            link.since_ns != since
+            or flow is None
+            or not flow.live
+            or not self.network.bytes_left(flow, self._clock.now)
+        ):
             return
-        since = link.since_ns
-
-        def stalled() -> None:
-            flows = [flow for flow in self.wiring.flows_on(link) if flow in job.flows]
-            if link.since_ns == since and any(self.network.bytes_left(flow, flow.since) for flow in flows):
-                seconds = self._link_ns / NS_PER_S
-                self._listener.lost(job, f"no KV crossed {link.record.name} for {seconds:g} s")
-
-        self.later(now + self._link_ns, job, stalled)
+        if isinstance(what, _Transfer):
+            self._break_off(what)
+            return
+        reason = f"no KV crossed {link.record.name} for {self._link_ns / NS_PER_S:g} s"
+        severed = Severed((what.key,), reason)
+        self._due += [(what.way.source, severed), (what.way.target, severed)]
 
     def link_states(self, now: int) -> tuple[LinkState, ...]:
         """Of all links between clusters, since the call before."""
@@ -371,51 +451,10 @@ class Moves:
 
     def _queued(self, flow: Flow, now: int) -> int:
         """What of a transfer could be sent and is not. KV is there to be sent as its prefill goes on, evenly."""
-        tag: Tag = flow.tag  # type: ignore[assignment]
         left = self.network.bytes_left(flow, now)
         if not flow.quiet:
             return left
-        job: Job = tag[1]
+        tag: Any = flow.tag
         sent = flow.num_bytes - left
-        computed = min(1.0, (now - flow.started_ns) / max(1, job.route.work_ns))
+        computed = min(1.0, (now - flow.started_ns) / max(1, tag[1].job.route.work_ns))
         return max(0, int(flow.num_bytes * computed) - sent)
-
-    # Names, pins, paths.
-
-    def _chain(self, names: tuple[BlockName, ...], stop: int) -> tuple[BlockName, ...]:
-        """So many leading blocks and the recurrent state at their end."""
-        if not self._state_blocks or not stop:
-            return names[:stop]
-        return names[:stop] + state_names(names[stop - 1], self._state_blocks)
-
-    def _match(self, node: SimNode, names: tuple[BlockName, ...], stop: int) -> tuple[int, int]:
-        """Blocks that a node has of a prefix and can give, with a state all or none; and how many are on its disk."""
-        if not self._state_blocks:
-            return _tiers(node).match(names)
-        chain = self._chain(names, min(stop, len(names)))
-        found, on_disk = _tiers(node).match(chain)
-        return (stop, on_disk) if found == len(chain) else (0, 0)
-
-    def _from_cache(
-        self, source: SimNode, target: SimNode, on_disk: int, into: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        path = (source.links.net_out, *self.wiring.trunk(source.facts, target.facts), *into)
-        return (source.links.disk_read, *path) if on_disk else path
-
-    def _pin(self, job: Job, purpose: str, node: SimNode, names: tuple[BlockName, ...]) -> None:
-        """Until it has left there, or the attempt is over. Of a node that dies, the cache goes with its pins."""
-        tiers = _tiers(node)
-        tiers.pin(names)
-        job.pinned[purpose] = tiers, names
-
-    def _unpin(self, job: Job, purpose: str) -> None:
-        tiers, names = job.pinned.pop(purpose)
-        tiers.unpin(names)
-
-    def _block_bytes(self, node: SimNode, num_blocks: int) -> int:
-        return num_blocks * self._block_size * node.cost.kv_token_bytes
-
-
-def _tiers(node: SimNode) -> TierCache:
-    assert node.tiers is not None, "only a node with a cache is loaded or fetched from"
-    return node.tiers

@@ -378,6 +378,7 @@ class Network:
 
     def _remove(self, flow: Flow, moved: int, now: int) -> None:
         flow.live = False
+        limits = flow.limits
         for link in flow.links:
             flows = link.flows
             del flows[flow]
@@ -386,14 +387,12 @@ class Network:
                 link.busy_until = now
             if not flows:
                 link.busy_ns += link.busy_until - link.busy_since
-        for link in flow.limits:
-            if not link.flows:
                 link.bound = 0.0  # exactly: no rounding is carried on
-                continue
-            if link.bound > link.capacity:
-                self._unfilled[link] = None
-                self._unfilled_at = now
-            link.bound -= flow.bound
+            elif link in limits:
+                if link.bound > link.capacity:
+                    self._unfilled[link] = None
+                    self._unfilled_at = now
+                link.bound -= flow.bound
         if flow.timed:
             del self._timed[flow]
             flow.timed = False

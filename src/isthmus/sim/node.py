@@ -1,4 +1,4 @@
-"""A simulated node: a scheduler, and the time that its runs take.
+"""A simulated node: what decides there, and the time that its runs take.
 
 A run of decodes is folded: iteration i of a batch of B takes `fixed + slope * (C + i * B)`, so k iterations take
 `k * first + growth * k * (k - 1) / 2` picoseconds with `first = fixed + slope * C` and `growth = slope * B`. Its
@@ -13,50 +13,56 @@ from math import sqrt
 
 from isthmus.cost import NodeCost, pipeline
 from isthmus.deploy import NodeFacts
-from isthmus.scheduler import Event, Run, Scheduler
+from isthmus.node import Node
+from isthmus.scheduler import Run
 from isthmus.sim.job import Job
 from isthmus.sim.links import NodeLinks
 from isthmus.sim.records import NodeRecord
-from isthmus.types import Role
+from isthmus.types import RequestId
 
 Gaps = tuple[int, int, int]
 """Gaps between tokens that grow evenly: minus the largest, growth per gap (both ps), and how many."""
 
 
 class SimNode:
-    """`run`: what it executes; `version`: of the present end of that on the heap. `sampling`: whose prompts the run
-    completes; `ending`: its compute is done; `stalled`: but KV they need is not here, since `stalled_since`.
-    `inbox`: what came during the run. `tail_ns`: how long the last chunk of a run goes on in a pipeline group.
-    `tiers`: its cache, which it has in every role or none. `alive`: it has not failed; `next_role`: it is to have that
-    once its run is over.
+    """`brain`: decides. `run`: what it executes; `version`: of the present end of that on the heap. `sampling`: whose
+    prompts the run completes; `loading`: whose cached prefixes were not all in the engine when it began; `stalled`: its
+    compute is done but KV of these is not here, since `stalled_since`.
+    `missing`: prompts with a cached prefix of which less came than they were started with, and how many blocks.
+    `tail_ns`: how long the last chunk of a run goes on in a pipeline group. `alive`: it has not failed.
 
     `steps`: iterations with decodes so far. `run_*`: one entry for each run with decodes: iterations before it, its
     start (ns), and its iterations as gaps between tokens.
     """
 
     __slots__ = (
-        "_ends", "_first", "_growth", "_limit", "_num_admitted", "_run_start", "alive", "cost", "ending", "facts",
-        "inbox", "links", "next_role", "record", "run", "run_gaps", "run_start", "run_steps", "sampling", "scheduler",
-        "slot", "stalled", "stalled_since", "steps", "tail_ns", "tiers", "version",
+        "_ends", "_first", "_growth", "_limit", "_num_admitted", "_run_start", "alive", "brain", "cost", "facts",
+        "links", "loading", "missing", "record", "run", "run_gaps", "run_start", "run_steps", "sampling", "slot",
+        "stalled", "stalled_since", "steps", "tail_ns", "version",
     )  # fmt: skip
 
-    def __init__(self, facts: NodeFacts, slot: int, scheduler: Scheduler, cost: NodeCost) -> None:
-        self.facts, self.slot, self.scheduler, self.cost = facts, slot, scheduler, cost
+    def __init__(self, facts: NodeFacts, slot: int, brain: Node, cost: NodeCost) -> None:
+        self.facts, self.slot, self.cost = facts, slot, cost
         self.record = NodeRecord(facts.node, facts.role, cluster=facts.cluster)
         self.links = NodeLinks()
-        self.tiers = scheduler.tiers
-        self.alive = True
-        self.next_role: Role | None = None
-        self.inbox: list[Event] = []
-        self.run: Run | None = None
-        self.sampling: list[Job] = []
-        self.stalled = self.ending = False
         self.version = self.steps = self.stalled_since = self.tail_ns = 0
         self.run_steps: list[int] = []
         self.run_start: list[int] = []
         self.run_gaps: list[Gaps] = []
         self._ends: list[tuple[int, int, Job]] = []  # (steps at its last token, age, who); some are out of date
         self._run_start = self._limit = self._first = self._growth = self._num_admitted = 0
+        self.begin_anew(brain)
+
+    def begin_anew(self, brain: Node) -> None:
+        """With nothing under way."""
+        self.brain = brain
+        self.run: Run | None = None
+        self.sampling: list[Job] = []
+        self.loading: list[Job] = []
+        self.missing: dict[RequestId, int] = {}
+        self.stalled = False
+        self.alive = True
+        self.version += 1
 
     def begin(self, run: Run, now: int) -> int:
         """Starts a run; returns when it ends if nothing cuts it short."""
@@ -88,13 +94,14 @@ class SimNode:
         """Books the run that ends now; returns its iterations and the requests that got their last token."""
         run, record, start = self.run, self.record, self._run_start
         assert run is not None
+        self.run = None
         record.busy_ns += now - start
         if not run.num_decodes:
             record.iterations += run.steps
             return run.steps, []
-        steps = self._limit
         if run.chunks:
             self._first = (now - start) * 1000
+        steps = self._limit
         self._book(run, steps)
         done = self.steps
         ended = []
@@ -116,6 +123,14 @@ class SimNode:
         record.iterations += steps
         record.tokens_decoded += steps * run.num_decodes
 
+    def break_off(self, now: int) -> None:
+        """The run that was out gave nothing."""
+        self.run = None
+        self.record.busy_ns += now - self._run_start
+        self.sampling, self.loading = [], []
+        self.stalled = False
+        self.version += 1
+
     def die(self, now: int) -> None:
         """Ends whatever it does. Requests that decode here have the tokens of the iterations that were over."""
         run = self.run
@@ -132,14 +147,6 @@ class SimNode:
                 job.leave(self.steps)
         self._ends.clear()
         self.alive = False
-
-    def begin_anew(self, facts: NodeFacts, scheduler: Scheduler) -> None:
-        """With nothing under way, in this role."""
-        self.facts, self.scheduler, self.tiers = facts, scheduler, scheduler.tiers
-        self.run, self.next_role, self.inbox, self.sampling = None, None, [], []
-        self.stalled = self.ending = False
-        self.alive = True
-        self.version += 1
 
     def admit(self, job: Job) -> None:
         """`job` has blocks and is the youngest here, as its scheduler counts: of one iteration's tokens, those of

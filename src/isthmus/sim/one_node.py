@@ -6,20 +6,21 @@ table of somebody's measurements.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from itertools import pairwise
 
 import msgspec
 
 from isthmus.scheduler import (
+    Actions,
     Admitted,
-    Arrived,
     Chunking,
     CountingPool,
     Limits,
     Preempted,
     Run,
     Scheduler,
+    Sequence,
     Stepped,
     StepTime,
 )
@@ -65,7 +66,7 @@ class Served(msgspec.Struct, frozen=True):
     which its prompt began; `first`: the one that gave its first token. No decode ever waits, so the other tokens came
     from those that follow."""
 
-    requests: Sequence[Asked]
+    requests: abc.Sequence[Asked]
     batches: list[Batch]
     ends_ps: list[int]
     admitted: list[int]
@@ -96,7 +97,7 @@ class Served(msgspec.Struct, frozen=True):
         return gaps
 
 
-def serve(requests: Sequence[Asked], step_ps: StepTime, batching: Batching) -> Served:
+def serve(requests: abc.Sequence[Asked], step_ps: StepTime, batching: Batching) -> Served:
     """Serves all requests, which are in order of arrival. No prefix is shared."""
     node, now = OneNode(requests, batching, step_ps), 0
     while not node.is_done:
@@ -113,7 +114,7 @@ def serve(requests: Sequence[Asked], step_ps: StepTime, batching: Batching) -> S
 class OneNode:
     """For drivers with a time of their own. `run`: the batch to execute next, None while nobody is here."""
 
-    def __init__(self, requests: Sequence[Asked], batching: Batching, step_ps: StepTime) -> None:
+    def __init__(self, requests: abc.Sequence[Asked], batching: Batching, step_ps: StepTime) -> None:
         limits = Limits(
             num_blocks=batching.kv_tokens // _BLOCK,
             block_size=_BLOCK,
@@ -146,7 +147,9 @@ class OneNode:
         while self._arrived < len(requests) and self.next_arrival_ps <= now_ps:
             asked, name = requests[self._arrived], RequestId(str(self._arrived))
             self._arrived += 1
-            self._tell(Arrived(name, asked.num_tokens, asked.num_tokens + asked.output_tokens), now_ps)
+            length = asked.num_tokens
+            self._scheduler.arrive(Sequence(name, length, length + asked.output_tokens))
+            self._plan([], now_ps)
 
     def took_ps(self) -> int:
         """How long the batch takes, from first to last."""
@@ -170,10 +173,13 @@ class OneNode:
         ended = tuple(self._ending.pop(number, ()))
         self._num_decoding -= len(ended)
         self.run = None
-        self._tell(Stepped(1, ended), now_ps)
+        actions: Actions = []
+        self._scheduler.step(Stepped(1, ended), actions)
+        self._plan(actions, now_ps)
 
-    def _tell(self, event: Arrived | Stepped, now_ps: int) -> None:
-        for action in self._scheduler.on(event, now_ps // _PS_PER_NS):
+    def _plan(self, actions: Actions, now_ps: int) -> None:
+        self._scheduler.plan(actions, now_ps // _PS_PER_NS)
+        for action in actions:
             assert not isinstance(action, Preempted), "kv_tokens: too few; a prompt would be computed twice"
             if isinstance(action, Run):
                 self.run = action

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Protocol
 
 from isthmus.conductor import Event, Measured, NodeLeft
-from isthmus.sim.build import scheduler_of
 from isthmus.sim.clock import OTHERS, Clock
 from isthmus.sim.deployment import Deployment
-from isthmus.sim.job import Job
-from isthmus.sim.node import SimNode
 from isthmus.sim.nodes import Nodes
 from isthmus.sim.records import LinkSample
 from isthmus.types import NS_PER_S
@@ -33,9 +29,6 @@ class Host(Protocol):
 
     def decide(self, event: Event) -> None:
         """Tells the conductor, and does what it answers."""
-
-    def requests(self) -> Iterable[Job]:
-        """Those that have come and not ended, in order of arrival."""
 
 
 class Upkeep:
@@ -74,21 +67,7 @@ class Upkeep:
         for node in self._nodes.nodes:
             dead = faults.is_dead((node.facts.node, node.facts.cluster), now)
             if node.alive and dead:
-                self._die(node)
+                self._nodes.lose(node, partial(self._host.decide, NodeLeft(node.facts.node)))
             elif not node.alive and not dead:
                 node.alive = True
                 self._host.decide(node.facts.joined())
-
-    def _die(self, node: SimNode) -> None:
-        """All that it held is lost; what others were getting from it does not come."""
-        node.die(self._clock.now)
-        self._nodes.moves.forget_copies(node, self._clock.now)
-        waiting = [(job, job.attempt) for job in self._host.requests() if job.waits_for(node.tiers)]
-        node.begin_anew(node.facts, scheduler_of(self._deployment, node.facts))
-        node.alive = False
-        self._host.decide(NodeLeft(node.facts.node))
-        for job, attempt in waiting:
-            if job.attempt == attempt:  # none of its own nodes is gone
-                self._nodes.lost(
-                    job, f"node {node.facts.node} is gone, and with it what was to come from there"
-                )

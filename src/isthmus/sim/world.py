@@ -3,10 +3,8 @@
 At equal times arrivals come first, then ends of prefills, then of transfers, then of decode runs; then in the order
 in which they were set. Nothing is drawn at random and no set is iterated: the same input gives the same result.
 
-A request's way: arrival, route, Expected at its decode node and Arrived at its prefill node; a fetch starts at once,
-the load from the node's own cache when the prefill does; KV streams to the decode node while the prefill runs, all but
-the last layer, which follows when it is done, with the recurrent state of models that have one; when all has landed the
-request joins the batch. When a node or a transfer fails, the conductor hears of it and may route the request again.
+Each node decides for itself, with the code that decides in a live one (`isthmus.node`); this room gives what it asks
+for the time it takes. When a node or a transfer fails, the conductor hears of it and may route the request again.
 """
 
 from __future__ import annotations
@@ -35,9 +33,7 @@ from isthmus.conductor import (
     Route,
     ThresholdSet,
 )
-from isthmus.cost.transfer import NONE
-from isthmus.scheduler import Arrived, Cancelled, Expected
-from isthmus.sim.build import kept
+from isthmus.node.events import Become, Copy
 from isthmus.sim.clock import OTHERS, TRANSFER_ENDS, Clock
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.gaps import set_tbt
@@ -60,7 +56,8 @@ class World:
         self, deployment: Deployment, workload: Workload, *, log: Log | None = None, check: bool = False
     ) -> None:
         has_names = any(request.blocks for request in workload.requests)
-        deployment = msgspec.structs.replace(deployment, has_names=has_names)
+        has_answers = any(request.answer is not None for request in workload.requests)
+        deployment = msgspec.structs.replace(deployment, has_names=has_names, has_answers=has_answers)
         self._deployment, self._workload = deployment, workload
         self._log, self._check = log, check
         self._conductor = Conductor(deployment.rules)
@@ -100,6 +97,7 @@ class World:
             self.decide(facts.joined())
         self._upkeep.start()
         clock, moves, network, run_ends = self._clock, self._moves, self._moves.network, self._nodes.run_ends
+        due, settle = self._nodes.due, self._nodes.settle
         jobs, heap = self._jobs, clock.heap
         arrived, num_jobs, check = 0, len(jobs), self._check
         every = max(1, num_jobs // 100)
@@ -110,10 +108,7 @@ class World:
             if network.version != version_seen:
                 version_seen, next_finish = network.version, network.next_finish()
                 transfer = NEVER if next_finish is None else next_finish
-            if heap:
-                time, priority, _, node, version, call = heap[0]
-            else:
-                time = NEVER
+            time = heap[0][0] if heap else NEVER
             if arrival <= time and arrival <= transfer:
                 if arrival == NEVER:
                     break
@@ -124,11 +119,11 @@ class World:
                 arrival = jobs[arrived].request.arrival_ns if arrived < num_jobs else NEVER
                 if progress is not None and arrived % every == 0:
                     progress(arrived, num_jobs)
-            elif transfer < time or (transfer == time and priority > TRANSFER_ENDS):
+            elif transfer < time or (transfer == time and heap[0][1] > TRANSFER_ENDS):
                 clock.now = transfer
                 moves.end(transfer)
             else:
-                heappop(heap)
+                _, _, _, node, version, call = heappop(heap)
                 if call is not None:
                     clock.now = time
                     call()
@@ -137,6 +132,8 @@ class World:
                     run_ends(node)
                 else:
                     continue  # the run was cut short
+            if due:
+                settle()
             num_events += 1
             if check:
                 self._check_all()
@@ -151,9 +148,6 @@ class World:
     @property
     def is_over(self) -> bool:
         return not self._num_left
-
-    def requests(self) -> list[Job]:
-        return list(self._job_of.values())
 
     def _check_all(self) -> None:
         self._conductor.check()
@@ -201,52 +195,17 @@ class World:
 
     def _route(self, route: Route) -> None:
         job = self._job_of[route.request]
-        record, fetch = job.record, route.fetch
         if job.attempt > 0:
             self._nodes.withdraw(job)
-        prefill, decode = self._nodes.by_name[route.prefill], self._nodes.by_name[route.decode]
-        job.begin(route, self._deployment.block_size)
-        self._nodes.attempts[job.key] = job
-        if self._deployment.rules.codecs:
-            job.kept = kept(prefill, route.codec)
-            job.fetch_kept = kept(prefill, fetch.codec if fetch else NONE)
-        job.prefill_slot = record.prefill = prefill.slot
-        job.target = record.decode = decode.slot
-        if route.recall is not None and not self._moves.promise_recall(job, route.recall):
-            lost = partial(self._nodes.lost, job, "what was to be recalled is not kept any more")
-            self._moves.later(self._clock.now, job, lost)
-            return
-        length, stop = job.length, job.request.num_tokens + job.request.output_tokens
-        departs = decode is not prefill
-        if departs:  # taking blocks for it changes nothing in the run under way, so it need not end
-            self._nodes.give(decode, Expected(job.key, length, stop))
-        start, end, until = (fetch.start, fetch.stop, fetch.until_ns) if fetch is not None else (0, 0, 0)
-        num_cached, end = min(route.num_cached, len(job.names)), min(end, len(job.names))
-        self._nodes.tell(
-            prefill,
-            Arrived(
-                job.key, length, stop, job.names, departs, num_cached, start, end, until,
-                route.work_ns, route.deadline_ns,
-            ),
-        )  # fmt: skip
-        if fetch is not None:
-            source = self._nodes.by_name[fetch.source]
-            if not self._moves.fetch(job, prefill, source, start, end, self._clock.now):
-                self._nodes.fetched(job)
-        elif prefill.facts.ssd_blocks and num_cached:
-            self._moves.read_disk(job, prefill, self._clock.now)
+        self._nodes.begin(job, route)
 
     def _abort(self, abort: Abort) -> None:
+        """Those of its nodes that are done with it already need not hear."""
         job = self._job_of[abort.request]
-        if job.record.status is Status.COMPLETED or job.attempt < 0:
-            return  # its nodes know
         key = job.key
-        self._nodes.withdraw(job)
-        for name in abort.nodes:
-            node = self._nodes.by_name[name]
-            self._nodes.tell(node, Cancelled(key))
-            if node.stalled:
-                self._nodes.run_ends(node)
+        if job.record.status is not Status.COMPLETED and job.attempt > 0:
+            self._nodes.withdraw(job)
+        self._nodes.forget(key, abort.nodes)
 
     def _refuse(self, refuse: Refuse) -> None:
         job = self._job_of[refuse.request]
@@ -277,14 +236,13 @@ class World:
         self._end(job, Status.COMPLETED)
 
     def _convert(self, order: Convert) -> None:
-        self._nodes.convert(order.node, order.role)
+        self._nodes.tell(self._nodes.by_name[order.node], Become(order.role))
 
     def _threshold_set(self, order: ThresholdSet) -> None:
         self._thresholds.append(ThresholdChange(self._clock.now, order.threshold, order.reason))
 
     def _replicate(self, order: Replicate) -> None:
-        source, target = self._nodes.by_name[order.source], self._nodes.by_name[order.target]
-        self._moves.replicate(source, target, order.names, self._clock.now)
+        self._nodes.tell(self._nodes.by_name[order.target], Copy(order.names, order.source))
 
     # The end.
 

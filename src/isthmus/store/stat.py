@@ -43,6 +43,29 @@ class Stat(msgspec.Struct, frozen=True):
     degraded: bool
     """The SSD takes nothing at the moment; what it has can still be read."""
 
+    def gauges(self) -> dict[str, float]:
+        """By metric name."""
+        found: dict[str, float] = {
+            "cache_pinned_blocks": self.num_pinned,
+            "cache_write_queue_blocks": self.queued_blocks,
+            "cache_degraded": float(self.degraded),
+            "cache_io_errors_total": self.io_errors,
+            "cache_lost_blocks_total": self.lost_blocks,
+            "cache_seal_mismatches_total": self.seal_mismatches,
+            "cache_misses_total": self.misses,
+        }
+        for name, tier in (("memory", self.memory), ("disk", self.disk)):
+            found |= {
+                f"cache_{name}_bytes": tier.used_bytes,
+                f"cache_{name}_capacity_bytes": tier.capacity_bytes,
+                f"cache_{name}_blocks": tier.num_blocks,
+                f"cache_{name}_hits_total": tier.hits,
+                f"cache_{name}_bytes_in_total": tier.bytes_in,
+                f"cache_{name}_bytes_out_total": tier.bytes_out,
+                f"cache_{name}_evictions_total": tier.evictions,
+            }
+        return found
+
 
 @dataclass(slots=True)
 class Counters:

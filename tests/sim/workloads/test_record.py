@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from isthmus.cluster.recorder import Recorder
+from isthmus.cluster.recorder import FORMAT, Header, Recorder
 from isthmus.conductor import Event, FirstToken, NodeJoined, RequestArrived, RequestEnded, Rules
 from isthmus.errors import ConfigError
 from isthmus.sim.workloads import Replay, Request, load
@@ -28,7 +28,7 @@ def ended(request: str, num_generated: int) -> RequestEnded:
 
 
 def record(path: Path, events: list[tuple[int, Event]]) -> Path:
-    recorder = Recorder(path, Rules())
+    recorder = Recorder(path, Header(FORMAT, Rules()))
     for at_ns, event in events:
         recorder.record(at_ns, event, ())
     recorder.close()

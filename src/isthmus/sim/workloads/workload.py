@@ -20,7 +20,8 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     """One simulated request: `num_tokens` in (at least 1), `output_tokens` out (at least 1).
 
     `blocks`: ids of the prompt's blocks, the last one perhaps partial; equal ids mean an equal prefix up to and
-    including that block. Empty: the prompt shares nothing. A higher `priority` is refused last.
+    including that block. Empty: the prompt shares nothing. `answer`: ids of the full blocks that prompt and answer have
+    beyond the prompt's full ones; None where nobody knows them. A higher `priority` is refused last.
     `ttft_slo_ms`, `tbt_slo_ms`: the request's own limits, None takes the deployment's.
     """
 
@@ -32,6 +33,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     priority: int = 0
     ttft_slo_ms: int | None = None
     tbt_slo_ms: int | None = None
+    answer: tuple[int, ...] | None = None
 
 
 class Workload(msgspec.Struct, frozen=True):

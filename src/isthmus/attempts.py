@@ -1,0 +1,104 @@
+"""What the conductor says to nodes of an attempt, and what they report: the same values in every room and on the wire.
+
+A leaf below all that decides. `conductor` answers with a `Route` and hears the reports; `node` is told the route and
+reports; the live cluster sends both as they are.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from isthmus.types import BlockName, NodeId, RequestId, Role, Tier
+
+
+def key_of(request: RequestId, attempt: int) -> RequestId:
+    """What nodes call an attempt, so that two attempts of one request never share state."""
+    return RequestId(f"{request}#{attempt}")
+
+
+class Fetch(msgspec.Struct, frozen=True):
+    """Copy the request's blocks `[start, stop)` from another node's cache; `[0, start)` are at hand.
+
+    `until_ns`: when the conductor expects them; `codec`: in which form they travel.
+    """
+
+    source: NodeId
+    start: int
+    stop: int
+    until_ns: int = 0
+    codec: str = "none"
+
+
+class Route(msgspec.Struct, frozen=True, tag=True):
+    """Prefill and decode a request on these nodes; the same node twice means that its KV does not move.
+
+    `attempt` counts from 1. Later attempts go on from the tokens already generated. `num_cached`: leading
+    blocks the conductor counts on, fetched ones included; `work_ns`: node time it expects the prefill to take;
+    `deadline_ns`: when the first token was promised, 0 without a promise; `codec`: in which form its KV goes to where
+    it decodes.
+
+    `handover_start`: leading blocks that are not handed over, since the decode node has them or gets them in its own
+    cluster: with `recall`, from a node there, or its own cache where `recall.source` is itself.
+    """
+
+    request: RequestId
+    attempt: int
+    prefill: NodeId
+    decode: NodeId
+    fetch: Fetch | None = None
+    num_cached: int = 0
+    work_ns: int = 0
+    deadline_ns: int = 0
+    codec: str = "none"
+    handover_start: int = 0
+    recall: Fetch | None = None
+
+
+# What nodes report.
+
+
+class FetchFinished(msgspec.Struct, frozen=True, tag=True):
+    """The blocks that an attempt's route fetches are at its prefill node, or will never be."""
+
+    request: RequestId
+    attempt: int
+
+
+class PrefillFinished(msgspec.Struct, frozen=True, tag=True):
+    """All KV of this attempt is where it decodes: the prefill node is free of it."""
+
+    request: RequestId
+    attempt: int
+
+
+class RequestFailed(msgspec.Struct, frozen=True, tag=True):
+    """A node could not go on with an attempt (transfer broken, seal wrong); another attempt may succeed."""
+
+    request: RequestId
+    attempt: int
+    reason: str
+
+
+class BlocksStored(msgspec.Struct, frozen=True, tag=True):
+    """These blocks are now in `tier` of a node's cache, wherever in it they were before."""
+
+    node: NodeId
+    names: tuple[BlockName, ...]
+    tier: Tier = Tier.MEMORY
+
+
+class BlocksEvicted(msgspec.Struct, frozen=True, tag=True):
+    """These blocks are in no tier of a node's cache any more."""
+
+    node: NodeId
+    names: tuple[BlockName, ...]
+
+
+class RoleChanged(msgspec.Struct, frozen=True, tag=True):
+    """A node does what `Convert` asked: it has this role now, and its cache still."""
+
+    node: NodeId
+    role: Role
+
+
+Report = FetchFinished | PrefillFinished | RequestFailed | BlocksStored | BlocksEvicted | RoleChanged

@@ -1,0 +1,346 @@
+"""What a node decides about bytes, carried out for one engine: a whole model, or one pipeline stage's layers.
+
+Knows no rule: it takes actions in their order and reports facts. Sessions live in the event loop, where what comes from
+another thread is done after all that came before; loads and saves begin at once, in threads of the cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Sequence, Set
+from functools import partial
+from typing import Any
+
+from isthmus.cluster import messages
+from isthmus.cluster.cache import Load, NodeCache, Staging
+from isthmus.cluster.departures import Arrivals, Departures, Tell
+from isthmus.cluster.fetches import Fetch, Fetcher
+from isthmus.cluster.lending import Lender
+from isthmus.cluster.sessions import Bare, Peers
+from isthmus.cluster.transfers import Outgoing
+from isthmus.engine.interface import KVBytes
+from isthmus.errors import ProtocolError
+from isthmus.messenger import Session
+from isthmus.node import events
+from isthmus.scheduler import Preempted, Saved
+from isthmus.types import BlockName, NodeId, RequestId, Span, TokenLogprobs
+
+
+class Hands(Bare):
+    """`first_layer`: of the model, that is the first in `memory`. `address_of`: raises OSError or LookupError for one
+    that is gone. `tell`: hears facts, in the event loop, and never from within `do`; `received` of the first token
+    that came with a hand-over, just before. `spawn` owns what it starts. `shares_memory`: reads blocks of nodes on this
+    host where they lie.
+    """
+
+    def __init__(
+        self,
+        *,
+        memory: KVBytes,
+        first_layer: int,
+        cache: NodeCache | None,
+        peers: Peers,
+        address_of: Callable[[NodeId], str],
+        tell: Tell,
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        shares_memory: bool,
+        received: Callable[[RequestId, int], None],
+    ) -> None:
+        self._cache, self._peers, self._address_of, self._spawn = cache, peers, address_of, spawn
+        self._told = tell
+        self._posted: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._names: dict[Session, NodeId] = {}
+        """Who opened a session."""
+        self._departures = Departures(memory, first_layer, self._reach, self._tell, spawn)
+        self._arrivals = Arrivals(memory, self._tell, partial(self._later, received))
+        self._fetcher: Fetcher | None = None
+        self._lender: Lender | None = None
+        if cache is not None:
+            self._fetcher = Fetcher(cache, self._reach, self._tell, shares_memory=shares_memory)
+            self._lender = Lender(cache, self._tell)
+        self._fetches: dict[RequestId, Fetch] = {}  # that a load may read from
+        self._loads: dict[RequestId, Load] = {}
+        self._read: dict[RequestId, Sequence[BlockName]] = {}  # ahead of a load
+        self._staged: dict[RequestId, list[Staging]] = {}
+        self._orders: dict[type, Callable[[Any], None]] = {
+            events.Load: self._load,
+            events.Read: self._read_ahead,
+            events.Save: self._save,
+            events.Promote: lambda action: self.cache.promote(action.names),
+            events.Demote: lambda action: self.cache.demote(action.names),
+            events.Drop: lambda action: self.cache.drop(action.names),
+            events.Shorten: self._shorten,
+            events.Fetch: self._fetch,
+            events.EndFetch: lambda action: self._post(self._end_fetch, action.key),
+            events.Give: lambda action: self._post(self.lender.give, action),
+            events.Offer: lambda action: self._post(self._departures.offer, action),
+            events.Send: lambda action: self._post(self._departures.send, action),
+            events.Finish: lambda action: self._post(self._departures.on, action.key, Outgoing.computed),
+            events.Grant: lambda action: self._post(self._arrivals.grant, action),
+            events.Land: lambda action: self._post(self._arrivals.land, action.key),
+            events.Release: self._release,
+            Preempted: lambda action: self._let_go(action.request),
+        }
+
+    def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Call it in the event loop, before anything else."""
+        self._loop, self._thread = loop, threading.get_ident()
+
+    async def close(self) -> None:
+        """Answers no other node any more, and lets no load wait for one. Cache and store stay open."""
+        if self._fetcher is not None:
+            self._fetcher.close()
+        if self._lender is not None:
+            await self._lender.close()
+
+    def do(self, action: events.Action) -> None:
+        """Carries it out, or begins to. In the event loop or the worker's thread, one at a time."""
+        self._orders[type(action)](action)
+
+    def gauges(self) -> dict[str, float]:
+        """Present state and totals, by metric name."""
+        found: dict[str, float] = {
+            "kv_bytes_in_total": self._arrivals.bytes_in,
+            "kv_bytes_out_total": self._departures.bytes_out,
+            "seal_mismatches_total": self._arrivals.seal_mismatches,
+        }
+        if self._cache is not None and self._fetcher is not None and self._lender is not None:
+            found |= self._cache.store.stat().gauges()
+            found["kv_bytes_fetched_total"] = self._fetcher.bytes_in
+            found["kv_bytes_borrowed_total"] = self._fetcher.bytes_lent
+            found["kv_bytes_given_total"] = self._lender.bytes_out
+            found["seal_mismatches_total"] += self._fetcher.seal_mismatches
+        return found
+
+    # Threads.
+
+    def _post(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Does it in the event loop, after all that was posted before; here and now, if this is it."""
+        self._posted.append((function, arguments))
+        if threading.get_ident() == self._thread:
+            self._serve()
+        else:
+            self._later(self._serve)
+
+    def _serve(self) -> None:
+        while self._posted:
+            function, arguments = self._posted.popleft()
+            function(*arguments)
+
+    def _later(self, function: Callable[..., object], *arguments: Any) -> None:
+        """From any thread. Never at once: a session may deliver messages while an action is carried out."""
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def _tell(self, fact: events.Event) -> None:
+        self._later(self._told, fact)
+
+    def lost_bytes(self, names: Iterable[BlockName]) -> None:
+        """These are in no tier. From any thread."""
+        self._tell(events.Lost(tuple(names)))
+
+    async def _reach(self, node: NodeId) -> Session:
+        try:
+            address = self._address_of(node)
+        except LookupError:
+            raise ConnectionError("nobody has said where it is") from None
+        return await self._peers.get(address)
+
+    # Cached blocks: to the engine and from it.
+
+    @property
+    def cache(self) -> NodeCache:
+        """Nothing is decided about a cache that is not there."""
+        assert self._cache is not None
+        return self._cache
+
+    def _load(self, load: events.Load) -> None:
+        key = load.key
+        fetch = self._fetches.pop(key, None)
+        if fetch is not None and not (load.arriving and load.names == fetch.names[: len(load.names)]):
+            # It is for more than is of use: what lies there is not this prefix and its state.
+            fetch.release()
+            fetch = None
+        begun = self._loads[key] = self.cache.load(load.names, load.blocks, fetch)
+        read = self._read.pop(key, ())
+
+        def ended() -> None:
+            """In any thread."""
+            self.cache.unread(read)
+            if load.told and self._loads.get(key) is begun:  # and was not cancelled
+                del self._loads[key]
+                self._tell(events.Loaded(key, begun.num_blocks))
+
+        if read or load.told:
+            begun.on_end(ended)
+
+    def _read_ahead(self, read: events.Read) -> None:
+        self._read[read.key] = read.names
+        self.cache.read(read.names)
+
+    def _shorten(self, shorten: events.Shorten) -> None:
+        if not shorten.num_tokens:
+            self._cancel_load(shorten.key)
+
+    def load_of(self, key: RequestId) -> Load | None:
+        """What a run with it must wait for."""
+        return self._loads.get(key)
+
+    def is_loading(self, blocks: Set[int]) -> bool:
+        """Whether any of these blocks of the engine is still being written."""
+        loads = [load for load in list(self._loads.values()) if not load.over.is_set()]
+        return any(not blocks.isdisjoint(load.blocks) for load in loads)
+
+    def loaded(self, key: RequestId) -> None:
+        """A run with it is computed."""
+        self._loads.pop(key, None)
+
+    def _cancel_load(self, key: RequestId) -> None:
+        load = self._loads.pop(key, None)
+        if load is not None:
+            load.cancel()
+
+    def stage(self, key: RequestId, names: Sequence[BlockName], blocks: Sequence[int]) -> Staging | None:
+        """Room in the store for those of these blocks that it does not have and a run will complete: for `save_layer`,
+        until a `Save` takes them over."""
+        new = [at for at, name in enumerate(names) if not self.cache.store.contains(name)]
+        if not new:
+            return None
+        staging = self.cache.stage([names[at] for at in new], [blocks[at] for at in new])
+        self._staged.setdefault(key, []).append(staging)
+        return staging
+
+    def save_layer(self, staging: Staging, layer: int) -> None:
+        """This layer of them is computed."""
+        self.cache.save_layer(staging, layer)
+
+    def _save(self, save: events.Save) -> None:
+        def done(lost: Sequence[BlockName]) -> None:
+            self._tell(Saved(save.request))
+            if lost:
+                self.lost_bytes(lost)
+
+        heads = (save.head, *save.names[:-1])
+        self.cache.save(save.names, heads, save.blocks, self._staged.pop(save.request, ()), done)
+
+    def _let_go(self, key: RequestId) -> None:
+        self._cancel_load(key)
+        for staging in self._staged.pop(key, ()):
+            self.cache.unstage(staging)
+
+    def _release(self, release: events.Release) -> None:
+        key = release.key
+        self._let_go(key)
+        if key in self._read:
+            self.cache.unread(self._read.pop(key))
+        self._post(self._release_sessions, key)
+
+    # Sessions with other nodes.
+
+    def _release_sessions(self, key: RequestId) -> None:
+        self._end_fetch(key)
+        fetch = self._fetches.pop(key, None)
+        if fetch is not None:
+            fetch.release()
+        self._departures.release(key)
+        self._arrivals.release(key)
+
+    def _fetch(self, order: events.Fetch) -> None:
+        if self._fetcher is None:
+            self._tell(events.FetchEnded(order.key, order.start))
+            return
+        fetch = Fetch(order, self.cache)
+        if not order.background:  # of a copy nobody reads
+            fetch.hold()
+            self._fetches[order.key] = fetch
+        self._post(self._spawn, self._run_fetch(fetch, self._fetcher.begin(fetch)))
+
+    async def _run_fetch(self, fetch: Fetch, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        finally:  # no load that is decided when its end is known reads from it
+            self._later(self._forget_fetch, fetch)
+
+    def _forget_fetch(self, fetch: Fetch) -> None:
+        if self._fetches.get(fetch.key) is fetch:
+            del self._fetches[fetch.key]
+            fetch.release()
+
+    def _end_fetch(self, key: RequestId) -> None:
+        if self._fetcher is not None:
+            self._fetcher.cancel(key)
+
+    def kv_ready(self, key: RequestId, layers: Span, tokens: Span, blocks: Sequence[int]) -> None:
+        """KV of an attempt is in place for these layers of `memory` and token positions. From any thread."""
+        self._post(self._departures.on, key, Outgoing.ready, layers, tokens, blocks)
+
+    def first_token(self, key: RequestId, token: int, logprobs: TokenLogprobs | None) -> None:
+        """It goes with the KV. From any thread, before `Finish`."""
+        self._post(self._departures.on, key, Outgoing.first_token, token, logprobs)
+
+    @property
+    def fetcher(self) -> Fetcher:
+        """Raises ProtocolError on a node without a cache: nobody there can have asked for blocks."""
+        if self._fetcher is None:
+            raise ProtocolError("blocks came to a node without a cache")
+        return self._fetcher
+
+    @property
+    def lender(self) -> Lender:
+        if self._lender is None:
+            raise ProtocolError("blocks are wanted from a node without a cache")
+        return self._lender
+
+    def introduced(self, connection: Session, node: NodeId) -> None:
+        """It opened this session."""
+        self._names[connection] = node
+
+    def on_peer(self, connection: Session, message: messages.PeerMessage) -> None:
+        match message:
+            case messages.Slices():
+                self._arrivals.receive(message)
+            case messages.Given():
+                self.fetcher.receive(connection, message)
+            case messages.Sent():
+                self._arrivals.sent(connection, message)
+            case messages.Offer():
+                self._arrivals.offered(connection, message)
+            case messages.Grant():
+                self._departures.granted(connection, message.key)
+            case messages.Landed():
+                self._departures.landed(connection, message.key)
+            case messages.Want():
+                if connection not in self._names:
+                    raise ProtocolError("blocks are wanted over a session that was opened here")
+                self.lender.wanted(connection, self._names[connection], message)
+            case messages.Enough() if connection in self._names:
+                self.lender.enough(connection, message.key, self._names[connection])
+            case messages.Lent() | messages.Ended():
+                self.fetcher.answer(connection, message)
+
+    def place(self, connection: Session, message: messages.PeerMessage, size: int) -> Sequence[memoryview]:
+        match message:
+            case messages.Slices():
+                return self._arrivals.place(connection, message, size)
+            case messages.Given():
+                return self.fetcher.place(connection, message, size)
+        return super().place(connection, message, size)
+
+    def on_void(self, connection: Session, message: messages.PeerMessage) -> None:
+        match message:
+            case messages.Slices():
+                self._arrivals.void(message)
+            case messages.Given():
+                self.fetcher.void(connection, message)
+
+    def lost(self, connection: Session, reason: str) -> None:
+        """A session ended, and what was under way over it with it."""
+        if self._fetcher is not None and self._lender is not None:
+            self._fetcher.lost(connection)
+            self._lender.lost(connection)
+        keys = self._departures.lost(connection) + self._arrivals.lost(connection)
+        if keys:
+            name = self._names.get(connection, connection.peer)
+            self._tell(events.Severed(tuple(keys), f"the session with {name} ended: {reason}"))
+        self._names.pop(connection, None)

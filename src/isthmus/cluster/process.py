@@ -1,0 +1,297 @@
+"""One process of a node: an engine and its hands, and sessions with the head and with other nodes.
+
+Most nodes are one process, which decides (`node.py`). A pipeline group is several, each with some of the layers; those
+after the first carry out what the first one decides (`stage_node.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from isthmus.cluster.cache import NodeCache
+from isthmus.cluster.crossings import Crossings
+from isthmus.cluster.hands import Hands
+from isthmus.cluster.messages import (
+    PROTOCOL,
+    Beat,
+    Neighbours,
+    NodeBound,
+    PeerHello,
+    PeerMessage,
+    Probe,
+    StageHello,
+    Stop,
+    Turned,
+    Welcome,
+)
+from isthmus.cluster.runs import Runs
+from isthmus.cluster.sessions import CONNECT_S, Bare, Peers
+from isthmus.deploy import NodeFacts
+from isthmus.engine.interface import Engine
+from isthmus.errors import ProtocolError, StartError
+from isthmus.messenger import Handler, Network, Session
+from isthmus.node.events import Event, Woken
+from isthmus.store import Store
+from isthmus.types import BlockName, NodeId, RequestId
+
+log = logging.getLogger(__name__)
+
+OnLost = Callable[[Sequence[BlockName]], None]
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """What a process of a node knows beside its `facts`. `join`: the head's `host:port`. `transfer_s`: how long a
+    transfer that began may bring no byte.
+
+    `shares_memory`: reads blocks of nodes on this host where they lie; `link_s`: how long a link to another cluster may
+    bring nothing, None does not watch links. `stage`: of the pipeline group, each with some of the layers.
+    """
+
+    facts: NodeFacts
+    join: str
+    token: str
+    transfer_s: float
+    host: str = "127.0.0.1"
+    shares_memory: bool = True
+    link_s: float | None = None
+    stage: int = 0
+
+
+class EngineProcess(ABC):
+    """Runs until the head says Stop or a session ends without which it cannot go on. `run` returns the reason.
+
+    `store_of`: opens the store of its cache, which it closes; None: prefixes are reused from the engine's memory alone.
+    """
+
+    entrance: ClassVar[Any] = PeerMessage
+    """What is said over sessions that are opened from outside."""
+    runs: Runs
+
+    def __init__(
+        self,
+        engine: Engine,
+        options: NodeOptions,
+        network: Network,
+        store_of: Callable[[OnLost], Store] | None,
+        hands_of: Callable[..., Hands] = Hands,
+    ) -> None:
+        self._engine, self._options, self._network = engine, options, network
+        facts = self._facts = options.facts
+        store = store_of(self._lost) if store_of is not None else None
+        self._cache = NodeCache(engine.memory, store, self._lost) if store is not None else None
+        self._introduction = PeerHello(PROTOCOL, options.token, facts.node, engine.revision, engine.layout)
+        peers = Peers(network, self._introduction, lambda: FromPeer(self, introduced=True))
+        self._crossings = Crossings(peers, options.link_s, self.spawn)
+        self._addresses: dict[str, Mapping[NodeId, str]] = {}
+        self.hands = hands_of(
+            memory=engine.memory,
+            first_layer=engine.layers[0],
+            cache=self._cache,
+            peers=peers,
+            address_of=self._address_of,
+            tell=self.fact,
+            spawn=self.spawn,
+            shares_memory=options.shares_memory,
+            received=self.received,
+        )
+        self._head: Session | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._found: list[tuple[BlockName, BlockName | None]] = []
+        """On its disk at the start: blocks, and what each follows."""
+
+    async def run(self) -> str:
+        """Joins the cluster and serves. Raises StartError when the head cannot be reached or says no."""
+        self.loop = asyncio.get_running_loop()
+        self._over: asyncio.Future[str] = self.loop.create_future()
+        self.hands.open(self.loop)
+        if self._cache is not None:  # a large disk takes a while, in which sessions would seem dead
+            self._found = await asyncio.to_thread(self._cache.store.recover)
+        options = self._options
+        server, port = await self._network.listen(options.host, 0, self.entrance, self.entering)
+        self.start()
+        try:
+            self._head = await self._network.connect(
+                options.join, NodeBound, _FromHead(self), timeout_s=CONNECT_S
+            )
+        except (OSError, TimeoutError, ValueError) as error:
+            raise StartError(f"cannot reach the head at {options.join}: {error}") from None
+        self._address = f"{options.host}:{port}"
+        self._send(self.hello())
+        try:
+            return await self._over
+        finally:
+            server.close()
+            await self.hands.close()
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            self.stop()
+            if self._cache is not None:
+                self._cache.close()
+                self._cache.store.close()
+
+    def end(self, reason: str | Exception) -> None:
+        if not self._over.done():
+            if isinstance(reason, Exception):
+                self._over.set_exception(reason)
+            else:
+                self._over.set_result(reason)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self.loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # What its kind makes of it.
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begins to compute what comes."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Computes nothing more."""
+
+    @abstractmethod
+    def hello(self) -> Any:
+        """First message to the head."""
+
+    @abstractmethod
+    def heard(self, message: NodeBound) -> None:
+        """From the head, what only this kind is told."""
+
+    @abstractmethod
+    def fact(self, fact: Event) -> None:
+        """Of its hands, and that time has passed. In the event loop."""
+
+    @abstractmethod
+    def received(self, key: RequestId, token: int) -> None:
+        """The first token of an attempt that was handed over."""
+
+    def entering(self) -> Handler:
+        """Somebody opens a session."""
+        return FromPeer(self, introduced=False)
+
+    # The head.
+
+    def stage_hello(self) -> StageHello:
+        options, facts = self._options, self._facts
+        return StageHello(PROTOCOL, options.token, facts.node, options.stage, facts.pipeline, self._address)
+
+    def welcome(self, message: Welcome) -> None:
+        log.info("%s joined the cluster", self._facts.node)
+        self.spawn(self._beat(message.beat_ms))
+
+    async def _beat(self, every_ms: int) -> None:
+        while True:
+            self._send(Beat(self.gauges(), tuple(self._crossings.report())))
+            self.fact(Woken())
+            await asyncio.sleep(every_ms / 1000)
+
+    def gauges(self) -> dict[str, float]:
+        """Present state and totals, by metric name; read without a lock, so they may be a step apart."""
+        return {f"{name}_total": value for name, value in self.runs.counters.items()} | self.hands.gauges()
+
+    def _send(self, message: Any) -> None:
+        if self._head is not None:
+            self._head.send(message)
+
+    def on_head(self, message: NodeBound) -> None:
+        match message:
+            case Welcome():
+                self.welcome(message)
+            case Neighbours():
+                self._addresses[message.cluster] = message.addresses
+                if message.cluster != self._facts.cluster:
+                    self._crossings.linked(message)
+            case Turned():
+                self.end(StartError(f"the head turned this node away: {message.reason}"))
+            case Stop():
+                self.end("stopped by the head")
+            case _:
+                self.heard(message)
+
+    # Other nodes.
+
+    def _address_of(self, node: NodeId) -> str:
+        """Raises OSError for a node that nobody has told of: it is gone."""
+        for addresses in self._addresses.values():
+            if node in addresses:
+                return addresses[node]
+        raise OSError(f"{node} is not there")
+
+    def trusts(self, hello: PeerHello) -> bool:
+        """It has the cluster's token, and computes with the same model and KV layout."""
+        mine = self._introduction
+        return hmac.compare_digest(hello.token.encode(), mine.token.encode()) and (
+            (hello.protocol, hello.revision, hello.layout) == (mine.protocol, mine.revision, mine.layout)
+        )
+
+    def introduced(self, connection: Session, hello: PeerHello) -> None:
+        self.hands.introduced(connection, hello.node)
+        self._crossings.introduced(connection, hello.node)
+
+    def _lost(self, names: Sequence[BlockName]) -> None:
+        """From a thread of the store: bytes are gone that somebody counts on."""
+        self.hands.lost_bytes(names)
+
+    def died(self, error: BaseException) -> None:
+        """From the thread that computes."""
+        self.loop.call_soon_threadsafe(
+            self.end, StartError(f"the engine failed: {type(error).__name__}: {error}")
+        )
+
+
+class Vital(Bare):
+    """A session that a process cannot do without."""
+
+    what = ""
+
+    def __init__(self, process: EngineProcess) -> None:
+        self._process = process
+
+    def on_close(self, connection: Session, reason: str) -> None:
+        self._process.end(f"the session with {self.what} ended: {reason}")
+
+
+class _FromHead(Vital):
+    what = "the head"
+
+    def on_message(self, connection: Session, message: NodeBound) -> None:
+        self._process.on_head(message)
+
+
+class FromPeer(Bare):
+    """A session with another node. `introduced`: this side opened it, or a valid PeerHello came first."""
+
+    def __init__(self, process: EngineProcess, *, introduced: bool) -> None:
+        self._process, self._introduced = process, introduced
+
+    def on_message(self, connection: Session, message: PeerMessage) -> None:
+        if not self._introduced:
+            if not isinstance(message, PeerHello) or not self._process.trusts(message):
+                raise ProtocolError("it is not a node of this cluster, or runs another model or KV layout")
+            self._introduced = True
+            self._process.introduced(connection, message)
+        elif isinstance(message, PeerHello):
+            raise ProtocolError("a second PeerHello")
+        elif not isinstance(message, Probe):
+            self._process.hands.on_peer(connection, message)
+
+    def place(self, connection: Session, message: PeerMessage, size: int) -> Sequence[memoryview]:
+        if self._introduced:
+            return self._process.hands.place(connection, message, size)
+        return super().place(connection, message, size)
+
+    def on_void(self, connection: Session, message: PeerMessage) -> None:
+        self._process.hands.on_void(connection, message)
+
+    def on_close(self, connection: Session, reason: str) -> None:
+        self._process.hands.lost(connection, reason)

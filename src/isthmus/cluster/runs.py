@@ -1,0 +1,358 @@
+"""What a node computes, one iteration at a time: a run that was decided in, tokens and facts out.
+
+It owns the tokens of the node's attempts, which nobody who decides needs. It has no thread: a worker calls it, from
+one thread, under the node's lock where that is said.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from isthmus.blocks import BlockNamer
+from isthmus.cluster.cache import PrefixMissing, Staging
+from isthmus.cluster.hands import Hands
+from isthmus.cluster.messages import Output, Task
+from isthmus.engine.interface import Chunk, Engine, Hidden, OnLayer, Row
+from isthmus.node.events import Load, Missing, Release, Shorten
+from isthmus.scheduler import Admitted, Piece, Preempted, Run, Stepped
+from isthmus.types import BlockName, FinishReason, Generated, RequestId, Role, Span, TokenLogprobs
+
+COUNTERS = (
+    "engine_seconds",
+    "kv_wait_seconds",
+    "iterations",
+    "tokens_computed",
+    "tokens_sampled",
+    "prefix_cache_hits",
+    "prefix_cache_queries",
+    "num_preemptions",
+)
+"""Totals since the start; each is a metric with the suffix `_total`."""
+MAX_NAMERS = 64
+
+Names = tuple[BlockName, ...]
+
+
+class Later(Protocol):
+    """The stages that follow this engine's."""
+
+    def take_turn(self) -> None:
+        """Waits until they are ready for one more batch."""
+
+    def compute(self, run: Run, hidden: Hidden) -> None:
+        """This stage is done with a batch."""
+
+
+class _Live:
+    """An attempt with its tokens: all known ones. `cached`: prompt tokens that needed no computing; `num_loading`: of
+    its cached prefix, blocks that are waited for; `staged`: its blocks on their way to the store; `snapshots` of its
+    recurrent state that were taken, by position.
+    """
+
+    __slots__ = ("_outputs", "cached", "num_loading", "row", "snapshots", "staged", "task", "tokens")
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.num_loading = 0
+        self.staged: list[Staging] = []
+        self.snapshots: dict[int, tuple[int, ...]] = {}
+        self.tokens = list(task.tokens)
+        self._outputs = list(task.tokens[task.num_prompt :])
+        self.row = Row(task.sampling, self._outputs)
+        self.cached: int | None = None
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        self._outputs.append(token)
+
+    @property
+    def departs(self) -> bool:
+        return self.task.begin.part is Role.PREFILL
+
+    @property
+    def names(self) -> Names:
+        return self.task.begin.names
+
+    def finish_reason(self, token: int) -> FinishReason | None:
+        if token in self.task.sampling.stop_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.tokens) >= self.task.begin.stop_length else None
+
+
+class _Broken(Exception):
+    """An iteration cannot go on: of a prefix in it only `num_blocks` are there."""
+
+    def __init__(self, key: RequestId, num_blocks: int) -> None:
+        super().__init__(key, num_blocks)
+        self.missing = Missing(key, num_blocks)
+
+
+class Execution:
+    """A run under way: its batch, and what it samples and announces. `missing`: a prefix turned out shorter in the
+    midst of an iteration, which therefore does not count."""
+
+    def __init__(
+        self,
+        run: Run,
+        batch: Any,
+        sampled: list[tuple[_Live, Piece]],
+        on_layer: OnLayer | None,
+        before_layer: OnLayer | None,
+    ) -> None:
+        self.run, self.batch, self.sampled = run, batch, sampled
+        self.on_layer, self.before_layer = on_layer, before_layer
+        self.missing: Missing | None = None
+        self.steps = 0
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprobs | None] = []
+        self.ended: list[_Live] = []
+
+    @property
+    def over(self) -> bool:
+        return bool(self.ended) or self.steps == self.run.steps or self.missing is not None
+
+
+class Runs:
+    """`outputs` hears the tokens of an iteration, in order. `hands`: who moves the bytes. `later`: as there."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        hands: Hands,
+        outputs: Callable[[Sequence[Output]], None],
+        clock_ns: Callable[[], int],
+        later: Later | None = None,
+    ) -> None:
+        self.engine, self._hands, self._outputs, self._clock_ns, self._later = (
+            engine,
+            hands,
+            outputs,
+            clock_ns,
+            later,
+        )
+        self._size, self._state_blocks = engine.layout.block_size, engine.layout.state_blocks
+        self._live: dict[RequestId, _Live] = {}
+        self._namers: OrderedDict[str, BlockNamer] = OrderedDict()
+        self.keeps_answers = self.saves = False
+        """Whether the node keeps answers, and anything at all, beside the engine's memory."""
+        self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
+
+    # Under the node's lock.
+
+    def begin(self, task: Task) -> None:
+        self._live[task.begin.key] = _Live(task)
+
+    def received(self, key: RequestId, token: int) -> None:
+        """The first new token of an attempt, from where its prompt was computed."""
+        live = self._live.get(key)
+        if live is not None:
+            live.append(token)
+
+    def released(self, action: Release) -> None:
+        """No run needs its tokens any more."""
+        self._live.pop(action.key, None)
+
+    def admitted(self, action: Admitted) -> None:
+        live = self._live.get(action.request)
+        if live is None:
+            return
+        if live.cached is None:  # not again after a pre-emption
+            live.cached = min(action.cached_tokens, live.task.num_prompt)
+            self.counters["prefix_cache_hits"] += live.cached
+            self.counters["prefix_cache_queries"] += live.task.num_prompt
+
+    def loading(self, action: Load) -> None:
+        live = self._live.get(action.key)
+        if live is not None:
+            live.num_loading = len(action.names)
+
+    def shortened(self, action: Shorten) -> None:
+        """Of a cached prefix not all could be loaded."""
+        live = self._live.get(action.key)
+        if live is None:
+            return
+        live.num_loading = -(-action.num_tokens // self._size)
+        if live.cached is not None:
+            self.counters["prefix_cache_hits"] -= max(0, live.cached - action.num_tokens)
+            live.cached = min(live.cached, action.num_tokens)
+
+    def preempted(self, action: Preempted) -> None:
+        self.counters["num_preemptions"] += 1
+        live = self._live.get(action.request)
+        if live is not None:
+            live.snapshots.clear()
+
+    def start(self, run: Run) -> Execution:
+        """Lays out a run that was decided. Its attempts are all live."""
+        pieces = run.pieces
+        lives = [self._live[piece.request] for piece in pieces]
+        chunks = [
+            self._chunk(live, piece, index < run.num_decodes)
+            for index, (live, piece) in enumerate(zip(lives, pieces, strict=True))
+        ]
+        batch = self.engine.build(chunks)
+        sampled = [(lives[index], pieces[index]) for index in batch.order]
+        prompts = list(zip(lives[run.num_decodes :], run.chunks, strict=True))
+        staged = [each for live, piece in prompts if (each := self._stage(live, piece)) is not None]
+        departing = [piece for live, piece in prompts if live.departs]
+        on_layer = before_layer = None
+        if departing or staged:
+            on_layer = lambda layer: self._layer_done(layer, departing, staged)  # noqa: E731
+        loading = [live for live, _ in prompts if live.num_loading]
+        if loading:
+            before_layer = lambda layer: self._await_loads(layer, loading)  # noqa: E731
+        return Execution(run, batch, sampled, on_layer, before_layer)
+
+    def book(self, execution: Execution) -> None:
+        """Adds the tokens of an iteration to their attempts, and tells them."""
+        if execution.missing is not None or self._later is not None:
+            return
+        if self._state_blocks:
+            self._book_states(execution.run)
+        lives = [live for live, _ in execution.sampled]
+        execution.ended += self._emit(zip(lives, execution.tokens, execution.logprobs, strict=True))
+
+    def finish(self, execution: Execution) -> list[Missing | Stepped]:
+        """What the node is to be told of an executed run."""
+        run, steps, counters = execution.run, execution.steps, self.counters
+        sampled = sum([piece.samples for piece in run.pieces])
+        counters["iterations"] += steps
+        counters["tokens_computed"] += sum([piece.count for piece in run.pieces]) + (steps - 1) * sampled
+        counters["tokens_sampled"] += sampled * steps if self._later is None else 0
+        for piece in run.chunks if execution.before_layer is not None and steps else ():
+            self._hands.loaded(piece.request)
+            if piece.request in self._live:
+                self._live[piece.request].num_loading = 0
+        ended = tuple([live.task.begin.key for live in execution.ended])
+        answers = tuple([self._all_names(live) for live in execution.ended]) if self.keeps_answers else ()
+        for key in ended:
+            self._live.pop(key, None)
+        stepped = Stepped(steps, ended, answers)
+        return [stepped] if execution.missing is None else [execution.missing, stepped]
+
+    def sampled(
+        self, keys: Sequence[RequestId], tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+    ) -> tuple[RequestId, ...]:
+        """First tokens of attempts whose prompts the last pipeline stage has computed. Returns which are over."""
+        found = zip(map(self._live.get, keys), tokens, logprobs, strict=True)
+        ended = self._emit((live, token, chosen) for live, token, chosen in found if live is not None)
+        return tuple([live.task.begin.key for live in ended])
+
+    # By the worker, without the lock.
+
+    def take_turn(self) -> None:
+        """Waits until a run may start."""
+        if self._later is not None:
+            self._later.take_turn()
+
+    def compute(self, execution: Execution, hidden: Hidden | None = None) -> None:
+        """One iteration of the engine. Touches nothing else. `hidden`: of the stage before."""
+        started_ns = self._clock_ns()
+        inputs = execution.on_layer, execution.before_layer, hidden
+        try:
+            if self._later is None:
+                rows = [live.row for live, _ in execution.sampled]
+                execution.tokens, execution.logprobs = self.engine.step(execution.batch, rows, *inputs)
+            else:
+                self._later.compute(execution.run, self.engine.relay(execution.batch, *inputs))
+            execution.steps += 1
+        except _Broken as broken:
+            execution.missing = broken.missing
+        self.counters["engine_seconds"] += (self._clock_ns() - started_ns) / 1e9
+
+    @staticmethod
+    def advance(execution: Execution) -> None:
+        """Moves the batch on to the next iteration."""
+        execution.batch.advance(execution.tokens)
+
+    # One iteration.
+
+    def _chunk(self, live: _Live, piece: Piece, decodes: bool) -> Chunk:
+        tokens = live.tokens[piece.start : piece.start + piece.count]
+        return Chunk(
+            tokens, piece.start, piece.blocks, piece.samples, decodes, live.task.salt,
+            piece.slot, piece.restore, piece.snapshots,
+        )  # fmt: skip
+
+    def _stage(self, live: _Live, piece: Piece) -> Staging | None:
+        """Blocks that a chunk completes go to the store while it is computed."""
+        if not self.saves:
+            return None
+        full = slice(piece.start // self._size, min((piece.start + piece.count) // self._size, len(live.names)))
+        return self._hands.stage(piece.request, live.names[full], piece.blocks[full])
+
+    def _await_loads(self, layer: int, loading: Sequence[_Live]) -> None:
+        """The engine needs this layer of all prefixes in its batch."""
+        started_ns = self._clock_ns()
+        for live in loading:
+            key = live.task.begin.key
+            load = self._hands.load_of(key)
+            try:
+                if load is not None:
+                    load.wait(layer, live.num_loading)
+            except PrefixMissing as missing:
+                raise _Broken(key, missing.num_blocks) from None
+        self.counters["kv_wait_seconds"] += (self._clock_ns() - started_ns) / 1e9
+
+    def _layer_done(self, layer: int, departing: Sequence[Piece], staged: Sequence[Staging]) -> None:
+        for staging in staged:
+            self._hands.save_layer(staging, layer)
+        for piece in departing:
+            self._announce(layer, piece)
+
+    def _announce(self, layer: int, piece: Piece) -> None:
+        """Blocks that this chunk completed in one layer; the last chunk also gives the unfinished block."""
+        end = piece.start + piece.count
+        stop = end if piece.samples else end // self._size * self._size
+        if stop:  # what came before it is here as well, and perhaps was not told yet
+            self._hands.kv_ready(piece.request, Span(layer, layer + 1), Span(0, stop), piece.blocks)
+
+    def _book_states(self, run: Run) -> None:
+        """Snapshots that the iteration took; of a departing prompt that is computed, the one that goes with it."""
+        for piece in run.chunks:
+            live = self._live[piece.request]
+            live.snapshots.update(piece.snapshots)
+            if piece.samples and live.departs:
+                count = -(-len(live.tokens) // self._size)
+                blocks = piece.blocks[:count] + live.snapshots[len(live.tokens)]
+                layers = Span(0, self.engine.memory.layout.num_layers)
+                self._hands.kv_ready(
+                    piece.request, layers, Span(count * self._size, len(blocks) * self._size), blocks
+                )
+
+    def _emit(self, sampled: Iterable[tuple[_Live, int, TokenLogprobs | None]]) -> list[_Live]:
+        """Books and tells sampled tokens; returns the attempts that are over."""
+        outputs, ended = [], []
+        for live, token, logprobs in sampled:
+            task = live.task
+            route, first = task.begin.route, len(live.tokens) == len(task.tokens)
+            live.append(token)
+            finish = live.finish_reason(token)
+            cached = live.cached if first else None
+            generated = Generated(len(live.tokens) - 1 - task.num_prompt, token, finish, logprobs, cached)
+            outputs.append(Output(route.request, route.attempt, generated))
+            if finish is not None:
+                ended.append(live)
+            elif live.departs:
+                self._hands.first_token(task.begin.key, token, logprobs)
+        if outputs:
+            self._outputs(outputs)
+        return ended
+
+    def _all_names(self, live: _Live) -> Names:
+        """Of all full blocks of prompt and answer. The last token has no KV."""
+        known, tokens, salt = live.names, live.tokens, live.task.salt
+        full = (len(tokens) - 1) // self._size
+        if full <= len(known):
+            return known[:full]
+        namer = self._namers.get(salt)
+        if namer is None:
+            namer = BlockNamer(revision=self.engine.revision, layout=self.engine.layout, salt=salt)
+            self._namers[salt] = namer
+            if len(self._namers) > MAX_NAMERS:
+                self._namers.popitem(last=False)
+        parent = known[-1] if known else None
+        assert parent is None or isinstance(parent, bytes)
+        return (*known, *namer.names(tokens[: full * self._size], parent=parent, start=len(known) * self._size))

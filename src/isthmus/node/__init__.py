@@ -1,0 +1,8 @@
+"""Decides for one node: what becomes of an attempt, from its route to its last token, and of the blocks it keeps.
+
+Pure: facts in, actions out. The live process and the simulator carry out the same actions of the same object.
+"""
+
+from isthmus.node.node import LOST_NS, Node
+
+__all__ = ["LOST_NS", "Node"]

@@ -1,0 +1,302 @@
+"""What a node is told, and what it answers: facts in, actions out, both values that may be sent and written down.
+
+Actions name whole spans of blocks, never single layers: whoever carries them out moves bytes as it likes, layer by
+layer live, as flows in virtual time. Reports are the conductor's events and are passed on as they are.
+
+`key` is that of an attempt (`attempts.key_of`); what comes for a key that a node does not know is void.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from isthmus.attempts import Fetch as FetchOrder
+from isthmus.attempts import Report, Route
+from isthmus.node.extent import Extent
+from isthmus.scheduler import Admitted, Joined, Preempted, Run, Saved, Stepped
+from isthmus.scheduler import Demote as Demote
+from isthmus.scheduler import Drop as Drop
+from isthmus.scheduler import Load as Load
+from isthmus.scheduler import Promote as Promote
+from isthmus.scheduler import Save as Save
+from isthmus.types import BlockName, NodeId, RequestId, Role
+
+# From the head.
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """Take part in an attempt, as its route says. `num_tokens` are known; the answer ends at `stop_length` in all.
+
+    `part`: PREFILL computes the prompt and hands its KV over to `route.decode`; DECODE receives it and goes on; MIXED
+    does both here. The times in `route` are of this node's clock. `names`: of the prompt's full blocks.
+    """
+
+    key: RequestId
+    part: Role
+    route: Route
+    num_tokens: int
+    stop_length: int
+    names: tuple[BlockName, ...] = ()
+
+    @property
+    def fetch(self) -> FetchOrder | None:
+        """What is fetched from another node for this part."""
+        if self.part is not Role.DECODE:
+            return self.route.fetch
+        recall = self.route.recall
+        return recall if recall is not None and recall.source != self.route.decode else None
+
+    @property
+    def peer(self) -> NodeId:
+        """The other node of its hand-over."""
+        return self.route.prefill if self.part is Role.DECODE else self.route.decode
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """Drop an attempt and free its blocks."""
+
+    key: RequestId
+
+
+class Copy(msgspec.Struct, frozen=True, tag=True):
+    """Copy a prefix from another node, when nothing else needs the link."""
+
+    names: tuple[BlockName, ...]
+    source: NodeId
+
+
+class Become(msgspec.Struct, frozen=True, tag=True):
+    """Take this role. Nothing of the old one is under way here."""
+
+    role: Role
+
+
+# From other nodes.
+
+
+class Granted(msgspec.Struct, frozen=True, tag=True):
+    """The decode node has room for an attempt: its KV may be sent."""
+
+    key: RequestId
+
+
+class Landed(msgspec.Struct, frozen=True, tag=True):
+    """All KV of an attempt is at its decode node, whole: the sender may let go of it."""
+
+    key: RequestId
+
+
+class Wanted(msgspec.Struct, frozen=True, tag=True):
+    """Another node wants the blocks of this prefix from `start` on. `whole`: all of them or none."""
+
+    key: RequestId
+    peer: NodeId
+    names: tuple[BlockName, ...]
+    start: int
+    whole: bool = False
+
+
+class Enough(msgspec.Struct, frozen=True, tag=True):
+    """What another node wanted is there, or is not wanted any more. Unknown ones are no error."""
+
+    key: RequestId
+    peer: NodeId
+
+
+class Severed(msgspec.Struct, frozen=True, tag=True):
+    """The session is gone over which these attempts are handed over, or stood still for too long."""
+
+    keys: tuple[RequestId, ...]
+    reason: str
+
+
+# From who carries the actions out. `Stepped` and `Saved` are the scheduler's.
+
+
+class Missing(msgspec.Struct, frozen=True, tag=True):
+    """Of a cached prefix in the run only the first `num_blocks` blocks could be loaded. Comes just before a `Stepped`
+    of no steps."""
+
+    key: RequestId
+    num_blocks: int
+
+
+class Sampled(msgspec.Struct, frozen=True, tag=True):
+    """The last stage of a pipeline group has the first tokens of these; `ended`: of them, those that are over."""
+
+    keys: tuple[RequestId, ...]
+    ended: tuple[RequestId, ...] = ()
+
+
+class Came(msgspec.Struct, frozen=True, tag=True):
+    """Of a prefix that is being fetched all up to `stop` came. More may."""
+
+    key: RequestId
+    stop: int
+
+
+class FetchEnded(msgspec.Struct, frozen=True, tag=True):
+    """A fetch is over; all up to `stop` came, or less than it starts with: that much is still here."""
+
+    key: RequestId
+    stop: int
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """What a DECODE part does not get handed over is in the engine: `num_blocks` of it."""
+
+    key: RequestId
+    num_blocks: int
+
+
+class Received(msgspec.Struct, frozen=True, tag=True):
+    """All that is handed over of an attempt is in the engine, its seals matched, and its first token is known."""
+
+    key: RequestId
+
+
+class Moved(msgspec.Struct, frozen=True, tag=True):
+    """Some bytes came of what is handed over; or, with `fetched`, is fetched, or that was asked for."""
+
+    key: RequestId
+    fetched: bool = False
+
+
+class Broken(msgspec.Struct, frozen=True, tag=True):
+    """An attempt cannot go on here. `distrust`: what it uses of the cache may be why."""
+
+    key: RequestId
+    reason: str
+    distrust: bool = False
+
+
+class Lost(msgspec.Struct, frozen=True, tag=True):
+    """The bytes of these cached blocks are gone or damaged, in whichever tier they were."""
+
+    names: tuple[BlockName, ...]
+
+
+class Recovered(msgspec.Struct, frozen=True, tag=True):
+    """Prefixes found whole on the SSD when the node started."""
+
+    chains: tuple[tuple[BlockName, ...], ...]
+
+
+class Woken(msgspec.Struct, frozen=True, tag=True):
+    """Some time has passed: a `Wake` is due, or it is time to look at what stands still."""
+
+
+Event = (
+    Begin | Forget | Copy | Become
+    | Granted | Landed | Wanted | Enough | Severed
+    | Stepped | Saved | Missing | Sampled | Came | FetchEnded | Loaded | Received | Moved | Broken | Lost | Recovered
+    | Woken
+)  # fmt: skip
+
+# Actions. What is to be done for a run and for the cache, the scheduler says; of a `Load` that is `told`, say `Loaded`.
+
+
+class Cut(msgspec.Struct, frozen=True, tag=True):
+    """End the run with the iteration under way."""
+
+
+class Read(msgspec.Struct, frozen=True, tag=True):
+    """Begin to read these blocks from the SSD: a load will need them."""
+
+    key: RequestId
+    names: tuple[BlockName, ...]
+
+
+class Fetch(msgspec.Struct, frozen=True, tag=True):
+    """Get blocks `names[start:]` of a prefix from another node's cache into DRAM; say `Came`, and `FetchEnded` once in
+    any case, even after `Release`. `whole`: as in `Wanted`."""
+
+    key: RequestId
+    source: NodeId
+    names: tuple[BlockName, ...]
+    start: int
+    whole: bool = False
+    codec: str = "none"
+    background: bool = False
+
+
+class EndFetch(msgspec.Struct, frozen=True, tag=True):
+    """It brought nothing for too long, or nobody waits for it."""
+
+    key: RequestId
+
+
+class Give(msgspec.Struct, frozen=True, tag=True):
+    """Send, or lend, another node the blocks `[start, stop)` of a prefix, `on_disk` of them from the SSD."""
+
+    key: RequestId
+    peer: NodeId
+    names: tuple[BlockName, ...]
+    start: int
+    stop: int
+    on_disk: int
+
+
+class Grant(msgspec.Struct, frozen=True, tag=True):
+    """Receive an attempt's KV into these blocks of the engine: tell `peer` to send."""
+
+    key: RequestId
+    peer: NodeId
+    extent: Extent
+    blocks: tuple[int, ...]
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    """Tell `peer` that KV of an attempt will come from here; it is sent when `peer` has granted it."""
+
+    key: RequestId
+    peer: NodeId
+    extent: Extent
+
+
+class Send(msgspec.Struct, frozen=True, tag=True):
+    """Send what was offered, as it is computed. `computed`: all of it is."""
+
+    key: RequestId
+    computed: bool
+
+
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """All KV of an attempt that is being sent is computed: send the rest, and say so."""
+
+    key: RequestId
+
+
+class Land(msgspec.Struct, frozen=True, tag=True):
+    """Tell `peer` that it may let go of an attempt."""
+
+    key: RequestId
+    peer: NodeId
+
+
+class Shorten(msgspec.Struct, frozen=True, tag=True):
+    """Of a cached prefix only the first `num_tokens` tokens are used: what follows is computed."""
+
+    key: RequestId
+    num_tokens: int
+
+
+class Release(msgspec.Struct, frozen=True, tag=True):
+    """Let go of all that is under way for an attempt. Nothing is written into its blocks any more when this is done.
+    The other node of its hand-over hears from the head."""
+
+    key: RequestId
+
+
+class Wake(msgspec.Struct, frozen=True, tag=True):
+    """Say `Woken` then."""
+
+    at_ns: int
+
+
+Action = (
+    Run | Cut | Joined | Preempted
+    | Admitted | Load | Read | Save | Promote | Demote | Drop | Shorten
+    | Fetch | EndFetch | Give | Offer | Grant | Send | Finish | Land | Release | Wake
+    | Report
+)  # fmt: skip

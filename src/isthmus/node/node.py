@@ -1,0 +1,524 @@
+"""One node decides: what becomes of an attempt, from its route to its last token, and of the blocks it keeps.
+
+`on(event, now)` takes one fact and answers with actions; whoever carries them out, the live process or the simulator,
+knows no rule. Facts may come at any time, also while a run is out: what touches the blocks of a request in that run
+waits until the iteration under way is over, and `Cut` asks for that.
+
+Owns the scheduler and the tiers. Knows neither bytes nor sessions nor token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from isthmus.attempts import Fetch as FetchOrder
+from isthmus.attempts import FetchFinished, PrefillFinished, RequestFailed, RoleChanged
+from isthmus.blocks import state_names
+from isthmus.node.attempt import Attempt
+from isthmus.node.events import (
+    Action,
+    Become,
+    Begin,
+    Broken,
+    Came,
+    Copy,
+    Cut,
+    Drop,
+    EndFetch,
+    Enough,
+    Event,
+    Fetch,
+    FetchEnded,
+    Finish,
+    Forget,
+    Give,
+    Granted,
+    Land,
+    Landed,
+    Loaded,
+    Lost,
+    Missing,
+    Moved,
+    Offer,
+    Read,
+    Received,
+    Recovered,
+    Release,
+    Sampled,
+    Send,
+    Severed,
+    Shorten,
+    Wake,
+    Wanted,
+    Woken,
+)
+from isthmus.node.extent import extent_of
+from isthmus.scheduler import Limits, Run, Saved, Scheduler, Stepped
+from isthmus.scheduler.sequence import DECODING, DEPARTING, JOINING, RECEIVING
+from isthmus.types import NS_PER_MS, NS_PER_S, BlockName, NodeId, RequestId, Role
+
+LOST_NS = 250 * NS_PER_MS
+"""So long the head is given to find out itself that a node is gone: one death is to cost one attempt."""
+MAX_DISTRUSTED = 1024
+
+Names = tuple[BlockName, ...]
+
+
+class Node:
+    """`limits`: of each role. `stages`: of the pipeline group that the node is; then the tokens of prompts come by
+    `Sampled`. `transfer_ns`: how long a hand-over or a fetch that has begun may bring nothing."""
+
+    def __init__(
+        self,
+        limits: Mapping[Role, Limits],
+        scheduler: Scheduler,
+        *,
+        stages: int = 1,
+        transfer_ns: int = 30 * NS_PER_S,
+    ) -> None:
+        self.node, self.scheduler, self.tiers = scheduler.node, scheduler, scheduler.tiers
+        self._limits, self._stages, self._transfer_ns = limits, stages, transfer_ns
+        self._block_size, self._state_blocks = scheduler.limits.block_size, scheduler.limits.state_blocks
+        self._attempts: dict[RequestId, Attempt] = {}
+        self._fetches: dict[RequestId, tuple[Fetch, int]] = {}  # and when bytes of it last came, 0 before any
+        self._num_copies = 0
+        self._loans: dict[tuple[RequestId, NodeId], Names] = {}
+        self._forgotten: list[Attempt] = []  # while a run with them is out
+        self._early: list[Sampled] = []  # told while a run with them is out
+        self._distrusted: dict[RequestId, None] = {}
+        self._next_role: Role | None = None
+        self._is_cut = False
+        self._handlers: dict[type, Callable[[Any, int, list[Action]], None]] = {
+            Begin: self._begin,
+            Forget: self._forget,
+            Copy: self._copy,
+            Become: self._become,
+            Granted: self._granted,
+            Landed: self._landed,
+            Wanted: self._wanted,
+            Enough: self._enough,
+            Severed: self._severed,
+            Stepped: self._stepped,
+            Saved: self._saved,
+            Missing: self._missing,
+            Sampled: self._sampled,
+            Came: self._came,
+            FetchEnded: self._fetch_ended,
+            Loaded: self._loaded,
+            Received: self._received,
+            Moved: self._moved,
+            Broken: self._broken,
+            Lost: self._lost,
+            Recovered: self._recovered,
+            Woken: self._woken,
+        }
+
+    def on(self, event: Event, now: int) -> list[Action]:
+        """Takes one fact, returns what follows from it, in order. Mutates. `now`: ns, never goes back."""
+        actions: list[Action] = []
+        self._handlers[type(event)](event, now, actions)
+        return actions
+
+    @property
+    def keeps_answers(self) -> bool:
+        """Whether it keeps answers: not of models with recurrent states, since nobody takes a snapshot at their end."""
+        return self.tiers is not None and not self._state_blocks
+
+    def __contains__(self, key: RequestId) -> bool:
+        return key in self._attempts
+
+    def check(self) -> None:
+        """Invariants, for tests and the simulator."""
+        self.scheduler.check()
+        if self.tiers is not None:
+            self.tiers.check()
+        for attempt in self._attempts.values():
+            assert attempt.state is not DECODING or not attempt.pinned, (
+                "what decodes needs nothing of the tiers"
+            )
+
+    def check_idle(self) -> None:
+        """All that attempts took was given back."""
+        scheduler = self.scheduler
+        assert not self._attempts and not self._forgotten, "an attempt never ended"
+        assert not self._fetches and not self._loans, "a fetch or a loan never ended"
+        assert scheduler.run is None and scheduler.num_waiting == scheduler.num_running == 0
+        assert scheduler.pool.available == scheduler.pool.num_blocks, "blocks did not come back"
+        assert self.tiers is None or not self.tiers.num_pinned, "a block is still pinned"
+
+    # An attempt begins and ends.
+
+    def _begin(self, event: Begin, now: int, actions: list[Action]) -> None:
+        if self._distrusted and event.route.request in self._distrusted:
+            event = self._without_cache(event)
+        key, route, part = event.key, event.route, event.part
+        extent = extent_of(route, event.num_tokens, self._block_size, self._state_blocks)
+        attempt = Attempt(event, extent, leaves=part is Role.PREFILL or self._stages > 1)
+        fetch, scheduler = attempt.fetch, self.scheduler
+        assert key not in self._attempts, f"{key} began twice"
+        self._attempts[key] = attempt
+        if part is Role.DECODE:
+            if route.handover_start and not self._promise(attempt):
+                self._fail(attempt, "a prefix it was to take from its cache is not there", now, actions)
+                return
+            if fetch is not None:  # before the load that may follow at once
+                self._fetch(attempt, fetch, actions)
+            scheduler.expect(attempt, actions)
+        else:
+            if part is Role.PREFILL:
+                actions.append(Offer(key, route.decode, extent))
+            self._cut(actions)
+            if fetch is not None:
+                self._fetch(attempt, fetch, actions)
+            scheduler.arrive(attempt)
+            if fetch is None and attempt.num_cached and self.tiers is not None and self.tiers.ssd.held:
+                self._read(attempt, attempt.num_cached, actions)  # before the load that may follow at once
+        if scheduler.run is None:
+            self._plan(now, actions)
+
+    def _forget(self, event: Forget, now: int, actions: list[Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is not None:
+            self._drop(attempt, now, actions)
+
+    def _drop(self, attempt: Attempt, now: int, actions: list[Action]) -> None:
+        """The attempt is over, whatever it had come to."""
+        key = attempt.begin.key
+        del self._attempts[key]
+        if key in self._fetches:
+            actions.append(EndFetch(key))  # a run may wait for it
+        if self.scheduler.computes(attempt):
+            self._forgotten.append(attempt)
+            self._cut(actions)
+        else:
+            actions.append(Release(key))
+            self._gone(attempt, now, actions)
+
+    def _gone(self, attempt: Attempt, now: int, actions: list[Action]) -> None:
+        """Its blocks are free, and somebody may wait for them."""
+        self._cut(actions)
+        self.scheduler.forget(attempt)
+        if self.scheduler.run is None:
+            self._plan(now, actions)
+
+    def _fail(self, attempt: Attempt, reason: str, now: int, actions: list[Action]) -> None:
+        """Gives it up; the conductor may try again."""
+        self._drop(attempt, now, actions)
+        route = attempt.begin.route
+        actions.append(RequestFailed(route.request, route.attempt, f"{self.node}: {reason}"))
+
+    def _broken(self, event: Broken, now: int, actions: list[Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is None:
+            return
+        if event.distrust:
+            self._distrusted[attempt.begin.route.request] = None
+            if len(self._distrusted) > MAX_DISTRUSTED:
+                del self._distrusted[next(iter(self._distrusted))]
+        self._fail(attempt, event.reason, now, actions)
+
+    @staticmethod
+    def _without_cache(begin: Begin) -> Begin:
+        """What it uses of a cache failed it before: now it uses none, and leaves nothing there."""
+        route = begin.route
+        alone = type(route)(
+            route.request, route.attempt, route.prefill, route.decode, None, 0, route.work_ns, route.deadline_ns,
+            route.codec, route.handover_start, route.recall,
+        )  # fmt: skip
+        return Begin(begin.key, begin.part, alone, begin.num_tokens, begin.stop_length)
+
+    def _become(self, event: Become, now: int, actions: list[Action]) -> None:
+        self._next_role = event.role
+        self._switch(actions)
+
+    def _switch(self, actions: list[Action]) -> None:
+        if self._next_role is not None and self.scheduler.run is None:
+            self.scheduler.change(self._limits[self._next_role])
+            actions.append(RoleChanged(self.node, self._next_role))
+            self._next_role = None
+
+    # What stands still, and what is gone.
+
+    def _severed(self, event: Severed, now: int, actions: list[Action]) -> None:
+        for key in event.keys:
+            attempt = self._attempts.get(key)
+            if attempt is not None and attempt.state not in (JOINING, DECODING) and not attempt.lost_ns:
+                attempt.lost_ns, attempt.reason = now + LOST_NS, event.reason
+                actions.append(Wake(attempt.lost_ns))
+
+    def _moved(self, event: Moved, now: int, actions: list[Action]) -> None:
+        if not event.fetched:
+            attempt = self._attempts.get(event.key)
+            if attempt is not None:
+                attempt.moved_ns = now
+        elif event.key in self._fetches:
+            self._fetches[event.key] = self._fetches[event.key][0], now
+
+    def _woken(self, event: Woken, now: int, actions: list[Action]) -> None:
+        late = now - self._transfer_ns
+        for attempt in list(self._attempts.values()):
+            if attempt.lost_ns and now >= attempt.lost_ns:
+                self._fail(attempt, attempt.reason, now, actions)
+            elif 0 < attempt.moved_ns < late and attempt.state is RECEIVING and not attempt.received:
+                self._fail(attempt, f"no KV came for {self._transfer_ns / NS_PER_S:g} s", now, actions)
+        actions += [EndFetch(key) for key, (_, moved_ns) in self._fetches.items() if 0 < moved_ns < late]
+
+    # Handing over.
+
+    def _granted(self, event: Granted, now: int, actions: list[Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is not None and not attempt.granted:
+            attempt.granted = True
+            if attempt.started:
+                self._send(attempt, actions)
+
+    def _send(self, attempt: Attempt, actions: list[Action]) -> None:
+        actions.append(Send(attempt.request, attempt.sampled))
+
+    def _sampled_by(self, attempt: Attempt, actions: list[Action]) -> None:
+        """Its prompt is computed and its first token is known."""
+        attempt.sampled = True
+        if attempt.granted and attempt.begin.part is Role.PREFILL:
+            actions.append(Finish(attempt.request))
+
+    def _landed(self, event: Landed, now: int, actions: list[Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is None or attempt.state is not DEPARTING:
+            return  # nobody says so of what was not all sent
+        del self._attempts[event.key]
+        route = attempt.begin.route
+        actions += (PrefillFinished(route.request, route.attempt), Release(event.key))
+        self._gone(attempt, now, actions)
+
+    # Receiving.
+
+    def _promise(self, attempt: Attempt) -> bool:
+        """Keeps what its cache is to give where it is; False: it is not there any more."""
+        begin, tiers = attempt.begin, self.tiers
+        recall = begin.route.recall
+        if recall is None:
+            return False
+        own = recall.start if attempt.fetch is not None else recall.stop
+        if own and (tiers is None or tiers.match(begin.names[:own])[0] < own):
+            return False
+        if tiers is not None:  # what is fetched is to stay too until it is in the engine
+            attempt.pinned = begin.names[: recall.stop]
+            tiers.pin(attempt.pinned)
+        return True
+
+    def _loaded(self, event: Loaded, now: int, actions: list[Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is None:
+            return
+        if event.num_blocks < attempt.begin.route.handover_start:
+            self._fail(attempt, "a prefix it counted on is not in its cache any more", now, actions)
+            return
+        attempt.recalled = True
+        self.scheduler.unpin(attempt)
+        self._maybe_whole(attempt, now, actions)
+
+    def _received(self, event: Received, now: int, actions: list[Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is not None:
+            attempt.received = True
+            self._maybe_whole(attempt, now, actions)
+
+    def _maybe_whole(self, attempt: Attempt, now: int, actions: list[Action]) -> None:
+        """Every KV group is whole: KV of all tokens and, if the model has one, the recurrent state."""
+        if attempt.received and attempt.recalled:
+            actions.append(Land(attempt.request, attempt.begin.peer))
+            self._cut(actions)
+            self.scheduler.imported(attempt)
+            if self.scheduler.run is None:
+                self._plan(now, actions)
+
+    # Fetching from other nodes, and giving to them.
+
+    def _fetch(self, attempt: Attempt, fetch: FetchOrder, actions: list[Action]) -> None:
+        """For a prefill also the state at its end; one that is not handed over decodes with the state that is."""
+        begin = attempt.begin
+        names, whole = begin.names[: fetch.stop], False
+        if self._state_blocks and begin.part is not Role.DECODE and names:
+            names, whole = names + state_names(names[-1], self._state_blocks), True
+        wanted = Fetch(begin.key, fetch.source, names, fetch.start, whole, fetch.codec)
+        self._fetches[begin.key] = wanted, 0
+        actions.append(wanted)
+
+    def _came(self, event: Came, now: int, actions: list[Action]) -> None:
+        fetch, _ = self._fetches.get(event.key, (None, 0))
+        if fetch is not None:
+            self._offer(fetch.names[: self._reaches(fetch, event.stop)], now, actions)
+
+    def _reaches(self, fetch: Fetch, stop: int) -> int:
+        """How many leading blocks are here, now that `[start, stop)` came: what it was to follow may have gone."""
+        held = self.tiers.match(fetch.names[: fetch.start])[0] if self.tiers is not None else fetch.start
+        return held if held < fetch.start else stop
+
+    def _fetch_ended(self, event: FetchEnded, now: int, actions: list[Action]) -> None:
+        """What came is kept, whoever asked for it. With a recurrent state it is all, or less and no state."""
+        fetch, _ = self._fetches.pop(event.key, (None, 0))
+        if fetch is None:
+            return  # a node of this name asked for it that is gone
+        attempt, stop = self._attempts.get(event.key), self._reaches(fetch, event.stop)
+        if attempt is not None:
+            attempt.fetches = False
+        if attempt is None or attempt.begin.part is Role.DECODE:
+            self._offer(fetch.names[:stop], now, actions)
+            self._settle(fetch.names[stop:], actions)
+            return
+        if fetch.whole:
+            count = len(fetch.names) - self._state_blocks
+            stop = count if stop == len(fetch.names) else min(stop, count - 1)
+        self.scheduler.fetched(attempt, stop, actions)
+        self._plan(now, actions)
+        self._settle(fetch.names, actions)
+        route = attempt.begin.route
+        actions.append(FetchFinished(route.request, route.attempt))
+
+    def _offer(self, names: Names, now: int, actions: list[Action]) -> None:
+        """A prefix that lies in DRAM and belongs to no prompt here."""
+        if names:
+            self.scheduler.keep(names, actions)
+            self._plan(now, actions)
+            self._settle(names, actions)
+
+    def _settle(self, names: Names, actions: list[Action]) -> None:
+        """What of these came and found no room, or has no head here, goes."""
+        tiers = self.tiers
+        if tiers is not None:
+            useless = [name for name in names if not tiers.holds(name)]
+            if useless:
+                actions.append(Drop(tuple(useless)))
+
+    def _copy(self, event: Copy, now: int, actions: list[Action]) -> None:
+        """A prefix that many ask for, before anybody asks here."""
+        held = self.tiers.match(event.names)[0] if self.tiers is not None else len(event.names)
+        if held < len(event.names):
+            self._num_copies += 1
+            key = RequestId(f"copy-{self._num_copies}")
+            fetch = Fetch(key, event.source, event.names, held, background=True)
+            self._fetches[key] = fetch, 0
+            actions.append(fetch)
+
+    def _wanted(self, event: Wanted, now: int, actions: list[Action]) -> None:
+        """Keeps what is given where it is until the other node says `Enough`."""
+        names, start = event.names, event.start
+        found, on_disk = self.tiers.match(names) if self.tiers is not None else (0, 0)
+        if found <= start or (event.whole and found < len(names)):
+            found = start
+        else:
+            assert self.tiers is not None
+            given = names[:found]
+            self.tiers.pin(given)
+            self._loans[event.key, event.peer] = given
+        on_disk = min(on_disk, found - start)
+        actions.append(Give(event.key, event.peer, names, start, found, on_disk))
+
+    def _enough(self, event: Enough, now: int, actions: list[Action]) -> None:
+        names = self._loans.pop((event.key, event.peer), ())
+        if names and self.tiers is not None:
+            self.tiers.unpin(names)
+
+    # Runs.
+
+    def _cut(self, actions: list[Action]) -> None:
+        """Somebody waits for the next run."""
+        run = self.scheduler.run
+        if run is not None and not self._is_cut and run.steps > 1:
+            self._is_cut = True
+            actions.append(Cut())
+
+    def _stepped(self, event: Stepped, now: int, actions: list[Action]) -> None:
+        scheduler, run = self.scheduler, self.scheduler.run
+        assert run is not None
+        self._is_cut = False
+        if self._forgotten:
+            for attempt in self._forgotten:
+                actions.append(Release(attempt.request))
+                scheduler.forget(attempt)
+            self._forgotten.clear()
+        for key in event.ended:
+            self._attempts.pop(key, None)
+        if run.chunks and event.steps and self._stages == 1:
+            for piece in run.chunks:
+                sampled = self._attempts.get(piece.request) if piece.samples else None
+                if sampled is not None:
+                    self._sampled_by(sampled, actions)
+        scheduler.step(event, actions)
+        early, self._early = self._early, []
+        for sampled_event in early:
+            self._sampled(sampled_event, now, actions)
+        self._plan(now, actions)
+        for key in event.ended:  # when what is saved of it has been taken over
+            actions.append(Release(key))
+        if self._next_role is not None:
+            self._switch(actions)
+
+    def _sampled(self, event: Sampled, now: int, actions: list[Action]) -> None:
+        if any(self.scheduler.computes(self._attempts[key]) for key in event.keys if key in self._attempts):
+            self._early.append(event)  # the first stage has not said yet that it is through
+            return
+        for key in event.keys:
+            attempt = self._attempts.get(key)
+            if attempt is None:
+                continue
+            if key not in event.ended:
+                self._sampled_by(attempt, actions)
+                continue
+            del self._attempts[key]
+            actions.append(Release(key))
+            self._gone(attempt, now, actions)
+
+    def _missing(self, event: Missing, now: int, actions: list[Action]) -> None:
+        """What could not be loaded is computed. Without its end a recurrent state is none."""
+        num_tokens = 0 if self._state_blocks else event.num_blocks * self._block_size
+        actions.append(Shorten(event.key, num_tokens))
+        attempt = self._attempts.get(event.key)
+        if attempt is not None:
+            self.scheduler.missing(attempt, event.num_blocks)
+
+    # What is kept.
+
+    def _read(self, attempt: Attempt, num_cached: int, actions: list[Action]) -> None:
+        """Begins with what lies on the SSD while the request waits."""
+        tiers, names = self.tiers, attempt.begin.names[:num_cached]
+        assert tiers is not None
+        if self._state_blocks and names:
+            names += state_names(names[-1], self._state_blocks)
+        found, on_disk = tiers.match(names)
+        if on_disk:
+            actions.append(Read(attempt.begin.key, names[found - on_disk : found]))
+
+    def _saved(self, event: Saved, now: int, actions: list[Action]) -> None:
+        self.scheduler.saved(event.request)
+        if self.scheduler.run is None:
+            self._plan(now, actions)
+
+    def _lost(self, event: Lost, now: int, actions: list[Action]) -> None:
+        if event.names:
+            self.scheduler.lose(event.names, actions)
+            self._plan(now, actions)
+
+    def _recovered(self, event: Recovered, now: int, actions: list[Action]) -> None:
+        self.scheduler.recover(event.chains, actions)
+        for chain in event.chains:
+            self._settle(chain, actions)
+
+    # What runs next.
+
+    def _plan(self, now: int, actions: list[Action]) -> None:
+        """If nothing does. What was granted is sent from the first chunk on."""
+        scheduler = self.scheduler
+        if scheduler.run is not None:
+            return
+        scheduler.plan(actions, now)
+        run: Run | None = scheduler.run
+        if run is None:
+            return
+        for piece in run.chunks:
+            attempt = self._attempts.get(piece.request)
+            if attempt is not None and not attempt.started:
+                attempt.started = True
+                if attempt.granted:
+                    self._send(attempt, actions)

@@ -1,0 +1,132 @@
+"""One request on one node: what its scheduler knows of it, and the literal tables of where it may go from there.
+
+`picture` draws the tables for docs/node.md.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from isthmus.scheduler.events import Actions, Reserved
+from isthmus.scheduler.states import Snapshot
+from isthmus.types import BlockName, RequestId
+
+
+class State(Enum):
+    """QUEUED, EXPECTED: waits for blocks of the engine. COMPUTING: its prompt. DEPARTING: computed, on its way to where
+    it decodes. RECEIVING: comes from where it was computed. JOINING: all is here, waits for a place in the batch."""
+
+    __hash__ = object.__hash__  # there is one of each, and an enumeration's own takes long
+
+    QUEUED = auto()
+    COMPUTING = auto()
+    DEPARTING = auto()
+    EXPECTED = auto()
+    RECEIVING = auto()
+    JOINING = auto()
+    DECODING = auto()
+
+
+# Looking a member up in its class takes long.
+QUEUED, COMPUTING, DEPARTING, EXPECTED, RECEIVING, JOINING, DECODING = State
+
+# What moves a sequence on, from where to where; from elsewhere is a bug of ours. None: it is over.
+ADMITTED = {QUEUED: COMPUTING}
+COMPUTED = {COMPUTING: DECODING}
+LEAVES = {COMPUTING: DEPARTING}
+RESERVED = {EXPECTED: RECEIVING}
+WHOLE = {RECEIVING: JOINING}
+JOINED = {JOINING: DECODING}
+PREEMPTED = {COMPUTING: QUEUED, DECODING: QUEUED}
+ENDED = {DEPARTING: None, DECODING: None}
+
+WAY: dict[str, dict[State, State] | dict[State, None]] = {
+    "admitted": ADMITTED,
+    "computed": COMPUTED,
+    "leaves": LEAVES,
+    "reserved": RESERVED,
+    "whole": WHOLE,
+    "joined": JOINED,
+    "preempted": PREEMPTED,
+    "ended": ENDED,
+}
+"""All steps by name. From everywhere a sequence may also be forgotten."""
+
+
+def picture() -> str:
+    """The tables as lines of Mermaid's state diagram."""
+    lines = ["stateDiagram-v2", "    [*] --> QUEUED", "    [*] --> EXPECTED"]
+    for step, ways in WAY.items():
+        lines += [
+            f"    {state.name} --> {then.name if then else '[*]'}: {step}" for state, then in ways.items()
+        ]
+    return "\n".join(lines)
+
+
+class Sequence:
+    """Tokens `[0, length)` are known, and it ends at the latest when it has `stop_length`; `[0, computed)` have KV in
+    `blocks`, `[0, cached)` of them from the start. `names`: of the prompt's full blocks.
+
+    `detach`: after its prompt is computed it leaves for another node; its blocks stay held until it is forgotten.
+    `num_cached`: leading blocks it was sent here for; of these `[fetch_start, fetch_stop)` are being fetched, until
+    about `fetch_until_ns`; `fetches`: that is not over. `work_ns`: time its prefill is expected to take;
+    `deadline_ns`: when its first token was promised, 0 without a promise.
+
+    While it decodes, `computed` is the scheduler's `clock + offset` and `length` one more; both are settled when it
+    stops. `arrival` counts arrivals, `age` admissions: the youngest is pre-empted first. `room`: clock at which
+    `blocks` are full. `pinned`: in the tiers; by the scheduler, `num_pinned` leading blocks and the
+    snapshot at their end.
+
+    With recurrent states: `slot` of the live one, -1 without; `restore`: blocks of a snapshot to go on from;
+    `snapshots`: taken, or to be taken, of its prompt.
+    """
+
+    __slots__ = (
+        "_table", "age", "arrival", "blocks", "cached", "computed", "deadline_ns", "detach", "fetch_start",
+        "fetch_stop", "fetch_until_ns", "fetches", "length", "named", "names", "num_cached", "num_pinned", "offset",
+        "pinned", "request", "restore", "room", "slot", "snapshots", "state", "stop_length", "work_ns",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: RequestId,
+        num_tokens: int,
+        stop_length: int,
+        names: tuple[BlockName, ...] = (),
+        detach: bool = False,
+        num_cached: int = 0,
+        fetch_start: int = 0,
+        fetch_stop: int = 0,
+        fetch_until_ns: int = 0,
+        work_ns: int = 0,
+        deadline_ns: int = 0,
+        *,
+        state: State = QUEUED,
+        fetches: bool = False,
+    ) -> None:
+        self.request, self.length, self.stop_length, self.state = request, num_tokens, stop_length, state
+        self.names, self.detach, self.num_cached = names, detach, num_cached
+        self.fetch_start, self.fetch_stop, self.fetch_until_ns = fetch_start, fetch_stop, fetch_until_ns
+        self.work_ns, self.deadline_ns, self.fetches = work_ns, deadline_ns, fetches
+        self.cached = self.computed = self.named = self.offset = self.room = self.age = self.arrival = 0
+        self.num_pinned, self.slot = 0, -1
+        self.pinned: tuple[BlockName, ...] = ()
+        self.restore: list[int] = []
+        self.snapshots: list[Snapshot] = []
+        self.blocks: list[int] = []
+        self._table: tuple[int, ...] = ()
+
+    @property
+    def table(self) -> tuple[int, ...]:
+        """Its blocks."""
+        if len(self._table) != len(self.blocks):
+            self._table = tuple(self.blocks)
+        return self._table
+
+    def start_over(self) -> None:
+        """Its blocks are somebody else's now."""
+        self.blocks, self._table, self.computed, self.named = [], (), 0, 0
+
+    def reserved(self) -> Actions:
+        """What follows when it may be received into its blocks."""
+        return [Reserved(self.request, self.table, tuple(self.restore))]

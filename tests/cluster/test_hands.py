@@ -1,0 +1,586 @@
+"""Actions in, bytes moved, facts out: hands alone, and two of them with a session between."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from isthmus.benchmarks.fault_peers import (
+    OTHER,
+    Fault,
+    Harm,
+    HarmfulNetwork,
+    Side,
+    join,
+    kv_block,
+    put_chain,
+    store_of,
+)
+from isthmus.blocks import KVLayout, state_names
+from isthmus.cluster import cache as cache_module
+from isthmus.cluster.hands import Hands
+from isthmus.cluster.messages import Enough, Landed, Offer, Slices, Want
+from isthmus.engine.emulated import EmulatedMemory
+from isthmus.errors import ProtocolError
+from isthmus.messenger import MemoryNetwork, Network
+from isthmus.node import events
+from isthmus.node.extent import Extent
+from isthmus.scheduler import Preempted, Saved
+from isthmus.store import Log, Shape
+from isthmus.types import BlockName, NodeId, RequestId, Span, Tier
+
+LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
+SIZE, LAST, WIDTH = LAYOUT.block_size, LAYOUT.num_layers - 1, LAYOUT.slice_bytes
+KEY = RequestId("a#1")
+NAMES: tuple[BlockName, ...] = tuple([bytes([number]) * 16 for number in range(8)])
+BLOCKS = [kv_block(LAYOUT, number) for number in range(8)]
+EXTENT = Extent(SIZE, 0, 10, 12, 10)
+THEIRS, OURS = (5, 3, 1), (2, 6, 0)
+WAIT_S = 10
+
+
+class Kit:
+    """Two sides, `here` and `there`, which opened the session between them if there is one."""
+
+    def __init__(self, folder: Path) -> None:
+        log = Log(folder / "log", Shape(LAYOUT.num_layers, WIDTH), 1 << 20, b"test")
+        self.here = Side(store_of(LAYOUT, 64, log), LAYOUT, 8)
+        self.there = Side(store_of(LAYOUT, 16), LAYOUT, 8)
+        for at, number in enumerate(THEIRS):
+            write(self.there, number, BLOCKS[at])
+
+    async def told(self, side: Side, kind: type, count: int = 1) -> Any:
+        """The last fact of this kind, once there are so many."""
+        async with asyncio.timeout(WAIT_S):
+            while len(found := [fact for fact in side.facts if isinstance(fact, kind)]) < count:
+                await asyncio.sleep(0.001)
+        return found[-1]
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not is_so():
+                await asyncio.sleep(0.001)
+
+
+def write(side: Side, number: int, data: bytes) -> None:
+    for layer in range(LAYOUT.num_layers):
+        side.memory.fill(layer, [number], memoryview(data), [layer * WIDTH])
+
+
+def read(side: Side, number: int, num_tokens: int = SIZE) -> list[bytes]:
+    first = number * SIZE
+    return [bytes(side.memory.export(at, first, first + num_tokens)) for at in range(LAYOUT.num_layers)]
+
+
+def stored(side: Side, name: BlockName) -> bytes | None:
+    into = memoryview(bytearray(LAYOUT.block_bytes))
+    return bytes(into) if side.store.get(name, into) else None
+
+
+Work = Callable[[Kit], Awaitable[None]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., None]:
+    """Runs a test with a session; afterwards nothing may be pinned, reserved or unhandled."""
+
+    def main(work: Work, network: Network | None = None) -> None:
+        kit, faults = Kit(tmp_path), list[Any]()
+
+        async def whole() -> None:
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+            server = await join(network or MemoryNetwork(), kit.there, kit.here)
+            await work(kit)
+            server.close()
+            for side in (kit.here, kit.there):
+                side.hands.do(events.Release(KEY))
+                await side.hands.close()
+                if side.session is not None:
+                    side.session.close()
+            await kit.until(lambda: not (kit.here._tasks or kit.there._tasks))
+            for side in (kit.here, kit.there):
+                stat = side.store.stat
+                await kit.until(lambda stat=stat: (stat().num_pinned, stat().num_reserved) == (0, 0))
+                side.store.check()
+
+        try:
+            asyncio.run(whole())
+        finally:
+            for side in (kit.here, kit.there):
+                side.close()
+        assert faults == []
+
+    return main
+
+
+# Hand-overs: computed there, decoded here.
+
+
+def compute(side: Side) -> None:
+    for layer in range(LAYOUT.num_layers):
+        side.hands.kv_ready(KEY, Span(layer, layer + 1), Span(0, 10), THEIRS)
+
+
+def is_whole(kit: Kit) -> bool:
+    return all(
+        read(kit.here, number, count) == read(kit.there, other, count)
+        for number, other, count in zip(OURS, THEIRS, (4, 4, 2), strict=True)
+    )
+
+
+@pytest.mark.parametrize("order", ["offered first", "granted first", "granted last"])
+def test_kv_is_handed_over(run: Callable[..., None], order: str) -> None:
+    async def work(kit: Kit) -> None:
+        here, there = kit.here, kit.there
+        if order == "granted first":
+            here.expect(KEY, EXTENT, OURS)
+        there.send(KEY, EXTENT)
+        if order == "offered first":
+            await asyncio.sleep(0.01)
+            here.expect(KEY, EXTENT, OURS)
+            await kit.told(there, events.Granted)
+        await asyncio.to_thread(compute, there)  # as a worker does
+        there.hands.first_token(KEY, 77, None)
+        there.hands.do(events.Finish(KEY))
+        await asyncio.sleep(0.01)
+        if order == "granted last":
+            assert not any(isinstance(fact, events.Granted) for fact in there.facts)
+            here.expect(KEY, EXTENT, OURS)
+        await kit.told(there, events.Landed)
+        assert is_whole(kit)
+        assert here.tokens == {KEY: 77}
+        assert [type(fact) for fact in here.facts].count(events.Received) == 1
+        assert events.Moved(KEY) in here.facts
+        moved = 10 * LAYOUT.num_layers * LAYOUT.token_bytes
+        assert here.hands.gauges()["kv_bytes_in_total"] == moved
+        assert there.hands.gauges()["kv_bytes_out_total"] == moved
+
+    run(work)
+
+
+def test_without_its_first_token_nothing_is_complete(run: Callable[..., None]) -> None:
+    """As the later stages of a pipeline group, which do not know it."""
+
+    async def work(kit: Kit) -> None:
+        kit.here.expect(KEY, EXTENT, OURS)
+        kit.there.send(KEY, EXTENT)
+        compute(kit.there)
+        kit.there.hands.do(events.Finish(KEY))
+        await kit.until(lambda: is_whole(kit))
+        await asyncio.sleep(0.01)
+        assert not kit.here.landed
+        kit.there.give_up(KEY, "the end")
+
+    run(work)
+
+
+@pytest.mark.parametrize("from_thread", [False, True])
+def test_what_is_released_before_it_began_takes_nothing(run: Callable[..., None], from_thread: bool) -> None:
+    """Actions of another thread are not overtaken by those of the event loop."""
+
+    async def work(kit: Kit) -> None:
+        kit.there.send(KEY, EXTENT)
+        grant = events.Grant(KEY, OTHER, EXTENT, OURS)
+        if from_thread:
+            thread = threading.Thread(target=kit.here.hands.do, args=(grant,))
+            thread.start()
+            thread.join()
+        else:
+            kit.here.hands.do(grant)
+        kit.here.hands.do(events.Release(KEY))
+        compute(kit.there)
+        await asyncio.sleep(0.01)
+        assert read(kit.here, OURS[0]) == [bytes(WIDTH)] * LAYOUT.num_layers
+
+    run(work)
+
+
+def test_a_release_in_the_middle_of_a_frame(run: Callable[..., None]) -> None:
+    """What still comes of it is written nowhere."""
+
+    async def work(kit: Kit) -> None:
+        here, arrivals = kit.here, kit.here.hands._arrivals
+        place, num_placed = arrivals.place, 0
+
+        def placed(*arguments: Any) -> Any:
+            nonlocal num_placed
+            num_placed += 1
+            if num_placed == 2:
+                asyncio.get_running_loop().call_soon(end)
+            return place(*arguments)
+
+        def end() -> None:
+            here.give_up(KEY, "cancelled")
+            for number in OURS:
+                write(here, number, BLOCKS[7])
+
+        arrivals.place = placed  # type: ignore[method-assign]
+        here.expect(KEY, EXTENT, OURS)
+        kit.there.send(KEY, EXTENT)
+        compute(kit.there)
+        await kit.until(lambda: bool(here.failed))
+        await asyncio.sleep(0.02)
+        assert [b"".join(read(here, number)) for number in OURS] == [BLOCKS[7]] * 3
+        assert not here.reasons
+
+    run(work, network=HarmfulNetwork(Harm(Fault.CANCEL, 10_000, Random(1))))
+
+
+def test_a_damaged_slice_ends_it(run: Callable[..., None]) -> None:
+    async def work(kit: Kit) -> None:
+        here, there = kit.here, kit.there
+        here.expect(KEY, EXTENT, OURS)
+        assert there.session is not None
+        there.session.send(Offer(KEY, 0, LAYOUT.num_layers))
+        there.session.send(Slices(KEY, 1, 0, SIZE, (b"x" * 16,)), memoryview(bytes(WIDTH)))
+        there.session.send(Slices(KEY, 2, 0, SIZE, (b"x" * 16,)), memoryview(bytes(WIDTH)))  # is read past
+        broken = await kit.told(here, events.Broken)
+        assert broken == events.Broken(KEY, "a KV block of layer 1 came damaged (seal mismatch)")
+        await asyncio.sleep(0.01)
+        assert [type(fact) for fact in here.facts].count(events.Broken) == 1
+        assert here.hands.gauges()["seal_mismatches_total"] == 1
+        assert not here.reasons
+
+    run(work)
+
+
+def test_a_lost_session_severs_what_went_over_it(run: Callable[..., None]) -> None:
+    async def work(kit: Kit) -> None:
+        here, there = kit.here, kit.there
+        waits = RequestId("b#1")
+        there.send(KEY, EXTENT)
+        there.send(waits, EXTENT)
+        here.hands._told = here.facts.append  # releases nothing
+        here.expect(KEY, EXTENT, OURS)
+        await kit.told(there, events.Granted)
+        assert there.session is not None
+        there.session.abort("killed")
+        severed = await kit.told(here, events.Severed)
+        assert sorted(severed.keys) == [KEY, waits] and "the session with other ended" in severed.reason
+        assert sorted((await kit.told(there, events.Severed)).keys) == [KEY, waits]
+        assert not here.hands._arrivals._offers
+
+    run(work)
+
+
+def test_what_was_not_sent_has_not_landed(run: Callable[..., None]) -> None:
+    async def work(kit: Kit) -> None:
+        kit.there.send(KEY, EXTENT)
+        await asyncio.sleep(0.01)
+        assert kit.here.session is not None
+        kit.here.session.send(Landed(KEY))
+        await kit.told(kit.there, events.Severed)
+        assert "landed before it was sent" in kit.there.reasons[0]
+        assert not any(isinstance(fact, events.Landed) for fact in kit.there.facts)
+
+    run(work)
+
+
+@pytest.mark.parametrize("error", [OSError("it is gone"), KeyError("nobody")], ids=repr)
+def test_a_node_of_no_address_is_as_one_whose_session_is_lost(
+    run: Callable[..., None], error: Exception
+) -> None:
+    async def work(kit: Kit) -> None:
+        def nowhere(node: NodeId) -> str:
+            raise error
+
+        kit.there.hands._address_of = nowhere
+        kit.there.send(KEY, EXTENT)
+        assert "cannot reach other" in (await kit.told(kit.there, events.Severed)).reason
+        kit.there.hands.do(events.Fetch(KEY, OTHER, NAMES[:2], 0))
+        assert await kit.told(kit.there, events.FetchEnded) == events.FetchEnded(KEY, 0)
+
+    run(work)
+
+
+def test_a_node_that_cannot_be_reached_is_as_one_whose_session_is_lost(run: Callable[..., None]) -> None:
+    async def work(kit: Kit) -> None:
+        session, kit.there.session = kit.there.session, None
+        kit.there.send(KEY, EXTENT)
+        assert "cannot reach other" in (await kit.told(kit.there, events.Severed)).reason
+        kit.there.session = session
+
+    run(work)
+
+
+# Cached blocks of another node: they are there, wanted here.
+
+
+@pytest.fixture
+def fetching() -> events.Fetch:
+    return events.Fetch(KEY, OTHER, NAMES[:6], 1)
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["given", "lent"])
+def test_blocks_are_fetched_and_a_load_reads_them_as_they_come(
+    run: Callable[..., None], shares: bool, fetching: events.Fetch
+) -> None:
+    async def work(kit: Kit) -> None:
+        here, there = kit.there, kit.here  # who opened the session asks
+        here.hands.fetcher._shares = shares
+        put_chain(here.store, NAMES[:1], BLOCKS[:1])
+        put_chain(there.store, NAMES[:6], BLOCKS[:6])
+        here.hands.do(fetching)
+        here.hands.do(events.Load(KEY, NAMES[:5], (0, 1, 2, 3, 4), 20, arriving=True))
+        load = here.hands.load_of(KEY)
+        assert load is not None
+        await asyncio.to_thread(load.wait, LAST, 5)
+        assert [b"".join(read(here, at)) for at in range(5)] == BLOCKS[:5]
+        assert await kit.told(here, events.FetchEnded) == events.FetchEnded(KEY, 6)
+        assert [stored(here, name) for name in NAMES[:6]] == BLOCKS[:6]
+        assert events.Moved(KEY, fetched=True) in here.facts
+        (wanted,) = [fact for fact in there.facts if isinstance(fact, events.Wanted)]
+        assert wanted == events.Wanted(KEY, OTHER, NAMES[:6], 1, False)
+        await kit.told(there, events.Enough)
+        here.hands.loaded(KEY)
+        assert here.hands.load_of(KEY) is None
+        name = "kv_bytes_borrowed_total" if shares else "kv_bytes_fetched_total"
+        assert here.hands.gauges()[name] == 5 * LAYOUT.block_bytes
+
+    run(work)
+
+
+def test_what_is_lent_is_given_back_when_it_is_copied(run: Callable[..., None]) -> None:
+    async def work(kit: Kit) -> None:
+        here, there = kit.there, kit.here
+        here.hands.fetcher._shares = True
+        put_chain(there.store, NAMES[:3], BLOCKS[:3])
+        here.hands.do(events.Fetch(KEY, OTHER, NAMES[:3], 0))
+        await kit.told(here, events.FetchEnded)
+        await kit.told(there, events.Enough)
+        await kit.until(lambda: not there.store.stat().num_pinned)
+        here.hands.do(events.Release(KEY))
+
+    run(work)
+
+
+def test_more_rounds_are_answered_from_one_decision(run: Callable[..., None]) -> None:
+    async def work(kit: Kit) -> None:
+        here, there = kit.there, kit.here
+        put_chain(there.store, NAMES, BLOCKS)
+        taken = here.store.reserve(13)  # of 16
+        here.hands.do(events.Fetch(KEY, OTHER, NAMES, 0))
+        tell = here.hands._told
+
+        def told(fact: events.Event) -> None:
+            tell(fact)
+            if isinstance(fact, events.Came):
+                here.store.give_back(taken[-3:])
+                del taken[-3:]
+
+        here.hands._told = told
+        assert await kit.told(here, events.FetchEnded) == events.FetchEnded(KEY, 8)
+        assert [fact for fact in here.facts if isinstance(fact, events.Came)] == [
+            events.Came(KEY, 3),
+            events.Came(KEY, 6),
+        ]
+        assert len([fact for fact in there.facts if isinstance(fact, events.Wanted)]) == 1
+        await kit.told(there, events.Enough)
+        here.store.give_back(taken)
+
+    run(work)
+
+
+def test_what_was_not_decided_for_these_blocks_gives_nothing(run: Callable[..., None]) -> None:
+    """A decision may be late: the same key was given up, and asked for again."""
+
+    async def work(kit: Kit) -> None:
+        there = kit.here
+        put_chain(there.store, NAMES[:4], BLOCKS[:4])
+        there.hands._told = there.facts.append
+        assert kit.there.session is not None
+        for names in (NAMES[:2], NAMES[2:4]):
+            kit.there.session.send(Want(KEY, names, 0, False, 4))
+            await kit.told(there, events.Wanted)
+            there.facts.clear()
+            kit.there.session.send(Enough(KEY))
+        await kit.told(there, events.Enough)
+        kit.there.session.send(Want(KEY, NAMES[2:4], 0, False, 4))
+        await kit.told(there, events.Wanted)
+        there.hands.do(events.Give(KEY, OTHER, NAMES[:2], 0, 2, 0))
+        await asyncio.sleep(0.01)
+        assert there.hands.lender.bytes_out == 0
+
+    run(work)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_fetch_that_is_ended_says_so(run: Callable[..., None], begun: bool) -> None:
+    async def work(kit: Kit) -> None:
+        kit.here.hands._told = kit.here.facts.append  # decides nothing
+        kit.there.hands.do(events.Fetch(KEY, OTHER, NAMES[:3], 0))
+        if begun:
+            await kit.told(kit.here, events.Wanted)
+        kit.there.hands.do(events.EndFetch(KEY))
+        assert await kit.told(kit.there, events.FetchEnded) == events.FetchEnded(KEY, 0)
+
+    run(work)
+
+
+def test_blocks_are_wanted_only_by_whom_one_knows(run: Callable[..., None]) -> None:
+    async def work(kit: Kit) -> None:
+        assert kit.there.session is not None
+        with pytest.raises(ProtocolError, match="opened here"):
+            kit.there.hands.on_peer(kit.there.session, Want(KEY, NAMES[:1], 0, False, 1))
+
+    run(work)
+
+
+# The cache.
+
+
+def test_a_load_reads_only_what_its_fetch_has_of_its_prefix(run: Callable[..., None]) -> None:
+    """Where the prefix of use ends with a state, the fetch goes on with the prompt's blocks."""
+
+    async def work(kit: Kit) -> None:
+        here, there = kit.there, kit.here
+        (state,) = state_names(NAMES[1], 1)
+        put_chain(here.store, [*NAMES[:2], state], [*BLOCKS[:2], BLOCKS[7]])
+        put_chain(there.store, NAMES[:4], BLOCKS[:4])
+        here.hands.do(events.Fetch(KEY, OTHER, NAMES[:4], 2))
+        here.hands.do(events.Load(KEY, (*NAMES[:2], state), (0, 1, 5), 2 * SIZE, arriving=True, told=True))
+        assert await kit.told(here, events.Loaded) == events.Loaded(KEY, 3)
+        assert [b"".join(read(here, at)) for at in (0, 1, 5)] == [*BLOCKS[:2], BLOCKS[7]]
+        await kit.told(there, events.Enough)
+
+    run(work)
+
+
+def test_a_short_load_says_so(run: Callable[..., None]) -> None:
+    async def work(kit: Kit) -> None:
+        put_chain(kit.here.store, NAMES[:2], BLOCKS[:2])
+        kit.here.hands.do(events.Load(KEY, NAMES[:3], (0, 1, 2), 12, told=True))
+        assert await kit.told(kit.here, events.Loaded) == events.Loaded(KEY, 2)
+
+    run(work)
+
+
+def test_what_was_read_ahead_is_read_once(run: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work(kit: Kit) -> None:
+        here, done = kit.here, list[BlockName]()
+        put_chain(here.store, NAMES[:4], BLOCKS[:4])
+        here.store.flush()
+        here.store.demote(NAMES[:4])
+        get = here.store.read
+        monkeypatch.setattr(here.store, "read", lambda name, *more: done.append(name) or get(name, *more))
+        here.hands.do(events.Read(KEY, NAMES[1:4]))
+        here.hands.do(events.Promote(NAMES[1:2]))
+        here.hands.do(events.Load(KEY, NAMES[:4], (0, 1, 2, 3), 16))
+        load = here.hands.load_of(KEY)
+        assert load is not None
+        await asyncio.to_thread(load.wait, LAST, 4)
+        await asyncio.to_thread(load.over.wait)
+        assert [b"".join(read(here, at)) for at in range(4)] == BLOCKS[:4]
+        assert sorted(set(done)) == list(NAMES[:4]) and len(done) <= 4
+        await kit.until(lambda: here.store.stat().memory.num_blocks == 1)
+
+    monkeypatch.setattr(cache_module, "AHEAD", 2)
+    run(work)
+
+
+@pytest.mark.parametrize("ends", [events.Release(KEY), Preempted(KEY), events.Shorten(KEY, 0)], ids=repr)
+def test_nothing_is_loaded_after_the_end(
+    run: Callable[..., None], ends: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(kit: Kit) -> None:
+        here, began, go_on = kit.here, threading.Event(), threading.Event()
+        put_chain(here.store, NAMES[:3], BLOCKS[:3])
+        fill = here.memory.fill
+
+        def slow(*arguments: Any) -> None:
+            began.set()
+            assert go_on.wait(WAIT_S)
+            fill(*arguments)
+
+        monkeypatch.setattr(here.memory, "fill", slow)
+        here.hands.do(events.Load(KEY, NAMES[:3], (0, 1, 2), 12, told=True))
+        assert await asyncio.to_thread(began.wait, WAIT_S)
+        asyncio.get_running_loop().run_in_executor(None, lambda: (threading.Event().wait(0.02), go_on.set()))
+        here.hands.do(ends)
+        monkeypatch.undo()
+        for number in range(3):
+            write(here, number, BLOCKS[7])
+        await asyncio.sleep(0.02)
+        assert [b"".join(read(here, at)) for at in range(3)] == [BLOCKS[7]] * 3
+        assert not any(isinstance(fact, events.Loaded) for fact in here.facts)
+        assert here.hands.load_of(KEY) is None
+
+    run(work)
+
+
+def test_blocks_are_saved_staged_ones_too(run: Callable[..., None]) -> None:
+    async def work(kit: Kit) -> None:
+        here = kit.here
+        put_chain(here.store, NAMES[:1], BLOCKS[:1])
+        for number in range(4):
+            write(here, number, BLOCKS[number])
+        staging = here.hands.stage(KEY, NAMES[:3], (0, 1, 2))
+        assert staging is not None
+        assert (list(staging.names), list(staging.blocks)) == ([NAMES[1], NAMES[2]], [1, 2]), "not what it has"
+        for layer in range(LAYOUT.num_layers):
+            here.hands.save_layer(staging, layer)
+        await asyncio.wrap_future(here.cache.kept())
+        write(here, 1, BLOCKS[7])  # what was staged counts
+        here.hands.do(events.Save(KEY, NAMES[1:4], NAMES[0], (1, 2, 3)))
+        here.hands.do(events.Demote(NAMES[2:3]))
+        here.hands.do(events.Drop(NAMES[3:4]))
+        assert await kit.told(here, Saved) == Saved(KEY)
+        assert [stored(here, name) for name in NAMES[:3]] == BLOCKS[:3]
+        await asyncio.wrap_future(here.cache.kept())
+        assert [here.store.tier(name) for name in NAMES[1:4]] == [Tier.MEMORY, Tier.DISK, None]
+        assert not any(isinstance(fact, events.Lost) for fact in here.facts)
+        assert here.hands.stage(KEY, NAMES[:2], (0, 1)) is None
+
+    run(work)
+
+
+def test_what_finds_no_room_is_lost(run: Callable[..., None]) -> None:
+    async def work(kit: Kit) -> None:
+        there = kit.there
+        taken = there.store.reserve(15)
+        there.hands.do(events.Save(KEY, NAMES[:3], None, (5, 3, 1)))
+        assert await kit.told(there, events.Lost) == events.Lost(NAMES[1:3])
+        assert Saved(KEY) in there.facts
+        there.hands.lost_bytes([NAMES[0]])
+        assert await kit.told(there, events.Lost, 2) == events.Lost(NAMES[:1])
+        there.store.give_back(taken)
+
+    run(work)
+
+
+@pytest.mark.parametrize("ends", [events.Release(KEY), Preempted(KEY)], ids=repr)
+def test_what_was_staged_for_nothing_is_given_back(run: Callable[..., None], ends: Any) -> None:
+    async def work(kit: Kit) -> None:
+        assert kit.here.hands.stage(KEY, NAMES[:3], (0, 1, 2)) is not None
+        assert kit.here.store.stat().num_reserved == 3
+        kit.here.hands.do(ends)
+        await kit.until(lambda: kit.here.store.stat().num_reserved == 0)
+
+    run(work)
+
+
+def test_without_a_cache() -> None:
+    async def main() -> None:
+        facts: list[events.Event] = []
+        hands = Hands(
+            memory=EmulatedMemory(LAYOUT, 2), first_layer=0, cache=None, peers=None, address_of=str,  # type: ignore[arg-type]
+            tell=facts.append, spawn=lambda work: None, shares_memory=False, received=lambda key, token: None,
+        )  # fmt: skip
+        hands.open(asyncio.get_running_loop())
+        hands.do(events.Fetch(KEY, OTHER, NAMES[:2], 1))
+        hands.do(events.EndFetch(KEY))
+        hands.do(events.Release(KEY))
+        await asyncio.sleep(0.01)
+        assert facts == [events.FetchEnded(KEY, 1)]
+        assert set(hands.gauges()) == {"kv_bytes_in_total", "kv_bytes_out_total", "seal_mismatches_total"}
+        with pytest.raises(ProtocolError):
+            hands.on_peer(None, Want(KEY, NAMES[:1], 0, False, 1))  # type: ignore[arg-type]
+        await hands.close()
+
+    asyncio.run(main())

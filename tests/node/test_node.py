@@ -1,0 +1,160 @@
+"""Nodes in a world where everything that may happen next does, in any order: whatever comes, all ends and adds up."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isthmus.attempts import RequestFailed
+from isthmus.node import Node
+from isthmus.node.events import (
+    Begin,
+    Broken,
+    Came,
+    EndFetch,
+    Enough,
+    FetchEnded,
+    Forget,
+    Granted,
+    Landed,
+    Loaded,
+    Moved,
+    Received,
+    Sampled,
+    Severed,
+    Woken,
+)
+from isthmus.scheduler import BlockPool, Run, Saved, Scheduler, Stepped, TierCache
+from isthmus.types import NodeId, RequestId, Role
+
+from .world import SIZE, Asked, Place, World, fetch_of, limits_of, route_of
+
+P0, P1, D0 = NodeId("p0"), NodeId("p1"), NodeId("d0")
+
+
+def names_of(seed: int, count: int) -> tuple[int, ...]:
+    """Chains of the same seed share their heads."""
+    return tuple([seed * 1000 + at for at in range(count)])
+
+
+class Drawn:
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def __call__(self, below: int) -> int:
+        return self._random.randrange(below)
+
+
+def world_of(draw: Drawn, *, dram: int, disk: int, state_blocks: int = 0) -> World:
+    tiers = (dram, disk) if dram else None
+    return World([Place(name, 40, tiers, state_blocks) for name in (P0, P1, D0)], draw)
+
+
+def ask(world: World, draw: Drawn, number: int, state_blocks: int) -> None:
+    num_tokens = 1 + draw(40)
+    names = names_of(draw(3), num_tokens // SIZE)
+    prefill = (P0, P1)[draw(2)]
+    decode = (D0, prefill)[draw(2)]
+    fields: dict[str, object] = {"num_cached": draw(len(names) + 1)}
+    if names and draw(2) and world.places[prefill].node.tiers is not None:
+        source = P1 if prefill == P0 else P0
+        start = draw(len(names))
+        fields["fetch"] = fetch_of(source, start, start + 1 + draw(len(names) - start))
+    if decode == D0 and world.places[D0].node.tiers is not None and names and not draw(3):
+        depth = 1 + draw(len(names))
+        own = draw(depth + 1)
+        fields["handover_start"] = depth
+        fields["recall"] = fetch_of(P0, own, depth) if own < depth else fetch_of(D0, 0, depth)
+    route = route_of(f"r{number}", prefill, decode, **fields)
+    world.ask(Asked(route, num_tokens, 1 + draw(12), names))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 1 << 32), st.sampled_from([(0, 0), (6, 0), (6, 8), (30, 30)]), st.sampled_from([0, 0, 2]))
+def test_whatever_comes_all_ends_and_adds_up(seed: int, tiers: tuple[int, int], state_blocks: int) -> None:
+    draw = Drawn(seed)
+    world = world_of(draw, dram=tiers[0], disk=tiers[1], state_blocks=state_blocks)
+    for number in range(12):
+        ask(world, draw, number, state_blocks)
+        for _ in range(draw(20)):
+            world.step()
+        under_way = [asked for asked in world.asked.values() if not asked.over]
+        kind = draw(12)
+        if kind == 0 and under_way:
+            world.forget(under_way[draw(len(under_way))])
+        elif kind == 1 and under_way:
+            world.sever(under_way[draw(len(under_way))])
+        elif kind == 2 and tiers[0]:
+            world.copy(P1, P0, names_of(draw(3), 1 + draw(10)))
+        elif kind == 3 and tiers[0]:
+            world.lose((P0, P1, D0)[draw(3)], draw(3) * 1000 + draw(10))
+    world.drain()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_lost_session_costs_nothing_until_the_head_had_its_time(late: bool) -> None:
+    draw = Drawn(1)
+    world = world_of(draw, dram=0, disk=0)
+    asked = Asked(route_of("r", P0, D0), 9, 4, names_of(0, 2))
+    world.ask(asked)
+    world.sever(asked)
+    assert not asked.over
+    world.now += 240_000_000 if not late else 260_000_000
+    assert [key for key in (RequestId("r#1"),) if key in world.places[P0].node]
+    while world.pending and not asked.over:
+        world.step()
+    assert asked.over.startswith("failed") == late or asked.over == "finished"
+
+
+def node_of(**limits: int) -> Node:
+    made = limits_of(40, 0)
+    scheduler = Scheduler(made, TierCache(30), BlockPool(40), node=D0)
+    return Node(dict.fromkeys(Role, made), scheduler, transfer_ns=1000, **limits)
+
+
+def test_a_hand_over_beside_a_fetch_has_a_time_out_of_its_own() -> None:
+    """What comes of one of them says nothing of the other, though both are of one attempt."""
+    node = node_of()
+    route = route_of("r", P0, D0, handover_start=2, recall=fetch_of(P1, 0, 2))
+    key = RequestId("r#1")
+    node.on(Begin(key, Role.DECODE, route, 20, 30, names_of(1, 5)), 1)
+    node.on(Moved(key), 10)
+    assert node.on(Woken(), 900) == []
+    node.on(Moved(key, fetched=True), 1000)
+    failed = [action for action in node.on(Woken(), 1100) if isinstance(action, RequestFailed)]
+    assert [action.reason for action in failed] == ["d0: no KV came for 1e-06 s"]
+    assert node.on(FetchEnded(key, 2), 1200)[-1:], "what came is kept all the same"
+    node.check_idle()
+
+
+def test_a_fetch_that_stands_still_is_ended_though_the_hand_over_goes_on() -> None:
+    node, key = node_of(), RequestId("r#1")
+    route = route_of("r", P0, D0, handover_start=2, recall=fetch_of(P1, 0, 2))
+    node.on(Begin(key, Role.DECODE, route, 20, 30, names_of(1, 5)), 1)
+    node.on(Moved(key, fetched=True), 10)
+    node.on(Moved(key), 1100)
+    assert node.on(Woken(), 1101) == [EndFetch(key)]
+
+
+def test_what_comes_for_a_key_that_is_not_known_is_void() -> None:
+    node, key = node_of(), RequestId("gone#1")
+    for fact in (Came(key, 3), FetchEnded(key, 3), Loaded(key, 1), Received(key), Granted(key), Landed(key),
+                 Broken(key, "x"), Severed((key,), "x"), Forget(key), Enough(key, P0), Moved(key)):  # fmt: skip
+        assert node.on(fact, 1) == []
+
+
+def test_the_last_stage_may_answer_before_the_first_says_that_it_is_through() -> None:
+    """Its token waits for that, or nothing would be kept of its prompt."""
+    made = limits_of(40, 0)
+    node = Node(dict.fromkeys(Role, made), Scheduler(made, TierCache(30), BlockPool(40), node=P0), stages=2)
+    key, names = RequestId("r#1"), names_of(1, 2)
+    (*_, run) = node.on(Begin(key, Role.PREFILL, route_of("r", P0, D0), 10, 11, names), 1)
+    assert isinstance(run, Run)
+    assert node.on(Sampled((key,), (key,)), 2) == []
+    kinds = [type(action).__name__ for action in node.on(Stepped(1), 3)]
+    assert kinds == ["Save", "BlocksStored", "Release"]
+    node.on(Saved(key), 4)
+    node.check_idle()

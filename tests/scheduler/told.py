@@ -1,0 +1,64 @@
+"""A scheduler that is told one fact at a time, and answers with what follows and the next run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from isthmus.scheduler import Actions, Scheduler, Sequence, Stepped
+from isthmus.scheduler.sequence import State
+from isthmus.types import BlockName, RequestId
+
+Fact = Callable[["Told", Actions], None] | Stepped
+
+
+class Told(Scheduler):
+    def on(self, fact: Fact, now: int = 0) -> list[Any]:
+        actions: list[Any] = []
+        if isinstance(fact, Stepped):
+            self.step(fact, actions)
+        else:
+            fact(self, actions)
+        self.plan(actions, now)
+        return actions
+
+    def of(self, request: RequestId) -> Sequence:
+        """Who nobody knows any more is nobody."""
+        return self._sequences.get(request) or Sequence(request, 1, 2)
+
+
+def arrived(request: RequestId, *about: Any, **more: Any) -> Fact:
+    return lambda scheduler, actions: scheduler.arrive(Sequence(request, *about, **more))
+
+
+def expected(request: RequestId, num_tokens: int, stop_length: int) -> Fact:
+    sequence = Sequence(request, num_tokens, stop_length, state=State.EXPECTED)
+    return lambda scheduler, actions: scheduler.expect(sequence, actions)
+
+
+def imported(request: RequestId) -> Fact:
+    return lambda scheduler, actions: scheduler.imported(scheduler.of(request))
+
+
+def fetched(request: RequestId, stop: int) -> Fact:
+    return lambda scheduler, actions: scheduler.fetched(scheduler.of(request), stop, actions)
+
+
+def offered(names: tuple[BlockName, ...]) -> Fact:
+    return lambda scheduler, actions: scheduler.keep(names, actions)
+
+
+def missing(request: RequestId, num_blocks: int) -> Fact:
+    return lambda scheduler, actions: scheduler.missing(scheduler.of(request), num_blocks)
+
+
+def lost(names: tuple[BlockName, ...]) -> Fact:
+    return lambda scheduler, actions: scheduler.lose(names, actions)
+
+
+def recovered(chains: tuple[tuple[BlockName, ...], ...]) -> Fact:
+    return lambda scheduler, actions: scheduler.recover(chains, actions)
+
+
+def forgotten(request: RequestId) -> Fact:
+    return lambda scheduler, actions: scheduler.forget(scheduler.of(request))

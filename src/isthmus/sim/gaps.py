@@ -1,13 +1,14 @@
 """Token gaps from the nodes' logs: the mean of a request's longest tenth, without visiting each gap.
 
-A request's gaps are slices of its node's runs, and within a run they grow evenly: only slices that may hold one of the
-longest are spread out.
+A request's gaps are slices of its node's runs, and within a run they grow evenly: slices are taken from the top, as
+many gaps at a time as exceed the next slice's largest.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from heapq import heapify, heappop, heapreplace
 
 from isthmus.sim.job import Job
 from isthmus.sim.node import Gaps, SimNode
@@ -56,24 +57,24 @@ def _stay(node: SimNode, first: int, last: int, before: int, gaps: list[Gaps]) -
 
 
 def mean_of_longest(gaps: list[Gaps], count: int) -> float:
-    """Mean of the `count` longest gaps, at least 1. Sorts `gaps`."""
-    gaps.sort()
-    bound = gaps[0][0]
-    longest: list[int] = []
-    left = count
-    for largest, growth, size in gaps:
-        if left > 0:  # of the first that have so many: no gap below their shortest counts
-            left -= size
-            shortest = largest + growth * (size - 1)
-            if shortest > bound:
-                bound = shortest
-        elif largest > bound:
-            break
-        if size == 1:
-            longest.append(largest)
-        elif growth:
-            longest += range(largest, largest + growth * (size if size < count else count), growth)
+    """Mean of the `count` longest gaps, at least 1. Consumes `gaps`."""
+    heapify(gaps)
+    total, left = 0, count
+    while True:
+        largest, growth, size = gaps[0]
+        take = size if size < left else left
+        if growth and take > 1 and len(gaps) > 1:
+            second = gaps[1][0]
+            if len(gaps) > 2 and gaps[2][0] < second:
+                second = gaps[2][0]
+            ahead = (second - largest) // growth + 1
+            if ahead < take:
+                take = ahead
+        total -= largest * take + growth * (take * (take - 1) // 2)
+        left -= take
+        if not left:
+            return total / count
+        if take == size:
+            heappop(gaps)
         else:
-            longest += [largest] * size
-    longest.sort()
-    return -sum(longest[:count]) / count
+            heapreplace(gaps, (largest + growth * take, growth, size - take))

@@ -7,9 +7,9 @@ import msgspec
 from isthmus.conductor import NodeJoined, Paths
 from isthmus.cost import Cost, compile_cost
 from isthmus.deploy.rates import UNLIMITED, Rates
-from isthmus.node import Node
+from isthmus.node import TRANSFER_NS, Node
 from isthmus.scheduler import BlockPool, Chunking, CountingPool, Limits, Scheduler, TbtTarget, TierCache
-from isthmus.types import NS_PER_S, NodeId, Role
+from isthmus.types import NodeId, Role
 
 
 class Sequences(msgspec.Struct, frozen=True):
@@ -126,8 +126,12 @@ class NodeFacts(msgspec.Struct, frozen=True):
             state_blocks=self.state_blocks,
         )
 
-    def node_of(self, pool: BlockPool | CountingPool, *, transfer_ns: int = 30 * NS_PER_S) -> Node:
-        """Who decides for it, at its start. `transfer_ns`: how long what is transferred may bring nothing."""
-        scheduler = Scheduler(self.limits(self.role), self.tiers(), pool, self.target, self.node)
+    def node_of(
+        self, pool: BlockPool | CountingPool, *, cached: bool = True, transfer_ns: int = TRANSFER_NS
+    ) -> Node:
+        """Who decides for it, at its start. `cached`: whether it keeps its cache, if it has one. `transfer_ns`: how
+        long what is transferred may bring nothing."""
+        tiers = self.tiers() if cached else None
+        scheduler = Scheduler(self.limits(self.role), tiers, pool, self.target, self.node)
         limits = {role: self.limits(role) for role in Role}
         return Node(limits, scheduler, stages=self.pipeline, transfer_ns=transfer_ns)

@@ -60,6 +60,7 @@ from isthmus.types import NS_PER_MS, NS_PER_S, BlockName, NodeId, RequestId, Rol
 
 LOST_NS = 250 * NS_PER_MS
 """So long the head is given to find out itself that a node is gone: one death is to cost one attempt."""
+TRANSFER_NS = 30 * NS_PER_S
 MAX_DISTRUSTED = 1024
 
 Names = tuple[BlockName, ...]
@@ -75,7 +76,7 @@ class Node:
         scheduler: Scheduler,
         *,
         stages: int = 1,
-        transfer_ns: int = 30 * NS_PER_S,
+        transfer_ns: int = TRANSFER_NS,
     ) -> None:
         self.node, self.scheduler, self.tiers = scheduler.node, scheduler, scheduler.tiers
         self._limits, self._stages, self._transfer_ns = limits, stages, transfer_ns

@@ -40,7 +40,7 @@ from isthmus.node.events import (
     Woken,
 )
 from isthmus.scheduler import Admitted, Joined, Preempted, Run, Stepped
-from isthmus.sim.build import brain_of, build_node
+from isthmus.sim.build import build_node, node_of
 from isthmus.sim.clock import OTHERS, PREFILL_ENDS, STEP_ENDS, TRANSFER_ENDS, Clock
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.job import Job
@@ -372,7 +372,7 @@ class Nodes:
         """A node is gone with all that it held. `told`: when the conductor is to hear of it; those it then tells
         nothing find out themselves."""
         node.die(self._clock.now)
-        node.begin_anew(brain_of(self._deployment, node.facts))
+        node.begin_anew(node_of(self._deployment, node.facts))
         node.alive = False
         told()
         self.moves.lose(node)

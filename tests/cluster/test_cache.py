@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,9 @@ class Kit:
         return bytes(into) if self.store.get(name, into) else None
 
     def settle(self) -> None:
-        """What was asked for so far about keeping is done."""
+        """What was asked for so far about keeping is done, and what is being read is here or given back."""
+        self.cache.kept().result(WAIT_S)
+        wait(list(self.cache._coming.values()), WAIT_S)
         self.cache.kept().result(WAIT_S)
 
     def save(
@@ -439,11 +442,9 @@ def test_what_was_read_ahead_is_not_read_again(kit: Kit, on_disk: list[BlockName
 def test_what_was_read_ahead_and_is_promoted_stays(kit: Kit, on_disk: list[BlockName], first: str) -> None:
     kit.cache.read(NAMES[:3])
     if first == "read":
-        while kit.store.stat().memory.num_blocks < 3:
-            kit.settle()
+        kit.settle()
     kit.cache.promote(NAMES[:2])
     kit.cache.unread(NAMES[:3])
-    kit.settle()
     kit.settle()
     assert [kit.store.tier(name) for name in NAMES[:3]] == [Tier.MEMORY, Tier.MEMORY, Tier.DISK]
     assert kit.store.stat().memory.num_blocks == 2
@@ -465,8 +466,7 @@ def test_no_more_is_read_ahead_than_there_is_room_to_spare(kit: Kit, on_disk: li
 def test_what_nobody_wants_any_more_is_not_kept(kit: Kit, on_disk: list[BlockName], then: str) -> None:
     kit.cache.read(NAMES[:4])
     getattr(kit.cache, then)(NAMES[:4])
-    while kit.cache._coming:
-        kit.settle()
+    kit.settle()
     assert kit.store.stat().memory.num_blocks == 0
     assert [kit.store.tier(name) for name in NAMES[:4]] == [None if then == "drop" else Tier.DISK] * 4
 

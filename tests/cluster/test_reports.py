@@ -72,12 +72,18 @@ class Picture:
         known = sum(tier is Tier.MEMORY for tier in found.values())
         return found if known == cache.store.stat().memory.num_blocks else {}
 
-    async def settle(self) -> None:
+    def is_settled(self) -> bool:
         """Nothing is under way, and everybody agrees."""
+        try:
+            self._process.node.check_idle()
+        except AssertionError:
+            return False
+        return self.conductor() == self.node() == self.store()
+
+    async def settle(self) -> None:
         async with asyncio.timeout(20):
-            while not self.conductor() == self.node() == self.store():
+            while not self.is_settled():
                 await asyncio.sleep(0.005)
-        self._process.node.check_idle()
 
 
 async def answer(head: Head, number: int, prompt: Sequence[int]) -> list[int]:

@@ -65,7 +65,11 @@ class Kit:
         self.cache.kept().result(WAIT_S)
 
     def save(
-        self, names: Sequence[BlockName], blocks: Sequence[int], staged: Sequence[Staging] = ()
+        self,
+        names: Sequence[BlockName],
+        blocks: Sequence[int],
+        staged: Sequence[Staging] = (),
+        num_sunk: int = 0,
     ) -> list[Any]:
         """Which of them found no room."""
         done, missing = threading.Event(), list[Any]()
@@ -74,7 +78,7 @@ class Kit:
             missing.extend(lost)
             done.set()
 
-        self.cache.save(names, [None, *names[:-1]], blocks, staged, saved)
+        self.cache.save(names, [None, *names[:-1]], blocks, num_sunk, staged, saved)
         assert done.wait(WAIT_S)
         self.settle()
         return missing
@@ -363,7 +367,7 @@ def test_what_is_evicted_while_it_is_saved_does_not_come_back(
 
     monkeypatch.setattr(kit.memory, "save", slow)
     done = threading.Event()
-    kit.cache.save(NAMES[:2], [None, NAMES[0]], [0, 1], [], lambda lost: done.set())
+    kit.cache.save(NAMES[:2], [None, NAMES[0]], [0, 1], 0, [], lambda lost: done.set())
     kit.cache.drop(NAMES[:2])
     go_on.set()
     assert done.wait(WAIT_S)
@@ -381,7 +385,7 @@ def test_what_is_being_saved_can_be_loaded(kit: Kit, monkeypatch: pytest.MonkeyP
         save(*arguments)
 
     monkeypatch.setattr(kit.memory, "save", slow)
-    kit.cache.save(NAMES[:1], [None], [0], [], lambda lost: None)
+    kit.cache.save(NAMES[:1], [None], [0], 0, [], lambda lost: None)
     load = kit.cache.load(NAMES[:1], [5])
     assert not load.over.is_set()
     go_on.set()

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Protocol, TypeVar
 
 from isthmus.blocks import seal
@@ -29,6 +29,8 @@ READERS = 4
 """Blocks read from disk at once: an SSD is at its best with several reads in flight."""
 READ_BYTES = 1 << 17
 """Of one block, so many bytes at least are read at once, whole layers."""
+SINK_S = 5.0
+"""So long blocks that are kept on disk only may wait until others are written."""
 AHEAD = 16
 """One in so many slots of the arena may hold what was read from disk before its load begins."""
 
@@ -153,7 +155,8 @@ class Staging:
 class NodeCache:
     """Moves blocks between a store and an engine's KV memory. Any thread may call it.
 
-    `on_lost`: told of blocks that were to be loaded and are in no tier.
+    `on_lost`: told of blocks that were to be loaded and are in no tier. `max_staged`: so many slots at most hold what is
+    being computed: the others are for what was decided. `pool_of`: so many threads of that name.
     """
 
     def __init__(
@@ -161,6 +164,8 @@ class NodeCache:
         memory: KVBytes,
         store: Store,
         on_lost: Callable[[Sequence[BlockName]], None] = lambda names: None,
+        pool_of: Callable[[int, str], Executor] = ThreadPoolExecutor,
+        max_staged: int | None = None,
     ) -> None:
         self.memory, self.store, self._on_lost = memory, store, on_lost
         layout = memory.layout
@@ -170,17 +175,18 @@ class NodeCache:
             layout.block_bytes,
         )
         self._read_layers = min(self._layers, -(-READ_BYTES // layout.slice_bytes))
-        self._loaders = ThreadPoolExecutor(LOADERS, "load")
-        self._readers = ThreadPoolExecutor(READERS, "read")
-        self._givers = ThreadPoolExecutor(READERS, "give")
+        self._loaders = pool_of(LOADERS, "load")
+        self._readers = pool_of(READERS, "read")
+        self._givers = pool_of(READERS, "give")
         """Apart from the loaders: nodes whose loads all wait for each other must still answer each other."""
-        self._keeping = ThreadPoolExecutor(1, "keep")
+        self._keeping = pool_of(1, "keep")
         """One thread: what is decided about the store is done in that order, so that a block which is saved and then
         evicted does not come back."""
         self._coming: dict[BlockName, Future[None]] = {}
         """Blocks that will be in DRAM when this is done, if there is room: saved, or read from disk."""
-        self._coming_lock = threading.Lock()
+        self._lock = threading.Lock()
         self._reading: dict[BlockName, tuple[int, Future[bool], Future[None]]] = {}
+        self._may_stage = store.arena.num_slots if max_staged is None else max_staged
         self._ahead: set[BlockName] = set()
         """In DRAM though by decision they are on disk; this and what is being read for it belong to `_keeping`."""
 
@@ -278,7 +284,9 @@ class NodeCache:
 
     def stage(self, names: Sequence[BlockName], blocks: Sequence[int]) -> Staging:
         """Makes room for blocks that are about to be computed, for as many as there is any."""
-        slots = self.store.reserve(len(names))
+        with self._lock:
+            slots = self.store.reserve(min(len(names), self._may_stage))
+            self._may_stage -= len(slots)
         return Staging(names[: len(slots)], blocks[: len(slots)], slots)
 
     def save_layer(self, staging: Staging, layer: int) -> None:
@@ -287,23 +295,25 @@ class NodeCache:
 
     def unstage(self, staging: Staging) -> None:
         """The blocks are not kept."""
-        self._keep(self.store.give_back, staging.slots)
+        self._keep(self._take_staged, [staging], (), {})
 
     def save(
         self,
         names: Sequence[BlockName],
         heads: Sequence[BlockName | None],
         blocks: Sequence[int],
+        num_sunk: int,
         staged: Sequence[Staging],
         done: Callable[[Sequence[BlockName]], None],
     ) -> None:
         """Keeps these blocks of the engine: what is not among `staged` is copied now. `heads`: the block that each
-        follows. `done` is told, from another thread, which of them found no room; then the engine's blocks may change.
+        follows. The last `num_sunk` are kept on disk only. `done` is told, from another thread, which of them found no
+        room; then the engine's blocks may change.
         """
         coming: Future[None] = Future()
-        with self._coming_lock:
+        with self._lock:
             self._coming.update(dict.fromkeys(names, coming))
-        self._keep(self._save, names, heads, blocks, staged, done).add_done_callback(
+        self._keep(self._save, names, heads, blocks, num_sunk, staged, done).add_done_callback(
             lambda _: self._came(names, coming)
         )
 
@@ -314,7 +324,7 @@ class NodeCache:
         return task
 
     def _came(self, names: Sequence[BlockName], coming: Future[None]) -> None:
-        with self._coming_lock:
+        with self._lock:
             for name in names:
                 if self._coming.get(name) is coming:  # and is not on its way once more
                     del self._coming[name]
@@ -333,36 +343,54 @@ class NodeCache:
         names: Sequence[BlockName],
         heads: Sequence[BlockName | None],
         blocks: Sequence[int],
+        num_sunk: int,
         staged: Sequence[Staging],
         done: Callable[[Sequence[BlockName]], None],
     ) -> None:
         slots: dict[BlockName, int] = {}
         kept: set[BlockName] = set()
+        first, stays = 0, len(names) - num_sunk
         try:
             self._ahead.difference_update(names)
             self._take_staged(staged, set(names), slots)
-            wanted = [at for at, name in enumerate(names) if name not in slots]
-            fresh = self.store.reserve(len(wanted))
-            wanted = wanted[: len(fresh)]
-            slots.update(zip([names[at] for at in wanted], fresh, strict=True))
-            for layer in range(self._layers if fresh else 0):
-                offsets = [self.offset(slot, layer) for slot in fresh]
-                self.memory.save(layer, [blocks[at] for at in wanted], self.store.arena.memory, offsets)
-            for name, head in zip(names, heads, strict=True):
-                if name in slots and (head is None or head in kept or self.store.contains(head)):
-                    self.commit(name, head, slots[name])
-                    kept.add(name)
+            while first < len(names):
+                stop = self._fill(names, blocks, slots, first)
+                if stop == first:
+                    break
+                for name, head in zip(names[first:stop], heads[first:stop], strict=True):
+                    if head is None or head in kept or self.store.contains(head):
+                        self.commit(name, head, slots[name])
+                        kept.add(name)
+                self.store.demote([name for name in names[max(first, stays) : stop] if name in kept])
+                first = stop
+                if first < len(names):  # what is on its way to the disk makes room
+                    self.store.flush(SINK_S)
         except Exception:
             log.exception("blocks could not be saved")
         finally:
             self.store.give_back([slot for name, slot in slots.items() if name not in kept])
             done([name for name in names if name not in kept])
 
+    def _fill(
+        self, names: Sequence[BlockName], blocks: Sequence[int], slots: dict[BlockName, int], first: int
+    ) -> int:
+        """Copies blocks from the `first` on into slots, as many as there are. Returns up to which one has a slot."""
+        wanted = [at for at in range(first, len(names)) if names[at] not in slots]
+        fresh = self.store.reserve(len(wanted))
+        filled = wanted[: len(fresh)]
+        slots.update(zip([names[at] for at in filled], fresh, strict=True))
+        for layer in range(self._layers if fresh else 0):
+            offsets = [self.offset(slot, layer) for slot in fresh]
+            self.memory.save(layer, [blocks[at] for at in filled], self.store.arena.memory, offsets)
+        return len(names) if len(filled) == len(wanted) else wanted[len(filled)]
+
     def _take_staged(
-        self, staged: Sequence[Staging], wanted: set[BlockName], slots: dict[BlockName, int]
+        self, staged: Sequence[Staging], wanted: Collection[BlockName], slots: dict[BlockName, int]
     ) -> None:
         """Takes over what is whole and wanted; gives the rest back."""
         for staging in staged:
+            with self._lock:
+                self._may_stage += len(staging.slots)
             whole = len(staging.layers) == self._layers
             for name, slot in zip(staging.names, staging.slots, strict=True):
                 if whole and name in wanted and name not in slots:  # twice: its chunk was computed again
@@ -376,7 +404,7 @@ class NodeCache:
         """Begins to bring blocks that are on disk into DRAM for a load, as far as there is room to spare. `unread`
         takes it back, but for those that are promoted meanwhile."""
         coming: dict[BlockName, Future[None]] = {name: Future() for name in names}
-        with self._coming_lock:
+        with self._lock:
             self._coming.update(coming)
         self._keep(self._read, coming)
 

@@ -222,7 +222,7 @@ class Hands(Bare):
                 self.lost_bytes(lost)
 
         heads = (save.head, *save.names[:-1])
-        self.cache.save(save.names, heads, save.blocks, self._staged.pop(save.request, ()), done)
+        self.cache.save(save.names, heads, save.blocks, save.num_sunk, self._staged.pop(save.request, ()), done)
 
     def _let_go(self, key: RequestId) -> None:
         self._cancel_load(key)

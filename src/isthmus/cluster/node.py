@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,13 +61,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class World:
-    """Where a node lives: what its sessions run over, what the time is, who executes its runs and who moves its
-    bytes."""
+    """Where a node lives: what its sessions run over, what the time is, who executes its runs, who moves its bytes, and
+    so many threads of a name."""
 
     network: Network
     clock_ns: Callable[[], int]
     worker_of: Callable[[NodeProcess], Worker]
     hands_of: Callable[..., Hands] = Hands
+    pool_of: Callable[[int, str], Executor] = ThreadPoolExecutor
 
 
 def this_machine(network: Network) -> World:
@@ -88,7 +90,7 @@ class NodeProcess(EngineProcess):
         facts = options.facts
         assert engine.num_blocks >= facts.kv_blocks, "its memory holds less than its facts say"
         assert engine.layout.state_blocks == facts.state_blocks, "its states are others than its facts say"
-        super().__init__(engine, options, world.network, store_of, world.hands_of)
+        super().__init__(engine, options, world.network, store_of, world.hands_of, world.pool_of)
         self._clock_ns, self._tape = world.clock_ns, tape
         self.node = facts.node_of(BlockPool(facts.kv_blocks), transfer_ns=int(options.transfer_s * NS_PER_S))
         self._group = Group(facts.pipeline, self, self._later) if facts.pipeline > 1 else None

@@ -11,6 +11,7 @@ import hmac
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -81,11 +82,14 @@ class EngineProcess(ABC):
         network: Network,
         store_of: Callable[[OnLost], Store] | None,
         hands_of: Callable[..., Hands] = Hands,
+        pool_of: Callable[[int, str], Executor] = ThreadPoolExecutor,
     ) -> None:
         self._engine, self._options, self._network = engine, options, network
         facts = self._facts = options.facts
         store = store_of(self._lost) if store_of is not None else None
-        self._cache = NodeCache(engine.memory, store, self._lost) if store is not None else None
+        self._cache = None
+        if store is not None:
+            self._cache = NodeCache(engine.memory, store, self._lost, pool_of, facts.transit_blocks // 2)
         self._introduction = PeerHello(PROTOCOL, options.token, facts.node, engine.revision, engine.layout)
         peers = Peers(network, self._introduction, lambda: FromPeer(self, introduced=True))
         self._crossings = Crossings(peers, options.link_s, self.spawn)

@@ -206,6 +206,8 @@ class StageStepper:
         if good < len(message.blocks):
             self._later(self._owner.up, Lost(message.names[good:]))
         if good:
-            self._hands.do(replace(message, names=message.names[:good], blocks=message.blocks[:good]))
+            num_sunk = max(0, message.num_sunk - len(message.names) + good)
+            kept = replace(message, names=message.names[:good], blocks=message.blocks[:good], num_sunk=num_sunk)
+            self._hands.do(kept)
         else:
             self._later(self._owner.up, StageSaved(self._stage, message.request))

@@ -130,12 +130,14 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 class Save(msgspec.Struct, frozen=True, tag=True):
     """Copy blocks of the engine into DRAM, and from there, as time allows, to the SSD; then say `Saved`, and which of
-    them found no room. Nobody else gets `blocks` before that. `head`: the block that the first follows."""
+    them found no room. Nobody else gets `blocks` before that. `head`: the block that the first follows. The last
+    `num_sunk` are for the SSD only: DRAM holds each no longer than it takes to write it."""
 
     request: RequestId
     names: tuple[BlockName, ...]
     head: BlockName | None
     blocks: tuple[int, ...]
+    num_sunk: int = 0
 
 
 class Promote(msgspec.Struct, frozen=True, tag=True):

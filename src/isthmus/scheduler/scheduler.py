@@ -232,7 +232,7 @@ class Scheduler:
         if fresh and blocks and request is not None:
             self._saving[request] = self._saving.get(request, 0) + 1
             span, head = slice(start, start + fresh), names[start - 1] if start else None
-            save = Save(request, names[span], head, tuple(blocks[span]))
+            save = Save(request, names[span], head, tuple(blocks[span]), len(change.sunk))
         self._tell(change, actions, save)
 
     def missing(self, sequence: Sequence, num_blocks: int) -> None:
@@ -406,20 +406,23 @@ class Scheduler:
     # The tiered cache.
 
     def _tell(self, change: Change, actions: Actions, save: Save | None = None) -> None:
-        """In the order in which it can be done: room is made first. `save`: all that is new."""
+        """In the order in which it can be done: room is made first. What goes from the SSD to DRAM comes before what
+        takes its place there. `save`: all that is new."""
         node = self.node
         if change.evicted:
             self._evicted(change.evicted, actions)
+        if change.promoted:
+            actions += (Promote(change.promoted), BlocksStored(node, change.promoted))
         if change.demoted:
             actions += (Demote(change.demoted), BlocksStored(node, change.demoted, Tier.DISK))
         if save is not None:
             actions += (save, BlocksStored(node, save.names))
         elif change.stored:
             actions.append(BlocksStored(node, change.stored))
-        if change.promoted:
-            actions += (Promote(change.promoted), BlocksStored(node, change.promoted))
         if change.sunk:
-            actions += (Demote(change.sunk), BlocksStored(node, change.sunk, Tier.DISK))
+            if save is None:
+                actions.append(Demote(change.sunk))
+            actions.append(BlocksStored(node, change.sunk, Tier.DISK))
 
     def _evicted(self, names: tuple[BlockName, ...], actions: Actions) -> None:
         if self.tiers is not None:

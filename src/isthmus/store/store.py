@@ -44,7 +44,8 @@ class Store:
     `on_lost` hears of blocks that the store can no longer give though nobody dropped them: demoted and not
     writable, or found damaged. It is called without the lock, from the thread that finds out; it must be quick, must
     not raise, and must not `flush` or `close`. `threads` share the work of one call of `get_many`, `put_many` or a
-    large `get`. The store closes `arena` and `log`.
+    large `get`. Unless it `writes_behind`, in a thread, what is to be written waits for `flush`. The store closes
+    `arena` and `log`.
     """
 
     def __init__(
@@ -53,6 +54,8 @@ class Store:
         log: Log | None = None,
         on_lost: Callable[[Sequence[BlockName]], None] = _ignore,
         threads: int = 4,
+        *,
+        writes_behind: bool = True,
     ) -> None:
         assert log is None or log.shape == arena.shape, "arena and log hold blocks of different shapes"
         self.arena = arena
@@ -70,7 +73,8 @@ class Store:
         self._writer = (
             None if log is None else Writer(self._books, arena, log, self._counters, self._changed, self._lose)
         )
-        if self._writer is not None:
+        self._writes_behind = writes_behind
+        if self._writer is not None and writes_behind:
             self._writer.start()
 
     # Filling DRAM.
@@ -254,6 +258,8 @@ class Store:
         """
         if self._writer is None:
             return True
+        if not self._writes_behind:
+            self._writer.catch_up()
         with self._changed:
             return self._changed.wait_for(self._writer.idle, timeout_s)
 

@@ -82,10 +82,17 @@ class Writer:
         self._stopped = False
         self._busy = False
         self._batch = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // arena.shape.block_bytes))
-        self._thread = threading.Thread(target=self._run, name="isthmus-store-writer", daemon=True)
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
+        """In a thread of its own; without it, somebody else takes the turns."""
+        self._thread = threading.Thread(target=self._run, name="isthmus-store-writer", daemon=True)
         self._thread.start()
+
+    def catch_up(self) -> None:
+        """Without the thread: takes turns until nothing is left that could be done."""
+        while not self.idle() or self._is_due():
+            self.turn()
 
     @property
     def can_write(self) -> bool:
@@ -105,16 +112,26 @@ class Writer:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+        if self._thread is None:
+            return True
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
         while self._await_turn():
-            if self._write_retry.at_s <= self._log.files.now():
-                self._probe()
-            if self._wants_file():
-                self._grow()
-            self._write_batch()
+            self.turn()
+
+    def turn(self) -> None:
+        """Tries again what is due, and writes a batch of what there is."""
+        if self._is_due():
+            self._probe()
+        if self._wants_file():
+            self._grow()
+        self._write_batch()
+
+    def _is_due(self) -> bool:
+        """It is time to try whether the disk takes something again."""
+        return self._write_retry.at_s <= self._log.files.now()
 
     def _await_turn(self) -> bool:
         """Waits until there is something to write or to try again; False: stopped."""

@@ -1,0 +1,245 @@
+"""A virtual cluster: requests in, what the conductor saw and what clients got out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from isthmus.attempts import key_of
+from isthmus.blocks import BlockNamer
+from isthmus.cluster.head import Head
+from isthmus.cluster.node import NodeProcess, World
+from isthmus.cluster.process import NodeOptions
+from isthmus.cluster.recorder import Entry, MemoryTape
+from isthmus.cluster.ways import Ways
+from isthmus.conductor import Abort, LinkState, Route
+from isthmus.config import Config
+from isthmus.cost import compile_cost
+from isthmus.deploy import NodeFacts, clusters_of
+from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of
+from isthmus.errors import IsthmusError
+from isthmus.sim.deployment import Deployment
+from isthmus.types import BlockName, ModelCard, RequestId, Sampling
+from isthmus.types import Job as Asked
+from tests.virtual.hands import MemoryFiles, VirtualHands, pool_of, store_opener
+from tests.virtual.links import VirtualLinks
+from tests.virtual.loop import ARRIVAL, OTHERS, ManualLoop
+from tests.virtual.worker import LoopWorker
+
+VOCABULARY = 1 << 31
+"""Far more than any workload draws, so that one token of an answer can be told from all others."""
+MAX_LENGTH = 1 << 30
+
+
+class VirtualRequest(msgspec.Struct, frozen=True):
+    """One request of a workload. It asks for up to `max_tokens` (0: as many as it gets); its answer ends by
+    itself after `output_tokens`."""
+
+    arrival_ns: int
+    tokens: tuple[int, ...]
+    output_tokens: int
+    max_tokens: int = 0
+    salt: str = ""
+    priority: int = 0
+    ttft_ms: int | None = None
+    tbt_ms: int | None = None
+
+
+class Outcome(msgspec.Struct):
+    """What a client saw: each token and when it came (ns), or the error instead of the rest."""
+
+    tokens: list[int]
+    at_ns: list[int]
+    error: IsthmusError | None = None
+
+
+class Flight(msgspec.Struct, frozen=True):
+    """A whole run: what the conductor saw and answered, nodes joining included, and what clients saw."""
+
+    log: list[Entry]
+    outcomes: list[Outcome]
+
+
+class VirtualHead(Head):
+    """Tells the links what it decides, since the simulator keeps books of attempts."""
+
+    links: VirtualLinks
+
+    def _act(self, action: Any, now: int) -> None:
+        match action:
+            case Route():
+                stream = self._streams[action.request]
+                self.links.route(action, len(stream.job.tokens) + len(stream.generated))
+            case Abort():
+                self.links.withdraw(key_of(action.request, action.attempt))
+        super()._act(action, now)
+
+
+class VirtualMeasures:
+    """What crosses links between clusters, as the links themselves know it."""
+
+    def __init__(self, links: VirtualLinks) -> None:
+        self._links = links
+
+    def take(self) -> tuple[LinkState, ...]:
+        return self._links.moves.link_states(self._links.now)
+
+    def heard(self, *_: Any) -> None:
+        """Nodes know less."""
+
+    left = heard
+
+
+class VirtualCluster:
+    """The nodes of a deployment, with emulated engines. Its `faults` come and go as in the simulator.
+
+    `spare_slots`: of each arena, beside those that its facts say. Without, fetches come in rounds, and what finds no
+    slot is lost; the simulator has neither.
+    """
+
+    def __init__(self, config: Config, deployment: Deployment, spare_slots: int = 1 << 12) -> None:
+        self._spare_slots = spare_slots
+        size = deployment.block_size
+        self._config, self.deployment = config, deployment
+        states = deployment.nodes[0].state_blocks * size
+        self.recipe = Recipe("virtual", layout_of(size, state_tokens=states), VOCABULARY)
+
+    def names(self, tokens: Sequence[int], salt: str = "") -> tuple[BlockName, ...]:
+        """Names of the full blocks of a prompt, as the conductor sees them."""
+        recipe = self.recipe
+        return tuple(BlockNamer(revision=recipe.revision, layout=recipe.layout, salt=salt).names(tokens))
+
+    def answer(self, request: VirtualRequest) -> list[int]:
+        """The tokens it must get."""
+        return expected_tokens(self.recipe, request.tokens, request.output_tokens, salt=request.salt)
+
+    def run(self, requests: Sequence[VirtualRequest]) -> Flight:
+        """All requests to their ends. Request number i, in the order given, is called `i`."""
+        with asyncio.Runner(loop_factory=ManualLoop) as runner:
+            return runner.run(self._run(requests))
+
+    async def _run(self, requests: Sequence[VirtualRequest]) -> Flight:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, ManualLoop)
+        links = VirtualLinks(self.deployment, loop)
+        tape, limits, rules = MemoryTape(), self._config.limits, self.deployment.rules
+        head = VirtualHead(
+            rules,
+            ModelCard("virtual", MAX_LENGTH, VOCABULARY, created_s=0),
+            token="virtual",
+            silence_s=limits.silence_s,
+            rejoin_s=limits.rejoin_s,
+            recorder=tape,
+            ways=Ways([cluster.name for cluster in clusters_of(self._config)], rules.links),
+            network=links.ether.network,
+            clock_ns=loop.clock_ns,
+        )
+        head.links = links
+        head._measures = VirtualMeasures(head.links)  # type: ignore[assignment]
+        join = await head.open("head", 0)
+        async with asyncio.TaskGroup() as group:
+            running: dict[int, tuple[NodeProcess, asyncio.Task[str]]] = {}
+
+            def start(slot: int) -> None:
+                head.links.entering = slot
+                facts = self.deployment.nodes[slot]
+                engine, files = self._engine(facts), MemoryFiles(loop.time)
+                options = NodeOptions(
+                    facts, join, "virtual", limits.transfer_s, host=facts.node, shares_memory=False
+                )
+                world = World(
+                    links.ether.view(slot),
+                    loop.clock_ns,
+                    lambda process: LoopWorker(process, loop, lambda: process.hands),  # type: ignore[arg-type, return-value]
+                    partial(VirtualHands, links),
+                    pool_of,
+                )
+                process = NodeProcess(engine, options, world, store_opener(facts, engine, files, self._spare_slots))
+                running[slot] = process, group.create_task(process.run())
+
+            for slot in range(len(self.deployment.nodes)):
+                start(slot)
+            await head.wait_for([facts.node for facts in self.deployment.nodes])
+            assert not loop.now_ns
+            for time in self.deployment.faults.times():
+                loop.set(time, OTHERS, self._change, head, running, start)
+            clients = [
+                group.create_task(self._ask(loop, head, RequestId(str(index)), request))
+                for index, request in enumerate(requests)
+            ]
+            outcomes = [await client for client in clients]
+            await loop.settle()
+            log = list(tape.entries)
+            for slot, (process, _) in running.items():
+                if head.links.nodes[slot].alive:
+                    process.node.check_idle()
+            await head.close()
+        return Flight(log, outcomes)
+
+    def _change(
+        self,
+        head: VirtualHead,
+        running: Mapping[int, tuple[NodeProcess, asyncio.Task[str]]],
+        start: Callable[[int], None],
+    ) -> None:
+        """One of the faults begins or ends."""
+        links, faults = head.links, self.deployment.faults
+        now = links.now
+        links.moves.change_links(partial(faults.factor, now=now), now)
+        for node in links.nodes:
+            dead = faults.is_dead((node.facts.node, node.facts.cluster), now)
+            if node.alive and dead:
+                node.alive = False
+                process, task = running[node.slot]
+                task.cancel()
+                process.worker.stop()
+                head.leave(node.facts.node, "killed")
+                links.lose(node)
+            elif not node.alive and not dead:
+                node.alive = True
+                start(node.slot)
+        links.settle()
+
+    def _engine(self, facts: NodeFacts) -> EmulatedEngine:
+        return EmulatedEngine(
+            self.recipe,
+            compile_cost(facts.cost),
+            facts.kv_blocks,
+            max_length=MAX_LENGTH,
+            max_sequences=facts.live_states,
+        )
+
+    async def _ask(self, loop: ManualLoop, head: Head, name: RequestId, request: VirtualRequest) -> Outcome:
+        await loop.sleep_until(request.arrival_ns, ARRIVAL)
+        outcome = Outcome([], [])
+        try:
+            async for batch in head.submit(self._job(name, request)):
+                outcome.tokens += [generated.token for generated in batch]
+                outcome.at_ns += [loop.now_ns] * len(batch)
+        except IsthmusError as error:
+            outcome.error = error
+        return outcome
+
+    def _job(self, name: RequestId, request: VirtualRequest) -> Asked:
+        max_tokens = request.max_tokens or request.output_tokens
+        stops = self._last_token(request) if request.output_tokens < max_tokens else ()
+        return Asked(
+            request=name,
+            tokens=request.tokens,
+            max_tokens=max_tokens,
+            sampling=Sampling(temperature=0.0, stop_tokens=stops),
+            salt=request.salt,
+            priority=request.priority,
+            ttft_ms=request.ttft_ms,
+            tbt_ms=request.tbt_ms,
+        )
+
+    def _last_token(self, request: VirtualRequest) -> tuple[int, ...]:
+        """The token at which the answer is to end. It must not come earlier."""
+        answer = self.answer(request)
+        assert answer[-1] not in answer[:-1], "another vocabulary is needed"
+        return (answer[-1],)

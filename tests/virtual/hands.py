@@ -1,0 +1,328 @@
+"""A node's hands in virtual time: real loads, saves, sessions and stores, that wait for the simulator's times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from isthmus.cluster import messages
+from isthmus.cluster.hands import Hands
+from isthmus.cluster.node import NodeProcess
+from isthmus.deploy import NodeFacts
+from isthmus.engine.interface import Engine
+from isthmus.messenger import Handler, MemoryNetwork, Priority, Sending, Server, Session
+from isthmus.messenger.memory import Link
+from isthmus.node.events import Event, Missing
+from isthmus.scheduler import Run
+from isthmus.sim.job import Job
+from isthmus.store import Arena, Log, RecordFormat, Shape, Store
+from isthmus.types import BlockName, NodeId, RequestId
+from tests.store.support import CrashingFiles
+from tests.virtual.loop import TRANSFER
+
+if TYPE_CHECKING:
+    from tests.virtual.links import VirtualLinks
+
+
+# No threads.
+
+
+class Inline(Executor):
+    """Does everything at once."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn(*args, **more))
+        except BaseException as error:
+            done.set_exception(error)
+        return done
+
+
+class Lazy(Executor):
+    """Does what it is given when somebody says so."""
+
+    def __init__(self) -> None:
+        self._work: dict[Future[Any], Callable[[], Any]] = {}
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **more: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._work[future] = partial(fn, *args, **more)
+        return future
+
+    def run(self, future: Future[Any]) -> None:
+        work = self._work.pop(future)
+        if future.set_running_or_notify_cancel():
+            future.set_result(work())
+
+
+def pool_of(_: int, name: str) -> Executor:
+    """Loads begin when all that they need is there: they would wait for it."""
+    return Lazy() if name == "load" else Inline()
+
+
+class MemoryFiles(CrashingFiles):
+    """An SSD that takes no time; `clock_s` is its clock. Once it `fails`, nothing can be read or written."""
+
+    def __init__(self, clock_s: Callable[[], float]) -> None:
+        super().__init__()
+        self._clock_s = clock_s
+        self.fails = False
+
+    def read(self, fd: int, into: Sequence[Any], offset: int) -> int:
+        self._check()
+        return super().read(fd, into, offset)
+
+    def write(self, fd: int, pieces: Sequence[Any], offset: int) -> int:
+        self._check()
+        return super().write(fd, pieces, offset)
+
+    def sync(self, fd: int) -> None:
+        self._check()
+
+    def sync_folder(self, path: str) -> None:
+        self._check()
+
+    def now(self) -> float:
+        return self._clock_s()
+
+    def _check(self) -> None:
+        if self.fails:
+            raise OSError("the disk failed")
+
+
+class VirtualStore(Store):
+    """What is to be written is written at once."""
+
+    def commit(self, *arguments: Any) -> None:
+        super().commit(*arguments)
+        self.flush()
+
+    def adopt(self, *arguments: Any) -> Any:
+        pinned = super().adopt(*arguments)
+        self.flush()
+        return pinned
+
+    def demote(self, names: Any) -> None:
+        super().demote(names)
+        self.flush()
+
+
+def store_opener(
+    facts: NodeFacts, engine: Engine, files: MemoryFiles, spare_slots: int
+) -> Callable[[Callable[[Sequence[BlockName]], None]], Store] | None:
+    """As `isthmus node` opens it, with slots to spare for what is on its way."""
+    if not facts.cache_blocks:
+        return None
+    layout = engine.memory.layout
+    shape, revision = Shape(layout.num_layers, layout.slice_bytes), bytes(32)
+
+    def opened(on_lost: Callable[[Sequence[BlockName]], None]) -> Store:
+        log = None
+        if facts.ssd_blocks:
+            size = RecordFormat(shape, revision).file_bytes(facts.ssd_blocks)
+            log = Log("/virtual", shape, size, revision, direct=False, files=files)
+        return VirtualStore(Arena(shape, facts.num_slots + spare_slots), log, on_lost, writes_behind=False)
+
+    return opened
+
+
+# What nodes say to each other.
+
+KINDS: dict[type, str] = {
+    messages.Grant: "grant",
+    messages.Slices: "kv",
+    messages.Sent: "kv",
+    messages.Landed: "landed",
+    messages.Want: "want",
+    messages.Given: "blocks",
+    messages.Lent: "blocks",
+    messages.Ended: "blocks",
+    messages.Enough: "enough",
+}
+"""What has a time in the simulator. The rest takes none."""
+
+
+class Held:
+    """A message that is sent later: as `Sending`."""
+
+    def __init__(self, send: Callable[[], Sending], done: Callable[[bool], None] | None) -> None:
+        self._send, self._done = send, done
+        self._sending: Sending | None = None
+        self._is_over = False
+
+    def go(self) -> None:
+        if not self._is_over:
+            self._sending = self._send()
+
+    def cancel(self) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+        elif not self._is_over:
+            self._is_over = True
+            if self._done is not None:
+                self._done(False)
+
+
+class Gate:
+    """Between the nodes, by number. A message passes when the way of its kind and attempt was opened, and waits until
+    then."""
+
+    def __init__(self) -> None:
+        self._opened: set[tuple[int, int, str, RequestId]] = set()
+        self._held: dict[tuple[int, int, str, RequestId], list[Held]] = {}
+
+    def guard(self, session: Session, sender: int, receiver: int) -> None:
+        session.send = partial(self._send, sender, receiver, session.send)  # type: ignore[method-assign]
+
+    def _send(
+        self,
+        sender: int,
+        receiver: int,
+        send: Callable[..., Sending],
+        message: Any,
+        *payload: memoryview,
+        priority: Priority | None = None,
+        done: Callable[[bool], None] | None = None,
+    ) -> Any:
+        kind = KINDS.get(type(message))
+        now = partial(send, message, *payload, priority=priority, done=done)
+        if kind is None:
+            return now()
+        way = sender, receiver, kind, message.key
+        if way in self._opened:
+            return now()
+        held = Held(now, done)
+        self._held.setdefault(way, []).append(held)
+        return held
+
+    def open(self, sender: int, receiver: int, kind: str, key: RequestId) -> None:
+        way = sender, receiver, kind, key
+        self._opened.add(way)
+        for held in self._held.pop(way, ()):
+            held.go()
+
+    def lose(self, node: int) -> None:
+        """Nothing of what is under way from or to it comes; it begins anew."""
+        self._opened = {way for way in self._opened if node not in way[:2]}
+        for way in [way for way in self._held if node in way[:2]]:
+            for held in self._held.pop(way):
+                held.cancel()
+
+
+class Ether:
+    """What all nodes' networks have in common."""
+
+    def __init__(self, network: MemoryNetwork, slots: dict[NodeId, int]) -> None:
+        self.network, self.slots, self.gate = network, slots, Gate()
+        self.connecting = -1
+        self._links: list[tuple[int, int, Link]] = []
+
+    def view(self, slot: int) -> NodeNetwork:
+        return NodeNetwork(self, slot)
+
+    def add(self, one: int, other: int, links: Sequence[Link]) -> None:
+        self._links += [(one, other, link) for link in links]
+
+    def lose(self, node: int) -> None:
+        """Cuts all that a node has to do with other nodes."""
+        self.gate.lose(node)
+        for one, other, link in [each for each in self._links if node in each[:2]]:
+            self._links.remove((one, other, link))
+            link.lose("killed")
+
+
+class NodeNetwork:
+    """The network as one node sees it: what it says to other nodes, and they to it, goes through the gate."""
+
+    def __init__(self, ether: Ether, slot: int) -> None:
+        self._ether, self._slot = ether, slot
+
+    async def listen(
+        self, host: str, port: int, types: Any, handler_of: Callable[[], Handler]
+    ) -> tuple[Server, int]:
+        ether = self._ether
+        server, port = await ether.network.listen(host, port, types, handler_of)
+        accept = ether.network._listeners[f"{host}:{port}"]
+
+        def accepted(side: Any) -> Session:
+            session = accept(side)
+            ether.gate.guard(session, self._slot, ether.connecting)
+            return session
+
+        ether.network._listeners[f"{host}:{port}"] = accepted
+        return server, port
+
+    async def connect(self, address: str, types: Any, handler: Handler, *, timeout_s: float) -> Session:
+        ether, peer = self._ether, self._ether.slots.get(NodeId(address.rpartition(":")[0]), -1)
+        ether.connecting, known = self._slot, len(ether.network.links)
+        session = await ether.network.connect(address, types, handler, timeout_s=timeout_s)
+        if peer >= 0:
+            ether.gate.guard(session, self._slot, peer)
+            ether.add(self._slot, peer, ether.network.links[known:])
+        return session
+
+
+class VirtualHands(Hands):
+    """What it carries out takes the times of the simulator's `Moves`."""
+
+    def __init__(self, links: VirtualLinks, *, tell: Callable[[Event], None], **others: Any) -> None:
+        super().__init__(tell=tell, **others)
+        self._links = links
+        self.process: NodeProcess = tell.__self__  # type: ignore[attr-defined]
+        self.alive = True
+        self.slot = links.enter(self)
+
+    def do(self, action: Any) -> None:
+        super().do(action)
+        if self.alive:
+            self._links.do(self.slot, action)
+
+    def _tell(self, fact: Event) -> None:
+        if self.alive:
+            super()._tell(fact)
+
+    def tell(self, fact: Event) -> None:
+        """What nobody else can know: that something stands still."""
+        self._told(fact)
+
+    # A run.
+
+    def _pending(self, run: Run) -> list[Job]:
+        jobs = [self._links.jobs.get(piece.request) for piece in run.chunks]
+        return [job for job in jobs if job is not None and job.prefill_slot == self.slot]
+
+    async def wait_for(self, run: Run) -> None:
+        """All KV that its chunks attend to is there, or will not come."""
+        loop = self._links.loop
+        while not self.misses(run):
+            jobs = self._pending(run)
+            if any(job.pending for job in jobs):
+                await self._links.changed(self.slot)
+            elif (until := max([job.loaded_ns for job in jobs], default=0)) > loop.now_ns:
+                await loop.sleep_until(until, TRANSFER)
+            else:
+                return
+
+    def load_for(self, run: Run) -> None:
+        for piece in run.chunks:
+            self.load_now(piece.request)
+
+    def load_now(self, key: RequestId) -> None:
+        """All that a load waits for is there."""
+        load = self._loads.get(key)
+        if load is not None and not load.task.done():
+            loaders = self.cache._loaders
+            assert isinstance(loaders, Lazy)
+            loaders.run(load.task)
+
+    def misses(self, run: Run) -> bool:
+        missing = self._links.nodes[self.slot].missing
+        return any(piece.request in missing for piece in run.chunks)
+
+    def take_missed(self, run: Run) -> list[Missing]:
+        missing = self._links.nodes[self.slot].missing
+        keys = [piece.request for piece in run.chunks if piece.request in missing]
+        return [Missing(key, missing.pop(key)) for key in keys]

@@ -1,0 +1,159 @@
+"""The simulator's links under live nodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from isthmus.attempts import key_of
+from isthmus.conductor import Route
+from isthmus.messenger import MemoryNetwork
+from isthmus.node.events import (
+    Enough,
+    Event,
+    Fetch,
+    FetchEnded,
+    Granted,
+    Landed,
+    Loaded,
+    Received,
+    Wanted,
+)
+from isthmus.scheduler import Saved
+from isthmus.sim.build import build_node
+from isthmus.sim.deployment import Deployment
+from isthmus.sim.job import Job
+from isthmus.sim.moves import Due, Moves
+from isthmus.sim.node import SimNode
+from isthmus.sim.workloads import Request
+from isthmus.types import RequestId
+from tests.virtual.hands import Ether, VirtualHands
+from tests.virtual.loop import FLOWS, MESSAGE, TRANSFER, ManualLoop
+
+
+class VirtualLinks:
+    """The simulator's `Moves` under the nodes of a `ManualLoop`: their actions take its times."""
+
+    def __init__(self, deployment: Deployment, loop: ManualLoop) -> None:
+        self.deployment, self.loop = deployment, loop
+        self.nodes: list[SimNode] = [build_node(deployment, slot) for slot in range(len(deployment.nodes))]
+        self.slots = {node.facts.node: node.slot for node in self.nodes}
+        self.jobs: dict[RequestId, Job] = {}
+        self._due: Due = []
+        self.moves = Moves(deployment, self, self.nodes, self.jobs, self._due)  # type: ignore[arg-type]
+        self.ether = Ether(MemoryNetwork(lambda at: loop.call_soon), self.slots)
+        self._sources: dict[tuple[int, RequestId], int] = {}
+        """Of fetches under way, by the node that fetches."""
+        self._hands: dict[int, VirtualHands] = {}
+        self.entering = 0
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._version = -1
+        self._settling = False
+
+    def enter(self, hands: VirtualHands) -> int:
+        self._hands[self.entering] = hands
+        return self.entering
+
+    # As the simulator's clock.
+
+    @property
+    def now(self) -> int:
+        return self.loop.now_ns
+
+    def call(self, time: int, priority: int, call: Callable[[], None]) -> None:
+        def due() -> None:
+            call()
+            self.settle()
+
+        self.loop.set(time, TRANSFER, due)
+
+    # What the head decided, and what nodes do about it.
+
+    def route(self, route: Route, num_tokens: int) -> None:
+        """The simulator keeps books of each attempt."""
+        job = Job(0, Request(0, num_tokens, 1))
+        job.name, job.length = route.request, num_tokens
+        job.route, job.attempt, job.key = route, route.attempt, key_of(route.request, route.attempt)
+        job.prefill_slot, job.target = self.slots[route.prefill], self.slots[route.decode]
+        self.jobs[job.key] = job
+
+    def withdraw(self, key: RequestId) -> None:
+        job = self.jobs.pop(key, None)
+        if job is not None:
+            job.withdraw()
+            self._due.append((self.nodes[job.prefill_slot], None))
+            self.settle()
+
+    def do(self, slot: int, action: Any) -> None:
+        if isinstance(action, Fetch):
+            self._sources[slot, action.key] = self.slots[action.source]
+        effect = self.moves.effects.get(type(action))
+        if effect is not None:
+            effect(self.nodes[slot], action)
+            self.settle()
+
+    def settle(self) -> None:
+        """What is due is told, and a timer is set for the next flow that ends."""
+        if self._settling:
+            return
+        self._settling = True
+        for node, event in self._due:
+            assert node is not None
+            self.loop.set(self.loop.now_ns, MESSAGE, self._tell, node, event)
+        self._due.clear()
+        self._settling = False
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        network = self.moves.network
+        if network.version != self._version:
+            self._version, ends = network.version, network.next_finish()
+            if ends is not None:
+                self.loop.set(ends, FLOWS, self._ends, network.version)
+
+    def _ends(self, version: int) -> None:
+        if version == self.moves.network.version:
+            self.moves.end(self.loop.now_ns)
+        self.settle()
+
+    def _tell(self, node: SimNode, event: Event | None) -> None:
+        """Opens the way of what tells this, or of what it was waiting for."""
+        hands = self._hands.get(node.slot)
+        if hands is None:
+            return  # it died
+        slot, opened = node.slot, self.ether.gate.open
+        match event:
+            case None:
+                waiting = self._waiting.pop(slot, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(None)
+            case Granted():
+                opened(self.jobs[event.key].target, slot, "grant", event.key)
+            case Received():
+                opened(self.jobs[event.key].prefill_slot, slot, "kv", event.key)
+            case Landed():
+                opened(self.jobs[event.key].target, slot, "landed", event.key)
+            case Wanted():
+                opened(self.slots[event.peer], slot, "want", event.key)
+            case Enough():
+                opened(self.slots[event.peer], slot, "enough", event.key)
+            case FetchEnded():
+                opened(self._sources.pop((slot, event.key)), slot, "blocks", event.key)
+            case Loaded():
+                hands.load_now(event.key)
+            case Saved():
+                pass  # it is: saving takes no time
+            case _:
+                hands.tell(event)
+
+    def lose(self, node: SimNode) -> None:
+        """A node is gone with all that it held."""
+        self._hands.pop(node.slot).alive = False
+        self.ether.lose(node.slot)
+        self.moves.lose(node)
+        self.settle()
+
+    async def changed(self, slot: int) -> None:
+        self._waiting[slot] = self.loop.create_future()
+        await self._waiting[slot]

@@ -1,0 +1,100 @@
+"""Executes a node's runs in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from isthmus.cluster.node import NodeProcess
+from isthmus.engine.emulated import EmulatedEngine
+from isthmus.scheduler import Run, Stepped
+from isthmus.types import NS_PER_S
+from tests.virtual.hands import VirtualHands
+from tests.virtual.loop import PREFILL_ENDS, STEP_ENDS, ManualLoop
+
+
+class LoopWorker:
+    """Executes a node's runs inside a `ManualLoop`: an iteration of the emulated engine is a wait of its length, and a
+    run whose prompts need KV that is not there waits for it, as the simulator's do.
+
+    Iterations end at the start of their run plus the exact sum of their lengths, rounded down to nanoseconds.
+    """
+
+    def __init__(self, process: NodeProcess, loop: ManualLoop, bytes_of: Callable[[], VirtualHands]) -> None:
+        self._process, self._loop, self._hands_of = process, loop, bytes_of
+        self.lock = contextlib.nullcontext()
+        self._formed = asyncio.Event()
+        self._run: Run | None = None
+        self._is_cut = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._until: tuple[int, int, asyncio.Future[None]]
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = self._loop.create_task(self._main())
+
+    def later(self, function: Callable[..., None], *arguments: Any) -> None:
+        function(*arguments)
+
+    def form(self, run: Run) -> None:
+        self._run, self._is_cut = run, False
+        _ = run.pieces
+        self._formed.set()
+
+    def cut(self) -> None:
+        """As in the simulator, the end of the run is set anew then, and comes after others of that instant."""
+        self._is_cut = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._sleep(self._loop.turn())
+
+    def _sleep(self, turn: int) -> None:
+        when_ns, priority, over = self._until
+        self._timer = asyncio.TimerHandle(when_ns / NS_PER_S, over.set_result, (None,), self._loop)
+        self._loop._set(when_ns, priority, self._timer, turn)
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _main(self) -> None:
+        try:
+            while True:
+                await self._formed.wait()
+                self._formed.clear()
+                while self._run is not None:
+                    run, self._run = self._run, None
+                    await self._execute(run)
+        except Exception as error:
+            self._process.died(error)
+            raise
+
+    async def _execute(self, run: Run) -> None:
+        runs, engine, hands = self._process.runs, self._process.runs.engine, self._hands_of()
+        assert isinstance(engine, EmulatedEngine)
+        execution = runs.start(run)
+        started_ns, elapsed_ps = self._loop.now_ns, 0
+        priority, turn = STEP_ENDS if run.num_decodes else PREFILL_ENDS, self._loop.turn()
+        while True:
+            if not hands.misses(run):
+                elapsed_ps += engine.step_ps(execution.batch)
+            self._until = started_ns + elapsed_ps // 1000, priority, self._loop.create_future()
+            self._sleep(turn)
+            await self._until[2]
+            self._timer = None
+            await hands.wait_for(run)
+            hands.load_for(run)
+            missed = hands.take_missed(run)
+            runs.compute(execution)
+            if missed:
+                assert execution.missing in missed, "what could not be loaded is not what did not come"
+                self._process.stepped([*missed, Stepped(0)])
+                return
+            assert execution.missing is None, "something that came could not be loaded"
+            runs.book(execution)
+            if execution.over or self._is_cut:
+                break
+            runs.advance(execution)
+        self._process.stepped(runs.finish(execution))

@@ -103,6 +103,7 @@ class VirtualCluster:
 
     def __init__(self, config: Config, deployment: Deployment, spare_slots: int = 1 << 12) -> None:
         self._spare_slots = spare_slots
+        self._files: dict[int, MemoryFiles] = {}
         size = deployment.block_size
         self._config, self.deployment = config, deployment
         states = deployment.nodes[0].state_blocks * size
@@ -148,6 +149,7 @@ class VirtualCluster:
                 head.links.entering = slot
                 facts = self.deployment.nodes[slot]
                 engine, files = self._engine(facts), MemoryFiles(loop.time)
+                self._files[slot] = files
                 options = NodeOptions(
                     facts, join, "virtual", limits.transfer_s, host=facts.node, shares_memory=False
                 )
@@ -158,7 +160,9 @@ class VirtualCluster:
                     partial(VirtualHands, links),
                     pool_of,
                 )
-                process = NodeProcess(engine, options, world, store_opener(facts, engine, files, self._spare_slots))
+                process = NodeProcess(
+                    engine, options, world, store_opener(facts, engine, files, self._spare_slots)
+                )
                 running[slot] = process, group.create_task(process.run())
 
             for slot in range(len(self.deployment.nodes)):
@@ -202,6 +206,10 @@ class VirtualCluster:
             elif not node.alive and not dead:
                 node.alive = True
                 start(node.slot)
+        links.moves.sessions.change(links.nodes)
+        links.moves.disks.change(links.nodes, now)
+        for node in links.nodes:
+            self._files[node.slot].fails = links.moves.disks.fails(node)
         links.settle()
 
     def _engine(self, facts: NodeFacts) -> EmulatedEngine:

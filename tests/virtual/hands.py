@@ -14,7 +14,7 @@ from isthmus.deploy import NodeFacts
 from isthmus.engine.interface import Engine
 from isthmus.messenger import Handler, MemoryNetwork, Priority, Sending, Server, Session
 from isthmus.messenger.memory import Link
-from isthmus.node.events import Event, Missing
+from isthmus.node.events import EndFetch, Event, FetchEnded, Missing
 from isthmus.scheduler import Run
 from isthmus.sim.job import Job
 from isthmus.store import Arena, Log, RecordFormat, Shape, Store
@@ -204,10 +204,10 @@ class Gate:
         for held in self._held.pop(way, ()):
             held.go()
 
-    def lose(self, node: int) -> None:
-        """Nothing of what is under way from or to it comes; it begins anew."""
-        self._opened = {way for way in self._opened if node not in way[:2]}
-        for way in [way for way in self._held if node in way[:2]]:
+    def lose(self, pair: set[int]) -> None:
+        """Nothing of what is under way between two nodes comes; it begins anew."""
+        self._opened = {way for way in self._opened if set(way[:2]) != pair}
+        for way in [way for way in self._held if set(way[:2]) == pair]:
             for held in self._held.pop(way):
                 held.cancel()
 
@@ -219,6 +219,7 @@ class Ether:
         self.network, self.slots, self.gate = network, slots, Gate()
         self.connecting = -1
         self._links: list[tuple[int, int, Link]] = []
+        self.are_cut: Callable[[int, int], bool] = lambda one, other: False
 
     def view(self, slot: int) -> NodeNetwork:
         return NodeNetwork(self, slot)
@@ -228,10 +229,16 @@ class Ether:
 
     def lose(self, node: int) -> None:
         """Cuts all that a node has to do with other nodes."""
-        self.gate.lose(node)
-        for one, other, link in [each for each in self._links if node in each[:2]]:
-            self._links.remove((one, other, link))
-            link.lose("killed")
+        for peer in self.slots.values():
+            self.cut(node, peer)
+
+    def cut(self, one: int, other: int) -> None:
+        """Ends the sessions of two nodes."""
+        pair = {one, other}
+        self.gate.lose(pair)
+        for between in [each for each in self._links if set(each[:2]) == pair]:
+            self._links.remove(between)
+            between[2].lose("cut")
 
 
 class NodeNetwork:
@@ -257,6 +264,8 @@ class NodeNetwork:
 
     async def connect(self, address: str, types: Any, handler: Handler, *, timeout_s: float) -> Session:
         ether, peer = self._ether, self._ether.slots.get(NodeId(address.rpartition(":")[0]), -1)
+        if peer >= 0 and ether.are_cut(self._slot, peer):
+            raise ConnectionError("cut")
         ether.connecting, known = self._slot, len(ether.network.links)
         session = await ether.network.connect(address, types, handler, timeout_s=timeout_s)
         if peer >= 0:
@@ -281,8 +290,11 @@ class VirtualHands(Hands):
             self._links.do(self.slot, action)
 
     def _tell(self, fact: Event) -> None:
-        if self.alive:
-            super()._tell(fact)
+        if not self.alive:
+            return
+        if isinstance(fact, FetchEnded):
+            self._links.do(self.slot, EndFetch(fact.key))  # it may have found no room, which nobody else knows
+        super()._tell(fact)
 
     def tell(self, fact: Event) -> None:
         """What nobody else can know: that something stands still."""

@@ -18,9 +18,9 @@ from isthmus.node.events import (
     Landed,
     Loaded,
     Received,
+    Severed,
     Wanted,
 )
-from isthmus.scheduler import Saved
 from isthmus.sim.build import build_node
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.job import Job
@@ -32,6 +32,16 @@ from tests.virtual.hands import Ether, VirtualHands
 from tests.virtual.loop import FLOWS, MESSAGE, TRANSFER, ManualLoop
 
 
+class VirtualMoves(Moves):
+    """Cuts real sessions where the simulator's end."""
+
+    ether: Ether
+
+    def cut_off(self, one: SimNode, other: SimNode) -> None:
+        self.ether.cut(one.slot, other.slot)
+        super().cut_off(one, other)
+
+
 class VirtualLinks:
     """The simulator's `Moves` under the nodes of a `ManualLoop`: their actions take its times."""
 
@@ -40,9 +50,11 @@ class VirtualLinks:
         self.nodes: list[SimNode] = [build_node(deployment, slot) for slot in range(len(deployment.nodes))]
         self.slots = {node.facts.node: node.slot for node in self.nodes}
         self.jobs: dict[RequestId, Job] = {}
-        self._due: Due = []
-        self.moves = Moves(deployment, self, self.nodes, self.jobs, self._due)  # type: ignore[arg-type]
         self.ether = Ether(MemoryNetwork(lambda at: loop.call_soon), self.slots)
+        self._due: Due = []
+        self.moves = VirtualMoves(deployment, self, self.nodes, self.jobs, self._due)  # type: ignore[arg-type]
+        self.moves.ether = self.ether
+        self.ether.are_cut = lambda one, other: self.moves.sessions.are_cut(self.nodes[one], self.nodes[other])
         self._sources: dict[tuple[int, RequestId], int] = {}
         """Of fetches under way, by the node that fetches."""
         self._hands: dict[int, VirtualHands] = {}
@@ -118,7 +130,7 @@ class VirtualLinks:
         self.settle()
 
     def _tell(self, node: SimNode, event: Event | None) -> None:
-        """Opens the way of what tells this, or of what it was waiting for."""
+        """Opens the way of what tells this. Of the rest, the node's own hands hear."""
         hands = self._hands.get(node.slot)
         if hands is None:
             return  # it died
@@ -142,10 +154,8 @@ class VirtualLinks:
                 opened(self._sources.pop((slot, event.key)), slot, "blocks", event.key)
             case Loaded():
                 hands.load_now(event.key)
-            case Saved():
-                pass  # it is: saving takes no time
-            case _:
-                hands.tell(event)
+            case Severed() if event.reason.startswith("no KV crossed"):
+                hands.tell(event)  # links are not watched here
 
     def lose(self, node: SimNode) -> None:
         """A node is gone with all that it held."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from isthmus.cluster.node import NodeProcess
 from isthmus.engine.emulated import EmulatedEngine
-from isthmus.scheduler import Run, Stepped
+from isthmus.scheduler import Run
 from isthmus.types import NS_PER_S
 from tests.virtual.hands import VirtualHands
 from tests.virtual.loop import PREFILL_ENDS, STEP_ENDS, ManualLoop
@@ -88,11 +88,11 @@ class LoopWorker:
             hands.load_for(run)
             missed = hands.take_missed(run)
             runs.compute(execution)
-            if missed:
-                assert execution.missing in missed, "what could not be loaded is not what did not come"
-                self._process.stepped([*missed, Stepped(0)])
+            if (missing := execution.missing) is not None:
+                others = [each for each in missed if each.key != missing.key]
+                self._process.stepped([*others, *runs.finish(execution)])
                 return
-            assert execution.missing is None, "something that came could not be loaded"
+            assert not missed, "what did not come was loaded"
             runs.book(execution)
             if execution.over or self._is_cut:
                 break

@@ -40,6 +40,13 @@ def simulate(
     node_fault: Annotated[
         list[str] | None, typer.Option(help="A node or a whole cluster dead from START to STOP (s).")
     ] = None,
+    session_fault: Annotated[
+        list[str] | None,
+        typer.Option(help="What two nodes or clusters say to each other is DELAY (s) late, inf: cut off."),
+    ] = None,
+    disk_fault: Annotated[
+        list[str] | None, typer.Option(help="SSDs of a node or a cluster dead from START to STOP (s).")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML page with charts here.")] = None,
     log: Annotated[Path | None, typer.Option(help="Record the conductor's events here (JSONL).")] = None,
@@ -58,10 +65,11 @@ def simulate(
     settings = load_config(config, flags)
     requests = load(_source(trace, workload), Replay(speed, spread_seed, limit))
     deployment = deployment_of(settings, requests.block_size, config.parent)
-    deployment = _with_faults(deployment, link_fault or [], node_fault or [])
+    faults = [texts or [] for texts in (link_fault, node_fault, session_fault, disk_fault)]
+    deployment = _with_faults(deployment, faults)
     result = _run(deployment, requests, log)
     result.notes += _notes(speed, spread_seed, limit)
-    result.notes += [f"fault {text}" for text in (*(link_fault or []), *(node_fault or []))]
+    result.notes += [f"fault {text}" for texts in faults for text in texts]
     summary = summarize(result)
     show(*summary_tables(summary))
     if json_file is not None:
@@ -70,12 +78,19 @@ def simulate(
         _write_report(result, summary, settings, report)
 
 
-def _with_faults(deployment: Deployment, links: list[str], nodes: list[str]) -> Deployment:
+def _with_faults(deployment: Deployment, texts: list[list[str]]) -> Deployment:
+    """`texts`: of links, nodes, sessions, disks."""
     import msgspec
 
-    from isthmus.sim.faults import Faults, link_fault, node_fault
+    from isthmus.sim.faults import Faults, disk_fault, link_fault, node_fault, session_fault
 
-    faults = Faults(tuple(map(link_fault, links)), tuple(map(node_fault, nodes)))
+    links, nodes, sessions, disks = texts
+    faults = Faults(
+        tuple(map(link_fault, links)),
+        tuple(map(node_fault, nodes)),
+        tuple(map(session_fault, sessions)),
+        tuple(map(disk_fault, disks)),
+    )
     faults.check(
         links=[(link.source, link.target) for link in deployment.rules.links],
         names=[name for facts in deployment.nodes for name in (facts.cluster, facts.node) if name],

@@ -155,8 +155,8 @@ class Staging:
 class NodeCache:
     """Moves blocks between a store and an engine's KV memory. Any thread may call it.
 
-    `on_lost`: told of blocks that were to be loaded and are in no tier. `max_staged`: so many slots at most hold what is
-    being computed: the others are for what was decided. `pool_of`: so many threads of that name.
+    `on_lost`: told of blocks that were to be loaded and are in no tier. `max_staged`: so many slots at most hold what
+    is being computed: the others are for what was decided. `pool_of`: so many threads of that name.
     """
 
     def __init__(

@@ -244,7 +244,9 @@ class Node:
     def _severed(self, event: Severed, now: int, actions: list[Action]) -> None:
         for key in event.keys:
             attempt = self._attempts.get(key)
-            if attempt is not None and attempt.state not in (JOINING, DECODING) and not attempt.lost_ns:
+            if attempt is None or attempt.received or attempt.state in (JOINING, DECODING):
+                continue  # nothing is awaited over it
+            if not attempt.lost_ns:
                 attempt.lost_ns, attempt.reason = now + LOST_NS, event.reason
                 actions.append(Wake(attempt.lost_ns))
 

@@ -36,28 +36,61 @@ class NodeFault(msgspec.Struct, frozen=True):
     stop_s: float
 
 
+class SessionFault(msgspec.Struct, frozen=True):
+    """What two nodes, or any nodes of two clusters, say to each other takes `delay_s` longer from `start_s` to
+    `stop_s`. Infinite: their sessions end at `start_s`, and none can be opened until `stop_s`."""
+
+    one: str
+    other: str
+    start_s: float
+    stop_s: float
+    delay_s: float = math.inf
+
+
+class DiskFault(msgspec.Struct, frozen=True):
+    """The SSD of a node, or of all nodes of a cluster, takes and gives nothing from `start_s` to `stop_s`."""
+
+    name: str
+    start_s: float
+    stop_s: float
+
+
+Names = tuple[str, ...]
+"""Of a node and its cluster."""
+
+
 class Faults(msgspec.Struct, frozen=True):
     """All that goes wrong in one simulation, its times counted from 0 of the workload's."""
 
     links: tuple[LinkFault, ...] = ()
     nodes: tuple[NodeFault, ...] = ()
+    sessions: tuple[SessionFault, ...] = ()
+    disks: tuple[DiskFault, ...] = ()
 
     def factor(self, ends: frozenset[str], now: int) -> float:
         """Of the rate of the link between these clusters."""
         return min(
-            (
-                fault.factor
-                for fault in self.links
-                if fault.ends == ends and _ns(fault.start_s) <= now < _ns(fault.stop_s)
-            ),
-            default=1.0,
+            (fault.factor for fault in self.links if fault.ends == ends and _holds(fault, now)), default=1.0
         )
 
-    def is_dead(self, names: Iterable[str], now: int) -> bool:
-        """`names`: of a node and its cluster."""
-        return any(
-            fault.name in names and _ns(fault.start_s) <= now < _ns(fault.stop_s) for fault in self.nodes
+    def is_dead(self, names: Names, now: int) -> bool:
+        return any(fault.name in names and _holds(fault, now) for fault in self.nodes)
+
+    def has_disk(self, names: Names, now: int) -> bool:
+        return not any(fault.name in names and _holds(fault, now) for fault in self.disks)
+
+    def delay_ns(self, one: Names, other: Names, now: int) -> int | None:
+        """Of what one node says to another now; None: it cannot."""
+        delay_s = max(
+            (
+                fault.delay_s
+                for fault in self.sessions
+                if _holds(fault, now)
+                and ((fault.one in one and fault.other in other) or (fault.one in other and fault.other in one))
+            ),
+            default=0.0,
         )
+        return None if math.isinf(delay_s) else int(delay_s * NS_PER_S)
 
     def check(self, links: Iterable[tuple[str, str]], names: Iterable[str]) -> None:
         """Raises ConfigError for a fault of nothing there is. `links`: their ends; `names`: of nodes and clusters."""
@@ -67,16 +100,17 @@ class Faults(msgspec.Struct, frozen=True):
                 have = ", ".join(":".join(sorted(each)) for each in ends) or "none"
                 raise ConfigError(f"--link-fault {fault.one}:{fault.other}: no such link; there are: {have}")
         known = dict.fromkeys(names)
-        for dead in self.nodes:
-            if dead.name not in known:
+        named = [("--node-fault", fault.name) for fault in self.nodes]
+        named += [("--disk-fault", fault.name) for fault in self.disks]
+        named += [("--session-fault", name) for each in self.sessions for name in (each.one, each.other)]
+        for option, name in named:
+            if name not in known:
                 have = ", ".join(known)
-                raise ConfigError(
-                    f"--node-fault {dead.name}: no node or cluster has that name; there are: {have}"
-                )
+                raise ConfigError(f"{option} {name}: no node or cluster has that name; there are: {have}")
 
     def times(self) -> list[int]:
         """When anything changes, in ns, ascending."""
-        faults: tuple[LinkFault | NodeFault, ...] = (*self.links, *self.nodes)
+        faults: tuple[Fault, ...] = (*self.links, *self.nodes, *self.sessions, *self.disks)
         ends = {_ns(end) for fault in faults for end in (fault.start_s, fault.stop_s)}
         return sorted(end for end in ends if end < _ns(_NEVER_S))
 
@@ -84,8 +118,15 @@ class Faults(msgspec.Struct, frozen=True):
 _NEVER_S = 1e9
 
 
+Fault = LinkFault | NodeFault | SessionFault | DiskFault
+
+
 def _ns(time_s: float) -> int:
     return int(min(time_s, _NEVER_S) * NS_PER_S)
+
+
+def _holds(fault: Fault, now: int) -> bool:
+    return _ns(fault.start_s) <= now < _ns(fault.stop_s)
 
 
 def link_fault(text: str) -> LinkFault:
@@ -104,6 +145,25 @@ def node_fault(text: str) -> NodeFault:
     shape = "NAME:START:STOP, e.g. dense-prefill-0:60:120"
     parts = _parts("--node-fault", text, 3, shape)
     return NodeFault(parts[0], *_span("--node-fault", text, parts[1:], shape))
+
+
+def disk_fault(text: str) -> DiskFault:
+    """`prefill-0:60:120`: a node or a cluster, start, stop (s, `inf` for never). Raises ConfigError."""
+    shape = "NAME:START:STOP, e.g. prefill-0:60:120"
+    parts = _parts("--disk-fault", text, 3, shape)
+    return DiskFault(parts[0], *_span("--disk-fault", text, parts[1:], shape))
+
+
+def session_fault(text: str) -> SessionFault:
+    """`prefill-0:decode-1:60:120:0.5`: two nodes or clusters, start, stop, delay (s, `inf` for cut). Raises
+    ConfigError."""
+    shape = "ONE:OTHER:START:STOP:DELAY, e.g. prefill-0:decode-1:60:120:0.5, inf to cut it"
+    parts = _parts("--session-fault", text, 5, shape)
+    start, stop = _span("--session-fault", text, parts[2:4], shape)
+    delay = _number("--session-fault", text, parts[4], shape)
+    if delay < 0:
+        raise ConfigError(f"--session-fault {text}: a delay is 0 or more; write {shape}")
+    return SessionFault(parts[0], parts[1], start, stop, delay)
 
 
 def _parts(option: str, text: str, count: int, shape: str) -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from isthmus.conductor import LinkState
 from isthmus.cost.transfer import NONE, codec_speeds
 from isthmus.node.events import (
+    Demote,
     EndFetch,
     Enough,
     Event,
@@ -27,6 +28,9 @@ from isthmus.node.events import (
     Landed,
     Load,
     Loaded,
+    Lost,
+    Offer,
+    Promote,
     Read,
     Received,
     Release,
@@ -38,11 +42,13 @@ from isthmus.node.events import (
 from isthmus.scheduler import Saved
 from isthmus.sim.clock import TRANSFER_ENDS, Clock
 from isthmus.sim.deployment import Deployment
+from isthmus.sim.disks import Disks
 from isthmus.sim.job import Job
 from isthmus.sim.links import ClusterLink, Wiring
 from isthmus.sim.network import Flow
 from isthmus.sim.node import SimNode
-from isthmus.types import NS_PER_S, NodeId, RequestId
+from isthmus.sim.sessions import Sessions
+from isthmus.types import NS_PER_S, BlockName, NodeId, RequestId
 
 PURPOSES = ("handover", "recall", "fetch", "replicate", "load", "disk_read", "disk_write")
 
@@ -116,6 +122,10 @@ class Moves:
         self._reads: dict[RequestId, Flow] = {}
         self._fetches: dict[tuple[RequestId, int], _Transfer] = {}
         self._recalled: dict[RequestId, int] = {}
+        self._severed: set[RequestId] = set()
+        """Attempts whose hand-over lost its session."""
+        self.sessions = Sessions(deployment.faults, clock, self.cut_off)
+        self.disks = Disks(deployment.faults)
         self._measured = [(0, 0)] * len(self.wiring.between)  # bytes and time of each link so far
         self.effects: dict[type, Callable[[SimNode, Any], None]] = {
             Load: self._load,
@@ -130,6 +140,10 @@ class Moves:
             Land: self._land,
             Release: self._release,
         }
+        if self.sessions.are_at_risk:
+            self.effects[Offer] = self._offer
+        if self.disks.are_at_risk:
+            self.effects |= {Demote: self._demote, Promote: self._promote}
 
     def end(self, now: int) -> None:
         """What has come by now."""
@@ -153,6 +167,8 @@ class Moves:
         self.bytes_moved["load"] += size
         lane = node.links.load or self.wiring.load_lane(node.links, node.facts)
         ends = lane.take(size, now)
+        if self.disks.fails(node):
+            self._load_less(node, load, ends)
         if not load.told:
             job.loaded_ns = ends
             if load.arriving and (load.key, node.slot) in self._fetches:
@@ -163,10 +179,31 @@ class Moves:
             transfer.until_ns = ends
             return
         found = self._recalled.pop(load.key, len(load.names))
+        if self.disks.fails(node):
+            found = min(found, self.disks.comes(node, load.key, load.names))
         self._later(ends, node, Loaded(load.key, found))
+
+    def _load_less(self, node: SimNode, load: Load, ends: int) -> None:
+        """What is on a disk that failed cannot be loaded."""
+        comes = self.disks.comes(node, load.key, load.names)
+        if comes == len(load.names):
+            return
+        if not load.told:
+            node.missing[load.key] = comes
+            self.disks.lost[load.key] = load.names[comes:]
+            return
+        for name in load.names[comes:]:
+            self._later(ends, node, Lost((name,)))
+
+    def missed(self, node: SimNode, key: RequestId) -> None:
+        """The run that needed it has broken off, and its node hears why."""
+        self._due += [(node, Lost((name,))) for name in self.disks.lost.pop(key, ())]
 
     def _read(self, node: SimNode, read: Read) -> None:
         """Brings what lies on the node's disk into its memory while the request waits."""
+        if not self.disks.read(node, read.key):
+            self._due += [(node, Lost((name,))) for name in read.names]
+            return
         job, num_blocks = self._attempts[read.key], len(read.names)
         job.record.disk_tokens = num_blocks * self._block_size
         job.pending += 1
@@ -188,14 +225,28 @@ class Moves:
 
     def _save(self, node: SimNode, save: Save) -> None:
         if node.facts.ssd_blocks:
-            self._write(node, len(save.names))
+            self._write(node, save.names)
+            if save.num_sunk and self.disks.fails(node):
+                self._due.append((node, Lost(save.names[-save.num_sunk :])))
         self._due.append((node, Saved(save.request)))
 
-    def _write(self, node: SimNode, num_blocks: int) -> None:
+    def _write(self, node: SimNode, names: Sequence[BlockName]) -> None:
         """What is in DRAM is written behind."""
-        size = num_blocks * self._block_size * node.cost.kv_token_bytes
+        if self.disks.fails(node):
+            self.disks.stored(node, names)
+            return
+        size = len(names) * self._block_size * node.cost.kv_token_bytes
         self.bytes_moved["disk_write"] += size
         node.links.disk_write.take(size, self._clock.now)
+
+    def _demote(self, node: SimNode, demote: Demote) -> None:
+        lost = self.disks.demoted(node, demote.names)
+        if lost:
+            self._due.append((node, Lost(lost)))
+
+    def _promote(self, node: SimNode, promote: Promote) -> None:
+        if self.disks.fails(node):
+            self._due += [(node, Lost((name,))) for name in promote.names]
 
     # Between caches.
 
@@ -206,8 +257,10 @@ class Moves:
         if transfer.is_prompts:
             assert transfer.job is not None
             transfer.job.pending += 1
-        wanted = Wanted(key, node.facts.node, fetch.names, fetch.start, fetch.whole)
-        self._due.append((source, wanted))
+        if self.sessions.are_cut(node, source):
+            self._fetch_over(transfer, fetch.start)
+            return
+        self._say(node, source, Wanted(key, node.facts.node, fetch.names, fetch.start, fetch.whole))
 
     def _give(self, node: SimNode, give: Give) -> None:
         key, target = give.key, self._named[give.peer]
@@ -215,14 +268,18 @@ class Moves:
         if transfer is None:
             self._due.append((node, Enough(key, give.peer)))
             return
-        if give.stop <= give.start:
-            self._fetch_over(transfer, transfer.asked.start)
+        stop = give.stop
+        if give.on_disk and self.disks.fails(node):
+            stop -= give.on_disk
+            self._due.append((node, Lost((give.names[stop],))))
+        if stop <= give.start:
+            self.sessions.carry(node, target, partial(self._nothing_came, transfer))
             return
-        transfer.stop, purpose = give.stop, transfer.purpose
+        transfer.stop, purpose = stop, transfer.purpose
         size = self._given_bytes(transfer)
         self.bytes_moved[purpose] += size
         path = (node.links.net_out, *self.wiring.trunk(node.facts, target.facts), target.links.net_in)
-        if give.on_disk:
+        if stop == give.stop and give.on_disk:
             path = (node.links.disk_read, *path)
         transfer.flow = self.network.start(path, size, (self._given, transfer), self._clock.now)
         link = self.wiring.crossing(node.facts, target.facts)
@@ -242,12 +299,16 @@ class Moves:
     def _given(self, transfer: _Transfer) -> None:
         """The last byte has left; it is there after the link's latency."""
         link = self.wiring.crossing(transfer.source.facts, transfer.target.facts)
+        came = partial(self._given_came, transfer)
+        heard = partial(self.sessions.carry, transfer.source, transfer.target, came)
         if link is None or not link.latency_ns:
-            self._given_came(transfer)
+            heard()
         else:
-            self._clock.call(
-                self._clock.now + link.latency_ns, TRANSFER_ENDS, partial(self._given_came, transfer)
-            )
+            self._clock.call(self._clock.now + link.latency_ns, TRANSFER_ENDS, heard)
+
+    def _nothing_came(self, transfer: _Transfer) -> None:
+        if self._fetches.get((transfer.asked.key, transfer.target.slot)) is transfer:
+            self._fetch_over(transfer, transfer.asked.start)
 
     def _given_came(self, transfer: _Transfer) -> None:
         key, target, flow = transfer.asked.key, transfer.target, transfer.flow
@@ -257,7 +318,7 @@ class Moves:
         if transfer.is_prompts and transfer.job is not None:
             transfer.job.record.fetch_ns = flow.finish_ns - flow.started_ns
         if target.facts.ssd_blocks:
-            self._write(target, transfer.stop - transfer.asked.start)
+            self._write(target, transfer.asked.names[transfer.asked.start : transfer.stop])
         self._fetch_over(transfer, transfer.stop)
 
     def _fetch_over(self, transfer: _Transfer, stop: int) -> None:
@@ -265,7 +326,8 @@ class Moves:
         asked, target, job = transfer.asked, transfer.target, transfer.job
         key = asked.key
         del self._fetches[key, target.slot]
-        self._due.append((transfer.source, Enough(key, target.facts.node)))
+        enough = transfer.source, Enough(key, target.facts.node)
+        self._say(target, *enough, lost=partial(self._due.append, enough))  # the other side notices by itself
         self._due.append((target, FetchEnded(key, stop)))
         if job is None or job.key != key or job.attempt < 0:
             return
@@ -291,14 +353,20 @@ class Moves:
 
     # From prefill to decode.
 
+    def _offer(self, node: SimNode, offer: Offer) -> None:
+        if self.sessions.are_cut(node, self._named[offer.peer]):
+            self._severed.add(offer.key)
+            self._due.append((node, Severed((offer.key,), f"cannot reach {offer.peer}, where it decodes")))
+
     def _grant(self, node: SimNode, grant: Grant) -> None:
-        self._due.append((self._named[grant.peer], Granted(grant.key)))
+        if grant.key not in self._severed:
+            self._say(node, self._named[grant.peer], Granted(grant.key))
 
     def _send(self, node: SimNode, send: Send) -> None:
         """All layers but the last stream while the prefill computes; after it, whatever was not sent."""
         key = send.key
         job = self._attempts.get(key)
-        if job is None:
+        if job is None or key in self._severed:
             return
         cost, route = node.cost, job.route
         kv = (job.length - route.handover_start * self._block_size) * cost.kv_token_bytes
@@ -341,15 +409,16 @@ class Moves:
         way, key = handover.way, handover.key
         del self._handovers[key]
         if way.link is None or not way.link.latency_ns:
-            self._due.append((way.target, Received(key)))
+            self._say(way.source, way.target, Received(key))
         else:
-            self._later(self._clock.now + way.link.latency_ns, way.target, Received(key))
+            heard = partial(self._say, way.source, way.target, Received(key))
+            self._clock.call(self._clock.now + way.link.latency_ns, TRANSFER_ENDS, heard)
 
     def _land(self, node: SimNode, land: Land) -> None:
         job = self._attempts.get(land.key)
         if job is not None and job.record.joined_ns < 0:
             job.record.landed_ns = self._clock.now
-        self._due.append((self._named[land.peer], Landed(land.key)))
+        self._say(node, self._named[land.peer], Landed(land.key))
 
     def _release(self, node: SimNode, release: Release) -> None:
         key = release.key
@@ -370,7 +439,33 @@ class Moves:
         del self._handovers[handover.key]
         self.network.cancel(handover.flow, self._clock.now)
 
+    # What nodes say to each other.
+
+    def _say(
+        self, source: SimNode, target: SimNode, event: Event, lost: Callable[[], None] | None = None
+    ) -> None:
+        if self.sessions.are_at_risk:
+            self.sessions.carry(source, target, partial(self._due.append, (target, event)), lost)
+        else:
+            self._due.append((target, event))
+
     # What goes wrong.
+
+    def cut_off(self, one: SimNode, other: SimNode) -> None:
+        """The sessions of two nodes end, and what was on its way over them."""
+        for transfer in list(self._fetches.values()):
+            if transfer.source in (one, other) and transfer.target in (one, other):
+                self._break_off(transfer)
+        for key, job in self._attempts.items():
+            if {job.prefill_slot, job.target} == {one.slot, other.slot}:
+                self._sever(key, f"the session of {one.facts.node} and {other.facts.node} ended", one, other)
+
+    def _sever(self, key: RequestId, reason: str, *nodes: SimNode) -> None:
+        handover = self._handovers.get(key)
+        if handover is not None:
+            self._stop_handover(handover)
+        self._severed.add(key)
+        self._due += [(node, Severed((key,), reason)) for node in nodes]
 
     def lose(self, node: SimNode) -> None:
         """The node is gone, and with it what was on its way from and to it."""

@@ -247,6 +247,8 @@ class Nodes:
         for key in missed:
             self.tell(node, Missing(key, node.missing.pop(key)))
         self.tell(node, Stepped(0))
+        for key in missed:
+            self.moves.missed(node, key)
         return True
 
     def _finish_run(self, node: SimNode) -> None:

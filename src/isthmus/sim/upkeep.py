@@ -71,3 +71,5 @@ class Upkeep:
             elif not node.alive and not dead:
                 node.alive = True
                 self._host.decide(node.facts.joined())
+        self._nodes.moves.sessions.change(self._nodes.nodes)
+        self._nodes.moves.disks.change(self._nodes.nodes, now)

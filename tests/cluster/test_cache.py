@@ -578,3 +578,15 @@ def test_gauges_tell_both_tiers(kit: Kit) -> None:
     assert found["cache_memory_blocks"] == found["cache_disk_blocks"] == 3
     assert found["cache_memory_bytes"] == 3 * LAYOUT.block_bytes
     assert found["cache_pinned_blocks"] == found["cache_lost_blocks_total"] == 0
+
+
+def test_what_two_loads_want_stays_until_both_have_it(kit: Kit, on_disk: list[BlockName]) -> None:
+    kit.cache.read(NAMES[:3])
+    kit.cache.read(NAMES[:2])
+    kit.cache.unread(NAMES[:3])
+    kit.settle()
+    assert [kit.store.tier(name) for name in NAMES[:3]] == [Tier.MEMORY, Tier.MEMORY, Tier.DISK]
+    kit.cache.unread(NAMES[:2])
+    kit.settle()
+    assert kit.store.stat().memory.num_blocks == 0
+    assert sorted(on_disk) == NAMES[:3], "each was read once"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from isthmus.deploy import NodeFacts, clusters_of
 from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of
 from isthmus.errors import IsthmusError
 from isthmus.sim.deployment import Deployment
-from isthmus.types import BlockName, ModelCard, RequestId, Sampling
+from isthmus.types import NS_PER_S, BlockName, ModelCard, RequestId, Sampling
 from isthmus.types import Job as Asked
 from tests.virtual.hands import MemoryFiles, VirtualHands, pool_of, store_opener
 from tests.virtual.links import VirtualLinks
@@ -101,7 +102,7 @@ class VirtualCluster:
     slot is lost; the simulator has neither.
     """
 
-    def __init__(self, config: Config, deployment: Deployment, spare_slots: int = 1 << 12) -> None:
+    def __init__(self, config: Config, deployment: Deployment, spare_slots: int = 1 << 14) -> None:
         self._spare_slots = spare_slots
         self._files: dict[int, MemoryFiles] = {}
         size = deployment.block_size
@@ -163,6 +164,7 @@ class VirtualCluster:
                 process = NodeProcess(
                     engine, options, world, store_opener(facts, engine, files, self._spare_slots)
                 )
+                links.nodes[slot].brain = process.node
                 running[slot] = process, group.create_task(process.run())
 
             for slot in range(len(self.deployment.nodes)):
@@ -177,6 +179,9 @@ class VirtualCluster:
             ]
             outcomes = [await client for client in clients]
             await loop.settle()
+            for fault in self.deployment.faults.sessions:  # what nodes still say to each other is heard
+                if math.isfinite(fault.delay_s):
+                    await loop.sleep_until(loop.now_ns + int(fault.delay_s * NS_PER_S) + 1)
             log = list(tape.entries)
             for slot, (process, _) in running.items():
                 if head.links.nodes[slot].alive:

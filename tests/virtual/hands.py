@@ -330,11 +330,19 @@ class VirtualHands(Hands):
             assert isinstance(loaders, Lazy)
             loaders.run(load.task)
 
+    def loaded(self, key: RequestId) -> None:
+        super().loaded(key)
+        self._links.moves.disks.over(self._links.nodes[self.slot], key)
+
     def misses(self, run: Run) -> bool:
-        missing = self._links.nodes[self.slot].missing
+        node = self._links.nodes[self.slot]
+        self._links.moves.disks.look(node, [piece.request for piece in run.chunks])
+        missing = node.missing
         return any(piece.request in missing for piece in run.chunks)
 
     def take_missed(self, run: Run) -> list[Missing]:
         missing = self._links.nodes[self.slot].missing
         keys = [piece.request for piece in run.chunks if piece.request in missing]
+        for key in keys:
+            self._links.moves.disks.missed(self._links.nodes[self.slot], key)
         return [Missing(key, missing.pop(key)) for key in keys]

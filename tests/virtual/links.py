@@ -55,6 +55,8 @@ class VirtualLinks:
         self.moves = VirtualMoves(deployment, self, self.nodes, self.jobs, self._due)  # type: ignore[arg-type]
         self.moves.ether = self.ether
         self.ether.are_cut = lambda one, other: self.moves.sessions.are_cut(self.nodes[one], self.nodes[other])
+        self._ends_of: dict[RequestId, tuple[int, int]] = {}
+        """Of every hand-over there ever was: what is said of it may come late."""
         self._sources: dict[tuple[int, RequestId], int] = {}
         """Of fetches under way, by the node that fetches."""
         self._hands: dict[int, VirtualHands] = {}
@@ -89,6 +91,7 @@ class VirtualLinks:
         job.route, job.attempt, job.key = route, route.attempt, key_of(route.request, route.attempt)
         job.prefill_slot, job.target = self.slots[route.prefill], self.slots[route.decode]
         self.jobs[job.key] = job
+        self._ends_of[job.key] = job.prefill_slot, job.target
 
     def withdraw(self, key: RequestId) -> None:
         job = self.jobs.pop(key, None)
@@ -141,11 +144,11 @@ class VirtualLinks:
                 if waiting is not None and not waiting.done():
                     waiting.set_result(None)
             case Granted():
-                opened(self.jobs[event.key].target, slot, "grant", event.key)
+                opened(self._ends_of[event.key][1], slot, "grant", event.key)
             case Received():
-                opened(self.jobs[event.key].prefill_slot, slot, "kv", event.key)
+                opened(self._ends_of[event.key][0], slot, "kv", event.key)
             case Landed():
-                opened(self.jobs[event.key].target, slot, "landed", event.key)
+                opened(self._ends_of[event.key][1], slot, "landed", event.key)
             case Wanted():
                 opened(self.slots[event.peer], slot, "want", event.key)
             case Enough():

@@ -187,8 +187,9 @@ class NodeCache:
         self._lock = threading.Lock()
         self._reading: dict[BlockName, tuple[int, Future[bool], Future[None]]] = {}
         self._may_stage = store.arena.num_slots if max_staged is None else max_staged
-        self._ahead: set[BlockName] = set()
-        """In DRAM though by decision they are on disk; this and what is being read for it belong to `_keeping`."""
+        self._ahead: dict[BlockName, int] = {}
+        """In DRAM, or about to be, for so many loads, though by decision on disk; this and what is being read for it
+        belong to `_keeping`."""
 
     def close(self) -> None:
         """Waits for what is under way; the store stays open."""
@@ -351,7 +352,7 @@ class NodeCache:
         kept: set[BlockName] = set()
         first, stays = 0, len(names) - num_sunk
         try:
-            self._ahead.difference_update(names)
+            self._settled(names)
             self._take_staged(staged, set(names), slots)
             while first < len(names):
                 stop = self._fill(names, blocks, slots, first)
@@ -409,11 +410,16 @@ class NodeCache:
         self._keep(self._read, coming)
 
     def _read(self, coming: dict[BlockName, Future[None]]) -> None:
-        new = [name for name in coming if name not in self._ahead]
+        new = []
+        for name in coming:
+            if name in self._ahead:
+                self._ahead[name] += 1
+            else:
+                new.append(name)
         room = max(0, self.store.arena.num_slots // AHEAD - len(self._ahead))
         for name, slot in zip(new, self.store.reserve(min(room, len(new))), strict=False):
             read = self._readers.submit(self.store.read, name, 0, self._layers, self.store.arena.slot(slot))
-            self._ahead.add(name)
+            self._ahead[name] = 1
             self._reading[name] = slot, read, coming.pop(name)
             read.add_done_callback(lambda _, name=name: self._keep(self._place, name))  # type: ignore[misc]
         for name, nothing in coming.items():
@@ -429,6 +435,7 @@ class NodeCache:
         if seals is not None and not read.cancelled() and read.result():
             self.store.commit(name, None, slot, seals)  # it is here already, with what it follows
         else:
+            self._settled([name])
             self.store.give_back([slot])
         self._came([name], coming)
 
@@ -437,8 +444,11 @@ class NodeCache:
         self._keep(self._unread, names)
 
     def _unread(self, names: Sequence[BlockName]) -> None:
-        gone = [name for name in names if name in self._ahead]
-        self._ahead.difference_update(gone)
+        for name in names:
+            if name in self._ahead:
+                self._ahead[name] -= 1
+        gone = [name for name in names if self._ahead.get(name) == 0]
+        self._settled(gone)
         self.store.demote([name for name in gone if name not in self._reading])
 
     def promote(self, names: Sequence[BlockName]) -> None:
@@ -448,7 +458,7 @@ class NodeCache:
     def _promote(self, names: Sequence[BlockName]) -> None:
         for name in names:
             self._place(name)
-            self._ahead.discard(name)
+            self._settled([name])
             if self.store.tier(name) is Tier.DISK and not self._read_now(name):
                 return
 
@@ -471,8 +481,13 @@ class NodeCache:
         self._keep(self._decide, self.store.drop, names)
 
     def _decide(self, does: Callable[[Sequence[BlockName]], None], names: Sequence[BlockName]) -> None:
-        self._ahead.difference_update(names)
+        self._settled(names)
         does(names)
+
+    def _settled(self, names: Sequence[BlockName]) -> None:
+        """Where they are is decided: it is not for a load any more."""
+        for name in names:
+            self._ahead.pop(name, None)
 
     def kept(self) -> Future[object]:
         """Done when all is that was asked for so far of what the store keeps."""

@@ -5,7 +5,8 @@ What a node knows of its disk does not change when it fails: it learns of it blo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from isthmus.sim.faults import Faults
@@ -14,15 +15,17 @@ from isthmus.types import BlockName, RequestId
 
 
 class Disks:
+    """Nothing is kept here unless a disk is going to fail."""
+
     def __init__(self, faults: Faults) -> None:
         self.are_at_risk = bool(faults.disks)
         self._faults = faults
         self._unwritten: dict[int, set[BlockName]] = {}
         """Of each node whose disk does not work: what is in DRAM alone."""
-        self.lost: dict[RequestId, Sequence[BlockName]] = {}
-        """What prompts in a run wanted of a disk that failed."""
-        self._read: set[tuple[int, RequestId]] = set()
-        """Prompts of which the disk has given all it had."""
+        self._read: dict[tuple[int, RequestId], Sequence[BlockName]] = {}
+        """What was read ahead for prompts that wait."""
+        self._ahead: defaultdict[int, Counter[BlockName]] = defaultdict(Counter)
+        self._loads: dict[tuple[int, RequestId], Sequence[BlockName]] = {}
 
     def change(self, nodes: Sequence[SimNode], now: int) -> None:
         """A fault begins or ends. What could not be written is written then."""
@@ -36,6 +39,12 @@ class Disks:
     def fails(self, node: SimNode) -> bool:
         return node.slot in self._unwritten
 
+    def settled(self, node: SimNode, names: Sequence[BlockName]) -> None:
+        """It is decided in which tier these are."""
+        if self.are_at_risk:
+            for name in names:
+                self._ahead[node.slot].pop(name, None)
+
     def stored(self, node: SimNode, names: Sequence[BlockName]) -> None:
         """These are in DRAM."""
         if self.fails(node):
@@ -45,15 +54,51 @@ class Disks:
         """Which of them are lost, since only DRAM had them."""
         return tuple([name for name in names if name in self._unwritten.get(node.slot, ())])
 
-    def read(self, node: SimNode, key: RequestId) -> bool:
-        """Whether the disk gives what a prompt wants of it."""
-        if not self.fails(node):
-            self._read.add((node.slot, key))
-        return not self.fails(node)
+    def read(self, node: SimNode, key: RequestId, names: Sequence[BlockName]) -> Sequence[BlockName]:
+        """Which of what a prompt wants of it the disk does not give: others may have read some already."""
+        if not self.are_at_risk:
+            return ()
+        lost = self.unreadable(node, names)
+        self._read[node.slot, key] = here = [name for name in names if name not in lost]
+        self._ahead[node.slot].update(here)
+        return lost
 
-    def comes(self, node: SimNode, key: RequestId, names: Sequence[BlockName]) -> int:
-        """How many leading blocks of a prefix can be loaded."""
-        tiers = node.brain.tiers
-        if not self.fails(node) or tiers is None or (node.slot, key) in self._read:
-            return len(names)
-        return len(list(takewhile(tiers.dram.held.__contains__, names)))
+    def unreadable(self, node: SimNode, names: Sequence[BlockName]) -> Sequence[BlockName]:
+        """Of blocks on the disk."""
+        ahead = self._ahead[node.slot]
+        return [name for name in names if ahead[name] <= 0] if self.fails(node) else ()
+
+    def load(self, node: SimNode, key: RequestId, names: Sequence[BlockName]) -> None:
+        """A run will need these."""
+        if self.are_at_risk:
+            self._loads[node.slot, key] = names
+
+    def over(self, node: SimNode, key: RequestId) -> None:
+        """It is loaded, or not wanted any more."""
+        self._loads.pop((node.slot, key), None)
+        ahead = self._ahead[node.slot]
+        for name in self._read.pop((node.slot, key), ()):
+            if ahead[name] > 0:  # else it was decided where it is
+                ahead[name] -= 1
+
+    def look(self, node: SimNode, keys: Iterable[RequestId]) -> None:
+        """Whether what a run needs for these prompts can be loaded now; what cannot is `missing`."""
+        for key in keys if self.fails(node) else ():
+            names = self._loads.get((node.slot, key), ())
+            lost = self.missing(node, names)
+            if lost:
+                node.missing[key] = len(names) - len(lost)
+
+    def missed(self, node: SimNode, key: RequestId) -> Sequence[BlockName]:
+        """A run has broken off since these could not be loaded."""
+        lost = self.missing(node, self._loads.get((node.slot, key), ()))
+        self.over(node, key)
+        return lost
+
+    def missing(self, node: SimNode, names: Sequence[BlockName]) -> Sequence[BlockName]:
+        """What follows the part of a prefix that can be loaded."""
+        tiers, ahead = node.brain.tiers, self._ahead[node.slot]
+        if not self.fails(node) or tiers is None:
+            return ()
+        held = tiers.dram.held
+        return names[len(list(takewhile(lambda name: name in held or ahead[name] > 0, names))) :]

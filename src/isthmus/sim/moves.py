@@ -167,42 +167,35 @@ class Moves:
         self.bytes_moved["load"] += size
         lane = node.links.load or self.wiring.load_lane(node.links, node.facts)
         ends = lane.take(size, now)
-        if self.disks.fails(node):
-            self._load_less(node, load, ends)
+        transfer = self._fetches.get((load.key, node.slot))
         if not load.told:
             job.loaded_ns = ends
-            if load.arriving and (load.key, node.slot) in self._fetches:
+            if load.arriving and transfer is not None:
                 job.arriving = load.num_tokens
+            self.disks.load(
+                node, load.key, load.names[: transfer.asked.start] if job.arriving and transfer else load.names
+            )
             return
-        transfer = self._fetches.get((load.key, node.slot))
         if transfer is not None:
             transfer.until_ns = ends
             return
         found = self._recalled.pop(load.key, len(load.names))
-        if self.disks.fails(node):
-            found = min(found, self.disks.comes(node, load.key, load.names))
-        self._later(ends, node, Loaded(load.key, found))
+        self._clock.call(ends, TRANSFER_ENDS, partial(self._recall_loaded, node, load.key, load.names[:found]))
 
-    def _load_less(self, node: SimNode, load: Load, ends: int) -> None:
-        """What is on a disk that failed cannot be loaded."""
-        comes = self.disks.comes(node, load.key, load.names)
-        if comes == len(load.names):
-            return
-        if not load.told:
-            node.missing[load.key] = comes
-            self.disks.lost[load.key] = load.names[comes:]
-            return
-        for name in load.names[comes:]:
-            self._later(ends, node, Lost((name,)))
+    def _recall_loaded(self, node: SimNode, key: RequestId, names: Sequence[BlockName]) -> None:
+        lost = self.disks.missing(node, names)
+        self._due += [(node, Lost((name,))) for name in lost]
+        self._due.append((node, Loaded(key, len(names) - len(lost))))
 
     def missed(self, node: SimNode, key: RequestId) -> None:
         """The run that needed it has broken off, and its node hears why."""
-        self._due += [(node, Lost((name,))) for name in self.disks.lost.pop(key, ())]
+        self._due += [(node, Lost((name,))) for name in self.disks.missed(node, key)]
 
     def _read(self, node: SimNode, read: Read) -> None:
         """Brings what lies on the node's disk into its memory while the request waits."""
-        if not self.disks.read(node, read.key):
-            self._due += [(node, Lost((name,))) for name in read.names]
+        lost = self.disks.read(node, read.key, read.names)
+        if lost:
+            self._due += [(node, Lost((name,))) for name in lost]
             return
         job, num_blocks = self._attempts[read.key], len(read.names)
         job.record.disk_tokens = num_blocks * self._block_size
@@ -224,6 +217,7 @@ class Moves:
             self._due.append((node, None))
 
     def _save(self, node: SimNode, save: Save) -> None:
+        self.disks.settled(node, save.names)
         if node.facts.ssd_blocks:
             self._write(node, save.names)
             if save.num_sunk and self.disks.fails(node):
@@ -240,13 +234,14 @@ class Moves:
         node.links.disk_write.take(size, self._clock.now)
 
     def _demote(self, node: SimNode, demote: Demote) -> None:
+        self.disks.settled(node, demote.names)
         lost = self.disks.demoted(node, demote.names)
         if lost:
             self._due.append((node, Lost(lost)))
 
     def _promote(self, node: SimNode, promote: Promote) -> None:
-        if self.disks.fails(node):
-            self._due += [(node, Lost((name,))) for name in promote.names]
+        self._due += [(node, Lost((name,))) for name in self.disks.unreadable(node, promote.names)]
+        self.disks.settled(node, promote.names)
 
     # Between caches.
 
@@ -258,7 +253,7 @@ class Moves:
             assert transfer.job is not None
             transfer.job.pending += 1
         if self.sessions.are_cut(node, source):
-            self._fetch_over(transfer, fetch.start)
+            self._clock.call(self._clock.now, TRANSFER_ENDS, partial(self._nothing_came, transfer))
             return
         self._say(node, source, Wanted(key, node.facts.node, fetch.names, fetch.start, fetch.whole))
 
@@ -430,6 +425,8 @@ class Moves:
             if transfer is not None:
                 self._break_off(transfer)
             self._recalled.pop(key, None)
+        if self.disks.are_at_risk:
+            self.disks.over(node, key)
         if key in self._reads:
             tag: Any = self._reads[key].tag
             if tag[1][1] is node:

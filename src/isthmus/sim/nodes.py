@@ -178,6 +178,8 @@ class Nodes:
         ends = node.begin(run, now)
         if run.chunks:
             self._start_prompts(node, run)
+            if self.moves.disks.are_at_risk:
+                self.moves.disks.look(node, [piece.request for piece in run.chunks])
             if node.missing and self._misses(node, run):
                 ends = now
         self._clock.run_ends(ends, STEP_ENDS if run.num_decodes else PREFILL_ENDS, node)
@@ -203,6 +205,8 @@ class Nodes:
 
     def run_ends(self, node: SimNode) -> None:
         """The compute of a run is done; it is over unless KV that its chunks attend to is still on its way."""
+        if self.moves.disks.are_at_risk and node.run is not None:
+            self.moves.disks.look(node, [piece.request for piece in node.run.chunks])
         if (node.loading or node.missing or node.stalled) and not self._has_all(node):
             return
         self._finish_run(node)
@@ -253,6 +257,9 @@ class Nodes:
 
     def _finish_run(self, node: SimNode) -> None:
         now, brain = self._clock.now, node.brain
+        if self.moves.disks.are_at_risk and node.run is not None:
+            for piece in node.run.chunks:
+                self.moves.disks.over(node, piece.request)
         steps, done = node.end(now)
         if not done and not node.sampling:
             self._carry_out(node, brain.on(Stepped(steps), now))

@@ -358,6 +358,9 @@ FAULTS = st.sampled_from(
         Faults(),
         Faults(nodes=(NodeFault("prefill-1", 0.0314, 0.1417),)),
         Faults(nodes=(NodeFault("decode-0", 0.0271, 0.0828),)),
+        Faults(sessions=(SessionFault("prefill-0", "decode-0", 0.0211, 0.4, math.inf),)),
+        Faults(sessions=(SessionFault("prefill-1", "prefill-0", 0.0122, 0.3, math.inf),)),
+        Faults(sessions=(SessionFault("prefill-1", "decode-0", 0.0153, 0.2, 0.0137),)),
     ]
 )
 

@@ -1,0 +1,408 @@
+"""The live cluster with emulated engines in virtual time, and the simulator, decide alike: same events at the same
+nanoseconds, same answers.
+
+Both drive the same conductor and schedulers. What must agree beside them is when things happen and in which order:
+the length of each iteration, what is taken in at its end, and who is told first.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isthmus.attempts import BlocksEvicted, RequestFailed, RoleChanged, Route
+from isthmus.cli.models import demo_folder
+from isthmus.cluster.recorder import Entry
+from isthmus.conductor import Fail, Measured, NodeLeft
+from isthmus.config import Config, load_config
+from isthmus.cost import Cost, Curve, to_mapping
+from isthmus.deploy import at_home
+from isthmus.sim.deployment import deployment_of
+from isthmus.sim.faults import DiskFault, Faults, LinkFault, NodeFault, SessionFault
+from isthmus.types import Role
+from tests.virtual import VirtualCluster, VirtualRequest
+
+from .worlds import NO_FAULTS, deployed, live, simulated, until_over
+
+MS = 1_000_000
+CURVE = Curve(
+    kv_token_bytes=1024,
+    num_layers=8,
+    prefill_token_s=1e-5,
+    prefill_fixed_s=1e-3,
+    prefill_pair_s=1.3e-9,
+    decode_fixed_s=5e-3,
+    decode_sequence_s=1e-5,
+    decode_context_s=1.234567e-8,
+)
+SLOWER = Curve(
+    kv_token_bytes=1024,
+    num_layers=8,
+    prefill_token_s=2.1e-5,
+    decode_points=((1, 0.006), (8, 0.0071), (64, 0.0123)),
+    decode_context_s=2.345678e-8,
+)
+COSTS = {Role.PREFILL: CURVE, Role.DECODE: SLOWER, Role.MIXED: CURVE}
+SHAPES = {
+    "1P1D": {},
+    "3P2D": {"roles.prefill": 3, "roles.decode": 2},
+    "2M": {"roles.prefill": 0, "roles.decode": 0, "roles.mixed": 2},
+    "2P2D1M": {"roles.prefill": 2, "roles.decode": 2, "roles.mixed": 1},
+}
+SLO = {"slo.ttft_ms": 60, "slo.tbt_ms": 9}
+
+
+def config_of(overrides: dict[str, Any]) -> Config:
+    usual = {"engine.kind": "emulated", "engine.kv_memory": "64MiB", "engine.cost": to_mapping(CURVE)}
+    return load_config(None, usual | overrides)
+
+
+def workload(count: int, every_ns: int, *, seed: int = 1, terms: bool = False) -> list[VirtualRequest]:
+    """Prompts of up to 900 tokens, some with shared prefixes; with `terms`, priorities and limits of their own."""
+    draw = random.Random(seed)
+    shared = [draw.randrange(1000) for _ in range(400)]
+    at_ns, requests = 0, []
+    for _ in range(count):
+        at_ns += draw.randrange(2 * every_ns)
+        own = tuple(draw.randrange(1000) for _ in range(draw.randrange(1, 500)))
+        prefix = tuple(shared[: draw.choice([0, 0, 100, 400])])
+        request = VirtualRequest(at_ns, prefix + own, draw.randrange(1, 60))
+        if terms:
+            request = VirtualRequest(
+                at_ns,
+                prefix + own,
+                draw.randrange(1, 60),
+                priority=draw.choice([0, 0, 0, 1, 5]),
+                ttft_ms=draw.choice([None, 20, 50]),
+                tbt_ms=draw.choice([None, None, 8, 10]),
+            )
+        requests.append(request)
+    return requests
+
+
+def same_logs(
+    overrides: dict[str, Any],
+    requests: Sequence[VirtualRequest],
+    faults: Faults = NO_FAULTS,
+    costs: Mapping[Role, Cost] = COSTS,
+) -> list[Entry]:
+    """Both worlds' log, which is one. Compared entry by entry, so that a failure shows the first that differs. And
+    every answer's tokens are those of the model."""
+    config = config_of(overrides)
+    deployment = deployed(config, costs, faults)
+    flight = live(config, deployment, requests)
+    ours, theirs = until_over(flight.log), until_over(simulated(config, deployment, requests))
+    same_entries(ours, theirs)
+    cluster = VirtualCluster(config, deployment)
+    for request, outcome in zip(requests, flight.outcomes, strict=True):
+        answer = cluster.answer(request)
+        assert outcome.tokens == (answer if outcome.error is None else answer[: len(outcome.tokens)])
+    kinds = Counter(type(entry.event).__name__ for entry in ours)
+    assert kinds["RequestArrived"] == len(requests)
+    return ours
+
+
+def same_entries(ours: Sequence[Entry], theirs: Sequence[Entry]) -> None:
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+        same = wordless(one) == wordless(other)
+        assert same, f"entry {number} of {len(ours)} live and {len(theirs)} simulated ones differs"
+    assert len(ours) == len(theirs)
+
+
+def wordless(entry: Entry) -> Entry:
+    """Without the words in which a failure is told: a session knows addresses."""
+    event, actions = entry.event, entry.actions
+    if isinstance(event, RequestFailed):
+        event = msgspec.structs.replace(event, reason="")
+    actions = tuple(
+        [msgspec.structs.replace(each, reason="") if isinstance(each, Fail) else each for each in actions]
+    )
+    return Entry(entry.at_ns, event, actions)
+
+
+def actions_of(log: Sequence[Entry]) -> Counter[str]:
+    return Counter(type(action).__name__ for entry in log for action in entry.actions)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "policy", ["random", "round_robin", "least_loaded", "sticky", "local_aware", "isthmus"]
+)
+def test_every_policy_places_alike(policy: str, shape: str) -> None:
+    log = same_logs({"policy": policy, **SHAPES[shape]}, workload(80, 2 * MS))
+    assert actions_of(log)["Route"] == 80
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("order", ["fcfs", "promise"])
+@pytest.mark.parametrize("admission", ["baseline", "early", "predictive", "survival"])
+def test_every_admission_refuses_alike(admission: str, order: str, shape: str) -> None:
+    """Twice as much as two nodes can do; some requests bring limits and priorities of their own."""
+    knobs = {"scheduling.admission": admission, "scheduling.order": order, "scheduling.reserve": 0.1}
+    log = same_logs({**knobs, **SLO, **SHAPES[shape]}, workload(120, MS, terms=True))
+    assert actions_of(log)["Refuse"] > 0
+
+
+def test_displaced_requests_are_the_same() -> None:
+    log = same_logs({"limits.max_requests": 12}, workload(120, MS, terms=True))
+    late = [entry for entry in log if len(entry.actions) > 1 and type(entry.event).__name__ == "RequestArrived"]
+    assert late, "nobody was displaced"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kv_memory", ["1MiB", "2MiB"])
+def test_memory_pressure_and_evictions_are_the_same(kv_memory: str, shape: str) -> None:
+    knobs = {"engine.kv_memory": kv_memory, "engine.token_budget": 64}
+    log = same_logs({**knobs, **SHAPES[shape]}, workload(80, 3 * MS))
+    assert any(type(entry.event).__name__ == "BlocksEvicted" for entry in log)
+
+
+@pytest.mark.parametrize("budget", [1, 16, 100])
+@pytest.mark.parametrize("prompt_batch", [None, 32])
+def test_chunks_are_the_same(budget: int, prompt_batch: int | None) -> None:
+    knobs = {"engine.token_budget": budget, "engine.prompt_batch": prompt_batch, "engine.max_sequences": 6}
+    same_logs({**knobs, **SHAPES["2P2D1M"]}, workload(30, 5 * MS))
+
+
+@pytest.mark.parametrize("partial", [1, 3])
+@pytest.mark.parametrize("chunking", ["fixed", "tbt"])
+def test_chunks_by_time_and_several_prompts_at_once_are_the_same(chunking: str, partial: int) -> None:
+    knobs = {"scheduling.chunking": chunking, "scheduling.partial_prefills": partial, "slo.tbt_ms": 7}
+    same_logs({**knobs, "engine.token_budget": 1024, **SHAPES["2M"]}, workload(60, 2 * MS))
+
+
+@pytest.mark.parametrize("shape", ["1P1D", "3P2D"])
+@pytest.mark.parametrize("policy", ["round_robin", "isthmus"])
+def test_what_happens_at_one_instant_happens_in_one_order(policy: str, shape: str) -> None:
+    """Eight requests at a time, as like as can be: nodes work in lockstep, and prompts end together."""
+    requests = [
+        VirtualRequest(index // 8 * 20 * MS, tuple(range(index * 1000, index * 1000 + 200)), 10)
+        for index in range(80)
+    ]
+    log = same_logs({"policy": policy, **SHAPES[shape]}, requests)
+    times = Counter(entry.at_ns for entry in log)
+    assert max(times.values()) > 8
+
+
+# Everything on: caches in DRAM and on SSD, fetches, answers kept, codecs, links between clusters, conversions,
+# recurrent states, and what goes wrong.
+
+TIERS = {"cache.dram": "1MiB", "cache.ssd": "2MiB", "cache.folder": "/nowhere"}
+
+
+def chats(count: int, every_ns: int, *, seed: int = 3, longest: int = 600) -> list[VirtualRequest]:
+    """Conversations: each turn repeats the prompt before it, with the answer, and adds a question."""
+    draw = random.Random(seed)
+    cluster = VirtualCluster(config_of({}), deployed(config_of({}), COSTS))
+    open_chats: list[tuple[int, ...]] = []
+    at_ns, requests = 0, []
+    for _ in range(count):
+        at_ns += draw.randrange(2 * every_ns)
+        if open_chats and draw.random() < 0.6:
+            tokens = open_chats.pop(draw.randrange(len(open_chats)))
+        else:
+            tokens = tuple([draw.choice([7, 9])] * 64)
+        tokens += tuple(draw.randrange(1000) for _ in range(draw.randrange(1, longest)))
+        request = VirtualRequest(at_ns, tokens, draw.randrange(1, 40))
+        requests.append(request)
+        open_chats.append(tokens + tuple(cluster.answer(request)))
+    return requests
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("policy", ["isthmus", "mooncake", "local_aware"])
+@pytest.mark.parametrize("tiers", [{"cache.dram": "1MiB"}, TIERS])
+def test_caches_fetches_and_answers_are_the_same(policy: str, shape: str, tiers: dict[str, Any]) -> None:
+    log = same_logs({"policy": policy, **tiers, **SHAPES[shape], "network.node_gbps": 2}, chats(80, 4 * MS))
+    kinds = Counter(type(entry.event).__name__ for entry in log)
+    assert kinds["BlocksStored"] and kinds["BlocksEvicted"]
+
+
+LINKED = {
+    "engine.cost": None,
+    "clusters": {
+        "home": {"roles": {"prefill": 1, "decode": 2}, "cost": to_mapping(CURVE)},
+        "far": {"roles": {"prefill": 2}, "cost": to_mapping(CURVE)},
+    },
+    "links": [{"between": ["far", "home"], "gbps": 0.2, "rtt_ms": 3}],
+    "offload.period_s": 0.05,
+}
+
+
+@pytest.mark.parametrize("cache", ["scarce", "abundant"])
+@pytest.mark.parametrize("compression", ["none", "lossless"])
+@pytest.mark.parametrize("control", [{"offload.threshold": 200, "offload.control": "none"}, {}])
+def test_two_clusters_are_the_same(cache: str, compression: str, control: dict[str, Any]) -> None:
+    knobs = {"offload.cache": cache, "network.compression": compression, "cache.dram": "1MiB", **control}
+    log = same_logs({**LINKED, **knobs}, chats(60, 6 * MS))
+    far = [each for each in routes(log) if each.prefill.startswith("far")]
+    assert far, "nothing was offloaded"
+    assert any(isinstance(entry.event, Measured) for entry in log)
+
+
+def routes(log: Sequence[Entry]) -> list[Route]:
+    return [action for entry in log for action in entry.actions if isinstance(action, Route)]
+
+
+def test_a_link_that_falls_is_the_same() -> None:
+    faults = Faults(links=(LinkFault("far", "home", 0.053, 0.407), LinkFault("far", "home", 0.511, 0.903, 0.1)))
+    knobs = {"offload.threshold": 200, "limits.link_s": 0.1, "cache.dram": "1MiB"}
+    log = same_logs({**LINKED, **knobs}, chats(80, 8 * MS), faults)
+    assert any(isinstance(entry.event, RequestFailed) for entry in log) or any(
+        isinstance(entry.event, Measured) and not all(link.up for link in entry.event.links) for entry in log
+    )
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0", "prefill-1"])
+@pytest.mark.parametrize("policy", ["isthmus", "mooncake"])
+def test_a_lost_node_is_the_same(victim: str, policy: str) -> None:
+    faults = Faults(nodes=(NodeFault(victim, 0.04, 0.15),))
+    knobs = {"policy": policy, **SHAPES["3P2D"], **TIERS, "network.node_gbps": 2}
+    log = same_logs({**knobs}, chats(60, 3 * MS), faults)
+    assert any(isinstance(entry.event, NodeLeft) for entry in log)
+
+
+@pytest.mark.parametrize("delay_s", [0.004, 0.3, math.inf])
+@pytest.mark.parametrize("ends", [("prefill-0", "decode-0"), ("prefill-1", "prefill-0")])
+@pytest.mark.parametrize("policy", ["isthmus", "mooncake"])
+def test_late_messages_and_lost_sessions_are_the_same(
+    policy: str, ends: tuple[str, str], delay_s: float
+) -> None:
+    faults = Faults(sessions=(SessionFault(*ends, 0.03, 0.4, delay_s), SessionFault(*ends, 0.6, 0.7, delay_s)))
+    knobs = {"policy": policy, **SHAPES["3P2D"], **TIERS, "network.node_gbps": 2}
+    log = same_logs(knobs, chats(80, 3 * MS), faults)
+    assert actions_of(log)["Route"] > 80 or math.isfinite(delay_s) or "decode-0" not in ends
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("policy", ["isthmus", "mooncake"])
+def test_a_failed_disk_is_the_same(policy: str, shape: str) -> None:
+    """Large enough for all, so that it was written behind what was kept before."""
+    victim = "mixed-0" if shape == "2M" else "prefill-0"
+    faults = Faults(disks=(DiskFault(victim, 0.15, math.inf), DiskFault("decode-0", 0.2, math.inf)))
+    if shape in ("2M",):
+        faults = Faults(disks=(DiskFault(victim, 0.15, math.inf),))
+    knobs = {"policy": policy, **SHAPES[shape], **TIERS, "cache.ssd": "64MiB", "network.node_gbps": 2}
+    log = same_logs(knobs, chats(80, 4 * MS), faults)
+    assert any(isinstance(entry.event, BlocksEvicted) for entry in log), "nobody missed the disk"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tiers", [{"cache.dram": "1MiB"}, TIERS])
+def test_arenas_without_a_slot_to_spare_give_the_right_tokens(shape: str, tiers: dict[str, Any]) -> None:
+    """Fetches come in rounds then, and what finds no slot is lost: other events, the same answers."""
+    config = config_of({**tiers, **SHAPES[shape], "network.node_gbps": 2})
+    cluster, requests = VirtualCluster(config, deployed(config, COSTS), spare_slots=0), chats(80, 4 * MS)
+    flight = cluster.run(requests)
+    assert [outcome.tokens for outcome in flight.outcomes] == [cluster.answer(each) for each in requests]
+
+
+def test_nodes_that_change_their_role_are_the_same() -> None:
+    knobs = {
+        "offload.convert": "auto",
+        "offload.period_s": 0.5,
+        "offload.cool_down_s": 1,
+        "limits.max_requests": 10_000,
+    }
+    shape = {"roles.prefill": 1, "roles.decode": 3, "cache.dram": "1MiB"}
+    slow = {role: msgspec.structs.replace(CURVE, prefill_token_s=2e-3) for role in Role}
+    requests = [
+        VirtualRequest(index * 150 * MS, tuple((index + at) % 997 for at in range(80 + index * 37 % 41)), 4)
+        for index in range(420)
+    ]
+    log = same_logs({**knobs, **shape}, requests, costs=slow)
+    assert any(isinstance(entry.event, RoleChanged) for entry in log), "no node changed its role"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("tiers", [{}, {"cache.dram": "2MiB"}, TIERS])
+def test_recurrent_states_are_the_same(shape: str, tiers: dict[str, Any]) -> None:
+    state = {"engine.cost": to_mapping(CURVE) | {"state_bytes": 40_000}}
+    costs = {role: msgspec.structs.replace(cost, state_bytes=40_000) for role, cost in COSTS.items()}
+    same_logs({**state, **tiers, **SHAPES[shape], "network.node_gbps": 2}, chats(60, 5 * MS), costs=costs)
+
+
+# Whatever a configuration says.
+
+KNOBS: dict[str, st.SearchStrategy[Any]] = {
+    "policy": st.sampled_from(
+        ["random", "round_robin", "least_loaded", "sticky", "local_aware", "mooncake", "isthmus"]
+    ),
+    "scheduling.admission": st.sampled_from(["none", "baseline", "early", "predictive", "survival"]),
+    "scheduling.order": st.sampled_from(["fcfs", "promise"]),
+    "scheduling.chunking": st.sampled_from(["fixed", "tbt"]),
+    "scheduling.partial_prefills": st.sampled_from([1, 2]),
+    "scheduling.replication": st.sampled_from(["none", "priced"]),
+    "engine.token_budget": st.sampled_from([64, 512]),
+    "engine.max_sequences": st.sampled_from([4, 64]),
+    "engine.kv_memory": st.sampled_from(["6MiB", "64MiB"]),
+    "cache.dram": st.sampled_from(["0", "512KiB", "2MiB"]),
+    "cache.ssd": st.sampled_from(["0", "1MiB"]),
+    "cache.eviction": st.sampled_from(["lru", "lfu", "fifo", "length_aware"]),
+    "network.node_gbps": st.sampled_from([1, 40]),
+    "network.handover_gbps": st.sampled_from([None, 1]),
+    "network.compression": st.sampled_from(["none", "lossless"]),
+    "offload.cache": st.sampled_from(["auto", "scarce", "abundant"]),
+}
+FAULTS = st.sampled_from(
+    [
+        Faults(),
+        Faults(nodes=(NodeFault("prefill-1", 0.0314, 0.1417),)),
+        Faults(nodes=(NodeFault("decode-0", 0.0271, 0.0828),)),
+        Faults(sessions=(SessionFault("prefill-0", "decode-0", 0.0211, 0.4, math.inf),)),
+        Faults(sessions=(SessionFault("prefill-1", "prefill-0", 0.0122, 0.3, math.inf),)),
+        Faults(sessions=(SessionFault("prefill-1", "decode-0", 0.0153, 0.2, 0.0137),)),
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None, derandomize=False)
+@given(st.fixed_dictionaries(KNOBS), st.sampled_from([*SHAPES, "linked"]), FAULTS, st.integers(0, 1 << 16))
+def test_any_configuration_is_the_same(knobs: dict[str, Any], shape: str, faults: Faults, seed: int) -> None:
+    if knobs["cache.dram"] == "0":
+        knobs = knobs | {"cache.ssd": "0"}
+    knobs |= {"cache.folder": "/nowhere"} if knobs["cache.ssd"] != "0" else {}
+    if knobs["scheduling.order"] == "promise":
+        knobs = knobs | {"scheduling.partial_prefills": 1}
+    knobs |= SLO if knobs["scheduling.admission"] != "none" or knobs["scheduling.chunking"] == "tbt" else {}
+    where: dict[str, Any] = LINKED if shape == "linked" else SHAPES[shape]
+    if shape not in ("3P2D", "2P2D1M"):
+        faults = Faults()
+    same_logs({**knobs, **where}, chats(30, 4 * MS, seed=seed, longest=300), faults)
+
+
+EXAMPLES = sorted(path for path in Path("examples").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.relative_to("examples")))
+def test_every_example_is_the_same(path: Path) -> None:
+    """Its nodes, links, caches and rules. Blocks are small, and memory is what a few requests need: the emulated engine
+    has it all."""
+    size = 64 if "prfaas" in str(path) else 2  # there a state is as large as the KV of 14,000 tokens
+    config = at_home(load_config(path, {"engine.block_size": size}), path.parent)
+    if (
+        config.model is None
+        and config.engine.cost is None
+        and not any(c.cost for c in config.clusters.values())
+    ):
+        config = config.model_copy(update={"model": str(demo_folder())})
+    deployment = deployment_of(config, size)
+    nodes = [
+        msgspec.structs.replace(
+            facts, max_steps=16, max_chunks=1, kv_blocks=min(facts.kv_blocks, 2048 + 20 * facts.state_blocks)
+        )
+        for facts in deployment.nodes
+    ]
+    deployment = msgspec.structs.replace(deployment, nodes=tuple(nodes))
+    requests = chats(10 if size == 64 else 40, 30 * MS, longest=200)
+    flight = live(config, deployment, requests)
+    same_entries(until_over(flight.log), until_over(simulated(config, deployment, requests)))

@@ -165,7 +165,7 @@ class Hands(Bare):
         begun = self._loads[key] = self.cache.load(load.names, load.blocks, fetch)
         read = self._read.pop(key, ())
 
-        def ended() -> None:
+        def ended(_: object) -> None:
             """In any thread."""
             self.cache.unread(read)
             if load.told and self._loads.get(key) is begun:  # and was not cancelled
@@ -173,7 +173,7 @@ class Hands(Bare):
                 self._tell(events.Loaded(key, begun.num_blocks))
 
         if read or load.told:
-            begun.on_end(ended)
+            begun.task.add_done_callback(ended)
 
     def _read_ahead(self, read: events.Read) -> None:
         self._read[read.key] = read.names

@@ -45,22 +45,12 @@ class Lease:
             if pinned is not None:
                 self.slots.append(pinned.slot)
                 self.seals.append(pinned.seals)
-            elif not self._read(name):
+            elif (brought := self._cache.bring(name)) is not None:
+                self._own.append(brought[0])
+                self.slots.append(brought[0])
+                self.seals.append(brought[1])
+            else:
                 return False
-        return True
-
-    def _read(self, name: BlockName) -> bool:
-        store = self._cache.store
-        slots, seals = store.reserve(1), store.seals(name)
-        self._own += slots
-        if not slots or seals is None:
-            return False
-        size, layers = self._cache.memory.layout.block_bytes, self._cache.memory.layout.num_layers
-        into = store.arena.memory[slots[0] * size : (slots[0] + 1) * size]
-        if not store.read(name, 0, layers, into):
-            return False
-        self.slots.append(slots[0])
-        self.seals.append(seals)
         return True
 
     def hold(self) -> None:

@@ -18,9 +18,8 @@ from typing import Any
 
 from isthmus.blocks import seal
 from isthmus.cluster.cache import NodeCache
-from isthmus.cluster.departures import Tell
 from isthmus.cluster.messages import Ended, Enough, Given, Lent, Want
-from isthmus.cluster.sessions import Reach
+from isthmus.cluster.sessions import Reach, Tell
 from isthmus.cluster.wire import Frames, seals_kv
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Session

@@ -15,11 +15,10 @@ from typing import Any
 
 from isthmus.cluster import messages
 from isthmus.cluster.cache import Load, NodeCache, Staging
-from isthmus.cluster.departures import Arrivals, Departures, Tell
 from isthmus.cluster.fetches import Fetch, Fetcher
 from isthmus.cluster.lending import Lender
-from isthmus.cluster.sessions import Bare, Peers
-from isthmus.cluster.transfers import Outgoing
+from isthmus.cluster.sessions import Bare, Peers, Tell
+from isthmus.cluster.transfers import Arrivals, Departures, Outgoing
 from isthmus.engine.interface import KVBytes
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Session

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from isthmus.cluster.cache import NodeCache
-from isthmus.cluster.departures import Tell
 from isthmus.cluster.fetches import host_id
 from isthmus.cluster.messages import Ended, Given, Lent, Want
+from isthmus.cluster.sessions import Tell
 from isthmus.cluster.wire import pack
 from isthmus.engine.codecs import CODECS
 from isthmus.errors import ProtocolError

@@ -9,12 +9,14 @@ from typing import Any
 from isthmus.cluster.messages import PeerHello, PeerMessage
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Handler, Network, Session
+from isthmus.node import events
 from isthmus.types import NodeId
 
 CONNECT_S = 5.0
 
 Reach = Callable[[NodeId], Awaitable[Session]]
 """The session with a node. Raises OSError or TimeoutError."""
+Tell = Callable[[events.Event], None]
 
 
 class Bare:

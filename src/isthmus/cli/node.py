@@ -104,7 +104,7 @@ def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
     from isthmus.cluster.node import NodeProcess, this_machine
     from isthmus.cluster.process import NodeOptions
     from isthmus.cluster.recorder import node_recorder
-    from isthmus.cluster.stage_node import StageNode
+    from isthmus.cluster.stage import StageNode
     from isthmus.deploy import Cluster
 
     # The worker thread gives the interpreter up only for an instant at a time; with Python's default of 5 ms

@@ -13,25 +13,15 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from msgspec.structs import replace
 
-from isthmus.attempts import (
-    BlocksEvicted,
-    BlocksStored,
-    FetchFinished,
-    PrefillFinished,
-    RequestFailed,
-    RoleChanged,
-)
+from isthmus.attempts import BlocksEvicted, Report, RoleChanged
 from isthmus.cluster.cache import chains_of
 from isthmus.cluster.hands import Hands
 from isthmus.cluster.messages import (
     PROTOCOL,
-    Become,
-    Copy,
-    Forget,
     Gathered,
     Hello,
     NodeBound,
@@ -50,7 +40,7 @@ from isthmus.cluster.worker import ThreadWorker, Worker
 from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
 from isthmus.messenger import Network
-from isthmus.node.events import Action, Cut, Event, Load, Recovered, Release, Sampled, Shorten, Wake, Woken
+from isthmus.node import events
 from isthmus.scheduler import Admitted, BlockPool, Joined, Preempted, Run
 from isthmus.store import Store
 from isthmus.types import NS_PER_S, RequestId, TokenLogprobs
@@ -98,18 +88,16 @@ class NodeProcess(EngineProcess):
         self._blocks_evicted = 0
         self._heard: dict[type, Callable[[Any], None]] = {
             Admitted: self.runs.admitted,
-            Load: self.runs.loading,
-            Shorten: self.runs.shortened,
+            events.Load: self.runs.loading,
+            events.Shorten: self.runs.shortened,
             Preempted: self.runs.preempted,
-            Release: self.runs.released,
+            events.Release: self.runs.released,
         }
         self._orders: dict[type, Callable[[Any], None]] = {
             Run: self.worker.form,
-            Cut: lambda _: self.worker.cut(),
-            Wake: lambda action: self.worker.later(self._wake, action.at_ns),
-            BlocksEvicted: self._evicted,
-            RoleChanged: self._changed,
-            **dict.fromkeys((FetchFinished, PrefillFinished, RequestFailed, BlocksStored), self._report),
+            events.Cut: lambda _: self.worker.cut(),
+            events.Wake: lambda action: self.worker.later(self._wake, action.at_ns),
+            **dict.fromkeys(get_args(Report), self._report),
             **dict.fromkeys((Admitted, Joined), lambda _: None),
         }
 
@@ -125,7 +113,7 @@ class NodeProcess(EngineProcess):
 
     # Facts and actions.
 
-    def tell(self, fact: Event) -> None:
+    def tell(self, fact: events.Event) -> None:
         """Tells the node, and carries out what it answers. From any thread. A bug on the way ends the process: nobody
         knows what was done and what was not."""
         with self.worker.lock:
@@ -140,7 +128,7 @@ class NodeProcess(EngineProcess):
                 self.died(error)
                 raise
 
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, action: events.Action) -> None:
         kind = type(action)
         if kind in self._heard:
             self._heard[kind](action)
@@ -151,7 +139,7 @@ class NodeProcess(EngineProcess):
         if self._group is not None:
             self._group.do(action)
 
-    def fact(self, fact: Event) -> None:
+    def fact(self, fact: events.Event) -> None:
         if self._group is None:
             self.tell(fact)
         else:
@@ -161,22 +149,18 @@ class NodeProcess(EngineProcess):
         with self.worker.lock:
             self.runs.received(key, token)
 
-    def _report(self, report: Any) -> None:
+    def _report(self, report: Report) -> None:
+        if isinstance(report, RoleChanged):
+            log.info("%s is a %s node now", report.node, report.role)
+        elif isinstance(report, BlocksEvicted):
+            self._blocks_evicted += len(report.names)
         self.worker.later(self._send, report)
-
-    def _changed(self, report: RoleChanged) -> None:
-        log.info("%s is a %s node now", report.node, report.role)
-        self._report(report)
-
-    def _evicted(self, report: BlocksEvicted) -> None:
-        self._blocks_evicted += len(report.names)
-        self._report(report)
 
     def _send_outputs(self, outputs: Sequence[Output]) -> None:
         self.worker.later(self._send, Outputs(tuple(outputs)))
 
     def _wake(self, at_ns: int) -> None:
-        self.loop.call_later(max(0, at_ns - self._clock_ns()) / NS_PER_S, self.tell, Woken())
+        self.loop.call_later(max(0, at_ns - self._clock_ns()) / NS_PER_S, self.tell, events.Woken())
 
     def _later(self, function: Callable[..., None], *arguments: Any) -> None:
         self.worker.later(function, *arguments)
@@ -203,7 +187,7 @@ class NodeProcess(EngineProcess):
         match message:
             case Task():
                 self.task(message)
-            case Forget() | Copy() | Become():
+            case events.Forget() | events.Copy() | events.Become():
                 self.tell(message)
             case Gathered():
                 self._gathered(message.addresses)
@@ -216,7 +200,7 @@ class NodeProcess(EngineProcess):
             self._cache.drop(useless)
         chains = chains_of(found)
         if chains:
-            self.tell(Recovered(chains))
+            self.tell(events.Recovered(chains))
 
     def gauges(self) -> dict[str, float]:
         scheduler = self.node.scheduler
@@ -270,4 +254,4 @@ class NodeProcess(EngineProcess):
         """A batch has left the last stage."""
         with self.worker.lock:
             ended = self.runs.sampled(keys, tokens, logprobs)
-            self.tell(Sampled(tuple(keys), ended))
+            self.tell(events.Sampled(tuple(keys), ended))

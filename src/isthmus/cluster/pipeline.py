@@ -14,18 +14,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, get_args
 
-from isthmus.cluster.messages import PeerHello, Task
-from isthmus.cluster.sessions import Bare
-from isthmus.cluster.stage_messages import (
+from isthmus.cluster.messages import (
     MAX_NAMES,
     Followed,
+    PeerHello,
     StageFound,
     StageOpen,
     StageRun,
     StageSampled,
     StageSaved,
+    Task,
     Upward,
 )
+from isthmus.cluster.sessions import Bare
 from isthmus.deploy import NodeFacts
 from isthmus.engine.interface import Hidden
 from isthmus.messenger import Network, Priority, Session

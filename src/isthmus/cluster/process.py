@@ -1,7 +1,7 @@
 """One process of a node: an engine and its hands, and sessions with the head and with other nodes.
 
 Most nodes are one process, which decides (`node.py`). A pipeline group is several, each with some of the layers; those
-after the first carry out what the first one decides (`stage_node.py`).
+after the first carry out what the first one decides (`stage.py`).
 """
 
 from __future__ import annotations

@@ -50,26 +50,21 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class Direction:
-    """One direction of the link: chunks leave one after another at its rate. `factor`: the share of its rate that it
-    has now; at 0 nothing more goes."""
+    """One direction of the link: chunks leave one after another at its rate."""
 
     def __init__(self, shape: Shape) -> None:
         self._rate, self._free_s = shape.rate, 0.0
-        self.factor = 1.0
 
-    def room_s(self) -> float | None:
-        """From when on it takes more in; None: not before it is restored."""
-        return self._free_s - BACKLOG_S if self.factor > 0 else None
-
-    def has_room(self, now_s: float) -> bool:
-        at_s = self.room_s()
-        return at_s is not None and at_s <= now_s
+    @property
+    def room_s(self) -> float:
+        """From when on it takes more in."""
+        return self._free_s - BACKLOG_S
 
     def leave_s(self, now_s: float, count: int) -> float:
         """When the last of `count` bytes that arrive now has left."""
         if self._rate is None:
             return now_s
-        self._free_s = max(now_s, self._free_s) + count / (self._rate * self.factor)
+        self._free_s = max(now_s, self._free_s) + count / self._rate
         return self._free_s
 
 
@@ -96,7 +91,7 @@ class Lane:
         return not self.ended and self._taken - self._acknowledged < self._shape.window
 
     def wants_input(self, now_s: float) -> bool:
-        return self.has_room and self._direction.has_room(now_s)
+        return self.has_room and self._direction.room_s <= now_s
 
     def wants_output(self, now_s: float) -> bool:
         return bool(self._due) and self._due[0][0] <= now_s and self._stalled_until_s <= now_s
@@ -110,9 +105,8 @@ class Lane:
         times = [max(self._due[0][0], self._stalled_until_s)] if self._due else []
         if self._acknowledgements:
             times.append(self._acknowledgements[0][0])
-        room_s = self._direction.room_s()
-        if self.has_room and room_s is not None and room_s > now_s:
-            times.append(room_s)
+        if self.has_room and self._direction.room_s > now_s:
+            times.append(self._direction.room_s)
         return min(times, default=None)
 
     def take(self, now_s: float) -> None:
@@ -196,14 +190,8 @@ class Proxy:
             self._reset(each)
         self._lanes.clear()
 
-    def slow(self, factor: float) -> None:
-        """Both directions have this share of their rate, of one without a bound only none (0) or all."""
-        for direction in self._directions:
-            direction.factor = factor
-
     def restore(self) -> None:
         self._is_cut = False
-        self.slow(1.0)
 
     def watch(self, fileno: int, heard: Callable[[], bool]) -> None:
         """`heard` is called when something can be read there; False ends the proxy."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from isthmus.cluster.link_process import LinkProcess
+from isthmus.cluster.launcher import LinkProcess
 from isthmus.cluster.messages import Neighbours
 from isthmus.conductor import LinkRule
 from isthmus.errors import UnavailableError

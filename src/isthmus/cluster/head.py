@@ -17,7 +17,7 @@ from typing import Any
 from isthmus.attempts import key_of
 from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster.groups import Groups, Stage
-from isthmus.cluster.measures import Measures
+from isthmus.cluster.measures import Measures, Offload
 from isthmus.cluster.messages import (
     PROTOCOL,
     Beat,
@@ -32,7 +32,6 @@ from isthmus.cluster.messages import (
     Turned,
     Welcome,
 )
-from isthmus.cluster.offload import Offload
 from isthmus.cluster.recorder import Tape
 from isthmus.cluster.sessions import Bare
 from isthmus.cluster.streams import Stream
@@ -101,7 +100,7 @@ class Head:
     ) -> None:
         self._conductor, self._rules = Conductor(rules), rules
         self._ways, self._measures = ways or Ways(), Measures(rules.links)
-        self._offload = Offload()
+        self._offload = Offload(links=self._measures.views())
         self._card, self._token, self._silence_s, self._recorder = card, token, silence_s, recorder
         self._rejoin_s = rejoin_s
         self._network, self._clock_ns = network or TcpNetwork(), clock_ns
@@ -177,10 +176,7 @@ class Head:
 
     def offload(self) -> Offload | None:
         """What passes between clusters; None where no link joins any."""
-        if not self._rules.links:
-            return None
-        self._offload.links = self._measures.views()
-        return self._offload
+        return self._offload if self._rules.links else None
 
     def refusals(self) -> dict[str, int]:
         """Requests turned away so far, by the stage that could not take them."""

@@ -1,40 +1,39 @@
-"""What the conductor hears of the links between clusters: the reports of all nodes, put together."""
+"""What the head knows of the links between clusters, for the conductor and for operators: the reports of all nodes, put
+together."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from isthmus.cluster.messages import Crossing
-from isthmus.cluster.offload import LinkView
 from isthmus.conductor import LinkRule, LinkState
 from isthmus.types import NS_PER_S, NodeId
 
 
-@dataclass
-class _Direction:
-    """Of one link. `sent_bytes`, `retransmits`, `busy_ns`: since it was last told of; `total_bytes`: in all; `up` and
-    `bytes_per_s`: as it was told; `heard_ns`, `told_ns`: of the latest report, and of the latest that was told."""
+class LinkView:
+    """One direction of a link. `sent_bytes` since the head started; `up` and `bytes_per_s` as the conductor was told;
+    the rest as of now."""
 
-    rule: LinkRule
-    sent_bytes: int = 0
-    retransmits: int = 0
-    total_bytes: int = 0
-    bytes_per_s: int = 0
-    up: bool = True
-    heard_ns: int = 0
-    told_ns: int = 0
-    busy_ns: dict[NodeId, int] = field(default_factory=dict)
-    latest: dict[NodeId, Crossing] = field(default_factory=dict)
+    def __init__(self, rule: LinkRule) -> None:
+        self.source, self.target, self.rated_bytes_per_s = rule.source, rule.target, rule.bytes_per_s
+        self.up = True
+        self.bytes_per_s = self.sent_bytes = 0
+        self.latest: dict[NodeId, Crossing] = {}
+        # Since it was last told of.
+        self._sent_bytes = self._retransmits = 0
+        self.busy_ns: Counter[NodeId] = Counter()
+        self._heard_ns = self._told_ns = 0  # of the latest report, and of the latest that was told
 
     def heard(self, node: NodeId, crossing: Crossing, now_ns: int) -> None:
-        self.heard_ns = now_ns
+        self._heard_ns = now_ns
         before = self.latest.get(node, Crossing(crossing.target, False))
         sent = crossing.sent_bytes - before.sent_bytes
+        self._sent_bytes += sent
         self.sent_bytes += sent
-        self.total_bytes += sent
-        self.retransmits += crossing.retransmits - before.retransmits
-        self.busy_ns[node] = self.busy_ns.get(node, 0) + crossing.busy_ns - before.busy_ns
+        self._retransmits += crossing.retransmits - before.retransmits
+        self.busy_ns[node] += crossing.busy_ns - before.busy_ns
         self.latest[node] = crossing
 
     @property
@@ -51,64 +50,59 @@ class _Direction:
         Nodes are busy at the same time or not; that the busiest of them says how long the link was is exact where it
         matters, when it cannot carry what they send.
         """
-        found = LinkState(
-            source=self.rule.source,
-            target=self.rule.target,
-            up=up,
-            sent_bytes=max(0, self.sent_bytes),
-            busy_ns=max(self.busy_ns.values(), default=0),
-            queued_bytes=self.queued_bytes,
-            retransmits=max(0, self.retransmits),
-            rtt_ns=self.rtt_ns,
-        )
         self.up = up
+        sent, busy_ns = max(0, self._sent_bytes), max(self.busy_ns.values(), default=0)
+        retransmits = max(0, self._retransmits)
         # Reports do not come exactly so many a period: they are what the bytes are from.
-        self.bytes_per_s = found.sent_bytes * NS_PER_S // max(1, self.heard_ns - self.told_ns)
-        self.told_ns = self.heard_ns
-        self.sent_bytes = self.retransmits = 0
+        self.bytes_per_s = sent * NS_PER_S // max(1, self._heard_ns - self._told_ns)
+        self._told_ns = self._heard_ns
+        self._sent_bytes = self._retransmits = 0
         self.busy_ns.clear()
-        return found
-
-    def view(self) -> LinkView:
-        return LinkView(
-            source=self.rule.source,
-            target=self.rule.target,
-            up=self.up,
-            rated_bytes_per_s=self.rule.bytes_per_s,
-            sent_bytes=self.total_bytes,
-            bytes_per_s=self.bytes_per_s,
-            queued_bytes=self.queued_bytes,
-            rtt_ns=self.rtt_ns,
+        return LinkState(
+            self.source, self.target, up, sent, busy_ns, self.queued_bytes, retransmits, self.rtt_ns
         )
+
+
+@dataclass
+class Offload:
+    """What the head tells operators of several clusters. `threshold`: in tokens, None: nothing is prefilled in another
+    cluster; `reason`: for the latest change; `requests`: attempts sent to another cluster's prefill nodes;
+    `conversions`: nodes that took another role."""
+
+    threshold: int | None = None
+    reason: str = ""
+    changes: int = 0
+    requests: int = 0
+    conversions: int = 0
+    links: Sequence[LinkView] = ()
 
 
 class Measures:
     """For the head's event loop."""
 
     def __init__(self, links: Iterable[LinkRule]) -> None:
-        self._directions = {(link.source, link.target): _Direction(link) for link in links}
+        self._views = {(link.source, link.target): LinkView(link) for link in links}
 
     def heard(self, node: NodeId, cluster: str, crossings: Sequence[Crossing], now_ns: int) -> None:
         for crossing in crossings:
-            direction = self._directions.get((cluster, crossing.target))
-            if direction is not None:
-                direction.heard(node, crossing, now_ns)
+            view = self._views.get((cluster, crossing.target))
+            if view is not None:
+                view.heard(node, crossing, now_ns)
 
     def left(self, node: NodeId) -> None:
-        for direction in self._directions.values():
-            direction.latest.pop(node, None)
-            direction.busy_ns.pop(node, None)
+        for view in self._views.values():
+            view.latest.pop(node, None)
+            view.busy_ns.pop(node, None)
 
     def take(self) -> tuple[LinkState, ...]:
         """Over the time since the last call."""
-        return tuple([each.take(up=self._is_up(*between)) for between, each in self._directions.items()])
+        return tuple([view.take(up=self._is_up(*between)) for between, view in self._views.items()])
 
     def views(self) -> list[LinkView]:
-        """As operators see them; whether they are up, and their rates, as the last `take` told."""
-        return [direction.view() for direction in self._directions.values()]
+        return list(self._views.values())
 
     def _is_up(self, source: str, target: str) -> bool:
         """Any session between the two clusters works, for each carries both directions; or nobody knows better."""
-        there, back = self._directions[source, target], self._directions[target, source]
+        there, back = self._views[source, target], self._views[target, source]
         reports = [crossing.up for each in (there, back) for crossing in each.latest.values()]
         return any(reports) or not reports

@@ -15,11 +15,12 @@ from isthmus.types import NodeId
 
 
 class _Place(msgspec.Struct, frozen=True):
-    """Where a node is: its cluster and address, and the address for the nodes of each linked cluster."""
+    """Where a node is: its cluster, its address for the nodes of its own and of each linked one, and the ports that it
+    takes up."""
 
     cluster: str
-    address: str
-    far: dict[str, str]
+    addresses: dict[str, str]
+    ports: list[tuple[LinkProcess, int]]
 
 
 class Ways:
@@ -32,7 +33,6 @@ class Ways:
             self._linked[link.target].append(link.source)
         self._processes: dict[frozenset[str], LinkProcess] = {}
         self._places: dict[NodeId, _Place] = {}
-        self._ports: dict[NodeId, list[tuple[LinkProcess, str, int]]] = {}
 
     def emulate(self, link: LinkProcess) -> None:
         """From now on nodes on both sides of this link reach each other through its process."""
@@ -44,25 +44,25 @@ class Ways:
 
     def open(self, node: NodeId, cluster: str, address: str) -> None:
         """A node is there. Raises UnavailableError when an emulated link cannot take one more."""
-        far: dict[str, str] = {}
+        place = self._places[node] = _Place(cluster, {cluster: address}, [])
         for other in self._linked[cluster]:
             process = self._processes.get(frozenset((cluster, other)))
             if process is None:
-                far[other] = address
+                place.addresses[other] = address
                 continue
             port = process.open(cluster, address)
             if port is None:
                 self.close(node)
                 raise UnavailableError(f"the link between {cluster} and {other} has no port left for it")
-            self._ports.setdefault(node, []).append((process, cluster, port))
-            far[other] = f"127.0.0.1:{port}"
-        self._places[node] = _Place(cluster, address, far)
+            place.ports.append((process, port))
+            place.addresses[other] = f"127.0.0.1:{port}"
 
     def close(self, node: NodeId) -> None:
         """It is gone: nobody reaches it any more."""
-        self._places.pop(node, None)
-        for process, cluster, port in self._ports.pop(node, []):
-            process.close(cluster, port)
+        place = self._places.pop(node, None)
+        if place is not None:
+            for process, port in place.ports:
+                process.close(place.cluster, port)
 
     def crosses(self, node: NodeId, target: NodeId) -> bool:
         """Whether they are in different clusters."""
@@ -71,6 +71,4 @@ class Ways:
     def view(self, cluster: str, other: str) -> Neighbours:
         """The nodes of `cluster` as its own see them, or those of a linked one."""
         places = [(node, place) for node, place in self._places.items() if place.cluster == cluster]
-        return Neighbours(
-            cluster, {node: place.address if other == cluster else place.far[other] for node, place in places}
-        )
+        return Neighbours(cluster, {node: place.addresses[other] for node, place in places})

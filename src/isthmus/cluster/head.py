@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from functools import lru_cache
 from typing import Any
 
 from isthmus.attempts import key_of
@@ -66,6 +67,8 @@ from isthmus.types import NS_PER_MS, NS_PER_S, Job, ModelCard, NodeId, RequestId
 log = logging.getLogger(__name__)
 
 BEAT_MS = 500
+MAX_NAMERS = 1024
+"""Of salts, which come from clients."""
 
 
 class _Member:
@@ -110,7 +113,7 @@ class Head:
         self._streams: dict[RequestId, Stream] = {}
         self._layout: KVLayout | None = None
         self._revision = ""
-        self._namers: dict[str, BlockNamer] = {}
+        self._namer = lru_cache(MAX_NAMERS)(self._new_namer)
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
@@ -210,12 +213,11 @@ class Head:
     def _names(self, job: Job) -> tuple[Any, ...]:
         if self._layout is None:
             raise UnavailableError("no node has joined yet; try again in a few seconds")
-        namer = self._namers.get(job.salt)
-        if namer is None:
-            namer = BlockNamer(revision=self._revision, layout=self._layout, salt=job.salt)
-            if len(self._namers) < 1024:  # salts come from clients: keep only so many
-                self._namers[job.salt] = namer
-        return tuple(namer.names(job.tokens))
+        return tuple(self._namer(job.salt).names(job.tokens))
+
+    def _new_namer(self, salt: str) -> BlockNamer:
+        assert self._layout is not None
+        return BlockNamer(revision=self._revision, layout=self._layout, salt=salt)
 
     def _cancel(self, request: RequestId) -> None:
         if self._streams.pop(request, None) is not None:

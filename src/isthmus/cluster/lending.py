@@ -12,7 +12,7 @@ from functools import partial
 from isthmus.cluster.cache import NodeCache
 from isthmus.cluster.fetches import host_id
 from isthmus.cluster.messages import Ended, Given, Lent, Want
-from isthmus.cluster.sessions import Tell
+from isthmus.cluster.sessions import Spawn, Tell
 from isthmus.cluster.wire import pack
 from isthmus.engine.codecs import CODECS
 from isthmus.errors import ProtocolError
@@ -84,11 +84,9 @@ class _Loan:
 class Lender:
     """Answers other nodes. For the node's event loop."""
 
-    def __init__(self, cache: NodeCache, tell: Tell) -> None:
-        self._cache, self._tell = cache, tell
+    def __init__(self, cache: NodeCache, tell: Tell, spawn: Spawn) -> None:
+        self._cache, self._tell, self._spawn = cache, tell, spawn
         self._loans: dict[tuple[RequestId, NodeId], _Loan] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        """Those that answer, and those that are ending."""
         self._host = host_id()
         self.bytes_out = 0
 
@@ -109,18 +107,13 @@ class Lender:
             self._tell(events.Wanted(want.key, peer, want.names, want.start, want.whole))
         else:
             loan.want, loan.answered = want, False
-            self._begin(loan)
+            loan.task = self._spawn(self._answer(loan))
 
     def give(self, give: events.Give) -> None:
         loan = self._loans.get((give.key, give.peer))
         if loan is not None and loan.stop is None and loan.want.names == give.names:
             loan.stop = give.stop
-            self._begin(loan)
-
-    def _begin(self, loan: _Loan) -> None:
-        task = loan.task = asyncio.get_running_loop().create_task(self._answer(loan))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            loan.task = self._spawn(self._answer(loan))
 
     def enough(self, connection: Session, key: RequestId, peer: NodeId) -> None:
         """The same key may be asked for again at once."""
@@ -137,12 +130,11 @@ class Lender:
             if loan.session is connection:
                 self.enough(connection, *at)
 
-    async def close(self) -> None:
-        """Gives everything back."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def close(self) -> None:
+        """Gives everything back, as soon as nothing is done with it."""
+        for loan in self._loans.values():
+            if loan.task is not None:
+                loan.task.cancel()
 
     async def _answer(self, loan: _Loan) -> None:
         handle = self._cache.store.arena.handle

@@ -144,10 +144,11 @@ class EngineProcess(ABC):
             else:
                 self._over.set_result(reason)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # What its kind makes of it.
 

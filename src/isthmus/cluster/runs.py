@@ -6,8 +6,9 @@ one thread, under the node's lock where that is said.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 from isthmus.blocks import BlockNamer
@@ -47,16 +48,14 @@ class Later(Protocol):
 
 class _Live:
     """An attempt with its tokens: all known ones. `cached`: prompt tokens that needed no computing; `num_loading`: of
-    its cached prefix, blocks that are waited for; `staged`: its blocks on their way to the store; `snapshots` of its
-    recurrent state that were taken, by position.
+    its cached prefix, blocks that are waited for; `snapshots` of its recurrent state that were taken, by position.
     """
 
-    __slots__ = ("_outputs", "cached", "num_loading", "row", "snapshots", "staged", "task", "tokens")
+    __slots__ = ("_outputs", "cached", "num_loading", "row", "snapshots", "task", "tokens")
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.num_loading = 0
-        self.staged: list[Staging] = []
         self.snapshots: dict[int, tuple[int, ...]] = {}
         self.tokens = list(task.tokens)
         self._outputs = list(task.tokens[task.num_prompt :])
@@ -89,25 +88,21 @@ class _Broken(Exception):
         self.missing = Missing(key, num_blocks)
 
 
+@dataclass
 class Execution:
     """A run under way: its batch, and what it samples and announces. `missing`: a prefix turned out shorter in the
     midst of an iteration, which therefore does not count."""
 
-    def __init__(
-        self,
-        run: Run,
-        batch: Any,
-        sampled: list[tuple[_Live, Piece]],
-        on_layer: OnLayer | None,
-        before_layer: OnLayer | None,
-    ) -> None:
-        self.run, self.batch, self.sampled = run, batch, sampled
-        self.on_layer, self.before_layer = on_layer, before_layer
-        self.missing: Missing | None = None
-        self.steps = 0
-        self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprobs | None] = []
-        self.ended: list[_Live] = []
+    run: Run
+    batch: Any
+    sampled: list[tuple[_Live, Piece]]
+    on_layer: OnLayer | None
+    before_layer: OnLayer | None
+    missing: Missing | None = None
+    steps: int = 0
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs | None] = ()
+    ended: list[_Live] = field(default_factory=list)
 
     @property
     def over(self) -> bool:
@@ -134,7 +129,7 @@ class Runs:
         )
         self._size, self._state_blocks = engine.layout.block_size, engine.layout.state_blocks
         self._live: dict[RequestId, _Live] = {}
-        self._namers: OrderedDict[str, BlockNamer] = OrderedDict()
+        self._namer = lru_cache(MAX_NAMERS)(self._new_namer)
         self.keeps_answers = self.saves = False
         """Whether the node keeps answers, and anything at all, beside the engine's memory."""
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
@@ -347,12 +342,12 @@ class Runs:
         full = (len(tokens) - 1) // self._size
         if full <= len(known):
             return known[:full]
-        namer = self._namers.get(salt)
-        if namer is None:
-            namer = BlockNamer(revision=self.engine.revision, layout=self.engine.layout, salt=salt)
-            self._namers[salt] = namer
-            if len(self._namers) > MAX_NAMERS:
-                self._namers.popitem(last=False)
         parent = known[-1] if known else None
         assert parent is None or isinstance(parent, bytes)
-        return (*known, *namer.names(tokens[: full * self._size], parent=parent, start=len(known) * self._size))
+        return (
+            *known,
+            *self._namer(salt).names(tokens[: full * self._size], parent=parent, start=len(known) * self._size),
+        )
+
+    def _new_namer(self, salt: str) -> BlockNamer:
+        return BlockNamer(revision=self.engine.revision, layout=self.engine.layout, salt=salt)

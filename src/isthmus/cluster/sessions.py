@@ -4,7 +4,7 @@ answers."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from isthmus.cluster.messages import PeerHello, PeerMessage
@@ -20,6 +20,8 @@ CONNECT_S = 5.0
 Reach = Callable[[NodeId], Awaitable[Session]]
 """The session with a node. Raises OSError or TimeoutError."""
 Tell = Callable[[events.Event], None]
+Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+"""Runs it in the event loop and owns it: cancels and awaits it in the end."""
 
 
 class Bare:

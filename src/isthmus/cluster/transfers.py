@@ -7,13 +7,12 @@ an attempt is complete where every layer is whole and every seal matched.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from isthmus.blocks import KVLayout, seal
 from isthmus.cluster.messages import Grant, Landed, Offer, Sent, Slices
-from isthmus.cluster.sessions import Reach, Tell
+from isthmus.cluster.sessions import Reach, Spawn, Tell
 from isthmus.cluster.wire import ENCODED_BLOCKS, Frames, pack, seals_kv
 from isthmus.engine.codecs import NONE
 from isthmus.engine.interface import KVBytes, runs_of
@@ -186,14 +185,7 @@ class Incoming:
 class Departures:
     """For an event loop. `spawn` owns what it starts."""
 
-    def __init__(
-        self,
-        memory: KVBytes,
-        first_layer: int,
-        reach: Reach,
-        tell: Tell,
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
-    ) -> None:
+    def __init__(self, memory: KVBytes, first_layer: int, reach: Reach, tell: Tell, spawn: Spawn) -> None:
         self._memory, self._first_layer, self._reach = memory, first_layer, reach
         self._tell, self._spawn = tell, spawn
         self._outgoing: dict[RequestId, Outgoing] = {}

@@ -18,7 +18,6 @@ from typing import Any
 from isthmus.attempts import key_of
 from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster.groups import Groups, Stage
-from isthmus.cluster.measures import Measures, Offload
 from isthmus.cluster.messages import (
     PROTOCOL,
     Beat,
@@ -36,7 +35,7 @@ from isthmus.cluster.messages import (
 from isthmus.cluster.recorder import Tape
 from isthmus.cluster.sessions import Bare
 from isthmus.cluster.streams import Stream
-from isthmus.cluster.ways import Ways
+from isthmus.cluster.ways import Measures, Offload, Ways
 from isthmus.conductor import (
     Abort,
     Action,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from isthmus.cluster.cache import NodeCache
@@ -65,15 +66,16 @@ class Lease:
             self.over.set()
 
 
+@dataclass
 class _Loan:
     """What another node wants. `stop`: of the prefix it may have so much, once that is decided; `answered`: all of the
     last `want` was sent, though not all may have been acknowledged."""
 
-    def __init__(self, session: Session, want: Want) -> None:
-        self.session, self.want = session, want
-        self.stop: int | None = None
-        self.answered = False
-        self.task: asyncio.Task[None] | None = None
+    session: Session
+    want: Want
+    stop: int | None = None
+    answered: bool = False
+    task: asyncio.Task[None] | None = None
 
     @property
     def names(self) -> tuple[BlockName, ...]:

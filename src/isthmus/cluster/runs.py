@@ -80,14 +80,6 @@ class _Live:
         return FinishReason.LENGTH if len(self.tokens) >= self.task.begin.stop_length else None
 
 
-class _Broken(Exception):
-    """An iteration cannot go on: of a prefix in it only `num_blocks` are there."""
-
-    def __init__(self, key: RequestId, num_blocks: int) -> None:
-        super().__init__(key, num_blocks)
-        self.missing = Missing(key, num_blocks)
-
-
 @dataclass
 class Execution:
     """A run under way: its batch, and what it samples and announces. `missing`: a prefix turned out shorter in the
@@ -129,6 +121,7 @@ class Runs:
         )
         self._size, self._state_blocks = engine.layout.block_size, engine.layout.state_blocks
         self._live: dict[RequestId, _Live] = {}
+        self._awaited: RequestId
         self._namer = lru_cache(MAX_NAMERS)(self._new_namer)
         self.keeps_answers = self.saves = False
         """Whether the node keeps answers, and anything at all, beside the engine's memory."""
@@ -222,8 +215,6 @@ class Runs:
                 self._live[piece.request].num_loading = 0
         ended = tuple([live.task.begin.key for live in execution.ended])
         answers = tuple([self._all_names(live) for live in execution.ended]) if self.keeps_answers else ()
-        for key in ended:
-            self._live.pop(key, None)
         stepped = Stepped(steps, ended, answers)
         return [stepped] if execution.missing is None else [execution.missing, stepped]
 
@@ -253,8 +244,8 @@ class Runs:
             else:
                 self._later.compute(execution.run, self.engine.relay(execution.batch, *inputs))
             execution.steps += 1
-        except _Broken as broken:
-            execution.missing = broken.missing
+        except PrefixMissing as missing:
+            execution.missing = Missing(self._awaited, missing.num_blocks)
         self.counters["engine_seconds"] += (self._clock_ns() - started_ns) / 1e9
 
     @staticmethod
@@ -279,16 +270,14 @@ class Runs:
         return self._hands.stage(piece.request, live.names[full], piece.blocks[full])
 
     def _await_loads(self, layer: int, loading: Sequence[_Live]) -> None:
-        """The engine needs this layer of all prefixes in its batch."""
+        """The engine needs this layer of all prefixes in its batch. Raises PrefixMissing when it will not get it of the
+        one that it waited for last."""
         started_ns = self._clock_ns()
         for live in loading:
-            key = live.task.begin.key
-            load = self._hands.load_of(key)
-            try:
-                if load is not None:
-                    load.wait(layer, live.num_loading)
-            except PrefixMissing as missing:
-                raise _Broken(key, missing.num_blocks) from None
+            self._awaited = live.task.begin.key
+            load = self._hands.load_of(self._awaited)
+            if load is not None:
+                load.wait(layer, live.num_loading)
         self.counters["kv_wait_seconds"] += (self._clock_ns() - started_ns) / 1e9
 
     def _layer_done(self, layer: int, departing: Sequence[Piece], staged: Sequence[Staging]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -57,9 +58,8 @@ class StageStepper:
         self._tasks: dict[RequestId, Task] = {}
         self._poisoned: dict[RequestId, tuple[int, ...]] = {}
         """Attempts whose KV here is not what it should be, and never leaves; the blocks where it lies."""
-        self._queue: SimpleQueue[tuple[int, Downward, memoryview | None, bool] | None] = SimpleQueue()
-        self._waiting: dict[int, Downward] = {}  # what came and is not done, by its number
-        self._num_received = 0
+        self._queue: SimpleQueue[tuple[Downward, memoryview | None, bool] | None] = SimpleQueue()
+        self._waiting: deque[Downward] = deque()  # what came and is not done
         self._computing: StageRun
         self._thread = threading.Thread(target=self._main, name="stage", daemon=True)
 
@@ -81,14 +81,13 @@ class StageStepper:
                 self._hands.do(message)
             case events.Load() if ahead:
                 self._load(message)
-        self._num_received += 1
-        self._waiting[self._num_received] = message
-        self._queue.put((self._num_received, message, data, ahead))
+        self._waiting.append(message)
+        self._queue.put((message, data, ahead))
 
     def _must_wait(self, load: events.Load) -> bool:
         """Whether something that came before still reads or writes these blocks, or has yet to save what is loaded."""
         blocks, names = set(load.blocks), set(load.names)
-        for earlier in list(self._waiting.values()):
+        for earlier in list(self._waiting):
             match earlier:
                 case StageRun():
                     if any(not blocks.isdisjoint(piece.blocks) for piece in earlier.pieces):
@@ -109,9 +108,9 @@ class StageStepper:
     def _main(self) -> None:
         try:
             while (entry := self._queue.get()) is not None:
-                number, message, data, ahead = entry
+                message, data, ahead = entry
                 self._perform(message, data, ahead=ahead)
-                del self._waiting[number]
+                self._waiting.popleft()
         except BaseException as error:
             self._later(self._owner.died, error)
             raise

@@ -59,32 +59,26 @@ class Outgoing:
     def send(self) -> None:
         """There is room for it: what is here goes, and what will be. Call it once it is attached."""
         self._may_send = True
-        waiting, self._waiting = self._waiting, []
-        for layer, tokens, blocks in waiting:
-            self._send(layer, tokens, blocks)
-        self._finish()
+        self._go_on()
 
     def ready(self, layers: Span, tokens: Span, blocks: Sequence[int]) -> None:
         """KV of these layers and positions is in place: send it, now or later; nothing twice."""
         size = self._memory.layout.block_size
         for layer in range(layers.start, layers.stop):
             span = Span(max(tokens.start, self._told[layer] // size * size), tokens.stop)
-            if span.stop <= self._told[layer]:
-                continue
-            self._told[layer] = span.stop
-            if self._may_send:
-                self._send(layer, span, blocks)
-            else:
+            if span.stop > self._told[layer]:
+                self._told[layer] = span.stop
                 self._waiting.append((layer, span, blocks))
+        self._go_on()
 
     def first_token(self, token: int, logprobs: TokenLogprobs | None) -> None:
         self._sent = Sent(self.key, token, logprobs)
-        self._finish()
+        self._go_on()
 
     def computed(self) -> None:
         """All its KV is ready."""
         self._is_computed = True
-        self._finish()
+        self._go_on()
 
     def cancel(self) -> None:
         """Nothing more of it is sent."""
@@ -92,15 +86,20 @@ class Outgoing:
             sending.cancel()
         self._sendings.clear()
 
-    def _finish(self) -> None:
-        """Its first token goes once, from where it is known: not from the later stages of a pipeline group."""
-        if self._may_send and self._is_computed and self._sent is not None:
-            assert self._connection is not None
+    def _go_on(self) -> None:
+        """Sends what may be sent. Its first token goes last, once, from where it is known: not from the later stages of
+        a pipeline group."""
+        if not self._may_send:
+            return
+        assert self._connection is not None
+        for part in self._waiting:
+            self._send(self._connection, *part)
+        self._waiting.clear()
+        if self._is_computed and self._sent is not None:
             self._connection.send(self._sent)
             self._sent = None
 
-    def _send(self, layer: int, tokens: Span, blocks: Sequence[int]) -> None:
-        assert self._connection is not None
+    def _send(self, connection: Session, layer: int, tokens: Span, blocks: Sequence[int]) -> None:
         layout, codec = self._memory.layout, self._extent.codec_at(tokens.start)
         size = layout.block_size
         most = (MAX_FRAME_BLOCKS if codec == NONE else ENCODED_BLOCKS) * size
@@ -112,7 +111,7 @@ class Outgoing:
             self.bytes_out += (stop - start) * self._memory.layout.token_bytes
             number = self._first_layer + layer
             head = Slices(self.key, number, start // size, stop, seals)
-            self._sendings.append(self._connection.send(head, *payload, priority=Priority.URGENT))
+            self._sendings.append(connection.send(head, *payload, priority=Priority.URGENT))
 
     def _seals(self, layer: int, tokens: Span, blocks: Sequence[int]) -> list[bytes]:
         return [

@@ -135,14 +135,13 @@ async def stop_child(process: asyncio.subprocess.Process) -> None:
 
 
 class Launcher:
-    """Owns the children. `start`, then `failure` ends (with StartError) if one cannot start; then `stop`."""
+    """Owns the nodes. `start`, then `failure` ends (with StartError) if one cannot start; then `stop`."""
 
     def __init__(self, config: Config, model: Path, *, join: str, token: str) -> None:
         self._config, self._model, self._join, self._token = config, model, join, token
         self._planned = planned_processes(config)
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._starts: Counter[str] = Counter()
-        self._watchers: list[asyncio.Task[None]] = []
         self._stopping = False
         self.ready = False
         """Set once the cluster is complete: from then on a node that ends is started again."""
@@ -156,18 +155,14 @@ class Launcher:
             await self._spawn(planned)
 
     async def failure(self) -> None:
-        """Waits until a child ends before the cluster is ready; raises its StartError."""
-        self._watchers = [asyncio.create_task(self._watch(planned)) for planned in self._planned]
-        done, _ = await asyncio.wait(self._watchers, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
+        """Waits until a child ends before the cluster is ready; raises its StartError. From then on starts each that
+        ends again, until it is cancelled."""
+        await asyncio.gather(*map(self._watch, self._planned))
 
     async def stop(self) -> None:
         """Waits for children that were told to stop; kills those that do not. None is left afterwards."""
         self._stopping = True
         await asyncio.gather(*map(stop_child, self._processes.values()))
-        for watcher in self._watchers:
-            watcher.cancel()
 
     async def _spawn(self, planned: Process) -> None:
         threads, place = threads_per_node(self._config, len(self._planned)), planned.place

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-import selectors
+import select
 import socket
 import struct
 import time
@@ -174,10 +174,7 @@ class Proxy:
         self._lanes: list[Lane] = []
         self._turn = 0
         self._is_cut = False
-        self._selector = selectors.DefaultSelector()
-        self._interest: dict[socket.socket, int] = {}
-        for port in ports:
-            self._selector.register(port.socket, selectors.EVENT_READ, port)
+        self._watched: dict[int, Callable[[], bool]] = {}
 
     def point(self, number: int, target: tuple[str, int] | None) -> None:
         """From now on connections to this port lead there."""
@@ -186,8 +183,8 @@ class Proxy:
     def cut(self) -> None:
         """Every connection is reset, and so is every new one."""
         self._is_cut = True
-        for each in list(self._interest):
-            self._reset(each)
+        for each in {lane.source for lane in self._lanes} | {lane.target for lane in self._lanes}:
+            _reset(each)
         self._lanes.clear()
 
     def restore(self) -> None:
@@ -195,34 +192,43 @@ class Proxy:
 
     def watch(self, fileno: int, heard: Callable[[], bool]) -> None:
         """`heard` is called when something can be read there; False ends the proxy."""
-        self._selector.register(fileno, selectors.EVENT_READ, heard)
+        self._watched[fileno] = heard
 
     def run(self) -> None:
         while True:
-            now_s = time.monotonic()
-            times = [each for lane in self._lanes if (each := lane.next_s(now_s)) is not None]
-            wait_s = max(0.0, min(times) - now_s) if times else None
-            time.sleep(TICK_S if self._lanes else 0)
-            readable: set[socket.socket] = set()
-            entered: list[Port] = []
-            for key, events in self._selector.select(wait_s):
-                if isinstance(key.data, Port):
-                    entered.append(key.data)
-                elif key.data is not None:
-                    if not key.data():
-                        return
-                elif events & selectors.EVENT_READ:
-                    readable.add(key.fileobj)  # type: ignore[arg-type]
-            for port in entered:  # after all orders
-                self._accept(port)
+            readable = self._wait()
+            if not all(heard() for fileno, heard in self._watched.items() if fileno in readable):
+                return
+            for port in self.ports:  # after all orders
+                if port.socket.fileno() in readable:
+                    self._accept(port)
             now_s = time.monotonic()
             self._turn += 1
             for number in range(len(self._lanes)):
                 lane = self._lanes[(self._turn + number) % len(self._lanes)]
                 lane.acknowledge(now_s)
-                self._serve(lane, lane.source in readable, now_s)
+                self._serve(lane, lane.source.fileno() in readable, now_s)
             self._forget_finished()
-            self._want(now_s)
+
+    def _wait(self) -> set[int]:
+        """Until something can be done: of the descriptors that are of use now, those that can be read. Asks to read
+        only where there is room, to write only what is due."""
+        time.sleep(TICK_S if self._lanes else 0)
+        now_s = time.monotonic()
+        wanted = dict.fromkeys([*self._watched, *[port.socket.fileno() for port in self.ports]], select.POLLIN)
+        for lane in self._lanes:
+            for each, event, is_wanted in (
+                (lane.source, select.POLLIN, lane.wants_input(now_s)),
+                (lane.target, select.POLLOUT, lane.wants_output(now_s)),
+            ):
+                if is_wanted:
+                    wanted[each.fileno()] = wanted.get(each.fileno(), 0) | event
+        poll = select.poll()
+        for fileno, events in wanted.items():
+            poll.register(fileno, events)
+        times = [at_s for lane in self._lanes if (at_s := lane.next_s(now_s)) is not None]
+        wait_ms = max(0.0, min(times) - now_s) * 1000 if times else None
+        return {fileno for fileno, events in poll.poll(wait_ms) if events & ~select.POLLOUT}
 
     def _accept(self, port: Port) -> None:
         try:
@@ -230,17 +236,16 @@ class Proxy:
         except OSError:  # it went away before
             return
         if self._is_cut or port.target is None:
-            self._reset(near)
+            _reset(near)
             return
         try:
             far = socket.create_connection(port.target, CONNECT_S)
         except OSError:
-            self._reset(near)
+            _reset(near)
             return
         for each in (near, far):
             each.setblocking(False)
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._interest[each] = 0
         forth = Lane(self._shape, self._directions[port.towards], near, far)
         back = Lane(self._shape, self._directions[1 - port.towards], far, near)
         if not self._lanes and self._shape.stall_s:
@@ -265,35 +270,10 @@ class Proxy:
             with contextlib.suppress(OSError):
                 lane.target.shutdown(socket.SHUT_WR)
             if not any(other.source is lane.target for other in self._lanes):
-                self._close(lane.source)
-                self._close(lane.target)
+                lane.source.close()
+                lane.target.close()
 
-    def _reset(self, each: socket.socket) -> None:
-        each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-        self._close(each)
 
-    def _close(self, each: socket.socket) -> None:
-        if self._interest.pop(each, 0):
-            self._selector.unregister(each)
-        each.close()
-
-    def _want(self, now_s: float) -> None:
-        """Asks for exactly the events that can be used now: readable where there is room, writable where something is
-        due."""
-        wanted = dict.fromkeys(self._interest, 0)
-        for lane in self._lanes:
-            if lane.wants_input(now_s):
-                wanted[lane.source] |= selectors.EVENT_READ
-            if lane.wants_output(now_s):
-                wanted[lane.target] |= selectors.EVENT_WRITE
-        for each, events in wanted.items():
-            before = self._interest[each]
-            if events == before:
-                continue
-            if not events:
-                self._selector.unregister(each)
-            elif before:
-                self._selector.modify(each, events)
-            else:
-                self._selector.register(each, events)
-            self._interest[each] = events
+def _reset(each: socket.socket) -> None:
+    each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+    each.close()

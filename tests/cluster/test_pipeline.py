@@ -297,7 +297,7 @@ def group() -> tuple[Group, Leader, list[Any], Session]:
     def later(function: Callable[..., None], *arguments: Any) -> None:
         said.append(arguments[0])
 
-    return Group(3, leader, later), leader, said, None  # type: ignore[return-value]
+    return Group(3, leader.tell, leader.sampled, leader.end, later), leader, said, None  # type: ignore[return-value]
 
 
 def test_blocks_are_saved_when_every_stage_has_saved_them(

@@ -15,8 +15,7 @@ import pytest
 from isthmus.benchmarks.child import Child
 from isthmus.benchmarks.transfer_peers import Direction, Sockets, touched, verify
 from isthmus.benchmarks.wan import serve
-from isthmus.cluster.link_process import LinkOrders, LinkPorts, Point, shape_of
-from isthmus.cluster.shaper import BACKLOG_S, Lane, Shape
+from isthmus.cluster.shaper import BACKLOG_S, Lane, LinkOrders, LinkPorts, Point, Shape, shape_of
 from isthmus.cluster.shaper import Direction as Way
 from tests.served import command
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from isthmus.cluster.launcher import LinkProcess
-from isthmus.cluster.link_process import LinkPorts, Point
 from isthmus.cluster.messages import Neighbours
+from isthmus.cluster.shaper import LinkPorts, Point
 from isthmus.cluster.ways import Ways
 from isthmus.conductor import LinkRule
 from isthmus.errors import UnavailableError

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from isthmus.cluster.link_process import LinkOrders, LinkPorts, Point
+from isthmus.cluster.shaper import LinkOrders, LinkPorts, Point
 from isthmus.config import Config, child_environment
 from isthmus.deploy import Place, places_of
 from isthmus.errors import StartError

@@ -12,9 +12,9 @@ from typing import Any
 
 from isthmus.cluster.head import Head
 from isthmus.cluster.launcher import Launcher, LinkProcess
-from isthmus.cluster.link_process import LinkOrders, shape_of
 from isthmus.cluster.recorder import FORMAT, Header, LiveRecorder
 from isthmus.cluster.sessions import network_of
+from isthmus.cluster.shaper import LinkOrders, shape_of
 from isthmus.cluster.ways import Ways
 from isthmus.config import Config
 from isthmus.deploy import clusters_of, links_of, places_of, rules_of

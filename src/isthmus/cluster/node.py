@@ -3,17 +3,20 @@
     head ──Task──> node ──worker──> tokens ──Outputs──> head
     prefill node ──Offer──> decode node ──Grant──> ──Slices…, Sent──> ──Landed──>
 
-Facts go to `isthmus.node.Node` under one lock; its actions are carried out by `Runs` (tokens), `Hands` (bytes), the
-session with the head (reports), and here (time).
+Event loop and worker tell facts to `isthmus.node.Node` under one lock, which nobody holds while the engine computes, so
+grants and arrivals are heard in the middle of an iteration too. Its actions are carried out by `Runs` (tokens), `Hands`
+(bytes), the session with the head (reports), and here (time).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 from msgspec.structs import replace
 
@@ -28,24 +31,44 @@ from isthmus.cluster.messages import (
     Output,
     Outputs,
     StageHello,
+    StageSampled,
     Task,
     Welcome,
 )
 from isthmus.cluster.pipeline import Group
 from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost
 from isthmus.cluster.recorder import Tape
-from isthmus.cluster.runs import Runs
+from isthmus.cluster.runs import Execution, Runs
 from isthmus.cluster.sessions import CONNECT_S
-from isthmus.cluster.worker import ThreadWorker, Worker
 from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
 from isthmus.messenger import Network
 from isthmus.node import events
 from isthmus.scheduler import Admitted, BlockPool, Joined, Preempted, Run
 from isthmus.store import Store
-from isthmus.types import NS_PER_S, RequestId, TokenLogprobs
+from isthmus.types import NS_PER_S, RequestId
 
 log = logging.getLogger(__name__)
+
+
+class Worker(Protocol):
+    """Executes the runs of one node. `lock`: whoever holds it may call the node."""
+
+    lock: Any
+
+    def start(self) -> None:
+        """Call it in the event loop of the owner."""
+
+    def later(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Calls `function` in that event loop, from any thread; in the order of these calls."""
+
+    def form(self, run: Run) -> None:
+        """Executes it next. Under the lock, as `cut`."""
+
+    def cut(self) -> None:
+        """Ends the run under way with the present iteration."""
+
+    def stop(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -81,7 +104,9 @@ class NodeProcess(EngineProcess):
         super().__init__(engine, options, world.network, store_of, world.hands_of)
         self._clock_ns, self._tape = world.clock_ns, tape
         self.node = facts.node_of(BlockPool(facts.kv_blocks), transfer_ns=int(options.transfer_s * NS_PER_S))
-        self._group = Group(facts.pipeline, self, self._later) if facts.pipeline > 1 else None
+        self._group: Group | None = None
+        if facts.pipeline > 1:
+            self._group = Group(facts.pipeline, self.tell, self.sampled, self.end, self._later)
         self.runs = Runs(engine, self.hands, self._send_outputs, world.clock_ns, self._group)
         self.runs.saves, self.runs.keeps_answers = self.node.tiers is not None, self.node.keeps_answers
         self.worker = world.worker_of(self)
@@ -248,10 +273,70 @@ class NodeProcess(EngineProcess):
             return
         self._send(self._hello())
 
-    def sampled(
-        self, keys: Sequence[RequestId], tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
-    ) -> None:
+    def sampled(self, message: StageSampled) -> None:
         """A batch has left the last stage."""
         with self.worker.lock:
-            ended = self.runs.sampled(keys, tokens, logprobs)
-            self.tell(events.Sampled(tuple(keys), ended))
+            ended = self.runs.sampled(message.keys, message.tokens, message.logprobs)
+            self.tell(events.Sampled(message.keys, ended))
+
+
+class ThreadWorker:
+    """One thread. Start it once."""
+
+    def __init__(self, owner: NodeProcess) -> None:
+        self._owner = owner
+        self.lock = threading.RLock()
+        self._formed = threading.Condition(self.lock)
+        self._run: Run | None = None
+        self._is_cut = False
+        self._running = True
+        self._thread = threading.Thread(target=self._main, name="worker", daemon=True)
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def later(self, function: Callable[..., None], *arguments: Any) -> None:
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def form(self, run: Run) -> None:
+        self._run, self._is_cut = run, False
+        self._formed.notify()
+
+    def cut(self) -> None:
+        self._is_cut = True
+
+    def stop(self) -> None:
+        with self.lock:
+            self._running, self._is_cut = False, True
+            self._formed.notify()
+        self._thread.join(timeout=5)
+
+    def _main(self) -> None:
+        try:
+            while (run := self._next()) is not None:
+                self._owner.runs.take_turn()
+                self._execute(run)
+        except BaseException as error:
+            self._owner.died(error)
+            raise
+
+    def _next(self) -> Run | None:
+        with self.lock:
+            self._formed.wait_for(lambda: self._run is not None or not self._running)
+            run, self._run = self._run, None
+            return run if self._running else None
+
+    def _execute(self, run: Run) -> None:
+        """Iterates a run until it ends, a request ends or somebody cuts it."""
+        runs = self._owner.runs
+        with self.lock:
+            execution: Execution = runs.start(run)
+        while True:
+            runs.compute(execution)
+            with self.lock:
+                runs.book(execution)
+                if execution.over or self._is_cut:
+                    self._owner.stepped(runs.finish(execution))
+                    return
+            runs.advance(execution)

@@ -12,7 +12,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from isthmus.cluster.messages import (
     MAX_NAMES,
@@ -32,33 +32,26 @@ from isthmus.engine.interface import Hidden
 from isthmus.messenger import Network, Priority, Session
 from isthmus.node.events import Action, Drop, Event
 from isthmus.scheduler import Run, Saved
-from isthmus.types import BlockName, RequestId, TokenLogprobs
+from isthmus.types import BlockName, RequestId
 
 _FOLLOWED = frozenset(get_args(Followed))
 
 
-class Leader(Protocol):
-    """What a group tells its leader, in the event loop."""
-
-    def tell(self, fact: Event) -> None:
-        """A fact for the node."""
-
-    def sampled(
-        self, keys: Sequence[RequestId], tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
-    ) -> None:
-        """A batch has left the last stage."""
-
-    def end(self, reason: str | Exception) -> None:
-        """A later stage is gone: nothing more can be computed."""
-
-
 class Group(Bare):
     """The later stages. `begin`, `do` and `compute` keep their order; `later` calls something in the event loop, in
-    order."""
+    order. There `tell` hears facts for the node, `sampled` of a batch that has left the last stage, and `end` that a stage is
+    gone: nothing more can be computed."""
 
-    def __init__(self, stages: int, leader: Leader, later: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        stages: int,
+        tell: Callable[[Event], None],
+        sampled: Callable[[StageSampled], None],
+        end: Callable[[str], None],
+        later: Callable[..., None],
+    ) -> None:
         assert stages > 1
-        self.stages, self._leader, self._later = stages, leader, later
+        self.stages, self._tell, self._sampled, self._end, self._later = stages, tell, sampled, end, later
         self._connection: Session | None = None
         self._ready: set[int] = set()
         self._formed = asyncio.Event()
@@ -103,7 +96,7 @@ class Group(Bare):
         if isinstance(fact, Saved):
             self._saved(0, fact.request)
         else:
-            self._leader.tell(fact)
+            self._tell(fact)
 
     def _saved(self, stage: int, request: RequestId) -> None:
         """One more of the saves of this request's blocks, which every stage carries out in the same order."""
@@ -113,7 +106,7 @@ class Group(Bare):
         if min(done) == max(done):
             del self._saves[request]
         if min(done) > before:
-            self._leader.tell(Saved(request))
+            self._tell(Saved(request))
 
     def _send(self, message: Any, *payload: memoryview) -> None:
         if self._connection is not None:  # one priority for all, or they would overtake each other
@@ -174,11 +167,11 @@ class Group(Bare):
                 with self._turn:
                     self._in_flight -= 1
                     self._turn.notify_all()
-                self._leader.sampled(message.keys, message.tokens, message.logprobs)
+                self._sampled(message)
             case StageSaved():
                 self._saved(message.stage, message.request)
             case _:
-                self._leader.tell(message)
+                self._tell(message)
 
     def on_close(self, connection: Session, reason: str) -> None:
-        self._leader.end(f"the session with the next stage at {connection.peer} ended: {reason}")
+        self._end(f"the session with the next stage at {connection.peer} ended: {reason}")

@@ -117,9 +117,8 @@ class EngineProcess(ABC):
         server, port = await self._network.listen(options.host, 0, self.entrance, self.entering)
         self.start()
         try:
-            self._head = await self._network.connect(
-                options.join, NodeBound, _FromHead(self), timeout_s=CONNECT_S
-            )
+            head = Vital(self, "the head", self.on_head)
+            self._head = await self._network.connect(options.join, NodeBound, head, timeout_s=CONNECT_S)
         except (OSError, TimeoutError, ValueError) as error:
             raise StartError(f"cannot reach the head at {options.join}: {error}") from None
         self._address = f"{options.host}:{port}"
@@ -251,22 +250,16 @@ class EngineProcess(ABC):
 
 
 class Vital(Bare):
-    """A session that a process cannot do without."""
+    """A session with `what`, that a process cannot do without; `heard` is told what is said there."""
 
-    what = ""
+    def __init__(self, process: EngineProcess, what: str, heard: Callable[[Any], None]) -> None:
+        self._process, self._what, self._heard = process, what, heard
 
-    def __init__(self, process: EngineProcess) -> None:
-        self._process = process
+    def on_message(self, connection: Session, message: Any) -> None:
+        self._heard(message)
 
     def on_close(self, connection: Session, reason: str) -> None:
-        self._process.end(f"the session with {self.what} ended: {reason}")
-
-
-class _FromHead(Vital):
-    what = "the head"
-
-    def on_message(self, connection: Session, message: NodeBound) -> None:
-        self._process.on_head(message)
+        self._process.end(f"the session with {self._what} ended: {reason}")
 
 
 class FromPeer(Bare):

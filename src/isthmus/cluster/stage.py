@@ -217,19 +217,19 @@ class StageNode(EngineProcess):
     ) -> None:
         assert 0 < options.stage < options.facts.pipeline
         super().__init__(engine, options, network, store_of)
-        self._stepper = StageStepper(engine, options.stage, self.hands, self, self._later)
-        self.runs = self._stepper.runs
+        self.stepper = StageStepper(engine, options.stage, self.hands, self, self._later)
+        self.runs = self.stepper.runs
         self._before: Session | None = None
         self._after: Session | None = None
 
     def start(self) -> None:
-        self._stepper.start()
+        self.stepper.start()
 
     def stop(self) -> None:
         for connection in (self._head, self._before, self._after):
             if connection is not None:
                 connection.close("the stage ends")
-        self._stepper.stop()
+        self.stepper.stop()
 
     def entering(self) -> Handler:
         return _FromBefore(self)
@@ -291,9 +291,8 @@ class StageNode(EngineProcess):
         stage = self._options.stage
         if opening.later:
             try:
-                self._after = await self._network.connect(
-                    opening.later[0], Upward, _FromAfter(self), timeout_s=CONNECT_S
-                )
+                after = Vital(self, "the next stage", self.up)  # all it says is for the leader
+                self._after = await self._network.connect(opening.later[0], Upward, after, timeout_s=CONNECT_S)
             except (OSError, TimeoutError) as error:
                 self.end(f"cannot reach the next stage at {opening.later[0]}: {error}")
                 return
@@ -301,10 +300,6 @@ class StageNode(EngineProcess):
         found = [name for name, _ in self._found]
         for at in range(0, len(found) + 1, MAX_NAMES):
             self.up(StageFound(stage, tuple(found[at : at + MAX_NAMES]), at + MAX_NAMES > len(found)))
-
-    def receive(self, message: Downward, data: memoryview | None) -> None:
-        """Something to do."""
-        self._stepper.receive(message, data)
 
     def up(self, message: Upward) -> None:
         if self._before is not None:
@@ -319,24 +314,21 @@ class StageNode(EngineProcess):
 class _FromBefore(Vital):
     """The stage before. Hidden states are received into memory of their own."""
 
-    what = "the stage before"
-
-    _process: StageNode
-
     def __init__(self, node: StageNode) -> None:
-        super().__init__(node)
-        self._opened = False
+        super().__init__(node, "the stage before", node.stepper.receive)
+        self._node, self._opened = node, False
         self._hidden: dict[int, memoryview] = {}
 
     def on_message(self, connection: Session, message: Downward) -> None:
         if isinstance(message, StageOpen):
-            self._process.open(connection, message)
+            self._node.open(connection, message)
             self._opened = True
         elif not self._opened:
             raise ProtocolError("a message came before StageOpen")
+        elif isinstance(message, StageRun):
+            self._node.stepper.receive(message, self._hidden.pop(message.run, memoryview(b"")))
         else:
-            data = self._hidden.pop(message.run, memoryview(b"")) if isinstance(message, StageRun) else None
-            self._process.receive(message, data)
+            self._heard(message)
 
     def place(self, connection: Session, message: Downward, size: int) -> Sequence[memoryview]:
         if not isinstance(message, StageRun) or not self._opened:
@@ -347,13 +339,3 @@ class _FromBefore(Vital):
     def on_close(self, connection: Session, reason: str) -> None:
         if self._opened:
             super().on_close(connection, reason)
-
-
-class _FromAfter(Vital):
-    """The stage after: everything it says is for the leader."""
-
-    what = "the next stage"
-    _process: StageNode
-
-    def on_message(self, connection: Session, message: Upward) -> None:
-        self._process.up(message)

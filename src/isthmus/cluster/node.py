@@ -21,20 +21,9 @@ from typing import Any, Protocol, get_args
 from msgspec.structs import replace
 
 from isthmus.attempts import BlocksEvicted, Report, RoleChanged
+from isthmus.cluster import messages
 from isthmus.cluster.cache import chains_of
 from isthmus.cluster.hands import Hands
-from isthmus.cluster.messages import (
-    PROTOCOL,
-    Gathered,
-    Hello,
-    NodeBound,
-    Output,
-    Outputs,
-    StageHello,
-    StageSampled,
-    Task,
-    Welcome,
-)
 from isthmus.cluster.pipeline import Group
 from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost
 from isthmus.cluster.recorder import Tape
@@ -181,8 +170,8 @@ class NodeProcess(EngineProcess):
             self._blocks_evicted += len(report.names)
         self.worker.later(self._send, report)
 
-    def _send_outputs(self, outputs: Sequence[Output]) -> None:
-        self.worker.later(self._send, Outputs(tuple(outputs)))
+    def _send_outputs(self, outputs: Sequence[messages.Output]) -> None:
+        self.worker.later(self._send, messages.Outputs(tuple(outputs)))
 
     def _wake(self, at_ns: int) -> None:
         self.loop.call_later(max(0, at_ns - self._clock_ns()) / NS_PER_S, self.tell, events.Woken())
@@ -198,26 +187,26 @@ class NodeProcess(EngineProcess):
 
     # The head.
 
-    def hello(self) -> Hello | StageHello:
+    def hello(self) -> messages.Hello | messages.StageHello:
         return self._hello() if self._group is None else self.stage_hello()
 
-    def _hello(self) -> Hello:
+    def _hello(self) -> messages.Hello:
         engine = self._engine
-        return Hello(
-            PROTOCOL, self._options.token, self._facts.joined(), self._address,
+        return messages.Hello(
+            messages.PROTOCOL, self._options.token, self._facts.joined(), self._address,
             engine.revision, engine.layout, engine.max_length,
         )  # fmt: skip
 
-    def heard(self, message: NodeBound) -> None:
+    def heard(self, message: messages.NodeBound) -> None:
         match message:
-            case Task():
+            case messages.Task():
                 self.task(message)
             case events.Forget() | events.Copy() | events.Become():
                 self.tell(message)
-            case Gathered():
+            case messages.Gathered():
                 self._gathered(message.addresses)
 
-    def welcome(self, message: Welcome) -> None:
+    def welcome(self, message: messages.Welcome) -> None:
         super().welcome(message)
         found = self._found
         if self._cache is not None and self._group is not None:
@@ -242,7 +231,7 @@ class NodeProcess(EngineProcess):
         found |= super().gauges()
         return found | (self._group.gauges() if self._group is not None else {})
 
-    def task(self, task: Task) -> None:
+    def task(self, task: messages.Task) -> None:
         """An attempt. The head's clock is another one: its times are put into this one's."""
         begin, ahead = task.begin, self._clock_ns() - task.now_ns
         route, fetch = begin.route, begin.route.fetch
@@ -273,7 +262,7 @@ class NodeProcess(EngineProcess):
             return
         self._send(self._hello())
 
-    def sampled(self, message: StageSampled) -> None:
+    def sampled(self, message: messages.StageSampled) -> None:
         """A batch has left the last stage."""
         with self.worker.lock:
             ended = self.runs.sampled(message.keys, message.tokens, message.logprobs)

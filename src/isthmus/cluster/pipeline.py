@@ -14,18 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
-from isthmus.cluster.messages import (
-    MAX_NAMES,
-    Followed,
-    PeerHello,
-    StageFound,
-    StageOpen,
-    StageRun,
-    StageSampled,
-    StageSaved,
-    Task,
-    Upward,
-)
+from isthmus.cluster import messages
 from isthmus.cluster.sessions import Bare
 from isthmus.deploy import NodeFacts
 from isthmus.engine.interface import Hidden
@@ -34,19 +23,19 @@ from isthmus.node.events import Action, Drop, Event
 from isthmus.scheduler import Run, Saved
 from isthmus.types import BlockName, RequestId
 
-_FOLLOWED = frozenset(get_args(Followed))
+_FOLLOWED = frozenset(get_args(messages.Followed))
 
 
 class Group(Bare):
     """The later stages. `begin`, `do` and `compute` keep their order; `later` calls something in the event loop, in
-    order. There `tell` hears facts for the node, `sampled` of a batch that has left the last stage, and `end` that a stage is
-    gone: nothing more can be computed."""
+    order. There `tell` hears facts for the node, `sampled` of a batch that has left the last stage, and `end` that one
+    is gone: nothing more can be computed."""
 
     def __init__(
         self,
         stages: int,
         tell: Callable[[Event], None],
-        sampled: Callable[[StageSampled], None],
+        sampled: Callable[[messages.StageSampled], None],
         end: Callable[[str], None],
         later: Callable[..., None],
     ) -> None:
@@ -65,7 +54,7 @@ class Group(Bare):
 
     # While the node decides, and while the engine computes.
 
-    def begin(self, task: Task) -> None:
+    def begin(self, task: messages.Task) -> None:
         self._later(self._send, task)
 
     def do(self, action: Action) -> None:
@@ -86,7 +75,7 @@ class Group(Bare):
             self._in_flight += 1
             self._max_in_flight = max(self._max_in_flight, self._in_flight)
         self._num_runs += 1
-        onward = StageRun(self._num_runs, run.pieces, hidden.shape, hidden.dtype)
+        onward = messages.StageRun(self._num_runs, run.pieces, hidden.shape, hidden.dtype)
         self._later(self._send, onward, hidden.data)
 
     # In the event loop.
@@ -113,12 +102,17 @@ class Group(Bare):
             self._connection.send(message, *payload, priority=Priority.URGENT)
 
     async def form(
-        self, network: Network, hello: PeerHello, facts: NodeFacts, addresses: Sequence[str], timeout_s: float
+        self,
+        network: Network,
+        hello: messages.PeerHello,
+        facts: NodeFacts,
+        addresses: Sequence[str],
+        timeout_s: float,
     ) -> None:
         """Returns when all stages are ready. Raises OSError or TimeoutError."""
-        self._connection = await network.connect(addresses[0], Upward, self, timeout_s=timeout_s)
+        self._connection = await network.connect(addresses[0], messages.Upward, self, timeout_s=timeout_s)
         later, sizes = tuple(addresses[1:]), (facts.kv_blocks, facts.num_slots, facts.ssd_blocks)
-        self._send(StageOpen(hello, 1, *sizes, later))
+        self._send(messages.StageOpen(hello, 1, *sizes, later))
         await self._formed.wait()
 
     def common(
@@ -133,8 +127,8 @@ class Group(Bare):
             anywhere |= dict.fromkeys(sorted(stage, key=repr))
         self._found = []
         useless = tuple([name for name in anywhere if name not in everywhere])
-        for at in range(0, len(useless), MAX_NAMES):
-            self.do(Drop(useless[at : at + MAX_NAMES]))
+        for at in range(0, len(useless), messages.MAX_NAMES):
+            self.do(Drop(useless[at : at + messages.MAX_NAMES]))
         return [pair for pair in found if pair[0] in everywhere], useless
 
     def gauges(self) -> dict[str, float]:
@@ -155,20 +149,20 @@ class Group(Bare):
         if self._connection is not None:
             self._connection.close()
 
-    def on_message(self, connection: Session, message: Upward) -> None:
+    def on_message(self, connection: Session, message: messages.Upward) -> None:
         match message:
-            case StageFound():
+            case messages.StageFound():
                 self._found[message.stage - 1].update(message.names)
                 if message.last:
                     self._ready.add(message.stage)
                 if len(self._ready) == self.stages - 1:
                     self._formed.set()
-            case StageSampled():
+            case messages.StageSampled():
                 with self._turn:
                     self._in_flight -= 1
                     self._turn.notify_all()
                 self._sampled(message)
-            case StageSaved():
+            case messages.StageSaved():
                 self._saved(message.stage, message.request)
             case _:
                 self._tell(message)

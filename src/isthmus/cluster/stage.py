@@ -19,20 +19,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from isthmus.cluster import messages
 from isthmus.cluster.hands import Hands
-from isthmus.cluster.messages import (
-    MAX_NAMES,
-    Downward,
-    NodeBound,
-    StageFound,
-    StageHello,
-    StageOpen,
-    StageRun,
-    StageSampled,
-    StageSaved,
-    Task,
-    Upward,
-)
 from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost, Vital
 from isthmus.cluster.runs import Execution, Runs
 from isthmus.cluster.sessions import CONNECT_S
@@ -55,12 +43,12 @@ class StageStepper:
         self._is_last = engine.layers[1] == engine.layout.num_layers
         onward = None if self._is_last else self
         self.runs = Runs(engine, hands, lambda outputs: None, time.monotonic_ns, onward)
-        self._tasks: dict[RequestId, Task] = {}
+        self._tasks: dict[RequestId, messages.Task] = {}
         self._poisoned: dict[RequestId, tuple[int, ...]] = {}
         """Attempts whose KV here is not what it should be, and never leaves; the blocks where it lies."""
-        self._queue: SimpleQueue[tuple[Downward, memoryview | None, bool] | None] = SimpleQueue()
-        self._waiting: deque[Downward] = deque()  # what came and is not done
-        self._computing: StageRun
+        self._queue: SimpleQueue[tuple[messages.Downward, memoryview | None, bool] | None] = SimpleQueue()
+        self._waiting: deque[messages.Downward] = deque()  # what came and is not done
+        self._computing: messages.StageRun
         self._thread = threading.Thread(target=self._main, name="stage", daemon=True)
 
     def start(self) -> None:
@@ -70,11 +58,11 @@ class StageStepper:
         self._queue.put(None)
         self._thread.join(timeout=5)
 
-    def receive(self, message: Downward, data: memoryview | None = None) -> None:
+    def receive(self, message: messages.Downward, data: memoryview | None = None) -> None:
         """From the event loop. `data`: the hidden states of a run."""
         ahead = isinstance(message, events.Load) and not self._must_wait(message)
         match message:
-            case Task():
+            case messages.Task():
                 self._tasks[message.begin.key] = message
                 self.runs.begin(message)
             case events.Offer() | events.Read():
@@ -89,7 +77,7 @@ class StageStepper:
         blocks, names = set(load.blocks), set(load.names)
         for earlier in list(self._waiting):
             match earlier:
-                case StageRun():
+                case messages.StageRun():
                     if any(not blocks.isdisjoint(piece.blocks) for piece in earlier.pieces):
                         return True
                 case events.Load():
@@ -115,10 +103,10 @@ class StageStepper:
             self._later(self._owner.died, error)
             raise
 
-    def _perform(self, message: Downward, data: memoryview | None, *, ahead: bool) -> None:
+    def _perform(self, message: messages.Downward, data: memoryview | None, *, ahead: bool) -> None:
         """`ahead`: a load that has begun."""
         match message:
-            case StageRun():
+            case messages.StageRun():
                 assert data is not None
                 self._run(message, Hidden(message.shape, message.dtype, data))
                 return
@@ -145,7 +133,7 @@ class StageStepper:
 
     # One batch.
 
-    def _run(self, message: StageRun, hidden: Hidden) -> None:
+    def _run(self, message: messages.StageRun, hidden: Hidden) -> None:
         self._computing = message
         run = Run(message.pieces, 0, 0, 1, list)
         for piece in message.pieces:
@@ -168,7 +156,7 @@ class StageStepper:
             found = zip(keys, execution.tokens, execution.logprobs, strict=True)
             good = [each for each in found if each[0] not in self._poisoned]
             sampled = zip(*good, strict=True) if good else ((), (), ())
-            self._later(self._owner.up, StageSampled(self._computing.run, *sampled))
+            self._later(self._owner.up, messages.StageSampled(self._computing.run, *sampled))
         return execution
 
     def compute(self, run: Run, hidden: Hidden) -> None:
@@ -200,13 +188,13 @@ class StageStepper:
         if good:
             self._hands.do(replace(message, names=message.names[:good], blocks=message.blocks[:good]))
         else:
-            self._later(self._owner.up, StageSaved(self._stage, message.request))
+            self._later(self._owner.up, messages.StageSaved(self._stage, message.request))
 
 
 class StageNode(EngineProcess):
     """Ends with any session of its group. `options.facts.node` is the group, which is the leader's name."""
 
-    entrance = Downward
+    entrance = messages.Downward
 
     def __init__(
         self,
@@ -234,10 +222,10 @@ class StageNode(EngineProcess):
     def entering(self) -> Handler:
         return _FromBefore(self)
 
-    def hello(self) -> StageHello:
+    def hello(self) -> messages.StageHello:
         return self.stage_hello()
 
-    def heard(self, message: NodeBound) -> None:
+    def heard(self, message: messages.NodeBound) -> None:
         raise ProtocolError(f"a {type(message).__name__} for a later stage")
 
     def received(self, key: RequestId, token: int) -> None:
@@ -249,7 +237,7 @@ class StageNode(EngineProcess):
             case events.Granted():
                 self.hands.do(events.Send(fact.key, computed=False))
             case Saved():
-                self.up(StageSaved(self._options.stage, fact.request))
+                self.up(messages.StageSaved(self._options.stage, fact.request))
             case events.Broken() | events.Severed() | events.Lost():
                 self.up(fact)
 
@@ -258,7 +246,7 @@ class StageNode(EngineProcess):
 
     # The stages before and after.
 
-    def open(self, connection: Session, opening: StageOpen) -> None:
+    def open(self, connection: Session, opening: messages.StageOpen) -> None:
         """The group forms. Raises ProtocolError when the one that opens it does not belong to it."""
         group, stage = self._facts.node, self._options.stage
         is_mine = (opening.hello.node, opening.stage) == (group, stage)
@@ -270,7 +258,7 @@ class StageNode(EngineProcess):
             return
         self.spawn(self._join_up(opening))
 
-    def _shortage(self, opening: StageOpen) -> str:
+    def _shortage(self, opening: messages.StageOpen) -> str:
         """Why this stage could not hold what the leader does."""
         store = self._cache.store if self._cache is not None else None
         slots = store.arena.num_slots if store is not None else 0
@@ -286,26 +274,32 @@ class StageNode(EngineProcess):
             )
         return ""
 
-    async def _join_up(self, opening: StageOpen) -> None:
+    async def _join_up(self, opening: messages.StageOpen) -> None:
         """Opens the next stage, and tells the leader what was found on disk here."""
         stage = self._options.stage
         if opening.later:
             try:
                 after = Vital(self, "the next stage", self.up)  # all it says is for the leader
-                self._after = await self._network.connect(opening.later[0], Upward, after, timeout_s=CONNECT_S)
+                self._after = await self._network.connect(
+                    opening.later[0], messages.Upward, after, timeout_s=CONNECT_S
+                )
             except (OSError, TimeoutError) as error:
                 self.end(f"cannot reach the next stage at {opening.later[0]}: {error}")
                 return
             self.down(replace(opening, stage=stage + 1, later=opening.later[1:]))
         found = [name for name, _ in self._found]
-        for at in range(0, len(found) + 1, MAX_NAMES):
-            self.up(StageFound(stage, tuple(found[at : at + MAX_NAMES]), at + MAX_NAMES > len(found)))
+        for at in range(0, len(found) + 1, messages.MAX_NAMES):
+            self.up(
+                messages.StageFound(
+                    stage, tuple(found[at : at + messages.MAX_NAMES]), at + messages.MAX_NAMES > len(found)
+                )
+            )
 
-    def up(self, message: Upward) -> None:
+    def up(self, message: messages.Upward) -> None:
         if self._before is not None:
             self._before.send(message)
 
-    def down(self, message: Downward, data: memoryview | None = None) -> None:
+    def down(self, message: messages.Downward, data: memoryview | None = None) -> None:
         if self._after is not None:
             payload = () if data is None else (data,)
             self._after.send(message, *payload, priority=Priority.URGENT)
@@ -319,19 +313,19 @@ class _FromBefore(Vital):
         self._node, self._opened = node, False
         self._hidden: dict[int, memoryview] = {}
 
-    def on_message(self, connection: Session, message: Downward) -> None:
-        if isinstance(message, StageOpen):
+    def on_message(self, connection: Session, message: messages.Downward) -> None:
+        if isinstance(message, messages.StageOpen):
             self._node.open(connection, message)
             self._opened = True
         elif not self._opened:
             raise ProtocolError("a message came before StageOpen")
-        elif isinstance(message, StageRun):
+        elif isinstance(message, messages.StageRun):
             self._node.stepper.receive(message, self._hidden.pop(message.run, memoryview(b"")))
         else:
             self._heard(message)
 
-    def place(self, connection: Session, message: Downward, size: int) -> Sequence[memoryview]:
-        if not isinstance(message, StageRun) or not self._opened:
+    def place(self, connection: Session, message: messages.Downward, size: int) -> Sequence[memoryview]:
+        if not isinstance(message, messages.StageRun) or not self._opened:
             return super().place(connection, message, size)
         data = self._hidden[message.run] = memoryview(bytearray(size))
         return [data]

@@ -570,7 +570,7 @@ def test_without_a_cache() -> None:
         facts: list[events.Event] = []
         hands = Hands(
             memory=EmulatedMemory(LAYOUT, 2), first_layer=0, cache=None, peers=None, address_of=str,  # type: ignore[arg-type]
-            tell=facts.append, spawn=lambda work: None, shares_memory=False, received=lambda key, token: None,
+            tell=facts.append, spawn=asyncio.create_task, shares_memory=False, received=lambda key, token: None,
         )  # fmt: skip
         hands.open(asyncio.get_running_loop())
         hands.do(events.Fetch(KEY, OTHER, NAMES[:2], 1))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from isthmus.cluster.measures import Measures
 from isthmus.cluster.messages import Crossing
+from isthmus.cluster.ways import Measures
 from isthmus.conductor import LinkRule, LinkState
 from isthmus.types import NS_PER_S, NodeId
 

@@ -18,11 +18,11 @@ import pytest
 
 from isthmus.cli.models import demo_folder
 from isthmus.cluster.head import Head
+from isthmus.cluster.messages import StageFound, StageSaved
 from isthmus.cluster.node import NodeProcess, this_machine
 from isthmus.cluster.pipeline import Group
 from isthmus.cluster.process import NodeOptions
-from isthmus.cluster.stage_messages import StageFound, StageSaved
-from isthmus.cluster.stage_node import StageNode
+from isthmus.cluster.stage import StageNode
 from isthmus.config import Config
 from isthmus.cost import Curve, compile_cost
 from isthmus.deploy import NodeFacts, Sequences, rules_of
@@ -297,7 +297,7 @@ def group() -> tuple[Group, Leader, list[Any], Session]:
     def later(function: Callable[..., None], *arguments: Any) -> None:
         said.append(arguments[0])
 
-    return Group(3, leader, later), leader, said, None  # type: ignore[return-value]
+    return Group(3, leader.tell, leader.sampled, leader.end, later), leader, said, None  # type: ignore[return-value]
 
 
 def test_blocks_are_saved_when_every_stage_has_saved_them(

@@ -15,8 +15,7 @@ import pytest
 from isthmus.benchmarks.child import Child
 from isthmus.benchmarks.transfer_peers import Direction, Sockets, touched, verify
 from isthmus.benchmarks.wan import serve
-from isthmus.cluster.link_process import Command, Cut, LinkOrders, LinkPorts, Point, Restore, shape_of
-from isthmus.cluster.shaper import BACKLOG_S, Lane, Shape
+from isthmus.cluster.shaper import BACKLOG_S, Lane, LinkOrders, LinkPorts, Point, Shape, shape_of
 from isthmus.cluster.shaper import Direction as Way
 from tests.served import command
 
@@ -119,18 +118,9 @@ def test_an_end_is_passed_on_and_the_other_direction_goes_on() -> None:
 
 def test_a_direction_takes_in_no_more_than_it_can_soon_carry() -> None:
     way = Way(Shape(rate=1000.0))
-    assert way.has_room(5.0)
+    assert way.room_s <= 5.0
     way.leave_s(5.0, 100)
-    assert not way.has_room(5.0) and way.room_s() == pytest.approx(5.1 - BACKLOG_S)
-    assert way.has_room(5.1)
-
-
-def test_a_slowed_direction_takes_longer_and_one_without_rate_takes_nothing() -> None:
-    way = Way(Shape(rate=1000.0))
-    way.factor = 0.5
-    assert way.leave_s(1.0, 100) == pytest.approx(1.2)
-    way.factor = 0.0
-    assert way.room_s() is None and not way.has_room(100.0)
+    assert way.room_s == pytest.approx(5.1 - BACKLOG_S)
 
 
 class Ends:
@@ -160,9 +150,9 @@ class LinkChild:
     def __init__(self, process: subprocess.Popen[bytes], ports: LinkPorts) -> None:
         self.process, self.ports = process, ports
 
-    def say(self, command: Command) -> None:
+    def say(self, point: Point) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(msgspec.json.encode(command) + b"\n")
+        self.process.stdin.write(msgspec.json.encode(point) + b"\n")
         self.process.stdin.flush()
 
 
@@ -188,7 +178,7 @@ def broken(each: socket.socket) -> bool:
         return True
 
 
-def test_a_link_is_cut_and_restored_by_its_launcher_and_by_a_signal() -> None:
+def test_a_link_is_cut_and_restored_by_a_signal() -> None:
     with contextlib.ExitStack() as stack:
         ends = Ends(stack, Shape(0.001, rate=1e9))
         assert list(map(len, ends.link.ports.ports)) == [1, 2]
@@ -197,14 +187,9 @@ def test_a_link_is_cut_and_restored_by_its_launcher_and_by_a_signal() -> None:
         far.settimeout(10)
         near.sendall(b"first")
         assert far.recv(100) == b"first"
-        ends.link.say(Cut())
+        ends.link.process.send_signal(signal.SIGUSR1)
         assert broken(near) and broken(far)
         assert not ends.passes()
-        ends.link.say(Restore())
-        assert ends.passes()
-        ends.link.process.send_signal(signal.SIGUSR1)
-        while ends.passes():
-            pass  # until the signal has got there
         ends.link.process.send_signal(signal.SIGUSR2)
         while not ends.passes():
             pass

@@ -12,10 +12,9 @@ from isthmus.attempts import Route
 from isthmus.cluster import cache as cache_module
 from isthmus.cluster.cache import NodeCache
 from isthmus.cluster.hands import Hands
-from isthmus.cluster.messages import Task
+from isthmus.cluster.messages import StageRun, StageSampled, StageSaved, Task
 from isthmus.cluster.sessions import Peers
 from isthmus.cluster.stage import StageStepper
-from isthmus.cluster.stage_messages import StageRun, StageSampled, StageSaved
 from isthmus.cost import Curve, compile_cost
 from isthmus.engine.emulated import EmulatedEngine, Recipe, layout_of
 from isthmus.engine.interface import BeforeLayer, Chunk, Hidden, OnLayer, Row
@@ -136,7 +135,8 @@ class Stage:
         self.cache = NodeCache(self.engine.memory, self.store)
         self.hands = Watched(self.engine, self.cache, self.owner)
         self.hands.open(self.owner)  # type: ignore[arg-type]
-        self.stepper = StageStepper(self.engine, 1, self.hands, self.owner, self.owner.call_soon_threadsafe)
+        later = self.owner.call_soon_threadsafe
+        self.stepper = StageStepper(self.engine, 1, self.hands, self.owner, later)  # type: ignore[arg-type]
 
     def receive(self, *messages: Any) -> None:
         for message in messages:

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from isthmus.blocks import KVLayout, seal
-from isthmus.cluster import departures, transfers
-from isthmus.cluster.departures import Arrivals
+from isthmus.cluster import transfers
 from isthmus.cluster.messages import Grant, Landed, Offer, Sent, Slices
-from isthmus.cluster.transfers import Incoming, Outgoing
+from isthmus.cluster.transfers import Arrivals, Incoming, Outgoing
 from isthmus.engine.kv import KVMemory
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Priority
@@ -228,7 +227,7 @@ def test_room_is_granted_once_and_only_when_both_sides_are_known(offered_first: 
 
 
 def test_offers_of_what_never_begins_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(departures, "MAX_OFFERS", 3)
+    monkeypatch.setattr(transfers, "MAX_OFFERS", 3)
     here, _, _ = arrivals()
     wires = [Wire() for _ in range(5)]
     for number, wire in enumerate(wires):
@@ -365,7 +364,7 @@ def expected_next() -> tuple[Incoming, Slices, int]:
 def test_what_must_come_next_is_accepted() -> None:
     incoming, slices, size = expected_next()
     assert place(incoming, slices, size) is not None
-    incoming.refuse()
+    incoming.frames.refuse()
     assert FROM[incoming].refused == [slices], "a session goes on writing into blocks that are free"
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from isthmus.cluster.link_process import Command, LinkPorts, LinkProcess, Point
+from isthmus.cluster.launcher import LinkProcess
 from isthmus.cluster.messages import Neighbours
+from isthmus.cluster.shaper import LinkPorts, Point
 from isthmus.cluster.ways import Ways
 from isthmus.conductor import LinkRule
 from isthmus.errors import UnavailableError
@@ -20,10 +21,10 @@ class FakeLink(LinkProcess):
 
     def __init__(self, towards_west: tuple[int, ...], towards_east: tuple[int, ...]) -> None:
         super().__init__(("west", "east"), None, LinkPorts((towards_west, towards_east)))  # type: ignore[arg-type]
-        self.said: list[Command] = []
+        self.said: list[Point] = []
 
-    def command(self, command: Command) -> None:
-        self.said.append(command)
+    def point(self, point: Point) -> None:
+        self.said.append(point)
 
 
 def test_one_cluster() -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from isthmus.attempts import Route
 from isthmus.cluster.messages import Output, Task
+from isthmus.cluster.node import ThreadWorker
 from isthmus.cluster.runs import Runs
-from isthmus.cluster.worker import ThreadWorker
 from isthmus.cost import Curve, compile_cost
 from isthmus.engine.emulated import EmulatedEngine, Recipe, layout_of
 from isthmus.engine.interface import Row, Sampled
@@ -47,7 +47,7 @@ class Owner:
         limits = Limits(num_blocks=64, block_size=4, token_budget=8)
         self.node = Node(dict.fromkeys(Role, limits), Scheduler(limits, None, BlockPool(64), node=HERE))
         self.runs = Runs(self.engine, None, self.hear, lambda: 1000)  # type: ignore[arg-type]
-        self.worker = ThreadWorker(self)
+        self.worker = ThreadWorker(self)  # type: ignore[arg-type]
         self.told: list[str] = []
         self.actions: list[Any] = []
         self.outputs: dict[RequestId, list[int]] = {}

@@ -378,7 +378,7 @@ def test_memory_for_fewer_than_two_blocks_is_refused() -> None:
     [
         ("isthmus.engine.emulated", {"torch", "numpy"}),
         (
-            "isthmus.engine.emulated, isthmus.cluster.node, isthmus.cluster.stage_node, isthmus.cli.engines",
+            "isthmus.engine.emulated, isthmus.cluster.node, isthmus.cluster.stage, isthmus.cli.engines",
             {"torch"},
         ),
     ],

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from isthmus.cluster.offload import LinkView, Offload
+from isthmus.cluster.ways import Offload
 from isthmus.gateway import GatewaySettings, GatewayTokenizer, create_app
 from isthmus.gateway.node_metrics import NODE_METRICS
 from isthmus.types import FinishReason
 
-from .fake import HANG, FakeBackend, Step, says
+from .fake import HANG, FakeBackend, FakeLink, Step, says
 from .inprocess import Connection, Poster
 
 
@@ -129,7 +129,7 @@ def slowly(steps: Iterable[Step]) -> Iterator[Step]:
 
 def test_links_between_clusters(post: Poster, backend: FakeBackend) -> None:
     assert not any("offload" in name or "link" in name for name in samples(post)), "there is one cluster"
-    link = LinkView("west", "east", False, 125, 9000, 60, 40, 0)
+    link = FakeLink("west", "east", False, 125, 9000, 60, 40, 0)
     backend.offloaded = Offload(1500, "fixed", changes=2, requests=7, conversions=1, links=[link])
     found = samples(post)
     assert found["offload_threshold_tokens"] == 1500

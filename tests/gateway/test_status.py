@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from isthmus.blocks import KVLayout
-from isthmus.cluster.offload import LinkView, Offload
+from isthmus.cluster.ways import Offload
 from isthmus.gateway import GatewayTokenizer, create_app
 from isthmus.gateway.status import cluster_status
 from isthmus.store import Stat, TierStat
 from isthmus.types import NodeId, Role
 
-from .fake import HANG, FakeBackend
+from .fake import HANG, FakeBackend, FakeLink
 from .inprocess import Connection, Poster
 
 LAYOUT = KVLayout("float32", block_size=16, num_layers=2, num_kv_heads=1, head_dim=4)  # 1,024 bytes a block
@@ -44,7 +44,7 @@ BASE = {
     "kv_bytes_out_total": 0,
     "seal_mismatches_total": 0,
 }
-LINK = LinkView("west", "east", True, 125_000_000, 9000, 62_500_000, 40, 20_500_000)
+LINK = FakeLink("west", "east", True, 125_000_000, 9000, 62_500_000, 40, 20_500_000)
 CACHE = {"kv_bytes_fetched_total": 100, "kv_bytes_borrowed_total": 200, "kv_bytes_given_total": 300}
 
 

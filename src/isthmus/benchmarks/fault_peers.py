@@ -76,10 +76,11 @@ class Side(Peers):
             raise OSError("nobody is there")
         return self.session
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def close(self) -> None:
         self.cache.close()

@@ -100,11 +100,11 @@ def _run_launched() -> None:
 
 def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
     from isthmus.cli.engines import node_facts, open_engine, store_opener
-    from isthmus.cluster.links import network_of
     from isthmus.cluster.node import NodeProcess, this_machine
     from isthmus.cluster.process import NodeOptions
     from isthmus.cluster.recorder import node_recorder
-    from isthmus.cluster.stage_node import StageNode
+    from isthmus.cluster.sessions import network_of
+    from isthmus.cluster.stage import StageNode
     from isthmus.deploy import Cluster
 
     # The worker thread gives the interpreter up only for an instant at a time; with Python's default of 5 ms

@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+Brought = tuple[int, tuple[bytes, ...]]
+"""A slot with a whole block in it, and the seals of its layers."""
+
 LOADERS = 16
 """Prefixes loaded at once; one that waits for another node keeps its thread."""
 READERS = 4
@@ -41,14 +44,10 @@ def chains_of(found: Sequence[tuple[BlockName, BlockName | None]]) -> tuple[tupl
     heads = dict(found)
     inner = set(heads.values())
     chains: list[tuple[BlockName, ...]] = []
-    for name in heads:
-        if name in inner:
-            continue
-        chain: list[BlockName] = []
-        at: BlockName | None = name
-        while at is not None:
-            chain.append(at)
-            at = heads[at]
+    for name in [name for name in heads if name not in inner]:
+        chain = [name]
+        while (head := heads[chain[-1]]) is not None:
+            chain.append(head)
         chains.append(tuple(chain[::-1]))
     return tuple(chains)
 
@@ -76,7 +75,8 @@ class Arriving(Protocol):
 
 
 class Load:
-    """One cached prefix on its way into the engine's blocks. `num_blocks`: how much of it is or will be there."""
+    """One cached prefix on its way into the engine's blocks. `num_blocks`: how much of it is or will be there; `over`:
+    nothing more is done for it, and its `task` is done too."""
 
     def __init__(self, names: Sequence[BlockName], blocks: Sequence[int], arriving: Arriving | None) -> None:
         self.names, self.blocks, self.arriving = names, blocks, arriving
@@ -84,7 +84,6 @@ class Load:
         self.cancelled = False
         self.task: Future[None]
         self._layers = 0
-        self._on_end: Callable[[], object] | None = None
         self._condition = arriving.condition if arriving is not None else threading.Condition()
         self.over = threading.Event()
 
@@ -103,27 +102,14 @@ class Load:
         with self._condition:
             self.cancelled = True
             self._condition.notify_all()
-        if self.task.cancel():  # no thread has begun it
-            self.end()
+        self.task.cancel()  # if no thread has begun it
         self.over.wait()
 
-    def end(self) -> None:
+    def end(self, _: object) -> None:
         """Nothing more will be done for it. Called once."""
         if self.arriving is not None:
             self.arriving.release()
-        with self._condition:
-            self.over.set()
-            told = self._on_end
-        if told is not None:
-            told()
-
-    def on_end(self, told: Callable[[], object]) -> None:
-        """Calls it, from any thread, when nothing more will be done; at once if that is so."""
-        with self._condition:
-            self._on_end = told
-            over = self.over.is_set()
-        if over:
-            told()
+        self.over.set()
 
     def shorten(self, num_blocks: int) -> None:
         with self._condition:
@@ -143,8 +129,8 @@ def _log_failure(task: Future[object]) -> None:
 
 
 class Staging:
-    """Blocks that a chunk completes, on their way to the store layer by layer while the engine computes the next
-    layers. They are the store's when they are committed; until then nobody sees them."""
+    """Blocks of the engine on their way to the store layer by layer; those that a chunk completes, while the engine
+    computes the next layers. They are the store's when they are committed; until then nobody sees them."""
 
     def __init__(self, names: Sequence[BlockName], blocks: Sequence[int], slots: Sequence[int]) -> None:
         self.names, self.blocks, self.slots = names, blocks, slots
@@ -185,7 +171,7 @@ class NodeCache:
         self._coming: dict[BlockName, Future[None]] = {}
         """Blocks that will be in DRAM when this is done, if there is room: saved, or read from disk."""
         self._lock = threading.Lock()
-        self._reading: dict[BlockName, tuple[int, Future[bool], Future[None]]] = {}
+        self._reading: dict[BlockName, tuple[Future[Brought | None], Future[None]]] = {}
         self._may_stage = store.arena.num_slots if max_staged is None else max_staged
         self._ahead: dict[BlockName, int] = {}
         """In DRAM, or about to be, for so many loads, though by decision on disk; this and what is being read for it
@@ -203,6 +189,7 @@ class NodeCache:
         load = Load(names, blocks, arriving)
         stop = min(len(names), arriving.start) if arriving is not None else len(names)
         load.task = self._loaders.submit(self._load, load, stop)
+        load.task.add_done_callback(load.end)
         return load
 
     def pin(self, names: Sequence[BlockName]) -> list[Pinned | None]:
@@ -238,7 +225,6 @@ class NodeCache:
             load.shorten(0)
         finally:
             self.store.unpin([pin for pin in pinned if pin is not None])
-            load.end()
 
     def _load_pinned(self, load: Load, pinned: list[Pinned | None], layer: int) -> None:
         at = [at for at, pin in enumerate(pinned[: load.num_blocks]) if pin is not None]
@@ -286,8 +272,13 @@ class NodeCache:
     def stage(self, names: Sequence[BlockName], blocks: Sequence[int]) -> Staging:
         """Makes room for blocks that are about to be computed, for as many as there is any."""
         with self._lock:
-            slots = self.store.reserve(min(len(names), self._may_stage))
-            self._may_stage -= len(slots)
+            count = min(len(names), self._may_stage)
+            staging = self._reserve(names[:count], blocks[:count])
+            self._may_stage -= len(staging.slots)
+        return staging
+
+    def _reserve(self, names: Sequence[BlockName], blocks: Sequence[int]) -> Staging:
+        slots = self.store.reserve(len(names))
         return Staging(names[: len(slots)], blocks[: len(slots)], slots)
 
     def save_layer(self, staging: Staging, layer: int) -> None:
@@ -296,7 +287,13 @@ class NodeCache:
 
     def unstage(self, staging: Staging) -> None:
         """The blocks are not kept."""
-        self._keep(self._take_staged, [staging], (), {})
+        self._keep(self._give_back, [staging], ())
+
+    def _give_back(self, staged: Sequence[Staging], used: Collection[int]) -> None:
+        """Slots that hold nothing of use."""
+        self.store.give_back([slot for each in staged for slot in each.slots if slot not in used])
+        with self._lock:
+            self._may_stage += sum([len(each.slots) for each in staged])
 
     def save(
         self,
@@ -348,56 +345,40 @@ class NodeCache:
         staged: Sequence[Staging],
         done: Callable[[Sequence[BlockName]], None],
     ) -> None:
-        slots: dict[BlockName, int] = {}
+        slots, fresh = self._filled(staged), list[Staging]()
         kept: set[BlockName] = set()
         first, stays = 0, len(names) - num_sunk
         try:
             self._settled(names)
-            self._take_staged(staged, set(names), slots)
             while first < len(names):
-                stop = self._fill(names, blocks, slots, first)
-                if stop == first:
-                    break
+                new = [at for at in range(first, len(names)) if names[at] not in slots]
+                fresh.append(self._reserve([names[at] for at in new], [blocks[at] for at in new]))
+                for layer in range(self._layers if fresh[-1].slots else 0):
+                    self._save_layer(fresh[-1], layer)
+                slots |= self._filled(fresh[-1:])
+                stop = next((at for at in range(first, len(names)) if names[at] not in slots), len(names))
                 for name, head in zip(names[first:stop], heads[first:stop], strict=True):
                     if head is None or head in kept or self.store.contains(head):
                         self.commit(name, head, slots[name])
                         kept.add(name)
                 self.store.demote([name for name in names[max(first, stays) : stop] if name in kept])
+                if stop == first:
+                    break
                 first = stop
                 if first < len(names):  # what is on its way to the disk makes room
                     self.store.flush(SINK_S)
         except Exception:
             log.exception("blocks could not be saved")
         finally:
-            self.store.give_back([slot for name, slot in slots.items() if name not in kept])
+            used = {slots[name] for name in kept}
+            self.store.give_back([slot for each in fresh for slot in each.slots if slot not in used])
+            self._give_back(staged, used)
             done([name for name in names if name not in kept])
 
-    def _fill(
-        self, names: Sequence[BlockName], blocks: Sequence[int], slots: dict[BlockName, int], first: int
-    ) -> int:
-        """Copies blocks from the `first` on into slots, as many as there are. Returns up to which one has a slot."""
-        wanted = [at for at in range(first, len(names)) if names[at] not in slots]
-        fresh = self.store.reserve(len(wanted))
-        filled = wanted[: len(fresh)]
-        slots.update(zip([names[at] for at in filled], fresh, strict=True))
-        for layer in range(self._layers if fresh else 0):
-            offsets = [self.offset(slot, layer) for slot in fresh]
-            self.memory.save(layer, [blocks[at] for at in filled], self.store.arena.memory, offsets)
-        return len(names) if len(filled) == len(wanted) else wanted[len(filled)]
-
-    def _take_staged(
-        self, staged: Sequence[Staging], wanted: Collection[BlockName], slots: dict[BlockName, int]
-    ) -> None:
-        """Takes over what is whole and wanted; gives the rest back."""
-        for staging in staged:
-            with self._lock:
-                self._may_stage += len(staging.slots)
-            whole = len(staging.layers) == self._layers
-            for name, slot in zip(staging.names, staging.slots, strict=True):
-                if whole and name in wanted and name not in slots:  # twice: its chunk was computed again
-                    slots[name] = slot
-                else:
-                    self.store.give_back([slot])
+    def _filled(self, staged: Sequence[Staging]) -> dict[BlockName, int]:
+        """The slots of what is whole; of a block that is there twice, as its chunk was computed again, one of them."""
+        whole = [staging for staging in staged if len(staging.layers) == self._layers]
+        return {name: slot for each in whole for name, slot in zip(each.names, each.slots, strict=True)}
 
     # From one tier to another.
 
@@ -417,10 +398,10 @@ class NodeCache:
             else:
                 new.append(name)
         room = max(0, self.store.arena.num_slots // AHEAD - len(self._ahead))
-        for name, slot in zip(new, self.store.reserve(min(room, len(new))), strict=False):
-            read = self._readers.submit(self.store.read, name, 0, self._layers, self.store.arena.slot(slot))
+        for name in new[:room]:
+            read = self._readers.submit(self.bring, name)
             self._ahead[name] = 1
-            self._reading[name] = slot, read, coming.pop(name)
+            self._reading[name] = read, coming.pop(name)
             read.add_done_callback(lambda _, name=name: self._keep(self._place, name))  # type: ignore[misc]
         for name, nothing in coming.items():
             self._came([name], nothing)
@@ -429,14 +410,14 @@ class NodeCache:
         """Makes what was read ahead a block in DRAM, unless nobody wants it any more."""
         if name not in self._reading:
             return
-        slot, read, coming = self._reading.pop(name)
+        read, coming = self._reading.pop(name)
         wait([read])
-        seals = self.store.seals(name) if name in self._ahead else None
-        if seals is not None and not read.cancelled() and read.result():
-            self.store.commit(name, None, slot, seals)  # it is here already, with what it follows
+        brought = None if read.cancelled() else read.result()
+        if brought is not None and name in self._ahead and self.store.contains(name):
+            self.store.commit(name, None, *brought)  # it is here already, with what it follows
         else:
             self._settled([name])
-            self.store.give_back([slot])
+            self.store.give_back(brought[:1] if brought is not None else ())
         self._came([name], coming)
 
     def unread(self, names: Sequence[BlockName]) -> None:
@@ -459,18 +440,17 @@ class NodeCache:
         for name in names:
             self._place(name)
             self._settled([name])
-            if self.store.tier(name) is Tier.DISK and not self._read_now(name):
-                return
+            if self.store.tier(name) is Tier.DISK and (brought := self.bring(name)) is not None:
+                self.store.commit(name, None, *brought)  # as in `_place`
 
-    def _read_now(self, name: BlockName) -> bool:
-        """False when there is no room."""
-        seals, slots = self.store.seals(name), self.store.reserve(1)
-        for slot in slots:
-            if seals is not None and self.store.read(name, 0, self._layers, self.store.arena.slot(slot)):
-                self.store.commit(name, None, slot, seals)  # it is here already, with what it follows
-            else:
-                self.store.give_back(slots)
-        return bool(slots)
+    def bring(self, name: BlockName) -> Brought | None:
+        """Reads a block from disk into a slot that is the caller's to commit or give back; None where there is no room,
+        or no such block that is undamaged. From a thread of the cache."""
+        slots, seals = self.store.reserve(1), self.store.seals(name)
+        if slots and seals and self.store.read(name, 0, self._layers, self.store.arena.slot(slots[0])):
+            return slots[0], seals
+        self.store.give_back(slots)
+        return None
 
     def demote(self, names: Sequence[BlockName]) -> None:
         """Only on disk from now on."""

@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from isthmus.cluster.messages import Crossing, Neighbours, Probe
-from isthmus.cluster.sessions import Peers
+from isthmus.cluster.sessions import Peers, Spawn
 from isthmus.messenger import Session
 from isthmus.types import NS_PER_S, NodeId
 
@@ -52,23 +51,18 @@ class _Watched:
         if self._asked_s is None or seen != self._seen or self.session.suspended:
             self._seen, self.moved_s = seen, now_s
 
-    def ask(self, clock_s: Callable[[], float]) -> None:
+    def ask(self) -> None:
         """For a sign of life, unless one is awaited already."""
-        if self._asked_s is not None or not self.is_up:
+        if self._asked_s is not None or self.session.closed:
             return
-        asked_s = self._asked_s = clock_s()
+        asked_s = self._asked_s = time.monotonic()
 
         def answered(arrived: bool) -> None:
             self._asked_s = None
             if arrived:
-                self.rtt_s = clock_s() - asked_s
+                self.rtt_s = time.monotonic() - asked_s
 
         self.session.send(Probe(), done=answered)
-
-    @property
-    def is_up(self) -> bool:
-        """One that has lost its connections is, for as long as they may come back (`network.resume_s`)."""
-        return not self.session.closed
 
 
 class _Far:
@@ -90,7 +84,8 @@ class _Far:
 
     @property
     def has_session(self) -> bool:
-        return any(watched.is_up for watched in self.watched.values())
+        """One that has lost its connections counts, for as long as they may come back (`network.resume_s`)."""
+        return any(not session.closed for session in self.watched)
 
     def watch(self, session: Session, now_s: float) -> None:
         if session not in self.watched:
@@ -134,9 +129,7 @@ class Crossings:
     """For a node's event loop. `link_s`: how long a session may stand still with something on its way; None: nothing
     is watched, and every link counts as up. `spawn` owns what is started here."""
 
-    def __init__(
-        self, peers: Peers, link_s: float | None, spawn: Callable[[Coroutine[Any, Any, None]], None]
-    ) -> None:
+    def __init__(self, peers: Peers, link_s: float | None, spawn: Spawn) -> None:
         self._peers, self._link_s, self._spawn = peers, link_s, spawn
         self._far: dict[str, _Far] = {}
         self._is_watching = False
@@ -180,7 +173,7 @@ class Crossings:
     def _keep(self, far: _Far) -> None:
         """Asks every session for a sign of life, or opens one."""
         for watched in far.watched.values():
-            watched.ask(time.monotonic)
+            watched.ask()
         if far.addresses and not far.has_session and not far.reaching:
             far.reaching = True
             self._spawn(self._reach(far))

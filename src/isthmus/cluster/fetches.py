@@ -18,9 +18,8 @@ from typing import Any
 
 from isthmus.blocks import seal
 from isthmus.cluster.cache import NodeCache
-from isthmus.cluster.departures import Tell
 from isthmus.cluster.messages import Ended, Enough, Given, Lent, Want
-from isthmus.cluster.sessions import Reach
+from isthmus.cluster.sessions import Reach, Tell
 from isthmus.cluster.wire import Frames, seals_kv
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Session
@@ -44,7 +43,7 @@ class Fetch:
     that copies, and threads that load prefixes read it.
 
     `landed[layer]`: how many of the blocks are here, layer by layer. `final`: how many there will be, once known.
-    `session`: over which it asks; `answer`: what comes to its last `want`.
+    `session`: over which it asks; `answer`: what comes to its last `want`; `peer`: the arena that was lent to it.
     """
 
     def __init__(self, order: events.Fetch, cache: NodeCache) -> None:
@@ -53,10 +52,14 @@ class Fetch:
         self.session: Session | None = None
         self.want: Want | None = None
         self.answer: asyncio.Future[Lent | Ended | None] | None = None
+        self.peer: PeerArena | None = None
+        self._lent: list[
+            tuple[int, Sequence[bytes]]
+        ] = []  # slots and seals there, for the same blocks as `_slots`
         self.condition = threading.Condition()
         self._cache = cache
         self._layout = cache.memory.layout
-        self._frames = Frames(self._layout)
+        self.frames = Frames(self._layout)
         self._slots: list[int] = []  # of this node's arena, for `names[start:]`
         self._kept: list[Pinned] = []  # those that are the cache's
         self._seals: list[list[bytes]] = []
@@ -94,11 +97,11 @@ class Fetch:
         self._cache.store.unpin(kept)
         self._cache.store.give_back(sorted(spare))
 
-    def copy(self, peer: PeerArena, lent: Sequence[tuple[int, Sequence[bytes]]]) -> bool:
+    def copy(self, peer: PeerArena) -> bool:
         """From another node's arena into the slots that there are; False when a block is not what its seals say. They
         are checked on the copy: its owner may have lost it meanwhile."""
         arena, first = self._cache.store.arena, self.num_whole
-        lent = lent[: len(self._slots) - first]
+        lent = self._lent[first : len(self._slots)]
         for layer in range(self._layout.num_layers if lent else 0):
             if self._final is not None:
                 break
@@ -166,6 +169,13 @@ class Fetch:
             and lent.arena.shape == self._cache.store.shape
         )
 
+    def borrow(self, lent: Lent) -> bool:
+        """To `copy` from; False when it cannot be read from here."""
+        self.peer = PeerArena.attach(lent.arena)
+        nothing = [(0, ())] * self.num_whole  # came before
+        self._lent = [*nothing, *zip(lent.slots, lent.seals, strict=True)]
+        return self.peer is not None
+
     def place(self, session: Session, given: Given, size: int) -> list[memoryview] | None:
         """Where a payload goes; None when it cannot be part of what is to come. `given.first` counts from the last
         Want."""
@@ -180,24 +190,16 @@ class Fetch:
             return None
         arena, tokens = self._cache.store.arena, Span(first * width, (first + count) * width)
         targets = [arena.slice(slot, given.layer) for slot in self._slots[first : first + count]]
-        return self._frames.place(given, session, self.codec, tokens, targets, size)
+        return self.frames.place(given, session, self.codec, tokens, targets, size)
 
     def receive(self, given: Given) -> bool:
         """Books a whole payload; False when a seal does not match: nothing from there on counts."""
-        targets, first = self._frames.take(given), self.num_whole + given.first
+        targets, first = self.frames.take(given), self.num_whole + given.first
         if self._final is not None:
             return True
         if targets is None or first != self._landed[given.layer]:
             return False
         return self._land(given.layer, first, given.seals, sealed=seals_kv(self.codec))
-
-    def void(self, given: Given) -> None:
-        """A payload that was being received will not come."""
-        self._frames.void(given)
-
-    def refuse(self) -> None:
-        """Payloads that are still being received come to an end, before their slots are given back."""
-        self._frames.refuse()
 
     def commit(self) -> None:
         """What is whole becomes the cache's. A block that it got elsewhere meanwhile stays private until the end."""
@@ -220,11 +222,6 @@ class Fetch:
                 self.condition.notify_all()
 
 
-def _goes_on(fetch: Fetch, before: int, room: int) -> bool:
-    """All came that there was room for, and more is wanted. `before`: so many were here."""
-    return 0 < fetch.num_whole - before == room < len(fetch.names) - fetch.start - before
-
-
 class Fetcher:
     """All fetches of a node. For its event loop."""
 
@@ -243,73 +240,52 @@ class Fetcher:
 
     async def _run(self, fetch: Fetch) -> None:
         try:
-            await self._fetch(fetch)
-        finally:
-            self._tell(events.FetchEnded(fetch.key, fetch.start + fetch.num_whole))
-            fetch.release()
-
-    async def _fetch(self, fetch: Fetch) -> None:
-        session = None
-        try:
-            session = fetch.session = await self._reach(fetch.order.source)
-            while await self._ask(fetch, session):
-                await self._make_way(fetch)
+            fetch.session = await self._reach(fetch.order.source)
+            await self._rounds(fetch, fetch.session)
         except (OSError, TimeoutError, ProtocolError) as error:
             log.warning("blocks cannot be fetched from %s: %s", fetch.order.source, error)
         finally:
             self._open.pop(fetch.key, None)
-            if session is not None:
-                fetch.refuse()
-                session.send(Enough(fetch.key))
+            if fetch.session is not None:
+                fetch.frames.refuse()  # what still comes must not be written into slots that are given back
+                fetch.session.send(Enough(fetch.key))
+            if fetch.peer is not None:
+                fetch.peer.close()
             fetch.end()
+            self._tell(events.FetchEnded(fetch.key, fetch.start + fetch.num_whole))
+            fetch.release()
 
-    async def _make_way(self, fetch: Fetch) -> None:
-        """Somebody decides what gives way to what came."""
-        self._tell(events.Came(fetch.key, fetch.start + fetch.num_whole))
-        await asyncio.sleep(0)
-        await asyncio.wrap_future(self.cache.kept())
+    async def _rounds(self, fetch: Fetch, session: Session) -> None:
+        """As many blocks as there is room for are asked for, or copied from what is lent; more when somebody has
+        decided what gives way to them."""
+        while not fetch.is_over and not session.closed and (room := fetch.make_room()):
+            before = fetch.num_whole
+            self._tell(events.Moved(fetch.key, fetched=True))
+            if fetch.peer is None:
+                answer = await fetch.ask(session, self._want(fetch, session, room))
+                if answer is None:
+                    return
+                if isinstance(answer, Lent) and not fetch.borrow(answer):
+                    self._strangers.add(session.peer)  # another container, or just gone
+                    session.send(Enough(fetch.key))
+                    continue
+            if fetch.peer is not None and not await self.cache.serve(fetch.copy, fetch.peer):
+                self._damaged(session)
+                return
+            fetch.commit()
+            came = fetch.num_whole - before
+            self.bytes_lent += came * self.cache.memory.layout.block_bytes if fetch.peer is not None else 0
+            if not 0 < came == room < len(fetch.names) - fetch.start - before:
+                return
+            self._tell(events.Came(fetch.key, fetch.start + fetch.num_whole))
+            await asyncio.sleep(0)
+            await asyncio.wrap_future(self.cache.kept())
 
-    async def _ask(self, fetch: Fetch, session: Session) -> bool:
-        """One Want and its answer. False when there is nothing left to ask for."""
-        order, before = fetch.order, fetch.num_whole
-        start = fetch.start + before
-        if fetch.is_over or session.closed or start == len(fetch.names) or not (room := fetch.make_room()):
-            return False
+    def _want(self, fetch: Fetch, session: Session, room: int) -> Want:
+        order = fetch.order
         shares = self._shares and session.peer not in self._strangers and not order.background
-        host = host_id() if shares else ""
-        self._tell(events.Moved(fetch.key, fetched=True))
-        answer = await fetch.ask(
-            session,
-            Want(fetch.key, fetch.names, start, order.whole, room, host, order.background, fetch.codec),
-        )
-        if isinstance(answer, Lent):
-            return await self._borrow(fetch, session, answer)
-        fetch.commit()
-        return answer is not None and _goes_on(fetch, before, room)
-
-    async def _borrow(self, fetch: Fetch, session: Session, lent: Lent) -> bool:
-        """Copies what is lent, as room for it comes. True when it cannot be read, but may be asked for."""
-        peer = PeerArena.attach(lent.arena)
-        if peer is None:
-            self._strangers.add(session.peer)  # another container, or just gone
-            session.send(Enough(fetch.key))
-            return True
-        blocks, first = list(zip(lent.slots, lent.seals, strict=True)), fetch.num_whole
-        try:
-            while not fetch.is_over and (room := fetch.make_room()):
-                before = fetch.num_whole
-                self._tell(events.Moved(fetch.key, fetched=True))
-                if not await self.cache.serve(fetch.copy, peer, blocks[before - first :]):
-                    self._damaged(session)
-                    break
-                fetch.commit()
-                self.bytes_lent += (fetch.num_whole - before) * self.cache.memory.layout.block_bytes
-                if not _goes_on(fetch, before, room):
-                    break
-                await self._make_way(fetch)
-        finally:
-            peer.close()
-        return False
+        host, start = host_id() if shares else "", fetch.start + fetch.num_whole
+        return Want(fetch.key, fetch.names, start, order.whole, room, host, order.background, fetch.codec)
 
     def _damaged(self, session: Session) -> None:
         self.seal_mismatches += 1
@@ -346,7 +322,7 @@ class Fetcher:
         """The sender gave up in the midst of it."""
         fetch = self._found(given.key, connection)
         if fetch is not None:
-            fetch.void(given)
+            fetch.frames.void(given)
             fetch.answered(None)
 
     def answer(self, connection: Session, answer: Lent | Ended) -> None:

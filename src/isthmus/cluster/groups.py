@@ -6,18 +6,21 @@ A complete group is told so; its leader then joins the stages, and the cluster a
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from isthmus.cluster.messages import Gathered, StageHello, Stop
 from isthmus.messenger import Session
 from isthmus.types import NodeId
 
 
+@dataclass(eq=False)
 class Stage:
     """One process of a group, with its session and the gauges of its last beat."""
 
-    def __init__(self, hello: StageHello, connection: Session, now_ns: int) -> None:
-        self.hello, self.connection, self.heard_ns = hello, connection, now_ns
-        self.gauges: dict[str, float] = {}
+    hello: StageHello
+    connection: Session
+    heard_ns: int
+    gauges: dict[str, float] = field(default_factory=dict)
 
     @property
     def name(self) -> NodeId:

@@ -15,11 +15,10 @@ from typing import Any
 
 from isthmus.cluster import messages
 from isthmus.cluster.cache import Load, NodeCache, Staging
-from isthmus.cluster.departures import Arrivals, Departures, Tell
 from isthmus.cluster.fetches import Fetch, Fetcher
 from isthmus.cluster.lending import Lender
-from isthmus.cluster.sessions import Bare, Peers
-from isthmus.cluster.transfers import Outgoing
+from isthmus.cluster.sessions import Bare, Peers, Spawn, Tell
+from isthmus.cluster.transfers import Arrivals, Departures, Outgoing
 from isthmus.engine.interface import KVBytes
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Session
@@ -44,7 +43,7 @@ class Hands(Bare):
         peers: Peers,
         address_of: Callable[[NodeId], str],
         tell: Tell,
-        spawn: Callable[[Coroutine[Any, Any, None]], None],
+        spawn: Spawn,
         shares_memory: bool,
         received: Callable[[RequestId, int], None],
     ) -> None:
@@ -59,7 +58,7 @@ class Hands(Bare):
         self._lender: Lender | None = None
         if cache is not None:
             self._fetcher = Fetcher(cache, self._reach, self._tell, shares_memory=shares_memory)
-            self._lender = Lender(cache, self._tell)
+            self._lender = Lender(cache, self._tell, spawn)
         self._fetches: dict[RequestId, Fetch] = {}  # that a load may read from
         self._loads: dict[RequestId, Load] = {}
         self._read: dict[RequestId, Sequence[BlockName]] = {}  # ahead of a load
@@ -93,7 +92,7 @@ class Hands(Bare):
         if self._fetcher is not None:
             self._fetcher.close()
         if self._lender is not None:
-            await self._lender.close()
+            self._lender.close()
 
     def do(self, action: events.Action) -> None:
         """Carries it out, or begins to. In the event loop or the worker's thread, one at a time."""
@@ -165,7 +164,7 @@ class Hands(Bare):
         begun = self._loads[key] = self.cache.load(load.names, load.blocks, fetch)
         read = self._read.pop(key, ())
 
-        def ended() -> None:
+        def ended(_: object) -> None:
             """In any thread."""
             self.cache.unread(read)
             if load.told and self._loads.get(key) is begun:  # and was not cancelled
@@ -173,7 +172,7 @@ class Hands(Bare):
                 self._tell(events.Loaded(key, begun.num_blocks))
 
         if read or load.told:
-            begun.on_end(ended)
+            begun.task.add_done_callback(ended)
 
     def _read_ahead(self, read: events.Read) -> None:
         self._read[read.key] = read.names

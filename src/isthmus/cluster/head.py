@@ -12,53 +12,18 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from functools import cache, lru_cache
 from typing import Any
 
+from isthmus import conductor
 from isthmus.attempts import key_of
 from isthmus.blocks import BlockNamer, KVLayout
+from isthmus.cluster import messages
 from isthmus.cluster.groups import Groups, Stage
-from isthmus.cluster.measures import Measures
-from isthmus.cluster.messages import (
-    PROTOCOL,
-    Beat,
-    HeadBound,
-    Hello,
-    Neighbours,
-    Output,
-    Outputs,
-    StageHello,
-    Stop,
-    Task,
-    Turned,
-    Welcome,
-)
-from isthmus.cluster.offload import Offload
 from isthmus.cluster.recorder import Tape
 from isthmus.cluster.sessions import Bare
 from isthmus.cluster.streams import Stream
-from isthmus.cluster.ways import Ways
-from isthmus.conductor import (
-    Abort,
-    Action,
-    Conductor,
-    Convert,
-    Event,
-    Fail,
-    FirstToken,
-    Hold,
-    HoldExpired,
-    Measured,
-    NodeLeft,
-    Refuse,
-    Replicate,
-    RequestArrived,
-    RequestCancelled,
-    RequestEnded,
-    RoleChanged,
-    Route,
-    Rules,
-    ThresholdSet,
-)
+from isthmus.cluster.ways import Measures, Offload, Ways
 from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
 from isthmus.messenger import Network, Session, TcpNetwork
 from isthmus.node.events import Become, Begin, Copy, Forget
@@ -67,12 +32,14 @@ from isthmus.types import NS_PER_MS, NS_PER_S, Job, ModelCard, NodeId, RequestId
 log = logging.getLogger(__name__)
 
 BEAT_MS = 500
+MAX_NAMERS = 1024
+"""Of salts, which come from clients."""
 
 
 class _Member:
     """A node that joined, with its session and the gauges of its last beat."""
 
-    def __init__(self, hello: Hello, connection: Session, now_ns: int) -> None:
+    def __init__(self, hello: messages.Hello, connection: Session, now_ns: int) -> None:
         self.hello, self.connection, self.role = hello, connection, hello.joined.role
         self.cluster = hello.joined.cluster
         self.heard_ns = now_ns
@@ -88,7 +55,7 @@ class Head:
 
     def __init__(
         self,
-        rules: Rules,
+        rules: conductor.Rules,
         card: ModelCard,
         *,
         token: str,
@@ -99,9 +66,9 @@ class Head:
         network: Network | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._conductor, self._rules = Conductor(rules), rules
+        self._conductor, self._rules = conductor.Conductor(rules), rules
         self._ways, self._measures = ways or Ways(), Measures(rules.links)
-        self._offload = Offload()
+        self._offload = Offload(links=self._measures.views())
         self._card, self._token, self._silence_s, self._recorder = card, token, silence_s, recorder
         self._rejoin_s = rejoin_s
         self._network, self._clock_ns = network or TcpNetwork(), clock_ns
@@ -111,14 +78,14 @@ class Head:
         self._streams: dict[RequestId, Stream] = {}
         self._layout: KVLayout | None = None
         self._revision = ""
-        self._namers: dict[str, BlockNamer] = {}
+        self._namer = lru_cache(MAX_NAMERS)(self._new_namer)
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
 
     async def open(self, host: str, port: int) -> str:
         """Listens for nodes; returns `host:port`. Raises OSError when the port is taken."""
-        self._server, port = await self._network.listen(host, port, HeadBound, lambda: _FromNode(self))
+        self._server, port = await self._network.listen(host, port, messages.HeadBound, lambda: _FromNode(self))
         self._start(self._watch())
         return f"{host}:{port}"
 
@@ -136,9 +103,9 @@ class Head:
         for stream in list(self._streams.values()):
             stream.fail(UnavailableError("the cluster is shutting down"))
         for member in self._members.values():
-            member.connection.send(Stop())
+            member.connection.send(messages.Stop())
         for stage in self._groups.followers():
-            stage.connection.send(Stop())
+            stage.connection.send(messages.Stop())
         self._server.close()
 
     # The gateway's handle.
@@ -177,10 +144,7 @@ class Head:
 
     def offload(self) -> Offload | None:
         """What passes between clusters; None where no link joins any."""
-        if not self._rules.links:
-            return None
-        self._offload.links = self._measures.views()
-        return self._offload
+        return self._offload if self._rules.links else None
 
     def refusals(self) -> dict[str, int]:
         """Requests turned away so far, by the stage that could not take them."""
@@ -196,7 +160,7 @@ class Head:
         stream = Stream(job, self._names(job), self._cancel)
         self._streams[job.request] = stream
         self._decide(
-            RequestArrived(
+            conductor.RequestArrived(
                 request=job.request,
                 tenant=job.tenant,
                 num_tokens=len(job.tokens),
@@ -214,20 +178,19 @@ class Head:
     def _names(self, job: Job) -> tuple[Any, ...]:
         if self._layout is None:
             raise UnavailableError("no node has joined yet; try again in a few seconds")
-        namer = self._namers.get(job.salt)
-        if namer is None:
-            namer = BlockNamer(revision=self._revision, layout=self._layout, salt=job.salt)
-            if len(self._namers) < 1024:  # salts come from clients: keep only so many
-                self._namers[job.salt] = namer
-        return tuple(namer.names(job.tokens))
+        return tuple(self._namer(job.salt).names(job.tokens))
+
+    def _new_namer(self, salt: str) -> BlockNamer:
+        assert self._layout is not None
+        return BlockNamer(revision=self._revision, layout=self._layout, salt=salt)
 
     def _cancel(self, request: RequestId) -> None:
         if self._streams.pop(request, None) is not None:
-            self._decide(RequestCancelled(request))
+            self._decide(conductor.RequestCancelled(request))
 
     # Decisions.
 
-    def _decide(self, event: Event) -> None:
+    def _decide(self, event: conductor.Event) -> None:
         now = self._clock_ns()
         actions = self._conductor.on(event, now)
         if self._recorder is not None:
@@ -235,26 +198,26 @@ class Head:
         for action in actions:
             self._act(action, now)
 
-    def _act(self, action: Action, now: int) -> None:
+    def _act(self, action: conductor.Action, now: int) -> None:
         match action:
-            case Route():
+            case conductor.Route():
                 self._route(action, now)
-            case Refuse():
+            case conductor.Refuse():
                 self._refused[action.stage or action.code] += 1
                 self._fail(action.request, _refusal(action))
-            case Abort():
+            case conductor.Abort():
                 for node in action.nodes:
                     self._send(node, Forget(key_of(action.request, action.attempt)))
-            case Hold():
-                expired = HoldExpired(action.request, action.attempt)
+            case conductor.Hold():
+                expired = conductor.HoldExpired(action.request, action.attempt)
                 asyncio.get_running_loop().call_later(self._rejoin_s, self._decide, expired)
-            case Fail():
+            case conductor.Fail():
                 self._fail(action.request, UnavailableError(action.reason))
-            case Replicate():
+            case conductor.Replicate():
                 self._send(action.target, Copy(action.names, action.source))
-            case Convert():
+            case conductor.Convert():
                 self._send(action.node, Become(action.role))
-            case ThresholdSet():
+            case conductor.ThresholdSet():
                 self._offload.threshold, self._offload.reason = action.threshold, action.reason
                 self._offload.changes += 1
 
@@ -263,7 +226,7 @@ class Head:
         if stream is not None:
             stream.fail(error)
 
-    def _route(self, route: Route, now: int) -> None:
+    def _route(self, route: conductor.Route, now: int) -> None:
         """Sends an attempt to its nodes. What was generated already is part of what is prefilled."""
         stream = self._streams[route.request]
         stream.start_attempt(route.attempt)
@@ -280,7 +243,7 @@ class Head:
                 stop_length=len(job.tokens) + job.max_tokens,
                 names=stream.names,
             )
-            self._send(node, Task(begin, now, tokens, len(job.tokens), job.sampling, job.salt))
+            self._send(node, messages.Task(begin, now, tokens, len(job.tokens), job.sampling, job.salt))
         self._offload.requests += self._ways.crosses(route.prefill, route.decode)
 
     def _send(self, node: NodeId, message: Any) -> None:
@@ -289,7 +252,7 @@ class Head:
 
     # From nodes.
 
-    def join(self, connection: Session, hello: Hello) -> NodeId | None:
+    def join(self, connection: Session, hello: messages.Hello) -> NodeId | None:
         """Takes a node in, or turns it away with the reason; returns its id when it is in."""
         reason, joined = self._objection(hello), hello.joined
         if not reason:
@@ -299,43 +262,36 @@ class Head:
                 reason = str(error)
         if reason:
             log.warning("turned %s away: %s", joined.node, reason)
-            connection.send(Turned(reason))
+            connection.send(messages.Turned(reason))
             connection.close(reason)
             return None
         if self._layout is None:
             self._layout, self._revision = hello.layout, hello.revision
         self._members[joined.node] = _Member(hello, connection, self._clock_ns())
-        connection.send(Welcome(self._beat_ms))
-        self._tell_neighbours(joined.cluster, joined.node)
+        connection.send(messages.Welcome(self._beat_ms))
+        self._tell_neighbours(joined.cluster)
         self._decide(joined)
         self._changed.set()
         return joined.node
 
-    def _tell_neighbours(self, cluster: str, joined: NodeId | None = None) -> None:
-        """The nodes of a cluster are others now: tells them, and those of the clusters that links join to it. One that
-        `joined` hears of the linked ones too."""
-        linked = self._ways.linked(cluster)
-        news = {other: self._ways.view(cluster, other) for other in (cluster, *linked)}
+    def _tell_neighbours(self, cluster: str) -> None:
+        """The nodes of a cluster are others now: tells all processes of those that are in it, or in a linked one, which
+        nodes they can reach."""
+        view = cache(self._ways.view)
         for node, member in self._members.items():
-            for view in [news[member.cluster]] if member.cluster in news else []:
-                self._send_all(node, view)
-        if joined is not None:
-            for other in linked:
-                self._send_all(joined, self._ways.view(other, cluster))
+            reached = (member.cluster, *self._ways.linked(member.cluster))
+            for other in reached if cluster in reached else ():
+                for session in (member.connection, *self._groups.sessions(node)):
+                    session.send(view(other, member.cluster))
 
-    def _send_all(self, node: NodeId, message: Neighbours) -> None:
-        """To all processes of a node."""
-        for session in (self._members[node].connection, *self._groups.sessions(node)):
-            session.send(message)
-
-    def _distrust(self, hello: Hello | StageHello) -> str:
+    def _distrust(self, hello: messages.Hello | messages.StageHello) -> str:
         if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
             return "its cluster token is wrong"
-        if hello.protocol != PROTOCOL:
-            return f"it speaks protocol {hello.protocol}, this cluster {PROTOCOL}"
+        if hello.protocol != messages.PROTOCOL:
+            return f"it speaks protocol {hello.protocol}, this cluster {messages.PROTOCOL}"
         return ""
 
-    def _objection(self, hello: Hello) -> str:
+    def _objection(self, hello: messages.Hello) -> str:
         if reason := self._distrust(hello):
             return reason
         if hello.joined.node in self._members:
@@ -351,22 +307,22 @@ class Head:
             return "its model revision or KV layout differs from the cluster's"
         return ""
 
-    def join_stage(self, connection: Session, hello: StageHello) -> Stage | None:
+    def join_stage(self, connection: Session, hello: messages.StageHello) -> Stage | None:
         """Takes one process of a pipeline group in, or turns it away with the reason."""
         reason = self._distrust(hello) or self._groups.objection(hello)
         if reason:
             log.warning("turned stage %d of %s away: %s", hello.stage, hello.group, reason)
-            connection.send(Turned(reason))
+            connection.send(messages.Turned(reason))
             connection.close(reason)
             return None
         stage = Stage(hello, connection, self._clock_ns())
         self._groups.enter(stage)
         if hello.stage:
-            connection.send(Welcome(self._beat_ms))
+            connection.send(messages.Welcome(self._beat_ms))
         return stage
 
-    def heard_stage(self, stage: Stage, message: HeadBound) -> None:
-        if not isinstance(message, Beat):
+    def heard_stage(self, stage: Stage, message: messages.HeadBound) -> None:
+        if not isinstance(message, messages.Beat):
             raise ProtocolError(f"a {type(message).__name__} from a later pipeline stage")
         stage.heard_ns, stage.gauges = self._clock_ns(), message.gauges
         leader = self._members.get(stage.hello.group)
@@ -388,40 +344,40 @@ class Head:
             self._ways.close(node)
             self._measures.left(node)
             self._tell_neighbours(member.cluster)
-            self._decide(NodeLeft(node))
+            self._decide(conductor.NodeLeft(node))
             self._changed.set()
 
-    def heard(self, node: NodeId, message: HeadBound) -> None:
+    def heard(self, node: NodeId, message: messages.HeadBound) -> None:
         member = self._members.get(node)
         if member is None:
             return
         member.heard_ns = self._clock_ns()
         match message:
-            case Outputs():
+            case messages.Outputs():
                 for output in message.outputs:
                     self._output(output)
-            case Beat():
+            case messages.Beat():
                 member.gauges = message.gauges
                 self._measures.heard(node, member.cluster, message.crossings, member.heard_ns)
-            case Hello() | StageHello():
+            case messages.Hello() | messages.StageHello():
                 raise ProtocolError("a second Hello")
             case _:
-                if isinstance(message, RoleChanged):
+                if isinstance(message, conductor.RoleChanged):
                     member.role = message.role
                     self._offload.conversions += 1
                 self._decide(message)
 
-    def _output(self, output: Output) -> None:
+    def _output(self, output: messages.Output) -> None:
         stream = self._streams.get(output.request)
         if stream is None or stream.attempt != output.attempt:
             return
         if stream.prefilled():
-            self._decide(FirstToken(output.request, output.attempt))
+            self._decide(conductor.FirstToken(output.request, output.attempt))
             if stream.error is not None:
                 return  # refused before the client got anything
         if stream.deliver(output.token):
             del self._streams[output.request]
-            self._decide(RequestEnded(output.request, len(stream.generated)))
+            self._decide(conductor.RequestEnded(output.request, len(stream.generated)))
 
     # Liveness.
 
@@ -443,7 +399,7 @@ class Head:
         period_s = self._rules.period_ns / NS_PER_S
         while True:
             await asyncio.sleep(period_s)
-            self._decide(Measured(self._measures.take()))
+            self._decide(conductor.Measured(self._measures.take()))
 
     async def _watch(self) -> None:
         """A node that sent nothing for `silence_s` is gone, whatever its socket says."""
@@ -464,7 +420,7 @@ def _report(task: asyncio.Task[None]) -> None:
         log.critical("the head goes on without one of its tasks", exc_info=task.exception())
 
 
-def _refusal(refuse: Refuse) -> IsthmusError:
+def _refusal(refuse: conductor.Refuse) -> IsthmusError:
     if refuse.code == "overloaded":
         return OverloadedError(refuse.reason, retry_after_s=max(1, -(-refuse.retry_after_ms // 1000)))
     if refuse.code == "too_long":
@@ -480,10 +436,10 @@ class _FromNode(Bare):
         self._node: NodeId | None = None
         self._stage: Stage | None = None
 
-    def on_message(self, connection: Session, message: HeadBound) -> None:
-        if isinstance(message, Hello):
+    def on_message(self, connection: Session, message: messages.HeadBound) -> None:
+        if isinstance(message, messages.Hello):
             self._node = self._head.join(connection, message)
-        elif isinstance(message, StageHello):
+        elif isinstance(message, messages.StageHello):
             self._stage = self._head.join_stage(connection, message)
         elif self._node is not None:
             self._head.heard(self._node, message)

@@ -1,7 +1,7 @@
-"""Starts, watches and stops the node processes of this machine.
+"""Starts, watches and stops the processes of this machine: nodes, and links between clusters.
 
 A child reads its orders as one JSON line on standard input and keeps that pipe open: when the launcher dies,
-however it dies, the pipe closes and the child leaves. A child that cannot start writes one JSON line with the
+however it dies, the pipe closes and the child leaves. A node that cannot start writes one JSON line with the
 error on standard output.
 """
 
@@ -12,12 +12,15 @@ import contextlib
 import logging
 import os
 import sys
+from asyncio.subprocess import PIPE
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from isthmus.cluster.shaper import LinkOrders, LinkPorts, Point
 from isthmus.config import Config, child_environment
 from isthmus.deploy import Place, places_of
 from isthmus.errors import StartError
@@ -26,6 +29,7 @@ from isthmus.types import NodeId, Role
 log = logging.getLogger(__name__)
 
 STOP_S = 5.0
+LINK_START_S = 30.0
 RESTART_S = 1.0
 
 
@@ -100,15 +104,44 @@ def threads_per_node(config: Config, num_nodes: int) -> int:
     return config.engine.threads or max(1, (len(os.sched_getaffinity(0)) - 1) // num_nodes)
 
 
+async def start_child(verb: str, *arguments: str, threads: int, orders: Any) -> asyncio.subprocess.Process:
+    """`isthmus VERB ARGUMENTS`, with these orders. Its name among the arguments is for `ps`."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "isthmus", verb, *arguments),
+        stdin=PIPE,
+        stdout=PIPE,
+        env=child_environment(threads),
+        start_new_session=True,  # Ctrl-C reaches the launcher only, which stops the children in order
+    )
+    tell_child(process, orders)
+    return process
+
+
+def tell_child(process: asyncio.subprocess.Process, message: Any) -> None:
+    if process.stdin is not None and not process.stdin.is_closing():
+        process.stdin.write(msgspec.json.encode(message) + b"\n")
+
+
+async def stop_child(process: asyncio.subprocess.Process) -> None:
+    """Closes its input, which tells it to leave, and kills it if it does not. It is gone afterwards."""
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        await asyncio.wait_for(process.wait(), STOP_S)
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
 class Launcher:
-    """Owns the children. `start`, then `failure` ends (with StartError) if one cannot start; then `stop`."""
+    """Owns the nodes. `start`, then `failure` ends (with StartError) if one cannot start; then `stop`."""
 
     def __init__(self, config: Config, model: Path, *, join: str, token: str) -> None:
         self._config, self._model, self._join, self._token = config, model, join, token
         self._planned = planned_processes(config)
         self._processes: dict[str, asyncio.subprocess.Process] = {}
         self._starts: Counter[str] = Counter()
-        self._watchers: list[asyncio.Task[None]] = []
         self._stopping = False
         self.ready = False
         """Set once the cluster is complete: from then on a node that ends is started again."""
@@ -122,28 +155,14 @@ class Launcher:
             await self._spawn(planned)
 
     async def failure(self) -> None:
-        """Waits until a child ends before the cluster is ready; raises its StartError."""
-        self._watchers = [asyncio.create_task(self._watch(planned)) for planned in self._planned]
-        done, _ = await asyncio.wait(self._watchers, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
+        """Waits until a child ends before the cluster is ready; raises its StartError. From then on starts each that
+        ends again, until it is cancelled."""
+        await asyncio.gather(*map(self._watch, self._planned))
 
     async def stop(self) -> None:
         """Waits for children that were told to stop; kills those that do not. None is left afterwards."""
         self._stopping = True
-        for process in self._processes.values():
-            if process.stdin is not None:
-                process.stdin.close()
-        waits = [asyncio.create_task(process.wait()) for process in self._processes.values()]
-        if waits:
-            await asyncio.wait(waits, timeout=STOP_S)
-        for process in self._processes.values():
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-        if waits:
-            await asyncio.wait(waits)
-        for watcher in self._watchers:
-            watcher.cancel()
+        await asyncio.gather(*map(stop_child, self._processes.values()))
 
     async def _spawn(self, planned: Process) -> None:
         threads, place = threads_per_node(self._config, len(self._planned)), planned.place
@@ -160,24 +179,8 @@ class Launcher:
             cluster=place.cluster.name,
             start=self._starts[planned.name],
         )
-        process = await asyncio.create_subprocess_exec(
-            *(
-                sys.executable,
-                "-m",
-                "isthmus",
-                "node",
-                "--launched",
-                "--name",
-                planned.name,
-            ),  # the name is for `ps`
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=child_environment(threads),
-            start_new_session=True,  # Ctrl-C reaches the launcher only, which stops the children in order
-        )
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(orders) + b"\n")
-        self._processes[planned.name] = process
+        name = ("--launched", "--name", planned.name)
+        self._processes[planned.name] = await start_child("node", *name, threads=threads, orders=orders)
 
     async def _watch(self, planned: Process) -> None:
         while True:
@@ -208,3 +211,46 @@ def _trouble(output: bytes, code: int) -> str:
     except msgspec.DecodeError:
         killed = " (killed; is there enough memory?)" if code == -9 else ""
         return f"exit status {code}{killed}"
+
+
+class LinkProcess:
+    """The link between the clusters `between`, in a process that this one started."""
+
+    def __init__(self, between: tuple[str, str], process: asyncio.subprocess.Process, ports: LinkPorts) -> None:
+        self.between = between
+        self._process, self._spare = process, [list(towards) for towards in ports.ports]
+
+    @staticmethod
+    async def start(between: tuple[str, str], orders: LinkOrders) -> LinkProcess:
+        """Raises StartError."""
+        process = await start_child("link", "--name", "-".join(between), threads=1, orders=orders)
+        assert process.stdout is not None
+        try:
+            line = await asyncio.wait_for(process.stdout.readline(), LINK_START_S)
+            return LinkProcess(between, process, msgspec.json.decode(line, type=LinkPorts))
+        except (msgspec.DecodeError, TimeoutError):
+            await stop_child(process)
+            raise StartError(f"the process of the link between {' and '.join(between)} did not start") from None
+
+    def open(self, towards: str, target: str) -> int | None:
+        """A port that leads to `target`, in the cluster `towards`; None when there are no more."""
+        spare = self._spare[self.between.index(towards)]
+        if not spare:
+            return None
+        port = spare.pop(0)
+        self.point(Point(port, target))
+        return port
+
+    def close(self, towards: str, port: int) -> None:
+        self.point(Point(port, ""))
+        self._spare[self.between.index(towards)].append(port)
+
+    def point(self, point: Point) -> None:
+        tell_child(self._process, point)
+
+    async def ended(self) -> str:
+        """Waits until it ends by itself; what it ended with."""
+        return f"exit status {await self._process.wait()}"
+
+    async def stop(self) -> None:
+        await stop_child(self._process)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from isthmus.cluster.cache import NodeCache
-from isthmus.cluster.departures import Tell
 from isthmus.cluster.fetches import host_id
 from isthmus.cluster.messages import Ended, Given, Lent, Want
+from isthmus.cluster.sessions import Spawn, Tell
 from isthmus.cluster.wire import pack
 from isthmus.engine.codecs import CODECS
 from isthmus.errors import ProtocolError
@@ -45,22 +46,12 @@ class Lease:
             if pinned is not None:
                 self.slots.append(pinned.slot)
                 self.seals.append(pinned.seals)
-            elif not self._read(name):
+            elif (brought := self._cache.bring(name)) is not None:
+                self._own.append(brought[0])
+                self.slots.append(brought[0])
+                self.seals.append(brought[1])
+            else:
                 return False
-        return True
-
-    def _read(self, name: BlockName) -> bool:
-        store = self._cache.store
-        slots, seals = store.reserve(1), store.seals(name)
-        self._own += slots
-        if not slots or seals is None:
-            return False
-        size, layers = self._cache.memory.layout.block_bytes, self._cache.memory.layout.num_layers
-        into = store.arena.memory[slots[0] * size : (slots[0] + 1) * size]
-        if not store.read(name, 0, layers, into):
-            return False
-        self.slots.append(slots[0])
-        self.seals.append(seals)
         return True
 
     def hold(self) -> None:
@@ -75,15 +66,16 @@ class Lease:
             self.over.set()
 
 
+@dataclass
 class _Loan:
     """What another node wants. `stop`: of the prefix it may have so much, once that is decided; `answered`: all of the
     last `want` was sent, though not all may have been acknowledged."""
 
-    def __init__(self, session: Session, want: Want) -> None:
-        self.session, self.want = session, want
-        self.stop: int | None = None
-        self.answered = False
-        self.task: asyncio.Task[None] | None = None
+    session: Session
+    want: Want
+    stop: int | None = None
+    answered: bool = False
+    task: asyncio.Task[None] | None = None
 
     @property
     def names(self) -> tuple[BlockName, ...]:
@@ -94,11 +86,9 @@ class _Loan:
 class Lender:
     """Answers other nodes. For the node's event loop."""
 
-    def __init__(self, cache: NodeCache, tell: Tell) -> None:
-        self._cache, self._tell = cache, tell
+    def __init__(self, cache: NodeCache, tell: Tell, spawn: Spawn) -> None:
+        self._cache, self._tell, self._spawn = cache, tell, spawn
         self._loans: dict[tuple[RequestId, NodeId], _Loan] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        """Those that answer, and those that are ending."""
         self._host = host_id()
         self.bytes_out = 0
 
@@ -119,18 +109,13 @@ class Lender:
             self._tell(events.Wanted(want.key, peer, want.names, want.start, want.whole))
         else:
             loan.want, loan.answered = want, False
-            self._begin(loan)
+            loan.task = self._spawn(self._answer(loan))
 
     def give(self, give: events.Give) -> None:
         loan = self._loans.get((give.key, give.peer))
         if loan is not None and loan.stop is None and loan.want.names == give.names:
             loan.stop = give.stop
-            self._begin(loan)
-
-    def _begin(self, loan: _Loan) -> None:
-        task = loan.task = asyncio.get_running_loop().create_task(self._answer(loan))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+            loan.task = self._spawn(self._answer(loan))
 
     def enough(self, connection: Session, key: RequestId, peer: NodeId) -> None:
         """The same key may be asked for again at once."""
@@ -147,12 +132,11 @@ class Lender:
             if loan.session is connection:
                 self.enough(connection, *at)
 
-    async def close(self) -> None:
-        """Gives everything back."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def close(self) -> None:
+        """Gives everything back, as soon as nothing is done with it."""
+        for loan in self._loans.values():
+            if loan.task is not None:
+                loan.task.cancel()
 
     async def _answer(self, loan: _Loan) -> None:
         handle = self._cache.store.arena.handle

@@ -8,12 +8,13 @@ import logging
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 from isthmus.cluster.head import Head
-from isthmus.cluster.launcher import Launcher
-from isthmus.cluster.link_process import LinkOrders, LinkProcess, shape_of
-from isthmus.cluster.links import network_of
+from isthmus.cluster.launcher import Launcher, LinkProcess
 from isthmus.cluster.recorder import FORMAT, Header, LiveRecorder
+from isthmus.cluster.sessions import network_of
+from isthmus.cluster.shaper import LinkOrders, shape_of
 from isthmus.cluster.ways import Ways
 from isthmus.config import Config
 from isthmus.deploy import clusters_of, links_of, places_of, rules_of
@@ -58,23 +59,19 @@ class LocalCluster:
             where = f"{config.join_host}:{config.join_port}"
             raise StartError(f"cannot listen for nodes on {where}: {error.strerror}") from None
         self._launcher = Launcher(config, self._model, join=join, token=self._token)
-        self._failure: asyncio.Task[None] | None = None
-        watchers: list[asyncio.Task[None]] = []
+        self._failure: asyncio.Future[Any] | None = None
         try:
             await self._start_links()
-            watchers = [asyncio.create_task(_watch(link)) for link in self.links]
             await self._launcher.start()
-            self._failure = asyncio.create_task(self._launcher.failure())
+            self._failure = asyncio.gather(self._launcher.failure(), *map(_watch, self.links))
             yield
         finally:
             await self.head.close()
             await self._launcher.stop()
-            for watcher in watchers:
-                watcher.cancel()
-            await asyncio.gather(*[link.stop() for link in self.links])
             if self._failure is not None:
                 self._failure.cancel()
                 await asyncio.gather(self._failure, return_exceptions=True)
+            await asyncio.gather(*[link.stop() for link in self.links])
             if self._recorder is not None:
                 self._recorder.close()
 

@@ -1,4 +1,5 @@
-"""What head and nodes say to each other. Schema-checked msgpack; token ids and KV bytes, nothing executable.
+"""What head, nodes and the stages of a pipeline group say to each other. Schema-checked msgpack; token ids and KV
+bytes, nothing executable.
 
 Reports of nodes are the conductor's events and travel as they are (`isthmus.attempts`); a node is told a route. `key`,
 of an attempt, goes with everything about a request: what comes late from an earlier attempt is void.
@@ -8,21 +9,17 @@ from __future__ import annotations
 
 import msgspec
 
-from isthmus.attempts import (
-    BlocksEvicted,
-    BlocksStored,
-    FetchFinished,
-    PrefillFinished,
-    RequestFailed,
-    RoleChanged,
-)
+from isthmus.attempts import Report
 from isthmus.blocks import KVLayout
 from isthmus.conductor import NodeJoined
-from isthmus.node.events import Become, Begin, Copy, Forget
+from isthmus.node import events
+from isthmus.scheduler import Piece, Preempted
 from isthmus.store import ArenaHandle
 from isthmus.types import BlockName, Generated, NodeId, RequestId, Sampling, TokenLogprobs
 
 PROTOCOL = 6
+MAX_NAMES = 1 << 16
+"""In one message: far from the limit of its length."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -90,18 +87,7 @@ class StageHello(msgspec.Struct, frozen=True, tag=True):
     address: str
 
 
-HeadBound = (
-    Hello
-    | StageHello
-    | Outputs
-    | Beat
-    | FetchFinished
-    | PrefillFinished
-    | RequestFailed
-    | BlocksStored
-    | BlocksEvicted
-    | RoleChanged
-)
+HeadBound = Hello | StageHello | Outputs | Beat | Report
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -129,7 +115,7 @@ class Task(msgspec.Struct, frozen=True, tag=True):
     generated; the first `num_prompt` are the client's prompt. `salt`: of the request's caches.
     """
 
-    begin: Begin
+    begin: events.Begin
     now_ns: int
     tokens: tuple[int, ...]
     num_prompt: int
@@ -148,7 +134,10 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Leave: the cluster shuts down."""
 
 
-NodeBound = Welcome | Gathered | Turned | Task | Forget | Copy | Neighbours | Become | Stop
+NodeBound = (
+    Welcome | Gathered | Turned | Neighbours | Stop | Task
+    | events.Forget | events.Copy | events.Become
+)  # fmt: skip
 
 
 class PeerHello(msgspec.Struct, frozen=True, tag=True):
@@ -261,3 +250,79 @@ class Probe(msgspec.Struct, frozen=True, tag=True):
 
 
 PeerMessage = Probe | PeerHello | Offer | Grant | Slices | Sent | Landed | Want | Lent | Given | Ended | Enough
+
+# Along the chain that the stages of a pipeline group form. Downwards go the leader's own actions, as they are, and what
+# is to be computed: each stage passes them on in their order when it has carried them out itself. Upwards go facts for
+# the leader, at once.
+
+
+class StageOpen(msgspec.Struct, frozen=True, tag=True):
+    """First message down: be this stage. `hello`: of the leader; `later`: addresses of the stages that follow.
+
+    `num_blocks`, `num_slots`, `num_records`: of the leader's KV memory, and of its cache in DRAM and on disk, which
+    every stage must be able to follow block by block.
+    """
+
+    hello: PeerHello
+    stage: int
+    num_blocks: int
+    num_slots: int
+    num_records: int
+    later: tuple[str, ...]
+
+
+class StageRun(msgspec.Struct, frozen=True, tag=True):
+    """Compute this batch. Payload: the hidden states of the stage before, a dense array.
+
+    `poisoned`: attempts whose hidden states mean nothing, since a stage before misses some of their KV.
+    """
+
+    run: int
+    pieces: tuple[Piece, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    poisoned: tuple[RequestId, ...] = ()
+
+
+Followed = (
+    events.Load
+    | events.Read
+    | events.Save
+    | events.Promote
+    | events.Demote
+    | events.Drop
+    | events.Shorten
+    | events.Offer
+    | events.Release
+    | Preempted
+)
+"""Actions of the leader's node that every stage carries out for its layers."""
+
+Downward = StageOpen | Task | StageRun | Followed
+
+
+class StageFound(msgspec.Struct, frozen=True, tag=True):
+    """Blocks that this stage found on its disk when it started. `last`: all of them are told, and it can begin."""
+
+    stage: int
+    names: tuple[BlockName, ...]
+    last: bool = False
+
+
+class StageSampled(msgspec.Struct, frozen=True, tag=True):
+    """A batch has left the last stage, with these tokens; `keys`: of the attempts that they belong to."""
+
+    run: int
+    keys: tuple[RequestId, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs | None, ...]
+
+
+class StageSaved(msgspec.Struct, frozen=True, tag=True):
+    """A stage has carried out a `Save` of this request's blocks."""
+
+    stage: int
+    request: RequestId
+
+
+Upward = StageFound | StageSampled | StageSaved | events.Lost | events.Broken | events.Severed

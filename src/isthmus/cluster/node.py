@@ -3,60 +3,62 @@
     head ──Task──> node ──worker──> tokens ──Outputs──> head
     prefill node ──Offer──> decode node ──Grant──> ──Slices…, Sent──> ──Landed──>
 
-Facts go to `isthmus.node.Node` under one lock; its actions are carried out by `Runs` (tokens), `Hands` (bytes), the
-session with the head (reports), and here (time).
+Event loop and worker tell facts to `isthmus.node.Node` under one lock, which nobody holds while the engine computes, so
+grants and arrivals are heard in the middle of an iteration too. Its actions are carried out by `Runs` (tokens), `Hands`
+(bytes), the session with the head (reports), and here (time).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, get_args
 
 from msgspec.structs import replace
 
-from isthmus.attempts import (
-    BlocksEvicted,
-    BlocksStored,
-    FetchFinished,
-    PrefillFinished,
-    RequestFailed,
-    RoleChanged,
-)
+from isthmus.attempts import BlocksEvicted, Report, RoleChanged
+from isthmus.cluster import messages
 from isthmus.cluster.cache import chains_of
 from isthmus.cluster.hands import Hands
-from isthmus.cluster.messages import (
-    PROTOCOL,
-    Become,
-    Copy,
-    Forget,
-    Gathered,
-    Hello,
-    NodeBound,
-    Output,
-    Outputs,
-    StageHello,
-    Task,
-    Welcome,
-)
 from isthmus.cluster.pipeline import Group
 from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost
 from isthmus.cluster.recorder import Tape
-from isthmus.cluster.runs import Runs
+from isthmus.cluster.runs import Execution, Runs
 from isthmus.cluster.sessions import CONNECT_S
-from isthmus.cluster.worker import ThreadWorker, Worker
 from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
 from isthmus.messenger import Network
-from isthmus.node.events import Action, Cut, Event, Load, Recovered, Release, Sampled, Shorten, Wake, Woken
+from isthmus.node import events
 from isthmus.scheduler import Admitted, BlockPool, Joined, Preempted, Run
 from isthmus.store import Store
-from isthmus.types import NS_PER_S, RequestId, TokenLogprobs
+from isthmus.types import NS_PER_S, RequestId
 
 log = logging.getLogger(__name__)
+
+
+class Worker(Protocol):
+    """Executes the runs of one node. `lock`: whoever holds it may call the node."""
+
+    lock: Any
+
+    def start(self) -> None:
+        """Call it in the event loop of the owner."""
+
+    def later(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Calls `function` in that event loop, from any thread; in the order of these calls."""
+
+    def form(self, run: Run) -> None:
+        """Executes it next. Under the lock, as `cut`."""
+
+    def cut(self) -> None:
+        """Ends the run under way with the present iteration."""
+
+    def stop(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -93,25 +95,25 @@ class NodeProcess(EngineProcess):
         super().__init__(engine, options, world.network, store_of, world.hands_of, world.pool_of)
         self._clock_ns, self._tape = world.clock_ns, tape
         self.node = facts.node_of(BlockPool(facts.kv_blocks), transfer_ns=int(options.transfer_s * NS_PER_S))
-        self._group = Group(facts.pipeline, self, self._later) if facts.pipeline > 1 else None
+        self._group: Group | None = None
+        if facts.pipeline > 1:
+            self._group = Group(facts.pipeline, self.tell, self.sampled, self.end, self._later)
         self.runs = Runs(engine, self.hands, self._send_outputs, world.clock_ns, self._group)
         self.runs.saves, self.runs.keeps_answers = self.node.tiers is not None, self.node.keeps_answers
         self.worker = world.worker_of(self)
         self._blocks_evicted = 0
         self._heard: dict[type, Callable[[Any], None]] = {
             Admitted: self.runs.admitted,
-            Load: self.runs.loading,
-            Shorten: self.runs.shortened,
+            events.Load: self.runs.loading,
+            events.Shorten: self.runs.shortened,
             Preempted: self.runs.preempted,
-            Release: self.runs.released,
+            events.Release: self.runs.released,
         }
         self._orders: dict[type, Callable[[Any], None]] = {
             Run: self.worker.form,
-            Cut: lambda _: self.worker.cut(),
-            Wake: lambda action: self.worker.later(self._wake, action.at_ns),
-            BlocksEvicted: self._evicted,
-            RoleChanged: self._changed,
-            **dict.fromkeys((FetchFinished, PrefillFinished, RequestFailed, BlocksStored), self._report),
+            events.Cut: lambda _: self.worker.cut(),
+            events.Wake: lambda action: self.worker.later(self._wake, action.at_ns),
+            **dict.fromkeys(get_args(Report), self._report),
             **dict.fromkeys((Admitted, Joined), lambda _: None),
         }
 
@@ -127,7 +129,7 @@ class NodeProcess(EngineProcess):
 
     # Facts and actions.
 
-    def tell(self, fact: Event) -> None:
+    def tell(self, fact: events.Event) -> None:
         """Tells the node, and carries out what it answers. From any thread. A bug on the way ends the process: nobody
         knows what was done and what was not."""
         with self.worker.lock:
@@ -142,7 +144,7 @@ class NodeProcess(EngineProcess):
                 self.died(error)
                 raise
 
-    def _carry_out(self, action: Action) -> None:
+    def _carry_out(self, action: events.Action) -> None:
         kind = type(action)
         if kind in self._heard:
             self._heard[kind](action)
@@ -153,7 +155,7 @@ class NodeProcess(EngineProcess):
         if self._group is not None:
             self._group.do(action)
 
-    def fact(self, fact: Event) -> None:
+    def fact(self, fact: events.Event) -> None:
         if self._group is None:
             self.tell(fact)
         else:
@@ -163,22 +165,18 @@ class NodeProcess(EngineProcess):
         with self.worker.lock:
             self.runs.received(key, token)
 
-    def _report(self, report: Any) -> None:
+    def _report(self, report: Report) -> None:
+        if isinstance(report, RoleChanged):
+            log.info("%s is a %s node now", report.node, report.role)
+        elif isinstance(report, BlocksEvicted):
+            self._blocks_evicted += len(report.names)
         self.worker.later(self._send, report)
 
-    def _changed(self, report: RoleChanged) -> None:
-        log.info("%s is a %s node now", report.node, report.role)
-        self._report(report)
-
-    def _evicted(self, report: BlocksEvicted) -> None:
-        self._blocks_evicted += len(report.names)
-        self._report(report)
-
-    def _send_outputs(self, outputs: Sequence[Output]) -> None:
-        self.worker.later(self._send, Outputs(tuple(outputs)))
+    def _send_outputs(self, outputs: Sequence[messages.Output]) -> None:
+        self.worker.later(self._send, messages.Outputs(tuple(outputs)))
 
     def _wake(self, at_ns: int) -> None:
-        self.loop.call_later(max(0, at_ns - self._clock_ns()) / NS_PER_S, self.tell, Woken())
+        self.loop.call_later(max(0, at_ns - self._clock_ns()) / NS_PER_S, self.tell, events.Woken())
 
     def _later(self, function: Callable[..., None], *arguments: Any) -> None:
         self.worker.later(function, *arguments)
@@ -191,26 +189,26 @@ class NodeProcess(EngineProcess):
 
     # The head.
 
-    def hello(self) -> Hello | StageHello:
+    def hello(self) -> messages.Hello | messages.StageHello:
         return self._hello() if self._group is None else self.stage_hello()
 
-    def _hello(self) -> Hello:
+    def _hello(self) -> messages.Hello:
         engine = self._engine
-        return Hello(
-            PROTOCOL, self._options.token, self._facts.joined(), self._address,
+        return messages.Hello(
+            messages.PROTOCOL, self._options.token, self._facts.joined(), self._address,
             engine.revision, engine.layout, engine.max_length,
         )  # fmt: skip
 
-    def heard(self, message: NodeBound) -> None:
+    def heard(self, message: messages.NodeBound) -> None:
         match message:
-            case Task():
+            case messages.Task():
                 self.task(message)
-            case Forget() | Copy() | Become():
+            case events.Forget() | events.Copy() | events.Become():
                 self.tell(message)
-            case Gathered():
+            case messages.Gathered():
                 self._gathered(message.addresses)
 
-    def welcome(self, message: Welcome) -> None:
+    def welcome(self, message: messages.Welcome) -> None:
         super().welcome(message)
         found = self._found
         if self._cache is not None and self._group is not None:
@@ -218,7 +216,7 @@ class NodeProcess(EngineProcess):
             self._cache.drop(useless)
         chains = chains_of(found)
         if chains:
-            self.tell(Recovered(chains))
+            self.tell(events.Recovered(chains))
 
     def gauges(self) -> dict[str, float]:
         scheduler = self.node.scheduler
@@ -235,7 +233,7 @@ class NodeProcess(EngineProcess):
         found |= super().gauges()
         return found | (self._group.gauges() if self._group is not None else {})
 
-    def task(self, task: Task) -> None:
+    def task(self, task: messages.Task) -> None:
         """An attempt. The head's clock is another one: its times are put into this one's."""
         begin, ahead = task.begin, self._clock_ns() - task.now_ns
         route, fetch = begin.route, begin.route.fetch
@@ -266,10 +264,70 @@ class NodeProcess(EngineProcess):
             return
         self._send(self._hello())
 
-    def sampled(
-        self, keys: Sequence[RequestId], tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
-    ) -> None:
+    def sampled(self, message: messages.StageSampled) -> None:
         """A batch has left the last stage."""
         with self.worker.lock:
-            ended = self.runs.sampled(keys, tokens, logprobs)
-            self.tell(Sampled(tuple(keys), ended))
+            ended = self.runs.sampled(message.keys, message.tokens, message.logprobs)
+            self.tell(events.Sampled(message.keys, ended))
+
+
+class ThreadWorker:
+    """One thread. Start it once."""
+
+    def __init__(self, owner: NodeProcess) -> None:
+        self._owner = owner
+        self.lock = threading.RLock()
+        self._formed = threading.Condition(self.lock)
+        self._run: Run | None = None
+        self._is_cut = False
+        self._running = True
+        self._thread = threading.Thread(target=self._main, name="worker", daemon=True)
+
+    def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def later(self, function: Callable[..., None], *arguments: Any) -> None:
+        self._loop.call_soon_threadsafe(function, *arguments)
+
+    def form(self, run: Run) -> None:
+        self._run, self._is_cut = run, False
+        self._formed.notify()
+
+    def cut(self) -> None:
+        self._is_cut = True
+
+    def stop(self) -> None:
+        with self.lock:
+            self._running, self._is_cut = False, True
+            self._formed.notify()
+        self._thread.join(timeout=5)
+
+    def _main(self) -> None:
+        try:
+            while (run := self._next()) is not None:
+                self._owner.runs.take_turn()
+                self._execute(run)
+        except BaseException as error:
+            self._owner.died(error)
+            raise
+
+    def _next(self) -> Run | None:
+        with self.lock:
+            self._formed.wait_for(lambda: self._run is not None or not self._running)
+            run, self._run = self._run, None
+            return run if self._running else None
+
+    def _execute(self, run: Run) -> None:
+        """Iterates a run until it ends, a request ends or somebody cuts it."""
+        runs = self._owner.runs
+        with self.lock:
+            execution: Execution = runs.start(run)
+        while True:
+            runs.compute(execution)
+            with self.lock:
+                runs.book(execution)
+                if execution.over or self._is_cut:
+                    self._owner.stepped(runs.finish(execution))
+                    return
+            runs.advance(execution)

@@ -12,52 +12,35 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
-from isthmus.cluster.messages import PeerHello, Task
+from isthmus.cluster import messages
 from isthmus.cluster.sessions import Bare
-from isthmus.cluster.stage_messages import (
-    MAX_NAMES,
-    Followed,
-    StageFound,
-    StageOpen,
-    StageRun,
-    StageSampled,
-    StageSaved,
-    Upward,
-)
 from isthmus.deploy import NodeFacts
 from isthmus.engine.interface import Hidden
 from isthmus.messenger import Network, Priority, Session
 from isthmus.node.events import Action, Drop, Event
 from isthmus.scheduler import Run, Saved
-from isthmus.types import BlockName, RequestId, TokenLogprobs
+from isthmus.types import BlockName, RequestId
 
-_FOLLOWED = frozenset(get_args(Followed))
-
-
-class Leader(Protocol):
-    """What a group tells its leader, in the event loop."""
-
-    def tell(self, fact: Event) -> None:
-        """A fact for the node."""
-
-    def sampled(
-        self, keys: Sequence[RequestId], tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
-    ) -> None:
-        """A batch has left the last stage."""
-
-    def end(self, reason: str | Exception) -> None:
-        """A later stage is gone: nothing more can be computed."""
+_FOLLOWED = frozenset(get_args(messages.Followed))
 
 
 class Group(Bare):
     """The later stages. `begin`, `do` and `compute` keep their order; `later` calls something in the event loop, in
-    order."""
+    order. There `tell` hears facts for the node, `sampled` of a batch that has left the last stage, and `end` that one
+    is gone: nothing more can be computed."""
 
-    def __init__(self, stages: int, leader: Leader, later: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        stages: int,
+        tell: Callable[[Event], None],
+        sampled: Callable[[messages.StageSampled], None],
+        end: Callable[[str], None],
+        later: Callable[..., None],
+    ) -> None:
         assert stages > 1
-        self.stages, self._leader, self._later = stages, leader, later
+        self.stages, self._tell, self._sampled, self._end, self._later = stages, tell, sampled, end, later
         self._connection: Session | None = None
         self._ready: set[int] = set()
         self._formed = asyncio.Event()
@@ -71,7 +54,7 @@ class Group(Bare):
 
     # While the node decides, and while the engine computes.
 
-    def begin(self, task: Task) -> None:
+    def begin(self, task: messages.Task) -> None:
         self._later(self._send, task)
 
     def do(self, action: Action) -> None:
@@ -92,7 +75,7 @@ class Group(Bare):
             self._in_flight += 1
             self._max_in_flight = max(self._max_in_flight, self._in_flight)
         self._num_runs += 1
-        onward = StageRun(self._num_runs, run.pieces, hidden.shape, hidden.dtype)
+        onward = messages.StageRun(self._num_runs, run.pieces, hidden.shape, hidden.dtype)
         self._later(self._send, onward, hidden.data)
 
     # In the event loop.
@@ -102,7 +85,7 @@ class Group(Bare):
         if isinstance(fact, Saved):
             self._saved(0, fact.request)
         else:
-            self._leader.tell(fact)
+            self._tell(fact)
 
     def _saved(self, stage: int, request: RequestId) -> None:
         """One more of the saves of this request's blocks, which every stage carries out in the same order."""
@@ -112,19 +95,24 @@ class Group(Bare):
         if min(done) == max(done):
             del self._saves[request]
         if min(done) > before:
-            self._leader.tell(Saved(request))
+            self._tell(Saved(request))
 
     def _send(self, message: Any, *payload: memoryview) -> None:
         if self._connection is not None:  # one priority for all, or they would overtake each other
             self._connection.send(message, *payload, priority=Priority.URGENT)
 
     async def form(
-        self, network: Network, hello: PeerHello, facts: NodeFacts, addresses: Sequence[str], timeout_s: float
+        self,
+        network: Network,
+        hello: messages.PeerHello,
+        facts: NodeFacts,
+        addresses: Sequence[str],
+        timeout_s: float,
     ) -> None:
         """Returns when all stages are ready. Raises OSError or TimeoutError."""
-        self._connection = await network.connect(addresses[0], Upward, self, timeout_s=timeout_s)
+        self._connection = await network.connect(addresses[0], messages.Upward, self, timeout_s=timeout_s)
         later, sizes = tuple(addresses[1:]), (facts.kv_blocks, facts.num_slots, facts.ssd_blocks)
-        self._send(StageOpen(hello, 1, *sizes, later))
+        self._send(messages.StageOpen(hello, 1, *sizes, later))
         await self._formed.wait()
 
     def common(
@@ -139,8 +127,8 @@ class Group(Bare):
             anywhere |= dict.fromkeys(sorted(stage, key=repr))
         self._found = []
         useless = tuple([name for name in anywhere if name not in everywhere])
-        for at in range(0, len(useless), MAX_NAMES):
-            self.do(Drop(useless[at : at + MAX_NAMES]))
+        for at in range(0, len(useless), messages.MAX_NAMES):
+            self.do(Drop(useless[at : at + messages.MAX_NAMES]))
         return [pair for pair in found if pair[0] in everywhere], useless
 
     def gauges(self) -> dict[str, float]:
@@ -161,23 +149,23 @@ class Group(Bare):
         if self._connection is not None:
             self._connection.close()
 
-    def on_message(self, connection: Session, message: Upward) -> None:
+    def on_message(self, connection: Session, message: messages.Upward) -> None:
         match message:
-            case StageFound():
+            case messages.StageFound():
                 self._found[message.stage - 1].update(message.names)
                 if message.last:
                     self._ready.add(message.stage)
                 if len(self._ready) == self.stages - 1:
                     self._formed.set()
-            case StageSampled():
+            case messages.StageSampled():
                 with self._turn:
                     self._in_flight -= 1
                     self._turn.notify_all()
-                self._leader.sampled(message.keys, message.tokens, message.logprobs)
-            case StageSaved():
+                self._sampled(message)
+            case messages.StageSaved():
                 self._saved(message.stage, message.request)
             case _:
-                self._leader.tell(message)
+                self._tell(message)
 
     def on_close(self, connection: Session, reason: str) -> None:
-        self._leader.end(f"the session with the next stage at {connection.peer} ended: {reason}")
+        self._end(f"the session with the next stage at {connection.peer} ended: {reason}")

@@ -1,7 +1,7 @@
 """One process of a node: an engine and its hands, and sessions with the head and with other nodes.
 
 Most nodes are one process, which decides (`node.py`). A pipeline group is several, each with some of the layers; those
-after the first carry out what the first one decides (`stage_node.py`).
+after the first carry out what the first one decides (`stage.py`).
 """
 
 from __future__ import annotations
@@ -15,22 +15,10 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from isthmus.cluster import messages
 from isthmus.cluster.cache import NodeCache
 from isthmus.cluster.crossings import Crossings
 from isthmus.cluster.hands import Hands
-from isthmus.cluster.messages import (
-    PROTOCOL,
-    Beat,
-    Neighbours,
-    NodeBound,
-    PeerHello,
-    PeerMessage,
-    Probe,
-    StageHello,
-    Stop,
-    Turned,
-    Welcome,
-)
 from isthmus.cluster.runs import Runs
 from isthmus.cluster.sessions import CONNECT_S, Bare, Peers
 from isthmus.deploy import NodeFacts
@@ -71,7 +59,7 @@ class EngineProcess(ABC):
     `store_of`: opens the store of its cache, which it closes; None: prefixes are reused from the engine's memory alone.
     """
 
-    entrance: ClassVar[Any] = PeerMessage
+    entrance: ClassVar[Any] = messages.PeerMessage
     """What is said over sessions that are opened from outside."""
     runs: Runs
 
@@ -90,7 +78,9 @@ class EngineProcess(ABC):
         self._cache = None
         if store is not None:
             self._cache = NodeCache(engine.memory, store, self._lost, pool_of, facts.transit_blocks // 2)
-        self._introduction = PeerHello(PROTOCOL, options.token, facts.node, engine.revision, engine.layout)
+        self._introduction = messages.PeerHello(
+            messages.PROTOCOL, options.token, facts.node, engine.revision, engine.layout
+        )
         peers = Peers(network, self._introduction, lambda: FromPeer(self, introduced=True))
         self._crossings = Crossings(peers, options.link_s, self.spawn)
         self._addresses: dict[str, Mapping[NodeId, str]] = {}
@@ -121,8 +111,9 @@ class EngineProcess(ABC):
         server, port = await self._network.listen(options.host, 0, self.entrance, self.entering)
         self.start()
         try:
+            head = Vital(self, "the head", self.on_head)
             self._head = await self._network.connect(
-                options.join, NodeBound, _FromHead(self), timeout_s=CONNECT_S
+                options.join, messages.NodeBound, head, timeout_s=CONNECT_S
             )
         except (OSError, TimeoutError, ValueError) as error:
             raise StartError(f"cannot reach the head at {options.join}: {error}") from None
@@ -148,10 +139,11 @@ class EngineProcess(ABC):
             else:
                 self._over.set_result(reason)
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # What its kind makes of it.
 
@@ -168,7 +160,7 @@ class EngineProcess(ABC):
         """First message to the head."""
 
     @abstractmethod
-    def heard(self, message: NodeBound) -> None:
+    def heard(self, message: messages.NodeBound) -> None:
         """From the head, what only this kind is told."""
 
     @abstractmethod
@@ -185,17 +177,19 @@ class EngineProcess(ABC):
 
     # The head.
 
-    def stage_hello(self) -> StageHello:
+    def stage_hello(self) -> messages.StageHello:
         options, facts = self._options, self._facts
-        return StageHello(PROTOCOL, options.token, facts.node, options.stage, facts.pipeline, self._address)
+        return messages.StageHello(
+            messages.PROTOCOL, options.token, facts.node, options.stage, facts.pipeline, self._address
+        )
 
-    def welcome(self, message: Welcome) -> None:
+    def welcome(self, message: messages.Welcome) -> None:
         log.info("%s joined the cluster", self._facts.node)
         self.spawn(self._beat(message.beat_ms))
 
     async def _beat(self, every_ms: int) -> None:
         while True:
-            self._send(Beat(self.gauges(), tuple(self._crossings.report())))
+            self._send(messages.Beat(self.gauges(), tuple(self._crossings.report())))
             self.fact(Woken())
             await asyncio.sleep(every_ms / 1000)
 
@@ -207,17 +201,17 @@ class EngineProcess(ABC):
         if self._head is not None:
             self._head.send(message)
 
-    def on_head(self, message: NodeBound) -> None:
+    def on_head(self, message: messages.NodeBound) -> None:
         match message:
-            case Welcome():
+            case messages.Welcome():
                 self.welcome(message)
-            case Neighbours():
+            case messages.Neighbours():
                 self._addresses[message.cluster] = message.addresses
                 if message.cluster != self._facts.cluster:
                     self._crossings.linked(message)
-            case Turned():
+            case messages.Turned():
                 self.end(StartError(f"the head turned this node away: {message.reason}"))
-            case Stop():
+            case messages.Stop():
                 self.end("stopped by the head")
             case _:
                 self.heard(message)
@@ -231,14 +225,14 @@ class EngineProcess(ABC):
                 return addresses[node]
         raise OSError(f"{node} is not there")
 
-    def trusts(self, hello: PeerHello) -> bool:
+    def trusts(self, hello: messages.PeerHello) -> bool:
         """It has the cluster's token, and computes with the same model and KV layout."""
         mine = self._introduction
         return hmac.compare_digest(hello.token.encode(), mine.token.encode()) and (
             (hello.protocol, hello.revision, hello.layout) == (mine.protocol, mine.revision, mine.layout)
         )
 
-    def introduced(self, connection: Session, hello: PeerHello) -> None:
+    def introduced(self, connection: Session, hello: messages.PeerHello) -> None:
         self.hands.introduced(connection, hello.node)
         self._crossings.introduced(connection, hello.node)
 
@@ -254,22 +248,16 @@ class EngineProcess(ABC):
 
 
 class Vital(Bare):
-    """A session that a process cannot do without."""
+    """A session with `what`, that a process cannot do without; `heard` is told what is said there."""
 
-    what = ""
+    def __init__(self, process: EngineProcess, what: str, heard: Callable[[Any], None]) -> None:
+        self._process, self._what, self._heard = process, what, heard
 
-    def __init__(self, process: EngineProcess) -> None:
-        self._process = process
+    def on_message(self, connection: Session, message: Any) -> None:
+        self._heard(message)
 
     def on_close(self, connection: Session, reason: str) -> None:
-        self._process.end(f"the session with {self.what} ended: {reason}")
-
-
-class _FromHead(Vital):
-    what = "the head"
-
-    def on_message(self, connection: Session, message: NodeBound) -> None:
-        self._process.on_head(message)
+        self._process.end(f"the session with {self._what} ended: {reason}")
 
 
 class FromPeer(Bare):
@@ -278,23 +266,23 @@ class FromPeer(Bare):
     def __init__(self, process: EngineProcess, *, introduced: bool) -> None:
         self._process, self._introduced = process, introduced
 
-    def on_message(self, connection: Session, message: PeerMessage) -> None:
+    def on_message(self, connection: Session, message: messages.PeerMessage) -> None:
         if not self._introduced:
-            if not isinstance(message, PeerHello) or not self._process.trusts(message):
+            if not isinstance(message, messages.PeerHello) or not self._process.trusts(message):
                 raise ProtocolError("it is not a node of this cluster, or runs another model or KV layout")
             self._introduced = True
             self._process.introduced(connection, message)
-        elif isinstance(message, PeerHello):
+        elif isinstance(message, messages.PeerHello):
             raise ProtocolError("a second PeerHello")
-        elif not isinstance(message, Probe):
+        elif not isinstance(message, messages.Probe):
             self._process.hands.on_peer(connection, message)
 
-    def place(self, connection: Session, message: PeerMessage, size: int) -> Sequence[memoryview]:
+    def place(self, connection: Session, message: messages.PeerMessage, size: int) -> Sequence[memoryview]:
         if self._introduced:
             return self._process.hands.place(connection, message, size)
         return super().place(connection, message, size)
 
-    def on_void(self, connection: Session, message: PeerMessage) -> None:
+    def on_void(self, connection: Session, message: messages.PeerMessage) -> None:
         self._process.hands.on_void(connection, message)
 
     def on_close(self, connection: Session, reason: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from io import BufferedWriter
 from pathlib import Path
 from typing import Any, Protocol
@@ -134,8 +134,8 @@ def _plain(value: Any) -> Any:
 _ENCODER = msgspec.json.Encoder(enc_hook=_plain)
 
 
-def read(path: Path) -> tuple[Header, Iterator[tuple[int, Line]]]:
-    """Header and (line number, line) pairs. Raises ConfigError naming the line that cannot be read."""
+def read(path: Path) -> tuple[Header, Sequence[bytes]]:
+    """Header and the lines that follow it. Raises ConfigError for what is no recording of this version."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -150,20 +150,7 @@ def read(path: Path) -> tuple[Header, Iterator[tuple[int, Line]]]:
         raise ConfigError(f"{path}: recording format {header.format}; this version reads {FORMAT}")
     if (header.rules is None) == (header.node is None):
         raise ConfigError(f"{path}: line 1 is no recording header: it names neither rules nor a node, or both")
-    return header, _lines(path, lines)
-
-
-def _lines(path: Path, lines: Sequence[bytes]) -> Iterator[tuple[int, Line]]:
-    decoder = msgspec.json.Decoder(Line)
-    for number, line in enumerate(lines[1:], start=2):
-        try:
-            yield number, decoder.decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise _unreadable(path, number, error) from None
-
-
-def _unreadable(path: Path, number: int, error: Exception) -> ConfigError:
-    return ConfigError(f"{path}: line {number} cannot be read: {error}")
+    return header, lines[1:]
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -176,22 +163,23 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def replay(path: Path) -> tuple[int, Difference | None]:
-    """Feeds a recording to a new conductor, or a new node. Returns (events replayed, first difference or None)."""
+    """Feeds a recording to a new conductor, or a new node. Returns (events replayed, first difference or None). Raises
+    ConfigError naming the line that cannot be read."""
     header, lines = read(path)
     if header.rules is not None and header.rules.policy not in POLICIES:
         known = ", ".join(POLICIES)
         raise ConfigError(f"{path}: line 1: policy {header.rules.policy!r} is not known; known: {known}")
     decide = header.subject()
-    decoder: msgspec.json.Decoder[Any] = msgspec.json.Decoder(Event if header.node is None else NodeEvent)
-    num_events = 0
-    for number, line in lines:
+    line_of = msgspec.json.Decoder(Line).decode
+    event_of: Callable[[bytes], Any] = msgspec.json.Decoder(Event if header.node is None else NodeEvent).decode
+    for number, text in enumerate(lines, start=2):
         try:
-            event = decoder.decode(line.event)
+            line = line_of(text)
+            event = event_of(line.event)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise _unreadable(path, number, error) from None
-        num_events += 1
+            raise ConfigError(f"{path}: line {number} cannot be read: {error}") from None
         replayed = _ENCODER.encode(decide(event, line.at_ns))
         if replayed != bytes(line.actions):
             texts = (bytes(line.event), bytes(line.actions), replayed)
-            return num_events, Difference(number, *[text.decode() for text in texts])
-    return num_events, None
+            return number - 1, Difference(number, *[text.decode() for text in texts])
+    return len(lines), None

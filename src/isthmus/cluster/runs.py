@@ -6,8 +6,9 @@ one thread, under the node's lock where that is said.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 from isthmus.blocks import BlockNamer
@@ -47,16 +48,14 @@ class Later(Protocol):
 
 class _Live:
     """An attempt with its tokens: all known ones. `cached`: prompt tokens that needed no computing; `num_loading`: of
-    its cached prefix, blocks that are waited for; `staged`: its blocks on their way to the store; `snapshots` of its
-    recurrent state that were taken, by position.
+    its cached prefix, blocks that are waited for; `snapshots` of its recurrent state that were taken, by position.
     """
 
-    __slots__ = ("_outputs", "cached", "num_loading", "row", "snapshots", "staged", "task", "tokens")
+    __slots__ = ("_outputs", "cached", "num_loading", "row", "snapshots", "task", "tokens")
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.num_loading = 0
-        self.staged: list[Staging] = []
         self.snapshots: dict[int, tuple[int, ...]] = {}
         self.tokens = list(task.tokens)
         self._outputs = list(task.tokens[task.num_prompt :])
@@ -81,33 +80,21 @@ class _Live:
         return FinishReason.LENGTH if len(self.tokens) >= self.task.begin.stop_length else None
 
 
-class _Broken(Exception):
-    """An iteration cannot go on: of a prefix in it only `num_blocks` are there."""
-
-    def __init__(self, key: RequestId, num_blocks: int) -> None:
-        super().__init__(key, num_blocks)
-        self.missing = Missing(key, num_blocks)
-
-
+@dataclass
 class Execution:
     """A run under way: its batch, and what it samples and announces. `missing`: a prefix turned out shorter in the
     midst of an iteration, which therefore does not count."""
 
-    def __init__(
-        self,
-        run: Run,
-        batch: Any,
-        sampled: list[tuple[_Live, Piece]],
-        on_layer: OnLayer | None,
-        before_layer: OnLayer | None,
-    ) -> None:
-        self.run, self.batch, self.sampled = run, batch, sampled
-        self.on_layer, self.before_layer = on_layer, before_layer
-        self.missing: Missing | None = None
-        self.steps = 0
-        self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprobs | None] = []
-        self.ended: list[_Live] = []
+    run: Run
+    batch: Any
+    sampled: list[tuple[_Live, Piece]]
+    on_layer: OnLayer | None
+    before_layer: OnLayer | None
+    missing: Missing | None = None
+    steps: int = 0
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs | None] = ()
+    ended: list[_Live] = field(default_factory=list)
 
     @property
     def over(self) -> bool:
@@ -134,7 +121,8 @@ class Runs:
         )
         self._size, self._state_blocks = engine.layout.block_size, engine.layout.state_blocks
         self._live: dict[RequestId, _Live] = {}
-        self._namers: OrderedDict[str, BlockNamer] = OrderedDict()
+        self._awaited: RequestId
+        self._namer = lru_cache(MAX_NAMERS)(self._new_namer)
         self.keeps_answers = self.saves = False
         """Whether the node keeps answers, and anything at all, beside the engine's memory."""
         self.counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)
@@ -227,8 +215,6 @@ class Runs:
                 self._live[piece.request].num_loading = 0
         ended = tuple([live.task.begin.key for live in execution.ended])
         answers = tuple([self._all_names(live) for live in execution.ended]) if self.keeps_answers else ()
-        for key in ended:
-            self._live.pop(key, None)
         stepped = Stepped(steps, ended, answers)
         return [stepped] if execution.missing is None else [execution.missing, stepped]
 
@@ -258,8 +244,8 @@ class Runs:
             else:
                 self._later.compute(execution.run, self.engine.relay(execution.batch, *inputs))
             execution.steps += 1
-        except _Broken as broken:
-            execution.missing = broken.missing
+        except PrefixMissing as missing:
+            execution.missing = Missing(self._awaited, missing.num_blocks)
         self.counters["engine_seconds"] += (self._clock_ns() - started_ns) / 1e9
 
     @staticmethod
@@ -284,16 +270,14 @@ class Runs:
         return self._hands.stage(piece.request, live.names[full], piece.blocks[full])
 
     def _await_loads(self, layer: int, loading: Sequence[_Live]) -> None:
-        """The engine needs this layer of all prefixes in its batch."""
+        """The engine needs this layer of all prefixes in its batch. Raises PrefixMissing when it will not get it of the
+        one that it waited for last."""
         started_ns = self._clock_ns()
         for live in loading:
-            key = live.task.begin.key
-            load = self._hands.load_of(key)
-            try:
-                if load is not None:
-                    load.wait(layer, live.num_loading)
-            except PrefixMissing as missing:
-                raise _Broken(key, missing.num_blocks) from None
+            self._awaited = live.task.begin.key
+            load = self._hands.load_of(self._awaited)
+            if load is not None:
+                load.wait(layer, live.num_loading)
         self.counters["kv_wait_seconds"] += (self._clock_ns() - started_ns) / 1e9
 
     def _layer_done(self, layer: int, departing: Sequence[Piece], staged: Sequence[Staging]) -> None:
@@ -347,12 +331,12 @@ class Runs:
         full = (len(tokens) - 1) // self._size
         if full <= len(known):
             return known[:full]
-        namer = self._namers.get(salt)
-        if namer is None:
-            namer = BlockNamer(revision=self.engine.revision, layout=self.engine.layout, salt=salt)
-            self._namers[salt] = namer
-            if len(self._namers) > MAX_NAMERS:
-                self._namers.popitem(last=False)
         parent = known[-1] if known else None
         assert parent is None or isinstance(parent, bytes)
-        return (*known, *namer.names(tokens[: full * self._size], parent=parent, start=len(known) * self._size))
+        return (
+            *known,
+            *self._namer(salt).names(tokens[: full * self._size], parent=parent, start=len(known) * self._size),
+        )
+
+    def _new_namer(self, salt: str) -> BlockNamer:
+        return BlockNamer(revision=self.engine.revision, layout=self.engine.layout, salt=salt)

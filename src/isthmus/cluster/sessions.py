@@ -1,20 +1,27 @@
-"""Sessions of a process: those with other nodes that it opened, and what a session without payloads answers."""
+"""Sessions of a process: over which network, those with other nodes that it opened, and what a session without payloads
+answers."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from isthmus.cluster.messages import PeerHello, PeerMessage
-from isthmus.errors import ProtocolError
-from isthmus.messenger import Handler, Network, Session
+from isthmus.config import Config
+from isthmus.deploy import Rates
+from isthmus.errors import ConfigError, ProtocolError
+from isthmus.messenger import Handler, Network, Session, Share, TcpNetwork, Terms, Tls
+from isthmus.node import events
 from isthmus.types import NodeId
 
 CONNECT_S = 5.0
 
 Reach = Callable[[NodeId], Awaitable[Session]]
 """The session with a node. Raises OSError or TimeoutError."""
+Tell = Callable[[events.Event], None]
+Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+"""Runs it in the event loop and owns it: cancels and awaits it in the end."""
 
 
 class Bare:
@@ -52,3 +59,20 @@ class Peers:
         connection = await self._network.connect(address, PeerMessage, self._handler_of(), timeout_s=CONNECT_S)
         connection.send(self._hello)
         return connection
+
+
+def network_of(config: Config, rates: Rates | None = None) -> TcpNetwork:
+    """TCP as configured, for a node with these links or, without them, for the head. Raises ConfigError when only some
+    of the TLS files are given, or one of them cannot be used."""
+    files = config.tls
+    given = (files.certificate, files.key, files.authority)
+    tls = None
+    if any(given):
+        if not all(given):
+            raise ConfigError("tls: certificate, key and authority are needed, all three or none")
+        tls = Tls(*map(str, given))
+    share = None
+    if rates is not None:
+        share = Share(max(1, int(rates.network * config.network.background_share)))
+    terms = Terms(resume_s=config.network.resume_s)
+    return TcpNetwork(config.network.connections, tls, terms, share)

@@ -8,16 +8,23 @@ on the way from when it is taken in until one delay after it is handed on, as it
 All connections of a direction share its rate. What it cannot carry soon is left with the senders, so no more than
 `BACKLOG_S` of it waits here, and connections that want more than there is get the same each.
 
-One thread, one process: `isthmus link`, started by the launcher, and a child of the benchmark `wan`.
+One thread, one process: `isthmus link`, started by the launcher, and a child of the benchmark `wan`. The first reads
+its orders as one JSON line on standard input, answers with the ports it listens at, and then hears where they lead, a
+JSON line each, until its input ends: it dies with its launcher, as a node does. Operators can cut the link with SIGUSR1
+and restore it with SIGUSR2.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
+import os
 import random
-import selectors
+import select
+import signal
 import socket
 import struct
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -31,6 +38,7 @@ TICK_S = 0.0003
 BACKLOG_S = 0.03
 """What may wait for its turn on the link, in time. Enough to keep it busy while this process waits for a processor."""
 CONNECT_S = 1.0
+MIN_WINDOW, MAX_WINDOW = 4 << 20, 64 << 20
 RESET = struct.pack("ii", 1, 0)
 """As SO_LINGER: closing a socket resets its connection."""
 
@@ -50,26 +58,21 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class Direction:
-    """One direction of the link: chunks leave one after another at its rate. `factor`: the share of its rate that it
-    has now; at 0 nothing more goes."""
+    """One direction of the link: chunks leave one after another at its rate."""
 
     def __init__(self, shape: Shape) -> None:
         self._rate, self._free_s = shape.rate, 0.0
-        self.factor = 1.0
 
-    def room_s(self) -> float | None:
-        """From when on it takes more in; None: not before it is restored."""
-        return self._free_s - BACKLOG_S if self.factor > 0 else None
-
-    def has_room(self, now_s: float) -> bool:
-        at_s = self.room_s()
-        return at_s is not None and at_s <= now_s
+    @property
+    def room_s(self) -> float:
+        """From when on it takes more in."""
+        return self._free_s - BACKLOG_S
 
     def leave_s(self, now_s: float, count: int) -> float:
         """When the last of `count` bytes that arrive now has left."""
         if self._rate is None:
             return now_s
-        self._free_s = max(now_s, self._free_s) + count / (self._rate * self.factor)
+        self._free_s = max(now_s, self._free_s) + count / self._rate
         return self._free_s
 
 
@@ -96,7 +99,7 @@ class Lane:
         return not self.ended and self._taken - self._acknowledged < self._shape.window
 
     def wants_input(self, now_s: float) -> bool:
-        return self.has_room and self._direction.has_room(now_s)
+        return self.has_room and self._direction.room_s <= now_s
 
     def wants_output(self, now_s: float) -> bool:
         return bool(self._due) and self._due[0][0] <= now_s and self._stalled_until_s <= now_s
@@ -110,9 +113,8 @@ class Lane:
         times = [max(self._due[0][0], self._stalled_until_s)] if self._due else []
         if self._acknowledgements:
             times.append(self._acknowledgements[0][0])
-        room_s = self._direction.room_s()
-        if self.has_room and room_s is not None and room_s > now_s:
-            times.append(room_s)
+        if self.has_room and self._direction.room_s > now_s:
+            times.append(self._direction.room_s)
         return min(times, default=None)
 
     def take(self, now_s: float) -> None:
@@ -180,10 +182,7 @@ class Proxy:
         self._lanes: list[Lane] = []
         self._turn = 0
         self._is_cut = False
-        self._selector = selectors.DefaultSelector()
-        self._interest: dict[socket.socket, int] = {}
-        for port in ports:
-            self._selector.register(port.socket, selectors.EVENT_READ, port)
+        self._watched: dict[int, Callable[[], bool]] = {}
 
     def point(self, number: int, target: tuple[str, int] | None) -> None:
         """From now on connections to this port lead there."""
@@ -192,49 +191,52 @@ class Proxy:
     def cut(self) -> None:
         """Every connection is reset, and so is every new one."""
         self._is_cut = True
-        for each in list(self._interest):
-            self._reset(each)
+        for each in {lane.source for lane in self._lanes} | {lane.target for lane in self._lanes}:
+            _reset(each)
         self._lanes.clear()
-
-    def slow(self, factor: float) -> None:
-        """Both directions have this share of their rate, of one without a bound only none (0) or all."""
-        for direction in self._directions:
-            direction.factor = factor
 
     def restore(self) -> None:
         self._is_cut = False
-        self.slow(1.0)
 
     def watch(self, fileno: int, heard: Callable[[], bool]) -> None:
         """`heard` is called when something can be read there; False ends the proxy."""
-        self._selector.register(fileno, selectors.EVENT_READ, heard)
+        self._watched[fileno] = heard
 
     def run(self) -> None:
         while True:
-            now_s = time.monotonic()
-            times = [each for lane in self._lanes if (each := lane.next_s(now_s)) is not None]
-            wait_s = max(0.0, min(times) - now_s) if times else None
-            time.sleep(TICK_S if self._lanes else 0)
-            readable: set[socket.socket] = set()
-            entered: list[Port] = []
-            for key, events in self._selector.select(wait_s):
-                if isinstance(key.data, Port):
-                    entered.append(key.data)
-                elif key.data is not None:
-                    if not key.data():
-                        return
-                elif events & selectors.EVENT_READ:
-                    readable.add(key.fileobj)  # type: ignore[arg-type]
-            for port in entered:  # after all orders
-                self._accept(port)
+            readable = self._wait()
+            if not all(heard() for fileno, heard in self._watched.items() if fileno in readable):
+                return
+            for port in self.ports:  # after all orders
+                if port.socket.fileno() in readable:
+                    self._accept(port)
             now_s = time.monotonic()
             self._turn += 1
             for number in range(len(self._lanes)):
                 lane = self._lanes[(self._turn + number) % len(self._lanes)]
                 lane.acknowledge(now_s)
-                self._serve(lane, lane.source in readable, now_s)
+                self._serve(lane, lane.source.fileno() in readable, now_s)
             self._forget_finished()
-            self._want(now_s)
+
+    def _wait(self) -> set[int]:
+        """Until something can be done: of the descriptors that are of use now, those that can be read. Asks to read
+        only where there is room, to write only what is due."""
+        time.sleep(TICK_S if self._lanes else 0)
+        now_s = time.monotonic()
+        wanted = dict.fromkeys([*self._watched, *[port.socket.fileno() for port in self.ports]], select.POLLIN)
+        for lane in self._lanes:
+            for each, event, is_wanted in (
+                (lane.source, select.POLLIN, lane.wants_input(now_s)),
+                (lane.target, select.POLLOUT, lane.wants_output(now_s)),
+            ):
+                if is_wanted:
+                    wanted[each.fileno()] = wanted.get(each.fileno(), 0) | event
+        poll = select.poll()
+        for fileno, events in wanted.items():
+            poll.register(fileno, events)
+        times = [at_s for lane in self._lanes if (at_s := lane.next_s(now_s)) is not None]
+        wait_ms = max(0.0, min(times) - now_s) * 1000 if times else None
+        return {fileno for fileno, events in poll.poll(wait_ms) if events & ~select.POLLOUT}
 
     def _accept(self, port: Port) -> None:
         try:
@@ -242,17 +244,16 @@ class Proxy:
         except OSError:  # it went away before
             return
         if self._is_cut or port.target is None:
-            self._reset(near)
+            _reset(near)
             return
         try:
             far = socket.create_connection(port.target, CONNECT_S)
         except OSError:
-            self._reset(near)
+            _reset(near)
             return
         for each in (near, far):
             each.setblocking(False)
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._interest[each] = 0
         forth = Lane(self._shape, self._directions[port.towards], near, far)
         back = Lane(self._shape, self._directions[1 - port.towards], far, near)
         if not self._lanes and self._shape.stall_s:
@@ -277,35 +278,84 @@ class Proxy:
             with contextlib.suppress(OSError):
                 lane.target.shutdown(socket.SHUT_WR)
             if not any(other.source is lane.target for other in self._lanes):
-                self._close(lane.source)
-                self._close(lane.target)
+                lane.source.close()
+                lane.target.close()
 
-    def _reset(self, each: socket.socket) -> None:
-        each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
-        self._close(each)
 
-    def _close(self, each: socket.socket) -> None:
-        if self._interest.pop(each, 0):
-            self._selector.unregister(each)
-        each.close()
+def _reset(each: socket.socket) -> None:
+    each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+    each.close()
 
-    def _want(self, now_s: float) -> None:
-        """Asks for exactly the events that can be used now: readable where there is room, writable where something is
-        due."""
-        wanted = dict.fromkeys(self._interest, 0)
-        for lane in self._lanes:
-            if lane.wants_input(now_s):
-                wanted[lane.source] |= selectors.EVENT_READ
-            if lane.wants_output(now_s):
-                wanted[lane.target] |= selectors.EVENT_WRITE
-        for each, events in wanted.items():
-            before = self._interest[each]
-            if events == before:
-                continue
-            if not events:
-                self._selector.unregister(each)
-            elif before:
-                self._selector.modify(each, events)
-            else:
-                self._selector.register(each, events)
-            self._interest[each] = events
+
+class LinkOrders(msgspec.Struct, frozen=True):
+    """`ports`: how many of each direction."""
+
+    shape: Shape
+    ports: tuple[int, int]
+
+
+class LinkPorts(msgspec.Struct, frozen=True):
+    """Where the link is entered, in each direction."""
+
+    ports: tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class Point(msgspec.Struct, frozen=True):
+    """Connections to `port` lead to `target`, `host:port`, or nowhere if that is empty."""
+
+    port: int
+    target: str
+
+
+def shape_of(bytes_per_s: int, rtt_ns: int) -> Shape:
+    """The window of one connection is twice what is on the way at the full rate, so that it is not what limits."""
+    window = min(MAX_WINDOW, max(MIN_WINDOW, 2 * bytes_per_s * rtt_ns // 10**9))
+    return Shape(delay_s=rtt_ns / 2e9, rate=float(bytes_per_s), window=window)
+
+
+def main() -> None:
+    """The process itself."""
+    control = io.FileIO(sys.stdin.fileno(), closefd=False)  # reads nothing ahead
+    line = control.readline()
+    if not line:
+        sys.exit(1)  # the launcher died before it gave orders
+    orders = msgspec.json.decode(line, type=LinkOrders)
+    ports = [[Port(towards) for _ in range(count)] for towards, count in enumerate(orders.ports)]
+    proxy = Proxy(orders.shape, [*ports[0], *ports[1]])
+    commands = _Commands(proxy, control.fileno())
+    proxy.watch(control.fileno(), commands.read)
+    proxy.watch(commands.signals.fileno(), commands.signalled)
+    there, back = ([port.number for port in each] for each in ports)
+    print(msgspec.json.encode(LinkPorts((tuple(there), tuple(back)))).decode(), flush=True)
+    proxy.run()
+
+
+class _Commands:
+    """From the launcher and from operators. Each method answers whether to go on."""
+
+    def __init__(self, proxy: Proxy, fileno: int) -> None:
+        self._proxy, self._fileno, self._partial = proxy, fileno, b""
+        self._decode = msgspec.json.Decoder(Point).decode
+        self.signals, self._sink = socket.socketpair()
+        self._sink.setblocking(False)
+        signal.set_wakeup_fd(self._sink.fileno())
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, lambda *_: None)  # what matters is what the wake-up says
+
+    def read(self) -> bool:
+        data = os.read(self._fileno, 1 << 16)
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        for line in lines:
+            point = self._decode(line)
+            host, _, number = point.target.rpartition(":")
+            self._proxy.point(point.port, (host, int(number)) if point.target else None)
+        return bool(data)
+
+    def signalled(self) -> bool:
+        # Of two signals that come together the kernel may deliver the later one first: then the link is restored.
+        for number in sorted(self.signals.recv(64)):
+            if number == signal.SIGUSR1:
+                self._proxy.cut()
+            elif number == signal.SIGUSR2:
+                self._proxy.restore()
+        return True

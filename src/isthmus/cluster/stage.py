@@ -1,73 +1,54 @@
-"""What a later stage of a pipeline group does: its leader's actions on its own layers, and batches as they come down
-the chain, in one thread.
+"""A later stage of a pipeline group as a process: its leader's actions on its own layers, and batches as they come down
+the chain.
 
-Everything is carried out in the order of its coming, for the leader gave blocks to one attempt after another in this
-order. Only reading from the SSD begins at once, and a load where nothing that waits here touches its blocks or saves
-what it loads.
+head <── StageHello, Beat ── stage <── everything ── the stage before ;  stage ── KV of its layers ──> decode nodes
+
+One thread carries everything out in the order of its coming, for the leader gave blocks to one attempt after another in
+this order. Only reading from the SSD begins at once, and a load where nothing that waits here touches its blocks or
+saves what it loads. Sessions live in the event loop.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any
 
 from msgspec.structs import replace
 
+from isthmus.cluster import messages
 from isthmus.cluster.hands import Hands
-from isthmus.cluster.messages import Task
+from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost, Vital
 from isthmus.cluster.runs import Execution, Runs
-from isthmus.cluster.stage_messages import Downward, StageRun, StageSampled, StageSaved, Upward
+from isthmus.cluster.sessions import CONNECT_S
 from isthmus.engine.interface import Engine, Hidden
-from isthmus.node.events import (
-    Broken,
-    Demote,
-    Drop,
-    Load,
-    Lost,
-    Offer,
-    Promote,
-    Read,
-    Release,
-    Save,
-    Shorten,
-)
-from isthmus.scheduler import Piece, Preempted, Run
+from isthmus.errors import ProtocolError, StartError
+from isthmus.messenger import Handler, Network, Priority, Session
+from isthmus.node import events
+from isthmus.scheduler import Piece, Preempted, Run, Saved
+from isthmus.store import Store
 from isthmus.types import RequestId
-
-
-class StageOwner(Protocol):
-    """What is told, in the event loop, in order."""
-
-    def up(self, message: Upward) -> None:
-        """For the leader."""
-
-    def down(self, message: Downward, data: memoryview | None = None) -> None:
-        """For the stages after this one, if there are any."""
-
-    def died(self, error: BaseException) -> None:
-        """The stage cannot go on."""
 
 
 class StageStepper:
     """`later` calls something in the event loop, in order. `receive` what comes down; `stop` in the end."""
 
     def __init__(
-        self, engine: Engine, stage: int, hands: Hands, owner: StageOwner, later: Callable[..., None]
+        self, engine: Engine, stage: int, hands: Hands, owner: StageNode, later: Callable[..., None]
     ) -> None:
         self._stage, self._hands, self._owner, self._later = stage, hands, owner, later
         self._is_last = engine.layers[1] == engine.layout.num_layers
         onward = None if self._is_last else self
         self.runs = Runs(engine, hands, lambda outputs: None, time.monotonic_ns, onward)
-        self._tasks: dict[RequestId, Task] = {}
+        self._tasks: dict[RequestId, messages.Task] = {}
         self._poisoned: dict[RequestId, tuple[int, ...]] = {}
         """Attempts whose KV here is not what it should be, and never leaves; the blocks where it lies."""
-        self._queue: SimpleQueue[tuple[int, Downward, memoryview | None, bool] | None] = SimpleQueue()
-        self._waiting: dict[int, Downward] = {}  # what came and is not done, by its number
-        self._num_received = 0
-        self._computing: StageRun
+        self._queue: SimpleQueue[tuple[messages.Downward, memoryview | None, bool] | None] = SimpleQueue()
+        self._waiting: deque[messages.Downward] = deque()  # what came and is not done
+        self._computing: messages.StageRun
         self._thread = threading.Thread(target=self._main, name="stage", daemon=True)
 
     def start(self) -> None:
@@ -77,33 +58,32 @@ class StageStepper:
         self._queue.put(None)
         self._thread.join(timeout=5)
 
-    def receive(self, message: Downward, data: memoryview | None = None) -> None:
+    def receive(self, message: messages.Downward, data: memoryview | None = None) -> None:
         """From the event loop. `data`: the hidden states of a run."""
-        ahead = isinstance(message, Load) and not self._must_wait(message)
+        ahead = isinstance(message, events.Load) and not self._must_wait(message)
         match message:
-            case Task():
+            case messages.Task():
                 self._tasks[message.begin.key] = message
                 self.runs.begin(message)
-            case Offer() | Read():
+            case events.Offer() | events.Read():
                 self._hands.do(message)
-            case Load() if ahead:
+            case events.Load() if ahead:
                 self._load(message)
-        self._num_received += 1
-        self._waiting[self._num_received] = message
-        self._queue.put((self._num_received, message, data, ahead))
+        self._waiting.append(message)
+        self._queue.put((message, data, ahead))
 
-    def _must_wait(self, load: Load) -> bool:
+    def _must_wait(self, load: events.Load) -> bool:
         """Whether something that came before still reads or writes these blocks, or has yet to save what is loaded."""
         blocks, names = set(load.blocks), set(load.names)
-        for earlier in list(self._waiting.values()):
+        for earlier in list(self._waiting):
             match earlier:
-                case StageRun():
+                case messages.StageRun():
                     if any(not blocks.isdisjoint(piece.blocks) for piece in earlier.pieces):
                         return True
-                case Load():
+                case events.Load():
                     if not blocks.isdisjoint(earlier.blocks):
                         return True
-                case Save():
+                case events.Save():
                     if not names.isdisjoint(earlier.names):
                         return True
                 case Preempted():
@@ -116,44 +96,44 @@ class StageStepper:
     def _main(self) -> None:
         try:
             while (entry := self._queue.get()) is not None:
-                number, message, data, ahead = entry
+                message, data, ahead = entry
                 self._perform(message, data, ahead=ahead)
-                del self._waiting[number]
+                self._waiting.popleft()
         except BaseException as error:
             self._later(self._owner.died, error)
             raise
 
-    def _perform(self, message: Downward, data: memoryview | None, *, ahead: bool) -> None:
+    def _perform(self, message: messages.Downward, data: memoryview | None, *, ahead: bool) -> None:
         """`ahead`: a load that has begun."""
         match message:
-            case StageRun():
+            case messages.StageRun():
                 assert data is not None
                 self._run(message, Hidden(message.shape, message.dtype, data))
                 return
-            case Load() if not ahead:
+            case events.Load() if not ahead:
                 self._load(message)
-            case Save():
+            case events.Save():
                 self._save(message)
-            case Shorten():
+            case events.Shorten():
                 self.runs.shortened(message)
                 self._hands.do(message)
-            case Release():
+            case events.Release():
                 self._tasks.pop(message.key, None)
                 self._poisoned.pop(message.key, None)
                 self.runs.released(message)
                 self._hands.do(message)
-            case Promote() | Demote() | Drop() | Preempted():
+            case events.Promote() | events.Demote() | events.Drop() | Preempted():
                 self._hands.do(message)
         self._later(self._owner.down, message)
 
-    def _load(self, message: Load) -> None:
+    def _load(self, message: events.Load) -> None:
         if message.key in self._tasks:
             self.runs.loading(message)
             self._hands.do(message)
 
     # One batch.
 
-    def _run(self, message: StageRun, hidden: Hidden) -> None:
+    def _run(self, message: messages.StageRun, hidden: Hidden) -> None:
         self._computing = message
         run = Run(message.pieces, 0, 0, 1, list)
         for piece in message.pieces:
@@ -163,7 +143,7 @@ class StageStepper:
             missing = execution.missing
             names = self._tasks[missing.key].begin.names
             # Only a new attempt can compute it: the stages before do not miss it.
-            self._later(self._owner.up, Lost(names[missing.num_blocks : missing.num_blocks + 1]))
+            self._later(self._owner.up, events.Lost(names[missing.num_blocks : missing.num_blocks + 1]))
             self._poison(next(piece for piece in run.chunks if piece.request == missing.key))
         self.runs.finish(execution)
 
@@ -176,7 +156,7 @@ class StageStepper:
             found = zip(keys, execution.tokens, execution.logprobs, strict=True)
             good = [each for each in found if each[0] not in self._poisoned]
             sampled = zip(*good, strict=True) if good else ((), (), ())
-            self._later(self._owner.up, StageSampled(self._computing.run, *sampled))
+            self._later(self._owner.up, messages.StageSampled(self._computing.run, *sampled))
         return execution
 
     def compute(self, run: Run, hidden: Hidden) -> None:
@@ -191,23 +171,167 @@ class StageStepper:
     def _poison(self, piece: Piece) -> None:
         key, known = piece.request, piece.request in self._poisoned
         self._poisoned[key] = piece.blocks
-        self.runs.shortened(Shorten(key, 0))
+        self.runs.shortened(events.Shorten(key, 0))
         if not known:
-            self._hands.do(Release(key))
+            self._hands.do(events.Release(key))
             reason = "a cached block is missing in a later pipeline stage"
-            self._later(self._owner.up, Broken(key, reason, distrust=True))
+            self._later(self._owner.up, events.Broken(key, reason, distrust=True))
 
     # Keeping blocks.
 
-    def _save(self, message: Save) -> None:
+    def _save(self, message: events.Save) -> None:
         """What belongs to a poisoned attempt is not kept, nor what follows it."""
         bad = {block for blocks in self._poisoned.values() for block in blocks}
         good = next((at for at, block in enumerate(message.blocks) if block in bad), len(message.blocks))
         if good < len(message.blocks):
-            self._later(self._owner.up, Lost(message.names[good:]))
+            self._later(self._owner.up, events.Lost(message.names[good:]))
         if good:
             num_sunk = max(0, message.num_sunk - len(message.names) + good)
             kept = replace(message, names=message.names[:good], blocks=message.blocks[:good], num_sunk=num_sunk)
             self._hands.do(kept)
         else:
-            self._later(self._owner.up, StageSaved(self._stage, message.request))
+            self._later(self._owner.up, messages.StageSaved(self._stage, message.request))
+
+
+class StageNode(EngineProcess):
+    """Ends with any session of its group. `options.facts.node` is the group, which is the leader's name."""
+
+    entrance = messages.Downward
+
+    def __init__(
+        self,
+        engine: Engine,
+        options: NodeOptions,
+        network: Network,
+        store_of: Callable[[OnLost], Store] | None = None,
+    ) -> None:
+        assert 0 < options.stage < options.facts.pipeline
+        super().__init__(engine, options, network, store_of)
+        self.stepper = StageStepper(engine, options.stage, self.hands, self, self._later)
+        self.runs = self.stepper.runs
+        self._before: Session | None = None
+        self._after: Session | None = None
+
+    def start(self) -> None:
+        self.stepper.start()
+
+    def stop(self) -> None:
+        for connection in (self._head, self._before, self._after):
+            if connection is not None:
+                connection.close("the stage ends")
+        self.stepper.stop()
+
+    def entering(self) -> Handler:
+        return _FromBefore(self)
+
+    def hello(self) -> messages.StageHello:
+        return self.stage_hello()
+
+    def heard(self, message: messages.NodeBound) -> None:
+        raise ProtocolError(f"a {type(message).__name__} for a later stage")
+
+    def received(self, key: RequestId, token: int) -> None:
+        """Nothing is handed over to a stage."""
+
+    def fact(self, fact: events.Event) -> None:
+        """It concerns the leader, but for what this stage's own sessions are granted."""
+        match fact:
+            case events.Granted():
+                self.hands.do(events.Send(fact.key, computed=False))
+            case Saved():
+                self.up(messages.StageSaved(self._options.stage, fact.request))
+            case events.Broken() | events.Severed() | events.Lost():
+                self.up(fact)
+
+    def _later(self, function: Callable[..., None], *arguments: Any) -> None:
+        self.loop.call_soon_threadsafe(function, *arguments)
+
+    # The stages before and after.
+
+    def open(self, connection: Session, opening: messages.StageOpen) -> None:
+        """The group forms. Raises ProtocolError when the one that opens it does not belong to it."""
+        group, stage = self._facts.node, self._options.stage
+        is_mine = (opening.hello.node, opening.stage) == (group, stage)
+        if self._before is not None or not is_mine or not self.trusts(opening.hello):
+            raise ProtocolError("it is no stage of this group, or runs another model or KV layout")
+        self._before = connection
+        if shortage := self._shortage(opening):
+            self.end(StartError(f"pipeline stage {stage} of {group}: {shortage}"))
+            return
+        self.spawn(self._join_up(opening))
+
+    def _shortage(self, opening: messages.StageOpen) -> str:
+        """Why this stage could not hold what the leader does."""
+        store = self._cache.store if self._cache is not None else None
+        slots = store.arena.num_slots if store is not None else 0
+        records = store.log.num_records if store is not None and store.log is not None else 0
+        if self._engine.num_blocks < opening.num_blocks:
+            return (
+                f"its KV memory holds {self._engine.num_blocks} blocks, the first stage's {opening.num_blocks}"
+            )
+        if slots < opening.num_slots or records < opening.num_records:
+            return (
+                f"its cache holds {slots} and {records} blocks (DRAM, SSD), the first stage's "
+                f"{opening.num_slots} and {opening.num_records}"
+            )
+        return ""
+
+    async def _join_up(self, opening: messages.StageOpen) -> None:
+        """Opens the next stage, and tells the leader what was found on disk here."""
+        stage = self._options.stage
+        if opening.later:
+            try:
+                after = Vital(self, "the next stage", self.up)  # all it says is for the leader
+                self._after = await self._network.connect(
+                    opening.later[0], messages.Upward, after, timeout_s=CONNECT_S
+                )
+            except (OSError, TimeoutError) as error:
+                self.end(f"cannot reach the next stage at {opening.later[0]}: {error}")
+                return
+            self.down(replace(opening, stage=stage + 1, later=opening.later[1:]))
+        found = [name for name, _ in self._found]
+        for at in range(0, len(found) + 1, messages.MAX_NAMES):
+            self.up(
+                messages.StageFound(
+                    stage, tuple(found[at : at + messages.MAX_NAMES]), at + messages.MAX_NAMES > len(found)
+                )
+            )
+
+    def up(self, message: messages.Upward) -> None:
+        if self._before is not None:
+            self._before.send(message)
+
+    def down(self, message: messages.Downward, data: memoryview | None = None) -> None:
+        if self._after is not None:
+            payload = () if data is None else (data,)
+            self._after.send(message, *payload, priority=Priority.URGENT)
+
+
+class _FromBefore(Vital):
+    """The stage before. Hidden states are received into memory of their own."""
+
+    def __init__(self, node: StageNode) -> None:
+        super().__init__(node, "the stage before", node.stepper.receive)
+        self._node, self._opened = node, False
+        self._hidden: dict[int, memoryview] = {}
+
+    def on_message(self, connection: Session, message: messages.Downward) -> None:
+        if isinstance(message, messages.StageOpen):
+            self._node.open(connection, message)
+            self._opened = True
+        elif not self._opened:
+            raise ProtocolError("a message came before StageOpen")
+        elif isinstance(message, messages.StageRun):
+            self._node.stepper.receive(message, self._hidden.pop(message.run, memoryview(b"")))
+        else:
+            self._heard(message)
+
+    def place(self, connection: Session, message: messages.Downward, size: int) -> Sequence[memoryview]:
+        if not isinstance(message, messages.StageRun) or not self._opened:
+            return super().place(connection, message, size)
+        data = self._hidden[message.run] = memoryview(bytearray(size))
+        return [data]
+
+    def on_close(self, connection: Session, reason: str) -> None:
+        if self._opened:
+            super().on_close(connection, reason)

@@ -1,24 +1,30 @@
-"""KV of one attempt on its way: what this engine still has to send of it, and what it still has to receive.
+"""Attempts whose KV leaves this process, and those whose KV comes to it, and the sessions it goes over.
 
-Both live in the event loop. Bytes go from the sender's KV memory to the receiver's, block slice by block slice; an
-attempt is complete where every layer is whole and every seal matched.
+All of it lives in the event loop. Bytes go from the sender's KV memory to the receiver's, block slice by block slice;
+an attempt is complete where every layer is whole and every seal matched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from isthmus.blocks import KVLayout, seal
 from isthmus.cluster.messages import Grant, Landed, Offer, Sent, Slices
+from isthmus.cluster.sessions import Reach, Spawn, Tell
 from isthmus.cluster.wire import ENCODED_BLOCKS, Frames, pack, seals_kv
 from isthmus.engine.codecs import NONE
 from isthmus.engine.interface import KVBytes, runs_of
+from isthmus.errors import ProtocolError
 from isthmus.messenger import Priority, Sending, Session
+from isthmus.node import events
 from isthmus.node.extent import Extent
-from isthmus.types import RequestId, Span, TokenLogprobs
+from isthmus.types import NodeId, RequestId, Span, TokenLogprobs
 
 MAX_FRAME_BLOCKS = 256
+MAX_OFFERS = 4096
+"""Attempts that were offered and have not begun here; more are of attempts that never will."""
 
 
 class Outgoing:
@@ -53,32 +59,26 @@ class Outgoing:
     def send(self) -> None:
         """There is room for it: what is here goes, and what will be. Call it once it is attached."""
         self._may_send = True
-        waiting, self._waiting = self._waiting, []
-        for layer, tokens, blocks in waiting:
-            self._send(layer, tokens, blocks)
-        self._finish()
+        self._go_on()
 
     def ready(self, layers: Span, tokens: Span, blocks: Sequence[int]) -> None:
         """KV of these layers and positions is in place: send it, now or later; nothing twice."""
         size = self._memory.layout.block_size
         for layer in range(layers.start, layers.stop):
             span = Span(max(tokens.start, self._told[layer] // size * size), tokens.stop)
-            if span.stop <= self._told[layer]:
-                continue
-            self._told[layer] = span.stop
-            if self._may_send:
-                self._send(layer, span, blocks)
-            else:
+            if span.stop > self._told[layer]:
+                self._told[layer] = span.stop
                 self._waiting.append((layer, span, blocks))
+        self._go_on()
 
     def first_token(self, token: int, logprobs: TokenLogprobs | None) -> None:
         self._sent = Sent(self.key, token, logprobs)
-        self._finish()
+        self._go_on()
 
     def computed(self) -> None:
         """All its KV is ready."""
         self._is_computed = True
-        self._finish()
+        self._go_on()
 
     def cancel(self) -> None:
         """Nothing more of it is sent."""
@@ -86,15 +86,20 @@ class Outgoing:
             sending.cancel()
         self._sendings.clear()
 
-    def _finish(self) -> None:
-        """Its first token goes once, from where it is known: not from the later stages of a pipeline group."""
-        if self._may_send and self._is_computed and self._sent is not None:
-            assert self._connection is not None
+    def _go_on(self) -> None:
+        """Sends what may be sent. Its first token goes last, once, from where it is known: not from the later stages of
+        a pipeline group."""
+        if not self._may_send:
+            return
+        assert self._connection is not None
+        for part in self._waiting:
+            self._send(self._connection, *part)
+        self._waiting.clear()
+        if self._is_computed and self._sent is not None:
             self._connection.send(self._sent)
             self._sent = None
 
-    def _send(self, layer: int, tokens: Span, blocks: Sequence[int]) -> None:
-        assert self._connection is not None
+    def _send(self, connection: Session, layer: int, tokens: Span, blocks: Sequence[int]) -> None:
         layout, codec = self._memory.layout, self._extent.codec_at(tokens.start)
         size = layout.block_size
         most = (MAX_FRAME_BLOCKS if codec == NONE else ENCODED_BLOCKS) * size
@@ -106,7 +111,7 @@ class Outgoing:
             self.bytes_out += (stop - start) * self._memory.layout.token_bytes
             number = self._first_layer + layer
             head = Slices(self.key, number, start // size, stop, seals)
-            self._sendings.append(self._connection.send(head, *payload, priority=Priority.URGENT))
+            self._sendings.append(connection.send(head, *payload, priority=Priority.URGENT))
 
     def _seals(self, layer: int, tokens: Span, blocks: Sequence[int]) -> list[bytes]:
         return [
@@ -122,7 +127,7 @@ class Incoming:
         self.sent: Sent | None = None
         self.senders: dict[Session, Span] = {}
         self._received = [extent.start] * memory.layout.num_layers
-        self._frames = Frames(memory.layout)
+        self.frames = Frames(memory.layout)
 
     def grant(self, connection: Session, layers: Span) -> None:
         """Takes these layers from this session."""
@@ -147,12 +152,12 @@ class Incoming:
         runs = runs_of(self._blocks, layout.block_size, start, slices.stop)
         targets = [self._memory.landing(slices.layer, *run) for run in runs]
         codec, tokens = self._extent.codec_at(start), Span(start, slices.stop)
-        return self._frames.place(slices, connection, codec, tokens, targets, size)
+        return self.frames.place(slices, connection, codec, tokens, targets, size)
 
     def receive(self, slices: Slices) -> bool:
         """Books a whole frame; False when it is not the next of its layer or a seal does not match: then nothing of
         it counts."""
-        targets, layout = self._frames.take(slices), self._memory.layout
+        targets, layout = self.frames.take(slices), self._memory.layout
         tokens = Span(slices.first_block * layout.block_size, slices.stop)
         if targets is None or tokens.start != self._extent.resumes(self._received[slices.layer]):
             return False
@@ -166,10 +171,6 @@ class Incoming:
         self._received[slices.layer] = slices.stop
         return True
 
-    def void(self, slices: Slices) -> None:
-        """A frame that was being received will not come."""
-        self._frames.void(slices)
-
     @property
     def complete(self) -> bool:
         """Every KV group is whole: KV of all tokens and, if the model has one, the recurrent state."""
@@ -179,9 +180,164 @@ class Incoming:
         for connection in self.senders:
             connection.send(Landed(self.key))
 
-    def refuse(self) -> None:
+
+class Departures:
+    """For an event loop. `spawn` owns what it starts."""
+
+    def __init__(self, memory: KVBytes, first_layer: int, reach: Reach, tell: Tell, spawn: Spawn) -> None:
+        self._memory, self._first_layer, self._reach = memory, first_layer, reach
+        self._tell, self._spawn = tell, spawn
+        self._outgoing: dict[RequestId, Outgoing] = {}
+        self._bytes_out = 0
+
+    def offer(self, offer: events.Offer) -> None:
+        self._outgoing[offer.key] = Outgoing(offer.key, offer.extent, self._memory, self._first_layer)
+        self._spawn(self._attach(offer.key, offer.peer))
+
+    async def _attach(self, key: RequestId, peer: NodeId) -> None:
+        try:
+            connection = await self._reach(peer)
+            if connection.closed:
+                raise ConnectionError("its session is closed")
+        except (OSError, TimeoutError) as error:
+            self._tell(events.Severed((key,), f"cannot reach {peer}, where it decodes: {error}"))
+        else:
+            self.on(key, Outgoing.attach, connection)
+
+    def on(self, key: RequestId, does: Callable[..., None], *arguments: object) -> None:
+        """Calls a method of `Outgoing` if this attempt departs."""
+        outgoing = self._outgoing.get(key)
+        if outgoing is not None:
+            does(outgoing, *arguments)
+
+    def send(self, send: events.Send) -> None:
+        if send.computed:
+            self.on(send.key, Outgoing.computed)
+        self.on(send.key, Outgoing.send)
+
+    def granted(self, connection: Session, key: RequestId) -> None:
+        outgoing = self._outgoing.get(key)
+        if outgoing is not None and outgoing.is_on(connection):
+            self._tell(events.Granted(key))
+
+    def landed(self, connection: Session, key: RequestId) -> None:
+        outgoing = self._outgoing.get(key)
+        if outgoing is not None and outgoing.is_on(connection):
+            if not outgoing.is_sent:
+                raise ProtocolError(f"{key} landed before it was sent")
+            self.release(key)
+            self._tell(events.Landed(key))
+
+    def release(self, key: RequestId) -> None:
+        outgoing = self._outgoing.pop(key, None)
+        if outgoing is not None:
+            self._bytes_out += outgoing.bytes_out
+            outgoing.cancel()
+
+    def lost(self, connection: Session) -> list[RequestId]:
+        return [key for key, outgoing in self._outgoing.items() if outgoing.is_on(connection)]
+
+    @property
+    def bytes_out(self) -> int:
+        return self._bytes_out + sum([outgoing.bytes_out for outgoing in self._outgoing.values()])
+
+
+class Arrivals:
+    """For an event loop. `received` hears of the first token of an attempt that is whole, before `tell`."""
+
+    def __init__(self, memory: KVBytes, tell: Tell, received: Callable[[RequestId, int], object]) -> None:
+        self._memory, self._tell, self._received = memory, tell, received
+        self._incoming: dict[RequestId, Incoming] = {}
+        self._offers: OrderedDict[RequestId, dict[Session, Span]] = OrderedDict()
+        """Of attempts for which there is no room yet, or which have not begun here."""
+        self.bytes_in = self.seal_mismatches = 0
+
+    def offered(self, connection: Session, offer: Offer) -> None:
+        """Raises ProtocolError for layers that are not the model's, or that were offered already."""
+        incoming = self._incoming.get(offer.key)
+        known = incoming.senders if incoming is not None else self._offers.get(offer.key, {})
+        layers = Span(offer.first_layer, offer.stop_layer)
+        taken = any(layers.start < other.stop and other.start < layers.stop for other in known.values())
+        num_layers = self._memory.layout.num_layers
+        if taken or connection in known or not 0 <= layers.start < layers.stop <= num_layers:
+            raise ProtocolError(f"layers {layers.start} to {layers.stop} of {offer.key} cannot be taken")
+        if incoming is not None:
+            incoming.grant(connection, layers)
+            return
+        self._offers[offer.key] = {**known, connection: layers}
+        if len(self._offers) > MAX_OFFERS:
+            self._offers.popitem(last=False)
+
+    def grant(self, grant: events.Grant) -> None:
+        incoming = Incoming(grant.key, grant.extent, grant.blocks, self._memory)
+        self._incoming[grant.key] = incoming
+        for connection, layers in self._offers.pop(grant.key, {}).items():
+            incoming.grant(connection, layers)
+
+    def place(self, connection: Session, slices: Slices, size: int) -> Sequence[memoryview]:
+        """Raises ProtocolError for what is not expected."""
+        incoming = self._incoming.get(slices.key)
+        if incoming is None:
+            return [memoryview(bytearray(size))]  # an attempt given up: read past it
+        targets = incoming.place(connection, slices, size)
+        if targets is None:
+            raise ProtocolError(f"KV of {slices.key}, layer {slices.layer}, is not what must come next")
+        self._tell(events.Moved(slices.key))
+        return targets
+
+    def receive(self, slices: Slices) -> None:
+        incoming = self._incoming.get(slices.key)
+        if incoming is None:
+            return
+        layout = self._memory.layout
+        self.bytes_in += (slices.stop - slices.first_block * layout.block_size) * layout.token_bytes
+        if incoming.receive(slices):
+            self._maybe_whole(incoming)
+            return
+        self.seal_mismatches += 1
+        self.release(slices.key)
+        reason = f"a KV block of layer {slices.layer} came damaged (seal mismatch)"
+        self._tell(events.Broken(slices.key, reason))
+
+    def sent(self, connection: Session, sent: Sent) -> None:
+        incoming = self._incoming.get(sent.key)
+        if incoming is not None and connection in incoming.senders and incoming.sent is None:
+            incoming.sent = sent
+            self._maybe_whole(incoming)
+
+    def _maybe_whole(self, incoming: Incoming) -> None:
+        if incoming.complete and incoming.sent is not None:
+            self._received(incoming.key, incoming.sent.token)
+            self._tell(events.Received(incoming.key))
+
+    def void(self, slices: Slices) -> None:
+        """The sender gave up in the midst of a frame."""
+        incoming = self._incoming.get(slices.key)
+        if incoming is not None:
+            incoming.frames.void(slices)
+
+    def land(self, key: RequestId) -> None:
+        incoming = self._incoming.get(key)
+        if incoming is not None:
+            incoming.land()
+            self.release(key)
+
+    def release(self, key: RequestId) -> None:
         """Nothing more is written into its blocks when this returns."""
-        self._frames.refuse()
+        self._offers.pop(key, None)
+        incoming = self._incoming.pop(key, None)
+        if incoming is not None:
+            incoming.frames.refuse()
+
+    def lost(self, connection: Session) -> list[RequestId]:
+        """Those that are not whole, and will not be."""
+        offered = [key for key, offers in self._offers.items() if connection in offers]
+        for key in offered:
+            del self._offers[key]
+        expected = [
+            key for key, each in self._incoming.items() if connection in each.senders and not each.complete
+        ]
+        return offered + expected
 
 
 def _slots(blocks: Sequence[int], layout: KVLayout, tokens: Span) -> list[tuple[int, int]]:

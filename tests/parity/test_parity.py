@@ -306,6 +306,15 @@ def test_arenas_without_a_slot_to_spare_give_the_right_tokens(shape: str, tiers:
     assert [outcome.tokens for outcome in flight.outcomes] == [cluster.answer(each) for each in requests]
 
 
+@pytest.mark.parametrize("policy", ["isthmus", "mooncake"])
+@pytest.mark.parametrize("groups", [{"count": 2, "pipeline": 2}, {"count": 8, "pipeline": 4}])
+@pytest.mark.parametrize("tiers", [{}, {"cache.dram": "1MiB"}, TIERS])
+def test_pipeline_groups_are_the_same(tiers: dict[str, Any], groups: dict[str, int], policy: str) -> None:
+    shape = {"roles.prefill": groups, "roles.decode": 2, "engine.token_budget": 128}
+    log = same_logs({"policy": policy, **tiers, **shape, "network.node_gbps": 2}, chats(60, 4 * MS))
+    assert actions_of(log)["Route"] == 60
+
+
 def test_nodes_that_change_their_role_are_the_same() -> None:
     knobs = {
         "offload.convert": "auto",

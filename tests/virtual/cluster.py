@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,22 +14,24 @@ import msgspec
 from isthmus.attempts import key_of
 from isthmus.blocks import BlockNamer
 from isthmus.cluster.head import Head
-from isthmus.cluster.node import NodeProcess, World
-from isthmus.cluster.process import NodeOptions
+from isthmus.cluster.node import NodeProcess
+from isthmus.cluster.process import NodeOptions, World
 from isthmus.cluster.recorder import Entry, MemoryTape
 from isthmus.cluster.ways import Ways
 from isthmus.conductor import Abort, LinkState, Route
 from isthmus.config import Config
 from isthmus.cost import compile_cost
 from isthmus.deploy import NodeFacts, clusters_of
-from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of
+from isthmus.engine.emulated import LAYERS, EmulatedEngine, Recipe, expected_tokens, layout_of
+from isthmus.engine.interface import split_layers
 from isthmus.errors import IsthmusError
 from isthmus.sim.deployment import Deployment
 from isthmus.types import NS_PER_S, BlockName, ModelCard, RequestId, Sampling
 from isthmus.types import Job as Asked
-from tests.virtual.hands import MemoryFiles, VirtualHands, pool_of, store_opener
+from tests.virtual.hands import LazyHands, MemoryFiles, VirtualHands, pool_of, store_opener
 from tests.virtual.links import VirtualLinks
 from tests.virtual.loop import ARRIVAL, OTHERS, ManualLoop
+from tests.virtual.stage import VirtualStage
 from tests.virtual.worker import LoopWorker
 
 VOCABULARY = 1 << 31
@@ -108,7 +111,8 @@ class VirtualCluster:
         size = deployment.block_size
         self._config, self.deployment = config, deployment
         states = deployment.nodes[0].state_blocks * size
-        self.recipe = Recipe("virtual", layout_of(size, state_tokens=states), VOCABULARY)
+        layers = max([LAYERS, *(facts.pipeline for facts in deployment.nodes)])
+        self.recipe = Recipe("virtual", layout_of(size, layers=layers, state_tokens=states), VOCABULARY)
 
     def names(self, tokens: Sequence[int], salt: str = "") -> tuple[BlockName, ...]:
         """Names of the full blocks of a prompt, as the conductor sees them."""
@@ -149,26 +153,33 @@ class VirtualCluster:
             def start(slot: int) -> None:
                 head.links.entering = slot
                 facts = self.deployment.nodes[slot]
-                engine, files = self._engine(facts), MemoryFiles(loop.time)
-                self._files[slot] = files
+                files = self._files[slot] = MemoryFiles(loop.time)
                 options = NodeOptions(
                     facts, join, "virtual", limits.transfer_s, host=facts.node, shares_memory=False
                 )
                 world = World(
                     links.ether.view(slot),
                     loop.clock_ns,
-                    lambda process: LoopWorker(process, loop, lambda: process.hands),  # type: ignore[arg-type, return-value]
                     partial(VirtualHands, links),
                     pool_of,
+                    lambda process: LoopWorker(process, loop, lambda: process.hands),
                 )
-                process = NodeProcess(
-                    engine, options, world, store_opener(facts, engine, files, self._spare_slots)
-                )
+                engine = self._engine(facts, 0)
+                opener = store_opener(facts, engine, files, self._spare_slots)
+                process = NodeProcess(engine, options, world, opener)
                 links.nodes[slot].brain = process.node
                 running[slot] = process, group.create_task(process.run())
+                for stage in range(1, facts.pipeline):
+                    engine, files = self._engine(facts, stage), MemoryFiles(loop.time)
+                    opener = store_opener(facts, engine, files, self._spare_slots)
+                    later = VirtualStage(
+                        engine, replace(options, stage=stage), replace(world, hands_of=LazyHands), opener
+                    )
+                    group.create_task(later.run())
 
             for slot in range(len(self.deployment.nodes)):
                 start(slot)
+                await loop.settle()  # a group takes longer to form, and the conductor counts nodes as they join
             await head.wait_for([facts.node for facts in self.deployment.nodes])
             assert not loop.now_ns
             for time in self.deployment.faults.times():
@@ -217,13 +228,15 @@ class VirtualCluster:
             self._files[node.slot].fails = links.moves.disks.fails(node)
         links.settle()
 
-    def _engine(self, facts: NodeFacts) -> EmulatedEngine:
+    def _engine(self, facts: NodeFacts, stage: int) -> EmulatedEngine:
+        layers = split_layers(self.recipe.layout.num_layers, facts.pipeline)[stage]
         return EmulatedEngine(
             self.recipe,
             compile_cost(facts.cost),
             facts.kv_blocks,
             max_length=MAX_LENGTH,
             max_sequences=facts.live_states,
+            layers=layers,
         )
 
     async def _ask(self, loop: ManualLoop, head: Head, name: RequestId, request: VirtualRequest) -> Outcome:

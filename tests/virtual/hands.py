@@ -141,6 +141,7 @@ KINDS: dict[type, str] = {
     messages.Lent: "blocks",
     messages.Ended: "blocks",
     messages.Enough: "enough",
+    messages.StageSampled: "sampled",
 }
 """What has a time in the simulator. The rest takes none."""
 
@@ -171,8 +172,8 @@ class Gate:
     then."""
 
     def __init__(self) -> None:
-        self._opened: set[tuple[int, int, str, RequestId]] = set()
-        self._held: dict[tuple[int, int, str, RequestId], list[Held]] = {}
+        self._opened: set[tuple[int, int, str, str]] = set()
+        self._held: dict[tuple[int, int, str, str], list[Held]] = {}
 
     def guard(self, session: Session, sender: int, receiver: int) -> None:
         session.send = partial(self._send, sender, receiver, session.send)  # type: ignore[method-assign]
@@ -191,14 +192,14 @@ class Gate:
         now = partial(send, message, *payload, priority=priority, done=done)
         if kind is None:
             return now()
-        way = sender, receiver, kind, message.key
+        way = sender, receiver, kind, str(message.run) if kind == "sampled" else message.key
         if way in self._opened:
             return now()
         held = Held(now, done)
         self._held.setdefault(way, []).append(held)
         return held
 
-    def open(self, sender: int, receiver: int, kind: str, key: RequestId) -> None:
+    def open(self, sender: int, receiver: int, kind: str, key: str) -> None:
         way = sender, receiver, kind, key
         self._opened.add(way)
         for held in self._held.pop(way, ()):
@@ -274,7 +275,19 @@ class NodeNetwork:
         return session
 
 
-class VirtualHands(Hands):
+class LazyHands(Hands):
+    """Loads begin when they are told to."""
+
+    def load_now(self, key: RequestId) -> None:
+        """All that a load waits for is there."""
+        load = self._loads.get(key)
+        if load is not None and not load.task.done():
+            loaders = self.cache._loaders
+            assert isinstance(loaders, Lazy)
+            loaders.run(load.task)
+
+
+class VirtualHands(LazyHands):
     """What it carries out takes the times of the simulator's `Moves`."""
 
     def __init__(self, links: VirtualLinks, *, tell: Callable[[Event], None], **others: Any) -> None:
@@ -300,6 +313,10 @@ class VirtualHands(Hands):
         """What nobody else can know: that something stands still."""
         self._told(fact)
 
+    def stages_through(self, run: int) -> None:
+        """The later stages of the group have computed a run."""
+        self._links.ether.gate.open(self.slot, self.slot, "sampled", str(run))
+
     # A run.
 
     def _pending(self, run: Run) -> list[Job]:
@@ -321,14 +338,6 @@ class VirtualHands(Hands):
     def load_for(self, run: Run) -> None:
         for piece in run.chunks:
             self.load_now(piece.request)
-
-    def load_now(self, key: RequestId) -> None:
-        """All that a load waits for is there."""
-        load = self._loads.get(key)
-        if load is not None and not load.task.done():
-            loaders = self.cache._loaders
-            assert isinstance(loaders, Lazy)
-            loaders.run(load.task)
 
     def loaded(self, key: RequestId) -> None:
         super().loaded(key)

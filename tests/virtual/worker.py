@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from isthmus.cluster.node import NodeProcess
+from isthmus.cost import compile_cost
 from isthmus.engine.emulated import EmulatedEngine
 from isthmus.scheduler import Run
 from isthmus.types import NS_PER_S
@@ -55,6 +56,25 @@ class LoopWorker:
         self._timer = asyncio.TimerHandle(when_ns / NS_PER_S, over.set_result, (None,), self._loop)
         self._loop._set(when_ns, priority, self._timer, turn)
 
+    def _step_ps(self, run: Run) -> int:
+        """How long the first stage of a group works on a run: a stage takes as long as any other."""
+        facts = self._process._facts
+        if facts.pipeline == 1:
+            return 0
+        pieces = [(piece.count, piece.start) for piece in run.chunks]
+        return -(-compile_cost(facts.cost).step_ps(pieces, 0, 0) // facts.pipeline)
+
+    def _leaves(self, run: Run) -> None:
+        """The other stages are through with it so much later; that they are quicker here, nobody hears."""
+        if (group := self._process._group) is None:
+            return
+        hands = self._hands_of()
+        tail_ns = (group.stages - 1) * self._step_ps(run) // 1000
+        if any(piece.samples for piece in run.chunks) and tail_ns:
+            self._loop.set(self._loop.now_ns + tail_ns, PREFILL_ENDS, hands.stages_through, group._num_runs)
+        else:
+            hands.stages_through(group._num_runs)
+
     def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
@@ -79,7 +99,7 @@ class LoopWorker:
         priority, turn = STEP_ENDS if run.num_decodes else PREFILL_ENDS, self._loop.turn()
         while True:
             if not hands.misses(run):
-                elapsed_ps += engine.step_ps(execution.batch)
+                elapsed_ps += self._step_ps(run) or engine.step_ps(execution.batch)
             self._until = started_ns + elapsed_ps // 1000, priority, self._loop.create_future()
             self._sleep(turn)
             await self._until[2]
@@ -93,6 +113,7 @@ class LoopWorker:
                 self._process.stepped([*others, *runs.finish(execution)])
                 return
             assert not missed, "what did not come was loaded"
+            self._leaves(run)
             runs.book(execution)
             if execution.over or self._is_cut:
                 break

@@ -100,8 +100,8 @@ def _run_launched() -> None:
 
 def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
     from isthmus.cli.engines import node_facts, open_engine, store_opener
-    from isthmus.cluster.node import NodeProcess, this_machine
-    from isthmus.cluster.process import NodeOptions
+    from isthmus.cluster.node import NodeProcess
+    from isthmus.cluster.process import NodeOptions, World
     from isthmus.cluster.recorder import node_recorder
     from isthmus.cluster.sessions import network_of
     from isthmus.cluster.stage import StageNode
@@ -126,14 +126,14 @@ def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
     )
     folder_name = f"{orders.node}.{orders.stage}" if orders.stage else orders.node
     store_of = store_opener(config, engine, folder_name, facts)
-    network = network_of(config, facts.rates)
+    world = World(network_of(config, facts.rates))
     tape = None
     if config.record and not orders.stage:
         tape = node_recorder(Path(config.record), facts, config.limits.transfer_s, orders.start)
     member = (
-        StageNode(engine, options, network, store_of)
+        StageNode(engine, options, world, store_of)
         if orders.stage
-        else NodeProcess(engine, options, this_machine(network), store_of, tape)
+        else NodeProcess(engine, options, world, store_of, tape)
     )
     import asyncio
 

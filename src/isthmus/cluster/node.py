@@ -13,10 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, Protocol, get_args
 
 from msgspec.structs import replace
@@ -24,15 +21,13 @@ from msgspec.structs import replace
 from isthmus.attempts import BlocksEvicted, Report, RoleChanged
 from isthmus.cluster import messages
 from isthmus.cluster.cache import chains_of
-from isthmus.cluster.hands import Hands
 from isthmus.cluster.pipeline import Group
-from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost
+from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost, World
 from isthmus.cluster.recorder import Tape
 from isthmus.cluster.runs import Execution, Runs
 from isthmus.cluster.sessions import CONNECT_S
 from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
-from isthmus.messenger import Network
 from isthmus.node import events
 from isthmus.scheduler import Admitted, BlockPool, Joined, Preempted, Run
 from isthmus.store import Store
@@ -61,22 +56,6 @@ class Worker(Protocol):
     def stop(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class World:
-    """Where a node lives: what its sessions run over, what the time is, who executes its runs, who moves its bytes, and
-    so many threads of a name."""
-
-    network: Network
-    clock_ns: Callable[[], int]
-    worker_of: Callable[[NodeProcess], Worker]
-    hands_of: Callable[..., Hands] = Hands
-    pool_of: Callable[[int, str], Executor] = ThreadPoolExecutor
-
-
-def this_machine(network: Network) -> World:
-    return World(network, time.monotonic_ns, ThreadWorker)
-
-
 class NodeProcess(EngineProcess):
     """A node, or the first stage of a pipeline group that is one. `tape`: writes down what the node is told and
     answers."""
@@ -92,7 +71,7 @@ class NodeProcess(EngineProcess):
         facts = options.facts
         assert engine.num_blocks >= facts.kv_blocks, "its memory holds less than its facts say"
         assert engine.layout.state_blocks == facts.state_blocks, "its states are others than its facts say"
-        super().__init__(engine, options, world.network, store_of, world.hands_of, world.pool_of)
+        super().__init__(engine, options, world, store_of)
         self._clock_ns, self._tape = world.clock_ns, tape
         self.node = facts.node_of(BlockPool(facts.kv_blocks), transfer_ns=int(options.transfer_s * NS_PER_S))
         self._group: Group | None = None
@@ -100,7 +79,7 @@ class NodeProcess(EngineProcess):
             self._group = Group(facts.pipeline, self.tell, self.sampled, self.end, self._later)
         self.runs = Runs(engine, self.hands, self._send_outputs, world.clock_ns, self._group)
         self.runs.saves, self.runs.keeps_answers = self.node.tiers is not None, self.node.keeps_answers
-        self.worker = world.worker_of(self)
+        self.worker: Worker = (world.worker_of or ThreadWorker)(self)
         self._blocks_evicted = 0
         self._heard: dict[type, Callable[[Any], None]] = {
             Admitted: self.runs.admitted,

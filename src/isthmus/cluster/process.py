@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -53,6 +54,18 @@ class NodeOptions:
     stage: int = 0
 
 
+@dataclass(frozen=True)
+class World:
+    """Where a process lives: what its sessions run over, what the time is, who moves its bytes, and who does so many
+    things at once under a name. `worker_of`: who executes a node's runs, if not a thread."""
+
+    network: Network
+    clock_ns: Callable[[], int] = time.monotonic_ns
+    hands_of: Callable[..., Hands] = Hands
+    pool_of: Callable[[int, str], Executor] = ThreadPoolExecutor
+    worker_of: Callable[[Any], Any] | None = None
+
+
 class EngineProcess(ABC):
     """Runs until the head says Stop or a session ends without which it cannot go on. `run` returns the reason.
 
@@ -67,24 +80,22 @@ class EngineProcess(ABC):
         self,
         engine: Engine,
         options: NodeOptions,
-        network: Network,
+        world: World,
         store_of: Callable[[OnLost], Store] | None,
-        hands_of: Callable[..., Hands] = Hands,
-        pool_of: Callable[[int, str], Executor] = ThreadPoolExecutor,
     ) -> None:
-        self._engine, self._options, self._network = engine, options, network
+        self._engine, self._options, self._network = engine, options, world.network
         facts = self._facts = options.facts
         store = store_of(self._lost) if store_of is not None else None
         self._cache = None
         if store is not None:
-            self._cache = NodeCache(engine.memory, store, self._lost, pool_of, facts.transit_blocks // 2)
+            self._cache = NodeCache(engine.memory, store, self._lost, world.pool_of, facts.transit_blocks // 2)
         self._introduction = messages.PeerHello(
             messages.PROTOCOL, options.token, facts.node, engine.revision, engine.layout
         )
-        peers = Peers(network, self._introduction, lambda: FromPeer(self, introduced=True))
+        peers = Peers(world.network, self._introduction, lambda: FromPeer(self, introduced=True))
         self._crossings = Crossings(peers, options.link_s, self.spawn)
         self._addresses: dict[str, Mapping[NodeId, str]] = {}
-        self.hands = hands_of(
+        self.hands = world.hands_of(
             memory=engine.memory,
             first_layer=engine.layers[0],
             cache=self._cache,

@@ -21,12 +21,12 @@ from msgspec.structs import replace
 
 from isthmus.cluster import messages
 from isthmus.cluster.hands import Hands
-from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost, Vital
+from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost, Vital, World
 from isthmus.cluster.runs import Execution, Runs
 from isthmus.cluster.sessions import CONNECT_S
 from isthmus.engine.interface import Engine, Hidden
 from isthmus.errors import ProtocolError, StartError
-from isthmus.messenger import Handler, Network, Priority, Session
+from isthmus.messenger import Handler, Priority, Session
 from isthmus.node import events
 from isthmus.scheduler import Piece, Preempted, Run, Saved
 from isthmus.store import Store
@@ -202,11 +202,11 @@ class StageNode(EngineProcess):
         self,
         engine: Engine,
         options: NodeOptions,
-        network: Network,
+        world: World,
         store_of: Callable[[OnLost], Store] | None = None,
     ) -> None:
         assert 0 < options.stage < options.facts.pipeline
-        super().__init__(engine, options, network, store_of)
+        super().__init__(engine, options, world, store_of)
         self.stepper = StageStepper(engine, options.stage, self.hands, self, self._later)
         self.runs = self.stepper.runs
         self._before: Session | None = None

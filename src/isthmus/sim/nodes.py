@@ -260,6 +260,7 @@ class Nodes:
         if self.moves.disks.are_at_risk and node.run is not None:
             for piece in node.run.chunks:
                 self.moves.disks.over(node, piece.request)
+        tail_ns = node.tail_ns  # the next run begins before this one has left the group
         steps, done = node.end(now)
         if not done and not node.sampling:
             self._carry_out(node, brain.on(Stepped(steps), now))
@@ -279,9 +280,9 @@ class Nodes:
             self._host.completed(job)
         for job in sampled:
             self._send_token(job)
-        if leaving and node.tail_ns:
+        if leaving and tail_ns:
             # In a pipeline group, the last chunk passes the other stages while the first takes the next prompt.
-            self._clock.call(now + node.tail_ns, PREFILL_ENDS, partial(self._leave_group, node, leaving))
+            self._clock.call(now + tail_ns, PREFILL_ENDS, partial(self._leave_group, node, leaving))
         elif leaving:
             self._leave_group(node, leaving)
 

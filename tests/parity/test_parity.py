@@ -315,6 +315,23 @@ def test_pipeline_groups_are_the_same(tiers: dict[str, Any], groups: dict[str, i
     assert actions_of(log)["Route"] == 60
 
 
+@pytest.mark.parametrize(
+    "faults",
+    [
+        Faults(nodes=(NodeFault("prefill-0", 0.04, 0.15),)),
+        Faults(nodes=(NodeFault("decode-0", 0.04, 0.15),)),
+        Faults(sessions=(SessionFault("prefill-0", "decode-0", 0.03, 0.4),)),
+        Faults(sessions=(SessionFault("prefill-0", "decode-0", 0.03, 0.4, 0.02),)),
+        Faults(disks=(DiskFault("prefill-0", 0.1, math.inf),)),
+    ],
+)
+def test_pipeline_groups_under_faults_are_the_same(faults: Faults) -> None:
+    """Of a group the first stage's disk fails; what it has lost the others drop."""
+    shape = {"roles.prefill": {"count": 4, "pipeline": 2}, "roles.decode": 2, "engine.token_budget": 128}
+    knobs = {**TIERS, **shape, "cache.ssd": "64MiB", "network.node_gbps": 2}
+    same_logs(knobs, chats(60, 4 * MS), faults)
+
+
 def test_nodes_that_change_their_role_are_the_same() -> None:
     knobs = {
         "offload.convert": "auto",

@@ -76,6 +76,8 @@ class LoopWorker:
             hands.stages_through(group._num_runs)
 
     def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         if self._task is not None:
             self._task.cancel()
 

@@ -3,7 +3,17 @@ from __future__ import annotations
 import pytest
 
 from isthmus.errors import ConfigError
-from isthmus.sim.faults import Faults, LinkFault, NodeFault, link_fault, node_fault
+from isthmus.sim.faults import (
+    DiskFault,
+    Faults,
+    LinkFault,
+    NodeFault,
+    SessionFault,
+    disk_fault,
+    link_fault,
+    node_fault,
+    session_fault,
+)
 from isthmus.types import NS_PER_S
 
 ENDS = frozenset(("dense", "local"))
@@ -12,6 +22,9 @@ ENDS = frozenset(("dense", "local"))
 def test_faults_are_read_as_they_are_written() -> None:
     assert link_fault("dense:local:60:120:0.2") == LinkFault("dense", "local", 60.0, 120.0, 0.2)
     assert node_fault("dense-prefill-0:1.5:inf") == NodeFault("dense-prefill-0", 1.5, float("inf"))
+    assert disk_fault("dense:1:2") == DiskFault("dense", 1.0, 2.0)
+    assert session_fault("a:b:1:2:0.5") == SessionFault("a", "b", 1.0, 2.0, 0.5)
+    assert session_fault("a:b:1:2:inf") == SessionFault("a", "b", 1.0, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +50,34 @@ def test_so_is_a_node_fault(text: str) -> None:
         node_fault(text)
 
 
+@pytest.mark.parametrize("text", ["n", "n:1", "n:2:1", "n:a:b"])
+def test_and_a_disk_fault(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--disk-fault .*write NAME:START:STOP"):
+        disk_fault(text)
+
+
+@pytest.mark.parametrize("text", ["a:b:1:2", "a:b:2:1:1", "a:b:1:2:-1", "a:b:1:2:x"])
+def test_and_a_session_fault(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--session-fault .*write ONE:OTHER:START:STOP:DELAY"):
+        session_fault(text)
+
+
+def test_what_nodes_say_is_late_both_ways_and_the_longest_delay_holds() -> None:
+    faults = Faults(sessions=(SessionFault("a", "far", 1, 5, 0.25), SessionFault("b", "a", 2, 3)))
+    one, other, third = ("a", ""), ("b", "far"), ("c", "")
+    found = [faults.delay_ns(one, other, time * NS_PER_S) for time in (0, 1, 2, 3, 5)]
+    assert found == [0, NS_PER_S // 4, None, NS_PER_S // 4, 0]
+    assert faults.delay_ns(other, one, NS_PER_S) == NS_PER_S // 4
+    assert faults.delay_ns(one, third, 2 * NS_PER_S) == 0
+    assert faults.times() == [time * NS_PER_S for time in (1, 2, 3, 5)]
+
+
+def test_a_disk_fails_with_its_cluster_too() -> None:
+    faults = Faults(disks=(DiskFault("far", 1, float("inf")),))
+    assert [faults.has_disk(("p", "far"), time) for time in (NS_PER_S - 1, NS_PER_S)] == [True, False]
+    assert faults.has_disk(("p", ""), NS_PER_S)
+
+
 def test_the_smallest_factor_of_overlapping_faults_holds() -> None:
     faults = Faults((LinkFault("dense", "local", 1, 5, 0.5), LinkFault("local", "dense", 2, 3, 0.1)))
     found = [faults.factor(ENDS, int(time * NS_PER_S)) for time in (0, 1, 2, 3, 5)]
@@ -60,3 +101,7 @@ def test_a_fault_of_nothing_there_is_refused() -> None:
         ConfigError, match="x: no node or cluster has that name; there are: local, local-decode-0"
     ):
         Faults(nodes=(NodeFault("x", 0, 1),)).check([], ["local", "local-decode-0"])
+    with pytest.raises(ConfigError, match="--disk-fault x: no node or cluster has that name"):
+        Faults(disks=(DiskFault("x", 0, 1),)).check([], ["local"])
+    with pytest.raises(ConfigError, match="--session-fault y: no node or cluster has that name"):
+        Faults(sessions=(SessionFault("local", "y", 0, 1),)).check([], ["local"])

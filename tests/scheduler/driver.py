@@ -95,7 +95,7 @@ class Node:
     def arrive(self, tokens: Sequence[int], max_tokens: int, *, detach: bool = False) -> RequestId:
         guest = self._add(tokens, max_tokens, State.WAITING)
         guest.detach, guest.names = detach, tuple(self.namer.names(tokens))
-        self._tell(arrived(guest.request, len(tokens), guest.stop_length, guest.names, detach))
+        self._tell(arrived(guest.request, len(tokens), guest.stop_length, guest.names, detach=detach))
         return guest.request
 
     def expect(self, tokens: Sequence[int], max_tokens: int) -> RequestId:

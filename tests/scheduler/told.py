@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from isthmus.scheduler import Actions, Scheduler, Sequence, Stepped
-from isthmus.scheduler.sequence import State
 from isthmus.types import BlockName, RequestId
 
 Fact = Callable[["Told", Actions], None] | Stepped
@@ -27,12 +26,17 @@ class Told(Scheduler):
         return self._sequences.get(request) or Sequence(request, 1, 2)
 
 
-def arrived(request: RequestId, *about: Any, **more: Any) -> Fact:
-    return lambda scheduler, actions: scheduler.arrive(Sequence(request, *about, **more))
+def arrived(
+    request: RequestId, num_tokens: int, stop_length: int, names: tuple[BlockName, ...] = (), **about: Any
+) -> Fact:
+    sequence = Sequence(request, num_tokens, stop_length, names)
+    for name, value in about.items():
+        setattr(sequence, name, value)
+    return lambda scheduler, actions: scheduler.arrive(sequence)
 
 
 def expected(request: RequestId, num_tokens: int, stop_length: int) -> Fact:
-    sequence = Sequence(request, num_tokens, stop_length, state=State.EXPECTED)
+    sequence = Sequence(request, num_tokens, stop_length)
     return lambda scheduler, actions: scheduler.expect(sequence, actions)
 
 

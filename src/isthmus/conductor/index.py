@@ -139,7 +139,7 @@ def _clear(masks: dict[BlockName, int], bit: int, names: Sequence[BlockName]) ->
     """Takes one bit out of each; returns the names that have none left."""
     values = list(map(masks.get, names))
     if values.count(bit) == len(names):  # nobody else has any of them
-        deque(map(masks.__delitem__, names), 0)
+        deque(map(masks.pop, names), 0)
         return names
     gone = []
     for name, mask in zip(names, values, strict=True):

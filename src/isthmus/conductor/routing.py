@@ -20,7 +20,7 @@ from isthmus.conductor.policies import FETCHING, POLICIES
 from isthmus.conductor.pools import Pool
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import ClusterView, NodeView, Placement
-from isthmus.types import NS_PER_S, Role
+from isthmus.types import MIXED, NS_PER_S, PREFILL
 
 
 class Router:
@@ -112,7 +112,7 @@ class Router:
         node, cached = nodes[waits.index(min(waits))], caches.tokens(pool)
         work = node.cost.prefill_ns(request.num_tokens - cached, cached) * pool.calibration.ratio
         price = pool.recent.rate(now) / len(waits) * (sum(waits) / len(waits)) / NS_PER_S
-        if node.role is Role.MIXED:
+        if node.role is MIXED:
             price += node.batch
         ttft = min(waits) + work
         if pool is not home:
@@ -143,16 +143,14 @@ class Router:
                 return None
         if length > pool.smallest_prefill or (pool.has_prefill and not decodes):
             nodes = [
-                node
-                for node in nodes
-                if node.capacity_tokens >= length and (decodes or node.role is Role.MIXED)
+                node for node in nodes if node.capacity_tokens >= length and (decodes or node.role is MIXED)
             ]
         if not nodes:
             return None
         estimator = Estimator(self._view, request, nodes, now, foreign, matched)
         placement = self._policy(estimator, self._rules)
         placement.deepest = estimator.deepest
-        if request.max_tokens > 1 and (placement.prefill.role is Role.PREFILL or pool is not home):
+        if request.max_tokens > 1 and (placement.prefill.role is PREFILL or pool is not home):
             placement.decode = _least_step(decodes, request.num_tokens)
         return placement, estimator  # nothing is left to decode after one token: the KV need not move
 

@@ -52,7 +52,7 @@ from isthmus.scheduler.sequence import (
 )
 from isthmus.scheduler.states import Snapshot, States, capacity_tokens
 from isthmus.scheduler.tiers import Change, TierCache
-from isthmus.types import BlockName, NodeId, RequestId, Tier
+from isthmus.types import DISK, BlockName, NodeId, RequestId
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -145,7 +145,7 @@ class Scheduler:
     @property
     def _num_placed(self) -> int:
         """Requests that count against `max_sequences`."""
-        return self.num_running - self._num_arriving
+        return len(self._sequences) - len(self._waiting) - len(self._expected) - self._num_arriving
 
     def check(self) -> None:
         """Invariants, for tests and the simulator: blocks add up, and each request holds what it needs."""
@@ -186,6 +186,7 @@ class Scheduler:
     def expect(self, sequence: Sequence, actions: Actions) -> None:
         """A request whose KV another node will send."""
         self._add(sequence)
+        sequence.state = EXPECTED
         self._expected.append(sequence)
         if self.run is not None:  # what runs has all it needs
             self._reserve(actions)
@@ -411,7 +412,7 @@ class Scheduler:
         if change.evicted:
             self._evicted(change.evicted, actions)
         if change.demoted:
-            actions += (Demote(change.demoted), BlocksStored(node, change.demoted, Tier.DISK))
+            actions += (Demote(change.demoted), BlocksStored(node, change.demoted, DISK))
         if save is not None:
             actions += (save, BlocksStored(node, save.names))
         elif change.stored:
@@ -419,7 +420,7 @@ class Scheduler:
         if change.promoted:
             actions += (Promote(change.promoted), BlocksStored(node, change.promoted))
         if change.sunk:
-            actions += (Demote(change.sunk), BlocksStored(node, change.sunk, Tier.DISK))
+            actions += (Demote(change.sunk), BlocksStored(node, change.sunk, DISK))
 
     def _evicted(self, names: tuple[BlockName, ...], actions: Actions) -> None:
         if self.tiers is not None:
@@ -500,13 +501,13 @@ class Scheduler:
 
     # The next run.
 
-    def plan(self, actions: Actions, now: int = 0) -> None:
+    def plan(self, actions: Actions, now: int = 0) -> Run | None:
         """Forms the next run, if none is out and somebody waits for one; it comes last. `now`, in ns, matters to
         promises. Reservations come after all else: what runs has the first claim on blocks."""
         if self.run is not None or not (
             self._decoding or self._waiting or self._prompts or self._joining or self._expected
         ):
-            return
+            return None
         if self._joining:
             self._join_arrived(actions)
         if self._rooms:
@@ -520,14 +521,16 @@ class Scheduler:
             self._reserve(actions)
         if self.pool.evicted:
             self._evicted(self.pool.take_evicted(), actions)
-        if num_decodes:
-            context = self._offsets + num_decodes * (self._clock + 1)
-            steps = 1 if chunks else self._decode_steps()
-            self.run = Run(tuple(chunks), num_decodes, context, steps, self._decode_pieces)
-            actions.append(self.run)
-        elif chunks:
-            self.run = Run(tuple(chunks), 0, 0, self._chunk_steps(chunks), list)
-            actions.append(self.run)
+        if not (num_decodes or chunks):
+            return None
+        context = self._offsets + num_decodes * (self._clock + 1)
+        if not chunks:
+            steps = self._decode_steps()
+        else:
+            steps = 1 if num_decodes else self._chunk_steps(chunks)
+        run = self.run = Run(tuple(chunks), num_decodes, context, steps, self._decode_pieces)
+        actions.append(run)
+        return run
 
     def _add_prompts(self, num_decodes: int, chunks: list[Piece], actions: Actions, now: int) -> None:
         # One token at least, so that prompts go on however many requests decode.

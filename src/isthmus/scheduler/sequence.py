@@ -93,23 +93,14 @@ class Sequence:
         num_tokens: int,
         stop_length: int,
         names: tuple[BlockName, ...] = (),
-        detach: bool = False,
-        num_cached: int = 0,
-        fetch_start: int = 0,
-        fetch_stop: int = 0,
-        fetch_until_ns: int = 0,
-        work_ns: int = 0,
-        deadline_ns: int = 0,
-        *,
-        state: State = QUEUED,
-        fetches: bool = False,
     ) -> None:
-        self.request, self.length, self.stop_length, self.state = request, num_tokens, stop_length, state
-        self.names, self.detach, self.num_cached = names, detach, num_cached
-        self.fetch_start, self.fetch_stop, self.fetch_until_ns = fetch_start, fetch_stop, fetch_until_ns
-        self.work_ns, self.deadline_ns, self.fetches = work_ns, deadline_ns, fetches
+        self.request, self.length, self.stop_length, self.names = request, num_tokens, stop_length, names
+        self.state = QUEUED
+        self.detach = self.fetches = False
+        self.num_cached = self.fetch_start = self.fetch_stop = self.fetch_until_ns = 0
         self.cached = self.computed = self.named = self.offset = self.room = self.age = self.arrival = 0
-        self.num_pinned, self.slot = 0, -1
+        self.work_ns = self.deadline_ns = self.num_pinned = 0
+        self.slot = -1
         self.pinned: tuple[BlockName, ...] = ()
         self.restore: list[int] = []
         self.snapshots: list[Snapshot] = []

@@ -79,7 +79,10 @@ class TierCache:
     def pin(self, names: Sequence[BlockName]) -> None:
         """Keeps these blocks where they are, or in DRAM, until unpinned; counted. They need not be here yet."""
         pins = self._pins
-        pins.update(zip(names, map((1).__add__, map(pins.get, names, repeat(0))), strict=False))
+        if pins.keys().isdisjoint(names):
+            pins.update(dict.fromkeys(names, 1))
+        else:
+            pins.update(zip(names, map((1).__add__, map(pins.get, names, repeat(0))), strict=False))
 
     def unpin(self, names: Sequence[BlockName]) -> None:
         """Undoes one `pin` of the same names."""
@@ -87,7 +90,7 @@ class TierCache:
         counts = list(map(pins.__getitem__, names))
         shared = len(counts) - counts.count(1)
         if 1 not in counts[:shared]:  # nobody else has pinned those at the end
-            deque(map(pins.__delitem__, names[shared:]), 0)
+            deque(map(pins.pop, names[shared:]), 0)
             names = names[:shared]
         for name in names:
             left = pins[name] - 1

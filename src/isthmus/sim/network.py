@@ -321,12 +321,13 @@ class Network:
         """Puts a flow on its links."""
         flow.live, route = True, flow.route
         route.num_flows += 1
-        for link in route.links:
-            flows = link.flows
-            if flows:
-                for other in tuple(flows):
+        for link in route.limits:
+            if link.flows:
+                for other in tuple(link.flows):
                     if not other.timed:
                         self._is_over(other, now)
+        for link in route.links:
+            flows = link.flows
             if not flows:
                 link.busy_since = now
             flows[flow] = None
@@ -352,7 +353,6 @@ class Network:
     def _remove(self, flow: Flow, moved: int, now: int) -> None:
         flow.live, route = False, flow.route
         route.num_flows -= 1
-        limits = route.limits
         for link in route.links:
             flows = link.flows
             del flows[flow]
@@ -361,12 +361,14 @@ class Network:
                 link.busy_until = now
             if not flows:
                 link.busy_ns += link.busy_until - link.busy_since
+        for link in route.limits:
+            if not link.flows:
                 link.bound = 0.0  # exactly: no rounding is carried on
-            elif link in limits:
-                if link.bound > link.capacity:
-                    self._unfilled[link] = None
-                    self._unfilled_at = now
-                link.bound -= route.bound
+                continue
+            if link.bound > link.capacity:
+                self._unfilled[link] = None
+                self._unfilled_at = now
+            link.bound -= route.bound
         if flow.timed:
             del self._timed[flow]
             flow.timed = False

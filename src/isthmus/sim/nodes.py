@@ -47,7 +47,7 @@ from isthmus.sim.job import Job
 from isthmus.sim.moves import Due, Moves
 from isthmus.sim.node import SimNode
 from isthmus.sim.records import Conversion
-from isthmus.types import BlockName, NodeId, RequestId, Role
+from isthmus.types import DECODE, MIXED, PREFILL, BlockName, NodeId, RequestId
 
 
 class Host(Protocol):
@@ -73,8 +73,8 @@ class Nodes:
         self.moves = Moves(deployment, clock, self.nodes, self.attempts, self.due)
         self._deployment, self._clock, self._host = deployment, clock, host
         self._has_answers, self._block_size = deployment.has_answers, deployment.block_size
-        self._effects: dict[type, Callable[[SimNode, Any], None] | None] = {
-            **dict.fromkeys((Offer, Promote, Demote, Drop)),  # they need no time
+        self._effects: dict[type, Callable[[SimNode, Any], None]] = {
+            **dict.fromkeys((Offer, Promote, Demote, Drop), _needs_no_time),
             Run: self._start_run,
             Cut: self._cut,
             Admitted: self._admitted,
@@ -98,9 +98,7 @@ class Nodes:
     def _carry_out(self, node: SimNode, actions: Sequence[Action]) -> None:
         effects = self._effects
         for action in actions:
-            effect = effects[type(action)]
-            if effect is not None:
-                effect(node, action)
+            effects[type(action)](node, action)
 
     def settle(self) -> None:
         """All that is due, and what follows from that."""
@@ -112,9 +110,7 @@ class Nodes:
                     decide(event)
                 elif event is not None:
                     for action in node.brain.on(event, now):
-                        effect = effects[type(action)]
-                        if effect is not None:
-                            effect(node, action)
+                        effects[type(action)](node, action)
                 else:
                     stalled.append(node)
             due.clear()
@@ -134,10 +130,10 @@ class Nodes:
         job.prefill_slot = record.prefill = prefill.slot
         job.target = record.decode = decode.slot
         stop = request.num_tokens + request.output_tokens
-        part = Role.MIXED
+        part = MIXED
         if decode is not prefill:
-            part = Role.PREFILL
-            self.tell(decode, Begin(job.key, Role.DECODE, route, job.length, stop, job.names))
+            part = PREFILL
+            self.tell(decode, Begin(job.key, DECODE, route, job.length, stop, job.names))
         self.tell(prefill, Begin(job.key, part, route, job.length, stop, job.names))
 
     def forget(self, key: RequestId, names: Sequence[NodeId]) -> None:
@@ -376,3 +372,7 @@ class Nodes:
         node.alive = False
         told()
         self.moves.lose(node)
+
+
+def _needs_no_time(node: SimNode, action: Action) -> None:
+    """Nothing waits for it."""

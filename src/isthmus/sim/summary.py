@@ -23,7 +23,18 @@ from isthmus.sim.offloading import (
     routes,
     threshold_use,
 )
-from isthmus.sim.records import Conversion, LinkRecord, NodeRecord, RequestRecord, Result, Status
+from isthmus.sim.records import (
+    COMPLETED,
+    FAILED,
+    REFUSED,
+    UNFINISHED,
+    Conversion,
+    LinkRecord,
+    NodeRecord,
+    RequestRecord,
+    Result,
+    Status,
+)
 from isthmus.sim.spread import Spread as Spread
 from isthmus.sim.spread import nearest_rank as nearest_rank
 from isthmus.sim.spread import share, spread
@@ -206,7 +217,7 @@ def to_json(summary: Summary, *, wall: bool = True) -> bytes:
 
 def within_limits(record: RequestRecord) -> bool:
     """Whether a request counts as goodput: completed, TTFT and TBT inside its limits. A missing limit holds."""
-    return record.status is Status.COMPLETED and not _missed_limit(record)
+    return record.status is COMPLETED and not _missed_limit(record)
 
 
 def _missed_limit(record: RequestRecord) -> bool:
@@ -225,10 +236,10 @@ class _Requests:
         ended: dict[Status, list[RequestRecord]] = {status: [] for status in Status}
         for each in records:
             ended[each.status].append(each)
-        self.completed = ended[Status.COMPLETED]
-        self.refused = ended[Status.REFUSED]
-        self.failed = ended[Status.FAILED]
-        self.unfinished = len(ended[Status.UNFINISHED])
+        self.completed = ended[COMPLETED]
+        self.refused = ended[REFUSED]
+        self.failed = ended[FAILED]
+        self.unfinished = len(ended[UNFINISHED])
         self.missed = [each for each in self.completed if _missed_limit(each)]
         self.prompt_tokens = sum([each.request.num_tokens for each in self.started])
         self.cached_tokens = sum([each.cached_tokens for each in self.started])

@@ -40,7 +40,7 @@ from isthmus.sim.gaps import set_tbt
 from isthmus.sim.job import Job
 from isthmus.sim.network import NEVER
 from isthmus.sim.nodes import Nodes
-from isthmus.sim.records import Result, Status, ThresholdChange
+from isthmus.sim.records import COMPLETED, FAILED, REFUSED, Result, Status, ThresholdChange
 from isthmus.sim.upkeep import Upkeep
 from isthmus.sim.workloads import Workload
 from isthmus.types import NS_PER_MS, RequestId
@@ -203,14 +203,14 @@ class World:
         """Those of its nodes that are done with it already need not hear."""
         job = self._job_of[abort.request]
         key = job.key
-        if job.record.status is not Status.COMPLETED and job.attempt > 0:
+        if job.record.status is not COMPLETED and job.attempt > 0:
             self._nodes.withdraw(job)
         self._nodes.forget(key, abort.nodes)
 
     def _refuse(self, refuse: Refuse) -> None:
         job = self._job_of[refuse.request]
         job.record.stage = refuse.stage or refuse.code
-        self._end(job, Status.REFUSED)
+        self._end(job, REFUSED)
 
     def _hold(self, hold: Hold) -> None:
         job = self._job_of[hold.request]
@@ -220,7 +220,7 @@ class World:
         self._clock.call(until, OTHERS, partial(self.decide, HoldExpired(hold.request, hold.attempt)))
 
     def _fail(self, fail: Fail) -> None:
-        self._end(self._job_of[fail.request], Status.FAILED)
+        self._end(self._job_of[fail.request], FAILED)
 
     def _end(self, job: Job, status: Status) -> None:
         """The one end of a request."""
@@ -231,9 +231,9 @@ class World:
         self._num_left -= 1
 
     def completed(self, job: Job) -> None:
-        job.record.status = Status.COMPLETED
+        job.record.status = COMPLETED
         self.decide(RequestEnded(job.name, job.request.output_tokens))
-        self._end(job, Status.COMPLETED)
+        self._end(job, COMPLETED)
 
     def _convert(self, order: Convert) -> None:
         self._nodes.tell(self._nodes.by_name[order.node], Become(order.role))

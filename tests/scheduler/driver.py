@@ -24,13 +24,12 @@ from isthmus.scheduler import (
     Limits,
     Piece,
     Preempted,
-    Reserved,
     Run,
     Stepped,
 )
 from isthmus.types import BlockName, RequestId
 
-from .told import Fact, Told, arrived, expected, forgotten, imported
+from .told import Fact, Reserved, Told, arrived, expected, forgotten, imported
 
 
 class State(Enum):
@@ -121,7 +120,7 @@ class Node:
             assert self._state_in(guest.final) == guest.fingerprint(guest.computed - 1), (
                 "its state did not leave"
             )
-            assert self.scheduler.pool.num_transfer >= self.limits.state_blocks
+            assert self.scheduler.num_transfer >= self.limits.state_blocks
         self._end(request, "left")
         self._tell(forgotten(request))
 
@@ -175,7 +174,7 @@ class Node:
         assert not self.guests, "requests went on and on"
         assert set(self.ended) == {RequestId(f"r{number}") for number in range(self.num_arrived)}
         assert self.scheduler.pool.available == self.limits.num_blocks, "blocks did not come back"
-        assert self.scheduler.pool.num_transfer == 0, "a transfer is over and its blocks are not"
+        assert self.scheduler.num_transfer == 0, "a transfer is over and its blocks are not"
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
 
     def encoded_log(self) -> bytes:

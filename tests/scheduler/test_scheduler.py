@@ -13,14 +13,13 @@ from isthmus.scheduler import (
     Limits,
     Piece,
     Preempted,
-    Reserved,
     Run,
     Stepped,
 )
 from isthmus.types import NodeId, RequestId
 
 from .driver import Node, State
-from .told import Fact, Told, arrived, expected, forgotten, imported
+from .told import Fact, Reserved, Told, arrived, expected, forgotten, imported
 
 HERE = NodeId("")
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")

@@ -5,10 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from isthmus.scheduler import Actions, Scheduler, Sequence, Stepped
 from isthmus.types import BlockName, RequestId
 
 Fact = Callable[["Told", Actions], None] | Stepped
+
+
+class Reserved(msgspec.Struct, frozen=True):
+    """An expected request may be received into `blocks`, its recurrent state into `state`."""
+
+    request: RequestId
+    blocks: tuple[int, ...]
+    state: tuple[int, ...] = ()
+
+
+class Expected(Sequence):
+    def reserved(self) -> Actions:
+        return [Reserved(self.request, self.table, tuple(self.restore))]
 
 
 class Told(Scheduler):
@@ -36,7 +51,7 @@ def arrived(
 
 
 def expected(request: RequestId, num_tokens: int, stop_length: int) -> Fact:
-    sequence = Sequence(request, num_tokens, stop_length)
+    sequence = Expected(request, num_tokens, stop_length)
     return lambda scheduler, actions: scheduler.expect(sequence, actions)
 
 

@@ -95,14 +95,6 @@ class Admitted(msgspec.Struct, frozen=True, tag=True):
     state: tuple[int, ...] = ()
 
 
-class Reserved(msgspec.Struct, frozen=True, tag=True):
-    """An expected request may be received into `blocks`, its recurrent state into `state`."""
-
-    request: RequestId
-    blocks: tuple[int, ...]
-    state: tuple[int, ...] = ()
-
-
 class Joined(msgspec.Struct, frozen=True, tag=True):
     """A request that was imported decodes from the next run on: there is a place for it."""
 
@@ -157,7 +149,7 @@ class Drop(msgspec.Struct, frozen=True, tag=True):
 
 
 Action = (
-    Run | Admitted | Reserved | Joined | Preempted
+    Run | Admitted | Joined | Preempted
     | Load | Save | Promote | Demote | Drop
     | BlocksStored | BlocksEvicted
 )  # fmt: skip

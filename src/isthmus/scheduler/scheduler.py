@@ -38,6 +38,7 @@ from isthmus.scheduler.sequence import (
     COMPUTED,
     COMPUTING,
     DECODING,
+    DEPARTING,
     ENDED,
     EXPECTED,
     JOINED,
@@ -147,6 +148,17 @@ class Scheduler:
         """Requests that count against `max_sequences`."""
         return len(self._sequences) - len(self._waiting) - len(self._expected) - self._num_arriving
 
+    @property
+    def num_transfer(self) -> int:
+        """Blocks without a name of requests that leave or come, and of states that came and are not in use yet."""
+        count = 0
+        for each in self._sequences.values():
+            if each.state is not COMPUTING:
+                count += len(each.restore) + sum([len(snapshot.blocks) for snapshot in each.snapshots])
+            if each.state in (DEPARTING, RECEIVING):
+                count += len(each.blocks) - each.named
+        return count
+
     def check(self) -> None:
         """Invariants, for tests and the simulator: blocks add up, and each request holds what it needs."""
         self.pool.check()
@@ -203,7 +215,6 @@ class Scheduler:
         """All KV of an expected request is here and checked; its first new token is known."""
         sequence.state = WHOLE[sequence.state]
         sequence.computed = sequence.length
-        self.pool.settle(sequence.blocks)
         self._joining.append(sequence)
 
     def fetched(self, sequence: Sequence, stop: int, actions: Actions) -> None:
@@ -373,9 +384,6 @@ class Scheduler:
     def _detach(self, sequence: Sequence) -> None:
         """What has no name leaves with it, and is free when it is gone."""
         sequence.state = LEAVES[sequence.state]
-        self.pool.lend(sequence.blocks)
-        for snapshot in sequence.snapshots:
-            self.pool.lend(snapshot.blocks)
         self._give_slot(sequence)
 
     def _keep_snapshots(self, sequence: Sequence, stored: list[BlockName], actions: Actions) -> None:
@@ -863,8 +871,6 @@ class Scheduler:
             self._expected.popleft()
             sequence.blocks = self.pool.allocate(needed)
             sequence.restore = self.pool.allocate(self.limits.state_blocks)
-            self.pool.lend(sequence.blocks)
-            self.pool.lend(sequence.restore)
             sequence.state = RESERVED[sequence.state]
             self._num_arriving += 1
             actions += sequence.reserved()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from isthmus.scheduler.events import Actions, Reserved
+from isthmus.scheduler.events import Actions
 from isthmus.scheduler.states import Snapshot
 from isthmus.types import BlockName, RequestId
 
@@ -120,4 +120,4 @@ class Sequence:
 
     def reserved(self) -> Actions:
         """What follows when it may be received into its blocks."""
-        return [Reserved(self.request, self.table, tuple(self.restore))]
+        return []

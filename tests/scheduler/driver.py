@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 import blake3
 import msgspec
@@ -18,7 +19,6 @@ import msgspec
 from isthmus.attempts import BlocksEvicted, BlocksStored
 from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.scheduler import (
-    Action,
     Admitted,
     Joined,
     Limits,
@@ -83,7 +83,7 @@ class Node:
         self.cached: dict[BlockName, None] = {}
         self.memory: dict[int, bytes] = {}
         self.live: dict[int, bytes] = {}
-        self.log: list[Action] = []
+        self.log: list[Any] = []
         self.ended: dict[RequestId, str] = {}
         self.num_arrived = 0
         self.num_preempted = 0
@@ -367,5 +367,5 @@ class Node:
         assert steps == 1 or not guest.detach, "a request that leaves runs on"
 
 
-def _plain(action: Action) -> object:
+def _plain(action: Any) -> object:
     return ("Run", action.pieces, action.steps) if isinstance(action, Run) else action

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from isthmus.attempts import BlocksEvicted, BlocksStored
 from isthmus.types import BlockName, RequestId
 
 
@@ -148,12 +147,5 @@ class Drop(msgspec.Struct, frozen=True, tag=True):
     names: tuple[BlockName, ...]
 
 
-Action = (
-    Run | Admitted | Joined | Preempted
-    | Load | Save | Promote | Demote | Drop
-    | BlocksStored | BlocksEvicted
-)  # fmt: skip
-"""The last two are for the conductor."""
-
 Actions = list[Any]
-"""What follows, in order: `Action`s, between which a node puts its own."""
+"""What follows, in order: the values above and reports to the conductor, between which a node puts its own."""

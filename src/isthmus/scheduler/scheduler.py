@@ -741,7 +741,10 @@ class Scheduler:
                 return False  # it was sent here for what is in this very iteration
             computed = min(num_cached * size, sequence.length - 1)
         needed = -(-sequence.length // size) - len(held)
-        more = self._state_blocks(sequence, computed, found) if self._states is not None else 0
+        more, positions = 0, self._snapshots_of(sequence, computed, found)
+        if self._states is not None:
+            loaded = self.tiers is not None and computed > 0
+            more = (len(positions) + loaded) * self._states.num_blocks
         cached = held + restore
         if needed + more + self.pool.idle_among(cached) + self._headroom() > self.pool.available:
             return False
@@ -749,8 +752,10 @@ class Scheduler:
         self.pool.acquire(cached)
         sequence.blocks = held + self.pool.allocate(needed)
         if self._states is not None:
-            sequence.restore = restore
-            self._prepare_states(sequence, computed, found)
+            count = self._states.num_blocks
+            sequence.restore = self.pool.allocate(count) if loaded else restore
+            sequence.snapshots = [Snapshot(*position, self.pool.allocate(count)) for position in positions]
+            sequence.slot = self._states.take_slot()
         sequence.cached = sequence.computed = computed
         sequence.named = len(held)
         sequence.state = ADMITTED[sequence.state]
@@ -776,28 +781,13 @@ class Scheduler:
             return [], []
         return held[:depth], state
 
-    def _state_blocks(self, sequence: Sequence, computed: int, found: int) -> int:
-        """How many blocks its snapshots take, the one to be loaded included."""
-        assert self._states is not None
-        loaded = self.tiers is not None and computed > 0
-        return (len(self._snapshots_of(sequence, computed, found)) + loaded) * self._states.num_blocks
-
     def _snapshots_of(self, sequence: Sequence, computed: int, found: int) -> list[tuple[int, int]]:
-        assert self._states is not None
+        """(position, depth) of those to be taken of its prompt."""
+        if self._states is None:
+            return []
         return self._states.positions(
             sequence.length, len(sequence.names), computed, found, leaves=sequence.detach
         )
-
-    def _prepare_states(self, sequence: Sequence, computed: int, found: int) -> None:
-        assert self._states is not None
-        count = self._states.num_blocks
-        if self.tiers is not None and computed:
-            sequence.restore = self.pool.allocate(count)
-        sequence.snapshots = [
-            Snapshot(position, depth, self.pool.allocate(count))
-            for position, depth in self._snapshots_of(sequence, computed, found)
-        ]
-        sequence.slot = self._states.take_slot()
 
     def _choose(self, now: int) -> int:
         if self.limits.order == "fcfs" or len(self._waiting) == 1:

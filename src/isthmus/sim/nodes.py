@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -50,28 +50,27 @@ from isthmus.sim.records import Conversion
 from isthmus.types import DECODE, MIXED, PREFILL, BlockName, NodeId, RequestId
 
 
-class Host(Protocol):
-    """Who hears of it."""
-
-    def decide(self, event: Heard) -> None:
-        """Tells the conductor, and does what it answers."""
-
-    def completed(self, job: Job) -> None:
-        """Its last token is out."""
-
-
 class Nodes:
     """`attempts`: requests under way, by the key of their attempt. `conversions`: roles that nodes were given. `due`:
-    what nodes hear, and the conductor of them, when the present event is done, in this order."""
+    what nodes hear, and the conductor of them, when the present event is done, in this order.
 
-    def __init__(self, deployment: Deployment, clock: Clock, host: Host) -> None:
+    `decide` tells the conductor, and does what it answers; `completed` hears of a request's last token.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        clock: Clock,
+        decide: Callable[[Heard], None],
+        completed: Callable[[Job], None],
+    ) -> None:
         self.nodes = [build_node(deployment, slot) for slot in range(len(deployment.nodes))]
         self.by_name: dict[NodeId, SimNode] = {node.facts.node: node for node in self.nodes}
         self.attempts: dict[RequestId, Job] = {}
         self.conversions: list[Conversion] = []
         self.due: Due = []
         self.moves = Moves(deployment, clock, self.nodes, self.attempts, self.due)
-        self._deployment, self._clock, self._host = deployment, clock, host
+        self._deployment, self._clock, self._decide, self._completed = deployment, clock, decide, completed
         self._has_answers, self._block_size = deployment.has_answers, deployment.block_size
         self._effects: dict[type, Callable[[SimNode, Any], None]] = {
             **dict.fromkeys((Offer, Promote, Demote, Drop), _needs_no_time),
@@ -82,11 +81,8 @@ class Nodes:
             Preempted: self._preempted,
             Shorten: self._shorten,
             Wake: self._wake,
-            BlocksStored: self._report,
+            **dict.fromkeys((BlocksStored, FetchFinished, PrefillFinished, RequestFailed), self._report),
             BlocksEvicted: self._evicted,
-            FetchFinished: self._report,
-            PrefillFinished: self._report,
-            RequestFailed: self._report,
             RoleChanged: self._role_changed,
             **self.moves.effects,
         }
@@ -102,7 +98,7 @@ class Nodes:
 
     def settle(self) -> None:
         """All that is due, and what follows from that."""
-        due, decide, effects, now = self.due, self._host.decide, self._effects, self._clock.now
+        due, decide, effects, now = self.due, self._decide, self._effects, self._clock.now
         stalled: list[SimNode] = []
         while due:
             for node, event in due:  # grows meanwhile
@@ -199,9 +195,8 @@ class Nodes:
 
     def run_ends(self, node: SimNode) -> None:
         """The compute of a run is done; it is over unless KV that its chunks attend to is still on its way."""
-        if (node.loading or node.missing or node.stalled) and not self._has_all(node):
-            return
-        self._finish_run(node)
+        if not (node.loading or node.missing or node.stalled) or self._has_all(node):
+            self._finish_run(node)
 
     def _has_all(self, node: SimNode) -> bool:
         now = self._clock.now
@@ -263,7 +258,7 @@ class Nodes:
         answers = self._answers(ended) if self._has_answers and ended and brain.keeps_answers else ()
         self._carry_out(node, brain.on(Stepped(steps, tuple(ended), answers), now))
         for job in done:
-            self._host.completed(job)
+            self._completed(job)
         for job in sampled:
             self._send_token(job)
         if leaving and node.tail_ns:
@@ -308,9 +303,9 @@ class Nodes:
     def _send_token(self, job: Job) -> None:
         if job.attempt > 0 and not job.prefilled:  # else it was pre-empted since
             job.prefilled = True
-            self._host.decide(FirstToken(job.name, job.attempt))
+            self._decide(FirstToken(job.name, job.attempt))
         if job.attempt > 0 and not job.num_left:  # else it was refused
-            self._host.completed(job)
+            self._completed(job)
 
     # What becomes of attempts.
 

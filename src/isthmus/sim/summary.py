@@ -164,26 +164,18 @@ def summarize(result: Result) -> Summary:
         policy=result.policy,
         admission=result.admission,
         order=result.order,
-        requests=len(result.records),
-        completed=len(completed),
-        goodput_share=all_requests.goodput_share(),
+        **msgspec.structs.asdict(_group(all_requests)),
         goodput_per_s=share(all_requests.good * NS_PER_S, span_ns),
-        ttft_s=all_requests.ttft(),
         ttft_parts=parts(first),
         ready_s=spread([ready_ns(each) - each.arrival_ns for each in first if ready_ns(each) >= 0]),
-        tbt_s=all_requests.tbt(),
         tpot_s=spread(_mean_gaps_ns(completed)),
         e2e_s=spread([each.end_ns - each.arrival_ns for each in completed]),
         queue_s=spread([each.prefill_start_ns - each.arrival_ns for each in started]),
         transfer_s=spread([each.joined_ns - each.first_token_ns for each in first if each.joined_ns >= 0]),
-        hit_rate_tokens=all_requests.hit_rate_tokens(),
         hit_rate_blocks=share(
             sum([each.cached_blocks for each in started]), sum([len(each.request.blocks) for each in started])
         ),
         hits_by_source=_hits(all_requests),
-        rejected=all_requests.rejected,
-        failed=len(all_requests.failed),
-        unfinished=all_requests.unfinished,
         retried=sum([each.attempts > 1 for each in result.records]),
         waste=_waste(all_requests),
         bytes_moved=dict(result.bytes_moved),
@@ -250,18 +242,6 @@ class _Requests:
     @property
     def good(self) -> int:
         return len(self.completed) - len(self.missed)
-
-    def goodput_share(self) -> float:
-        return share(self.good, self.count)
-
-    def ttft(self) -> Spread | None:
-        return spread([each.first_token_ns - each.arrival_ns for each in self.first])
-
-    def tbt(self) -> Spread | None:
-        return spread([each.tbt_ns for each in self.completed if each.request.output_tokens > 1])
-
-    def hit_rate_tokens(self) -> float:
-        return share(self.cached_tokens, self.prompt_tokens)
 
 
 def _mean_gaps_ns(completed: Sequence[RequestRecord]) -> list[float]:
@@ -337,19 +317,18 @@ def _groups(
     members: dict[str | int, list[RequestRecord]] = {name: [] for name in names}
     for name, record in zip(keys, records, strict=True):
         members[name].append(record)
-    return {str(name): _group(members[name]) for name in names}
+    return {str(name): _group(_Requests(members[name])) for name in names}
 
 
-def _group(records: Sequence[RequestRecord]) -> Group:
-    requests = _Requests(records)
+def _group(requests: _Requests) -> Group:
     return Group(
         requests=requests.count,
         completed=len(requests.completed),
-        goodput_share=requests.goodput_share(),
+        goodput_share=share(requests.good, requests.count),
         rejected=requests.rejected,
         failed=len(requests.failed),
         unfinished=requests.unfinished,
-        ttft_s=requests.ttft(),
-        tbt_s=requests.tbt(),
-        hit_rate_tokens=requests.hit_rate_tokens(),
+        ttft_s=spread([each.first_token_ns - each.arrival_ns for each in requests.first]),
+        tbt_s=spread([each.tbt_ns for each in requests.completed if each.request.output_tokens > 1]),
+        hit_rate_tokens=share(requests.cached_tokens, requests.prompt_tokens),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from operator import attrgetter
 
 from isthmus.attempts import Fetch
 from isthmus.conductor.estimates import Estimator, Matched, can_copy, least_sending, match
@@ -253,13 +254,16 @@ def _step_key(node: NodeView, num_tokens: int) -> tuple[bool, int, int]:
     return full, fixed + slope * context, batch
 
 
+_batch = attrgetter("batch")
+
+
 def _least_step(nodes: list[NodeView], num_tokens: int) -> NodeView:
     """The node whose iterations would be shortest with this request, if possible one with room for it.
 
     Requests still in prefill or on their way count: they will be there.
     """
     best, best_key, best_batch, best_context = nodes[0], (True, math.inf, 0), 1 << 60, 1 << 60
-    for node in nodes:
+    for node in sorted(nodes, key=_batch):  # those that cannot be better come late
         batch, context = node.batch, node.context
         if batch >= best_batch and context >= best_context and node.kind == best.kind and not best_key[0]:
             continue  # cannot be better

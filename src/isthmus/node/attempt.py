@@ -40,8 +40,7 @@ class Attempt(Sequence):
             return
         names = self.names = begin.names
         self.detach, self.work_ns, self.deadline_ns = leaves, route.work_ns, route.deadline_ns
-        if route.num_cached:
-            self.num_cached = min(route.num_cached, len(names))
+        self.num_cached = route.num_cached if route.num_cached < len(names) else len(names)
         if self.fetch is not None:
             self.fetch_start, self.fetch_until_ns = self.fetch.start, self.fetch.until_ns
             self.fetch_stop = min(self.fetch.stop, len(names))

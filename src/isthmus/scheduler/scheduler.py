@@ -192,7 +192,8 @@ class Scheduler:
         self._add(sequence)
         if self.tiers is not None and sequence.num_cached:
             present, _ = self.tiers.match(sequence.names)
-            self._pin(sequence, max(min(present, sequence.num_cached), sequence.fetch_stop))
+            expected = present if present < sequence.num_cached else sequence.num_cached
+            self._pin(sequence, expected if expected > sequence.fetch_stop else sequence.fetch_stop)
         self._waiting.append(sequence)
 
     def expect(self, sequence: Sequence, actions: Actions) -> None:
@@ -529,20 +530,22 @@ class Scheduler:
             self._reserve(actions)
         if self.pool.evicted:
             self._evicted(self.pool.take_evicted(), actions)
-        if not (num_decodes or chunks):
-            return None
-        context = self._offsets + num_decodes * (self._clock + 1)
-        if not chunks:
-            steps = self._decode_steps()
+        if num_decodes:
+            context = self._offsets + num_decodes * (self._clock + 1)
+            steps = 1 if chunks else self._decode_steps()
+            run = Run(tuple(chunks), num_decodes, context, steps, self._decode_pieces)
+        elif chunks:
+            run = Run(tuple(chunks), 0, 0, self._chunk_steps(chunks), list)
         else:
-            steps = 1 if num_decodes else self._chunk_steps(chunks)
-        run = self.run = Run(tuple(chunks), num_decodes, context, steps, self._decode_pieces)
+            return None
+        self.run = run
         actions.append(run)
         return run
 
     def _add_prompts(self, num_decodes: int, chunks: list[Piece], actions: Actions, now: int) -> None:
         # One token at least, so that prompts go on however many requests decode.
-        room = Room(max(1, self.limits.token_budget - num_decodes), chunks)
+        rest = self.limits.token_budget - num_decodes
+        room = Room(rest if rest > 0 else 1, chunks)
         if num_decodes and self._target is not None:
             context = self._offsets + num_decodes * (self._clock + 1)
             room = TimedRoom(self._target, room.budget, chunks, num_decodes, context)
@@ -552,8 +555,8 @@ class Scheduler:
         for sequence in self._prompts:
             if not self._append_chunk(sequence, room):
                 return
-        limit = min(room.budget, self.limits.prompt_batch)
-        while room.taken < limit and self._waiting and self._admit(actions, now):
+        budget, batch = room.budget, self.limits.prompt_batch
+        while room.taken < budget and room.taken < batch and self._waiting and self._admit(actions, now):
             if not self._append_chunk(self._prompts[-1], room):
                 return
 
@@ -657,7 +660,8 @@ class Scheduler:
         first = self._next_room() if self._rooms else None
         if first is not None and first.room < until:
             until = first.room
-        return max(1, min(self.limits.max_steps, until - self._clock))
+        steps, most = until - self._clock, self.limits.max_steps
+        return 1 if steps < 1 else steps if steps < most else most
 
     def _decode_pieces(self) -> list[Piece]:
         """One token of each that decodes, oldest admission first."""
@@ -739,17 +743,22 @@ class Scheduler:
             num_cached, disk_blocks, found = self._find(sequence)
             if num_cached < sequence.num_cached and self._is_computed(sequence.names, num_cached):
                 return False  # it was sent here for what is in this very iteration
-            computed = min(num_cached * size, sequence.length - 1)
+            computed = num_cached * size if num_cached * size < sequence.length else sequence.length - 1
         needed = -(-sequence.length // size) - len(held)
-        more, positions = 0, self._snapshots_of(sequence, computed, found)
+        more, positions, loaded = 0, [], False
         if self._states is not None:
+            positions = self._states.positions(
+                sequence.length, len(sequence.names), computed, found, leaves=sequence.detach
+            )
             loaded = self.tiers is not None and computed > 0
             more = (len(positions) + loaded) * self._states.num_blocks
         cached = held + restore
-        if needed + more + self.pool.idle_among(cached) + self._headroom() > self.pool.available:
+        idle = self.pool.idle_among(cached) if cached else 0
+        if needed + more + idle + self._headroom() > self.pool.available:
             return False
         del self._waiting[index]
-        self.pool.acquire(cached)
+        if cached:
+            self.pool.acquire(cached)
         sequence.blocks = held + self.pool.allocate(needed)
         if self._states is not None:
             count = self._states.num_blocks
@@ -780,14 +789,6 @@ class Scheduler:
         if len(state) < self._states.num_blocks:  # some of it was evicted
             return [], []
         return held[:depth], state
-
-    def _snapshots_of(self, sequence: Sequence, computed: int, found: int) -> list[tuple[int, int]]:
-        """(position, depth) of those to be taken of its prompt."""
-        if self._states is None:
-            return []
-        return self._states.positions(
-            sequence.length, len(sequence.names), computed, found, leaves=sequence.detach
-        )
 
     def _choose(self, now: int) -> int:
         if self.limits.order == "fcfs" or len(self._waiting) == 1:
@@ -849,7 +850,8 @@ class Scheduler:
 
     def _headroom(self) -> int:
         """One spare block for each running request, so that admitting does not pre-empt at once."""
-        return min(len(self._decoding) + len(self._prompts), self.limits.num_blocks // 8)
+        running, most = len(self._decoding) + len(self._prompts), self.limits.num_blocks // 8
+        return running if running < most else most
 
     def _reserve(self, actions: Actions) -> None:
         # A pre-empted request that waits for blocks comes first, or newer ones would starve it.
@@ -860,7 +862,8 @@ class Scheduler:
                 return
             self._expected.popleft()
             sequence.blocks = self.pool.allocate(needed)
-            sequence.restore = self.pool.allocate(self.limits.state_blocks)
+            if self._states is not None:
+                sequence.restore = self.pool.allocate(self._states.num_blocks)
             sequence.state = RESERVED[sequence.state]
             self._num_arriving += 1
             actions += sequence.reserved()

@@ -1,7 +1,4 @@
-"""One request on one node: what its scheduler knows of it, and the literal tables of where it may go from there.
-
-`picture` draws the tables for docs/node.md.
-"""
+"""One request on one node: what its scheduler knows of it, and the literal tables of where it may go from there."""
 
 from __future__ import annotations
 
@@ -30,7 +27,8 @@ class State(Enum):
 # Looking a member up in its class takes long.
 QUEUED, COMPUTING, DEPARTING, EXPECTED, RECEIVING, JOINING, DECODING = State
 
-# What moves a sequence on, from where to where; from elsewhere is a bug of ours. None: it is over.
+# What moves a sequence on, from where to where; from elsewhere is a bug of ours. None: it is over. It may be forgotten
+# from everywhere. docs/node.md has the picture.
 ADMITTED = {QUEUED: COMPUTING}
 COMPUTED = {COMPUTING: DECODING}
 LEAVES = {COMPUTING: DEPARTING}
@@ -39,28 +37,6 @@ WHOLE = {RECEIVING: JOINING}
 JOINED = {JOINING: DECODING}
 PREEMPTED = {COMPUTING: QUEUED, DECODING: QUEUED}
 ENDED = {DEPARTING: None, DECODING: None}
-
-WAY: dict[str, dict[State, State] | dict[State, None]] = {
-    "admitted": ADMITTED,
-    "computed": COMPUTED,
-    "leaves": LEAVES,
-    "reserved": RESERVED,
-    "whole": WHOLE,
-    "joined": JOINED,
-    "preempted": PREEMPTED,
-    "ended": ENDED,
-}
-"""All steps by name. From everywhere a sequence may also be forgotten."""
-
-
-def picture() -> str:
-    """The tables as lines of Mermaid's state diagram."""
-    lines = ["stateDiagram-v2", "    [*] --> QUEUED", "    [*] --> EXPECTED"]
-    for step, ways in WAY.items():
-        lines += [
-            f"    {state.name} --> {then.name if then else '[*]'}: {step}" for state, then in ways.items()
-        ]
-    return "\n".join(lines)
 
 
 class Sequence:

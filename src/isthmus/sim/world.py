@@ -10,7 +10,8 @@ for the time it takes. When a node or a transfer fails, the conductor hears of i
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from heapq import heappop
 from typing import Any
@@ -53,6 +54,18 @@ Log = Callable[[int, Event, list[Action]], None]
 Progress = Callable[[int, int], None]
 
 
+@contextmanager
+def no_cycles() -> Iterator[None]:
+    """Nothing that ends in a simulation is part of a cycle, so to look for cycles gains nothing."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 class World:
     """`run` it once. `log` hears every event of the conductor and its answer; `check` tests invariants after each."""
 
@@ -89,13 +102,8 @@ class World:
 
     def run(self, progress: Progress | None = None) -> Result:
         """Simulates until nothing is left to happen. `progress` hears (requests arrived, of how many)."""
-        collects = gc.isenabled()
-        gc.disable()  # nothing that ends here is part of a cycle, so to look for cycles gains nothing
-        try:
+        with no_cycles():
             return self._run(progress)
-        finally:
-            if collects:
-                gc.enable()
 
     def _run(self, progress: Progress | None) -> Result:
         for facts in self._deployment.nodes:

@@ -11,7 +11,7 @@ What keeps this cheap:
   flows. A flow without a contended link runs at its bound and touches no other; a non-blocking spine costs
   nothing.
 * Where a link is contended, only the flows connected to it through contended links are filled again, and only
-  those whose rate changed get a new finish.
+  those whose rate changed get a new finish. Flows of one route have the same rate, so shares are found by route.
 * Filling waits until somebody asks or time moves on, so what starts and ends at one instant is filled once.
 * The earliest finish of all is kept, so the driver needs one timer for the whole network.
 * Nobody waits for the end of a *quiet* flow. While no link of it is contended it changes nothing either, so it sets

@@ -22,11 +22,17 @@ class Role(StrEnum):
     MIXED = "mixed"
 
 
+PREFILL, DECODE, MIXED = Role  # looking a member up in its class takes long
+
+
 class Tier(StrEnum):
     """Where in a node a cached block lies."""
 
     MEMORY = "memory"
     DISK = "disk"
+
+
+MEMORY, DISK = Tier
 
 
 class FinishReason(StrEnum):

@@ -9,9 +9,22 @@ from typing import get_args
 import pytest
 
 from isthmus.node.events import Action, Event
-from isthmus.scheduler.sequence import WAY, State, picture
+from isthmus.scheduler import sequence
+from isthmus.scheduler.sequence import State
 
+STEPS = ("ADMITTED", "COMPUTED", "LEAVES", "RESERVED", "WHOLE", "JOINED", "PREEMPTED", "ENDED")
+WAY: dict[str, dict[State, State | None]] = {step.lower(): getattr(sequence, step) for step in STEPS}
 PAGE = (Path(__file__).parents[2] / "docs" / "node.md").read_text(encoding="utf8")
+
+
+def picture() -> str:
+    """The tables as lines of Mermaid's state diagram."""
+    lines = ["stateDiagram-v2", "    [*] --> QUEUED", "    [*] --> EXPECTED"]
+    for step, ways in WAY.items():
+        lines += [
+            f"    {state.name} --> {then.name if then else '[*]'}: {step}" for state, then in ways.items()
+        ]
+    return "\n".join(lines)
 
 
 def test_the_page_has_the_picture_of_the_table() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 import blake3
 import msgspec
@@ -18,19 +19,17 @@ import msgspec
 from isthmus.attempts import BlocksEvicted, BlocksStored
 from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.scheduler import (
-    Action,
     Admitted,
     Joined,
     Limits,
     Piece,
     Preempted,
-    Reserved,
     Run,
     Stepped,
 )
 from isthmus.types import BlockName, RequestId
 
-from .told import Fact, Told, arrived, expected, forgotten, imported
+from .told import Fact, Reserved, Told, arrived, expected, forgotten, imported
 
 
 class State(Enum):
@@ -84,7 +83,7 @@ class Node:
         self.cached: dict[BlockName, None] = {}
         self.memory: dict[int, bytes] = {}
         self.live: dict[int, bytes] = {}
-        self.log: list[Action] = []
+        self.log: list[Any] = []
         self.ended: dict[RequestId, str] = {}
         self.num_arrived = 0
         self.num_preempted = 0
@@ -95,7 +94,7 @@ class Node:
     def arrive(self, tokens: Sequence[int], max_tokens: int, *, detach: bool = False) -> RequestId:
         guest = self._add(tokens, max_tokens, State.WAITING)
         guest.detach, guest.names = detach, tuple(self.namer.names(tokens))
-        self._tell(arrived(guest.request, len(tokens), guest.stop_length, guest.names, detach))
+        self._tell(arrived(guest.request, len(tokens), guest.stop_length, guest.names, detach=detach))
         return guest.request
 
     def expect(self, tokens: Sequence[int], max_tokens: int) -> RequestId:
@@ -121,7 +120,7 @@ class Node:
             assert self._state_in(guest.final) == guest.fingerprint(guest.computed - 1), (
                 "its state did not leave"
             )
-            assert self.scheduler.pool.num_transfer >= self.limits.state_blocks
+            assert self.scheduler.num_transfer >= self.limits.state_blocks
         self._end(request, "left")
         self._tell(forgotten(request))
 
@@ -175,7 +174,7 @@ class Node:
         assert not self.guests, "requests went on and on"
         assert set(self.ended) == {RequestId(f"r{number}") for number in range(self.num_arrived)}
         assert self.scheduler.pool.available == self.limits.num_blocks, "blocks did not come back"
-        assert self.scheduler.pool.num_transfer == 0, "a transfer is over and its blocks are not"
+        assert self.scheduler.num_transfer == 0, "a transfer is over and its blocks are not"
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
 
     def encoded_log(self) -> bytes:
@@ -368,5 +367,5 @@ class Node:
         assert steps == 1 or not guest.detach, "a request that leaves runs on"
 
 
-def _plain(action: Action) -> object:
+def _plain(action: Any) -> object:
     return ("Run", action.pieces, action.steps) if isinstance(action, Run) else action

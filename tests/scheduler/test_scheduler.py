@@ -13,14 +13,13 @@ from isthmus.scheduler import (
     Limits,
     Piece,
     Preempted,
-    Reserved,
     Run,
     Stepped,
 )
 from isthmus.types import NodeId, RequestId
 
 from .driver import Node, State
-from .told import Fact, Told, arrived, expected, forgotten, imported
+from .told import Fact, Reserved, Told, arrived, expected, forgotten, imported
 
 HERE = NodeId("")
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
@@ -379,7 +378,7 @@ def test_an_expected_request_waits_for_blocks() -> None:
 
 def test_a_departing_request_holds_its_blocks_until_released() -> None:
     scheduler = Told(limits())
-    scheduler.on(arrived(A, 10, 40, NAMES[:2], True))
+    scheduler.on(arrived(A, 10, 40, NAMES[:2], detach=True))
     assert scheduler.on(Stepped(1)) == [BlocksStored(HERE, NAMES[:2])]
     assert (scheduler.num_running, scheduler.pool.available) == (1, 61)
     assert scheduler.on(forgotten(A)) == []
@@ -390,7 +389,7 @@ def test_a_departing_request_holds_its_blocks_until_released() -> None:
 def test_a_departing_request_never_decodes_here(num_tokens: int) -> None:
     """Above all not when its last chunk is one token, and so looks like a decode."""
     scheduler = Told(limits(token_budget=16))
-    run = run_of(scheduler.on(arrived(A, num_tokens, 60, (), True)))
+    run = run_of(scheduler.on(arrived(A, num_tokens, 60, detach=True)))
     while not run.pieces[0].samples:
         run = run_of(scheduler.on(Stepped(1)))
     assert run.steps == 1
@@ -399,7 +398,7 @@ def test_a_departing_request_never_decodes_here(num_tokens: int) -> None:
 
 def test_a_request_that_ends_with_its_prompt_does_not_stay_detached() -> None:
     scheduler = Told(limits())
-    scheduler.on(arrived(A, 10, 11, (), True))
+    scheduler.on(arrived(A, 10, 11, detach=True))
     scheduler.on(Stepped(1, (A,)))
     assert (scheduler.num_running, scheduler.pool.available) == (0, 64)
 
@@ -407,7 +406,7 @@ def test_a_request_that_ends_with_its_prompt_does_not_stay_detached() -> None:
 def test_cancelling_in_any_state_gives_the_blocks_back() -> None:
     scheduler = Told(limits(num_blocks=8, max_sequences=4))
     scheduler.on(expected(RequestId("receiving"), 4, 20))
-    scheduler.on(arrived(RequestId("detached"), 4, 20, (), True))
+    scheduler.on(arrived(RequestId("detached"), 4, 20, detach=True))
     scheduler.on(Stepped(1))
     scheduler.on(arrived(RequestId("computing"), 4, 20))
     scheduler.on(arrived(RequestId("waiting"), 30, 32))

@@ -13,7 +13,6 @@ from isthmus.scheduler import (
     Admitted,
     BlockPool,
     Limits,
-    Reserved,
     Run,
     Scheduler,
     Stepped,
@@ -22,7 +21,19 @@ from isthmus.scheduler import (
 from isthmus.scheduler.states import States
 from isthmus.types import BlockName, RequestId, Tier
 
-from .told import Fact, Told, arrived, expected, fetched, forgotten, imported, missing, offered, recovered
+from .told import (
+    Fact,
+    Reserved,
+    Told,
+    arrived,
+    expected,
+    fetched,
+    forgotten,
+    imported,
+    missing,
+    offered,
+    recovered,
+)
 
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
 NAMES: tuple[BlockName, ...] = tuple(range(40))
@@ -106,9 +117,9 @@ def test_who_leaves_takes_its_state_along_in_blocks_that_are_free_afterwards() -
     run = of(Run, scheduler.on(arrives(A, 42, detach=True)))
     assert [position for position, _ in run.chunks[0].snapshots] == [40, 42]
     scheduler.on(Stepped(1))
-    assert scheduler.pool.num_transfer == 1 + PARTS  # the unfinished block and the state
+    assert scheduler.num_transfer == 1 + PARTS  # the unfinished block and the state
     scheduler.on(forgotten(A))
-    assert (scheduler.pool.num_transfer, scheduler.pool.cached) == (0, 10 + PARTS)
+    assert (scheduler.num_transfer, scheduler.pool.cached) == (0, 10 + PARTS)
     scheduler.check()
 
 
@@ -116,14 +127,14 @@ def test_who_comes_goes_on_from_the_state_it_was_sent_with() -> None:
     scheduler = node()
     reserved = of(Reserved, scheduler.on(expected(A, 9, 20)))
     assert (len(reserved.blocks), len(reserved.state)) == (3, PARTS)
-    assert scheduler.pool.num_transfer == 3 + PARTS
+    assert scheduler.num_transfer == 3 + PARTS
     run = of(Run, scheduler.on(imported(A)))
     assert (run.pieces[0].start, run.pieces[0].restore) == (9, reserved.state)
-    assert scheduler.pool.num_transfer == PARTS
+    assert scheduler.num_transfer == PARTS
     available = scheduler.pool.available
     run = of(Run, scheduler.on(Stepped(1)))
     assert run.pieces[0].restore == ()
-    assert (scheduler.pool.num_transfer, scheduler.pool.available) == (0, available + PARTS)
+    assert (scheduler.num_transfer, scheduler.pool.available) == (0, available + PARTS)
     scheduler.check()
 
 

@@ -5,11 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from isthmus.scheduler import Actions, Scheduler, Sequence, Stepped
-from isthmus.scheduler.sequence import State
 from isthmus.types import BlockName, RequestId
 
 Fact = Callable[["Told", Actions], None] | Stepped
+
+
+class Reserved(msgspec.Struct, frozen=True):
+    """An expected request may be received into `blocks`, its recurrent state into `state`."""
+
+    request: RequestId
+    blocks: tuple[int, ...]
+    state: tuple[int, ...] = ()
+
+
+class Expected(Sequence):
+    def reserved(self) -> Actions:
+        return [Reserved(self.request, self.table, tuple(self.restore))]
 
 
 class Told(Scheduler):
@@ -27,12 +41,17 @@ class Told(Scheduler):
         return self._sequences.get(request) or Sequence(request, 1, 2)
 
 
-def arrived(request: RequestId, *about: Any, **more: Any) -> Fact:
-    return lambda scheduler, actions: scheduler.arrive(Sequence(request, *about, **more))
+def arrived(
+    request: RequestId, num_tokens: int, stop_length: int, names: tuple[BlockName, ...] = (), **about: Any
+) -> Fact:
+    sequence = Sequence(request, num_tokens, stop_length, names)
+    for name, value in about.items():
+        setattr(sequence, name, value)
+    return lambda scheduler, actions: scheduler.arrive(sequence)
 
 
 def expected(request: RequestId, num_tokens: int, stop_length: int) -> Fact:
-    sequence = Sequence(request, num_tokens, stop_length, state=State.EXPECTED)
+    sequence = Expected(request, num_tokens, stop_length)
     return lambda scheduler, actions: scheduler.expect(sequence, actions)
 
 

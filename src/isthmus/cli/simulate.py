@@ -58,19 +58,21 @@ def simulate(
     from isthmus.sim.deployment import deployment_of
     from isthmus.sim.summary import summarize, to_json
     from isthmus.sim.workloads import Replay, load
+    from isthmus.sim.world import no_cycles
 
     for option, file in (("--json", json_file), ("--report", report), ("--log", log)):
         check_writable(option, file)
     flags = {"policy": policy, "scheduling.admission": admission, "scheduling.order": order}
     settings = load_config(config, flags)
-    requests = load(_source(trace, workload), Replay(speed, spread_seed, limit))
-    deployment = deployment_of(settings, requests.block_size, config.parent)
     faults = [texts or [] for texts in (link_fault, node_fault, session_fault, disk_fault)]
-    deployment = _with_faults(deployment, faults)
-    result = _run(deployment, requests, log)
-    result.notes += _notes(speed, spread_seed, limit)
-    result.notes += [f"fault {text}" for texts in faults for text in texts]
-    summary = summarize(result)
+    with no_cycles():
+        requests = load(_source(trace, workload), Replay(speed, spread_seed, limit))
+        deployment = deployment_of(settings, requests.block_size, config.parent)
+        deployment = _with_faults(deployment, faults)
+        result = _run(deployment, requests, log)
+        result.notes += _notes(speed, spread_seed, limit)
+        result.notes += [f"fault {text}" for texts in faults for text in texts]
+        summary = summarize(result)
     show(*summary_tables(summary))
     if json_file is not None:
         write_bytes(json_file, to_json(summary))

@@ -206,7 +206,7 @@ class NodeProcess(EngineProcess):
             "kv_blocks": pool.num_blocks,
             "kv_blocks_available": pool.available,
             "kv_blocks_cached": pool.cached,
-            "kv_blocks_transfer": pool.num_transfer,
+            "kv_blocks_transfer": scheduler.num_transfer,
             "kv_blocks_evicted_total": self._blocks_evicted,
         }
         found |= super().gauges()

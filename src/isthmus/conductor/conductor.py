@@ -43,7 +43,7 @@ from isthmus.conductor.routing import Router
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import ClusterView, Placement, RequestView
 from isthmus.cost.transfer import NONE
-from isthmus.types import NodeId, RequestId, Role, Tier
+from isthmus.types import MEMORY, NodeId, RequestId, Role
 
 
 class Conductor:
@@ -344,7 +344,7 @@ class Conductor:
     def _stored(self, event: BlocksStored, now: int) -> list[Action]:
         node = self.view.nodes.get(event.node)
         if node is not None:
-            if event.tier is Tier.MEMORY:
+            if event.tier is MEMORY:
                 self.view.index.store(node.bit, event.names)
                 if self.view.replicas:
                     self._replicas.stored(node, event.names)

@@ -63,7 +63,8 @@ class Estimator:
 
     def cached_tokens(self, node: NodeView, num_blocks: int) -> int:
         """At least one token is left to compute: it yields the first output token."""
-        return min(num_blocks * node.block_size, self.num_tokens - 1)
+        cached, most = num_blocks * node.block_size, self.num_tokens - 1
+        return cached if cached < most else most
 
     def compute_ns(self, node: NodeView, num_blocks: int) -> int:
         """The cost model's prefill time with so many leading blocks cached."""

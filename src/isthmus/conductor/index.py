@@ -74,8 +74,7 @@ class PrefixIndex:
         has, will = nodes, nodes  # the former is part of the latter
         levels: Levels = []
         expected: Levels = []
-        depth = 0
-        for holders in map(self._held.get, names, repeat(0)):
+        for depth, holders in enumerate(map(self._held.get, names, repeat(0))):
             if will & holders != will:
                 still = will & (holders | self._coming.get(names[depth], 0))
                 if still != will:
@@ -87,11 +86,10 @@ class PrefixIndex:
                     has = still
                 if not will:
                     return levels, expected
-            depth += 1
         if has:
-            levels.append((depth, has))
+            levels.append((len(names), has))
         if will:
-            expected.append((depth, will))
+            expected.append((len(names), will))
         return levels, expected
 
     def match_states(self, names: Sequence[BlockName], nodes: int, count: int) -> tuple[Levels, Levels]:
@@ -139,7 +137,7 @@ def _clear(masks: dict[BlockName, int], bit: int, names: Sequence[BlockName]) ->
     """Takes one bit out of each; returns the names that have none left."""
     values = list(map(masks.get, names))
     if values.count(bit) == len(names):  # nobody else has any of them
-        deque(map(masks.__delitem__, names), 0)
+        deque(map(masks.pop, names), 0)
         return names
     gone = []
     for name, mask in zip(names, values, strict=True):

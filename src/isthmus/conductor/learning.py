@@ -143,4 +143,5 @@ class OutputLengths:
         return curve
 
     def _bin(self, num_tokens: float) -> int:
-        return min(self.NUM_BINS, int(self.BINS_PER_OCTAVE * math.log2(max(1.0, num_tokens))))
+        at = int(self.BINS_PER_OCTAVE * math.log2(num_tokens)) if num_tokens > 1 else 0
+        return at if at < self.NUM_BINS else self.NUM_BINS

@@ -100,11 +100,8 @@ class _Pricing:
         """Of nodes that are alike those worth a look: of each depth the first with the shortest queue."""
         nodes, waits, depths = self._estimator.nodes, self._estimator.waits, self._estimator.depths
         soonest: dict[int, int] = {}
-        for at in self._order:
-            depth = depths[nodes[at].slot]
-            before = soonest.get(depth)
-            if before is None or waits[at] < waits[before]:
-                soonest[depth] = at
+        for at in sorted(self._order, key=waits.__getitem__):
+            soonest.setdefault(depths[nodes[at].slot], at)
         if len(soonest) < 2:
             return list(soonest.values())
         first, count = self._order[0], len(nodes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from operator import attrgetter
 
 from isthmus.attempts import Fetch
 from isthmus.conductor.estimates import Estimator, Matched, can_copy, least_sending, match
@@ -20,7 +21,7 @@ from isthmus.conductor.policies import FETCHING, POLICIES
 from isthmus.conductor.pools import Pool
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import ClusterView, NodeView, Placement
-from isthmus.types import NS_PER_S, Role
+from isthmus.types import MIXED, NS_PER_S, PREFILL
 
 
 class Router:
@@ -112,7 +113,7 @@ class Router:
         node, cached = nodes[waits.index(min(waits))], caches.tokens(pool)
         work = node.cost.prefill_ns(request.num_tokens - cached, cached) * pool.calibration.ratio
         price = pool.recent.rate(now) / len(waits) * (sum(waits) / len(waits)) / NS_PER_S
-        if node.role is Role.MIXED:
+        if node.role is MIXED:
             price += node.batch
         ttft = min(waits) + work
         if pool is not home:
@@ -143,16 +144,14 @@ class Router:
                 return None
         if length > pool.smallest_prefill or (pool.has_prefill and not decodes):
             nodes = [
-                node
-                for node in nodes
-                if node.capacity_tokens >= length and (decodes or node.role is Role.MIXED)
+                node for node in nodes if node.capacity_tokens >= length and (decodes or node.role is MIXED)
             ]
         if not nodes:
             return None
         estimator = Estimator(self._view, request, nodes, now, foreign, matched)
         placement = self._policy(estimator, self._rules)
         placement.deepest = estimator.deepest
-        if request.max_tokens > 1 and (placement.prefill.role is Role.PREFILL or pool is not home):
+        if request.max_tokens > 1 and (placement.prefill.role is PREFILL or pool is not home):
             placement.decode = _least_step(decodes, request.num_tokens)
         return placement, estimator  # nothing is left to decode after one token: the KV need not move
 
@@ -255,13 +254,16 @@ def _step_key(node: NodeView, num_tokens: int) -> tuple[bool, int, int]:
     return full, fixed + slope * context, batch
 
 
+_batch = attrgetter("batch")
+
+
 def _least_step(nodes: list[NodeView], num_tokens: int) -> NodeView:
     """The node whose iterations would be shortest with this request, if possible one with room for it.
 
     Requests still in prefill or on their way count: they will be there.
     """
     best, best_key, best_batch, best_context = nodes[0], (True, math.inf, 0), 1 << 60, 1 << 60
-    for node in nodes:
+    for node in sorted(nodes, key=_batch):  # those that cannot be better come late
         batch, context = node.batch, node.context
         if batch >= best_batch and context >= best_context and node.kind == best.kind and not best_key[0]:
             continue  # cannot be better

@@ -290,7 +290,7 @@ class ClusterView:
             prefill.service_ns = now
         prefill.prefills[facts.request] = request
         prefill.work_ns += request.work_ns
-        prefill.free_ns = max(prefill.free_ns, now) + request.work_ns
+        prefill.free_ns = (prefill.free_ns if prefill.free_ns > now else now) + request.work_ns
         request.promised = _coming(facts, placement)
         self.index.promise(prefill.bit, request.promised)
         decode.decodes[facts.request] = request

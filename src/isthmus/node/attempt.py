@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from isthmus.attempts import Fetch
 from isthmus.node.events import Begin, Grant, Load
 from isthmus.node.extent import Extent
 from isthmus.scheduler import Actions, Sequence
-from isthmus.scheduler.sequence import EXPECTED, QUEUED
-from isthmus.types import Role
+from isthmus.types import DECODE
 
 
 class Attempt(Sequence):
@@ -23,27 +23,27 @@ class Attempt(Sequence):
         "started",
     )  # fmt: skip
 
-    def __init__(self, begin: Begin, extent: Extent, *, leaves: bool) -> None:
+    def __init__(self, begin: Begin, extent: Extent, leaves: bool) -> None:
         """`leaves`: when its prompt is computed."""
+        Sequence.__init__(self, begin.key, begin.num_tokens, begin.stop_length)
         route = begin.route
-        fetch = None if route.fetch is None and route.recall is None else begin.fetch
-        self.begin, self.extent, self.fetch = begin, extent, fetch
+        self.begin, self.extent = begin, extent
+        self.fetch: Fetch | None = None
         self.started = self.granted = self.sampled = self.received = False
         self.recalled = not route.handover_start
         self.moved_ns = self.lost_ns = 0
         self.reason = ""
-        if begin.part is Role.DECODE:  # what it has cached is loaded as it is received
-            super().__init__(
-                begin.key, begin.num_tokens, begin.stop_length, state=EXPECTED, fetches=fetch is not None
-            )
+        if route.fetch is not None or route.recall is not None:
+            self.fetch = begin.fetch
+            self.fetches = self.fetch is not None
+        if begin.part is DECODE:  # what it has cached is loaded as it is received
             return
-        start, stop, until = (fetch.start, fetch.stop, fetch.until_ns) if fetch is not None else (0, 0, 0)
-        names, count = begin.names, len(begin.names)
-        super().__init__(
-            begin.key, begin.num_tokens, begin.stop_length, names, leaves,
-            min(route.num_cached, count), start, min(stop, count), until, route.work_ns, route.deadline_ns,
-            state=QUEUED, fetches=fetch is not None,
-        )  # fmt: skip
+        names = self.names = begin.names
+        self.detach, self.work_ns, self.deadline_ns = leaves, route.work_ns, route.deadline_ns
+        self.num_cached = route.num_cached if route.num_cached < len(names) else len(names)
+        if self.fetch is not None:
+            self.fetch_start, self.fetch_until_ns = self.fetch.start, self.fetch.until_ns
+            self.fetch_stop = min(self.fetch.stop, len(names))
 
     def reserved(self) -> Actions:
         """Its KV may be sent, and what is cached of its prompt is loaded."""

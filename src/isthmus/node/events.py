@@ -19,7 +19,7 @@ from isthmus.scheduler import Drop as Drop
 from isthmus.scheduler import Load as Load
 from isthmus.scheduler import Promote as Promote
 from isthmus.scheduler import Save as Save
-from isthmus.types import BlockName, NodeId, RequestId, Role
+from isthmus.types import DECODE, BlockName, NodeId, RequestId, Role
 
 # From the head.
 
@@ -41,7 +41,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     @property
     def fetch(self) -> FetchOrder | None:
         """What is fetched from another node for this part."""
-        if self.part is not Role.DECODE:
+        if self.part is not DECODE:
             return self.route.fetch
         recall = self.route.recall
         return recall if recall is not None and recall.source != self.route.decode else None
@@ -49,7 +49,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     @property
     def peer(self) -> NodeId:
         """The other node of its hand-over."""
-        return self.route.prefill if self.part is Role.DECODE else self.route.decode
+        return self.route.prefill if self.part is DECODE else self.route.decode
 
 
 class Forget(msgspec.Struct, frozen=True, tag=True):

@@ -54,9 +54,9 @@ from isthmus.node.events import (
     Woken,
 )
 from isthmus.node.extent import extent_of
-from isthmus.scheduler import Limits, Run, Saved, Scheduler, Stepped
+from isthmus.scheduler import Limits, Saved, Scheduler, Stepped
 from isthmus.scheduler.sequence import DECODING, DEPARTING, JOINING, RECEIVING
-from isthmus.types import NS_PER_MS, NS_PER_S, BlockName, NodeId, RequestId, Role
+from isthmus.types import DECODE, NS_PER_MS, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role
 
 LOST_NS = 250 * NS_PER_MS
 """So long the head is given to find out itself that a node is gone: one death is to cost one attempt."""
@@ -155,11 +155,11 @@ class Node:
             event = self._without_cache(event)
         key, route, part = event.key, event.route, event.part
         extent = extent_of(route, event.num_tokens, self._block_size, self._state_blocks)
-        attempt = Attempt(event, extent, leaves=part is Role.PREFILL or self._stages > 1)
+        attempt = Attempt(event, extent, part is PREFILL or self._stages > 1)
         fetch, scheduler = attempt.fetch, self.scheduler
         assert key not in self._attempts, f"{key} began twice"
         self._attempts[key] = attempt
-        if part is Role.DECODE:
+        if part is DECODE:
             if route.handover_start and not self._promise(attempt):
                 self._fail(attempt, "a prefix it was to take from its cache is not there", now, actions)
                 return
@@ -167,7 +167,7 @@ class Node:
                 self._fetch(attempt, fetch, actions)
             scheduler.expect(attempt, actions)
         else:
-            if part is Role.PREFILL:
+            if part is PREFILL:
                 actions.append(Offer(key, route.decode, extent))
             self._cut(actions)
             if fetch is not None:
@@ -274,15 +274,12 @@ class Node:
         if attempt is not None and not attempt.granted:
             attempt.granted = True
             if attempt.started:
-                self._send(attempt, actions)
-
-    def _send(self, attempt: Attempt, actions: list[Action]) -> None:
-        actions.append(Send(attempt.request, attempt.sampled))
+                actions.append(Send(event.key, attempt.sampled))
 
     def _sampled_by(self, attempt: Attempt, actions: list[Action]) -> None:
         """Its prompt is computed and its first token is known."""
         attempt.sampled = True
-        if attempt.granted and attempt.begin.part is Role.PREFILL:
+        if attempt.granted and attempt.begin.part is PREFILL:
             actions.append(Finish(attempt.request))
 
     def _landed(self, event: Landed, now: int, actions: list[Action]) -> None:
@@ -342,7 +339,7 @@ class Node:
         """For a prefill also the state at its end; one that is not handed over decodes with the state that is."""
         begin = attempt.begin
         names, whole = begin.names[: fetch.stop], False
-        if self._state_blocks and begin.part is not Role.DECODE and names:
+        if self._state_blocks and begin.part is not DECODE and names:
             names, whole = names + state_names(names[-1], self._state_blocks), True
         wanted = Fetch(begin.key, fetch.source, names, fetch.start, whole, fetch.codec)
         self._fetches[begin.key] = wanted, 0
@@ -366,7 +363,7 @@ class Node:
         attempt, stop = self._attempts.get(event.key), self._reaches(fetch, event.stop)
         if attempt is not None:
             attempt.fetches = False
-        if attempt is None or attempt.begin.part is Role.DECODE:
+        if attempt is None or attempt.begin.part is DECODE:
             self._offer(fetch.names[:stop], now, actions)
             self._settle(fetch.names[stop:], actions)
             return
@@ -449,9 +446,10 @@ class Node:
                 if sampled is not None:
                     self._sampled_by(sampled, actions)
         scheduler.step(event, actions)
-        early, self._early = self._early, []
-        for sampled_event in early:
-            self._sampled(sampled_event, now, actions)
+        if self._early:
+            early, self._early = self._early, []
+            for sampled_event in early:
+                self._sampled(sampled_event, now, actions)
         self._plan(now, actions)
         for key in event.ended:  # when what is saved of it has been taken over
             actions.append(Release(key))
@@ -512,11 +510,7 @@ class Node:
 
     def _plan(self, now: int, actions: list[Action]) -> None:
         """If nothing does. What was granted is sent from the first chunk on."""
-        scheduler = self.scheduler
-        if scheduler.run is not None:
-            return
-        scheduler.plan(actions, now)
-        run: Run | None = scheduler.run
+        run = self.scheduler.plan(actions, now)
         if run is None:
             return
         for piece in run.chunks:
@@ -524,4 +518,4 @@ class Node:
             if attempt is not None and not attempt.started:
                 attempt.started = True
                 if attempt.granted:
-                    self._send(attempt, actions)
+                    actions.append(Send(piece.request, attempt.sampled))

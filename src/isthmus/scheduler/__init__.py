@@ -5,7 +5,6 @@ Pure: facts in, actions out, no clock, no torch. The live node and the simulator
 
 from isthmus.scheduler.budget import CPU_TILE, TILE, Chunking, StepTime, TbtTarget
 from isthmus.scheduler.events import (
-    Action,
     Actions,
     Admitted,
     Demote,
@@ -15,7 +14,6 @@ from isthmus.scheduler.events import (
     Piece,
     Preempted,
     Promote,
-    Reserved,
     Run,
     Save,
     Saved,
@@ -30,7 +28,6 @@ from isthmus.scheduler.tiers import TierCache
 __all__ = [
     "CPU_TILE",
     "TILE",
-    "Action",
     "Actions",
     "Admitted",
     "BlockPool",
@@ -44,7 +41,6 @@ __all__ = [
     "Piece",
     "Preempted",
     "Promote",
-    "Reserved",
     "Run",
     "Save",
     "Saved",

@@ -10,6 +10,7 @@ minimum, for a prompt that waits until fewer requests decode may wait for ever.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -110,13 +111,7 @@ class TimedRoom(Room):
 
     def _largest(self, low: int, high: int, start: int) -> int:
         """The largest count that meets the target, from `low`, which need not, to below `high`, which does not."""
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self._meets(middle, start):
-                low = middle
-            else:
-                high = middle
-        return low
+        return low + bisect_left(range(low + 1, high), 1, key=lambda count: not self._meets(count, start))
 
     def _meets(self, count: int, start: int) -> bool:
         took_ps = self._target.step_ps([*self._sizes, (count, start)], self._num_decodes, self._context)

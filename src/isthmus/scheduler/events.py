@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 
-from isthmus.attempts import BlocksEvicted, BlocksStored
 from isthmus.types import BlockName, RequestId
 
 
@@ -95,14 +94,6 @@ class Admitted(msgspec.Struct, frozen=True, tag=True):
     state: tuple[int, ...] = ()
 
 
-class Reserved(msgspec.Struct, frozen=True, tag=True):
-    """An expected request may be received into `blocks`, its recurrent state into `state`."""
-
-    request: RequestId
-    blocks: tuple[int, ...]
-    state: tuple[int, ...] = ()
-
-
 class Joined(msgspec.Struct, frozen=True, tag=True):
     """A request that was imported decodes from the next run on: there is a place for it."""
 
@@ -158,12 +149,5 @@ class Drop(msgspec.Struct, frozen=True, tag=True):
     names: tuple[BlockName, ...]
 
 
-Action = (
-    Run | Admitted | Reserved | Joined | Preempted
-    | Load | Save | Promote | Demote | Drop
-    | BlocksStored | BlocksEvicted
-)  # fmt: skip
-"""The last two are for the conductor."""
-
 Actions = list[Any]
-"""What follows, in order: `Action`s, between which a node puts its own."""
+"""What follows, in order: the values above and reports to the conductor, between which a node puts its own."""

@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count as counting
-from itertools import filterfalse, islice
+from itertools import filterfalse, islice, repeat
 from typing import Any, Protocol
 
 from isthmus.types import BlockName
@@ -62,7 +62,7 @@ class RecencyOrder:
         """Oldest use first. Each with the chain it came with, which says what it follows."""
 
     def use(self, chain: Chain, num_held: int) -> None:
-        self.held.update(dict.fromkeys(chain[num_held:][::-1], chain))
+        deque(map(self.held.setdefault, chain[num_held:][::-1], repeat(chain)), 0)  # all of them new
         deque(map(self.held.move_to_end, chain[:num_held][::-1]), 0)
 
     def evict(self, count: int, pins: Container[BlockName], spared: Chain) -> list[Entry]:

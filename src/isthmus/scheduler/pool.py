@@ -1,7 +1,6 @@
 """The paged pool's book-keeping: which blocks are free, held, or cached under a name.
 
     free ──allocate──> held ──release, unnamed──> free
-                       held ──lend──> transfer ──release──> free
                         │ ▲
          release, named │ │ acquire by name
                         ▼ │
@@ -9,7 +8,8 @@
 
 Two categories of held blocks (Prefill-as-a-Service, hybrid prefix cache pool): *prefix-cache* blocks are full, may get
 a name, and stay in the cluster; *transfer-cache* blocks hold what a prefill produced at its end (the unfinished
-block, the recurrent state) on its way to another node, never get a name, and are free when the transfer is over.
+block, the recurrent state) on its way to another node, never get a name, and are free when the transfer is over
+(`Scheduler.num_transfer` counts them).
 
 Owns block numbers and reference counts; knows nothing of requests or tensors.
 """
@@ -33,7 +33,6 @@ class BlockPool:
         self._name_of: dict[int, BlockName] = {}
         self._block_of: dict[BlockName, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # oldest use first
-        self._transfer: set[int] = set()
         self.evicted: list[BlockName] = []
         """Names evicted since `take_evicted`."""
 
@@ -45,11 +44,6 @@ class BlockPool:
     def cached(self) -> int:
         """Number of named blocks, held or idle."""
         return len(self._name_of)
-
-    @property
-    def num_transfer(self) -> int:
-        """Number of transfer-cache blocks."""
-        return len(self._transfer)
 
     def holds(self, name: BlockName) -> bool:
         return name in self._block_of
@@ -95,26 +89,14 @@ class BlockPool:
                 self._references[block] = left
                 continue
             del self._references[block]
-            self._transfer.discard(block)
             if block in self._name_of:
                 self._idle[block] = None
             else:
                 insort(self._free, block)
 
-    def lend(self, blocks: Iterable[int]) -> None:
-        """Makes transfer-cache blocks of held ones; those that have a name stay what they are."""
-        lent = [block for block in blocks if block not in self._name_of]
-        assert all(block in self._references for block in lent), "only held blocks are transferred"
-        self._transfer.update(lent)
-
-    def settle(self, blocks: Iterable[int]) -> None:
-        """Their transfer is over and whoever holds them goes on with them."""
-        self._transfer.difference_update(blocks)
-
     def store(self, block: int, name: BlockName) -> bool:
         """Caches a held block under `name`; False when another block has that name already."""
         assert block in self._references, "only held blocks are named"
-        assert block not in self._transfer, "a block on its way to another node is no prefix"
         if name in self._block_of or block in self._name_of:
             return False
         self._block_of[name] = block
@@ -136,8 +118,6 @@ class BlockPool:
         assert {block: name for name, block in self._block_of.items()} == self._name_of
         assert idle <= set(self._name_of), "an idle block has no name"
         assert not free & set(self._name_of), "a free block has a name"
-        assert self._transfer <= held, "a transfer-cache block is not held"
-        assert not self._transfer & set(self._name_of), "a transfer-cache block is in the prefix index"
 
     def _make_free(self, count: int) -> None:
         while len(self._free) < count:
@@ -175,7 +155,7 @@ class CountingPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = self.available = num_blocks
-        self.cached = self.num_transfer = 0
+        self.cached = 0
         self.evicted: list[BlockName] = []
 
     def holds(self, name: BlockName) -> bool:
@@ -197,12 +177,6 @@ class CountingPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         self.available += len(blocks)
-
-    def lend(self, blocks: Iterable[int]) -> None:
-        """Blocks without numbers have no category."""
-
-    def settle(self, blocks: Iterable[int]) -> None:
-        """As `lend`."""
 
     def store(self, block: int, name: BlockName) -> bool:
         return False

@@ -38,6 +38,7 @@ from isthmus.scheduler.sequence import (
     COMPUTED,
     COMPUTING,
     DECODING,
+    DEPARTING,
     ENDED,
     EXPECTED,
     JOINED,
@@ -52,7 +53,7 @@ from isthmus.scheduler.sequence import (
 )
 from isthmus.scheduler.states import Snapshot, States, capacity_tokens
 from isthmus.scheduler.tiers import Change, TierCache
-from isthmus.types import BlockName, NodeId, RequestId, Tier
+from isthmus.types import DISK, BlockName, NodeId, RequestId
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -145,7 +146,18 @@ class Scheduler:
     @property
     def _num_placed(self) -> int:
         """Requests that count against `max_sequences`."""
-        return self.num_running - self._num_arriving
+        return len(self._sequences) - len(self._waiting) - len(self._expected) - self._num_arriving
+
+    @property
+    def num_transfer(self) -> int:
+        """Blocks without a name of requests that leave or come, and of states that came and are not in use yet."""
+        count = 0
+        for each in self._sequences.values():
+            if each.state is not COMPUTING:
+                count += len(each.restore) + sum([len(snapshot.blocks) for snapshot in each.snapshots])
+            if each.state in (DEPARTING, RECEIVING):
+                count += len(each.blocks) - each.named
+        return count
 
     def check(self) -> None:
         """Invariants, for tests and the simulator: blocks add up, and each request holds what it needs."""
@@ -180,12 +192,14 @@ class Scheduler:
         self._add(sequence)
         if self.tiers is not None and sequence.num_cached:
             present, _ = self.tiers.match(sequence.names)
-            self._pin(sequence, max(min(present, sequence.num_cached), sequence.fetch_stop))
+            expected = present if present < sequence.num_cached else sequence.num_cached
+            self._pin(sequence, expected if expected > sequence.fetch_stop else sequence.fetch_stop)
         self._waiting.append(sequence)
 
     def expect(self, sequence: Sequence, actions: Actions) -> None:
         """A request whose KV another node will send."""
         self._add(sequence)
+        sequence.state = EXPECTED
         self._expected.append(sequence)
         if self.run is not None:  # what runs has all it needs
             self._reserve(actions)
@@ -202,7 +216,6 @@ class Scheduler:
         """All KV of an expected request is here and checked; its first new token is known."""
         sequence.state = WHOLE[sequence.state]
         sequence.computed = sequence.length
-        self.pool.settle(sequence.blocks)
         self._joining.append(sequence)
 
     def fetched(self, sequence: Sequence, stop: int, actions: Actions) -> None:
@@ -372,9 +385,6 @@ class Scheduler:
     def _detach(self, sequence: Sequence) -> None:
         """What has no name leaves with it, and is free when it is gone."""
         sequence.state = LEAVES[sequence.state]
-        self.pool.lend(sequence.blocks)
-        for snapshot in sequence.snapshots:
-            self.pool.lend(snapshot.blocks)
         self._give_slot(sequence)
 
     def _keep_snapshots(self, sequence: Sequence, stored: list[BlockName], actions: Actions) -> None:
@@ -414,7 +424,7 @@ class Scheduler:
         if change.promoted:
             actions += (Promote(change.promoted), BlocksStored(node, change.promoted))
         if change.demoted:
-            actions += (Demote(change.demoted), BlocksStored(node, change.demoted, Tier.DISK))
+            actions += (Demote(change.demoted), BlocksStored(node, change.demoted, DISK))
         if save is not None:
             actions += (save, BlocksStored(node, save.names))
         elif change.stored:
@@ -422,7 +432,7 @@ class Scheduler:
         if change.sunk:
             if save is None:
                 actions.append(Demote(change.sunk))
-            actions.append(BlocksStored(node, change.sunk, Tier.DISK))
+            actions.append(BlocksStored(node, change.sunk, DISK))
 
     def _evicted(self, names: tuple[BlockName, ...], actions: Actions) -> None:
         if self.tiers is not None:
@@ -503,13 +513,13 @@ class Scheduler:
 
     # The next run.
 
-    def plan(self, actions: Actions, now: int = 0) -> None:
+    def plan(self, actions: Actions, now: int = 0) -> Run | None:
         """Forms the next run, if none is out and somebody waits for one; it comes last. `now`, in ns, matters to
         promises. Reservations come after all else: what runs has the first claim on blocks."""
         if self.run is not None or not (
             self._decoding or self._waiting or self._prompts or self._joining or self._expected
         ):
-            return
+            return None
         if self._joining:
             self._join_arrived(actions)
         if self._rooms:
@@ -526,15 +536,19 @@ class Scheduler:
         if num_decodes:
             context = self._offsets + num_decodes * (self._clock + 1)
             steps = 1 if chunks else self._decode_steps()
-            self.run = Run(tuple(chunks), num_decodes, context, steps, self._decode_pieces)
-            actions.append(self.run)
+            run = Run(tuple(chunks), num_decodes, context, steps, self._decode_pieces)
         elif chunks:
-            self.run = Run(tuple(chunks), 0, 0, self._chunk_steps(chunks), list)
-            actions.append(self.run)
+            run = Run(tuple(chunks), 0, 0, self._chunk_steps(chunks), list)
+        else:
+            return None
+        self.run = run
+        actions.append(run)
+        return run
 
     def _add_prompts(self, num_decodes: int, chunks: list[Piece], actions: Actions, now: int) -> None:
         # One token at least, so that prompts go on however many requests decode.
-        room = Room(max(1, self.limits.token_budget - num_decodes), chunks)
+        rest = self.limits.token_budget - num_decodes
+        room = Room(rest if rest > 0 else 1, chunks)
         if num_decodes and self._target is not None:
             context = self._offsets + num_decodes * (self._clock + 1)
             room = TimedRoom(self._target, room.budget, chunks, num_decodes, context)
@@ -544,8 +558,8 @@ class Scheduler:
         for sequence in self._prompts:
             if not self._append_chunk(sequence, room):
                 return
-        limit = min(room.budget, self.limits.prompt_batch)
-        while room.taken < limit and self._waiting and self._admit(actions, now):
+        budget, batch = room.budget, self.limits.prompt_batch
+        while room.taken < budget and room.taken < batch and self._waiting and self._admit(actions, now):
             if not self._append_chunk(self._prompts[-1], room):
                 return
 
@@ -649,7 +663,8 @@ class Scheduler:
         first = self._next_room() if self._rooms else None
         if first is not None and first.room < until:
             until = first.room
-        return max(1, min(self.limits.max_steps, until - self._clock))
+        steps, most = until - self._clock, self.limits.max_steps
+        return 1 if steps < 1 else steps if steps < most else most
 
     def _decode_pieces(self) -> list[Piece]:
         """One token of each that decodes, oldest admission first."""
@@ -731,18 +746,28 @@ class Scheduler:
             num_cached, disk_blocks, found = self._find(sequence)
             if num_cached < sequence.num_cached and self._is_computed(sequence.names, num_cached):
                 return False  # it was sent here for what is in this very iteration
-            computed = min(num_cached * size, sequence.length - 1)
+            computed = num_cached * size if num_cached * size < sequence.length else sequence.length - 1
         needed = -(-sequence.length // size) - len(held)
-        more = self._state_blocks(sequence, computed, found) if self._states is not None else 0
+        more, positions, loaded = 0, [], False
+        if self._states is not None:
+            positions = self._states.positions(
+                sequence.length, len(sequence.names), computed, found, leaves=sequence.detach
+            )
+            loaded = self.tiers is not None and computed > 0
+            more = (len(positions) + loaded) * self._states.num_blocks
         cached = held + restore
-        if needed + more + self.pool.idle_among(cached) + self._headroom() > self.pool.available:
+        idle = self.pool.idle_among(cached) if cached else 0
+        if needed + more + idle + self._headroom() > self.pool.available:
             return False
         del self._waiting[index]
-        self.pool.acquire(cached)
+        if cached:
+            self.pool.acquire(cached)
         sequence.blocks = held + self.pool.allocate(needed)
         if self._states is not None:
-            sequence.restore = restore
-            self._prepare_states(sequence, computed, found)
+            count = self._states.num_blocks
+            sequence.restore = self.pool.allocate(count) if loaded else restore
+            sequence.snapshots = [Snapshot(*position, self.pool.allocate(count)) for position in positions]
+            sequence.slot = self._states.take_slot()
         sequence.cached = sequence.computed = computed
         sequence.named = len(held)
         sequence.state = ADMITTED[sequence.state]
@@ -767,29 +792,6 @@ class Scheduler:
         if len(state) < self._states.num_blocks:  # some of it was evicted
             return [], []
         return held[:depth], state
-
-    def _state_blocks(self, sequence: Sequence, computed: int, found: int) -> int:
-        """How many blocks its snapshots take, the one to be loaded included."""
-        assert self._states is not None
-        loaded = self.tiers is not None and computed > 0
-        return (len(self._snapshots_of(sequence, computed, found)) + loaded) * self._states.num_blocks
-
-    def _snapshots_of(self, sequence: Sequence, computed: int, found: int) -> list[tuple[int, int]]:
-        assert self._states is not None
-        return self._states.positions(
-            sequence.length, len(sequence.names), computed, found, leaves=sequence.detach
-        )
-
-    def _prepare_states(self, sequence: Sequence, computed: int, found: int) -> None:
-        assert self._states is not None
-        count = self._states.num_blocks
-        if self.tiers is not None and computed:
-            sequence.restore = self.pool.allocate(count)
-        sequence.snapshots = [
-            Snapshot(position, depth, self.pool.allocate(count))
-            for position, depth in self._snapshots_of(sequence, computed, found)
-        ]
-        sequence.slot = self._states.take_slot()
 
     def _choose(self, now: int) -> int:
         if self.limits.order == "fcfs" or len(self._waiting) == 1:
@@ -851,7 +853,8 @@ class Scheduler:
 
     def _headroom(self) -> int:
         """One spare block for each running request, so that admitting does not pre-empt at once."""
-        return min(len(self._decoding) + len(self._prompts), self.limits.num_blocks // 8)
+        running, most = len(self._decoding) + len(self._prompts), self.limits.num_blocks // 8
+        return running if running < most else most
 
     def _reserve(self, actions: Actions) -> None:
         # A pre-empted request that waits for blocks comes first, or newer ones would starve it.
@@ -862,9 +865,8 @@ class Scheduler:
                 return
             self._expected.popleft()
             sequence.blocks = self.pool.allocate(needed)
-            sequence.restore = self.pool.allocate(self.limits.state_blocks)
-            self.pool.lend(sequence.blocks)
-            self.pool.lend(sequence.restore)
+            if self._states is not None:
+                sequence.restore = self.pool.allocate(self._states.num_blocks)
             sequence.state = RESERVED[sequence.state]
             self._num_arriving += 1
             actions += sequence.reserved()

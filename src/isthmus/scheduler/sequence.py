@@ -1,13 +1,10 @@
-"""One request on one node: what its scheduler knows of it, and the literal tables of where it may go from there.
-
-`picture` draws the tables for docs/node.md.
-"""
+"""One request on one node: what its scheduler knows of it, and the literal tables of where it may go from there."""
 
 from __future__ import annotations
 
 from enum import Enum, auto
 
-from isthmus.scheduler.events import Actions, Reserved
+from isthmus.scheduler.events import Actions
 from isthmus.scheduler.states import Snapshot
 from isthmus.types import BlockName, RequestId
 
@@ -30,7 +27,8 @@ class State(Enum):
 # Looking a member up in its class takes long.
 QUEUED, COMPUTING, DEPARTING, EXPECTED, RECEIVING, JOINING, DECODING = State
 
-# What moves a sequence on, from where to where; from elsewhere is a bug of ours. None: it is over.
+# What moves a sequence on, from where to where; from elsewhere is a bug of ours. None: it is over. It may be forgotten
+# from everywhere. docs/node.md has the picture.
 ADMITTED = {QUEUED: COMPUTING}
 COMPUTED = {COMPUTING: DECODING}
 LEAVES = {COMPUTING: DEPARTING}
@@ -39,28 +37,6 @@ WHOLE = {RECEIVING: JOINING}
 JOINED = {JOINING: DECODING}
 PREEMPTED = {COMPUTING: QUEUED, DECODING: QUEUED}
 ENDED = {DEPARTING: None, DECODING: None}
-
-WAY: dict[str, dict[State, State] | dict[State, None]] = {
-    "admitted": ADMITTED,
-    "computed": COMPUTED,
-    "leaves": LEAVES,
-    "reserved": RESERVED,
-    "whole": WHOLE,
-    "joined": JOINED,
-    "preempted": PREEMPTED,
-    "ended": ENDED,
-}
-"""All steps by name. From everywhere a sequence may also be forgotten."""
-
-
-def picture() -> str:
-    """The tables as lines of Mermaid's state diagram."""
-    lines = ["stateDiagram-v2", "    [*] --> QUEUED", "    [*] --> EXPECTED"]
-    for step, ways in WAY.items():
-        lines += [
-            f"    {state.name} --> {then.name if then else '[*]'}: {step}" for state, then in ways.items()
-        ]
-    return "\n".join(lines)
 
 
 class Sequence:
@@ -93,23 +69,14 @@ class Sequence:
         num_tokens: int,
         stop_length: int,
         names: tuple[BlockName, ...] = (),
-        detach: bool = False,
-        num_cached: int = 0,
-        fetch_start: int = 0,
-        fetch_stop: int = 0,
-        fetch_until_ns: int = 0,
-        work_ns: int = 0,
-        deadline_ns: int = 0,
-        *,
-        state: State = QUEUED,
-        fetches: bool = False,
     ) -> None:
-        self.request, self.length, self.stop_length, self.state = request, num_tokens, stop_length, state
-        self.names, self.detach, self.num_cached = names, detach, num_cached
-        self.fetch_start, self.fetch_stop, self.fetch_until_ns = fetch_start, fetch_stop, fetch_until_ns
-        self.work_ns, self.deadline_ns, self.fetches = work_ns, deadline_ns, fetches
+        self.request, self.length, self.stop_length, self.names = request, num_tokens, stop_length, names
+        self.state = QUEUED
+        self.detach = self.fetches = False
+        self.num_cached = self.fetch_start = self.fetch_stop = self.fetch_until_ns = 0
         self.cached = self.computed = self.named = self.offset = self.room = self.age = self.arrival = 0
-        self.num_pinned, self.slot = 0, -1
+        self.work_ns = self.deadline_ns = self.num_pinned = 0
+        self.slot = -1
         self.pinned: tuple[BlockName, ...] = ()
         self.restore: list[int] = []
         self.snapshots: list[Snapshot] = []
@@ -129,4 +96,4 @@ class Sequence:
 
     def reserved(self) -> Actions:
         """What follows when it may be received into its blocks."""
-        return [Reserved(self.request, self.table, tuple(self.restore))]
+        return []

@@ -10,13 +10,16 @@ Knows names only: no bytes, no slots, no clock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from itertools import repeat, takewhile
+from collections.abc import Callable, Iterable, Sequence
+from itertools import takewhile
+from operator import itemgetter
 
 import msgspec
 
 from isthmus.scheduler.eviction import EVICTIONS, Chain, Entry
 from isthmus.types import BlockName
+
+_name: Callable[[Entry], BlockName] = itemgetter(0)
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -79,7 +82,11 @@ class TierCache:
     def pin(self, names: Sequence[BlockName]) -> None:
         """Keeps these blocks where they are, or in DRAM, until unpinned; counted. They need not be here yet."""
         pins = self._pins
-        pins.update(zip(names, map((1).__add__, map(pins.get, names, repeat(0))), strict=False))
+        for at, name in enumerate(names):
+            if name not in pins:  # nor is any that follows it
+                pins.update(dict.fromkeys(names[at:], 1))
+                return
+            pins[name] += 1
 
     def unpin(self, names: Sequence[BlockName]) -> None:
         """Undoes one `pin` of the same names."""
@@ -87,7 +94,7 @@ class TierCache:
         counts = list(map(pins.__getitem__, names))
         shared = len(counts) - counts.count(1)
         if 1 not in counts[:shared]:  # nobody else has pinned those at the end
-            deque(map(pins.__delitem__, names[shared:]), 0)
+            deque(map(pins.pop, names[shared:]), 0)
             names = names[:shared]
         for name in names:
             left = pins[name] - 1
@@ -114,7 +121,7 @@ class TierCache:
         fits = len(chain) - (surplus - len(victims))  # of the chain, in DRAM
         below = dram.order.remove(chain[fits:][::-1])
         if not ssd.capacity_blocks:
-            return Change(found, chain[found:fits], evicted=tuple([name for name, _ in victims]))
+            return Change(found, chain[found:fits], evicted=tuple(map(_name, victims)))
         evicted, num_dropped = self._demote(victims, below)
         stays = len(chain) - num_dropped
         demoted = tuple(name for name, _ in victims if name in ssd.held)
@@ -136,8 +143,7 @@ class TierCache:
         evicted = order.evict(surplus, self._pins, chain)
         stays = len(chain) - (surplus - len(evicted))
         order.remove(chain[stays:][::-1])
-        left = tuple([name for name, _ in evicted])
-        return Change(found, sunk=chain[found:stays], evicted=left)
+        return Change(found, sunk=chain[found:stays], evicted=tuple(map(_name, evicted)))
 
     def remove(self, names: Iterable[BlockName]) -> Change:
         """Drops these blocks and all that follow them, pinned or not: without its head a block is of no use."""
@@ -177,7 +183,7 @@ class TierCache:
 
         Returns what left the SSD to make room, and how many blocks at the chain's end found none.
         """
-        order, used = self.ssd.order, tuple(name for name, _ in below)
+        order, used = self.ssd.order, tuple(map(_name, below))
         order.admit(victims)
         order.admit(below)
         surplus = len(order.held) - self.ssd.capacity_blocks
@@ -186,4 +192,4 @@ class TierCache:
         evicted = order.evict(surplus, self._pins, used)
         num_dropped = surplus - len(evicted)
         order.remove(used[:num_dropped])
-        return tuple(name for name, _ in evicted), num_dropped
+        return tuple(map(_name, evicted)), num_dropped

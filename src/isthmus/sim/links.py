@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from isthmus.conductor import LinkRule
 from isthmus.deploy import UNLIMITED, NodeFacts
 from isthmus.sim.deployment import Deployment
@@ -28,31 +30,25 @@ class Lane:
         return self._free_ns
 
 
+@dataclass(slots=True)
 class NodeLinks:
     """One node's links: their numbers in the network, or what nothing else shares.
 
     `from_device`, `to_device`: what a hand-over crosses beside `handover_out` and `handover_in`, if anything.
     """
 
-    __slots__ = (
-        "disk_read", "disk_write", "from_device", "handover_in", "handover_out", "load", "net_in", "net_out",
-        "to_device",
-    )  # fmt: skip
-
     net_in: int
     net_out: int
     handover_in: int
     handover_out: int
-    load: Lane | None
     disk_read: int
     disk_write: Lane
-
-    def __init__(self) -> None:
-        self.load = None
-        self.from_device: tuple[int, ...] = ()
-        self.to_device: tuple[int, ...] = ()
+    load: Lane | None
+    from_device: tuple[int, ...]
+    to_device: tuple[int, ...]
 
 
+@dataclass(slots=True)
 class ClusterLink:
     """One direction of a link between two clusters. `number`: in the network. `factor`: of its rate, that holds since
     `since_ns`.
@@ -60,12 +56,15 @@ class ClusterLink:
     What arrives is there half a round trip after it has left: `latency_ns`.
     """
 
-    __slots__ = ("factor", "latency_ns", "number", "record", "rule", "since_ns")
+    rule: LinkRule
+    number: int
+    record: LinkRecord
+    factor: float = 1.0
+    since_ns: int = 0
 
-    def __init__(self, rule: LinkRule, number: int, record: LinkRecord) -> None:
-        self.rule, self.number, self.record = rule, number, record
-        self.latency_ns = rule.rtt_ns // 2
-        self.factor, self.since_ns = 1.0, 0
+    @property
+    def latency_ns(self) -> int:
+        return self.rule.rtt_ns // 2
 
     @property
     def ends(self) -> frozenset[str]:
@@ -95,31 +94,32 @@ class Wiring:
 
     def connect(self, facts: NodeFacts) -> NodeLinks:
         """The links of a node."""
-        rates, name, links = facts.rates, facts.node, NodeLinks()
-        links.net_in = links.handover_in = self._link(f"{name} in", "network", rates.network)
-        links.net_out = links.handover_out = self._link(f"{name} out", "network", rates.network)
+        rates, name = facts.rates, facts.node
+        net_in = handover_in = self._link(f"{name} in", "network", rates.network)
+        net_out = handover_out = self._link(f"{name} out", "network", rates.network)
+        lane: Lane | None = None
+        beside_out: tuple[int, ...] = ()
+        beside_in: tuple[int, ...] = ()
         changes = self._deployment.rules.convert  # then it needs the links of every role
         decodes, loads = changes or facts.role is Role.DECODE, changes or facts.role is not Role.DECODE
         to_device, from_device = f"{name} to device", f"{name} from device"
         if rates.handover:
             # From the device goes a hand-over alone, so it and the rail are one link, as wide as the narrower.
             width = min(rates.handover, rates.memory)
-            links.handover_in = self._link(f"{name} handover in", "handover", rates.handover, width)
-            links.handover_out = self._link(f"{name} handover out", "handover", rates.handover, width)
-            self._same_link(from_device, rates.memory, links.handover_out)
+            handover_in = self._link(f"{name} handover in", "handover", rates.handover, width)
+            handover_out = self._link(f"{name} handover out", "handover", rates.handover, width)
+            self._same_link(from_device, rates.memory, handover_out)
             if decodes:  # to its device comes nothing else
-                self._same_link(to_device, rates.memory, links.handover_in)
+                self._same_link(to_device, rates.memory, handover_in)
         else:
-            memory = self._link(from_device, "memory", rates.memory, behind=links.handover_out)
-            links.from_device = (memory,)
+            beside_out = (self._link(from_device, "memory", rates.memory, behind=handover_out),)
             if decodes:
-                memory = self._link(to_device, "memory", rates.memory, behind=links.handover_in)
-                links.to_device = (memory,)
+                beside_in = (self._link(to_device, "memory", rates.memory, behind=handover_in),)
         if loads:  # to its device comes what it loads from its own memory
-            links.load = self._lane(f"{name} load" if decodes else to_device, "memory", rates.memory)
-        links.disk_read = self._link(f"{name} disk read", "disk", rates.disk_read)
-        links.disk_write = self._lane(f"{name} disk write", "disk", rates.disk_write)
-        return links
+            lane = self._lane(f"{name} load" if decodes else to_device, "memory", rates.memory)
+        read = self._link(f"{name} disk read", "disk", rates.disk_read)
+        write = self._lane(f"{name} disk write", "disk", rates.disk_write)
+        return NodeLinks(net_in, net_out, handover_in, handover_out, read, write, lane, beside_out, beside_in)
 
     def load_lane(self, links: NodeLinks, facts: NodeFacts) -> Lane:
         """Of a node that only decodes it is made when something is to be loaded there."""

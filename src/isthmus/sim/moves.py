@@ -149,6 +149,7 @@ class Moves:
         """What has come by now."""
         for flow in self.network.finish(now):
             tag: Any = flow.tag
+            flow.tag = None  # a flow and what it moves know each other, and the collector of cycles is off
             tag[0](tag[1])
 
     def check_idle(self) -> None:

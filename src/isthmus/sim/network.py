@@ -11,7 +11,7 @@ What keeps this cheap:
   flows. A flow without a contended link runs at its bound and touches no other; a non-blocking spine costs
   nothing.
 * Where a link is contended, only the flows connected to it through contended links are filled again, and only
-  those whose rate changed get a new finish.
+  those whose rate changed get a new finish. Flows of one route have the same rate, so shares are found by route.
 * Filling waits until somebody asks or time moves on, so what starts and ends at one instant is filled once.
 * The earliest finish of all is kept, so the driver needs one timer for the whole network.
 * Nobody waits for the end of a *quiet* flow. While no link of it is contended it changes nothing either, so it sets
@@ -24,9 +24,9 @@ requests.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from operator import attrgetter
 
 NEVER = 1 << 62
 """Finish of a flow that stands still."""
@@ -38,23 +38,14 @@ _UNLIMITED = 1e30
 # hits.
 ROUNDING = 0.3183
 
+_finish_ns = attrgetter("finish_ns")
+
 
 class _Link:
     __slots__ = (
-        "behind",
-        "bound",
-        "busy_ns",
-        "busy_since",
-        "busy_until",
-        "bytes_ended",
-        "capacity",
-        "flows",
-        "name",
-        "num_open",
-        "number",
-        "reached_by",
-        "room",
-    )
+        "behind", "bound", "busy_ns", "busy_since", "busy_until", "bytes_ended", "capacity", "flows", "name",
+        "num_open", "number", "room",
+    )  # fmt: skip
 
     def __init__(self, number: int, name: str, capacity: float, behind: _Link | None) -> None:
         self.number = number
@@ -70,7 +61,6 @@ class _Link:
         # While its flows are being filled: capacity not given out yet, and flows that have no rate yet.
         self.room = 0.0
         self.num_open = 0
-        self.reached_by = 0
 
     @property
     def is_slack(self) -> bool:
@@ -78,12 +68,17 @@ class _Link:
         return self.behind is not None and self.behind.capacity <= self.capacity
 
 
-class _Route(NamedTuple):
-    """A path. `limits`: the links of it that may hold a flow back; `bound`: capacity of the narrowest."""
+class _Route:
+    """A path. `limits`: the links of it that may hold a flow back; `bound`: capacity of the narrowest. Its `num_flows`
+    have one rate, which is their `share` when they are filled; `open`: that is still to be found."""
 
-    links: tuple[_Link, ...]
-    limits: tuple[_Link, ...]
-    bound: float
+    __slots__ = ("bound", "limits", "links", "num_flows", "open", "share")
+
+    def __init__(self, links: tuple[_Link, ...]) -> None:
+        self.links = links
+        self.limits = tuple(link for link in links if not link.is_slack)
+        self.bound = self.share = min(link.capacity for link in self.limits)
+        self.num_flows, self.open = 0, False
 
 
 class Flow:
@@ -93,32 +88,11 @@ class Flow:
     """
 
     __slots__ = (
-        "bound",
-        "finish_ns",
-        "left",
-        "limits",
-        "links",
-        "live",
-        "num_bytes",
-        "open",
-        "quiet",
-        "rate",
-        "reached_by",
-        "share",
-        "since",
-        "started_ns",
-        "tag",
-        "timed",
-    )
-
-    # Set by a fill alone: the new rate, and whether it is still to be found.
-    share: float
-    open: bool
+        "finish_ns", "left", "live", "num_bytes", "quiet", "rate", "route", "since", "started_ns", "tag", "timed",
+    )  # fmt: skip
 
     def __init__(self, route: _Route, num_bytes: int, tag: object, now: int, quiet: bool) -> None:
-        self.links, self.limits, self.bound = route
-        self.tag, self.quiet = tag, quiet
-        self.reached_by = 0
+        self.route, self.tag, self.quiet = route, tag, quiet
         self.live = self.timed = False
         self.begin(num_bytes, now)
 
@@ -130,10 +104,21 @@ class Flow:
         self.since = now
         self.finish_ns = NEVER
 
-    def settle(self, now: int) -> None:
-        """Brings `left` up to `now`."""
-        self.left -= self.rate * ((now - self.since) * 1e-9)
+    def change_rate(self, rate: float, now: int) -> None:
+        """Brings `left` up to `now`; from then on it moves at `rate`."""
+        if self.finish_ns <= now:
+            # It has ended and waits to be taken off: aiming again could move its end by the rounding of before.
+            self.left = 0.0
+            self.rate = rate
+            self.since = now
+            return
+        left = self.left = self.left - self.rate * ((now - self.since) * 1e-9)
         self.since = now
+        self.rate = rate
+        if left > 0.0 and rate > 0.0:
+            self.finish_ns = now + int(left * 1e9 / rate + ROUNDING)
+        else:
+            self.finish_ns = NEVER if left > 0.0 else now
 
     def aim(self) -> None:
         """Sets the finish from what is left."""
@@ -143,17 +128,6 @@ class Flow:
             self.finish_ns = self.since + int(self.left * 1e9 / self.rate + ROUNDING)
         else:
             self.finish_ns = NEVER
-
-    def change_rate(self, rate: float, now: int) -> None:
-        if self.finish_ns <= now:
-            # It has ended and waits to be taken off: aiming again could move its end by the rounding of before.
-            self.left = 0.0
-            self.rate = rate
-            self.since = now
-        else:
-            self.settle(now)
-            self.rate = rate
-            self.aim()
 
 
 class Network:
@@ -165,7 +139,6 @@ class Network:
 
     def __init__(self) -> None:
         self.version = 0
-        self._num_fills = 0
         self._links: list[_Link] = []
         self._routes: dict[tuple[int, ...], _Route] = {}
         self._timed: dict[Flow, None] = {}  # in order of start, quiet ones since a timer matters
@@ -193,10 +166,7 @@ class Network:
         """
         if self._unfilled and now != self._unfilled_at:
             self._fill()
-        route = self._routes.get(path)
-        if route is None:
-            route = self._route(path)
-        flow = Flow(route, num_bytes, tag, now, quiet)
+        flow = Flow(self._routes.get(path) or self._route(path), num_bytes, tag, now, quiet)
         self._join(flow, now)
         return flow
 
@@ -211,8 +181,8 @@ class Network:
             self._time(flow)
         assert flow.live, f"flow {flow.tag!r} has ended"
         flow.num_bytes += num_bytes
-        flow.settle(now)
-        flow.left += num_bytes
+        flow.left += num_bytes - flow.rate * ((now - flow.since) * 1e-9)
+        flow.since = now
         flow.aim()
         self._next = None
         self.version += 1
@@ -220,20 +190,19 @@ class Network:
     def _resume(self, flow: Flow, num_bytes: int, now: int) -> None:
         """Sends more of a quiet flow that has ended."""
         alone = flow.live
-        for link in flow.links:
+        for link in flow.route.links:
             if len(link.flows) > 1:
                 alone = False
         if not alone:
             if flow.live:
                 self._remove(flow, flow.num_bytes, flow.finish_ns)
             elif self._has_changed:  # perhaps while it was off its links
-                path = tuple([link.number for link in flow.links])
-                flow.links, flow.limits, flow.bound = self._routes.get(path) or self._route(path)
+                flow.route = self._route(tuple([link.number for link in flow.route.links]))
             flow.begin(num_bytes, now)
             self._join(flow, now)
             return
         until = flow.finish_ns
-        for link in flow.links:  # it stays on them, at the rate it had
+        for link in flow.route.links:  # it stays on them, at the rate it had
             link.bytes_ended += flow.num_bytes
             link.busy_ns += (until if until > link.busy_until else link.busy_until) - link.busy_since
             link.busy_since = now
@@ -266,7 +235,7 @@ class Network:
         if self._unfilled:
             self._fill()
         if self._next is None:
-            self._next = min([flow.finish_ns for flow in self._timed], default=NEVER)
+            self._next = min(map(_finish_ns, self._timed), default=NEVER)
         return self._next if self._next < NEVER else None
 
     def finish(self, now: int) -> list[Flow]:
@@ -292,10 +261,12 @@ class Network:
         for each in self._links:
             each.bound = 0.0
         for flow in live:
-            flow.links, flow.limits, flow.bound = self._route(tuple([each.number for each in flow.links]))
-            for each in flow.limits:
-                each.bound += flow.bound
+            route = flow.route = self._route(tuple([each.number for each in flow.route.links]))
+            route.num_flows += 1
+            for each in route.limits:
+                each.bound += route.bound
         self._refill(live, now)
+        self._next = None
         self.version += 1
 
     def flows_on(self, link: int) -> list[Flow]:
@@ -323,11 +294,12 @@ class Network:
         return each.busy_ns + max(each.busy_until, *ends) - each.busy_since
 
     def _route(self, path: tuple[int, ...]) -> _Route:
+        if path in self._routes:
+            return self._routes[path]
         assert path and len(set(path)) == len(path), f"a path is distinct links, at least one: {path}"
         links = tuple(self._links[number] for number in path)
         assert all(link.behind is None or link.behind in links for link in links), f"{path} passes a link by"
-        limits = tuple(link for link in links if not link.is_slack)
-        route = self._routes[path] = _Route(links, limits, min(link.capacity for link in limits))
+        route = self._routes[path] = _Route(links)
         return route
 
     def _catch_up(self, now: int) -> None:
@@ -347,18 +319,20 @@ class Network:
 
     def _join(self, flow: Flow, now: int) -> None:
         """Puts a flow on its links."""
-        flow.live = True
-        for link in flow.links:
-            flows = link.flows
-            if flows:
-                for other in tuple(flows):
+        flow.live, route = True, flow.route
+        route.num_flows += 1
+        for link in route.limits:
+            if link.flows:
+                for other in tuple(link.flows):
                     if not other.timed:
                         self._is_over(other, now)
+        for link in route.links:
+            flows = link.flows
             if not flows:
                 link.busy_since = now
             flows[flow] = None
-        bound, contended = flow.bound, False
-        for link in flow.limits:
+        bound, contended = route.bound, False
+        for link in route.limits:
             link.bound += bound
             if link.bound > link.capacity:
                 contended = True
@@ -377,9 +351,9 @@ class Network:
         flow.timed = True
 
     def _remove(self, flow: Flow, moved: int, now: int) -> None:
-        flow.live = False
-        limits = flow.limits
-        for link in flow.links:
+        flow.live, route = False, flow.route
+        route.num_flows -= 1
+        for link in route.links:
             flows = link.flows
             del flows[flow]
             link.bytes_ended += moved
@@ -387,12 +361,14 @@ class Network:
                 link.busy_until = now
             if not flows:
                 link.busy_ns += link.busy_until - link.busy_since
+        for link in route.limits:
+            if not link.flows:
                 link.bound = 0.0  # exactly: no rounding is carried on
-            elif link in limits:
-                if link.bound > link.capacity:
-                    self._unfilled[link] = None
-                    self._unfilled_at = now
-                link.bound -= flow.bound
+                continue
+            if link.bound > link.capacity:
+                self._unfilled[link] = None
+                self._unfilled_at = now
+            link.bound -= route.bound
         if flow.timed:
             del self._timed[flow]
             flow.timed = False
@@ -404,61 +380,51 @@ class Network:
         self._unfilled.clear()
         if len(unfilled) > 1 or not self._share_alone(unfilled[0], now):
             self._refill([flow for link in unfilled for flow in link.flows], now)
+        self._next = None
 
     def _share_alone(self, link: _Link, now: int) -> bool:
         """The common case at little cost: the flows of a link share it evenly, or all have room, and no other link
         holds any of them back. False if it is not so."""
-        contended = link.bound > link.capacity
-        share = link.capacity / len(link.flows) if contended else _UNLIMITED
-        for flow in link.flows:
-            if contended and flow.bound < share:
+        flows, contended = link.flows, link.bound > link.capacity
+        share = link.capacity / len(flows) if contended else _UNLIMITED
+        for flow in flows:
+            route = flow.route
+            if contended and route.bound < share:
                 return False
-            for other in flow.limits:
-                if other is not link and other.bound > other.capacity:
+            for other in route.limits:
+                if other.bound > other.capacity and other is not link:
                     return False
-        for flow in link.flows:
+        for flow in flows:
             if contended and not flow.timed:
                 self._time(flow)
-            rate = share if contended else flow.bound
+            rate = share if contended else flow.route.bound
             if rate != flow.rate:
                 flow.change_rate(rate, now)
-        self._next = None
         return True
 
     def _refill(self, seeds: Iterable[Flow], now: int) -> None:
-        flows, links = self._component(seeds)
+        """New rates for these flows, and for all that contended links connect to them."""
+        flows = dict.fromkeys(seeds)
+        routes = dict.fromkeys([flow.route for flow in flows])
+        links: dict[_Link, dict[_Route, None]] = {}  # the contended ones, and how their flows go
+        queue = list(routes)
+        for route in queue:  # grows meanwhile
+            route.share, route.open = route.bound, False
+            for link in route.limits:
+                if link.bound > link.capacity:
+                    route.open = True
+                    if link not in links:
+                        flows.update(link.flows)
+                        crossing = links[link] = dict.fromkeys([flow.route for flow in link.flows])
+                        queue += [other for other in crossing if other not in routes]
+                        routes.update(crossing)
         _set_shares(links)
         for flow in flows:
-            if not flow.timed:
+            if links and not flow.timed:
                 self._time(flow)
-            if flow.share != flow.rate:
-                flow.change_rate(flow.share, now)
-        self._next = None
-
-    def _component(self, seeds: Iterable[Flow]) -> tuple[list[Flow], list[_Link]]:
-        """The seeds, all flows connected to them through contended links, and those links."""
-        self._num_fills += 1
-        this_fill = self._num_fills
-        flows: list[Flow] = []
-        links: list[_Link] = []
-        for flow in seeds:
-            if flow.reached_by != this_fill:
-                flow.reached_by = this_fill
-                flows.append(flow)
-        for flow in flows:  # grows meanwhile
-            flow.share = flow.bound
-            flow.open = False
-            for link in flow.limits:
-                if link.bound > link.capacity:
-                    flow.open = True
-                    if link.reached_by != this_fill:
-                        link.reached_by = this_fill
-                        links.append(link)
-                        for other in link.flows:
-                            if other.reached_by != this_fill:
-                                other.reached_by = this_fill
-                                flows.append(other)
-        return flows, links
+            rate = flow.route.share
+            if rate != flow.rate:
+                flow.change_rate(rate, now)
 
     def check(self) -> None:
         """Asserts that the rates are the max-min fair ones and that the books agree. For tests: slow."""
@@ -468,19 +434,20 @@ class Network:
         loads = [sum(flow.rate for flow in link.flows) for link in self._links]
         for link, load in zip(self._links, loads, strict=True):
             assert load <= link.capacity * near, f"link {link.name} carries {load} of {link.capacity} bytes/s"
-            bound = 0.0 if link.is_slack else sum(flow.bound for flow in link.flows)
+            bound = 0.0 if link.is_slack else sum(flow.route.bound for flow in link.flows)
             assert math.isclose(link.bound, bound, rel_tol=1e-9, abs_tol=link.capacity * 1e-9)
-            assert all(link in flow.links and flow.live for flow in link.flows)
+            assert all(link in flow.route.links and flow.live for flow in link.flows)
         for flow in self._flows():
             assert flow.timed == (flow in self._timed) and (flow.timed or flow.quiet)
             if not flow.timed:
-                assert flow.rate == flow.bound and all(link.bound <= link.capacity for link in flow.limits)
+                assert flow.rate == flow.route.bound
+                assert all(link.bound <= link.capacity for link in flow.route.limits)
                 continue
             assert -1.0 <= flow.left <= flow.num_bytes
             assert any(
                 loads[link.number] * near >= link.capacity
                 and flow.rate * near >= max(other.rate for other in link.flows)
-                for link in flow.links
+                for link in flow.route.links
             ), f"flow {flow.tag!r} at {flow.rate} bytes/s has no bottleneck"
         if self._next is not None:
             assert self._next == min((flow.finish_ns for flow in self._timed), default=NEVER)
@@ -491,8 +458,8 @@ def _capacity(name: str, bytes_per_s: float) -> float:
     return min(bytes_per_s, _UNLIMITED)
 
 
-def _set_shares(links: Iterable[_Link]) -> None:
-    """Sets `share`, the max-min rate, of all flows of these links: the contended ones of whole components.
+def _set_shares(links: Mapping[_Link, Iterable[_Route]]) -> None:
+    """Sets `share`, the max-min rate, of all routes of these links: the contended ones of whole components.
 
     Progressive filling: the link with the least room for each of its flows gives its flows their rate. That
     least share only rises, so a link whose share has grown when its turn comes is put back.
@@ -511,15 +478,14 @@ def _set_shares(links: Iterable[_Link]) -> None:
         if share > promised:
             heappush(heap, (share, number, link))
             continue
-        waiting = [flow for flow in link.flows if flow.open]
+        waiting = [route for route in links[link] if route.open]
         # Flows that a narrower link holds below the share come first: they leave more to the others.
-        bounded = [flow for flow in waiting if flow.bound < share]
-        for flow in bounded or waiting:
-            rate = flow.bound if bounded else share
-            flow.share = rate
-            flow.open = False
-            for crossed in flow.limits:
-                crossed.room -= rate
-                crossed.num_open -= 1
+        bounded = [route for route in waiting if route.bound < share]
+        for route in bounded or waiting:
+            rate = route.bound if bounded else share
+            route.share, route.open = rate, False
+            for crossed in route.limits:
+                crossed.room -= rate * route.num_flows
+                crossed.num_open -= route.num_flows
         if bounded:
             heappush(heap, (share, number, link))

@@ -41,10 +41,11 @@ class SimNode:
         "stalled", "stalled_since", "steps", "tail_ns", "version",
     )  # fmt: skip
 
+    links: NodeLinks
+
     def __init__(self, facts: NodeFacts, slot: int, brain: Node, cost: NodeCost) -> None:
         self.facts, self.slot, self.cost = facts, slot, cost
         self.record = NodeRecord(facts.node, facts.role, cluster=facts.cluster)
-        self.links = NodeLinks()
         self.version = self.steps = self.stalled_since = self.tail_ns = 0
         self.run_steps: list[int] = []
         self.run_start: list[int] = []
@@ -83,7 +84,7 @@ class SimNode:
         assert self.run is not None
         if self._limit == 1:
             return None
-        steps = max(1, self._steps_until(now))
+        steps = self._steps_until(now) or 1
         if steps >= self._limit:
             return None
         self._limit = steps
@@ -161,13 +162,14 @@ class SimNode:
 
     def _chunks_ps(self, run: Run) -> int:
         """How long a run with prompts keeps the node: a mixed iteration, or one prompt's chunks in turn."""
-        chunks, step_ps = run.chunks, self.cost.step_ps
-        self.record.tokens_prefilled += run.steps * sum([piece.count for piece in chunks])
-        if run.steps == 1:
-            times = [step_ps([(piece.count, piece.start) for piece in chunks], run.num_decodes, run.context)]
-        else:
-            (piece,) = chunks
+        step_ps, pieces = self.cost.step_ps, []
+        for piece in run.chunks:
             count, start = piece.count, piece.start
+            self.record.tokens_prefilled += run.steps * count
+            pieces.append((count, start))
+        if run.steps == 1:
+            times = [step_ps(pieces, run.num_decodes, run.context)]
+        else:
             times = [step_ps(((count, start + at * count),), 0, 0) for at in range(run.steps)]
         if self.facts.pipeline == 1:
             return sum(times)

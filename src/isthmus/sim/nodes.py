@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -47,34 +47,33 @@ from isthmus.sim.job import Job
 from isthmus.sim.moves import Due, Moves
 from isthmus.sim.node import SimNode
 from isthmus.sim.records import Conversion
-from isthmus.types import BlockName, NodeId, RequestId, Role
-
-
-class Host(Protocol):
-    """Who hears of it."""
-
-    def decide(self, event: Heard) -> None:
-        """Tells the conductor, and does what it answers."""
-
-    def completed(self, job: Job) -> None:
-        """Its last token is out."""
+from isthmus.types import DECODE, MIXED, PREFILL, BlockName, NodeId, RequestId
 
 
 class Nodes:
     """`attempts`: requests under way, by the key of their attempt. `conversions`: roles that nodes were given. `due`:
-    what nodes hear, and the conductor of them, when the present event is done, in this order."""
+    what nodes hear, and the conductor of them, when the present event is done, in this order.
 
-    def __init__(self, deployment: Deployment, clock: Clock, host: Host) -> None:
+    `decide` tells the conductor, and does what it answers; `completed` hears of a request's last token.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        clock: Clock,
+        decide: Callable[[Heard], None],
+        completed: Callable[[Job], None],
+    ) -> None:
         self.nodes = [build_node(deployment, slot) for slot in range(len(deployment.nodes))]
         self.by_name: dict[NodeId, SimNode] = {node.facts.node: node for node in self.nodes}
         self.attempts: dict[RequestId, Job] = {}
         self.conversions: list[Conversion] = []
         self.due: Due = []
         self.moves = Moves(deployment, clock, self.nodes, self.attempts, self.due)
-        self._deployment, self._clock, self._host = deployment, clock, host
+        self._deployment, self._clock, self._decide, self._completed = deployment, clock, decide, completed
         self._has_answers, self._block_size = deployment.has_answers, deployment.block_size
-        self._effects: dict[type, Callable[[SimNode, Any], None] | None] = {
-            **dict.fromkeys((Offer, Promote, Demote, Drop)),  # they need no time
+        self._effects: dict[type, Callable[[SimNode, Any], None]] = {
+            **dict.fromkeys((Offer, Promote, Demote, Drop), _needs_no_time),
             Run: self._start_run,
             Cut: self._cut,
             Admitted: self._admitted,
@@ -82,11 +81,8 @@ class Nodes:
             Preempted: self._preempted,
             Shorten: self._shorten,
             Wake: self._wake,
-            BlocksStored: self._report,
+            **dict.fromkeys((BlocksStored, FetchFinished, PrefillFinished, RequestFailed), self._report),
             BlocksEvicted: self._evicted,
-            FetchFinished: self._report,
-            PrefillFinished: self._report,
-            RequestFailed: self._report,
             RoleChanged: self._role_changed,
             **self.moves.effects,
         }
@@ -98,13 +94,11 @@ class Nodes:
     def _carry_out(self, node: SimNode, actions: Sequence[Action]) -> None:
         effects = self._effects
         for action in actions:
-            effect = effects[type(action)]
-            if effect is not None:
-                effect(node, action)
+            effects[type(action)](node, action)
 
     def settle(self) -> None:
         """All that is due, and what follows from that."""
-        due, decide, effects, now = self.due, self._host.decide, self._effects, self._clock.now
+        due, decide, effects, now = self.due, self._decide, self._effects, self._clock.now
         stalled: list[SimNode] = []
         while due:
             for node, event in due:  # grows meanwhile
@@ -112,9 +106,7 @@ class Nodes:
                     decide(event)
                 elif event is not None:
                     for action in node.brain.on(event, now):
-                        effect = effects[type(action)]
-                        if effect is not None:
-                            effect(node, action)
+                        effects[type(action)](node, action)
                 else:
                     stalled.append(node)
             due.clear()
@@ -134,10 +126,10 @@ class Nodes:
         job.prefill_slot = record.prefill = prefill.slot
         job.target = record.decode = decode.slot
         stop = request.num_tokens + request.output_tokens
-        part = Role.MIXED
+        part = MIXED
         if decode is not prefill:
-            part = Role.PREFILL
-            self.tell(decode, Begin(job.key, Role.DECODE, route, job.length, stop, job.names))
+            part = PREFILL
+            self.tell(decode, Begin(job.key, DECODE, route, job.length, stop, job.names))
         self.tell(prefill, Begin(job.key, part, route, job.length, stop, job.names))
 
     def forget(self, key: RequestId, names: Sequence[NodeId]) -> None:
@@ -207,9 +199,8 @@ class Nodes:
         """The compute of a run is done; it is over unless KV that its chunks attend to is still on its way."""
         if self.moves.disks.are_at_risk and node.run is not None:
             self.moves.disks.look(node, [piece.request for piece in node.run.chunks])
-        if (node.loading or node.missing or node.stalled) and not self._has_all(node):
-            return
-        self._finish_run(node)
+        if not (node.loading or node.missing or node.stalled) or self._has_all(node):
+            self._finish_run(node)
 
     def _has_all(self, node: SimNode) -> bool:
         now = self._clock.now
@@ -277,7 +268,7 @@ class Nodes:
         answers = self._answers(ended) if self._has_answers and ended and brain.keeps_answers else ()
         self._carry_out(node, brain.on(Stepped(steps, tuple(ended), answers), now))
         for job in done:
-            self._host.completed(job)
+            self._completed(job)
         for job in sampled:
             self._send_token(job)
         if leaving and tail_ns:
@@ -322,9 +313,9 @@ class Nodes:
     def _send_token(self, job: Job) -> None:
         if job.attempt > 0 and not job.prefilled:  # else it was pre-empted since
             job.prefilled = True
-            self._host.decide(FirstToken(job.name, job.attempt))
+            self._decide(FirstToken(job.name, job.attempt))
         if job.attempt > 0 and not job.num_left:  # else it was refused
-            self._host.completed(job)
+            self._completed(job)
 
     # What becomes of attempts.
 
@@ -386,3 +377,7 @@ class Nodes:
         node.alive = False
         told()
         self.moves.lose(node)
+
+
+def _needs_no_time(node: SimNode, action: Action) -> None:
+    """Nothing waits for it."""

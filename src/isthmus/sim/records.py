@@ -17,6 +17,9 @@ class Status(StrEnum):
     UNFINISHED = "unfinished"
 
 
+COMPLETED, REFUSED, FAILED, UNFINISHED = Status
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """One request's way; a time is -1 for a station it did not reach. `index`: its place in the workload.
@@ -32,7 +35,7 @@ class RequestRecord:
 
     index: int
     request: Request
-    status: Status = Status.UNFINISHED
+    status: Status = UNFINISHED
     stage: str = ""
     prefill: int = -1
     decode: int = -1

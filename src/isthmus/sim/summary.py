@@ -23,7 +23,18 @@ from isthmus.sim.offloading import (
     routes,
     threshold_use,
 )
-from isthmus.sim.records import Conversion, LinkRecord, NodeRecord, RequestRecord, Result, Status
+from isthmus.sim.records import (
+    COMPLETED,
+    FAILED,
+    REFUSED,
+    UNFINISHED,
+    Conversion,
+    LinkRecord,
+    NodeRecord,
+    RequestRecord,
+    Result,
+    Status,
+)
 from isthmus.sim.spread import Spread as Spread
 from isthmus.sim.spread import nearest_rank as nearest_rank
 from isthmus.sim.spread import share, spread
@@ -153,26 +164,18 @@ def summarize(result: Result) -> Summary:
         policy=result.policy,
         admission=result.admission,
         order=result.order,
-        requests=len(result.records),
-        completed=len(completed),
-        goodput_share=all_requests.goodput_share(),
+        **msgspec.structs.asdict(_group(all_requests)),
         goodput_per_s=share(all_requests.good * NS_PER_S, span_ns),
-        ttft_s=all_requests.ttft(),
         ttft_parts=parts(first),
         ready_s=spread([ready_ns(each) - each.arrival_ns for each in first if ready_ns(each) >= 0]),
-        tbt_s=all_requests.tbt(),
         tpot_s=spread(_mean_gaps_ns(completed)),
         e2e_s=spread([each.end_ns - each.arrival_ns for each in completed]),
         queue_s=spread([each.prefill_start_ns - each.arrival_ns for each in started]),
         transfer_s=spread([each.joined_ns - each.first_token_ns for each in first if each.joined_ns >= 0]),
-        hit_rate_tokens=all_requests.hit_rate_tokens(),
         hit_rate_blocks=share(
             sum([each.cached_blocks for each in started]), sum([len(each.request.blocks) for each in started])
         ),
         hits_by_source=_hits(all_requests),
-        rejected=all_requests.rejected,
-        failed=len(all_requests.failed),
-        unfinished=all_requests.unfinished,
         retried=sum([each.attempts > 1 for each in result.records]),
         waste=_waste(all_requests),
         bytes_moved=dict(result.bytes_moved),
@@ -206,7 +209,7 @@ def to_json(summary: Summary, *, wall: bool = True) -> bytes:
 
 def within_limits(record: RequestRecord) -> bool:
     """Whether a request counts as goodput: completed, TTFT and TBT inside its limits. A missing limit holds."""
-    return record.status is Status.COMPLETED and not _missed_limit(record)
+    return record.status is COMPLETED and not _missed_limit(record)
 
 
 def _missed_limit(record: RequestRecord) -> bool:
@@ -225,10 +228,10 @@ class _Requests:
         ended: dict[Status, list[RequestRecord]] = {status: [] for status in Status}
         for each in records:
             ended[each.status].append(each)
-        self.completed = ended[Status.COMPLETED]
-        self.refused = ended[Status.REFUSED]
-        self.failed = ended[Status.FAILED]
-        self.unfinished = len(ended[Status.UNFINISHED])
+        self.completed = ended[COMPLETED]
+        self.refused = ended[REFUSED]
+        self.failed = ended[FAILED]
+        self.unfinished = len(ended[UNFINISHED])
         self.missed = [each for each in self.completed if _missed_limit(each)]
         self.prompt_tokens = sum([each.request.num_tokens for each in self.started])
         self.cached_tokens = sum([each.cached_tokens for each in self.started])
@@ -239,18 +242,6 @@ class _Requests:
     @property
     def good(self) -> int:
         return len(self.completed) - len(self.missed)
-
-    def goodput_share(self) -> float:
-        return share(self.good, self.count)
-
-    def ttft(self) -> Spread | None:
-        return spread([each.first_token_ns - each.arrival_ns for each in self.first])
-
-    def tbt(self) -> Spread | None:
-        return spread([each.tbt_ns for each in self.completed if each.request.output_tokens > 1])
-
-    def hit_rate_tokens(self) -> float:
-        return share(self.cached_tokens, self.prompt_tokens)
 
 
 def _mean_gaps_ns(completed: Sequence[RequestRecord]) -> list[float]:
@@ -326,19 +317,18 @@ def _groups(
     members: dict[str | int, list[RequestRecord]] = {name: [] for name in names}
     for name, record in zip(keys, records, strict=True):
         members[name].append(record)
-    return {str(name): _group(members[name]) for name in names}
+    return {str(name): _group(_Requests(members[name])) for name in names}
 
 
-def _group(records: Sequence[RequestRecord]) -> Group:
-    requests = _Requests(records)
+def _group(requests: _Requests) -> Group:
     return Group(
         requests=requests.count,
         completed=len(requests.completed),
-        goodput_share=requests.goodput_share(),
+        goodput_share=share(requests.good, requests.count),
         rejected=requests.rejected,
         failed=len(requests.failed),
         unfinished=requests.unfinished,
-        ttft_s=requests.ttft(),
-        tbt_s=requests.tbt(),
-        hit_rate_tokens=requests.hit_rate_tokens(),
+        ttft_s=spread([each.first_token_ns - each.arrival_ns for each in requests.first]),
+        tbt_s=spread([each.tbt_ns for each in requests.completed if each.request.output_tokens > 1]),
+        hit_rate_tokens=share(requests.cached_tokens, requests.prompt_tokens),
     )

@@ -10,7 +10,8 @@ for the time it takes. When a node or a transfer fails, the conductor hears of i
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from heapq import heappop
 from typing import Any
@@ -26,6 +27,8 @@ from isthmus.conductor import (
     Fail,
     Hold,
     HoldExpired,
+    Measured,
+    NodeLeft,
     Refuse,
     Replicate,
     RequestArrived,
@@ -40,13 +43,27 @@ from isthmus.sim.gaps import set_tbt
 from isthmus.sim.job import Job
 from isthmus.sim.network import NEVER
 from isthmus.sim.nodes import Nodes
-from isthmus.sim.records import Result, Status, ThresholdChange
-from isthmus.sim.upkeep import Upkeep
+from isthmus.sim.records import COMPLETED, FAILED, REFUSED, LinkSample, Result, Status, ThresholdChange
 from isthmus.sim.workloads import Workload
-from isthmus.types import NS_PER_MS, RequestId
+from isthmus.types import NS_PER_MS, NS_PER_S, RequestId
+
+PATIENCE_NS = 600 * NS_PER_S
+"""How long measuring goes on when nothing else happens: only another role for some node can help what is left."""
 
 Log = Callable[[int, Event, list[Action]], None]
 Progress = Callable[[int, int], None]
+
+
+@contextmanager
+def no_cycles() -> Iterator[None]:
+    """Nothing that ends in a simulation is part of a cycle, so to look for cycles gains nothing."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class World:
@@ -62,9 +79,10 @@ class World:
         self._log, self._check = log, check
         self._conductor = Conductor(deployment.rules)
         self._clock = Clock()
-        self._nodes = Nodes(deployment, self._clock, self)
+        self._nodes = Nodes(deployment, self._clock, self.decide, self.completed)
         self._moves = self._nodes.moves
-        self._upkeep = Upkeep(deployment, self._clock, self._nodes, self)
+        self._samples: list[LinkSample] = []
+        self._idle_since = 0
         self._jobs = [Job(index, request) for index, request in enumerate(workload.requests)]
         self._num_left = self._num_to_come = len(self._jobs)
         self._job_of: dict[RequestId, Job] = {}
@@ -84,18 +102,13 @@ class World:
 
     def run(self, progress: Progress | None = None) -> Result:
         """Simulates until nothing is left to happen. `progress` hears (requests arrived, of how many)."""
-        collects = gc.isenabled()
-        gc.disable()  # nothing that ends here is part of a cycle, so to look for cycles gains nothing
-        try:
+        with no_cycles():
             return self._run(progress)
-        finally:
-            if collects:
-                gc.enable()
 
     def _run(self, progress: Progress | None) -> Result:
         for facts in self._deployment.nodes:
             self.decide(facts.joined())
-        self._upkeep.start()
+        self._start_upkeep()
         clock, moves, network, run_ends = self._clock, self._moves, self._moves.network, self._nodes.run_ends
         due, settle = self._nodes.due, self._nodes.settle
         jobs, heap = self._jobs, clock.heap
@@ -140,14 +153,6 @@ class World:
         if check:
             self._check_idle()
         return self._result(num_events)
-
-    @property
-    def has_all_come(self) -> bool:
-        return self._num_to_come == 0
-
-    @property
-    def is_over(self) -> bool:
-        return not self._num_left
 
     def _check_all(self) -> None:
         self._conductor.check()
@@ -203,14 +208,14 @@ class World:
         """Those of its nodes that are done with it already need not hear."""
         job = self._job_of[abort.request]
         key = job.key
-        if job.record.status is not Status.COMPLETED and job.attempt > 0:
+        if job.record.status is not COMPLETED and job.attempt > 0:
             self._nodes.withdraw(job)
         self._nodes.forget(key, abort.nodes)
 
     def _refuse(self, refuse: Refuse) -> None:
         job = self._job_of[refuse.request]
         job.record.stage = refuse.stage or refuse.code
-        self._end(job, Status.REFUSED)
+        self._end(job, REFUSED)
 
     def _hold(self, hold: Hold) -> None:
         job = self._job_of[hold.request]
@@ -220,7 +225,7 @@ class World:
         self._clock.call(until, OTHERS, partial(self.decide, HoldExpired(hold.request, hold.attempt)))
 
     def _fail(self, fail: Fail) -> None:
-        self._end(self._job_of[fail.request], Status.FAILED)
+        self._end(self._job_of[fail.request], FAILED)
 
     def _end(self, job: Job, status: Status) -> None:
         """The one end of a request."""
@@ -231,9 +236,9 @@ class World:
         self._num_left -= 1
 
     def completed(self, job: Job) -> None:
-        job.record.status = Status.COMPLETED
+        job.record.status = COMPLETED
         self.decide(RequestEnded(job.name, job.request.output_tokens))
-        self._end(job, Status.COMPLETED)
+        self._end(job, COMPLETED)
 
     def _convert(self, order: Convert) -> None:
         self._nodes.tell(self._nodes.by_name[order.node], Become(order.role))
@@ -243,6 +248,43 @@ class World:
 
     def _replicate(self, order: Replicate) -> None:
         self._nodes.tell(self._nodes.by_name[order.target], Copy(order.names, order.source))
+
+    # Beside the requests: links are measured, and faults come and go.
+
+    def _start_upkeep(self) -> None:
+        rules, clock = self._deployment.rules, self._clock
+        if rules.links or rules.convert:
+            clock.call(clock.now + rules.period_ns, OTHERS, self._measure)
+        for time in self._deployment.faults.times():
+            clock.call(time, OTHERS, self._change)
+
+    def _measure(self) -> None:
+        if not self._num_left:
+            return
+        now, clock = self._clock.now, self._clock
+        if clock.heap or self._moves.network.next_finish() is not None or self._num_to_come:
+            self._idle_since = now
+        if now - self._idle_since > PATIENCE_NS:
+            return
+        states = self._moves.link_states(now)
+        sent, queued = [state.sent_bytes for state in states], [state.queued_bytes for state in states]
+        self._samples.append(LinkSample(now, tuple(sent), tuple(queued)))
+        self.decide(Measured(states))
+        clock.call(now + self._deployment.rules.period_ns, OTHERS, self._measure)
+
+    def _change(self) -> None:
+        """One of the faults begins or ends."""
+        faults, now = self._deployment.faults, self._clock.now
+        self._moves.change_links(partial(faults.factor, now=now), now)
+        for node in self._nodes.nodes:
+            dead = faults.is_dead((node.facts.node, node.facts.cluster), now)
+            if node.alive and dead:
+                self._nodes.lose(node, partial(self.decide, NodeLeft(node.facts.node)))
+            elif not node.alive and not dead:
+                node.alive = True
+                self.decide(node.facts.joined())
+        self._moves.sessions.change(self._nodes.nodes)
+        self._moves.disks.change(self._nodes.nodes, now)
 
     # The end.
 
@@ -263,6 +305,6 @@ class World:
             bytes_moved=self._moves.bytes_moved,
             thresholds=self._thresholds,
             conversions=self._nodes.conversions,
-            link_samples=self._upkeep.samples,
+            link_samples=self._samples,
             num_events=num_events,
         )

@@ -258,8 +258,9 @@ class World:
             case Read():
                 assert set(action.names) <= place.disk, "what is not on the SSD is read there"
             case Save():
-                for name in action.names:
-                    place.dram.add(name)
+                stays = len(action.names) - action.num_sunk
+                place.dram |= set(action.names[:stays])
+                place.disk |= set(action.names[stays:])
                 self._later(place.name, Saved(action.request))
             case Promote():
                 assert set(action.names) <= place.disk

@@ -116,11 +116,10 @@ class Fetch:
         counts. `sealed`: the seals are of what lies there."""
         arena = self._cache.store.arena
         found = [seal(arena.slice(slot, layer)) for slot in self._slots[first : first + len(expected)]]
-        good = next(
-            (at for at, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]), None
-        )
-        if good is None or not sealed:
-            good = len(found)
+        good = len(found)
+        if sealed:
+            pairs = enumerate(zip(found, expected, strict=True))
+            good = next((at for at, (one, other) in pairs if one != other), good)
         with self.condition:
             if self._final is None:
                 for seals, one in zip(self._seals[first : first + good], found, strict=False):

@@ -437,9 +437,9 @@ class _FromNode(Bare):
         self._stage: Stage | None = None
 
     def on_message(self, connection: Session, message: messages.HeadBound) -> None:
-        if isinstance(message, messages.Hello):
+        if isinstance(message, messages.Hello) and self._node is None:
             self._node = self._head.join(connection, message)
-        elif isinstance(message, messages.StageHello):
+        elif isinstance(message, messages.StageHello) and self._stage is None:
             self._stage = self._head.join_stage(connection, message)
         elif self._node is not None:
             self._head.heard(self._node, message)

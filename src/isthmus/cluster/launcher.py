@@ -194,15 +194,12 @@ class Launcher:
             if not self.ready:
                 raise StartError(f"node {planned.name}: {trouble}")
             log.error("node %s ended: %s; starting it again", planned.name, trouble)
-            await self._restart(planned)
-
-    async def _restart(self, planned: Process) -> None:
-        while True:
-            await asyncio.sleep(RESTART_S)
-            try:
-                return await self._spawn(planned)
-            except OSError as error:
-                log.error("node %s cannot be started: %s; trying again", planned.name, error)
+            while self._processes[planned.name] is process:
+                await asyncio.sleep(RESTART_S)
+                try:
+                    await self._spawn(planned)
+                except OSError as error:
+                    log.error("node %s cannot be started: %s; trying again", planned.name, error)
 
 
 def _trouble(output: bytes, code: int) -> str:

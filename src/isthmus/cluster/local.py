@@ -98,11 +98,10 @@ class LocalCluster:
         done, _ = await asyncio.wait(
             {joined, self._failure}, timeout=limit, return_when=asyncio.FIRST_COMPLETED
         )
+        joined.cancel()  # if it is not done
         if self._failure in done:
-            joined.cancel()
             self._failure.result()
         if joined not in done:
-            joined.cancel()
             raise StartError(f"the nodes were not ready within {limit:g} s (limits.start_s)")
         self._launcher.ready = True
 

@@ -29,7 +29,7 @@ from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost
 from isthmus.cluster.recorder import Tape
 from isthmus.cluster.runs import Execution, Runs
 from isthmus.cluster.sessions import CONNECT_S
-from isthmus.engine.interface import Engine
+from isthmus.engine.interface import Engine, Hidden
 from isthmus.errors import ProtocolError, StartError
 from isthmus.messenger import Network
 from isthmus.node import events
@@ -94,9 +94,11 @@ class NodeProcess(EngineProcess):
         self._clock_ns, self._tape = world.clock_ns, tape
         self.node = facts.node_of(BlockPool(facts.kv_blocks), transfer_ns=int(options.transfer_s * NS_PER_S))
         self._group: Group | None = None
+        onward: Callable[[Run, Hidden], None] | None = None
         if facts.pipeline > 1:
             self._group = Group(facts.pipeline, self.tell, self.sampled, self.end, self._later)
-        self.runs = Runs(engine, self.hands, self._send_outputs, world.clock_ns, self._group)
+            onward = self._group.compute
+        self.runs = Runs(engine, self.hands, self._send_outputs, world.clock_ns, onward)
         self.runs.saves, self.runs.keeps_answers = self.node.tiers is not None, self.node.keeps_answers
         self.worker = world.worker_of(self)
         self._blocks_evicted = 0
@@ -180,6 +182,11 @@ class NodeProcess(EngineProcess):
         self.worker.later(function, *arguments)
 
     # The worker.
+
+    def take_turn(self) -> None:
+        """Waits until a run may start."""
+        if self._group is not None:
+            self._group.take_turn()
 
     def stepped(self, facts: list[Any]) -> None:
         for fact in facts:
@@ -304,7 +311,7 @@ class ThreadWorker:
     def _main(self) -> None:
         try:
             while (run := self._next()) is not None:
-                self._owner.runs.take_turn()
+                self._owner.take_turn()
                 self._execute(run)
         except BaseException as error:
             self._owner.died(error)

@@ -42,7 +42,7 @@ class Group(Bare):
         assert stages > 1
         self.stages, self._tell, self._sampled, self._end, self._later = stages, tell, sampled, end, later
         self._connection: Session | None = None
-        self._ready: set[int] = set()
+        self._num_ready = 0
         self._formed = asyncio.Event()
         self._found: list[set[BlockName]] = [set() for _ in range(stages - 1)]
         self._saves: dict[RequestId, list[int]] = {}
@@ -153,9 +153,8 @@ class Group(Bare):
         match message:
             case messages.StageFound():
                 self._found[message.stage - 1].update(message.names)
-                if message.last:
-                    self._ready.add(message.stage)
-                if len(self._ready) == self.stages - 1:
+                self._num_ready += message.last
+                if self._num_ready == self.stages - 1:
                     self._formed.set()
             case messages.StageSampled():
                 with self._turn:

@@ -97,7 +97,10 @@ class _Far:
         for watched in list(self.watched.values()):
             watched.look(now_s)
             if watched.session.ended:
-                self._forget(watched)
+                del self.watched[watched.session]
+                self.sent_bytes += watched.arrived
+                self.retransmits += watched.retransmits
+                self.failed = not self.has_session
                 continue
             waiting += watched.waiting
             if now_s - watched.moved_s > link_s:
@@ -105,12 +108,6 @@ class _Far:
                 watched.session.abort(f"nothing crossed the link to {self.name} for {link_s:g} s")
         if waiting > TALK_BYTES:
             self.busy_s += past_s
-
-    def _forget(self, watched: _Watched) -> None:
-        del self.watched[watched.session]
-        self.sent_bytes += watched.arrived
-        self.retransmits += watched.retransmits
-        self.failed = not self.has_session
 
     def crossing(self) -> Crossing:
         watched = self.watched.values()

@@ -20,7 +20,8 @@ from isthmus.blocks import seal
 from isthmus.cluster.cache import NodeCache
 from isthmus.cluster.messages import Ended, Enough, Given, Lent, Want
 from isthmus.cluster.sessions import Reach, Tell
-from isthmus.cluster.wire import Frames, seals_kv
+from isthmus.cluster.wire import Frames
+from isthmus.engine.codecs import EXACT
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Session
 from isthmus.node import events
@@ -198,7 +199,7 @@ class Fetch:
             return True
         if targets is None or first != self._landed[given.layer]:
             return False
-        return self._land(given.layer, first, given.seals, sealed=seals_kv(self.codec))
+        return self._land(given.layer, first, given.seals, sealed=self.codec in EXACT)
 
     def commit(self) -> None:
         """What is whole becomes the cache's. A block that it got elsewhere meanwhile stays private until the end."""

@@ -102,10 +102,9 @@ class Head:
             task.cancel()
         for stream in list(self._streams.values()):
             stream.fail(UnavailableError("the cluster is shutting down"))
-        for member in self._members.values():
-            member.connection.send(messages.Stop())
-        for stage in self._groups.followers():
-            stage.connection.send(messages.Stop())
+        connections = [member.connection for member in self._members.values()]
+        for connection in [*connections, *[stage.connection for stage in self._groups.followers()]]:
+            connection.send(messages.Stop())
         self._server.close()
 
     # The gateway's handle.

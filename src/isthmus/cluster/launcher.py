@@ -245,9 +245,10 @@ class LinkProcess:
     def point(self, point: Point) -> None:
         tell_child(self._process, point)
 
-    async def ended(self) -> str:
-        """Waits until it ends by itself; what it ended with."""
-        return f"exit status {await self._process.wait()}"
+    async def watch(self) -> None:
+        """Until it ends by itself."""
+        code = await self._process.wait()
+        log.error("the link between %s and %s ended: exit status %d", *self.between, code)
 
     async def stop(self) -> None:
         await stop_child(self._process)

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from msgspec.structs import replace
 
@@ -40,26 +40,6 @@ from isthmus.types import NS_PER_S, RequestId
 log = logging.getLogger(__name__)
 
 
-class Worker(Protocol):
-    """Executes the runs of one node. `lock`: whoever holds it may call the node."""
-
-    lock: Any
-
-    def start(self) -> None:
-        """Call it in the event loop of the owner."""
-
-    def later(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Calls `function` in that event loop, from any thread; in the order of these calls."""
-
-    def form(self, run: Run) -> None:
-        """Executes it next. Under the lock, as `cut`."""
-
-    def cut(self) -> None:
-        """Ends the run under way with the present iteration."""
-
-    def stop(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class World:
     """Where a node lives: what its sessions run over, what the time is, who executes its runs and who moves its
@@ -67,7 +47,7 @@ class World:
 
     network: Network
     clock_ns: Callable[[], int]
-    worker_of: Callable[[NodeProcess], Worker]
+    worker_of: Callable[[NodeProcess], ThreadWorker]
     hands_of: Callable[..., Hands] = Hands
 
 
@@ -195,7 +175,7 @@ class NodeProcess(EngineProcess):
     # The head.
 
     def hello(self) -> messages.Hello | messages.StageHello:
-        return self._hello() if self._group is None else self.stage_hello()
+        return self._hello() if self._group is None else super().hello()
 
     def _hello(self) -> messages.Hello:
         engine = self._engine
@@ -277,7 +257,8 @@ class NodeProcess(EngineProcess):
 
 
 class ThreadWorker:
-    """One thread. Start it once."""
+    """Executes the runs of one node, in a thread. Start it once, in the event loop. `lock`: whoever holds it may call
+    the node."""
 
     def __init__(self, owner: NodeProcess) -> None:
         self._owner = owner
@@ -293,13 +274,16 @@ class ThreadWorker:
         self._thread.start()
 
     def later(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Calls `function` in the event loop, from any thread; in the order of these calls."""
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def form(self, run: Run) -> None:
+        """Executes it next. Under the lock, as `cut`."""
         self._run, self._is_cut = run, False
         self._formed.notify()
 
     def cut(self) -> None:
+        """Ends the run under way with the present iteration."""
         self._is_cut = True
 
     def stop(self) -> None:

@@ -92,8 +92,8 @@ class Execution:
 
 
 class Runs:
-    """`outputs` hears the tokens of an iteration, in order. `hands`: who moves the bytes. `onward`: takes what this stage
-    computed of a batch to those that follow; None for a whole model or the last stage."""
+    """`outputs` hears the tokens of an iteration, in order. `hands`: who moves the bytes. `onward`: takes what this
+    stage computed of a batch to those that follow; None for a whole model or the last stage."""
 
     def __init__(
         self,

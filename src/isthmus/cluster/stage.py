@@ -219,12 +219,6 @@ class StageNode(EngineProcess):
     def entering(self) -> Handler:
         return _FromBefore(self)
 
-    def hello(self) -> messages.StageHello:
-        return self.stage_hello()
-
-    def heard(self, message: messages.NodeBound) -> None:
-        raise ProtocolError(f"a {type(message).__name__} for a later stage")
-
     def received(self, key: RequestId, token: int) -> None:
         """Nothing is handed over to a stage."""
 
@@ -250,21 +244,16 @@ class StageNode(EngineProcess):
         if self._before is not None or not is_mine or not self.trusts(opening.hello):
             raise ProtocolError("it is no stage of this group, or runs another model or KV layout")
         self._before = connection
-        if shortage := self._shortage(opening):
-            self.end(StartError(f"pipeline stage {stage} of {group}: {shortage}"))
-            return
-        self.spawn(self._join_up(opening))
-
-    def _shortage(self, opening: messages.StageOpen) -> str:
-        """Why this stage could not hold what the leader does."""
         store = self._cache.store if self._cache is not None else None
         slots = store.arena.num_slots if store is not None else 0
         records = store.log.num_records if store is not None and store.log is not None else 0
         mine = (self._engine.num_blocks, slots, records)
         wanted = (opening.num_blocks, opening.num_slots, opening.num_records)
         if any(here < there for here, there in zip(mine, wanted, strict=True)):
-            return f"it holds {mine} blocks in KV memory, DRAM and SSD, the first stage {wanted}"
-        return ""
+            why = f"it holds {mine} blocks in KV memory, DRAM and SSD, the first stage {wanted}"
+            self.end(StartError(f"pipeline stage {stage} of {group}: {why}"))
+        else:
+            self.spawn(self._join_up(opening))
 
     async def _join_up(self, opening: messages.StageOpen) -> None:
         """Opens the next stage, and tells the leader what was found on disk here."""

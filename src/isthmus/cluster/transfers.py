@@ -13,8 +13,8 @@ from functools import partial
 from isthmus.blocks import KVLayout, seal
 from isthmus.cluster.messages import Grant, Landed, Offer, Sent, Slices
 from isthmus.cluster.sessions import Reach, Spawn, Tell
-from isthmus.cluster.wire import ENCODED_BLOCKS, Frames, pack, seals_kv
-from isthmus.engine.codecs import NONE
+from isthmus.cluster.wire import ENCODED_BLOCKS, Frames, pack
+from isthmus.engine.codecs import EXACT, NONE
 from isthmus.engine.interface import KVBytes, runs_of
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Priority, Sending, Session
@@ -160,7 +160,7 @@ class Incoming:
         runs = runs_of(self._blocks, layout.block_size, tokens.start, tokens.stop)
         for run, buffer in zip(runs, targets, strict=True):
             self._memory.land(slices.layer, *run, buffer)
-        is_sealed = seals_kv(self._extent.codec_at(tokens.start))
+        is_sealed = self._extent.codec_at(tokens.start) in EXACT
         for expected, slots in zip(slices.seals, _slots(self._blocks, layout, tokens), strict=True):
             if is_sealed and seal(self._memory.export(slices.layer, *slots)) != expected:
                 return False

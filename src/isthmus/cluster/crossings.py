@@ -78,11 +78,6 @@ class _Far:
         self.turn = 0
 
     @property
-    def is_up(self) -> bool:
-        """As long as nothing says otherwise: nobody was there yet, or nobody was asked."""
-        return not self.addresses or not self.failed or self.has_session
-
-    @property
     def has_session(self) -> bool:
         """One that has lost its connections counts, for as long as they may come back (`network.resume_s`)."""
         return any(not session.closed for session in self.watched)
@@ -113,7 +108,7 @@ class _Far:
         watched = self.watched.values()
         return Crossing(
             target=self.name,
-            up=self.is_up,
+            up=not self.addresses or not self.failed or self.has_session,  # as long as nothing says otherwise
             sent_bytes=self.sent_bytes + sum([each.arrived for each in watched]),
             busy_ns=int(self.busy_s * NS_PER_S),
             queued_bytes=sum([each.waiting for each in watched]),

@@ -19,7 +19,7 @@ from isthmus import conductor
 from isthmus.attempts import key_of
 from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster import messages
-from isthmus.cluster.groups import Groups, Stage
+from isthmus.cluster.pipeline import Groups, Stage
 from isthmus.cluster.recorder import Tape
 from isthmus.cluster.sessions import Bare
 from isthmus.cluster.streams import Stream

@@ -96,14 +96,6 @@ def available_bytes() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def threads_per_node(config: Config, num_nodes: int) -> int:
-    """The cores shared evenly, one kept for gateway and sessions, unless the configuration says otherwise.
-
-    A parallel kernel waits for its slowest thread, so a core lent twice costs more than it gives.
-    """
-    return config.engine.threads or max(1, (len(os.sched_getaffinity(0)) - 1) // num_nodes)
-
-
 async def start_child(verb: str, *arguments: str, threads: int, orders: Any) -> asyncio.subprocess.Process:
     """`isthmus VERB ARGUMENTS`, with these orders. Its name among the arguments is for `ps`."""
     process = await asyncio.create_subprocess_exec(
@@ -165,7 +157,10 @@ class Launcher:
         await asyncio.gather(*map(stop_child, self._processes.values()))
 
     async def _spawn(self, planned: Process) -> None:
-        threads, place = threads_per_node(self._config, len(self._planned)), planned.place
+        # The cores shared evenly, one kept for gateway and sessions: a parallel kernel waits for its slowest thread, so
+        # a core lent twice costs more than it gives.
+        fair, place = (len(os.sched_getaffinity(0)) - 1) // len(self._planned), planned.place
+        threads = self._config.engine.threads or max(1, fair)
         self._starts[planned.name] += 1
         orders = Orders(
             node=place.node,

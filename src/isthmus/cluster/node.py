@@ -76,11 +76,15 @@ class NodeProcess(EngineProcess):
         self._group: Group | None = None
         onward: Callable[[Run, Hidden], None] | None = None
         if facts.pipeline > 1:
-            self._group = Group(facts.pipeline, self.tell, self.sampled, self.end, self._later)
+
+            def later(function: Callable[..., None], *arguments: Any) -> None:
+                self.worker.later(function, *arguments)  # of whom there is none yet
+
+            self._group = Group(facts.pipeline, self.tell, self.sampled, self.end, later)
             onward = self._group.compute
         self.runs = Runs(engine, self.hands, self._send_outputs, world.clock_ns, onward)
         self.runs.saves, self.runs.keeps_answers = self.node.tiers is not None, self.node.keeps_answers
-        self.worker = world.worker_of(self)
+        self.worker: ThreadWorker = world.worker_of(self)
         self._blocks_evicted = 0
         self._heard: dict[type, Callable[[Any], None]] = {
             Admitted: self.runs.admitted,
@@ -157,9 +161,6 @@ class NodeProcess(EngineProcess):
 
     def _wake(self, at_ns: int) -> None:
         self.loop.call_later(max(0, at_ns - self._clock_ns()) / NS_PER_S, self.tell, events.Woken())
-
-    def _later(self, function: Callable[..., None], *arguments: Any) -> None:
-        self.worker.later(function, *arguments)
 
     # The worker.
 
@@ -252,7 +253,7 @@ class NodeProcess(EngineProcess):
     def sampled(self, message: messages.StageSampled) -> None:
         """A batch has left the last stage."""
         with self.worker.lock:
-            ended = self.runs.sampled(message.keys, message.tokens, message.logprobs)
+            ended = self.runs.sampled(message)
             self.tell(events.Sampled(message.keys, ended))
 
 

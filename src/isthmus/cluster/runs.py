@@ -14,7 +14,7 @@ from typing import Any
 from isthmus.blocks import BlockNamer
 from isthmus.cluster.cache import PrefixMissing, Staging
 from isthmus.cluster.hands import Hands
-from isthmus.cluster.messages import Output, Task
+from isthmus.cluster.messages import Output, StageSampled, Task
 from isthmus.engine.interface import Chunk, Engine, Hidden, OnLayer, Row
 from isthmus.node.events import Load, Missing, Release, Shorten
 from isthmus.scheduler import Admitted, Piece, Preempted, Run, Stepped
@@ -204,11 +204,9 @@ class Runs:
         stepped = Stepped(steps, ended, answers)
         return [stepped] if execution.missing is None else [execution.missing, stepped]
 
-    def sampled(
-        self, keys: Sequence[RequestId], tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
-    ) -> tuple[RequestId, ...]:
+    def sampled(self, message: StageSampled) -> tuple[RequestId, ...]:
         """First tokens of attempts whose prompts the last pipeline stage has computed. Returns which are over."""
-        found = zip(map(self._live.get, keys), tokens, logprobs, strict=True)
+        found = zip(map(self._live.get, message.keys), message.tokens, message.logprobs, strict=True)
         ended = self._emit((live, token, chosen) for live, token, chosen in found if live is not None)
         return tuple([live.task.begin.key for live in ended])
 

@@ -71,8 +71,6 @@ def network_of(config: Config, rates: Rates | None = None) -> TcpNetwork:
         if not all(given):
             raise ConfigError("tls: certificate, key and authority are needed, all three or none")
         tls = Tls(*map(str, given))
-    share = None
-    if rates is not None:
-        share = Share(max(1, int(rates.network * config.network.background_share)))
+    share = None if rates is None else Share(max(1, int(rates.network * config.network.background_share)))
     terms = Terms(resume_s=config.network.resume_s)
     return TcpNetwork(config.network.connections, tls, terms, share)

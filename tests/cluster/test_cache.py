@@ -530,7 +530,7 @@ def unpacked(codec: str, frame: bytearray, num_tokens: int, seals: Sequence[byte
     assert buffers is not None
     for buffer in buffers:
         buffer[:], frame = frame[: len(buffer)], frame[len(buffer) :]
-    if frames.take(head) is None or (wire.seals_kv(codec) and tuple(map(seal, targets)) != tuple(seals)):
+    if frames.take(head) is None or (codec in codecs.EXACT and tuple(map(seal, targets)) != tuple(seals)):
         return None
     return bytes(room)
 

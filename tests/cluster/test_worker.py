@@ -75,6 +75,9 @@ class Owner:
                     case Admitted():
                         self.runs.admitted(action)
 
+    def take_turn(self) -> None:
+        """Nobody else computes."""
+
     def stepped(self, facts: list[Any]) -> None:
         for fact in facts:
             self.tell(fact)

@@ -155,11 +155,8 @@ class NodeCache:
     ) -> None:
         self.memory, self.store, self._on_lost = memory, store, on_lost
         layout = memory.layout
-        self._layers, self._slice_bytes, self._block_bytes = (
-            layout.num_layers,
-            layout.slice_bytes,
-            layout.block_bytes,
-        )
+        self._layers = layout.num_layers
+        self._slice_bytes, self._block_bytes = layout.slice_bytes, layout.block_bytes
         self._read_layers = min(self._layers, -(-READ_BYTES // layout.slice_bytes))
         self._loaders = pool_of(LOADERS, "load")
         self._readers = pool_of(READERS, "read")

@@ -78,11 +78,6 @@ class _Far:
         self.turn = 0
 
     @property
-    def is_up(self) -> bool:
-        """As long as nothing says otherwise: nobody was there yet, or nobody was asked."""
-        return not self.addresses or not self.failed or self.has_session
-
-    @property
     def has_session(self) -> bool:
         """One that has lost its connections counts, for as long as they may come back (`network.resume_s`)."""
         return any(not session.closed for session in self.watched)
@@ -97,7 +92,10 @@ class _Far:
         for watched in list(self.watched.values()):
             watched.look(now_s)
             if watched.session.ended:
-                self._forget(watched)
+                del self.watched[watched.session]
+                self.sent_bytes += watched.arrived
+                self.retransmits += watched.retransmits
+                self.failed = not self.has_session
                 continue
             waiting += watched.waiting
             if now_s - watched.moved_s > link_s:
@@ -106,17 +104,11 @@ class _Far:
         if waiting > TALK_BYTES:
             self.busy_s += past_s
 
-    def _forget(self, watched: _Watched) -> None:
-        del self.watched[watched.session]
-        self.sent_bytes += watched.arrived
-        self.retransmits += watched.retransmits
-        self.failed = not self.has_session
-
     def crossing(self) -> Crossing:
         watched = self.watched.values()
         return Crossing(
             target=self.name,
-            up=self.is_up,
+            up=not self.addresses or not self.failed or self.has_session,  # as long as nothing says otherwise
             sent_bytes=self.sent_bytes + sum([each.arrived for each in watched]),
             busy_ns=int(self.busy_s * NS_PER_S),
             queued_bytes=sum([each.waiting for each in watched]),

@@ -20,7 +20,8 @@ from isthmus.blocks import seal
 from isthmus.cluster.cache import NodeCache
 from isthmus.cluster.messages import Ended, Enough, Given, Lent, Want
 from isthmus.cluster.sessions import Reach, Tell
-from isthmus.cluster.wire import Frames, seals_kv
+from isthmus.cluster.wire import Frames
+from isthmus.engine.codecs import EXACT
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Session
 from isthmus.node import events
@@ -66,7 +67,7 @@ class Fetch:
         self.num_whole = 0
         """How many of the blocks are here in all layers, and the cache's."""
         self._landed = [0] * self._layout.num_layers
-        self._final: int | None = None
+        self.final: int | None = None
         self._users = 1  # who fetches, and who reads from it
 
     # Thread side.
@@ -76,9 +77,9 @@ class Fetch:
         wanted = stop - self.start
         with self.condition:
             self.condition.wait_for(
-                lambda: self._final is not None or self._landed[layer] >= wanted or given_up()
+                lambda: self.final is not None or self._landed[layer] >= wanted or given_up()
             )
-            slots = self._slots[: min(wanted, self._landed[layer] if self._final is None else self._final)]
+            slots = self._slots[: min(wanted, self._landed[layer] if self.final is None else self.final)]
             return self._cache.store.arena.memory, [self._cache.offset(slot, layer) for slot in slots]
 
     def hold(self) -> None:
@@ -103,7 +104,7 @@ class Fetch:
         arena, first = self._cache.store.arena, self.num_whole
         lent = self._lent[first : len(self._slots)]
         for layer in range(self._layout.num_layers if lent else 0):
-            if self._final is not None:
+            if self.final is not None:
                 break
             for slot, (there, _) in zip(self._slots[first:], lent, strict=False):
                 copy_bytes(arena.slice(slot, layer), peer.slice(there, layer))
@@ -116,13 +117,12 @@ class Fetch:
         counts. `sealed`: the seals are of what lies there."""
         arena = self._cache.store.arena
         found = [seal(arena.slice(slot, layer)) for slot in self._slots[first : first + len(expected)]]
-        good = next(
-            (at for at, pair in enumerate(zip(found, expected, strict=True)) if pair[0] != pair[1]), None
-        )
-        if good is None or not sealed:
-            good = len(found)
+        good = len(found)
+        if sealed:
+            pairs = enumerate(zip(found, expected, strict=True))
+            good = next((at for at, (one, other) in pairs if one != other), good)
         with self.condition:
-            if self._final is None:
+            if self.final is None:
                 for seals, one in zip(self._seals[first : first + good], found, strict=False):
                     seals.append(one)
                 self._landed[layer] = first + good
@@ -130,11 +130,6 @@ class Fetch:
         return good == len(found)
 
     # Event loop side.
-
-    @property
-    def is_over(self) -> bool:
-        """Nothing more comes."""
-        return self._final is not None
 
     def make_room(self) -> int:
         """Empty slots for what is still wanted; for how many blocks there are any."""
@@ -172,8 +167,8 @@ class Fetch:
     def borrow(self, lent: Lent) -> bool:
         """To `copy` from; False when it cannot be read from here."""
         self.peer = PeerArena.attach(lent.arena)
-        nothing = [(0, ())] * self.num_whole  # came before
-        self._lent = [*nothing, *zip(lent.slots, lent.seals, strict=True)]
+        came_before = [(0, ())] * self.num_whole  # another way: not asked for, and not lent
+        self._lent = [*came_before, *zip(lent.slots, lent.seals, strict=True)]
         return self.peer is not None
 
     def place(self, session: Session, given: Given, size: int) -> list[memoryview] | None:
@@ -181,7 +176,7 @@ class Fetch:
         Want."""
         first, count, width = self.num_whole + given.first, len(given.seals), self._layout.block_size
         expected = (
-            self._final is None
+            self.final is None
             and 0 <= given.layer < self._layout.num_layers
             and first >= self._landed[given.layer]
             and 0 < count <= len(self._slots) - first
@@ -195,11 +190,11 @@ class Fetch:
     def receive(self, given: Given) -> bool:
         """Books a whole payload; False when a seal does not match: nothing from there on counts."""
         targets, first = self.frames.take(given), self.num_whole + given.first
-        if self._final is not None:
+        if self.final is not None:
             return True
         if targets is None or first != self._landed[given.layer]:
             return False
-        return self._land(given.layer, first, given.seals, sealed=seals_kv(self.codec))
+        return self._land(given.layer, first, given.seals, sealed=self.codec in EXACT)
 
     def commit(self) -> None:
         """What is whole becomes the cache's. A block that it got elsewhere meanwhile stays private until the end."""
@@ -216,9 +211,9 @@ class Fetch:
     def end(self) -> None:
         """Nothing more comes. Idempotent."""
         with self.condition:
-            if self._final is None:
+            if self.final is None:
                 self.commit()
-                self._final = self.num_whole
+                self.final = self.num_whole
                 self.condition.notify_all()
 
 
@@ -258,7 +253,7 @@ class Fetcher:
     async def _rounds(self, fetch: Fetch, session: Session) -> None:
         """As many blocks as there is room for are asked for, or copied from what is lent; more when somebody has
         decided what gives way to them."""
-        while not fetch.is_over and not session.closed and (room := fetch.make_room()):
+        while fetch.final is None and not session.closed and (room := fetch.make_room()):
             before = fetch.num_whole
             self._tell(events.Moved(fetch.key, fetched=True))
             if fetch.peer is None:
@@ -274,7 +269,8 @@ class Fetcher:
                 return
             fetch.commit()
             came = fetch.num_whole - before
-            self.bytes_lent += came * self.cache.memory.layout.block_bytes if fetch.peer is not None else 0
+            if fetch.peer is not None:
+                self.bytes_lent += came * self.cache.memory.layout.block_bytes
             if not 0 < came == room < len(fetch.names) - fetch.start - before:
                 return
             self._tell(events.Came(fetch.key, fetch.start + fetch.num_whole))

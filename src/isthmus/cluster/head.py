@@ -19,7 +19,7 @@ from isthmus import conductor
 from isthmus.attempts import key_of
 from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster import messages
-from isthmus.cluster.groups import Groups, Stage
+from isthmus.cluster.pipeline import Groups, Stage
 from isthmus.cluster.recorder import Tape
 from isthmus.cluster.sessions import Bare
 from isthmus.cluster.streams import Stream
@@ -102,10 +102,9 @@ class Head:
             task.cancel()
         for stream in list(self._streams.values()):
             stream.fail(UnavailableError("the cluster is shutting down"))
-        for member in self._members.values():
-            member.connection.send(messages.Stop())
-        for stage in self._groups.followers():
-            stage.connection.send(messages.Stop())
+        connections = [member.connection for member in self._members.values()]
+        for connection in [*connections, *[stage.connection for stage in self._groups.followers()]]:
+            connection.send(messages.Stop())
         self._server.close()
 
     # The gateway's handle.
@@ -437,9 +436,9 @@ class _FromNode(Bare):
         self._stage: Stage | None = None
 
     def on_message(self, connection: Session, message: messages.HeadBound) -> None:
-        if isinstance(message, messages.Hello):
+        if isinstance(message, messages.Hello) and self._node is None:
             self._node = self._head.join(connection, message)
-        elif isinstance(message, messages.StageHello):
+        elif isinstance(message, messages.StageHello) and self._stage is None:
             self._stage = self._head.join_stage(connection, message)
         elif self._node is not None:
             self._head.heard(self._node, message)

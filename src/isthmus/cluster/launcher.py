@@ -96,14 +96,6 @@ def available_bytes() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def threads_per_node(config: Config, num_nodes: int) -> int:
-    """The cores shared evenly, one kept for gateway and sessions, unless the configuration says otherwise.
-
-    A parallel kernel waits for its slowest thread, so a core lent twice costs more than it gives.
-    """
-    return config.engine.threads or max(1, (len(os.sched_getaffinity(0)) - 1) // num_nodes)
-
-
 async def start_child(verb: str, *arguments: str, threads: int, orders: Any) -> asyncio.subprocess.Process:
     """`isthmus VERB ARGUMENTS`, with these orders. Its name among the arguments is for `ps`."""
     process = await asyncio.create_subprocess_exec(
@@ -165,7 +157,10 @@ class Launcher:
         await asyncio.gather(*map(stop_child, self._processes.values()))
 
     async def _spawn(self, planned: Process) -> None:
-        threads, place = threads_per_node(self._config, len(self._planned)), planned.place
+        # The cores shared evenly, one kept for gateway and sessions: a parallel kernel waits for its slowest thread, so
+        # a core lent twice costs more than it gives.
+        fair, place = (len(os.sched_getaffinity(0)) - 1) // len(self._planned), planned.place
+        threads = self._config.engine.threads or max(1, fair)
         self._starts[planned.name] += 1
         orders = Orders(
             node=place.node,
@@ -194,15 +189,12 @@ class Launcher:
             if not self.ready:
                 raise StartError(f"node {planned.name}: {trouble}")
             log.error("node %s ended: %s; starting it again", planned.name, trouble)
-            await self._restart(planned)
-
-    async def _restart(self, planned: Process) -> None:
-        while True:
-            await asyncio.sleep(RESTART_S)
-            try:
-                return await self._spawn(planned)
-            except OSError as error:
-                log.error("node %s cannot be started: %s; trying again", planned.name, error)
+            while self._processes[planned.name] is process:
+                await asyncio.sleep(RESTART_S)
+                try:
+                    await self._spawn(planned)
+                except OSError as error:
+                    log.error("node %s cannot be started: %s; trying again", planned.name, error)
 
 
 def _trouble(output: bytes, code: int) -> str:
@@ -248,9 +240,10 @@ class LinkProcess:
     def point(self, point: Point) -> None:
         tell_child(self._process, point)
 
-    async def ended(self) -> str:
-        """Waits until it ends by itself; what it ended with."""
-        return f"exit status {await self._process.wait()}"
+    async def watch(self) -> None:
+        """Until it ends by itself."""
+        code = await self._process.wait()
+        log.error("the link between %s and %s ended: exit status %d", *self.between, code)
 
     async def stop(self) -> None:
         await stop_child(self._process)

@@ -77,11 +77,6 @@ class _Loan:
     answered: bool = False
     task: asyncio.Task[None] | None = None
 
-    @property
-    def names(self) -> tuple[BlockName, ...]:
-        """Those that are given now."""
-        return self.want.names[self.want.start : self.stop]
-
 
 class Lender:
     """Answers other nodes. For the node's event loop."""
@@ -140,23 +135,25 @@ class Lender:
 
     async def _answer(self, loan: _Loan) -> None:
         handle = self._cache.store.arena.handle
-        if loan.names and loan.want.host and loan.want.host == self._host and handle is not None:
-            await self._lend(loan, handle)
+        names = loan.want.names[loan.want.start : loan.stop]
+        if names and loan.want.host and loan.want.host == self._host and handle is not None:
+            await self._lend(loan, names, handle)
         else:
-            await self._give(loan)
+            await self._give(loan, names[: loan.want.room])
 
-    async def _lend(self, loan: _Loan, handle: ArenaHandle) -> None:
+    async def _lend(self, loan: _Loan, names: Sequence[BlockName], handle: ArenaHandle) -> None:
         lease = Lease(self._cache)
         try:
-            await self._cache.serve(lease.add, loan.names)
+            await self._cache.serve(lease.add, names)
             loan.session.send(Lent(loan.want.key, handle, tuple(lease.slots), tuple(lease.seals)))
             await asyncio.get_running_loop().create_future()  # until `enough` or `lost`
         finally:
             lease.release()
 
-    async def _give(self, loan: _Loan) -> None:
+    async def _give(self, loan: _Loan, names: Sequence[BlockName]) -> None:
         """Batch by batch: the next one is read from disk while this one is sent."""
-        want, names, count = loan.want, loan.names[: loan.want.room], 0
+        want, count = loan.want, 0
+        priority = Priority.BACKGROUND if want.background else Priority.NORMAL
         leases: list[Lease] = []
         sendings: list[Sending] = []
         try:
@@ -165,7 +162,7 @@ class Lender:
                 leases.append(lease)
                 try:
                     whole = await self._cache.serve(lease.add, names[start : start + GIVE_BLOCKS])
-                    sendings += self._send(loan.session, want, start, lease)
+                    sendings += self._send(loan, start, lease, priority)
                 finally:
                     lease.release()
                 count += len(lease.slots)
@@ -174,7 +171,7 @@ class Lender:
                     await leases[-2].over.wait()
                 if not whole:
                     break
-            loan.session.send(Ended(want.key, count), priority=_priority(want))
+            loan.session.send(Ended(want.key, count), priority=priority)
             loan.answered = True
             if leases:
                 await leases[-1].over.wait()
@@ -182,17 +179,13 @@ class Lender:
             for sending in sendings:
                 sending.cancel()
 
-    def _send(self, session: Session, want: Want, first: int, lease: Lease) -> Iterator[Sending]:
+    def _send(self, loan: _Loan, first: int, lease: Lease, priority: Priority) -> Iterator[Sending]:
         """Each layer holds the lease until it is sent."""
-        arena, layout = self._cache.store.arena, self._cache.memory.layout
+        want, arena, layout = loan.want, self._cache.store.arena, self._cache.memory.layout
         for layer in range(layout.num_layers if lease.slots else 0):
             parts = [arena.slice(slot, layer) for slot in lease.slots]
             known = partial(list[bytes], [seals[layer] for seals in lease.seals])
             payload, seals = pack(want.codec, layout, parts, len(parts) * layout.block_size, known)
             head = Given(want.key, layer, first, seals)
             lease.hold()
-            yield session.send(head, *payload, priority=_priority(want), done=lambda _: lease.release())
-
-
-def _priority(want: Want) -> Priority:
-    return Priority.BACKGROUND if want.background else Priority.NORMAL
+            yield loan.session.send(head, *payload, priority=priority, done=lambda _: lease.release())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,8 +19,6 @@ from isthmus.config import Config
 from isthmus.deploy import clusters_of, links_of, places_of, rules_of
 from isthmus.errors import StartError
 from isthmus.types import ModelCard
-
-log = logging.getLogger(__name__)
 
 SPARE_PORTS = 16
 """Of each direction of an emulated link, for nodes that are added to those started here."""
@@ -63,7 +60,7 @@ class LocalCluster:
         try:
             await self._start_links()
             await self._launcher.start()
-            self._failure = asyncio.gather(self._launcher.failure(), *map(_watch, self.links))
+            self._failure = asyncio.gather(self._launcher.failure(), *[link.watch() for link in self.links])
             yield
         finally:
             await self.head.close()
@@ -98,14 +95,9 @@ class LocalCluster:
         done, _ = await asyncio.wait(
             {joined, self._failure}, timeout=limit, return_when=asyncio.FIRST_COMPLETED
         )
+        joined.cancel()  # if it is not done
         if self._failure in done:
-            joined.cancel()
             self._failure.result()
         if joined not in done:
-            joined.cancel()
             raise StartError(f"the nodes were not ready within {limit:g} s (limits.start_s)")
         self._launcher.ready = True
-
-
-async def _watch(link: LinkProcess) -> None:
-    log.error("the link between %s and %s ended: %s", *link.between, await link.ended())

@@ -134,10 +134,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Leave: the cluster shuts down."""
 
 
-NodeBound = (
-    Welcome | Gathered | Turned | Neighbours | Stop | Task
-    | events.Forget | events.Copy | events.Become
-)  # fmt: skip
+NodeBound = Welcome | Gathered | Turned | Neighbours | Stop | Task | events.Forget | events.Copy | events.Become
 
 
 class PeerHello(msgspec.Struct, frozen=True, tag=True):

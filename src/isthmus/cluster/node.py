@@ -14,7 +14,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from msgspec.structs import replace
 
@@ -26,7 +26,7 @@ from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost, World
 from isthmus.cluster.recorder import Tape
 from isthmus.cluster.runs import Execution, Runs
 from isthmus.cluster.sessions import CONNECT_S
-from isthmus.engine.interface import Engine
+from isthmus.engine.interface import Engine, Hidden
 from isthmus.errors import ProtocolError, StartError
 from isthmus.node import events
 from isthmus.scheduler import Admitted, BlockPool, Joined, Preempted, Run
@@ -34,26 +34,6 @@ from isthmus.store import Store
 from isthmus.types import NS_PER_S, RequestId
 
 log = logging.getLogger(__name__)
-
-
-class Worker(Protocol):
-    """Executes the runs of one node. `lock`: whoever holds it may call the node."""
-
-    lock: Any
-
-    def start(self) -> None:
-        """Call it in the event loop of the owner."""
-
-    def later(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Calls `function` in that event loop, from any thread; in the order of these calls."""
-
-    def form(self, run: Run) -> None:
-        """Executes it next. Under the lock, as `cut`."""
-
-    def cut(self) -> None:
-        """Ends the run under way with the present iteration."""
-
-    def stop(self) -> None: ...
 
 
 class NodeProcess(EngineProcess):
@@ -75,11 +55,17 @@ class NodeProcess(EngineProcess):
         self._clock_ns, self._tape = world.clock_ns, tape
         self.node = facts.node_of(BlockPool(facts.kv_blocks), transfer_ns=int(options.transfer_s * NS_PER_S))
         self._group: Group | None = None
+        onward: Callable[[Run, Hidden], None] | None = None
         if facts.pipeline > 1:
-            self._group = Group(facts.pipeline, self.tell, self.sampled, self.end, self._later)
-        self.runs = Runs(engine, self.hands, self._send_outputs, world.clock_ns, self._group)
+
+            def later(function: Callable[..., None], *arguments: Any) -> None:
+                self.worker.later(function, *arguments)  # of whom there is none yet
+
+            self._group = Group(facts.pipeline, self.tell, self.sampled, self.end, later)
+            onward = self._group.compute
+        self.runs = Runs(engine, self.hands, self._send_outputs, world.clock_ns, onward)
         self.runs.saves, self.runs.keeps_answers = self.node.tiers is not None, self.node.keeps_answers
-        self.worker: Worker = (world.worker_of or ThreadWorker)(self)
+        self.worker: ThreadWorker = (world.worker_of or ThreadWorker)(self)
         self._blocks_evicted = 0
         self._heard: dict[type, Callable[[Any], None]] = {
             Admitted: self.runs.admitted,
@@ -157,10 +143,12 @@ class NodeProcess(EngineProcess):
     def _wake(self, at_ns: int) -> None:
         self.loop.call_later(max(0, at_ns - self._clock_ns()) / NS_PER_S, self.tell, events.Woken())
 
-    def _later(self, function: Callable[..., None], *arguments: Any) -> None:
-        self.worker.later(function, *arguments)
-
     # The worker.
+
+    def take_turn(self) -> None:
+        """Waits until a run may start."""
+        if self._group is not None:
+            self._group.take_turn()
 
     def stepped(self, facts: list[Any]) -> None:
         for fact in facts:
@@ -169,7 +157,7 @@ class NodeProcess(EngineProcess):
     # The head.
 
     def hello(self) -> messages.Hello | messages.StageHello:
-        return self._hello() if self._group is None else self.stage_hello()
+        return self._hello() if self._group is None else super().hello()
 
     def _hello(self) -> messages.Hello:
         engine = self._engine
@@ -246,12 +234,13 @@ class NodeProcess(EngineProcess):
     def sampled(self, message: messages.StageSampled) -> None:
         """A batch has left the last stage."""
         with self.worker.lock:
-            ended = self.runs.sampled(message.keys, message.tokens, message.logprobs)
+            ended = self.runs.sampled(message)
             self.tell(events.Sampled(message.keys, ended))
 
 
 class ThreadWorker:
-    """One thread. Start it once."""
+    """Executes the runs of one node, in a thread. Start it once, in the event loop. `lock`: whoever holds it may call
+    the node."""
 
     def __init__(self, owner: NodeProcess) -> None:
         self._owner = owner
@@ -267,13 +256,16 @@ class ThreadWorker:
         self._thread.start()
 
     def later(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Calls `function` in the event loop, from any thread; in the order of these calls."""
         self._loop.call_soon_threadsafe(function, *arguments)
 
     def form(self, run: Run) -> None:
+        """Executes it next. Under the lock, as `cut`."""
         self._run, self._is_cut = run, False
         self._formed.notify()
 
     def cut(self) -> None:
+        """Ends the run under way with the present iteration."""
         self._is_cut = True
 
     def stop(self) -> None:
@@ -285,7 +277,7 @@ class ThreadWorker:
     def _main(self) -> None:
         try:
             while (run := self._next()) is not None:
-                self._owner.runs.take_turn()
+                self._owner.take_turn()
                 self._execute(run)
         except BaseException as error:
             self._owner.died(error)

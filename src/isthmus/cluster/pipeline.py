@@ -1,9 +1,12 @@
-"""A pipeline group as its leader sees it: the stages after the first, behind one session (Mooncake, FAST'25, 5.1).
+"""A pipeline group (Mooncake, FAST'25, 5.1): as its leader sees it, the stages after the first, behind one session; and
+as the head sees it.
 
     leader (decides, first layers) ══ hidden states, actions ══> stage 1 ══> … ══> last stage ── tokens ──> leader
 
 The leader computes the next chunk while later stages have the one before. Each stage keeps the KV of its own layers
 under the same block numbers, carries out the leader's actions on them, and sends them to the decode node itself.
+
+The head tells a complete group so; its leader then joins the stages, and the cluster as one node. It ends as a whole.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from isthmus.cluster import messages
@@ -21,7 +25,7 @@ from isthmus.engine.interface import Hidden
 from isthmus.messenger import Network, Priority, Session
 from isthmus.node.events import Action, Drop, Event
 from isthmus.scheduler import Run, Saved
-from isthmus.types import BlockName, RequestId
+from isthmus.types import BlockName, NodeId, RequestId
 
 _FOLLOWED = frozenset(get_args(messages.Followed))
 
@@ -42,7 +46,7 @@ class Group(Bare):
         assert stages > 1
         self.stages, self._tell, self._sampled, self._end, self._later = stages, tell, sampled, end, later
         self._connection: Session | None = None
-        self._ready: set[int] = set()
+        self._num_ready = 0
         self._formed = asyncio.Event()
         self._found: list[set[BlockName]] = [set() for _ in range(stages - 1)]
         self._saves: dict[RequestId, list[int]] = {}
@@ -153,9 +157,8 @@ class Group(Bare):
         match message:
             case messages.StageFound():
                 self._found[message.stage - 1].update(message.names)
-                if message.last:
-                    self._ready.add(message.stage)
-                if len(self._ready) == self.stages - 1:
+                self._num_ready += message.last
+                if self._num_ready == self.stages - 1:
                     self._formed.set()
             case messages.StageSampled():
                 with self._turn:
@@ -169,3 +172,63 @@ class Group(Bare):
 
     def on_close(self, connection: Session, reason: str) -> None:
         self._end(f"the session with the next stage at {connection.peer} ended: {reason}")
+
+
+@dataclass(eq=False)
+class Stage:
+    """One process of a group, with its session and the gauges of its last beat."""
+
+    hello: messages.StageHello
+    connection: Session
+    heard_ns: int
+    gauges: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def name(self) -> NodeId:
+        return NodeId(f"{self.hello.group}.{self.hello.stage}")
+
+
+class Groups:
+    """For the head's event loop."""
+
+    def __init__(self) -> None:
+        self._groups: dict[NodeId, dict[int, Stage]] = {}
+
+    def objection(self, hello: messages.StageHello) -> str:
+        """Why a stage cannot be let in; empty when it can."""
+        stages = self._groups.get(hello.group, {})
+        if not 0 <= hello.stage < hello.stages:
+            return f"there is no stage {hello.stage} among {hello.stages}"
+        if hello.stage in stages:
+            return f"stage {hello.stage} of {hello.group} is here already"
+        if any(stage.hello.stages != hello.stages for stage in stages.values()):
+            return f"{hello.group} has another number of stages"
+        return ""
+
+    def enter(self, stage: Stage) -> None:
+        """The last one to come completes its group."""
+        group = self._groups.setdefault(stage.hello.group, {})
+        group[stage.hello.stage] = stage
+        if len(group) == stage.hello.stages:
+            addresses = tuple([group[number].hello.address for number in range(1, stage.hello.stages)])
+            group[0].connection.send(messages.Gathered(addresses))
+
+    def leave(self, stage: Stage) -> None:
+        """The others cannot go on without it: they leave as well, and may come back as a new group."""
+        group = self._groups.get(stage.hello.group, {})
+        if group.get(stage.hello.stage) is not stage:
+            return
+        del self._groups[stage.hello.group]
+        for other in group.values():
+            if other is not stage:
+                other.connection.send(messages.Stop())
+
+    def sessions(self, group: NodeId) -> list[Session]:
+        """Those with the stages that follow its leader; none for a node that is no group."""
+        stages = sorted(self._groups.get(group, {}).items())
+        return [stage.connection for number, stage in stages if number]
+
+    def followers(self) -> Iterator[Stage]:
+        """All stages but the leaders, whom the head knows as nodes."""
+        for group in self._groups.values():
+            yield from [stage for number, stage in sorted(group.items()) if number]

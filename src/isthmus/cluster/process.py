@@ -166,13 +166,9 @@ class EngineProcess(ABC):
     def stop(self) -> None:
         """Computes nothing more."""
 
-    @abstractmethod
-    def hello(self) -> Any:
-        """First message to the head."""
-
-    @abstractmethod
     def heard(self, message: messages.NodeBound) -> None:
-        """From the head, what only this kind is told."""
+        """From the head, what only some are told."""
+        raise ProtocolError(f"a {type(message).__name__} for a later stage")
 
     @abstractmethod
     def fact(self, fact: Event) -> None:
@@ -188,7 +184,8 @@ class EngineProcess(ABC):
 
     # The head.
 
-    def stage_hello(self) -> messages.StageHello:
+    def hello(self) -> messages.Hello | messages.StageHello:
+        """First message to the head."""
         options, facts = self._options, self._facts
         return messages.StageHello(
             messages.PROTOCOL, options.token, facts.node, options.stage, facts.pipeline, self._address

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from io import BufferedWriter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -56,22 +56,13 @@ class Line(msgspec.Struct, frozen=True):
     actions: msgspec.Raw
 
 
-class Tape(Protocol):
-    """What keeps a recording."""
-
-    def record(self, at_ns: int, event: Any, actions: Sequence[Any]) -> None:
-        """At once, before the next event: a run is written down as it was then."""
-
-    def close(self) -> None: ...
-
-
 class MemoryTape:
     """Keeps a recording in memory."""
 
     def __init__(self) -> None:
         self.entries: list[Entry] = []
 
-    def record(self, at_ns: int, event: Event, actions: Sequence[Action]) -> None:
+    def record(self, at_ns: int, event: Any, actions: Sequence[Any]) -> None:
         self.entries.append(Entry(at_ns, event, tuple(actions)))
 
     def close(self) -> None:
@@ -89,6 +80,7 @@ class Recorder:
         self._write(_ENCODER.encode(header))
 
     def record(self, at_ns: int, event: Any, actions: Sequence[Any]) -> None:
+        """At once, before the next event: a run is written down as it was then."""
         self._write(_ENCODER.encode({"at_ns": at_ns, "event": event, "actions": actions}))
 
     def close(self) -> None:
@@ -116,6 +108,10 @@ class LiveRecorder(Recorder):
         self._is_over = True
         with contextlib.suppress(OSError):  # it writes what it could not
             super().close()
+
+
+Tape = Recorder | MemoryTape
+"""What keeps a recording."""
 
 
 def node_recorder(path: Path, facts: NodeFacts, transfer_s: float, start: int = 1) -> Recorder:

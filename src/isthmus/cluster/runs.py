@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from isthmus.blocks import BlockNamer
 from isthmus.cluster.cache import PrefixMissing, Staging
 from isthmus.cluster.hands import Hands
-from isthmus.cluster.messages import Output, Task
+from isthmus.cluster.messages import Output, StageSampled, Task
 from isthmus.engine.interface import Chunk, Engine, Hidden, OnLayer, Row
 from isthmus.node.events import Load, Missing, Release, Shorten
 from isthmus.scheduler import Admitted, Piece, Preempted, Run, Stepped
@@ -34,16 +34,6 @@ COUNTERS = (
 MAX_NAMERS = 64
 
 Names = tuple[BlockName, ...]
-
-
-class Later(Protocol):
-    """The stages that follow this engine's."""
-
-    def take_turn(self) -> None:
-        """Waits until they are ready for one more batch."""
-
-    def compute(self, run: Run, hidden: Hidden) -> None:
-        """This stage is done with a batch."""
 
 
 class _Live:
@@ -102,7 +92,8 @@ class Execution:
 
 
 class Runs:
-    """`outputs` hears the tokens of an iteration, in order. `hands`: who moves the bytes. `later`: as there."""
+    """`outputs` hears the tokens of an iteration, in order. `hands`: who moves the bytes. `onward`: takes what this
+    stage computed of a batch to those that follow; None for a whole model or the last stage."""
 
     def __init__(
         self,
@@ -110,15 +101,10 @@ class Runs:
         hands: Hands,
         outputs: Callable[[Sequence[Output]], None],
         clock_ns: Callable[[], int],
-        later: Later | None = None,
+        onward: Callable[[Run, Hidden], None] | None = None,
     ) -> None:
-        self.engine, self._hands, self._outputs, self._clock_ns, self._later = (
-            engine,
-            hands,
-            outputs,
-            clock_ns,
-            later,
-        )
+        self.engine, self._hands, self._outputs = engine, hands, outputs
+        self._clock_ns, self._onward = clock_ns, onward
         self._size, self._state_blocks = engine.layout.block_size, engine.layout.state_blocks
         self._live: dict[RequestId, _Live] = {}
         self._awaited: RequestId
@@ -195,7 +181,7 @@ class Runs:
 
     def book(self, execution: Execution) -> None:
         """Adds the tokens of an iteration to their attempts, and tells them."""
-        if execution.missing is not None or self._later is not None:
+        if execution.missing is not None or self._onward is not None:
             return
         if self._state_blocks:
             self._book_states(execution.run)
@@ -208,7 +194,7 @@ class Runs:
         sampled = sum([piece.samples for piece in run.pieces])
         counters["iterations"] += steps
         counters["tokens_computed"] += sum([piece.count for piece in run.pieces]) + (steps - 1) * sampled
-        counters["tokens_sampled"] += sampled * steps if self._later is None else 0
+        counters["tokens_sampled"] += sampled * steps if self._onward is None else 0
         for piece in run.chunks if execution.before_layer is not None and steps else ():
             self._hands.loaded(piece.request)
             if piece.request in self._live:
@@ -218,31 +204,24 @@ class Runs:
         stepped = Stepped(steps, ended, answers)
         return [stepped] if execution.missing is None else [execution.missing, stepped]
 
-    def sampled(
-        self, keys: Sequence[RequestId], tokens: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
-    ) -> tuple[RequestId, ...]:
+    def sampled(self, message: StageSampled) -> tuple[RequestId, ...]:
         """First tokens of attempts whose prompts the last pipeline stage has computed. Returns which are over."""
-        found = zip(map(self._live.get, keys), tokens, logprobs, strict=True)
+        found = zip(map(self._live.get, message.keys), message.tokens, message.logprobs, strict=True)
         ended = self._emit((live, token, chosen) for live, token, chosen in found if live is not None)
         return tuple([live.task.begin.key for live in ended])
 
     # By the worker, without the lock.
-
-    def take_turn(self) -> None:
-        """Waits until a run may start."""
-        if self._later is not None:
-            self._later.take_turn()
 
     def compute(self, execution: Execution, hidden: Hidden | None = None) -> None:
         """One iteration of the engine. Touches nothing else. `hidden`: of the stage before."""
         started_ns = self._clock_ns()
         inputs = execution.on_layer, execution.before_layer, hidden
         try:
-            if self._later is None:
+            if self._onward is None:
                 rows = [live.row for live, _ in execution.sampled]
                 execution.tokens, execution.logprobs = self.engine.step(execution.batch, rows, *inputs)
             else:
-                self._later.compute(execution.run, self.engine.relay(execution.batch, *inputs))
+                self._onward(execution.run, self.engine.relay(execution.batch, *inputs))
             execution.steps += 1
         except PrefixMissing as missing:
             execution.missing = Missing(self._awaited, missing.num_blocks)

@@ -40,6 +40,7 @@ class Peers:
     def __init__(self, network: Network, hello: PeerHello, handler_of: Callable[[], Handler]) -> None:
         self._network, self._hello, self._handler_of = network, hello, handler_of
         self._sessions: dict[str, asyncio.Task[Session]] = {}
+        self._open: dict[str, Session] = {}
 
     async def get(self, address: str) -> Session:
         """Raises OSError or TimeoutError."""
@@ -50,14 +51,13 @@ class Peers:
 
     def open_to(self, address: str) -> Session | None:
         """The session with this address, if there is one."""
-        task = self._sessions.get(address)
-        if task is None or not task.done() or task.cancelled() or task.exception() is not None:
-            return None
-        return None if task.result().closed else task.result()
+        session = self._open.get(address)
+        return None if session is None or session.closed else session
 
     async def _connect(self, address: str) -> Session:
         connection = await self._network.connect(address, PeerMessage, self._handler_of(), timeout_s=CONNECT_S)
         connection.send(self._hello)
+        self._open[address] = connection
         return connection
 
 
@@ -71,8 +71,6 @@ def network_of(config: Config, rates: Rates | None = None) -> TcpNetwork:
         if not all(given):
             raise ConfigError("tls: certificate, key and authority are needed, all three or none")
         tls = Tls(*map(str, given))
-    share = None
-    if rates is not None:
-        share = Share(max(1, int(rates.network * config.network.background_share)))
+    share = None if rates is None else Share(max(1, int(rates.network * config.network.background_share)))
     terms = Terms(resume_s=config.network.resume_s)
     return TcpNetwork(config.network.connections, tls, terms, share)

@@ -41,7 +41,7 @@ class StageStepper:
     ) -> None:
         self._stage, self._hands, self._owner, self._later = stage, hands, owner, later
         self._is_last = engine.layers[1] == engine.layout.num_layers
-        onward = None if self._is_last else self
+        onward = None if self._is_last else self._pass_on
         self.runs = Runs(engine, hands, lambda outputs: None, time.monotonic_ns, onward)
         self._tasks: dict[RequestId, messages.Task] = {}
         self._poisoned: dict[RequestId, tuple[int, ...]] = {}
@@ -159,14 +159,11 @@ class StageStepper:
             self._later(self._owner.up, messages.StageSampled(self._computing.run, *sampled))
         return execution
 
-    def compute(self, run: Run, hidden: Hidden) -> None:
+    def _pass_on(self, run: Run, hidden: Hidden) -> None:
         """It is for the stages that follow."""
         poisoned = tuple([piece.request for piece in run.chunks if piece.request in self._poisoned])
         onward = replace(self._computing, shape=hidden.shape, dtype=hidden.dtype, poisoned=poisoned)
         self._later(self._owner.down, onward, hidden.data)
-
-    def take_turn(self) -> None:
-        """The leader holds itself back."""
 
     def _poison(self, piece: Piece) -> None:
         key, known = piece.request, piece.request in self._poisoned
@@ -224,12 +221,6 @@ class StageNode(EngineProcess):
     def entering(self) -> Handler:
         return _FromBefore(self)
 
-    def hello(self) -> messages.StageHello:
-        return self.stage_hello()
-
-    def heard(self, message: messages.NodeBound) -> None:
-        raise ProtocolError(f"a {type(message).__name__} for a later stage")
-
     def received(self, key: RequestId, token: int) -> None:
         """Nothing is handed over to a stage."""
 
@@ -255,26 +246,16 @@ class StageNode(EngineProcess):
         if self._before is not None or not is_mine or not self.trusts(opening.hello):
             raise ProtocolError("it is no stage of this group, or runs another model or KV layout")
         self._before = connection
-        if shortage := self._shortage(opening):
-            self.end(StartError(f"pipeline stage {stage} of {group}: {shortage}"))
-            return
-        self.spawn(self._join_up(opening))
-
-    def _shortage(self, opening: messages.StageOpen) -> str:
-        """Why this stage could not hold what the leader does."""
         store = self._cache.store if self._cache is not None else None
         slots = store.arena.num_slots if store is not None else 0
         records = store.log.num_records if store is not None and store.log is not None else 0
-        if self._engine.num_blocks < opening.num_blocks:
-            return (
-                f"its KV memory holds {self._engine.num_blocks} blocks, the first stage's {opening.num_blocks}"
-            )
-        if slots < opening.num_slots or records < opening.num_records:
-            return (
-                f"its cache holds {slots} and {records} blocks (DRAM, SSD), the first stage's "
-                f"{opening.num_slots} and {opening.num_records}"
-            )
-        return ""
+        mine = (self._engine.num_blocks, slots, records)
+        wanted = (opening.num_blocks, opening.num_slots, opening.num_records)
+        if any(here < there for here, there in zip(mine, wanted, strict=True)):
+            why = f"it holds {mine} blocks in KV memory, DRAM and SSD, the first stage {wanted}"
+            self.end(StartError(f"pipeline stage {stage} of {group}: {why}"))
+        else:
+            self.spawn(self._join_up(opening))
 
     async def _join_up(self, opening: messages.StageOpen) -> None:
         """Opens the next stage, and tells the leader what was found on disk here."""
@@ -291,11 +272,8 @@ class StageNode(EngineProcess):
             self.down(replace(opening, stage=stage + 1, later=opening.later[1:]))
         found = [name for name, _ in self._found]
         for at in range(0, len(found) + 1, messages.MAX_NAMES):
-            self.up(
-                messages.StageFound(
-                    stage, tuple(found[at : at + messages.MAX_NAMES]), at + messages.MAX_NAMES > len(found)
-                )
-            )
+            stop = at + messages.MAX_NAMES
+            self.up(messages.StageFound(stage, tuple(found[at:stop]), stop > len(found)))
 
     def up(self, message: messages.Upward) -> None:
         if self._before is not None:

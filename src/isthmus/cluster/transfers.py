@@ -13,8 +13,8 @@ from functools import partial
 from isthmus.blocks import KVLayout, seal
 from isthmus.cluster.messages import Grant, Landed, Offer, Sent, Slices
 from isthmus.cluster.sessions import Reach, Spawn, Tell
-from isthmus.cluster.wire import ENCODED_BLOCKS, Frames, pack, seals_kv
-from isthmus.engine.codecs import NONE
+from isthmus.cluster.wire import ENCODED_BLOCKS, Frames, pack
+from isthmus.engine.codecs import EXACT, NONE
 from isthmus.engine.interface import KVBytes, runs_of
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Priority, Sending, Session
@@ -35,7 +35,7 @@ class Outgoing:
 
     def __init__(self, key: RequestId, extent: Extent, memory: KVBytes, first_layer: int = 0) -> None:
         self.key, self._extent, self._memory, self._first_layer = key, extent, memory, first_layer
-        self._connection: Session | None = None
+        self.connection: Session | None = None
         self._sendings: list[Sending] = []
         self._may_send = self._is_computed = False
         self._waiting: list[tuple[int, Span, Sequence[int]]] = []
@@ -44,12 +44,9 @@ class Outgoing:
         self.bytes_out = 0
 
     def attach(self, connection: Session) -> None:
-        self._connection = connection
+        self.connection = connection
         stop = self._first_layer + self._memory.layout.num_layers
         connection.send(Offer(self.key, self._first_layer, stop))
-
-    def is_on(self, connection: Session) -> bool:
-        return self._connection is connection
 
     @property
     def is_sent(self) -> bool:
@@ -84,19 +81,18 @@ class Outgoing:
         """Nothing more of it is sent."""
         for sending in self._sendings:
             sending.cancel()
-        self._sendings.clear()
 
     def _go_on(self) -> None:
         """Sends what may be sent. Its first token goes last, once, from where it is known: not from the later stages of
         a pipeline group."""
         if not self._may_send:
             return
-        assert self._connection is not None
+        assert self.connection is not None
         for part in self._waiting:
-            self._send(self._connection, *part)
+            self._send(self.connection, *part)
         self._waiting.clear()
         if self._is_computed and self._sent is not None:
-            self._connection.send(self._sent)
+            self.connection.send(self._sent)
             self._sent = None
 
     def _send(self, connection: Session, layer: int, tokens: Span, blocks: Sequence[int]) -> None:
@@ -164,7 +160,7 @@ class Incoming:
         runs = runs_of(self._blocks, layout.block_size, tokens.start, tokens.stop)
         for run, buffer in zip(runs, targets, strict=True):
             self._memory.land(slices.layer, *run, buffer)
-        is_sealed = seals_kv(self._extent.codec_at(tokens.start))
+        is_sealed = self._extent.codec_at(tokens.start) in EXACT
         for expected, slots in zip(slices.seals, _slots(self._blocks, layout, tokens), strict=True):
             if is_sealed and seal(self._memory.export(slices.layer, *slots)) != expected:
                 return False
@@ -217,12 +213,12 @@ class Departures:
 
     def granted(self, connection: Session, key: RequestId) -> None:
         outgoing = self._outgoing.get(key)
-        if outgoing is not None and outgoing.is_on(connection):
+        if outgoing is not None and outgoing.connection is connection:
             self._tell(events.Granted(key))
 
     def landed(self, connection: Session, key: RequestId) -> None:
         outgoing = self._outgoing.get(key)
-        if outgoing is not None and outgoing.is_on(connection):
+        if outgoing is not None and outgoing.connection is connection:
             if not outgoing.is_sent:
                 raise ProtocolError(f"{key} landed before it was sent")
             self.release(key)
@@ -235,7 +231,7 @@ class Departures:
             outgoing.cancel()
 
     def lost(self, connection: Session) -> list[RequestId]:
-        return [key for key, outgoing in self._outgoing.items() if outgoing.is_on(connection)]
+        return [key for key, outgoing in self._outgoing.items() if outgoing.connection is connection]
 
     @property
     def bytes_out(self) -> int:
@@ -343,7 +339,5 @@ class Arrivals:
 def _slots(blocks: Sequence[int], layout: KVLayout, tokens: Span) -> list[tuple[int, int]]:
     """Slot range of each block that holds `tokens`; `tokens` starts on a block border."""
     size = layout.block_size
-    return [
-        (blocks[start // size] * size, blocks[start // size] * size + min(size, tokens.stop - start))
-        for start in range(tokens.start, tokens.stop, size)
-    ]
+    starts = range(tokens.start, tokens.stop, size)
+    return [run for at in starts for run in runs_of(blocks, size, at, min(at + size, tokens.stop))]

@@ -88,17 +88,15 @@ class LinkView:
         self.up = True
         self.bytes_per_s = self.sent_bytes = 0
         self.latest: dict[NodeId, Crossing] = {}
-        # Since it was last told of.
-        self._sent_bytes = self._retransmits = 0
+        # Since it was last told of, but for the bytes: those of which was told.
+        self._told_bytes = self._retransmits = 0
         self.busy_ns: Counter[NodeId] = Counter()
         self._heard_ns = self._told_ns = 0  # of the latest report, and of the latest that was told
 
     def heard(self, node: NodeId, crossing: Crossing, now_ns: int) -> None:
         self._heard_ns = now_ns
         before = self.latest.get(node, Crossing(crossing.target, False))
-        sent = crossing.sent_bytes - before.sent_bytes
-        self._sent_bytes += sent
-        self.sent_bytes += sent
+        self.sent_bytes += crossing.sent_bytes - before.sent_bytes
         self._retransmits += crossing.retransmits - before.retransmits
         self.busy_ns[node] += crossing.busy_ns - before.busy_ns
         self.latest[node] = crossing
@@ -118,12 +116,12 @@ class LinkView:
         matters, when it cannot carry what they send.
         """
         self.up = up
-        sent, busy_ns = max(0, self._sent_bytes), max(self.busy_ns.values(), default=0)
+        sent, busy_ns = max(0, self.sent_bytes - self._told_bytes), max(self.busy_ns.values(), default=0)
         retransmits = max(0, self._retransmits)
         # Reports do not come exactly so many a period: they are what the bytes are from.
         self.bytes_per_s = sent * NS_PER_S // max(1, self._heard_ns - self._told_ns)
         self._told_ns = self._heard_ns
-        self._sent_bytes = self._retransmits = 0
+        self._told_bytes, self._retransmits = self.sent_bytes, 0
         self.busy_ns.clear()
         return LinkState(
             self.source, self.target, up, sent, busy_ns, self.queued_bytes, retransmits, self.rtt_ns

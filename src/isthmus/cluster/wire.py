@@ -38,11 +38,6 @@ def pack(
     return [memoryview(data)], tuple(map(seal, blocks))
 
 
-def seals_kv(codec: str) -> bool:
-    """Whether a frame's seals are of the decoded KV."""
-    return codec in codecs.EXACT
-
-
 class _Frame(NamedTuple):
     session: Session
     codec: str
@@ -83,13 +78,13 @@ class Frames:
 
     def take(self, head: Slices | Given) -> list[memoryview] | None:
         """A whole frame, in its place; None for one without a payload, or that nobody encoded. Seals of the KV itself
-        are the caller's to check: `seals_kv` says whether they are."""
+        are the caller's to check, where the codec is exact."""
         frame = self._frames.pop(head, None)
         if frame is None or frame.encoded is None:
             return None if frame is None else frame.targets
         codec, layout, num_tokens = frame.codec, self._layout, len(frame.tokens)
         try:
-            if not seals_kv(codec):
+            if codec not in codecs.EXACT:
                 blocks = codecs.encoded_blocks(codec, layout, frame.encoded, num_tokens)
                 if tuple(map(seal, blocks)) != tuple(head.seals):
                     return None

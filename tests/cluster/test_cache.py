@@ -409,6 +409,38 @@ def test_a_fault_in_a_save_keeps_nothing_and_no_slot(
     assert kit.save(NAMES[:3], range(3), [staging] if staged else []) == NAMES[:3]
 
 
+@pytest.mark.parametrize("staged", [0, 2])
+def test_what_is_for_the_disk_alone_passes_through_few_slots(tmp_path: Path, staged: int) -> None:
+    store = store_of(LAYOUT, 3, Log(tmp_path / "few", SHAPE, 1 << 20, b"test"))
+    kit = Kit(memory_of("emulated"), store)
+    for number, data in enumerate(BLOCKS[:9]):
+        kit.write(number, data)
+    early = [kit.cache.stage(NAMES[:staged], range(staged))] if staged else []
+    for staging in early:
+        for layer in range(LAYOUT.num_layers):
+            kit.cache.save_layer(staging, layer)
+    assert kit.save(NAMES[:9], range(9), early, num_sunk=7) == []
+    assert [kit.store.tier(name) for name in NAMES[:9]] == [Tier.MEMORY] * 2 + [Tier.DISK] * 7
+    assert [kit.stored(name) for name in NAMES[:9]] == BLOCKS[:9]
+    kit.check()
+    kit.cache.close()
+    kit.store.close()
+
+
+def test_what_is_being_computed_takes_so_many_slots_and_gives_them_back(kit: Kit) -> None:
+    cache = NodeCache(kit.memory, kit.store, max_staged=3)
+    staging = cache.stage(NAMES[:5], range(5))
+    assert len(staging.slots) == 3
+    assert not cache.stage(NAMES[5:7], [5, 6]).slots
+    cache.unstage(staging)
+    cache.kept().result(WAIT_S)
+    again = cache.stage(NAMES[5:7], [5, 6])
+    assert len(again.slots) == 2
+    cache.unstage(again)
+    cache.kept().result(WAIT_S)
+    cache.close()
+
+
 # Blocks read from disk before their load.
 
 

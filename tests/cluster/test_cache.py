@@ -427,6 +427,26 @@ def test_what_is_for_the_disk_alone_passes_through_few_slots(tmp_path: Path, sta
     kit.store.close()
 
 
+def test_a_fault_on_the_way_through_few_slots_loses_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_of(LAYOUT, 3, Log(tmp_path / "few", SHAPE, 1 << 20, b"test"))
+    kit, calls = Kit(memory_of("emulated"), store), list[int]()
+    save = kit.memory.save
+
+    def breaks(layer: int, *arguments: Any) -> None:
+        calls.append(layer)
+        if len(calls) > 2 * LAYOUT.num_layers:
+            raise RuntimeError("the device is gone")
+        save(layer, *arguments)
+
+    monkeypatch.setattr(kit.memory, "save", breaks)
+    assert kit.save(NAMES[:9], range(9), num_sunk=9) == NAMES[6:9]
+    kit.check()
+    kit.cache.close()
+    kit.store.close()
+
+
 def test_what_is_being_computed_takes_so_many_slots_and_gives_them_back(kit: Kit) -> None:
     cache = NodeCache(kit.memory, kit.store, max_staged=3)
     staging = cache.stage(NAMES[:5], range(5))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Protocol, TypeVar
 
@@ -284,13 +284,17 @@ class NodeCache:
 
     def unstage(self, staging: Staging) -> None:
         """The blocks are not kept."""
-        self._keep(self._give_back, [staging], ())
+        self._keep(self._unstage, [staging], {})
 
-    def _give_back(self, staged: Sequence[Staging], used: Collection[int]) -> None:
-        """Slots that hold nothing of use."""
-        self.store.give_back([slot for each in staged for slot in each.slots if slot not in used])
+    def _unstage(self, staged: Sequence[Staging], kept: Mapping[BlockName, int]) -> None:
+        self._give_back(staged, kept)
         with self._lock:
             self._may_stage += sum([len(each.slots) for each in staged])
+
+    def _give_back(self, reserved: Sequence[Staging], kept: Mapping[BlockName, int]) -> None:
+        """Slots that did not become a block's. One may be here twice, with two blocks: it was empty in between."""
+        pairs = [pair for each in reserved for pair in zip(each.names, each.slots, strict=True)]
+        self.store.give_back([slot for name, slot in pairs if kept.get(name) != slot])
 
     def save(
         self,
@@ -343,7 +347,7 @@ class NodeCache:
         done: Callable[[Sequence[BlockName]], None],
     ) -> None:
         slots, fresh = self._filled(staged), list[Staging]()
-        kept: set[BlockName] = set()
+        kept: dict[BlockName, int] = {}
         first, stays = 0, len(names) - num_sunk
         try:
             self._settled(names)
@@ -357,7 +361,7 @@ class NodeCache:
                 for name, head in zip(names[first:stop], heads[first:stop], strict=True):
                     if head is None or head in kept or self.store.contains(head):
                         self.commit(name, head, slots[name])
-                        kept.add(name)
+                        kept[name] = slots[name]
                 self.store.demote([name for name in names[max(first, stays) : stop] if name in kept])
                 if stop == first:
                     break
@@ -367,9 +371,8 @@ class NodeCache:
         except Exception:
             log.exception("blocks could not be saved")
         finally:
-            used = {slots[name] for name in kept}
-            self.store.give_back([slot for each in fresh for slot in each.slots if slot not in used])
-            self._give_back(staged, used)
+            self._give_back(fresh, kept)
+            self._unstage(staged, kept)
             done([name for name in names if name not in kept])
 
     def _filled(self, staged: Sequence[Staging]) -> dict[BlockName, int]:

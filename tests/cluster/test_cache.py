@@ -33,7 +33,7 @@ NAMES = [bytes([number]) * 16 for number in range(10)]
 BLOCKS = [kv_block(LAYOUT, number) for number in range(10)]
 NUM_BLOCKS = 16
 LAST = LAYOUT.num_layers - 1
-WAIT_S = 10
+WAIT_S = 60
 
 
 class Kit:

@@ -121,7 +121,7 @@ class Meeting:
         self._barrier = threading.Barrier(2)
 
     def attend(self) -> None:
-        self._barrier.wait(timeout=30)
+        self._barrier.wait(timeout=60)
 
 
 class MeetingEngine(EmulatedEngine):

@@ -10,7 +10,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 
@@ -85,12 +84,16 @@ def test_a_disconnect_frees_the_blocks_on_both_nodes(model: Path, tmp_path: Path
             )
         idle = {"prefill-0": 0.0, "decode-0": 0.0}
         served.wait_until(lambda: served.gauge("node_requests_running") == idle, "no request running")
-        assert served.gauge("kv_blocks_available") == served.gauge("kv_blocks")
+        served.wait_until(
+            lambda: served.gauge("kv_blocks_available") == served.gauge("kv_blocks"), "all blocks"
+        )
         assert served.gauge("tokens_sampled_total")["decode-0"] < 3999, "the answer went on to its end"
 
 
 def test_sigterm_lets_running_answers_finish(model: Path, tmp_path: Path) -> None:
-    with serve(tmp_path, "--model", str(model)) as served:
+    config = tmp_path / "isthmus.yaml"
+    config.write_text("limits: {drain_s: 90}")  # it ends much sooner, but not on every machine
+    with serve(tmp_path, "--model", str(model), "--config", str(config)) as served:
         expected = served.tokens([1, 2, 3], 1500)
         children = list(served.children().values())
         with ThreadPoolExecutor(1) as pool:
@@ -99,7 +102,7 @@ def test_sigterm_lets_running_answers_finish(model: Path, tmp_path: Path) -> Non
             answering.wait()
             served.process.send_signal(signal.SIGTERM)
             assert answer.result() == expected
-        assert served.process.wait(timeout=30) == 0
+        assert served.process.wait(timeout=90) == 0
         assert len(children) == 2
         assert not any(map(alive, children))
 
@@ -110,7 +113,7 @@ def test_children_leave_when_the_launcher_is_killed(model: Path, tmp_path: Path)
         children = list(served.children().values())
         served.process.kill()
         served.process.wait()
-        served.wait_until(lambda: not any(map(alive, children)), "every child gone", limit_s=10)
+        served.wait_until(lambda: not any(map(alive, children)), "every child gone")
         log.write_text("gone")
     assert log.read_text() == "gone"
 
@@ -145,8 +148,11 @@ def test_a_recording_replays_with_identical_decisions(model: Path, tmp_path: Pat
     assert good.returncode == 0, good.stdout + good.stderr
     assert "identical decisions" in good.stdout
     lines = recording.read_text().splitlines()
-    at = next(index for index, line in enumerate(lines) if '"prefill":"prefill-1"' in line)
-    lines[at] = lines[at].replace('"prefill":"prefill-1"', '"prefill":"prefill-0"')
+    at = next(index for index, line in enumerate(lines) if '"prefill":"prefill-' in line)
+    there, other = (
+        ("prefill-0", "prefill-1") if '"prefill":"prefill-0"' in lines[at] else ("prefill-1", "prefill-0")
+    )
+    lines[at] = lines[at].replace(f'"prefill":"{there}"', f'"prefill":"{other}"')
     recording.write_text("\n".join(lines))
     bad = subprocess.run(command("replay", str(recording)), capture_output=True, text=True, check=False)
     assert bad.returncode == 1
@@ -194,9 +200,8 @@ def test_no_node_means_503_and_health_says_so(model: Path, tmp_path: Path) -> No
         pid = node_pid(served.children().values(), "decode-0")
         os.kill(pid, signal.SIGKILL)
         served.wait_until(lambda: served.http.get("/health").status_code == 503, "unhealthy")
-        reply = httpx.post(
-            f"{served.url}/v1/completions", json={"model": served.model, "prompt": [1], "max_tokens": 2}
-        )
+        asked = {"model": served.model, "prompt": [1], "max_tokens": 2}
+        reply = served.http.post("/v1/completions", json=asked)
         assert reply.status_code in (200, 503)  # the node may be back by now
         served.wait_until(lambda: served.http.get("/health").status_code == 200, "healthy again")
         assert len(served.tokens([1, 2], 3)) == 3

@@ -97,8 +97,10 @@ def serve(tmp_path: Path, *arguments: str) -> Iterator[Served]:
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )
     try:
-        served = Served(process, log, _wait_for_url(process, log))
+        url, nodes = _wait_until_ready(process, log)
+        served = Served(process, log, url)
         with contextlib.closing(served.http):
+            served.wait_until(lambda: served.gauge("kv_blocks").keys() >= nodes, "every node reports")
             yield served
         children = list(served.children().values())
         process.send_signal(signal.SIGTERM)
@@ -110,12 +112,13 @@ def serve(tmp_path: Path, *arguments: str) -> Iterator[Served]:
             process.wait()
 
 
-def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
+def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> tuple[str, set[str]]:
+    """The URL, and which nodes are there."""
     until = time.monotonic() + START_S
     while True:
-        found = re.search(r" at (http://\S+) with ", log.read_text())
+        found = re.search(r" at (http://\S+) with (.+) \(ready in", log.read_text())
         if found:
-            return found[1]
+            return found[1], set(found[2].split(", "))
         assert process.poll() is None, f"serve ended at start:\n{log.read_text()}"
         assert time.monotonic() < until, f"serve was not ready within {START_S} s:\n{log.read_text()}"
         time.sleep(0.05)

@@ -17,7 +17,8 @@ from typing import Any
 
 import httpx
 
-START_S = 90
+START_S = LIMIT_S = 90
+"""Only so that a bug ends a test: nothing is decided by it, and a loaded machine takes its time."""
 
 
 class Served:
@@ -48,7 +49,7 @@ class Served:
         pids = sorted(children_of(self.process.pid))
         return {f"child-{index}": pid for index, pid in enumerate(pids)}
 
-    def wait_until(self, holds: Any, what: str, limit_s: float = 30) -> None:
+    def wait_until(self, holds: Any, what: str, limit_s: float = LIMIT_S) -> None:
         """Polls a condition that must come true; fails with `what` when it does not."""
         until = time.monotonic() + limit_s
         while not holds():
@@ -96,12 +97,14 @@ def serve(tmp_path: Path, *arguments: str) -> Iterator[Served]:
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )
     try:
-        served = Served(process, log, _wait_for_url(process, log))
+        url, nodes = _wait_until_ready(process, log)
+        served = Served(process, log, url)
         with contextlib.closing(served.http):
+            served.wait_until(lambda: served.gauge("kv_blocks").keys() >= nodes, "every node reports")
             yield served
         children = list(served.children().values())
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0, log.read_text()
+        assert process.wait(timeout=LIMIT_S) == 0, log.read_text()
         assert not [pid for pid in children if alive(pid)], "a node outlived its cluster"
     finally:
         if process.poll() is None:
@@ -109,12 +112,13 @@ def serve(tmp_path: Path, *arguments: str) -> Iterator[Served]:
             process.wait()
 
 
-def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
+def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> tuple[str, set[str]]:
+    """The URL, and which nodes are there."""
     until = time.monotonic() + START_S
     while True:
-        found = re.search(r" at (http://\S+) with ", log.read_text())
+        found = re.search(r" at (http://\S+) with (.+) \(ready in", log.read_text())
         if found:
-            return found[1]
+            return found[1], set(found[2].split(", "))
         assert process.poll() is None, f"serve ended at start:\n{log.read_text()}"
         assert time.monotonic() < until, f"serve was not ready within {START_S} s:\n{log.read_text()}"
         time.sleep(0.05)
@@ -138,7 +142,9 @@ def streamed(served: Served, prompt: list[int], max_tokens: int, answering: thre
 
 def refused(*arguments: str) -> tuple[int, str]:
     """Exit status and the only line of a command that must not start."""
-    done = subprocess.run(command("serve", *arguments), capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        command("serve", *arguments), capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
     assert done.stdout == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
@@ -33,7 +34,7 @@ NAMES = [bytes([number]) * 16 for number in range(10)]
 BLOCKS = [kv_block(LAYOUT, number) for number in range(10)]
 NUM_BLOCKS = 16
 LAST = LAYOUT.num_layers - 1
-WAIT_S = 10
+WAIT_S = 60
 
 
 class Kit:
@@ -553,6 +554,33 @@ def test_a_block_that_cannot_be_read_ahead_shortens_the_prefix(
     assert raised.value.num_blocks == 2
     over(load)
     kit.cache.unread(NAMES[:4])
+
+
+# For other nodes.
+
+
+def test_what_is_cancelled_is_over_first_however_often(kit: Kit) -> None:
+    """When a peer goes away and then the process ends: a lease must be whole before it is released."""
+    began, go_on = threading.Event(), threading.Event()
+
+    def work() -> None:
+        began.set()
+        assert go_on.wait(WAIT_S)
+
+    async def main() -> None:
+        task = asyncio.create_task(kit.cache.serve(work))
+        await asyncio.sleep(0)
+        assert await asyncio.to_thread(began.wait, WAIT_S)
+        for _ in range(2):
+            task.cancel()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert not task.done()
+        go_on.set()
+        await asyncio.wait([task])
+        assert task.cancelled()
+
+    asyncio.run(main())
 
 
 # Frames, chains, gauges.

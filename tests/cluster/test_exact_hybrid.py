@@ -110,7 +110,7 @@ def test_two_of_each_with_little_memory(family: str, models: dict[str, Path], tm
         assert served.tokens(shared, 2, ignore_eos=True)
         check_all(served, models[family], [shared + prompt_of(40 + at, 40) for at in range(6)])
         check_all(served, models[family], prompts)
-        assert total(served, "prefix_cache_hits_total") > 0
+        served.wait_until(lambda: total(served, "prefix_cache_hits_total") > 0, "hits")
         assert total(served, "seal_mismatches_total") == 0
         served.wait_until(lambda: total(served, "kv_bytes_fetched_total") > 0, "states cross between nodes")
         served.wait_until(lambda: total(served, "cache_memory_evictions_total") > 0, "evictions")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -43,6 +44,8 @@ NETWORKS: dict[str, Callable[[], Network]] = {
     "several lanes": lambda: TcpNetwork(connections=3),
 }
 KEY = RequestId("a#1")
+WAIT_S = 60
+"""Only so that a bug ends a test."""
 
 
 def names_of(count: int) -> list[bytes]:
@@ -90,7 +93,7 @@ class Pair:
 
     async def settled(self, before: tuple[int, int, int]) -> None:
         """The source has all its slots and pins again."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while state(self.source.store) != before:
                 await asyncio.sleep(0.002)
 
@@ -102,7 +105,7 @@ def run(pair: Pair, network: Network, work: Callable[[], Awaitable[None]]) -> No
     async def main() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
         before = state(pair.source.store)
-        async with session(network, pair), asyncio.timeout(20):
+        async with session(network, pair), asyncio.timeout(WAIT_S):
             await work()
             await pair.settled(before)
         assert state(pair.target.store)[1:] == (0, 0), "the target keeps pins or reservations"
@@ -290,7 +293,7 @@ def test_lent_blocks_are_copied_and_given_back() -> None:
         with held(fetch := pair.fetch()):
             await pair.target.fetching(fetch)
             assert fetch.num_whole == 6
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(WAIT_S):
                 while pair.source.store.stat().num_pinned:
                     await asyncio.sleep(0.001)
             assert pair.target.facts[-1] == events.FetchEnded(KEY, 6)
@@ -304,15 +307,19 @@ def test_lent_blocks_are_copied_and_given_back() -> None:
 def test_a_cancelled_loan_is_copied_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     """In its second layer: none of its blocks is whole, and its slots may be filled anew."""
     pair = Pair(6, shares=True)
-    copy_bytes, num_copies = fetches.copy_bytes, 0
+    copy_bytes, num_copies, cancelled = fetches.copy_bytes, 0, threading.Event()
+
+    def cancel() -> None:
+        pair.target.hands.fetcher.cancel(KEY)
+        cancelled.set()
 
     def counted(into: memoryview, data: memoryview) -> None:
         nonlocal num_copies
         num_copies += 1
         copy_bytes(into, data)
         if num_copies == 9:
-            loop.call_soon_threadsafe(pair.target.hands.fetcher.cancel, KEY)
-            time.sleep(0.05)
+            loop.call_soon_threadsafe(cancel)
+            assert cancelled.wait(WAIT_S)
 
     monkeypatch.setattr(fetches, "copy_bytes", counted)
 
@@ -353,7 +360,11 @@ def test_a_lent_block_that_changes_while_it_is_copied_is_not_used(monkeypatch: p
     """The session is lost, so that the owner takes its slots back and fills them anew. A load that reads it as it
     comes gets none of it."""
     pair = Pair(6, shares=True)
-    copy_bytes, num_copies = fetches.copy_bytes, 0
+    copy_bytes, num_copies, cancelled = fetches.copy_bytes, 0, threading.Event()
+
+    def cancel() -> None:
+        pair.target.hands.fetcher.cancel(KEY)
+        cancelled.set()
 
     def late(into: memoryview, data: memoryview) -> None:
         nonlocal num_copies
@@ -436,7 +447,7 @@ def test_large_payloads_end_in_the_midst_over_sockets_too() -> None:
         for slot in (slots := store.reserve(64)):
             store.arena.slot(slot)[:] = b"\xa5" * layout.block_bytes
         assert len(slots) == 64
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(WAIT_S):
             while state(source.store) != before:
                 await asyncio.sleep(0.002)
         assert target.session is not None
@@ -622,7 +633,7 @@ def test_lies_end_the_fetch_and_leave_nothing(lie: str) -> None:
     async def work() -> None:
         pair.source.hands._lender = Liar(LIES[lie])  # type: ignore[assignment]
         with held(fetch := pair.fetch()):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(WAIT_S):
                 await pair.target.fetching(fetch)
             assert fetch.num_whole == 0
         assert pair.target.store.stat().memory.num_blocks == 0
@@ -733,7 +744,7 @@ def test_nodes_whose_loads_all_wait_for_each_other_still_answer() -> None:
             fetch.hold()
             loads.append(pair.source.cache.load(names_of(9)[8:], [0], fetch))
         with held(fetch := pair.fetch()):
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(WAIT_S):
                 await pair.target.fetching(fetch)
             assert fetch.num_whole == 4
         for load, fetch in zip(loads, waiting, strict=True):

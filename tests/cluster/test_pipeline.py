@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -121,7 +122,7 @@ class Meeting:
         self._barrier = threading.Barrier(2)
 
     def attend(self) -> None:
-        self._barrier.wait(timeout=30)
+        self._barrier.wait(timeout=60)
 
 
 class MeetingEngine(EmulatedEngine):
@@ -224,18 +225,30 @@ def test_cancelled_prompts_leave_nothing_behind(tmp_path: Path) -> None:
         served.wait_until(lambda: idle(served), "all blocks are free again")
 
 
-def test_blocks_outlive_the_group(tmp_path: Path) -> None:
-    prompt, cache = prompt_of(4, 1600), {"dram": "64MiB", "ssd": "64MiB", "folder": str(tmp_path / "blocks")}
-    config = deployment(tmp_path, cache=cache)
-    for cached in (0, 1599):
-        with serve(tmp_path, "--config", config) as served:
-            assert ask(served, prompt) == cached
-            served.wait_until(
-                lambda: (
-                    min(served.gauge("cache_disk_blocks")[f"prefill-0{part}"] for part in ("", ".1")) >= 100
-                ),
-                "written behind",
-            )
+STORED = prompt_of(4, 1600)
+
+
+def on_disk(home: Path) -> dict[str, str]:
+    return {"dram": "64MiB", "ssd": "64MiB", "folder": str(home / "blocks")}
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a group left on its disks: the blocks of one prompt."""
+    home = tmp_path_factory.mktemp("kept")
+    with serve(home, "--config", deployment(home, cache=on_disk(home))) as served:
+        assert ask(served, STORED) == 0
+        served.wait_until(
+            lambda: min(served.gauge("cache_disk_blocks")[f"prefill-0{part}"] for part in ("", ".1")) >= 100,
+            "written behind",
+        )
+    return home / "blocks"
+
+
+def test_blocks_outlive_the_group(kept: Path, tmp_path: Path) -> None:
+    shutil.copytree(kept, tmp_path / "blocks")
+    with serve(tmp_path, "--config", deployment(tmp_path, cache=on_disk(tmp_path))) as served:
+        assert ask(served, STORED) == 1599
 
 
 def flip_bytes(folder: Path, count: int = 40) -> None:
@@ -256,19 +269,15 @@ def lose_half(folder: Path) -> None:
 @pytest.mark.parametrize("harm", [flip_bytes, lose_half])
 @pytest.mark.parametrize("stage", ["prefill-0", "prefill-0.1"])
 def test_damage_in_one_stage_costs_time_and_no_token(
-    stage: str, harm: Callable[[Path], None], tmp_path: Path
+    stage: str, harm: Callable[[Path], None], kept: Path, tmp_path: Path
 ) -> None:
     """A block that is missing in a later stage poisons what was begun with it; another attempt computes it."""
-    prompt, cache = prompt_of(5, 1600), {"dram": "64MiB", "ssd": "64MiB", "folder": str(tmp_path / "blocks")}
-    config = deployment(tmp_path, cache=cache)
-    with serve(tmp_path, "--config", config) as served:
-        ask(served, prompt)
-        served.wait_until(lambda: served.gauge("cache_disk_blocks").get(stage, 0) >= 100, "written behind")
+    shutil.copytree(kept, tmp_path / "blocks")
     harm(tmp_path / "blocks" / stage)
-    with serve(tmp_path, "--config", config) as served:
-        assert ask(served, prompt) < 1599
-        ask(served, prompt)
-        assert ask(served, prompt) == 1599, "it was not stored again"
+    with serve(tmp_path, "--config", deployment(tmp_path, cache=on_disk(tmp_path))) as served:
+        assert ask(served, STORED) < 1599
+        ask(served, STORED)
+        assert ask(served, STORED) == 1599, "it was not stored again"
         served.wait_until(lambda: idle(served), "all blocks are free again")
         served.wait_until(lambda: alike(served), "all stages keep the same blocks")
 

@@ -20,6 +20,9 @@ from tests.served import Served, refused, serve
 DEMO = recipe_of(demo_folder(), demo_folder(), 16)
 CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.001}
 
+SLOW = {**CURVE, "prefill_token_s": 4e-4}
+"""A node has not computed one of several prompts when the next one comes, however slowly those who ask are."""
+
 BLOCK_BYTES = 16 * 2048
 """Of the model that is emulated."""
 
@@ -70,7 +73,13 @@ def test_the_next_turn_finds_prompt_and_answer(tmp_path: Path) -> None:
 def test_prefill_nodes_use_each_others_blocks(shared: bool, tmp_path: Path) -> None:
     """`mooncake` fetches from the one that has it."""
     share = {"share": "host" if shared else "none"}
-    config = deployment(tmp_path, roles={"prefill": 2, "decode": 2}, policy="mooncake", cache=share)
+    config = deployment(
+        tmp_path,
+        engine={"kind": "emulated", "cost": SLOW, "token_budget": 256},
+        roles={"prefill": 2, "decode": 2},
+        policy="mooncake",
+        cache=share,
+    )
     shared_prompt = prompt_of(3, 1600)
     prompts = [shared_prompt + prompt_of(seed, 200) for seed in range(10, 26)]
     with serve(tmp_path, "--config", config) as served:
@@ -150,10 +159,9 @@ def test_kv_is_encoded_on_a_slow_link(form: str, tmp_path: Path) -> None:
 
 def test_a_hot_prefix_is_copied_ahead(tmp_path: Path) -> None:
     """`sticky` sends everybody to the node that has the prefix and never fetches; replication makes a second holder."""
-    slow = {**CURVE, "prefill_token_s": 2e-4}
     config = deployment(
         tmp_path,
-        engine={"kind": "emulated", "cost": slow, "token_budget": 256},
+        engine={"kind": "emulated", "cost": SLOW, "token_budget": 256},
         roles={"prefill": 2, "decode": 1},
         policy="sticky",
         scheduling={"replication": "priced"},
@@ -163,10 +171,14 @@ def test_a_hot_prefix_is_copied_ahead(tmp_path: Path) -> None:
     with serve(tmp_path, "--config", config) as served:
         assert ask(served, hot) == 0
         with ThreadPoolExecutor(12) as pool:
-            list(pool.map(lambda seed: ask(served, hot + prompt_of(seed, 150), 5), range(100, 140)))
-        served.wait_until(lambda: total(served, "kv_bytes_fetched_total") >= 100 * 512, "the prefix was copied")
-        computed = served.gauge("tokens_computed_total")
-        assert min(computed["prefill-0"], computed["prefill-1"]) > 150, "both holders serve"
+            list(pool.map(lambda seed: ask(served, hot + prompt_of(seed, 150), 5), range(100, 128)))
+            served.wait_until(lambda: total(served, "kv_bytes_fetched_total") >= 100 * 512, "it was copied")
+            list(pool.map(lambda seed: ask(served, hot + prompt_of(seed, 150), 5), range(128, 140)))
+
+        def computed() -> list[float]:
+            return [served.gauge("tokens_computed_total")[node] for node in ("prefill-0", "prefill-1")]
+
+        served.wait_until(lambda: min(computed()) > 150, "both holders serve")
 
 
 def test_all_sessions_over_tls(tmp_path: Path) -> None:
@@ -175,6 +187,7 @@ def test_all_sessions_over_tls(tmp_path: Path) -> None:
     config = deployment(
         tmp_path,
         tls=files,
+        engine={"kind": "emulated", "cost": SLOW, "token_budget": 256},
         roles={"prefill": 2, "decode": 1},
         policy="mooncake",
         cache={"share": "none"},

@@ -377,7 +377,7 @@ def test_a_clusters_recordings_replay_identically(pipeline: int, tmp_path: Path)
     for name in ("", ".prefill-0", ".decode-0"):
         done = subprocess.run(
             command("replay", str(flight.with_suffix(f"{name}.jsonl"))),
-            capture_output=True, text=True, timeout=60, check=False,
+            capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         count, words = done.stdout.split(" ", 1)

@@ -81,7 +81,7 @@ class Picture:
         return self.conductor() == self.node() == self.store()
 
     async def settle(self) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not self.is_settled():
                 await asyncio.sleep(0.005)
 

@@ -20,6 +20,8 @@ from isthmus.cluster.shaper import Direction as Way
 from tests.served import command
 
 KIB = 1024
+WAIT_S = 60
+"""Only so that a bug ends a test."""
 
 
 @pytest.fixture
@@ -103,10 +105,10 @@ def test_an_end_is_passed_on_and_the_other_direction_goes_on() -> None:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         proxy = stack.enter_context(contextlib.closing(Child(serve, Shape(0.001), server.getsockname()[1])))
-        near = stack.enter_context(socket.create_connection(("127.0.0.1", proxy.hello), timeout=10))
-        server.settimeout(10)
+        near = stack.enter_context(socket.create_connection(("127.0.0.1", proxy.hello), timeout=WAIT_S))
+        server.settimeout(WAIT_S)
         far, _ = server.accept()
-        far.settimeout(10)
+        far.settimeout(WAIT_S)
         near.sendall(b"question")
         near.shutdown(socket.SHUT_WR)
         assert far.recv(100) == b"question" and far.recv(100) == b""
@@ -134,14 +136,14 @@ class Ends:
 
     def passes(self, port: int | None = None) -> bool:
         """Whether a new connection reaches the server; if not, it must be reset."""
-        with socket.create_connection(("127.0.0.1", port or self.port), timeout=10) as near:
+        with socket.create_connection(("127.0.0.1", port or self.port), timeout=WAIT_S) as near:
             with contextlib.suppress(ConnectionError):
                 near.sendall(b"question")
-            if near in select.select([near, self.server], [], [], 10)[0]:
+            if near in select.select([near, self.server], [], [], WAIT_S)[0]:
                 assert broken(near)
                 return False
             with self.server.accept()[0] as far:
-                far.settimeout(10)
+                far.settimeout(WAIT_S)
                 assert far.recv(100) == b"question"
             return True
 
@@ -167,7 +169,7 @@ def link_process(shape: Shape) -> Iterator[LinkChild]:
         ports = msgspec.json.decode(process.stdout.readline(), type=LinkPorts)
         yield LinkChild(process, ports)
         process.stdin.close()
-        assert process.wait(10) == 0, "it must end with its launcher"
+        assert process.wait(WAIT_S) == 0, "it must end with its launcher"
 
 
 def broken(each: socket.socket) -> bool:
@@ -182,9 +184,9 @@ def test_a_link_is_cut_and_restored_by_a_signal() -> None:
     with contextlib.ExitStack() as stack:
         ends = Ends(stack, Shape(0.001, rate=1e9))
         assert list(map(len, ends.link.ports.ports)) == [1, 2]
-        near = stack.enter_context(socket.create_connection(("127.0.0.1", ends.port), timeout=10))
+        near = stack.enter_context(socket.create_connection(("127.0.0.1", ends.port), timeout=WAIT_S))
         far = stack.enter_context(ends.server.accept()[0])
-        far.settimeout(10)
+        far.settimeout(WAIT_S)
         near.sendall(b"first")
         assert far.recv(100) == b"first"
         ends.link.process.send_signal(signal.SIGUSR1)

@@ -318,6 +318,32 @@ def test_it_has_not_landed_before_it_was_sent() -> None:
 # What must not be believed.
 
 
+@pytest.mark.parametrize("offers", [False, True])
+def test_slices_over_a_session_that_did_not_offer_them_harm_nobody(offers: bool) -> None:
+    """Without a payload they are not placed first. `offers`: other layers of the same attempt."""
+    outgoing, there, wire = sender(4)
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    outgoing.send()
+    outgoing.ready(Span(0, 1), Span(0, 4), (5,))
+    ((slices, payload),) = wire.slices
+    here, told, kv = arrivals()
+    session, stranger = Wire(), Wire()
+    here.offered(session, Offer(A, 0, 1))  # type: ignore[arg-type]
+    if offers:
+        here.offered(stranger, Offer(A, 1, 2))  # type: ignore[arg-type]
+    here.grant(events.Grant(A, NodeId("there"), extent(4), (2,)))
+    (target,) = here.place(session, slices, len(payload))  # type: ignore[arg-type]
+    target[:] = payload
+    for strange in (slices, replace(slices, seals=())):
+        with pytest.raises(ProtocolError, match="did not offer"):
+            here.receive(stranger, strange)  # type: ignore[arg-type]
+        here.void(stranger, strange)  # type: ignore[arg-type]
+    here.receive(session, slices)  # type: ignore[arg-type]
+    assert told == [events.Moved(A)]
+    assert (here.bytes_in, here.seal_mismatches) == (len(payload), 0)
+    assert kv_of(kv, 0, (2,), 4) == kv_of(there, 0, (5,), 4)
+
+
 @given(st.integers(1, 20), TABLES, st.data())
 def test_any_flipped_bit_is_found_and_nothing_of_its_frame_counts(
     num_tokens: int, blocks: Sequence[int], data: st.DataObject

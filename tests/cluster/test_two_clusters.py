@@ -104,7 +104,7 @@ def test_long_prompts_cross_the_link_and_short_ones_do_not(tmp_path: Path) -> No
 
 def test_a_link_that_is_cut_in_the_middle_of_transfers_fails_no_request(tmp_path: Path) -> None:
     """Cut, and silent: what was on its way begins again at home. Restored, it is used again."""
-    path = deployment(tmp_path, gbps=0.001, limits={"link_s": 0.5})
+    path = deployment(tmp_path, gbps=0.001, limits={"link_s": 2})
     prompts = [prompt_of(seed, LONG) for seed in range(4)]
     size = LONG * RECIPE.layout.token_bytes * 2
     with serve(tmp_path, "--config", path) as served, ThreadPoolExecutor(len(prompts)) as pool:
@@ -181,7 +181,7 @@ def test_a_node_joins_a_cluster_by_hand(tmp_path: Path) -> None:
             assert offload(served)["requests"] == 1
             assert link(served)["up"]
             node.terminate()
-            node.wait(30)
+            node.wait(60)
         served.wait_until(lambda: "far" not in served.gauge("kv_blocks"), "the node that left")
         ask(served, prompt_of(3, LONG))
         assert offload(served)["requests"] == 1

@@ -62,5 +62,5 @@ def url(_url: str, _switch: _Switch, backend: FakeBackend) -> str:
 
 @pytest.fixture
 def client(url: str) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client

@@ -73,7 +73,9 @@ class FakeBackend:
 
     def submit(self, job: Job) -> FakeStream:
         steps = self.script(job)
-        self.jobs.append(job)
+        with self.changed:
+            self.jobs.append(job)
+            self.changed.notify_all()
         return FakeStream(self, job, steps)
 
     def gauges(self) -> dict[str, dict[str, float]]:
@@ -88,7 +90,11 @@ class FakeBackend:
     def refusals(self) -> dict[str, int]:
         return self.refused
 
-    def wait_cancelled(self, count: int, timeout_s: float = 10) -> list[str]:
+    def wait_asked(self, count: int, timeout_s: float = 60) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.jobs) >= count, timeout_s)
+
+    def wait_cancelled(self, count: int, timeout_s: float = 60) -> list[str]:
         """The requests cancelled, once there are `count` of them. Fails the test after `timeout_s`."""
         with self.changed:
             assert self.changed.wait_for(lambda: len(self.cancelled) >= count, timeout_s), self.cancelled

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
-START_TIMEOUT_S = 20
+START_TIMEOUT_S = 60
 
 
 class _Server(uvicorn.Server):

@@ -18,7 +18,7 @@ from .inprocess import Connection, Poster, events_of
 
 CHAT = {"model": "acme/tiny", "messages": [{"role": "user", "content": "hi"}]}
 PATH = "/v1/chat/completions"
-TIMEOUT_S = 10
+TIMEOUT_S = 60
 
 
 def one_token_then(*steps: Step) -> list[Step]:

@@ -58,7 +58,7 @@ def test_running_and_cancelled(backend: FakeBackend, tokenizer: GatewayTokenizer
 
     async def scenario() -> None:
         connection = Connection(app, "/v1/completions", body)
-        async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
             group.create_task(connection.serve())
             while len(backend.jobs) < 2:
                 await asyncio.sleep(0)

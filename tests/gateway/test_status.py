@@ -168,7 +168,7 @@ def test_answers_under_way(backend: FakeBackend, tokenizer: GatewayTokenizer) ->
 
     async def scenario() -> None:
         connection = Connection(app, "/v1/completions", {"model": "acme/tiny", "prompt": [1], "n": 3})
-        async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
             group.create_task(connection.serve())
             while len(backend.jobs) < 3:
                 await asyncio.sleep(0)

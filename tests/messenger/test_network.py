@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import re
 import shutil
+import socket
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -20,6 +21,8 @@ from isthmus.messenger import Priority, Session, TcpNetwork, Terms, Tls
 from isthmus.messenger.acks import Close
 from isthmus.messenger.frames import Kind, prefix_of
 from isthmus.messenger.greeting import Hello, Welcome, hello, refusal
+from isthmus.messenger.streams import PlainStream
+from isthmus.messenger.tcp import drain
 
 LIMIT_S = 30.0
 """Only so that a bug ends the test: nothing here is decided by it."""
@@ -319,6 +322,39 @@ def test_who_answers_wrongly_is_no_peer(answer: bytes, complaint: str) -> None:
             await PLAIN.connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
         server.close()
         await server.wait_closed()
+
+    running(work)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_socket_that_still_drains_is_closed_with_its_loop(begun: bool) -> None:
+    """The peer neither ends nor is silent: more lies in the socket than is read in the loop's last turns."""
+
+    async def work() -> None:
+        ours.setblocking(False)
+        drain(PlainStream(ours))
+        if begun:
+            await asyncio.sleep(0)
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.setblocking(False)
+        theirs.send(bytes(1 << 20))
+        on_loop(work())
+        assert ours.fileno() == -1
+
+
+def test_a_connection_accepted_just_before_the_end_is_closed() -> None:
+    """Before anything of its greeting ran."""
+
+    async def work() -> None:
+        server, port = await PLAIN.listen("127.0.0.1", 0, Message, Owner)
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            server._accept(server._sockets[0])
+            server.close()
+            await server.wait_closed()
+            client.settimeout(LIMIT_S)
+            assert client.recv(1) == b""
 
     running(work)
 

@@ -8,6 +8,7 @@ that is gone or damaged shortens the prefix: what follows is computed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -485,5 +486,7 @@ class NodeCache:
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            await asyncio.wait([future])
+            while not future.done():
+                with contextlib.suppress(asyncio.CancelledError):  # once more, when the process ends
+                    await asyncio.wait([future])
             raise

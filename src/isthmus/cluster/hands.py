@@ -298,7 +298,7 @@ class Hands(Bare):
     def on_peer(self, connection: Session, message: messages.PeerMessage) -> None:
         match message:
             case messages.Slices():
-                self._arrivals.receive(message)
+                self._arrivals.receive(connection, message)
             case messages.Given():
                 self.fetcher.receive(connection, message)
             case messages.Sent():
@@ -329,7 +329,7 @@ class Hands(Bare):
     def on_void(self, connection: Session, message: messages.PeerMessage) -> None:
         match message:
             case messages.Slices():
-                self._arrivals.void(message)
+                self._arrivals.void(connection, message)
             case messages.Given():
                 self.fetcher.void(connection, message)
 

@@ -130,13 +130,15 @@ class Incoming:
         self.senders[connection] = layers
         connection.send(Grant(self.key))
 
+    def comes_over(self, connection: Session, layer: int) -> bool:
+        layers = self.senders.get(connection)
+        return layers is not None and layers.start <= layer < layers.stop
+
     def place(self, connection: Session, slices: Slices, size: int) -> list[memoryview] | None:
         """Where the payload goes; None when it cannot be part of what is to come. What was received stays as it is."""
         layout, start = self._memory.layout, slices.first_block * self._memory.layout.block_size
-        layers = self.senders.get(connection)
         expected = (
-            layers is not None
-            and layers.start <= slices.layer < layers.stop
+            self.comes_over(connection, slices.layer)
             and self._extent.resumes(self._received[slices.layer]) <= start
             and start
             < slices.stop
@@ -281,10 +283,15 @@ class Arrivals:
         self._tell(events.Moved(slices.key))
         return targets
 
-    def receive(self, slices: Slices) -> None:
+    def receive(self, connection: Session, slices: Slices) -> None:
+        """Raises ProtocolError for what comes over a session that did not offer it."""
         incoming = self._incoming.get(slices.key)
         if incoming is None:
             return
+        if not incoming.comes_over(connection, slices.layer):
+            raise ProtocolError(
+                f"KV of {slices.key}, layer {slices.layer}, over a session that did not offer it"
+            )
         layout = self._memory.layout
         self.bytes_in += (slices.stop - slices.first_block * layout.block_size) * layout.token_bytes
         if incoming.receive(slices):
@@ -306,10 +313,10 @@ class Arrivals:
             self._received(incoming.key, incoming.sent.token)
             self._tell(events.Received(incoming.key))
 
-    def void(self, slices: Slices) -> None:
+    def void(self, connection: Session, slices: Slices) -> None:
         """The sender gave up in the midst of a frame."""
         incoming = self._incoming.get(slices.key)
-        if incoming is not None:
+        if incoming is not None and incoming.comes_over(connection, slices.layer):
             incoming.frames.void(slices)
 
     def land(self, key: RequestId) -> None:

@@ -9,6 +9,7 @@ import os
 import socket
 import ssl
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from isthmus.errors import ProtocolError
@@ -19,7 +20,7 @@ from isthmus.messenger.ports import Handler
 from isthmus.messenger.session import Session
 from isthmus.messenger.share import Share
 from isthmus.messenger.streams import Stream, Tls, open_stream, read_exactly, write_all
-from isthmus.messenger.tcp import Drain, TcpPort
+from isthmus.messenger.tcp import TcpPort, drain
 from isthmus.messenger.terms import STANDARD, Terms
 
 log = logging.getLogger(__name__)
@@ -196,7 +197,12 @@ class Listener:
             return
         task = self._loop.create_task(self._greet(sock, f"{address[0]}:{address[1]}"))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(partial(self._greeted, sock))
+
+    def _greeted(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled():
+            sock.close()  # nobody else does where it was cancelled before it began
 
     def _accept_again(self, listening: socket.socket) -> None:
         if listening in self._sockets:
@@ -224,7 +230,7 @@ class Listener:
             log.warning("a connection from %s was turned away: %s", peer, error)
             with contextlib.suppress(OSError):
                 stream.send([memoryview(greeting.refusal(str(error)))])
-            Drain(self._loop, stream)
+            await drain(stream)
         except (OSError, TimeoutError) as error:
             log.warning("a connection from %s ended: %s", peer, error or "it was silent")
             stream.close()

@@ -17,7 +17,7 @@ from isthmus.errors import ProtocolError
 from isthmus.messenger.lane import Lane
 from isthmus.messenger.ports import Timer
 from isthmus.messenger.session import Session
-from isthmus.messenger.streams import Stream
+from isthmus.messenger.streams import Stream, ready
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class TcpPort:
         self.lane_lost = asyncio.Event()
         self._on_ended = on_ended
         self._wires: dict[Lane, _Wire] = {}
+        self._drains: set[asyncio.Task[None]] = set()
         self._turn = 0
         self._scheduled = False
 
@@ -78,6 +79,11 @@ class TcpPort:
         wire = self._wires.get(lane)
         if wire is not None:
             wire.finish()
+
+    def drain(self, stream: Stream) -> None:
+        task = drain(stream)
+        self._drains.add(task)
+        task.add_done_callback(self._drains.discard)
 
     def abort(self, lane: Lane) -> None:
         wire = self._wires.get(lane)
@@ -215,30 +221,26 @@ class _Wire:
         loop = self._port.loop
         loop.remove_reader(self._fileno)
         loop.remove_writer(self._fileno)
-        Drain(loop, self._stream)
+        self._port.drain(self._stream)
         self._port.removed(self._lane)
         self._session.lane_down(self._lane, "")
 
 
-class Drain:
+def drain(stream: Stream) -> asyncio.Task[None]:
     """Says that nothing more comes, reads a socket to its end, for a while, and closes it: closing one with unread
-    bytes in it would take back what the peer did not read yet."""
+    bytes in it would take back what the peer did not read yet. A task, so that a loop that ends closes it too."""
+    stream.finish()
+    task = asyncio.get_running_loop().create_task(_read_past(stream))
+    task.add_done_callback(lambda _: stream.close())  # also where it is cancelled before it begins
+    return task
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, stream: Stream) -> None:
-        self._loop, self._stream, self._fileno = loop, stream, stream.fileno()
-        self._buffer = memoryview(bytearray(1 << 16))
-        stream.finish()
-        self._timer = loop.call_later(DRAIN_S, self._close)
-        loop.add_reader(self._fileno, self._readable)
 
-    def _readable(self) -> None:
-        count: int | None = 0
-        with contextlib.suppress(OSError):
-            count = self._stream.receive([self._buffer])
-        if count == 0:
-            self._close()
-
-    def _close(self) -> None:
-        self._timer.cancel()
-        self._loop.remove_reader(self._fileno)
-        self._stream.close()
+async def _read_past(stream: Stream) -> None:
+    buffer = memoryview(bytearray(1 << 16))
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(DRAIN_S):
+            while (count := stream.receive([buffer])) != 0:
+                if count is None:
+                    await ready(stream.fileno(), to_write=False)
+                else:
+                    await asyncio.sleep(0)

@@ -386,7 +386,7 @@ class Node:
     def _settle(self, names: Names, actions: list[Action]) -> None:
         """What of these came and found no room, or has no head here, goes."""
         tiers = self.tiers
-        if tiers is not None:
+        if tiers is not None and tiers.match(names)[0] < len(names):
             useless = [name for name in names if not tiers.holds(name)]
             if useless:
                 actions.append(Drop(tuple(useless)))

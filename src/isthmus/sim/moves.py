@@ -40,7 +40,7 @@ from isthmus.node.events import (
     Wanted,
 )
 from isthmus.scheduler import Saved
-from isthmus.sim.clock import TRANSFER_ENDS, Clock
+from isthmus.sim.clock import TRANSFER_ENDS, Call, Clock
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.disks import Disks
 from isthmus.sim.job import Job
@@ -119,7 +119,7 @@ class Moves:
         self._state_blocks = nodes[0].facts.state_blocks if nodes else 0
         self._ways: dict[tuple[int, int], _Way] = {}
         self._handovers: dict[RequestId, _Handover] = {}
-        self._reads: dict[RequestId, Flow] = {}
+        self._reads: dict[RequestId, tuple[SimNode, Flow]] = {}
         self._fetches: dict[tuple[RequestId, int], _Transfer] = {}
         self._recalled: dict[RequestId, int] = {}
         self._severed: set[RequestId] = set()
@@ -170,33 +170,35 @@ class Moves:
         ends = lane.take(size, now)
         transfer = self._fetches.get((load.key, node.slot))
         if not load.told:
-            job.loaded_ns = ends
+            job.loaded_ns, names = ends, load.names
             if load.arriving and transfer is not None:
-                job.arriving = load.num_tokens
-            self.disks.load(
-                node, load.key, load.names[: transfer.asked.start] if job.arriving and transfer else load.names
-            )
-            return
-        if transfer is not None:
+                job.arriving, names = load.num_tokens, names[: transfer.asked.start]
+            self.disks.load(node, load.key, names)
+        elif transfer is not None:
             transfer.until_ns = ends
-            return
-        found = self._recalled.pop(load.key, len(load.names))
-        self._clock.call(ends, TRANSFER_ENDS, partial(self._recall_loaded, node, load.key, load.names[:found]))
+        else:
+            found = self._recalled.pop(load.key, len(load.names))
+            loaded = partial(self._recall_loaded, node, load.key, load.names[:found])
+            self._clock.call(ends, TRANSFER_ENDS, loaded)
 
     def _recall_loaded(self, node: SimNode, key: RequestId, names: Sequence[BlockName]) -> None:
         lost = self.disks.missing(node, names)
-        self._due += [(node, Lost((name,))) for name in lost]
+        self._lose(node, lost)
         self._due.append((node, Loaded(key, len(names) - len(lost))))
 
     def missed(self, node: SimNode, key: RequestId) -> None:
         """The run that needed it has broken off, and its node hears why."""
-        self._due += [(node, Lost((name,))) for name in self.disks.missed(node, key)]
+        self._lose(node, self.disks.missed(node, key))
+
+    def _lose(self, node: SimNode, names: Sequence[BlockName]) -> None:
+        """As the node finds out, one after the other."""
+        self._due += [(node, Lost((name,))) for name in names]
 
     def _read(self, node: SimNode, read: Read) -> None:
         """Brings what lies on the node's disk into its memory while the request waits."""
         lost = self.disks.read(node, read.key, read.names)
         if lost:
-            self._due += [(node, Lost((name,))) for name in lost]
+            self._lose(node, lost)
             return
         job, num_blocks = self._attempts[read.key], len(read.names)
         job.record.disk_tokens = num_blocks * self._block_size
@@ -204,12 +206,16 @@ class Moves:
         size = num_blocks * self._block_size * node.cost.kv_token_bytes
         self.bytes_moved["disk_read"] += size
         tag = self._read_ends, (read.key, node)
-        self._reads[read.key] = self.network.start((node.links.disk_read,), size, tag, self._clock.now)
+        flow = self.network.start((node.links.disk_read,), size, tag, self._clock.now)
+        self._reads[read.key] = node, flow
 
     def _read_ends(self, what: tuple[RequestId, SimNode]) -> None:
         key, node = what
         del self._reads[key]
         self._came(self._attempts.get(key), node)
+
+    def _stop_read(self, key: RequestId) -> None:
+        self.network.cancel(self._reads.pop(key)[1], self._clock.now)
 
     def _came(self, job: Job | None, node: SimNode) -> None:
         """Something that a prefill waited for is there."""
@@ -218,7 +224,8 @@ class Moves:
             self._due.append((node, None))
 
     def _save(self, node: SimNode, save: Save) -> None:
-        self.disks.settled(node, save.names)
+        if self.disks.are_at_risk:
+            self.disks.settled(node, save.names)
         if node.facts.ssd_blocks:
             self._write(node, save.names)
             if save.num_sunk and self.disks.fails(node):
@@ -228,7 +235,7 @@ class Moves:
     def _write(self, node: SimNode, names: Sequence[BlockName]) -> None:
         """What is in DRAM is written behind."""
         if self.disks.fails(node):
-            self.disks.stored(node, names)
+            self.disks.unwritten[node.slot].update(names)
             return
         size = len(names) * self._block_size * node.cost.kv_token_bytes
         self.bytes_moved["disk_write"] += size
@@ -236,12 +243,13 @@ class Moves:
 
     def _demote(self, node: SimNode, demote: Demote) -> None:
         self.disks.settled(node, demote.names)
-        lost = self.disks.demoted(node, demote.names)
+        unwritten = self.disks.unwritten.get(node.slot, ())
+        lost = tuple([name for name in demote.names if name in unwritten])
         if lost:
             self._due.append((node, Lost(lost)))
 
     def _promote(self, node: SimNode, promote: Promote) -> None:
-        self._due += [(node, Lost((name,))) for name in self.disks.unreadable(node, promote.names)]
+        self._lose(node, self.disks.unreadable(node, promote.names))
         self.disks.settled(node, promote.names)
 
     # Between caches.
@@ -293,14 +301,9 @@ class Moves:
         return int(tokens * node.cost.kv_token_bytes * kept) + (node.cost.state_bytes if whole else 0)
 
     def _given(self, transfer: _Transfer) -> None:
-        """The last byte has left; it is there after the link's latency."""
-        link = self.wiring.crossing(transfer.source.facts, transfer.target.facts)
-        came = partial(self._given_came, transfer)
-        heard = partial(self.sessions.carry, transfer.source, transfer.target, came)
-        if link is None or not link.latency_ns:
-            heard()
-        else:
-            self._clock.call(self._clock.now + link.latency_ns, TRANSFER_ENDS, heard)
+        source, target = transfer.source, transfer.target
+        link = self.wiring.crossing(source.facts, target.facts)
+        self._arrive(source, target, partial(self._given_came, transfer), link)
 
     def _nothing_came(self, transfer: _Transfer) -> None:
         if self._fetches.get((transfer.asked.key, transfer.target.slot)) is transfer:
@@ -323,7 +326,8 @@ class Moves:
         key = asked.key
         del self._fetches[key, target.slot]
         enough = transfer.source, Enough(key, target.facts.node)
-        self._say(target, *enough, lost=partial(self._due.append, enough))  # the other side notices by itself
+        heard = partial(self._due.append, enough)
+        self.sessions.carry(target, transfer.source, heard, lost=heard)  # else the other side notices by itself
         self._due.append((target, FetchEnded(key, stop)))
         if job is None or job.key != key or job.attempt < 0:
             return
@@ -332,7 +336,9 @@ class Moves:
                 target.missing[key] = stop
             self._came(job, target)
         elif transfer.until_ns >= 0:
-            self._later(max(transfer.until_ns, self._clock.now), target, Loaded(key, stop))
+            # A node that does not know the attempt any more makes nothing of it.
+            loaded = partial(self._due.append, (target, Loaded(key, stop)))
+            self._clock.call(max(transfer.until_ns, self._clock.now), TRANSFER_ENDS, loaded)
         else:
             self._recalled[key] = stop
 
@@ -401,14 +407,9 @@ class Moves:
         return way
 
     def _handed_over(self, handover: _Handover) -> None:
-        """The last byte has left; it is there after the link's latency."""
-        way, key = handover.way, handover.key
-        del self._handovers[key]
-        if way.link is None or not way.link.latency_ns:
-            self._say(way.source, way.target, Received(key))
-        else:
-            heard = partial(self._say, way.source, way.target, Received(key))
-            self._clock.call(self._clock.now + way.link.latency_ns, TRANSFER_ENDS, heard)
+        way = handover.way
+        del self._handovers[handover.key]
+        self._say(way.source, way.target, Received(handover.key), way.link)
 
     def _land(self, node: SimNode, land: Land) -> None:
         job = self._attempts.get(land.key)
@@ -428,10 +429,8 @@ class Moves:
             self._recalled.pop(key, None)
         if self.disks.are_at_risk:
             self.disks.over(node, key)
-        if key in self._reads:
-            tag: Any = self._reads[key].tag
-            if tag[1][1] is node:
-                self.network.cancel(self._reads.pop(key), self._clock.now)
+        if key in self._reads and self._reads[key][0] is node:
+            self._stop_read(key)
 
     def _stop_handover(self, handover: _Handover) -> None:
         del self._handovers[handover.key]
@@ -439,13 +438,20 @@ class Moves:
 
     # What nodes say to each other.
 
-    def _say(
-        self, source: SimNode, target: SimNode, event: Event, lost: Callable[[], None] | None = None
-    ) -> None:
-        if self.sessions.are_at_risk:
-            self.sessions.carry(source, target, partial(self._due.append, (target, event)), lost)
-        else:
+    def _say(self, source: SimNode, target: SimNode, event: Event, link: ClusterLink | None = None) -> None:
+        """`link`: what this is about has just left over it."""
+        if link is None and not self.sessions.are_at_risk:
             self._due.append((target, event))
+        else:
+            self._arrive(source, target, partial(self._due.append, (target, event)), link)
+
+    def _arrive(self, source: SimNode, target: SimNode, heard: Call, link: ClusterLink | None) -> None:
+        """The last byte has left; it is there after the link's latency."""
+        if link is None or not link.latency_ns:
+            self.sessions.carry(source, target, heard)
+        else:
+            carry = partial(self.sessions.carry, source, target, heard)
+            self._clock.call(self._clock.now + link.latency_ns, TRANSFER_ENDS, carry)
 
     # What goes wrong.
 
@@ -474,20 +480,14 @@ class Moves:
         for handover in list(self._handovers.values()):
             if node is handover.way.source or node is handover.way.target:
                 self._stop_handover(handover)
-        for key, flow in list(self._reads.items()):
-            tag: Any = flow.tag
-            if tag[1][1] is node:
-                del self._reads[key]
-                self.network.cancel(flow, self._clock.now)
+        for key, (reader, _) in list(self._reads.items()):
+            if reader is node:
+                self._stop_read(key)
         for key, job in self._attempts.items():
             ends = self._nodes[job.prefill_slot], self._nodes[job.target]
             if node in ends and ends[0] is not ends[1]:
                 other = ends[1] if ends[0] is node else ends[0]
                 self._due.append((other, Severed((key,), f"node {name} is gone")))
-
-    def _later(self, time: int, node: SimNode, event: Event) -> None:
-        """A node that does not know the attempt any more makes nothing of it."""
-        self._clock.call(time, TRANSFER_ENDS, partial(self._due.append, (node, event)))
 
     def change_links(self, factor_of: Callable[[frozenset[str]], float], now: int) -> None:
         """Gives each link between clusters so much of its rate from now on."""

@@ -54,6 +54,11 @@ class SimNode:
         self._run_start = self._limit = self._first = self._growth = self._num_admitted = 0
         self.begin_anew(brain)
 
+    @property
+    def names(self) -> tuple[str, str]:
+        """Its own and its cluster's, as faults are given."""
+        return self.facts.node, self.facts.cluster
+
     def begin_anew(self, brain: Node) -> None:
         """With nothing under way."""
         self.brain = brain

@@ -3,28 +3,18 @@ from __future__ import annotations
 import pytest
 
 from isthmus.errors import ConfigError
-from isthmus.sim.faults import (
-    DiskFault,
-    Faults,
-    LinkFault,
-    NodeFault,
-    SessionFault,
-    disk_fault,
-    link_fault,
-    node_fault,
-    session_fault,
-)
+from isthmus.sim.faults import DiskFault, Faults, LinkFault, NodeFault, SessionFault, read
 from isthmus.types import NS_PER_S
 
 ENDS = frozenset(("dense", "local"))
 
 
 def test_faults_are_read_as_they_are_written() -> None:
-    assert link_fault("dense:local:60:120:0.2") == LinkFault("dense", "local", 60.0, 120.0, 0.2)
-    assert node_fault("dense-prefill-0:1.5:inf") == NodeFault("dense-prefill-0", 1.5, float("inf"))
-    assert disk_fault("dense:1:2") == DiskFault("dense", 1.0, 2.0)
-    assert session_fault("a:b:1:2:0.5") == SessionFault("a", "b", 1.0, 2.0, 0.5)
-    assert session_fault("a:b:1:2:inf") == SessionFault("a", "b", 1.0, 2.0)
+    assert read(LinkFault, "dense:local:60:120:0.2") == LinkFault("dense", "local", 60.0, 120.0, 0.2)
+    assert read(NodeFault, "dense-prefill-0:1.5:inf") == NodeFault("dense-prefill-0", 1.5, float("inf"))
+    assert read(DiskFault, "dense:1:2") == DiskFault("dense", 1.0, 2.0)
+    assert read(SessionFault, "a:b:1:2:0.5") == SessionFault("a", "b", 1.0, 2.0, 0.5)
+    assert read(SessionFault, "a:b:1:2:inf") == SessionFault("a", "b", 1.0, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -41,25 +31,25 @@ def test_faults_are_read_as_they_are_written() -> None:
 )
 def test_a_link_fault_that_cannot_be_meant_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--link-fault .*write ONE:OTHER:START:STOP:FACTOR"):
-        link_fault(text)
+        read(LinkFault, text)
 
 
 @pytest.mark.parametrize("text", ["n", "n:1", "n:2:1", "n:a:b"])
 def test_so_is_a_node_fault(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--node-fault .*write NAME:START:STOP"):
-        node_fault(text)
+        read(NodeFault, text)
 
 
 @pytest.mark.parametrize("text", ["n", "n:1", "n:2:1", "n:a:b"])
 def test_and_a_disk_fault(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--disk-fault .*write NAME:START:STOP"):
-        disk_fault(text)
+        read(DiskFault, text)
 
 
 @pytest.mark.parametrize("text", ["a:b:1:2", "a:b:2:1:1", "a:b:1:2:-1", "a:b:1:2:x"])
 def test_and_a_session_fault(text: str) -> None:
     with pytest.raises(ConfigError, match=r"--session-fault .*write ONE:OTHER:START:STOP:DELAY"):
-        session_fault(text)
+        read(SessionFault, text)
 
 
 def test_what_nodes_say_is_late_both_ways_and_the_longest_delay_holds() -> None:

@@ -7,10 +7,9 @@ from hypothesis import strategies as st
 
 from isthmus.cost import compile_cost, pipeline
 from isthmus.scheduler import Piece, Run
-from isthmus.sim.build import build_node
 from isthmus.sim.job import Job
 from isthmus.sim.links import Lane
-from isthmus.sim.node import SimNode
+from isthmus.sim.node import SimNode, build_node
 from isthmus.sim.records import LinkRecord
 from isthmus.sim.workloads import Request
 from isthmus.types import RequestId, Role

@@ -21,11 +21,10 @@ from isthmus.node.events import (
     Severed,
     Wanted,
 )
-from isthmus.sim.build import build_node
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.job import Job
 from isthmus.sim.moves import Due, Moves
-from isthmus.sim.node import SimNode
+from isthmus.sim.node import SimNode, build_node
 from isthmus.sim.workloads import Request
 from isthmus.types import RequestId
 from tests.virtual.hands import Ether, VirtualHands

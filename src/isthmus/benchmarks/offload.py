@@ -17,9 +17,8 @@ from isthmus.config import load_config
 from isthmus.deploy import PROFILES
 from isthmus.sim.deployment import deployment_of
 from isthmus.sim.faults import Faults, LinkFault
-from isthmus.sim.offloading import threshold_use
 from isthmus.sim.records import Result, Status
-from isthmus.sim.summary import nearest_rank, within_limits
+from isthmus.sim.summary import nearest_rank, threshold_use, within_limits
 from isthmus.sim.workloads import load
 from isthmus.sim.world import World
 from isthmus.types import NS_PER_S

@@ -84,14 +84,14 @@ def _with_faults(deployment: Deployment, texts: list[list[str]]) -> Deployment:
     """`texts`: of links, nodes, sessions, disks."""
     import msgspec
 
-    from isthmus.sim.faults import Faults, disk_fault, link_fault, node_fault, session_fault
+    from isthmus.sim.faults import DiskFault, Faults, LinkFault, NodeFault, SessionFault, read
 
     links, nodes, sessions, disks = texts
     faults = Faults(
-        tuple(map(link_fault, links)),
-        tuple(map(node_fault, nodes)),
-        tuple(map(session_fault, sessions)),
-        tuple(map(disk_fault, disks)),
+        tuple([read(LinkFault, text) for text in links]),
+        tuple([read(NodeFault, text) for text in nodes]),
+        tuple([read(SessionFault, text) for text in sessions]),
+        tuple([read(DiskFault, text) for text in disks]),
     )
     faults.check(
         links=[(link.source, link.target) for link in deployment.rules.links],

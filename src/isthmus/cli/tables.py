@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from isthmus.sim.offloading import Parts, ThresholdUse
-from isthmus.sim.summary import Loss, Spread, Summary
+from isthmus.sim.summary import Loss, Parts, Spread, Summary, ThresholdUse
 
 _NONE = "–"
 _PLAIN_WIDTH = 1000

@@ -15,44 +15,8 @@ from typing import Any
 from isthmus.attempts import Fetch as FetchOrder
 from isthmus.attempts import FetchFinished, PrefillFinished, RequestFailed, RoleChanged
 from isthmus.blocks import state_names
+from isthmus.node import events
 from isthmus.node.attempt import Attempt
-from isthmus.node.events import (
-    Action,
-    Become,
-    Begin,
-    Broken,
-    Came,
-    Copy,
-    Cut,
-    Drop,
-    EndFetch,
-    Enough,
-    Event,
-    Fetch,
-    FetchEnded,
-    Finish,
-    Forget,
-    Give,
-    Granted,
-    Land,
-    Landed,
-    Loaded,
-    Lost,
-    Missing,
-    Moved,
-    Offer,
-    Read,
-    Received,
-    Recovered,
-    Release,
-    Sampled,
-    Send,
-    Severed,
-    Shorten,
-    Wake,
-    Wanted,
-    Woken,
-)
 from isthmus.node.extent import extent_of
 from isthmus.scheduler import Limits, Saved, Scheduler, Stepped
 from isthmus.scheduler.sequence import DECODING, DEPARTING, JOINING, RECEIVING
@@ -82,42 +46,43 @@ class Node:
         self._limits, self._stages, self._transfer_ns = limits, stages, transfer_ns
         self._block_size, self._state_blocks = scheduler.limits.block_size, scheduler.limits.state_blocks
         self._attempts: dict[RequestId, Attempt] = {}
-        self._fetches: dict[RequestId, tuple[Fetch, int]] = {}  # and when bytes of it last came, 0 before any
+        # And when bytes of it last came, 0 before any.
+        self._fetches: dict[RequestId, tuple[events.Fetch, int]] = {}
         self._num_copies = 0
         self._loans: dict[tuple[RequestId, NodeId], Names] = {}
         self._forgotten: list[Attempt] = []  # while a run with them is out
-        self._early: list[Sampled] = []  # told while a run with them is out
+        self._early: list[events.Sampled] = []  # told while a run with them is out
         self._distrusted: dict[RequestId, None] = {}
         self._next_role: Role | None = None
         self._is_cut = False
-        self._handlers: dict[type, Callable[[Any, int, list[Action]], None]] = {
-            Begin: self._begin,
-            Forget: self._forget,
-            Copy: self._copy,
-            Become: self._become,
-            Granted: self._granted,
-            Landed: self._landed,
-            Wanted: self._wanted,
-            Enough: self._enough,
-            Severed: self._severed,
+        self._handlers: dict[type, Callable[[Any, int, list[events.Action]], None]] = {
+            events.Begin: self._begin,
+            events.Forget: self._forget,
+            events.Copy: self._copy,
+            events.Become: self._become,
+            events.Granted: self._granted,
+            events.Landed: self._landed,
+            events.Wanted: self._wanted,
+            events.Enough: self._enough,
+            events.Severed: self._severed,
             Stepped: self._stepped,
             Saved: self._saved,
-            Missing: self._missing,
-            Sampled: self._sampled,
-            Came: self._came,
-            FetchEnded: self._fetch_ended,
-            Loaded: self._loaded,
-            Received: self._received,
-            Moved: self._moved,
-            Broken: self._broken,
-            Lost: self._lost,
-            Recovered: self._recovered,
-            Woken: self._woken,
+            events.Missing: self._missing,
+            events.Sampled: self._sampled,
+            events.Came: self._came,
+            events.FetchEnded: self._fetch_ended,
+            events.Loaded: self._loaded,
+            events.Received: self._received,
+            events.Moved: self._moved,
+            events.Broken: self._broken,
+            events.Lost: self._lost,
+            events.Recovered: self._recovered,
+            events.Woken: self._woken,
         }
 
-    def on(self, event: Event, now: int) -> list[Action]:
+    def on(self, event: events.Event, now: int) -> list[events.Action]:
         """Takes one fact, returns what follows from it, in order. Mutates. `now`: ns, never goes back."""
-        actions: list[Action] = []
+        actions: list[events.Action] = []
         self._handlers[type(event)](event, now, actions)
         return actions
 
@@ -150,7 +115,7 @@ class Node:
 
     # An attempt begins and ends.
 
-    def _begin(self, event: Begin, now: int, actions: list[Action]) -> None:
+    def _begin(self, event: events.Begin, now: int, actions: list[events.Action]) -> None:
         if self._distrusted and event.route.request in self._distrusted:
             event = self._without_cache(event)
         key, route, part = event.key, event.route, event.part
@@ -168,7 +133,7 @@ class Node:
             scheduler.expect(attempt, actions)
         else:
             if part is PREFILL:
-                actions.append(Offer(key, route.decode, extent))
+                actions.append(events.Offer(key, route.decode, extent))
             self._cut(actions)
             if fetch is not None:
                 self._fetch(attempt, fetch, actions)
@@ -178,38 +143,38 @@ class Node:
         if scheduler.run is None:
             self._plan(now, actions)
 
-    def _forget(self, event: Forget, now: int, actions: list[Action]) -> None:
+    def _forget(self, event: events.Forget, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
         if attempt is not None:
             self._drop(attempt, now, actions)
 
-    def _drop(self, attempt: Attempt, now: int, actions: list[Action]) -> None:
+    def _drop(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
         """The attempt is over, whatever it had come to."""
         key = attempt.begin.key
         del self._attempts[key]
         if key in self._fetches:
-            actions.append(EndFetch(key))  # a run may wait for it
+            actions.append(events.EndFetch(key))  # a run may wait for it
         if self.scheduler.computes(attempt):
             self._forgotten.append(attempt)
             self._cut(actions)
         else:
-            actions.append(Release(key))
+            actions.append(events.Release(key))
             self._gone(attempt, now, actions)
 
-    def _gone(self, attempt: Attempt, now: int, actions: list[Action]) -> None:
+    def _gone(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
         """Its blocks are free, and somebody may wait for them."""
         self._cut(actions)
         self.scheduler.forget(attempt)
         if self.scheduler.run is None:
             self._plan(now, actions)
 
-    def _fail(self, attempt: Attempt, reason: str, now: int, actions: list[Action]) -> None:
+    def _fail(self, attempt: Attempt, reason: str, now: int, actions: list[events.Action]) -> None:
         """Gives it up; the conductor may try again."""
         self._drop(attempt, now, actions)
         route = attempt.begin.route
         actions.append(RequestFailed(route.request, route.attempt, f"{self.node}: {reason}"))
 
-    def _broken(self, event: Broken, now: int, actions: list[Action]) -> None:
+    def _broken(self, event: events.Broken, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
         if attempt is None:
             return
@@ -220,20 +185,20 @@ class Node:
         self._fail(attempt, event.reason, now, actions)
 
     @staticmethod
-    def _without_cache(begin: Begin) -> Begin:
+    def _without_cache(begin: events.Begin) -> events.Begin:
         """What it uses of a cache failed it before: now it uses none, and leaves nothing there."""
         route = begin.route
         alone = type(route)(
             route.request, route.attempt, route.prefill, route.decode, None, 0, route.work_ns, route.deadline_ns,
             route.codec, route.handover_start, route.recall,
         )  # fmt: skip
-        return Begin(begin.key, begin.part, alone, begin.num_tokens, begin.stop_length)
+        return events.Begin(begin.key, begin.part, alone, begin.num_tokens, begin.stop_length)
 
-    def _become(self, event: Become, now: int, actions: list[Action]) -> None:
+    def _become(self, event: events.Become, now: int, actions: list[events.Action]) -> None:
         self._next_role = event.role
         self._switch(actions)
 
-    def _switch(self, actions: list[Action]) -> None:
+    def _switch(self, actions: list[events.Action]) -> None:
         if self._next_role is not None and self.scheduler.run is None:
             self.scheduler.change(self._limits[self._next_role])
             actions.append(RoleChanged(self.node, self._next_role))
@@ -241,16 +206,16 @@ class Node:
 
     # What stands still, and what is gone.
 
-    def _severed(self, event: Severed, now: int, actions: list[Action]) -> None:
+    def _severed(self, event: events.Severed, now: int, actions: list[events.Action]) -> None:
         for key in event.keys:
             attempt = self._attempts.get(key)
             if attempt is None or attempt.received or attempt.state in (JOINING, DECODING):
                 continue  # nothing is awaited over it
             if not attempt.lost_ns:
                 attempt.lost_ns, attempt.reason = now + LOST_NS, event.reason
-                actions.append(Wake(attempt.lost_ns))
+                actions.append(events.Wake(attempt.lost_ns))
 
-    def _moved(self, event: Moved, now: int, actions: list[Action]) -> None:
+    def _moved(self, event: events.Moved, now: int, actions: list[events.Action]) -> None:
         if not event.fetched:
             attempt = self._attempts.get(event.key)
             if attempt is not None:
@@ -258,37 +223,37 @@ class Node:
         elif event.key in self._fetches:
             self._fetches[event.key] = self._fetches[event.key][0], now
 
-    def _woken(self, event: Woken, now: int, actions: list[Action]) -> None:
+    def _woken(self, event: events.Woken, now: int, actions: list[events.Action]) -> None:
         late = now - self._transfer_ns
         for attempt in list(self._attempts.values()):
             if attempt.lost_ns and now >= attempt.lost_ns:
                 self._fail(attempt, attempt.reason, now, actions)
             elif 0 < attempt.moved_ns < late and attempt.state is RECEIVING and not attempt.received:
                 self._fail(attempt, f"no KV came for {self._transfer_ns / NS_PER_S:g} s", now, actions)
-        actions += [EndFetch(key) for key, (_, moved_ns) in self._fetches.items() if 0 < moved_ns < late]
+        actions += [events.EndFetch(key) for key, (_, moved_ns) in self._fetches.items() if 0 < moved_ns < late]
 
     # Handing over.
 
-    def _granted(self, event: Granted, now: int, actions: list[Action]) -> None:
+    def _granted(self, event: events.Granted, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
         if attempt is not None and not attempt.granted:
             attempt.granted = True
             if attempt.started:
-                actions.append(Send(event.key, attempt.sampled))
+                actions.append(events.Send(event.key, attempt.sampled))
 
-    def _sampled_by(self, attempt: Attempt, actions: list[Action]) -> None:
+    def _sampled_by(self, attempt: Attempt, actions: list[events.Action]) -> None:
         """Its prompt is computed and its first token is known."""
         attempt.sampled = True
         if attempt.granted and attempt.begin.part is PREFILL:
-            actions.append(Finish(attempt.request))
+            actions.append(events.Finish(attempt.request))
 
-    def _landed(self, event: Landed, now: int, actions: list[Action]) -> None:
+    def _landed(self, event: events.Landed, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
         if attempt is None or attempt.state is not DEPARTING:
             return  # nobody says so of what was not all sent
         del self._attempts[event.key]
         route = attempt.begin.route
-        actions += (PrefillFinished(route.request, route.attempt), Release(event.key))
+        actions += (PrefillFinished(route.request, route.attempt), events.Release(event.key))
         self._gone(attempt, now, actions)
 
     # Receiving.
@@ -307,7 +272,7 @@ class Node:
             tiers.pin(attempt.pinned)
         return True
 
-    def _loaded(self, event: Loaded, now: int, actions: list[Action]) -> None:
+    def _loaded(self, event: events.Loaded, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
         if attempt is None:
             return
@@ -318,16 +283,16 @@ class Node:
         self.scheduler.unpin(attempt)
         self._maybe_whole(attempt, now, actions)
 
-    def _received(self, event: Received, now: int, actions: list[Action]) -> None:
+    def _received(self, event: events.Received, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
         if attempt is not None:
             attempt.received = True
             self._maybe_whole(attempt, now, actions)
 
-    def _maybe_whole(self, attempt: Attempt, now: int, actions: list[Action]) -> None:
+    def _maybe_whole(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
         """Every KV group is whole: KV of all tokens and, if the model has one, the recurrent state."""
         if attempt.received and attempt.recalled:
-            actions.append(Land(attempt.request, attempt.begin.peer))
+            actions.append(events.Land(attempt.request, attempt.begin.peer))
             self._cut(actions)
             self.scheduler.imported(attempt)
             if self.scheduler.run is None:
@@ -335,27 +300,27 @@ class Node:
 
     # Fetching from other nodes, and giving to them.
 
-    def _fetch(self, attempt: Attempt, fetch: FetchOrder, actions: list[Action]) -> None:
+    def _fetch(self, attempt: Attempt, fetch: FetchOrder, actions: list[events.Action]) -> None:
         """For a prefill also the state at its end; one that is not handed over decodes with the state that is."""
         begin = attempt.begin
         names, whole = begin.names[: fetch.stop], False
         if self._state_blocks and begin.part is not DECODE and names:
             names, whole = names + state_names(names[-1], self._state_blocks), True
-        wanted = Fetch(begin.key, fetch.source, names, fetch.start, whole, fetch.codec)
+        wanted = events.Fetch(begin.key, fetch.source, names, fetch.start, whole, fetch.codec)
         self._fetches[begin.key] = wanted, 0
         actions.append(wanted)
 
-    def _came(self, event: Came, now: int, actions: list[Action]) -> None:
+    def _came(self, event: events.Came, now: int, actions: list[events.Action]) -> None:
         fetch, _ = self._fetches.get(event.key, (None, 0))
         if fetch is not None:
             self._offer(fetch.names[: self._reaches(fetch, event.stop)], now, actions)
 
-    def _reaches(self, fetch: Fetch, stop: int) -> int:
+    def _reaches(self, fetch: events.Fetch, stop: int) -> int:
         """How many leading blocks are here, now that `[start, stop)` came: what it was to follow may have gone."""
         held = self.tiers.match(fetch.names[: fetch.start])[0] if self.tiers is not None else fetch.start
         return held if held < fetch.start else stop
 
-    def _fetch_ended(self, event: FetchEnded, now: int, actions: list[Action]) -> None:
+    def _fetch_ended(self, event: events.FetchEnded, now: int, actions: list[events.Action]) -> None:
         """What came is kept, whoever asked for it. With a recurrent state it is all, or less and no state."""
         fetch, _ = self._fetches.pop(event.key, (None, 0))
         if fetch is None:
@@ -376,32 +341,32 @@ class Node:
         route = attempt.begin.route
         actions.append(FetchFinished(route.request, route.attempt))
 
-    def _offer(self, names: Names, now: int, actions: list[Action]) -> None:
+    def _offer(self, names: Names, now: int, actions: list[events.Action]) -> None:
         """A prefix that lies in DRAM and belongs to no prompt here."""
         if names:
             self.scheduler.keep(names, actions)
             self._plan(now, actions)
             self._settle(names, actions)
 
-    def _settle(self, names: Names, actions: list[Action]) -> None:
+    def _settle(self, names: Names, actions: list[events.Action]) -> None:
         """What of these came and found no room, or has no head here, goes."""
         tiers = self.tiers
-        if tiers is not None:
+        if tiers is not None and tiers.match(names)[0] < len(names):
             useless = [name for name in names if not tiers.holds(name)]
             if useless:
-                actions.append(Drop(tuple(useless)))
+                actions.append(events.Drop(tuple(useless)))
 
-    def _copy(self, event: Copy, now: int, actions: list[Action]) -> None:
+    def _copy(self, event: events.Copy, now: int, actions: list[events.Action]) -> None:
         """A prefix that many ask for, before anybody asks here."""
         held = self.tiers.match(event.names)[0] if self.tiers is not None else len(event.names)
         if held < len(event.names):
             self._num_copies += 1
             key = RequestId(f"copy-{self._num_copies}")
-            fetch = Fetch(key, event.source, event.names, held, background=True)
+            fetch = events.Fetch(key, event.source, event.names, held, background=True)
             self._fetches[key] = fetch, 0
             actions.append(fetch)
 
-    def _wanted(self, event: Wanted, now: int, actions: list[Action]) -> None:
+    def _wanted(self, event: events.Wanted, now: int, actions: list[events.Action]) -> None:
         """Keeps what is given where it is until the other node says `Enough`."""
         names, start = event.names, event.start
         found, on_disk = self.tiers.match(names) if self.tiers is not None else (0, 0)
@@ -413,29 +378,29 @@ class Node:
             self.tiers.pin(given)
             self._loans[event.key, event.peer] = given
         on_disk = min(on_disk, found - start)
-        actions.append(Give(event.key, event.peer, names, start, found, on_disk))
+        actions.append(events.Give(event.key, event.peer, names, start, found, on_disk))
 
-    def _enough(self, event: Enough, now: int, actions: list[Action]) -> None:
+    def _enough(self, event: events.Enough, now: int, actions: list[events.Action]) -> None:
         names = self._loans.pop((event.key, event.peer), ())
         if names and self.tiers is not None:
             self.tiers.unpin(names)
 
     # Runs.
 
-    def _cut(self, actions: list[Action]) -> None:
+    def _cut(self, actions: list[events.Action]) -> None:
         """Somebody waits for the next run."""
         run = self.scheduler.run
         if run is not None and not self._is_cut and run.steps > 1:
             self._is_cut = True
-            actions.append(Cut())
+            actions.append(events.Cut())
 
-    def _stepped(self, event: Stepped, now: int, actions: list[Action]) -> None:
+    def _stepped(self, event: Stepped, now: int, actions: list[events.Action]) -> None:
         scheduler, run = self.scheduler, self.scheduler.run
         assert run is not None
         self._is_cut = False
         if self._forgotten:
             for attempt in self._forgotten:
-                actions.append(Release(attempt.request))
+                actions.append(events.Release(attempt.request))
                 scheduler.forget(attempt)
             self._forgotten.clear()
         for key in event.ended:
@@ -452,11 +417,11 @@ class Node:
                 self._sampled(sampled_event, now, actions)
         self._plan(now, actions)
         for key in event.ended:  # when what is saved of it has been taken over
-            actions.append(Release(key))
+            actions.append(events.Release(key))
         if self._next_role is not None:
             self._switch(actions)
 
-    def _sampled(self, event: Sampled, now: int, actions: list[Action]) -> None:
+    def _sampled(self, event: events.Sampled, now: int, actions: list[events.Action]) -> None:
         if any(self.scheduler.computes(self._attempts[key]) for key in event.keys if key in self._attempts):
             self._early.append(event)  # the first stage has not said yet that it is through
             return
@@ -468,20 +433,20 @@ class Node:
                 self._sampled_by(attempt, actions)
                 continue
             del self._attempts[key]
-            actions.append(Release(key))
+            actions.append(events.Release(key))
             self._gone(attempt, now, actions)
 
-    def _missing(self, event: Missing, now: int, actions: list[Action]) -> None:
+    def _missing(self, event: events.Missing, now: int, actions: list[events.Action]) -> None:
         """What could not be loaded is computed. Without its end a recurrent state is none."""
         num_tokens = 0 if self._state_blocks else event.num_blocks * self._block_size
-        actions.append(Shorten(event.key, num_tokens))
+        actions.append(events.Shorten(event.key, num_tokens))
         attempt = self._attempts.get(event.key)
         if attempt is not None:
             self.scheduler.missing(attempt, event.num_blocks)
 
     # What is kept.
 
-    def _read(self, attempt: Attempt, num_cached: int, actions: list[Action]) -> None:
+    def _read(self, attempt: Attempt, num_cached: int, actions: list[events.Action]) -> None:
         """Begins with what lies on the SSD while the request waits."""
         tiers, names = self.tiers, attempt.begin.names[:num_cached]
         assert tiers is not None
@@ -489,26 +454,26 @@ class Node:
             names += state_names(names[-1], self._state_blocks)
         found, on_disk = tiers.match(names)
         if on_disk:
-            actions.append(Read(attempt.begin.key, names[found - on_disk : found]))
+            actions.append(events.Read(attempt.begin.key, names[found - on_disk : found]))
 
-    def _saved(self, event: Saved, now: int, actions: list[Action]) -> None:
+    def _saved(self, event: Saved, now: int, actions: list[events.Action]) -> None:
         self.scheduler.saved(event.request)
         if self.scheduler.run is None:
             self._plan(now, actions)
 
-    def _lost(self, event: Lost, now: int, actions: list[Action]) -> None:
+    def _lost(self, event: events.Lost, now: int, actions: list[events.Action]) -> None:
         if event.names:
             self.scheduler.lose(event.names, actions)
             self._plan(now, actions)
 
-    def _recovered(self, event: Recovered, now: int, actions: list[Action]) -> None:
+    def _recovered(self, event: events.Recovered, now: int, actions: list[events.Action]) -> None:
         self.scheduler.recover(event.chains, actions)
         for chain in event.chains:
             self._settle(chain, actions)
 
     # What runs next.
 
-    def _plan(self, now: int, actions: list[Action]) -> None:
+    def _plan(self, now: int, actions: list[events.Action]) -> None:
         """If nothing does. What was granted is sent from the first chunk on."""
         run = self.scheduler.plan(actions, now)
         if run is None:
@@ -518,4 +483,4 @@ class Node:
             if attempt is not None and not attempt.started:
                 attempt.started = True
                 if attempt.granted:
-                    actions.append(Send(piece.request, attempt.sampled))
+                    actions.append(events.Send(piece.request, attempt.sampled))

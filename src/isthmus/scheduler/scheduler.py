@@ -16,21 +16,9 @@ from itertools import islice
 import msgspec
 
 from isthmus.attempts import BlocksEvicted, BlocksStored
+from isthmus.scheduler import events
 from isthmus.scheduler.budget import Room, TbtTarget, TimedRoom
-from isthmus.scheduler.events import (
-    Actions,
-    Admitted,
-    Demote,
-    Drop,
-    Joined,
-    Load,
-    Piece,
-    Preempted,
-    Promote,
-    Run,
-    Save,
-    Stepped,
-)
+from isthmus.scheduler.events import Actions, Piece, Run, Stepped
 from isthmus.scheduler.order import promise_order
 from isthmus.scheduler.pool import BlockPool, CountingPool
 from isthmus.scheduler.sequence import (
@@ -245,7 +233,7 @@ class Scheduler:
         if fresh and blocks and request is not None:
             self._saving[request] = self._saving.get(request, 0) + 1
             span, head = slice(start, start + fresh), names[start - 1] if start else None
-            save = Save(request, names[span], head, tuple(blocks[span]), len(change.sunk))
+            save = events.Save(request, names[span], head, tuple(blocks[span]), len(change.sunk))
         self._tell(change, actions, save)
 
     def missing(self, sequence: Sequence, num_blocks: int) -> None:
@@ -308,10 +296,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         """Gives back all that it holds of the engine."""
-        if self._saving:
-            self._give_back(sequence.request, sequence.blocks)
-        else:
-            self.pool.release(sequence.blocks)
+        self._give_back(sequence.request, sequence.blocks)
         if self._states is None:
             return
         self._restored(sequence)
@@ -374,18 +359,14 @@ class Scheduler:
                     self.unpin(sequence)
                 if self._states is not None:
                     self._keep_snapshots(sequence, stored, actions)
-                if sequence.detach:
-                    self._detach(sequence)
+                if sequence.detach:  # what has no name leaves with it, and is free when it is gone
+                    sequence.state = LEAVES[sequence.state]
+                    self._give_slot(sequence)
                 else:
                     sequence.state = COMPUTED[sequence.state]
                     self._start_decoding(sequence)
         if stored:
             actions.append(BlocksStored(self.node, tuple(stored)))
-
-    def _detach(self, sequence: Sequence) -> None:
-        """What has no name leaves with it, and is free when it is gone."""
-        sequence.state = LEAVES[sequence.state]
-        self._give_slot(sequence)
 
     def _keep_snapshots(self, sequence: Sequence, stored: list[BlockName], actions: Actions) -> None:
         """Its prompt is computed: snapshots are cached behind the prefix they belong to; the one that travels stays."""
@@ -415,28 +396,28 @@ class Scheduler:
 
     # The tiered cache.
 
-    def _tell(self, change: Change, actions: Actions, save: Save | None = None) -> None:
+    def _tell(self, change: Change, actions: Actions, save: events.Save | None = None) -> None:
         """In the order in which it can be done: room is made first. What goes from the SSD to DRAM comes before what
         takes its place there. `save`: all that is new."""
         node = self.node
         if change.evicted:
             self._evicted(change.evicted, actions)
         if change.promoted:
-            actions += (Promote(change.promoted), BlocksStored(node, change.promoted))
+            actions += (events.Promote(change.promoted), BlocksStored(node, change.promoted))
         if change.demoted:
-            actions += (Demote(change.demoted), BlocksStored(node, change.demoted, DISK))
+            actions += (events.Demote(change.demoted), BlocksStored(node, change.demoted, DISK))
         if save is not None:
             actions += (save, BlocksStored(node, save.names))
         elif change.stored:
             actions.append(BlocksStored(node, change.stored))
         if change.sunk:
             if save is None:
-                actions.append(Demote(change.sunk))
+                actions.append(events.Demote(change.sunk))
             actions.append(BlocksStored(node, change.sunk, DISK))
 
     def _evicted(self, names: tuple[BlockName, ...], actions: Actions) -> None:
         if self.tiers is not None:
-            actions.append(Drop(names))
+            actions.append(events.Drop(names))
         actions.append(BlocksEvicted(self.node, names))
 
     def _pin(self, sequence: Sequence, num_blocks: int) -> None:
@@ -477,7 +458,7 @@ class Scheduler:
                 self._restoring.append(sequence)
             sequence.state = JOINED[sequence.state]
             self._start_decoding(sequence)
-            actions.append(Joined(sequence.request))
+            actions.append(events.Joined(sequence.request))
 
     def _stop_decoding(self, sequence: Sequence) -> None:
         sequence.computed = self._clock + sequence.offset
@@ -720,7 +701,7 @@ class Scheduler:
         victim.start_over()
         victim.state = PREEMPTED[victim.state]
         self._waiting.appendleft(victim)
-        actions.append(Preempted(victim.request))
+        actions.append(events.Preempted(victim.request))
 
     # Admission.
 
@@ -775,13 +756,15 @@ class Scheduler:
         sequence.age = self._admissions
         self._prompts.append(sequence)
         table, state = sequence.table, tuple(sequence.restore)
-        actions.append(Admitted(sequence.request, computed, table, disk_blocks, state))
+        actions.append(events.Admitted(sequence.request, computed, table, disk_blocks, state))
         if computed and self.tiers is not None:
             count = -(-computed // size)
             names = (
                 sequence.names[:count] if self._states is None else self._states.chain(sequence.names, count)
             )
-            actions.append(Load(sequence.request, names, table[:count] + state, computed, sequence.fetches))
+            actions.append(
+                events.Load(sequence.request, names, table[:count] + state, computed, sequence.fetches)
+            )
         return True
 
     def _with_state(self, sequence: Sequence, held: list[int]) -> tuple[list[int], list[int]]:
@@ -797,15 +780,10 @@ class Scheduler:
         if self.limits.order == "fcfs" or len(self._waiting) == 1:
             return 0
         index = promise_order(self._waiting, now, lambda request: self._is_ready(request, now))  # type: ignore[arg-type]
-        return index if self._may_overtake(index) else 0
-
-    def _may_overtake(self, index: int) -> bool:
-        """Enough is left for each of those it overtakes.
-
-        A request that leaves holds its blocks until its decode node takes it. That takes requests in the order of
-        their routes, so it may first wait for one that was overtaken here: they would wait for each other.
-        """
-        return not index or not self._waiting[index].detach or self._leaves_enough(index)
+        # A request that leaves holds its blocks until its decode node takes it. That takes requests in the order of
+        # their routes, so it may first wait for one that was overtaken here: they would wait for each other.
+        waits = index and self._waiting[index].detach and not self._leaves_enough(index)
+        return 0 if waits else index
 
     def _leaves_enough(self, index: int) -> bool:
         """When this waiting request is admitted, any single one of those before it still could be."""

@@ -20,8 +20,8 @@ class Disks:
     def __init__(self, faults: Faults) -> None:
         self.are_at_risk = bool(faults.disks)
         self._faults = faults
-        self._unwritten: dict[int, set[BlockName]] = {}
-        """Of each node whose disk does not work: what is in DRAM alone."""
+        self.unwritten: dict[int, set[BlockName]] = {}
+        """By slot, of each node whose disk does not work: what is in DRAM alone."""
         self._read: dict[tuple[int, RequestId], Sequence[BlockName]] = {}
         """What was read ahead for prompts that wait."""
         self._ahead: defaultdict[int, Counter[BlockName]] = defaultdict(Counter)
@@ -30,29 +30,19 @@ class Disks:
     def change(self, nodes: Sequence[SimNode], now: int) -> None:
         """A fault begins or ends. What could not be written is written then."""
         for node in nodes if self.are_at_risk else ():
-            names = node.facts.node, node.facts.cluster
-            if self._faults.has_disk(names, now):
-                self._unwritten.pop(node.slot, None)
+            if self._faults.has_disk(node.names, now):
+                self.unwritten.pop(node.slot, None)
             elif node.facts.ssd_blocks:
-                self._unwritten.setdefault(node.slot, set())
+                self.unwritten.setdefault(node.slot, set())
 
     def fails(self, node: SimNode) -> bool:
-        return node.slot in self._unwritten
+        return node.slot in self.unwritten
 
     def settled(self, node: SimNode, names: Sequence[BlockName]) -> None:
         """It is decided in which tier these are."""
         if self.are_at_risk:
             for name in names:
                 self._ahead[node.slot].pop(name, None)
-
-    def stored(self, node: SimNode, names: Sequence[BlockName]) -> None:
-        """These are in DRAM."""
-        if self.fails(node):
-            self._unwritten[node.slot].update(names)
-
-    def demoted(self, node: SimNode, names: Sequence[BlockName]) -> tuple[BlockName, ...]:
-        """Which of them are lost, since only DRAM had them."""
-        return tuple([name for name in names if name in self._unwritten.get(node.slot, ())])
 
     def read(self, node: SimNode, key: RequestId, names: Sequence[BlockName]) -> Sequence[BlockName]:
         """Which of what a prompt wants of it the disk does not give: others may have read some already."""

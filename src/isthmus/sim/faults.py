@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -11,52 +12,77 @@ from isthmus.errors import ConfigError
 from isthmus.types import NS_PER_S
 
 
-class LinkFault(msgspec.Struct, frozen=True):
-    """The link between two clusters has `factor` of its rate from `start_s` to `stop_s`, both ways; 0: it is down.
+class _At(msgspec.Struct, frozen=True):
+    """Of a node, or of all nodes of a cluster of that `name`."""
 
-    Where faults of one link overlap, the smallest factor holds.
-    """
+    name: str
+    start_s: float
+    stop_s: float
 
+    @property
+    def ends(self) -> frozenset[str]:
+        return frozenset((self.name,))
+
+
+class _Between(msgspec.Struct, frozen=True):
     one: str
     other: str
     start_s: float
     stop_s: float
-    factor: float = 0.0
 
     @property
     def ends(self) -> frozenset[str]:
         return frozenset((self.one, self.other))
 
 
-class NodeFault(msgspec.Struct, frozen=True):
-    """A node, or all nodes of a cluster of that name, dies at `start_s` and joins again, empty, at `stop_s`."""
+class LinkFault(_Between, frozen=True):
+    """The link between two clusters has `factor` of its rate from `start_s` to `stop_s`, both ways; 0: it is down.
 
-    name: str
-    start_s: float
-    stop_s: float
+    Where faults of one link overlap, the smallest factor holds.
+    """
+
+    factor: float = 0.0
 
 
-class SessionFault(msgspec.Struct, frozen=True):
+class NodeFault(_At, frozen=True):
+    """It dies at `start_s` and joins again, empty, at `stop_s`."""
+
+
+class SessionFault(_Between, frozen=True):
     """What two nodes, or any nodes of two clusters, say to each other takes `delay_s` longer from `start_s` to
     `stop_s`. Infinite: their sessions end at `start_s`, and none can be opened until `stop_s`."""
 
-    one: str
-    other: str
-    start_s: float
-    stop_s: float
     delay_s: float = math.inf
 
 
-class DiskFault(msgspec.Struct, frozen=True):
-    """The SSD of a node, or of all nodes of a cluster, takes and gives nothing from `start_s` to `stop_s`."""
+class DiskFault(_At, frozen=True):
+    """Its SSD takes and gives nothing from `start_s` to `stop_s`."""
 
-    name: str
-    start_s: float
-    stop_s: float
 
+Fault = LinkFault | NodeFault | SessionFault | DiskFault
+_Fault = TypeVar("_Fault", LinkFault, NodeFault, SessionFault, DiskFault)
 
 Names = tuple[str, ...]
 """Of a node and its cluster."""
+
+
+class _Kind(NamedTuple):
+    """How a fault is written. `most`: of its last field, and `rule` says so."""
+
+    option: str
+    example: str
+    most: float = math.inf
+    rule: str = ""
+
+
+_KINDS: dict[type[Fault], _Kind] = {
+    LinkFault: _Kind("--link-fault", "dense:local:60:120:0.2", 1.0, "a factor is from 0 (down) to 1"),
+    NodeFault: _Kind("--node-fault", "dense-prefill-0:60:120"),
+    SessionFault: _Kind(
+        "--session-fault", "prefill-0:decode-1:60:120:0.5, inf to cut it", rule="a delay is 0 or more"
+    ),
+    DiskFault: _Kind("--disk-fault", "prefill-0:60:120"),
+}
 
 
 class Faults(msgspec.Struct, frozen=True):
@@ -69,43 +95,36 @@ class Faults(msgspec.Struct, frozen=True):
 
     def factor(self, ends: frozenset[str], now: int) -> float:
         """Of the rate of the link between these clusters."""
-        return min(
-            (fault.factor for fault in self.links if fault.ends == ends and _holds(fault, now)), default=1.0
-        )
+        return min([fault.factor for fault in _holding(self.links, now) if fault.ends == ends], default=1.0)
 
     def is_dead(self, names: Names, now: int) -> bool:
-        return any(fault.name in names and _holds(fault, now) for fault in self.nodes)
+        return any(fault.name in names for fault in _holding(self.nodes, now))
 
     def has_disk(self, names: Names, now: int) -> bool:
-        return not any(fault.name in names and _holds(fault, now) for fault in self.disks)
+        return not any(fault.name in names for fault in _holding(self.disks, now))
 
     def delay_ns(self, one: Names, other: Names, now: int) -> int | None:
         """Of what one node says to another now; None: it cannot."""
-        delay_s = max(
-            (
-                fault.delay_s
-                for fault in self.sessions
-                if _holds(fault, now)
-                and ((fault.one in one and fault.other in other) or (fault.one in other and fault.other in one))
-            ),
-            default=0.0,
-        )
+        delays_s = [
+            fault.delay_s
+            for fault in _holding(self.sessions, now)
+            if (fault.one in one and fault.other in other) or (fault.one in other and fault.other in one)
+        ]
+        delay_s = max(delays_s, default=0.0)
         return None if math.isinf(delay_s) else int(delay_s * NS_PER_S)
 
     def check(self, links: Iterable[tuple[str, str]], names: Iterable[str]) -> None:
         """Raises ConfigError for a fault of nothing there is. `links`: their ends; `names`: of nodes and clusters."""
         ends = dict.fromkeys(map(frozenset, links))
-        for fault in self.links:
-            if fault.ends not in ends:
+        for link in self.links:
+            if link.ends not in ends:
                 have = ", ".join(":".join(sorted(each)) for each in ends) or "none"
-                raise ConfigError(f"--link-fault {fault.one}:{fault.other}: no such link; there are: {have}")
+                raise ConfigError(f"--link-fault {link.one}:{link.other}: no such link; there are: {have}")
         known = dict.fromkeys(names)
-        named = [("--node-fault", fault.name) for fault in self.nodes]
-        named += [("--disk-fault", fault.name) for fault in self.disks]
-        named += [("--session-fault", name) for each in self.sessions for name in (each.one, each.other)]
-        for option, name in named:
-            if name not in known:
-                have = ", ".join(known)
+        others: tuple[Fault, ...] = (*self.nodes, *self.disks, *self.sessions)
+        for fault in others:
+            for name in sorted(fault.ends - known.keys()):
+                option, have = _KINDS[type(fault)].option, ", ".join(known)
                 raise ConfigError(f"{option} {name}: no node or cluster has that name; there are: {have}")
 
     def times(self) -> list[int]:
@@ -118,73 +137,39 @@ class Faults(msgspec.Struct, frozen=True):
 _NEVER_S = 1e9
 
 
-Fault = LinkFault | NodeFault | SessionFault | DiskFault
-
-
 def _ns(time_s: float) -> int:
     return int(min(time_s, _NEVER_S) * NS_PER_S)
 
 
-def _holds(fault: Fault, now: int) -> bool:
-    return _ns(fault.start_s) <= now < _ns(fault.stop_s)
+def _holding(faults: Iterable[_Fault], now: int) -> list[_Fault]:
+    return [fault for fault in faults if _ns(fault.start_s) <= now < _ns(fault.stop_s)]
 
 
-def link_fault(text: str) -> LinkFault:
-    """`dense:local:60:120:0.2`: ends of the link, start, stop (s, `inf` for never), factor. Raises ConfigError."""
-    shape = "ONE:OTHER:START:STOP:FACTOR, e.g. dense:local:60:120:0.2"
-    parts = _parts("--link-fault", text, 5, shape)
-    start, stop = _span("--link-fault", text, parts[2:4], shape)
-    factor = _number("--link-fault", text, parts[4], shape)
-    if not 0 <= factor <= 1:
-        raise ConfigError(f"--link-fault {text}: a factor is from 0 (down) to 1; write {shape}")
-    return LinkFault(parts[0], parts[1], start, stop, factor)
+def read(kind: type[_Fault], text: str) -> _Fault:
+    """A fault as its option takes it, e.g. `dense:local:60:120:0.2`: its fields, times in s and `inf` for never.
 
-
-def node_fault(text: str) -> NodeFault:
-    """`dense-prefill-0:60:120`: a node or a cluster, start, stop (s, `inf` for never). Raises ConfigError."""
-    shape = "NAME:START:STOP, e.g. dense-prefill-0:60:120"
-    parts = _parts("--node-fault", text, 3, shape)
-    return NodeFault(parts[0], *_span("--node-fault", text, parts[1:], shape))
-
-
-def disk_fault(text: str) -> DiskFault:
-    """`prefill-0:60:120`: a node or a cluster, start, stop (s, `inf` for never). Raises ConfigError."""
-    shape = "NAME:START:STOP, e.g. prefill-0:60:120"
-    parts = _parts("--disk-fault", text, 3, shape)
-    return DiskFault(parts[0], *_span("--disk-fault", text, parts[1:], shape))
-
-
-def session_fault(text: str) -> SessionFault:
-    """`prefill-0:decode-1:60:120:0.5`: two nodes or clusters, start, stop, delay (s, `inf` for cut). Raises
-    ConfigError."""
-    shape = "ONE:OTHER:START:STOP:DELAY, e.g. prefill-0:decode-1:60:120:0.5, inf to cut it"
-    parts = _parts("--session-fault", text, 5, shape)
-    start, stop = _span("--session-fault", text, parts[2:4], shape)
-    delay = _number("--session-fault", text, parts[4], shape)
-    if delay < 0:
-        raise ConfigError(f"--session-fault {text}: a delay is 0 or more; write {shape}")
-    return SessionFault(parts[0], parts[1], start, stop, delay)
-
-
-def _parts(option: str, text: str, count: int, shape: str) -> list[str]:
-    parts = text.split(":")
-    if len(parts) != count:
+    Raises ConfigError.
+    """
+    option, example, most, rule = _KINDS[kind]
+    fields, parts = kind.__struct_fields__, text.split(":")
+    shape = ":".join(field.removesuffix("_s").upper() for field in fields) + f", e.g. {example}"
+    if len(parts) != len(fields):
         raise ConfigError(f"{option} {text}: write {shape}")
-    return parts
-
-
-def _span(option: str, text: str, parts: list[str], shape: str) -> tuple[float, float]:
-    start, stop = (_number(option, text, part, shape) for part in parts)
+    at = fields.index("start_s")
+    numbers = [_number(part) for part in parts[at:]]
+    for part, number in zip(parts[at:], numbers, strict=True):
+        if math.isnan(number):
+            raise ConfigError(f"{option} {text}: {part!r} is no number; write {shape}")
+    start, stop = numbers[:2]
     if not (0 <= start < stop and math.isfinite(start)):
         raise ConfigError(f"{option} {text}: it must stop after it starts; write {shape}")
-    return start, stop
+    if not 0 <= numbers[-1] <= most:
+        raise ConfigError(f"{option} {text}: {rule}; write {shape}")
+    return kind(*parts[:at], *numbers)  # type: ignore[arg-type]
 
 
-def _number(option: str, text: str, part: str, shape: str) -> float:
+def _number(text: str) -> float:
     try:
-        value = float(part)
+        return float(text)
     except ValueError:
-        value = math.nan
-    if math.isnan(value):
-        raise ConfigError(f"{option} {text}: {part!r} is no number; write {shape}")
-    return value
+        return math.nan

@@ -13,34 +13,9 @@ from typing import Any, NamedTuple
 
 from isthmus.conductor import LinkState
 from isthmus.cost.transfer import NONE, codec_speeds
-from isthmus.node.events import (
-    Demote,
-    EndFetch,
-    Enough,
-    Event,
-    Fetch,
-    FetchEnded,
-    Finish,
-    Give,
-    Grant,
-    Granted,
-    Land,
-    Landed,
-    Load,
-    Loaded,
-    Lost,
-    Offer,
-    Promote,
-    Read,
-    Received,
-    Release,
-    Save,
-    Send,
-    Severed,
-    Wanted,
-)
+from isthmus.node import events
 from isthmus.scheduler import Saved
-from isthmus.sim.clock import TRANSFER_ENDS, Clock
+from isthmus.sim.clock import TRANSFER_ENDS, Call, Clock
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.disks import Disks
 from isthmus.sim.job import Job
@@ -83,7 +58,7 @@ class _Transfer:
 
     __slots__ = ("asked", "flow", "is_prompts", "job", "source", "stop", "target", "until_ns")
 
-    def __init__(self, asked: Fetch, source: SimNode, target: SimNode, job: Job | None) -> None:
+    def __init__(self, asked: events.Fetch, source: SimNode, target: SimNode, job: Job | None) -> None:
         self.asked, self.source, self.target, self.job = asked, source, target, job
         self.flow: Flow | None = None
         self.stop = 0
@@ -119,7 +94,7 @@ class Moves:
         self._state_blocks = nodes[0].facts.state_blocks if nodes else 0
         self._ways: dict[tuple[int, int], _Way] = {}
         self._handovers: dict[RequestId, _Handover] = {}
-        self._reads: dict[RequestId, Flow] = {}
+        self._reads: dict[RequestId, tuple[SimNode, Flow]] = {}
         self._fetches: dict[tuple[RequestId, int], _Transfer] = {}
         self._recalled: dict[RequestId, int] = {}
         self._severed: set[RequestId] = set()
@@ -128,22 +103,22 @@ class Moves:
         self.disks = Disks(deployment.faults)
         self._measured = [(0, 0)] * len(self.wiring.between)  # bytes and time of each link so far
         self.effects: dict[type, Callable[[SimNode, Any], None]] = {
-            Load: self._load,
-            Read: self._read,
-            Save: self._save,
-            Fetch: self._fetch,
-            EndFetch: self._end_fetch,
-            Give: self._give,
-            Grant: self._grant,
-            Send: self._send,
-            Finish: self._finish,
-            Land: self._land,
-            Release: self._release,
+            events.Load: self._load,
+            events.Read: self._read,
+            events.Save: self._save,
+            events.Fetch: self._fetch,
+            events.EndFetch: self._end_fetch,
+            events.Give: self._give,
+            events.Grant: self._grant,
+            events.Send: self._send,
+            events.Finish: self._finish,
+            events.Land: self._land,
+            events.Release: self._release,
         }
         if self.sessions.are_at_risk:
-            self.effects[Offer] = self._offer
+            self.effects[events.Offer] = self._offer
         if self.disks.are_at_risk:
-            self.effects |= {Demote: self._demote, Promote: self._promote}
+            self.effects |= {events.Demote: self._demote, events.Promote: self._promote}
 
     def end(self, now: int) -> None:
         """What has come by now."""
@@ -159,7 +134,7 @@ class Moves:
 
     # From a node's own memory and disk, and to them.
 
-    def _load(self, node: SimNode, load: Load) -> None:
+    def _load(self, node: SimNode, load: events.Load) -> None:
         """A run's compute may end before that, but its first token waits for it."""
         job, now = self._attempts.get(load.key), self._clock.now
         if job is None:
@@ -170,33 +145,35 @@ class Moves:
         ends = lane.take(size, now)
         transfer = self._fetches.get((load.key, node.slot))
         if not load.told:
-            job.loaded_ns = ends
+            job.loaded_ns, names = ends, load.names
             if load.arriving and transfer is not None:
-                job.arriving = load.num_tokens
-            self.disks.load(
-                node, load.key, load.names[: transfer.asked.start] if job.arriving and transfer else load.names
-            )
-            return
-        if transfer is not None:
+                job.arriving, names = load.num_tokens, names[: transfer.asked.start]
+            self.disks.load(node, load.key, names)
+        elif transfer is not None:
             transfer.until_ns = ends
-            return
-        found = self._recalled.pop(load.key, len(load.names))
-        self._clock.call(ends, TRANSFER_ENDS, partial(self._recall_loaded, node, load.key, load.names[:found]))
+        else:
+            found = self._recalled.pop(load.key, len(load.names))
+            loaded = partial(self._recall_loaded, node, load.key, load.names[:found])
+            self._clock.call(ends, TRANSFER_ENDS, loaded)
 
     def _recall_loaded(self, node: SimNode, key: RequestId, names: Sequence[BlockName]) -> None:
         lost = self.disks.missing(node, names)
-        self._due += [(node, Lost((name,))) for name in lost]
-        self._due.append((node, Loaded(key, len(names) - len(lost))))
+        self._lose(node, lost)
+        self._due.append((node, events.Loaded(key, len(names) - len(lost))))
 
     def missed(self, node: SimNode, key: RequestId) -> None:
         """The run that needed it has broken off, and its node hears why."""
-        self._due += [(node, Lost((name,))) for name in self.disks.missed(node, key)]
+        self._lose(node, self.disks.missed(node, key))
 
-    def _read(self, node: SimNode, read: Read) -> None:
+    def _lose(self, node: SimNode, names: Sequence[BlockName]) -> None:
+        """As the node finds out, one after the other."""
+        self._due += [(node, events.Lost((name,))) for name in names]
+
+    def _read(self, node: SimNode, read: events.Read) -> None:
         """Brings what lies on the node's disk into its memory while the request waits."""
         lost = self.disks.read(node, read.key, read.names)
         if lost:
-            self._due += [(node, Lost((name,))) for name in lost]
+            self._lose(node, lost)
             return
         job, num_blocks = self._attempts[read.key], len(read.names)
         job.record.disk_tokens = num_blocks * self._block_size
@@ -204,12 +181,16 @@ class Moves:
         size = num_blocks * self._block_size * node.cost.kv_token_bytes
         self.bytes_moved["disk_read"] += size
         tag = self._read_ends, (read.key, node)
-        self._reads[read.key] = self.network.start((node.links.disk_read,), size, tag, self._clock.now)
+        flow = self.network.start((node.links.disk_read,), size, tag, self._clock.now)
+        self._reads[read.key] = node, flow
 
     def _read_ends(self, what: tuple[RequestId, SimNode]) -> None:
         key, node = what
         del self._reads[key]
         self._came(self._attempts.get(key), node)
+
+    def _stop_read(self, key: RequestId) -> None:
+        self.network.cancel(self._reads.pop(key)[1], self._clock.now)
 
     def _came(self, job: Job | None, node: SimNode) -> None:
         """Something that a prefill waited for is there."""
@@ -217,36 +198,38 @@ class Moves:
             job.pending -= 1
             self._due.append((node, None))
 
-    def _save(self, node: SimNode, save: Save) -> None:
-        self.disks.settled(node, save.names)
+    def _save(self, node: SimNode, save: events.Save) -> None:
+        if self.disks.are_at_risk:
+            self.disks.settled(node, save.names)
         if node.facts.ssd_blocks:
             self._write(node, save.names)
             if save.num_sunk and self.disks.fails(node):
-                self._due.append((node, Lost(save.names[-save.num_sunk :])))
+                self._due.append((node, events.Lost(save.names[-save.num_sunk :])))
         self._due.append((node, Saved(save.request)))
 
     def _write(self, node: SimNode, names: Sequence[BlockName]) -> None:
         """What is in DRAM is written behind."""
         if self.disks.fails(node):
-            self.disks.stored(node, names)
+            self.disks.unwritten[node.slot].update(names)
             return
         size = len(names) * self._block_size * node.cost.kv_token_bytes
         self.bytes_moved["disk_write"] += size
         node.links.disk_write.take(size, self._clock.now)
 
-    def _demote(self, node: SimNode, demote: Demote) -> None:
+    def _demote(self, node: SimNode, demote: events.Demote) -> None:
         self.disks.settled(node, demote.names)
-        lost = self.disks.demoted(node, demote.names)
+        unwritten = self.disks.unwritten.get(node.slot, ())
+        lost = tuple([name for name in demote.names if name in unwritten])
         if lost:
-            self._due.append((node, Lost(lost)))
+            self._due.append((node, events.Lost(lost)))
 
-    def _promote(self, node: SimNode, promote: Promote) -> None:
-        self._due += [(node, Lost((name,))) for name in self.disks.unreadable(node, promote.names)]
+    def _promote(self, node: SimNode, promote: events.Promote) -> None:
+        self._lose(node, self.disks.unreadable(node, promote.names))
         self.disks.settled(node, promote.names)
 
     # Between caches.
 
-    def _fetch(self, node: SimNode, fetch: Fetch) -> None:
+    def _fetch(self, node: SimNode, fetch: events.Fetch) -> None:
         source, key = self._named[fetch.source], fetch.key
         transfer = _Transfer(fetch, source, node, self._attempts.get(key))
         self._fetches[key, node.slot] = transfer
@@ -256,18 +239,18 @@ class Moves:
         if self.sessions.are_cut(node, source):
             self._clock.call(self._clock.now, TRANSFER_ENDS, partial(self._nothing_came, transfer))
             return
-        self._say(node, source, Wanted(key, node.facts.node, fetch.names, fetch.start, fetch.whole))
+        self._say(node, source, events.Wanted(key, node.facts.node, fetch.names, fetch.start, fetch.whole))
 
-    def _give(self, node: SimNode, give: Give) -> None:
+    def _give(self, node: SimNode, give: events.Give) -> None:
         key, target = give.key, self._named[give.peer]
         transfer = self._fetches.get((key, target.slot))
         if transfer is None:
-            self._due.append((node, Enough(key, give.peer)))
+            self._due.append((node, events.Enough(key, give.peer)))
             return
         stop = give.stop
         if give.on_disk and self.disks.fails(node):
             stop -= give.on_disk
-            self._due.append((node, Lost((give.names[stop],))))
+            self._due.append((node, events.Lost((give.names[stop],))))
         if stop <= give.start:
             self.sessions.carry(node, target, partial(self._nothing_came, transfer))
             return
@@ -293,14 +276,9 @@ class Moves:
         return int(tokens * node.cost.kv_token_bytes * kept) + (node.cost.state_bytes if whole else 0)
 
     def _given(self, transfer: _Transfer) -> None:
-        """The last byte has left; it is there after the link's latency."""
-        link = self.wiring.crossing(transfer.source.facts, transfer.target.facts)
-        came = partial(self._given_came, transfer)
-        heard = partial(self.sessions.carry, transfer.source, transfer.target, came)
-        if link is None or not link.latency_ns:
-            heard()
-        else:
-            self._clock.call(self._clock.now + link.latency_ns, TRANSFER_ENDS, heard)
+        source, target = transfer.source, transfer.target
+        link = self.wiring.crossing(source.facts, target.facts)
+        self._arrive(source, target, partial(self._given_came, transfer), link)
 
     def _nothing_came(self, transfer: _Transfer) -> None:
         if self._fetches.get((transfer.asked.key, transfer.target.slot)) is transfer:
@@ -322,9 +300,10 @@ class Moves:
         asked, target, job = transfer.asked, transfer.target, transfer.job
         key = asked.key
         del self._fetches[key, target.slot]
-        enough = transfer.source, Enough(key, target.facts.node)
-        self._say(target, *enough, lost=partial(self._due.append, enough))  # the other side notices by itself
-        self._due.append((target, FetchEnded(key, stop)))
+        enough = transfer.source, events.Enough(key, target.facts.node)
+        heard = partial(self._due.append, enough)
+        self.sessions.carry(target, transfer.source, heard, lost=heard)  # else the other side notices by itself
+        self._due.append((target, events.FetchEnded(key, stop)))
         if job is None or job.key != key or job.attempt < 0:
             return
         if transfer.is_prompts:
@@ -332,11 +311,13 @@ class Moves:
                 target.missing[key] = stop
             self._came(job, target)
         elif transfer.until_ns >= 0:
-            self._later(max(transfer.until_ns, self._clock.now), target, Loaded(key, stop))
+            # A node that does not know the attempt any more makes nothing of it.
+            loaded = partial(self._due.append, (target, events.Loaded(key, stop)))
+            self._clock.call(max(transfer.until_ns, self._clock.now), TRANSFER_ENDS, loaded)
         else:
             self._recalled[key] = stop
 
-    def _end_fetch(self, node: SimNode, end: EndFetch) -> None:
+    def _end_fetch(self, node: SimNode, end: events.EndFetch) -> None:
         transfer = self._fetches.get((end.key, node.slot))
         if transfer is not None:
             self._break_off(transfer)
@@ -349,16 +330,18 @@ class Moves:
 
     # From prefill to decode.
 
-    def _offer(self, node: SimNode, offer: Offer) -> None:
+    def _offer(self, node: SimNode, offer: events.Offer) -> None:
         if self.sessions.are_cut(node, self._named[offer.peer]):
             self._severed.add(offer.key)
-            self._due.append((node, Severed((offer.key,), f"cannot reach {offer.peer}, where it decodes")))
+            self._due.append(
+                (node, events.Severed((offer.key,), f"cannot reach {offer.peer}, where it decodes"))
+            )
 
-    def _grant(self, node: SimNode, grant: Grant) -> None:
+    def _grant(self, node: SimNode, grant: events.Grant) -> None:
         if grant.key not in self._severed:
-            self._say(node, self._named[grant.peer], Granted(grant.key))
+            self._say(node, self._named[grant.peer], events.Granted(grant.key))
 
-    def _send(self, node: SimNode, send: Send) -> None:
+    def _send(self, node: SimNode, send: events.Send) -> None:
         """All layers but the last stream while the prefill computes; after it, whatever was not sent."""
         key = send.key
         job = self._attempts.get(key)
@@ -379,7 +362,7 @@ class Moves:
         if way.link is not None:
             self._watch(way.link, handover)
 
-    def _finish(self, node: SimNode, finish: Finish) -> None:
+    def _finish(self, node: SimNode, finish: events.Finish) -> None:
         """The prompt is computed: the last layer's KV follows, and the recurrent state."""
         handover = self._handovers.get(finish.key)
         if handover is None:
@@ -401,22 +384,17 @@ class Moves:
         return way
 
     def _handed_over(self, handover: _Handover) -> None:
-        """The last byte has left; it is there after the link's latency."""
-        way, key = handover.way, handover.key
-        del self._handovers[key]
-        if way.link is None or not way.link.latency_ns:
-            self._say(way.source, way.target, Received(key))
-        else:
-            heard = partial(self._say, way.source, way.target, Received(key))
-            self._clock.call(self._clock.now + way.link.latency_ns, TRANSFER_ENDS, heard)
+        way = handover.way
+        del self._handovers[handover.key]
+        self._say(way.source, way.target, events.Received(handover.key), way.link)
 
-    def _land(self, node: SimNode, land: Land) -> None:
+    def _land(self, node: SimNode, land: events.Land) -> None:
         job = self._attempts.get(land.key)
         if job is not None and job.record.joined_ns < 0:
             job.record.landed_ns = self._clock.now
-        self._say(node, self._named[land.peer], Landed(land.key))
+        self._say(node, self._named[land.peer], events.Landed(land.key))
 
-    def _release(self, node: SimNode, release: Release) -> None:
+    def _release(self, node: SimNode, release: events.Release) -> None:
         key = release.key
         handover = self._handovers.get(key)
         if handover is not None and (handover.way.source is node or handover.way.target is node):
@@ -428,10 +406,8 @@ class Moves:
             self._recalled.pop(key, None)
         if self.disks.are_at_risk:
             self.disks.over(node, key)
-        if key in self._reads:
-            tag: Any = self._reads[key].tag
-            if tag[1][1] is node:
-                self.network.cancel(self._reads.pop(key), self._clock.now)
+        if key in self._reads and self._reads[key][0] is node:
+            self._stop_read(key)
 
     def _stop_handover(self, handover: _Handover) -> None:
         del self._handovers[handover.key]
@@ -440,12 +416,21 @@ class Moves:
     # What nodes say to each other.
 
     def _say(
-        self, source: SimNode, target: SimNode, event: Event, lost: Callable[[], None] | None = None
+        self, source: SimNode, target: SimNode, event: events.Event, link: ClusterLink | None = None
     ) -> None:
-        if self.sessions.are_at_risk:
-            self.sessions.carry(source, target, partial(self._due.append, (target, event)), lost)
-        else:
+        """`link`: what this is about has just left over it."""
+        if link is None and not self.sessions.are_at_risk:
             self._due.append((target, event))
+        else:
+            self._arrive(source, target, partial(self._due.append, (target, event)), link)
+
+    def _arrive(self, source: SimNode, target: SimNode, heard: Call, link: ClusterLink | None) -> None:
+        """The last byte has left; it is there after the link's latency."""
+        if link is None or not link.latency_ns:
+            self.sessions.carry(source, target, heard)
+        else:
+            carry = partial(self.sessions.carry, source, target, heard)
+            self._clock.call(self._clock.now + link.latency_ns, TRANSFER_ENDS, carry)
 
     # What goes wrong.
 
@@ -456,14 +441,13 @@ class Moves:
                 self._break_off(transfer)
         for key, job in self._attempts.items():
             if {job.prefill_slot, job.target} == {one.slot, other.slot}:
-                self._sever(key, f"the session of {one.facts.node} and {other.facts.node} ended", one, other)
-
-    def _sever(self, key: RequestId, reason: str, *nodes: SimNode) -> None:
-        handover = self._handovers.get(key)
-        if handover is not None:
-            self._stop_handover(handover)
-        self._severed.add(key)
-        self._due += [(node, Severed((key,), reason)) for node in nodes]
+                if key in self._handovers:
+                    self._stop_handover(self._handovers[key])
+                self._severed.add(key)
+                severed = events.Severed(
+                    (key,), f"the session of {one.facts.node} and {other.facts.node} ended"
+                )
+                self._due += [(one, severed), (other, severed)]
 
     def lose(self, node: SimNode) -> None:
         """The node is gone, and with it what was on its way from and to it."""
@@ -474,20 +458,14 @@ class Moves:
         for handover in list(self._handovers.values()):
             if node is handover.way.source or node is handover.way.target:
                 self._stop_handover(handover)
-        for key, flow in list(self._reads.items()):
-            tag: Any = flow.tag
-            if tag[1][1] is node:
-                del self._reads[key]
-                self.network.cancel(flow, self._clock.now)
+        for key, (reader, _) in list(self._reads.items()):
+            if reader is node:
+                self._stop_read(key)
         for key, job in self._attempts.items():
             ends = self._nodes[job.prefill_slot], self._nodes[job.target]
             if node in ends and ends[0] is not ends[1]:
                 other = ends[1] if ends[0] is node else ends[0]
-                self._due.append((other, Severed((key,), f"node {name} is gone")))
-
-    def _later(self, time: int, node: SimNode, event: Event) -> None:
-        """A node that does not know the attempt any more makes nothing of it."""
-        self._clock.call(time, TRANSFER_ENDS, partial(self._due.append, (node, event)))
+                self._due.append((other, events.Severed((key,), f"node {name} is gone")))
 
     def change_links(self, factor_of: Callable[[frozenset[str]], float], now: int) -> None:
         """Gives each link between clusters so much of its rate from now on."""
@@ -519,7 +497,7 @@ class Moves:
             self._break_off(what)
             return
         reason = f"no KV crossed {link.record.name} for {self._link_ns / NS_PER_S:g} s"
-        severed = Severed((what.key,), reason)
+        severed = events.Severed((what.key,), reason)
         self._due += [(what.way.source, severed), (what.way.target, severed)]
 
     def link_states(self, now: int) -> tuple[LinkState, ...]:

@@ -11,14 +11,15 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from math import sqrt
 
-from isthmus.cost import NodeCost, pipeline
+from isthmus.cost import NodeCost, compile_cost, pipeline
 from isthmus.deploy import NodeFacts
 from isthmus.node import Node
-from isthmus.scheduler import Run
+from isthmus.scheduler import BlockPool, CountingPool, Run
+from isthmus.sim.deployment import Deployment
 from isthmus.sim.job import Job
 from isthmus.sim.links import NodeLinks
 from isthmus.sim.records import NodeRecord
-from isthmus.types import RequestId
+from isthmus.types import RequestId, Role
 
 Gaps = tuple[int, int, int]
 """Gaps between tokens that grow evenly: minus the largest, growth per gap (both ps), and how many."""
@@ -53,6 +54,11 @@ class SimNode:
         self._ends: list[tuple[int, int, Job]] = []  # (steps at its last token, age, who); some are out of date
         self._run_start = self._limit = self._first = self._growth = self._num_admitted = 0
         self.begin_anew(brain)
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Its own and its cluster's, as faults are given."""
+        return self.facts.node, self.facts.cluster
 
     def begin_anew(self, brain: Node) -> None:
         """With nothing under way."""
@@ -195,3 +201,21 @@ class SimNode:
         while steps > 0 and self._after(steps - 1) // 1000 >= elapsed:
             steps -= 1
         return steps
+
+
+def build_node(deployment: Deployment, slot: int) -> SimNode:
+    """The node number `slot` without its links."""
+    facts = deployment.nodes[slot]
+    return SimNode(facts, slot, node_of(deployment, facts), compile_cost(facts.cost))
+
+
+def node_of(deployment: Deployment, facts: NodeFacts) -> Node:
+    """What decides there, of a node that holds nothing yet."""
+    pool: BlockPool | CountingPool
+    cached = deployment.has_cache(facts)
+    decodes = facts.role is Role.DECODE and not deployment.rules.convert
+    if cached or decodes or not deployment.has_names:
+        pool = CountingPool(facts.kv_blocks)
+    else:
+        pool = BlockPool(facts.kv_blocks)
+    return facts.node_of(pool, cached=cached)

@@ -23,29 +23,13 @@ from isthmus.attempts import (
 )
 from isthmus.conductor import Event as Heard
 from isthmus.conductor import FirstToken
-from isthmus.node.events import (
-    Action,
-    Begin,
-    Cut,
-    Demote,
-    Drop,
-    Event,
-    Forget,
-    Missing,
-    Offer,
-    Promote,
-    Sampled,
-    Shorten,
-    Wake,
-    Woken,
-)
+from isthmus.node import events
 from isthmus.scheduler import Admitted, Joined, Preempted, Run, Stepped
-from isthmus.sim.build import build_node, node_of
 from isthmus.sim.clock import OTHERS, PREFILL_ENDS, STEP_ENDS, TRANSFER_ENDS, Clock
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.job import Job
 from isthmus.sim.moves import Due, Moves
-from isthmus.sim.node import SimNode
+from isthmus.sim.node import SimNode, build_node, node_of
 from isthmus.sim.records import Conversion
 from isthmus.types import DECODE, MIXED, PREFILL, BlockName, NodeId, RequestId
 
@@ -73,25 +57,25 @@ class Nodes:
         self._deployment, self._clock, self._decide, self._completed = deployment, clock, decide, completed
         self._has_answers, self._block_size = deployment.has_answers, deployment.block_size
         self._effects: dict[type, Callable[[SimNode, Any], None]] = {
-            **dict.fromkeys((Offer, Promote, Demote, Drop), _needs_no_time),
+            **dict.fromkeys((events.Offer, events.Promote, events.Demote, events.Drop), _needs_no_time),
             Run: self._start_run,
-            Cut: self._cut,
+            events.Cut: self._cut,
             Admitted: self._admitted,
             Joined: self._joined,
             Preempted: self._preempted,
-            Shorten: self._shorten,
-            Wake: self._wake,
+            events.Shorten: self._shorten,
+            events.Wake: self._wake,
             **dict.fromkeys((BlocksStored, FetchFinished, PrefillFinished, RequestFailed), self._report),
             BlocksEvicted: self._evicted,
             RoleChanged: self._role_changed,
             **self.moves.effects,
         }
 
-    def tell(self, node: SimNode, event: Event) -> None:
+    def tell(self, node: SimNode, event: events.Event) -> None:
         """Gives an event to a node and carries out what it answers; what it reports is due."""
         self._carry_out(node, node.brain.on(event, self._clock.now))
 
-    def _carry_out(self, node: SimNode, actions: Sequence[Action]) -> None:
+    def _carry_out(self, node: SimNode, actions: Sequence[events.Action]) -> None:
         effects = self._effects
         for action in actions:
             effects[type(action)](node, action)
@@ -129,14 +113,14 @@ class Nodes:
         part = MIXED
         if decode is not prefill:
             part = PREFILL
-            self.tell(decode, Begin(job.key, DECODE, route, job.length, stop, job.names))
-        self.tell(prefill, Begin(job.key, part, route, job.length, stop, job.names))
+            self.tell(decode, events.Begin(job.key, DECODE, route, job.length, stop, job.names))
+        self.tell(prefill, events.Begin(job.key, part, route, job.length, stop, job.names))
 
     def forget(self, key: RequestId, names: Sequence[NodeId]) -> None:
         for name in names:
             node = self.by_name[name]
             if key in node.brain:
-                self.tell(node, Forget(key))
+                self.tell(node, events.Forget(key))
             if node.stalled:
                 self.due.append((node, None))
 
@@ -190,7 +174,7 @@ class Nodes:
                 if job.record.first_token_ns < 0:
                     job.record.prefill_start_ns = self._clock.now
 
-    def _cut(self, node: SimNode, cut: Cut) -> None:
+    def _cut(self, node: SimNode, cut: events.Cut) -> None:
         ends = node.cut(self._clock.now)
         if ends is not None:
             self._clock.run_ends(ends, STEP_ENDS, node)
@@ -240,7 +224,7 @@ class Nodes:
             return False
         node.break_off(self._clock.now)
         for key in missed:
-            self.tell(node, Missing(key, node.missing.pop(key)))
+            self.tell(node, events.Missing(key, node.missing.pop(key)))
         self.tell(node, Stepped(0))
         for key in missed:
             self.moves.missed(node, key)
@@ -282,7 +266,7 @@ class Nodes:
         ended: list[RequestId] = []
         for job in sampled:
             self._got_token(node, job, ended)
-        self.tell(node, Sampled(tuple([job.key for job in sampled]), tuple(ended)))
+        self.tell(node, events.Sampled(tuple([job.key for job in sampled]), tuple(ended)))
         for job in sampled:
             self._send_token(job)
 
@@ -326,7 +310,7 @@ class Nodes:
             if job.record.prefill_start_ns < 0:
                 self._uses(job, action.cached_tokens)
 
-    def _shorten(self, node: SimNode, action: Shorten) -> None:
+    def _shorten(self, node: SimNode, action: events.Shorten) -> None:
         job = self.attempts.get(action.key)
         if job is not None and job.record.first_token_ns < 0:
             self._uses(job, action.num_tokens)
@@ -352,8 +336,8 @@ class Nodes:
         if job is not None and job.decodes_on == node.slot:
             job.leave(node.steps)
 
-    def _wake(self, node: SimNode, wake: Wake) -> None:
-        self._clock.call(wake.at_ns, OTHERS, partial(self.due.append, (node, Woken())))
+    def _wake(self, node: SimNode, wake: events.Wake) -> None:
+        self._clock.call(wake.at_ns, OTHERS, partial(self.due.append, (node, events.Woken())))
 
     # What nodes report.
 
@@ -379,5 +363,5 @@ class Nodes:
         self.moves.lose(node)
 
 
-def _needs_no_time(node: SimNode, action: Action) -> None:
+def _needs_no_time(node: SimNode, action: events.Action) -> None:
     """Nothing waits for it."""

@@ -101,18 +101,17 @@ def serve(requests: abc.Sequence[Asked], step_ps: StepTime, batching: Batching) 
     """Serves all requests, which are in order of arrival. No prefix is shared."""
     node, now = OneNode(requests, batching, step_ps), 0
     while not node.is_done:
-        if node.run is None:
+        if node.batch is None:
             now = max(now, node.next_arrival_ps)
             node.arrive(now)
         else:
-            took = node.took_ps()
-            now += took
-            node.step(took, now)
+            now += node.batch.took_ps
+            node.step(now)
     return node.served
 
 
 class OneNode:
-    """For drivers with a time of their own. `run`: the batch to execute next, None while nobody is here."""
+    """For drivers with a time of their own. `batch`: the one to execute next, None while nobody is here."""
 
     def __init__(self, requests: abc.Sequence[Asked], batching: Batching, step_ps: StepTime) -> None:
         limits = Limits(
@@ -129,13 +128,14 @@ class OneNode:
         self._step_ps = step_ps
         nowhere = [-1] * len(requests)
         self.served = Served(requests, [], [], nowhere, nowhere[:])
-        self.run: Run | None = None
+        self.batch: Batch | None = None
+        self._sampled: list[int] = []  # who gets the first token from it
         self._ending: dict[int, list[RequestId]] = {}  # batch -> who gets the last token from it
-        self._arrived = self._num_decoding = 0
+        self._arrived = 0
 
     @property
     def is_done(self) -> bool:
-        return self.run is None and self._arrived == len(self.served.requests)
+        return self.batch is None and self._arrived == len(self.served.requests)
 
     @property
     def next_arrival_ps(self) -> int:
@@ -151,38 +151,31 @@ class OneNode:
             self._scheduler.arrive(Sequence(name, length, length + asked.output_tokens))
             self._plan([], now_ps)
 
-    def took_ps(self) -> int:
-        """How long the batch takes, from first to last."""
-        assert self.run is not None
-        chunks = [(piece.count, piece.start) for piece in self.run.chunks]
-        return self._step_ps(chunks, self.run.num_decodes, self.run.context)
-
-    def step(self, took_ps: int, now_ps: int) -> None:
-        """The batch took so long and ends now; who came in the meantime is heard before that."""
-        run, served, number = self.run, self.served, len(self.served.batches)
-        assert run is not None and run.num_decodes == self._num_decoding, "a decode waits"
-        chunks = tuple([(piece.count, piece.start) for piece in run.chunks])
-        served.batches.append(Batch(chunks, run.num_decodes, run.context, took_ps))
+    def step(self, now_ps: int) -> None:
+        """The batch ends now; who came in the meantime is heard before that."""
+        served, number = self.served, len(self.served.batches)
+        assert self.batch is not None
+        served.batches.append(self.batch)
         served.ends_ps.append(now_ps)
         self.arrive(now_ps)
-        for piece in run.chunks:
-            if piece.samples:
-                served.first[int(piece.request)] = number
-                self._ending.setdefault(served.last(int(piece.request)), []).append(piece.request)
-                self._num_decoding += 1
-        ended = tuple(self._ending.pop(number, ()))
-        self._num_decoding -= len(ended)
-        self.run = None
+        for request in self._sampled:
+            served.first[request] = number
+            self._ending.setdefault(served.last(request), []).append(RequestId(str(request)))
+        self.batch = None
         actions: Actions = []
-        self._scheduler.step(Stepped(1, ended), actions)
+        self._scheduler.step(Stepped(1, tuple(self._ending.pop(number, ()))), actions)
         self._plan(actions, now_ps)
 
     def _plan(self, actions: Actions, now_ps: int) -> None:
         self._scheduler.plan(actions, now_ps // _PS_PER_NS)
         for action in actions:
             assert not isinstance(action, Preempted), "kv_tokens: too few; a prompt would be computed twice"
-            if isinstance(action, Run):
-                self.run = action
-            else:
-                assert isinstance(action, Admitted)
+            if isinstance(action, Admitted):
                 self.served.admitted[int(action.request)] = len(self.served.batches)
+                continue
+            assert isinstance(action, Run)
+            assert action.num_decodes == sum(map(len, self._ending.values())), "a decode waits"
+            chunks = tuple([(piece.count, piece.start) for piece in action.chunks])
+            took_ps = self._step_ps(chunks, action.num_decodes, action.context)
+            self.batch = Batch(chunks, action.num_decodes, action.context, took_ps)
+            self._sampled = [int(piece.request) for piece in action.chunks if piece.samples]

@@ -8,21 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
-from isthmus.sim.offloading import (
-    CrossUse,
-    Parts,
-    RouteUse,
-    ThresholdUse,
-    crossings,
-    parts,
-    ready_ns,
-    routes,
-    threshold_use,
-)
 from isthmus.sim.records import (
     COMPLETED,
     FAILED,
@@ -34,11 +23,14 @@ from isthmus.sim.records import (
     RequestRecord,
     Result,
     Status,
+    ThresholdChange,
 )
 from isthmus.sim.spread import Spread as Spread
+from isthmus.sim.spread import mean_s, share, spread
 from isthmus.sim.spread import nearest_rank as nearest_rank
-from isthmus.sim.spread import share, spread
 from isthmus.types import NS_PER_S
+
+MINUTE_NS = 60 * NS_PER_S
 
 STAGES = ("prefill", "decode")
 """Where a request can be refused; both are always reported."""
@@ -87,6 +79,49 @@ class LinkUse(msgspec.Struct, frozen=True):
     bytes_moved: int
     utilisation_mean: float
     utilisation_max: float
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """Mean seconds. `queue + load + prefill` is the mean TTFT; `transfer` is what comes after it, until the decode node
+    has all KV."""
+
+    queue: float
+    load: float
+    prefill: float
+    transfer: float
+
+
+class RouteUse(msgspec.Struct, frozen=True):
+    """Requests with a first token that were prefilled in one cluster and decode in one. Means of their tokens."""
+
+    requests: int
+    share: float
+    prompt_tokens: float
+    uncached_tokens: float
+    ttft_s: Spread | None
+    ready_s: Spread | None
+    ttft_parts: Parts | None
+
+
+class CrossUse(msgspec.Struct, frozen=True):
+    """One direction of a link between clusters, over the makespan. `gbps`: mean rate; `busy_share`: of the time."""
+
+    bytes_moved: int
+    gbps: float
+    utilisation: float
+    busy_share: float
+
+
+class ThresholdUse(msgspec.Struct, frozen=True):
+    """What the threshold was, in tokens, None for no offloading; how often it changed, after it was first set."""
+
+    first: int | None
+    last: int | None
+    least: int | None
+    most: int | None
+    changes: int
+    changes_per_min: float
+    most_changes_in_a_min: int
 
 
 class RoleChange(msgspec.Struct, frozen=True):
@@ -166,7 +201,7 @@ def summarize(result: Result) -> Summary:
         order=result.order,
         **msgspec.structs.asdict(_group(all_requests)),
         goodput_per_s=share(all_requests.good * NS_PER_S, span_ns),
-        ttft_parts=parts(first),
+        ttft_parts=_parts(first),
         ready_s=spread([ready_ns(each) - each.arrival_ns for each in first if ready_ns(each) >= 0]),
         tpot_s=spread(_mean_gaps_ns(completed)),
         e2e_s=spread([each.end_ns - each.arrival_ns for each in completed]),
@@ -181,8 +216,8 @@ def summarize(result: Result) -> Summary:
         bytes_moved=dict(result.bytes_moved),
         utilisation=_pools(result.nodes, span_ns),
         links=_links(result.links, span_ns),
-        by_route=routes(result, first),
-        between_clusters=crossings(result.links, span_ns),
+        by_route=_routes(result, first),
+        between_clusters=_crossings(result.links, span_ns),
         threshold=threshold_use(result.thresholds, span_ns),
         conversions=[_role_change(change) for change in result.conversions],
         makespan_s=span_ns / NS_PER_S,
@@ -244,6 +279,17 @@ class _Requests:
         return len(self.completed) - len(self.missed)
 
 
+_Record = TypeVar("_Record", RequestRecord, NodeRecord, LinkRecord)
+
+
+def _by(key: Callable[[_Record], Any], records: Sequence[_Record]) -> dict[Any, list[_Record]]:
+    """The records by `key`, in its order."""
+    members: dict[Any, list[_Record]] = {name: [] for name in sorted(set(map(key, records)))}
+    for record in records:
+        members[key(record)].append(record)
+    return members
+
+
 def _mean_gaps_ns(completed: Sequence[RequestRecord]) -> list[float]:
     return [
         (each.end_ns - each.first_token_ns) / (each.request.output_tokens - 1)
@@ -268,10 +314,7 @@ def _waste(requests: _Requests) -> Waste:
 
 
 def _pools(nodes: Sequence[NodeRecord], span_ns: int) -> dict[str, PoolUse]:
-    pools: dict[str, list[NodeRecord]] = {}
-    for node in nodes:
-        pools.setdefault(node.role.value, []).append(node)
-    return {role: _pool(pools[role], span_ns) for role in sorted(pools)}
+    return {role: _pool(pool, span_ns) for role, pool in _by(attrgetter("role.value"), nodes).items()}
 
 
 def _pool(nodes: list[NodeRecord], span_ns: int) -> PoolUse:
@@ -295,13 +338,10 @@ def link_utilisation(link: LinkRecord, span_ns: int) -> float:
 
 
 def _links(links: Sequence[LinkRecord], span_ns: int) -> dict[str, LinkUse]:
-    kinds: dict[str, list[LinkRecord]] = {}
-    for link in links:
-        kinds.setdefault(link.kind, []).append(link)
     uses: dict[str, LinkUse] = {}
-    for kind in sorted(kinds):
-        shares = [link_utilisation(link, span_ns) for link in kinds[kind]]
-        moved = sum(link.bytes_moved for link in kinds[kind])
+    for kind, members in _by(attrgetter("kind"), links).items():
+        shares = [link_utilisation(link, span_ns) for link in members]
+        moved = sum(link.bytes_moved for link in members)
         uses[kind] = LinkUse(len(shares), moved, math.fsum(shares) / len(shares), max(shares))
     return uses
 
@@ -310,14 +350,10 @@ def _groups(
     records: Sequence[RequestRecord], key: Callable[[RequestRecord], Any], *, highest_first: bool = False
 ) -> dict[str, Group]:
     """The records by `key`, in its order; nothing if all have the same."""
-    keys = list(map(key, records))
-    names = sorted(set(keys), reverse=highest_first)
-    if len(names) < 2:
+    groups = list(_by(key, records).items())
+    if len(groups) < 2:
         return {}
-    members: dict[str | int, list[RequestRecord]] = {name: [] for name in names}
-    for name, record in zip(keys, records, strict=True):
-        members[name].append(record)
-    return {str(name): _group(_Requests(members[name])) for name in names}
+    return {str(name): _group(_Requests(each)) for name, each in groups[:: -1 if highest_first else 1]}
 
 
 def _group(requests: _Requests) -> Group:
@@ -331,4 +367,79 @@ def _group(requests: _Requests) -> Group:
         ttft_s=spread([each.first_token_ns - each.arrival_ns for each in requests.first]),
         tbt_s=spread([each.tbt_ns for each in requests.completed if each.request.output_tokens > 1]),
         hit_rate_tokens=share(requests.cached_tokens, requests.prompt_tokens),
+    )
+
+
+# Between clusters.
+
+
+def ready_ns(record: RequestRecord) -> int:
+    """When the decode node could go on after the first token; -1: it never could."""
+    return record.first_token_ns if record.prefill == record.decode else record.landed_ns
+
+
+def _parts(first: Sequence[RequestRecord]) -> Parts | None:
+    """Of requests with a first token."""
+    if not first:
+        return None
+    return Parts(
+        queue=mean_s([each.prefill_start_ns - each.arrival_ns for each in first]),
+        load=mean_s([each.stalled_ns for each in first]),
+        prefill=mean_s([each.first_token_ns - each.prefill_start_ns - each.stalled_ns for each in first]),
+        transfer=mean_s([ready_ns(each) - each.first_token_ns for each in first if ready_ns(each) >= 0]),
+    )
+
+
+def _routes(result: Result, first: Sequence[RequestRecord]) -> dict[str, RouteUse]:
+    """By `prefill cluster > home`; nothing where there is only one cluster."""
+    clusters = [node.cluster for node in result.nodes]
+    if len(set(clusters)) < 2:
+        return {}
+    members = _by(lambda each: (clusters[each.prefill], clusters[each.decode]), first)
+    return {f"{one} > {other}": _route(each, len(first)) for (one, other), each in members.items()}
+
+
+def _route(records: Sequence[RequestRecord], num_all: int) -> RouteUse:
+    prompts = [each.request.num_tokens for each in records]
+    uncached = [each.request.num_tokens - each.cached_tokens for each in records]
+    return RouteUse(
+        requests=len(records),
+        share=share(len(records), num_all),
+        prompt_tokens=sum(prompts) / len(records),
+        uncached_tokens=sum(uncached) / len(records),
+        ttft_s=spread([each.first_token_ns - each.arrival_ns for each in records]),
+        ready_s=spread([ready_ns(each) - each.arrival_ns for each in records if ready_ns(each) >= 0]),
+        ttft_parts=_parts(records),
+    )
+
+
+def _crossings(links: Sequence[LinkRecord], span_ns: int) -> dict[str, CrossUse]:
+    """Of links between clusters, by name."""
+    return {
+        link.name: CrossUse(
+            bytes_moved=link.bytes_moved,
+            gbps=share(8 * link.bytes_moved, span_ns),  # bits a nanosecond
+            utilisation=link_utilisation(link, span_ns),
+            busy_share=share(link.busy_ns, span_ns),
+        )
+        for link in links
+        if link.kind == "cluster"
+    }
+
+
+def threshold_use(changes: Sequence[ThresholdChange], span_ns: int) -> ThresholdUse | None:
+    """None where nothing was ever set."""
+    if not changes:
+        return None
+    tokens = [change.threshold for change in changes if change.threshold is not None]
+    times = [change.at_ns for change in changes[1:]]
+    crowd = [sum(1 for time in times[at:] if time < begin + MINUTE_NS) for at, begin in enumerate(times)]
+    return ThresholdUse(
+        first=changes[0].threshold,
+        last=changes[-1].threshold,
+        least=min(tokens, default=None),
+        most=None if len(tokens) < len(changes) else max(tokens, default=None),
+        changes=len(times),
+        changes_per_min=share(len(times) * MINUTE_NS, span_ns),
+        most_changes_in_a_min=max(crowd, default=0),
     )

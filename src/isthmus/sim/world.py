@@ -277,7 +277,7 @@ class World:
         faults, now = self._deployment.faults, self._clock.now
         self._moves.change_links(partial(faults.factor, now=now), now)
         for node in self._nodes.nodes:
-            dead = faults.is_dead((node.facts.node, node.facts.cluster), now)
+            dead = faults.is_dead(node.names, now)
             if node.alive and dead:
                 self._nodes.lose(node, partial(self.decide, NodeLeft(node.facts.node)))
             elif not node.alive and not dead:

@@ -51,13 +51,14 @@ def piped(queues: list[list[Asked]], step_ps: StepTime, batching: Batching) -> P
     while ready:
         now, number = heappop(ready)
         node = nodes[number]
-        took, idle = node.took_ps(), 0
+        assert node.batch is not None
+        took, idle = node.batch.took_ps, 0
         for stage, was_free in enumerate(free):
             begin = max(now, was_free)
             idle += begin - was_free
             now = free[stage] = begin + took // _STAGES
         idle_ps[number].append(idle)
-        node.step(took, now)
+        node.step(now)
         if not node.is_done:
             heappush(ready, (now, number))
     bubbles = []

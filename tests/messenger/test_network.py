@@ -7,6 +7,7 @@ import hashlib
 import re
 import shutil
 import socket
+import ssl
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -21,7 +22,7 @@ from isthmus.messenger import Priority, Session, TcpNetwork, Terms, Tls
 from isthmus.messenger.acks import Close
 from isthmus.messenger.frames import Kind, prefix_of
 from isthmus.messenger.greeting import Hello, Welcome, hello, refusal
-from isthmus.messenger.streams import PlainStream
+from isthmus.messenger.streams import PlainStream, Stream, TlsStream
 from isthmus.messenger.tcp import drain
 
 LIMIT_S = 30.0
@@ -342,6 +343,29 @@ def test_a_socket_that_still_drains_is_closed_with_its_loop(begun: bool) -> None
         theirs.send(bytes(1 << 20))
         on_loop(work())
         assert ours.fileno() == -1
+
+
+@pytest.mark.parametrize("secured", [False, True])
+def test_a_socket_drains_until_its_peer_ends(secured: bool) -> None:
+    async def work() -> None:
+        ours.setblocking(False)
+        stream: Stream = PlainStream(ours)
+        if secured:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname = False
+            stream = TlsStream(context.wrap_socket(ours, do_handshake_on_connect=False))
+        task = drain(stream)
+        for _ in range(2):
+            await asyncio.sleep(0.01)
+            assert not task.done()
+            theirs.send(bytes(100))
+        theirs.close()
+        await task
+        assert stream.fileno() == -1
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        on_loop(work())
 
 
 def test_a_connection_accepted_just_before_the_end_is_closed() -> None:

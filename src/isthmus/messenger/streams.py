@@ -137,7 +137,7 @@ class TlsStream:
                     if not count:
                         return got
                     at, got = at + count, got + count
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError):  # the last one after `finish`
             return got or None
         except ssl.SSLEOFError:
             return got

@@ -345,7 +345,7 @@ class VirtualHands(LazyHands):
 
     def misses(self, run: Run) -> bool:
         node = self._links.nodes[self.slot]
-        self._links.moves.disks.look(node, [piece.request for piece in run.chunks])
+        self._links.moves.disks.look(node, run)
         missing = node.missing
         return any(piece.request in missing for piece in run.chunks)
 

@@ -296,7 +296,10 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         """Gives back all that it holds of the engine."""
-        self._give_back(sequence.request, sequence.blocks)
+        if self._saving:
+            self._give_back(sequence.request, sequence.blocks)
+        else:
+            self.pool.release(sequence.blocks)
         if self._states is None:
             return
         self._restored(sequence)

@@ -6,9 +6,10 @@ What a node knows of its disk does not change when it fails: it learns of it blo
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 
+from isthmus.scheduler import Run
 from isthmus.sim.faults import Faults
 from isthmus.sim.node import SimNode
 from isthmus.types import BlockName, RequestId
@@ -40,9 +41,8 @@ class Disks:
 
     def settled(self, node: SimNode, names: Sequence[BlockName]) -> None:
         """It is decided in which tier these are."""
-        if self.are_at_risk:
-            for name in names:
-                self._ahead[node.slot].pop(name, None)
+        for name in names:
+            self._ahead[node.slot].pop(name, None)
 
     def read(self, node: SimNode, key: RequestId, names: Sequence[BlockName]) -> Sequence[BlockName]:
         """Which of what a prompt wants of it the disk does not give: others may have read some already."""
@@ -71,13 +71,13 @@ class Disks:
             if ahead[name] > 0:  # else it was decided where it is
                 ahead[name] -= 1
 
-    def look(self, node: SimNode, keys: Iterable[RequestId]) -> None:
-        """Whether what a run needs for these prompts can be loaded now; what cannot is `missing`."""
-        for key in keys if self.fails(node) else ():
-            names = self._loads.get((node.slot, key), ())
+    def look(self, node: SimNode, run: Run) -> None:
+        """Whether what a run needs can be loaded now; what cannot is `missing`."""
+        for piece in run.chunks if self.fails(node) else ():
+            names = self._loads.get((node.slot, piece.request), ())
             lost = self.missing(node, names)
             if lost:
-                node.missing[key] = len(names) - len(lost)
+                node.missing[piece.request] = len(names) - len(lost)
 
     def missed(self, node: SimNode, key: RequestId) -> Sequence[BlockName]:
         """A run has broken off since these could not be loaded."""

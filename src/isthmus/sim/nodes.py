@@ -54,6 +54,7 @@ class Nodes:
         self.conversions: list[Conversion] = []
         self.due: Due = []
         self.moves = Moves(deployment, clock, self.nodes, self.attempts, self.due)
+        self._failing = self.moves.disks if self.moves.disks.are_at_risk else None
         self._deployment, self._clock, self._decide, self._completed = deployment, clock, decide, completed
         self._has_answers, self._block_size = deployment.has_answers, deployment.block_size
         self._effects: dict[type, Callable[[SimNode, Any], None]] = {
@@ -154,8 +155,8 @@ class Nodes:
         ends = node.begin(run, now)
         if run.chunks:
             self._start_prompts(node, run)
-            if self.moves.disks.are_at_risk:
-                self.moves.disks.look(node, [piece.request for piece in run.chunks])
+            if self._failing is not None:
+                self._failing.look(node, run)
             if node.missing and self._misses(node, run):
                 ends = now
         self._clock.run_ends(ends, STEP_ENDS if run.num_decodes else PREFILL_ENDS, node)
@@ -181,8 +182,8 @@ class Nodes:
 
     def run_ends(self, node: SimNode) -> None:
         """The compute of a run is done; it is over unless KV that its chunks attend to is still on its way."""
-        if self.moves.disks.are_at_risk and node.run is not None:
-            self.moves.disks.look(node, [piece.request for piece in node.run.chunks])
+        if self._failing is not None and node.run is not None:
+            self._failing.look(node, node.run)
         if not (node.loading or node.missing or node.stalled) or self._has_all(node):
             self._finish_run(node)
 
@@ -232,9 +233,9 @@ class Nodes:
 
     def _finish_run(self, node: SimNode) -> None:
         now, brain = self._clock.now, node.brain
-        if self.moves.disks.are_at_risk and node.run is not None:
+        if self._failing is not None and node.run is not None:
             for piece in node.run.chunks:
-                self.moves.disks.over(node, piece.request)
+                self._failing.over(node, piece.request)
         tail_ns = node.tail_ns  # the next run begins before this one has left the group
         steps, done = node.end(now)
         if not done and not node.sampling:

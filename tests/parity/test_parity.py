@@ -249,6 +249,20 @@ def test_two_clusters_are_the_same(cache: str, compression: str, control: dict[s
     assert any(isinstance(entry.event, Measured) for entry in log)
 
 
+@pytest.mark.parametrize("cache", ["scarce", "abundant"])
+def test_recalls_from_a_failed_disk_are_the_same(cache: str) -> None:
+    faults = Faults(disks=(DiskFault("home", 0.1, math.inf),))
+    knobs = {
+        **TIERS,
+        "cache.dram": "512KiB",
+        "cache.ssd": "64MiB",
+        "offload.cache": cache,
+        "offload.threshold": 200,
+    }
+    log = same_logs({**LINKED, **knobs, "offload.control": "none"}, chats(60, 6 * MS), faults)
+    assert any(each.recall is not None for each in routes(log)) or cache == "scarce"
+
+
 def routes(log: Sequence[Entry]) -> list[Route]:
     return [action for entry in log for action in entry.actions if isinstance(action, Route)]
 

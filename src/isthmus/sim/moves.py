@@ -96,7 +96,8 @@ class Moves:
         self._handovers: dict[RequestId, _Handover] = {}
         self._reads: dict[RequestId, tuple[SimNode, Flow]] = {}
         self._fetches: dict[tuple[RequestId, int], _Transfer] = {}
-        self._recalled: dict[RequestId, int] = {}
+        self._recalled: dict[RequestId, tuple[Sequence[BlockName], int]] = {}
+        """What a decode node has itself, and how much it has now that the rest was fetched, before its load."""
         self._severed: set[RequestId] = set()
         """Attempts whose hand-over lost its session."""
         self.sessions = Sessions(deployment.faults, clock, self.cut_off)
@@ -152,14 +153,15 @@ class Moves:
         elif transfer is not None:
             transfer.until_ns = ends
         else:
-            found = self._recalled.pop(load.key, len(load.names))
-            loaded = partial(self._recall_loaded, node, load.key, load.names[:found])
-            self._clock.call(ends, TRANSFER_ENDS, loaded)
+            own, found = self._recalled.pop(load.key, (load.names, len(load.names)))
+            self._clock.call(ends, TRANSFER_ENDS, partial(self._recall_loaded, node, load.key, own, found))
 
-    def _recall_loaded(self, node: SimNode, key: RequestId, names: Sequence[BlockName]) -> None:
-        lost = self.disks.missing(node, names)
+    def _recall_loaded(self, node: SimNode, key: RequestId, own: Sequence[BlockName], found: int) -> None:
+        """`own`: what of the `found` blocks its tiers give. A node that does not know the attempt any more makes
+        nothing of it."""
+        lost = self.disks.missing(node, own)
         self._lose(node, lost)
-        self._due.append((node, events.Loaded(key, len(names) - len(lost))))
+        self._due.append((node, events.Loaded(key, len(own) - len(lost) if lost else found)))
 
     def missed(self, node: SimNode, key: RequestId) -> None:
         """The run that needed it has broken off, and its node hears why."""
@@ -311,11 +313,10 @@ class Moves:
                 target.missing[key] = stop
             self._came(job, target)
         elif transfer.until_ns >= 0:
-            # A node that does not know the attempt any more makes nothing of it.
-            loaded = partial(self._due.append, (target, events.Loaded(key, stop)))
+            loaded = partial(self._recall_loaded, target, key, asked.names[: asked.start], stop)
             self._clock.call(max(transfer.until_ns, self._clock.now), TRANSFER_ENDS, loaded)
         else:
-            self._recalled[key] = stop
+            self._recalled[key] = asked.names[: asked.start], stop
 
     def _end_fetch(self, node: SimNode, end: events.EndFetch) -> None:
         transfer = self._fetches.get((end.key, node.slot))

@@ -220,9 +220,10 @@ def tried(room: str, mutants: Iterable[Mutant], scratch: Path) -> Iterator[dict[
     for one in mutants:
         same = (one.path, one.old, one.new) in equivalent
         start_s = time.monotonic()
+        code = (scratch / one.path).read_text()
         (scratch / one.path).write_text(one.code)
         end = "equivalent" if same else outcome(room, scratch, PYTHONDONTWRITEBYTECODE="1")
-        shutil.copyfile(ROOT / one.path, scratch / one.path)
+        (scratch / one.path).write_text(code)
         said = {"room": room, "outcome": end, "seconds": round(time.monotonic() - start_s, 1)}
         yield said | {name: value for name, value in one._asdict().items() if name != "code"}
 

@@ -143,7 +143,7 @@ def simulated() -> bytes:
     from isthmus.cost import Curve
     from isthmus.deploy import NodeFacts, Rates
     from isthmus.sim.deployment import FAR, Deployment
-    from isthmus.sim.simulation import World
+    from isthmus.sim.simulation import Simulation
     from isthmus.sim.workloads import Request, Workload
 
     curve = Curve(
@@ -161,7 +161,7 @@ def simulated() -> bytes:
         blocks = (*range(100 * shared, 100 * shared + 20), *range(10_000 + 9 * at, 10_005 + 9 * at))
         requests.append(Request(at * 25_000_000, 16 * len(blocks), random.randint(1, 60), blocks))
     log: list[tuple[int, object, object]] = []
-    world = World(
+    world = Simulation(
         deployment, Workload("", 16, requests), log=lambda now, event, to: log.append((now, event, to))
     )
     world.run()

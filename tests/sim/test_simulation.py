@@ -225,7 +225,10 @@ def test_two_runs_leave_the_same_behind() -> None:
 
 
 def test_nothing_depends_on_the_hash_seed() -> None:
-    program = "from tests.sim.test_simulation import Simulation, digest, mixed_bag; print(digest(Simulation(*mixed_bag()).run()))"
+    program = (
+        "from tests.sim.test_simulation import Simulation, digest, mixed_bag\n"
+        "print(digest(Simulation(*mixed_bag()).run()))"
+    )
     found = {
         subprocess.run(
             [sys.executable, "-c", program],

@@ -15,7 +15,7 @@ SEALS = st.sampled_from([(b"a",), (b"b",)])
 
 
 class Places:
-    """A log of `count` places, as the directory see it."""
+    """A log of `count` places, as the directory sees it."""
 
     def __init__(self, count: int) -> None:
         self.count = count

@@ -50,8 +50,8 @@ class _Member:
 class Head:
     """Start with `open`; then `submit` jobs. Everything runs in one event loop.
 
-    `addresses`: between its clusters, if it has several. `network`, `clock_ns`: where sessions come from and what the time
-    is; others than the machine's own in tests and in virtual time.
+    `addresses`: of its nodes, for each cluster. `network`, `clock_ns`: where sessions come from and what the time is;
+    others than the machine's own in tests and in virtual time.
     """
 
     def __init__(

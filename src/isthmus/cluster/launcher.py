@@ -1,6 +1,6 @@
 """Starts, watches and stops the processes of this machine: nodes, and links between clusters.
 
-A child reads its spec as one JSON line on standard input and keeps that pipe open: when the launcher dies,
+A child reads what it is to be as one JSON line on standard input and keeps that pipe open: when the launcher dies,
 however it dies, the pipe closes and the child leaves. A node that cannot start writes one JSON line with the
 error on standard output.
 """
@@ -97,7 +97,7 @@ def available_bytes() -> int | None:
 
 
 async def start_child(verb: str, *arguments: str, threads: int, spec: Any) -> asyncio.subprocess.Process:
-    """`isthmus VERB ARGUMENTS`, with these spec. Its name among the arguments is for `ps`."""
+    """`isthmus VERB ARGUMENTS`, and what it reads. Its name among the arguments is for `ps`."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "isthmus", verb, *arguments),
         stdin=PIPE,

@@ -130,7 +130,8 @@ class LinkControl:
 
 
 class OffloadControl:
-    """Steers a router by what `LinksMeasured` reports. It sets `threshold`, `abundant` and `guards` there, and the links."""
+    """Steers a router by what `LinksMeasured` reports. It sets `threshold`, `abundant` and `guards` there, and
+    the links."""
 
     def __init__(self, view: ClusterView, rules: Rules, router: Router, capacity: Capacity) -> None:
         self._rules, self._router, self._capacity = rules, router, capacity

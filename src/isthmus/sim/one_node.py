@@ -97,9 +97,9 @@ class Served(msgspec.Struct, frozen=True):
         return gaps
 
 
-def serve(requests: abc.Sequence[Asked], step_ps: StepTime, limits: BatchLimits) -> Served:
+def serve(requests: abc.Sequence[Asked], step_ps: StepTime, batch_limits: BatchLimits) -> Served:
     """Serves all requests, which are in order of arrival. No prefix is shared."""
-    node, now = OneNode(requests, limits, step_ps), 0
+    node, now = OneNode(requests, batch_limits, step_ps), 0
     while not node.is_done:
         if node.batch is None:
             now = max(now, node.next_arrival_ps)
@@ -113,17 +113,17 @@ def serve(requests: abc.Sequence[Asked], step_ps: StepTime, limits: BatchLimits)
 class OneNode:
     """For drivers with a time of their own. `batch`: the one to execute next, None while nobody is here."""
 
-    def __init__(self, requests: abc.Sequence[Asked], limits: BatchLimits, step_ps: StepTime) -> None:
+    def __init__(self, requests: abc.Sequence[Asked], batch_limits: BatchLimits, step_ps: StepTime) -> None:
         limits = Limits(
-            num_blocks=limits.kv_tokens // _BLOCK,
+            num_blocks=batch_limits.kv_tokens // _BLOCK,
             block_size=_BLOCK,
-            token_budget=limits.token_budget,
-            prompt_batch=limits.prompt_batch,
-            partial_prefills=limits.partial_prefills,
-            max_sequences=limits.max_sequences,
+            token_budget=batch_limits.token_budget,
+            prompt_batch=batch_limits.prompt_batch,
+            partial_prefills=batch_limits.partial_prefills,
+            max_sequences=batch_limits.max_sequences,
             max_steps=1,
         )
-        target = Chunking(limits.partial_prefills, limits.tbt_ms).target(step_ps)
+        target = Chunking(batch_limits.partial_prefills, batch_limits.tbt_ms).target(step_ps)
         self._scheduler = Scheduler(limits, None, CountingPool(limits.num_blocks), target)
         self._step_ps = step_ps
         nowhere = [-1] * len(requests)

@@ -37,11 +37,11 @@ class Piped(msgspec.Struct, frozen=True):
     bubbles_ps: list[int]
 
 
-def piped(queues: list[list[Asked]], step_ps: StepTime, limits: BatchLimits) -> Piped:
+def piped(queues: list[list[Asked]], step_ps: StepTime, batch_limits: BatchLimits) -> Piped:
     """Each queue is served in a micro-batch of its own. They pass the stages in turn, and each may enter again, with
     the tokens of its last pass, when it has left the last stage. A stage takes its share of a batch's time;
     communication takes none."""
-    nodes = [OneNode(queue, limits, step_ps) for queue in queues]
+    nodes = [OneNode(queue, batch_limits, step_ps) for queue in queues]
     free = [0] * _STAGES
     idle_ps: list[list[int]] = [[] for _ in nodes]
     ready: list[tuple[int, int]] = []

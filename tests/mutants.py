@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,7 +151,7 @@ def mutant(path: str, operator: str, occurrence: int) -> Mutant:
     return Mutant(path, int(lines[0].split()[1].split(",")[0][1:]), operator, old, new, code)
 
 
-def draw(room: str, count: int, seed: int, known: set[tuple[str, str, str]]) -> Iterator[Mutant]:
+def draw(room: str, seed: int, known: set[tuple[str, str, str]]) -> Iterator[Mutant]:
     folder, left_out, _ = ROOMS[room]
     chance = random.Random(f"{room} {seed}")
     paths = [
@@ -160,8 +161,7 @@ def draw(room: str, count: int, seed: int, known: set[tuple[str, str, str]]) -> 
     chance.shuffle(every)
     for path, place in every:
         drawn = mutant(path, *chance.choice(place))
-        if count and (drawn.path, drawn.old, drawn.new) not in known:
-            count -= 1
+        if (drawn.path, drawn.old, drawn.new) not in known:
             yield drawn
 
 
@@ -262,7 +262,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, asked.out.open("w") as out:
         scratch = copied(Path(folder))
         for room in asked.rooms:
-            mutants = list(again(room, missed) if asked.again else draw(room, asked.count, asked.seed, known))
+            mutants = list(
+                again(room, missed) if asked.again else islice(draw(room, asked.seed, known), asked.count)
+            )
             for record in tried(room, mutants, scratch) if mutants else ():
                 records.append(record)
                 print(json.dumps(record), file=out, flush=True)

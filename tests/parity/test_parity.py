@@ -286,6 +286,17 @@ def test_a_lost_node_is_the_same(victim: str, policy: str) -> None:
     assert any(isinstance(entry.event, NodeLeft) for entry in log)
 
 
+@pytest.mark.parametrize(("victim", "every_s"), [("prefill-0", 0.004), ("decode-0", 0.02), ("mixed-0", 0.02)])
+def test_deaths_again_and_again_cost_no_request(victim: str, every_s: float) -> None:
+    """More of them than a request has attempts."""
+    shape = {"roles.prefill": 0, "roles.decode": 0, "roles.mixed": 1} if victim == "mixed-0" else {}
+    deaths = [NodeFault(victim, at * every_s, (at + 0.5) * every_s) for at in range(1, 7)]
+    faults = Faults(nodes=tuple(deaths))
+    requests = [VirtualRequest(index * MS // 4, tuple(range(index, 300 + index)), 60) for index in range(8)]
+    log = same_logs({**shape, **TIERS}, requests, faults)
+    assert not actions_of(log)["Fail"] and max(route.attempt for route in routes(log)) > 3
+
+
 @pytest.mark.parametrize("delay_s", [0.004, 0.3, math.inf])
 @pytest.mark.parametrize("ends", [("prefill-0", "decode-0"), ("prefill-1", "prefill-0")])
 @pytest.mark.parametrize("policy", ["isthmus", "mooncake"])

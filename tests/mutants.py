@@ -193,10 +193,10 @@ def _limits() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
 
 
-def outcome(room: str, scratch: Path, **env: str) -> str:
-    """How the room's tests end: `survived`, `found` or `timed out` (a minute of CPU, or hanging)."""
+def outcome(tests: Iterable[str], scratch: Path, **env: str) -> str:
+    """How these tests end: `survived`, `found` or `timed out` (a minute of CPU, or hanging)."""
     shutil.rmtree(scratch / ".hypothesis", ignore_errors=True)
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--timeout=60", *ROOMS[room][2]]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--timeout=60", *tests]
     env = {**os.environ, "PYTHONPATH": str(scratch / "src"), **env}
     with (scratch / "said.txt").open("w") as said:
         kind: dict[str, Any] = {"stdout": said, "stderr": said, "start_new_session": True}
@@ -212,9 +212,17 @@ def outcome(room: str, scratch: Path, **env: str) -> str:
     return "timed out" if status < 0 else "found" if status else "survived"
 
 
+def by_room(room: str, path: str, scratch: Path) -> str:
+    """How the room's tests end: first the file that mirrors the one changed, if there is one."""
+    env = {"PYTHONDONTWRITEBYTECODE": "1"}
+    mirror = f"{ROOMS[room][2][0]}/test_{Path(path).name}"
+    end = outcome([mirror], scratch, **env) if (scratch / mirror).exists() else "survived"
+    return outcome(ROOMS[room][2], scratch, **env) if end == "survived" else end
+
+
 def tried(room: str, mutants: Iterable[Mutant], scratch: Path) -> Iterator[dict[str, Any]]:
     """One record for each mutant; the tests must pass without any."""
-    if outcome(room, scratch) != "survived":
+    if outcome(ROOMS[room][2], scratch) != "survived":
         raise SystemExit(f"{room}: its tests fail without a mutant\n" + (scratch / "said.txt").read_text())
     equivalent = {(kept["path"], kept["old"], kept["new"]) for kept in KEPT}
     for one in mutants:
@@ -222,7 +230,7 @@ def tried(room: str, mutants: Iterable[Mutant], scratch: Path) -> Iterator[dict[
         start_s = time.monotonic()
         code = (scratch / one.path).read_text()
         (scratch / one.path).write_text(one.code)
-        end = "equivalent" if same else outcome(room, scratch, PYTHONDONTWRITEBYTECODE="1")
+        end = "equivalent" if same else by_room(room, one.path, scratch)
         (scratch / one.path).write_text(code)
         said = {"room": room, "outcome": end, "seconds": round(time.monotonic() - start_s, 1)}
         yield said | {name: value for name, value in one._asdict().items() if name != "code"}

@@ -37,7 +37,7 @@ from isthmus.conductor.events import (
     RequestCancelled,
     RequestEnded,
 )
-from isthmus.conductor.ghosts import Ghosts
+from isthmus.conductor.eviction_cost import EvictionCost
 from isthmus.conductor.replicas import Replicas
 from isthmus.conductor.routing import Router
 from isthmus.conductor.rules import Rules
@@ -58,7 +58,7 @@ class Conductor:
         self._conversion = Conversion(self.view, rules, self._capacity)
         self._learns_lengths = bool(rules.links) or rules.convert
         self._admission = Admission(rules)
-        self._ghosts = Ghosts(self.view)
+        self._eviction_cost = EvictionCost(self.view)
         self._replicas = Replicas(self.view)
         self._handlers: dict[type, Callable[..., list[Action]]] = {
             RequestArrived: self._arrive,
@@ -115,7 +115,7 @@ class Conductor:
         pool.recent.accept(now)
         if self._learns_lengths:
             self._capacity.add(event.num_tokens, placement)
-        self._ghosts.asked(event, pool, placement.deepest, now)
+        self._eviction_cost.asked(event, pool, placement.deepest, now)
         actions.append(self._route(request, placement, now))
         if self.rules.replicate:
             copy = self._replicas.consider(estimator, placement)
@@ -356,7 +356,7 @@ class Conductor:
         node = self.view.nodes.get(event.node)
         if node is not None:
             gone = self.view.index.evict(node.bit, event.names)
-            self._ghosts.evicted(node, len(event.names), gone)
+            self._eviction_cost.evicted(node, len(event.names), gone)
         return []
 
 

@@ -20,7 +20,6 @@ from isthmus.conductor.capacity import Capacity
 from isthmus.conductor.compression import encoded
 from isthmus.conductor.control import OffloadControl
 from isthmus.conductor.conversion import Conversion
-from isthmus.conductor.displace import to_shorten, to_thin, waiting_below
 from isthmus.conductor.events import (
     Abort,
     Action,
@@ -41,6 +40,7 @@ from isthmus.conductor.eviction_cost import EvictionCost
 from isthmus.conductor.replicas import Replicas
 from isthmus.conductor.routing import Router
 from isthmus.conductor.rules import Rules
+from isthmus.conductor.shedding import to_shorten, to_thin, waiting_below
 from isthmus.conductor.view import ClusterView, Placement, RequestView
 from isthmus.cost.transfer import NONE
 from isthmus.types import MEMORY, NodeId, RequestId, Role

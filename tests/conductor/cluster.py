@@ -372,6 +372,10 @@ class Cluster:
         assert self.joined[action.target].role is not Role.DECODE
         assert set(action.names) <= set(self.stored[action.source]), "a copy of unfinished blocks"
         assert not set(action.names) <= set(self.stored[action.target]), "a copy of what is there"
+        states = self.joined[action.target].state_blocks
+        if states:
+            last = action.names[-states - 1]
+            assert action.names[-states:] == state_names(last, states), "without the state at its end"
 
     def _on_refuse(self, refuse: Refuse, event: Event, waited: list[Route]) -> None:
         request = refuse.request

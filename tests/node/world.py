@@ -219,8 +219,11 @@ class World:
     def tell(self, place: Place, fact: Any) -> None:
         run, read = place.run, self._to_read(place, fact)
         frees = isinstance(fact, Forget) and fact.key in place.node
+        asked = self.asked.get(fact.key) if isinstance(fact, FetchEnded) and fact.key in place.node else None
         actions = place.node.on(fact, self.now)
         assert [action.names for action in actions if isinstance(action, Read)] == read
+        told = any(isinstance(action, FetchFinished) for action in actions)
+        assert told == (asked is not None and asked.route.prefill == place.name), "whose fetch ended?"
         for action in actions:
             self._carry_out(place, action)
         place.node.check()

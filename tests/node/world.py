@@ -219,9 +219,11 @@ class World:
     def tell(self, place: Place, fact: Any) -> None:
         run, read = place.run, self._to_read(place, fact)
         frees = isinstance(fact, Forget) and fact.key in place.node
+        landed = isinstance(fact, Landed) and fact.key in place.node
         asked = self.asked.get(fact.key) if isinstance(fact, FetchEnded) and fact.key in place.node else None
         actions = place.node.on(fact, self.now)
         assert [action.names for action in actions if isinstance(action, Read)] == read
+        assert landed == any(isinstance(action, PrefillFinished) for action in actions), "who let go of what?"
         told = any(isinstance(action, FetchFinished) for action in actions)
         assert told == (asked is not None and asked.route.prefill == place.name), "whose fetch ended?"
         for action in actions:
@@ -284,10 +286,8 @@ class World:
                 if action.computed:
                     self._arrive(place, action.key)
             case Finish():
-                if action.key in place.sending:
-                    assert not place.sending[action.key]
-                    place.sending[action.key] = True
-                    self._arrive(place, action.key)
+                assert place.sending[action.key] is False, "it is sent, and not all of it was computed"
+                self._arrive(place, action.key)
             case Land():
                 place.receiving.remove(action.key)
                 place.whole.add(action.key)

@@ -284,6 +284,59 @@ def test_sampling_and_what_else_was_asked_for_survive_every_move(move: str) -> N
         assert max(route.attempt for route in again) > 1
 
 
+# Caches: whatever is found in them must be what would be computed, and the tenant's own.
+
+
+def turns(cluster: VirtualCluster, count: int, *, seed: int = 1) -> list[VirtualRequest]:
+    """Conversations of three tenants, each turn with all before it and the answer. Every text of one is asked by the
+    others as well, word by word. Some begin with less than a block, and answers end at every place in one."""
+    draw, requests = random.Random(seed), list[VirtualRequest]()
+    texts: list[tuple[int, ...]] = []
+    for number in range(count):
+        text = texts[draw.randrange(len(texts))] if texts and draw.random() < 0.7 else ()
+        text += tuple(draw.randrange(1000) for _ in range(draw.choice([3, 5, 16, 40, 90])))
+        for salt in draw.sample(["", "one", "other"], 2):
+            at = len(requests)
+            requests.append(VirtualRequest(at * 60 * MS, text, 1 + (number * 7 + at) % 37, salt=salt))
+            texts.append((*text, *cluster.answer(requests[-1])))
+    return requests
+
+
+CACHES: dict[str, dict[str, Any]] = {
+    "in the engine": {},
+    "in DRAM": {"cache__dram": "4MiB"},
+    "on the SSD": {"cache__dram": "512KiB", "cache__ssd": "8MiB", "cache__folder": "/nowhere"},
+    "all full": {"cache__dram": "512KiB", "cache__ssd": "512KiB", "cache__folder": "/nowhere"},
+    "of others": {"roles__prefill": 3, "roles__decode": 2, "cache__dram": "2MiB", "policy": "isthmus"},
+    "mixed": {"roles__prefill": 0, "roles__decode": 0, "roles__mixed": 2, "cache__dram": "2MiB"},
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_conversations_of_several_tenants_are_exact_and_reuse_their_own(cache: str) -> None:
+    cluster = cluster_of(**CACHES[cache])
+    requests = turns(cluster, 40)
+    flight = cluster.run(requests)
+    assert wrong_answers(cluster, requests, flight) == 0
+    cached = [outcome.generated[0].cached_tokens or 0 for outcome in flight.outcomes]
+    assert sum(cached) > 1000, "nothing was reused"
+
+
+@pytest.mark.parametrize("num_prompt", [5, 21])
+def test_an_answer_belongs_to_its_tenant_however_short_the_prompt(num_prompt: int) -> None:
+    """With less than a block of prompt, no name before the answer's knows whose it is."""
+    cluster = cluster_of(roles__prefill=0, roles__decode=0, roles__mixed=1, cache__dram="4MiB")
+    first = VirtualRequest(0, tuple(range(num_prompt)), 44, salt="one")
+    text = (*first.tokens, *cluster.answer(first), 1, 2, 3)
+    after = [
+        VirtualRequest((1 + at) * 1000 * MS, text, 8, salt=salt) for at, salt in enumerate(["", "two", "one"])
+    ]
+    flight = cluster.run([first, *after])
+    assert wrong_answers(cluster, [first, *after], flight) == 0
+    cached = [outcome.generated[0].cached_tokens for outcome in flight.outcomes]
+    assert cached == [0, 0, 0, (num_prompt + 43) // 16 * 16]
+
+
 # Refusals, live.
 
 

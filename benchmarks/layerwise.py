@@ -1,4 +1,4 @@
-"""`python -m benchmarks layerwise`: a prefill whose cached prefix is loaded, and whose new KV is stored, layer by layer.
+"""`python -m benchmarks layerwise`: a prefill whose prefix is loaded, and whose new KV is stored, layer by layer.
 
 The parts are measured alone and then together, by the loader that a node uses: from the DRAM arena, from the SSD, and
 from a source held to so many bytes per second that loading takes a given share of the time of computing. Every round

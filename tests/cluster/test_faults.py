@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from isthmus.cluster import fetches, transfers
+from isthmus.cluster import fetches, handover
 from isthmus.errors import ConfigError
 from tests.cluster import faults
 from tests.cluster.fault_peers import Harm
@@ -20,7 +20,7 @@ def test_no_fault_makes_a_wrong_block_or_leaks_anything() -> None:
     assert {row.fault for row in found.rows} == {"flip", "lost of 1", "lost of 3", "cancel"}
 
 
-@pytest.mark.parametrize("room", [fetches, transfers])
+@pytest.mark.parametrize("room", [fetches, handover])
 def test_a_seal_that_is_not_checked_shows(room: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """What these rounds look at is able to show a wrong block."""
     monkeypatch.setattr(room, "EXACT", ())

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from isthmus.cluster.recorder import Entry
-from isthmus.conductor import Action, Event, LinksMeasured
+from isthmus.conductor import Action, Event, HoldExpired, LinksMeasured
 from isthmus.config import Config
 from isthmus.cost import Cost
 from isthmus.deploy import nodes_of
@@ -47,8 +47,11 @@ def simulated(config: Config, deployment: Deployment, requests: Sequence[Virtual
 
 
 def until_over(log: Sequence[Entry]) -> list[Entry]:
-    """Without what was measured after the last request had ended."""
-    last = max((at for at, entry in enumerate(log) if not isinstance(entry.event, LinksMeasured)), default=-1)
+    """Without what was measured, and which waits were up, after the last request had ended."""
+    last = max(
+        (at for at, entry in enumerate(log) if not isinstance(entry.event, LinksMeasured | HoldExpired)),
+        default=-1,
+    )
     return list(log[: last + 1])
 
 

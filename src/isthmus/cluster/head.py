@@ -209,6 +209,7 @@ class Head:
                 for node in action.nodes:
                     self._send(node, Forget(key_of(action.request, action.attempt)))
             case conductor.Hold():
+                self._streams[action.request].end_attempt()
                 expired = conductor.HoldExpired(action.request, action.attempt)
                 asyncio.get_running_loop().call_later(self._rejoin_s, self._decide, expired)
             case conductor.Fail():

@@ -568,8 +568,8 @@ def test_long_histories_hold_too() -> None:
             seen.update(action.code for action in actions if isinstance(action, Refuse))
             seen.update(action.stage for action in actions if isinstance(action, Refuse))
             seen.update("fetch" for action in actions if isinstance(action, Route) and action.fetch)
-            seen.update("displaced" for action in actions[:-1] if isinstance(action, Refuse))
-    wanted = "ended cancelled failed refused overloaded unavailable too_long prefill decode fetch displaced"
+            seen.update("shed" for action in actions[:-1] if isinstance(action, Refuse))
+    wanted = "ended cancelled failed refused overloaded unavailable too_long prefill decode fetch shed"
     assert min(seen[name] for name in wanted.split()) >= 15, seen  # the histories are not hollow
 
 

@@ -152,10 +152,10 @@ def test_every_admission_refuses_alike(admission: str, order: str, shape: str) -
     assert actions_of(log)["Refuse"] > 0
 
 
-def test_displaced_requests_are_the_same() -> None:
+def test_requests_turned_away_for_others_are_the_same() -> None:
     log = same_logs({"limits.max_requests": 12}, workload(120, MS, terms=True))
     late = [entry for entry in log if len(entry.actions) > 1 and type(entry.event).__name__ == "RequestArrived"]
-    assert late, "nobody was displaced"
+    assert late, "nobody was turned away"
 
 
 @pytest.mark.parametrize("shape", SHAPES)

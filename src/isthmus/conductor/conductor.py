@@ -20,7 +20,6 @@ from isthmus.conductor.capacity import Capacity
 from isthmus.conductor.compression import encoded
 from isthmus.conductor.control import OffloadControl
 from isthmus.conductor.conversion import Conversion
-from isthmus.conductor.displace import to_shorten, to_thin, waiting_below
 from isthmus.conductor.events import (
     Abort,
     Action,
@@ -37,10 +36,11 @@ from isthmus.conductor.events import (
     RequestCancelled,
     RequestEnded,
 )
-from isthmus.conductor.ghosts import Ghosts
+from isthmus.conductor.eviction_cost import EvictionCost
 from isthmus.conductor.replicas import Replicas
 from isthmus.conductor.routing import Router
 from isthmus.conductor.rules import Rules
+from isthmus.conductor.shedding import to_shorten, to_thin, waiting_below
 from isthmus.conductor.view import ClusterView, Placement, RequestView
 from isthmus.cost.transfer import NONE
 from isthmus.types import MEMORY, NodeId, RequestId, Role
@@ -62,7 +62,7 @@ class Conductor:
         self._conversion = Conversion(self.view, rules, self._capacity)
         self._learns_lengths = bool(rules.links) or rules.convert
         self._admission = Admission(rules)
-        self._ghosts = Ghosts(self.view)
+        self._eviction_cost = EvictionCost(self.view)
         self._replicas = Replicas(self.view)
         self._handlers: dict[type, Callable[..., list[Action]]] = {
             RequestArrived: self._arrive,
@@ -119,7 +119,7 @@ class Conductor:
         pool.recent.accept(now)
         if self._learns_lengths:
             self._capacity.add(event.num_tokens, placement)
-        self._ghosts.asked(event, pool, placement.deepest, now)
+        self._eviction_cost.asked(event, pool, placement.deepest, now)
         actions.append(self._route(request, placement, now))
         if self.rules.replicate:
             copy = self._replicas.consider(estimator, placement)
@@ -368,7 +368,7 @@ class Conductor:
         node = self.view.nodes.get(event.node)
         if node is not None:
             gone = self.view.index.evict(node.bit, event.names)
-            self._ghosts.evicted(node, len(event.names), gone)
+            self._eviction_cost.evicted(node, len(event.names), gone)
         return []
 
 

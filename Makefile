@@ -24,8 +24,8 @@ test: check
 	$(VENV)/bin/python -m pytest
 
 check: install
-	$(VENV)/bin/ruff check src tests examples
-	$(VENV)/bin/ruff format --check src tests examples
+	$(VENV)/bin/ruff check src benchmarks tests examples
+	$(VENV)/bin/ruff format --check src benchmarks tests examples
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 

@@ -215,7 +215,7 @@ def outcome(tests: Iterable[str], scratch: Path, **env: str) -> str:
 def by_room(room: str, path: str, scratch: Path) -> str:
     """How the room's tests end: first the file that mirrors the one changed, if there is one."""
     env = {"PYTHONDONTWRITEBYTECODE": "1"}
-    mirror = f"{ROOMS[room][2][0]}/test_{Path(path).name}"
+    mirror = f"tests/{ROOMS[room][0]}/test_{Path(path).name}"
     end = outcome([mirror], scratch, **env) if (scratch / mirror).exists() else "survived"
     return outcome(ROOMS[room][2], scratch, **env) if end == "survived" else end
 

@@ -161,8 +161,15 @@ def draw(room: str, seed: int, known: set[tuple[str, str, str]]) -> Iterator[Mut
     chance.shuffle(every)
     for path, place in every:
         drawn = mutant(path, *chance.choice(place))
-        if (drawn.path, drawn.old, drawn.new) not in known:
+        if (drawn.path, drawn.old, drawn.new) not in known and _can_be_read(drawn.code):
             yield drawn
+
+
+def _can_be_read(code: str) -> bool:
+    try:
+        return bool(ast.parse(code))
+    except SyntaxError:
+        return False
 
 
 def again(room: str, missed: list[dict[str, Any]]) -> Iterator[Mutant]:

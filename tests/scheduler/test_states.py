@@ -60,7 +60,7 @@ def of(kind: type, actions: list) -> object:
 
 @given(st.integers(1, 40), st.sets(st.integers(1, 40)), st.integers(0, 40))
 def test_a_prefix_can_be_used_as_far_as_its_deepest_snapshot(count: int, depths: set[int], found: int) -> None:
-    states = States(PARTS, 4)
+    states = States(PARTS, 4, BlockPool(8))
     held = {state_names(NAMES[depth - 1], PARTS)[-1] for depth in depths}
     usable = states.usable(NAMES[:count], min(found, count), held.__contains__)
     assert usable == max((depth for depth in depths if depth <= min(found, count)), default=0)
@@ -81,7 +81,7 @@ def test_a_prefix_can_be_used_as_far_as_its_deepest_snapshot(count: int, depths:
 def test_where_snapshots_are_taken(
     length: int, computed: int, found: int, positions: list[tuple[int, int]]
 ) -> None:
-    states = States(PARTS, 4)
+    states = States(PARTS, 4, BlockPool(8))
     assert states.positions(length, length // 4, computed, found, leaves=False) == positions
     assert states.positions(length, length // 4, computed, found, leaves=True) == [*positions, (length, 0)]
 
@@ -212,7 +212,7 @@ def test_a_fetch_of_one_who_is_sent_its_state_is_of_no_concern() -> None:
 
 def test_a_node_of_another_role_may_have_more_live_states() -> None:
     scheduler = node()
-    scheduler.limits = replace(scheduler.limits, max_sequences=6, token_budget=1000)
+    scheduler.change(replace(scheduler.limits, max_sequences=6, token_budget=1000))
     for request in "abcdef":
         scheduler.on(arrives(RequestId(request), 9))
     run = of(Run, scheduler.on(Stepped(1)))

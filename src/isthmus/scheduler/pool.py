@@ -1,4 +1,4 @@
-"""The paged pool's book-keeping: which blocks are free, held, or cached under a name.
+"""The paged pool: which blocks are free, held, or cached under a name.
 
     free ──allocate──> held ──release, unnamed──> free
                         │ ▲
@@ -44,6 +44,11 @@ class BlockPool:
     def cached(self) -> int:
         """Number of named blocks, held or idle."""
         return len(self._name_of)
+
+    @property
+    def num_held(self) -> int:
+        """References to blocks: one that two requests share counts twice."""
+        return sum(self._references.values())
 
     def holds(self, name: BlockName) -> bool:
         return name in self._block_of
@@ -158,6 +163,10 @@ class CountingPool:
         self.cached = 0
         self.evicted: list[BlockName] = []
 
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.available
+
     def holds(self, name: BlockName) -> bool:
         return False
 
@@ -186,3 +195,6 @@ class CountingPool:
 
     def check(self) -> None:
         assert 0 <= self.available <= self.num_blocks
+
+
+Pool = BlockPool | CountingPool

@@ -13,6 +13,8 @@ from isthmus.scheduler.order import promise_order
 from isthmus.scheduler.prefixes import Prefixes
 from isthmus.scheduler.sequence import ADMITTED, PREEMPTED, QUEUED, Prefix, Sequence
 
+_NOTHING = Prefix()
+
 
 class Admission:
     """`waiting`: prompts to compute, in order of arrival; one that was pre-empted comes first."""
@@ -31,14 +33,19 @@ class Admission:
         if index is None:
             index = 0 if self._in_order or len(self.waiting) == 1 else self._choose(now)
         sequence = self.waiting[index]
-        prefix = self._prefixes.find(sequence, batch.prompts)
+        prefix = self._prefixes.find(sequence, batch.prompts) if sequence.names else _NOTHING
         if prefix is None or not self._memory.admit(sequence, prefix, batch.headroom):
             return False
         del self.waiting[index]
         sequence.state = ADMITTED[sequence.state]
         batch.place(sequence)
         batch.prompts.append(sequence)
-        self._tell(sequence, prefix, actions)
+        tokens, held, state = prefix.num_tokens, sequence.blocks, sequence.restore
+        actions.append(events.Admitted(sequence.request, tokens, held, prefix.num_on_disk, state))
+        if prefix.loads:
+            count = -(-tokens // self._limits.block_size)
+            names = self._memory.states.chain(sequence.names, count)
+            actions.append(events.Load(sequence.request, names, held[:count] + state, tokens, sequence.fetches))
         return True
 
     def overtake(self, sequence: Sequence, actions: Actions, now: int) -> bool:
@@ -53,15 +60,6 @@ class Admission:
         sequence.start_over()
         sequence.state = PREEMPTED[sequence.state]
         self.waiting.appendleft(sequence)
-
-    def _tell(self, sequence: Sequence, prefix: Prefix, actions: Actions) -> None:
-        tokens, table, state = prefix.num_tokens, sequence.table, tuple(sequence.restore)
-        actions.append(events.Admitted(sequence.request, tokens, table, prefix.num_on_disk, state))
-        if prefix.loads:
-            count = -(-tokens // self._limits.block_size)
-            names = self._memory.states.chain(sequence.names, count)
-            blocks = table[:count] + state
-            actions.append(events.Load(sequence.request, names, blocks, tokens, sequence.fetches))
 
     def _choose(self, now: int) -> int:
         index = promise_order(self.waiting, now, lambda request: self._is_ready(request, now))  # type: ignore[arg-type]

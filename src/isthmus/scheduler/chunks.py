@@ -24,11 +24,24 @@ class Chunks:
 
     def cut(self, actions: Actions, now: int) -> list[Piece]:
         """The prompts' pieces of the next iteration; who is admitted for it is in the batch afterwards."""
-        budget = self._budget()
-        if self._limits.partial_prefills > 1:
+        decoding, limits = self._batch.decoding, self._limits
+        num_decodes = len(decoding.sequences)
+        # One token at least, so that prompts go on however many requests decode.
+        rest = limits.token_budget - num_decodes
+        budget = TokenBudget(rest if rest > 0 else 1)
+        if num_decodes and self._target is not None:
+            budget = TimedBudget(self._target, budget.limit, num_decodes, decoding.context)
+        if limits.partial_prefills > 1:
             self._share(budget, actions, now)
-        else:
-            self._fill(budget, actions, now)
+            return budget.chunks
+        prompts, admission = self._batch.prompts, self._admission
+        for sequence in prompts:  # each waits until the one before it is through
+            if not _append(sequence, budget):
+                return budget.chunks
+        most = min(budget.limit, limits.prompt_batch)
+        while budget.taken < most and admission.waiting and admission.admit(actions, now):
+            if not _append(prompts[-1], budget):
+                break
         return budget.chunks
 
     def steps(self, chunks: list[Piece]) -> int:
@@ -42,27 +55,6 @@ class Chunks:
         if piece.start and piece.start == sequence.cached:
             return 1
         return min(limits.max_chunks, (sequence.length - piece.start - 1) // piece.count)
-
-    def _budget(self) -> TokenBudget:
-        decoding = self._batch.decoding
-        num_decodes = len(decoding.sequences)
-        # One token at least, so that prompts go on however many requests decode.
-        rest = self._limits.token_budget - num_decodes
-        limit = rest if rest > 0 else 1
-        if num_decodes and self._target is not None:
-            return TimedBudget(self._target, limit, num_decodes, decoding.context)
-        return TokenBudget(limit)
-
-    def _fill(self, budget: TokenBudget, actions: Actions, now: int) -> None:
-        """Prompts one after the other: each waits until the one before it is through."""
-        prompts, admission, limit = self._batch.prompts, self._admission, budget.limit
-        for sequence in prompts:
-            if not _append(sequence, budget):
-                return
-        most = min(limit, self._limits.prompt_batch)
-        while budget.taken < most and admission.waiting and admission.admit(actions, now):
-            if not _append(prompts[-1], budget):
-                return
 
     def _share(self, budget: TokenBudget, actions: Actions, now: int) -> None:
         """Prompts in order of arrival; but of what the first that does not fit whole would get, shorter ones get half.

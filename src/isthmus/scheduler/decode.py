@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from isthmus.scheduler.events import Piece
+from isthmus.scheduler.events import Piece, Run
 from isthmus.scheduler.limits import Limits
 from isthmus.scheduler.pool import Pool
 from isthmus.scheduler.sequence import DECODING, Sequence
@@ -51,8 +51,14 @@ class DecodeClock:
         self._offsets -= sequence.offset
         del self.sequences[sequence]
 
-    def steps(self) -> int:
-        """Iterations of the next run: nobody needs a block in it or passes its end. Needs somebody who decodes."""
+    def run(self, chunks: list[Piece]) -> Run:
+        """Of all that decode, beside these chunks. Needs somebody who decodes."""
+        num_decodes = len(self.sequences)
+        context = self._offsets + num_decodes * (self.now + 1)
+        return Run(tuple(chunks), num_decodes, context, 1 if chunks else self._steps(), self._pieces)
+
+    def _steps(self) -> int:
+        """Iterations for which nobody needs a block or passes its end."""
         ends, sequences = self._ends, self.sequences
         until, age, sequence = ends[0]
         while age != sequence.age or sequence not in sequences:
@@ -64,7 +70,7 @@ class DecodeClock:
         steps, most = until - self.now, self._limits.max_steps
         return 1 if steps < 1 else steps if steps < most else most
 
-    def pieces(self) -> list[Piece]:
+    def _pieces(self) -> list[Piece]:
         """One token of each, oldest admission first."""
         oldest_first = sorted(self.sequences, key=lambda sequence: sequence.age)
         return [sequence.piece(self.now + sequence.offset, 1, True) for sequence in oldest_first]
@@ -87,12 +93,12 @@ class DecodeClock:
 
     def _grow(self, sequence: Sequence, steps: int, pool: Pool) -> bool:
         """Blocks for `steps` more tokens after the computed ones; False when the pool is empty."""
-        blocks = sequence.blocks
-        needed = -(-(self.now + sequence.offset + steps) // self._limits.block_size) - len(blocks)
+        wanted = -(-(self.now + sequence.offset + steps) // self._limits.block_size)
+        needed = wanted - len(sequence.blocks)
         if needed > pool.available:
             return False
         for _ in range(needed):
-            blocks += pool.allocate(1, after=blocks[-1])
+            sequence.blocks += pool.allocate(1, after=sequence.blocks[-1])
         self._note_full(sequence)
         return True
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import abc
 
 from isthmus.scheduler.limits import Limits
-from isthmus.scheduler.pool import Pool
+from isthmus.scheduler.pool import Blocks, Pool
 from isthmus.scheduler.sequence import Prefix, Sequence
 from isthmus.scheduler.states import AnyStates, NoStates, States
 from isthmus.types import RequestId
@@ -34,14 +34,14 @@ class Memory:
             sequence.length, len(sequence.names), prefix.num_tokens, prefix.num_found, leaves=sequence.detach
         )
         needed = -(-sequence.length // self._size) - len(prefix.blocks)
-        cached = [*prefix.blocks, *prefix.state]
+        cached = prefix.blocks + prefix.state
         idle = pool.idle_among(cached) if cached else 0
         state_blocks = (len(positions) + prefix.loads) * states.num_blocks
         if needed + state_blocks + idle + headroom > pool.available:
             return False
         if cached:
             pool.acquire(cached)
-        sequence.blocks = [*prefix.blocks, *pool.allocate(needed)]
+        sequence.blocks = prefix.blocks + pool.allocate(needed)
         states.admit(sequence, prefix, positions)
         sequence.cached = sequence.computed = prefix.num_tokens
         sequence.named = len(prefix.blocks)
@@ -58,11 +58,14 @@ class Memory:
 
     def release(self, sequence: Sequence) -> None:
         """Takes back all that it holds."""
-        self.give_back(sequence.request, sequence.blocks)
+        if self._saving:
+            self.give_back(sequence.request, sequence.blocks)
+        else:
+            self.pool.release(sequence.blocks)
         for snapshot in self.states.release(sequence):
             self.give_back(sequence.request, snapshot.blocks)
 
-    def give_back(self, request: RequestId, blocks: list[int]) -> None:
+    def give_back(self, request: RequestId, blocks: Blocks) -> None:
         """At once, or when they are saved."""
         if request in self._saving:
             self._unsaved.setdefault(request, []).extend(blocks)

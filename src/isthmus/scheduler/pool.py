@@ -22,6 +22,9 @@ from collections.abc import Iterable, Sequence
 
 from isthmus.types import BlockName
 
+Blocks = tuple[int, ...]
+"""Numbers of blocks, in the order in which they hold something."""
+
 
 class BlockPool:
     """Blocks `0 .. num_blocks-1`. `available` counts free and idle blocks: all that can be allocated."""
@@ -53,7 +56,7 @@ class BlockPool:
     def holds(self, name: BlockName) -> bool:
         return name in self._block_of
 
-    def match(self, names: Iterable[BlockName]) -> list[int]:
+    def match(self, names: Iterable[BlockName]) -> Blocks:
         """Blocks of the longest cached prefix of `names`. Does not mutate."""
         found = []
         for name in names:
@@ -61,7 +64,7 @@ class BlockPool:
             if block is None:
                 break
             found.append(block)
-        return found
+        return tuple(found)
 
     def idle_among(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` are idle, so that acquiring them lowers `available`."""
@@ -73,7 +76,7 @@ class BlockPool:
             self._idle.pop(block, None)
             self._references[block] = self._references.get(block, 0) + 1
 
-    def allocate(self, count: int, *, after: int | None = None) -> list[int]:
+    def allocate(self, count: int, *, after: int | None = None) -> Blocks:
         """`count` blocks with one reference each, in one run of consecutive numbers when there is one.
 
         `after` asks for the block that follows it, when free. Needs `count <= available`.
@@ -147,8 +150,8 @@ class BlockPool:
             start = at
         return min(best, len(free) - count)
 
-    def _take(self, at: int, count: int) -> list[int]:
-        blocks = self._free[at : at + count]
+    def _take(self, at: int, count: int) -> Blocks:
+        blocks = tuple(self._free[at : at + count])
         del self._free[at : at + count]
         for block in blocks:
             self._references[block] = 1
@@ -170,8 +173,8 @@ class CountingPool:
     def holds(self, name: BlockName) -> bool:
         return False
 
-    def match(self, names: Iterable[BlockName]) -> list[int]:
-        return []
+    def match(self, names: Iterable[BlockName]) -> Blocks:
+        return ()
 
     def idle_among(self, blocks: Iterable[int]) -> int:
         return 0
@@ -179,10 +182,10 @@ class CountingPool:
     def acquire(self, blocks: Iterable[int]) -> None:
         """Nothing is ever matched, so there is nothing to acquire."""
 
-    def allocate(self, count: int, *, after: int | None = None) -> list[int]:
+    def allocate(self, count: int, *, after: int | None = None) -> Blocks:
         assert 0 <= count <= self.available, "callers check `available` first"
         self.available -= count
-        return [0] * count
+        return (0,) * count
 
     def release(self, blocks: Sequence[int]) -> None:
         self.available += len(blocks)

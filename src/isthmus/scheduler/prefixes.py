@@ -10,12 +10,12 @@ from isthmus.attempts import BlocksEvicted, BlocksStored
 from isthmus.scheduler import events
 from isthmus.scheduler.events import Actions
 from isthmus.scheduler.memory import Memory
+from isthmus.scheduler.pool import Blocks
 from isthmus.scheduler.sequence import Prefix, Sequence
 from isthmus.scheduler.tiers import Change, TierCache
 from isthmus.types import DISK, BlockName, NodeId, RequestId
 
 Names = tuple[BlockName, ...]
-_NOTHING = Prefix()
 
 
 class PoolPrefixes:
@@ -24,13 +24,9 @@ class PoolPrefixes:
     def __init__(self, memory: Memory, block_size: int) -> None:
         self._memory, self._size = memory, block_size
 
-    def arrive(self, sequence: Sequence) -> None: ...
-
     def find(self, sequence: Sequence, prompts: list[Sequence]) -> Prefix | None:
         """What it need not compute; never all of it, for the last token yields the logits. None: it is to wait for one
         of `prompts`, which are being computed."""
-        if not sequence.names:
-            return _NOTHING
         memory = self._memory
         found = memory.pool.match(sequence.names[: (sequence.length - 1) // self._size])
         blocks, state = memory.states.in_pool(sequence.names, found)
@@ -57,13 +53,11 @@ class PoolPrefixes:
         return tuple(stored)
 
     def keep(
-        self, names: Names, actions: Actions, request: RequestId | None = None, blocks: list[int] | None = None
+        self, names: Names, actions: Actions, request: RequestId | None = None, blocks: Blocks = ()
     ) -> None: ...
-
     def lose(self, names: Names, actions: Actions) -> None: ...
-
     def recover(self, chains: tuple[Names, ...], actions: Actions) -> None: ...
-
+    def arrive(self, sequence: Sequence) -> None: ...
     def unpin(self, sequence: Sequence) -> None: ...
 
 
@@ -116,7 +110,7 @@ class TierPrefixes:
         return ()
 
     def keep(
-        self, names: Names, actions: Actions, request: RequestId | None = None, blocks: list[int] | None = None
+        self, names: Names, actions: Actions, request: RequestId | None = None, blocks: Blocks = ()
     ) -> None:
         """A prefix for the cache to keep. `blocks` of the engine hold it, computed for `request`; without, it is there
         already: it came from another node."""
@@ -128,7 +122,7 @@ class TierPrefixes:
         if fresh and blocks and request is not None:
             self._memory.saving(request)
             span, head = slice(start, start + fresh), names[start - 1] if start else None
-            save = events.Save(request, names[span], head, tuple(blocks[span]), len(change.sunk))
+            save = events.Save(request, names[span], head, blocks[span], len(change.sunk))
         self._tell(change, actions, save)
 
     def lose(self, names: Names, actions: Actions) -> None:

@@ -15,6 +15,8 @@ the scheduler: each gets those it needs when it is made.
 
 from __future__ import annotations
 
+from itertools import count
+
 from isthmus.attempts import BlocksEvicted, BlocksStored
 from isthmus.scheduler.admission import Admission
 from isthmus.scheduler.batch import PLACED, Batch
@@ -65,7 +67,7 @@ class Scheduler:
         if tiers is not None:
             self._prefixes = TierPrefixes(tiers, memory, limits.block_size, node)
         self._sequences: dict[RequestId, Sequence] = {}
-        self._arrivals = 0
+        self._arrivals = count(1)
         self.run: Run | None = None
         """The run that is out."""
         self.change(limits)
@@ -94,13 +96,13 @@ class Scheduler:
     @property
     def num_transfer(self) -> int:
         """Blocks without a name of requests that leave or come, and of states that came and are not in use yet."""
-        count = 0
+        num_blocks = 0
         for each in self._sequences.values():
             if each.state is not COMPUTING:
-                count += len(each.restore) + sum([len(snapshot.blocks) for snapshot in each.snapshots])
+                num_blocks += len(each.restore) + sum([len(snapshot.blocks) for snapshot in each.snapshots])
             if each.state in (DEPARTING, RECEIVING):
-                count += len(each.blocks) - each.named
-        return count
+                num_blocks += len(each.blocks) - each.named
+        return num_blocks
 
     def check(self) -> None:
         """Invariants, for tests and the simulator: each request is in one place, and holds what it needs there."""
@@ -118,23 +120,24 @@ class Scheduler:
 
     def arrive(self, sequence: Sequence) -> None:
         """A request to compute here."""
-        self._add(sequence)
+        assert sequence.request not in self._sequences, f"request {sequence.request} arrived twice"
+        self._sequences[sequence.request] = sequence
+        sequence.arrival = next(self._arrivals)
         if sequence.num_cached:
             self._prefixes.arrive(sequence)
         self._admission.waiting.append(sequence)
 
     def expect(self, sequence: Sequence, actions: Actions) -> None:
         """A request whose KV another node will send."""
-        self._add(sequence)
-        self._incoming.expect(sequence)
-        if self.run is not None:  # what runs has all it needs
-            self._reserve(actions)
-
-    def _add(self, sequence: Sequence) -> None:
         assert sequence.request not in self._sequences, f"request {sequence.request} arrived twice"
         self._sequences[sequence.request] = sequence
-        self._arrivals += 1
-        sequence.arrival = self._arrivals
+        sequence.arrival = next(self._arrivals)
+        self._incoming.expect(sequence)
+        # What runs has all it needs. One that waits for blocks comes first: newer ones would starve who was pre-empted.
+        if self.run is not None and not self._admission.waiting:
+            self._incoming.reserve(actions)
+            if self.pool.evicted:
+                actions.append(BlocksEvicted(self.node, self.pool.take_evicted()))
 
     def imported(self, sequence: Sequence) -> None:
         """All KV of an expected request is here and checked; its first new token is known."""
@@ -220,7 +223,8 @@ class Scheduler:
             sequence.computed = piece.start + piece.count * steps
             if sequence.restore:
                 self._memory.states.restored(sequence)
-            stored += self._prefixes.computed(sequence, piece.samples, actions)
+            if sequence.names:
+                stored += self._prefixes.computed(sequence, piece.samples, actions)
             if piece.samples:
                 self._batch.prompts.remove(sequence)
                 if sequence.detach:  # what has no name leaves with it, and is free when it is gone
@@ -249,13 +253,13 @@ class Scheduler:
             while not decoding.make_room(self.pool):
                 self._preempt(actions)
             incoming.join(actions)  # who was pre-empted left a place; they have the blocks for this run
-        num_decodes = len(decoding.sequences)
         chunks = self._chunks.cut(actions, now) if batch.prompts or waiting else []
-        if incoming.expected or self.pool.evicted:
-            self._reserve(actions)
-        if num_decodes:
-            steps = 1 if chunks else decoding.steps()
-            run = Run(tuple(chunks), num_decodes, decoding.context, steps, decoding.pieces)
+        if incoming.expected and not waiting:
+            incoming.reserve(actions)
+        if self.pool.evicted:
+            actions.append(BlocksEvicted(self.node, self.pool.take_evicted()))
+        if decoding.sequences:
+            run = decoding.run(chunks)
         elif chunks:
             run = Run(tuple(chunks), 0, 0, self._chunks.steps(chunks), list)
         else:
@@ -271,11 +275,3 @@ class Scheduler:
         self._memory.release(victim)
         self._admission.put_back(victim)
         actions.append(Preempted(victim.request))
-
-    def _reserve(self, actions: Actions) -> None:
-        """Blocks for those who are expected; and whatever was evicted for anybody is told."""
-        # A pre-empted request that waits for blocks comes first, or newer ones would starve it.
-        if not self._admission.waiting:
-            self._incoming.reserve(actions)
-        if self.pool.evicted:
-            actions.append(BlocksEvicted(self.node, self.pool.take_evicted()))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import abc
 from enum import Enum, auto
 
 import msgspec
 
 from isthmus.scheduler.events import Actions, Piece
+from isthmus.scheduler.pool import Blocks
 from isthmus.types import BlockName, RequestId
 
 
@@ -48,8 +48,8 @@ class Prefix(msgspec.Struct, frozen=True):
 
     num_tokens: int = 0
     num_found: int = 0
-    blocks: abc.Sequence[int] = ()
-    state: abc.Sequence[int] = ()
+    blocks: Blocks = ()
+    state: Blocks = ()
     loads: bool = False
     num_on_disk: int = 0
 
@@ -60,7 +60,7 @@ class Snapshot:
 
     __slots__ = ("blocks", "depth", "position")
 
-    def __init__(self, position: int, depth: int, blocks: list[int]) -> None:
+    def __init__(self, position: int, depth: int, blocks: Blocks) -> None:
         self.position, self.depth, self.blocks = position, depth, blocks
 
 
@@ -83,7 +83,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "_table", "age", "arrival", "blocks", "cached", "computed", "deadline_ns", "detach", "fetch_start",
+        "age", "arrival", "blocks", "cached", "computed", "deadline_ns", "detach", "fetch_start",
         "fetch_stop", "fetch_until_ns", "fetches", "full_at", "length", "named", "names", "num_cached", "num_pinned",
         "offset", "pinned", "request", "restore", "slot", "snapshots", "state", "stop_length", "work_ns",
     )  # fmt: skip
@@ -103,25 +103,17 @@ class Sequence:
         self.work_ns = self.deadline_ns = self.num_pinned = 0
         self.slot = -1
         self.pinned: tuple[BlockName, ...] = ()
-        self.restore: list[int] = []
+        self.blocks: Blocks = ()
+        self.restore: Blocks = ()
         self.snapshots: list[Snapshot] = []
-        self.blocks: list[int] = []
-        self._table: tuple[int, ...] = ()
-
-    @property
-    def table(self) -> tuple[int, ...]:
-        """Its blocks."""
-        if len(self._table) != len(self.blocks):
-            self._table = tuple(self.blocks)
-        return self._table
 
     def piece(self, start: int, count: int, samples: bool) -> Piece:
         """To compute these tokens in one iteration; with what it has of a recurrent state, if it has one."""
         if self.slot < 0:
-            return Piece(self.request, start, count, self.table, samples)
+            return Piece(self.request, start, count, self.blocks, samples)
         reached = [shot for shot in self.snapshots if start < shot.position <= start + count]
-        snapshots = tuple([(shot.position, tuple(shot.blocks)) for shot in reached])
-        return Piece(self.request, start, count, self.table, samples, self.slot, tuple(self.restore), snapshots)
+        snapshots = tuple([(shot.position, shot.blocks) for shot in reached])
+        return Piece(self.request, start, count, self.blocks, samples, self.slot, self.restore, snapshots)
 
     def take_cached_snapshots(self) -> list[Snapshot]:
         """Its prompt is computed: those that others may go on from. What is left travels with it."""
@@ -131,7 +123,7 @@ class Sequence:
 
     def start_over(self) -> None:
         """Its blocks are somebody else's now."""
-        self.blocks, self._table, self.computed, self.named = [], (), 0, 0
+        self.blocks, self.computed, self.named = (), 0, 0
 
     def reserved(self) -> Actions:
         """What follows when it may be received into its blocks."""

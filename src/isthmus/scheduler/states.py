@@ -21,7 +21,7 @@ from collections import abc
 from heapq import heappop, heappush
 
 from isthmus.blocks import state_name, state_names
-from isthmus.scheduler.pool import Pool
+from isthmus.scheduler.pool import Blocks, Pool
 from isthmus.scheduler.sequence import COMPUTING, DECODING, Prefix, Sequence, Snapshot
 from isthmus.scheduler.tiers import TierCache
 from isthmus.types import BlockName
@@ -60,12 +60,12 @@ class States:
                 return depth
         return 0
 
-    def in_pool(self, names: Names, held: list[int]) -> tuple[list[int], list[int]]:
+    def in_pool(self, names: Names, held: Blocks) -> tuple[Blocks, Blocks]:
         """Of the cached blocks of a prompt those up to the deepest snapshot, and its blocks."""
         depth = self.usable(names, len(held), self._pool.holds)
-        state = self._pool.match(self.parts(names, depth)) if depth else []
+        state = self._pool.match(self.parts(names, depth)) if depth else ()
         if len(state) < self.num_blocks:  # some of it was evicted
-            return [], []
+            return (), ()
         return held[:depth], state
 
     def in_tiers(self, tiers: TierCache, sequence: Sequence, present: int, on_disk: int) -> tuple[int, int]:
@@ -98,7 +98,7 @@ class States:
     def admit(self, sequence: Sequence, prefix: Prefix, positions: Positions) -> None:
         """It goes on from the snapshot at the end of `prefix`, if there is any, and is to take these."""
         allocate = self._pool.allocate
-        sequence.restore = allocate(self.num_blocks) if prefix.loads else [*prefix.state]
+        sequence.restore = allocate(self.num_blocks) if prefix.loads else prefix.state
         sequence.snapshots = [Snapshot(*position, allocate(self.num_blocks)) for position in positions]
         self._take_slot(sequence)
 
@@ -121,7 +121,7 @@ class States:
     def restored(self, sequence: Sequence) -> None:
         """Its live state does not need the snapshot any more that it goes on from."""
         self._pool.release(sequence.restore)
-        sequence.restore = []
+        sequence.restore = ()
 
     def leave(self, sequence: Sequence) -> None:
         """It computes no more: the slot of its live state is free."""
@@ -167,8 +167,8 @@ class NoStates:
     def parts(self, names: abc.Sequence[BlockName], depth: int) -> Names:
         return ()
 
-    def in_pool(self, names: Names, held: list[int]) -> tuple[list[int], list[int]]:
-        return held, []
+    def in_pool(self, names: Names, held: Blocks) -> tuple[Blocks, Blocks]:
+        return held, ()
 
     def in_tiers(self, tiers: TierCache, sequence: Sequence, present: int, on_disk: int) -> tuple[int, int]:
         return present, on_disk
@@ -184,16 +184,10 @@ class NoStates:
         return ()
 
     def admit(self, sequence: Sequence, prefix: Prefix, positions: Positions) -> None: ...
-
     def reserve(self, sequence: Sequence) -> None: ...
-
-    def join(self, sequence: Sequence) -> None: ...
-
     def ran(self) -> None: ...
 
-    def restored(self, sequence: Sequence) -> None: ...
-
-    def leave(self, sequence: Sequence) -> None: ...
+    join = restored = leave = reserve
 
     def release(self, sequence: Sequence) -> abc.Sequence[Snapshot]:
         return ()

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.benchmarks.fault_peers import kv_block, put_chain, store_of
 from isthmus.blocks import KVLayout, seal
 from isthmus.cluster import cache, wire
 from isthmus.cluster.cache import Load, NodeCache, PrefixMissing, Staging, chains_of
@@ -27,6 +26,7 @@ from isthmus.engine.kv import KVMemory
 from isthmus.node import events
 from isthmus.store import Log, Shape, Store
 from isthmus.types import BlockName, NodeId, RequestId, Span, Tier
+from tests.cluster.fault_peers import kv_block, put_chain, store_of
 
 LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
 SHAPE = Shape(LAYOUT.num_layers, LAYOUT.slice_bytes)

@@ -14,17 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from isthmus.benchmarks.fault_peers import (
-    OTHER,
-    Fault,
-    Harm,
-    HarmfulNetwork,
-    Side,
-    join,
-    kv_block,
-    put_chain,
-    store_of,
-)
 from isthmus.blocks import KVLayout
 from isthmus.cluster import fetches, lending
 from isthmus.cluster.cache import LOADERS, PrefixMissing
@@ -35,6 +24,17 @@ from isthmus.messenger import MemoryNetwork, Network, TcpNetwork
 from isthmus.node import events
 from isthmus.store import ArenaHandle, Log, PeerArena, Shape, Store
 from isthmus.types import NodeId, RequestId, Tier
+from tests.cluster.fault_peers import (
+    OTHER,
+    Fault,
+    Harm,
+    HarmfulNetwork,
+    Side,
+    join,
+    kv_block,
+    put_chain,
+    store_of,
+)
 
 LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
 SHAPE = Shape(LAYOUT.num_layers, LAYOUT.slice_bytes)

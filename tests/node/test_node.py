@@ -23,6 +23,7 @@ from isthmus.node.events import (
     Loaded,
     Moved,
     Received,
+    Recovered,
     Sampled,
     Severed,
     Woken,
@@ -137,6 +138,29 @@ def test_a_fetch_that_stands_still_is_ended_though_the_hand_over_goes_on() -> No
     node.on(Moved(key, fetched=True), 10)
     node.on(Moved(key), 1100)
     assert node.on(Woken(), 1101) == [EndFetch(key)]
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 1 << 32), st.integers(1, 12))
+def test_what_lies_on_the_ssd_at_the_start_is_kept_as_far_as_there_is_room(seed: int, room: int) -> None:
+    draw = Drawn(seed)
+    world = World([Place(P0, 40, (6, room))], draw)
+    place, node = world.places[P0], world.places[P0].node
+    chains = tuple([names_of(draw(3), 1 + draw(6)) for _ in range(4)])
+    place.disk |= {name for chain in chains for name in chain}
+    found = len(place.disk)
+    world.tell(place, Recovered(chains))
+    assert node.tiers is not None and len(node.tiers.ssd.held) == min(found, room)
+    world.drain()
+
+
+@pytest.mark.parametrize(
+    ("tiers", "state_blocks", "keeps"), [(None, 0, 0), (None, 2, 0), ((9, 0), 2, 0), ((9, 0), 0, 1)]
+)
+def test_answers_are_kept_where_there_is_room_and_no_state(
+    tiers: tuple[int, int] | None, state_blocks: int, keeps: int
+) -> None:
+    assert Place(P0, 40, tiers, state_blocks).node.keeps_answers == bool(keeps)
 
 
 def test_what_comes_for_a_key_that_is_not_known_is_void() -> None:

@@ -31,7 +31,7 @@ def node(
     launched: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Add one node to a running cluster. The cluster's token is read from ISTHMUS_TOKEN or the config."""
-    from isthmus.cluster.launcher import Orders
+    from isthmus.cluster.launcher import LaunchSpec
 
     if launched:
         _run_launched()
@@ -57,7 +57,7 @@ def node(
         raise ConfigError(f"--name: letters, digits, '.', '_' and '-', not {name!r}")
     from isthmus.cli.models import find_model
 
-    orders = Orders(
+    spec = LaunchSpec(
         node=NodeId(name or "-".join(filter(None, [cluster, role, os.uname().nodename, str(os.getpid())]))),
         role=role,
         join=join,
@@ -67,7 +67,7 @@ def node(
         config=settings.model_dump_json(exclude_unset=True),
         cluster=cluster or "",
     )
-    print(f"{orders.node}: {_run(orders, host=host, watch_stdin=False)}", file=sys.stderr)
+    print(f"{spec.node}: {_run(spec, host=host, watch_stdin=False)}", file=sys.stderr)
 
 
 def _in_cluster(config: Config, name: str | None) -> Config:
@@ -84,24 +84,24 @@ def _in_cluster(config: Config, name: str | None) -> Config:
 
 
 def _run_launched() -> None:
-    """A child of the launcher: orders on standard input, trouble on standard output."""
-    from isthmus.cluster.launcher import Orders, Trouble
+    """A child of the launcher: its specification on standard input, trouble on standard output."""
+    from isthmus.cluster.launcher import LaunchSpec, Trouble
 
     line = sys.stdin.buffer.readline()
     if not line:
-        sys.exit(1)  # the launcher died before it gave orders
+        sys.exit(1)  # the launcher died before it said what to be
     try:
-        _run(msgspec.json.decode(line, type=Orders), host="127.0.0.1", watch_stdin=True)
+        _run(msgspec.json.decode(line, type=LaunchSpec), host="127.0.0.1", watch_stdin=True)
     except IsthmusError as error:
         sys.stdout.buffer.write(msgspec.json.encode(Trouble(str(error))) + b"\n")
         sys.stdout.flush()
         sys.exit(error.exit_code)
 
 
-def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
+def _run(spec: Any, *, host: str, watch_stdin: bool) -> str:
     from isthmus.cli.engines import node_facts, open_engine, store_opener
     from isthmus.cluster.node import NodeProcess
-    from isthmus.cluster.process import NodeOptions, World
+    from isthmus.cluster.process import NodeOptions, Runtime
     from isthmus.cluster.recorder import node_recorder
     from isthmus.cluster.sessions import network_of
     from isthmus.cluster.stage import StageNode
@@ -110,30 +110,30 @@ def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
     # The worker thread gives the interpreter up only for an instant at a time; with Python's default of 5 ms
     # the event loop would send tokens in bursts.
     sys.setswitchinterval(SWITCH_S)
-    config = Config.model_validate_json(orders.config)
-    folder = Path(orders.model)
-    facts = node_facts(Cluster(orders.cluster, config), orders.role, folder, orders.node)
-    engine = open_engine(config, folder, orders.threads, facts, stage=orders.stage)
+    config = Config.model_validate_json(spec.config)
+    folder = Path(spec.model)
+    facts = node_facts(Cluster(spec.cluster, config), spec.role, folder, spec.node)
+    engine = open_engine(config, folder, spec.threads, facts, stage=spec.stage)
     options = NodeOptions(
         facts=facts,
-        join=orders.join,
-        token=orders.token,
+        join=spec.join,
+        token=spec.token,
         transfer_s=config.limits.transfer_s,
         host=host,
-        shares_memory=config.cache.share == "host" and not orders.cluster,
+        shares_memory=config.cache.share == "host" and not spec.cluster,
         link_s=config.limits.link_s,
-        stage=orders.stage,
+        stage=spec.stage,
     )
-    folder_name = f"{orders.node}.{orders.stage}" if orders.stage else orders.node
+    folder_name = f"{spec.node}.{spec.stage}" if spec.stage else spec.node
     store_of = store_opener(config, engine, folder_name, facts)
-    world = World(network_of(config, facts.rates))
+    runtime = Runtime(network_of(config, facts.rates))
     tape = None
-    if config.record and not orders.stage:
-        tape = node_recorder(Path(config.record), facts, config.limits.transfer_s, orders.start)
+    if config.record and not spec.stage:
+        tape = node_recorder(Path(config.record), facts, config.limits.transfer_s, spec.start)
     member = (
-        StageNode(engine, options, world, store_of)
-        if orders.stage
-        else NodeProcess(engine, options, world, store_of, tape)
+        StageNode(engine, options, runtime, store_of)
+        if spec.stage
+        else NodeProcess(engine, options, runtime, store_of, tape)
     )
     import asyncio
 

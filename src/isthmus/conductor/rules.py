@@ -17,14 +17,15 @@ class LinkRule(msgspec.Struct, frozen=True):
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """`max_requests`: accepted at once; `max_attempts`: routes of one request; the rest as in the configuration.
+    """`max_requests`: accepted at once; `max_attempts`: routes of one request, beside those that lost a node or a link;
+    the rest as in the configuration.
 
     `ttft_ms`, `tbt_ms`: limits of requests that bring none, None for no limit.
     `codecs`: by which KV may be encoded on its way, where that is sooner there.
     `links`: between clusters, both directions of each; `threshold`: more uncached tokens than that are prefilled in
     another cluster, None solves it; `priced`: no threshold, each prompt goes where it is predicted to cost least (see
     `offload`); `cache_mode`, `control`, `convert`, `cool_down_s`: as in `offload`;
-    `period_ns`: how often the driver says `Measured`.
+    `period_ns`: how often the driver says `LinksMeasured`.
     `replicate`: copy what is asked for again and again to a node that lacks it, while links are idle.
     """
 

@@ -135,15 +135,12 @@ class TierCache:
         )
 
     def restore(self, names: Sequence[BlockName]) -> Change:
-        """Takes a chain back that was found on the SSD, as a node starts. What finds no room there is its tail."""
-        chain, eviction = tuple(names), self.ssd.eviction
-        found = self.ssd.match(chain)
-        eviction.use(chain, found)
-        surplus = max(0, len(eviction.held) - self.ssd.capacity_blocks)
-        evicted = eviction.evict(surplus, self._pins, chain)
-        stays = len(chain) - (surplus - len(evicted))
-        eviction.remove(chain[stays:][::-1])
-        return Change(found, sunk=chain[found:stays], evicted=tuple(map(_name, evicted)))
+        """Takes a chain back that was found on the SSD, as a node starts: as much of its head as finds room."""
+        chain, ssd = tuple(names), self.ssd
+        found = ssd.match(chain)
+        stays = found + ssd.capacity_blocks - len(ssd.held)
+        ssd.eviction.use(chain[:stays], found)
+        return Change(found, sunk=chain[found:stays])
 
     def remove(self, names: Iterable[BlockName]) -> Change:
         """Drops these blocks and all that follow them, pinned or not: without its head a block is of no use."""

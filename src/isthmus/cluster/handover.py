@@ -1,0 +1,350 @@
+"""Attempts whose KV leaves this process, and those whose KV comes to it, and the sessions it goes over.
+
+All of it lives in the event loop. Bytes go from the sender's KV memory to the receiver's, block slice by block slice;
+an attempt is complete where every layer is whole and every seal matched.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from isthmus.blocks import KVLayout, seal
+from isthmus.cluster.messages import Grant, Landed, Offer, Sent, Slices
+from isthmus.cluster.sessions import Reach, Spawn, Tell
+from isthmus.cluster.wire import ENCODED_BLOCKS, Frames, pack
+from isthmus.engine.codecs import EXACT, NONE
+from isthmus.engine.interface import KVBytes, runs_of
+from isthmus.errors import ProtocolError
+from isthmus.messenger import Priority, Sending, Session
+from isthmus.node import events
+from isthmus.node.extent import Extent
+from isthmus.types import NodeId, RequestId, Span, TokenLogprobs
+
+MAX_FRAME_BLOCKS = 256
+MAX_OFFERS = 4096
+"""Attempts that were offered and have not begun here; more are of attempts that never will."""
+
+
+class Outgoing:
+    """One departing attempt. Slices wait here until they may be sent.
+
+    `first_layer`: of the model, that is the first in `memory`: a pipeline stage sends its own layers.
+    """
+
+    def __init__(self, key: RequestId, extent: Extent, memory: KVBytes, first_layer: int = 0) -> None:
+        self.key, self._extent, self._memory, self._first_layer = key, extent, memory, first_layer
+        self.connection: Session | None = None
+        self._sendings: list[Sending] = []
+        self._may_send = self._is_computed = False
+        self._waiting: list[tuple[int, Span, Sequence[int]]] = []
+        self._told = [extent.start] * memory.layout.num_layers
+        self._sent: Sent | None = None
+        self.bytes_out = 0
+
+    def attach(self, connection: Session) -> None:
+        self.connection = connection
+        stop = self._first_layer + self._memory.layout.num_layers
+        connection.send(Offer(self.key, self._first_layer, stop))
+
+    @property
+    def is_sent(self) -> bool:
+        """All of it went; the peer may have it."""
+        return self._may_send and all(told == self._extent.stop for told in self._told)
+
+    def send(self) -> None:
+        """There is room for it: what is here goes, and what will be. Call it once it is attached."""
+        self._may_send = True
+        self._go_on()
+
+    def ready(self, layers: Span, tokens: Span, blocks: Sequence[int]) -> None:
+        """KV of these layers and positions is in place: send it, now or later; nothing twice."""
+        size = self._memory.layout.block_size
+        for layer in range(layers.start, layers.stop):
+            span = Span(max(tokens.start, self._told[layer] // size * size), tokens.stop)
+            if span.stop > self._told[layer]:
+                self._told[layer] = span.stop
+                self._waiting.append((layer, span, blocks))
+        self._go_on()
+
+    def first_token(self, token: int, logprobs: TokenLogprobs | None) -> None:
+        self._sent = Sent(self.key, token, logprobs)
+        self._go_on()
+
+    def computed(self) -> None:
+        """All its KV is ready."""
+        self._is_computed = True
+        self._go_on()
+
+    def cancel(self) -> None:
+        """Nothing more of it is sent."""
+        for sending in self._sendings:
+            sending.cancel()
+
+    def _go_on(self) -> None:
+        """Sends what may be sent. Its first token goes last, once, from where it is known: not from the later stages of
+        a pipeline group."""
+        if not self._may_send:
+            return
+        assert self.connection is not None
+        for part in self._waiting:
+            self._send(self.connection, *part)
+        self._waiting.clear()
+        if self._is_computed and self._sent is not None:
+            self.connection.send(self._sent)
+            self._sent = None
+
+    def _send(self, connection: Session, layer: int, tokens: Span, blocks: Sequence[int]) -> None:
+        layout, codec = self._memory.layout, self._extent.codec_at(tokens.start)
+        size = layout.block_size
+        most = (MAX_FRAME_BLOCKS if codec == NONE else ENCODED_BLOCKS) * size
+        for start in range(tokens.start, tokens.stop, most):
+            stop = min(tokens.stop, start + most)
+            span = Span(start, stop)
+            parts = [self._memory.export(layer, *run) for run in runs_of(blocks, size, start, stop)]
+            payload, seals = pack(codec, layout, parts, len(span), partial(self._seals, layer, span, blocks))
+            self.bytes_out += (stop - start) * self._memory.layout.token_bytes
+            number = self._first_layer + layer
+            head = Slices(self.key, number, start // size, stop, seals)
+            self._sendings.append(connection.send(head, *payload, priority=Priority.URGENT))
+
+    def _seals(self, layer: int, tokens: Span, blocks: Sequence[int]) -> list[bytes]:
+        return [
+            seal(self._memory.export(layer, *slots)) for slots in _slots(blocks, self._memory.layout, tokens)
+        ]
+
+
+class Incoming:
+    """One attempt that is received into `blocks`. Its layers may come over several sessions, each some of them."""
+
+    def __init__(self, key: RequestId, extent: Extent, blocks: Sequence[int], memory: KVBytes) -> None:
+        self.key, self._extent, self._blocks, self._memory = key, extent, blocks, memory
+        self.sent: Sent | None = None
+        self.senders: dict[Session, Span] = {}
+        self._received = [extent.start] * memory.layout.num_layers
+        self.frames = Frames(memory.layout)
+
+    def grant(self, connection: Session, layers: Span) -> None:
+        """Takes these layers from this session."""
+        self.senders[connection] = layers
+        connection.send(Grant(self.key))
+
+    def comes_over(self, connection: Session, layer: int) -> bool:
+        layers = self.senders.get(connection)
+        return layers is not None and layers.start <= layer < layers.stop
+
+    def place(self, connection: Session, slices: Slices, size: int) -> list[memoryview] | None:
+        """Where the payload goes; None when it cannot be part of what is to come. What was received stays as it is."""
+        layout, start = self._memory.layout, slices.first_block * self._memory.layout.block_size
+        expected = (
+            self.comes_over(connection, slices.layer)
+            and self._extent.resumes(self._received[slices.layer]) <= start
+            and start
+            < slices.stop
+            <= (self._extent.stop if start >= self._extent.states else self._extent.num_tokens)
+            and len(slices.seals) == layout.blocks_for(slices.stop - start)
+        )
+        if not expected:
+            return None
+        runs = runs_of(self._blocks, layout.block_size, start, slices.stop)
+        targets = [self._memory.landing(slices.layer, *run) for run in runs]
+        codec, tokens = self._extent.codec_at(start), Span(start, slices.stop)
+        return self.frames.place(slices, connection, codec, tokens, targets, size)
+
+    def receive(self, slices: Slices) -> bool:
+        """Books a whole frame; False when it is not the next of its layer or a seal does not match: then nothing of
+        it counts."""
+        targets, layout = self.frames.take(slices), self._memory.layout
+        tokens = Span(slices.first_block * layout.block_size, slices.stop)
+        if targets is None or tokens.start != self._extent.resumes(self._received[slices.layer]):
+            return False
+        runs = runs_of(self._blocks, layout.block_size, tokens.start, tokens.stop)
+        for run, buffer in zip(runs, targets, strict=True):
+            self._memory.land(slices.layer, *run, buffer)
+        is_sealed = self._extent.codec_at(tokens.start) in EXACT
+        for expected, slots in zip(slices.seals, _slots(self._blocks, layout, tokens), strict=True):
+            if is_sealed and seal(self._memory.export(slices.layer, *slots)) != expected:
+                return False
+        self._received[slices.layer] = slices.stop
+        return True
+
+    @property
+    def complete(self) -> bool:
+        """Every KV group is whole: KV of all tokens and, if the model has one, the recurrent state."""
+        return self.sent is not None and all(count == self._extent.stop for count in self._received)
+
+    def land(self) -> None:
+        for connection in self.senders:
+            connection.send(Landed(self.key))
+
+
+class HandoverSender:
+    """For an event loop. `spawn` owns what it starts."""
+
+    def __init__(self, memory: KVBytes, first_layer: int, reach: Reach, tell: Tell, spawn: Spawn) -> None:
+        self._memory, self._first_layer, self._reach = memory, first_layer, reach
+        self._tell, self._spawn = tell, spawn
+        self._outgoing: dict[RequestId, Outgoing] = {}
+        self._bytes_out = 0
+
+    def offer(self, offer: events.Offer) -> None:
+        self._outgoing[offer.key] = Outgoing(offer.key, offer.extent, self._memory, self._first_layer)
+        self._spawn(self._attach(offer.key, offer.peer))
+
+    async def _attach(self, key: RequestId, peer: NodeId) -> None:
+        try:
+            connection = await self._reach(peer)
+            if connection.closed:
+                raise ConnectionError("its session is closed")
+        except (OSError, TimeoutError) as error:
+            self._tell(events.Severed((key,), f"cannot reach {peer}, where it decodes: {error}"))
+        else:
+            self.on(key, Outgoing.attach, connection)
+
+    def on(self, key: RequestId, does: Callable[..., None], *arguments: object) -> None:
+        """Calls a method of `Outgoing` if this attempt departs."""
+        outgoing = self._outgoing.get(key)
+        if outgoing is not None:
+            does(outgoing, *arguments)
+
+    def send(self, send: events.Send) -> None:
+        if send.computed:
+            self.on(send.key, Outgoing.computed)
+        self.on(send.key, Outgoing.send)
+
+    def granted(self, connection: Session, key: RequestId) -> None:
+        outgoing = self._outgoing.get(key)
+        if outgoing is not None and outgoing.connection is connection:
+            self._tell(events.Granted(key))
+
+    def landed(self, connection: Session, key: RequestId) -> None:
+        outgoing = self._outgoing.get(key)
+        if outgoing is not None and outgoing.connection is connection:
+            if not outgoing.is_sent:
+                raise ProtocolError(f"{key} landed before it was sent")
+            self.release(key)
+            self._tell(events.Landed(key))
+
+    def release(self, key: RequestId) -> None:
+        outgoing = self._outgoing.pop(key, None)
+        if outgoing is not None:
+            self._bytes_out += outgoing.bytes_out
+            outgoing.cancel()
+
+    def lost(self, connection: Session) -> list[RequestId]:
+        return [key for key, outgoing in self._outgoing.items() if outgoing.connection is connection]
+
+    @property
+    def bytes_out(self) -> int:
+        return self._bytes_out + sum([outgoing.bytes_out for outgoing in self._outgoing.values()])
+
+
+class HandoverReceiver:
+    """For an event loop. `received` hears of the first token of an attempt that is whole, before `tell`."""
+
+    def __init__(self, memory: KVBytes, tell: Tell, received: Callable[[RequestId, int], object]) -> None:
+        self._memory, self._tell, self._received = memory, tell, received
+        self._incoming: dict[RequestId, Incoming] = {}
+        self._offers: OrderedDict[RequestId, dict[Session, Span]] = OrderedDict()
+        """Of attempts for which there is no room yet, or which have not begun here."""
+        self.bytes_in = self.seal_mismatches = 0
+
+    def offered(self, connection: Session, offer: Offer) -> None:
+        """Raises ProtocolError for layers that are not the model's, or that were offered already."""
+        incoming = self._incoming.get(offer.key)
+        known = incoming.senders if incoming is not None else self._offers.get(offer.key, {})
+        layers = Span(offer.first_layer, offer.stop_layer)
+        taken = any(layers.start < other.stop and other.start < layers.stop for other in known.values())
+        num_layers = self._memory.layout.num_layers
+        if taken or connection in known or not 0 <= layers.start < layers.stop <= num_layers:
+            raise ProtocolError(f"layers {layers.start} to {layers.stop} of {offer.key} cannot be taken")
+        if incoming is not None:
+            incoming.grant(connection, layers)
+            return
+        self._offers[offer.key] = {**known, connection: layers}
+        if len(self._offers) > MAX_OFFERS:
+            self._offers.popitem(last=False)
+
+    def grant(self, grant: events.Grant) -> None:
+        incoming = Incoming(grant.key, grant.extent, grant.blocks, self._memory)
+        self._incoming[grant.key] = incoming
+        for connection, layers in self._offers.pop(grant.key, {}).items():
+            incoming.grant(connection, layers)
+
+    def place(self, connection: Session, slices: Slices, size: int) -> Sequence[memoryview]:
+        """Raises ProtocolError for what is not expected."""
+        incoming = self._incoming.get(slices.key)
+        if incoming is None:
+            return [memoryview(bytearray(size))]  # an attempt given up: read past it
+        targets = incoming.place(connection, slices, size)
+        if targets is None:
+            raise ProtocolError(f"KV of {slices.key}, layer {slices.layer}, is not what must come next")
+        self._tell(events.Moved(slices.key))
+        return targets
+
+    def receive(self, connection: Session, slices: Slices) -> None:
+        """Raises ProtocolError for what comes over a session that did not offer it."""
+        incoming = self._incoming.get(slices.key)
+        if incoming is None:
+            return
+        if not incoming.comes_over(connection, slices.layer):
+            raise ProtocolError(
+                f"KV of {slices.key}, layer {slices.layer}, over a session that did not offer it"
+            )
+        layout = self._memory.layout
+        self.bytes_in += (slices.stop - slices.first_block * layout.block_size) * layout.token_bytes
+        if incoming.receive(slices):
+            self._maybe_whole(incoming)
+            return
+        self.seal_mismatches += 1
+        self.release(slices.key)
+        reason = f"a KV block of layer {slices.layer} came damaged (seal mismatch)"
+        self._tell(events.Broken(slices.key, reason))
+
+    def sent(self, connection: Session, sent: Sent) -> None:
+        incoming = self._incoming.get(sent.key)
+        if incoming is not None and connection in incoming.senders and incoming.sent is None:
+            incoming.sent = sent
+            self._maybe_whole(incoming)
+
+    def _maybe_whole(self, incoming: Incoming) -> None:
+        if incoming.complete and incoming.sent is not None:
+            self._received(incoming.key, incoming.sent.token)
+            self._tell(events.Received(incoming.key))
+
+    def void(self, connection: Session, slices: Slices) -> None:
+        """The sender gave up in the midst of a frame."""
+        incoming = self._incoming.get(slices.key)
+        if incoming is not None and incoming.comes_over(connection, slices.layer):
+            incoming.frames.void(slices)
+
+    def land(self, key: RequestId) -> None:
+        incoming = self._incoming.get(key)
+        if incoming is not None:
+            incoming.land()
+            self.release(key)
+
+    def release(self, key: RequestId) -> None:
+        """Nothing more is written into its blocks when this returns."""
+        self._offers.pop(key, None)
+        incoming = self._incoming.pop(key, None)
+        if incoming is not None:
+            incoming.frames.refuse()
+
+    def lost(self, connection: Session) -> list[RequestId]:
+        """Those that are not whole, and will not be."""
+        offered = [key for key, offers in self._offers.items() if connection in offers]
+        for key in offered:
+            del self._offers[key]
+        expected = [
+            key for key, each in self._incoming.items() if connection in each.senders and not each.complete
+        ]
+        return offered + expected
+
+
+def _slots(blocks: Sequence[int], layout: KVLayout, tokens: Span) -> list[tuple[int, int]]:
+    """Slot range of each block that holds `tokens`; `tokens` starts on a block border."""
+    size = layout.block_size
+    starts = range(tokens.start, tokens.stop, size)
+    return [run for at in starts for run in runs_of(blocks, size, at, min(at + size, tokens.stop))]

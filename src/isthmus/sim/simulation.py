@@ -1,0 +1,310 @@
+"""The simulated cluster: one conductor, a scheduler per node, links, and a clock that jumps from event to event.
+
+At equal times arrivals come first, then ends of prefills, then of transfers, then of decode runs; then in the order
+in which they were set. Nothing is drawn at random and no set is iterated: the same input gives the same result.
+
+Each node decides for itself, with the code that decides in a live one (`isthmus.node`); this room gives what it asks
+for the time it takes. When a node or a transfer fails, the conductor hears of it and may route the request again.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from heapq import heappop
+from typing import Any
+
+import msgspec
+
+from isthmus.conductor import (
+    Abort,
+    Action,
+    Conductor,
+    Convert,
+    Event,
+    Fail,
+    Hold,
+    HoldExpired,
+    LinksMeasured,
+    NodeLeft,
+    Refuse,
+    Replicate,
+    RequestArrived,
+    RequestEnded,
+    Route,
+    ThresholdSet,
+)
+from isthmus.node.events import Become, Copy
+from isthmus.sim.clock import OTHERS, TRANSFER_ENDS, Clock
+from isthmus.sim.deployment import Deployment
+from isthmus.sim.gaps import set_tbt
+from isthmus.sim.job import Job
+from isthmus.sim.network import NEVER
+from isthmus.sim.nodes import Nodes
+from isthmus.sim.records import COMPLETED, FAILED, REFUSED, LinkSample, Result, Status, ThresholdChange
+from isthmus.sim.workloads import Workload
+from isthmus.types import NS_PER_MS, NS_PER_S, RequestId
+
+PATIENCE_NS = 600 * NS_PER_S
+"""How long measuring goes on when nothing else happens: only another role for some node can help what is left."""
+
+Log = Callable[[int, Event, list[Action]], None]
+Progress = Callable[[int, int], None]
+
+
+@contextmanager
+def no_cycles() -> Iterator[None]:
+    """Nothing that ends in a simulation is part of a cycle, so to look for cycles gains nothing."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+class Simulation:
+    """`run` it once. `log` hears every event of the conductor and its answer; `check` tests invariants after each."""
+
+    def __init__(
+        self, deployment: Deployment, workload: Workload, *, log: Log | None = None, check: bool = False
+    ) -> None:
+        has_names = any(request.blocks for request in workload.requests)
+        has_answers = any(request.answer is not None for request in workload.requests)
+        deployment = msgspec.structs.replace(deployment, has_names=has_names, has_answers=has_answers)
+        self._deployment, self._workload = deployment, workload
+        self._log, self._check = log, check
+        self._conductor = Conductor(deployment.rules)
+        self._clock = Clock()
+        self._nodes = Nodes(deployment, self._clock, self.decide, self.completed)
+        self._moves = self._nodes.moves
+        self._samples: list[LinkSample] = []
+        self._idle_since = 0
+        self._jobs = [Job(index, request) for index, request in enumerate(workload.requests)]
+        self._num_left = self._num_to_come = len(self._jobs)
+        self._job_of: dict[RequestId, Job] = {}
+        self._thresholds: list[ThresholdChange] = []
+        self._orders: dict[type, Callable[[Any], None]] = {
+            Route: self._route,
+            Abort: self._abort,
+            Refuse: self._refuse,
+            Fail: self._fail,
+            Replicate: self._replicate,
+            Hold: self._hold,
+            Convert: self._convert,
+            ThresholdSet: self._threshold_set,
+        }
+
+    # The loop.
+
+    def run(self, progress: Progress | None = None) -> Result:
+        """Simulates until nothing is left to happen. `progress` hears (requests arrived, of how many)."""
+        with no_cycles():
+            return self._run(progress)
+
+    def _run(self, progress: Progress | None) -> Result:
+        for facts in self._deployment.nodes:
+            self.decide(facts.joined())
+        self._start_timers()
+        clock, moves, network, run_ends = self._clock, self._moves, self._moves.network, self._nodes.run_ends
+        due, settle = self._nodes.due, self._nodes.settle
+        jobs, heap = self._jobs, clock.heap
+        arrived, num_jobs, check = 0, len(jobs), self._check
+        every = max(1, num_jobs // 100)
+        arrival = jobs[0].request.arrival_ns if jobs else NEVER
+        transfer, version_seen = NEVER, network.version
+        num_events = 0
+        while True:
+            if network.version != version_seen:
+                version_seen, next_finish = network.version, network.next_finish()
+                transfer = NEVER if next_finish is None else next_finish
+            time = heap[0][0] if heap else NEVER
+            if arrival <= time and arrival <= transfer:
+                if arrival == NEVER:
+                    break
+                clock.now = arrival
+                self._arrive(jobs[arrived])
+                arrived += 1
+                self._num_to_come -= 1
+                arrival = jobs[arrived].request.arrival_ns if arrived < num_jobs else NEVER
+                if progress is not None and arrived % every == 0:
+                    progress(arrived, num_jobs)
+            elif transfer < time or (transfer == time and heap[0][1] > TRANSFER_ENDS):
+                clock.now = transfer
+                moves.end(transfer)
+            else:
+                _, _, _, node, version, call = heappop(heap)
+                if call is not None:
+                    clock.now = time
+                    call()
+                elif node is not None and version == node.version:
+                    clock.now = time
+                    run_ends(node)
+                else:
+                    continue  # the run was cut short
+            if due:
+                settle()
+            num_events += 1
+            if check:
+                self._check_all()
+        if check:
+            self._check_idle()
+        return self._result(num_events)
+
+    def _check_all(self) -> None:
+        self._conductor.check()
+        self._moves.network.check()
+        self._nodes.check()
+        under_way = {job.key for job in self._job_of.values() if job.attempt > 0}
+        assert under_way == set(self._nodes.attempts), "an attempt that nobody asked for"
+        waiting = [job.name for job in self._job_of.values() if job.attempt < 0]
+        assert all(self._conductor.view.requests[name].held for name in waiting), "a request was forgotten"
+
+    def _check_idle(self) -> None:
+        """Every request has ended."""
+        assert not self._job_of and not self._num_left, "a request never ended"
+        assert not self._conductor.view.requests, "the conductor holds a request that ended"
+        self._nodes.check_idle()
+
+    # The conductor.
+
+    def decide(self, event: Event) -> None:
+        actions = self._conductor.on(event, self._clock.now)
+        if self._log is not None:
+            self._log(self._clock.now, event, actions)
+        for action in actions:
+            self._orders[type(action)](action)
+
+    def _arrive(self, job: Job) -> None:
+        request, rules, record = job.request, self._deployment.rules, job.record
+        ttft_ms = request.ttft_slo_ms if request.ttft_slo_ms is not None else rules.ttft_ms
+        tbt_ms = request.tbt_slo_ms if request.tbt_slo_ms is not None else rules.tbt_ms
+        record.ttft_limit_ns = (ttft_ms or 0) * NS_PER_MS
+        record.tbt_limit_ns = (tbt_ms or 0) * NS_PER_MS
+        self._job_of[job.name] = job
+        self.decide(
+            RequestArrived(
+                job.name,
+                request.tenant,
+                request.num_tokens,
+                request.output_tokens,
+                request.blocks,
+                request.priority,
+                request.ttft_slo_ms,
+                request.tbt_slo_ms,
+            )
+        )
+
+    def _route(self, route: Route) -> None:
+        job = self._job_of[route.request]
+        if job.attempt > 0:
+            self._nodes.withdraw(job)
+        self._nodes.begin(job, route)
+
+    def _abort(self, abort: Abort) -> None:
+        """Those of its nodes that are done with it already need not hear."""
+        job = self._job_of[abort.request]
+        key = job.key
+        if job.record.status is not COMPLETED and job.attempt > 0:
+            self._nodes.withdraw(job)
+        self._nodes.forget(key, abort.nodes)
+
+    def _refuse(self, refuse: Refuse) -> None:
+        job = self._job_of[refuse.request]
+        job.record.stage = refuse.stage or refuse.code
+        self._end(job, REFUSED)
+
+    def _hold(self, hold: Hold) -> None:
+        job = self._job_of[hold.request]
+        if job.attempt > 0:
+            self._nodes.withdraw(job)
+        until = self._clock.now + self._deployment.rejoin_ns
+        self._clock.call(until, OTHERS, partial(self.decide, HoldExpired(hold.request, hold.attempt)))
+
+    def _fail(self, fail: Fail) -> None:
+        self._end(self._job_of[fail.request], FAILED)
+
+    def _end(self, job: Job, status: Status) -> None:
+        """The one end of a request."""
+        if job.attempt > 0:
+            self._nodes.withdraw(job)
+        job.record.status, job.record.end_ns = status, self._clock.now
+        del self._job_of[job.name]
+        self._num_left -= 1
+
+    def completed(self, job: Job) -> None:
+        job.record.status = COMPLETED
+        self.decide(RequestEnded(job.name, job.request.output_tokens))
+        self._end(job, COMPLETED)
+
+    def _convert(self, order: Convert) -> None:
+        self._nodes.tell(self._nodes.by_name[order.node], Become(order.role))
+
+    def _threshold_set(self, order: ThresholdSet) -> None:
+        self._thresholds.append(ThresholdChange(self._clock.now, order.threshold, order.reason))
+
+    def _replicate(self, order: Replicate) -> None:
+        self._nodes.tell(self._nodes.by_name[order.target], Copy(order.names, order.source))
+
+    # Beside the requests: links are measured, and faults come and go.
+
+    def _start_timers(self) -> None:
+        rules, clock = self._deployment.rules, self._clock
+        if rules.links or rules.convert:
+            clock.call(clock.now + rules.period_ns, OTHERS, self._measure)
+        for time in self._deployment.faults.times():
+            clock.call(time, OTHERS, self._change)
+
+    def _measure(self) -> None:
+        if not self._num_left:
+            return
+        now, clock = self._clock.now, self._clock
+        if clock.heap or self._moves.network.next_finish() is not None or self._num_to_come:
+            self._idle_since = now
+        if now - self._idle_since > PATIENCE_NS:
+            return
+        states = self._moves.link_states(now)
+        sent, queued = [state.sent_bytes for state in states], [state.queued_bytes for state in states]
+        self._samples.append(LinkSample(now, tuple(sent), tuple(queued)))
+        self.decide(LinksMeasured(states))
+        clock.call(now + self._deployment.rules.period_ns, OTHERS, self._measure)
+
+    def _change(self) -> None:
+        """One of the faults begins or ends."""
+        faults, now = self._deployment.faults, self._clock.now
+        self._moves.change_links(partial(faults.factor, now=now), now)
+        for node in self._nodes.nodes:
+            dead = faults.is_dead(node.names, now)
+            if node.alive and dead:
+                self._nodes.lose(node, partial(self.decide, NodeLeft(node.facts.node)))
+            elif not node.alive and not dead:
+                node.alive = True
+                self.decide(node.facts.joined())
+        self._moves.sessions.change(self._nodes.nodes)
+        self._moves.disks.change(self._nodes.nodes, now)
+
+    # The end.
+
+    def _result(self, num_events: int) -> Result:
+        records = [job.record for job in self._jobs]
+        set_tbt(self._jobs, self._nodes.nodes)
+        rules = self._deployment.rules
+        return Result(
+            workload=self._workload.name,
+            policy=rules.policy,
+            admission=rules.admission,
+            order=self._deployment.nodes[0].order,
+            records=records,
+            nodes=[node.record for node in self._nodes.nodes],
+            links=self._moves.wiring.records(self._clock.now),
+            start_ns=records[0].arrival_ns if records else 0,
+            end_ns=max([record.end_ns for record in records], default=0),
+            bytes_moved=self._moves.bytes_moved,
+            thresholds=self._thresholds,
+            conversions=self._nodes.conversions,
+            link_samples=self._samples,
+            num_events=num_events,
+        )

@@ -1,0 +1,540 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from isthmus.blocks import KVLayout, seal
+from isthmus.cluster import handover
+from isthmus.cluster.handover import HandoverReceiver, Incoming, Outgoing
+from isthmus.cluster.messages import Grant, Landed, Offer, Sent, Slices
+from isthmus.engine.kv import KVMemory
+from isthmus.errors import ProtocolError
+from isthmus.messenger import Priority
+from isthmus.node import events
+from isthmus.node.extent import Extent
+from isthmus.types import NodeId, RequestId, Span, TokenLogprobs
+
+SIZE, LAYERS, BLOCKS = 4, 2, 12
+LAYOUT = KVLayout(dtype="float32", block_size=SIZE, num_layers=LAYERS, num_kv_heads=1, head_dim=2)
+A = RequestId("a#1")
+OFFER = Offer(A, 0, LAYERS)
+FROM: dict[Incoming, Wire] = {}
+"""Over which session a receiver was offered its KV."""
+
+
+class Wire:
+    """Stands for a Session: keeps what is sent; payloads as one string of bytes."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Any, bytes]] = []
+        self.refused: list[Any] = []
+        self.num_cancelled = 0
+
+    def send(self, message: Any, *payload: memoryview, priority: Priority | None = None) -> Wire:
+        self.sent.append((message, b"".join(payload)))
+        return self
+
+    def cancel(self) -> None:
+        self.num_cancelled += 1
+
+    def refuse(self, message: Any) -> bool:
+        self.refused.append(message)
+        return True
+
+    @property
+    def messages(self) -> list[Any]:
+        return [message for message, _ in self.sent]
+
+    @property
+    def slices(self) -> list[tuple[Slices, bytes]]:
+        return [(message, payload) for message, payload in self.sent if isinstance(message, Slices)]
+
+
+def extent(num_tokens: int, *, codec: str = "none", handover_start: int = 0, state_blocks: int = 0) -> Extent:
+    states = -(-num_tokens // SIZE) * SIZE
+    stop = states + state_blocks * SIZE if state_blocks else num_tokens
+    return Extent(SIZE, handover_start * SIZE, num_tokens, states, stop, codec)
+
+
+def memory(*, filled: bool) -> KVMemory:
+    made = KVMemory(LAYOUT, BLOCKS, torch.device("cpu"))
+    if filled:
+        for number, layer in enumerate(made.layers):
+            layer.copy_(torch.arange(layer.numel(), dtype=torch.float32).view(layer.shape) + 1000 * number)
+    return made
+
+
+def kv_of(kv: KVMemory, layer: int, blocks: Sequence[int], num_tokens: int) -> bytes:
+    """The bytes of a request's tokens, position by position: the plain way."""
+    slots = [blocks[position // SIZE] * SIZE + position % SIZE for position in range(num_tokens)]
+    return b"".join(bytes(kv.export(layer, slot, slot + 1)) for slot in slots)
+
+
+def sender(num_tokens: int) -> tuple[Outgoing, KVMemory, Wire]:
+    kv, wire = memory(filled=True), Wire()
+    return Outgoing(A, extent(num_tokens), kv), kv, wire
+
+
+def finish(outgoing: Outgoing, token: int = 77) -> None:
+    outgoing.first_token(token, None)
+    outgoing.computed()
+
+
+def receiver(num_tokens: int, blocks: Sequence[int]) -> tuple[Incoming, KVMemory, Wire]:
+    kv, wire = memory(filled=False), Wire()
+    incoming = Incoming(A, extent(num_tokens), blocks, kv)
+    incoming.grant(wire, Span(0, LAYERS))  # type: ignore[arg-type]
+    assert wire.messages == [Grant(A)]
+    FROM[incoming] = wire
+    return incoming, kv, wire
+
+
+def place(incoming: Incoming, slices: Slices, size: int) -> list[memoryview] | None:
+    return incoming.place(FROM[incoming], slices, size)  # type: ignore[arg-type]
+
+
+def arrive(incoming: Incoming, slices: Slices, payload: bytes) -> bool:
+    """One frame comes in; False when a seal was wrong."""
+    targets = place(incoming, slices, len(payload))
+    assert targets is not None, f"{slices} was not expected"
+    assert sum(map(len, targets)) == len(payload)
+    for target in targets:
+        target[:] = payload[: len(target)]
+        payload = payload[len(target) :]
+    return incoming.receive(slices)
+
+
+def chunks_of(num_tokens: int, ends: Sequence[int]) -> list[Span]:
+    """What a worker announces for prompt chunks that end at `ends`: whole blocks, and at last the rest."""
+    spans, done = [], 0
+    for end in sorted({*(end for end in ends if end < num_tokens), num_tokens}):
+        stop = end if end == num_tokens else end // SIZE * SIZE
+        if stop > done:
+            spans.append(Span(done, stop))
+            done = stop
+    return spans
+
+
+TABLES = st.permutations(range(BLOCKS))
+
+
+@settings(max_examples=150)
+@given(st.integers(1, (BLOCKS - 1) * SIZE), TABLES, TABLES, st.lists(st.integers(1, 44), max_size=5), st.data())
+def test_the_same_bytes_lie_at_the_same_positions_afterwards(
+    num_tokens: int, theirs: Sequence[int], ours: Sequence[int], ends: Sequence[int], data: st.DataObject
+) -> None:
+    """Whatever the block tables, the chunks, the frame size, and the moment of the grant."""
+    spans = chunks_of(num_tokens, ends)
+    grant_at = data.draw(st.integers(0, len(spans)))
+    outgoing, source, wire = sender(num_tokens)
+    incoming, target, back = receiver(num_tokens, ours)
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    frame_blocks = data.draw(st.sampled_from([1, 2, 256]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handover, "MAX_FRAME_BLOCKS", frame_blocks)
+        for number, span in enumerate(spans):
+            if number == grant_at:
+                outgoing.send()
+            for layer in range(LAYERS):
+                outgoing.ready(Span(layer, layer + 1), span, tuple(theirs))
+        if grant_at == len(spans):
+            assert wire.messages == [OFFER], "something was sent before the grant"
+            finish(outgoing)
+            outgoing.send()
+        else:
+            finish(outgoing)
+    assert wire.messages[0] == OFFER
+    assert wire.messages[-1] == Sent(A, 77)
+    assert wire.messages.count(Sent(A, 77)) == 1
+    for slices, payload in wire.slices:
+        assert len(slices.seals) <= frame_blocks
+        assert not incoming.complete
+        assert arrive(incoming, slices, payload)
+    assert not incoming.complete
+    incoming.sent = wire.messages[-1]
+    assert incoming.complete
+    for layer in range(LAYERS):
+        assert kv_of(target, layer, ours, num_tokens) == kv_of(source, layer, theirs, num_tokens)
+    touched = [block for block in range(BLOCKS) if any(target.export(0, block * SIZE, (block + 1) * SIZE))]
+    assert sorted(touched) == sorted(ours[: LAYOUT.blocks_for(num_tokens)]), (
+        "another request's block was written"
+    )
+    incoming.land()
+    assert back.messages == [Grant(A), Landed(A)]
+
+
+def test_a_cached_prefix_goes_in_all_layers_at_once() -> None:
+    outgoing, source, wire = sender(10)
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    outgoing.send()
+    outgoing.ready(Span(0, LAYERS), Span(0, 8), (5, 6, 7))
+    assert [(slices.layer, slices.first_block, slices.stop) for slices, _ in wire.slices] == [
+        (0, 0, 8),
+        (1, 0, 8),
+    ]
+    assert [payload for _, payload in wire.slices] == [
+        kv_of(source, layer, (5, 6), 8) for layer in range(LAYERS)
+    ]
+
+
+def test_each_block_of_a_frame_has_its_own_seal() -> None:
+    outgoing, source, wire = sender(10)
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    outgoing.send()
+    outgoing.ready(Span(0, 1), Span(0, 10), (7, 3, 4))
+    ((slices, payload),) = wire.slices
+    width = SIZE * LAYOUT.token_bytes
+    assert slices.seals == tuple(seal(payload[at : at + width]) for at in range(0, len(payload), width))
+    assert len(slices.seals) == 3
+    assert payload == kv_of(source, 0, (7, 3, 4), 10)
+
+
+def test_the_first_token_goes_with_its_probabilities() -> None:
+    outgoing, _, wire = sender(4)
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    outgoing.send()
+    logprobs = TokenLogprobs(-0.5, ((77, -0.5), (3, -1.0)))
+    outgoing.first_token(77, logprobs)
+    assert wire.messages == [OFFER], "it goes when all KV is computed"
+    outgoing.computed()
+    assert wire.messages[-1] == Sent(A, 77, logprobs)
+
+
+def handovers() -> tuple[HandoverReceiver, list[Any], KVMemory]:
+    told: list[Any] = []
+    kv = memory(filled=False)
+    return HandoverReceiver(kv, told.append, lambda key, token: told.append((key, token))), told, kv
+
+
+@pytest.mark.parametrize("offered_first", [True, False])
+def test_room_is_granted_once_and_only_when_both_sides_are_known(offered_first: bool) -> None:
+    wire, (here, _, _) = Wire(), handovers()
+    grant = events.Grant(A, NodeId("there"), extent(4), (0, 1))
+    if offered_first:
+        here.offered(wire, OFFER)  # type: ignore[arg-type]
+        assert not wire.messages
+    here.grant(grant)
+    if not offered_first:
+        assert not wire.messages
+        here.offered(wire, OFFER)  # type: ignore[arg-type]
+    assert wire.messages == [Grant(A)]
+
+
+def test_offers_of_what_never_begins_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "MAX_OFFERS", 3)
+    here, _, _ = handovers()
+    wires = [Wire() for _ in range(5)]
+    for number, wire in enumerate(wires):
+        here.offered(wire, Offer(RequestId(f"r{number}"), 0, LAYERS))  # type: ignore[arg-type]
+    for number in range(5):
+        here.grant(events.Grant(RequestId(f"r{number}"), NodeId("there"), extent(4), (0, 1)))
+    assert [len(wire.messages) for wire in wires] == [0, 0, 1, 1, 1]
+
+
+def test_the_layers_may_come_over_several_sessions() -> None:
+    """As from the stages of a pipeline group."""
+    stages = [(memory(filled=True), Wire()) for _ in range(2)]
+    kv = memory(filled=False)
+    incoming = Incoming(A, extent(6), (7, 2), kv)
+    for number, (whole, wire) in enumerate(stages):
+        outgoing = Outgoing(A, extent(6), one_layer(whole, number), number)
+        outgoing.attach(wire)  # type: ignore[arg-type]
+        assert wire.messages == [Offer(A, number, number + 1)]
+        incoming.grant(wire, Span(number, number + 1))  # type: ignore[arg-type]
+        outgoing.send()
+        outgoing.ready(Span(0, 1), Span(0, 6), (3, 1))
+        ((slices, payload),) = wire.slices
+        assert slices.layer == number
+        targets = incoming.place(wire, slices, len(payload))  # type: ignore[arg-type]
+        assert targets is not None
+        for target in targets:
+            target[:], payload = payload[: len(target)], payload[len(target) :]
+        assert incoming.receive(slices)
+        other = stages[1 - number][1]
+        assert incoming.place(other, slices, 6 * LAYOUT.token_bytes) is None, "not that session's layer"
+    incoming.sent = Sent(A, 5)
+    assert incoming.complete
+    for layer in range(LAYERS):
+        assert kv_of(kv, layer, (7, 2), 6) == kv_of(stages[0][0], layer, (3, 1), 6)
+    incoming.land()
+    assert [wire.messages[-1] for _, wire in stages] == [Landed(A)] * 2
+
+
+def one_layer(kv: KVMemory, number: int) -> KVMemory:
+    made = KVMemory(replace(LAYOUT, num_layers=1), BLOCKS, torch.device("cpu"))
+    made.layers[0].copy_(kv.layers[number])
+    return made
+
+
+@pytest.mark.parametrize("layers", [(0, 0), (-1, 1), (1, 3)])
+def test_layers_that_are_not_the_models_are_refused(layers: tuple[int, int]) -> None:
+    here, _, _ = handovers()
+    with pytest.raises(ProtocolError):
+        here.offered(Wire(), Offer(A, *layers))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_layers_are_offered_once(granted: bool) -> None:
+    here, _, _ = handovers()
+    wire, other = Wire(), Wire()
+    here.offered(wire, Offer(A, 0, 1))  # type: ignore[arg-type]
+    if granted:
+        here.grant(events.Grant(A, NodeId("there"), extent(4), (0, 1)))
+    with pytest.raises(ProtocolError):
+        here.offered(other, OFFER)  # type: ignore[arg-type]
+    with pytest.raises(ProtocolError):
+        here.offered(wire, Offer(A, 1, 2))  # type: ignore[arg-type]
+    here.offered(other, Offer(A, 1, 2))  # type: ignore[arg-type]
+    assert other.messages == [Grant(A)] * granted
+
+
+def test_what_is_given_up_is_not_sent() -> None:
+    outgoing, _, wire = sender(4)
+    outgoing.cancel()
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    assert outgoing.connection is wire  # type: ignore[comparison-overlap]
+    outgoing.send()
+    outgoing.ready(Span(0, LAYERS), Span(0, 4), (0,))
+    assert not wire.num_cancelled
+    outgoing.cancel()
+    assert wire.num_cancelled == LAYERS
+
+
+def test_it_has_not_landed_before_it_was_sent() -> None:
+    outgoing, _, wire = sender(4)
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    outgoing.ready(Span(0, LAYERS), Span(0, 4), (0,))
+    assert not outgoing.is_sent
+    outgoing.send()
+    assert outgoing.is_sent
+
+
+# What must not be believed.
+
+
+@pytest.mark.parametrize("offers", [False, True])
+def test_slices_over_a_session_that_did_not_offer_them_harm_nobody(offers: bool) -> None:
+    """Without a payload they are not placed first. `offers`: other layers of the same attempt."""
+    outgoing, there, wire = sender(4)
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    outgoing.send()
+    outgoing.ready(Span(0, 1), Span(0, 4), (5,))
+    ((slices, payload),) = wire.slices
+    here, told, kv = handovers()
+    session, stranger = Wire(), Wire()
+    here.offered(session, Offer(A, 0, 1))  # type: ignore[arg-type]
+    if offers:
+        here.offered(stranger, Offer(A, 1, 2))  # type: ignore[arg-type]
+    here.grant(events.Grant(A, NodeId("there"), extent(4), (2,)))
+    (target,) = here.place(session, slices, len(payload))  # type: ignore[arg-type]
+    target[:] = payload
+    for strange in (slices, replace(slices, seals=())):
+        with pytest.raises(ProtocolError, match="did not offer"):
+            here.receive(stranger, strange)  # type: ignore[arg-type]
+        here.void(stranger, strange)  # type: ignore[arg-type]
+    here.receive(session, slices)  # type: ignore[arg-type]
+    assert told == [events.Moved(A)]
+    assert (here.bytes_in, here.seal_mismatches) == (len(payload), 0)
+    assert kv_of(kv, 0, (2,), 4) == kv_of(there, 0, (5,), 4)
+
+
+@given(st.integers(1, 20), TABLES, st.data())
+def test_any_flipped_bit_is_found_and_nothing_of_its_frame_counts(
+    num_tokens: int, blocks: Sequence[int], data: st.DataObject
+) -> None:
+    outgoing, _, wire = sender(num_tokens)
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    outgoing.send()
+    outgoing.ready(Span(0, LAYERS), Span(0, num_tokens), tuple(blocks))
+    incoming, _, _ = receiver(num_tokens, tuple(reversed(blocks)))
+    incoming.sent = Sent(A, 77)
+    (first, good), (second, payload) = wire.slices
+    assert arrive(incoming, first, good)
+    bit = data.draw(st.integers(0, 8 * len(payload) - 1))
+    damaged = bytearray(payload)
+    damaged[bit // 8] ^= 1 << bit % 8
+    assert not arrive(incoming, second, bytes(damaged))
+    assert not incoming.complete
+    assert arrive(incoming, second, payload), "the same frame, whole, is what must come next"
+    assert incoming.complete
+
+
+def test_blocks_that_change_places_are_found() -> None:
+    outgoing, _, wire = sender(8)
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    outgoing.send()
+    outgoing.ready(Span(0, 1), Span(0, 8), (0, 1))
+    ((slices, payload),) = wire.slices
+    incoming, _, _ = receiver(8, (0, 1, 2))
+    half = len(payload) // 2
+    assert not arrive(incoming, slices, payload[half:] + payload[:half])
+
+
+def expected_next() -> tuple[Incoming, Slices, int]:
+    """A receiver of 10 tokens that has block 0 of layer 0, and what must come next."""
+    outgoing, _, wire = sender(10)
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    outgoing.send()
+    outgoing.ready(Span(0, 1), Span(0, 4), (0, 1, 2))
+    incoming, _, _ = receiver(10, (3, 4, 5))
+    assert arrive(incoming, *wire.slices[0])
+    return incoming, Slices(A, 0, 1, 10, (b"", b"")), 6 * LAYOUT.token_bytes
+
+
+def test_what_must_come_next_is_accepted() -> None:
+    incoming, slices, size = expected_next()
+    assert place(incoming, slices, size) is not None
+    incoming.frames.refuse()
+    assert FROM[incoming].refused == [slices], "a session goes on writing into blocks that are free"
+
+
+def test_what_is_not_next_does_not_count() -> None:
+    """Frames of a layer that come over several connections may be placed in any order, not received."""
+    incoming, slices, _ = expected_next()
+    after = replace(slices, first_block=2, seals=(b"",))
+    assert place(incoming, after, 2 * LAYOUT.token_bytes) is not None
+    assert not incoming.receive(after)
+
+
+@pytest.mark.parametrize(
+    ("changes", "more_bytes"),
+    [
+        ({"first_block": 0}, SIZE * LAYOUT.token_bytes),  # again
+        ({"first_block": -1}, 2 * SIZE * LAYOUT.token_bytes),
+        ({"layer": LAYERS}, 0),
+        ({"layer": -1, "first_block": 0, "seals": (b"",) * 3}, SIZE * LAYOUT.token_bytes),  # not the last one
+        ({"stop": 11}, LAYOUT.token_bytes),  # past the prompt
+        ({"stop": 4, "seals": ()}, -6 * LAYOUT.token_bytes),  # nothing
+        ({"stop": 3}, -7 * LAYOUT.token_bytes),
+        ({"seals": (b"",)}, 0),  # one block unsealed
+        ({"seals": (b"", b"", b"")}, 0),
+        ({}, 1),
+        ({}, -1),
+    ],
+)
+def test_what_must_not_come_next_is_refused(changes: dict[str, Any], more_bytes: int) -> None:
+    incoming, slices, size = expected_next()
+    assert place(incoming, replace(slices, **changes), size + more_bytes) is None
+    assert place(incoming, slices, size) is not None, "a refusal changed something"
+
+
+def test_nothing_is_accepted_before_the_grant() -> None:
+    """Not even from whom it was offered."""
+    here, _, _ = handovers()
+    wire, slices, size = Wire(), Slices(A, 0, 0, 4, (b"",)), 4 * LAYOUT.token_bytes
+    here.offered(wire, OFFER)  # type: ignore[arg-type]
+    before = here.place(wire, slices, size)  # type: ignore[arg-type]
+    assert [len(part) for part in before] == [size], "it is read past"
+    here.grant(events.Grant(A, NodeId("there"), extent(4), (0, 1)))
+    with pytest.raises(ProtocolError):
+        here.place(Wire(), slices, size)  # type: ignore[arg-type]
+
+
+def test_nothing_is_accepted_after_everything_came() -> None:
+    outgoing, _, wire = sender(8)
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    outgoing.send()
+    outgoing.ready(Span(0, 1), Span(0, 8), (0, 1))
+    incoming, _, _ = receiver(8, (3, 4, 5))
+    ((slices, payload),) = wire.slices
+    assert arrive(incoming, slices, payload)
+    assert place(incoming, slices, len(payload)) is None
+    assert place(incoming, replace(slices, first_block=2, stop=8, seals=()), 0) is None
+
+
+def test_without_its_first_token_a_request_is_not_complete() -> None:
+    incoming, _, _ = receiver(4, (0, 1))
+    incoming.sent = Sent(A, 77)
+    assert not incoming.complete
+
+
+# Recurrent states, and prefixes that are not handed over.
+
+WITH_STATE = replace(LAYOUT, state_bytes=LAYOUT.block_bytes + 8)
+STATE_BLOCKS = 2
+
+
+def stateful(num_tokens: int, *, filled: bool, **how: Any) -> tuple[Extent, KVMemory]:
+    made = memory(filled=filled)
+    made.layout = WITH_STATE
+    return extent(num_tokens, state_blocks=STATE_BLOCKS, **how), made
+
+
+def hand_over(
+    num_tokens: int, *, with_state: bool, **how: Any
+) -> tuple[Incoming, KVMemory, KVMemory, list[Slices]]:
+    """Sends a prompt from blocks 0, 1, ... with its state in the next ones; receives it into blocks from 5 on."""
+    count = -(-num_tokens // SIZE)
+    source = list(range(count + STATE_BLOCKS))
+    moved, there = stateful(num_tokens, filled=True, **how)
+    outgoing, wire = Outgoing(A, moved, there), Wire()
+    outgoing.attach(wire)  # type: ignore[arg-type]
+    outgoing.send()
+    outgoing.ready(Span(0, LAYERS), Span(0, num_tokens), source[:count])
+    if with_state:
+        outgoing.ready(Span(0, LAYERS), Span(count * SIZE, (count + STATE_BLOCKS) * SIZE), source)
+    finish(outgoing, 7)
+    moved, here = stateful(num_tokens, filled=False, **how)
+    incoming, back = Incoming(A, moved, [5 + block for block in source], here), Wire()
+    incoming.grant(back, Span(0, LAYERS))  # type: ignore[arg-type]
+    for message, payload in wire.sent:
+        if isinstance(message, Slices):
+            targets = incoming.place(back, message, len(payload))  # type: ignore[arg-type]
+            assert targets is not None
+            at = 0
+            for target in targets:
+                target[:] = payload[at : at + target.nbytes]
+                at += target.nbytes
+            assert incoming.receive(message)
+        elif isinstance(message, Sent):
+            incoming.sent = message
+    return incoming, there, here, [message for message, _ in wire.slices]
+
+
+@pytest.mark.parametrize("num_tokens", [1, SIZE - 1, SIZE, SIZE + 1, 4 * SIZE + 3])
+@pytest.mark.parametrize("codec", ["none", "int8"])
+def test_a_recurrent_state_comes_after_the_prompt_bit_for_bit(num_tokens: int, codec: str) -> None:
+    """Whatever is done to KV on the way: a state is not numbers that a codec of KV may round."""
+    incoming, there, here, _ = hand_over(num_tokens, with_state=True, codec=codec)
+    assert incoming.complete
+    count = -(-num_tokens // SIZE)
+    for layer in range(LAYERS):
+        first, stop = count * SIZE, (count + STATE_BLOCKS) * SIZE
+        state = bytes(there.export(layer, first, stop))
+        assert any(state) and bytes(here.export(layer, first + 5 * SIZE, stop + 5 * SIZE)) == state
+
+
+@pytest.mark.parametrize("num_tokens", [SIZE, SIZE + 1])
+def test_a_request_without_its_state_is_not_complete(num_tokens: int) -> None:
+    """All KV is here, and whoever decoded now would write fluent nonsense."""
+    incoming, *_ = hand_over(num_tokens, with_state=False)
+    assert incoming.sent is not None and not incoming.complete
+
+
+def test_a_state_that_is_not_the_next_thing_is_refused() -> None:
+    moved, here = stateful(SIZE + 1, filled=False)
+    incoming, wire = Incoming(A, moved, [5, 6, 7, 8], here), Wire()
+    incoming.grant(wire, Span(0, LAYERS))  # type: ignore[arg-type]
+    beyond = Slices(A, 0, 2, 5 * SIZE, (b"",) * 3)
+    assert incoming.place(wire, beyond, 3 * WITH_STATE.slice_bytes) is None  # type: ignore[arg-type]
+    half = Slices(A, 0, 1, 3 * SIZE, (b"",) * 2)
+    assert incoming.place(wire, half, 2 * WITH_STATE.slice_bytes) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("handover_start", [1, 2])
+def test_what_the_other_side_has_does_not_cross(handover_start: int) -> None:
+    incoming, there, here, slices = hand_over(3 * SIZE + 1, with_state=True, handover_start=handover_start)
+    assert min(each.first_block for each in slices) == handover_start
+    assert incoming.complete
+    first, stop = handover_start * SIZE, (4 + STATE_BLOCKS) * SIZE
+    sent = [*range(first, 3 * SIZE + 1), *range(4 * SIZE, stop)]
+    for layer in range(LAYERS):
+        for slot in sent:
+            there_bytes = bytes(there.export(layer, slot, slot + 1))
+            assert bytes(here.export(layer, slot + 5 * SIZE, slot + 5 * SIZE + 1)) == there_bytes

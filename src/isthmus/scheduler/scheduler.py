@@ -63,6 +63,7 @@ class Scheduler:
         self.tiers, self._target, self.node = tiers, target, node
         self.pool = pool if pool is not None else BlockPool(limits.num_blocks)
         self._memory = memory = Memory(limits, self.pool)
+        self._states = memory.states
         self._prefixes: Prefixes = PoolPrefixes(memory, limits.block_size)
         if tiers is not None:
             self._prefixes = TierPrefixes(tiers, memory, limits.block_size, node)
@@ -149,7 +150,7 @@ class Scheduler:
         complete = 0 < sequence.fetch_stop <= stop
         sequence.fetch_start = sequence.fetch_stop = 0
         names = sequence.names
-        self.keep(self._memory.states.chain(names, stop) if complete else names[:stop], actions)
+        self.keep(self._states.chain(names, stop) if complete else names[:stop], actions)
 
     def keep(self, names: Names, actions: Actions) -> None:
         """A prefix for the cache to keep that is there already: it came from another node."""
@@ -159,7 +160,7 @@ class Scheduler:
         """Of the cached prefix that it was admitted with only so much could be loaded: the rest is computed, from the
         next run on."""
         if sequence.state is COMPUTING:
-            self._memory.states.missing(sequence, num_blocks)
+            self._states.missing(sequence, num_blocks)
 
     def lose(self, names: Names, actions: Actions) -> None:
         """The bytes of these blocks are gone or damaged, in whichever tier they were."""
@@ -198,8 +199,8 @@ class Scheduler:
         self.run = None
         if run.num_decodes:
             self._batch.decoding.now += steps
-        if self._memory.states.restoring and steps:
-            self._memory.states.ran()
+        if self._states.restoring and steps:
+            self._states.ran()
         if run.chunks and steps:
             self._computed(run, steps, actions)
         if not event.ended:
@@ -222,14 +223,14 @@ class Scheduler:
                 continue  # cancelled meanwhile
             sequence.computed = piece.start + piece.count * steps
             if sequence.restore:
-                self._memory.states.restored(sequence)
+                self._states.restored(sequence)
             if sequence.names:
                 stored += self._prefixes.computed(sequence, piece.samples, actions)
             if piece.samples:
                 self._batch.prompts.remove(sequence)
                 if sequence.detach:  # what has no name leaves with it, and is free when it is gone
                     sequence.state = LEAVES[sequence.state]
-                    self._memory.states.leave(sequence)
+                    self._states.leave(sequence)
                 else:
                     sequence.state = COMPUTED[sequence.state]
                     self._batch.decoding.start(sequence)
@@ -241,19 +242,20 @@ class Scheduler:
     def plan(self, actions: Actions, now: int = 0) -> Run | None:
         """Forms the next run, if none is out and somebody waits for one; it comes last. `now`, in ns, matters to
         promises. Reservations come after all else: what runs has the first claim on blocks."""
+        if self.run is not None:
+            return None
         batch, waiting, incoming = self._batch, self._admission.waiting, self._incoming
-        decoding = batch.decoding
-        if self.run is not None or not (
-            decoding.sequences or waiting or batch.prompts or incoming.joining or incoming.expected
-        ):
+        decoding, prompts = batch.decoding, batch.prompts
+        if not (decoding.sequences or waiting or prompts or incoming.joining or incoming.expected):
             return None
         if incoming.joining:
             incoming.join(actions)
         if decoding.fills:
             while not decoding.make_room(self.pool):
                 self._preempt(actions)
-            incoming.join(actions)  # who was pre-empted left a place; they have the blocks for this run
-        chunks = self._chunks.cut(actions, now) if batch.prompts or waiting else []
+            if incoming.joining:  # who was pre-empted left a place; they have the blocks for this run
+                incoming.join(actions)
+        chunks = self._chunks.cut(actions, now) if prompts or waiting else []
         if incoming.expected and not waiting:
             incoming.reserve(actions)
         if self.pool.evicted:

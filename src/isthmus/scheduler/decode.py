@@ -53,9 +53,8 @@ class DecodeClock:
 
     def run(self, chunks: list[Piece]) -> Run:
         """Of all that decode, beside these chunks. Needs somebody who decodes."""
-        num_decodes = len(self.sequences)
-        context = self._offsets + num_decodes * (self.now + 1)
-        return Run(tuple(chunks), num_decodes, context, 1 if chunks else self._steps(), self._pieces)
+        steps = 1 if chunks else self._steps()
+        return Run(tuple(chunks), len(self.sequences), self.context, steps, self._pieces)
 
     def _steps(self) -> int:
         """Iterations for which nobody needs a block or passes its end."""

@@ -58,10 +58,7 @@ class Memory:
 
     def release(self, sequence: Sequence) -> None:
         """Takes back all that it holds."""
-        if self._saving:
-            self.give_back(sequence.request, sequence.blocks)
-        else:
-            self.pool.release(sequence.blocks)
+        self.give_back(sequence.request, sequence.blocks)
         for snapshot in self.states.release(sequence):
             self.give_back(sequence.request, snapshot.blocks)
 

@@ -69,8 +69,9 @@ class TierPrefixes:
 
     def arrive(self, sequence: Sequence) -> None:
         """What it was sent here for stays until it has it."""
-        present, _ = self._tiers.match(sequence.names)
-        self._pin(sequence, max(min(present, sequence.num_cached), sequence.fetch_stop))
+        present, wanted = self._tiers.match(sequence.names)[0], sequence.num_cached
+        expected = present if present < wanted else wanted
+        self._pin(sequence, expected if expected > sequence.fetch_stop else sequence.fetch_stop)
 
     def find(self, sequence: Sequence, prompts: list[Sequence]) -> Prefix | None:
         """As above; what a fetch under way will bring counts as here."""
@@ -144,7 +145,8 @@ class TierPrefixes:
         """Instead of what it had pinned: so many leading blocks, and the state after them."""
         names = self._memory.states.chain(sequence.names, num_blocks)
         self._tiers.pin(names)
-        self.unpin(sequence)
+        if sequence.pinned:
+            self.unpin(sequence)
         sequence.pinned, sequence.num_pinned = names, num_blocks
 
     def _tell(self, change: Change, actions: Actions, save: events.Save | None = None) -> None:

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
+
+from isthmus.blocks import state_names
 from isthmus.conductor import Abort, Action, FetchFinished, Paths, Replicate, Route, Rules
 from isthmus.conductor.copies import begin
 from isthmus.conductor.policies import POLICIES
@@ -163,12 +166,12 @@ def test_a_fetch_counts_with_a_copy_under_way() -> None:
 # The whole way.
 
 
-def hot(rules: Rules, paths: Paths) -> Cluster:
+def hot(rules: Rules, paths: Paths, state_blocks: int = 0) -> Cluster:
     """A burst for one prefix, whose holder is busy; copies arrive when they should."""
     some = Cluster(rules, paths, step_ns=0)
     for node, role in (("p1", P), ("p2", P), ("p3", P), ("p4", P), ("p5", P), ("d1", D)):
-        some.join(node, role, 10_000)
-    some.store("p1", *NAMES)
+        some.join(node, role, 10_000, state_blocks=state_blocks)
+    some.store("p1", *NAMES, *state_names(NAMES[-1], state_blocks))
     some.arrives("long", 30)
     return some
 
@@ -178,8 +181,9 @@ def burst(some: Cluster) -> list[list[Action]]:
     return [some.arrives(f"r{at}", 45, names=NAMES) for at in range(6)]
 
 
-def test_the_conductor_orders_it_after_the_route() -> None:
-    some = hot(Rules(policy="isthmus", replicate=True), CRAWL)
+@pytest.mark.parametrize("state_blocks", [0, 2])
+def test_the_conductor_orders_it_after_the_route(state_blocks: int) -> None:
+    some = hot(Rules(policy="isthmus", replicate=True), CRAWL, state_blocks)
     actions = burst(some)
     assert all(isinstance(first, Route) for first, *_ in actions)
     ordered = [action for _, *rest in actions for action in rest]

@@ -40,7 +40,7 @@ from isthmus.conductor.eviction_cost import EvictionCost
 from isthmus.conductor.replicas import Replicas
 from isthmus.conductor.routing import Router
 from isthmus.conductor.rules import Rules
-from isthmus.conductor.shedding import to_shorten, to_thin, waiting_below
+from isthmus.conductor.shedding import to_replace, to_shorten, to_thin
 from isthmus.conductor.view import ClusterView, Placement, RequestView
 from isthmus.cost.transfer import NONE
 from isthmus.types import MEMORY, NodeId, RequestId, Role
@@ -94,7 +94,7 @@ class Conductor:
     def _arrive(self, event: RequestArrived, now: int) -> list[Action]:
         victims: list[RequestView] = []
         if len(self.view.requests) >= self.rules.max_requests:
-            victims = waiting_below(self.view.prefills, event.priority)[:1]
+            victims = to_replace(self.view, event)
             if not victims:
                 reason = f"{self.rules.max_requests} requests are in progress, the limit (limits.max_requests)"
                 return [Refuse(event.request, "overloaded", reason, self.rules.retry_after_ms, "prefill")]

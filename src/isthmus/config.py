@@ -26,6 +26,7 @@ from pydantic import (
 from isthmus.errors import ConfigError
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+POLICIES = ("random", "round_robin", "least_loaded", "sticky", "local_aware", "mooncake", "isthmus")
 _NAME = re.compile(r"[a-zA-Z][a-zA-Z0-9-]*")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -268,9 +269,7 @@ class Config(_Section):
     links: tuple[LinkConfig, ...] = ()
     offload: OffloadConfig = OffloadConfig()
     engine: EngineConfig = EngineConfig()
-    policy: Literal["random", "round_robin", "least_loaded", "sticky", "local_aware", "mooncake", "isthmus"] = (
-        "isthmus"
-    )
+    policy: str = "isthmus"
     scheduling: SchedulingConfig = SchedulingConfig()
     slo: SloConfig = SloConfig()
     cache: CacheConfig = CacheConfig()
@@ -281,6 +280,15 @@ class Config(_Section):
     join_host: str = "127.0.0.1"
     join_port: int = Field(0, ge=0, le=65535)
     token: str | None = None
+
+    @field_validator("policy")
+    @classmethod
+    def _is_policy(cls, name: str) -> str:
+        if name not in POLICIES and not re.fullmatch(r".+\.py:[A-Za-z_]\w*", name):
+            near = difflib.get_close_matches(name, POLICIES, n=1, cutoff=0.5)
+            valid = f"valid: {', '.join(POLICIES)}, or FILE.py:FUNCTION"
+            raise ValueError(f"no policy; did you mean {near[0]!r}?" if near else f"no policy; {valid}")
+        return name
 
     @model_validator(mode="after")
     def _chunking_fits(self) -> Config:

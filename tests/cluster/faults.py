@@ -267,7 +267,7 @@ class Rig:
             for span in (Span(0, 8), Span(8, NUM_TOKENS)):
                 source.hands.kv_ready(KEY, Span(0, LAYOUT.num_layers), span, THERE)
                 await asyncio.sleep(0)
-            source.hands.first_token(KEY, 1, None)
+            source.hands.first_token(KEY, 1)
             source.hands.do(events.Finish(KEY))
         while not target.landed and not target.failed and not target.session.ended:
             await asyncio.sleep(0)

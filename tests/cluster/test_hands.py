@@ -146,7 +146,7 @@ def test_kv_is_handed_over(run: Callable[..., None], order: str) -> None:
             here.expect(KEY, EXTENT, OURS)
             await kit.told(there, events.Granted)
         await asyncio.to_thread(compute, there)  # as a worker does
-        there.hands.first_token(KEY, 77, None)
+        there.hands.first_token(KEY, 77)
         there.hands.do(events.Finish(KEY))
         await asyncio.sleep(0.01)
         if order == "granted last":

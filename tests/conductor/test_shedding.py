@@ -161,9 +161,9 @@ def test_a_thinner_batch_makes_room_where_the_queue_counts() -> None:
     some.drain()
 
 
-def test_random_bursts_displace_rightly() -> None:
+def test_random_bursts_shed_rightly() -> None:
     """The judge in `Cluster` sees who is turned away, for whom, and that it was not in vain."""
-    displaced = 0
+    shed = 0
     for seed in range(20):
         random = Random(seed)
         some = Cluster(
@@ -175,7 +175,7 @@ def test_random_bursts_displace_rightly() -> None:
             priority = random.choice([-1, 0, 0, 1, 2])
             actions = some.arrives(f"r{at}", random.randint(5, 60), priority=priority)
             last = actions[-1]
-            displaced += isinstance(last, Route) and len(actions) > 1
+            shed += isinstance(last, Route) and len(actions) > 1
             if random.random() < 0.3 and some.prefilling:
                 route = next(iter(some.prefilling.values()))
                 some.now = max(some.now, some.conductor.view.nodes[NodeId(route.prefill)].service_ns)
@@ -183,4 +183,4 @@ def test_random_bursts_displace_rightly() -> None:
             if random.random() < 0.2 and some.routes:
                 some.end(random.choice(list(some.routes)))
         some.drain()
-    assert displaced >= 30
+    assert shed >= 30

@@ -20,7 +20,7 @@ from isthmus.errors import ProtocolError
 from isthmus.messenger import Priority, Sending, Session
 from isthmus.node import events
 from isthmus.node.extent import Extent
-from isthmus.types import NodeId, RequestId, Span, TokenLogprobs
+from isthmus.types import NodeId, RequestId, Span
 
 MAX_FRAME_BLOCKS = 256
 MAX_OFFERS = 4096
@@ -68,8 +68,8 @@ class Outgoing:
                 self._waiting.append((layer, span, blocks))
         self._go_on()
 
-    def first_token(self, token: int, logprobs: TokenLogprobs | None) -> None:
-        self._sent = Sent(self.key, token, logprobs)
+    def first_token(self, token: int) -> None:
+        self._sent = Sent(self.key, token)
         self._go_on()
 
     def computed(self) -> None:

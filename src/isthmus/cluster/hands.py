@@ -24,7 +24,7 @@ from isthmus.errors import ProtocolError
 from isthmus.messenger import Session
 from isthmus.node import events
 from isthmus.scheduler import Preempted, Saved
-from isthmus.types import BlockName, NodeId, RequestId, Span, TokenLogprobs
+from isthmus.types import BlockName, NodeId, RequestId, Span
 
 
 class Hands(Bare):
@@ -273,9 +273,9 @@ class Hands(Bare):
         """KV of an attempt is in place for these layers of `memory` and token positions. From any thread."""
         self._post(self._sender.on, key, Outgoing.ready, layers, tokens, blocks)
 
-    def first_token(self, key: RequestId, token: int, logprobs: TokenLogprobs | None) -> None:
+    def first_token(self, key: RequestId, token: int) -> None:
         """It goes with the KV. From any thread, before `Finish`."""
-        self._post(self._sender.on, key, Outgoing.first_token, token, logprobs)
+        self._post(self._sender.on, key, Outgoing.first_token, token)
 
     @property
     def fetcher(self) -> Fetcher:

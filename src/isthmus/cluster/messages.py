@@ -181,7 +181,6 @@ class Sent(msgspec.Struct, frozen=True, tag=True):
 
     key: RequestId
     token: int
-    logprobs: TokenLogprobs | None = None
 
 
 class Landed(msgspec.Struct, frozen=True, tag=True):

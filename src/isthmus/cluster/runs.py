@@ -299,7 +299,7 @@ class Runs:
             if finish is not None:
                 ended.append(live)
             elif live.departs:
-                self._hands.first_token(task.begin.key, token, logprobs)
+                self._hands.first_token(task.begin.key, token)
         if outputs:
             self._outputs(outputs)
         return ended

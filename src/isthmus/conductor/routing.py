@@ -153,7 +153,7 @@ class Router:
 
     def _completed(self, placement: Placement, estimator: Estimator, home: Pool, caches: _Caches) -> Placement:
         """With what crosses between clusters, and what need not."""
-        if estimator.foreign and self._rules.policy not in FETCHING:
+        if estimator.foreign and placement.fetch is None and self._rules.policy not in FETCHING:
             placement = _copied(estimator, placement)
         if placement.decode.pool is not placement.prefill.pool:
             _recall(self._view, estimator.request, placement)

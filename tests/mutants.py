@@ -124,9 +124,9 @@ def _quiet_parts(node: Any) -> Iterator[Any]:
             yield from (part for part in node.body if isinstance(part, (ast.Assign, ast.AnnAssign)))
         case ast.arg() | ast.AnnAssign():
             yield from filter(None, [node.annotation])
-        case ast.Assert():
+        case ast.Assert() | ast.Call(func=ast.Attribute(value=ast.Name(id="logger" | "log"))):
             yield node
-        case ast.Call(func=ast.Attribute(value=ast.Name(id="logger" | "log"))):
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
             yield node
 
 

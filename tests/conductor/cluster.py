@@ -139,7 +139,14 @@ class Cluster:
     def links_measured(self, *links: LinkState) -> list[Action]:
         for link in links:
             self.links_up[link.source, link.target] = link.up
-        return self.on(LinksMeasured(links))
+        requests = self.conductor.view.requests
+        copying = [(request, request.copy, request.attempt) for request in requests.values() if request.copy]
+        actions = self.on(LinksMeasured(links))
+        for request, copy, attempt in copying:
+            if requests.get(request.arrived.request) is request and request.attempt == attempt:
+                cut = request.held or (copy.across is not None and not copy.across.up)
+                assert (request.copy is None) == cut, "a fetch goes on over a link that is down, or is given up"
+        return actions
 
     def convert(self, node: str) -> list[Action]:
         """A node does what it was asked: no request needs it."""

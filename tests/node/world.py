@@ -49,6 +49,7 @@ from isthmus.node.events import (
     Read,
     Received,
     Release,
+    Sampled,
     Save,
     Send,
     Severed,
@@ -82,12 +83,17 @@ class Place:
     """One node, and what its executor holds: a run, blocks in bytes, transfers."""
 
     def __init__(
-        self, name: NodeId, num_blocks: int, tiers: tuple[int, int] | None, state_blocks: int = 0
+        self,
+        name: NodeId,
+        num_blocks: int,
+        tiers: tuple[int, int] | None,
+        state_blocks: int = 0,
+        stages: int = 1,
     ) -> None:
-        self.name = name
+        self.name, self.stages = name, stages
         limits = limits_of(num_blocks, state_blocks)
         scheduler = Scheduler(limits, TierCache(*tiers) if tiers else None, BlockPool(num_blocks), node=name)
-        self.node = Node(dict.fromkeys(Role, limits), scheduler)
+        self.node = Node(dict.fromkeys(Role, limits), scheduler, stages=stages)
         self.run: Run | None = None
         self.is_cut = False
         self.dram: set[BlockName] = set()
@@ -209,8 +215,13 @@ class World:
     def tell(self, place: Place, fact: Any) -> None:
         run, read = place.run, self._to_read(place, fact)
         frees = isinstance(fact, Forget) and fact.key in place.node
+        landed = isinstance(fact, Landed) and fact.key in place.node
+        asked = self.asked.get(fact.key) if isinstance(fact, FetchEnded) and fact.key in place.node else None
         actions = place.node.on(fact, self.now)
         assert [action.names for action in actions if isinstance(action, Read)] == read
+        assert landed == any(isinstance(action, PrefillFinished) for action in actions), "who let go of what?"
+        told = any(isinstance(action, FetchFinished) for action in actions)
+        assert told == (asked is not None and asked.route.prefill == place.name), "whose fetch ended?"
         for action in actions:
             self._carry_out(place, action)
         place.node.check()
@@ -271,10 +282,8 @@ class World:
                 if action.computed:
                     self._arrive(place, action.key)
             case Finish():
-                if action.key in place.sending:
-                    assert not place.sending[action.key]
-                    place.sending[action.key] = True
-                    self._arrive(place, action.key)
+                assert place.sending[action.key] is False, "it is sent, and not all of it was computed"
+                self._arrive(place, action.key)
             case Land():
                 place.receiving.remove(action.key)
                 place.whole.add(action.key)
@@ -417,6 +426,9 @@ class World:
                 self.tell_missing(place, Missing(piece.request, found))
                 return
         ended: list[Asked] = []
+        if place.stages > 1:
+            self._execute_first_stage(place, run)
+            return
         while steps < run.steps and not ended:
             steps += 1
             for piece in run.pieces:
@@ -435,6 +447,24 @@ class World:
             place.loading.pop(piece.request, None)
         answers = tuple([self._answer(asked) for asked in ended]) if place.node.keeps_answers else ()
         self.tell(place, Stepped(steps, tuple([asked.key for asked in ended]), answers))
+        for asked in ended:
+            self._end(asked, "finished")
+
+    def _execute_first_stage(self, place: Place, run: Run) -> None:
+        """The last stage says by itself what it sampled, before or after the first says that it is through."""
+        assert run.steps == 1 and run.chunks == run.pieces, "it decodes nothing"
+        place.run = None
+        sampled = [self.asked[piece.request] for piece in run.chunks if piece.samples]
+        for piece in run.chunks:
+            place.loading.pop(piece.request, None)
+        ended = [asked for asked in sampled if asked.answer == 1 or not self._choose(12)]
+        fact = Sampled(tuple([asked.key for asked in sampled]), tuple([asked.key for asked in ended]))
+        early = self._choose(2)
+        if early:
+            self.tell(place, fact)
+        self.tell(place, Stepped(1))
+        if not early:
+            self.tell(place, fact)
         for asked in ended:
             self._end(asked, "finished")
 

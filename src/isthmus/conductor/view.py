@@ -353,7 +353,6 @@ class ClusterView:
         self.end_copy(request)
         self._crossed(request)
         request.prefill = request.decode = None
-        request.handing_over = False
 
     def _crossed(self, request: RequestView) -> None:
         """Nothing of it is on its way to where it decodes any more."""

@@ -242,7 +242,7 @@ class Node:
     def _sampled_by(self, attempt: Attempt, actions: list[events.Action]) -> None:
         """Its prompt is computed and its first token is known."""
         attempt.sampled = True
-        if attempt.granted and attempt.begin.part is PREFILL:
+        if attempt.granted:
             actions.append(events.Finish(attempt.request))
 
     def _landed(self, event: events.Landed, now: int, actions: list[events.Action]) -> None:

@@ -188,7 +188,7 @@ class Fetch:
         return self.frames.place(given, session, self.codec, tokens, targets, size)
 
     def receive(self, given: Given) -> bool:
-        """Books a whole payload; False when a seal does not match: nothing from there on counts."""
+        """Takes in a whole payload; False when a seal does not match: nothing from there on counts."""
         targets, first = self.frames.take(given), self.num_whole + given.first
         if self.final is not None:
             return True

@@ -297,7 +297,7 @@ class ThreadWorker:
         while True:
             runs.compute(execution)
             with self.lock:
-                runs.book(execution)
+                runs.add_tokens(execution)
                 if execution.over or self._is_cut:
                     self._owner.stepped(runs.finish(execution))
                     return

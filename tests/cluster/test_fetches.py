@@ -73,13 +73,9 @@ class Pair:
         self.target = Side(store_of(LAYOUT, room), LAYOUT, 8 + count, shares_memory=shares)
         put_chain(self.source.store, self.names, self.blocks)
 
-    def fetch(
-        self, codec: str = codecs.NONE, start: int = 0, key: str = KEY, *, background: bool = False
-    ) -> Fetch:
+    def fetch(self, codec: str = codecs.NONE, start: int = 0, key: str = KEY) -> Fetch:
         """Release it."""
-        order = events.Fetch(
-            RequestId(key), OTHER, tuple(self.names), start, codec=codec, background=background
-        )
+        order = events.Fetch(RequestId(key), OTHER, tuple(self.names), start, codec=codec)
         fetch = self.target.fetch(order)
         fetch.hold()
         return fetch
@@ -241,7 +237,7 @@ def test_blocks_on_the_disk_of_the_source(tmp_path: Path) -> None:
 # Room.
 
 
-@pytest.mark.parametrize("way", ["bytes", "background", "lent"])
+@pytest.mark.parametrize("way", ["bytes", "lent"])
 def test_it_goes_on_as_room_comes(way: str) -> None:
     """The target has three slots; what it had gives way when the first three blocks are offered."""
     pair = Pair(8, room=6, shares=way == "lent")
@@ -259,7 +255,7 @@ def test_it_goes_on_as_room_comes(way: str) -> None:
     async def work() -> None:
         target = pair.target
         target.hands._told = make_way
-        with held(fetch := pair.fetch(background=way == "background")):
+        with held(fetch := pair.fetch()):
             await target.fetching(fetch)
             assert fetch.num_whole == 6
         assert seen == [3, 6]

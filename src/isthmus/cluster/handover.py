@@ -153,7 +153,7 @@ class Incoming:
         return self.frames.place(slices, connection, codec, tokens, targets, size)
 
     def receive(self, slices: Slices) -> bool:
-        """Books a whole frame; False when it is not the next of its layer or a seal does not match: then nothing of
+        """Takes in a whole frame; False when it is not the next of its layer or a seal does not match: then nothing of
         it counts."""
         targets, layout = self.frames.take(slices), self._memory.layout
         tokens = Span(slices.first_block * layout.block_size, slices.stop)

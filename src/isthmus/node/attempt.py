@@ -47,9 +47,9 @@ class Attempt(Sequence):
 
     def reserved(self) -> Actions:
         """Its KV may be sent, and what is cached of its prompt is loaded."""
-        begin, extent, blocks = self.begin, self.extent, self.table
+        begin, extent, blocks = self.begin, self.extent, self.blocks
         if self.restore:
-            blocks = blocks[: extent.states // extent.block_size] + tuple(self.restore)
+            blocks = blocks[: extent.states // extent.block_size] + self.restore
         actions: Actions = [Grant(begin.key, begin.peer, extent, blocks)]
         count = begin.route.handover_start
         if count:

@@ -33,10 +33,9 @@ engine.prompt_batch engine.max_sequences engine.max_length
 scheduling.admission scheduling.order scheduling.chunking scheduling.partial_prefills
 scheduling.reserve scheduling.sticky_blocks scheduling.balancing_threshold
 scheduling.decode_s scheduling.load_limit scheduling.seed
-scheduling.replication
 slo.ttft_ms slo.tbt_ms cache.dram cache.ssd cache.folder cache.share cache.eviction
 network.node_gbps network.handover_gbps network.spine_gbps network.connections network.resume_s
-network.background_share network.compression tls.certificate tls.key tls.authority
+network.compression tls.certificate tls.key tls.authority
 limits.max_requests limits.max_attempts limits.start_s limits.drain_s limits.silence_s limits.rejoin_s
 limits.transfer_s limits.link_s
 """.split()

@@ -203,7 +203,7 @@ class NetworkConfig(_Section):
     """Links between nodes. `node_gbps`: of a node, each way, None as the hardware has; `handover_gbps`: a rail of its
     own for KV from prefill to decode, None shares the node's; `spine_gbps`: joins all nodes, None no limit (simulated
     only). `connections`: of each session; `resume_s`: how long a session outlives its last connection;
-    `background_share`: of a node's link, for blocks copied ahead; `compression`: of KV where a link, not computing,
+    `compression`: of KV where a link, not computing,
     would be waited for (`int8` loses precision, so that its blocks have names of their own).
     """
 
@@ -212,7 +212,6 @@ class NetworkConfig(_Section):
     spine_gbps: float | None = Field(None, gt=0)
     connections: int = Field(2, ge=1, le=64)
     resume_s: float = Field(0.0, ge=0, le=60)
-    background_share: float = Field(0.1, gt=0, le=1)
     compression: Literal["none", "lossless", "int8"] = "none"
 
 
@@ -239,8 +238,7 @@ class SchedulingConfig(_Section):
     `order: fcfs` only;
     `order`: of a node's queue, first come or promise order; `reserve`: share of the TTFT limit kept back when
     promising; `sticky_blocks`: shortest match that `sticky` follows; `balancing_threshold`: of `mooncake`;
-    `decode_s`: of `predictive`, how long every request decodes; `load_limit`: of all admissions; `seed`: of `random`;
-    `replication`: of prefixes whose holders are congested, where nodes have a cache to copy to.
+    `decode_s`: of `predictive`, how long every request decodes; `load_limit`: of all admissions; `seed`: of `random`.
     """
 
     admission: Literal["none", "baseline", "early", "predictive", "survival"] = "none"
@@ -253,7 +251,6 @@ class SchedulingConfig(_Section):
     decode_s: float = Field(10.0, gt=0)
     load_limit: float = Field(1.0, gt=0)
     seed: int = 0
-    replication: Literal["none", "priced"] = "none"
 
 
 class Config(_Section):

@@ -73,13 +73,9 @@ class Pair:
         self.target = Side(store_of(LAYOUT, room), LAYOUT, 8 + count, shares_memory=shares)
         put_chain(self.source.store, self.names, self.blocks)
 
-    def fetch(
-        self, codec: str = codecs.NONE, start: int = 0, key: str = KEY, *, background: bool = False
-    ) -> Fetch:
+    def fetch(self, codec: str = codecs.NONE, start: int = 0, key: str = KEY) -> Fetch:
         """Release it."""
-        order = events.Fetch(
-            RequestId(key), OTHER, tuple(self.names), start, codec=codec, background=background
-        )
+        order = events.Fetch(RequestId(key), OTHER, tuple(self.names), start, codec=codec)
         fetch = self.target.fetch(order)
         fetch.hold()
         return fetch
@@ -241,7 +237,7 @@ def test_blocks_on_the_disk_of_the_source(tmp_path: Path) -> None:
 # Room.
 
 
-@pytest.mark.parametrize("way", ["bytes", "background", "lent"])
+@pytest.mark.parametrize("way", ["bytes", "lent"])
 def test_it_goes_on_as_room_comes(way: str) -> None:
     """The target has three slots; what it had gives way when the first three blocks are offered."""
     pair = Pair(8, room=6, shares=way == "lent")
@@ -259,7 +255,7 @@ def test_it_goes_on_as_room_comes(way: str) -> None:
     async def work() -> None:
         target = pair.target
         target.hands._told = make_way
-        with held(fetch := pair.fetch(background=way == "background")):
+        with held(fetch := pair.fetch()):
             await target.fetching(fetch)
             assert fetch.num_whole == 6
         assert seen == [3, 6]
@@ -757,6 +753,28 @@ def test_of_a_fetch_only_the_session_is_heard_that_was_asked(begun: Begun) -> No
         assert answer.result() is None
 
     asyncio.run(work())
+
+
+LOAN = Lent(KEY, ArenaHandle("/nowhere", b"n" * 16, 4, SHAPE), (0, 3), ((b"s",) * 3,) * 2)
+LOANS: dict[str, Lent] = {
+    "a slot that the arena has not": msgspec.structs.replace(LOAN, slots=(0, 4)),
+    "a negative slot": msgspec.structs.replace(LOAN, slots=(-1, 0)),
+    "a layer without a seal": msgspec.structs.replace(LOAN, seals=((b"s",) * 3, (b"s",) * 2)),
+    "a slot without seals": msgspec.structs.replace(LOAN, seals=LOAN.seals[:1]),
+    "more than was wanted": msgspec.structs.replace(LOAN, slots=(0,) * 4, seals=((b"s",) * 3,) * 4),
+    "another shape": msgspec.structs.replace(
+        LOAN, arena=msgspec.structs.replace(LOAN.arena, shape=Shape(3, LAYOUT.slice_bytes + 8))
+    ),
+}
+
+
+def test_a_loan_is_what_was_asked_for_in_every_way(begun: Begun) -> None:
+    assert not begun.fetch.asked_for(LOAN), "nothing is wanted yet"
+    begun.fetch.want = Want(KEY, tuple(begun.pair.names), 1, False, 3, host="here")
+    assert begun.fetch.asked_for(LOAN)
+    assert [loan for loan, lent in LOANS.items() if begun.fetch.asked_for(lent)] == []
+    begun.fetch.want = msgspec.structs.replace(begun.fetch.want, host="")
+    assert not begun.fetch.asked_for(LOAN), "it is to be sent"
 
 
 FALSE_LOANS: dict[str, Callable[[Lent], Lent]] = {

@@ -28,7 +28,6 @@ from isthmus.conductor import (
     Paths,
     PrefillFinished,
     Refuse,
-    Replicate,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
@@ -278,8 +277,6 @@ class Cluster:
                 self._on_route(action)
             case Refuse():
                 self._on_refuse(action, event, waited)
-            case Replicate():
-                self._on_replicate(action)
             case Abort():
                 assert action.nodes and len(set(action.nodes)) == len(action.nodes)
                 assert set(action.nodes) <= set(self.joined), "a node that left was told something"
@@ -374,16 +371,6 @@ class Cluster:
         assert self.joined[recall.source].cluster == self.joined[route.decode].cluster
         assert recall.source != route.decode or not recall.start
 
-    def _on_replicate(self, action: Replicate) -> None:
-        assert action.source != action.target
-        assert self.joined[action.target].role is not Role.DECODE
-        assert set(action.names) <= set(self.stored[action.source]), "a copy of unfinished blocks"
-        assert not set(action.names) <= set(self.stored[action.target]), "a copy of what is there"
-        states = self.joined[action.target].state_blocks
-        if states:
-            last = action.names[-states - 1]
-            assert action.names[-states:] == state_names(last, states), "without the state at its end"
-
     def _on_refuse(self, refuse: Refuse, event: Event, waited: list[Route]) -> None:
         request = refuse.request
         assert request not in self.ended
@@ -418,7 +405,7 @@ class Cluster:
         assert self.arrived[victim][0].priority < event.priority
         queue = [route.request for route in waited if route.prefill == self.routes[victim].prefill]
         assert victim in queue[1:], "a request in service was turned away"
-        assert isinstance(self.log[-1][2][-1], Route | Replicate), "turned away in vain"
+        assert isinstance(self.log[-1][2][-1], Route), "turned away in vain"
 
     def _fits(self, facts: RequestArrived) -> bool:
         length = facts.num_tokens + facts.max_tokens

@@ -326,7 +326,6 @@ def test_histories_of_two_clusters_hold_too() -> None:
             cache_mode=["scarce", "abundant", "auto"][seed % 3],
             control=seed % 2 == 0,
             max_requests=12,
-            replicate=seed % 4 == 3,
             convert=True,
         )
         states = STATE_BLOCKS if seed % 8 < 4 else 0

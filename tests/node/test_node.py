@@ -102,8 +102,6 @@ def test_whatever_comes_all_ends_and_adds_up(
         elif kind == 1 and under_way:
             world.sever(under_way[draw(len(under_way))])
         elif kind == 2 and tiers[0]:
-            world.copy(P1, P0, names_of(draw(3), 1 + draw(10)))
-        elif kind == 3 and tiers[0]:
             world.lose((P0, P1, D0)[draw(3)], draw(3) * 1000 + draw(10))
     world.drain()
 

@@ -26,7 +26,6 @@ from isthmus.node import Node
 from isthmus.node.events import (
     Begin,
     Broken,
-    Copy,
     Cut,
     Demote,
     Drop,
@@ -161,9 +160,6 @@ class World:
         for name in (asked.route.prefill, asked.route.decode):
             self.broken.add((name, asked.key, "cut"))
             self.tell(self.places[name], Severed((asked.key,), "cut"))
-
-    def copy(self, target: NodeId, source: NodeId, names: tuple[BlockName, ...]) -> None:
-        self.tell(self.places[target], Copy(names, source))
 
     def lose(self, name: NodeId, block: BlockName) -> None:
         """The bytes of a block are gone."""
@@ -319,7 +315,6 @@ class World:
                 asked, states = self.asked.get(action.key), place.node.scheduler.limits.state_blocks
                 prompt = asked is not None and place.name == asked.route.prefill
                 assert action.whole == bool(prompt and states), "a state is of no use in parts"
-                assert action.background == (asked is None)
                 place.fetching[action.key] = action
                 wanted = Wanted(action.key, place.name, action.names, action.start, action.whole)
                 self._later(action.source, wanted, place.name)

@@ -124,7 +124,7 @@ class VirtualHead(Head):
         super()._act(action, now)
 
 
-class VirtualMeasures:
+class VirtualLinkStats:
     """What crosses links between clusters, as the links themselves know it."""
 
     def __init__(self, links: VirtualLinks) -> None:
@@ -186,7 +186,7 @@ class VirtualCluster:
             clock_ns=loop.clock_ns,
         )
         head.links = links
-        head._measures = VirtualMeasures(head.links)  # type: ignore[assignment]
+        head._link_stats = VirtualLinkStats(head.links)  # type: ignore[assignment]
         join = await head.open("head", 0)
         async with asyncio.TaskGroup() as group:
             running: dict[int, tuple[NodeProcess, asyncio.Task[str]]] = {}

@@ -170,7 +170,7 @@ def outcome_of(result: Result) -> Outcome:
         ttft_s_p99=nearest_rank(ttfts, 99) / NS_PER_S,
         hit_rate=sum(r.cached_tokens for r in served) / sum(r.request.num_tokens for r in served),
         goodput=sum(map(within_limits, result.records)) / len(result.records),
-        fetched_bytes=result.bytes_moved["fetch"] + result.bytes_moved["replicate"],
+        fetched_bytes=result.bytes_moved["fetch"],
     )
 
 

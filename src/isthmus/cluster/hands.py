@@ -250,9 +250,8 @@ class Hands(Bare):
             self._tell(events.FetchEnded(order.key, order.start))
             return
         fetch = Fetch(order, self.cache)
-        if not order.background:  # of a copy nobody reads
-            fetch.hold()
-            self._fetches[order.key] = fetch
+        fetch.hold()
+        self._fetches[order.key] = fetch
         self._post(self._spawn, self._run_fetch(fetch, self._fetcher.begin(fetch)))
 
     async def _run_fetch(self, fetch: Fetch, work: Coroutine[Any, Any, None]) -> None:

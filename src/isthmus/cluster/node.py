@@ -170,7 +170,7 @@ class NodeProcess(EngineProcess):
         match message:
             case messages.Task():
                 self.task(message)
-            case events.Forget() | events.Copy() | events.Become():
+            case events.Forget() | events.Become():
                 self.tell(message)
             case messages.Gathered():
                 self._gathered(message.addresses)

@@ -28,7 +28,6 @@ def rules_of(config: Config) -> Rules:
         decode_s=scheduling.decode_s,
         load_limit=scheduling.load_limit,
         seed=scheduling.seed,
-        replicate=scheduling.replication == "priced",
         codecs=CODECS[config.network.compression],
         ttft_ms=config.slo.ttft_ms,
         tbt_ms=config.slo.tbt_ms,

@@ -755,6 +755,28 @@ def test_of_a_fetch_only_the_session_is_heard_that_was_asked(begun: Begun) -> No
     asyncio.run(work())
 
 
+LOAN = Lent(KEY, ArenaHandle("/nowhere", b"n" * 16, 4, SHAPE), (0, 3), ((b"s",) * 3,) * 2)
+LOANS: dict[str, Lent] = {
+    "a slot that the arena has not": msgspec.structs.replace(LOAN, slots=(0, 4)),
+    "a negative slot": msgspec.structs.replace(LOAN, slots=(-1, 0)),
+    "a layer without a seal": msgspec.structs.replace(LOAN, seals=((b"s",) * 3, (b"s",) * 2)),
+    "a slot without seals": msgspec.structs.replace(LOAN, seals=LOAN.seals[:1]),
+    "more than was wanted": msgspec.structs.replace(LOAN, slots=(0,) * 4, seals=((b"s",) * 3,) * 4),
+    "another shape": msgspec.structs.replace(
+        LOAN, arena=msgspec.structs.replace(LOAN.arena, shape=Shape(3, LAYOUT.slice_bytes + 8))
+    ),
+}
+
+
+def test_a_loan_is_what_was_asked_for_in_every_way(begun: Begun) -> None:
+    assert not begun.fetch.asked_for(LOAN), "nothing is wanted yet"
+    begun.fetch.want = Want(KEY, tuple(begun.pair.names), 1, False, 3, host="here")
+    assert begun.fetch.asked_for(LOAN)
+    assert [loan for loan, lent in LOANS.items() if begun.fetch.asked_for(lent)] == []
+    begun.fetch.want = msgspec.structs.replace(begun.fetch.want, host="")
+    assert not begun.fetch.asked_for(LOAN), "it is to be sent"
+
+
 FALSE_LOANS: dict[str, Callable[[Lent], Lent]] = {
     "slots without seals": lambda lent: msgspec.structs.replace(lent, seals=lent.seals[1:]),
     "layers without seals": lambda lent: msgspec.structs.replace(

@@ -308,6 +308,26 @@ def test_what_is_given_up_is_not_sent() -> None:
     assert wire.num_cancelled == LAYERS
 
 
+def test_what_is_released_in_the_midst_is_taken_back() -> None:
+    """Its blocks are another's when that returns."""
+    tasks: list[Any] = []
+    wire = Wire()
+
+    async def reach(node: NodeId) -> Any:
+        return wire
+
+    sending = HandoverSender(memory(filled=True), 0, reach, bool, tasks.append)  # type: ignore[arg-type]
+    sending.offer(events.Offer(A, NodeId("there"), extent(8)))
+    asyncio.run(tasks.pop())
+    sending.send(events.Send(A, computed=False))
+    sending.on(A, Outgoing.ready, Span(0, LAYERS), Span(0, 4), (0,))
+    sending.release(A)
+    assert wire.num_cancelled == len(wire.slices) == LAYERS
+    sending.on(A, Outgoing.ready, Span(0, LAYERS), Span(4, 8), (0, 1))
+    sending.granted(wire, A)  # type: ignore[arg-type]
+    assert len(wire.slices) == LAYERS
+
+
 def test_it_has_not_landed_before_it_was_sent() -> None:
     outgoing, _, wire = sender(4)
     outgoing.attach(wire)  # type: ignore[arg-type]

@@ -16,11 +16,12 @@ from isthmus.cluster import messages
 from isthmus.cluster.head import Head
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.process import NodeOptions, Runtime
+from isthmus.cluster.stage import StageNode
 from isthmus.conductor import Rules
 from isthmus.cost import Curve, compile_cost
 from isthmus.deploy import NodeFacts, Sequences
 from isthmus.engine.emulated import EmulatedEngine, Recipe, layout_of
-from isthmus.errors import OverloadedError, RequestError, UnavailableError
+from isthmus.errors import OverloadedError, RequestError, StartError, UnavailableError
 from isthmus.messenger import MemoryNetwork, Session
 from isthmus.node import events
 from isthmus.types import FinishReason, Generated, Job, ModelCard, NodeId, RequestId, Role, Sampling, Span
@@ -460,7 +461,7 @@ WRONG_PEERS: dict[str, list[Any]] = {
 def test_a_node_listens_to_nodes_of_its_cluster_only(said: str | None) -> None:
     async def work() -> None:
         network = MemoryNetwork()
-        async with listening(network) as (process, address), asyncio.timeout(60):
+        async with listening(network) as (process, address), asyncio.timeout(20):
             stranger = Someone()
             stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
             stranger.say(*(WRONG_PEERS[said] if said is not None else [INTRODUCTION, messages.Probe(), OFFER]))
@@ -478,7 +479,7 @@ def test_a_node_listens_to_nodes_of_its_cluster_only(said: str | None) -> None:
 def test_nobody_writes_into_a_node_before_it_knows_who_that_is() -> None:
     async def work() -> None:
         network = MemoryNetwork()
-        async with listening(network) as (_, address), asyncio.timeout(60):
+        async with listening(network) as (_, address), asyncio.timeout(20):
             stranger = Someone()
             stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
             head = messages.Slices(RequestId("a#1"), 0, 0, 16, (b"x" * 16,))
@@ -486,6 +487,81 @@ def test_nobody_writes_into_a_node_before_it_knows_who_that_is() -> None:
             while not stranger.reasons:
                 await asyncio.sleep(0.001)
             assert "carried 100 bytes" in stranger.reasons[0]
+
+    asyncio.run(work())
+
+
+# Stages of a pipeline group.
+
+
+def opening(**others: Any) -> messages.StageOpen:
+    introduced = replace(INTRODUCTION, node=NodeId("g"))
+    return replace(messages.StageOpen(introduced, 1, 64, 0, 0, ()), **others)
+
+
+WRONG_OPENINGS: dict[str, list[Any]] = {
+    "token": [opening(hello=replace(INTRODUCTION, node=NodeId("g"), token="guessed"))],
+    "model": [opening(hello=replace(INTRODUCTION, node=NodeId("g"), revision="other"))],
+    "group": [opening(hello=INTRODUCTION)],
+    "stage": [opening(stage=2)],
+    "nothing opened": [events.Release(RequestId("a#1"))],
+}
+
+
+@asynccontextmanager
+async def waiting(network: MemoryNetwork) -> AsyncIterator[tuple[asyncio.Task[str], str]]:
+    """The second stage of two, which waits for the first, and where that reaches it."""
+    head = Head(Rules(), CARD, token=TOKEN, silence_s=30, rejoin_s=30, network=network)
+    join = await head.open("head", 0)
+    engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000, layers=(1, 2))
+    group = replace(facts("g", Role.PREFILL), pipeline=2)
+    options = NodeOptions(group, join, token=TOKEN, transfer_s=30, stage=1)
+    running = asyncio.create_task(StageNode(engine, options, Runtime(network)).run())
+    while not (stages := list(head._groups.followers())):
+        await asyncio.sleep(0.001)
+    try:
+        yield running, stages[0].hello.address
+    finally:
+        await head.close()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def open_stage(network: MemoryNetwork, address: str, *said: Any) -> Someone:
+    one = Someone()
+    one.session = await network.connect(address, messages.Upward, one, timeout_s=1)
+    one.say(*said)
+    return one
+
+
+@pytest.mark.parametrize("wrong", WRONG_OPENINGS)
+def test_a_stage_serves_its_own_group_only(wrong: str) -> None:
+    async def work() -> None:
+        network = MemoryNetwork()
+        async with waiting(network) as (running, address), asyncio.timeout(20):
+            stranger = await open_stage(network, address, *WRONG_OPENINGS[wrong])
+            while not stranger.reasons:
+                await asyncio.sleep(0.001)
+            assert not stranger.heard and not running.done()
+            leader = await open_stage(network, address, opening())
+            while not leader.heard:
+                await asyncio.sleep(0.001)
+            assert leader.heard == [messages.StageFound(1, (), last=True)]
+            second = await open_stage(network, address, opening())
+            while not second.reasons:
+                await asyncio.sleep(0.001)
+            assert not second.heard and not leader.reasons
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("more", [{"num_blocks": 65}, {"num_slots": 1}, {"num_records": 1}], ids=str)
+def test_a_stage_that_holds_less_than_the_first_does_not_serve(more: dict[str, int]) -> None:
+    async def work() -> None:
+        network = MemoryNetwork()
+        async with waiting(network) as (running, address), asyncio.timeout(20):
+            await open_stage(network, address, opening(**more))
+            with pytest.raises(StartError, match="pipeline stage 1 of g: it holds"):
+                await running
 
     asyncio.run(work())
 

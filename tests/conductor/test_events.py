@@ -40,7 +40,7 @@ A, N = RequestId("a"), NodeId("prefill-0")
 NAMES = (b"\x00\xff" * 8, bytes(16))
 CURVE = Curve(kv_token_bytes=128, num_layers=2, prefill_token_s=1e-5, decode_points=((1, 0.01), (8, 0.02)))
 ANALYTIC = Analytic(
-    ModelFacts("LlamaForCausalLM", 2, 64, 100, 512, 10_000, 256, 2, 512),
+    ModelFacts("LlamaForCausalLM", 2, 64, 100, 10_000, 256, 2, 512),
     HARDWARE["h200"],
     engine_coefficients("vllm", HARDWARE["h200"]),
 )

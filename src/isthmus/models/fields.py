@@ -1,14 +1,12 @@
-"""Fields of a `config.json`: what is missing, of the wrong kind or not supported is refused by name. Loads no torch."""
+"""Fields of a `config.json`: what is missing or of the wrong kind is refused by name."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from isthmus.engine.shapes import RopeSpec
 from isthmus.errors import ModelError
+from isthmus.models.spec import RopeSpec
 
 _ROPE_FIELDS = {
     "default": (),
@@ -19,24 +17,14 @@ _ROPE_FIELDS = {
 ROPE_TYPES = tuple(_ROPE_FIELDS)
 
 
-def load_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a model folder; ModelError when it is missing or not an object."""
-    try:
-        value = json.loads(path.read_text(encoding="utf8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path}: not found; a model folder needs this file") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: expected a JSON object")
-    return value
-
-
 class Fields:
-    """Reads one object of a config file. A null field counts as absent. Every reader raises ModelError."""
+    """Reads one object of a config file. A null field counts as absent. Every reader raises ModelError.
 
-    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
-        self.path, self._values = path, values
+    `where`: how messages name the file. `architecture`: which of the file's the fields are read as.
+    """
+
+    def __init__(self, where: str, values: Mapping[str, Any], architecture: str = "") -> None:
+        self.where, self.architecture, self._values = where, architecture, values
 
     def get(self, name: str) -> Any:
         return self._values.get(name)
@@ -48,10 +36,14 @@ class Fields:
 
     def nested(self, name: str) -> Fields:
         """The fields of an object, none when absent."""
-        return Fields(self.path, self.object(name))
+        return Fields(self.where, self.object(name), self.architecture)
+
+    def of_text(self, architecture: str) -> Fields:
+        """Those of the language model, which files of several modes keep apart."""
+        return Fields(self.where, {**self._values, **self.object("text_config")}, architecture)
 
     def refuse(self, reason: str) -> NoReturn:
-        raise ModelError(f"{self.path}: {reason}")
+        raise ModelError(f"{self.where}: {reason}")
 
     def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
         """A whole number of at least `least`; required without a default."""
@@ -80,15 +72,14 @@ class Fields:
             self.refuse(f"{name!r} must be an object, not {value!r}")
         return value
 
-    def words(self, name: str, count: int, allowed: tuple[str, ...]) -> list[str] | None:
-        """One word of `allowed` for each of `count` layers; None when absent."""
+    def each_layer(self, name: str, count: int, allowed: Sequence[Any]) -> list[Any] | None:
+        """One of `allowed` for each of `count` layers; None when absent."""
         value = self.get(name)
         if value is None:
             return None
-        if not isinstance(value, list) or len(value) != count or not all(word in allowed for word in value):
-            self.refuse(
-                f"{name!r} must give one of {', '.join(allowed)} for each of {count} layers, not {value!r}"
-            )
+        if not isinstance(value, list) or len(value) != count or not all(each in allowed for each in value):
+            names = ", ".join(map(str, allowed))
+            self.refuse(f"{name!r} must give one of {names} for each of {count} layers, not {value!r}")
         return value
 
     def layer_numbers(self, name: str, first: int, last: int) -> list[int]:
@@ -104,36 +95,43 @@ class Fields:
         if value is not None and value != supported:
             self.refuse(f"{name} {value!r} is not supported; supported: {supported!r}")
 
-    def dtype(self) -> str:
-        dtype = str(self.get("dtype") or self.get("torch_dtype") or "float32")
-        if dtype == "float16":
-            return "bfloat16"
-        if dtype not in ("float32", "bfloat16"):
-            self.refuse(f"dtype {dtype} is not supported; supported: float32, bfloat16, float16")
-        return dtype
+    def architectures(self) -> list[str]:
+        """Names of the classes that the file is for; its `model_type` without any."""
+        names = self.get("architectures") or [str(self.get("model_type"))]
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            self.refuse(f"'architectures' must be a list of names, not {names!r}")
+        return names
+
+    def max_length(self, default: int) -> int:
+        """Tokens that the model can read. Kimi-Linear's name for it comes second."""
+        return self.count("max_position_embeddings", self.count("model_max_length", default))
+
+    def dtype(self, default: str) -> str:
+        """Of the weights, in both spellings."""
+        return str(self.get("dtype") or self.get("torch_dtype") or default)
 
     def rope(self, dim: int, max_length: int) -> RopeSpec:
-        """Reads both spellings: `rope_parameters`, and the older `rope_theta` with `rope_scaling`.
+        """Reads both spellings: `rope_parameters`, and the older `rope_theta` with `rope_scaling`. Of a type in
+        ROPE_TYPES all numbers are there.
 
         `dim`: of what is rotated; the share `partial_rotary_factor` of a head is the caller's to read.
         """
         options = dict(self.object("rope_parameters") or self.object("rope_scaling"))
         if any(isinstance(value, dict) for value in options.values()):
             self.refuse("rope_parameters by layer type are not supported")
-        kind = options.pop("rope_type", None) or options.pop("type", None) or "default"
+        kind = str(options.pop("rope_type", None) or options.pop("type", None) or "default")
         options.pop("type", None)
         options.pop("partial_rotary_factor", None)
-        theta = options.pop("rope_theta", None) or self.number("rope_theta", 10_000.0)
-        if kind not in ROPE_TYPES:
-            self.refuse(f"RoPE type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+        theta = Fields(self.where, options).number("rope_theta", self.number("rope_theta", 10_000.0))
+        options.pop("rope_theta", None)
         if not options.get("original_max_position_embeddings"):
             options["original_max_position_embeddings"] = (
                 self.get("original_max_position_embeddings") or max_length
             )
-        for name in _ROPE_FIELDS[kind]:
+        for name in _ROPE_FIELDS.get(kind, ()):
             if not isinstance(options.get(name), int | float):
                 self.refuse(f"RoPE type {kind!r} needs a number in the field {name!r}")
-        return RopeSpec(dim=dim, theta=float(theta), kind=kind, options=options)
+        return RopeSpec(dim=dim, theta=theta, kind=kind, options=options)
 
     def rotary_share(self, default: float) -> float:
         """`partial_rotary_factor`, wherever it stands: the share of each head that is rotated."""

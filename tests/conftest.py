@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import settings
+
+os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # before torch comes: cores are shared
 
 settings.register_profile("isthmus", derandomize=True, deadline=None)
 settings.load_profile("isthmus")

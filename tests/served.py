@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,14 @@ import httpx
 
 START_S = LIMIT_S = 90
 """Only so that a bug ends a test: nothing is decided by it, and a loaded machine takes its time."""
+POLL_S = 0.02
 
 
-class Served:
-    """A running `isthmus serve`. Children are found through /proc, so that leaks are seen."""
+class Client:
+    """Asks a cluster over HTTP."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path, url: str) -> None:
-        self.process, self.log, self.url = process, log, url
+    def __init__(self, url: str) -> None:
+        self.url = url
         self.http = httpx.Client(base_url=url, timeout=120, trust_env=False)
         self.model = self.http.get("/v1/models").json()["data"][0]["id"]
 
@@ -44,17 +45,36 @@ class Served:
         found = re.findall(rf'^isthmus_{name}{{node="([^"]+)"}} (\S+)$', self.http.get("/metrics").text, re.M)
         return {node: float(value) for node, value in found}
 
+    def total(self, name: str) -> float:
+        """A metric's sum over the nodes."""
+        return sum(self.gauge(name).values())
+
+    def wait_until(self, holds: Callable[[], Any], what: str) -> None:
+        """Polls a condition that must come true; fails with `what` when it does not."""
+        until = time.monotonic() + LIMIT_S
+        while not holds():
+            assert time.monotonic() < until, f"not within {LIMIT_S} s: {what}\n{self.story()}"
+            time.sleep(POLL_S)
+
+    def story(self) -> str:
+        """What the cluster said so far."""
+        return ""
+
+
+class Served(Client):
+    """A running `isthmus serve`. Children are found through /proc, so that leaks are seen."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, url: str) -> None:
+        super().__init__(url)
+        self.process, self.log = process, log
+
+    def story(self) -> str:
+        return self.log.read_text()
+
     def children(self) -> dict[str, int]:
         """Process ids of the nodes, by the order of their start."""
         pids = sorted(children_of(self.process.pid))
         return {f"child-{index}": pid for index, pid in enumerate(pids)}
-
-    def wait_until(self, holds: Any, what: str, limit_s: float = LIMIT_S) -> None:
-        """Polls a condition that must come true; fails with `what` when it does not."""
-        until = time.monotonic() + limit_s
-        while not holds():
-            assert time.monotonic() < until, f"not within {limit_s} s: {what}\n{self.log.read_text()}"
-            time.sleep(0.05)
 
 
 def children_of(pid: int) -> list[int]:
@@ -124,7 +144,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> tuple[str,
         time.sleep(0.05)
 
 
-def streamed(served: Served, prompt: list[int], max_tokens: int, answering: threading.Event) -> list[int]:
+def streamed(served: Client, prompt: list[int], max_tokens: int, answering: threading.Event) -> list[int]:
     """The token ids of a streamed answer; sets `answering` at the first."""
     body = {"model": served.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
     tokens: list[int] = []

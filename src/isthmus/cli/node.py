@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -15,6 +15,10 @@ import typer
 from isthmus.config import Config, cluster_token, load_config
 from isthmus.errors import ConfigError, IsthmusError
 from isthmus.types import NodeId, Role
+
+if TYPE_CHECKING:
+    from isthmus.cluster.launcher import Orders
+    from isthmus.cluster.process import EngineProcess
 
 SWITCH_S = 0.0002
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -99,6 +103,21 @@ def _run_launched() -> None:
 
 
 def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
+    # The worker thread gives the interpreter up only for an instant at a time; with Python's default of 5 ms
+    # the event loop would send tokens in bursts.
+    sys.setswitchinterval(SWITCH_S)
+    process = process_of(orders, host)
+    import asyncio
+
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(process, watch_stdin=watch_stdin))
+
+
+def process_of(orders: Orders, host: str) -> EngineProcess:
+    """What `orders` say, with its engine and its store, ready to run. `host`: where other nodes reach it. Raises
+    ModelError, ConfigError or StartError."""
     from isthmus.cli.engines import node_facts, open_engine, store_opener
     from isthmus.cluster.node import NodeProcess
     from isthmus.cluster.process import NodeOptions, World
@@ -107,9 +126,6 @@ def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
     from isthmus.cluster.stage import StageNode
     from isthmus.deploy import Cluster
 
-    # The worker thread gives the interpreter up only for an instant at a time; with Python's default of 5 ms
-    # the event loop would send tokens in bursts.
-    sys.setswitchinterval(SWITCH_S)
     config = Config.model_validate_json(orders.config)
     folder = Path(orders.model)
     facts = node_facts(Cluster(orders.cluster, config), orders.role, folder, orders.node)
@@ -127,20 +143,12 @@ def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
     folder_name = f"{orders.node}.{orders.stage}" if orders.stage else orders.node
     store_of = store_opener(config, engine, folder_name, facts)
     world = World(network_of(config, facts.rates))
+    if orders.stage:
+        return StageNode(engine, options, world, store_of)
     tape = None
-    if config.record and not orders.stage:
+    if config.record:
         tape = node_recorder(Path(config.record), facts, config.limits.transfer_s, orders.start)
-    member = (
-        StageNode(engine, options, world, store_of)
-        if orders.stage
-        else NodeProcess(engine, options, world, store_of, tape)
-    )
-    import asyncio
-
-    import uvloop
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(member, watch_stdin=watch_stdin))
+    return NodeProcess(engine, options, world, store_of, tape)
 
 
 async def _serve(node: Any, *, watch_stdin: bool) -> str:

@@ -144,7 +144,7 @@ def simulated() -> bytes:
     from isthmus.deploy import NodeFacts, Rates
     from isthmus.sim.deployment import FAR, Deployment
     from isthmus.sim.workloads import Request, Workload
-    from isthmus.sim.world import World
+    from isthmus.sim.simulation import Simulation
 
     curve = Curve(
         kv_token_bytes=1000, num_layers=2, prefill_token_s=2e-3, decode_fixed_s=0.01, decode_sequence_s=1e-3
@@ -161,7 +161,7 @@ def simulated() -> bytes:
         blocks = (*range(100 * shared, 100 * shared + 20), *range(10_000 + 9 * at, 10_005 + 9 * at))
         requests.append(Request(at * 25_000_000, 16 * len(blocks), random.randint(1, 60), blocks))
     log: list[tuple[int, object, object]] = []
-    world = World(
+    world = Simulation(
         deployment, Workload("", 16, requests), log=lambda now, event, to: log.append((now, event, to))
     )
     world.run()

@@ -6,7 +6,7 @@ import asyncio
 
 from isthmus.cluster.head import Head
 from isthmus.cluster.node import NodeProcess
-from isthmus.cluster.process import NodeOptions, World
+from isthmus.cluster.process import NodeOptions, Runtime
 from isthmus.cluster.recorder import MemoryTape
 from isthmus.conductor import Convert, RoleChanged, Route
 from isthmus.config import Config
@@ -36,7 +36,7 @@ async def serve() -> tuple[MemoryTape, list[list[int]], NodeProcess, dict[NodeId
         facts = NodeFacts(NodeId(name), role, CURVE, 64, 16, token_budget=64, sequences=Sequences(4, 2, 4))
         options = NodeOptions(facts, join, token="t", transfer_s=30)
         engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000)
-        nodes[name] = NodeProcess(engine, options, World(network))
+        nodes[name] = NodeProcess(engine, options, Runtime(network))
     async with asyncio.TaskGroup() as group:
         for node in nodes.values():
             group.create_task(node.run())

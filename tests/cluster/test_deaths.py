@@ -19,7 +19,7 @@ from isthmus.cli.models import demo_folder
 from isthmus.cluster.head import Head
 from isthmus.cluster.messages import PeerMessage
 from isthmus.cluster.node import NodeProcess
-from isthmus.cluster.process import NodeOptions, World
+from isthmus.cluster.process import NodeOptions, Runtime
 from isthmus.cluster.recorder import Entry, MemoryTape
 from isthmus.conductor import NodeJoined, NodeLeft, RequestArrived, RequestFailed, Route
 from isthmus.config import Config
@@ -126,7 +126,7 @@ def test_a_node_that_cannot_be_reached_is_given_time_to_be_missed() -> None:
                     Recipe("model", layout_of(16), 1000), compile_cost(curve), 64, max_length=1000
                 )
                 options = NodeOptions(facts, join, token="t", transfer_s=30)
-                group.create_task(NodeProcess(engine, options, World(network)).run())
+                group.create_task(NodeProcess(engine, options, Runtime(network)).run())
             await head.wait_for([NodeId("p"), NodeId("d")])
             stream = head.submit(Job(RequestId("a"), tuple(range(40)), 10, Sampling()))
             with pytest.raises(UnavailableError, match="attempt 3 of 3"):

@@ -142,7 +142,7 @@ def test_kv_is_handed_over(run: Callable[..., None], order: str) -> None:
             here.expect(KEY, EXTENT, OURS)
         there.send(KEY, EXTENT)
         if order == "offered first":
-            await kit.until(lambda: KEY in here.hands._arrivals._offers)
+            await kit.until(lambda: KEY in here.hands._receiver._offers)
             here.expect(KEY, EXTENT, OURS)
             await kit.told(there, events.Granted)
         await asyncio.to_thread(compute, there)  # as a worker does
@@ -205,8 +205,8 @@ def test_a_release_in_the_middle_of_a_frame(run: Callable[..., None]) -> None:
     """What still comes of it is written nowhere."""
 
     async def work(kit: Kit) -> None:
-        here, arrivals = kit.here, kit.here.hands._arrivals
-        place, num_placed = arrivals.place, 0
+        here, handovers = kit.here, kit.here.hands._receiver
+        place, num_placed = handovers.place, 0
 
         def placed(*arguments: Any) -> Any:
             nonlocal num_placed
@@ -220,7 +220,7 @@ def test_a_release_in_the_middle_of_a_frame(run: Callable[..., None]) -> None:
             for number in OURS:
                 write(here, number, BLOCKS[7])
 
-        arrivals.place = placed  # type: ignore[method-assign]
+        handovers.place = placed  # type: ignore[method-assign]
         here.expect(KEY, EXTENT, OURS)
         kit.there.send(KEY, EXTENT)
         compute(kit.there)
@@ -264,7 +264,7 @@ def test_a_lost_session_severs_what_went_over_it(run: Callable[..., None]) -> No
         severed = await kit.told(here, events.Severed)
         assert sorted(severed.keys) == [KEY, waits] and "the session with other ended" in severed.reason
         assert sorted((await kit.told(there, events.Severed)).keys) == [KEY, waits]
-        assert not here.hands._arrivals._offers
+        assert not here.hands._receiver._offers
 
     run(work)
 
@@ -272,7 +272,7 @@ def test_a_lost_session_severs_what_went_over_it(run: Callable[..., None]) -> No
 def test_what_was_not_sent_has_not_landed(run: Callable[..., None]) -> None:
     async def work(kit: Kit) -> None:
         kit.there.send(KEY, EXTENT)
-        await kit.until(lambda: KEY in kit.here.hands._arrivals._offers)
+        await kit.until(lambda: KEY in kit.here.hands._receiver._offers)
         assert kit.here.session is not None
         kit.here.session.send(Landed(KEY))
         await kit.told(kit.there, events.Severed)

@@ -22,7 +22,7 @@ from isthmus.cluster.head import Head
 from isthmus.cluster.messages import StageFound, StageSaved
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.pipeline import Group
-from isthmus.cluster.process import NodeOptions, World
+from isthmus.cluster.process import NodeOptions, Runtime
 from isthmus.cluster.stage import StageNode
 from isthmus.config import Config
 from isthmus.cost import Curve, compile_cost
@@ -173,9 +173,9 @@ def test_different_chunks_of_one_prompt_are_in_both_stages_at_once() -> None:
         decode = EmulatedEngine(made, cost, 64, max_length=1000)
         async with asyncio.TaskGroup() as group:
             first, second = options("p", Role.PREFILL, 0, 2), options("p", Role.PREFILL, 1, 2)
-            group.create_task(NodeProcess(stage(0), first, World(network)).run())
-            group.create_task(StageNode(stage(1), second, World(network)).run())
-            group.create_task(NodeProcess(decode, options("d", Role.DECODE, 0, 1), World(network)).run())
+            group.create_task(NodeProcess(stage(0), first, Runtime(network)).run())
+            group.create_task(StageNode(stage(1), second, Runtime(network)).run())
+            group.create_task(NodeProcess(decode, options("d", Role.DECODE, 0, 1), Runtime(network)).run())
             await head.wait_for([NodeId("p"), NodeId("d")])
             job = Job(RequestId("a"), tuple(prompt), 10, Sampling(temperature=0.0))
             found = [generated.token async for batch in head.submit(job) for generated in batch]

@@ -9,7 +9,7 @@ from pathlib import Path
 from isthmus.attempts import BlocksEvicted, BlocksStored
 from isthmus.cluster.head import Head
 from isthmus.cluster.node import NodeProcess
-from isthmus.cluster.process import NodeOptions, OnLost, World
+from isthmus.cluster.process import NodeOptions, OnLost, Runtime
 from isthmus.cluster.recorder import MemoryTape
 from isthmus.config import Config
 from isthmus.cost import Curve, compile_cost
@@ -102,7 +102,7 @@ async def serve(folder: Path) -> MemoryTape:
             engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000)
             options = NodeOptions(facts_of(node, role), join, token="t", transfer_s=30)
             opener = store_opener(folder / node)
-            processes.append(NodeProcess(engine, options, World(network), opener))
+            processes.append(NodeProcess(engine, options, Runtime(network), opener))
             group.create_task(processes[-1].run())
         await head.wait_for([P, D])
         pictures = [Picture(head, process) for process in processes]

@@ -15,7 +15,7 @@ import pytest
 from isthmus.benchmarks.child import Child
 from isthmus.benchmarks.transfer_peers import Direction, Sockets, touched, verify
 from isthmus.benchmarks.wan import serve
-from isthmus.cluster.shaper import BACKLOG_S, Lane, LinkOrders, LinkPorts, Point, Shape, shape_of
+from isthmus.cluster.shaper import BACKLOG_S, Pipe, LinkSpec, LinkPorts, Point, Shape, shape_of
 from isthmus.cluster.shaper import Direction as Way
 from tests.served import command
 
@@ -44,45 +44,45 @@ def test_the_rate_is_shared() -> None:
 def test_bytes_wait_for_the_delay_and_free_the_window_one_delay_later(ends: list[socket.socket]) -> None:
     sender, taken, handed, receiver = ends
     shape = Shape(delay_s=0.5, window=64 * KIB)
-    lane = Lane(shape, Way(shape), taken, handed)
+    pipe = Pipe(shape, Way(shape), taken, handed)
     sender.send(bytes(range(256)) * 256)  # as much as the window
-    lane.take(10.0)
-    while lane.wants_input(10.0):
-        lane.take(10.0)
-    assert lane.next_s(10.0) == 10.5 and not lane.wants_output(10.49) and lane.wants_output(10.5)
-    lane.hand_on(10.5)
+    pipe.take(10.0)
+    while pipe.wants_input(10.0):
+        pipe.take(10.0)
+    assert pipe.next_s(10.0) == 10.5 and not pipe.wants_output(10.49) and pipe.wants_output(10.5)
+    pipe.hand_on(10.5)
     assert receiver.recv(1 << 20) == bytes(range(256)) * 256
-    assert not lane.wants_input(10.5) and lane.next_s(10.5) == 11.0
-    lane.acknowledge(10.99)
-    assert not lane.wants_input(10.99)
-    lane.acknowledge(11.0)
-    assert lane.wants_input(11.0) and lane.next_s(11.0) is None
+    assert not pipe.wants_input(10.5) and pipe.next_s(10.5) == 11.0
+    pipe.acknowledge(10.99)
+    assert not pipe.wants_input(10.99)
+    pipe.acknowledge(11.0)
+    assert pipe.wants_input(11.0) and pipe.next_s(11.0) is None
 
 
 def test_a_stall_holds_up_one_lane_once(ends: list[socket.socket]) -> None:
     sender, taken, handed, _ = ends
     shape = Shape(delay_s=0.0, stall_s=2.0)
-    lane = Lane(shape, Way(shape), taken, handed)
-    lane.stall_after = 10
+    pipe = Pipe(shape, Way(shape), taken, handed)
+    pipe.stall_after = 10
     sender.send(bytes(11))
-    lane.take(1.0)
-    assert not lane.wants_output(2.9) and lane.next_s(2.9) == 3.0
-    lane.hand_on(3.0)
+    pipe.take(1.0)
+    assert not pipe.wants_output(2.9) and pipe.next_s(2.9) == 3.0
+    pipe.hand_on(3.0)
     sender.send(bytes(11))
-    lane.take(4.0)
-    assert lane.wants_output(4.0)
+    pipe.take(4.0)
+    assert pipe.wants_output(4.0)
 
 
 def test_jitter_never_reorders(ends: list[socket.socket]) -> None:
     sender, taken, handed, receiver = ends
     shape = Shape(delay_s=0.1, jitter_s=1.0, seed=3)
-    lane = Lane(shape, Way(shape), taken, handed)
+    pipe = Pipe(shape, Way(shape), taken, handed)
     for index in range(20):
         sender.send(bytes([index]))
-        lane.take(0.001 * index)
-    due = [each for each, _ in lane._due]
+        pipe.take(0.001 * index)
+    due = [each for each, _ in pipe._due]
     assert due == sorted(due) and due[-1] > 0.5
-    lane.hand_on(10.0)
+    pipe.hand_on(10.0)
     assert receiver.recv(100) == bytes(range(20))
 
 
@@ -164,7 +164,7 @@ def link_process(shape: Shape) -> Iterator[LinkChild]:
         command("link", "--name", "a-b"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(msgspec.json.encode(LinkOrders(shape, (1, 2))) + b"\n")
+        process.stdin.write(msgspec.json.encode(LinkSpec(shape, (1, 2))) + b"\n")
         process.stdin.flush()
         ports = msgspec.json.decode(process.stdout.readline(), type=LinkPorts)
         yield LinkChild(process, ports)

@@ -99,7 +99,7 @@ def test_long_prompts_cross_the_link_and_short_ones_do_not(tmp_path: Path) -> No
         assert re.search(r'isthmus_link_bytes_total{source="west",target="east"} \S+', text)
     done = subprocess.run(command("replay", str(recording)), capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "identical decisions" in done.stdout, done.stdout + done.stderr
-    assert '"type":"Measured"' in recording.read_text()
+    assert '"type":"LinksMeasured"' in recording.read_text()
 
 
 def test_a_link_that_is_cut_in_the_middle_of_transfers_fails_no_request(tmp_path: Path) -> None:

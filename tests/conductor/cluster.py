@@ -21,7 +21,7 @@ from isthmus.conductor import (
     Hold,
     HoldExpired,
     LinkState,
-    Measured,
+    LinksMeasured,
     NodeJoined,
     NodeLeft,
     Paths,
@@ -134,10 +134,10 @@ class Cluster:
             assert alive or route.request in self.held, "a request stays on a node that left"
         return actions
 
-    def measures(self, *links: LinkState) -> list[Action]:
+    def links_measured(self, *links: LinkState) -> list[Action]:
         for link in links:
             self.links_up[link.source, link.target] = link.up
-        return self.on(Measured(links))
+        return self.on(LinksMeasured(links))
 
     def convert(self, node: str) -> list[Action]:
         """A node does what it was asked: no request needs it."""
@@ -285,7 +285,7 @@ class Cluster:
                 rest = [o for o in self.joined.values() if o.cluster == node.cluster and o.node != action.node]
                 assert any(other.role is node.role for other in rest), "the last node of its role"
             case ThresholdSet():
-                assert self.rules.links and isinstance(event, Measured)
+                assert self.rules.links and isinstance(event, LinksMeasured)
                 assert not self.thresholds or self.thresholds[-1][1] != action.threshold
                 self.thresholds.append((self.now, action.threshold))
             case Fail():

@@ -21,7 +21,7 @@ from isthmus.conductor import (
     FirstToken,
     LinkRule,
     LinkState,
-    Measured,
+    LinksMeasured,
     NodeJoined,
     Paths,
     PrefillFinished,
@@ -176,7 +176,7 @@ class World:
         self.hear(request)
 
     def _measure(self) -> None:
-        self.hear(Measured(tuple(wire.state(self.now) for wire in self.wires.values())))
+        self.hear(LinksMeasured(tuple(wire.state(self.now) for wire in self.wires.values())))
 
     def _act(self, action: Action) -> None:
         if isinstance(action, Route):

@@ -140,7 +140,7 @@ def test_one_fall_is_short() -> None:
 
 def second(some: Cluster, *states: LinkState) -> None:
     some.now += S
-    some.measures(*(states or up()))
+    some.links_measured(*(states or up()))
 
 
 def test_a_fixed_threshold_is_told_once() -> None:

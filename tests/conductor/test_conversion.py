@@ -80,25 +80,25 @@ def test_random_loads_turn_nodes_no_faster_than_the_cool_down_and_settle(
 def turning(name: str, *, near: str = "ppd", far: str = "p", policy: str = "least_loaded") -> Cluster:
     """Two clusters in which one node drains."""
     some = two(near=near, far=far, convert=True, policy=policy)
-    some.measures()  # the first threshold
+    some.links_measured()  # the first threshold
     some.conductor._conversion._begin(some.conductor.view.nodes[NodeId(name)])
     return some
 
 
 def test_a_draining_node_finishes_and_gets_nothing_new() -> None:
     some = two(near="ppd", convert=True, cool_down_s=10.0)
-    some.measures()
+    some.links_measured()
     assert some.route("a", 10)[0] == "near-p1" and some.route("b", 10)[0] == "near-p2"
     conversion, node = some.conductor._conversion, some.conductor.view.nodes[NodeId("near-p2")]
     conversion._begin(node)
     for number in range(4):
         assert some.route(f"r{number}", 10)[0] == "near-p1"
-    assert not some.measures()
+    assert not some.links_measured()
     some.first_token("b")
-    assert not some.measures()  # its KV is still to go
+    assert not some.links_measured()  # its KV is still to go
     some.finish_prefill("b")
-    assert some.measures() == [Convert(NodeId("near-p2"), D)]
-    assert not some.measures()  # asked once
+    assert some.links_measured() == [Convert(NodeId("near-p2"), D)]
+    assert not some.links_measured()  # asked once
     assert some.route("s", 10)[0] == "near-p1"
     some.convert("near-p2")
     assert node.role is D and not node.draining
@@ -111,16 +111,16 @@ def test_a_node_that_is_asked_for_its_cache_sends_it_first() -> None:
     some.store("near-p2", *range(1, 11))
     (route,) = some.arrives("r", 41, names=tuple(range(1, 11)))
     assert route.prefill == "near-p1" and route.fetch.source == "near-p2"  # type: ignore[union-attr]
-    assert not some.measures()
+    assert not some.links_measured()
     some.fetch_finished("r")
-    assert some.measures() == [Convert(NodeId("near-p2"), D)]
+    assert some.links_measured() == [Convert(NodeId("near-p2"), D)]
     some.drain()
 
 
 def test_who_leaves_while_draining_is_forgotten() -> None:
     some = turning("near-p2")
     some.leave("near-p2")
-    assert not some.measures()
+    assert not some.links_measured()
     some.join("near-p2", P, cluster="near")
     assert some.conductor.view.nodes[NodeId("near-p2")].draining is False
     some.drain()
@@ -130,16 +130,16 @@ def test_the_last_of_its_role_stays_what_it_is() -> None:
     some = turning("near-p2")
     some.leave("near-p1")
     assert some.route("r", 10) == ("near-p2", "near-d1")
-    assert not some.measures()
+    assert not some.links_measured()
     some.drain()
 
 
 def test_a_node_that_turned_when_nothing_else_was_left_turns_back() -> None:
     some = turning("near-p2", far="")
-    assert some.measures() == [Convert(NodeId("near-p2"), D)]
+    assert some.links_measured() == [Convert(NodeId("near-p2"), D)]
     some.leave("near-p1")
     some.convert("near-p2")
-    assert some.measures() == [Convert(NodeId("near-p2"), P)]
+    assert some.links_measured() == [Convert(NodeId("near-p2"), P)]
     some.convert("near-p2")
     assert some.route("r", 10) == ("near-p2", "near-d1")
     some.drain()

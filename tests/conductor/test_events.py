@@ -19,7 +19,7 @@ from isthmus.conductor import (
     Hold,
     HoldExpired,
     LinkState,
-    Measured,
+    LinksMeasured,
     NodeJoined,
     NodeLeft,
     Paths,
@@ -66,8 +66,8 @@ EVENTS = [
     BlocksEvicted(N, NAMES),
     NodeJoined(N, Role.DECODE, 4096, 16, cluster="home", state_blocks=3, max_sequences=20),
     RoleChanged(N, Role.DECODE),
-    Measured(),
-    Measured(
+    LinksMeasured(),
+    LinksMeasured(
         (LinkState("there", "home", True, 10**9, 10**8, 10**7, 3, 10**7), LinkState("home", "there", False))
     ),
 ]

@@ -170,10 +170,10 @@ def test_a_cluster_without_decode_is_never_home_and_one_without_prefill_can_be()
     naive = two(near="dd", far="pp", threshold=0)
     assert naive.route("a", 5) == ("far-p1", "near-d1")
     assert naive.route("b", 500) == ("far-p2", "near-d2")
-    (held, *_) = [a for a in naive.measures(*down()) if isinstance(a, Hold)]
+    (held, *_) = [a for a in naive.links_measured(*down()) if isinstance(a, Hold)]
     assert held.request == "a"
     assert isinstance(naive.arrives("c", 5)[0], Refuse)
-    routes = [action for action in naive.measures(*up()) if isinstance(action, Route)]
+    routes = [action for action in naive.links_measured(*up()) if isinstance(action, Route)]
     assert [(route.request, route.prefill) for route in routes] == [("a", "far-p1"), ("b", "far-p2")]
     naive.drain()
     alone = Cluster(Rules(links=LINKS))
@@ -200,11 +200,11 @@ def test_a_far_node_that_fails_leads_to_a_local_attempt() -> None:
 def test_a_link_that_falls_takes_its_requests_home_and_new_ones_stay() -> None:
     some = two()
     assert some.route("r", 500)[0] == "far-p1"
-    actions = some.measures(*down())
+    actions = some.links_measured(*down())
     (route,) = [action for action in actions if isinstance(action, Route)]
     assert (route.request, route.prefill, route.attempt) == ("r", "near-p1", 2)
     assert some.route("next", 500)[0] == "near-p1"
-    some.measures(*up())
+    some.links_measured(*up())
     assert some.route("later", 500)[0] == "far-p1"
     some.drain()
 
@@ -214,7 +214,7 @@ def test_what_is_handed_over_does_not_mind_the_link() -> None:
     some.route("r", 500)
     some.first_token("r")
     some.finish_prefill("r")
-    assert [action for action in some.measures(*down()) if not hasattr(action, "threshold")] == []
+    assert [action for action in some.links_measured(*down()) if not hasattr(action, "threshold")] == []
     some.drain()
 
 
@@ -336,7 +336,7 @@ def test_histories_of_two_clusters_hold_too() -> None:
                 some.convert(node)
                 seen["converted"] += 1
             fallen = random.random() < 0.2
-            some.measures(
+            some.links_measured(
                 *(down() if fallen else up()[:1]), LinkState("far", "near", not fallen, 10**6, 10**7, 10**5)
             )
             for node in ("near-p1", "near-d1", "far-p1"):
@@ -367,7 +367,7 @@ def test_the_same_history_gives_the_same_actions_byte_for_byte() -> None:
             some.step_ns = MS
             for start in range(0, 100, 10):
                 play(some, random, 10, start)
-                some.measures(*up())
+                some.links_measured(*up())
             logs.append(some.encoded_log())
         assert logs[0] == logs[1]
 

@@ -109,7 +109,7 @@ def test_a_state_does_not_depend_on_chunks_but_on_every_token(
     tokens: list[int], cut: int, state_tokens: int
 ) -> None:
     recipe = Recipe("model", layout_of(SIZE, state_tokens=state_tokens), 1 << 20)
-    whole, parts, other = (bytearray(recipe.lane_bytes) for _ in range(3))
+    whole, parts, other = (bytearray(recipe.layer_state_bytes) for _ in range(3))
     below = recipe.embed("", tokens)
     found = recipe.recur(whole, 0, below)
     assert [*recipe.recur(parts, 0, below[:cut]), *recipe.recur(parts, len(below[:cut]), below[cut:])] == found

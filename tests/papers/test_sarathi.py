@@ -12,7 +12,7 @@ from isthmus.papers.sarathi import anchors, throughput
 from isthmus.papers.sarathi.balance import peak
 from isthmus.papers.sarathi.bubbles import piped
 from isthmus.papers.sarathi.gain import Shape, apart, decode_speed_up, gain, run
-from isthmus.sim.one_node import WHOLE, Asked, Batching
+from isthmus.sim.one_node import WHOLE, Asked, BatchLimits
 
 CELLS: dict[str, dict[tuple[str, str], tuple[Any, Any]]] = {
     table.name: {(cell.row, cell.column): (cell.published, cell.ours) for cell in table.measure(Lab(None))}
@@ -125,6 +125,6 @@ def test_bubbles_by_hand() -> None:
     def step_ps(chunks: Any, num_decodes: int, context: int) -> int:
         return 640 if chunks else 80
 
-    found = piped([[Asked(5, 2)], [Asked(5, 2)]], step_ps, Batching(WHOLE, 1))
+    found = piped([[Asked(5, 2)], [Asked(5, 2)]], step_ps, BatchLimits(WHOLE, 1))
     assert found.bubbles_ps == [80 * 28 + 1890, 0 + 7 * 70 + 60]
     assert found.took_ps == 800

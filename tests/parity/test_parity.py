@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from isthmus.attempts import BlocksEvicted, RequestFailed, RoleChanged, Route
 from isthmus.cli.models import demo_folder
 from isthmus.cluster.recorder import Entry
-from isthmus.conductor import Fail, Measured, NodeLeft
+from isthmus.conductor import Fail, LinksMeasured, NodeLeft
 from isthmus.config import Config, load_config
 from isthmus.cost import Cost, Curve, to_mapping
 from isthmus.deploy import at_home
@@ -246,7 +246,7 @@ def test_two_clusters_are_the_same(cache: str, compression: str, control: dict[s
     log = same_logs({**LINKED, **knobs}, chats(60, 6 * MS))
     far = [each for each in routes(log) if each.prefill.startswith("far")]
     assert far, "nothing was offloaded"
-    assert any(isinstance(entry.event, Measured) for entry in log)
+    assert any(isinstance(entry.event, LinksMeasured) for entry in log)
 
 
 @pytest.mark.parametrize("cache", ["scarce", "abundant"])
@@ -272,7 +272,7 @@ def test_a_link_that_falls_is_the_same() -> None:
     knobs = {"offload.threshold": 200, "limits.link_s": 0.1, "cache.dram": "1MiB"}
     log = same_logs({**LINKED, **knobs}, chats(80, 8 * MS), faults)
     assert any(isinstance(entry.event, RequestFailed) for entry in log) or any(
-        isinstance(entry.event, Measured) and not all(link.up for link in entry.event.links) for entry in log
+        isinstance(entry.event, LinksMeasured) and not all(link.up for link in entry.event.links) for entry in log
     )
 
 

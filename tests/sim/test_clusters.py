@@ -14,7 +14,7 @@ from isthmus.sim.deployment import Deployment
 from isthmus.sim.faults import Faults, LinkFault, NodeFault
 from isthmus.sim.records import Result, Status
 from isthmus.sim.workloads import Request
-from isthmus.sim.world import World
+from isthmus.sim.simulation import Simulation
 from isthmus.types import NS_PER_MS, NS_PER_S, Role
 
 from .cluster import CURVE, deployment, facts, workload
@@ -140,7 +140,7 @@ def assert_each_ends_once(result: Result) -> None:
 @settings(max_examples=50, phases=(Phase.explicit, Phase.generate))
 @given(FEATURES, st.integers(0, 1000), st.sampled_from([0, 200, 3000]))
 def test_without_faults_every_request_completes(feature: Feature, seed: int, span_ms: int) -> None:
-    result = World(feature.deployment(), shared_prompts(seed, 30, span_ms), check=True).run()
+    result = Simulation(feature.deployment(), shared_prompts(seed, 30, span_ms), check=True).run()
     assert_each_ends_once(result)
     for record in result.records:
         assert record.status is Status.COMPLETED or record.stage == "too_long"
@@ -153,7 +153,7 @@ def test_without_faults_every_request_completes(feature: Feature, seed: int, spa
 def test_whatever_fails_every_request_ends_once(
     feature: Feature, faults: Faults, seed: int, span_ms: int
 ) -> None:
-    result = World(feature.deployment(faults), shared_prompts(seed, 30, span_ms), check=True).run()
+    result = Simulation(feature.deployment(faults), shared_prompts(seed, 30, span_ms), check=True).run()
     assert_each_ends_once(result)
 
 
@@ -171,7 +171,7 @@ def test_the_features_above_do_happen() -> None:
         (changed(base, threshold=None, control=True), cut, 1000),
         (changed(base, roles=("p", "pd"), hybrid=False), gone, 300),
     ):
-        result = World(feature.deployment(faults), shared_prompts(2, 80, span_ms), check=True).run()
+        result = Simulation(feature.deployment(faults), shared_prompts(2, 80, span_ms), check=True).run()
         crossed = [each for each in result.records if result.nodes[each.prefill].cluster == "c0"]
         seen["offloaded"] += len(crossed)
         seen["recalled"] += result.bytes_moved["recall"]
@@ -199,7 +199,7 @@ def test_nodes_change_roles_under_load_and_every_request_completes() -> None:
     ]
     rules = Rules(max_requests=1000, convert=True, cool_down_s=5.0)
     requests = [Request(number // 2 * 12 * NS_PER_S, 520, 20) for number in range(120)]
-    result = World(deployment(specs, rules), workload(requests), check=True).run()
+    result = Simulation(deployment(specs, rules), workload(requests), check=True).run()
     assert {change.role for change in result.conversions} == {Role.PREFILL}
     assert all(record.status is Status.COMPLETED for record in result.records)
     turned = {change.node for change in result.conversions}

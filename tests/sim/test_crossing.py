@@ -17,7 +17,7 @@ from isthmus.conductor import (
     Fetch,
     FetchFinished,
     LinkRule,
-    Measured,
+    LinksMeasured,
     NodeJoined,
     NodeLeft,
     RequestArrived,
@@ -33,7 +33,7 @@ from isthmus.sim.deployment import Deployment
 from isthmus.sim.faults import Faults, LinkFault, NodeFault
 from isthmus.sim.records import Result, Status
 from isthmus.sim.workloads import Request
-from isthmus.sim.world import World
+from isthmus.sim.simulation import Simulation
 from isthmus.types import NS_PER_MS, NS_PER_S, NodeId, RequestId, Role
 
 from .cluster import BLOCK_SIZE, CURVE, deployment, facts, workload
@@ -112,8 +112,8 @@ def clusters(*nodes: str, cost: Any = CURVE, link: int = RATE, rtt_ms: int = 0, 
 def played(
     cluster: Deployment, requests: Sequence[Request], orders: Orders, monkeypatch: pytest.MonkeyPatch
 ) -> Result:
-    monkeypatch.setattr("isthmus.sim.world.Conductor", lambda rules: orders)
-    return World(cluster, workload(requests), check=True).run()
+    monkeypatch.setattr("isthmus.sim.simulation.Conductor", lambda rules: orders)
+    return Simulation(cluster, workload(requests), check=True).run()
 
 
 def route(
@@ -296,7 +296,7 @@ def test_links_are_measured_while_requests_are_left(monkeypatch: pytest.MonkeyPa
     """Three layers leave in 12 ms; then the prefill goes on, and the last layer follows."""
     orders = Orders([route(work_ns=PREFILL_NS)])
     result = played(clusters("far-prefill", "near-decode", rtt_ms=6), [Request(0, 160, 2)], orders, monkeypatch)
-    times, events = zip(*orders.of(Measured), strict=True)
+    times, events = zip(*orders.of(LinksMeasured), strict=True)
     assert times == tuple(range(10 * MS, result.end_ns + 1, 10 * MS))
     forth = [event.links[0] for event in events]
     assert [state.sent_bytes for state in forth][:3] == [100_000, 57_440, 2_560]
@@ -309,7 +309,7 @@ def test_only_what_is_computed_can_wait_to_be_sent(monkeypatch: pytest.MonkeyPat
     """On a link ten times slower: after 10 ms of 16 the KV of three layers is there to 10/16, and 10,000 bytes left."""
     orders = Orders([route(work_ns=16 * MS)])
     played(clusters("far-prefill", "near-decode", link=RATE // 10), [Request(0, 160, 2)], orders, monkeypatch)
-    first = orders.of(Measured)[0][1].links[0]
+    first = orders.of(LinksMeasured)[0][1].links[0]
     assert (first.sent_bytes, first.queued_bytes) == (10_000, 75_000 - 10_000)
 
 

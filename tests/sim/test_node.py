@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from isthmus.cost import compile_cost, pipeline
 from isthmus.scheduler import Piece, Run
 from isthmus.sim.job import Job
-from isthmus.sim.links import Lane
+from isthmus.sim.links import SerialLink
 from isthmus.sim.node import SimNode, build_node
 from isthmus.sim.records import LinkRecord
 from isthmus.sim.workloads import Request
@@ -122,9 +122,9 @@ def test_a_pipeline_group_is_free_before_its_last_chunk_is_done(stages: int) -> 
 
 def test_a_lane_moves_one_thing_after_the_other() -> None:
     record = LinkRecord("a node to device", "memory", 10**9)
-    lane = Lane(record)
-    assert lane.take(2 * 10**9, 5) == 5 + 2 * 10**9
-    assert lane.take(10**9, 10**9) == 5 + 3 * 10**9
-    assert lane.take(0, 10**9) == 5 + 3 * 10**9
-    assert lane.take(10**9, 10**10) == 11 * 10**9
+    serial = SerialLink(record)
+    assert serial.take(2 * 10**9, 5) == 5 + 2 * 10**9
+    assert serial.take(10**9, 10**9) == 5 + 3 * 10**9
+    assert serial.take(0, 10**9) == 5 + 3 * 10**9
+    assert serial.take(10**9, 10**10) == 11 * 10**9
     assert (record.bytes_moved, record.busy_ns) == (4 * 10**9, 4 * 10**9)

@@ -15,9 +15,9 @@ from isthmus.attempts import key_of
 from isthmus.blocks import BlockNamer
 from isthmus.cluster.head import Head
 from isthmus.cluster.node import NodeProcess
-from isthmus.cluster.process import NodeOptions, World
+from isthmus.cluster.process import NodeOptions, Runtime
 from isthmus.cluster.recorder import Entry, MemoryTape
-from isthmus.cluster.ways import Ways
+from isthmus.cluster.addresses import AddressBook
 from isthmus.conductor import Abort, LinkState, Route
 from isthmus.config import Config
 from isthmus.cost import compile_cost
@@ -140,7 +140,7 @@ class VirtualCluster:
             silence_s=limits.silence_s,
             rejoin_s=limits.rejoin_s,
             recorder=tape,
-            ways=Ways([cluster.name for cluster in clusters_of(self._config)], rules.links),
+            addresses=AddressBook([cluster.name for cluster in clusters_of(self._config)], rules.links),
             network=links.ether.network,
             clock_ns=loop.clock_ns,
         )
@@ -157,7 +157,7 @@ class VirtualCluster:
                 options = NodeOptions(
                     facts, join, "virtual", limits.transfer_s, host=facts.node, shares_memory=False
                 )
-                world = World(
+                runtime = Runtime(
                     links.ether.view(slot),
                     loop.clock_ns,
                     partial(VirtualHands, links),
@@ -166,14 +166,14 @@ class VirtualCluster:
                 )
                 engine = self._engine(facts, 0)
                 opener = store_opener(facts, engine, files, self._spare_slots)
-                process = NodeProcess(engine, options, world, opener)
+                process = NodeProcess(engine, options, runtime, opener)
                 links.nodes[slot].brain = process.node
                 running[slot] = process, group.create_task(process.run())
                 for stage in range(1, facts.pipeline):
                     engine, files = self._engine(facts, stage), MemoryFiles(loop.time)
                     opener = store_opener(facts, engine, files, self._spare_slots)
                     later = VirtualStage(
-                        engine, replace(options, stage=stage), replace(world, hands_of=LazyHands), opener
+                        engine, replace(options, stage=stage), replace(runtime, hands_of=LazyHands), opener
                     )
                     group.create_task(later.run())
 

@@ -38,7 +38,7 @@ from isthmus.sim.deployment import deployment_of
 from isthmus.sim.records import RequestRecord, Status
 from isthmus.sim.summary import nearest_rank
 from isthmus.sim.workloads import Request, Workload, load
-from isthmus.sim.world import World
+from isthmus.sim.simulation import Simulation
 from isthmus.types import NS_PER_S
 
 BLOCK_SIZE = 16
@@ -272,7 +272,7 @@ def times_of(sent_s: float, token_times_s: Sequence[float], num_tokens: int) -> 
 def _replay(config: Path, recording: Path) -> list[Times]:
     workload = load(recording)
     settings = load_config(config, {})
-    result = World(deployment_of(settings, BLOCK_SIZE, config.parent), workload).run()
+    result = Simulation(deployment_of(settings, BLOCK_SIZE, config.parent), workload).run()
     return [_simulated(record) for record in result.records]
 
 

@@ -14,7 +14,7 @@ import msgspec
 from rich.table import Table
 
 from isthmus.papers.sarathi.models import on_a100
-from isthmus.sim.one_node import Asked, Batching, serve
+from isthmus.sim.one_node import Asked, BatchLimits, serve
 from isthmus.sim.summary import nearest_rank
 from isthmus.types import NS_PER_MS, NS_PER_S
 
@@ -74,14 +74,14 @@ def run() -> list[Measured]:
 def _measured(requests: Sequence[Asked], chunk: str, partial: int) -> Measured:
     cost, compiled = on_a100("Yi-34B", 2)
     budget, tbt_ms = CHUNKS[chunk]
-    batching = Batching(
+    batch_limits = BatchLimits(
         budget,
         MAX_SEQUENCES,
         partial_prefills=partial,
         kv_tokens=cost.kv_capacity_tokens,
         tbt_ms=tbt_ms,
     )
-    served = serve(requests, compiled.step_ps, batching)
+    served = serve(requests, compiled.step_ps, batch_limits)
     both = list(zip(requests, served.ttft_ns(), strict=True))
     short = sorted(ttft / NS_PER_S for asked, ttft in both if asked.num_tokens < LONG[0])
     long = sorted(ttft / NS_PER_S for asked, ttft in both if asked.num_tokens >= LONG[0])

@@ -20,7 +20,7 @@ from isthmus.sim.faults import Faults, LinkFault
 from isthmus.sim.records import Result, Status
 from isthmus.sim.summary import nearest_rank, threshold_use, within_limits
 from isthmus.sim.workloads import load
-from isthmus.sim.world import World
+from isthmus.sim.simulation import Simulation
 from isthmus.types import NS_PER_S
 
 LENGTHS = "truncated_lognormal(mu=9.9,sigma=1,min=128,max=131072)"
@@ -139,7 +139,7 @@ def simulate(
     if fault is not None and joined:
         faults = Faults((LinkFault("dense", "local", FAULT_AT_S, FAULT_AT_S + FAULT_S, fault),))
         deployment = msgspec.structs.replace(deployment, faults=faults)
-    return _cell(name, scenario, rate, World(deployment, workload).run())
+    return _cell(name, scenario, rate, Simulation(deployment, workload).run())
 
 
 def _cell(name: str, scenario: str, rate: float, result: Result) -> Cell:

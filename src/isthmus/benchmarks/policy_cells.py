@@ -22,7 +22,7 @@ from isthmus.sim.deployment import FAR, Deployment, deployment_of
 from isthmus.sim.records import Result, Status
 from isthmus.sim.summary import nearest_rank, within_limits
 from isthmus.sim.workloads import Replay, Workload, load
-from isthmus.sim.world import World
+from isthmus.sim.simulation import Simulation
 from isthmus.types import NS_PER_S, NodeId, Role
 
 OURS = "isthmus"
@@ -153,7 +153,7 @@ class _Runs:
             nodes=_nodes(self._task, self._base, link, "promise" if knobs is PROMISE else "fcfs"),
             rules=rules,
         )
-        outcome = outcome_of(World(deployment, self._workload).run())
+        outcome = outcome_of(Simulation(deployment, self._workload).run())
         if name in _NEVER_FETCH and not self._task.shared and not outcome.fetched_bytes:
             self._linkless[key] = outcome
         return outcome

@@ -17,7 +17,7 @@ from isthmus.errors import ConfigError, IsthmusError
 from isthmus.types import NodeId, Role
 
 if TYPE_CHECKING:
-    from isthmus.cluster.launcher import Orders
+    from isthmus.cluster.launcher import LaunchSpec
     from isthmus.cluster.process import EngineProcess
 
 SWITCH_S = 0.0002
@@ -35,7 +35,7 @@ def node(
     launched: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Add one node to a running cluster. The cluster's token is read from ISTHMUS_TOKEN or the config."""
-    from isthmus.cluster.launcher import Orders
+    from isthmus.cluster.launcher import LaunchSpec
 
     if launched:
         _run_launched()
@@ -61,7 +61,7 @@ def node(
         raise ConfigError(f"--name: letters, digits, '.', '_' and '-', not {name!r}")
     from isthmus.cli.models import find_model
 
-    orders = Orders(
+    spec = LaunchSpec(
         node=NodeId(name or "-".join(filter(None, [cluster, role, os.uname().nodename, str(os.getpid())]))),
         role=role,
         join=join,
@@ -71,7 +71,7 @@ def node(
         config=settings.model_dump_json(exclude_unset=True),
         cluster=cluster or "",
     )
-    print(f"{orders.node}: {_run(orders, host=host, watch_stdin=False)}", file=sys.stderr)
+    print(f"{spec.node}: {_run(spec, host=host, watch_stdin=False)}", file=sys.stderr)
 
 
 def _in_cluster(config: Config, name: str | None) -> Config:
@@ -88,25 +88,25 @@ def _in_cluster(config: Config, name: str | None) -> Config:
 
 
 def _run_launched() -> None:
-    """A child of the launcher: orders on standard input, trouble on standard output."""
-    from isthmus.cluster.launcher import Orders, Trouble
+    """A child of the launcher: spec on standard input, trouble on standard output."""
+    from isthmus.cluster.launcher import LaunchSpec, Trouble
 
     line = sys.stdin.buffer.readline()
     if not line:
-        sys.exit(1)  # the launcher died before it gave orders
+        sys.exit(1)  # the launcher died before it gave spec
     try:
-        _run(msgspec.json.decode(line, type=Orders), host="127.0.0.1", watch_stdin=True)
+        _run(msgspec.json.decode(line, type=LaunchSpec), host="127.0.0.1", watch_stdin=True)
     except IsthmusError as error:
         sys.stdout.buffer.write(msgspec.json.encode(Trouble(str(error))) + b"\n")
         sys.stdout.flush()
         sys.exit(error.exit_code)
 
 
-def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
+def _run(spec: Any, *, host: str, watch_stdin: bool) -> str:
     # The worker thread gives the interpreter up only for an instant at a time; with Python's default of 5 ms
     # the event loop would send tokens in bursts.
     sys.setswitchinterval(SWITCH_S)
-    process = process_of(orders, host)
+    process = process_of(spec, host)
     import asyncio
 
     import uvloop
@@ -115,40 +115,40 @@ def _run(orders: Any, *, host: str, watch_stdin: bool) -> str:
         return runner.run(_serve(process, watch_stdin=watch_stdin))
 
 
-def process_of(orders: Orders, host: str) -> EngineProcess:
-    """What `orders` say, with its engine and its store, ready to run. `host`: where other nodes reach it. Raises
+def process_of(spec: LaunchSpec, host: str) -> EngineProcess:
+    """What `spec` say, with its engine and its store, ready to run. `host`: where other nodes reach it. Raises
     ModelError, ConfigError or StartError."""
     from isthmus.cli.engines import node_facts, open_engine, store_opener
     from isthmus.cluster.node import NodeProcess
-    from isthmus.cluster.process import NodeOptions, World
+    from isthmus.cluster.process import NodeOptions, Runtime
     from isthmus.cluster.recorder import node_recorder
     from isthmus.cluster.sessions import network_of
     from isthmus.cluster.stage import StageNode
     from isthmus.deploy import Cluster
 
-    config = Config.model_validate_json(orders.config)
-    folder = Path(orders.model)
-    facts = node_facts(Cluster(orders.cluster, config), orders.role, folder, orders.node)
-    engine = open_engine(config, folder, orders.threads, facts, stage=orders.stage)
+    config = Config.model_validate_json(spec.config)
+    folder = Path(spec.model)
+    facts = node_facts(Cluster(spec.cluster, config), spec.role, folder, spec.node)
+    engine = open_engine(config, folder, spec.threads, facts, stage=spec.stage)
     options = NodeOptions(
         facts=facts,
-        join=orders.join,
-        token=orders.token,
+        join=spec.join,
+        token=spec.token,
         transfer_s=config.limits.transfer_s,
         host=host,
-        shares_memory=config.cache.share == "host" and not orders.cluster,
+        shares_memory=config.cache.share == "host" and not spec.cluster,
         link_s=config.limits.link_s,
-        stage=orders.stage,
+        stage=spec.stage,
     )
-    folder_name = f"{orders.node}.{orders.stage}" if orders.stage else orders.node
+    folder_name = f"{spec.node}.{spec.stage}" if spec.stage else spec.node
     store_of = store_opener(config, engine, folder_name, facts)
-    world = World(network_of(config, facts.rates))
-    if orders.stage:
-        return StageNode(engine, options, world, store_of)
+    runtime = Runtime(network_of(config, facts.rates))
+    if spec.stage:
+        return StageNode(engine, options, runtime, store_of)
     tape = None
     if config.record:
-        tape = node_recorder(Path(config.record), facts, config.limits.transfer_s, orders.start)
-    return NodeProcess(engine, options, world, store_of, tape)
+        tape = node_recorder(Path(config.record), facts, config.limits.transfer_s, spec.start)
+    return NodeProcess(engine, options, runtime, store_of, tape)
 
 
 async def _serve(node: Any, *, watch_stdin: bool) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from isthmus.sim.records import Result
     from isthmus.sim.summary import Summary
     from isthmus.sim.workloads import Workload
-    from isthmus.sim.world import Progress
+    from isthmus.sim.simulation import Progress
 
 
 def simulate(
@@ -58,7 +58,7 @@ def simulate(
     from isthmus.sim.deployment import deployment_of
     from isthmus.sim.summary import summarize, to_json
     from isthmus.sim.workloads import Replay, load
-    from isthmus.sim.world import no_cycles
+    from isthmus.sim.simulation import no_cycles
 
     for option, file in (("--json", json_file), ("--report", report), ("--log", log)):
         check_writable(option, file)
@@ -125,14 +125,14 @@ def _run(deployment: Deployment, workload: Workload, log: Path | None) -> Result
     from time import perf_counter
 
     from isthmus.cluster.recorder import FORMAT, Header, Recorder
-    from isthmus.sim.world import World
+    from isthmus.sim.simulation import Simulation
 
     recorder = None if log is None else Recorder(log, Header(FORMAT, deployment.rules))
     try:
         with progress_bar("simulating") as progress:
             begin = perf_counter()
-            world = World(deployment, workload, log=None if recorder is None else recorder.record)
-            result = world.run(progress)
+            simulation = Simulation(deployment, workload, log=None if recorder is None else recorder.record)
+            result = simulation.run(progress)
             result.wall_s = perf_counter() - begin
     finally:
         if recorder is not None:

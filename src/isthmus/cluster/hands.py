@@ -18,7 +18,7 @@ from isthmus.cluster.cache import Load, NodeCache, Staging
 from isthmus.cluster.fetches import Fetch, Fetcher
 from isthmus.cluster.lending import Lender
 from isthmus.cluster.sessions import Bare, Peers, Spawn, Tell
-from isthmus.cluster.transfers import Arrivals, Departures, Outgoing
+from isthmus.cluster.handover import HandoverReceiver, HandoverSender, Outgoing
 from isthmus.engine.interface import KVBytes
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Session
@@ -52,8 +52,8 @@ class Hands(Bare):
         self._posted: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._names: dict[Session, NodeId] = {}
         """Who opened a session."""
-        self._departures = Departures(memory, first_layer, self._reach, self._tell, spawn)
-        self._arrivals = Arrivals(memory, self._tell, partial(self._later, received))
+        self._sender = HandoverSender(memory, first_layer, self._reach, self._tell, spawn)
+        self._receiver = HandoverReceiver(memory, self._tell, partial(self._later, received))
         self._fetcher: Fetcher | None = None
         self._lender: Lender | None = None
         if cache is not None:
@@ -74,11 +74,11 @@ class Hands(Bare):
             events.Fetch: self._fetch,
             events.EndFetch: lambda action: self._post(self._end_fetch, action.key),
             events.Give: lambda action: self._post(self.lender.give, action),
-            events.Offer: lambda action: self._post(self._departures.offer, action),
-            events.Send: lambda action: self._post(self._departures.send, action),
-            events.Finish: lambda action: self._post(self._departures.on, action.key, Outgoing.computed),
-            events.Grant: lambda action: self._post(self._arrivals.grant, action),
-            events.Land: lambda action: self._post(self._arrivals.land, action.key),
+            events.Offer: lambda action: self._post(self._sender.offer, action),
+            events.Send: lambda action: self._post(self._sender.send, action),
+            events.Finish: lambda action: self._post(self._sender.on, action.key, Outgoing.computed),
+            events.Grant: lambda action: self._post(self._receiver.grant, action),
+            events.Land: lambda action: self._post(self._receiver.land, action.key),
             events.Release: self._release,
             Preempted: lambda action: self._let_go(action.request),
         }
@@ -101,9 +101,9 @@ class Hands(Bare):
     def gauges(self) -> dict[str, float]:
         """Present state and totals, by metric name."""
         found: dict[str, float] = {
-            "kv_bytes_in_total": self._arrivals.bytes_in,
-            "kv_bytes_out_total": self._departures.bytes_out,
-            "seal_mismatches_total": self._arrivals.seal_mismatches,
+            "kv_bytes_in_total": self._receiver.bytes_in,
+            "kv_bytes_out_total": self._sender.bytes_out,
+            "seal_mismatches_total": self._receiver.seal_mismatches,
         }
         if self._cache is not None and self._fetcher is not None and self._lender is not None:
             found |= self._cache.store.stat().gauges()
@@ -242,8 +242,8 @@ class Hands(Bare):
         fetch = self._fetches.pop(key, None)
         if fetch is not None:
             fetch.release()
-        self._departures.release(key)
-        self._arrivals.release(key)
+        self._sender.release(key)
+        self._receiver.release(key)
 
     def _fetch(self, order: events.Fetch) -> None:
         if self._fetcher is None:
@@ -272,11 +272,11 @@ class Hands(Bare):
 
     def kv_ready(self, key: RequestId, layers: Span, tokens: Span, blocks: Sequence[int]) -> None:
         """KV of an attempt is in place for these layers of `memory` and token positions. From any thread."""
-        self._post(self._departures.on, key, Outgoing.ready, layers, tokens, blocks)
+        self._post(self._sender.on, key, Outgoing.ready, layers, tokens, blocks)
 
     def first_token(self, key: RequestId, token: int, logprobs: TokenLogprobs | None) -> None:
         """It goes with the KV. From any thread, before `Finish`."""
-        self._post(self._departures.on, key, Outgoing.first_token, token, logprobs)
+        self._post(self._sender.on, key, Outgoing.first_token, token, logprobs)
 
     @property
     def fetcher(self) -> Fetcher:
@@ -298,17 +298,17 @@ class Hands(Bare):
     def on_peer(self, connection: Session, message: messages.PeerMessage) -> None:
         match message:
             case messages.Slices():
-                self._arrivals.receive(connection, message)
+                self._receiver.receive(connection, message)
             case messages.Given():
                 self.fetcher.receive(connection, message)
             case messages.Sent():
-                self._arrivals.sent(connection, message)
+                self._receiver.sent(connection, message)
             case messages.Offer():
-                self._arrivals.offered(connection, message)
+                self._receiver.offered(connection, message)
             case messages.Grant():
-                self._departures.granted(connection, message.key)
+                self._sender.granted(connection, message.key)
             case messages.Landed():
-                self._departures.landed(connection, message.key)
+                self._sender.landed(connection, message.key)
             case messages.Want():
                 if connection not in self._names:
                     raise ProtocolError("blocks are wanted over a session that was opened here")
@@ -321,7 +321,7 @@ class Hands(Bare):
     def place(self, connection: Session, message: messages.PeerMessage, size: int) -> Sequence[memoryview]:
         match message:
             case messages.Slices():
-                return self._arrivals.place(connection, message, size)
+                return self._receiver.place(connection, message, size)
             case messages.Given():
                 return self.fetcher.place(connection, message, size)
         return super().place(connection, message, size)
@@ -329,7 +329,7 @@ class Hands(Bare):
     def on_void(self, connection: Session, message: messages.PeerMessage) -> None:
         match message:
             case messages.Slices():
-                self._arrivals.void(connection, message)
+                self._receiver.void(connection, message)
             case messages.Given():
                 self.fetcher.void(connection, message)
 
@@ -338,7 +338,7 @@ class Hands(Bare):
         if self._fetcher is not None and self._lender is not None:
             self._fetcher.lost(connection)
             self._lender.lost(connection)
-        keys = self._departures.lost(connection) + self._arrivals.lost(connection)
+        keys = self._sender.lost(connection) + self._receiver.lost(connection)
         if keys:
             name = self._names.get(connection, connection.peer)
             self._tell(events.Severed(tuple(keys), f"the session with {name} ended: {reason}"))

@@ -23,7 +23,8 @@ from isthmus.cluster.pipeline import Groups, Stage
 from isthmus.cluster.recorder import Tape
 from isthmus.cluster.sessions import Bare
 from isthmus.cluster.streams import Stream
-from isthmus.cluster.ways import Measures, Offload, Ways
+from isthmus.cluster.addresses import AddressBook
+from isthmus.cluster.link_stats import LinkStats, Offload
 from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
 from isthmus.messenger import Network, Session, TcpNetwork
 from isthmus.node.events import Become, Begin, Copy, Forget
@@ -49,7 +50,7 @@ class _Member:
 class Head:
     """Start with `open`; then `submit` jobs. Everything runs in one event loop.
 
-    `ways`: between its clusters, if it has several. `network`, `clock_ns`: where sessions come from and what the time
+    `addresses`: between its clusters, if it has several. `network`, `clock_ns`: where sessions come from and what the time
     is; others than the machine's own in tests and in virtual time.
     """
 
@@ -62,13 +63,13 @@ class Head:
         silence_s: float,
         rejoin_s: float,
         recorder: Tape | None = None,
-        ways: Ways | None = None,
+        addresses: AddressBook | None = None,
         network: Network | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._conductor, self._rules = conductor.Conductor(rules), rules
-        self._ways, self._measures = ways or Ways(), Measures(rules.links)
-        self._offload = Offload(links=self._measures.views())
+        self._addresses, self._link_stats = addresses or AddressBook(), LinkStats(rules.links)
+        self._offload = Offload(links=self._link_stats.views())
         self._card, self._token, self._silence_s, self._recorder = card, token, silence_s, recorder
         self._rejoin_s = rejoin_s
         self._network, self._clock_ns = network or TcpNetwork(), clock_ns
@@ -120,7 +121,7 @@ class Head:
             return True
         decoding = {member.cluster for member in members if member.role is Role.DECODE}
         return any(
-            decoding.intersection((member.cluster, *self._ways.linked(member.cluster)))
+            decoding.intersection((member.cluster, *self._addresses.linked(member.cluster)))
             for member in members
             if member.role is Role.PREFILL
         )
@@ -243,7 +244,7 @@ class Head:
                 names=stream.names,
             )
             self._send(node, messages.Task(begin, now, tokens, len(job.tokens), job.sampling, job.salt))
-        self._offload.requests += self._ways.crosses(route.prefill, route.decode)
+        self._offload.requests += self._addresses.crosses(route.prefill, route.decode)
 
     def _send(self, node: NodeId, message: Any) -> None:
         if node in self._members:
@@ -256,7 +257,7 @@ class Head:
         reason, joined = self._objection(hello), hello.joined
         if not reason:
             try:
-                self._ways.open(joined.node, joined.cluster, hello.address)
+                self._addresses.open(joined.node, joined.cluster, hello.address)
             except UnavailableError as error:
                 reason = str(error)
         if reason:
@@ -276,9 +277,9 @@ class Head:
     def _tell_neighbours(self, cluster: str) -> None:
         """The nodes of a cluster are others now: tells all processes of those that are in it, or in a linked one, which
         nodes they can reach."""
-        view = cache(self._ways.view)
+        view = cache(self._addresses.view)
         for node, member in self._members.items():
-            reached = (member.cluster, *self._ways.linked(member.cluster))
+            reached = (member.cluster, *self._addresses.linked(member.cluster))
             for other in reached if cluster in reached else ():
                 for session in (member.connection, *self._groups.sessions(node)):
                     session.send(view(other, member.cluster))
@@ -295,8 +296,8 @@ class Head:
             return reason
         if hello.joined.node in self._members:
             return f"a node named {hello.joined.node} is here already"
-        if hello.joined.cluster not in self._ways.clusters:
-            known = ", ".join(filter(None, self._ways.clusters))
+        if hello.joined.cluster not in self._addresses.clusters:
+            known = ", ".join(filter(None, self._addresses.clusters))
             return (
                 f"give --cluster, one of: {known}" if known else "this deployment has no clusters: no --cluster"
             )
@@ -326,12 +327,12 @@ class Head:
         stage.heard_ns, stage.gauges = self._clock_ns(), message.gauges
         leader = self._members.get(stage.hello.group)
         if leader is not None:
-            self._measures.heard(stage.name, leader.cluster, message.crossings, stage.heard_ns)
+            self._link_stats.heard(stage.name, leader.cluster, message.link_reports, stage.heard_ns)
 
     def leave_stage(self, stage: Stage, reason: str) -> None:
         """Nothing more is sent to a group that misses one, even before its leader knows."""
         self._groups.leave(stage)
-        self._measures.left(stage.name)
+        self._link_stats.left(stage.name)
         self.leave(stage.hello.group, f"stage {stage.hello.stage}: {reason}")
 
     def leave(self, node: NodeId, reason: str, connection: Session | None = None) -> None:
@@ -340,8 +341,8 @@ class Head:
         if member is not None and connection in (None, member.connection):
             del self._members[node]
             log.log(logging.DEBUG if self._closing else logging.WARNING, "%s left: %s", node, reason)
-            self._ways.close(node)
-            self._measures.left(node)
+            self._addresses.close(node)
+            self._link_stats.left(node)
             self._tell_neighbours(member.cluster)
             self._decide(conductor.NodeLeft(node))
             self._changed.set()
@@ -357,7 +358,7 @@ class Head:
                     self._output(output)
             case messages.Beat():
                 member.gauges = message.gauges
-                self._measures.heard(node, member.cluster, message.crossings, member.heard_ns)
+                self._link_stats.heard(node, member.cluster, message.link_reports, member.heard_ns)
             case messages.Hello() | messages.StageHello():
                 raise ProtocolError("a second Hello")
             case _:
@@ -398,7 +399,7 @@ class Head:
         period_s = self._rules.period_ns / NS_PER_S
         while True:
             await asyncio.sleep(period_s)
-            self._decide(conductor.Measured(self._measures.take()))
+            self._decide(conductor.LinksMeasured(self._link_stats.take()))
 
     async def _watch(self) -> None:
         """A node that sent nothing for `silence_s` is gone, whatever its socket says."""

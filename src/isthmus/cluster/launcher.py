@@ -1,6 +1,6 @@
 """Starts, watches and stops the processes of this machine: nodes, and links between clusters.
 
-A child reads its orders as one JSON line on standard input and keeps that pipe open: when the launcher dies,
+A child reads its spec as one JSON line on standard input and keeps that pipe open: when the launcher dies,
 however it dies, the pipe closes and the child leaves. A node that cannot start writes one JSON line with the
 error on standard output.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from isthmus.cluster.shaper import LinkOrders, LinkPorts, Point
+from isthmus.cluster.shaper import LinkSpec, LinkPorts, Point
 from isthmus.config import Config, child_environment
 from isthmus.deploy import Place, places_of
 from isthmus.errors import StartError
@@ -33,7 +33,7 @@ LINK_START_S = 30.0
 RESTART_S = 1.0
 
 
-class Orders(msgspec.Struct, frozen=True):
+class LaunchSpec(msgspec.Struct, frozen=True):
     """What a launched node is told. `config`: that of its cluster, as JSON. `stage`: which part of the pipeline
     group `node` it is; `start`: how often it was started, this time included."""
 
@@ -96,8 +96,8 @@ def available_bytes() -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-async def start_child(verb: str, *arguments: str, threads: int, orders: Any) -> asyncio.subprocess.Process:
-    """`isthmus VERB ARGUMENTS`, with these orders. Its name among the arguments is for `ps`."""
+async def start_child(verb: str, *arguments: str, threads: int, spec: Any) -> asyncio.subprocess.Process:
+    """`isthmus VERB ARGUMENTS`, with these spec. Its name among the arguments is for `ps`."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "isthmus", verb, *arguments),
         stdin=PIPE,
@@ -105,7 +105,7 @@ async def start_child(verb: str, *arguments: str, threads: int, orders: Any) -> 
         env=child_environment(threads),
         start_new_session=True,  # Ctrl-C reaches the launcher only, which stops the children in order
     )
-    tell_child(process, orders)
+    tell_child(process, spec)
     return process
 
 
@@ -157,17 +157,17 @@ class Launcher:
         await asyncio.gather(*map(stop_child, self._processes.values()))
 
     async def _spawn(self, planned: Process) -> None:
-        orders = self._orders(planned)
+        spec = self._orders(planned)
         name = ("--launched", "--name", planned.name)
-        self._processes[planned.name] = await start_child("node", *name, threads=orders.threads, orders=orders)
+        self._processes[planned.name] = await start_child("node", *name, threads=spec.threads, spec=spec)
 
-    def _orders(self, planned: Process) -> Orders:
+    def _orders(self, planned: Process) -> LaunchSpec:
         """For its next start."""
         # The cores shared evenly, one kept for gateway and sessions: a parallel kernel waits for its slowest thread, so
         # a core lent twice costs more than it gives.
         fair, place = (len(os.sched_getaffinity(0)) - 1) // len(self._planned), planned.place
         self._starts[planned.name] += 1
-        return Orders(
+        return LaunchSpec(
             node=place.node,
             role=place.role,
             join=self._join,
@@ -216,9 +216,9 @@ class LinkProcess:
         self._process, self._spare = process, [list(towards) for towards in ports.ports]
 
     @staticmethod
-    async def start(between: tuple[str, str], orders: LinkOrders) -> LinkProcess:
+    async def start(between: tuple[str, str], spec: LinkSpec) -> LinkProcess:
         """Raises StartError."""
-        process = await start_child("link", "--name", "-".join(between), threads=1, orders=orders)
+        process = await start_child("link", "--name", "-".join(between), threads=1, spec=spec)
         assert process.stdout is not None
         try:
             line = await asyncio.wait_for(process.stdout.readline(), LINK_START_S)

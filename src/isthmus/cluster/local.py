@@ -13,8 +13,8 @@ from isthmus.cluster.head import Head
 from isthmus.cluster.launcher import Launcher, LinkProcess
 from isthmus.cluster.recorder import FORMAT, Header, LiveRecorder
 from isthmus.cluster.sessions import network_of
-from isthmus.cluster.shaper import LinkOrders, shape_of
-from isthmus.cluster.ways import Ways
+from isthmus.cluster.shaper import LinkSpec, shape_of
+from isthmus.cluster.addresses import AddressBook
 from isthmus.config import Config
 from isthmus.deploy import clusters_of, links_of, places_of, rules_of
 from isthmus.errors import StartError
@@ -35,7 +35,7 @@ class LocalCluster:
         self._recorder = LiveRecorder(Path(config.record), Header(FORMAT, rules)) if config.record else None
         self._token = config.token or secrets.token_hex(16)
         self._config, self._model, self._new_launcher = config, model, launcher
-        self._ways = Ways([cluster.name for cluster in clusters_of(config)], rules.links)
+        self._addresses = AddressBook([cluster.name for cluster in clusters_of(config)], rules.links)
         self.links: list[LinkProcess] = []
         self.head = Head(
             rules,
@@ -45,7 +45,7 @@ class LocalCluster:
             rejoin_s=limits.rejoin_s,
             recorder=self._recorder,
             network=network_of(config),
-            ways=self._ways,
+            addresses=self._addresses,
         )
 
     @contextlib.asynccontextmanager
@@ -84,10 +84,10 @@ class LocalCluster:
             rule = rates[link.between]
             counts = [sum(node.cluster.name == end for node in nodes) for end in link.between]
             ports = (counts[0] + SPARE_PORTS, counts[1] + SPARE_PORTS)
-            orders = LinkOrders(shape_of(rule.bytes_per_s, rule.rtt_ns), ports)
+            orders = LinkSpec(shape_of(rule.bytes_per_s, rule.rtt_ns), ports)
             process = await LinkProcess.start(link.between, orders)
             self.links.append(process)
-            self._ways.emulate(process)
+            self._addresses.emulate(process)
 
     async def wait_ready(self) -> None:
         """Returns when every node has joined. Raises StartError when one cannot, or it takes too long."""

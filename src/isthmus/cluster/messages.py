@@ -49,7 +49,7 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     outputs: tuple[Output, ...]
 
 
-class Crossing(msgspec.Struct, frozen=True):
+class LinkReport(msgspec.Struct, frozen=True):
     """What goes from this node to those of the linked cluster `target`, over all sessions with them.
 
     `up`: one of them works. Counted since the node started: `sent_bytes`, which arrived there; `busy_ns`, in which KV
@@ -70,7 +70,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     """Sign of life with this node's gauges and counters."""
 
     gauges: dict[str, float]
-    crossings: tuple[Crossing, ...] = ()
+    link_reports: tuple[LinkReport, ...] = ()
 
 
 class StageHello(msgspec.Struct, frozen=True, tag=True):

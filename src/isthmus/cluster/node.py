@@ -22,7 +22,7 @@ from isthmus.attempts import BlocksEvicted, Report, RoleChanged
 from isthmus.cluster import messages
 from isthmus.cluster.cache import chains_of
 from isthmus.cluster.pipeline import Group
-from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost, World
+from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost, Runtime
 from isthmus.cluster.recorder import Tape
 from isthmus.cluster.runs import Execution, Runs
 from isthmus.cluster.sessions import CONNECT_S
@@ -44,15 +44,15 @@ class NodeProcess(EngineProcess):
         self,
         engine: Engine,
         options: NodeOptions,
-        world: World,
+        runtime: Runtime,
         store_of: Callable[[OnLost], Store] | None = None,
         tape: Tape | None = None,
     ) -> None:
         facts = options.facts
         assert engine.num_blocks >= facts.kv_blocks, "its memory holds less than its facts say"
         assert engine.layout.state_blocks == facts.state_blocks, "its states are others than its facts say"
-        super().__init__(engine, options, world, store_of)
-        self._clock_ns, self._tape = world.clock_ns, tape
+        super().__init__(engine, options, runtime, store_of)
+        self._clock_ns, self._tape = runtime.clock_ns, tape
         self.node = facts.node_of(BlockPool(facts.kv_blocks), transfer_ns=int(options.transfer_s * NS_PER_S))
         self._group: Group | None = None
         onward: Callable[[Run, Hidden], None] | None = None
@@ -63,9 +63,9 @@ class NodeProcess(EngineProcess):
 
             self._group = Group(facts.pipeline, self.tell, self.sampled, self.end, later)
             onward = self._group.compute
-        self.runs = Runs(engine, self.hands, self._send_outputs, world.clock_ns, onward)
+        self.runs = Runs(engine, self.hands, self._send_outputs, runtime.clock_ns, onward)
         self.runs.saves, self.runs.keeps_answers = self.node.tiers is not None, self.node.keeps_answers
-        self.worker: ThreadWorker = (world.worker_of or ThreadWorker)(self)
+        self.worker: ThreadWorker = (runtime.worker_of or ThreadWorker)(self)
         self._blocks_evicted = 0
         self._heard: dict[type, Callable[[Any], None]] = {
             Admitted: self.runs.admitted,

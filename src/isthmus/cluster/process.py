@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from isthmus.cluster import messages
 from isthmus.cluster.cache import NodeCache
-from isthmus.cluster.crossings import Crossings
+from isthmus.cluster.link_monitor import LinkMonitor
 from isthmus.cluster.hands import Hands
 from isthmus.cluster.runs import Runs
 from isthmus.cluster.sessions import CONNECT_S, Bare, Peers
@@ -55,7 +55,7 @@ class NodeOptions:
 
 
 @dataclass(frozen=True)
-class World:
+class Runtime:
     """Where a process lives: what its sessions run over, what the time is, who moves its bytes, and who does so many
     things at once under a name. `worker_of`: who executes a node's runs, if not a thread."""
 
@@ -80,22 +80,22 @@ class EngineProcess(ABC):
         self,
         engine: Engine,
         options: NodeOptions,
-        world: World,
+        runtime: Runtime,
         store_of: Callable[[OnLost], Store] | None,
     ) -> None:
-        self._engine, self._options, self._network = engine, options, world.network
+        self._engine, self._options, self._network = engine, options, runtime.network
         facts = self._facts = options.facts
         store = store_of(self._lost) if store_of is not None else None
         self._cache = None
         if store is not None:
-            self._cache = NodeCache(engine.memory, store, self._lost, world.pool_of, facts.transit_blocks // 2)
+            self._cache = NodeCache(engine.memory, store, self._lost, runtime.pool_of, facts.transit_blocks // 2)
         self._introduction = messages.PeerHello(
             messages.PROTOCOL, options.token, facts.node, engine.revision, engine.layout
         )
-        peers = Peers(world.network, self._introduction, lambda: FromPeer(self, introduced=True))
-        self._crossings = Crossings(peers, options.link_s, self.spawn)
+        peers = Peers(runtime.network, self._introduction, lambda: FromPeer(self, introduced=True))
+        self._link_monitor = LinkMonitor(peers, options.link_s, self.spawn)
         self._addresses: dict[str, Mapping[NodeId, str]] = {}
-        self.hands = world.hands_of(
+        self.hands = runtime.hands_of(
             memory=engine.memory,
             first_layer=engine.layers[0],
             cache=self._cache,
@@ -197,7 +197,7 @@ class EngineProcess(ABC):
 
     async def _beat(self, every_ms: int) -> None:
         while True:
-            self._send(messages.Beat(self.gauges(), tuple(self._crossings.report())))
+            self._send(messages.Beat(self.gauges(), tuple(self._link_monitor.report())))
             self.fact(Woken())
             await asyncio.sleep(every_ms / 1000)
 
@@ -216,7 +216,7 @@ class EngineProcess(ABC):
             case messages.Neighbours():
                 self._addresses[message.cluster] = message.addresses
                 if message.cluster != self._facts.cluster:
-                    self._crossings.linked(message)
+                    self._link_monitor.linked(message)
             case messages.Turned():
                 self.end(StartError(f"the head turned this node away: {message.reason}"))
             case messages.Stop():
@@ -242,7 +242,7 @@ class EngineProcess(ABC):
 
     def introduced(self, connection: Session, hello: messages.PeerHello) -> None:
         self.hands.introduced(connection, hello.node)
-        self._crossings.introduced(connection, hello.node)
+        self._link_monitor.introduced(connection, hello.node)
 
     def _lost(self, names: Sequence[BlockName]) -> None:
         """From a thread of the store: bytes are gone that somebody counts on."""

@@ -9,7 +9,7 @@ All connections of a direction share its rate. What it cannot carry soon is left
 `BACKLOG_S` of it waits here, and connections that want more than there is get the same each.
 
 One thread, one process: `isthmus link`, started by the launcher, and a child of the benchmark `wan`. The first reads
-its orders as one JSON line on standard input, answers with the ports it listens at, and then hears where they lead, a
+its spec as one JSON line on standard input, answers with the ports it listens at, and then hears where they lead, a
 JSON line each, until its input ends: it dies with its launcher, as a node does. Operators can cut the link with SIGUSR1
 and restore it with SIGUSR2.
 """
@@ -76,7 +76,7 @@ class Direction:
         return self._free_s
 
 
-class Lane:
+class Pipe:
     """One direction of one connection. Bytes on the way lie in a ring as large as the window."""
 
     def __init__(
@@ -179,7 +179,7 @@ class Proxy:
     def __init__(self, shape: Shape, ports: list[Port]) -> None:
         self._shape, self.ports = shape, ports
         self._directions = Direction(shape), Direction(shape)
-        self._lanes: list[Lane] = []
+        self._pipes: list[Pipe] = []
         self._turn = 0
         self._is_cut = False
         self._watched: dict[int, Callable[[], bool]] = {}
@@ -191,9 +191,9 @@ class Proxy:
     def cut(self) -> None:
         """Every connection is reset, and so is every new one."""
         self._is_cut = True
-        for each in {lane.source for lane in self._lanes} | {lane.target for lane in self._lanes}:
+        for each in {pipe.source for pipe in self._pipes} | {pipe.target for pipe in self._pipes}:
             _reset(each)
-        self._lanes.clear()
+        self._pipes.clear()
 
     def restore(self) -> None:
         self._is_cut = False
@@ -207,34 +207,34 @@ class Proxy:
             readable = self._wait()
             if not all(heard() for fileno, heard in self._watched.items() if fileno in readable):
                 return
-            for port in self.ports:  # after all orders
+            for port in self.ports:  # after all spec
                 if port.socket.fileno() in readable:
                     self._accept(port)
             now_s = time.monotonic()
             self._turn += 1
-            for number in range(len(self._lanes)):
-                lane = self._lanes[(self._turn + number) % len(self._lanes)]
-                lane.acknowledge(now_s)
-                self._serve(lane, lane.source.fileno() in readable, now_s)
+            for number in range(len(self._pipes)):
+                pipe = self._pipes[(self._turn + number) % len(self._pipes)]
+                pipe.acknowledge(now_s)
+                self._serve(pipe, pipe.source.fileno() in readable, now_s)
             self._forget_finished()
 
     def _wait(self) -> set[int]:
         """Until something can be done: of the descriptors that are of use now, those that can be read. Asks to read
         only where there is room, to write only what is due."""
-        time.sleep(TICK_S if self._lanes else 0)
+        time.sleep(TICK_S if self._pipes else 0)
         now_s = time.monotonic()
         wanted = dict.fromkeys([*self._watched, *[port.socket.fileno() for port in self.ports]], select.POLLIN)
-        for lane in self._lanes:
+        for pipe in self._pipes:
             for each, event, is_wanted in (
-                (lane.source, select.POLLIN, lane.wants_input(now_s)),
-                (lane.target, select.POLLOUT, lane.wants_output(now_s)),
+                (pipe.source, select.POLLIN, pipe.wants_input(now_s)),
+                (pipe.target, select.POLLOUT, pipe.wants_output(now_s)),
             ):
                 if is_wanted:
                     wanted[each.fileno()] = wanted.get(each.fileno(), 0) | event
         poll = select.poll()
         for fileno, events in wanted.items():
             poll.register(fileno, events)
-        times = [at_s for lane in self._lanes if (at_s := lane.next_s(now_s)) is not None]
+        times = [at_s for pipe in self._pipes if (at_s := pipe.next_s(now_s)) is not None]
         wait_ms = max(0.0, min(times) - now_s) * 1000 if times else None
         return {fileno for fileno, events in poll.poll(wait_ms) if events & ~select.POLLOUT}
 
@@ -254,32 +254,32 @@ class Proxy:
         for each in (near, far):
             each.setblocking(False)
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        forth = Lane(self._shape, self._directions[port.towards], near, far)
-        back = Lane(self._shape, self._directions[1 - port.towards], far, near)
-        if not self._lanes and self._shape.stall_s:
+        forth = Pipe(self._shape, self._directions[port.towards], near, far)
+        back = Pipe(self._shape, self._directions[1 - port.towards], far, near)
+        if not self._pipes and self._shape.stall_s:
             forth.stall_after = self._shape.stall_after
-        self._lanes += [forth, back]
+        self._pipes += [forth, back]
 
-    def _serve(self, lane: Lane, is_readable: bool, now_s: float) -> None:
+    def _serve(self, pipe: Pipe, is_readable: bool, now_s: float) -> None:
         try:
-            if lane.wants_output(now_s):
-                lane.hand_on(now_s)
-            if is_readable and lane.wants_input(now_s):
-                lane.take(now_s)
+            if pipe.wants_output(now_s):
+                pipe.hand_on(now_s)
+            if is_readable and pipe.wants_input(now_s):
+                pipe.take(now_s)
         except BlockingIOError:
             return
         except OSError:  # reset by either end
-            lane.give_up()
+            pipe.give_up()
 
     def _forget_finished(self) -> None:
         """Passes each end of a stream on; a connection is closed when both of its directions have ended."""
-        for lane in [lane for lane in self._lanes if lane.finished]:
-            self._lanes.remove(lane)
+        for pipe in [pipe for pipe in self._pipes if pipe.finished]:
+            self._pipes.remove(pipe)
             with contextlib.suppress(OSError):
-                lane.target.shutdown(socket.SHUT_WR)
-            if not any(other.source is lane.target for other in self._lanes):
-                lane.source.close()
-                lane.target.close()
+                pipe.target.shutdown(socket.SHUT_WR)
+            if not any(other.source is pipe.target for other in self._pipes):
+                pipe.source.close()
+                pipe.target.close()
 
 
 def _reset(each: socket.socket) -> None:
@@ -287,7 +287,7 @@ def _reset(each: socket.socket) -> None:
     each.close()
 
 
-class LinkOrders(msgspec.Struct, frozen=True):
+class LinkSpec(msgspec.Struct, frozen=True):
     """`ports`: how many of each direction."""
 
     shape: Shape
@@ -318,10 +318,10 @@ def main() -> None:
     control = io.FileIO(sys.stdin.fileno(), closefd=False)  # reads nothing ahead
     line = control.readline()
     if not line:
-        sys.exit(1)  # the launcher died before it gave orders
-    orders = msgspec.json.decode(line, type=LinkOrders)
-    ports = [[Port(towards) for _ in range(count)] for towards, count in enumerate(orders.ports)]
-    proxy = Proxy(orders.shape, [*ports[0], *ports[1]])
+        sys.exit(1)  # the launcher died before it gave spec
+    spec = msgspec.json.decode(line, type=LinkSpec)
+    ports = [[Port(towards) for _ in range(count)] for towards, count in enumerate(spec.ports)]
+    proxy = Proxy(spec.shape, [*ports[0], *ports[1]])
     commands = _Commands(proxy, control.fileno())
     proxy.watch(control.fileno(), commands.read)
     proxy.watch(commands.signals.fileno(), commands.signalled)

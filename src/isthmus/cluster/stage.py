@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from isthmus.cluster import messages
 from isthmus.cluster.hands import Hands
-from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost, Vital, World
+from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost, Vital, Runtime
 from isthmus.cluster.runs import Execution, Runs
 from isthmus.cluster.sessions import CONNECT_S
 from isthmus.engine.interface import Engine, Hidden
@@ -199,11 +199,11 @@ class StageNode(EngineProcess):
         self,
         engine: Engine,
         options: NodeOptions,
-        world: World,
+        runtime: Runtime,
         store_of: Callable[[OnLost], Store] | None = None,
     ) -> None:
         assert 0 < options.stage < options.facts.pipeline
-        super().__init__(engine, options, world, store_of)
+        super().__init__(engine, options, runtime, store_of)
         self.stepper = StageStepper(engine, options.stage, self.hands, self, self._later)
         self.runs = self.stepper.runs
         self._before: Session | None = None

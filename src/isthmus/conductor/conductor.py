@@ -29,7 +29,7 @@ from isthmus.conductor.events import (
     FirstToken,
     Hold,
     HoldExpired,
-    Measured,
+    LinksMeasured,
     NodeJoined,
     NodeLeft,
     Refuse,
@@ -74,7 +74,7 @@ class Conductor:
             BlocksStored: self._stored,
             BlocksEvicted: self._evicted,
             RoleChanged: self._role_changed,
-            Measured: self._measured,
+            LinksMeasured: self._measured,
         }
 
     def on(self, event: Event, now: int) -> list[Action]:
@@ -320,7 +320,7 @@ class Conductor:
         self._conversion.role_changed(node, now)
         return self._resume(now)
 
-    def _measured(self, event: Measured, now: int) -> list[Action]:
+    def _measured(self, event: LinksMeasured, now: int) -> list[Action]:
         actions: list[Action] = [*self._control.measured(event, now)]
         for state in event.links:
             if not state.up:

@@ -1,6 +1,6 @@
 """Short-term control of offloading: the threshold follows recent lengths and the state of the links.
 
-With every `Measured`, in this order:
+With every `LinksMeasured`, in this order:
 
 1. **Links.** A link that is down is not used, and its requests go elsewhere. It is trusted again once it was up for
    `RETURN_NS`, twice as long after each further fall, up to `LONGEST_RETURN_NS`; until then it is used only for what
@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from isthmus.conductor.capacity import Capacity
 from isthmus.conductor.copies import ClusterLink
-from isthmus.conductor.events import LinkState, Measured, ThresholdSet
+from isthmus.conductor.events import LinkState, LinksMeasured, ThresholdSet
 from isthmus.conductor.routing import Router
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import ClusterView
@@ -130,7 +130,7 @@ class LinkControl:
 
 
 class OffloadControl:
-    """Steers a router by what `Measured` reports. It sets `threshold`, `abundant` and `guards` there, and the links."""
+    """Steers a router by what `LinksMeasured` reports. It sets `threshold`, `abundant` and `guards` there, and the links."""
 
     def __init__(self, view: ClusterView, rules: Rules, router: Router, capacity: Capacity) -> None:
         self._rules, self._router, self._capacity = rules, router, capacity
@@ -143,7 +143,7 @@ class OffloadControl:
         router.threshold = 0 if rules.threshold is None or rules.priced else rules.threshold
         router.guards = rules.control or rules.priced or rules.threshold is None
 
-    def measured(self, event: Measured, now: int) -> list[ThresholdSet]:
+    def measured(self, event: LinksMeasured, now: int) -> list[ThresholdSet]:
         """Takes in the reports; returns the new threshold if there is one."""
         if not self._links:
             return []

@@ -42,7 +42,7 @@ class Conversion:
         self._pressure: dict[tuple[Pool, Role], float] = {}
 
     def measured(self, now: int) -> list[Convert]:
-        """To be called with every `Measured`. Returns what a drained node is asked."""
+        """To be called with every `LinksMeasured`. Returns what a drained node is asked."""
         if not self._rules.convert:
             return []
         self._sample(now)

@@ -71,7 +71,7 @@ class LinkState(msgspec.Struct, frozen=True):
     rtt_ns: int = 0
 
 
-class Measured(msgspec.Struct, frozen=True, tag=True):
+class LinksMeasured(msgspec.Struct, frozen=True, tag=True):
     """Comes every `Rules.period_ns` where there are links, or nodes may be converted."""
 
     links: tuple[LinkState, ...] = ()
@@ -140,7 +140,7 @@ Event = (
     | BlocksStored
     | BlocksEvicted
     | RoleChanged
-    | Measured
+    | LinksMeasured
 )
 
 

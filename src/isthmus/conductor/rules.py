@@ -24,7 +24,7 @@ class Rules(msgspec.Struct, frozen=True):
     `links`: between clusters, both directions of each; `threshold`: more uncached tokens than that are prefilled in
     another cluster, None solves it; `priced`: no threshold, each prompt goes where it is predicted to cost least (see
     `offload`); `cache_mode`, `control`, `convert`, `cool_down_s`: as in `offload`;
-    `period_ns`: how often the driver says `Measured`.
+    `period_ns`: how often the driver says `LinksMeasured`.
     `replicate`: copy what is asked for again and again to a node that lacks it, while links are idle.
     """
 

@@ -101,7 +101,7 @@ class EmulatedEngine:
         self.recipe, self.layout, self.max_length = recipe, recipe.layout, max_length
         self.layers = layers or (0, recipe.layout.num_layers)
         layout = stage_layout(recipe.layout, self.layers)
-        layout = msgspec.structs.replace(layout, state_bytes=recipe.lane_bytes * layout.num_layers)
+        layout = msgspec.structs.replace(layout, state_bytes=recipe.layer_state_bytes * layout.num_layers)
         self.memory = EmulatedMemory(layout, num_blocks)
         self.states = EmulatedStates(recipe, self.memory, max_sequences)
         self._cost = cost
@@ -183,7 +183,7 @@ class EmulatedEngine:
                 before_layer(layer)
             passed = [passage.recur(index, layer, each) for index, each in enumerate(below)]
             below = [self._write(layer, *each) for each in zip(chunks, written, passed, strict=True)]
-            states = [passage.lane(index, layer) for index in batch.order]
+            states = [passage.state(index, layer) for index in batch.order]
             digests = [self._digest(layer, *each) for each in zip(read, digests, states, strict=True)]
             if on_layer is not None:
                 on_layer(layer)

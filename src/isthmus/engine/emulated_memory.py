@@ -51,7 +51,7 @@ class EmulatedMemory:
         return [(block * size, at) for block, at in zip(blocks, offsets, strict=True)]
 
 
-Lanes = list[bytearray]
+LayerStates = list[bytearray]
 """The states of one request, one entry a layer."""
 
 
@@ -60,7 +60,7 @@ class EmulatedStates:
 
     def __init__(self, recipe: Recipe, memory: EmulatedMemory, max_sequences: int) -> None:
         self._recipe, self._memory, self.max_sequences = recipe, memory, max_sequences
-        self._live: dict[int, Lanes] = {}
+        self._live: dict[int, LayerStates] = {}
 
     def begin(self, chunks: Sequence[Chunk]) -> Passage:
         """The passage of a batch's chunks through the layers. The blocks they restore from are in place."""
@@ -73,31 +73,31 @@ class EmulatedStates:
 
     def finish(self, passage: Passage) -> None:
         """All layers are done: states and snapshots are where others find them."""
-        for chunk, lanes in zip(passage.chunks, passage.lanes, strict=True):
-            if lanes:
-                self._live[chunk.slot] = lanes
-        for blocks, lanes in passage.snapshots():
-            self._write(blocks, lanes)
+        for chunk, states in zip(passage.chunks, passage.states, strict=True):
+            if states:
+                self._live[chunk.slot] = states
+        for blocks, states in passage.snapshots():
+            self._write(blocks, states)
 
-    def _before(self, chunk: Chunk) -> Lanes:
+    def _before(self, chunk: Chunk) -> LayerStates:
         """What a chunk goes on from."""
         if chunk.start == 0:
             return self._zeros()
         if chunk.restore:
             return self._read(chunk.restore)
         live = self._live.get(chunk.slot)
-        return [bytearray(lane) for lane in live] if live is not None else self._zeros()
+        return [bytearray(state) for state in live] if live is not None else self._zeros()
 
-    def _zeros(self) -> Lanes:
-        return [bytearray(self._recipe.lane_bytes) for _ in self._memory.layers]
+    def _zeros(self) -> LayerStates:
+        return [bytearray(self._recipe.layer_state_bytes) for _ in self._memory.layers]
 
-    def _read(self, blocks: Sequence[int]) -> Lanes:
-        memory, size = self._memory.layers, self._recipe.lane_bytes
+    def _read(self, blocks: Sequence[int]) -> LayerStates:
+        memory, size = self._memory.layers, self._recipe.layer_state_bytes
         data = b"".join([memory[layer][first:stop] for layer, first, stop in self._slices(blocks)])
         return [bytearray(data[at * size : (at + 1) * size]) for at in range(len(memory))]
 
-    def _write(self, blocks: Sequence[int], lanes: Lanes) -> None:
-        data = b"".join(lanes)
+    def _write(self, blocks: Sequence[int], states: LayerStates) -> None:
+        data = b"".join(states)
         data += bytes(len(blocks) * self._memory.layout.block_bytes - len(data))
         at = 0
         for layer, first, stop in self._slices(blocks):
@@ -114,32 +114,32 @@ class EmulatedStates:
 class Passage:
     """A batch on its way through the layers: the states of its chunks so far, and those that are to be kept."""
 
-    def __init__(self, recipe: Recipe, chunks: Sequence[Chunk], lanes: list[Lanes]) -> None:
-        self._recipe, self.chunks, self.lanes = recipe, chunks, lanes
-        self._kept: list[list[Lanes]] = [[[] for _ in chunk.snapshots] for chunk in chunks]
+    def __init__(self, recipe: Recipe, chunks: Sequence[Chunk], states: list[LayerStates]) -> None:
+        self._recipe, self.chunks, self.states = recipe, chunks, states
+        self._kept: list[list[LayerStates]] = [[[] for _ in chunk.snapshots] for chunk in chunks]
 
     def recur(self, index: int, layer: int, below: Sequence[bytes]) -> Sequence[bytes]:
         """Takes a chunk's tokens into its state of a layer; gives what goes on to the layer's KV."""
-        if not self.lanes[index]:
+        if not self.states[index]:
             return below
-        chunk, lane, found, at = self.chunks[index], self.lanes[index][layer], list[bytes](), 0
+        chunk, state, found, at = self.chunks[index], self.states[index][layer], list[bytes](), 0
         for (position, _), kept in zip(chunk.snapshots, self._kept[index], strict=True):
             assert chunk.start + at < position <= chunk.stop, "snapshots lie inside their chunk, in order"
-            found += self._recipe.recur(lane, chunk.start + at, below[at : position - chunk.start])
-            kept.append(bytearray(lane))
+            found += self._recipe.recur(state, chunk.start + at, below[at : position - chunk.start])
+            kept.append(bytearray(state))
             at = position - chunk.start
-        found += self._recipe.recur(lane, chunk.start + at, below[at:])
+        found += self._recipe.recur(state, chunk.start + at, below[at:])
         return found
 
-    def lane(self, index: int, layer: int) -> bytes | bytearray:
+    def state(self, index: int, layer: int) -> bytes | bytearray:
         """A chunk's state of a layer after its last token so far."""
-        return self.lanes[index][layer] if self.lanes[index] else b""
+        return self.states[index][layer] if self.states[index] else b""
 
-    def snapshots(self) -> list[tuple[tuple[int, ...], Lanes]]:
+    def snapshots(self) -> list[tuple[tuple[int, ...], LayerStates]]:
         """The blocks and the states of all snapshots."""
         return [
-            (blocks, lanes)
+            (blocks, states)
             for chunk, kept in zip(self.chunks, self._kept, strict=True)
-            for (_, blocks), lanes in zip(chunk.snapshots, kept, strict=True)
-            if lanes
+            for (_, blocks), states in zip(chunk.snapshots, kept, strict=True)
+            if states
         ]

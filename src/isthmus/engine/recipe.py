@@ -94,7 +94,7 @@ class Recipe:
 
     def __init__(self, revision: str, layout: KVLayout, vocab_size: int) -> None:
         self.revision, self.layout, self.vocab_size = revision, layout, vocab_size
-        self.lane_bytes = layout.state_bytes // layout.num_layers
+        self.layer_state_bytes = layout.state_bytes // layout.num_layers
         """Of the recurrent state of one layer."""
         self._keys: dict[str, bytes] = {}
 
@@ -105,7 +105,7 @@ class Recipe:
             blake3.blake3(token.to_bytes(4, "little"), key=key).digest(length=TOKEN_BYTES) for token in tokens
         ]
 
-    def recur(self, lane: bytearray, position: int, below: Iterable[bytes]) -> Sequence[bytes]:
+    def recur(self, state: bytearray, position: int, below: Iterable[bytes]) -> Sequence[bytes]:
         """Takes the tokens from `position` on into a layer's state, which changes, and gives what comes out of it, one
         entry a token. `below`: what the layer takes.
 
@@ -113,14 +113,14 @@ class Recipe:
         that every part of the state shows, and the state depends on nothing but the tokens.
         """
         found = list[bytes]()
-        at = position * TOKEN_BYTES % self.lane_bytes
-        newest = bytes(lane[at - TOKEN_BYTES : at] if at else lane[-TOKEN_BYTES:])
+        at = position * TOKEN_BYTES % self.layer_state_bytes
+        newest = bytes(state[at - TOKEN_BYTES : at] if at else state[-TOKEN_BYTES:])
         for each in below:
             end = at + TOKEN_BYTES
-            newest = xxhash.xxh3_128_digest(lane[at:end] + newest + each)
-            lane[at:end] = newest
+            newest = xxhash.xxh3_128_digest(state[at:end] + newest + each)
+            state[at:end] = newest
             found.append(newest)
-            at = end if end < self.lane_bytes else 0
+            at = end if end < self.layer_state_bytes else 0
         return found
 
     def kv(self, before: bytes, below: Iterable[bytes]) -> list[bytes]:
@@ -161,7 +161,7 @@ def expected_tokens(
 ) -> list[int]:
     """What any cluster must answer: the same tokens from plain byte strings, without blocks or transfers."""
     held = [bytearray() for _ in range(recipe.layout.num_layers)]
-    states = [bytearray(recipe.lane_bytes) for _ in held]
+    states = [bytearray(recipe.layer_state_bytes) for _ in held]
     known, position, answer = list(prompt), 0, list[int]()
     while len(answer) < num_tokens and not (answer and answer[-1] in stop_tokens):
         below, digest = recipe.embed(salt, known), 0

@@ -19,7 +19,7 @@ from isthmus.gateway.completion_wire import CompletionDialect
 from isthmus.gateway.generate import GenerationEndpoint, Service
 from isthmus.gateway.identity import RequestIds, id_header
 from isthmus.gateway.metrics import CONTENT_TYPE, Meter
-from isthmus.gateway.orders import Planner
+from isthmus.gateway.prepare import RequestPreparer
 from isthmus.gateway.problems import (
     UnknownModelError,
     UnknownRouteError,
@@ -42,9 +42,9 @@ def create_app(
     settings = settings or GatewaySettings()
     meter = Meter(backend)
     service = Service(backend, tokenizer, settings, meter)
-    planner = Planner(backend.card, tokenizer, settings)
-    chat = GenerationEndpoint(service, ChatRequest, planner.chat, ChatDialect)
-    completion = GenerationEndpoint(service, CompletionRequest, planner.completion, CompletionDialect)
+    preparer = RequestPreparer(backend.card, tokenizer, settings)
+    chat = GenerationEndpoint(service, ChatRequest, preparer.chat, ChatDialect)
+    completion = GenerationEndpoint(service, CompletionRequest, preparer.completion, CompletionDialect)
     pages = _Pages(backend, meter)
     return Starlette(
         routes=[

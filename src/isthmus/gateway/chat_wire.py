@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from isthmus.gateway.choice import Choice, Delta, Score
-from isthmus.gateway.orders import Order
+from isthmus.gateway.prepare import PreparedRequest
 from isthmus.gateway.wire import Usage, encode, event, finite, token_text
 
 
@@ -80,14 +80,14 @@ class ChatReply(msgspec.Struct):
 class ChatDialect:
     """`token_bytes`: the bytes a token id stands for."""
 
-    def __init__(self, order: Order, token_bytes: Callable[[int], bytes]) -> None:
-        self._order = order
+    def __init__(self, prepared: PreparedRequest, token_bytes: Callable[[int], bytes]) -> None:
+        self._prepared = prepared
         self._token_bytes = token_bytes
         self._opened: set[int] = set()  # choices whose role was sent
 
     def events(self, choice: Choice, delta: Delta) -> bytes:
         opening = b"" if choice.index in self._opened else self._opening(choice)
-        tokens = delta.tokens if self._order.return_token_ids else UNSET
+        tokens = delta.tokens if self._prepared.return_token_ids else UNSET
         if not (delta.text or delta.finish or delta.scores or tokens):
             return opening
         content = ChunkChoice(
@@ -103,15 +103,15 @@ class ChatDialect:
         return self._event([], usage=usage)
 
     def reply(self, choices: Sequence[tuple[Choice, Delta]], usage: Usage) -> bytes:
-        order = self._order
+        prepared = self._prepared
         return encode(
             ChatReply(
-                id=order.id,
-                created=order.created_s,
-                model=order.model,
+                id=prepared.id,
+                created=prepared.created_s,
+                model=prepared.model,
                 choices=[self._choice(choice, whole) for choice, whole in choices],
                 usage=usage,
-                prompt_token_ids=order.prompts[0] if order.return_token_ids else UNSET,
+                prompt_token_ids=prepared.prompts[0] if prepared.return_token_ids else UNSET,
             )
         )
 
@@ -119,7 +119,7 @@ class ChatDialect:
         """The event that names the role; the very first also carries the prompt's ids, where asked for."""
         first = not self._opened
         self._opened.add(choice.index)
-        ids = self._order.prompts[0] if first and self._order.return_token_ids else UNSET
+        ids = self._prepared.prompts[0] if first and self._prepared.return_token_ids else UNSET
         return self._event([ChunkChoice(choice.index, ChatDelta("assistant", ""))], prompt_token_ids=ids)
 
     def _event(
@@ -128,13 +128,13 @@ class ChatDialect:
         usage: Usage | None = None,
         prompt_token_ids: Sequence[int] | UnsetType = UNSET,
     ) -> bytes:
-        order = self._order
+        prepared = self._prepared
         chunk = ChatChunk(
-            id=order.id,
-            created=order.created_s,
-            model=order.model,
+            id=prepared.id,
+            created=prepared.created_s,
+            model=prepared.model,
             choices=choices,
-            usage=usage if order.include_usage else UNSET,
+            usage=usage if prepared.include_usage else UNSET,
             prompt_token_ids=prompt_token_ids,
         )
         return event(encode(chunk))
@@ -145,7 +145,7 @@ class ChatDialect:
             message=ChatMessage(whole.text),
             logprobs=self._logprobs(whole),
             finish_reason=whole.finish,
-            token_ids=whole.tokens if self._order.return_token_ids else UNSET,
+            token_ids=whole.tokens if self._prepared.return_token_ids else UNSET,
         )
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:

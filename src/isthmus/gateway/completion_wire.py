@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from isthmus.gateway.choice import Choice, Delta, Score
-from isthmus.gateway.orders import Order
+from isthmus.gateway.prepare import PreparedRequest
 from isthmus.gateway.wire import Usage, encode, event, finite, token_text
 
 
@@ -44,13 +44,13 @@ class CompletionReply(msgspec.Struct):
 class CompletionDialect:
     """`token_bytes`: the bytes a token id stands for."""
 
-    def __init__(self, order: Order, token_bytes: Callable[[int], bytes]) -> None:
-        self._order = order
+    def __init__(self, prepared: PreparedRequest, token_bytes: Callable[[int], bytes]) -> None:
+        self._prepared = prepared
         self._token_bytes = token_bytes
         self._opened: set[int] = set()  # choices of which something was sent
 
     def events(self, choice: Choice, delta: Delta) -> bytes:
-        if not (delta.text or delta.finish or delta.scores or self._order.return_token_ids):
+        if not (delta.text or delta.finish or delta.scores or self._prepared.return_token_ids):
             return b""
         first = choice.index not in self._opened
         self._opened.add(choice.index)
@@ -65,17 +65,17 @@ class CompletionDialect:
         return encode(body)
 
     def _body(self, choices: list[CompletionChoice], usage: Usage | None) -> CompletionReply:
-        order = self._order
+        prepared = self._prepared
         return CompletionReply(
-            id=order.id,
-            created=order.created_s,
-            model=order.model,
+            id=prepared.id,
+            created=prepared.created_s,
+            model=prepared.model,
             choices=choices,
-            usage=usage if order.include_usage else UNSET,
+            usage=usage if prepared.include_usage else UNSET,
         )
 
     def _choice(self, choice: Choice, delta: Delta, *, first: bool) -> CompletionChoice:
-        ids = self._order.return_token_ids
+        ids = self._prepared.return_token_ids
         return CompletionChoice(
             index=choice.index,
             text=delta.text,

@@ -16,7 +16,7 @@ from isthmus.gateway.flow import ClientGoneError, cancel_all, run
 from isthmus.gateway.http import JSON_HEADERS, EventWriter, read_body, send_body
 from isthmus.gateway.identity import hex_id
 from isthmus.gateway.metrics import ChoiceTimer, Meter
-from isthmus.gateway.orders import Order
+from isthmus.gateway.prepare import PreparedRequest
 from isthmus.gateway.problems import problem_json, status_of
 from isthmus.gateway.requests import Body, parse_body
 from isthmus.gateway.settings import GatewaySettings
@@ -44,8 +44,8 @@ class GenerationEndpoint(Generic[Body]):
 
     service: Service
     kind: type[Body]
-    plan: Callable[[Body, str, Terms], Awaitable[Order]]
-    dialect: Callable[[Order, Callable[[int], bytes]], Dialect]
+    plan: Callable[[Body, str, Terms], Awaitable[PreparedRequest]]
+    dialect: Callable[[PreparedRequest, Callable[[int], bytes]], Dialect]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises IsthmusError before the answer has begun; afterwards errors are part of the answer."""
@@ -57,26 +57,26 @@ class GenerationEndpoint(Generic[Body]):
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival_s = time.perf_counter()
         body = await read_body(scope, receive, self.service.settings.max_body_bytes)
-        order = await self.plan(parse_body(self.kind, body), hex_id(scope), terms_of(scope))
-        dialect = self.dialect(order, self.service.tokenizer.token_bytes)
-        answer = self._stream if order.stream else self._answer
+        prepared = await self.plan(parse_body(self.kind, body), hex_id(scope), terms_of(scope))
+        dialect = self.dialect(prepared, self.service.tokenizer.token_bytes)
+        answer = self._stream if prepared.stream else self._answer
         # From here to `run`, which cancels what is left, nothing may await or fail.
-        choices = self._submit(order, arrival_s)
+        choices = self._submit(prepared, arrival_s)
         running = self.service.meter.running
         running.inc(len(choices))
         try:
-            await answer(order, choices, dialect, receive, send)
+            await answer(prepared, choices, dialect, receive, send)
         finally:
             running.dec(len(choices))
 
-    def _submit(self, order: Order, arrival_s: float) -> TimedChoices:
+    def _submit(self, prepared: PreparedRequest, arrival_s: float) -> TimedChoices:
         """Starts all jobs, or none. Raises what the backend raises."""
         started: dict[int, Choice] = {}
         try:
-            for index, job in enumerate(order.jobs):
+            for index, job in enumerate(prepared.jobs):
                 stream = self.service.backend.submit(job)
                 detokenizer = self.service.tokenizer.detokenizer()
-                stops = StopMatcher(order.stops)
+                stops = StopMatcher(prepared.stops)
                 started[index] = Choice(index, job, stream, detokenizer, stops)
         except BaseException:
             cancel_all(started)
@@ -85,13 +85,13 @@ class GenerationEndpoint(Generic[Body]):
         return [
             (
                 choice,
-                ChoiceTimer(meter, settings, choice, arrival_s=arrival_s, leads=choice.index % order.n == 0),
+                ChoiceTimer(meter, settings, choice, arrival_s=arrival_s, leads=choice.index % prepared.n == 0),
             )
             for choice in started.values()
         ]
 
     async def _answer(
-        self, order: Order, choices: TimedChoices, dialect: Dialect, receive: Receive, send: Send
+        self, prepared: PreparedRequest, choices: TimedChoices, dialect: Dialect, receive: Receive, send: Send
     ) -> None:
         kept: list[list[Delta]] = [[] for _ in choices]
 
@@ -100,11 +100,11 @@ class GenerationEndpoint(Generic[Body]):
 
         await run(choices, keep, receive)
         finished = [(choice, joined(deltas)) for (choice, _), deltas in zip(choices, kept, strict=True)]
-        body = dialect.reply(finished, usage_of(order, [choice for choice, _ in choices]))
+        body = dialect.reply(finished, usage_of(prepared, [choice for choice, _ in choices]))
         await send_body(send, body, JSON_HEADERS)
 
     async def _stream(
-        self, order: Order, choices: TimedChoices, dialect: Dialect, receive: Receive, send: Send
+        self, prepared: PreparedRequest, choices: TimedChoices, dialect: Dialect, receive: Receive, send: Send
     ) -> None:
         writer = EventWriter(send)
 
@@ -121,5 +121,5 @@ class GenerationEndpoint(Generic[Body]):
                 raise  # a bug of ours: the app counts it and the server logs it
             self.service.meter.failed(status_of(error))
             return
-        usage = usage_of(order, [choice for choice, _ in choices])
-        await writer.close((dialect.usage_event(usage) if order.include_usage else b"") + DONE)
+        usage = usage_of(prepared, [choice for choice, _ in choices])
+        await writer.close((dialect.usage_event(usage) if prepared.include_usage else b"") + DONE)

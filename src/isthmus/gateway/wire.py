@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from isthmus.gateway.choice import Choice, Delta
-from isthmus.gateway.orders import Order
+from isthmus.gateway.prepare import PreparedRequest
 
 DONE = b"data: [DONE]\n\n"
 # JSON has no infinities. OpenAI writes this for tokens that cannot be.
@@ -29,7 +29,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Dialect(Protocol):
-    """How one endpoint writes an order's answer. Made for one order; may remember what it wrote."""
+    """How one endpoint writes an prepared's answer. Made for one prepared; may remember what it wrote."""
 
     def events(self, choice: Choice, delta: Delta) -> bytes:
         """The SSE events for `delta`; empty when it has nothing to show."""
@@ -48,11 +48,11 @@ def event(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-def usage_of(order: Order, choices: Sequence[Choice]) -> Usage:
+def usage_of(prepared: PreparedRequest, choices: Sequence[Choice]) -> Usage:
     """Each prompt counts once, however many choices continue it; its cached tokens are the first choice's."""
     prompt_tokens = sum(len(prompt) for prompt in order.prompts)
     completion_tokens = sum(choice.num_tokens for choice in choices)
-    cached_tokens = sum(choice.cached_tokens for choice in choices[:: order.n])
+    cached_tokens = sum(choice.cached_tokens for choice in choices[:: prepared.n])
     return Usage(
         prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptDetails(cached_tokens)
     )

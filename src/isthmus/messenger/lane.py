@@ -13,7 +13,7 @@ from isthmus.messenger.frames import GOOD, VOID, FrameReader, Prefix
 from isthmus.messenger.outbox import Frame, Sending
 from isthmus.messenger.pieces import IO_PARTS, zeros
 
-BATCH = 1 << 20
+WRITE_BYTES = 1 << 20
 """Bytes given to a lane at once; what comes later with a higher priority has to wait for them."""
 
 
@@ -62,7 +62,7 @@ class Lane:
 
     def fill(self) -> bool:
         """Takes frames until a batch is full. False when there is nothing to write."""
-        while self._unwritten_bytes < BATCH:
+        while self._unwritten_bytes < WRITE_BYTES:
             taken = self._exchange.next_frame(self)
             if taken is None:
                 break

@@ -15,7 +15,7 @@ from isthmus.sim.records import RequestRecord, Result, Status
 from isthmus.sim.report.series import Bins, binned, decoding, prefill_nodes_at_work
 from isthmus.sim.summary import Summary, summarize
 from isthmus.sim.workloads import Replay, Workload, load
-from isthmus.sim.world import World
+from isthmus.sim.simulation import Simulation
 from isthmus.types import NS_PER_S
 
 
@@ -119,7 +119,7 @@ class Lab:
         found = self._outcomes.get(key)
         if found is None:
             self.report(f"{what}, {variant.trace} trace")
-            result = World(deployment, self.workload(variant)).run()
+            result = Simulation(deployment, self.workload(variant)).run()
             found = self._outcomes[key] = _outcome(result, deployment)
         return found
 

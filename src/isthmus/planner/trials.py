@@ -22,7 +22,7 @@ from isthmus.sim.spread import spread
 from isthmus.sim.summary import within_limits
 from isthmus.sim.workloads import Request, Workload
 from isthmus.sim.workloads.workload import PLAIN_BLOCK_SIZE
-from isthmus.sim.world import World
+from isthmus.sim.simulation import Simulation
 from isthmus.types import NS_PER_S
 
 FRACTIONS = (0.7, 0.8, 0.9)
@@ -84,7 +84,7 @@ class Trials:
             msgspec.structs.replace(request, arrival_ns=time)
             for request, time in zip(self._workload.requests, times, strict=True)
         ]
-        return World(deployment, Workload(self._workload.name, block_size, requests)).run()
+        return Simulation(deployment, Workload(self._workload.name, block_size, requests)).run()
 
     def _notes(self, limited: bool) -> list[str]:
         notes, count = [], len(self._workload.requests)

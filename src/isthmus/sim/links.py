@@ -12,7 +12,7 @@ from isthmus.sim.records import LinkRecord
 from isthmus.types import Role
 
 
-class Lane:
+class SerialLink:
     """A link that nothing else shares: one transfer after the other, so each one's end is known when it begins."""
 
     __slots__ = ("_bytes_per_s", "_free_ns", "_record")
@@ -42,8 +42,8 @@ class NodeLinks:
     handover_in: int
     handover_out: int
     disk_read: int
-    disk_write: Lane
-    load: Lane | None
+    disk_write: SerialLink
+    load: SerialLink | None
     from_device: tuple[int, ...]
     to_device: tuple[int, ...]
 
@@ -97,7 +97,7 @@ class Wiring:
         rates, name = facts.rates, facts.node
         net_in = handover_in = self._link(f"{name} in", "network", rates.network)
         net_out = handover_out = self._link(f"{name} out", "network", rates.network)
-        lane: Lane | None = None
+        serial: SerialLink | None = None
         beside_out: tuple[int, ...] = ()
         beside_in: tuple[int, ...] = ()
         changes = self._deployment.rules.convert  # then it needs the links of every role
@@ -116,18 +116,18 @@ class Wiring:
             if decodes:
                 beside_in = (self._link(to_device, "memory", rates.memory, behind=handover_in),)
         if loads:  # to its device comes what it loads from its own memory
-            lane = self._lane(f"{name} load" if decodes else to_device, "memory", rates.memory)
+            serial = self._serial(f"{name} load" if decodes else to_device, "memory", rates.memory)
         read = self._link(f"{name} disk read", "disk", rates.disk_read)
-        write = self._lane(f"{name} disk write", "disk", rates.disk_write)
-        return NodeLinks(net_in, net_out, handover_in, handover_out, read, write, lane, beside_out, beside_in)
+        write = self._serial(f"{name} disk write", "disk", rates.disk_write)
+        return NodeLinks(net_in, net_out, handover_in, handover_out, read, write, serial, beside_out, beside_in)
 
-    def load_lane(self, links: NodeLinks, facts: NodeFacts) -> Lane:
+    def load_link(self, links: NodeLinks, facts: NodeFacts) -> SerialLink:
         """Of a node that only decodes it is made when something is to be loaded there."""
         if links.load is None:
-            links.load = self._lane(f"{facts.node} load", "memory", facts.rates.memory)
+            links.load = self._serial(f"{facts.node} load", "memory", facts.rates.memory)
         return links.load
 
-    def crossing(self, source: NodeFacts, target: NodeFacts) -> ClusterLink | None:
+    def link_between(self, source: NodeFacts, target: NodeFacts) -> ClusterLink | None:
         """The link between the clusters of two nodes; None inside one."""
         return None if source.cluster == target.cluster else self._paths[source.cluster, target.cluster]
 
@@ -163,8 +163,8 @@ class Wiring:
         """Also a part of a link of the network: what crosses one crosses the other."""
         self._numbers.append((number, self._record(name, kind, bytes_per_s)))
 
-    def _lane(self, name: str, kind: str, bytes_per_s: int) -> Lane:
-        return Lane(self._record(name, kind, bytes_per_s))
+    def _serial(self, name: str, kind: str, bytes_per_s: int) -> SerialLink:
+        return SerialLink(self._record(name, kind, bytes_per_s))
 
     def _record(self, name: str, kind: str, bytes_per_s: int) -> LinkRecord:
         self._records.append(LinkRecord(name, kind, bytes_per_s))

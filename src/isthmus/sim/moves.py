@@ -32,7 +32,7 @@ Due = list[tuple[SimNode | None, Any]]
 look again at what the node's run waits for."""
 
 
-class _Way(NamedTuple):
+class _Leg(NamedTuple):
     """Of hand-overs from one node to another."""
 
     source: SimNode
@@ -44,12 +44,12 @@ class _Way(NamedTuple):
 class _Handover:
     """An attempt's KV on its way to where it decodes. `rest`: bytes that follow when all is computed."""
 
-    __slots__ = ("flow", "job", "key", "rest", "way")
+    __slots__ = ("flow", "job", "key", "rest", "leg")
 
     flow: Flow
 
-    def __init__(self, key: RequestId, job: Job, way: _Way, rest: int) -> None:
-        self.key, self.job, self.way, self.rest = key, job, way, rest
+    def __init__(self, key: RequestId, job: Job, leg: _Leg, rest: int) -> None:
+        self.key, self.job, self.leg, self.rest = key, job, leg, rest
 
 
 class _Transfer:
@@ -92,7 +92,7 @@ class Moves:
             self._named[node.facts.node] = node
         self._nodes = nodes
         self._state_blocks = nodes[0].facts.state_blocks if nodes else 0
-        self._ways: dict[tuple[int, int], _Way] = {}
+        self._legs: dict[tuple[int, int], _Leg] = {}
         self._handovers: dict[RequestId, _Handover] = {}
         self._reads: dict[RequestId, tuple[SimNode, Flow]] = {}
         self._fetches: dict[tuple[RequestId, int], _Transfer] = {}
@@ -142,8 +142,8 @@ class Moves:
             return
         size = load.num_tokens * node.cost.kv_token_bytes + (0 if load.told else node.cost.state_bytes)
         self.bytes_moved["load"] += size
-        lane = node.links.load or self.wiring.load_lane(node.links, node.facts)
-        ends = lane.take(size, now)
+        serial = node.links.load or self.wiring.load_link(node.links, node.facts)
+        ends = serial.take(size, now)
         transfer = self._fetches.get((load.key, node.slot))
         if not load.told:
             job.loaded_ns, names = ends, load.names
@@ -263,7 +263,7 @@ class Moves:
         if stop == give.stop and give.on_disk:
             path = (node.links.disk_read, *path)
         transfer.flow = self.network.start(path, size, (self._given, transfer), self._clock.now)
-        link = self.wiring.crossing(node.facts, target.facts)
+        link = self.wiring.link_between(node.facts, target.facts)
         if link is not None:
             self._watch(link, transfer)
 
@@ -279,7 +279,7 @@ class Moves:
 
     def _given(self, transfer: _Transfer) -> None:
         source, target = transfer.source, transfer.target
-        link = self.wiring.crossing(source.facts, target.facts)
+        link = self.wiring.link_between(source.facts, target.facts)
         self._arrive(source, target, partial(self._given_came, transfer), link)
 
     def _nothing_came(self, transfer: _Transfer) -> None:
@@ -356,12 +356,12 @@ class Moves:
         self.bytes_moved["handover"] += size
         if not send.computed:
             rest = kv // cost.num_layers + cost.state_bytes
-        way = self._ways.get((node.slot, job.target)) or self._way(node, job.target)
-        handover = self._handovers[key] = _Handover(key, job, way, rest)
+        leg = self._legs.get((node.slot, job.target)) or self._leg(node, job.target)
+        handover = self._handovers[key] = _Handover(key, job, leg, rest)
         tag = self._handed_over, handover
-        handover.flow = self.network.start(way.path, size - rest, tag, self._clock.now, quiet=not send.computed)
-        if way.link is not None:
-            self._watch(way.link, handover)
+        handover.flow = self.network.start(leg.path, size - rest, tag, self._clock.now, quiet=not send.computed)
+        if leg.link is not None:
+            self._watch(leg.link, handover)
 
     def _finish(self, node: SimNode, finish: events.Finish) -> None:
         """The prompt is computed: the last layer's KV follows, and the recurrent state."""
@@ -369,10 +369,10 @@ class Moves:
         if handover is None:
             return
         self.network.grow(handover.flow, handover.rest, self._clock.now)
-        if handover.way.link is not None:
-            self._watch(handover.way.link, handover)
+        if handover.leg.link is not None:
+            self._watch(handover.leg.link, handover)
 
-    def _way(self, source: SimNode, target_slot: int) -> _Way:
+    def _leg(self, source: SimNode, target_slot: int) -> _Leg:
         """From a prefill node's device to a decode node's. Roles change nothing about it."""
         target = self._nodes[target_slot]
         path = (
@@ -380,14 +380,14 @@ class Moves:
             *self.wiring.trunk(source.facts, target.facts),
             target.links.handover_in, *target.links.to_device,
         )  # fmt: skip
-        way = _Way(source, target, path, self.wiring.crossing(source.facts, target.facts))
-        self._ways[source.slot, target_slot] = way
-        return way
+        leg = _Leg(source, target, path, self.wiring.link_between(source.facts, target.facts))
+        self._legs[source.slot, target_slot] = leg
+        return leg
 
     def _handed_over(self, handover: _Handover) -> None:
-        way = handover.way
+        leg = handover.leg
         del self._handovers[handover.key]
-        self._say(way.source, way.target, events.Received(handover.key), way.link)
+        self._say(leg.source, leg.target, events.Received(handover.key), leg.link)
 
     def _land(self, node: SimNode, land: events.Land) -> None:
         job = self._attempts.get(land.key)
@@ -398,7 +398,7 @@ class Moves:
     def _release(self, node: SimNode, release: events.Release) -> None:
         key = release.key
         handover = self._handovers.get(key)
-        if handover is not None and (handover.way.source is node or handover.way.target is node):
+        if handover is not None and (handover.leg.source is node or handover.leg.target is node):
             self._stop_handover(handover)
         if self._fetches or self._recalled:
             transfer = self._fetches.get((key, node.slot))
@@ -457,7 +457,7 @@ class Moves:
             if node is transfer.source or node is transfer.target:
                 self._break_off(transfer)
         for handover in list(self._handovers.values()):
-            if node is handover.way.source or node is handover.way.target:
+            if node is handover.leg.source or node is handover.leg.target:
                 self._stop_handover(handover)
         for key, (reader, _) in list(self._reads.items()):
             if reader is node:
@@ -499,7 +499,7 @@ class Moves:
             return
         reason = f"no KV crossed {link.record.name} for {self._link_ns / NS_PER_S:g} s"
         severed = events.Severed((what.key,), reason)
-        self._due += [(what.way.source, severed), (what.way.target, severed)]
+        self._due += [(what.leg.source, severed), (what.leg.target, severed)]
 
     def link_states(self, now: int) -> tuple[LinkState, ...]:
         """Of all links between clusters, since the call before."""

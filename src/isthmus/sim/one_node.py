@@ -32,7 +32,7 @@ _BLOCK = 16
 _PS_PER_NS = 1000
 
 
-class Batching(msgspec.Struct, frozen=True):
+class BatchLimits(msgspec.Struct, frozen=True):
     """What the node's scheduler may do; fields as of `scheduler.Limits`. `kv_tokens`: memory; `tbt_ms`: what it lets an
     iteration with decodes take, as the step time says."""
 
@@ -52,7 +52,7 @@ class Asked(msgspec.Struct, frozen=True):
     arrival_ns: int = 0
 
 
-class Batch(msgspec.Struct, frozen=True):
+class Iteration(msgspec.Struct, frozen=True):
     """One iteration: what was asked of the step time, and the answer."""
 
     chunks: tuple[tuple[int, int], ...]
@@ -67,7 +67,7 @@ class Served(msgspec.Struct, frozen=True):
     from those that follow."""
 
     requests: abc.Sequence[Asked]
-    batches: list[Batch]
+    batches: list[Iteration]
     ends_ps: list[int]
     admitted: list[int]
     first: list[int]
@@ -97,9 +97,9 @@ class Served(msgspec.Struct, frozen=True):
         return gaps
 
 
-def serve(requests: abc.Sequence[Asked], step_ps: StepTime, batching: Batching) -> Served:
+def serve(requests: abc.Sequence[Asked], step_ps: StepTime, batch_limits: BatchLimits) -> Served:
     """Serves all requests, which are in order of arrival. No prefix is shared."""
-    node, now = OneNode(requests, batching, step_ps), 0
+    node, now = OneNode(requests, batch_limits, step_ps), 0
     while not node.is_done:
         if node.batch is None:
             now = max(now, node.next_arrival_ps)
@@ -113,22 +113,22 @@ def serve(requests: abc.Sequence[Asked], step_ps: StepTime, batching: Batching) 
 class OneNode:
     """For drivers with a time of their own. `batch`: the one to execute next, None while nobody is here."""
 
-    def __init__(self, requests: abc.Sequence[Asked], batching: Batching, step_ps: StepTime) -> None:
+    def __init__(self, requests: abc.Sequence[Asked], batch_limits: BatchLimits, step_ps: StepTime) -> None:
         limits = Limits(
-            num_blocks=batching.kv_tokens // _BLOCK,
+            num_blocks=batch_limits.kv_tokens // _BLOCK,
             block_size=_BLOCK,
-            token_budget=batching.token_budget,
-            prompt_batch=batching.prompt_batch,
-            partial_prefills=batching.partial_prefills,
-            max_sequences=batching.max_sequences,
+            token_budget=batch_limits.token_budget,
+            prompt_batch=batch_limits.prompt_batch,
+            partial_prefills=batch_limits.partial_prefills,
+            max_sequences=batch_limits.max_sequences,
             max_steps=1,
         )
-        target = Chunking(batching.partial_prefills, batching.tbt_ms).target(step_ps)
+        target = Chunking(batch_limits.partial_prefills, batch_limits.tbt_ms).target(step_ps)
         self._scheduler = Scheduler(limits, None, CountingPool(limits.num_blocks), target)
         self._step_ps = step_ps
         nowhere = [-1] * len(requests)
         self.served = Served(requests, [], [], nowhere, nowhere[:])
-        self.batch: Batch | None = None
+        self.batch: Iteration | None = None
         self._sampled: list[int] = []  # who gets the first token from it
         self._ending: dict[int, list[RequestId]] = {}  # batch -> who gets the last token from it
         self._arrived = 0
@@ -177,5 +177,5 @@ class OneNode:
             assert action.num_decodes == sum(map(len, self._ending.values())), "a decode waits"
             chunks = tuple([(piece.count, piece.start) for piece in action.chunks])
             took_ps = self._step_ps(chunks, action.num_decodes, action.context)
-            self.batch = Batch(chunks, action.num_decodes, action.context, took_ps)
+            self.batch = Iteration(chunks, action.num_decodes, action.context, took_ps)
             self._sampled = [int(piece.request) for piece in action.chunks if piece.samples]

@@ -4,7 +4,7 @@ Knows names, seals and bytes; which block to keep where is decided elsewhere.
 """
 
 from isthmus.store.arena import Arena, ArenaHandle, PeerArena, Shape
-from isthmus.store.books import Pinned
+from isthmus.store.directory import Pinned
 from isthmus.store.files import Files
 from isthmus.store.log import Log
 from isthmus.store.memory import aligned_buffer, copy_bytes

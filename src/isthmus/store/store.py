@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from isthmus.blocks import seal
 from isthmus.store.arena import Arena
-from isthmus.store.books import Books, Pinned
+from isthmus.store.directory import BlockDirectory, Pinned
 from isthmus.store.log import Log
 from isthmus.store.memory import Buffer, copy_bytes
 from isthmus.store.reader import Fault, Reader, Source
@@ -63,7 +63,7 @@ class Store:
         self.shape = arena.shape
         self._on_lost = on_lost
         self._changed = threading.Condition()
-        self._books = Books(arena.num_slots, log)
+        self._directory = BlockDirectory(arena.num_slots, log)
         self._counters = Counters()
         self._reading = 0
         self._closed = False
@@ -71,7 +71,7 @@ class Store:
         self._pool = ThreadPoolExecutor(threads, "isthmus-store")
         self._reader = Reader(arena, log, self._pool, threads)
         self._writer = (
-            None if log is None else Writer(self._books, arena, log, self._counters, self._changed, self._lose)
+            None if log is None else Writer(self._directory, arena, log, self._counters, self._changed, self._lose)
         )
         self._writes_behind = writes_behind
         if self._writer is not None and writes_behind:
@@ -82,12 +82,12 @@ class Store:
     def reserve(self, count: int) -> list[int]:
         """Up to `count` empty slots to fill; fewer when the arena has no more."""
         with self._changed:
-            return self._books.reserve(count)
+            return self._directory.reserve(count)
 
     def give_back(self, slots: Iterable[int]) -> None:
         """Reserved slots that are not used after all."""
         with self._changed:
-            self._books.give_back(slots)
+            self._directory.give_back(slots)
 
     def commit(self, name: BlockName, parent: BlockName | None, slot: int, seals: Sequence[bytes]) -> None:
         """The reserved slot holds this block from now on, in DRAM by decision; it is written behind.
@@ -99,7 +99,7 @@ class Store:
         check_name(name)
         check_name(parent)
         with self._changed:
-            if self._books.commit(name, parent, slot, tuple(seals)):
+            if self._directory.commit(name, parent, slot, tuple(seals)):
                 self._counters.memory_bytes_in += self.shape.block_bytes
             self._changed.notify_all()
 
@@ -110,13 +110,13 @@ class Store:
         check_name(name)
         check_name(parent)
         with self._changed:
-            block = self._books.blocks.get(name)
+            block = self._directory.blocks.get(name)
             if block is not None and block.slot is not None:
                 return None
-            self._books.commit(name, parent, slot, tuple(seals))
+            self._directory.commit(name, parent, slot, tuple(seals))
             self._counters.memory_bytes_in += self.shape.block_bytes
             self._changed.notify_all()
-            return self._books.pin(name)
+            return self._directory.pin(name)
 
     # Using DRAM.
 
@@ -126,7 +126,7 @@ class Store:
         A pinned slot keeps its bytes until `unpin`, whatever becomes of the block. Counted.
         """
         with self._changed:
-            found = [self._books.pin(name) for name in names]
+            found = [self._directory.pin(name) for name in names]
             hits = sum(pinned is not None for pinned in found)
             self._counters.memory_hits += hits
             self._counters.memory_bytes_out += hits * self.shape.block_bytes
@@ -136,22 +136,22 @@ class Store:
         """Undoes one `pin` of each."""
         with self._changed:
             for one in pinned:
-                self._books.slots.unpin(one.slot)
+                self._directory.slots.unpin(one.slot)
 
     def tier(self, name: BlockName) -> Tier | None:
         """Where the block is by decision; None: nowhere."""
         with self._changed:
-            block = self._books.blocks.get(name)
+            block = self._directory.blocks.get(name)
             return None if block is None else block.tier
 
     def contains(self, name: BlockName) -> bool:
         with self._changed:
-            return name in self._books.blocks
+            return name in self._directory.blocks
 
     def seals(self, name: BlockName) -> tuple[bytes, ...] | None:
         """One per layer; None when the block is not here."""
         with self._changed:
-            block = self._books.blocks.get(name)
+            block = self._directory.blocks.get(name)
             return None if block is None else block.seals
 
     # Decisions.
@@ -165,7 +165,7 @@ class Store:
         with self._changed:
             can_write = self._writer is not None and self._writer.can_write
             for name in names:
-                if self._books.demote(name, can_write=can_write):
+                if self._directory.demote(name, can_write=can_write):
                     self._counters.memory_evictions += 1
                 else:
                     lost.append(name)
@@ -177,12 +177,12 @@ class Store:
         """In no tier any more. Unknown names are ignored."""
         with self._changed:
             for name in names:
-                block = self._books.blocks.get(name)
+                block = self._directory.blocks.get(name)
                 if block is None:
                     continue
                 self._counters.memory_evictions += block.slot is not None
                 self._counters.disk_evictions += block.place is not None
-                self._books.drop(name)
+                self._directory.drop(name)
             self._changed.notify_all()
 
     # Reading.
@@ -244,10 +244,10 @@ class Store:
         found = self.log.scan()
         chains = whole_chains(found)
         with self._changed:
-            assert not self._books.blocks, "recover comes before anything else"
+            assert not self._directory.blocks, "recover comes before anything else"
             self.log.occupy(place for place, _ in chains)
             for place, header in chains:
-                self._books.restore(header.name, header.parent, header.seals, place)
+                self._directory.restore(header.name, header.parent, header.seals, place)
             self._writer.sequence = max((header.sequence for _, header in found), default=0)
         return [(header.name, header.parent) for _, header in chains]
 
@@ -270,7 +270,7 @@ class Store:
     def check(self) -> None:
         """Conservation of slots and places; walks over everything."""
         with self._changed:
-            self._books.check(0 if self.log is None else self.log.num_used)
+            self._directory.check(0 if self.log is None else self.log.num_used)
 
     def close(self) -> None:
         """Flushes for at most ten seconds, then gives everything back. Idempotent.
@@ -327,13 +327,13 @@ class Store:
         with self._changed:
             for want in wants:
                 assert len(want.into) == len(want.layers) * self.shape.slice_bytes, "memory of the wrong size"
-                block = None if self._closed else self._books.blocks.get(want.name)
+                block = None if self._closed else self._directory.blocks.get(want.name)
                 if block is None:
                     self._counters.misses += 1
                     sources.append(None)
                     continue
                 if block.slot is not None:
-                    self._books.slots.pin(block.slot)
+                    self._directory.slots.pin(block.slot)
                 sources.append(Source(block.slot, block.place, block.seals, want.layers, want.into))
             self._reading += 1
         return sources
@@ -343,7 +343,7 @@ class Store:
             self._reading -= 1
             for source in sources:
                 if source.slot is not None:
-                    self._books.slots.unpin(source.slot)
+                    self._directory.slots.unpin(source.slot)
             if self._closed:
                 self._changed.notify_all()
 
@@ -360,10 +360,10 @@ class Store:
     def _blame(self, name: BlockName, source: Source, fault: Fault) -> bool:
         """Removes a block found damaged, and says so; False: it lies elsewhere by now."""
         with self._changed:
-            block = self._books.blocks.get(name)
+            block = self._directory.blocks.get(name)
             if block is None or block.place != source.place or block.slot is not None:
                 return block is None
-            self._books.drop(name)
+            self._directory.drop(name)
             self._counters.lost_blocks += 1
             self._counters.io_errors += fault is Fault.UNREADABLE
             self._counters.seal_mismatches += fault is Fault.DAMAGED
@@ -376,14 +376,14 @@ class Store:
             self._on_lost(names)
 
     def _stat(self) -> Stat:
-        books, counters, size = self._books, self._counters, self.shape.block_bytes
-        num_slots_used = self.arena.num_slots - books.slots.num_empty
+        directory, counters, size = self._directory, self._counters, self.shape.block_bytes
+        num_slots_used = self.arena.num_slots - directory.slots.num_empty
         num_records = 0 if self.log is None else self.log.num_used
         return Stat(
             memory=TierStat(
                 capacity_bytes=self.arena.capacity_bytes,
                 used_bytes=num_slots_used * size,
-                num_blocks=books.slots.num_owned - len(books.reserved),
+                num_blocks=directory.slots.num_owned - len(directory.reserved),
                 hits=counters.memory_hits,
                 bytes_in=counters.memory_bytes_in,
                 bytes_out=counters.memory_bytes_out,
@@ -392,17 +392,17 @@ class Store:
             disk=TierStat(
                 capacity_bytes=0 if self.log is None else self.log.capacity_bytes,
                 used_bytes=0 if self.log is None else num_records * self.log.format.record_bytes,
-                num_blocks=num_records - len(books.in_writing),
+                num_blocks=num_records - len(directory.in_writing),
                 hits=counters.disk_hits,
                 bytes_in=counters.disk_bytes_in,
                 bytes_out=counters.disk_bytes_out,
                 evictions=counters.disk_evictions,
             ),
             misses=counters.misses,
-            num_pinned=books.slots.num_pinned,
-            num_reserved=len(books.reserved),
+            num_pinned=directory.slots.num_pinned,
+            num_reserved=len(directory.reserved),
             file_bytes=0 if self.log is None else self.log.used_bytes,
-            queued_blocks=0 if self.log is None else len(books.unwritten) + len(books.demoting),
+            queued_blocks=0 if self.log is None else len(directory.unwritten) + len(directory.demoting),
             lost_blocks=counters.lost_blocks,
             seal_mismatches=counters.seal_mismatches,
             io_errors=counters.io_errors,

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from isthmus.store.arena import Arena
-from isthmus.store.books import Block, Books
+from isthmus.store.directory import Block, BlockDirectory
 from isthmus.store.log import Entry, Log
 from isthmus.store.record import Header
 from isthmus.store.stat import Counters
@@ -55,21 +55,21 @@ class Retry:
 
 
 class Writer:
-    """The thread that empties `books.demoting` and `books.unwritten` into the log.
+    """The thread that empties `directory.demoting` and `directory.unwritten` into the log.
 
-    `changed` guards `books` and `counters`, and is notified when there may be something to write.
+    `changed` guards `directory` and `counters`, and is notified when there may be something to write.
     """
 
     def __init__(
         self,
-        books: Books,
+        directory: BlockDirectory,
         arena: Arena,
         log: Log,
         counters: Counters,
         changed: threading.Condition,
         lose: Callable[[Sequence[BlockName]], None],
     ) -> None:
-        self._books = books
+        self._directory = directory
         self._arena = arena
         self._log = log
         self._counters = counters
@@ -146,7 +146,7 @@ class Writer:
     def _has_work(self) -> bool:
         if self._write_retry.failing:
             return False
-        return bool(self._books.demoting or (self._books.unwritten and self._has_room()))
+        return bool(self._directory.demoting or (self._directory.unwritten and self._has_room()))
 
     def _has_room(self) -> bool:
         return self._log.num_free > 0 or (self._log.can_grow and not self._grow_retry.failing)
@@ -165,7 +165,7 @@ class Writer:
         with self._changed:
             if self._grow_retry.failing:
                 return self._grow_retry.at_s <= self._log.files.now()
-            wanted = min(self._batch, len(self._books.demoting) + len(self._books.unwritten))
+            wanted = min(self._batch, len(self._directory.demoting) + len(self._directory.unwritten))
             return self._log.can_grow and self._log.num_free < wanted
 
     def _grow(self) -> None:
@@ -181,17 +181,17 @@ class Writer:
             if not self._has_work():
                 return
             self._busy = True
-            batch, lost = self._books.start_writing(self._batch)
+            batch, lost = self._directory.start_writing(self._batch)
             entries = [self._entry(block) for block in batch]
         error = _error_of(lambda: self._write(entries))
         with self._changed:
-            lost += self._books.end_writing(written=error is None)
+            lost += self._directory.end_writing(written=error is None)
             if error is None:
                 self._write_retry.worked()
                 self._counters.disk_bytes_in += len(entries) * self._arena.shape.block_bytes
             else:
                 self._failed(self._write_retry, error)
-                lost += self._books.give_up_demoting()
+                lost += self._directory.give_up_demoting()
             self._counters.lost_blocks += len(lost)
         self._lose(lost)
         with self._changed:

@@ -12,7 +12,7 @@ from isthmus.papers.lab import Lab
 from isthmus.papers.sarathi.gain import apart
 from isthmus.papers.sarathi.models import on_a100
 from isthmus.papers.table import Cell, Figures, Table, compare
-from isthmus.sim.one_node import WHOLE, Asked, Batching, Served, serve
+from isthmus.sim.one_node import WHOLE, Asked, BatchLimits, Served, serve
 from isthmus.types import NS_PER_S
 
 _NUM_REQUESTS, _BUDGET, _MAX_SEQUENCES = 128, 1024, 128
@@ -73,7 +73,7 @@ def _serve(row: str, requests: list[Asked]) -> Served:
     cost, compiled = on_a100("Yi-34B", 2)
     budget = WHOLE if row == "hybrid batches only" else _BUDGET
     step = apart(compiled.step_ps) if row == "chunked prefills only" else compiled.step_ps
-    return serve(requests, step, Batching(budget, _MAX_SEQUENCES, kv_tokens=cost.kv_capacity_tokens))
+    return serve(requests, step, BatchLimits(budget, _MAX_SEQUENCES, kv_tokens=cost.kv_capacity_tokens))
 
 
 def _measure(lab: Lab) -> Iterator[Cell]:

@@ -14,7 +14,7 @@ import msgspec
 from isthmus.papers.lab import Lab
 from isthmus.papers.sarathi.models import on_a100
 from isthmus.papers.table import Cell, Table
-from isthmus.sim.one_node import WHOLE, Asked, Batching, OneNode, StepTime, serve
+from isthmus.sim.one_node import WHOLE, Asked, BatchLimits, OneNode, StepTime, serve
 
 _STAGES, _REPLICAS = 8, 8
 _STAGED_BATCH, _WHOLE_BATCH, _CHUNK = 27, 11, 256
@@ -37,11 +37,11 @@ class Piped(msgspec.Struct, frozen=True):
     bubbles_ps: list[int]
 
 
-def piped(queues: list[list[Asked]], step_ps: StepTime, batching: Batching) -> Piped:
+def piped(queues: list[list[Asked]], step_ps: StepTime, batch_limits: BatchLimits) -> Piped:
     """Each queue is served in a micro-batch of its own. They pass the stages in turn, and each may enter again, with
     the tokens of its last pass, when it has left the last stage. A stage takes its share of a batch's time;
     communication takes none."""
-    nodes = [OneNode(queue, batching, step_ps) for queue in queues]
+    nodes = [OneNode(queue, batch_limits, step_ps) for queue in queues]
     free = [0] * _STAGES
     idle_ps: list[list[int]] = [[] for _ in nodes]
     ready: list[tuple[int, int]] = []
@@ -83,14 +83,14 @@ def _piped(budget: int) -> Piped:
     requests = requests_of(_STAGES * _STAGED_BATCH * _ROUNDS)
     _, cost = on_a100("GPT-3", 8)
     queues = [requests[number::_STAGES] for number in range(_STAGES)]
-    return piped(queues, cost.step_ps, Batching(budget, _STAGED_BATCH, prompt_batch=1))
+    return piped(queues, cost.step_ps, BatchLimits(budget, _STAGED_BATCH, prompt_batch=1))
 
 
 def _tensor_only_ps() -> int:
     """One of eight replicas, with its share of the requests; batches as Orca forms them at best."""
     requests = requests_of(_STAGES * _STAGED_BATCH * _ROUNDS)[::_REPLICAS]
     _, cost = on_a100("GPT-3", 8)
-    return serve(requests, cost.step_ps, Batching(WHOLE, _WHOLE_BATCH, prompt_batch=1)).worked_ps
+    return serve(requests, cost.step_ps, BatchLimits(WHOLE, _WHOLE_BATCH, prompt_batch=1)).worked_ps
 
 
 def _measure(lab: Lab) -> Iterator[Cell]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from isthmus.papers.lab import Lab
 from isthmus.papers.sarathi.anchors import step_ps
 from isthmus.papers.table import Cell, Table
-from isthmus.sim.one_node import WHOLE, Asked, Batching, serve
+from isthmus.sim.one_node import WHOLE, Asked, BatchLimits, serve
 
 _LENGTH = 1024
 _PUBLISHED = {64: 5.0, 128: 2.0, 256: 1.2, 512: 1.1}
@@ -15,7 +15,7 @@ _PUBLISHED = {64: 5.0, 128: 2.0, 256: 1.2, 512: 1.1}
 
 
 def _prefill_ps(budget: int) -> int:
-    return serve([Asked(_LENGTH, 1)], step_ps, Batching(budget, 1)).worked_ps
+    return serve([Asked(_LENGTH, 1)], step_ps, BatchLimits(budget, 1)).worked_ps
 
 
 def _measure(lab: Lab) -> Iterator[Cell]:

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import msgspec
 
-from isthmus.sim.one_node import WHOLE, Asked, Batch, Batching, Served, StepTime, serve
+from isthmus.sim.one_node import WHOLE, Asked, Iteration, BatchLimits, Served, StepTime, serve
 
 _ROUNDS = 8
 """How often each place is taken."""
@@ -48,7 +48,7 @@ def run(shape: Shape, step_ps: StepTime, budget: int, rounds: int = _ROUNDS) -> 
     """A queue of requests through `batch` places. Each decodes as many iterations as it has tokens beyond its prompt,
     as in the paper's formulas; the prompt's own token comes on top."""
     asked = Asked(shape.prompt, shape.length - shape.prompt + 1)
-    return serve([asked] * (rounds * shape.batch), step_ps, Batching(budget, shape.batch, prompt_batch=1))
+    return serve([asked] * (rounds * shape.batch), step_ps, BatchLimits(budget, shape.batch, prompt_batch=1))
 
 
 @lru_cache(maxsize=1024)
@@ -75,7 +75,7 @@ def decode_speed_up(shape: Shape, step_ps: StepTime, budget: int) -> float:
         batch for batch in run(shape, apart(step_ps), WHOLE).batches if not batch.chunks and batch.num_decodes
     ]
 
-    def added_ps(batch: Batch) -> int:
+    def added_ps(batch: Iteration) -> int:
         return batch.took_ps - step_ps(batch.chunks, 0, 0)
 
     return _per_decode(alone, [batch.took_ps for batch in alone]) / _per_decode(
@@ -83,5 +83,5 @@ def decode_speed_up(shape: Shape, step_ps: StepTime, budget: int) -> float:
     )
 
 
-def _per_decode(batches: Sequence[Batch], times_ps: Sequence[int]) -> float:
+def _per_decode(batches: Sequence[Iteration], times_ps: Sequence[int]) -> float:
     return sum(times_ps) / sum([batch.num_decodes for batch in batches])

@@ -179,7 +179,7 @@ class Incoming:
             connection.send(Landed(self.key))
 
 
-class Departures:
+class HandoverSender:
     """For an event loop. `spawn` owns what it starts."""
 
     def __init__(self, memory: KVBytes, first_layer: int, reach: Reach, tell: Tell, spawn: Spawn) -> None:
@@ -240,7 +240,7 @@ class Departures:
         return self._bytes_out + sum([outgoing.bytes_out for outgoing in self._outgoing.values()])
 
 
-class Arrivals:
+class HandoverReceiver:
     """For an event loop. `received` hears of the first token of an attempt that is whole, before `tell`."""
 
     def __init__(self, memory: KVBytes, tell: Tell, received: Callable[[RequestId, int], object]) -> None:

@@ -1,4 +1,4 @@
-"""From a parsed request to an order: the jobs to submit, and what their answer must carry.
+"""From a parsed request to an prepared: the jobs to submit, and what their answer must carry.
 
 This is where a request meets the model: tokenising, lengths, vocabulary, defaults.
 """
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Order:
+class PreparedRequest:
     """One accepted HTTP request. Choice `k` of prompt `p` is `jobs[p * n + k]`."""
 
     id: str
@@ -43,14 +43,14 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Planner:
+class RequestPreparer:
     """Turns requests into orders. `hex_id` makes the answer's id unique."""
 
     card: ModelCard
     tokenizer: GatewayTokenizer
     settings: GatewaySettings
 
-    async def chat(self, request: ChatRequest, hex_id: str, terms: Terms) -> Order:
+    async def chat(self, request: ChatRequest, hex_id: str, terms: Terms) -> PreparedRequest:
         """Raises RequestError."""
         self._check_model(request)
         sampler = sampler_of(request, _chat_logprobs(request), self.tokenizer.generation, self.card)
@@ -60,9 +60,9 @@ class Planner:
         tokens = await self._off_loop(num_chars, lambda: self.tokenizer.encode_chat(messages))
         check_prompt(len(tokens), self.card, "messages")
         max_tokens = answer_tokens(len(tokens), asked, self.card, param=param, default=None)
-        return self._order(f"chatcmpl-{hex_id}", request, terms, sampler, [(tuple(tokens), max_tokens)])
+        return self._prepared(f"chatcmpl-{hex_id}", request, terms, sampler, [(tuple(tokens), max_tokens)])
 
-    async def completion(self, request: CompletionRequest, hex_id: str, terms: Terms) -> Order:
+    async def completion(self, request: CompletionRequest, hex_id: str, terms: Terms) -> PreparedRequest:
         """Raises RequestError."""
         self._check_model(request)
         sampler = sampler_of(request, request.logprobs, self.tokenizer.generation, self.card)
@@ -77,16 +77,16 @@ class Planner:
             sized.append(
                 (tokens, answer_tokens(len(tokens), asked, self.card, param="max_tokens", default=default))
             )
-        return self._order(f"cmpl-{hex_id}", request, terms, sampler, sized)
+        return self._prepared(f"cmpl-{hex_id}", request, terms, sampler, sized)
 
-    def _order(
+    def _prepared(
         self,
         answer_id: str,
         request: GenerationRequest,
         terms: Terms,
         sampler: Sampler,
         sized: list[tuple[Tokens, int]],
-    ) -> Order:
+    ) -> PreparedRequest:
         """`sized`: each prompt with the most tokens its answers may have."""
         n = request.n or 1
         jobs: list[Job] = []
@@ -106,7 +106,7 @@ class Planner:
                     )
                 )
         options = request.stream_options
-        return Order(
+        return PreparedRequest(
             id=answer_id,
             created_s=int(time.time()),
             model=self.card.name,

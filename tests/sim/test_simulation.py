@@ -16,7 +16,7 @@ from isthmus.deploy import NodeFacts, Rates
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.records import RequestRecord, Result, Status
 from isthmus.sim.workloads import Request, Workload
-from isthmus.sim.world import World
+from isthmus.sim.simulation import Simulation
 from isthmus.types import NS_PER_MS, NS_PER_S, Role
 
 from .cluster import BLOCK_SIZE, CURVE, deployment, digest, nodes, workload
@@ -54,7 +54,7 @@ TIED = st.builds(
 
 
 def assert_as_plain(cluster: Deployment, requests: list[Request]) -> None:
-    records = World(cluster, workload(requests), check=True).run().records
+    records = Simulation(cluster, workload(requests), check=True).run().records
     for record, expected in zip(records, timelines(cluster, records), strict=True):
         assert record.first_token_ns == expected.first_token_ns
         assert record.end_ns == expected.end_ns
@@ -185,7 +185,7 @@ def assert_each_ends_once(result: Result) -> None:
 @settings(max_examples=150, phases=(Phase.explicit, Phase.generate))
 @given(FEATURES, st.integers(0, 1000), st.sampled_from([0, 200, 3000]))
 def test_every_request_ends_once_and_everything_comes_back(feature: Feature, seed: int, span_ms: int) -> None:
-    result = World(feature.deployment(), shared_prompts(seed, 40, span_ms), check=True).run()
+    result = Simulation(feature.deployment(), shared_prompts(seed, 40, span_ms), check=True).run()
     assert_each_ends_once(result)
 
 
@@ -201,7 +201,7 @@ def test_the_features_above_do_happen() -> None:
         msgspec.structs.replace(base, roles="both", ssd_blocks=0, network=10**8),
         msgspec.structs.replace(base, policy="random", ssd_blocks=0, network=10**6),
     ):
-        result = World(feature.deployment(), shared_prompts(3, 80, 200), check=True).run()
+        result = Simulation(feature.deployment(), shared_prompts(3, 80, 200), check=True).run()
         seen["fetched"] += sum(record.fetched_tokens for record in result.records)
         seen["disk"] += result.bytes_moved["disk_read"]
         seen["pre-empted"] += sum(node.preemptions for node in result.nodes)
@@ -221,12 +221,12 @@ def mixed_bag() -> tuple[Deployment, Workload]:
 
 
 def test_two_runs_leave_the_same_behind() -> None:
-    assert digest(World(*mixed_bag()).run()) == digest(World(*mixed_bag()).run())
+    assert digest(Simulation(*mixed_bag()).run()) == digest(Simulation(*mixed_bag()).run())
 
 
 def test_nothing_depends_on_the_hash_seed() -> None:
     program = (
-        "from tests.sim.test_world import World, digest, mixed_bag; print(digest(World(*mixed_bag()).run()))"
+        "from tests.sim.test_simulation import Simulation, digest, mixed_bag; print(digest(Simulation(*mixed_bag()).run()))"
     )
     found = {
         subprocess.run(
@@ -238,13 +238,13 @@ def test_nothing_depends_on_the_hash_seed() -> None:
         ).stdout
         for seed in ("1", "2")
     }
-    assert found == {digest(World(*mixed_bag()).run()) + "\n"}
+    assert found == {digest(Simulation(*mixed_bag()).run()) + "\n"}
 
 
 def test_checking_and_logging_change_nothing() -> None:
     heard = []
-    checked = World(*mixed_bag(), check=True, log=lambda now, event, actions: heard.append(now)).run()
-    assert digest(checked) == digest(World(*mixed_bag()).run())
+    checked = Simulation(*mixed_bag(), check=True, log=lambda now, event, actions: heard.append(now)).run()
+    assert digest(checked) == digest(Simulation(*mixed_bag()).run())
     assert heard == sorted(heard) and len(heard) > 120
 
 
@@ -258,7 +258,7 @@ def only(result: Result) -> RequestRecord:
 
 def test_one_request_alone() -> None:
     """Prefill 100 tokens; KV moves in no time; 4 iterations with contexts of 101 to 104 tokens."""
-    record = only(World(deployment(disaggregated()), workload([Request(5, 100, 5)]), check=True).run())
+    record = only(Simulation(deployment(disaggregated()), workload([Request(5, 100, 5)]), check=True).run())
     prefill = 100 * 100_000 + 100 * 100 * 10
     assert record.first_token_ns == record.landed_ns == record.joined_ns == 5 + prefill
     assert record.end_ns == 5 + prefill + 4 * (10_000_000 + 100_000) + (101 + 102 + 103 + 104) * 1000
@@ -269,7 +269,7 @@ def test_one_request_alone() -> None:
 def test_an_answer_of_one_token_ends_with_its_prefill(role: Role) -> None:
     specs = nodes(Role.MIXED, 1) if role is Role.MIXED else disaggregated()
     requests = [Request(0, 100, 1), Request(0, 100, 1), Request(0, 100, 3)]
-    result = World(deployment(specs), workload(requests), check=True).run()
+    result = Simulation(deployment(specs), workload(requests), check=True).run()
     for record in result.records[:2]:
         assert (record.status, record.tbt_ns) == (Status.COMPLETED, 0.0)
         assert record.end_ns == record.first_token_ns
@@ -279,7 +279,7 @@ def test_an_answer_of_one_token_ends_with_its_prefill(role: Role) -> None:
 def test_the_last_layer_lands_after_the_prefill_and_the_others_before() -> None:
     slow = Rates(network=10**7)
     specs = nodes(Role.PREFILL, 1, rates=slow) + nodes(Role.DECODE, 1, rates=slow)
-    record = only(World(deployment(specs), workload([Request(0, 160, 2)]), check=True).run())
+    record = only(Simulation(deployment(specs), workload([Request(0, 160, 2)]), check=True).run())
     assert record.first_token_ns == 16_256_000  # 120,000 bytes of three layers take 12 ms of it
     assert record.landed_ns == record.first_token_ns + 4 * MS
 
@@ -287,13 +287,13 @@ def test_the_last_layer_lands_after_the_prefill_and_the_others_before() -> None:
 def test_what_is_not_sent_when_the_prefill_ends_goes_on_with_the_last_layer() -> None:
     slow = Rates(network=10**6)
     specs = nodes(Role.PREFILL, 1, rates=slow) + nodes(Role.DECODE, 1, rates=slow)
-    record = only(World(deployment(specs), workload([Request(0, 160, 2)]), check=True).run())
+    record = only(Simulation(deployment(specs), workload([Request(0, 160, 2)]), check=True).run())
     assert record.landed_ns == 160 * MS  # from the start of the prefill on
 
 
 def test_a_burst_is_served_in_order_and_all_of_it() -> None:
     requests = [Request(7, 50 + number, 20) for number in range(300)]
-    records = World(deployment(disaggregated(3, 2)), workload(requests), check=True).run().records
+    records = Simulation(deployment(disaggregated(3, 2)), workload(requests), check=True).run().records
     assert all(record.status is Status.COMPLETED for record in records)
     for slot in range(3):
         times = [record.first_token_ns for record in records if record.prefill == slot]
@@ -302,13 +302,13 @@ def test_a_burst_is_served_in_order_and_all_of_it() -> None:
 
 def test_a_request_too_long_for_any_node_is_refused() -> None:
     specs = nodes(Role.PREFILL, 1, kv_blocks=4) + nodes(Role.DECODE, 1)
-    result = World(deployment(specs), workload([Request(0, 65, 2), Request(0, 60, 2)]), check=True).run()
+    result = Simulation(deployment(specs), workload([Request(0, 65, 2), Request(0, 60, 2)]), check=True).run()
     assert [record.status for record in result.records] == [Status.REFUSED, Status.COMPLETED]
     assert result.records[0].stage == "too_long"
 
 
 def test_nothing_to_simulate() -> None:
-    result = World(deployment(disaggregated()), Workload("empty", BLOCK_SIZE, []), check=True).run()
+    result = Simulation(deployment(disaggregated()), Workload("empty", BLOCK_SIZE, []), check=True).run()
     assert (result.records, result.num_events, result.end_ns) == ([], 0, 0)
 
 
@@ -316,7 +316,7 @@ def test_a_pre_empted_request_has_all_its_tokens_and_a_gap_for_the_pause() -> No
     """Two answers that do not fit together: the younger is pre-empted, and computed anew when the first is over."""
     specs = nodes(Role.MIXED, 1, kv_blocks=24)
     requests = [Request(0, 100, 150), Request(1, 100, 150)]
-    result = World(deployment(specs), workload(requests), check=True).run()
+    result = Simulation(deployment(specs), workload(requests), check=True).run()
     first, second = result.records
     assert result.nodes[0].preemptions == 1
     assert first.tbt_ns < 20 * MS < second.tbt_ns
@@ -326,7 +326,7 @@ def test_a_pre_empted_request_has_all_its_tokens_and_a_gap_for_the_pause() -> No
 def test_tokens_are_told_when_they_are_there_and_before_what_the_run_left() -> None:
     """Also of prompts in several runs, where the next run begins before the tokens of the one before go out."""
     heard: list[tuple[int, Any]] = []
-    result = World(*mixed_bag(), log=lambda now, event, actions: heard.append((now, event))).run()
+    result = Simulation(*mixed_bag(), log=lambda now, event, actions: heard.append((now, event))).run()
     first = [(now, int(event.request)) for now, event in heard if isinstance(event, FirstToken)]
     again = {record.index for record in result.records if record.attempts > 1}
     told = {index: now for now, index in first}
@@ -362,8 +362,8 @@ def test_answers_with_names_are_kept_and_fetched_from_where_they_were_decoded() 
     cached = {"dram_blocks": 100, "rates": Rates(network=10**9, memory=10**9)}
     specs = nodes(Role.PREFILL, 1, **cached) + nodes(Role.DECODE, 1, **cached)
     rules = Rules(policy="isthmus", max_requests=1 << 30)
-    kept = World(deployment(specs, rules), workload(conversation()), check=True).run().records[1]
-    plain = World(deployment(specs, rules), workload(conversation(named=False)), check=True).run().records[1]
+    kept = Simulation(deployment(specs, rules), workload(conversation()), check=True).run().records[1]
+    plain = Simulation(deployment(specs, rules), workload(conversation(named=False)), check=True).run().records[1]
     assert (plain.cached_tokens, plain.fetched_tokens) == (160, 0)
     assert (kept.cached_tokens, kept.fetched_tokens) == (224, 64)
     assert kept.first_token_ns < plain.first_token_ns
@@ -371,7 +371,7 @@ def test_answers_with_names_are_kept_and_fetched_from_where_they_were_decoded() 
 
 def test_a_mixed_node_keeps_answers_too() -> None:
     specs = nodes(Role.MIXED, 1, dram_blocks=100, rates=Rates(network=10**9, memory=10**9))
-    again = World(deployment(specs), workload(conversation()), check=True).run().records[1]
+    again = Simulation(deployment(specs), workload(conversation()), check=True).run().records[1]
     assert again.cached_tokens == 224
 
 
@@ -388,8 +388,8 @@ def test_one_iteration_at_a_time_gives_the_same(seed: int, roles: str) -> None:
     else:
         specs = nodes(Role.PREFILL, 2, cost=EVEN, dram_blocks=50) + nodes(Role.DECODE, 2, cost=EVEN)
     load = shared_prompts(seed, 30, 300)
-    far = World(deployment(specs, max_steps=1 << 30, max_chunks=1 << 30), load).run()
-    near = World(deployment(specs, max_steps=1, max_chunks=1), load, check=True).run()
+    far = Simulation(deployment(specs, max_steps=1 << 30, max_chunks=1 << 30), load).run()
+    near = Simulation(deployment(specs, max_steps=1, max_chunks=1), load, check=True).run()
     assert near.num_events > far.num_events
     for one, other in zip(near.records, far.records, strict=True):
         assert (one.first_token_ns, one.end_ns, one.tbt_ns) == (
@@ -401,6 +401,6 @@ def test_one_iteration_at_a_time_gives_the_same(seed: int, roles: str) -> None:
 
 def test_ten_times_the_requests_are_about_ten_times_the_events() -> None:
     def events(count: int) -> int:
-        return World(deployment(disaggregated(4, 4)), shared_prompts(1, count, 20 * count)).run().num_events
+        return Simulation(deployment(disaggregated(4, 4)), shared_prompts(1, count, 20 * count)).run().num_events
 
     assert 9 * events(100) < events(1000) < 11 * events(100)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from isthmus.blocks import KVLayout, seal
 from isthmus.cluster import transfers
 from isthmus.cluster.messages import Grant, Landed, Offer, Sent, Slices
-from isthmus.cluster.transfers import Arrivals, Incoming, Outgoing
+from isthmus.cluster.handover import HandoverReceiver, Incoming, Outgoing
 from isthmus.engine.kv import KVMemory
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Priority
@@ -206,15 +206,15 @@ def test_the_first_token_goes_with_its_probabilities() -> None:
     assert wire.messages[-1] == Sent(A, 77, logprobs)
 
 
-def arrivals() -> tuple[Arrivals, list[Any], KVMemory]:
+def handovers() -> tuple[HandoverReceiver, list[Any], KVMemory]:
     told: list[Any] = []
     kv = memory(filled=False)
-    return Arrivals(kv, told.append, lambda key, token: told.append((key, token))), told, kv
+    return HandoverReceiver(kv, told.append, lambda key, token: told.append((key, token))), told, kv
 
 
 @pytest.mark.parametrize("offered_first", [True, False])
 def test_room_is_granted_once_and_only_when_both_sides_are_known(offered_first: bool) -> None:
-    wire, (here, _, _) = Wire(), arrivals()
+    wire, (here, _, _) = Wire(), handovers()
     grant = events.Grant(A, NodeId("there"), extent(4), (0, 1))
     if offered_first:
         here.offered(wire, OFFER)  # type: ignore[arg-type]
@@ -228,7 +228,7 @@ def test_room_is_granted_once_and_only_when_both_sides_are_known(offered_first: 
 
 def test_offers_of_what_never_begins_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfers, "MAX_OFFERS", 3)
-    here, _, _ = arrivals()
+    here, _, _ = handovers()
     wires = [Wire() for _ in range(5)]
     for number, wire in enumerate(wires):
         here.offered(wire, Offer(RequestId(f"r{number}"), 0, LAYERS))  # type: ignore[arg-type]
@@ -274,14 +274,14 @@ def one_layer(kv: KVMemory, number: int) -> KVMemory:
 
 @pytest.mark.parametrize("layers", [(0, 0), (-1, 1), (1, 3)])
 def test_layers_that_are_not_the_models_are_refused(layers: tuple[int, int]) -> None:
-    here, _, _ = arrivals()
+    here, _, _ = handovers()
     with pytest.raises(ProtocolError):
         here.offered(Wire(), Offer(A, *layers))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("granted", [False, True])
 def test_layers_are_offered_once(granted: bool) -> None:
-    here, _, _ = arrivals()
+    here, _, _ = handovers()
     wire, other = Wire(), Wire()
     here.offered(wire, Offer(A, 0, 1))  # type: ignore[arg-type]
     if granted:
@@ -326,7 +326,7 @@ def test_slices_over_a_session_that_did_not_offer_them_harm_nobody(offers: bool)
     outgoing.send()
     outgoing.ready(Span(0, 1), Span(0, 4), (5,))
     ((slices, payload),) = wire.slices
-    here, told, kv = arrivals()
+    here, told, kv = handovers()
     session, stranger = Wire(), Wire()
     here.offered(session, Offer(A, 0, 1))  # type: ignore[arg-type]
     if offers:
@@ -426,7 +426,7 @@ def test_what_must_not_come_next_is_refused(changes: dict[str, Any], more_bytes:
 
 def test_nothing_is_accepted_before_the_grant() -> None:
     """Not even from whom it was offered."""
-    here, _, _ = arrivals()
+    here, _, _ = handovers()
     wire, slices, size = Wire(), Slices(A, 0, 0, 4, (b"",)), 4 * LAYOUT.token_bytes
     here.offered(wire, OFFER)  # type: ignore[arg-type]
     before = here.place(wire, slices, size)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Sequence
 
-from isthmus.cluster.messages import Crossing, Neighbours, Probe
+from isthmus.cluster.messages import LinkReport, Neighbours, Probe
 from isthmus.cluster.sessions import Peers, Spawn
 from isthmus.messenger import Session
 from isthmus.types import NS_PER_S, NodeId
@@ -104,9 +104,9 @@ class _Far:
         if waiting > TALK_BYTES:
             self.busy_s += past_s
 
-    def crossing(self) -> Crossing:
+    def report(self) -> LinkReport:
         watched = self.watched.values()
-        return Crossing(
+        return LinkReport(
             target=self.name,
             up=not self.addresses or not self.failed or self.has_session,  # as long as nothing says otherwise
             sent_bytes=self.sent_bytes + sum([each.arrived for each in watched]),
@@ -117,7 +117,7 @@ class _Far:
         )
 
 
-class Crossings:
+class LinkMonitor:
     """For a node's event loop. `link_s`: how long a session may stand still with something on its way; None: nothing
     is watched, and every link counts as up. `spawn` owns what is started here."""
 
@@ -139,10 +139,10 @@ class Crossings:
             if node in far.addresses:
                 far.watch(session, asyncio.get_running_loop().time())
 
-    def report(self) -> Sequence[Crossing]:
+    def report(self) -> Sequence[LinkReport]:
         if self._link_s is None:
-            return [Crossing(far.name, bool(far.addresses)) for far in self._far.values()]
-        return [far.crossing() for far in self._far.values()]
+            return [LinkReport(far.name, bool(far.addresses)) for far in self._far.values()]
+        return [far.report() for far in self._far.values()]
 
     async def _watch(self, link_s: float) -> None:
         loop = asyncio.get_running_loop()

@@ -27,7 +27,7 @@ from isthmus.conductor import (
     Fail,
     Hold,
     HoldExpired,
-    Measured,
+    LinksMeasured,
     NodeLeft,
     Refuse,
     Replicate,
@@ -66,7 +66,7 @@ def no_cycles() -> Iterator[None]:
             gc.enable()
 
 
-class World:
+class Simulation:
     """`run` it once. `log` hears every event of the conductor and its answer; `check` tests invariants after each."""
 
     def __init__(
@@ -108,7 +108,7 @@ class World:
     def _run(self, progress: Progress | None) -> Result:
         for facts in self._deployment.nodes:
             self.decide(facts.joined())
-        self._start_upkeep()
+        self._start_timers()
         clock, moves, network, run_ends = self._clock, self._moves, self._moves.network, self._nodes.run_ends
         due, settle = self._nodes.due, self._nodes.settle
         jobs, heap = self._jobs, clock.heap
@@ -251,7 +251,7 @@ class World:
 
     # Beside the requests: links are measured, and faults come and go.
 
-    def _start_upkeep(self) -> None:
+    def _start_timers(self) -> None:
         rules, clock = self._deployment.rules, self._clock
         if rules.links or rules.convert:
             clock.call(clock.now + rules.period_ns, OTHERS, self._measure)
@@ -269,7 +269,7 @@ class World:
         states = self._moves.link_states(now)
         sent, queued = [state.sent_bytes for state in states], [state.queued_bytes for state in states]
         self._samples.append(LinkSample(now, tuple(sent), tuple(queued)))
-        self.decide(Measured(states))
+        self.decide(LinksMeasured(states))
         clock.call(now + self._deployment.rules.period_ns, OTHERS, self._measure)
 
     def _change(self) -> None:

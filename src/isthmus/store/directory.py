@@ -18,7 +18,7 @@ from isthmus.types import BlockName, Tier
 
 
 class Places(Protocol):
-    """Where records go: the log, as the books see it."""
+    """Where records go: the log, as the directory see it."""
 
     def take(self) -> int | None: ...
 
@@ -50,7 +50,7 @@ class Block:
         self.writing: int | None = None
 
 
-class Books:
+class BlockDirectory:
     """All blocks of one store. `places` is None without an SSD tier."""
 
     def __init__(self, num_slots: int, places: Places | None) -> None:

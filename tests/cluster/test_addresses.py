@@ -1,0 +1,64 @@
+"""At which addresses nodes reach each other, within a cluster and over links."""
+
+from __future__ import annotations
+
+import pytest
+
+from isthmus.cluster.launcher import LinkProcess
+from isthmus.cluster.messages import Neighbours
+from isthmus.cluster.shaper import LinkPorts, Point
+from isthmus.cluster.addresses import AddressBook
+from isthmus.conductor import LinkRule
+from isthmus.errors import UnavailableError
+from isthmus.types import NodeId
+
+A, B, C, FAR = map(NodeId, "abcf")
+LINKS = (LinkRule("west", "east", 1), LinkRule("east", "west", 1))
+
+
+class FakeLink(LinkProcess):
+    """Without a process. `said`: to it."""
+
+    def __init__(self, towards_west: tuple[int, ...], towards_east: tuple[int, ...]) -> None:
+        super().__init__(("west", "east"), None, LinkPorts((towards_west, towards_east)))  # type: ignore[arg-type]
+        self.said: list[Point] = []
+
+    def point(self, point: Point) -> None:
+        self.said.append(point)
+
+
+def test_one_cluster() -> None:
+    book = AddressBook()
+    book.open(A, "", "h:1")
+    book.open(B, "", "h:2")
+    assert book.view("", "") == Neighbours("", {A: "h:1", B: "h:2"}) and not book.crosses(A, B)
+
+
+def test_a_link_as_it_is() -> None:
+    book = AddressBook(["east", "west", "north"], LINKS)
+    book.open(A, "east", "h:1")
+    book.open(FAR, "west", "h:9")
+    assert book.crosses(A, FAR) and book.view("east", "west") == Neighbours("east", {A: "h:1"})
+    assert book.view("east", "east") == Neighbours("east", {A: "h:1"})
+    assert book.linked("east") == ["west"] and book.linked("north") == []
+    assert book.view("west", "east") == Neighbours("west", {FAR: "h:9"})
+    book.close(FAR)
+    assert book.view("west", "east") == Neighbours("west", {})
+
+
+def test_an_emulated_link_is_entered_at_a_port_for_each_node() -> None:
+    book, link = AddressBook(["east", "west"], LINKS), FakeLink((11,), (21, 22))
+    book.emulate(link)
+    book.open(A, "east", "h:1")
+    book.open(B, "east", "h:2")
+    book.open(FAR, "west", "h:9")
+    assert link.said == [Point(21, "h:1"), Point(22, "h:2"), Point(11, "h:9")]
+    assert book.view("east", "east").addresses == {A: "h:1", B: "h:2"}
+    assert book.view("east", "west").addresses == {A: "127.0.0.1:21", B: "127.0.0.1:22"}
+    assert book.view("west", "east").addresses == {FAR: "127.0.0.1:11"}
+    with pytest.raises(UnavailableError, match="the link between east and west has no port left"):
+        book.open(C, "east", "h:3")
+    book.close(A)
+    book.open(C, "east", "h:3")
+    assert link.said[3:] == [Point(21, ""), Point(21, "h:3")]
+    assert book.view("east", "west").addresses == {B: "127.0.0.1:22", C: "127.0.0.1:21"}

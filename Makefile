@@ -4,7 +4,7 @@ PORT ?= 8000
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test check clean
+.PHONY: install serve test check mutants clean
 
 install: $(STAMP)
 
@@ -28,6 +28,11 @@ check: install
 	$(VENV)/bin/ruff format --check src tests examples
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+# Plants bugs and sees what the tests of each room find; half an hour. Not part of `make test`.
+mutants: install
+	$(VENV)/bin/python -m pip install --quiet --editable '.[mutants]'
+	$(VENV)/bin/python tests/mutants.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

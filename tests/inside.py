@@ -46,7 +46,7 @@ class TaskLauncher(Launcher):
     processes: list[EngineProcess]
 
     async def start(self) -> None:
-        self.processes = [process_of(self._orders(planned), "127.0.0.1") for planned in self._planned]
+        self.processes = [process_of(self._spec_of(planned), "127.0.0.1") for planned in self._planned]
         self._tasks = [asyncio.create_task(process.run()) for process in self.processes]
 
     async def failure(self) -> None:

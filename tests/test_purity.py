@@ -143,8 +143,8 @@ def simulated() -> bytes:
     from isthmus.cost import Curve
     from isthmus.deploy import NodeFacts, Rates
     from isthmus.sim.deployment import FAR, Deployment
-    from isthmus.sim.workloads import Request, Workload
     from isthmus.sim.simulation import Simulation
+    from isthmus.sim.workloads import Request, Workload
 
     curve = Curve(
         kv_token_bytes=1000, num_layers=2, prefill_token_s=2e-3, decode_fixed_s=0.01, decode_sequence_s=1e-3

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from isthmus.cluster.addresses import AddressBook
 from isthmus.cluster.launcher import LinkProcess
 from isthmus.cluster.messages import Neighbours
 from isthmus.cluster.shaper import LinkPorts, Point
-from isthmus.cluster.addresses import AddressBook
 from isthmus.conductor import LinkRule
 from isthmus.errors import UnavailableError
 from isthmus.types import NodeId

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from isthmus.blocks import KVLayout, seal
-from isthmus.cluster import transfers
-from isthmus.cluster.messages import Grant, Landed, Offer, Sent, Slices
+from isthmus.cluster import handover
 from isthmus.cluster.handover import HandoverReceiver, Incoming, Outgoing
+from isthmus.cluster.messages import Grant, Landed, Offer, Sent, Slices
 from isthmus.engine.kv import KVMemory
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Priority
@@ -137,7 +137,7 @@ def test_the_same_bytes_lie_at_the_same_positions_afterwards(
     outgoing.attach(wire)  # type: ignore[arg-type]
     frame_blocks = data.draw(st.sampled_from([1, 2, 256]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transfers, "MAX_FRAME_BLOCKS", frame_blocks)
+        patch.setattr(handover, "MAX_FRAME_BLOCKS", frame_blocks)
         for number, span in enumerate(spans):
             if number == grant_at:
                 outgoing.send()
@@ -227,7 +227,7 @@ def test_room_is_granted_once_and_only_when_both_sides_are_known(offered_first: 
 
 
 def test_offers_of_what_never_begins_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "MAX_OFFERS", 3)
+    monkeypatch.setattr(handover, "MAX_OFFERS", 3)
     here, _, _ = handovers()
     wires = [Wire() for _ in range(5)]
     for number, wire in enumerate(wires):

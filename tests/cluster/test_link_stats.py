@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from isthmus.cluster.messages import LinkReport
 from isthmus.cluster.link_stats import LinkStats
+from isthmus.cluster.messages import LinkReport
 from isthmus.conductor import LinkRule, LinkState
 from isthmus.types import NS_PER_S, NodeId
 

@@ -81,6 +81,7 @@ EVENTS: list[Event] = [
     RequestArrived(C, "", 9, 10, ()),
     NodeLeft(D1),
     RequestFailed(B, 2, "a seal did not match"),
+    RequestFailed(B, 3, "a seal did not match"),
     RequestCancelled(B),
     RequestEnded(A),
 ]

@@ -15,8 +15,8 @@ import pytest
 from isthmus.benchmarks.child import Child
 from isthmus.benchmarks.transfer_peers import Direction, Sockets, touched, verify
 from isthmus.benchmarks.wan import serve
-from isthmus.cluster.shaper import BACKLOG_S, Pipe, LinkSpec, LinkPorts, Point, Shape, shape_of
-from isthmus.cluster.shaper import Direction as Way
+from isthmus.cluster.shaper import BACKLOG_S, LinkPorts, LinkSpec, Pipe, Point, Shape, shape_of
+from isthmus.cluster.shaper import Direction as LinkDirection
 from tests.served import command
 
 KIB = 1024
@@ -36,15 +36,15 @@ def ends() -> Iterator[list[socket.socket]]:
 
 
 def test_the_rate_is_shared() -> None:
-    link = Way(Shape(rate=1000.0))
+    link = LinkDirection(Shape(rate=1000.0))
     assert [link.leave_s(now, 100) for now in (0.0, 0.0, 0.05, 1.0)] == pytest.approx([0.1, 0.2, 0.3, 1.1])
-    assert Way(Shape()).leave_s(3.0, 1 << 30) == 3.0
+    assert LinkDirection(Shape()).leave_s(3.0, 1 << 30) == 3.0
 
 
 def test_bytes_wait_for_the_delay_and_free_the_window_one_delay_later(ends: list[socket.socket]) -> None:
     sender, taken, handed, receiver = ends
     shape = Shape(delay_s=0.5, window=64 * KIB)
-    pipe = Pipe(shape, Way(shape), taken, handed)
+    pipe = Pipe(shape, LinkDirection(shape), taken, handed)
     sender.send(bytes(range(256)) * 256)  # as much as the window
     pipe.take(10.0)
     while pipe.wants_input(10.0):
@@ -62,7 +62,7 @@ def test_bytes_wait_for_the_delay_and_free_the_window_one_delay_later(ends: list
 def test_a_stall_holds_up_one_lane_once(ends: list[socket.socket]) -> None:
     sender, taken, handed, _ = ends
     shape = Shape(delay_s=0.0, stall_s=2.0)
-    pipe = Pipe(shape, Way(shape), taken, handed)
+    pipe = Pipe(shape, LinkDirection(shape), taken, handed)
     pipe.stall_after = 10
     sender.send(bytes(11))
     pipe.take(1.0)
@@ -76,7 +76,7 @@ def test_a_stall_holds_up_one_lane_once(ends: list[socket.socket]) -> None:
 def test_jitter_never_reorders(ends: list[socket.socket]) -> None:
     sender, taken, handed, receiver = ends
     shape = Shape(delay_s=0.1, jitter_s=1.0, seed=3)
-    pipe = Pipe(shape, Way(shape), taken, handed)
+    pipe = Pipe(shape, LinkDirection(shape), taken, handed)
     for index in range(20):
         sender.send(bytes([index]))
         pipe.take(0.001 * index)
@@ -119,10 +119,10 @@ def test_an_end_is_passed_on_and_the_other_direction_goes_on() -> None:
 
 
 def test_a_direction_takes_in_no_more_than_it_can_soon_carry() -> None:
-    way = Way(Shape(rate=1000.0))
-    assert way.room_s <= 5.0
-    way.leave_s(5.0, 100)
-    assert way.room_s == pytest.approx(5.1 - BACKLOG_S)
+    direction = LinkDirection(Shape(rate=1000.0))
+    assert direction.room_s <= 5.0
+    direction.leave_s(5.0, 100)
+    assert direction.room_s == pytest.approx(5.1 - BACKLOG_S)
 
 
 class Ends:

@@ -240,7 +240,7 @@ def test_a_refusal_after_the_prefill_reaches_the_client_before_any_token() -> No
     assert all(isinstance(outcome.error, OverloadedError) and not outcome.tokens for outcome in refused)
 
 
-def test_a_higher_priority_displaces_a_request_that_waits() -> None:
+def test_a_request_that_waits_is_turned_away_for_a_higher_priority() -> None:
     cluster = cluster_of(limits__max_requests=3)
     waiting = [VirtualRequest(index, tuple([index] * 800), 5) for index in range(3)]
     flight = cluster.run([*waiting, VirtualRequest(MS, tuple(range(50)), 5, priority=9)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -20,8 +21,8 @@ from isthmus.conductor import (
     FirstToken,
     Hold,
     HoldExpired,
-    LinkState,
     LinksMeasured,
+    LinkState,
     NodeJoined,
     NodeLeft,
     Paths,
@@ -37,6 +38,7 @@ from isthmus.conductor import (
     Rules,
     ThresholdSet,
 )
+from isthmus.conductor.conductor import MAX_LOSSES
 from isthmus.cost import Curve
 from isthmus.types import NS_PER_MS, BlockName, NodeId, RequestId, Role, Tier
 
@@ -69,6 +71,7 @@ class Cluster:
         self.prefilling: dict[RequestId, Route] = {}  # in the order in which they were routed
         self.streaming: set[RequestId] = set()
         self.held: set[RequestId] = set()
+        self.failures: Counter[RequestId] = Counter()
         self.ended: dict[RequestId, str] = {}
         self.converting: dict[NodeId, Role] = {}
         self.links_up = {(link.source, link.target): True for link in self.rules.links}
@@ -215,7 +218,10 @@ class Cluster:
         return self.on(RequestCancelled(RequestId(request)))
 
     def fail(self, request: str, attempt: int) -> list[Action]:
-        return self.on(RequestFailed(RequestId(request), attempt, "it broke"))
+        name = RequestId(request)
+        if name in self.routes and name not in self.held:
+            self.failures[name] += self.routes[name].attempt == attempt
+        return self.on(RequestFailed(name, attempt, "it broke"))
 
     def expire(self, request: str) -> list[Action]:
         """The wait of a request on hold is over."""
@@ -290,12 +296,16 @@ class Cluster:
                 self.thresholds.append((self.now, action.threshold))
             case Fail():
                 assert action.request in self.routes, "a request failed that does not live"
+                attempt, waits = self.routes[action.request].attempt, isinstance(event, HoldExpired)
+                failed = self.failures[action.request] == self.rules.max_attempts
+                assert failed or waits or attempt > MAX_LOSSES, "what it lost used up its attempts"
                 self._end(action.request, "failed")
 
     def _on_route(self, route: Route) -> None:
         before, (facts, at) = self.routes.get(route.request), self.arrived[route.request]
         assert route.attempt == (1 if before is None else before.attempt + 1)
-        assert route.attempt <= self.rules.max_attempts
+        assert self.failures[route.request] < self.rules.max_attempts, "an attempt too many"
+        assert route.attempt <= self.rules.max_attempts + MAX_LOSSES
         prefill, decode = self.joined[route.prefill], self.joined[route.decode]  # alive, then
         assert prefill.role is not Role.DECODE
         assert not {route.prefill, route.decode} & set(self.converting), "a node about to change its role"
@@ -379,7 +389,8 @@ class Cluster:
             length = facts.num_tokens + facts.max_tokens
             sizes = [self._largest(role) for role in (Role.PREFILL, Role.DECODE)]
             if refuse.code == "too_long":
-                assert any(0 < size < length for size in sizes) and not refuse.retry_after_ms
+                ever = [self._largest(role, busy=True) for role in (Role.PREFILL, Role.DECODE)]
+                assert any(0 < size < length for size in ever) and not refuse.retry_after_ms
             else:
                 assert refuse.code == "unavailable" and refuse.retry_after_ms
                 parts = not all(sizes) or not all(self.links_up.values())
@@ -415,11 +426,12 @@ class Cluster:
                 return True
         return False
 
-    def _largest(self, role: Role) -> int:
+    def _largest(self, role: Role, *, busy: bool = False) -> int:
+        """`busy`: with those about to change their role."""
         fit = [
             joined.capacity_tokens
             for joined in self.joined.values()
-            if joined.role in (role, Role.MIXED) and joined.node not in self.converting
+            if joined.role in (role, Role.MIXED) and (busy or joined.node not in self.converting)
         ]
         return max(fit, default=0)
 

@@ -26,6 +26,7 @@ from isthmus.conductor import (
     Route,
     Rules,
 )
+from isthmus.conductor.conductor import MAX_LOSSES
 from isthmus.conductor.policies import POLICIES
 from isthmus.types import BlockName, NodeId, RequestId, Role, Tier
 
@@ -276,7 +277,7 @@ def test_when_no_node_is_left_a_request_waits_and_then_fails_with_the_reason() -
     some.route("a")
     assert some.leave("m1") == [Hold(RequestId("a"), 1, "node m1 is gone")]
     assert some.fail("a", 1) == []
-    assert some.expire("a") == [Fail(RequestId("a"), "node m1 is gone (attempt 1 of 3)")]
+    assert some.expire("a") == [Fail(RequestId("a"), "node m1 is gone (attempt 1 of 4)")]
     some.drain()
 
 
@@ -302,6 +303,30 @@ def test_after_its_last_attempt_a_request_fails() -> None:
     abort, fail = some.fail("a", 3)
     assert isinstance(abort, Abort) and abort.attempt == 3
     assert fail == Fail(RequestId("a"), "it broke (attempt 3 of 3)")
+    some.drain()
+
+
+def test_deaths_of_nodes_do_not_use_up_the_attempts_of_a_request() -> None:
+    some = cluster("m1", rules=Rules(max_attempts=3))
+    some.route("a")
+    for death in range(1, 8):
+        assert [type(action) for action in some.leave(f"m{death}")] == [Hold]
+        some.join(f"m{death + 1}", Role.MIXED)
+    for attempt in (8, 9):
+        assert [type(action) for action in some.fail("a", attempt)] == [Abort, Route]
+    assert some.fail("a", 10)[1:] == [Fail(RequestId("a"), "it broke (attempt 10 of 10)")]
+    some.drain()
+
+
+def test_a_request_that_brings_every_node_down_ends() -> None:
+    some = cluster("m0", rules=Rules(max_attempts=3))
+    some.route("a")
+    for death in range(MAX_LOSSES + 2):
+        assert [type(action) for action in some.leave(f"m{death}")] == [Hold]
+        some.join(f"m{death + 1}", Role.MIXED)
+    assert some.leave(f"m{MAX_LOSSES + 2}") == [
+        Fail(RequestId("a"), f"node m{MAX_LOSSES + 2} is gone (attempt 13 of 13)")
+    ]
     some.drain()
 
 
@@ -543,8 +568,8 @@ def test_long_histories_hold_too() -> None:
             seen.update(action.code for action in actions if isinstance(action, Refuse))
             seen.update(action.stage for action in actions if isinstance(action, Refuse))
             seen.update("fetch" for action in actions if isinstance(action, Route) and action.fetch)
-            seen.update("displaced" for action in actions[:-1] if isinstance(action, Refuse))
-    wanted = "ended cancelled failed refused overloaded unavailable too_long prefill decode fetch displaced"
+            seen.update("shed" for action in actions[:-1] if isinstance(action, Refuse))
+    wanted = "ended cancelled failed refused overloaded unavailable too_long prefill decode fetch shed"
     assert min(seen[name] for name in wanted.split()) >= 15, seen  # the histories are not hollow
 
 

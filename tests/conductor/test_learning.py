@@ -81,6 +81,15 @@ def test_the_rate_forgets_what_is_older_than_its_window() -> None:
     assert recent.rate(WINDOW_NS + 1) == 0.0
 
 
+def test_a_second_of_a_node_costs_those_who_come_while_the_queues_drain() -> None:
+    recent = Recent()
+    for _ in range(240):  # two a second
+        recent.accept(0)
+    assert recent.backlog_price([0, 0, 0, 0], 0) == 0.0
+    assert recent.backlog_price([8 * NS_PER_S, 0, 0, 0], 0) == pytest.approx(2 / 4 * 2)
+    assert recent.backlog_price([8 * NS_PER_S] * 4, WINDOW_NS + 1) == 0.0  # nobody comes
+
+
 def test_what_an_inserted_block_costs() -> None:
     recent = Recent()
     assert recent.loss_per_block_ns(0) == 0.0

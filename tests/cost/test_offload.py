@@ -44,6 +44,22 @@ def test_one_equation_each() -> None:
     assert offload.decode_imbalance(1.5, 1.5, 4.5) == 0.5
 
 
+def test_the_largest_batch_keeps_the_limit_exactly() -> None:
+    """10 ms, 1 ms a sequence and 1 us a token of context: with 1,000 tokens each, 12, 14, 16 ... ms."""
+    curve = Curve(
+        kv_token_bytes=1,
+        num_layers=1,
+        prefill_token_s=1e-4,
+        decode_fixed_s=0.01,
+        decode_sequence_s=0.001,
+        decode_context_s=1e-6,
+    )
+    cost = compile_cost(curve)
+    for tbt_ms, size in ((11, 0), (12, 1), (13, 1), (30, 10), (1000, 20), (None, 20)):
+        assert offload.largest_batch(cost, 1000, 20, tbt_ms) == size
+    assert offload.largest_batch(cost, 1000.0001, 20, 30) == 9
+
+
 def test_an_empty_class_does_not_bind() -> None:
     assert offload.highest_rate(0.0, 2.0, 3.0, 0.0) == 2.0
     assert offload.highest_rate(2.0, 0.0, 3.0, 1.0) == 2.0

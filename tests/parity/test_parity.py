@@ -152,10 +152,10 @@ def test_every_admission_refuses_alike(admission: str, order: str, shape: str) -
     assert actions_of(log)["Refuse"] > 0
 
 
-def test_displaced_requests_are_the_same() -> None:
+def test_requests_turned_away_for_others_are_the_same() -> None:
     log = same_logs({"limits.max_requests": 12}, workload(120, MS, terms=True))
     late = [entry for entry in log if len(entry.actions) > 1 and type(entry.event).__name__ == "RequestArrived"]
-    assert late, "nobody was displaced"
+    assert late, "nobody was turned away"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -272,7 +272,8 @@ def test_a_link_that_falls_is_the_same() -> None:
     knobs = {"offload.threshold": 200, "limits.link_s": 0.1, "cache.dram": "1MiB"}
     log = same_logs({**LINKED, **knobs}, chats(80, 8 * MS), faults)
     assert any(isinstance(entry.event, RequestFailed) for entry in log) or any(
-        isinstance(entry.event, LinksMeasured) and not all(link.up for link in entry.event.links) for entry in log
+        isinstance(entry.event, LinksMeasured) and not all(link.up for link in entry.event.links)
+        for entry in log
     )
 
 
@@ -283,6 +284,17 @@ def test_a_lost_node_is_the_same(victim: str, policy: str) -> None:
     knobs = {"policy": policy, **SHAPES["3P2D"], **TIERS, "network.node_gbps": 2}
     log = same_logs({**knobs}, chats(60, 3 * MS), faults)
     assert any(isinstance(entry.event, NodeLeft) for entry in log)
+
+
+@pytest.mark.parametrize(("victim", "every_s"), [("prefill-0", 0.004), ("decode-0", 0.02), ("mixed-0", 0.02)])
+def test_deaths_again_and_again_cost_no_request(victim: str, every_s: float) -> None:
+    """More of them than a request has attempts."""
+    shape = {"roles.prefill": 0, "roles.decode": 0, "roles.mixed": 1} if victim == "mixed-0" else {}
+    deaths = [NodeFault(victim, at * every_s, (at + 0.5) * every_s) for at in range(1, 7)]
+    faults = Faults(nodes=tuple(deaths))
+    requests = [VirtualRequest(index * MS // 4, tuple(range(index, 300 + index)), 60) for index in range(8)]
+    log = same_logs({**shape, **TIERS}, requests, faults)
+    assert not actions_of(log)["Fail"] and max(route.attempt for route in routes(log)) > 3
 
 
 @pytest.mark.parametrize("delay_s", [0.004, 0.3, math.inf])

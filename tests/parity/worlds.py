@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from isthmus.cluster.recorder import Entry
-from isthmus.conductor import Action, Event, LinksMeasured
+from isthmus.conductor import Action, Event, HoldExpired, LinksMeasured
 from isthmus.config import Config
 from isthmus.cost import Cost
 from isthmus.deploy import nodes_of
 from isthmus.sim.deployment import Deployment, deployment_of
 from isthmus.sim.faults import Faults
-from isthmus.sim.workloads import Request, Workload
 from isthmus.sim.simulation import Simulation
+from isthmus.sim.workloads import Request, Workload
 from isthmus.types import Role
 from tests.virtual import Flight, VirtualCluster, VirtualRequest
 
@@ -47,8 +47,11 @@ def simulated(config: Config, deployment: Deployment, requests: Sequence[Virtual
 
 
 def until_over(log: Sequence[Entry]) -> list[Entry]:
-    """Without what was measured after the last request had ended."""
-    last = max((at for at, entry in enumerate(log) if not isinstance(entry.event, LinksMeasured)), default=-1)
+    """Without what was measured, and which waits were up, after the last request had ended."""
+    last = max(
+        (at for at, entry in enumerate(log) if not isinstance(entry.event, LinksMeasured | HoldExpired)),
+        default=-1,
+    )
     return list(log[: last + 1])
 
 

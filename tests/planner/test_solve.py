@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from isthmus.errors import ConfigError
 from isthmus.planner.fleet import Fleet, step_s
-from isthmus.planner.solve import Method, Shape, Solver, largest_batch, round_step
+from isthmus.planner.solve import Method, Shape, Solver, decode_batch, round_step
 from tests.planner.fleets import FAST, SLOW, config, demand, fleet
 
 LENGTHS = st.lists(st.integers(1, 20_000), min_size=1, max_size=30)
@@ -109,7 +109,7 @@ def test_a_prompt_pays_for_every_chunk() -> None:
 def test_the_largest_batch_inside_limit_and_memory(context: float, tbt_ms: int, most: int) -> None:
     roles = {"prefill": 1, "decode": {"count": 1, "max_sequences": most}}
     found = fleet(clusters={"home": {"cost": SLOW, "roles": roles}}, remote=0, engine={"kv_memory": "500MB"})
-    batch = largest_batch(found.home.decode, context, tbt_ms)
+    batch = decode_batch(found.home.decode, context, tbt_ms)
 
     def fits(size: int) -> bool:
         memory = found.home.decode.kv_blocks * 512 * 2000
@@ -125,7 +125,7 @@ def test_the_published_constant_from_max_sequences() -> None:
     cost = {"kv_token_bytes": 2000, "num_layers": 2, "prefill_token_s": 1e-5, "decode_fixed_s": 0.025}
     roles = {"prefill": 1, "decode": {"count": 1, "max_sequences": 20}}
     decode = fleet(clusters={"home": {"cost": cost, "roles": roles}}, remote=0).home.decode
-    batch = largest_batch(decode, 1000, 25)
+    batch = decode_batch(decode, 1000, 25)
     assert batch.size / batch.step_s == pytest.approx(800) and batch.binds == "max_sequences"
 
 
@@ -134,12 +134,12 @@ def test_the_published_constant_from_max_sequences() -> None:
 )
 def test_a_batch_of_none_is_a_mistake(context: int, tbt_ms: int | None, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        largest_batch(fleet().home.decode, context, tbt_ms)
+        decode_batch(fleet().home.decode, context, tbt_ms)
 
 
 def test_a_profile_without_decode_decodes_nothing() -> None:
     with pytest.raises(ConfigError, match="nothing of decode"):
-        largest_batch(fleet().remotes[0].prefill, 100, None)
+        decode_batch(fleet().remotes[0].prefill, 100, None)
 
 
 def test_eight_bit_kv_leaves_the_state_as_it_is() -> None:

@@ -13,8 +13,8 @@ from isthmus.deploy import NodeFacts, Rates
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.faults import Faults, LinkFault, NodeFault
 from isthmus.sim.records import Result, Status
-from isthmus.sim.workloads import Request
 from isthmus.sim.simulation import Simulation
+from isthmus.sim.workloads import Request
 from isthmus.types import NS_PER_MS, NS_PER_S, Role
 
 from .cluster import CURVE, deployment, facts, workload

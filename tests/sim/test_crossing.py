@@ -32,8 +32,8 @@ from isthmus.node import LOST_NS
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.faults import Faults, LinkFault, NodeFault
 from isthmus.sim.records import Result, Status
-from isthmus.sim.workloads import Request
 from isthmus.sim.simulation import Simulation
+from isthmus.sim.workloads import Request
 from isthmus.types import NS_PER_MS, NS_PER_S, NodeId, RequestId, Role
 
 from .cluster import BLOCK_SIZE, CURVE, deployment, facts, workload

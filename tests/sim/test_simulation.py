@@ -15,8 +15,8 @@ from isthmus.conductor import BlocksEvicted, BlocksStored, FirstToken, Rules
 from isthmus.deploy import NodeFacts, Rates
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.records import RequestRecord, Result, Status
-from isthmus.sim.workloads import Request, Workload
 from isthmus.sim.simulation import Simulation
+from isthmus.sim.workloads import Request, Workload
 from isthmus.types import NS_PER_MS, NS_PER_S, Role
 
 from .cluster import BLOCK_SIZE, CURVE, deployment, digest, nodes, workload
@@ -226,7 +226,8 @@ def test_two_runs_leave_the_same_behind() -> None:
 
 def test_nothing_depends_on_the_hash_seed() -> None:
     program = (
-        "from tests.sim.test_simulation import Simulation, digest, mixed_bag; print(digest(Simulation(*mixed_bag()).run()))"
+        "from tests.sim.test_simulation import Simulation, digest, mixed_bag\n"
+        "print(digest(Simulation(*mixed_bag()).run()))"
     )
     found = {
         subprocess.run(
@@ -363,7 +364,9 @@ def test_answers_with_names_are_kept_and_fetched_from_where_they_were_decoded() 
     specs = nodes(Role.PREFILL, 1, **cached) + nodes(Role.DECODE, 1, **cached)
     rules = Rules(policy="isthmus", max_requests=1 << 30)
     kept = Simulation(deployment(specs, rules), workload(conversation()), check=True).run().records[1]
-    plain = Simulation(deployment(specs, rules), workload(conversation(named=False)), check=True).run().records[1]
+    plain = (
+        Simulation(deployment(specs, rules), workload(conversation(named=False)), check=True).run().records[1]
+    )
     assert (plain.cached_tokens, plain.fetched_tokens) == (160, 0)
     assert (kept.cached_tokens, kept.fetched_tokens) == (224, 64)
     assert kept.first_token_ns < plain.first_token_ns
@@ -401,6 +404,8 @@ def test_one_iteration_at_a_time_gives_the_same(seed: int, roles: str) -> None:
 
 def test_ten_times_the_requests_are_about_ten_times_the_events() -> None:
     def events(count: int) -> int:
-        return Simulation(deployment(disaggregated(4, 4)), shared_prompts(1, count, 20 * count)).run().num_events
+        return (
+            Simulation(deployment(disaggregated(4, 4)), shared_prompts(1, count, 20 * count)).run().num_events
+        )
 
     assert 9 * events(100) < events(1000) < 11 * events(100)

@@ -15,7 +15,7 @@ SEALS = st.sampled_from([(b"a",), (b"b",)])
 
 
 class Places:
-    """A log of `count` places, as the directory see it."""
+    """A log of `count` places, as the directory sees it."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -185,7 +185,9 @@ def test_other_bytes_of_a_block_make_its_record_useless() -> None:
     write(directory)
     directory.demote(1, can_write=True)
     directory.commit(1, None, directory.reserve(1)[0], (b"other",))
-    assert places.num_used == 0 and list(directory.unwritten) == [1] and directory.blocks[1].seals == (b"other",)
+    assert (
+        places.num_used == 0 and list(directory.unwritten) == [1] and directory.blocks[1].seals == (b"other",)
+    )
 
 
 def test_a_second_copy_gives_its_slot_back() -> None:

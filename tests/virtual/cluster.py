@@ -13,11 +13,11 @@ import msgspec
 
 from isthmus.attempts import key_of
 from isthmus.blocks import BlockNamer
+from isthmus.cluster.addresses import AddressBook
 from isthmus.cluster.head import Head
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.process import NodeOptions, Runtime
 from isthmus.cluster.recorder import Entry, MemoryTape
-from isthmus.cluster.addresses import AddressBook
 from isthmus.conductor import Abort, LinkState, Route
 from isthmus.config import Config
 from isthmus.cost import compile_cost

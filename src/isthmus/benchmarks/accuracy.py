@@ -36,9 +36,9 @@ from isthmus.benchmarks.served import last_line, served
 from isthmus.config import load_config
 from isthmus.sim.deployment import deployment_of
 from isthmus.sim.records import RequestRecord, Status
+from isthmus.sim.simulation import Simulation
 from isthmus.sim.summary import nearest_rank
 from isthmus.sim.workloads import Request, Workload, load
-from isthmus.sim.simulation import Simulation
 from isthmus.types import NS_PER_S
 
 BLOCK_SIZE = 16

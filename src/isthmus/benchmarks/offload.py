@@ -18,9 +18,9 @@ from isthmus.deploy import PROFILES
 from isthmus.sim.deployment import deployment_of
 from isthmus.sim.faults import Faults, LinkFault
 from isthmus.sim.records import Result, Status
+from isthmus.sim.simulation import Simulation
 from isthmus.sim.summary import nearest_rank, threshold_use, within_limits
 from isthmus.sim.workloads import load
-from isthmus.sim.simulation import Simulation
 from isthmus.types import NS_PER_S
 
 LENGTHS = "truncated_lognormal(mu=9.9,sigma=1,min=128,max=131072)"

@@ -20,9 +20,9 @@ from isthmus.deploy import NodeFacts, Rates, Sequences
 from isthmus.errors import ConfigError, IsthmusError
 from isthmus.sim.deployment import FAR, Deployment, deployment_of
 from isthmus.sim.records import Result, Status
+from isthmus.sim.simulation import Simulation
 from isthmus.sim.summary import nearest_rank, within_limits
 from isthmus.sim.workloads import Replay, Workload, load
-from isthmus.sim.simulation import Simulation
 from isthmus.types import NS_PER_S, NodeId, Role
 
 OURS = "isthmus"

@@ -88,12 +88,12 @@ def _in_cluster(config: Config, name: str | None) -> Config:
 
 
 def _run_launched() -> None:
-    """A child of the launcher: spec on standard input, trouble on standard output."""
+    """A child of the launcher: its specification on standard input, trouble on standard output."""
     from isthmus.cluster.launcher import LaunchSpec, Trouble
 
     line = sys.stdin.buffer.readline()
     if not line:
-        sys.exit(1)  # the launcher died before it gave spec
+        sys.exit(1)  # the launcher died before it said what to be
     try:
         _run(msgspec.json.decode(line, type=LaunchSpec), host="127.0.0.1", watch_stdin=True)
     except IsthmusError as error:
@@ -116,7 +116,7 @@ def _run(spec: Any, *, host: str, watch_stdin: bool) -> str:
 
 
 def process_of(spec: LaunchSpec, host: str) -> EngineProcess:
-    """What `spec` say, with its engine and its store, ready to run. `host`: where other nodes reach it. Raises
+    """What `spec` says, with its engine and its store, ready to run. `host`: where other nodes reach it. Raises
     ModelError, ConfigError or StartError."""
     from isthmus.cli.engines import node_facts, open_engine, store_opener
     from isthmus.cluster.node import NodeProcess

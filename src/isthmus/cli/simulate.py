@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from isthmus.config import Config
     from isthmus.sim.deployment import Deployment
     from isthmus.sim.records import Result
+    from isthmus.sim.simulation import Progress
     from isthmus.sim.summary import Summary
     from isthmus.sim.workloads import Workload
-    from isthmus.sim.simulation import Progress
 
 
 def simulate(
@@ -56,9 +56,9 @@ def simulate(
     from isthmus.cli.tables import show, summary_tables
     from isthmus.config import load_config
     from isthmus.sim.deployment import deployment_of
+    from isthmus.sim.simulation import no_cycles
     from isthmus.sim.summary import summarize, to_json
     from isthmus.sim.workloads import Replay, load
-    from isthmus.sim.simulation import no_cycles
 
     for option, file in (("--json", json_file), ("--report", report), ("--log", log)):
         check_writable(option, file)

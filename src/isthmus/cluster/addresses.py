@@ -1,5 +1,5 @@
-"""How nodes reach each other: at their own addresses in their own cluster, in another one over a link, which is as it is
-or emulated by a process."""
+"""How nodes reach each other: at their own addresses in their own cluster; in another one over a link, as it is or
+emulated by a process."""
 
 from __future__ import annotations
 

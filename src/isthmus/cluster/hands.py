@@ -16,9 +16,9 @@ from typing import Any
 from isthmus.cluster import messages
 from isthmus.cluster.cache import Load, NodeCache, Staging
 from isthmus.cluster.fetches import Fetch, Fetcher
+from isthmus.cluster.handover import HandoverReceiver, HandoverSender, Outgoing
 from isthmus.cluster.lending import Lender
 from isthmus.cluster.sessions import Bare, Peers, Spawn, Tell
-from isthmus.cluster.handover import HandoverReceiver, HandoverSender, Outgoing
 from isthmus.engine.interface import KVBytes
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Session

@@ -19,12 +19,12 @@ from isthmus import conductor
 from isthmus.attempts import key_of
 from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster import messages
+from isthmus.cluster.addresses import AddressBook
+from isthmus.cluster.link_stats import LinkStats, Offload
 from isthmus.cluster.pipeline import Groups, Stage
 from isthmus.cluster.recorder import Tape
 from isthmus.cluster.sessions import Bare
 from isthmus.cluster.streams import Stream
-from isthmus.cluster.addresses import AddressBook
-from isthmus.cluster.link_stats import LinkStats, Offload
 from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
 from isthmus.messenger import Network, Session, TcpNetwork
 from isthmus.node.events import Become, Begin, Copy, Forget
@@ -50,8 +50,8 @@ class _Member:
 class Head:
     """Start with `open`; then `submit` jobs. Everything runs in one event loop.
 
-    `addresses`: between its clusters, if it has several. `network`, `clock_ns`: where sessions come from and what the time
-    is; others than the machine's own in tests and in virtual time.
+    `addresses`: of its nodes, for each cluster. `network`, `clock_ns`: where sessions come from and what the time is;
+    others than the machine's own in tests and in virtual time.
     """
 
     def __init__(
@@ -209,6 +209,7 @@ class Head:
                 for node in action.nodes:
                     self._send(node, Forget(key_of(action.request, action.attempt)))
             case conductor.Hold():
+                self._streams[action.request].end_attempt()
                 expired = conductor.HoldExpired(action.request, action.attempt)
                 asyncio.get_running_loop().call_later(self._rejoin_s, self._decide, expired)
             case conductor.Fail():

@@ -1,6 +1,6 @@
 """Starts, watches and stops the processes of this machine: nodes, and links between clusters.
 
-A child reads its spec as one JSON line on standard input and keeps that pipe open: when the launcher dies,
+A child reads what it is to be as one JSON line on standard input and keeps that pipe open: when the launcher dies,
 however it dies, the pipe closes and the child leaves. A node that cannot start writes one JSON line with the
 error on standard output.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from isthmus.cluster.shaper import LinkSpec, LinkPorts, Point
+from isthmus.cluster.shaper import LinkPorts, LinkSpec, Point
 from isthmus.config import Config, child_environment
 from isthmus.deploy import Place, places_of
 from isthmus.errors import StartError
@@ -97,7 +97,7 @@ def available_bytes() -> int | None:
 
 
 async def start_child(verb: str, *arguments: str, threads: int, spec: Any) -> asyncio.subprocess.Process:
-    """`isthmus VERB ARGUMENTS`, with these spec. Its name among the arguments is for `ps`."""
+    """`isthmus VERB ARGUMENTS`, and what it reads. Its name among the arguments is for `ps`."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "isthmus", verb, *arguments),
         stdin=PIPE,
@@ -157,11 +157,11 @@ class Launcher:
         await asyncio.gather(*map(stop_child, self._processes.values()))
 
     async def _spawn(self, planned: Process) -> None:
-        spec = self._orders(planned)
+        spec = self._spec_of(planned)
         name = ("--launched", "--name", planned.name)
         self._processes[planned.name] = await start_child("node", *name, threads=spec.threads, spec=spec)
 
-    def _orders(self, planned: Process) -> LaunchSpec:
+    def _spec_of(self, planned: Process) -> LaunchSpec:
         """For its next start."""
         # The cores shared evenly, one kept for gateway and sessions: a parallel kernel waits for its slowest thread, so
         # a core lent twice costs more than it gives.

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from isthmus.cluster.addresses import AddressBook
 from isthmus.cluster.head import Head
 from isthmus.cluster.launcher import Launcher, LinkProcess
 from isthmus.cluster.recorder import FORMAT, Header, LiveRecorder
 from isthmus.cluster.sessions import network_of
 from isthmus.cluster.shaper import LinkSpec, shape_of
-from isthmus.cluster.addresses import AddressBook
 from isthmus.config import Config
 from isthmus.deploy import clusters_of, links_of, places_of, rules_of
 from isthmus.errors import StartError

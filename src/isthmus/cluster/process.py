@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 
 from isthmus.cluster import messages
 from isthmus.cluster.cache import NodeCache
-from isthmus.cluster.link_monitor import LinkMonitor
 from isthmus.cluster.hands import Hands
+from isthmus.cluster.link_monitor import LinkMonitor
 from isthmus.cluster.runs import Runs
 from isthmus.cluster.sessions import CONNECT_S, Bare, Peers
 from isthmus.deploy import NodeFacts
@@ -88,7 +88,9 @@ class EngineProcess(ABC):
         store = store_of(self._lost) if store_of is not None else None
         self._cache = None
         if store is not None:
-            self._cache = NodeCache(engine.memory, store, self._lost, runtime.pool_of, facts.transit_blocks // 2)
+            self._cache = NodeCache(
+                engine.memory, store, self._lost, runtime.pool_of, facts.transit_blocks // 2
+            )
         self._introduction = messages.PeerHello(
             messages.PROTOCOL, options.token, facts.node, engine.revision, engine.layout
         )

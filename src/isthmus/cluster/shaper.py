@@ -318,7 +318,7 @@ def main() -> None:
     control = io.FileIO(sys.stdin.fileno(), closefd=False)  # reads nothing ahead
     line = control.readline()
     if not line:
-        sys.exit(1)  # the launcher died before it gave spec
+        sys.exit(1)  # the launcher died before it said what to be
     spec = msgspec.json.decode(line, type=LinkSpec)
     ports = [[Port(towards) for _ in range(count)] for towards, count in enumerate(spec.ports)]
     proxy = Proxy(spec.shape, [*ports[0], *ports[1]])

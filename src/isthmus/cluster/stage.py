@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from isthmus.cluster import messages
 from isthmus.cluster.hands import Hands
-from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost, Vital, Runtime
+from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost, Runtime, Vital
 from isthmus.cluster.runs import Execution, Runs
 from isthmus.cluster.sessions import CONNECT_S
 from isthmus.engine.interface import Engine, Hidden

@@ -36,6 +36,10 @@ class Stream:
         self.attempt, self._prefilling = attempt, True
         self._early.clear()
 
+    def end_attempt(self) -> None:
+        """What still comes of it is void, also before the next one starts."""
+        self.attempt = 0
+
     def prefilled(self) -> bool:
         """True once for each attempt: call it when any token of the attempt has come, before delivering it."""
         now, self._prefilling = self._prefilling, False

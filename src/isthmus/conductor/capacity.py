@@ -12,7 +12,6 @@ The equations are those of `cost.offload`. Their inputs, one sample and one cost
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 
@@ -20,8 +19,17 @@ from isthmus.conductor.pools import Pool
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import ClusterView, NodeView, Placement
 from isthmus.cost.lengths import Sample
-from isthmus.cost.offload import Fleet, Threshold, Work, bear, best_threshold, decode_rate, expected
-from isthmus.types import NS_PER_MS, NS_PER_S, Role
+from isthmus.cost.offload import (
+    Fleet,
+    Threshold,
+    Work,
+    bear,
+    best_threshold,
+    decode_rate,
+    expected,
+    largest_batch,
+)
+from isthmus.types import NS_PER_S, Role
 
 WINDOW = 1024
 """Prompts that count: some minutes at the rates of a dozen instances, and solved in a few ms."""
@@ -135,12 +143,8 @@ class Capacity:
         """Requests that may decode on a node at once, as long as the recent ones: as many as the node takes, its KV
         memory holds, and the time between tokens allows; at least one."""
         context = self._context
-        largest = min(node.max_sequences or LARGEST_BATCH, int(node.capacity_tokens / context))
-        limit_ms = self._rules.tbt_ms
-        if limit_ms is not None:
-            batches, limit_ns = range(1, largest + 1), limit_ms * NS_PER_MS
-            largest = bisect_left(batches, True, key=lambda batch: _step_ns(node, batch, context) > limit_ns)
-        return max(1, largest)
+        most = min(node.max_sequences or LARGEST_BATCH, int(node.capacity_tokens / context))
+        return max(1, largest_batch(node.cost, context, most, self._rules.tbt_ms))
 
     def _decode_rate(self, node: NodeView) -> float:
         """Requests per second of one decode node, equation (5)."""

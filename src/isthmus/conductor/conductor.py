@@ -20,7 +20,6 @@ from isthmus.conductor.capacity import Capacity
 from isthmus.conductor.compression import encoded
 from isthmus.conductor.control import OffloadControl
 from isthmus.conductor.conversion import Conversion
-from isthmus.conductor.displace import to_shorten, to_thin, waiting_below
 from isthmus.conductor.events import (
     Abort,
     Action,
@@ -37,13 +36,18 @@ from isthmus.conductor.events import (
     RequestCancelled,
     RequestEnded,
 )
-from isthmus.conductor.ghosts import Ghosts
+from isthmus.conductor.eviction_cost import EvictionCost
 from isthmus.conductor.replicas import Replicas
 from isthmus.conductor.routing import Router
 from isthmus.conductor.rules import Rules
+from isthmus.conductor.shedding import to_shorten, to_thin, waiting_below
 from isthmus.conductor.view import ClusterView, Placement, RequestView
 from isthmus.cost.transfer import NONE
 from isthmus.types import MEMORY, NodeId, RequestId, Role
+
+MAX_LOSSES = 10
+"""Nodes and links that may go from under one request, which says nothing of it; one that brings each of its nodes down
+has to end."""
 
 
 class Conductor:
@@ -58,7 +62,7 @@ class Conductor:
         self._conversion = Conversion(self.view, rules, self._capacity)
         self._learns_lengths = bool(rules.links) or rules.convert
         self._admission = Admission(rules)
-        self._ghosts = Ghosts(self.view)
+        self._eviction_cost = EvictionCost(self.view)
         self._replicas = Replicas(self.view)
         self._handlers: dict[type, Callable[..., list[Action]]] = {
             RequestArrived: self._arrive,
@@ -115,7 +119,7 @@ class Conductor:
         pool.recent.accept(now)
         if self._learns_lengths:
             self._capacity.add(event.num_tokens, placement)
-        self._ghosts.asked(event, pool, placement.deepest, now)
+        self._eviction_cost.asked(event, pool, placement.deepest, now)
         actions.append(self._route(request, placement, now))
         if self.rules.replicate:
             copy = self._replicas.consider(estimator, placement)
@@ -265,13 +269,21 @@ class Conductor:
         actions: list[Action] = [Abort(name, request.attempt, nodes)] if nodes else []
         self.view.unbook(request, now)
         request.reason = reason
-        if request.attempt >= self.rules.max_attempts:
+        if request.attempt >= self._max_attempts(request):
             return [*actions, self._fail(request)]
         found = self._router.place(request.arrived, now, again=True)
         if found is not None:
             return [*actions, self._route(request, found[0], now)]
         request.held = True
         return [*actions, Hold(name, request.attempt, reason)]
+
+    def _lost(self, request: RequestView, reason: str, now: int) -> list[Action]:
+        """What it stood on is gone: that costs it none of its attempts."""
+        request.losses += 1
+        return self._again(request, reason, now)
+
+    def _max_attempts(self, request: RequestView) -> int:
+        return self.rules.max_attempts + min(request.losses, MAX_LOSSES)
 
     def _resume(self, now: int) -> list[Action]:
         """Routes what is on hold, in the order of arrival, as far as the nodes now allow."""
@@ -286,7 +298,7 @@ class Conductor:
     def _fail(self, request: RequestView) -> Fail:
         name = request.arrived.request
         del self.view.requests[name]
-        return Fail(name, f"{request.reason} (attempt {request.attempt} of {self.rules.max_attempts})")
+        return Fail(name, f"{request.reason} (attempt {request.attempt} of {self._max_attempts(request)})")
 
     # Nodes and their caches.
 
@@ -308,7 +320,7 @@ class Conductor:
         for request in fetching:  # its node computes what does not come
             self.view.end_copy(request)
         return [
-            action for request in affected for action in self._again(request, f"node {event.node} is gone", now)
+            action for request in affected for action in self._lost(request, f"node {event.node} is gone", now)
         ]
 
     def _role_changed(self, event: RoleChanged, now: int) -> list[Action]:
@@ -338,7 +350,7 @@ class Conductor:
             if request.copy is not None and request.copy.across is link:
                 self.view.end_copy(request)  # its node computes what does not come
             if request.across is link:
-                actions += self._again(request, f"the link from {source} to {target} is down", now)
+                actions += self._lost(request, f"the link from {source} to {target} is down", now)
         return actions
 
     def _stored(self, event: BlocksStored, now: int) -> list[Action]:
@@ -356,7 +368,7 @@ class Conductor:
         node = self.view.nodes.get(event.node)
         if node is not None:
             gone = self.view.index.evict(node.bit, event.names)
-            self._ghosts.evicted(node, len(event.names), gone)
+            self._eviction_cost.evicted(node, len(event.names), gone)
         return []
 
 

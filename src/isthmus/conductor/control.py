@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from isthmus.conductor.capacity import Capacity
 from isthmus.conductor.copies import ClusterLink
-from isthmus.conductor.events import LinkState, LinksMeasured, ThresholdSet
+from isthmus.conductor.events import LinksMeasured, LinkState, ThresholdSet
 from isthmus.conductor.routing import Router
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import ClusterView
@@ -130,7 +130,8 @@ class LinkControl:
 
 
 class OffloadControl:
-    """Steers a router by what `LinksMeasured` reports. It sets `threshold`, `abundant` and `guards` there, and the links."""
+    """Steers a router by what `LinksMeasured` reports. It sets `threshold`, `abundant` and `guards` there, and
+    the links."""
 
     def __init__(self, view: ClusterView, rules: Rules, router: Router, capacity: Capacity) -> None:
         self._rules, self._router, self._capacity = rules, router, capacity

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 
 from isthmus.types import NS_PER_S
 
@@ -67,6 +68,11 @@ class Recent:
         who has not come is known to come."""
         self._forget(now)
         return len(self._accepted) * NS_PER_S / WINDOW_NS
+
+    def backlog_price(self, waits: Sequence[float], now: int) -> float:
+        """What a node-second costs others, nodes having queues of `waits` ns: arrivals per node expected while the mean
+        queue drains."""
+        return self.rate(now) / len(waits) * (sum(waits) / len(waits)) / NS_PER_S
 
     def _forget(self, now: int) -> None:
         accepted = self._accepted

@@ -55,8 +55,7 @@ class _Pricing:
         self._estimator = estimator
         first = view.num_routed % count
         self._order = [*range(first, count), *range(first)]
-        mean_wait = sum(estimator.waits) / count
-        price = pool.recent.rate(now) / count * mean_wait / NS_PER_S
+        price = pool.recent.backlog_price(estimator.waits, now)
         self._prices = [price] * count
         if pool.has_mixed:
             self._prices = [price + (node.batch if node.role is Role.MIXED else 0) for node in estimator.nodes]

@@ -111,7 +111,7 @@ class Replicas:
 
     def _paid(self, estimator: Estimator, placement: Placement, longest: int) -> tuple[float, NodeView | None]:
         """What a copy on the best node without one would have spared this request, and that node."""
-        price = _backlog_price(estimator)
+        price = estimator.pool.recent.backlog_price(estimator.waits, estimator.now)
         best, target = placement.ttft_ns + price * placement.work_ns, None
         least = best
         for at, node in enumerate(estimator.nodes):
@@ -148,15 +148,8 @@ class Replicas:
         """Of the room in the cache and of the time on the links, in ns of node time and waiting."""
         now = estimator.now
         num_blocks = longest - estimator.depths[target.slot]
-        price = _backlog_price(estimator)
+        price = estimator.pool.recent.backlog_price(estimator.waits, estimator.now)
         room = (1 + price) * estimator.pool.recent.loss_per_block_ns(now) * num_blocks
         lasts = num_bytes * NS_PER_S / min(source.paths.network, target.paths.network)
         fetches_per_ns = self._fetches.at(now) / WINDOW_NS / len(estimator.nodes)
         return room + fetches_per_ns * lasts * lasts
-
-
-def _backlog_price(estimator: Estimator) -> float:
-    """What a node-second costs others: see `pricing`."""
-    waits = estimator.waits
-    rate = estimator.pool.recent.rate(estimator.now)
-    return rate / len(waits) * (sum(waits) / len(waits)) / NS_PER_S

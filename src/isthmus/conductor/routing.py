@@ -21,7 +21,7 @@ from isthmus.conductor.policies import FETCHING, POLICIES
 from isthmus.conductor.pools import Pool
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import ClusterView, NodeView, Placement
-from isthmus.types import MIXED, NS_PER_S, PREFILL
+from isthmus.types import MIXED, PREFILL
 
 
 class Router:
@@ -112,7 +112,7 @@ class Router:
         waits = [max(0, node.free_ns - now) for node in nodes]
         node, cached = nodes[waits.index(min(waits))], caches.tokens(pool)
         work = node.cost.prefill_ns(request.num_tokens - cached, cached) * pool.calibration.ratio
-        price = pool.recent.rate(now) / len(waits) * (sum(waits) / len(waits)) / NS_PER_S
+        price = pool.recent.backlog_price(waits, now)
         if node.role is MIXED:
             price += node.batch
         ttft = min(waits) + work

@@ -17,7 +17,8 @@ class LinkRule(msgspec.Struct, frozen=True):
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """`max_requests`: accepted at once; `max_attempts`: routes of one request; the rest as in the configuration.
+    """`max_requests`: accepted at once; `max_attempts`: routes of one request, beside those that lost a node or a link;
+    the rest as in the configuration.
 
     `ttft_ms`, `tbt_ms`: limits of requests that bring none, None for no limit.
     `codecs`: by which KV may be encoded on its way, where that is sooner there.

@@ -139,8 +139,9 @@ class RequestView:
     `expected_ns`: when its first token was predicted; `decode_ns`: when its KV was whole where it decodes, -1
     before. `prefill`, `decode`: its nodes, None when it has none; `prefilling`: its first token is not out;
     `handing_over`: its KV is not where it decodes. `held`: its last attempt ended, for `reason`, and no node
-    could take the next one yet. `across`: the link between clusters that its hand-over crosses, with `owed` bytes;
-    `lender`: whom its decode node gets a part of its prefix from.
+    could take the next one yet. `losses`: attempts that ended since a node or a link went. `across`: the link between
+    clusters that its hand-over crosses, with `owed` bytes; `lender`: whom its decode node gets a part of its prefix
+    from.
     """
 
     __slots__ = (
@@ -156,6 +157,7 @@ class RequestView:
         "handing_over",
         "held",
         "lender",
+        "losses",
         "owed",
         "prefill",
         "prefilling",
@@ -175,7 +177,7 @@ class RequestView:
         self.copy: Copy | None = None
         self.across: ClusterLink | None = None
         self.lender: NodeView | None = None
-        self.owed = 0
+        self.owed = self.losses = 0
         self.promised: Sequence[BlockName] = ()
         self.reason = ""
 

@@ -12,6 +12,7 @@ queues see. Nothing here assumes that equation (1) falls with the length: for mo
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
@@ -22,6 +23,7 @@ from isthmus.cost.lengths import Lengths
 from isthmus.cost.node_cost import NodeCost
 from isthmus.types import NS_PER_S
 
+_PS_PER_MS = 1_000_000_000
 REMOTE_COMPUTE, LINK, LOCAL_COMPUTE, DECODE = "remote compute", "link", "local compute", "decode"
 """What can bind."""
 
@@ -49,6 +51,20 @@ def local_rate(num_instances: float, prefill_s: float) -> float:
 def decode_rate(num_instances: float, batch: float, step_s: float, output_tokens: float) -> float:
     """Equation (5): so many sequences in a batch, a token each in every step."""
     return _ratio(num_instances * batch, step_s * output_tokens)
+
+
+def largest_batch(cost: NodeCost, context: float, most: int, tbt_ms: int | None) -> int:
+    """`BS_max` of equation (5): of sequences of `context` tokens each, up to `most`, as many as decode together with
+    every step inside the limit, which None is not. 0: not even one."""
+    if tbt_ms is None:
+        return most
+    limit_ps = tbt_ms * _PS_PER_MS
+
+    def too_long(batch: int) -> bool:
+        fixed, slope = cost.decode_step_ps(batch)
+        return fixed + slope * batch * context > limit_ps
+
+    return bisect_left(range(1, most + 1), True, key=too_long)
 
 
 def highest_rate(remote: float, local: float, decode: float, share: float) -> float:

@@ -1,4 +1,4 @@
-"""From a parsed request to an prepared: the jobs to submit, and what their answer must carry.
+"""From a parsed request to a prepared one: the jobs to submit, and what their answer must carry.
 
 This is where a request meets the model: tokenising, lengths, vocabulary, defaults.
 """
@@ -44,7 +44,7 @@ class PreparedRequest:
 
 @dataclass(frozen=True)
 class RequestPreparer:
-    """Turns requests into orders. `hex_id` makes the answer's id unique."""
+    """Turns requests into prepared ones. `hex_id` makes the answer's id unique."""
 
     card: ModelCard
     tokenizer: GatewayTokenizer

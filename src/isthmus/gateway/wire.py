@@ -29,7 +29,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Dialect(Protocol):
-    """How one endpoint writes an prepared's answer. Made for one prepared; may remember what it wrote."""
+    """How one endpoint writes the answer to one request. It may remember what it wrote."""
 
     def events(self, choice: Choice, delta: Delta) -> bytes:
         """The SSE events for `delta`; empty when it has nothing to show."""
@@ -50,7 +50,7 @@ def event(data: bytes) -> bytes:
 
 def usage_of(prepared: PreparedRequest, choices: Sequence[Choice]) -> Usage:
     """Each prompt counts once, however many choices continue it; its cached tokens are the first choice's."""
-    prompt_tokens = sum(len(prompt) for prompt in order.prompts)
+    prompt_tokens = sum(len(prompt) for prompt in prepared.prompts)
     completion_tokens = sum(choice.num_tokens for choice in choices)
     cached_tokens = sum(choice.cached_tokens for choice in choices[:: prepared.n])
     return Usage(

@@ -13,9 +13,9 @@ from isthmus.cost import compile_cost
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.records import RequestRecord, Result, Status
 from isthmus.sim.report.series import Bins, binned, decoding, prefill_nodes_at_work
+from isthmus.sim.simulation import Simulation
 from isthmus.sim.summary import Summary, summarize
 from isthmus.sim.workloads import Replay, Workload, load
-from isthmus.sim.simulation import Simulation
 from isthmus.types import NS_PER_S
 
 

@@ -175,7 +175,7 @@ class Simulated(msgspec.Struct, frozen=True):
     best: str | None
 
 
-class Batch(msgspec.Struct, frozen=True):
+class DecodeBatch(msgspec.Struct, frozen=True):
     """What one decode instance does: (5). `binds`: what limits its batch."""
 
     size: int
@@ -208,7 +208,7 @@ class Answer(msgspec.Struct, frozen=True):
 
     demand: Demand
     clusters: list[Cluster]
-    batch: Batch
+    batch: DecodeBatch
     plans: list[Plan]
     paper: Plan
     baselines: list[Plan]

@@ -27,7 +27,7 @@ def answer(
     return say.Answer(
         demand=_demand(demand),
         clusters=_clusters(fleet),
-        batch=say.Batch(solver.batch.size, 1000 * solver.batch.step_s, solver.batch.binds),
+        batch=say.DecodeBatch(solver.batch.size, 1000 * solver.batch.step_s, solver.batch.binds),
         plans=plans,
         paper=plan(solver, solver.shape, solver.best(solver.shape, _PAPER), "representative lengths"),
         baselines=_baselines(config, solver),

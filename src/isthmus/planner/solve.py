@@ -13,7 +13,7 @@ from functools import cached_property
 
 import msgspec
 
-from isthmus.cost import compile_cost
+from isthmus.cost import compile_cost, offload
 from isthmus.cost.offload import (
     Classes,
     Solution,
@@ -57,7 +57,7 @@ class Shape(msgspec.Struct, frozen=True):
     egress: tuple[float, ...]
 
 
-class Batch(msgspec.Struct, frozen=True):
+class DecodeBatch(msgspec.Struct, frozen=True):
     """What an instance decodes at once: the largest batch whose step, of `step_s`, is inside the limit on TBT."""
 
     size: int
@@ -83,7 +83,7 @@ class Solver:
             tuple(remote.egress for remote in fleet.remotes),
         )
         self.codec = fleet.codec if codec is None else codec
-        self.batch = largest_batch(fleet.home.decode, demand.context, fleet.tbt_ms)
+        self.batch = decode_batch(fleet.home.decode, demand.context, fleet.tbt_ms)
         self._made_columns: dict[Method, list[Column]] = {}
 
     @cached_property
@@ -206,7 +206,7 @@ def _prefill(solution: Solution) -> float:
     return highest_rate(solution.remote, solution.local, math.inf, solution.classes.share)
 
 
-def largest_batch(decode: NodeFacts, context: float, tbt_ms: int | None) -> Batch:
+def decode_batch(decode: NodeFacts, context: float, tbt_ms: int | None) -> DecodeBatch:
     """BS_max and T_decode of equation (5), of sequences with `context` tokens each.
 
     Raises ConfigError if not even one sequence meets the limit or fits the memory, and where steps take no time.
@@ -224,21 +224,14 @@ def largest_batch(decode: NodeFacts, context: float, tbt_ms: int | None) -> Batc
             "cost: the profile of the nodes that decode says nothing of decode; give it decode_points or decode_fixed_s"
         )
     most = min(decode.max_sequences, fit)
-    limit_s = math.inf if tbt_ms is None else tbt_ms / 1000
-    if one_s > limit_s:
+    size = offload.largest_batch(cost, context, most, tbt_ms)
+    if not size:
         raise ConfigError(
             f"slo.tbt_ms: a step of one sequence of {context:,.0f} tokens takes {1000 * one_s:.1f} ms, "
             f"above the limit of {tbt_ms} ms"
         )
-    inside, outside = 1, most + 1
-    while outside - inside > 1:
-        middle = (inside + outside) // 2
-        if step_s(decode, middle, context) <= limit_s:
-            inside = middle
-        else:
-            outside = middle
-    binds = "slo.tbt_ms" if inside < most else "max_sequences" if most == decode.max_sequences else "kv_memory"
-    return Batch(inside, step_s(decode, inside, context), binds)
+    binds = "slo.tbt_ms" if size < most else "max_sequences" if most == decode.max_sequences else "kv_memory"
+    return DecodeBatch(size, step_s(decode, size, context), binds)
 
 
 def tokens(threshold: float) -> int | None:

@@ -18,11 +18,11 @@ from isthmus.planner.demand import Demand
 from isthmus.planner.deployed import deployed
 from isthmus.sim.deployment import deployment_of
 from isthmus.sim.records import Result
+from isthmus.sim.simulation import Simulation
 from isthmus.sim.spread import spread
 from isthmus.sim.summary import within_limits
 from isthmus.sim.workloads import Request, Workload
 from isthmus.sim.workloads.workload import PLAIN_BLOCK_SIZE
-from isthmus.sim.simulation import Simulation
 from isthmus.types import NS_PER_S
 
 FRACTIONS = (0.7, 0.8, 0.9)

@@ -44,7 +44,7 @@ class _Leg(NamedTuple):
 class _Handover:
     """An attempt's KV on its way to where it decodes. `rest`: bytes that follow when all is computed."""
 
-    __slots__ = ("flow", "job", "key", "rest", "leg")
+    __slots__ = ("flow", "job", "key", "leg", "rest")
 
     flow: Flow
 

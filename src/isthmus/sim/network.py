@@ -11,7 +11,7 @@ What keeps this cheap:
   flows. A flow without a contended link runs at its bound and touches no other; a non-blocking spine costs
   nothing.
 * Where a link is contended, only the flows connected to it through contended links are filled again, and only
-  those whose rate changed get a new finish. Flows of one route have the same rate, so shares are found by route.
+  those whose rate changed get a new finish. Flows of one route have the same rate, so links know routes, not flows.
 * Filling waits until somebody asks or time moves on, so what starts and ends at one instant is filled once.
 * The earliest finish of all is kept, so the driver needs one timer for the whole network.
 * Nobody waits for the end of a *quiet* flow. While no link of it is contended it changes nothing either, so it sets
@@ -38,13 +38,13 @@ _UNLIMITED = 1e30
 # hits.
 ROUNDING = 0.3183
 
-_finish_ns = attrgetter("finish_ns")
+_finish_ns, _number = attrgetter("finish_ns"), attrgetter("number")
 
 
 class _Link:
     __slots__ = (
-        "behind", "bound", "busy_ns", "busy_since", "busy_until", "bytes_ended", "capacity", "flows", "name",
-        "num_open", "number", "room",
+        "behind", "bound", "busy_ns", "busy_since", "busy_until", "bytes_ended", "capacity", "name", "num_flows",
+        "num_open", "number", "room", "routes", "untimed",
     )  # fmt: skip
 
     def __init__(self, number: int, name: str, capacity: float, behind: _Link | None) -> None:
@@ -52,7 +52,9 @@ class _Link:
         self.behind = behind
         self.name = name
         self.capacity = capacity
-        self.flows: dict[Flow, None] = {}  # in order of start
+        self.routes: dict[_Route, None] = {}  # that have flows
+        self.num_flows = 0
+        self.untimed: dict[Flow, None] = {}  # if it may hold them back, in order of start
         self.bound = 0.0  # sum of the bounds of its flows; not kept while it is slack
         self.bytes_ended = 0  # by flows that have ended
         self.busy_ns = 0  # before busy_since
@@ -67,33 +69,68 @@ class _Link:
         """It holds nobody back, since whatever crosses it crosses a link that is no wider."""
         return self.behind is not None and self.behind.capacity <= self.capacity
 
+    def in_order(self) -> list[_Route]:
+        """Its routes, in the order in which their first flows started."""
+        return sorted(self.routes, key=_first_started) if len(self.routes) > 1 else list(self.routes)
+
+    @property
+    def flows(self) -> list[Flow]:
+        """In order of start."""
+        return sorted([flow for route in self.routes for flow in route.flows], key=_number)
+
 
 class _Route:
-    """A path. `limits`: the links of it that may hold a flow back; `bound`: capacity of the narrowest. Its `num_flows`
-    have one rate, which is their `share` when they are filled; `open`: that is still to be found."""
+    """A path. `limits`: the links of it that may hold a flow back; `bound`: capacity of the narrowest. Its `flows`, in
+    order of start, have one rate, which is their `share` when they are filled; `open`: that is still to be found."""
 
-    __slots__ = ("bound", "limits", "links", "num_flows", "open", "share")
+    __slots__ = ("bound", "flows", "limits", "links", "open", "share")
+
+    limits: tuple[_Link, ...]
 
     def __init__(self, links: tuple[_Link, ...]) -> None:
         self.links = links
-        self.limits = tuple(link for link in links if not link.is_slack)
+        self.flows: dict[Flow, None] = {}
+        self.open = False
+        self.measure()
+
+    def measure(self) -> None:
+        """To be called whenever the capacity of some link has changed."""
+        self.limits = tuple(link for link in self.links if not link.is_slack)
         self.bound = self.share = min(link.capacity for link in self.limits)
-        self.num_flows, self.open = 0, False
+
+    def change_rate(self, rate: float, now: int) -> None:
+        """Brings what is left of each flow up to `now`; from then on all move at `rate`."""
+        for flow in self.flows:
+            if flow.rate == rate:
+                continue
+            if flow.finish_ns <= now:
+                # It has ended and waits to be taken off: to aim again could move its end by the rounding of before.
+                flow.left = 0.0
+            else:
+                left = flow.left = flow.left - flow.rate * ((now - flow.since) * 1e-9)
+                if left > 0.0 and rate > 0.0:
+                    flow.finish_ns = now + int(left * 1e9 / rate + ROUNDING)
+                else:
+                    flow.finish_ns = NEVER if left > 0.0 else now
+            flow.rate = rate
+            flow.since = now
 
 
 class Flow:
     """One transfer. The driver reads `tag`, `num_bytes` and `started_ns`; the rest belongs to the network.
 
-    `live`: it is on its links; `timed`: its end is on the network's timer.
+    `live`: it is on its links, as the `number`-th that came; `timed`: its end is on the network's timer.
     """
 
     __slots__ = (
-        "finish_ns", "left", "live", "num_bytes", "quiet", "rate", "route", "since", "started_ns", "tag", "timed",
+        "finish_ns", "left", "live", "num_bytes", "number", "quiet", "rate", "route", "since", "started_ns", "tag",
+        "timed",
     )  # fmt: skip
 
     def __init__(self, route: _Route, num_bytes: int, tag: object, now: int, quiet: bool) -> None:
         self.route, self.tag, self.quiet = route, tag, quiet
         self.live = self.timed = False
+        self.number = 0
         self.begin(num_bytes, now)
 
     def begin(self, num_bytes: int, now: int) -> None:
@@ -103,22 +140,6 @@ class Flow:
         self.left = float(num_bytes)
         self.since = now
         self.finish_ns = NEVER
-
-    def change_rate(self, rate: float, now: int) -> None:
-        """Brings `left` up to `now`; from then on it moves at `rate`."""
-        if self.finish_ns <= now:
-            # It has ended and waits to be taken off: aiming again could move its end by the rounding of before.
-            self.left = 0.0
-            self.rate = rate
-            self.since = now
-            return
-        left = self.left = self.left - self.rate * ((now - self.since) * 1e-9)
-        self.since = now
-        self.rate = rate
-        if left > 0.0 and rate > 0.0:
-            self.finish_ns = now + int(left * 1e9 / rate + ROUNDING)
-        else:
-            self.finish_ns = NEVER if left > 0.0 else now
 
     def aim(self) -> None:
         """Sets the finish from what is left."""
@@ -145,7 +166,7 @@ class Network:
         self._unfilled: dict[_Link, None] = {}  # links whose flows await new rates, all since the same instant
         self._unfilled_at = 0
         self._next: int | None = NEVER  # None: not known, look for it
-        self._has_changed = False  # some link's capacity
+        self._num_joined = 0
 
     def add_link(self, name: str, bytes_per_s: float, behind: int | None = None) -> int:
         """Number of a new link. `bytes_per_s` may be infinite, and 0 for a link that is down.
@@ -174,11 +195,11 @@ class Network:
         """Adds bytes to a flow that is live, or was quiet. From now on its end is told."""
         self._catch_up(now)
         if flow.quiet:
-            flow.quiet = False
             if flow.finish_ns <= now:
                 self._resume(flow, num_bytes, now)
                 return
             self._time(flow)
+            flow.quiet = False
         assert flow.live, f"flow {flow.tag!r} has ended"
         flow.num_bytes += num_bytes
         flow.left += num_bytes - flow.rate * ((now - flow.since) * 1e-9)
@@ -191,14 +212,13 @@ class Network:
         """Sends more of a quiet flow that has ended."""
         alone = flow.live
         for link in flow.route.links:
-            if len(link.flows) > 1:
+            if link.num_flows > 1:
                 alone = False
         if not alone:
             if flow.live:
                 self._remove(flow, flow.num_bytes, flow.finish_ns)
-            elif self._has_changed:  # perhaps while it was off its links
-                flow.route = self._route(tuple([link.number for link in flow.route.links]))
             flow.begin(num_bytes, now)
+            flow.quiet = False
             self._join(flow, now)
             return
         until = flow.finish_ns
@@ -210,6 +230,7 @@ class Network:
         flow.begin(num_bytes, now)
         flow.rate = rate
         self._tell_end(flow)
+        flow.quiet = False
 
     def _tell_end(self, flow: Flow) -> None:
         """Aims a flow, and puts its end on the timer."""
@@ -256,22 +277,23 @@ class Network:
         live = [flow for flow in self._flows() if not self._is_over(flow, now)]
         changed = self._links[link]
         changed.capacity = _capacity(changed.name, bytes_per_s)
-        self._has_changed = True
-        self._routes.clear()
+        for route in self._routes.values():
+            route.measure()
         for each in self._links:
             each.bound = 0.0
+            each.untimed = dict.fromkeys(
+                [] if each.is_slack else [flow for flow in each.flows if not flow.timed]
+            )
         for flow in live:
-            route = flow.route = self._route(tuple([each.number for each in flow.route.links]))
-            route.num_flows += 1
-            for each in route.limits:
-                each.bound += route.bound
-        self._refill(live, now)
+            for each in flow.route.limits:
+                each.bound += flow.route.bound
+        self._refill(self._links, now)
         self._next = None
         self.version += 1
 
     def flows_on(self, link: int) -> list[Flow]:
         """Those on a link, in order of start. Quiet ones among them may have ended."""
-        return list(self._links[link].flows)
+        return self._links[link].flows
 
     def bytes_left(self, flow: Flow, now: int) -> int:
         """Bytes a live flow has still to send at `now`, rounded up."""
@@ -288,7 +310,7 @@ class Network:
     def busy_ns(self, link: int, now: int) -> int:
         """Time until `now` during which a link had at least one flow."""
         each = self._links[link]
-        if not each.flows:
+        if not each.num_flows:
             return each.busy_ns
         ends = [flow.finish_ns if flow.quiet and flow.finish_ns < now else now for flow in each.flows]
         return each.busy_ns + max(each.busy_until, *ends) - each.busy_since
@@ -320,17 +342,20 @@ class Network:
     def _join(self, flow: Flow, now: int) -> None:
         """Puts a flow on its links."""
         flow.live, route = True, flow.route
-        route.num_flows += 1
         for link in route.limits:
-            if link.flows:
-                for other in tuple(link.flows):
-                    if not other.timed:
-                        self._is_over(other, now)
+            if link.untimed:
+                for other in tuple(link.untimed):
+                    self._is_over(other, now)
+        self._num_joined += 1
+        flow.number = self._num_joined
+        if not route.flows:
+            for link in route.links:
+                link.routes[route] = None
+        route.flows[flow] = None
         for link in route.links:
-            flows = link.flows
-            if not flows:
+            if not link.num_flows:
                 link.busy_since = now
-            flows[flow] = None
+            link.num_flows += 1
         bound, contended = route.bound, False
         for link in route.limits:
             link.bound += bound
@@ -343,26 +368,33 @@ class Network:
             flow.rate = bound
             if flow.quiet:
                 flow.aim()
+                for link in route.limits:
+                    link.untimed[flow] = None
                 return
         self._tell_end(flow)
 
     def _time(self, flow: Flow) -> None:
         self._timed[flow] = None
         flow.timed = True
+        if flow.quiet:
+            for link in flow.route.limits:
+                link.untimed.pop(flow, None)
 
     def _remove(self, flow: Flow, moved: int, now: int) -> None:
         flow.live, route = False, flow.route
-        route.num_flows -= 1
+        del route.flows[flow]
+        if not route.flows:
+            for link in route.links:
+                del link.routes[route]
         for link in route.links:
-            flows = link.flows
-            del flows[flow]
+            link.num_flows -= 1
             link.bytes_ended += moved
             if now > link.busy_until:
                 link.busy_until = now
-            if not flows:
+            if not link.num_flows:
                 link.busy_ns += link.busy_until - link.busy_since
         for link in route.limits:
-            if not link.flows:
+            if not link.num_flows:
                 link.bound = 0.0  # exactly: no rounding is carried on
                 continue
             if link.bound > link.capacity:
@@ -373,40 +405,40 @@ class Network:
             del self._timed[flow]
             flow.timed = False
             self._next = None
+        else:
+            for link in route.limits:
+                del link.untimed[flow]
 
     def _fill(self) -> None:
         """New rates for the flows of the unfilled links and all connected to them."""
         unfilled, now = list(self._unfilled), self._unfilled_at
         self._unfilled.clear()
         if len(unfilled) > 1 or not self._share_alone(unfilled[0], now):
-            self._refill([flow for link in unfilled for flow in link.flows], now)
+            self._refill(unfilled, now)
         self._next = None
 
     def _share_alone(self, link: _Link, now: int) -> bool:
         """The common case at little cost: the flows of a link share it evenly, or all have room, and no other link
         holds any of them back. False if it is not so."""
-        flows, contended = link.flows, link.bound > link.capacity
-        share = link.capacity / len(flows) if contended else _UNLIMITED
-        for flow in flows:
-            route = flow.route
+        contended = link.bound > link.capacity
+        share = link.capacity / link.num_flows if contended else _UNLIMITED
+        for route in link.routes:
             if contended and route.bound < share:
                 return False
             for other in route.limits:
                 if other.bound > other.capacity and other is not link:
                     return False
-        for flow in flows:
-            if contended and not flow.timed:
-                self._time(flow)
-            rate = share if contended else flow.route.bound
-            if rate != flow.rate:
-                flow.change_rate(rate, now)
+        for flow in tuple(link.untimed) if contended else ():
+            self._time(flow)
+        for route in link.routes:
+            route.change_rate(share if contended else route.bound, now)
         return True
 
-    def _refill(self, seeds: Iterable[Flow], now: int) -> None:
-        """New rates for these flows, and for all that contended links connect to them."""
-        flows = dict.fromkeys(seeds)
-        routes = dict.fromkeys([flow.route for flow in flows])
-        links: dict[_Link, dict[_Route, None]] = {}  # the contended ones, and how their flows go
+    def _refill(self, seeds: Iterable[_Link], now: int) -> None:
+        """New rates for the flows of these links, and for all that contended links connect to them."""
+        untimed = dict.fromkeys([flow for link in seeds for flow in link.untimed])
+        routes = dict.fromkeys([route for link in seeds for route in link.in_order()])
+        links: dict[_Link, list[_Route]] = {}  # the contended ones, and how their flows go
         queue = list(routes)
         for route in queue:  # grows meanwhile
             route.share, route.open = route.bound, False
@@ -414,17 +446,15 @@ class Network:
                 if link.bound > link.capacity:
                     route.open = True
                     if link not in links:
-                        flows.update(link.flows)
-                        crossing = links[link] = dict.fromkeys([flow.route for flow in link.flows])
+                        untimed.update(link.untimed)
+                        crossing = links[link] = link.in_order()
                         queue += [other for other in crossing if other not in routes]
-                        routes.update(crossing)
+                        routes.update(dict.fromkeys(crossing))
         _set_shares(links)
-        for flow in flows:
-            if links and not flow.timed:
-                self._time(flow)
-            rate = flow.route.share
-            if rate != flow.rate:
-                flow.change_rate(rate, now)
+        for flow in untimed if links else ():
+            self._time(flow)
+        for route in queue:
+            route.change_rate(route.share, now)
 
     def check(self) -> None:
         """Asserts that the rates are the max-min fair ones and that the books agree. For tests: slow."""
@@ -432,6 +462,10 @@ class Network:
             self._fill()
         near = 1.0 + 1e-9
         loads = [sum(flow.rate for flow in link.flows) for link in self._links]
+        for link in self._links:
+            assert link.num_flows == len(link.flows) and all(route.flows for route in link.routes)
+            untimed = [flow for flow in link.flows if not flow.timed]
+            assert list(link.untimed) == ([] if link.is_slack else untimed)
         for link, load in zip(self._links, loads, strict=True):
             assert load <= link.capacity * near, f"link {link.name} carries {load} of {link.capacity} bytes/s"
             bound = 0.0 if link.is_slack else sum(flow.route.bound for flow in link.flows)
@@ -453,6 +487,10 @@ class Network:
             assert self._next == min((flow.finish_ns for flow in self._timed), default=NEVER)
 
 
+def _first_started(route: _Route) -> int:
+    return next(iter(route.flows)).number
+
+
 def _capacity(name: str, bytes_per_s: float) -> float:
     assert bytes_per_s >= 0.0, f"link {name}: {bytes_per_s} bytes/s"
     return min(bytes_per_s, _UNLIMITED)
@@ -467,7 +505,7 @@ def _set_shares(links: Mapping[_Link, Iterable[_Route]]) -> None:
     heap = []
     for link in links:
         link.room = link.capacity
-        link.num_open = len(link.flows)
+        link.num_open = link.num_flows
         heap.append((link.room / link.num_open, link.number, link))
     heapify(heap)
     while heap:
@@ -484,8 +522,9 @@ def _set_shares(links: Mapping[_Link, Iterable[_Route]]) -> None:
         for route in bounded or waiting:
             rate = route.bound if bounded else share
             route.share, route.open = rate, False
+            num_flows = len(route.flows)
             for crossed in route.limits:
-                crossed.room -= rate * route.num_flows
-                crossed.num_open -= route.num_flows
+                crossed.room -= rate * num_flows
+                crossed.num_open -= num_flows
         if bounded:
             heappush(heap, (share, number, link))

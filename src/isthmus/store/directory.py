@@ -18,7 +18,7 @@ from isthmus.types import BlockName, Tier
 
 
 class Places(Protocol):
-    """Where records go: the log, as the directory see it."""
+    """Where records go: the log, as the directory sees it."""
 
     def take(self) -> int | None: ...
 

@@ -71,7 +71,9 @@ class Store:
         self._pool = ThreadPoolExecutor(threads, "isthmus-store")
         self._reader = Reader(arena, log, self._pool, threads)
         self._writer = (
-            None if log is None else Writer(self._directory, arena, log, self._counters, self._changed, self._lose)
+            None
+            if log is None
+            else Writer(self._directory, arena, log, self._counters, self._changed, self._lose)
         )
         self._writes_behind = writes_behind
         if self._writer is not None and writes_behind:

@@ -15,11 +15,12 @@ from isthmus.conductor.view import ClusterView, NodeView
 from isthmus.types import BlockName
 
 
-class Ghosts:
-    """Names evicted lately, with the node and the number of its eviction, in two generations.
+class EvictionCost:
+    """Tells a cluster's `recent` what node time its evictions cost.
 
-    The older one is dropped whole when the younger has as many names as all caches together, so nothing is kept
-    for long and no name is taken out one by one; whether a ghost still counts, its number says.
+    Keeps the names evicted lately (ghosts), with the node and the number of its eviction, in two generations. The
+    older one is dropped whole when the younger has as many names as all caches together, so nothing is kept for long
+    and no name is taken out one by one; whether a ghost still counts, its number says.
     """
 
     __slots__ = ("_older", "_view", "_younger")

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from isthmus.conductor import Abort, Action, Route, Rules
-from isthmus.conductor.displace import to_shorten, to_thin, waiting_below
+from isthmus.conductor.shedding import to_shorten, to_thin, waiting_below
 from isthmus.conductor.view import ClusterView
 from isthmus.types import NodeId, RequestId, Role
 
@@ -28,7 +28,7 @@ def names(found: list) -> str:  # type: ignore[type-arg]
     return "".join(request.arrived.request for request in found)
 
 
-def test_lower_priorities_go_first_and_of_one_the_newest() -> None:
+def test_lower_priorities_go_first_and_of_the_same_work_the_newest() -> None:
     view = queued(0, 0, 1, -5, 0, 2, 1)
     assert names(waiting_below(view.prefills, 2)) == "341" + "62"
     assert names(waiting_below(view.prefills, 1)) == "341"
@@ -44,6 +44,17 @@ def test_who_is_in_service_or_got_a_token_stays() -> None:
     assert names(waiting_below(view.prefills, 9)) == "2"
     view.unbook(view.requests[RequestId("1")], 0)
     assert names(waiting_below(view.prefills, 9)) == ""
+
+
+def test_of_one_priority_the_most_work_goes_first() -> None:
+    """So that few are turned away for one."""
+    view = view_of(P, D)
+    node = view.prefills[0]
+    for at, (priority, work_ms) in enumerate([(0, 90), (0, 10), (0, 40), (-1, 5), (0, 40), (0, 20)]):
+        accept(view, arrival(10, request=str(at), priority=priority), node, view.decodes[0], work_ms, at * MS)
+    assert names(waiting_below(view.prefills, 1)) == "3" + "4251"
+    assert names(to_shorten(node, arrival(10, priority=1), 45 * MS)) == "34"
+    assert names(to_shorten(node, arrival(10, priority=1), 46 * MS)) == "342"
 
 
 def test_just_enough_are_turned_away_to_shorten_a_queue() -> None:

@@ -16,7 +16,7 @@ from isthmus.conductor import (
     Route,
     Rules,
 )
-from isthmus.conductor.ghosts import Ghosts
+from isthmus.conductor.eviction_cost import EvictionCost
 from isthmus.conductor.view import ClusterView
 from isthmus.types import NS_PER_S, BlockName, NodeId, RequestId, Role
 
@@ -25,12 +25,12 @@ from .views import CURVE, LINK, MS, arrival, view_of
 P, D = Role.PREFILL, Role.DECODE
 
 
-def ghosts(*roles: Role, cache_blocks: int = 10) -> tuple[ClusterView, Ghosts]:
+def no_ghosts_yet(*roles: Role, cache_blocks: int = 10) -> tuple[ClusterView, EvictionCost]:
     view = view_of(*roles)
     for node in view.nodes.values():
         node.cache_blocks = cache_blocks
     view.pools[""].recent.insert(1, 0)
-    return view, Ghosts(view)
+    return view, EvictionCost(view)
 
 
 def loss_ms(view: ClusterView) -> float:
@@ -39,69 +39,69 @@ def loss_ms(view: ClusterView) -> float:
 
 
 def test_what_is_computed_again_was_lost() -> None:
-    view, kept = ghosts(P, D)
-    kept.evicted(view.prefills[0], 3, [1, 2, 3])
-    kept.asked(arrival(30, [1, 2, 3, 4]), view.pools[""], 0, 0)
+    view, cost = no_ghosts_yet(P, D)
+    cost.evicted(view.prefills[0], 3, [1, 2, 3])
+    cost.asked(arrival(30, [1, 2, 3, 4]), view.pools[""], 0, 0)
     assert loss_ms(view) == 12  # three blocks of four tokens
-    kept.asked(arrival(30, [1, 2, 3, 4]), view.pools[""], 0, 0)
+    cost.asked(arrival(30, [1, 2, 3, 4]), view.pools[""], 0, 0)
     assert loss_ms(view) == 12  # now they are there again
 
 
 def test_only_the_run_after_the_cached_prefix_counts() -> None:
-    view, kept = ghosts(P, D)
-    kept.evicted(view.prefills[0], 3, [3, 4, 6])
-    kept.asked(arrival(40, [1, 2, 3, 4, 5, 6]), view.pools[""], 2, 0)
+    view, cost = no_ghosts_yet(P, D)
+    cost.evicted(view.prefills[0], 3, [3, 4, 6])
+    cost.asked(arrival(40, [1, 2, 3, 4, 5, 6]), view.pools[""], 2, 0)
     assert loss_ms(view) == 8
-    kept.asked(arrival(40, [5, 6]), view.pools[""], 0, 0)
+    cost.asked(arrival(40, [5, 6]), view.pools[""], 0, 0)
     assert loss_ms(view) == 8  # 5 was never here
 
 
 def test_one_token_is_computed_in_any_case() -> None:
-    view, kept = ghosts(P, D)
-    kept.evicted(view.prefills[0], 2, [1, 2])
-    kept.asked(arrival(8, [1, 2]), view.pools[""], 0, 0)
+    view, cost = no_ghosts_yet(P, D)
+    cost.evicted(view.prefills[0], 2, [1, 2])
+    cost.asked(arrival(8, [1, 2]), view.pools[""], 0, 0)
     assert loss_ms(view) == 7
 
 
 def test_a_ghost_counts_for_as_many_evictions_as_its_node_has_room() -> None:
     for further, lost in ((9, 4), (10, 4), (11, 0)):
-        view, kept = ghosts(P, P, D)
-        kept.evicted(view.prefills[0], 1, [1])
-        kept.evicted(view.prefills[0], further, list(range(100, 100 + further)))
-        kept.evicted(view.prefills[1], 50, [])  # another node's evictions do not age it
-        kept.asked(arrival(30, [1]), view.pools[""], 0, 0)
+        view, cost = no_ghosts_yet(P, P, D)
+        cost.evicted(view.prefills[0], 1, [1])
+        cost.evicted(view.prefills[0], further, list(range(100, 100 + further)))
+        cost.evicted(view.prefills[1], 50, [])  # another node's evictions do not age it
+        cost.asked(arrival(30, [1]), view.pools[""], 0, 0)
         assert loss_ms(view) == lost, further
 
 
 def test_blocks_that_another_node_still_has_are_no_ghosts_but_they_age() -> None:
-    view, kept = ghosts(P, D)
+    view, cost = no_ghosts_yet(P, D)
     node = view.prefills[0]
-    kept.evicted(node, 1, [1])
-    kept.evicted(node, 11, [])
-    kept.asked(arrival(30, [1]), view.pools[""], 0, 0)
+    cost.evicted(node, 1, [1])
+    cost.evicted(node, 11, [])
+    cost.asked(arrival(30, [1]), view.pools[""], 0, 0)
     assert loss_ms(view) == 0
 
 
 def test_a_loss_is_measured_like_all_work() -> None:
-    view, kept = ghosts(P, D)
+    view, cost = no_ghosts_yet(P, D)
     view.pools[""].calibration.add(20, 10)
-    kept.evicted(view.prefills[0], 1, [1])
-    kept.asked(arrival(30, [1]), view.pools[""], 0, 0)
+    cost.evicted(view.prefills[0], 1, [1])
+    cost.asked(arrival(30, [1]), view.pools[""], 0, 0)
     assert loss_ms(view) == 8
 
 
 def test_a_node_of_unknown_size_has_no_ghosts() -> None:
-    view, kept = ghosts(P, D, cache_blocks=0)
-    kept.evicted(view.prefills[0], 1, [1])
-    kept.asked(arrival(30, [1]), view.pools[""], 0, 0)
+    view, cost = no_ghosts_yet(P, D, cache_blocks=0)
+    cost.evicted(view.prefills[0], 1, [1])
+    cost.asked(arrival(30, [1]), view.pools[""], 0, 0)
     assert loss_ms(view) == 0
 
 
 def test_what_is_kept_is_bounded_by_the_caches() -> None:
-    view, kept = ghosts(P, P, D)
+    view, cost = no_ghosts_yet(P, P, D)
     for at in range(5000):
-        kept.evicted(view.prefills[at % 2], 3, [3 * at, 3 * at + 1, 3 * at + 2])
-        assert len(kept._younger) <= 20 + 3 and len(kept._older) <= 20 + 3
+        cost.evicted(view.prefills[at % 2], 3, [3 * at, 3 * at + 1, 3 * at + 2])
+        assert len(cost._younger) <= 20 + 3 and len(cost._older) <= 20 + 3
 
 
 class Lru:

@@ -1,0 +1,276 @@
+"""Plants small bugs, one at a time, and sees whether a room's own tests find them: `make mutants ARGS="--seed 7"`.
+
+cosmic-ray changes the code; what is drawn, where, and how it is tried is written here. A place is drawn at random
+(by a seed), then one of the changes that fit there. Left alone are words (annotations, docstrings, `__repr__`),
+logging, assertions and `check` (tests themselves), and constants with a name (a choice, not a rule). A mutant is
+tried in a copy of the tree by the tests of its room alone, until the first failure; it is found when a test fails
+or the time is up. Mutants that change nothing one could see stand in `mutants.yaml`, each with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import compileall
+import contextlib
+import difflib
+import json
+import os
+import py_compile
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.operators.operator import Operator
+from cosmic_ray.plugins import get_operator
+from parso.python.tree import Keyword
+
+ROOT = Path(__file__).parent.parent
+# Of each room: its folder, the files that only live processes run, and its tests, quick ones first.
+ROOMS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    "node": ("node", (), ("tests/node",)),
+    "scheduler": ("scheduler", (), ("tests/scheduler",)),
+    "conductor": ("conductor", (), ("tests/conductor",)),
+    "store": ("store", (), ("tests/store",)),
+    "messenger": ("messenger", (), ("tests/messenger",)),
+    "executors": (
+        "cluster",
+        ("launcher.py", "local.py", "process.py"),
+        ("tests/cluster/test_virtual.py", "tests/cluster"),
+    ),
+}
+KEPT = yaml.safe_load((ROOT / "tests/mutants.yaml").read_text())
+CPU_S, WALL_S, MEMORY_BYTES = 60, 240, 8 << 30
+
+COMPARISONS = "Eq_NotEq NotEq_Eq Lt_LtE Lt_GtE LtE_Lt LtE_Gt Gt_GtE Gt_LtE GtE_Gt GtE_Lt Is_IsNot IsNot_Is"
+SUMS = "Add_Sub Sub_Add Mul_FloorDiv Div_Mul FloorDiv_Mul Mod_FloorDiv BitOr_BitAnd BitAnd_BitOr"
+OTHERS = (
+    "AddNot ReplaceTrueWithFalse ReplaceFalseWithTrue ReplaceAndWithOr ReplaceOrWithAnd ReplaceBreakWithContinue"
+    " ReplaceContinueWithBreak ExceptionReplacer NumberReplacer ZeroIterationForLoop"
+    " ReplaceUnaryOperator_Delete_Not ReplaceUnaryOperator_Delete_USub"
+)
+WORDS = ("__repr__", "__str__", "check", "check_idle")
+
+
+class DropStatement(Operator):
+    """Leaves out one call, refusal or change of state."""
+
+    def mutation_positions(self, node: Any) -> Iterator[Any]:
+        if node.type == "simple_stmt" and _acts(node.children[0]):
+            yield node.children[0].start_pos, node.children[0].end_pos
+
+    def mutate(self, node: Any, index: int) -> Any:
+        node.children[0] = Keyword("pass", node.start_pos, node.get_first_leaf().prefix)
+        return node
+
+    @classmethod
+    def examples(cls) -> tuple[()]:
+        return ()
+
+
+def _acts(statement: Any) -> bool:
+    """A plain name that is never bound would fail at once: of bindings, only those that others see."""
+    if statement.type == "expr_stmt":
+        target, sign = statement.children[:2]
+        return target.type == "atom_expr" or (sign.type == "operator" and sign.value != "=")
+    return statement.type in ("atom_expr", "raise_stmt", "del_stmt")
+
+
+def operators() -> dict[str, Operator]:
+    named = [f"ReplaceComparisonOperator_{name}" for name in COMPARISONS.split()]
+    named += [f"ReplaceBinaryOperator_{name}" for name in SUMS.split()] + OTHERS.split()
+    return {name: get_operator(f"core/{name}")() for name in named} | {"DropStatement": DropStatement()}
+
+
+class Mutant(NamedTuple):
+    path: str
+    line: int
+    operator: str
+    old: str
+    new: str
+    code: str
+
+
+def quiet(source: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """What is left alone, as (line, column) from and to."""
+    for owner in ast.walk(ast.parse(source)):
+        for node in _quiet_parts(owner):
+            yield (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+
+
+def _quiet_parts(node: Any) -> Iterator[Any]:
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef():
+            yield from [
+                *node.decorator_list,
+                *filter(None, [node.returns]),
+                *([node] if node.name in WORDS else []),
+            ]
+        case ast.Module() | ast.ClassDef():
+            yield from [*getattr(node, "decorator_list", []), *getattr(node, "keywords", [])]
+            yield from (part for part in node.body if isinstance(part, (ast.Assign, ast.AnnAssign)))
+        case ast.arg() | ast.AnnAssign():
+            yield from filter(None, [node.annotation])
+        case ast.Assert():
+            yield node
+        case ast.Call(func=ast.Attribute(value=ast.Name(id="logger" | "log"))):
+            yield node
+
+
+def places(path: Path) -> list[list[tuple[str, int]]]:
+    """Each place of a file where something can be changed: the operators that fit, with their occurrences."""
+    source = path.read_text()
+    spans, nodes = list(quiet(source)), list(ast_nodes(get_ast(source)))
+    found: dict[Any, list[tuple[str, int]]] = {}
+    for name, operator in operators().items():
+        at = (position for node in nodes for position in operator.mutation_positions(node))
+        for occurrence, position in enumerate(at):
+            if not any(start <= position[0] and position[1] <= end for start, end in spans):
+                found.setdefault(position, []).append((name, occurrence))
+    return [found[position] for position in sorted(found)]
+
+
+def mutant(path: str, operator: str, occurrence: int) -> Mutant:
+    source = (ROOT / path).read_text()
+    code = mutate_code(source, operators()[operator], occurrence)
+    lines = list(difflib.unified_diff(source.splitlines(), code.splitlines(), n=0, lineterm=""))[2:]
+    old, new = ("\n".join(line[1:].strip() for line in lines if line[0] == sign) for sign in "-+")
+    return Mutant(path, int(lines[0].split()[1].split(",")[0][1:]), operator, old, new, code)
+
+
+def draw(room: str, count: int, seed: int, known: set[tuple[str, str, str]]) -> Iterator[Mutant]:
+    folder, left_out, _ = ROOMS[room]
+    chance = random.Random(f"{room} {seed}")
+    paths = [
+        path for path in sorted((ROOT / "src/isthmus" / folder).rglob("*.py")) if path.name not in left_out
+    ]
+    every = [(str(path.relative_to(ROOT)), place) for path in paths for place in places(path)]
+    chance.shuffle(every)
+    for path, place in every:
+        drawn = mutant(path, *chance.choice(place))
+        if count and (drawn.path, drawn.old, drawn.new) not in known:
+            count -= 1
+            yield drawn
+
+
+def again(room: str, missed: list[dict[str, Any]]) -> Iterator[Mutant]:
+    """Those mutants of the room once more, wherever their lines stand by now."""
+    wanted = {(one["path"], one["old"], one["new"], one["operator"]) for one in missed if one["room"] == room}
+    for path in sorted({path for path, *_ in wanted}):
+        for operator, occurrence in (change for place in places(ROOT / path) for change in place):
+            if (path, operator) in {(path, name) for path, _, _, name in wanted}:
+                one = mutant(path, operator, occurrence)
+                if (path, one.old, one.new, operator) in wanted:
+                    yield one
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def copied(scratch: Path) -> Path:
+    """A copy of the tree whose compiled files are judged by their source, not by a clock that is too coarse."""
+    left_out = shutil.ignore_patterns(".venv", ".git", ".*_cache", ".hypothesis", "build", "__pycache__")
+    shutil.copytree(ROOT, scratch, ignore=left_out, dirs_exist_ok=True)
+    compileall.compile_dir(scratch, quiet=1, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
+    return scratch
+
+
+def _limits() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+
+
+def outcome(room: str, scratch: Path, **env: str) -> str:
+    """How the room's tests end: `survived`, `found` or `timed out` (a minute of CPU, or hanging)."""
+    shutil.rmtree(scratch / ".hypothesis", ignore_errors=True)
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--timeout=60", *ROOMS[room][2]]
+    env = {**os.environ, "PYTHONPATH": str(scratch / "src"), **env}
+    with (scratch / "said.txt").open("w") as said:
+        kind: dict[str, Any] = {"stdout": said, "stderr": said, "start_new_session": True}
+        with subprocess.Popen(command, cwd=scratch, env=env, preexec_fn=_limits, **kind) as run:
+            try:
+                status = run.wait(timeout=WALL_S)
+            except subprocess.TimeoutExpired:
+                status = -signal.SIGXCPU
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+    if status > 2:
+        raise SystemExit((scratch / "said.txt").read_text())
+    return "timed out" if status < 0 else "found" if status else "survived"
+
+
+def tried(room: str, mutants: Iterable[Mutant], scratch: Path) -> Iterator[dict[str, Any]]:
+    """One record for each mutant; the tests must pass without any."""
+    if outcome(room, scratch) != "survived":
+        raise SystemExit(f"{room}: its tests fail without a mutant\n" + (scratch / "said.txt").read_text())
+    equivalent = {(kept["path"], kept["old"], kept["new"]) for kept in KEPT}
+    for one in mutants:
+        same = (one.path, one.old, one.new) in equivalent
+        start_s = time.monotonic()
+        code = (scratch / one.path).read_text()
+        (scratch / one.path).write_text(one.code)
+        end = "equivalent" if same else outcome(room, scratch, PYTHONDONTWRITEBYTECODE="1")
+        (scratch / one.path).write_text(code)
+        said = {"room": room, "outcome": end, "seconds": round(time.monotonic() - start_s, 1)}
+        yield said | {name: value for name, value in one._asdict().items() if name != "code"}
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """By room, in Markdown; the rate is of those that are not equivalent."""
+    rows = [
+        "| room | sampled | found | timed out | equivalent | survived | rate |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for room in [*ROOMS, "all"]:
+        ends = Counter(record["outcome"] for record in records if room in (record["room"], "all"))
+        num = ends.total() - ends["equivalent"]
+        if num:
+            parts = [ends.total(), *(ends[end] for end in ("found", "timed out", "equivalent", "survived"))]
+            rate = 1 - ends["survived"] / num
+            rows.append(f"| {room} | {' | '.join(map(str, parts))} | {rate:.0%} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rooms", nargs="*", default=list(ROOMS), choices=ROOMS)
+    parser.add_argument("--count", type=int, default=35, help="mutants of each room")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=ROOT / "build/mutants.jsonl", help="is written anew")
+    parser.add_argument("--not-in", type=Path, nargs="*", default=[], help="leave out what these files tried")
+    parser.add_argument(
+        "--again", type=Path, help="try again what survived in this file, instead of a new sample"
+    )
+    asked = parser.parse_args()
+    known = {(one["path"], one["old"], one["new"]) for path in asked.not_in for one in lines_of(path)}
+    missed = [one for one in lines_of(asked.again) if one["outcome"] == "survived"] if asked.again else []
+    records = []
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, asked.out.open("w") as out:
+        scratch = copied(Path(folder))
+        for room in asked.rooms:
+            mutants = list(again(room, missed) if asked.again else draw(room, asked.count, asked.seed, known))
+            for record in tried(room, mutants, scratch) if mutants else ():
+                records.append(record)
+                print(json.dumps(record), file=out, flush=True)
+                print(
+                    "{outcome:10} {seconds:5} s {path}:{line} {old!r} -> {new!r}".format(**record), flush=True
+                )
+    print(table(records))
+
+
+if __name__ == "__main__":
+    main()

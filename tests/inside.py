@@ -147,7 +147,7 @@ def stored_of(process: NodeProcess) -> Tiers:
         return decided_of(process)
     store = process._cache.store
     with store._changed:
-        names = list(store._books.blocks)
+        names = list(store._directory.blocks)
     found = {name: store.tier(name) for name in names}
     return {name: tier for name, tier in found.items() if tier is not None}
 

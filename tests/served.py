@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -14,8 +15,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
+import pytest
+
+from isthmus.cli.main import main
+from isthmus.cluster.local import LocalCluster
 
 START_S = LIMIT_S = 90
 """Only so that a bug ends a test: nothing is decided by it, and a loaded machine takes its time."""
@@ -71,6 +77,16 @@ class Served(Client):
     def story(self) -> str:
         return self.log.read_text()
 
+    def check_idle(self) -> None:
+        """All that requests took comes back, on every node."""
+        self.wait_until(lambda: not self._left(), "nothing is held")
+
+    def _left(self) -> list[str]:
+        """What nodes hold."""
+        held = ("node_requests_running", "node_requests_waiting", "kv_blocks_transfer", "cache_pinned_blocks")
+        left = [name for name in held if any(self.gauge(name).values())]
+        return left if self.gauge("kv_blocks") == self.gauge("kv_blocks_available") else [*left, "kv_blocks"]
+
     def children(self) -> dict[str, int]:
         """Process ids of the nodes, by the order of their start."""
         pids = sorted(children_of(self.process.pid))
@@ -106,12 +122,13 @@ def command(*arguments: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def serve(tmp_path: Path, *arguments: str) -> Iterator[Served]:
-    """Starts on a free port and waits for the ready line; afterwards drains and checks that nothing is left."""
-    log = tmp_path / "serve.log"
+def serve(home: Path, settings: dict[str, Any] | None = None, *arguments: str) -> Iterator[Served]:
+    """`settings`: as in a configuration file, if there is to be one. Starts on a free port and waits for the ready
+    line; afterwards nothing may be held, and after draining nobody left."""
+    log = home / "serve.log"
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            command("serve", "--port", "0", "--kv-memory", "64MiB", "--threads", "1", *arguments),
+            command("serve", "--port", "0", "--threads", "1", *_configured(home, settings), *arguments),
             stdout=sink,
             stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
@@ -122,6 +139,7 @@ def serve(tmp_path: Path, *arguments: str) -> Iterator[Served]:
         with contextlib.closing(served.http):
             served.wait_until(lambda: served.gauge("kv_blocks").keys() >= nodes, "every node reports")
             yield served
+            served.check_idle()
         children = list(served.children().values())
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=LIMIT_S) == 0, log.read_text()
@@ -130,6 +148,17 @@ def serve(tmp_path: Path, *arguments: str) -> Iterator[Served]:
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+def _configured(home: Path, settings: dict[str, Any] | None) -> list[str]:
+    """A node that the machine keeps waiting is not dead, and one that is started again may take its time."""
+    if settings is None:
+        return ["--kv-memory", "64MiB"]
+    path = home / "serve.yaml"
+    limits = {"silence_s": 60, "rejoin_s": 60} | settings.get("limits", {})
+    engine = {"kv_memory": "64MiB"} | settings.get("engine", {})
+    path.write_text(json.dumps(settings | {"limits": limits, "engine": engine}))
+    return ["--config", str(path)]
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> tuple[str, set[str]]:
@@ -161,11 +190,28 @@ def streamed(served: Client, prompt: list[int], max_tokens: int, answering: thre
 
 
 def refused(*arguments: str) -> tuple[int, str]:
-    """Exit status and the only line of a command that must not start."""
+    """Exit status and the only line of a `serve` that must not get as far as starting a node. In this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["isthmus", "serve", *arguments]),
+        mock.patch.object(LocalCluster, "run", side_effect=AssertionError("it starts")),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as exit,
+    ):
+        main()
+    return int(exit.value.code or 0), _only_line(out.getvalue(), err.getvalue())
+
+
+def given_up(*arguments: str) -> tuple[int, str]:
+    """The same of a `serve` whose nodes cannot start."""
     done = subprocess.run(
         command("serve", *arguments), capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1, done.stderr
-    assert done.stdout == ""
-    return done.returncode, lines[0]
+    return done.returncode, _only_line(done.stdout, done.stderr)
+
+
+def _only_line(out: str, err: str) -> str:
+    assert out == ""
+    (line,) = err.strip().splitlines()
+    return line

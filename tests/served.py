@@ -84,7 +84,7 @@ class Served(Client):
     def _left(self) -> list[str]:
         """What nodes hold."""
         held = ("node_requests_running", "node_requests_waiting", "kv_blocks_transfer", "cache_pinned_blocks")
-        left = [name for name in held if any(self.gauge(name).values())]
+        left = [name for name in held if self.total(name)]
         return left if self.gauge("kv_blocks") == self.gauge("kv_blocks_available") else [*left, "kv_blocks"]
 
     def children(self) -> dict[str, int]:
@@ -140,7 +140,8 @@ def serve(home: Path, settings: dict[str, Any] | None = None, *arguments: str) -
         with contextlib.closing(served.http):
             served.wait_until(lambda: served.gauge("kv_blocks").keys() >= nodes, "every node reports")
             yield served
-            served.check_idle()
+            if process.poll() is None:
+                served.check_idle()
         children = list(served.children().values())
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=LIMIT_S) == 0, log.read_text()

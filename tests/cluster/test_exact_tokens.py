@@ -28,7 +28,7 @@ SERVED_CASES = [
     "qwen3",
     "qwen3-bias-yarn-window",
 ]
-"""Between them: every family, RoPE variant, head and file arrangement. `--all-cases` runs the rest."""
+"""Between them: every family, RoPE variant, head and file arrangement."""
 
 
 def prompts_of(seed: int) -> list[list[int]]:
@@ -49,16 +49,14 @@ def check(served: Client, folder: Path, prompts: list[list[int]]) -> None:
         check_greedy(folder, prompt, tokens)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "name" in metafunc.fixturenames:
-        metafunc.parametrize("name", MODEL_CASES if metafunc.config.getoption("--all-cases") else SERVED_CASES)
-
-
 def deployment(folder: Path, chunk: int = 512, *, kv_memory: str = "64MiB", **sections: Any) -> dict[str, Any]:
     engine = {"token_budget": chunk, "kv_memory": kv_memory}
     return {"model": str(folder), "engine": engine, "cache": {"dram": kv_memory}, **sections}
 
 
+@pytest.mark.parametrize(
+    "name", [pytest.param(case, marks=() if case in SERVED_CASES else pytest.mark.soak) for case in MODEL_CASES]
+)
 def test_every_family_and_variant(name: str, tmp_path: Path) -> None:
     """The chunk sizes take turns over the cases."""
     index = list(MODEL_CASES).index(name)

@@ -16,7 +16,7 @@ from isthmus.cli.models import demo_folder
 from isthmus.engine.emulated import expected_tokens, recipe_of
 from tests.certificates import make_certificate
 from tests.inside import inside
-from tests.served import Client, refused
+from tests.served import Client, given_up, refused
 
 DEMO = recipe_of(demo_folder(), demo_folder(), 16)
 CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.001}
@@ -207,7 +207,7 @@ def test_half_of_a_certificate_is_refused(tmp_path: Path) -> None:
 
 def test_a_disk_without_a_folder_is_refused(tmp_path: Path) -> None:
     config = deployment(cache={"ssd": "1GiB"})
-    code, line = refused("--config", written(tmp_path, config), "--port", "0")
+    code, line = given_up("--config", written(tmp_path, config), "--port", "0")
     assert code != 0 and "cache.folder" in line
 
 

@@ -33,10 +33,9 @@ engine.prompt_batch engine.max_sequences engine.max_length
 scheduling.admission scheduling.order scheduling.chunking scheduling.partial_prefills
 scheduling.reserve scheduling.sticky_blocks scheduling.balancing_threshold
 scheduling.decode_s scheduling.load_limit scheduling.seed
-scheduling.replication
 slo.ttft_ms slo.tbt_ms cache.dram cache.ssd cache.folder cache.share cache.eviction
 network.node_gbps network.handover_gbps network.spine_gbps network.connections network.resume_s
-network.background_share network.compression tls.certificate tls.key tls.authority
+network.compression tls.certificate tls.key tls.authority
 limits.max_requests limits.max_attempts limits.start_s limits.drain_s limits.silence_s limits.rejoin_s
 limits.transfer_s limits.link_s
 """.split()
@@ -202,7 +201,10 @@ def test_a_number_of_bytes_is_itself(size: int) -> None:
         ("roles: {prefill: -1}", "roles.prefill.count: Input should be greater than or equal to 0 (found -1)"),
         ("roles: {prefill: many}", "roles.prefill: Input should be a valid dictionary"),
         ("limits: {silence_s: .nan}", "limits.silence_s: Input should be greater than 0"),
-        ("policy: best", "policy: Input should be 'random', 'round_robin', 'least_loaded', "),
+        ("policy: best", "policy: no policy; valid: random, round_robin, least_loaded, sticky, local_aware, "),
+        ("policy: isthmsu", "policy: no policy; did you mean 'isthmus'? (found 'isthmsu')"),
+        ("policy: my.py", "policy: no policy; valid: "),
+        ("policy: my.py:a b", "policy: no policy; valid: "),
         ("engine: {kind: vllm}", "engine.kind: Input should be 'torch' or 'emulated' (found 'vllm')"),
         ("engine: {runtime: sglang}", "engine.runtime: Input should be 'vllm' or 'trtllm'"),
         ("engine: {gpus: 0}", "engine.gpus: Input should be greater than or equal to 1"),

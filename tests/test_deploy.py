@@ -54,7 +54,6 @@ def test_every_rule_comes_from_the_configuration() -> None:
             "scheduling.decode_s": 5.0,
             "scheduling.load_limit": 0.9,
             "scheduling.seed": 6,
-            "scheduling.replication": "priced",
             "network.compression": "int8",
             "slo.ttft_ms": 100,
             "slo.tbt_ms": 10,

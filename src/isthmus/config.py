@@ -26,6 +26,7 @@ from pydantic import (
 from isthmus.errors import ConfigError
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+POLICIES = ("random", "round_robin", "least_loaded", "sticky", "local_aware", "mooncake", "isthmus")
 _NAME = re.compile(r"[a-zA-Z][a-zA-Z0-9-]*")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -202,7 +203,7 @@ class NetworkConfig(_Section):
     """Links between nodes. `node_gbps`: of a node, each way, None as the hardware has; `handover_gbps`: a rail of its
     own for KV from prefill to decode, None shares the node's; `spine_gbps`: joins all nodes, None no limit (simulated
     only). `connections`: of each session; `resume_s`: how long a session outlives its last connection;
-    `background_share`: of a node's link, for blocks copied ahead; `compression`: of KV where a link, not computing,
+    `compression`: of KV where a link, not computing,
     would be waited for (`int8` loses precision, so that its blocks have names of their own).
     """
 
@@ -211,7 +212,6 @@ class NetworkConfig(_Section):
     spine_gbps: float | None = Field(None, gt=0)
     connections: int = Field(2, ge=1, le=64)
     resume_s: float = Field(0.0, ge=0, le=60)
-    background_share: float = Field(0.1, gt=0, le=1)
     compression: Literal["none", "lossless", "int8"] = "none"
 
 
@@ -238,8 +238,7 @@ class SchedulingConfig(_Section):
     `order: fcfs` only;
     `order`: of a node's queue, first come or promise order; `reserve`: share of the TTFT limit kept back when
     promising; `sticky_blocks`: shortest match that `sticky` follows; `balancing_threshold`: of `mooncake`;
-    `decode_s`: of `predictive`, how long every request decodes; `load_limit`: of all admissions; `seed`: of `random`;
-    `replication`: of prefixes whose holders are congested, where nodes have a cache to copy to.
+    `decode_s`: of `predictive`, how long every request decodes; `load_limit`: of all admissions; `seed`: of `random`.
     """
 
     admission: Literal["none", "baseline", "early", "predictive", "survival"] = "none"
@@ -252,7 +251,6 @@ class SchedulingConfig(_Section):
     decode_s: float = Field(10.0, gt=0)
     load_limit: float = Field(1.0, gt=0)
     seed: int = 0
-    replication: Literal["none", "priced"] = "none"
 
 
 class Config(_Section):
@@ -271,9 +269,7 @@ class Config(_Section):
     links: tuple[LinkConfig, ...] = ()
     offload: OffloadConfig = OffloadConfig()
     engine: EngineConfig = EngineConfig()
-    policy: Literal["random", "round_robin", "least_loaded", "sticky", "local_aware", "mooncake", "isthmus"] = (
-        "isthmus"
-    )
+    policy: str = "isthmus"
     scheduling: SchedulingConfig = SchedulingConfig()
     slo: SloConfig = SloConfig()
     cache: CacheConfig = CacheConfig()
@@ -284,6 +280,15 @@ class Config(_Section):
     join_host: str = "127.0.0.1"
     join_port: int = Field(0, ge=0, le=65535)
     token: str | None = None
+
+    @field_validator("policy")
+    @classmethod
+    def _is_policy(cls, name: str) -> str:
+        if name not in POLICIES and not re.fullmatch(r".+\.py:[A-Za-z_]\w*", name):
+            near = difflib.get_close_matches(name, POLICIES, n=1, cutoff=0.5)
+            valid = f"valid: {', '.join(POLICIES)}, or FILE.py:FUNCTION"
+            raise ValueError(f"no policy; did you mean {near[0]!r}?" if near else f"no policy; {valid}")
+        return name
 
     @model_validator(mode="after")
     def _chunking_fits(self) -> Config:

@@ -1,19 +1,17 @@
-"""The benchmark's own parts, and one real run with a small model."""
+"""Rows are medians of pairs, and counters are those of the prefill nodes."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from pathlib import Path
 
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from isthmus.benchmarks import reuse
-from isthmus.benchmarks.models import BENCH_MODELS, make_random_model
-from isthmus.benchmarks.reuse import Answer, Client, Plan, row_of
-from isthmus.benchmarks.serve import BenchError, Server
+from benchmarks import reuse
+from benchmarks.reuse import Answer, Client, row_of
+from isthmus.bench import BenchError
+from isthmus.bench.serve import Server
 
 
 def test_a_row_is_made_of_medians() -> None:
@@ -54,45 +52,3 @@ def test_metrics_of_prefill_nodes_are_added() -> None:
             return await client.total("engine_seconds_total")
 
     assert asyncio.run(ask()) == 3.75
-
-
-def test_files_leave_the_page_cache_with_their_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "node" / "segment"
-    path.parent.mkdir()
-    path.write_bytes(b"x" * 10_000)
-    assert reuse.drop_from_page_cache(tmp_path) == hasattr(reuse.os, "posix_fadvise")
-    assert path.read_bytes() == b"x" * 10_000
-
-
-@pytest.mark.parametrize(
-    "plan", [Plan(prefix_tokens=15), Plan(rounds=0), Plan(suffix_tokens=0)], ids=["prefix", "rounds", "suffix"]
-)
-def test_a_plan_without_anything_to_measure_is_refused(plan: Plan) -> None:
-    with pytest.raises(BenchError, match="at least 16 tokens"):
-        reuse.run(plan)
-
-
-def test_a_prompt_longer_than_the_model_takes_is_refused(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    make_random_model(model, **BENCH_MODELS["llama-256x8"], dtype="bfloat16", max_position_embeddings=512)
-    with pytest.raises(BenchError, match="takes 512 tokens"):
-        reuse.run(Plan(model, prefix_tokens=512))
-
-
-def test_a_live_cluster_is_measured(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    make_random_model(model, **BENCH_MODELS["llama-256x8"], dtype="bfloat16")
-    said: list[str] = []
-    found = reuse.run(Plan(model, prefix_tokens=2000, rounds=1, folder=tmp_path), said.append)
-    assert [path.name for path in tmp_path.iterdir()] == ["model"], "nothing is left"
-    assert len(said) == 4
-    assert [row.aim for row in found.rows] == [4.0, 2.0, None]
-    for row in found.rows:
-        assert row.cached_tokens >= 2000
-        assert row.first_ms > 0
-        assert row.ratios == (row.ratio,)
-        assert row.compute_ms + row.wait_ms + row.other_ms == pytest.approx(row.again_ms)
-    assert found.prefix_bytes == 125 * 16 * 2 * 8 * 2 * 64 * 2
-    assert reuse.table(found).row_count == 3
-    assert len(reuse.summary_lines(found)) == 2
-    json.dumps(reuse.as_json(found))

@@ -14,7 +14,7 @@ KIB = 1024
 
 @pytest.fixture(autouse=True)
 def no_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isthmus.benchmarks.messenger.SAMPLE_BYTES", 1)
+    monkeypatch.setattr("isthmus.bench.messenger.SAMPLE_BYTES", 1)
 
 
 def test_messenger(isthmus: Command, tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_store(isthmus: Command, tmp_path: Path) -> None:
     options = ("--sizes", "16KiB", "--total", "64KiB", "--rounds", 1, "--folder", tmp_path)
     status, out, err = isthmus("bench", "store", *options, "--json", file)
     assert (status, err) == (0, "")
-    assert "cold (O_DIRECT, fadvise)" in out
+    assert "| put | ssd" in out
     assert [(row["operation"], row["tier"]) for row in json.loads(file.read_text())] == [
         ("put", "dram"),
         ("get", "dram"),
@@ -55,24 +55,12 @@ def test_store(isthmus: Command, tmp_path: Path) -> None:
     ]
 
 
-def test_wan(isthmus: Command, tmp_path: Path) -> None:
-    file = tmp_path / "rows.json"
-    options = ("--rates", "1", "--connections", "1", "--delay-ms", 1, "--seconds", 0.01, "--rounds", 1)
-    status, out, err = isthmus("bench", "wan", *options, "--json", file)
-    assert (status, err) == (0, "")
-    assert "1 ms each way" in out
-    [row] = json.loads(file.read_text())
-    assert (row["rate_gbps"], row["connections"], row["stalled"]) == (1.0, 1, False)
-
-
 @pytest.mark.parametrize(
     ("command", "options", "said"),
     [
         ("store", ("--sizes", "100"), "multiples of 16"),
         ("store", ("--folder", "/no/folder"), "/no/folder: is no folder"),
         ("store", ("--json", "/no/rows.json"), "--json /no/rows.json: no folder"),
-        ("wan", ("--rates", "fast"), "--rates fast: expected numbers"),
-        ("wan", ("--window", "1KiB"), "window at least 64KiB"),
     ],
 )
 def test_bad_options_give_one_line(isthmus: Command, command: str, options: tuple[str, str], said: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from isthmus.benchmarks.models import make_random_model
+from benchmarks.models import make_random_model
 from isthmus.cli.main import app
 from isthmus.config import load_config
 from isthmus.cost import Curve, curve_of

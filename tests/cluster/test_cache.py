@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.benchmarks.fault_peers import kv_block, put_chain, store_of
 from isthmus.blocks import KVLayout, seal
 from isthmus.cluster import cache, wire
 from isthmus.cluster.cache import Load, NodeCache, PrefixMissing, Staging, chains_of
@@ -27,6 +26,7 @@ from isthmus.engine.kv import KVMemory
 from isthmus.node import events
 from isthmus.store import Log, Shape, Store
 from isthmus.types import BlockName, NodeId, RequestId, Span, Tier
+from tests.cluster.fault_peers import kv_block, put_chain, store_of
 
 LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
 SHAPE = Shape(LAYOUT.num_layers, LAYOUT.slice_bytes)
@@ -462,6 +462,19 @@ def test_what_is_being_computed_takes_so_many_slots_and_gives_them_back(kit: Kit
     cache.close()
 
 
+def test_what_follows_a_block_that_is_gone_is_not_saved(kit: Kit) -> None:
+    """Nobody could use it, and it would come back when its node starts again."""
+    put_chain(kit.store, NAMES[:1], BLOCKS[:1])
+    kit.cache.drop(NAMES[:1])
+    kit.write(1, BLOCKS[1])
+    kit.write(2, BLOCKS[2])
+    done, lost = threading.Event(), list[Any]()
+    kit.cache.save(NAMES[1:3], NAMES[:2], [1, 2], 0, (), lambda missing: (lost.extend(missing), done.set())[0])
+    assert done.wait(WAIT_S)
+    assert lost == NAMES[1:3]
+    assert not any(map(kit.store.contains, NAMES[:3]))
+
+
 # Blocks read from disk before their load.
 
 
@@ -540,6 +553,23 @@ def test_what_is_saved_after_it_was_read_ahead_is_not_taken_back(
     kit.cache.unread(NAMES[:1])
     kit.settle()
     assert kit.store.tier(NAMES[0]) is Tier.MEMORY
+
+
+def test_what_is_lost_while_it_is_read_ahead_does_not_come_back(
+    kit: Kit, on_disk: list[BlockName], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else's read of it found damage: its node knows that it is gone."""
+    read = kit.store.read
+
+    def lost(name: BlockName, *more: Any) -> bool:
+        found = read(name, *more)
+        kit.store.drop([name])
+        return found
+
+    monkeypatch.setattr(kit.store, "read", lost)
+    kit.cache.read(NAMES[5:6])
+    kit.settle()
+    assert not kit.store.contains(NAMES[5])
 
 
 def test_a_block_that_cannot_be_read_ahead_shortens_the_prefix(

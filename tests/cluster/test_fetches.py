@@ -14,7 +14,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from isthmus.benchmarks.fault_peers import (
+from isthmus.blocks import KVLayout, seal
+from isthmus.cluster import fetches, lending
+from isthmus.cluster.cache import LOADERS, PrefixMissing
+from isthmus.cluster.fetches import Fetch
+from isthmus.cluster.messages import Ended, Enough, Given, Lent, Want
+from isthmus.engine import codecs
+from isthmus.errors import ProtocolError
+from isthmus.messenger import MemoryNetwork, Network, TcpNetwork
+from isthmus.node import events
+from isthmus.store import ArenaHandle, Log, PeerArena, Shape, Store
+from isthmus.types import NodeId, RequestId, Tier
+from tests.cluster.fault_peers import (
     OTHER,
     Fault,
     Harm,
@@ -25,16 +36,6 @@ from isthmus.benchmarks.fault_peers import (
     put_chain,
     store_of,
 )
-from isthmus.blocks import KVLayout
-from isthmus.cluster import fetches, lending
-from isthmus.cluster.cache import LOADERS, PrefixMissing
-from isthmus.cluster.fetches import Fetch
-from isthmus.cluster.messages import Ended, Enough, Given, Lent, Want
-from isthmus.engine import codecs
-from isthmus.messenger import MemoryNetwork, Network, TcpNetwork
-from isthmus.node import events
-from isthmus.store import ArenaHandle, Log, PeerArena, Shape, Store
-from isthmus.types import NodeId, RequestId, Tier
 
 LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
 SHAPE = Shape(LAYOUT.num_layers, LAYOUT.slice_bytes)
@@ -72,13 +73,9 @@ class Pair:
         self.target = Side(store_of(LAYOUT, room), LAYOUT, 8 + count, shares_memory=shares)
         put_chain(self.source.store, self.names, self.blocks)
 
-    def fetch(
-        self, codec: str = codecs.NONE, start: int = 0, key: str = KEY, *, background: bool = False
-    ) -> Fetch:
+    def fetch(self, codec: str = codecs.NONE, start: int = 0, key: str = KEY) -> Fetch:
         """Release it."""
-        order = events.Fetch(
-            RequestId(key), OTHER, tuple(self.names), start, codec=codec, background=background
-        )
+        order = events.Fetch(RequestId(key), OTHER, tuple(self.names), start, codec=codec)
         fetch = self.target.fetch(order)
         fetch.hold()
         return fetch
@@ -240,7 +237,7 @@ def test_blocks_on_the_disk_of_the_source(tmp_path: Path) -> None:
 # Room.
 
 
-@pytest.mark.parametrize("way", ["bytes", "background", "lent"])
+@pytest.mark.parametrize("way", ["bytes", "lent"])
 def test_it_goes_on_as_room_comes(way: str) -> None:
     """The target has three slots; what it had gives way when the first three blocks are offered."""
     pair = Pair(8, room=6, shares=way == "lent")
@@ -258,7 +255,7 @@ def test_it_goes_on_as_room_comes(way: str) -> None:
     async def work() -> None:
         target = pair.target
         target.hands._told = make_way
-        with held(fetch := pair.fetch(background=way == "background")):
+        with held(fetch := pair.fetch()):
             await target.fetching(fetch)
             assert fetch.num_whole == 6
         assert seen == [3, 6]
@@ -639,6 +636,145 @@ def test_lies_end_the_fetch_and_leave_nothing(lie: str) -> None:
         assert pair.target.store.stat().memory.num_blocks == 0
 
     run(pair, MemoryNetwork(), work)
+
+
+class Begun:
+    """A fetch of four blocks with room for three, of which the first is here in layer 0; and what must come next."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair, self.session, self.sent = pair, Mute(), contents(4)
+        self.fetch = pair.target.fetch(events.Fetch(KEY, OTHER, tuple(pair.names), 0))
+        pair.target.store.reserve(pair.target.store.arena.num_slots - 3)
+        assert self.fetch.make_room() == 3
+        assert self.arrive(0, 0, 1)
+        self.next = self.given(0, 1, 2)
+
+    def slices(self, layer: int, first: int, count: int) -> list[bytes]:
+        at = layer * LAYOUT.slice_bytes
+        return [block[at : at + LAYOUT.slice_bytes] for block in self.sent[first : first + count]]
+
+    def given(self, layer: int, first: int, count: int) -> Given:
+        return Given(KEY, layer, first, tuple(map(seal, self.slices(layer, first, count))))
+
+    def place(self, given: Given, more_bytes: int = 0) -> list[memoryview] | None:
+        size = len(given.seals) * LAYOUT.slice_bytes + more_bytes
+        return self.fetch.place(self.session, given, size)  # type: ignore[arg-type]
+
+    def arrive(self, layer: int, first: int, count: int) -> bool:
+        given = self.given(layer, first, count)
+        targets = self.place(given)
+        assert targets is not None
+        for target, data in zip(targets, self.slices(layer, first, count), strict=True):
+            target[:] = data
+        return self.fetch.receive(given)
+
+
+class Mute:
+    """Stands for a session."""
+
+    peer, closed = "somebody", False
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def refuse(self, message: Any) -> bool:
+        return True
+
+
+@pytest.fixture
+def begun() -> Iterator[Begun]:
+    pair = Pair(4, room=8)
+    yield Begun(pair)
+    for side in (pair.source, pair.target):
+        side.close()
+
+
+def test_what_must_come_next_is_taken(begun: Begun) -> None:
+    assert begun.arrive(0, 1, 2) and begun.arrive(2, 0, 3) and begun.arrive(1, 0, 3)
+    begun.fetch.commit()
+    assert begun.fetch.num_whole == 3
+    assert begun.pair.arrived() == [*begun.sent[:3], None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "more_bytes"),
+    [
+        ({"first": 0}, 0),  # what is here already, under its seals
+        ({"first": -1}, 0),
+        ({"first": 2}, 0),  # there is room for three
+        ({"first": 3, "seals": (b"",)}, 0),
+        ({"layer": 3}, 0),
+        ({"layer": -1}, 0),
+        ({"seals": ()}, 0),
+        ({"seals": (b"",) * 3}, 0),
+        ({}, 1),
+        ({}, -1),
+    ],
+)
+def test_what_must_not_come_next_is_placed_nowhere(
+    begun: Begun, changes: dict[str, Any], more_bytes: int
+) -> None:
+    assert begun.place(msgspec.structs.replace(begun.next, **changes), more_bytes) is None
+    assert begun.place(begun.next) is not None, "a refusal changed something"
+    assert begun.place(msgspec.structs.replace(begun.next, seals=(b"x", b"y"))) is None, "two in one place"
+
+
+def test_what_is_not_next_does_not_count(begun: Begun) -> None:
+    assert not begun.arrive(0, 2, 1), "the block before it is missing"
+    assert begun.fetch.num_whole == 0
+
+
+def test_nothing_is_placed_when_it_is_over(begun: Begun) -> None:
+    begun.fetch.end()
+    assert begun.place(begun.next) is None
+
+
+def test_of_a_fetch_only_the_session_is_heard_that_was_asked(begun: Begun) -> None:
+    """The same peer, though with another key, or another one."""
+    fetcher, stranger = begun.pair.target.hands.fetcher, Mute()
+    fetcher._open[KEY] = begun.fetch
+    begun.fetch.session = begun.session  # type: ignore[assignment]
+
+    async def work() -> None:
+        answer = begun.fetch.ask(begun.session, Want(KEY, tuple(begun.pair.names), 0, False, 3))  # type: ignore[arg-type]
+        assert begun.place(begun.next) is not None
+        with pytest.raises(ProtocolError, match="nobody asked"):
+            fetcher.place(stranger, begun.next, 2 * LAYOUT.slice_bytes)  # type: ignore[arg-type]
+        fetcher.receive(stranger, begun.next)  # type: ignore[arg-type]
+        fetcher.void(stranger, begun.next)  # type: ignore[arg-type]
+        fetcher.answer(stranger, Ended(KEY, 3))  # type: ignore[arg-type]
+        fetcher.lost(stranger)  # type: ignore[arg-type]
+        assert not answer.done() and not fetcher.bytes_in and not fetcher.seal_mismatches
+        assert begun.place(begun.next) is None, "it is under way still"
+        fetcher.lost(begun.session)  # type: ignore[arg-type]
+        assert answer.result() is None
+
+    asyncio.run(work())
+
+
+LOAN = Lent(KEY, ArenaHandle("/nowhere", b"n" * 16, 4, SHAPE), (0, 3), ((b"s",) * 3,) * 2)
+LOANS: dict[str, Lent] = {
+    "a slot that the arena has not": msgspec.structs.replace(LOAN, slots=(0, 4)),
+    "a negative slot": msgspec.structs.replace(LOAN, slots=(-1, 0)),
+    "a layer without a seal": msgspec.structs.replace(LOAN, seals=((b"s",) * 3, (b"s",) * 2)),
+    "a slot without seals": msgspec.structs.replace(LOAN, seals=LOAN.seals[:1]),
+    "more than was wanted": msgspec.structs.replace(LOAN, slots=(0,) * 4, seals=((b"s",) * 3,) * 4),
+    "another shape": msgspec.structs.replace(
+        LOAN, arena=msgspec.structs.replace(LOAN.arena, shape=Shape(3, LAYOUT.slice_bytes + 8))
+    ),
+}
+
+
+def test_a_loan_is_what_was_asked_for_in_every_way(begun: Begun) -> None:
+    assert not begun.fetch.asked_for(LOAN), "nothing is wanted yet"
+    begun.fetch.want = Want(KEY, tuple(begun.pair.names), 1, False, 3, host="here")
+    assert begun.fetch.asked_for(LOAN)
+    assert [loan for loan, lent in LOANS.items() if begun.fetch.asked_for(lent)] == []
+    begun.fetch.want = msgspec.structs.replace(begun.fetch.want, host="")
+    assert not begun.fetch.asked_for(LOAN), "it is to be sent"
 
 
 FALSE_LOANS: dict[str, Callable[[Lent], Lent]] = {

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,14 +12,14 @@ from msgspec.structs import replace
 
 from isthmus.blocks import KVLayout, seal
 from isthmus.cluster import handover
-from isthmus.cluster.handover import HandoverReceiver, Incoming, Outgoing
+from isthmus.cluster.handover import HandoverReceiver, HandoverSender, Incoming, Outgoing
 from isthmus.cluster.messages import Grant, Landed, Offer, Sent, Slices
 from isthmus.engine.kv import KVMemory
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Priority
 from isthmus.node import events
 from isthmus.node.extent import Extent
-from isthmus.types import NodeId, RequestId, Span, TokenLogprobs
+from isthmus.types import NodeId, RequestId, Span
 
 SIZE, LAYERS, BLOCKS = 4, 2, 12
 LAYOUT = KVLayout(dtype="float32", block_size=SIZE, num_layers=LAYERS, num_kv_heads=1, head_dim=2)
@@ -30,6 +31,8 @@ FROM: dict[Incoming, Wire] = {}
 
 class Wire:
     """Stands for a Session: keeps what is sent; payloads as one string of bytes."""
+
+    closed = False
 
     def __init__(self) -> None:
         self.sent: list[tuple[Any, bytes]] = []
@@ -82,7 +85,7 @@ def sender(num_tokens: int) -> tuple[Outgoing, KVMemory, Wire]:
 
 
 def finish(outgoing: Outgoing, token: int = 77) -> None:
-    outgoing.first_token(token, None)
+    outgoing.first_token(token)
     outgoing.computed()
 
 
@@ -195,15 +198,14 @@ def test_each_block_of_a_frame_has_its_own_seal() -> None:
     assert payload == kv_of(source, 0, (7, 3, 4), 10)
 
 
-def test_the_first_token_goes_with_its_probabilities() -> None:
+def test_the_first_token_goes_when_all_kv_is_computed() -> None:
     outgoing, _, wire = sender(4)
     outgoing.attach(wire)  # type: ignore[arg-type]
     outgoing.send()
-    logprobs = TokenLogprobs(-0.5, ((77, -0.5), (3, -1.0)))
-    outgoing.first_token(77, logprobs)
-    assert wire.messages == [OFFER], "it goes when all KV is computed"
+    outgoing.first_token(77)
+    assert wire.messages == [OFFER]
     outgoing.computed()
-    assert wire.messages[-1] == Sent(A, 77, logprobs)
+    assert wire.messages[-1] == Sent(A, 77)
 
 
 def handovers() -> tuple[HandoverReceiver, list[Any], KVMemory]:
@@ -306,6 +308,26 @@ def test_what_is_given_up_is_not_sent() -> None:
     assert wire.num_cancelled == LAYERS
 
 
+def test_what_is_released_in_the_midst_is_taken_back() -> None:
+    """Its blocks are another's when that returns."""
+    tasks: list[Any] = []
+    wire = Wire()
+
+    async def reach(node: NodeId) -> Any:
+        return wire
+
+    sending = HandoverSender(memory(filled=True), 0, reach, bool, tasks.append)  # type: ignore[arg-type]
+    sending.offer(events.Offer(A, NodeId("there"), extent(8)))
+    asyncio.run(tasks.pop())
+    sending.send(events.Send(A, computed=False))
+    sending.on(A, Outgoing.ready, Span(0, LAYERS), Span(0, 4), (0,))
+    sending.release(A)
+    assert wire.num_cancelled == len(wire.slices) == LAYERS
+    sending.on(A, Outgoing.ready, Span(0, LAYERS), Span(4, 8), (0, 1))
+    sending.granted(wire, A)  # type: ignore[arg-type]
+    assert len(wire.slices) == LAYERS
+
+
 def test_it_has_not_landed_before_it_was_sent() -> None:
     outgoing, _, wire = sender(4)
     outgoing.attach(wire)  # type: ignore[arg-type]
@@ -395,11 +417,87 @@ def test_what_must_come_next_is_accepted() -> None:
 
 
 def test_what_is_not_next_does_not_count() -> None:
-    """Frames of a layer that come over several connections may be placed in any order, not received."""
+    """Frames of a layer that come over several connections may be placed in any order, not received. All is in order
+    with this one, but that the one before it is missing."""
     incoming, slices, _ = expected_next()
-    after = replace(slices, first_block=2, seals=(b"",))
-    assert place(incoming, after, 2 * LAYOUT.token_bytes) is not None
-    assert not incoming.receive(after)
+    payload = bytes(range(2 * LAYOUT.token_bytes))
+    after = replace(slices, first_block=2, seals=(seal(payload),))
+    assert not arrive(incoming, after, payload)
+
+
+def test_two_frames_under_way_never_share_a_block() -> None:
+    """Whichever came last would lie under the seals of the other."""
+    incoming, slices, size = expected_next()
+    assert place(incoming, slices, size) is not None
+    again = replace(slices, seals=(b"x", b"y"))
+    last = replace(slices, first_block=2, seals=(b"z",))
+    assert place(incoming, again, size) is None
+    assert place(incoming, last, 2 * LAYOUT.token_bytes) is None
+    other = replace(slices, layer=1, first_block=0, seals=(b"",) * 3)
+    assert place(incoming, other, 10 * LAYOUT.token_bytes) is not None, "another layer"
+    incoming.frames.void(slices)
+    assert place(incoming, again, size) is not None
+
+
+def test_the_first_token_is_believed_once_and_from_a_sender_only() -> None:
+    here, told, _ = handovers()
+    wire, stranger = Wire(), Wire()
+    here.offered(wire, OFFER)  # type: ignore[arg-type]
+    here.grant(events.Grant(A, NodeId("there"), extent(4), (0, 1)))
+    outgoing, _, out = sender(4)
+    outgoing.attach(out)  # type: ignore[arg-type]
+    outgoing.send()
+    outgoing.ready(Span(0, LAYERS), Span(0, 4), (5,))
+    here.sent(stranger, Sent(A, 66))  # type: ignore[arg-type]
+    for slices, payload in out.slices:
+        (target,) = here.place(wire, slices, len(payload))  # type: ignore[arg-type]
+        target[:] = payload
+        here.receive(wire, slices)  # type: ignore[arg-type]
+    assert (A, 66) not in told
+    here.sent(wire, Sent(A, 77))  # type: ignore[arg-type]
+    here.sent(wire, Sent(A, 88))  # type: ignore[arg-type]
+    assert told[-2:] == [(A, 77), events.Received(A)]
+
+
+def test_grants_and_landings_are_believed_over_the_session_of_the_offer_only() -> None:
+    told: list[Any] = []
+    tasks: list[Any] = []
+    wire, stranger = Wire(), Wire()
+
+    async def reach(node: NodeId) -> Any:
+        return wire
+
+    sending = HandoverSender(memory(filled=True), 0, reach, told.append, tasks.append)  # type: ignore[arg-type]
+    sending.offer(events.Offer(A, NodeId("there"), extent(4)))
+    asyncio.run(tasks.pop())
+    sending.granted(stranger, A)  # type: ignore[arg-type]
+    assert told == []
+    sending.granted(wire, A)  # type: ignore[arg-type]
+    assert told == [events.Granted(A)]
+    sending.send(events.Send(A, computed=False))
+    sending.on(A, Outgoing.ready, Span(0, LAYERS), Span(0, 4), (0,))
+    sending.landed(stranger, A)  # type: ignore[arg-type]
+    assert told == [events.Granted(A)] and sending.lost(wire) == [A]  # type: ignore[arg-type]
+    assert sending.lost(stranger) == []  # type: ignore[arg-type]
+    sending.landed(wire, A)  # type: ignore[arg-type]
+    assert told[1:] == [events.Landed(A)] and sending.lost(wire) == []  # type: ignore[arg-type]
+    assert sending.bytes_out == 4 * LAYERS * LAYOUT.token_bytes
+
+
+def test_what_was_not_sent_cannot_have_landed() -> None:
+    tasks: list[Any] = []
+    wire = Wire()
+
+    async def reach(node: NodeId) -> Any:
+        return wire
+
+    sending = HandoverSender(memory(filled=True), 0, reach, bool, tasks.append)  # type: ignore[arg-type]
+    sending.offer(events.Offer(A, NodeId("there"), extent(4)))
+    asyncio.run(tasks.pop())
+    sending.send(events.Send(A, computed=False))
+    sending.on(A, Outgoing.ready, Span(0, LAYERS), Span(0, 3), (0,))
+    with pytest.raises(ProtocolError, match="landed before it was sent"):
+        sending.landed(wire, A)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

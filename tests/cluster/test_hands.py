@@ -11,17 +11,6 @@ from typing import Any
 
 import pytest
 
-from isthmus.benchmarks.fault_peers import (
-    OTHER,
-    Fault,
-    Harm,
-    HarmfulNetwork,
-    Side,
-    join,
-    kv_block,
-    put_chain,
-    store_of,
-)
 from isthmus.blocks import KVLayout, state_names
 from isthmus.cluster import cache as cache_module
 from isthmus.cluster.hands import Hands
@@ -34,6 +23,17 @@ from isthmus.node.extent import Extent
 from isthmus.scheduler import Preempted, Saved
 from isthmus.store import Log, Shape
 from isthmus.types import BlockName, NodeId, RequestId, Span, Tier
+from tests.cluster.fault_peers import (
+    OTHER,
+    Fault,
+    Harm,
+    HarmfulNetwork,
+    Side,
+    join,
+    kv_block,
+    put_chain,
+    store_of,
+)
 
 LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
 SIZE, LAST, WIDTH = LAYOUT.block_size, LAYOUT.num_layers - 1, LAYOUT.slice_bytes
@@ -146,7 +146,7 @@ def test_kv_is_handed_over(run: Callable[..., None], order: str) -> None:
             here.expect(KEY, EXTENT, OURS)
             await kit.told(there, events.Granted)
         await asyncio.to_thread(compute, there)  # as a worker does
-        there.hands.first_token(KEY, 77, None)
+        there.hands.first_token(KEY, 77)
         there.hands.do(events.Finish(KEY))
         await asyncio.sleep(0.01)
         if order == "granted last":

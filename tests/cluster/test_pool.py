@@ -152,29 +152,6 @@ def test_kv_is_encoded_on_a_slow_link(form: str, tmp_path: Path) -> None:
         assert len(found) == 20
 
 
-def test_a_hot_prefix_is_copied_ahead(tmp_path: Path) -> None:
-    """`sticky` sends everybody to the node that has the prefix and never fetches; replication makes a second holder."""
-    config = deployment(
-        engine={"kind": "emulated", "cost": SLOW, "token_budget": 256},
-        roles={"prefill": 2, "decode": 1},
-        policy="sticky",
-        scheduling={"replication": "priced"},
-        cache={"share": "none"},
-    )
-    hot = prompt_of(9, 1600)
-    with inside(config) as served:
-        assert ask(served, hot) == 0
-        with ThreadPoolExecutor(12) as pool:
-            list(pool.map(lambda seed: ask(served, hot + prompt_of(seed, 150), 5), range(100, 128)))
-            served.wait_until(lambda: served.total("kv_bytes_fetched_total") >= 100 * 512, "it was copied")
-            list(pool.map(lambda seed: ask(served, hot + prompt_of(seed, 150), 5), range(128, 140)))
-
-        def computed() -> list[float]:
-            return [served.gauge("tokens_computed_total")[node] for node in ("prefill-0", "prefill-1")]
-
-        served.wait_until(lambda: min(computed()) > 150, "both holders serve")
-
-
 def test_all_sessions_over_tls(tmp_path: Path) -> None:
     """Head, hand-over and fetch; and somebody without a certificate is not let in."""
     files = make_certificate(tmp_path, "ours")

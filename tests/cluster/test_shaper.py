@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from isthmus.benchmarks.child import Child
-from isthmus.benchmarks.transfer_peers import Direction, Sockets, touched, verify
-from isthmus.benchmarks.wan import serve
+from benchmarks.wan import serve
+from isthmus.bench.child import Child
+from isthmus.bench.transfer_peers import Direction, Sockets, touched, verify
 from isthmus.cluster.shaper import BACKLOG_S, LinkPorts, LinkSpec, Pipe, Point, Shape, shape_of
 from isthmus.cluster.shaper import Direction as LinkDirection
 from tests.served import command

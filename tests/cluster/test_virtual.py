@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from isthmus.cluster import head as head_module
 from isthmus.conductor import (
@@ -24,8 +25,9 @@ from isthmus.config import Config, load_config
 from isthmus.cost import Curve, compile_cost, to_mapping
 from isthmus.engine.emulated import expected_tokens
 from isthmus.errors import OverloadedError
-from isthmus.types import RequestId, Role
-from tests.parity.worlds import deployed
+from isthmus.sim.faults import Faults, NodeFault, SessionFault
+from isthmus.types import FinishReason, RequestId, Role, Sampling
+from tests.parity.worlds import NO_FAULTS, deployed
 from tests.virtual import Flight, ManualLoop, VirtualCluster, VirtualRequest
 
 MS = 1_000_000
@@ -47,10 +49,10 @@ def config_of(**overrides: Any) -> Config:
     return load_config(None, {"engine.kind": "emulated", "engine.kv_memory": "64MiB", **dotted})
 
 
-def cluster_of(**overrides: Any) -> VirtualCluster:
+def cluster_of(faults: Faults = NO_FAULTS, **overrides: Any) -> VirtualCluster:
     """On links that take next to no time."""
     config = config_of(**{"network__node_gbps": 1e9, "engine__cost": to_mapping(CURVE)} | overrides)
-    return VirtualCluster(config, deployed(config, dict.fromkeys(Role, CURVE)))
+    return VirtualCluster(config, deployed(config, dict.fromkeys(Role, CURVE), faults))
 
 
 def workload(count: int, *, every_ns: int = 3 * MS, seed: int = 1) -> list[VirtualRequest]:
@@ -214,6 +216,125 @@ def test_equal_prompts_of_one_instant_are_decided_one_after_the_other() -> None:
     routes = [entry.actions[0].prefill for entry in flight.log if isinstance(entry.event, RequestArrived)]
     assert routes == ["prefill-0", "prefill-1", "prefill-0", "prefill-1"]
     assert wrong_answers(cluster, requests, flight) == 0
+
+
+# What a request asks for goes with it, wherever it goes. Of a sampled answer each token depends on its seed and on all
+# tokens before it, as with penalties.
+
+
+def sampled(count: int) -> list[VirtualRequest]:
+    """Half of them greedy, half with log-probabilities, two tenants."""
+    return [
+        replace(
+            request,
+            output_tokens=30,
+            max_tokens=0,
+            sampling=Sampling(temperature=0.5 * (at % 2), seed=at // 4, logprobs=1 if at % 4 < 2 else None),
+        )
+        for at, request in enumerate(workload(count, every_ns=MS // 4))
+    ]
+
+
+def generated(flight: Flight) -> list[list[tuple[Any, ...]]]:
+    """All that clients see of tokens. How much was cached is no part of an answer."""
+    return [
+        [(each.index, each.token, each.finish, each.logprobs) for each in outcome.generated]
+        for outcome in flight.outcomes
+    ]
+
+
+MOVES: dict[str, tuple[Faults, dict[str, Any]]] = {
+    "handed over": (NO_FAULTS, {}),
+    "pre-empted": (NO_FAULTS, {"engine__kv_memory": "1MiB"}),
+    "decode dies": (Faults(nodes=(NodeFault("decode-0", 0.05, 0.06), NodeFault("decode-0", 0.1, 0.11))), {}),
+    "prefill dies": (Faults(nodes=(NodeFault("prefill-0", 0.01, 0.02), NodeFault("prefill-0", 0.03, 0.2))), {}),
+    "all die": (
+        Faults(nodes=(NodeFault("decode-0", 0.05, 0.2), NodeFault("decode-1", 0.07, 0.1))),
+        {"roles__decode": 2, "roles__prefill": 2},
+    ),
+    "sessions end": (Faults(sessions=(SessionFault("prefill-0", "decode-0", 0.02, 0.05),)), {}),
+    "a group": (NO_FAULTS, {"roles__prefill": {"count": 2, "pipeline": 2}}),
+    "a group dies": (
+        Faults(nodes=(NodeFault("decode-0", 0.05, 0.06), NodeFault("prefill-0", 0.08, 0.1))),
+        {"roles__prefill": {"count": 2, "pipeline": 2}},
+    ),
+    "a mixed node dies": (
+        Faults(nodes=(NodeFault("mixed-0", 0.05, 0.06), NodeFault("mixed-0", 0.1, 0.11))),
+        {"roles__prefill": 0, "roles__decode": 0, "roles__mixed": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_sampling_and_what_else_was_asked_for_survive_every_move(move: str) -> None:
+    faults, shape = MOVES[move]
+    requests = sampled(20)
+    alone = cluster_of(roles__prefill=0, roles__decode=0, roles__mixed=1).run(requests)
+    flight = cluster_of(faults, cache__dram="4MiB", **shape).run(requests)
+    assert generated(flight) == generated(alone)
+    for request, outcome in zip(requests, flight.outcomes, strict=True):
+        assert [each.index for each in outcome.generated] == list(range(30))
+        for each in outcome.generated:
+            assert (each.logprobs is None) == (request.sampling.logprobs is None)
+            assert each.logprobs is None or each.logprobs.top[0][0] == each.token
+        assert [each.finish for each in outcome.generated[-2:]] == [None, FinishReason.LENGTH]
+        assert outcome.generated[0].cached_tokens is not None
+    if faults is not NO_FAULTS:
+        again = [action for entry in flight.log for action in entry.actions if isinstance(action, Route)]
+        assert max(route.attempt for route in again) > 1
+
+
+# Caches: whatever is found in them must be what would be computed, and the tenant's own.
+
+
+def turns(cluster: VirtualCluster, count: int, *, seed: int = 1) -> list[VirtualRequest]:
+    """Conversations of three tenants, each turn with all before it and the answer. Every text of one is asked by the
+    others as well, word by word. Some begin with less than a block, and answers end at every place in one."""
+    draw, requests = random.Random(seed), list[VirtualRequest]()
+    texts: list[tuple[int, ...]] = []
+    for number in range(count):
+        text = texts[draw.randrange(len(texts))] if texts and draw.random() < 0.7 else ()
+        text += tuple(draw.randrange(1000) for _ in range(draw.choice([3, 5, 16, 40, 90])))
+        for salt in draw.sample(["", "one", "other"], 2):
+            at = len(requests)
+            requests.append(VirtualRequest(at * 60 * MS, text, 1 + (number * 7 + at) % 37, salt=salt))
+            texts.append((*text, *cluster.answer(requests[-1])))
+    return requests
+
+
+CACHES: dict[str, dict[str, Any]] = {
+    "in the engine": {},
+    "in DRAM": {"cache__dram": "4MiB"},
+    "on the SSD": {"cache__dram": "512KiB", "cache__ssd": "8MiB", "cache__folder": "/nowhere"},
+    "all full": {"cache__dram": "512KiB", "cache__ssd": "512KiB", "cache__folder": "/nowhere"},
+    "of others": {"roles__prefill": 3, "roles__decode": 2, "cache__dram": "2MiB", "policy": "isthmus"},
+    "mixed": {"roles__prefill": 0, "roles__decode": 0, "roles__mixed": 2, "cache__dram": "2MiB"},
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_conversations_of_several_tenants_are_exact_and_reuse_their_own(cache: str) -> None:
+    cluster = cluster_of(**CACHES[cache])
+    requests = turns(cluster, 40)
+    flight = cluster.run(requests)
+    assert wrong_answers(cluster, requests, flight) == 0
+    cached = [outcome.generated[0].cached_tokens or 0 for outcome in flight.outcomes]
+    assert sum(cached) > 1000, "nothing was reused"
+
+
+@pytest.mark.parametrize("num_prompt", [5, 21])
+def test_an_answer_belongs_to_its_tenant_however_short_the_prompt(num_prompt: int) -> None:
+    """With less than a block of prompt, no name before the answer's knows whose it is."""
+    cluster = cluster_of(roles__prefill=0, roles__decode=0, roles__mixed=1, cache__dram="4MiB")
+    first = VirtualRequest(0, tuple(range(num_prompt)), 44, salt="one")
+    text = (*first.tokens, *cluster.answer(first), 1, 2, 3)
+    after = [
+        VirtualRequest((1 + at) * 1000 * MS, text, 8, salt=salt) for at, salt in enumerate(["", "two", "one"])
+    ]
+    flight = cluster.run([first, *after])
+    assert wrong_answers(cluster, [first, *after], flight) == 0
+    cached = [outcome.generated[0].cached_tokens for outcome in flight.outcomes]
+    assert cached == [0, 0, 0, (num_prompt + 43) // 16 * 16]
 
 
 # Refusals, live.

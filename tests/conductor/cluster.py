@@ -28,7 +28,6 @@ from isthmus.conductor import (
     Paths,
     PrefillFinished,
     Refuse,
-    Replicate,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
@@ -140,7 +139,14 @@ class Cluster:
     def links_measured(self, *links: LinkState) -> list[Action]:
         for link in links:
             self.links_up[link.source, link.target] = link.up
-        return self.on(LinksMeasured(links))
+        requests = self.conductor.view.requests
+        copying = [(request, request.copy, request.attempt) for request in requests.values() if request.copy]
+        actions = self.on(LinksMeasured(links))
+        for request, copy, attempt in copying:
+            if requests.get(request.arrived.request) is request and request.attempt == attempt:
+                cut = request.held or (copy.across is not None and not copy.across.up)
+                assert (request.copy is None) == cut, "a fetch goes on over a link that is down, or is given up"
+        return actions
 
     def convert(self, node: str) -> list[Action]:
         """A node does what it was asked: no request needs it."""
@@ -271,8 +277,6 @@ class Cluster:
                 self._on_route(action)
             case Refuse():
                 self._on_refuse(action, event, waited)
-            case Replicate():
-                self._on_replicate(action)
             case Abort():
                 assert action.nodes and len(set(action.nodes)) == len(action.nodes)
                 assert set(action.nodes) <= set(self.joined), "a node that left was told something"
@@ -367,12 +371,6 @@ class Cluster:
         assert self.joined[recall.source].cluster == self.joined[route.decode].cluster
         assert recall.source != route.decode or not recall.start
 
-    def _on_replicate(self, action: Replicate) -> None:
-        assert action.source != action.target
-        assert self.joined[action.target].role is not Role.DECODE
-        assert set(action.names) <= set(self.stored[action.source]), "a copy of unfinished blocks"
-        assert not set(action.names) <= set(self.stored[action.target]), "a copy of what is there"
-
     def _on_refuse(self, refuse: Refuse, event: Event, waited: list[Route]) -> None:
         request = refuse.request
         assert request not in self.ended
@@ -407,7 +405,7 @@ class Cluster:
         assert self.arrived[victim][0].priority < event.priority
         queue = [route.request for route in waited if route.prefill == self.routes[victim].prefill]
         assert victim in queue[1:], "a request in service was turned away"
-        assert isinstance(self.log[-1][2][-1], Route | Replicate), "turned away in vain"
+        assert isinstance(self.log[-1][2][-1], Route), "turned away in vain"
 
     def _fits(self, facts: RequestArrived) -> bool:
         length = facts.num_tokens + facts.max_tokens

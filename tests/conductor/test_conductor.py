@@ -537,7 +537,6 @@ RULES = [
     )
 ] + [
     Rules(policy="isthmus"),
-    Rules(policy="isthmus", replicate=True),
     Rules(policy="mooncake", max_requests=12, reserve=0.1, admission="baseline"),
 ]
 

@@ -15,6 +15,7 @@ from isthmus.conductor.control import (
     LONGEST_RETURN_NS,
     QUIET_NS,
     RETURN_NS,
+    SEGMENT_BYTES,
     LinkControl,
 )
 from isthmus.conductor.copies import ClusterLink
@@ -105,6 +106,33 @@ def test_lost_segments_are_congestion_as_a_queue_is() -> None:
         assert control.congested
         hear(control, [busy(0.1)] * 2, 1 + QUIET_NS // S)
         assert not control.congested
+
+
+LEVELS = {
+    "bad": (5.0, 0.0),
+    "lossy": (0.0, 0.1),
+    "between": (0.5, 0.0),
+    "between too": (0.0, 0.01),
+    "good": (0.1, 0.0),
+}
+"""Seconds of link time waiting, and the share sent again."""
+
+
+@given(st.lists(st.tuples(st.sampled_from(list(LEVELS)), st.integers(1, 12)), max_size=12))
+def test_congestion_ends_only_after_all_was_below_the_low_marks_for_long(spells: list[tuple[str, int]]) -> None:
+    """Between the marks nothing changes: neither does it begin there nor end."""
+    control, history, congested = watch(), ["good"], False
+    for level, seconds in spells:
+        for _ in range(seconds):
+            history.append(level)
+            queued_s, lost = LEVELS[level]
+            state = busy(0.9, queued_s, retransmits=int(lost * 0.9 * RATE / SEGMENT_BYTES))
+            hear(control, [state], len(history) - 2)
+            if all(one in ("bad", "lossy") for one in history[-2:]):
+                congested = True
+            elif all(one == "good" for one in history[-QUIET_NS // S :]):
+                congested = False
+            assert control.congested == congested, history
 
 
 # Up and down.

@@ -25,7 +25,6 @@ from isthmus.conductor import (
     Paths,
     PrefillFinished,
     Refuse,
-    Replicate,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
@@ -41,7 +40,7 @@ A, N = RequestId("a"), NodeId("prefill-0")
 NAMES = (b"\x00\xff" * 8, bytes(16))
 CURVE = Curve(kv_token_bytes=128, num_layers=2, prefill_token_s=1e-5, decode_points=((1, 0.01), (8, 0.02)))
 ANALYTIC = Analytic(
-    ModelFacts("LlamaForCausalLM", 2, 64, 100, 512, 10_000, 256, 2, 512),
+    ModelFacts("LlamaForCausalLM", 2, 64, 100, 10_000, 256, 2, 512),
     HARDWARE["h200"],
     engine_coefficients("vllm", HARDWARE["h200"]),
 )
@@ -76,7 +75,6 @@ ACTIONS = [
     Route(A, 2, N, N, Fetch(NodeId("prefill-1"), 2, 5, 10**15), 5, 10**9, 10**16),
     Refuse(A, "overloaded", "too many", 1000),
     Refuse(A, "overloaded", "too many", 1000, "decode"),
-    Replicate(NAMES, N, NodeId("prefill-1")),
     Abort(A, 3, (N,)),
     Hold(A, 1, "gone"),
     Fail(A, "gone"),

@@ -19,8 +19,10 @@ class Naive:
         self.held: dict[BlockName, set[int]] = {}
         self.disk: dict[BlockName, set[int]] = {}
         self.coming: dict[BlockName, set[int]] = {}
+        self.users: set[int] = set()
 
     def add(self, which: dict[BlockName, set[int]], node: int, names: list[BlockName]) -> None:
+        self.users.add(node)
         for name in names:
             which.setdefault(name, set()).add(node)
 
@@ -71,6 +73,7 @@ def apply(index: PrefixIndex, naive: Naive, operation: str, node: int, names: li
             naive.remove(naive.coming, node, names)
         case "drop":
             index.drop(bit)
+            naive.users.discard(node)
             for which in (naive.held, naive.disk, naive.coming):
                 naive.remove(which, node, list(which))
     index.check()
@@ -100,6 +103,7 @@ def test_it_says_what_sets_would(
         on_disk = [name for name in names if node in naive.disk.get(name, ())]
         assert index.num_on_disk(1 << node, names) == len(on_disk)
     assert index.uses_disk == any(naive.disk.values())
+    assert set(bits(index.users)) == naive.users
     assert index.num_blocks == sum(1 for holders in naive.held.values() if holders)
 
 

@@ -46,6 +46,17 @@ def test_nothing_measured_changes_nothing() -> None:
     assert calibration.ratio == 1.0
 
 
+@pytest.mark.parametrize(
+    ("measured", "estimated", "ratio"), [(10**12, 1, 1000), (1, 10**12, 0.001), (900, 1, 900)]
+)
+def test_no_measurement_makes_a_node_a_thousand_times_slower(
+    measured: int, estimated: int, ratio: float
+) -> None:
+    calibration = Calibration()
+    calibration.add(measured, estimated)
+    assert calibration.ratio == ratio
+
+
 @given(st.lists(st.tuples(st.integers(0, 10**11), st.floats(0, 1e12)), max_size=20))
 def test_a_decaying_sum(added: list[tuple[int, float]]) -> None:
     """Each amount counts exp(-age / window)."""

@@ -138,7 +138,7 @@ def test_isthmus_takes_the_cheapest_of_all_options() -> None:
 def test_mooncake_is_algorithm_1() -> None:
     kinds: Counter[str] = Counter()
     for random, found in views(1500, seed=1):
-        threshold = random.choice([1.0, 1.5, 4.0])
+        threshold = random.choice([0.0, 1.0, 1.5, 4.0])
         plain = Plain(found)
         chosen = place("mooncake", found, Rules(balancing_threshold=threshold))
         ttfts = plain.mooncake_ttfts(threshold)
@@ -146,7 +146,7 @@ def test_mooncake_is_algorithm_1() -> None:
         assert ttfts[chosen.prefill] == pytest.approx(min(ttfts.values()), abs=2)
         best, own = max(plain.finished.values()), plain.depth[chosen.prefill]
         if chosen.source is not None:
-            assert best > threshold * own and chosen.cached == best == plain.finished[chosen.source]
+            assert best > max(1.0, threshold) * own and chosen.cached == best == plain.finished[chosen.source]
         else:
             assert chosen.cached == own
         kinds["local" if chosen.source is None else "fetch" if own else "fetch of all"] += 1

@@ -71,11 +71,13 @@ def test_long_prompts_go_far_and_come_home_to_decode() -> None:
 
 
 @pytest.mark.parametrize("mode", ["scarce", "abundant"])
-def test_any_caches_and_lengths_are_routed_as_published(mode: str) -> None:
-    """Against a transcription, with caches of random depth; and a prefix that must cross is fetched."""
+@pytest.mark.parametrize("control", [False, True])
+def test_any_caches_and_lengths_are_routed_as_published(mode: str, control: bool) -> None:
+    """Against a transcription, with caches of random depth; and a prefix that must cross is fetched. The guard of
+    `control` may compute elsewhere: then the prefix crosses to there."""
     random, seen = Random(7), Counter[object]()
     for _ in range(300):
-        some = two(threshold=random.randint(0, 40), cache_mode=mode)
+        some = two(threshold=random.randint(0, 40), cache_mode=mode, control=control)
         home, there = random.randint(0, 10), random.choice([0, 5, 10])
         some.store("near-p1", *NAMES[:home])
         some.store("far-p1", *NAMES[:there])
@@ -87,11 +89,15 @@ def test_any_caches_and_lengths_are_routed_as_published(mode: str) -> None:
         assert t is not None
         compute, crosses = published(total, l_prfaas, l_pd, t, mode)
         route = routed(some, "r", total, names)
+        if control:
+            compute = {"near-p1": "PD-P", "far-p1": "PrfaaS"}[route.prefill]
+            own, other = (l_pd, l_prfaas) if compute == "PD-P" else (l_prfaas, l_pd)
+            crosses = mode == "abundant" and own < other
         assert route.prefill == {"PD-P": "near-p1", "PrfaaS": "far-p1"}[compute]
         assert (route.fetch is not None) == crosses
         seen[compute, crosses] += 1
         some.drain()
-    assert min(seen.values()) > 10 and len(seen) == (2 if mode == "scarce" else 4)
+    assert min(seen.values()) > 10 and len(seen) == (2 if mode == "scarce" else 4 - control)
 
 
 def test_only_what_the_home_lacks_crosses() -> None:
@@ -320,7 +326,6 @@ def test_histories_of_two_clusters_hold_too() -> None:
             cache_mode=["scarce", "abundant", "auto"][seed % 3],
             control=seed % 2 == 0,
             max_requests=12,
-            replicate=seed % 4 == 3,
             convert=True,
         )
         states = STATE_BLOCKS if seed % 8 < 4 else 0

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from isthmus.conductor import Abort, Action, Route, Rules
-from isthmus.conductor.shedding import to_shorten, to_thin, waiting_below
+from isthmus.conductor.shedding import to_replace, to_shorten, to_thin, waiting_below
 from isthmus.conductor.view import ClusterView
 from isthmus.types import NodeId, RequestId, Role
 
@@ -28,7 +28,7 @@ def names(found: list) -> str:  # type: ignore[type-arg]
     return "".join(request.arrived.request for request in found)
 
 
-def test_lower_priorities_go_first_and_of_the_same_work_the_newest() -> None:
+def test_lower_priorities_go_first_and_of_one_the_newest() -> None:
     view = queued(0, 0, 1, -5, 0, 2, 1)
     assert names(waiting_below(view.prefills, 2)) == "341" + "62"
     assert names(waiting_below(view.prefills, 1)) == "341"
@@ -46,15 +46,21 @@ def test_who_is_in_service_or_got_a_token_stays() -> None:
     assert names(waiting_below(view.prefills, 9)) == ""
 
 
-def test_of_one_priority_the_most_work_goes_first() -> None:
-    """So that few are turned away for one."""
+def test_few_are_turned_away_for_a_queue_that_is_shorter() -> None:
+    """Of one priority the most work goes first, but from a batch to come the newest."""
     view = view_of(P, D)
     node = view.prefills[0]
     for at, (priority, work_ms) in enumerate([(0, 90), (0, 10), (0, 40), (-1, 5), (0, 40), (0, 20)]):
         accept(view, arrival(10, request=str(at), priority=priority), node, view.decodes[0], work_ms, at * MS)
-    assert names(waiting_below(view.prefills, 1)) == "3" + "4251"
-    assert names(to_shorten(node, arrival(10, priority=1), 45 * MS)) == "34"
-    assert names(to_shorten(node, arrival(10, priority=1), 46 * MS)) == "342"
+    asks = arrival(10, priority=1)
+    assert names(to_shorten(node, asks, 45 * MS)) == "34"
+    assert names(to_shorten(node, asks, 46 * MS)) == "342"
+    assert names(to_replace(view, asks)) == "3"
+    assert names(to_replace(view, arrival(10, priority=0))) == "3"
+    assert names(to_replace(view, arrival(10, priority=-1))) == ""
+    view.unbook(view.requests[RequestId("3")], 0)
+    assert names(to_replace(view, asks)) == "4"
+    assert names(to_thin(view, asks, 3, 10**12)) == "542"
 
 
 def test_just_enough_are_turned_away_to_shorten_a_queue() -> None:
@@ -155,9 +161,9 @@ def test_a_thinner_batch_makes_room_where_the_queue_counts() -> None:
     some.drain()
 
 
-def test_random_bursts_displace_rightly() -> None:
+def test_random_bursts_shed_rightly() -> None:
     """The judge in `Cluster` sees who is turned away, for whom, and that it was not in vain."""
-    displaced = 0
+    shed = 0
     for seed in range(20):
         random = Random(seed)
         some = Cluster(
@@ -169,7 +175,7 @@ def test_random_bursts_displace_rightly() -> None:
             priority = random.choice([-1, 0, 0, 1, 2])
             actions = some.arrives(f"r{at}", random.randint(5, 60), priority=priority)
             last = actions[-1]
-            displaced += isinstance(last, Route) and len(actions) > 1
+            shed += isinstance(last, Route) and len(actions) > 1
             if random.random() < 0.3 and some.prefilling:
                 route = next(iter(some.prefilling.values()))
                 some.now = max(some.now, some.conductor.view.nodes[NodeId(route.prefill)].service_ns)
@@ -177,4 +183,4 @@ def test_random_bursts_displace_rightly() -> None:
             if random.random() < 0.2 and some.routes:
                 some.end(random.choice(list(some.routes)))
         some.drain()
-    assert displaced >= 30
+    assert shed >= 30

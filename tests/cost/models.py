@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.cost_models import CONFIGS as MEASURED
 from isthmus.cost import Analytic, engine_coefficients, facts_of, hardware_named
 from isthmus.papers.prfaas.configs import (
     DEEPSEEK_V3,
@@ -30,21 +31,7 @@ __all__ = [
     "instance",
 ]
 
-GPT_OSS: dict[str, Any] = {
-    "architectures": ["GptOssForCausalLM"],
-    "num_hidden_layers": 36,
-    "hidden_size": 2880,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "intermediate_size": 2880,
-    "num_local_experts": 128,
-    "num_experts_per_tok": 4,
-    "sliding_window": 128,
-    "layer_types": ["sliding_attention", "full_attention"] * 18,
-    "vocab_size": 201_088,
-    "quantization_config": {"quant_method": "mxfp4"},
-}
+GPT_OSS = MEASURED["gpt-oss-120b"] | {"quantization_config": {"quant_method": "mxfp4"}}
 CONFIGS = {
     "llama": LLAMA_70B,
     "deepseek": DEEPSEEK_V3,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from isthmus.cost import facts_of
-from isthmus.errors import ConfigError
+from isthmus.errors import ModelError
 from isthmus.papers.prfaas.configs import CONFIGS
 from isthmus.papers.prfaas.kv import PUBLISHED_SIZES
 from tests.cost.models import (
@@ -140,6 +140,12 @@ def test_windows_of_qwen_start_at_a_layer() -> None:
     assert facts.window_elements == 20 * 2 * 8 * 128 * 512
 
 
+def test_layers_without_experts_are_told_by_numbers_or_by_steps() -> None:
+    config = QWEN3_NEXT | {"intermediate_size": 8192}
+    assert facts_of(config | {"decoder_sparse_step": 2}).moe_layers == 24
+    assert facts_of(config | {"mlp_only_layers": [0, 5]}).moe_layers == 46
+
+
 def test_a_nested_text_model_is_read() -> None:
     nested = {name: value for name, value in QWEN3_NEXT.items() if name != "architectures"}
     config = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": nested}
@@ -163,33 +169,47 @@ def test_weight_dtype(changes: dict[str, Any], dtype: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "architecture MambaForCausalLM has no cost model"),
-        ({"architectures": None}, "'architectures' must be a list of names"),
-        ({"hidden_size": "8192"}, "'hidden_size' must be a whole number, not '8192'"),
-        ({"num_attention_heads": 0}, "'num_attention_heads' must be above 0"),
-        ({"vocab_size": None}, "'vocab_size' must be a whole number"),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "architecture MambaForCausalLM is not supported; .*a measured curve",
+        ),
+        ({"architectures": 7}, "'architectures' must be a list of names"),
+        ({"architectures": None, "model_type": "mamba"}, "architecture mamba is not supported"),
+        ({"hidden_size": "8192"}, "'hidden_size' must be a whole number above 0, not '8192'"),
+        ({"num_attention_heads": 0}, "'num_attention_heads' must be a whole number above 0, not 0"),
+        ({"vocab_size": None}, "the field 'vocab_size' is missing"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quantisation 'hqq' is not known"),
     ],
 )
 def test_a_wrong_config_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ModelError, match=message):
         facts_of(LLAMA_70B | changes)
 
 
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        (DEEPSEEK_V3, {"num_experts_per_tok": 300}, "300 experts per token of 256"),
-        (GPT_OSS, {"layer_types": ["full_attention"]}, "'layer_types' must list 36 layers"),
-        (QWEN3_NEXT, {"decoder_sparse_step": 2}, "decoder_sparse_step"),
-        (KIMI_LINEAR, {"linear_attn_config": {}}, "must list 'kda_layers'"),
-        (MIMO_V2_FLASH, {"hybrid_layer_pattern": [0, 1]}, "'hybrid_layer_pattern' must list 48 layers"),
+        (DEEPSEEK_V3, {"num_experts_per_tok": 300}, "300 of 256 experts"),
+        (GPT_OSS, {"layer_types": None}, "the field 'layer_types' is missing"),
+        (
+            GPT_OSS,
+            {"layer_types": ["full_attention"]},
+            "'layer_types' must give one of .* for each of 36 layers",
+        ),
+        (QWEN3_NEXT, {"decoder_sparse_step": 2}, "the field 'intermediate_size' is missing"),
+        (KIMI_LINEAR, {"linear_attn_config": {"kda_layers": [1, 2]}}, "must name each of 27 layers once"),
+        (
+            MIMO_V2_FLASH,
+            {"hybrid_layer_pattern": [0, 1]},
+            "'hybrid_layer_pattern' must give one of 0, 1 for each of 48",
+        ),
         (RING_25_1T, {"layer_group_size": 7}, "'layer_group_size' is 7; it must divide 80 layers"),
-        (RING_25_1T, {"layer_group_size": 0}, "it must divide 80 layers"),
+        (RING_25_1T, {"layer_group_size": 0}, "'layer_group_size' must be a whole number above 0"),
+        (MIMO_V2_FLASH, {"moe_layer_freq": None}, "'moe_layer_freq' are needed"),
     ],
 )
 def test_wrong_layers_are_refused(config: dict[str, Any], changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ModelError, match=message):
         facts_of(config | changes)
 
 

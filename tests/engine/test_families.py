@@ -15,9 +15,9 @@ from torch import Tensor
 
 from isthmus.engine.engine import Engine, EngineOptions
 from isthmus.engine.interface import Chunk
-from isthmus.engine.shapes import Attention, Delta, Dense, Experts, LatentAttention, ModelSpec
-from isthmus.engine.spec import read_spec
+from isthmus.engine.spec import kv_layout, read_spec
 from isthmus.errors import ModelError
+from isthmus.models import Attention, Delta, Dense, Experts, LatentAttention, ModelSpec
 from tests.models import reference_logits
 
 from .hybrids import FAMILIES, save_tiny
@@ -198,7 +198,7 @@ def test_latent_queries_without_a_rank_are_told_by_a_null(tmp_path: Path) -> Non
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_spec_gives_the_layout_of_the_engine(tmp_path: Path, family: str) -> None:
     engine = open_engine(save_tiny(family, tmp_path))
-    assert read_spec(tmp_path).layout("float32", 16) == engine.layout
+    assert kv_layout(read_spec(tmp_path), "float32", 16) == engine.layout
 
 
 # ---- tensors

@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor
 
 import isthmus
-from isthmus.benchmarks.models import BENCH_MODELS, make_random_model
+from benchmarks.models import BENCH_MODELS, make_random_model
 from isthmus.blocks import KVLayout
 from isthmus.engine.codecs import INT8, decode, encode
 from isthmus.engine.engine import Engine, EngineOptions

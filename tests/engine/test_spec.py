@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from isthmus.engine.spec import ARCHITECTURES, ROPE_TYPES, ModelSpec, read_spec
+from isthmus.engine.spec import ARCHITECTURES, ROPE_TYPES, read_spec
 from isthmus.errors import ModelError
+from isthmus.models import ModelSpec
 from tests.models import LLAMA3, MODEL_CASES, YARN
 
 from .conftest import FolderOf
@@ -236,7 +237,7 @@ def test_each_family_has_its_biases(
     spec = spec_of(tmp_path, config)
     for layer in spec.layers:
         assert (layer.mixer.qkv_bias, layer.mixer.output_bias, layer.mlp.bias) == (qkv, output, mlp)
-        assert layer.mixer.qk_norm == (spec.family == "qwen3")
+        assert layer.mixer.qk_norm == (spec.architecture == "Qwen3ForCausalLM")
 
 
 def test_head_size_and_heads_have_their_defaults(tmp_path: Path) -> None:
@@ -258,7 +259,7 @@ def test_the_dtype_is_read_in_both_spellings(tmp_path: Path, field: str, stated:
 def test_what_transformers_saves_is_read(folder_of: FolderOf, case: str) -> None:
     family, overrides = MODEL_CASES[case]
     spec = read_spec(folder_of(case))
-    assert spec.family == family and spec.max_length == 4096
+    assert spec.architecture.lower() == f"{family}forcausallm" and spec.max_length == 4096
     assert (spec.vocab_size, spec.hidden_size, spec.num_layers) == (272, 64, 3)
     assert all((layer.mixer.num_heads, layer.mlp.width) == (4, 96) for layer in spec.layers)
     assert spec.num_kv_heads == overrides.get("num_key_value_heads", 2)

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from isthmus.gateway import GatewaySettings, GatewayTokenizer, create_app
+from isthmus.gateway.http import read_body
+from isthmus.gateway.problems import BodyTooLargeError
 
 from .fake import FakeBackend
 from .inprocess import Poster
@@ -73,6 +77,14 @@ def test_large_bodies(backend: FakeBackend, tokenizer: GatewayTokenizer, chunked
     response = post.request("POST", "/v1/completions", content=content)
     assert response.status_code == 413
     assert "larger than 1000 bytes" in response.json()["error"]["message"]
+
+
+def test_a_body_that_says_it_is_too_large_is_not_read() -> None:
+    async def never() -> dict[str, object]:
+        raise AssertionError("it was read")
+
+    with pytest.raises(BodyTooLargeError):
+        asyncio.run(read_body({"headers": [(b"content-length", b"1001")]}, never, 1000))
 
 
 def test_the_default_limit_is_8_mib(post: Poster) -> None:

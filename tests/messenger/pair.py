@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from isthmus.errors import ProtocolError
-from isthmus.messenger import Priority, Sending, Session, Share, Terms
+from isthmus.messenger import Priority, Sending, Session, Terms
 from isthmus.messenger.lane import Lane
 
 
@@ -103,9 +103,9 @@ class Side:
 
     ack_delay_s = 0.001
 
-    def __init__(self, clock: Clock, terms: Terms, share: Share | None = None) -> None:
+    def __init__(self, clock: Clock, terms: Terms) -> None:
         self.clock = clock
-        self.session = Session(Parcel, self, self, terms, share)
+        self.session = Session(Parcel, self, self, terms)
         self.sent: list[Sent] = []
         self.placed: dict[int, Placed] = {}
         self.delivered: list[tuple[int, int]] = []  # (priority of sending is not known here) number, size
@@ -263,9 +263,9 @@ class Cable:
 class Pair:
     """Two sides and the cables between them."""
 
-    def __init__(self, terms: Terms, cables: int, share: Share | None = None) -> None:
+    def __init__(self, terms: Terms, cables: int) -> None:
         self.clock = Clock()
-        self.sides = Side(self.clock, terms, share), Side(self.clock, terms, share)
+        self.sides = Side(self.clock, terms), Side(self.clock, terms)
         for side, other in ((0, 1), (1, 0)):
             self.sides[side].session.agree(self.sides[other].session.terms)
         self.cables: list[Cable] = []
@@ -292,7 +292,7 @@ class Pair:
                 busy = cable.settle() or busy
             if not busy:
                 timers = [side.session._timers for side in self.sides]
-                if not any(each.is_running("ack") or each.is_running("share") for each in timers):
+                if not any(each.is_running("ack") for each in timers):
                     return
                 self.clock.pass_time(0.001)
         raise AssertionError("it never comes to rest")

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import re
-import shutil
 import socket
 import ssl
-import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import msgspec
 import pytest
 import uvloop
 
-from isthmus.errors import ConfigError, ProtocolError
-from isthmus.messenger import Priority, Session, TcpNetwork, Terms, Tls
+from isthmus.errors import ProtocolError
+from isthmus.messenger import Priority, Session, TcpNetwork, Terms
 from isthmus.messenger.acks import Close
 from isthmus.messenger.frames import Kind, prefix_of
 from isthmus.messenger.greeting import Hello, Welcome, hello, refusal
@@ -687,94 +683,3 @@ def test_capabilities_are_what_both_sides_have() -> None:
         server.close()
 
     running(work)
-
-
-# TLS.
-
-
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tls]:
-    """Two authorities, `ours` and `theirs`, each with one certificate."""
-    if shutil.which("openssl") is None:
-        pytest.skip("certificates are made with the openssl command, which is not here")
-    folder, made = tmp_path_factory.mktemp("tls"), {}
-    for name in ("ours", "theirs"):
-        files = {part: str(folder / f"{name}.{part}") for part in ("ca", "cakey", "key", "csr", "crt")}
-        key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        for command in (
-            [
-                "req",
-                "-x509",
-                *key,
-                "-keyout",
-                files["cakey"],
-                "-out",
-                files["ca"],
-                "-subj",
-                f"/CN={name} authority",
-            ],
-            ["req", *key, "-keyout", files["key"], "-out", files["csr"], "-subj", f"/CN={name}"],
-            [
-                "x509",
-                "-req",
-                "-in",
-                files["csr"],
-                "-CA",
-                files["ca"],
-                "-CAkey",
-                files["cakey"],
-                "-out",
-                files["crt"],
-            ],
-        ):
-            subprocess.run(["openssl", *command], check=True, capture_output=True)
-        made[name] = Tls(certificate=files["crt"], key=files["key"], authority=files["ca"])
-    return made
-
-
-def test_the_same_over_tls(certificates: dict[str, Tls]) -> None:
-    async def work() -> None:
-        here, there = Owner(), Owner(lambda session, message: session.send(Note(str(type(message).__name__))))
-        network = TcpNetwork(2, tls=certificates["ours"])
-        async with session(here, there, network=network) as joined:
-            payloads = [pattern(number, 3 << 20) for number in range(4)]
-            for payload in payloads:
-                view = memoryview(payload)
-                joined.send(Parcel((1 << 20, 2 << 20)), view[:10], view[10:5000], view[5000:])
-            joined.send(Note("small"))
-            await there.until(lambda: len(there.messages) == 5)
-            await here.until(lambda: len(here.messages) == 5)
-            assert sorted(b"".join(pieces) for pieces in there.payloads) == sorted(payloads)
-
-    running(work)
-
-
-@pytest.mark.parametrize("who", ["a stranger's certificate", "no TLS at all", "TLS where there is none"])
-def test_without_the_right_certificate_there_is_no_session(who: str, certificates: dict[str, Tls]) -> None:
-    async def work() -> None:
-        there = Owner()
-        serving = TcpNetwork(tls=None if who == "TLS where there is none" else certificates["ours"])
-        dialling = TcpNetwork(tls=None if who == "no TLS at all" else certificates["theirs"])
-        server, port = await serving.listen("127.0.0.1", 0, Message, lambda: there)
-        here = Owner()
-        with pytest.raises(OSError):
-            await dialling.connect(f"127.0.0.1:{port}", Message, here, timeout_s=LIMIT_S)
-        server.close()
-        await server.wait_closed()
-        assert there.reasons == [] and there.session is None
-
-    running(work)
-
-
-def test_tls_files_that_are_wrong_are_named(certificates: dict[str, Tls], tmp_path: Path) -> None:
-    ours = certificates["ours"]
-    nothing, garbage = str(tmp_path / "nothing.pem"), tmp_path / "garbage.pem"
-    garbage.write_text("not a certificate")
-    for wrong, named in (
-        (Tls(nothing, ours.key, ours.authority), nothing),
-        (Tls(str(garbage), ours.key, ours.authority), str(garbage)),
-        (Tls(ours.certificate, certificates["theirs"].key, ours.authority), ours.certificate),
-        (Tls(ours.certificate, ours.key, str(garbage)), str(garbage)),
-    ):
-        with pytest.raises(ConfigError, match=re.escape(named)):
-            TcpNetwork(tls=wrong)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.messenger import Priority, Share, Terms, lane, outbox, session
+from isthmus.messenger import Priority, Terms, lane, outbox, session
 from isthmus.messenger.frames import GOOD, Kind, prefix_of
 
 from .pair import Pair, Parcel, number_of
@@ -24,7 +24,7 @@ def _small_slices() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(outbox, "SLICE", 16)
         patch.setattr(outbox, "HEADERS_PER_SLICE", 0)
-        patch.setattr(lane, "BATCH", 150)
+        patch.setattr(lane, "WRITE_BYTES", 150)
         yield
 
 
@@ -192,9 +192,8 @@ def test_urgent_messages_overtake_between_slices() -> None:
     pair.cables[0].write(0, 1 << 30)
     here.send(0, Priority.CONTROL, 1)
     here.send(100, Priority.URGENT, 2)
-    here.send(100, Priority.BACKGROUND, 3)
     pair.settle()
-    assert [number for number, _ in there.delivered] == [1, 2, 0, 3]
+    assert [number for number, _ in there.delivered] == [1, 2, 0]
 
 
 def test_a_full_window_holds_payloads_back_but_no_messages() -> None:
@@ -277,23 +276,6 @@ def test_a_suspended_session_resumes_or_expires() -> None:
             assert here.reasons == there.reasons == ["lost"]
             assert there.voided == [0]
             assert [sent.heard for sent in here.sent] == [[False], [False]]
-
-
-def test_background_keeps_to_its_share() -> None:
-    share = Share(1000, burst=100)
-    pair = Pair(Terms(), 1, share)
-    here, there = pair.sides
-    here.send(2000, Priority.BACKGROUND, 0)
-    here.send(2000, Priority.NORMAL, 1)
-    cable = pair.cables[0]
-    while cable.write(0, 1 << 30):
-        pass
-    assert here.session.stat().queued_bytes > 1500, "all of it went at once"
-    pair.settle()
-    assert [number for number, _ in there.delivered] == [1, 0]
-    frames = -(-2000 // 16)
-    wire_bytes = here.session.bytes_out * frames / (2 * frames)
-    assert pair.clock.now_ns / 1e9 == pytest.approx(wire_bytes / 1000, rel=0.05)
 
 
 def test_sending_on_a_closed_session_is_told() -> None:

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.attempts import RequestFailed
+from isthmus.attempts import RequestFailed, RoleChanged
 from isthmus.node import Node
 from isthmus.node.events import (
+    Become,
     Begin,
     Broken,
     Came,
@@ -23,6 +24,8 @@ from isthmus.node.events import (
     Loaded,
     Moved,
     Received,
+    Recovered,
+    Release,
     Sampled,
     Severed,
     Woken,
@@ -48,9 +51,12 @@ class Drawn:
         return self._random.randrange(below)
 
 
-def world_of(draw: Drawn, *, dram: int, disk: int, state_blocks: int = 0) -> World:
+def world_of(draw: Drawn, *, dram: int, disk: int, state_blocks: int = 0, stages: int = 1) -> World:
+    """`stages`: of the nodes that prefill."""
     tiers = (dram, disk) if dram else None
-    return World([Place(name, 40, tiers, state_blocks) for name in (P0, P1, D0)], draw)
+    return World(
+        [Place(name, 40, tiers, state_blocks, stages if name != D0 else 1) for name in (P0, P1, D0)], draw
+    )
 
 
 def ask(world: World, draw: Drawn, number: int, state_blocks: int) -> None:
@@ -69,14 +75,22 @@ def ask(world: World, draw: Drawn, number: int, state_blocks: int) -> None:
         fields["handover_start"] = depth
         fields["recall"] = fetch_of(P0, own, depth) if own < depth else fetch_of(D0, 0, depth)
     route = route_of(f"r{number}", prefill, decode, **fields)
-    world.ask(Asked(route, num_tokens, 1 + draw(12), names))
+    alone = decode == prefill and world.places[prefill].stages > 1
+    world.ask(Asked(route, num_tokens, 1 if alone else 1 + draw(12), names))
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(0, 1 << 32), st.sampled_from([(0, 0), (6, 0), (6, 8), (30, 30)]), st.sampled_from([0, 0, 2]))
-def test_whatever_comes_all_ends_and_adds_up(seed: int, tiers: tuple[int, int], state_blocks: int) -> None:
+@given(
+    st.integers(0, 1 << 32),
+    st.sampled_from([(0, 0), (6, 0), (6, 8), (30, 30)]),
+    st.sampled_from([0, 0, 2]),
+    st.sampled_from([1, 1, 2]),
+)
+def test_whatever_comes_all_ends_and_adds_up(
+    seed: int, tiers: tuple[int, int], state_blocks: int, stages: int
+) -> None:
     draw = Drawn(seed)
-    world = world_of(draw, dram=tiers[0], disk=tiers[1], state_blocks=state_blocks)
+    world = world_of(draw, dram=tiers[0], disk=tiers[1], state_blocks=state_blocks, stages=stages)
     for number in range(12):
         ask(world, draw, number, state_blocks)
         for _ in range(draw(20)):
@@ -88,8 +102,6 @@ def test_whatever_comes_all_ends_and_adds_up(seed: int, tiers: tuple[int, int], 
         elif kind == 1 and under_way:
             world.sever(under_way[draw(len(under_way))])
         elif kind == 2 and tiers[0]:
-            world.copy(P1, P0, names_of(draw(3), 1 + draw(10)))
-        elif kind == 3 and tiers[0]:
             world.lose((P0, P1, D0)[draw(3)], draw(3) * 1000 + draw(10))
     world.drain()
 
@@ -137,6 +149,45 @@ def test_a_fetch_that_stands_still_is_ended_though_the_hand_over_goes_on() -> No
     node.on(Moved(key, fetched=True), 10)
     node.on(Moved(key), 1100)
     assert node.on(Woken(), 1101) == [EndFetch(key)]
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 1 << 32), st.integers(1, 12))
+def test_what_lies_on_the_ssd_at_the_start_is_kept_as_far_as_there_is_room(seed: int, room: int) -> None:
+    draw = Drawn(seed)
+    world = World([Place(P0, 40, (6, room))], draw)
+    place, node = world.places[P0], world.places[P0].node
+    chains = tuple([names_of(draw(3), 1 + draw(6)) for _ in range(4)])
+    place.disk |= {name for chain in chains for name in chain}
+    found = len(place.disk)
+    world.tell(place, Recovered(chains))
+    assert node.tiers is not None and len(node.tiers.ssd.held) == min(found, room)
+    world.drain()
+
+
+@pytest.mark.parametrize(
+    ("tiers", "state_blocks", "keeps"), [(None, 0, 0), (None, 2, 0), ((9, 0), 2, 0), ((9, 0), 0, 1)]
+)
+def test_answers_are_kept_where_there_is_room_and_no_state(
+    tiers: tuple[int, int] | None, state_blocks: int, keeps: int
+) -> None:
+    assert Place(P0, 40, tiers, state_blocks).node.keeps_answers == bool(keeps)
+
+
+def test_a_role_is_taken_once_when_nothing_of_the_old_one_runs() -> None:
+    limits = {role: limits_of(40, 0) for role in Role}
+    node = Node(limits, Scheduler(limits[Role.MIXED], TierCache(30), BlockPool(40), node=P0))
+    key = RequestId("r#1")
+    mixed = Begin(key, Role.MIXED, route_of("r", P0, P0), 9, 20, names_of(1, 2))
+    node.on(mixed, 1)
+    assert node.on(Become(Role.DECODE), 2) == []
+    node.on(Forget(key), 3)
+    assert node.scheduler.limits is limits[Role.MIXED], "what runs is of the old role"
+    assert node.on(Stepped(1), 4) == [Release(key), RoleChanged(P0, Role.DECODE)]
+    assert node.scheduler.limits is limits[Role.DECODE]
+    assert node.on(Become(Role.MIXED), 5) == [RoleChanged(P0, Role.MIXED)]
+    node.on(mixed, 6)
+    assert RoleChanged not in map(type, node.on(Stepped(1), 7))
 
 
 def test_what_comes_for_a_key_that_is_not_known_is_void() -> None:

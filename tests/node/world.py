@@ -8,6 +8,7 @@ what a node may do, and believes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from isthmus.attempts import (
@@ -20,11 +21,11 @@ from isthmus.attempts import (
     key_of,
 )
 from isthmus.attempts import Fetch as FetchOrder
+from isthmus.blocks import state_names
 from isthmus.node import Node
 from isthmus.node.events import (
     Begin,
     Broken,
-    Copy,
     Cut,
     Demote,
     Drop,
@@ -48,6 +49,7 @@ from isthmus.node.events import (
     Read,
     Received,
     Release,
+    Sampled,
     Save,
     Send,
     Severed,
@@ -81,12 +83,17 @@ class Place:
     """One node, and what its executor holds: a run, blocks in bytes, transfers."""
 
     def __init__(
-        self, name: NodeId, num_blocks: int, tiers: tuple[int, int] | None, state_blocks: int = 0
+        self,
+        name: NodeId,
+        num_blocks: int,
+        tiers: tuple[int, int] | None,
+        state_blocks: int = 0,
+        stages: int = 1,
     ) -> None:
-        self.name = name
+        self.name, self.stages = name, stages
         limits = limits_of(num_blocks, state_blocks)
         scheduler = Scheduler(limits, TierCache(*tiers) if tiers else None, BlockPool(num_blocks), node=name)
-        self.node = Node(dict.fromkeys(Role, limits), scheduler)
+        self.node = Node(dict.fromkeys(Role, limits), scheduler, stages=stages)
         self.run: Run | None = None
         self.is_cut = False
         self.dram: set[BlockName] = set()
@@ -95,6 +102,7 @@ class Place:
         self.sending: dict[RequestId, bool] = {}  # whether all is computed
         self.receiving: set[RequestId] = set()
         self.loading: dict[RequestId, Load] = {}
+        self.whole: set[RequestId] = set()  # all of its KV came from another node, and that one was told
         self.fetching: dict[RequestId, Fetch] = {}
 
 
@@ -128,6 +136,8 @@ class World:
         self.pending: list[tuple[object, Place, Any]] = []  # channel: what comes over one comes in order
         self.asked: dict[RequestId, Asked] = {}
         self.log: list[Any] = []
+        self.loaded: dict[RequestId, int] = {}
+        self.broken: set[tuple[NodeId, RequestId, str]] = set()  # where what was said to be broken
         self.index: dict[NodeId, dict[BlockName, Tier]] = {place.name: {} for place in places}
 
     # What happens to it.
@@ -148,10 +158,8 @@ class World:
 
     def sever(self, asked: Asked) -> None:
         for name in (asked.route.prefill, asked.route.decode):
+            self.broken.add((name, asked.key, "cut"))
             self.tell(self.places[name], Severed((asked.key,), "cut"))
-
-    def copy(self, target: NodeId, source: NodeId, names: tuple[BlockName, ...]) -> None:
-        self.tell(self.places[target], Copy(names, source))
 
     def lose(self, name: NodeId, block: BlockName) -> None:
         """The bytes of a block are gone."""
@@ -205,9 +213,39 @@ class World:
     # Carrying out.
 
     def tell(self, place: Place, fact: Any) -> None:
-        for action in place.node.on(fact, self.now):
+        run, read = place.run, self._to_read(place, fact)
+        frees = isinstance(fact, Forget) and fact.key in place.node
+        landed = isinstance(fact, Landed) and fact.key in place.node
+        asked = self.asked.get(fact.key) if isinstance(fact, FetchEnded) and fact.key in place.node else None
+        actions = place.node.on(fact, self.now)
+        assert [action.names for action in actions if isinstance(action, Read)] == read
+        assert landed == any(isinstance(action, PrefillFinished) for action in actions), "who let go of what?"
+        told = any(isinstance(action, FetchFinished) for action in actions)
+        assert told == (asked is not None and asked.route.prefill == place.name), "whose fetch ended?"
+        for action in actions:
             self._carry_out(place, action)
         place.node.check()
+        waits = isinstance(fact, Begin) and fact.part is not Role.DECODE and fact.key in place.node
+        if (
+            waits
+            or frees
+            or any(isinstance(action, (Land, RequestFailed, PrefillFinished)) for action in actions)
+        ):
+            assert place.run is not run or run is None or run.steps == 1 or place.is_cut, (
+                "somebody waits for a run"
+            )
+
+    def _to_read(self, place: Place, fact: Any) -> list[tuple[BlockName, ...]]:
+        """What a prompt that begins needs of the SSD, unless it waits for other nodes anyway."""
+        if not isinstance(fact, Begin) or fact.part is Role.DECODE or fact.route.fetch is not None:
+            return []
+        names = fact.names[: fact.route.num_cached]
+        states = place.node.scheduler.limits.state_blocks
+        names += state_names(names[-1], states) if states and names else ()
+        here = place.dram | place.disk
+        found = tuple(takewhile(here.__contains__, names))
+        on_disk = tuple([name for name in found if name in place.disk])
+        return [on_disk] if on_disk else []
 
     def _later(self, name: NodeId, fact: Any, source: NodeId | None = None) -> None:
         channel = (source, name) if source is not None else object()
@@ -229,7 +267,7 @@ class World:
                 place.run, place.is_cut = action, False
                 _ = action.pieces
             case Cut():
-                assert place.run is not None
+                assert place.run is not None and place.run.steps > 1 and not place.is_cut, "nothing to cut"
                 place.is_cut = True
             case Offer():
                 place.offered.add(action.key)
@@ -244,17 +282,17 @@ class World:
                 if action.computed:
                     self._arrive(place, action.key)
             case Finish():
-                if action.key in place.sending:
-                    assert not place.sending[action.key]
-                    place.sending[action.key] = True
-                    self._arrive(place, action.key)
+                assert place.sending[action.key] is False, "it is sent, and not all of it was computed"
+                self._arrive(place, action.key)
             case Land():
-                place.receiving.discard(action.key)
+                place.receiving.remove(action.key)
+                place.whole.add(action.key)
                 self._later(action.peer, Landed(action.key), place.name)
             case Load():
                 place.loading[action.key] = action
                 if action.told:
-                    self._later(place.name, Loaded(action.key, self._found(place, action)))
+                    self.loaded[action.key] = self._found(place, action)
+                    self._later(place.name, Loaded(action.key, self.loaded[action.key]))
             case Read():
                 assert set(action.names) <= place.disk, "what is not on the SSD is read there"
             case Save():
@@ -274,6 +312,9 @@ class World:
                 place.dram -= set(action.names)
                 place.disk -= set(action.names)
             case Fetch():
+                asked, states = self.asked.get(action.key), place.node.scheduler.limits.state_blocks
+                prompt = asked is not None and place.name == asked.route.prefill
+                assert action.whole == bool(prompt and states), "a state is of no use in parts"
                 place.fetching[action.key] = action
                 wanted = Wanted(action.key, place.name, action.names, action.start, action.whole)
                 self._later(action.source, wanted, place.name)
@@ -300,7 +341,7 @@ class World:
                     self.index[place.name].pop(name)
                 self.log.append(action)
             case RequestFailed():
-                self._failed(action)
+                self._failed(place, action)
             case FetchFinished() | PrefillFinished():
                 self.log.append(action)
             case Admitted() | Joined():
@@ -311,7 +352,10 @@ class World:
     def _arrive(self, place: Place, key: RequestId) -> None:
         asked = self.asked[key]
         place.sending.pop(key)
-        self._later(asked.route.decode, Received(key) if self._choose(8) else Broken(key, "damaged"))
+        damaged = not self._choose(8)
+        if damaged:
+            self.broken.add((asked.route.decode, key, "damaged"))
+        self._later(asked.route.decode, Broken(key, "damaged") if damaged else Received(key))
 
     def _give(self, place: Place, give: Give) -> None:
         target = self.places[give.peer]
@@ -331,10 +375,25 @@ class World:
             self._later(fetch.source, Enough(key, place.name), place.name)
             self._later(place.name, Came(fetch, fetch.start))
 
-    def _failed(self, report: RequestFailed) -> None:
+    def _failed(self, place: Place, report: RequestFailed) -> None:
         asked = self.asked.get(key_of(report.request, report.attempt))
+        assert self._is_true(place, report, asked), f"why does it say {report.reason!r}?"
         if asked is not None and not asked.over:
             self._end(asked, f"failed: {report.reason}")
+
+    def _is_true(self, place: Place, report: RequestFailed, asked: Asked | None) -> bool:
+        """Whether what a node says of an attempt that it gave up is so."""
+        key, reason = key_of(report.request, report.attempt), report.reason.removeprefix(f"{place.name}: ")
+        if asked is None or reason in ("cut", "damaged"):
+            return (place.name, key, reason) in self.broken
+        if reason == "a prefix it was to take from its cache is not there":
+            recall, tiers = asked.route.recall, place.node.tiers
+            assert recall is not None and tiers is not None
+            own = recall.stop if recall.source == place.name else recall.start
+            return tiers.match(asked.names[:own])[0] < own
+        if reason == "a prefix it counted on is not in its cache any more":
+            return self.loaded[key] < asked.route.handover_start
+        return reason.startswith("no KV came for ") and key in place.receiving
 
     def _end(self, asked: Asked, how: str) -> None:
         """As the head does: both nodes are to forget it."""
@@ -367,10 +426,16 @@ class World:
                 self.tell_missing(place, Missing(piece.request, found))
                 return
         ended: list[Asked] = []
+        if place.stages > 1:
+            self._execute_first_stage(place, run)
+            return
         while steps < run.steps and not ended:
             steps += 1
             for piece in run.pieces:
                 asked = self.asked[piece.request]
+                route = asked.route
+                if place.name == route.decode != route.prefill:
+                    assert piece.request in place.whole, "it decodes with KV that is not there"
                 if piece.samples:
                     asked.generated += 1
                     if asked.generated == asked.answer or not self._choose(12):
@@ -385,9 +450,29 @@ class World:
         for asked in ended:
             self._end(asked, "finished")
 
+    def _execute_first_stage(self, place: Place, run: Run) -> None:
+        """The last stage says by itself what it sampled, before or after the first says that it is through."""
+        assert run.steps == 1 and run.chunks == run.pieces, "it decodes nothing"
+        place.run = None
+        sampled = [self.asked[piece.request] for piece in run.chunks if piece.samples]
+        for piece in run.chunks:
+            place.loading.pop(piece.request, None)
+        ended = [asked for asked in sampled if asked.answer == 1 or not self._choose(12)]
+        fact = Sampled(tuple([asked.key for asked in sampled]), tuple([asked.key for asked in ended]))
+        early = self._choose(2)
+        if early:
+            self.tell(place, fact)
+        self.tell(place, Stepped(1))
+        if not early:
+            self.tell(place, fact)
+        for asked in ended:
+            self._end(asked, "finished")
+
     def tell_missing(self, place: Place, missing: Missing) -> None:
         place.loading.pop(missing.key, None)
-        self.tell(place, missing)
+        states = place.node.scheduler.limits.state_blocks
+        expected = [Shorten(missing.key, 0 if states else missing.num_blocks * SIZE)]
+        assert place.node.on(missing, self.now) == expected
         self.tell(place, Stepped(0))
 
     def _answer(self, asked: Asked) -> tuple[BlockName, ...]:

@@ -391,7 +391,6 @@ KNOBS: dict[str, st.SearchStrategy[Any]] = {
     "scheduling.order": st.sampled_from(["fcfs", "promise"]),
     "scheduling.chunking": st.sampled_from(["fixed", "tbt"]),
     "scheduling.partial_prefills": st.sampled_from([1, 2]),
-    "scheduling.replication": st.sampled_from(["none", "priced"]),
     "engine.token_budget": st.sampled_from([64, 512]),
     "engine.max_sequences": st.sampled_from([4, 64]),
     "engine.kv_memory": st.sampled_from(["6MiB", "64MiB"]),

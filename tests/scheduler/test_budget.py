@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from isthmus.cost import Analytic, Curve, NodeCost, compile_cost, engine_coefficients, facts_of, hardware_named
 from isthmus.scheduler import Limits, Piece, Run, Stepped, TbtTarget
-from isthmus.scheduler.budget import TimedRoom
+from isthmus.scheduler.budget import TimedBudget
 from isthmus.types import RequestId
 
 from .driver import Node
@@ -57,28 +57,28 @@ def test_the_minimum_ends_a_tile_and_is_half_a_tile_at_least(num_decodes: int, t
     st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 3000)), min_size=1, max_size=4),
 )
 def test_more_than_the_minimum_meets_the_target_and_one_more_tile_would_not(
-    name: str, target_ms: int, budget: int, num_decodes: int, context: int, tile: int, prompts: list
+    name: str, target_ms: int, limit: int, num_decodes: int, context: int, tile: int, prompts: list
 ) -> None:
     cost, limit_ps = COSTS[name], target_ms * 10**9
-    room = TimedRoom(TbtTarget(cost.step_ps, limit_ps, tile), budget, [], num_decodes, context)
+    budget = TimedBudget(TbtTarget(cost.step_ps, limit_ps, tile), limit, num_decodes, context)
 
     def predicted(more: tuple[int, int]) -> int:
-        sizes = [(chunk.count, chunk.start) for chunk in room.chunks]
+        sizes = [(chunk.count, chunk.start) for chunk in budget.chunks]
         return cost.step_ps([*sizes, more], num_decodes, context)
 
     for start, left in prompts:
-        count = room.fit(start, left)
-        assert 0 <= count <= left and room.taken + count <= budget
-        assert count > 0 or room.taken > 0, "the first prompt always gets something"
-        if room.taken + count > room.minimum:
+        count = budget.fit(start, left)
+        assert 0 <= count <= left and budget.taken + count <= limit
+        assert count > 0 or budget.taken > 0, "the first prompt always gets something"
+        if budget.taken + count > budget.minimum:
             assert not count or predicted((count, start)) <= limit_ps
         more = count + tile
-        if more <= left and room.taken + more <= budget:
+        if more <= left and budget.taken + more <= limit:
             assert predicted((more, start)) > limit_ps
         if count:
-            room.take(piece(start, count))
+            budget.take(piece(start, count))
         if count < left:
-            rows = num_decodes + room.taken
+            rows = num_decodes + budget.taken
             assert count < tile or rows % tile == 0, "a cut chunk that is long enough ends with a tile"
             return
 
@@ -87,7 +87,7 @@ def test_a_chunk_is_shorter_with_more_decodes_and_far_into_a_prompt() -> None:
     target = TbtTarget(COSTS["analytic"].step_ps, 30 * 10**9)
 
     def fits(num_decodes: int, context: int, start: int) -> int:
-        return TimedRoom(target, 8192, [], num_decodes, context).fit(start, 100_000)
+        return TimedBudget(target, 8192, num_decodes, context).fit(start, 100_000)
 
     assert fits(1, 1000, 0) > fits(40, 40_000, 0) > fits(40, 200_000, 0) >= target.minimum(40)
     assert fits(1, 1000, 0) > fits(1, 1000, 30_000)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.scheduler.eviction import EVICTIONS, Order, RankOrder, first_in
+from isthmus.scheduler.eviction import EVICTIONS, EvictionPolicy, RankEviction, first_in
 from isthmus.types import BlockName
 
 Chain = tuple[BlockName, ...]
@@ -17,19 +17,19 @@ def chain(path: str) -> Chain:
     return tuple(cast(BlockName, path[: end + 1]) for end in range(len(path)))
 
 
-def filled(eviction: str, *paths: str) -> Order:
-    order = EVICTIONS[eviction]()
+def filled(eviction: str, *paths: str) -> EvictionPolicy:
+    policy = EVICTIONS[eviction]()
     for path in paths:
-        use(order, path)
-    return order
+        use(policy, path)
+    return policy
 
 
-def use(order: Order, path: str) -> None:
-    order.use(chain(path), sum(name in order.held for name in chain(path)))
+def use(policy: EvictionPolicy, path: str) -> None:
+    policy.use(chain(path), sum(name in policy.held for name in chain(path)))
 
 
-def evict(order: Order, count: int, pins: str = "", spared: str = "") -> list[str]:
-    return [cast(str, name) for name, _ in order.evict(count, set(chain(pins)), chain(spared))]
+def evict(policy: EvictionPolicy, count: int, pins: str = "", spared: str = "") -> list[str]:
+    return [cast(str, name) for name, _ in policy.evict(count, set(chain(pins)), chain(spared))]
 
 
 # What goes first, of chains used in this order. "ab" is used three times, "pq" twice, the others once.
@@ -53,8 +53,8 @@ def test_each_policy_in_its_order(eviction: str, order: list[str]) -> None:
 
 
 def test_a_short_prompt_does_not_make_a_long_one_short() -> None:
-    order = filled("length_aware", "abcd", "ab", "xyz", "xyz")
-    assert evict(order, 99) == ["abcd", "abc", "xyz", "xy", "x", "ab", "a"]
+    policy = filled("length_aware", "abcd", "ab", "xyz", "xyz")
+    assert evict(policy, 99) == ["abcd", "abc", "xyz", "xy", "x", "ab", "a"]
 
 
 def test_every_policy_is_tested() -> None:
@@ -63,12 +63,12 @@ def test_every_policy_is_tested() -> None:
 
 @pytest.mark.parametrize("eviction", sorted(EVICTIONS))
 def test_pinned_and_spared_blocks_keep_their_turn(eviction: str) -> None:
-    order = filled(eviction, *USED)
-    use(order, "d")
+    policy = filled(eviction, *USED)
+    use(policy, "d")
     everything = evict(filled(eviction, *USED, "d"), 99)
-    gone = evict(order, 4, pins="xy", spared="d")
+    gone = evict(policy, 4, pins="xy", spared="d")
     assert gone == [name for name in everything if name not in ("x", "xy", "d")][:4]
-    assert evict(order, 99) == [name for name in everything if name not in gone]
+    assert evict(policy, 99) == [name for name in everything if name not in gone]
 
 
 @given(
@@ -76,30 +76,30 @@ def test_pinned_and_spared_blocks_keep_their_turn(eviction: str) -> None:
     st.lists(st.one_of(st.text("ab", min_size=1, max_size=6), st.integers(1, 6))),
 )
 def test_leaves_go_first(eviction: str, steps: list[str | int]) -> None:
-    order = EVICTIONS[eviction]()
+    policy = EVICTIONS[eviction]()
     for step in steps:
         if isinstance(step, str):
-            use(order, step)
+            use(policy, step)
             continue
-        held = {cast(str, name) for name in order.held}
-        for name in evict(order, step):
+        held = {cast(str, name) for name in policy.held}
+        for name in evict(policy, step):
             held.remove(name)
             assert not any(other.startswith(name) for other in held), "a head went before its tail"
-        assert held == set(order.held)
+        assert held == set(policy.held)
 
 
 @given(st.lists(st.one_of(st.text("ab", min_size=1, max_size=6), st.integers(1, 6))))
 def test_first_in_first_out_is_by_each_blocks_own_arrival_among_the_leaves(steps: list[str | int]) -> None:
     """Why `first_in` may rank a head by the newest of its tails."""
-    order = RankOrder(first_in)
+    policy = RankEviction(first_in)
     arrivals: dict[str, int] = {}
     for now, step in enumerate(steps):
         if isinstance(step, str):
-            use(order, step)
+            use(policy, step)
             for name in chain(step):
                 arrivals.setdefault(cast(str, name), now)
             continue
-        for name in evict(order, step):
+        for name in evict(policy, step):
             leaves = [leaf for leaf in arrivals if not any(other[:-1] == leaf for other in arrivals)]
             assert arrivals[name] == min(arrivals[leaf] for leaf in leaves)
             del arrivals[name]
@@ -117,14 +117,14 @@ def test_what_left_one_tier_is_taken_in_by_another_with_its_history(eviction: st
 
 @pytest.mark.parametrize("eviction", sorted(EVICTIONS))
 def test_heads_are_what_the_names_say(eviction: str) -> None:
-    order = filled(eviction, "abc", "abd", "x")
-    assert order.heads() == {"a": None, "ab": "a", "abc": "ab", "abd": "ab", "x": None}
+    policy = filled(eviction, "abc", "abd", "x")
+    assert policy.heads() == {"a": None, "ab": "a", "abc": "ab", "abd": "ab", "x": None}
 
 
 def test_coming_and_going_leaves_nothing_behind() -> None:
-    order = RankOrder(first_in)
+    policy = RankEviction(first_in)
     for _ in range(1000):
-        use(order, "abc")
-        order.admit(order.remove(chain("abc")[::-1]))
-    assert len(order._heap) <= 2 * 3 + 100 + 3
-    assert evict(order, 99) == ["abc", "ab", "a"]
+        use(policy, "abc")
+        policy.admit(policy.remove(chain("abc")[::-1]))
+    assert len(policy._heap) <= 2 * 3 + 100 + 3
+    assert evict(policy, 99) == ["abc", "ab", "a"]

@@ -35,7 +35,7 @@ class PoolMachine(RuleBasedStateMachine):
             evicted.append(self.names.pop(self.idle.pop(0)))
         return evicted
 
-    def hold(self, blocks: list[int]) -> None:
+    def hold(self, blocks: tuple[int, ...]) -> None:
         for block in blocks:
             self.references[block] += 1
         self.holdings.append(blocks)
@@ -51,7 +51,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(blocks) == len(set(blocks)) == count
         assert set(blocks) <= free
         if any(set(range(first, first + count)) <= free for first in free):
-            assert blocks == list(range(blocks[0], blocks[0] + count)), "a run was there and was not given"
+            assert blocks == tuple(range(blocks[0], blocks[0] + count)), "a run was there and was not given"
         self.hold(blocks)
 
     @precondition(lambda self: self.holdings and self.pool.available)
@@ -63,7 +63,7 @@ class PoolMachine(RuleBasedStateMachine):
         (block,) = self.pool.allocate(1, after=after)
         assert self.pool.take_evicted() == tuple(evicted)
         assert block == after + 1 or not following_is_free
-        self.hold([block])
+        self.hold((block,))
 
     @precondition(lambda self: any(self.holdings))
     @rule(data=st.data())
@@ -88,7 +88,7 @@ class PoolMachine(RuleBasedStateMachine):
                 break
             expected.append(block_of[wanted])
         found = self.pool.match(chain)
-        assert found == expected
+        assert found == tuple(expected)
         idle = [block for block in found if block in self.idle]
         assert self.pool.idle_among(found) == len(idle)
         before = self.pool.available
@@ -108,7 +108,7 @@ class PoolMachine(RuleBasedStateMachine):
                 self.idle.append(block)
 
     @invariant()
-    def books_agree(self) -> None:
+    def both_agree(self) -> None:
         self.pool.check()
         assert self.pool.cached == len(self.names)
         assert self.pool.available == len(self.free()) + len(self.idle)
@@ -123,9 +123,9 @@ def test_blocks_come_in_the_first_run_that_fits() -> None:
     pool = BlockPool(10)
     pool.allocate(10)
     pool.release([1, 3, 4, 6, 7, 8])
-    assert pool.allocate(3) == [6, 7, 8]
-    assert pool.allocate(2) == [3, 4]
-    assert pool.allocate(1) == [1]
+    assert pool.allocate(3) == (6, 7, 8)
+    assert pool.allocate(2) == (3, 4)
+    assert pool.allocate(1) == (1,)
 
 
 def test_without_a_run_the_longest_one_is_part_of_what_comes() -> None:

@@ -305,7 +305,7 @@ def test_needed_room_evicts_cached_blocks_and_says_so() -> None:
     scheduler.on(Stepped(1, (A,)))
     actions = scheduler.on(arrived(B, 8, 9, (NAMES[6], NAMES[7])))
     assert BlocksEvicted(HERE, (NAMES[1],)) in actions
-    assert scheduler.pool.match(NAMES) == scheduler.pool.match(NAMES[:1]) != []
+    assert scheduler.pool.match(NAMES) == scheduler.pool.match(NAMES[:1]) != ()
 
 
 # Memory pressure.

@@ -15,10 +15,12 @@ from isthmus.scheduler import (
     Limits,
     Run,
     Scheduler,
+    Sequence,
     Stepped,
     TierCache,
 )
-from isthmus.scheduler.states import States
+from isthmus.scheduler.sequence import DECODING, DEPARTING, Prefix
+from isthmus.scheduler.states import NoStates, States
 from isthmus.types import BlockName, RequestId, Tier
 
 from .told import (
@@ -60,7 +62,7 @@ def of(kind: type, actions: list) -> object:
 
 @given(st.integers(1, 40), st.sets(st.integers(1, 40)), st.integers(0, 40))
 def test_a_prefix_can_be_used_as_far_as_its_deepest_snapshot(count: int, depths: set[int], found: int) -> None:
-    states = States(PARTS, 4)
+    states = States(PARTS, 4, BlockPool(8))
     held = {state_names(NAMES[depth - 1], PARTS)[-1] for depth in depths}
     usable = states.usable(NAMES[:count], min(found, count), held.__contains__)
     assert usable == max((depth for depth in depths if depth <= min(found, count)), default=0)
@@ -81,7 +83,7 @@ def test_a_prefix_can_be_used_as_far_as_its_deepest_snapshot(count: int, depths:
 def test_where_snapshots_are_taken(
     length: int, computed: int, found: int, positions: list[tuple[int, int]]
 ) -> None:
-    states = States(PARTS, 4)
+    states = States(PARTS, 4, BlockPool(8))
     assert states.positions(length, length // 4, computed, found, leaves=False) == positions
     assert states.positions(length, length // 4, computed, found, leaves=True) == [*positions, (length, 0)]
 
@@ -212,9 +214,45 @@ def test_a_fetch_of_one_who_is_sent_its_state_is_of_no_concern() -> None:
 
 def test_a_node_of_another_role_may_have_more_live_states() -> None:
     scheduler = node()
-    scheduler.limits = replace(scheduler.limits, max_sequences=6, token_budget=1000)
+    scheduler.change(replace(scheduler.limits, max_sequences=6, token_budget=1000))
     for request in "abcdef":
         scheduler.on(arrives(RequestId(request), 9))
     run = of(Run, scheduler.on(Stepped(1)))
     assert {piece.slot for piece in run.pieces} == set(range(6)), "the lowest first, for the engine has as many"
     scheduler.check()
+
+
+@given(st.integers(1, 60), st.integers(0, 14), st.integers(0, 14))
+def test_without_recurrent_layers_every_prefix_can_be_used_and_nothing_is_held(
+    length: int, present: int, on_disk: int
+) -> None:
+    """As with states of which there is one after each block; but also up to the token before the last."""
+    none, tiers = NoStates(4), TierCache(100)
+    sequence = Sequence(A, length, length + 5, NAMES[: length // 4])
+    held = tuple(range(present))
+    assert none.in_pool(sequence.names, held) == (held, ())
+    assert none.in_tiers(tiers, sequence, present, on_disk) == (present, on_disk)
+    assert none.chain(NAMES, present) == NAMES[:present] and none.parts(NAMES, present) == ()
+    assert none.leaves_some(length, length) and not none.positions(length, 9, 0, 9, leaves=True)
+    none.admit(sequence, Prefix(num_tokens=4, loads=True), ())
+    for told in (none.reserve, none.join, none.restored, none.leave):
+        told(sequence)
+    assert not none.release(sequence) and not none.restoring and none.num_blocks == 0
+    none.check([sequence])
+
+
+def test_slots_are_given_lowest_first_and_one_given_twice_is_noticed() -> None:
+    states = States(PARTS, 4, BlockPool(8))
+    first, second, third = (Sequence(RequestId(name), 4, 9) for name in "abc")
+    for sequence in (first, second):
+        states.join(sequence)
+        sequence.state = DECODING
+    states.leave(first)
+    first.state = DEPARTING
+    states.join(third)
+    third.state = DECODING
+    assert (first.slot, second.slot, third.slot) == (-1, 1, 0)
+    states.check([first, second, third])
+    third.slot = 1
+    with pytest.raises(AssertionError, match="given twice"):
+        states.check([first, second, third])

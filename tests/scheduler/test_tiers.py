@@ -263,7 +263,7 @@ def test_names_may_be_in_any_sequence() -> None:
 @pytest.mark.parametrize("dram_blocks", [2, 3])
 def test_check_notices_a_tier_over_its_capacity(dram_blocks: int) -> None:
     cache = TierCache(dram_blocks)
-    cache.dram.order.use(chain("abc"), 0)
+    cache.dram.eviction.use(chain("abc"), 0)
     if dram_blocks < 3:
         with pytest.raises(AssertionError, match="over its capacity"):
             cache.check()
@@ -274,6 +274,6 @@ def test_check_notices_a_tier_over_its_capacity(dram_blocks: int) -> None:
 def test_check_notices_a_block_without_its_head() -> None:
     cache = TierCache(3)
     cache.put(chain("abc"))
-    cache.dram.order.remove([cast(BlockName, "ab")])
+    cache.dram.eviction.remove([cast(BlockName, "ab")])
     with pytest.raises(AssertionError, match="without its head"):
         cache.check()

@@ -23,7 +23,7 @@ class Reserved(msgspec.Struct, frozen=True):
 
 class Expected(Sequence):
     def reserved(self) -> Actions:
-        return [Reserved(self.request, self.table, tuple(self.restore))]
+        return [Reserved(self.request, self.blocks, self.restore)]
 
 
 class Told(Scheduler):

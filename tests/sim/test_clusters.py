@@ -18,7 +18,7 @@ from isthmus.sim.workloads import Request
 from isthmus.types import NS_PER_MS, NS_PER_S, Role
 
 from .cluster import CURVE, deployment, facts, workload
-from .test_world import shared_prompts
+from .test_simulation import shared_prompts
 
 HYBRID = msgspec.structs.replace(CURVE, state_bytes=40_000)  # three blocks of 16 tokens
 

@@ -93,6 +93,45 @@ def test_10_000_flipped_bits(running: bool, tmp_path: Path) -> None:
     assert wrong == 0 and missed > NUM_FLIPS // 4
 
 
+def one_by_one(store: Store, shape: Shape) -> list[bytes | None]:
+    return [bytes(into) if store.get(name, into := room(shape)) else None for name in range(NUM_BLOCKS)]
+
+
+def together(store: Store, shape: Shape) -> list[bytes | None]:
+    intos = [room(shape) for _ in range(NUM_BLOCKS)]
+    found = store.get_many(list(zip(range(NUM_BLOCKS), intos, strict=True)))
+    return [bytes(into) if ok else None for ok, into in zip(found, intos, strict=True)]
+
+
+def layer_by_layer(store: Store, shape: Shape) -> list[bytes | None]:
+    found: list[bytes | None] = []
+    for name in range(NUM_BLOCKS):
+        into, size = room(shape), shape.slice_bytes
+        parts = [
+            store.read(name, at, at + 1, into[at * size : (at + 1) * size]) for at in range(shape.num_layers)
+        ]
+        found.append(bytes(into) if all(parts) else None)
+    return found
+
+
+@SHAPES
+@pytest.mark.parametrize("way", [one_by_one, together, layer_by_layer])
+def test_a_flipped_bit_is_found_however_a_block_is_read(
+    way: Callable[[Store, Shape], list[bytes | None]], shape: Shape, tmp_path: Path
+) -> None:
+    path, capacity = written(shape, tmp_path)
+    random, file = Random(3), os.open(path, os.O_RDWR)
+    hit = {5, 11, 12}
+    for name in hit:
+        flip(file, 8 * payload_of(name, shape).start + random.randrange(8 * shape.block_bytes))
+    os.close(file)
+    with opened(shape, 1, path.parent, capacity) as store:
+        assert len(store.recover()) == NUM_BLOCKS
+        found = way(store, shape)
+        assert found == [None if name in hit else bytes(content(name, shape)) for name in range(NUM_BLOCKS)]
+        assert store.stat().seal_mismatches == len(hit)
+
+
 @SHAPES
 @pytest.mark.parametrize("running", [True, False], ids=["running", "restarted"])
 def test_records_copied_over_others(shape: Shape, running: bool, tmp_path: Path) -> None:

@@ -22,11 +22,27 @@ from isthmus.conductor import Abort, LinkState, Route
 from isthmus.config import Config
 from isthmus.cost import compile_cost
 from isthmus.deploy import NodeFacts, clusters_of
-from isthmus.engine.emulated import LAYERS, EmulatedEngine, Recipe, expected_tokens, layout_of
-from isthmus.engine.interface import split_layers
+from isthmus.engine.emulated import (
+    LAYERS,
+    EmulatedBatch,
+    EmulatedEngine,
+    Recipe,
+    expected_tokens,
+    layout_of,
+)
+from isthmus.engine.interface import Row, Sampled, split_layers
 from isthmus.errors import IsthmusError
 from isthmus.sim.deployment import Deployment
-from isthmus.types import NS_PER_S, BlockName, ModelCard, RequestId, Sampling
+from isthmus.types import (
+    NS_PER_S,
+    BlockName,
+    Generated,
+    ModelCard,
+    RequestId,
+    Sampling,
+    Tier,
+    TokenLogprobs,
+)
 from isthmus.types import Job as Asked
 from tests.virtual.hands import LazyHands, MemoryFiles, VirtualHands, pool_of, store_opener
 from tests.virtual.links import VirtualLinks
@@ -51,14 +67,19 @@ class VirtualRequest(msgspec.Struct, frozen=True):
     priority: int = 0
     ttft_ms: int | None = None
     tbt_ms: int | None = None
+    sampling: Sampling = Sampling(temperature=0.0)
 
 
 class Outcome(msgspec.Struct):
-    """What a client saw: each token and when it came (ns), or the error instead of the rest."""
+    """What a client saw: all of each token and when it came (ns), or the error instead of the rest."""
 
-    tokens: list[int]
+    generated: list[Generated]
     at_ns: list[int]
     error: IsthmusError | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return [generated.token for generated in self.generated]
 
 
 class Flight(msgspec.Struct, frozen=True):
@@ -66,6 +87,26 @@ class Flight(msgspec.Struct, frozen=True):
 
     log: list[Entry]
     outcomes: list[Outcome]
+
+
+class SamplingEngine(EmulatedEngine):
+    """Where a request is sampled, each token depends on its seed and on all of its answer before, in order."""
+
+    def step(self, batch: EmulatedBatch, rows: Sequence[Row], *hooks: Any) -> Sampled:
+        certain, logprobs = super().step(batch, rows, *hooks)
+        drawn = [_drawn(token, row) for token, row in zip(certain, rows, strict=True)]
+        known = zip(drawn, rows, logprobs, strict=True)
+        return drawn, [
+            each and TokenLogprobs(_chance(token, row), ((token, 0.0),)) for token, row, each in known
+        ]
+
+
+def _drawn(token: int, row: Row) -> int:
+    return hash((token, row.sampling.seed, *row.outputs)) % VOCABULARY if row.sampling.temperature else token
+
+
+def _chance(token: int, row: Row) -> float:
+    return -1.0 - (token + len(row.outputs)) % 97
 
 
 class VirtualHead(Head):
@@ -83,7 +124,7 @@ class VirtualHead(Head):
         super()._act(action, now)
 
 
-class VirtualMeasures:
+class VirtualLinkStats:
     """What crosses links between clusters, as the links themselves know it."""
 
     def __init__(self, links: VirtualLinks) -> None:
@@ -145,7 +186,7 @@ class VirtualCluster:
             clock_ns=loop.clock_ns,
         )
         head.links = links
-        head._measures = VirtualMeasures(head.links)  # type: ignore[assignment]
+        head._link_stats = VirtualLinkStats(head.links)  # type: ignore[assignment]
         join = await head.open("head", 0)
         async with asyncio.TaskGroup() as group:
             running: dict[int, tuple[NodeProcess, asyncio.Task[str]]] = {}
@@ -197,6 +238,7 @@ class VirtualCluster:
             for slot, (process, _) in running.items():
                 if head.links.nodes[slot].alive:
                     process.node.check_idle()
+                    _check_picture(head, process)
             await head.close()
         return Flight(log, outcomes)
 
@@ -230,7 +272,7 @@ class VirtualCluster:
 
     def _engine(self, facts: NodeFacts, stage: int) -> EmulatedEngine:
         layers = split_layers(self.recipe.layout.num_layers, facts.pipeline)[stage]
-        return EmulatedEngine(
+        return SamplingEngine(
             self.recipe,
             compile_cost(facts.cost),
             facts.kv_blocks,
@@ -244,7 +286,7 @@ class VirtualCluster:
         outcome = Outcome([], [])
         try:
             async for batch in head.submit(self._job(name, request)):
-                outcome.tokens += [generated.token for generated in batch]
+                outcome.generated += batch
                 outcome.at_ns += [loop.now_ns] * len(batch)
         except IsthmusError as error:
             outcome.error = error
@@ -257,7 +299,7 @@ class VirtualCluster:
             request=name,
             tokens=request.tokens,
             max_tokens=max_tokens,
-            sampling=Sampling(temperature=0.0, stop_tokens=stops),
+            sampling=msgspec.structs.replace(request.sampling, stop_tokens=stops),
             salt=request.salt,
             priority=request.priority,
             ttft_ms=request.ttft_ms,
@@ -269,3 +311,25 @@ class VirtualCluster:
         answer = self.answer(request)
         assert answer[-1] not in answer[:-1], "another vocabulary is needed"
         return (answer[-1],)
+
+
+def _check_picture(head: Head, process: NodeProcess) -> None:
+    """What the conductor believes of a node's cache is what the node keeps, tier by tier, and its store has all of it
+    and nothing else."""
+    node, view = process.node, head._conductor.view
+    index, bit = view.index, view.nodes[node.node].bit
+    believed = {name for name, mask in index._held.items() if mask & bit}
+    on_disk = {name for name, mask in index._disk.items() if mask & bit}
+    tiers = node.tiers
+    if tiers is None:
+        assert (believed, on_disk) == (set(node.scheduler.pool._block_of), set())
+        return
+    assert on_disk == set(tiers.ssd.held), "the conductor is wrong about an SSD"
+    assert believed - on_disk == set(tiers.dram.held), "the conductor is wrong about a DRAM"
+    assert process._cache is not None
+    store = process._cache.store
+    kept = {name: block.tier for name, block in store._directory.blocks.items()}
+    assert kept == dict.fromkeys(tiers.dram.held, Tier.MEMORY) | dict.fromkeys(tiers.ssd.held, Tier.DISK)
+    stat = store.stat()
+    assert (stat.num_pinned, stat.num_reserved) == (0, 0), "a slot was not given back"
+    store.check()

@@ -116,7 +116,7 @@ class LoopWorker:
                 return
             assert not missed, "what did not come was loaded"
             self._leaves(run)
-            runs.book(execution)
+            runs.add_tokens(execution)
             if execution.over or self._is_cut:
                 break
             runs.advance(execution)

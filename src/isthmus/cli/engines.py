@@ -18,6 +18,7 @@ from isthmus.deploy import Cluster, NodeFacts, cost_of, kv_memory_of, role_confi
 from isthmus.engine import emulated
 from isthmus.engine.interface import Engine, split_layers
 from isthmus.engine.recipe import LAYERS as EMULATED_LAYERS
+from isthmus.engine.spec import kv_layout as spec_layout
 from isthmus.engine.spec import read_spec
 from isthmus.errors import ConfigError
 from isthmus.store import Arena, Log, RecordFormat, Shape, Store
@@ -61,7 +62,7 @@ def kv_layout(config: Config, folder: Path) -> KVLayout | None:
     if config.engine.kind == "emulated":
         return None
     spec = read_spec(folder)
-    return spec.layout(config.engine.dtype or spec.dtype, config.engine.block_size)
+    return spec_layout(spec, config.engine.dtype or spec.dtype, config.engine.block_size)
 
 
 def node_facts(cluster: Cluster, role: Role, folder: Path, node: NodeId) -> NodeFacts:

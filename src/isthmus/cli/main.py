@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 
 import typer
 
@@ -28,11 +29,11 @@ app.command("reproduce")(reproduce.reproduce)
 app.add_typer(bench.app, name="bench")
 
 
-def main() -> None:
+def main(command: Callable[[], None] = app) -> None:
     """Runs a command; a user's mistake is one line on standard error and a non-zero exit."""
     logging.basicConfig(level=logging.WARNING, format="isthmus: %(message)s")
     try:
-        app()
+        command()
     except IsthmusError as error:
         print(f"isthmus: error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

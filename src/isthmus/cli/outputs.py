@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from isthmus.errors import ConfigError
 
@@ -26,3 +28,9 @@ def write_bytes(file: Path, content: bytes) -> None:
         file.write_bytes(content)
     except OSError as error:
         raise ConfigError(f"{file}: cannot be written: {error.strerror}") from None
+
+
+def write_json(file: Path | None, value: Any) -> None:
+    """Nothing without a file. Raises ConfigError as `write_bytes` does."""
+    if file is not None:
+        write_bytes(file, (json.dumps(value, indent=1) + "\n").encode())

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from isthmus.benchmarks.profile import Profile
+    from isthmus.bench.profile import Profile
 
 
 def profile(
@@ -32,7 +32,7 @@ def profile(
     engine = load_config(None, {f"engine.{name}": value for name, value in given.items()}).engine
     folder, _ = find_model(model)
 
-    from isthmus.benchmarks.profile import profile_engine
+    from isthmus.bench.profile import profile_engine
     from isthmus.engine.engine import EngineOptions
 
     options = EngineOptions(

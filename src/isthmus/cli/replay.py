@@ -8,13 +8,21 @@ from typing import Annotated
 import typer
 
 
-def replay(file: Annotated[Path, typer.Argument(help="Recording made with `serve --record`.")]) -> None:
+def replay(
+    file: Annotated[Path, typer.Argument(help="Recording made with `serve --record`.")],
+    policy: Annotated[
+        str | None, typer.Option(help="FILE.py:FUNCTION, as it was recorded with a policy of your own.")
+    ] = None,
+) -> None:
     """Replay a recording, of the conductor or of a node, and compare every decision.
 
     Exit status 1 at the first that differs.
     """
     from isthmus.cluster.recorder import replay as replay_file
+    from isthmus.deploy.policies import make_known
 
+    if policy is not None:
+        make_known(policy)
     count, difference = replay_file(file)
     if difference is None:
         print(f"{count} events, identical decisions")

@@ -188,7 +188,7 @@ class Fetch:
         return self.frames.place(given, session, self.codec, tokens, targets, size)
 
     def receive(self, given: Given) -> bool:
-        """Books a whole payload; False when a seal does not match: nothing from there on counts."""
+        """Takes in a whole payload; False when a seal does not match: nothing from there on counts."""
         targets, first = self.frames.take(given), self.num_whole + given.first
         if self.final is not None:
             return True
@@ -279,9 +279,9 @@ class Fetcher:
 
     def _want(self, fetch: Fetch, session: Session, room: int) -> Want:
         order = fetch.order
-        shares = self._shares and session.peer not in self._strangers and not order.background
+        shares = self._shares and session.peer not in self._strangers
         host, start = host_id() if shares else "", fetch.start + fetch.num_whole
-        return Want(fetch.key, fetch.names, start, order.whole, room, host, order.background, fetch.codec)
+        return Want(fetch.key, fetch.names, start, order.whole, room, host, fetch.codec)
 
     def _damaged(self, session: Session) -> None:
         self.seal_mismatches += 1

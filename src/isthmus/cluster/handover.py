@@ -20,7 +20,7 @@ from isthmus.errors import ProtocolError
 from isthmus.messenger import Priority, Sending, Session
 from isthmus.node import events
 from isthmus.node.extent import Extent
-from isthmus.types import NodeId, RequestId, Span, TokenLogprobs
+from isthmus.types import NodeId, RequestId, Span
 
 MAX_FRAME_BLOCKS = 256
 MAX_OFFERS = 4096
@@ -68,8 +68,8 @@ class Outgoing:
                 self._waiting.append((layer, span, blocks))
         self._go_on()
 
-    def first_token(self, token: int, logprobs: TokenLogprobs | None) -> None:
-        self._sent = Sent(self.key, token, logprobs)
+    def first_token(self, token: int) -> None:
+        self._sent = Sent(self.key, token)
         self._go_on()
 
     def computed(self) -> None:
@@ -153,7 +153,7 @@ class Incoming:
         return self.frames.place(slices, connection, codec, tokens, targets, size)
 
     def receive(self, slices: Slices) -> bool:
-        """Books a whole frame; False when it is not the next of its layer or a seal does not match: then nothing of
+        """Takes in a whole frame; False when it is not the next of its layer or a seal does not match: then nothing of
         it counts."""
         targets, layout = self.frames.take(slices), self._memory.layout
         tokens = Span(slices.first_block * layout.block_size, slices.stop)

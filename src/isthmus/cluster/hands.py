@@ -24,7 +24,7 @@ from isthmus.errors import ProtocolError
 from isthmus.messenger import Session
 from isthmus.node import events
 from isthmus.scheduler import Preempted, Saved
-from isthmus.types import BlockName, NodeId, RequestId, Span, TokenLogprobs
+from isthmus.types import BlockName, NodeId, RequestId, Span
 
 
 class Hands(Bare):
@@ -250,9 +250,8 @@ class Hands(Bare):
             self._tell(events.FetchEnded(order.key, order.start))
             return
         fetch = Fetch(order, self.cache)
-        if not order.background:  # of a copy nobody reads
-            fetch.hold()
-            self._fetches[order.key] = fetch
+        fetch.hold()
+        self._fetches[order.key] = fetch
         self._post(self._spawn, self._run_fetch(fetch, self._fetcher.begin(fetch)))
 
     async def _run_fetch(self, fetch: Fetch, work: Coroutine[Any, Any, None]) -> None:
@@ -274,9 +273,9 @@ class Hands(Bare):
         """KV of an attempt is in place for these layers of `memory` and token positions. From any thread."""
         self._post(self._sender.on, key, Outgoing.ready, layers, tokens, blocks)
 
-    def first_token(self, key: RequestId, token: int, logprobs: TokenLogprobs | None) -> None:
+    def first_token(self, key: RequestId, token: int) -> None:
         """It goes with the KV. From any thread, before `Finish`."""
-        self._post(self._sender.on, key, Outgoing.first_token, token, logprobs)
+        self._post(self._sender.on, key, Outgoing.first_token, token)
 
     @property
     def fetcher(self) -> Fetcher:

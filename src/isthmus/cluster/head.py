@@ -27,7 +27,7 @@ from isthmus.cluster.sessions import Bare
 from isthmus.cluster.streams import Stream
 from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
 from isthmus.messenger import Network, Session, TcpNetwork
-from isthmus.node.events import Become, Begin, Copy, Forget
+from isthmus.node.events import Become, Begin, Forget
 from isthmus.types import NS_PER_MS, NS_PER_S, Job, ModelCard, NodeId, RequestId, Role
 
 log = logging.getLogger(__name__)
@@ -214,8 +214,6 @@ class Head:
                 asyncio.get_running_loop().call_later(self._rejoin_s, self._decide, expired)
             case conductor.Fail():
                 self._fail(action.request, UnavailableError(action.reason))
-            case conductor.Replicate():
-                self._send(action.target, Copy(action.names, action.source))
             case conductor.Convert():
                 self._send(action.node, Become(action.role))
             case conductor.ThresholdSet():

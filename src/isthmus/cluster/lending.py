@@ -153,7 +153,6 @@ class Lender:
     async def _give(self, loan: _Loan, names: Sequence[BlockName]) -> None:
         """Batch by batch: the next one is read from disk while this one is sent."""
         want, count = loan.want, 0
-        priority = Priority.BACKGROUND if want.background else Priority.NORMAL
         leases: list[Lease] = []
         sendings: list[Sending] = []
         try:
@@ -162,7 +161,7 @@ class Lender:
                 leases.append(lease)
                 try:
                     whole = await self._cache.serve(lease.add, names[start : start + GIVE_BLOCKS])
-                    sendings += self._send(loan, start, lease, priority)
+                    sendings += self._send(loan, start, lease)
                 finally:
                     lease.release()
                 count += len(lease.slots)
@@ -171,7 +170,7 @@ class Lender:
                     await leases[-2].over.wait()
                 if not whole:
                     break
-            loan.session.send(Ended(want.key, count), priority=priority)
+            loan.session.send(Ended(want.key, count), priority=Priority.NORMAL)
             loan.answered = True
             if leases:
                 await leases[-1].over.wait()
@@ -179,7 +178,7 @@ class Lender:
             for sending in sendings:
                 sending.cancel()
 
-    def _send(self, loan: _Loan, first: int, lease: Lease, priority: Priority) -> Iterator[Sending]:
+    def _send(self, loan: _Loan, first: int, lease: Lease) -> Iterator[Sending]:
         """Each layer holds the lease until it is sent."""
         want, arena, layout = loan.want, self._cache.store.arena, self._cache.memory.layout
         for layer in range(layout.num_layers if lease.slots else 0):
@@ -188,4 +187,4 @@ class Lender:
             payload, seals = pack(want.codec, layout, parts, len(parts) * layout.block_size, known)
             head = Given(want.key, layer, first, seals)
             lease.hold()
-            yield loan.session.send(head, *payload, priority=priority, done=lambda _: lease.release())
+            yield loan.session.send(head, *payload, done=lambda _: lease.release())

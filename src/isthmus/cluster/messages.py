@@ -134,7 +134,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Leave: the cluster shuts down."""
 
 
-NodeBound = Welcome | Gathered | Turned | Neighbours | Stop | Task | events.Forget | events.Copy | events.Become
+NodeBound = Welcome | Gathered | Turned | Neighbours | Stop | Task | events.Forget | events.Become
 
 
 class PeerHello(msgspec.Struct, frozen=True, tag=True):
@@ -181,7 +181,6 @@ class Sent(msgspec.Struct, frozen=True, tag=True):
 
     key: RequestId
     token: int
-    logprobs: TokenLogprobs | None = None
 
 
 class Landed(msgspec.Struct, frozen=True, tag=True):
@@ -193,8 +192,7 @@ class Landed(msgspec.Struct, frozen=True, tag=True):
 class Want(msgspec.Struct, frozen=True, tag=True):
     """Give the blocks `names[start:]` of a prefix; there is room for the first `room` of them. `whole`: all or none.
 
-    `host`: this machine, if blocks may be read where they lie; `background`: when nothing else needs the link;
-    `codec`: in which form.
+    `host`: this machine, if blocks may be read where they lie; `codec`: in which form.
     """
 
     key: RequestId
@@ -203,7 +201,6 @@ class Want(msgspec.Struct, frozen=True, tag=True):
     whole: bool
     room: int
     host: str = ""
-    background: bool = False
     codec: str = "none"
 
 

@@ -170,7 +170,7 @@ class NodeProcess(EngineProcess):
         match message:
             case messages.Task():
                 self.task(message)
-            case events.Forget() | events.Copy() | events.Become():
+            case events.Forget() | events.Become():
                 self.tell(message)
             case messages.Gathered():
                 self._gathered(message.addresses)
@@ -297,7 +297,7 @@ class ThreadWorker:
         while True:
             runs.compute(execution)
             with self.lock:
-                runs.book(execution)
+                runs.add_tokens(execution)
                 if execution.over or self._is_cut:
                     self._owner.stepped(runs.finish(execution))
                     return

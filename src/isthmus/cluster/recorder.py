@@ -164,7 +164,9 @@ def replay(path: Path) -> tuple[int, Difference | None]:
     header, lines = read(path)
     if header.rules is not None and header.rules.policy not in POLICIES:
         known = ", ".join(POLICIES)
-        raise ConfigError(f"{path}: line 1: policy {header.rules.policy!r} is not known; known: {known}")
+        raise ConfigError(
+            f"{path}: line 1: policy {header.rules.policy!r} is not known; known: {known}; one of your own: --policy"
+        )
     decide = header.subject()
     line_of = msgspec.json.Decoder(Line).decode
     event_of: Callable[[bytes], Any] = msgspec.json.Decoder(Event if header.node is None else NodeEvent).decode

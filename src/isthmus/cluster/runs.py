@@ -179,12 +179,12 @@ class Runs:
             before_layer = lambda layer: self._await_loads(layer, loading)  # noqa: E731
         return Execution(run, batch, sampled, on_layer, before_layer)
 
-    def book(self, execution: Execution) -> None:
+    def add_tokens(self, execution: Execution) -> None:
         """Adds the tokens of an iteration to their attempts, and tells them."""
         if execution.missing is not None or self._onward is not None:
             return
         if self._state_blocks:
-            self._book_states(execution.run)
+            self._note_states(execution.run)
         lives = [live for live, _ in execution.sampled]
         execution.ended += self._emit(zip(lives, execution.tokens, execution.logprobs, strict=True))
 
@@ -272,7 +272,7 @@ class Runs:
         if stop:  # what came before it is here as well, and perhaps was not told yet
             self._hands.kv_ready(piece.request, Span(layer, layer + 1), Span(0, stop), piece.blocks)
 
-    def _book_states(self, run: Run) -> None:
+    def _note_states(self, run: Run) -> None:
         """Snapshots that the iteration took; of a departing prompt that is computed, the one that goes with it."""
         for piece in run.chunks:
             live = self._live[piece.request]
@@ -286,7 +286,7 @@ class Runs:
                 )
 
     def _emit(self, sampled: Iterable[tuple[_Live, int, TokenLogprobs | None]]) -> list[_Live]:
-        """Books and tells sampled tokens; returns the attempts that are over."""
+        """Adds sampled tokens to their attempts and tells them; returns the attempts that are over."""
         outputs, ended = [], []
         for live, token, logprobs in sampled:
             task = live.task
@@ -299,7 +299,7 @@ class Runs:
             if finish is not None:
                 ended.append(live)
             elif live.departs:
-                self._hands.first_token(task.begin.key, token, logprobs)
+                self._hands.first_token(task.begin.key, token)
         if outputs:
             self._outputs(outputs)
         return ended

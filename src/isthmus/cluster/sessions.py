@@ -11,7 +11,7 @@ from isthmus.cluster.messages import PeerHello, PeerMessage
 from isthmus.config import Config
 from isthmus.deploy import Rates
 from isthmus.errors import ConfigError, ProtocolError
-from isthmus.messenger import Handler, Network, Session, Share, TcpNetwork, Terms, Tls
+from isthmus.messenger import Handler, Network, Session, TcpNetwork, Terms, Tls
 from isthmus.node import events
 from isthmus.types import NodeId
 
@@ -71,6 +71,5 @@ def network_of(config: Config, rates: Rates | None = None) -> TcpNetwork:
         if not all(given):
             raise ConfigError("tls: certificate, key and authority are needed, all three or none")
         tls = Tls(*map(str, given))
-    share = None if rates is None else Share(max(1, int(rates.network * config.network.background_share)))
     terms = Terms(resume_s=config.network.resume_s)
-    return TcpNetwork(config.network.connections, tls, terms, share)
+    return TcpNetwork(config.network.connections, tls, terms)

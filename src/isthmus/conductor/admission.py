@@ -121,7 +121,7 @@ def _step_ns(view: ClusterView, node: NodeView, batch: float, context: float) ->
     whole = int(batch)
     fixed, slope = node.cost.decode_step_ps(max(1, whole))
     between = 0.0
-    if whole and batch > whole:
+    if batch > whole:
         above, _ = node.cost.decode_step_ps(whole + 1)
         between = (above - fixed) * (batch - whole)
     return (fixed + between + slope * context) / 1000

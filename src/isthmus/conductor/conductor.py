@@ -37,10 +37,16 @@ from isthmus.conductor.events import (
     RequestEnded,
 )
 from isthmus.conductor.eviction_cost import EvictionCost
+<<<<<<< HEAD
 from isthmus.conductor.replicas import Replicas
 from isthmus.conductor.routing import Router
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.shedding import to_shorten, to_thin, waiting_below
+=======
+from isthmus.conductor.routing import Router
+from isthmus.conductor.rules import Rules
+from isthmus.conductor.shedding import to_replace, to_shorten, to_thin
+>>>>>>> main
 from isthmus.conductor.view import ClusterView, Placement, RequestView
 from isthmus.cost.transfer import NONE
 from isthmus.types import MEMORY, NodeId, RequestId, Role
@@ -63,7 +69,10 @@ class Conductor:
         self._learns_lengths = bool(rules.links) or rules.convert
         self._admission = Admission(rules)
         self._eviction_cost = EvictionCost(self.view)
+<<<<<<< HEAD
         self._replicas = Replicas(self.view)
+=======
+>>>>>>> main
         self._handlers: dict[type, Callable[..., list[Action]]] = {
             RequestArrived: self._arrive,
             FetchFinished: self._fetched,
@@ -94,14 +103,13 @@ class Conductor:
     def _arrive(self, event: RequestArrived, now: int) -> list[Action]:
         victims: list[RequestView] = []
         if len(self.view.requests) >= self.rules.max_requests:
-            victims = waiting_below(self.view.prefills, event.priority)[:1]
+            victims = to_replace(self.view, event)
             if not victims:
                 reason = f"{self.rules.max_requests} requests are in progress, the limit (limits.max_requests)"
                 return [Refuse(event.request, "overloaded", reason, self.rules.retry_after_ms, "prefill")]
-        found = self._router.place(event, now)
-        if found is None:
+        placement = self._router.place(event, now)
+        if placement is None:
             return [self._refusal(event)]
-        placement, estimator = found
         overload = self._admission.at_arrival(self.view, event, placement, now)
         if overload is not None:
             victims = self._instead(event, placement, overload, now)
@@ -110,9 +118,8 @@ class Conductor:
         actions: list[Action] = []
         if victims:
             actions += self._turn_away(victims, event, now)
-            found = self._router.place(event, now)
-            assert found is not None
-            placement, estimator = found
+            placement = self._router.place(event, now)
+            assert placement is not None
         request = RequestView(event, now)
         self.view.requests[event.request] = request
         pool = placement.prefill.pool
@@ -121,10 +128,6 @@ class Conductor:
             self._capacity.add(event.num_tokens, placement)
         self._eviction_cost.asked(event, pool, placement.deepest, now)
         actions.append(self._route(request, placement, now))
-        if self.rules.replicate:
-            copy = self._replicas.consider(estimator, placement)
-            if copy is not None:
-                actions.append(copy)
         return actions
 
     def _route(self, request: RequestView, placement: Placement, now: int) -> Route:
@@ -271,9 +274,9 @@ class Conductor:
         request.reason = reason
         if request.attempt >= self._max_attempts(request):
             return [*actions, self._fail(request)]
-        found = self._router.place(request.arrived, now, again=True)
-        if found is not None:
-            return [*actions, self._route(request, found[0], now)]
+        placement = self._router.place(request.arrived, now, again=True)
+        if placement is not None:
+            return [*actions, self._route(request, placement, now)]
         request.held = True
         return [*actions, Hold(name, request.attempt, reason)]
 
@@ -289,10 +292,10 @@ class Conductor:
         """Routes what is on hold, in the order of arrival, as far as the nodes now allow."""
         routes: list[Action] = []
         for request in self.view.requests.values():
-            found = self._router.place(request.arrived, now, again=True) if request.held else None
-            if found is not None:
+            placement = self._router.place(request.arrived, now, again=True) if request.held else None
+            if placement is not None:
                 request.held = False
-                routes.append(self._route(request, found[0], now))
+                routes.append(self._route(request, placement, now))
         return routes
 
     def _fail(self, request: RequestView) -> Fail:
@@ -315,7 +318,6 @@ class Conductor:
             r for r in self.view.requests.values() if r.copy is not None and r.copy.link_out is node.link_out
         ]
         self.view.leave(node)
-        self._replicas.left(node)
         self._conversion.left(node, now)
         for request in fetching:  # its node computes what does not come
             self.view.end_copy(request)
@@ -358,8 +360,6 @@ class Conductor:
         if node is not None:
             if event.tier is MEMORY:
                 self.view.index.store(node.bit, event.names)
-                if self.view.replicas:
-                    self._replicas.stored(node, event.names)
             else:
                 self.view.index.demote(node.bit, event.names)
         return []

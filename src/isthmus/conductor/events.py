@@ -157,14 +157,6 @@ class Refuse(msgspec.Struct, frozen=True, tag=True):
     stage: str = ""
 
 
-class Replicate(msgspec.Struct, frozen=True, tag=True):
-    """Copy blocks that many ask for, a prefix in order, to another node's cache, when nothing else needs the link."""
-
-    names: tuple[BlockName, ...]
-    source: NodeId
-    target: NodeId
-
-
 class Abort(msgspec.Struct, frozen=True, tag=True):
     """Tell `nodes` to forget a request and free its blocks."""
 
@@ -202,4 +194,4 @@ class ThresholdSet(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Action = Route | Refuse | Replicate | Abort | Hold | Fail | Convert | ThresholdSet
+Action = Route | Refuse | Abort | Hold | Fail | Convert | ThresholdSet

@@ -35,22 +35,18 @@ class Router:
         self.abundant = rules.cache_mode == "abundant"
         self.guards = False
 
-    def place(
-        self, request: RequestArrived, now: int, *, again: bool = False
-    ) -> tuple[Placement, Estimator] | None:
-        """Where a request goes, by what estimates; None when no node, or pair, can take it.
-
-        `again`: after a failure.
-        """
+    def place(self, request: RequestArrived, now: int, *, again: bool = False) -> Placement | None:
+        """Where a request goes; None when no node, or pair, can take it. `again`: after a failure."""
         alone = self._view.alone
         if alone is not None:
-            return self._within(request, alone, alone, now)
+            found = self._within(request, alone, alone, now)
+            return None if found is None else found[0]
         caches = _Caches(self._view, request)
         for home in self._homes(request, caches):
             for pool, foreign in self._order(request, home, caches, now, again):
                 found = self._within(request, home, pool, now, foreign, caches.matched)
                 if found is not None:
-                    return self._completed(found, home, caches)
+                    return self._completed(*found, home, caches)
         return None
 
     # Clusters.
@@ -155,19 +151,16 @@ class Router:
             placement.decode = _least_step(decodes, request.num_tokens)
         return placement, estimator  # nothing is left to decode after one token: the KV need not move
 
-    def _completed(
-        self, found: tuple[Placement, Estimator], home: Pool, caches: _Caches
-    ) -> tuple[Placement, Estimator]:
+    def _completed(self, placement: Placement, estimator: Estimator, home: Pool, caches: _Caches) -> Placement:
         """With what crosses between clusters, and what need not."""
-        placement, estimator = found
-        if estimator.foreign and self._rules.policy not in FETCHING:
+        if estimator.foreign and placement.fetch is None and self._rules.policy not in FETCHING:
             placement = _copied(estimator, placement)
         if placement.decode.pool is not placement.prefill.pool:
             _recall(self._view, estimator.request, placement)
         placement.uncached = estimator.num_tokens - caches.tokens(home)
         if self.abundant:
             placement.uncached = estimator.num_tokens - max(caches.by_pool.values())
-        return placement, estimator
+        return placement
 
 
 class _Caches:

@@ -26,7 +26,6 @@ class Rules(msgspec.Struct, frozen=True):
     another cluster, None solves it; `priced`: no threshold, each prompt goes where it is predicted to cost least (see
     `offload`); `cache_mode`, `control`, `convert`, `cool_down_s`: as in `offload`;
     `period_ns`: how often the driver says `LinksMeasured`.
-    `replicate`: copy what is asked for again and again to a node that lacks it, while links are idle.
     """
 
     policy: str = "least_loaded"
@@ -40,7 +39,6 @@ class Rules(msgspec.Struct, frozen=True):
     decode_s: float = 10.0
     load_limit: float = 1.0
     seed: int = 0
-    replicate: bool = False
     codecs: tuple[str, ...] = ()
     ttft_ms: int | None = None
     tbt_ms: int | None = None

@@ -1,8 +1,15 @@
 """Load is shed by priority: whom to turn away in place of a request of higher priority, of those that wait for prefill.
 
+<<<<<<< HEAD
 Nothing of them was streamed, so they are refused like an arriving request. Lower priorities go first, and of one
 priority the most work, so that few are turned away for the room of one (docs/policies.md has figures); nobody is
 unless that makes room for the request it is done for.
+=======
+Nothing of them was streamed, so they are refused like an arriving request. Lower priorities go first; of one priority
+the most work where a queue is too long, so that few go for one, and the newest where too many would decode, since to
+take long prompts out lets more begin to decode. docs/policies.md has figures. Nobody is turned away unless that makes
+room for the request it is done for.
+>>>>>>> main
 """
 
 from __future__ import annotations
@@ -27,10 +34,19 @@ def waiting_below(nodes: Iterable[NodeView], priority: int) -> list[RequestView]
     return found
 
 
+def _most_work_first(found: list[RequestView]) -> list[RequestView]:
+    return sorted(found, key=lambda request: (request.arrived.priority, -request.work_ns))
+
+
+def to_replace(view: ClusterView, request: RequestArrived) -> list[RequestView]:
+    """Whom to turn away so that there is one request less; empty when nobody may be."""
+    return _most_work_first(waiting_below(view.prefills, request.priority))[:1]
+
+
 def to_shorten(node: NodeView, request: RequestArrived, excess_ns: float) -> list[RequestView]:
     """Whom to turn away so that the node's queue is `excess_ns` shorter; empty when that is not enough."""
     chosen = []
-    for victim in waiting_below([node], request.priority):
+    for victim in _most_work_first(waiting_below([node], request.priority)):
         if excess_ns <= 0:
             break
         chosen.append(victim)

@@ -196,8 +196,7 @@ class ClusterView:
 
     `prefills`, `decodes`: the nodes a request may prefill or only decode on, in all clusters; `pools`: by cluster;
     `alone`: the only pool, None when there are several. `links`: between clusters, by source and target.
-    `block_size`, `state_blocks`: of the one model that all nodes serve. `replicas`: copies ahead that
-    are under way, by the last block of their prefix. `num_routed`: routes so far.
+    `block_size`, `state_blocks`: of the one model that all nodes serve. `num_routed`: routes so far.
     """
 
     def __init__(self, links: Sequence[LinkRule] = ()) -> None:
@@ -205,7 +204,6 @@ class ClusterView:
         self.requests: dict[RequestId, RequestView] = {}
         self.index = PrefixIndex()
         self.outputs = OutputLengths()
-        self.replicas: dict[BlockName, Copy] = {}
         self.pools: dict[str, Pool] = {}
         self.alone: Pool | None = Pool("")
         self.links = {(rule.source, rule.target): ClusterLink(rule) for rule in links}
@@ -355,7 +353,6 @@ class ClusterView:
         self.end_copy(request)
         self._crossed(request)
         request.prefill = request.decode = None
-        request.handing_over = False
 
     def _crossed(self, request: RequestView) -> None:
         """Nothing of it is on its way to where it decodes any more."""
@@ -394,8 +391,7 @@ class ClusterView:
             assert node.batch == len(decoding) == len(node.decodes)
             assert node.context == sum(request.arrived.num_tokens for request in decoding)
             for copy in (*node.link_in.copies, *node.link_out.copies):
-                owned = any(request.copy is copy for request in self.requests.values())
-                assert owned or copy in self.replicas.values(), "a copy that nobody wants"
+                assert any(r.copy is copy for r in self.requests.values()), "a copy that nobody wants"
         for link in self.links.values():
             crossing = [r for r in self.requests.values() if r.across is link]
             assert all(request.handing_over for request in crossing)

@@ -87,7 +87,7 @@ ENGINES: dict[str, Coefficients] = {
 
 # Ratios of kernel tables to those of Hopper with fp8 weights: (weight_read, matmul). Roofline fits of the GEMM
 # tables of AIConfigurator (H200, B200, and L40S for ada), of LLMServingSim (RTX 4090) and of Vidur (A100; its
-# H100 table and AIConfigurator's are averaged for bf16 on Hopper). `isthmus bench cost` prints the fits.
+# H100 table and AIConfigurator's are averaged for bf16 on Hopper). `python -m benchmarks cost` prints the fits.
 _KERNELS: dict[tuple[str, str], tuple[float, float]] = {
     ("hopper", "fp8"): (1.0, 1.0),
     ("hopper", "bf16"): (1.0, 1.09),

@@ -5,14 +5,14 @@ Counts are elements (parameters, KV values), not bytes: the deployment chooses t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from isthmus.cost.families import FAMILIES
-from isthmus.cost.layers import Layers
-from isthmus.errors import ConfigError
+from isthmus.cost.layers import is_short, mixer_amounts, mlp_amounts
+from isthmus.models import Attention, Experts, Fields, LatentAttention, ModelSpec, read_model
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
@@ -28,7 +28,6 @@ class ModelFacts(msgspec.Struct, frozen=True):
     num_layers: int
     hidden_size: int
     vocab_size: int
-    max_length: int
     dense_params: int
     kv_elements: int
     kv_shards: int
@@ -62,44 +61,72 @@ class ModelFacts(msgspec.Struct, frozen=True):
         return self.state_bytes + element_bytes * (self.window_elements + self.kv_elements * num_tokens)
 
 
-def facts_of(config: Mapping[str, Any]) -> ModelFacts:
-    """Facts of a parsed `config.json`. Raises ConfigError naming an unknown architecture or a bad field."""
-    names = config.get("architectures")
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"config.json: 'architectures' must be a list of names, not {names!r}")
-    name = next((name for name in names if name in FAMILIES), None)
-    if name is None:
-        raise ConfigError(
-            f"config.json: architecture {', '.join(names) or 'none'} has no cost model; "
-            f"known: {', '.join(FAMILIES)}; give a measured curve instead"
-        )
-    nested = config.get("text_config")
-    merged = {**config, **nested} if isinstance(nested, Mapping) else config
-    layers = Layers(merged, name)
-    FAMILIES[name](layers)
-    return ModelFacts(**layers.facts, weight_dtype=_weight_dtype(merged))
+def facts_of(config: Mapping[str, Any], where: str = "config.json") -> ModelFacts:
+    """Facts of a parsed `config.json`; `where` is how messages name the file. Raises ModelError naming an unknown
+    architecture or a bad field."""
+    model = read_model(config, where, otherwise="; give a measured curve instead")
+    sums: Counter[str] = Counter()
+    for layer, count in Counter(model.layers).items():
+        for amounts in (
+            mixer_amounts(layer.mixer, model.hidden_size),
+            mlp_amounts(layer.mlp, model.hidden_size),
+        ):
+            sums.update({name: count * amount for name, amount in amounts.items()})
+    return ModelFacts(
+        architecture=model.architecture,
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        vocab_size=model.vocab_size,
+        kv_shards=_kv_shards(model),
+        latent=any(isinstance(layer.mixer, LatentAttention) for layer in model.layers),
+        weight_dtype=_weight_dtype(Fields(where, config).of_text(model.architecture)),
+        **_experts(model),
+        **{name: sums[name] for name in _SUMS},
+    )
+
+
+_SUMS = ("dense_params", "kv_elements", "attention_flops", "window_elements", "state_bytes", "token_flops")
+
+
+def _kv_shards(model: ModelSpec) -> int:
+    """Of the KV that grows, where some does."""
+    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, Attention)]
+    return next((mixer.num_kv_heads for mixer in sorted(mixers, key=is_short)), 1)
+
+
+def _experts(model: ModelSpec) -> dict[str, int]:
+    """Those of its layers that have experts have the same."""
+    found = [layer.mlp for layer in model.layers if isinstance(layer.mlp, Experts)]
+    if not found:
+        return {}
+    return {
+        "moe_layers": len(found),
+        "num_experts": found[0].num_experts,
+        "experts_per_token": found[0].top_k,
+        "expert_params": 3 * (found[0].latent or model.hidden_size) * found[0].width,
+    }
 
 
 _PACKED = {"mxfp4-pack-quantized": "mxfp4", "nvfp4-pack-quantized": "nvfp4", "float-quantized": "fp8"}
 """Formats of compressed-tensors."""
 
 
-def _weight_dtype(config: Mapping[str, Any]) -> str:
+def _weight_dtype(fields: Fields) -> str:
     """The precision the weights are stored in; 16-bit and longer formats count as bf16 unless float32."""
-    quantization = config.get("quantization_config")
-    if isinstance(quantization, Mapping):
-        method = str(quantization.get("quant_method", ""))
-        if method in ("fp8", "mxfp4"):
-            return method
-        algorithm = str(quantization.get("quant_algo", "")).lower()
-        if method == "modelopt" and algorithm in ("fp8", "nvfp4"):
-            return algorithm
-        if (packed := str(quantization.get("format", ""))) in _PACKED:
-            return _PACKED[packed]
-        if method in ("awq", "gptq") and quantization.get("bits") == 4:
-            return "int4"
-        raise ConfigError(
-            f"config.json: quantisation {method or algorithm!r} is not known; name the weight dtype"
-        )
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
-    return "fp32" if dtype == "float32" else "bf16"
+    quantization = fields.object("quantization_config")
+    if not quantization:
+        return "fp32" if fields.dtype("bfloat16") == "float32" else "bf16"
+    method = str(quantization.get("quant_method", ""))
+    algorithm = str(quantization.get("quant_algo", "")).lower()
+    found = _quantised(quantization, method, algorithm)
+    return found or fields.refuse(f"quantisation {method or algorithm!r} is not known; name the weight dtype")
+
+
+def _quantised(quantization: Mapping[str, Any], method: str, algorithm: str) -> str | None:
+    if method in ("fp8", "mxfp4"):
+        return method
+    if method == "modelopt" and algorithm in ("fp8", "nvfp4"):
+        return algorithm
+    if method in ("awq", "gptq") and quantization.get("bits") == 4:
+        return "int4"
+    return _PACKED.get(str(quantization.get("format", "")))

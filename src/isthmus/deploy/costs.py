@@ -62,7 +62,8 @@ def cost_of(config: Config, nodes: RoleConfig, model: Path | None) -> Cost:
     """What work takes on a node of a role: a measured curve where there is one, else the analytic model of the
     model's config.json (`model`: its folder or the file) on its hardware, this CPU when none is named.
 
-    Raises ConfigError for a curve, hardware or model without a cost, and for the emulated engine without hardware.
+    Raises ConfigError for a curve or hardware without a cost, and for the emulated engine without hardware; ModelError
+    for a model without a cost.
     """
     engine = config.engine
     if engine.cost is not None:
@@ -75,7 +76,8 @@ def cost_of(config: Config, nodes: RoleConfig, model: Path | None) -> Cost:
     if model is None:
         raise ConfigError("engine.cost or model: give one; without it nobody knows what work costs")
     hardware = hardware_of(config, nodes) or hardware_named("cpu")
-    facts = facts_of(read_mapping(model / "config.json" if model.is_dir() else model))
+    file = model / "config.json" if model.is_dir() else model
+    facts = facts_of(read_mapping(file), str(file))
     weight_dtype = _COST_DTYPES[engine.dtype] if engine.dtype else facts.weight_dtype
     kv_dtype = "fp32" if weight_dtype == "fp32" else "bf16"
     coefficients = engine_coefficients(engine.runtime, hardware, weight_dtype=weight_dtype, kv_dtype=kv_dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from isthmus.conductor import LinkRule, Rules
 from isthmus.config import Config
 from isthmus.cost.transfer import INT8, ZSTD
+from isthmus.deploy.policies import make_known
 from isthmus.deploy.rates import bytes_per_s
 from isthmus.types import NS_PER_MS, NS_PER_S
 
@@ -13,7 +14,8 @@ CODECS = {"none": (), "lossless": (ZSTD,), "int8": (ZSTD, INT8)}
 
 
 def rules_of(config: Config) -> Rules:
-    """The conductor's part of the configuration."""
+    """Raises ConfigError for a policy of the user's own that cannot be loaded."""
+    make_known(config.policy)
     scheduling = config.scheduling
     return Rules(
         policy=config.policy,
@@ -26,7 +28,6 @@ def rules_of(config: Config) -> Rules:
         decode_s=scheduling.decode_s,
         load_limit=scheduling.load_limit,
         seed=scheduling.seed,
-        replicate=scheduling.replication == "priced",
         codecs=CODECS[config.network.compression],
         ttft_ms=config.slo.ttft_ms,
         tbt_ms=config.slo.tbt_ms,

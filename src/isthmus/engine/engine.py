@@ -19,10 +19,11 @@ from isthmus.engine.kv import TORCH_DTYPES, KVMemory, bytes_of
 from isthmus.engine.layers import heads_of
 from isthmus.engine.model import Model
 from isthmus.engine.sampling import sample
-from isthmus.engine.spec import ModelSpec, read_spec
+from isthmus.engine.spec import kv_layout, read_spec
 from isthmus.engine.states import LiveStates
 from isthmus.engine.weights import load_weights
 from isthmus.errors import ConfigError, ProtocolError, StartError
+from isthmus.models import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Engine:
         self.device = _device(options.device)
         self.max_length = min(options.max_length or self.spec.max_length, self.spec.max_length)
         dtype = options.dtype or self.spec.dtype
-        self.layout: KVLayout = self.spec.layout(dtype, options.block_size)
+        self.layout: KVLayout = kv_layout(self.spec, dtype, options.block_size)
         self.layers = options.layers or (0, self.spec.num_layers)
         layout = self._own_layout()
         num_blocks = _num_blocks(options, layout)
@@ -77,7 +78,7 @@ class Engine:
             return self.layout
         if self.spec.recurrent:
             raise ConfigError(
-                f"{self.spec.family} models have recurrent layers; a pipeline needs a model whose layers all keep KV: "
+                f"{self.spec.architecture} has recurrent layers; a pipeline needs a model whose layers all keep KV: "
                 "serve this one without"
             )
         return stage_layout(self.layout, self.layers)

@@ -18,7 +18,7 @@ from isthmus.engine.experts import Mixture, Mlp, Routing
 from isthmus.engine.linear import GatedDeltaNet, Heads, KimiDelta
 from isthmus.engine.linear.gdn import projection
 from isthmus.engine.rope import half_split
-from isthmus.engine.shapes import Attention, Delta, Dense, Experts, LatentAttention, ModelSpec
+from isthmus.models import Attention, Delta, Dense, Experts, LatentAttention, Lightning, ModelSpec
 
 
 class Source(Protocol):
@@ -96,6 +96,7 @@ class Layer:
 def load_layer(source: Source, spec: ModelSpec, index: int) -> Layer:
     """One layer of a model; every tensor of it is taken, always in the same order."""
     at, layer = f"model.layers.{index}", spec.layers[index]
+    assert not isinstance(layer.mixer, Lightning), "read_spec refuses such a model"
     loader = _LayerLoader(source, spec, at)
     return Layer(
         mixer_norm=loader.norm(f"{at}.input_layernorm", spec.hidden_size),
@@ -122,7 +123,7 @@ class _LayerLoader:
 
     def mlp(self, kind: Dense | Experts) -> MlpWeights:
         at = f"{self._at}.mlp"
-        if self._spec.family == "kimi_linear":
+        if self._spec.architecture == "KimiLinearForCausalLM":
             return self._kimi_mlp(kind)
         if isinstance(kind, Dense):
             return self._dense(at, kind.width, kind.bias)

@@ -23,7 +23,7 @@ from isthmus.engine.kv import KVMemory
 from isthmus.engine.layers import AttentionWeights, LatentWeights
 from isthmus.engine.linear import gdn, kda
 from isthmus.engine.rope import rotate
-from isthmus.engine.shapes import Attention, LatentAttention
+from isthmus.models import Attention, LatentAttention
 
 MAX_PARTS = 8
 """More pieces of KV than this are gathered into one: each part costs a call."""

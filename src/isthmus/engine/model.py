@@ -19,8 +19,8 @@ from isthmus.engine.kv import KVMemory
 from isthmus.engine.layers import AttentionWeights, DenseWeights, LatentWeights, MixerWeights, MlpWeights
 from isthmus.engine.mixers import AttentionMixer, LatentMixer, Mixer, Pass, RecurrentMixer
 from isthmus.engine.rope import cos_sin_table, padded
-from isthmus.engine.shapes import Attention, LatentAttention, LayerSpec, ModelSpec
 from isthmus.engine.weights import Weights
+from isthmus.models import Attention, LatentAttention, LayerSpec, ModelSpec
 
 Residual = tuple[Tensor, Tensor]
 """(x [T, N], delta [T, N]): their sum is what the next layer takes. The norm that comes first there adds them up."""

@@ -22,7 +22,8 @@ import xxhash
 from isthmus.blocks import KVLayout
 from isthmus.cost import facts_of
 from isthmus.engine.spec import load_json
-from isthmus.errors import ConfigError, ModelError
+from isthmus.errors import ModelError
+from isthmus.models import Fields
 
 LAYERS = 2
 TOKEN_BYTES = 16
@@ -48,7 +49,7 @@ def state_tokens_of(config: Mapping[str, Any]) -> int:
     those that have no cost model and so are not known to have any."""
     try:
         facts = facts_of(config)
-    except ConfigError:
+    except ModelError:
         return 0
     return -(-facts.state_bytes // max(1, 2 * facts.kv_elements))
 
@@ -82,11 +83,8 @@ def recipe_of(
 
 def length_of(folder: Path) -> int:
     """Tokens the model of a folder can read, as its config.json says."""
-    config = load_json(folder / "config.json")
-    nested = config.get("text_config")
-    merged = config | nested if isinstance(nested, dict) else config
-    found = merged.get("max_position_embeddings") or merged.get("model_max_length")
-    return found if isinstance(found, int) and found > 0 else 2048
+    path = folder / "config.json"
+    return Fields(str(path), load_json(path)).of_text("").max_length(2048)
 
 
 class Recipe:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isthmus.engine.shapes import RopeSpec
+from isthmus.models import RopeSpec
 
 # Each variant: (powers [D/2] = theta ** (2i/D), options, theta) -> (frequencies [D/2], factor on cos and sin).
 # The order of operations is the reference's: at position 4,000 one unit in the last place is 1e-4 of an angle.

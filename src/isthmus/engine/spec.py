@@ -1,36 +1,89 @@
-"""ModelSpec from a Hugging Face `config.json`: what the engine needs to build the network, and nothing else.
+"""ModelSpec of a model folder, for models that the engine computes as the reference does.
 
-Anything the engine would compute differently from the reference is refused here by name. Loads no torch.
+Anything the engine would compute differently is refused here by name. Loads no torch.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
-from isthmus.engine.families import FAMILIES
-from isthmus.engine.fields import ROPE_TYPES, Fields, load_json
-from isthmus.engine.shapes import ModelSpec, RopeSpec
+import msgspec
+
+from isthmus.blocks import KVLayout
 from isthmus.errors import ModelError
+from isthmus.models import Attention, Fields, ModelSpec, read_model
+from isthmus.models.fields import ROPE_TYPES
 
-__all__ = ["ARCHITECTURES", "ROPE_TYPES", "ModelSpec", "RopeSpec", "load_json", "read_spec"]
+_ONLY: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {},
+    "Qwen2ForCausalLM": {},
+    "Qwen3ForCausalLM": {},
+    "Qwen3NextForCausalLM": {},
+    "DeepseekV3ForCausalLM": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    "KimiLinearForCausalLM": {
+        "mla_use_nope": True,
+        "mla_use_output_gate": False,
+        "moe_router_activation_func": "sigmoid",
+        "moe_layer_freq": 1,
+        "routed_expert_hidden_size": None,
+    },
+}
+"""The one supported value of fields that may be absent, by architecture."""
+ARCHITECTURES = tuple(_ONLY)
+_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
+"""What weights of each dtype are computed in by default."""
 
-ARCHITECTURES = tuple(FAMILIES)
+
+def load_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a model folder; ModelError when it is missing or not an object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path}: not found; a model folder needs this file") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: expected a JSON object")
+    return value
 
 
 def read_spec(folder: Path) -> ModelSpec:
     """ModelSpec of a model folder. Raises ModelError naming what is not supported."""
     path = folder / "config.json"
     config = load_json(path)
-    names = config.get("architectures") or [str(config.get("model_type"))]
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ModelError(f"{path}: 'architectures' must be a list of names, not {names!r}")
-    name = next((name for name in names if name in FAMILIES), None)
-    if name is None:
-        supported = ", ".join(FAMILIES)
-        raise ModelError(f"{path}: architecture {', '.join(names)} is not supported; supported: {supported}")
-    fields = Fields(path, config)
-    fields.only("hidden_act", "silu")
+    fields, spec = Fields(str(path), config), read_model(config, str(path), ARCHITECTURES)
+    for name, value in {"hidden_act": "silu", **_ONLY[spec.architecture]}.items():
+        fields.only(name, value)
     if quantised := fields.object("quantization_config"):
         method = quantised.get("quant_method", "unknown")
         fields.refuse(f"{method} quantised weights are not supported; use float32 or bfloat16 ones")
-    return FAMILIES[name](fields)
+    if spec.dtype not in _DTYPES:
+        fields.refuse(f"dtype {spec.dtype} is not supported; supported: {', '.join(_DTYPES)}")
+    _check_rope(fields, spec)
+    return msgspec.structs.replace(spec, dtype=_DTYPES[spec.dtype])
+
+
+def _check_rope(fields: Fields, spec: ModelSpec) -> None:
+    if spec.rope is None:
+        return
+    if spec.rope.kind not in ROPE_TYPES:
+        fields.refuse(f"RoPE type {spec.rope.kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+    if isinstance(spec.kv_mixer, Attention) and not spec.recurrent and spec.rope.dim != spec.head_dim:
+        fields.refuse("partial_rotary_factor below 1 is not supported")
+
+
+def kv_layout(spec: ModelSpec, dtype: str, block_size: int) -> KVLayout:
+    """Of its KV, and of the states of its recurrent layers: all of them one after the other, in float32."""
+    recurrent = spec.recurrent
+    return KVLayout(
+        dtype=dtype,
+        block_size=block_size,
+        num_layers=spec.num_layers - len(recurrent),
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        vectors=2 if isinstance(spec.kv_mixer, Attention) else 1,
+        state_bytes=4 * sum(delta.state_numbers for delta in recurrent),
+    )

@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from isthmus.engine.fields import load_json
 from isthmus.engine.layers import Layer, Linear, load_layer
-from isthmus.engine.shapes import ModelSpec
+from isthmus.engine.spec import load_json
 from isthmus.errors import ModelError
+from isthmus.models import ModelSpec
 
 
 @dataclass(frozen=True)

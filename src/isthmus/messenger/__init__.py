@@ -8,7 +8,6 @@ from isthmus.messenger.network import Network, Server, TcpNetwork
 from isthmus.messenger.outbox import Priority, Sending
 from isthmus.messenger.ports import Handler
 from isthmus.messenger.session import Session
-from isthmus.messenger.share import Share
 from isthmus.messenger.streams import Tls
 from isthmus.messenger.terms import Stat, Terms
 
@@ -20,7 +19,6 @@ __all__ = [
     "Sending",
     "Server",
     "Session",
-    "Share",
     "Stat",
     "TcpNetwork",
     "Terms",

@@ -15,7 +15,6 @@ from isthmus.messenger.lane import Lane
 from isthmus.messenger.network import Server
 from isthmus.messenger.ports import Handler, Timer
 from isthmus.messenger.session import Session
-from isthmus.messenger.share import Share
 from isthmus.messenger.terms import STANDARD, Terms
 from isthmus.types import NS_PER_S
 
@@ -34,10 +33,9 @@ class MemoryNetwork:
         deliver_of: Callable[[str], Deliver] | None = None,
         connections: int = 1,
         terms: Terms = STANDARD,
-        background: Share | None = None,
     ) -> None:
         self._deliver_of, self._connections = deliver_of, connections
-        self._terms, self._background = terms, background
+        self._terms = terms
         self._listeners: dict[str, Callable[[MemoryPort], Session]] = {}
         self._last_port = 0
         self.links: list[Link] = []
@@ -52,9 +50,7 @@ class MemoryNetwork:
         address = f"{host}:{port}"
         if address in self._listeners:
             raise OSError(f"{address} is taken")
-        self._listeners[address] = lambda port: Session(
-            types, handler_of(), port, self._terms, self._background
-        )
+        self._listeners[address] = lambda port: Session(types, handler_of(), port, self._terms)
         return _Listener(self._listeners, address), port
 
     async def connect(self, address: str, types: Any, handler: Handler, *, timeout_s: float) -> Session:
@@ -64,7 +60,7 @@ class MemoryNetwork:
             raise OSError(f"nobody listens at {address}")
         deliver = self._deliver_of(address) if self._deliver_of else asyncio.get_running_loop().call_soon
         ports = MemoryPort(deliver), MemoryPort(deliver)
-        here, there = Session(types, handler, ports[0], self._terms, self._background), accept(ports[1])
+        here, there = Session(types, handler, ports[0], self._terms), accept(ports[1])
         self._last_port += 1
         here.peer, there.peer = address, f"memory:{self._last_port}"
         here.agree(self._terms)

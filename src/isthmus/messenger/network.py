@@ -18,7 +18,6 @@ from isthmus.messenger.acks import Close
 from isthmus.messenger.frames import MAGIC_BYTES, PREFIX_BYTES, Prefix, check_header, check_magic, parse_prefix
 from isthmus.messenger.ports import Handler
 from isthmus.messenger.session import Session
-from isthmus.messenger.share import Share
 from isthmus.messenger.streams import Stream, Tls, open_stream, read_exactly, write_all
 from isthmus.messenger.tcp import TcpPort, drain
 from isthmus.messenger.terms import STANDARD, Terms
@@ -58,7 +57,6 @@ class TcpNetwork:
     """Real sockets.
 
     `connections` per session, opened by the side that connects; the session can be used when the first is there.
-    `background`: what messages of that priority may take, of all sessions together.
     """
 
     def __init__(
@@ -66,11 +64,10 @@ class TcpNetwork:
         connections: int = 1,
         tls: Tls | None = None,
         terms: Terms = STANDARD,
-        background: Share | None = None,
     ) -> None:
         if not 1 <= connections <= MAX_CONNECTIONS:
             raise ValueError(f"a session has 1 to {MAX_CONNECTIONS} connections")
-        self._connections, self._terms, self._background = connections, terms, background
+        self._connections, self._terms = connections, terms
         self._dialling = tls.context(ssl.PROTOCOL_TLS_CLIENT) if tls else None
         self._serving = tls.context(ssl.PROTOCOL_TLS_SERVER) if tls else None
 
@@ -78,7 +75,7 @@ class TcpNetwork:
         self, host: str, port: int, types: Any, handler_of: Callable[[], Handler]
     ) -> tuple[Listener, int]:
         def session_of(tcp: TcpPort) -> Session:
-            return Session(types, handler_of(), tcp, self._terms, self._background)
+            return Session(types, handler_of(), tcp, self._terms)
 
         sockets = await _listening(host, port)
         return Listener(sockets, session_of, self._terms, self._serving), sockets[0].getsockname()[1]
@@ -89,7 +86,7 @@ class TcpNetwork:
         async with asyncio.timeout(timeout_s):
             stream, terms = await dialler.dial(0, first=True)
         tcp = TcpPort(dialler.stop)
-        session = tcp.session = Session(types, handler, tcp, self._terms, self._background)
+        session = tcp.session = Session(types, handler, tcp, self._terms)
         session.peer = address
         session.agree(terms)
         tcp.add(stream, 0)

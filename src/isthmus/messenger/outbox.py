@@ -16,7 +16,6 @@ from enum import IntEnum
 
 from isthmus.messenger.frames import ACK_SOON, GOOD, PREFIX_BYTES, Kind, check_of, prefix_of
 from isthmus.messenger.pieces import Pieces
-from isthmus.messenger.share import Share
 
 
 class Priority(IntEnum):
@@ -25,7 +24,6 @@ class Priority(IntEnum):
     CONTROL = 0
     URGENT = 1
     NORMAL = 2
-    BACKGROUND = 3
 
 
 SLICE = 1 << 20
@@ -106,16 +104,13 @@ class Outbox:
     may lie on lanes is to be used no more; `window`: bytes the peer lets be in flight.
     """
 
-    def __init__(
-        self, wake: Callable[[], None], let_go: Callable[[Sending], None], share: Share | None = None
-    ) -> None:
-        self._wake, self._let_go, self._share = wake, let_go, share
+    def __init__(self, wake: Callable[[], None], let_go: Callable[[Sending], None]) -> None:
+        self._wake, self._let_go = wake, let_go
         self.window = 0
         self.queued_bytes = 0  # of payloads, waiting for a lane
         self.queued_headers = 0  # of messages not begun
         self.unacked_bytes = 0  # on lanes
         self.ahead_bytes = 0  # sent, but not delivered for an earlier message of their priority is missing
-        self.share_free_ns: int | None = None  # when BACKGROUND may go on, if its share holds it back
         self._notices: deque[Frame] = deque()
         self._queues: tuple[deque[Sending], ...] = tuple(deque() for _ in Priority)
         self._undelivered: tuple[deque[Sending], ...] = tuple(deque() for _ in Priority)
@@ -148,25 +143,17 @@ class Outbox:
     def final_seqs(self) -> tuple[int, ...]:
         return tuple(self._next_seq)
 
-    def next(self, now_ns: int) -> Frame | None:
+    def next(self) -> Frame | None:
         """The frame that goes next, or None when there is none or the peer's window is full."""
         if self._notices:
             return self._on_lane(self._notices.popleft())
-        self.share_free_ns = None
-        for priority, queue in enumerate(self._queues):
+        for queue in self._queues:
             if not queue:
                 continue
             sending = queue[0]
             if not self._has_credit(sending):
                 return None
-            if priority == Priority.BACKGROUND and self._share is not None:
-                free_ns = self._share.free_ns(now_ns)
-                if free_ns > now_ns:
-                    self.share_free_ns = free_ns
-                    return None
             frame = self._slice(sending)
-            if priority == Priority.BACKGROUND and self._share is not None:
-                self._share.take(frame.length, now_ns)
             if not sending.waits:
                 queue.popleft()
             return self._on_lane(frame)

@@ -25,7 +25,6 @@ from isthmus.messenger.lane import Lane
 from isthmus.messenger.outbox import Done, Frame, Outbox, Priority, Sending
 from isthmus.messenger.pieces import Pieces, scratch
 from isthmus.messenger.ports import Handler, Port, Timers
-from isthmus.messenger.share import Share
 from isthmus.messenger.terms import STANDARD, Stat, Terms
 from isthmus.types import NS_PER_S
 
@@ -44,11 +43,9 @@ _encode = msgspec.msgpack.Encoder().encode
 class Session:
     """Sends and receives typed messages with payloads. Not thread-safe: use it from its event loop."""
 
-    def __init__(
-        self, types: Any, handler: Handler, port: Port, terms: Terms = STANDARD, share: Share | None = None
-    ) -> None:
+    def __init__(self, types: Any, handler: Handler, port: Port, terms: Terms = STANDARD) -> None:
         self._handler, self._port, self.terms = handler, port, terms
-        self._outbox = Outbox(port.wake, self._let_go, share)
+        self._outbox = Outbox(port.wake, self._let_go)
         self._inbox = Inbox(msgspec.msgpack.Decoder(types).decode, self, terms.window)
         self.lanes: list[Lane] = []
         self._by_number: dict[int, Lane] = {}
@@ -244,19 +241,16 @@ class Session:
             return self._arrivals.frame(self._inbox.through), False
         if self._outbox.empty:
             return (self._close_frame(), False) if self._closing else None
-        now_ns = self._port.now_ns()
-        frame = self._outbox.next(now_ns)
+        frame = self._outbox.next()
         if frame is not None:
             if frame.sending is not None:
                 self.bytes_out += frame.length
                 self._tell_room()
             if not lane.unacked:
-                lane.progress_ns = now_ns
+                lane.progress_ns = self._port.now_ns()
             if len(self.lanes) > 1:
                 self._timers.after(STALL_S / 2, "stall", self._watch)
             return frame, True
-        if self._outbox.share_free_ns is not None:
-            self._timers.after((self._outbox.share_free_ns - now_ns) / NS_PER_S, "share", self._port.wake)
         return None
 
     # What lanes bring.

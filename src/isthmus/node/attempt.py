@@ -38,18 +38,18 @@ class Attempt(Sequence):
             self.fetches = self.fetch is not None
         if begin.part is DECODE:  # what it has cached is loaded as it is received
             return
-        names = self.names = begin.names
+        self.names = begin.names
         self.detach, self.work_ns, self.deadline_ns = leaves, route.work_ns, route.deadline_ns
-        self.num_cached = route.num_cached if route.num_cached < len(names) else len(names)
+        self.num_cached = route.num_cached
         if self.fetch is not None:
             self.fetch_start, self.fetch_until_ns = self.fetch.start, self.fetch.until_ns
-            self.fetch_stop = min(self.fetch.stop, len(names))
+            self.fetch_stop = self.fetch.stop
 
     def reserved(self) -> Actions:
         """Its KV may be sent, and what is cached of its prompt is loaded."""
-        begin, extent, blocks = self.begin, self.extent, self.table
+        begin, extent, blocks = self.begin, self.extent, self.blocks
         if self.restore:
-            blocks = blocks[: extent.states // extent.block_size] + tuple(self.restore)
+            blocks = blocks[: extent.states // extent.block_size] + self.restore
         actions: Actions = [Grant(begin.key, begin.peer, extent, blocks)]
         count = begin.route.handover_start
         if count:

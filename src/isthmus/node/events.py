@@ -58,13 +58,6 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
     key: RequestId
 
 
-class Copy(msgspec.Struct, frozen=True, tag=True):
-    """Copy a prefix from another node, when nothing else needs the link."""
-
-    names: tuple[BlockName, ...]
-    source: NodeId
-
-
 class Become(msgspec.Struct, frozen=True, tag=True):
     """Take this role. Nothing of the old one is under way here."""
 
@@ -187,7 +180,7 @@ class Woken(msgspec.Struct, frozen=True, tag=True):
 
 
 Event = (
-    Begin | Forget | Copy | Become
+    Begin | Forget | Become
     | Granted | Landed | Wanted | Enough | Severed
     | Stepped | Saved | Missing | Sampled | Came | FetchEnded | Loaded | Received | Moved | Broken | Lost | Recovered
     | Woken
@@ -217,7 +210,6 @@ class Fetch(msgspec.Struct, frozen=True, tag=True):
     start: int
     whole: bool = False
     codec: str = "none"
-    background: bool = False
 
 
 class EndFetch(msgspec.Struct, frozen=True, tag=True):

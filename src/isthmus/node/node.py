@@ -48,7 +48,6 @@ class Node:
         self._attempts: dict[RequestId, Attempt] = {}
         # And when bytes of it last came, 0 before any.
         self._fetches: dict[RequestId, tuple[events.Fetch, int]] = {}
-        self._num_copies = 0
         self._loans: dict[tuple[RequestId, NodeId], Names] = {}
         self._forgotten: list[Attempt] = []  # while a run with them is out
         self._early: list[events.Sampled] = []  # told while a run with them is out
@@ -58,7 +57,6 @@ class Node:
         self._handlers: dict[type, Callable[[Any, int, list[events.Action]], None]] = {
             events.Begin: self._begin,
             events.Forget: self._forget,
-            events.Copy: self._copy,
             events.Become: self._become,
             events.Granted: self._granted,
             events.Landed: self._landed,
@@ -244,7 +242,7 @@ class Node:
     def _sampled_by(self, attempt: Attempt, actions: list[events.Action]) -> None:
         """Its prompt is computed and its first token is known."""
         attempt.sampled = True
-        if attempt.granted and attempt.begin.part is PREFILL:
+        if attempt.granted:
             actions.append(events.Finish(attempt.request))
 
     def _landed(self, event: events.Landed, now: int, actions: list[events.Action]) -> None:
@@ -355,16 +353,6 @@ class Node:
             useless = [name for name in names if not tiers.holds(name)]
             if useless:
                 actions.append(events.Drop(tuple(useless)))
-
-    def _copy(self, event: events.Copy, now: int, actions: list[events.Action]) -> None:
-        """A prefix that many ask for, before anybody asks here."""
-        held = self.tiers.match(event.names)[0] if self.tiers is not None else len(event.names)
-        if held < len(event.names):
-            self._num_copies += 1
-            key = RequestId(f"copy-{self._num_copies}")
-            fetch = events.Fetch(key, event.source, event.names, held, background=True)
-            self._fetches[key] = fetch, 0
-            actions.append(fetch)
 
     def _wanted(self, event: events.Wanted, now: int, actions: list[events.Action]) -> None:
         """Keeps what is given where it is until the other node says `Enough`."""

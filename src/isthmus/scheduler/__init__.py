@@ -19,10 +19,10 @@ from isthmus.scheduler.events import (
     Saved,
     Stepped,
 )
+from isthmus.scheduler.limits import Limits
 from isthmus.scheduler.pool import BlockPool, CountingPool
-from isthmus.scheduler.scheduler import Limits, Scheduler
+from isthmus.scheduler.scheduler import Scheduler
 from isthmus.scheduler.sequence import Sequence
-from isthmus.scheduler.states import capacity_tokens
 from isthmus.scheduler.tiers import TierCache
 
 __all__ = [
@@ -50,5 +50,4 @@ __all__ = [
     "Stepped",
     "TbtTarget",
     "TierCache",
-    "capacity_tokens",
 ]

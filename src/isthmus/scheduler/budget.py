@@ -29,17 +29,18 @@ StepTime = Callable[[Sequence[tuple[int, int]], int, int], int]
 """Picoseconds of an iteration, `NodeCost.step_ps`: chunks (tokens, cached before them), decodes, their contexts."""
 
 
-class Room:
-    """What prompts may take of one iteration: `budget` tokens, of which the `chunks` have `taken` so many."""
+class TokenBudget:
+    """What prompts may take of one iteration: `limit` tokens, of which the `chunks` have `taken` so many."""
 
-    __slots__ = ("budget", "chunks", "taken")
+    __slots__ = ("chunks", "limit", "taken")
 
-    def __init__(self, budget: int, chunks: list[Piece]) -> None:
-        self.budget, self.chunks, self.taken = budget, chunks, 0
+    def __init__(self, limit: int) -> None:
+        self.limit, self.taken = limit, 0
+        self.chunks: list[Piece] = []
 
     def fit(self, start: int, left: int) -> int:
         """The most tokens from position `start` on of a prompt that has `left`; 0 for none. Does not mutate."""
-        rest = self.budget - self.taken
+        rest = self.limit - self.taken
         return left if left < rest else rest
 
     def take(self, chunk: Piece) -> None:
@@ -79,21 +80,19 @@ class Chunking(msgspec.Struct, frozen=True):
         return None if self.tbt_ms is None else TbtTarget(step_ps, self.tbt_ms * NS_PER_MS * 1000, self.tile)
 
 
-class TimedRoom(Room):
-    """Room for as many tokens as the iteration meets its target with, and for `minimum` even if it does not.
+class TimedBudget(TokenBudget):
+    """As many tokens as the iteration meets its target with, and `minimum` even if it does not.
 
     In it `num_decodes` requests decode, whose contexts sum to `context`.
     """
 
     __slots__ = ("_context", "_num_decodes", "_sizes", "_target", "minimum")
 
-    def __init__(
-        self, target: TbtTarget, budget: int, chunks: list[Piece], num_decodes: int, context: int
-    ) -> None:
-        super().__init__(budget, chunks)
+    def __init__(self, target: TbtTarget, limit: int, num_decodes: int, context: int) -> None:
+        super().__init__(limit)
         self._target, self._num_decodes, self._context = target, num_decodes, context
         self._sizes: list[tuple[int, int]] = []
-        self.minimum = min(budget, target.minimum(num_decodes))
+        self.minimum = min(limit, target.minimum(num_decodes))
 
     def fit(self, start: int, left: int) -> int:
         most = super().fit(start, left)

@@ -1,10 +1,10 @@
-"""Which blocks go first when a tier is full: one order over the blocks it holds, per policy.
+"""Which blocks go first when a tier is full: by one policy, an order over the blocks it holds.
 
 In every policy a block goes before the block it follows: each use of a block is a use of all before it, and
 what is compared is chosen so that the head of a chain never ranks below its tail. So leaves go first without a
 search for leaves, and what is held stays closed under prefixes.
 
-Owns the order alone: capacities and tiers are `tiers.py`'s business, pins its user's.
+Owns that order alone: capacities and tiers are `tiers.py`'s business, pins its user's.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Chain = tuple[BlockName, ...]
 """Names of a prompt's blocks, from its first block on."""
 
 Entry = tuple[BlockName, Any]
-"""A block, and what its order knows of it: for the same policy's order in another tier."""
+"""A block, and what its policy knows of it: for the same policy in another tier."""
 
 
-class Order(Protocol):
+class EvictionPolicy(Protocol):
     """The order in which a tier's blocks go."""
 
     @property
@@ -51,7 +51,7 @@ class Order(Protocol):
         """For each block held the block it follows in its chain. Does not mutate; walks over everything."""
 
 
-class RecencyOrder:
+class RecencyEviction:
     """Least recently used first. A chain is touched from its tail to its head, which is then the youngest.
 
     The other way round the head would be the oldest of its chain: first to go, and all behind it out of reach.
@@ -106,7 +106,7 @@ class Block:
 Rank = tuple[int, ...]
 
 
-class RankOrder:
+class RankEviction:
     """Lowest rank first. A block's rank never falls, and is always below that of the block it follows."""
 
     def __init__(self, rank: Callable[[Block], Rank]) -> None:
@@ -195,10 +195,10 @@ def least_used_keep_early(block: Block) -> Rank:
     return block.uses, -block.depth, block.last_use
 
 
-EVICTIONS: dict[str, Callable[[], Order]] = {
-    "lru": RecencyOrder,
-    "lfu": lambda: RankOrder(least_used),
-    "fifo": lambda: RankOrder(first_in),
-    "length_aware": lambda: RankOrder(least_used_keep_late),
-    "length_aware_early": lambda: RankOrder(least_used_keep_early),
+EVICTIONS: dict[str, Callable[[], EvictionPolicy]] = {
+    "lru": RecencyEviction,
+    "lfu": lambda: RankEviction(least_used),
+    "fifo": lambda: RankEviction(first_in),
+    "length_aware": lambda: RankEviction(least_used_keep_late),
+    "length_aware_early": lambda: RankEviction(least_used_keep_early),
 }

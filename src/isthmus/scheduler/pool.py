@@ -1,4 +1,4 @@
-"""The paged pool's book-keeping: which blocks are free, held, or cached under a name.
+"""The paged pool: which blocks are free, held, or cached under a name.
 
     free ──allocate──> held ──release, unnamed──> free
                         │ ▲
@@ -21,6 +21,9 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from isthmus.types import BlockName
+
+Blocks = tuple[int, ...]
+"""Numbers of blocks, in the order in which they hold something."""
 
 
 class BlockPool:
@@ -45,10 +48,15 @@ class BlockPool:
         """Number of named blocks, held or idle."""
         return len(self._name_of)
 
+    @property
+    def num_held(self) -> int:
+        """References to blocks: one that two requests share counts twice."""
+        return sum(self._references.values())
+
     def holds(self, name: BlockName) -> bool:
         return name in self._block_of
 
-    def match(self, names: Iterable[BlockName]) -> list[int]:
+    def match(self, names: Iterable[BlockName]) -> Blocks:
         """Blocks of the longest cached prefix of `names`. Does not mutate."""
         found = []
         for name in names:
@@ -56,7 +64,7 @@ class BlockPool:
             if block is None:
                 break
             found.append(block)
-        return found
+        return tuple(found)
 
     def idle_among(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` are idle, so that acquiring them lowers `available`."""
@@ -68,7 +76,7 @@ class BlockPool:
             self._idle.pop(block, None)
             self._references[block] = self._references.get(block, 0) + 1
 
-    def allocate(self, count: int, *, after: int | None = None) -> list[int]:
+    def allocate(self, count: int, *, after: int | None = None) -> Blocks:
         """`count` blocks with one reference each, in one run of consecutive numbers when there is one.
 
         `after` asks for the block that follows it, when free. Needs `count <= available`.
@@ -142,8 +150,8 @@ class BlockPool:
             start = at
         return min(best, len(free) - count)
 
-    def _take(self, at: int, count: int) -> list[int]:
-        blocks = self._free[at : at + count]
+    def _take(self, at: int, count: int) -> Blocks:
+        blocks = tuple(self._free[at : at + count])
         del self._free[at : at + count]
         for block in blocks:
             self._references[block] = 1
@@ -158,11 +166,15 @@ class CountingPool:
         self.cached = 0
         self.evicted: list[BlockName] = []
 
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.available
+
     def holds(self, name: BlockName) -> bool:
         return False
 
-    def match(self, names: Iterable[BlockName]) -> list[int]:
-        return []
+    def match(self, names: Iterable[BlockName]) -> Blocks:
+        return ()
 
     def idle_among(self, blocks: Iterable[int]) -> int:
         return 0
@@ -170,10 +182,10 @@ class CountingPool:
     def acquire(self, blocks: Iterable[int]) -> None:
         """Nothing is ever matched, so there is nothing to acquire."""
 
-    def allocate(self, count: int, *, after: int | None = None) -> list[int]:
+    def allocate(self, count: int, *, after: int | None = None) -> Blocks:
         assert 0 <= count <= self.available, "callers check `available` first"
         self.available -= count
-        return [0] * count
+        return (0,) * count
 
     def release(self, blocks: Sequence[int]) -> None:
         self.available += len(blocks)
@@ -186,3 +198,6 @@ class CountingPool:
 
     def check(self) -> None:
         assert 0 <= self.available <= self.num_blocks
+
+
+Pool = BlockPool | CountingPool

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
-from isthmus.scheduler.events import Actions
-from isthmus.scheduler.states import Snapshot
+import msgspec
+
+from isthmus.scheduler.events import Actions, Piece
+from isthmus.scheduler.pool import Blocks
 from isthmus.types import BlockName, RequestId
 
 
@@ -39,6 +41,29 @@ PREEMPTED = {COMPUTING: QUEUED, DECODING: QUEUED}
 ENDED = {DEPARTING: None, DECODING: None}
 
 
+class Prefix(msgspec.Struct, frozen=True):
+    """What is cached of a prompt. `num_tokens` need no computing; `num_found` leading blocks are there, with a state to
+    go on from or not. They are in these `blocks` of the engine, the state in `state`; or, if it `loads`, in the tiers,
+    `num_on_disk` blocks on SSD, and come into new ones."""
+
+    num_tokens: int = 0
+    num_found: int = 0
+    blocks: Blocks = ()
+    state: Blocks = ()
+    loads: bool = False
+    num_on_disk: int = 0
+
+
+class Snapshot:
+    """The recurrent state after `position` tokens, to be written to `blocks`. `depth`: it ends that many full blocks of
+    the prompt, 0 for one at the prompt's end that only travels."""
+
+    __slots__ = ("blocks", "depth", "position")
+
+    def __init__(self, position: int, depth: int, blocks: Blocks) -> None:
+        self.position, self.depth, self.blocks = position, depth, blocks
+
+
 class Sequence:
     """Tokens `[0, length)` are known, and it ends at the latest when it has `stop_length`; `[0, computed)` have KV in
     `blocks`, `[0, cached)` of them from the start. `names`: of the prompt's full blocks.
@@ -48,19 +73,19 @@ class Sequence:
     about `fetch_until_ns`; `fetches`: that is not over. `work_ns`: time its prefill is expected to take;
     `deadline_ns`: when its first token was promised, 0 without a promise.
 
-    While it decodes, `computed` is the scheduler's `clock + offset` and `length` one more; both are settled when it
-    stops. `arrival` counts arrivals, `age` admissions: the youngest is pre-empted first. `room`: clock at which
-    `blocks` are full. `pinned`: in the tiers; by the scheduler, `num_pinned` leading blocks and the
-    snapshot at their end.
+    While it decodes, `computed` is the decode clock's `now + offset` and `length` one more; both are settled when it
+    stops, and its `blocks` are full at the clock's `full_at`. `arrival` counts arrivals, `age` admissions: the youngest
+    is pre-empted first. `pinned`: in the tiers; by the scheduler, `num_pinned` leading blocks and the snapshot at their
+    end.
 
     With recurrent states: `slot` of the live one, -1 without; `restore`: blocks of a snapshot to go on from;
     `snapshots`: taken, or to be taken, of its prompt.
     """
 
     __slots__ = (
-        "_table", "age", "arrival", "blocks", "cached", "computed", "deadline_ns", "detach", "fetch_start",
-        "fetch_stop", "fetch_until_ns", "fetches", "length", "named", "names", "num_cached", "num_pinned", "offset",
-        "pinned", "request", "restore", "room", "slot", "snapshots", "state", "stop_length", "work_ns",
+        "age", "arrival", "blocks", "cached", "computed", "deadline_ns", "detach", "fetch_start",
+        "fetch_stop", "fetch_until_ns", "fetches", "full_at", "length", "named", "names", "num_cached", "num_pinned",
+        "offset", "pinned", "request", "restore", "slot", "snapshots", "state", "stop_length", "work_ns",
     )  # fmt: skip
 
     def __init__(
@@ -74,25 +99,31 @@ class Sequence:
         self.state = QUEUED
         self.detach = self.fetches = False
         self.num_cached = self.fetch_start = self.fetch_stop = self.fetch_until_ns = 0
-        self.cached = self.computed = self.named = self.offset = self.room = self.age = self.arrival = 0
+        self.cached = self.computed = self.named = self.offset = self.full_at = self.age = self.arrival = 0
         self.work_ns = self.deadline_ns = self.num_pinned = 0
         self.slot = -1
         self.pinned: tuple[BlockName, ...] = ()
-        self.restore: list[int] = []
+        self.blocks: Blocks = ()
+        self.restore: Blocks = ()
         self.snapshots: list[Snapshot] = []
-        self.blocks: list[int] = []
-        self._table: tuple[int, ...] = ()
 
-    @property
-    def table(self) -> tuple[int, ...]:
-        """Its blocks."""
-        if len(self._table) != len(self.blocks):
-            self._table = tuple(self.blocks)
-        return self._table
+    def piece(self, start: int, count: int, samples: bool) -> Piece:
+        """To compute these tokens in one iteration; with what it has of a recurrent state, if it has one."""
+        if self.slot < 0:
+            return Piece(self.request, start, count, self.blocks, samples)
+        reached = [shot for shot in self.snapshots if start < shot.position <= start + count]
+        snapshots = tuple([(shot.position, shot.blocks) for shot in reached])
+        return Piece(self.request, start, count, self.blocks, samples, self.slot, self.restore, snapshots)
+
+    def take_cached_snapshots(self) -> list[Snapshot]:
+        """Its prompt is computed: those that others may go on from. What is left travels with it."""
+        cached = [snapshot for snapshot in self.snapshots if snapshot.depth]
+        self.snapshots = [snapshot for snapshot in self.snapshots if not snapshot.depth]
+        return cached
 
     def start_over(self) -> None:
         """Its blocks are somebody else's now."""
-        self.blocks, self._table, self.computed, self.named = [], (), 0, 0
+        self.blocks, self.computed, self.named = (), 0, 0
 
     def reserved(self) -> Actions:
         """What follows when it may be received into its blocks."""

@@ -11,56 +11,48 @@ Snapshots are taken where a later prompt is likely to part from this one:
 * where KV of the prompt was cached further than a state: somebody else's prompt shared these blocks and went on
   differently, as a third one may (Marconi, section on speculative insertion, calls it a branch point);
 * at the prompt's end, when the request leaves: the other node goes on from it.
+
+Models without recurrent layers have `NoStates`, which answers the same questions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
 from heapq import heappop, heappush
 
-from isthmus.blocks import MAX_SNAPSHOTS, state_name, state_names
+from isthmus.blocks import state_name, state_names
+from isthmus.scheduler.pool import Blocks, Pool
+from isthmus.scheduler.sequence import COMPUTING, DECODING, Prefix, Sequence, Snapshot
+from isthmus.scheduler.tiers import TierCache
 from isthmus.types import BlockName
 
-
-def capacity_tokens(num_blocks: int, block_size: int, state_blocks: int) -> int:
-    """The longest request, prompt and answer, that fits alone, with all snapshots it may need at once."""
-    return (num_blocks - MAX_SNAPSHOTS * state_blocks) * block_size
-
-
-class Snapshot:
-    """The state after `position` tokens, to be written to `blocks`. `depth`: it ends that many full blocks of the
-    prompt, 0 for one at the prompt's end that only travels."""
-
-    __slots__ = ("blocks", "depth", "position")
-
-    def __init__(self, position: int, depth: int, blocks: list[int]) -> None:
-        self.position, self.depth, self.blocks = position, depth, blocks
+Names = tuple[BlockName, ...]
+Positions = abc.Sequence[tuple[int, int]]
+"""(position, depth) of snapshots, as in `Snapshot`."""
 
 
 class States:
     """`num_blocks` of a snapshot, above 0; `num_slots` of live states: as many as were ever in use at once, for how
-    many may be changes with a node's role."""
+    many may be changes with a node's role. `restoring`: who decodes from a snapshot in the next run."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, pool: Pool) -> None:
         assert num_blocks > 0, "models without recurrent layers need no states"
-        self.num_blocks, self._size = num_blocks, block_size
+        self.num_blocks, self._size, self._pool = num_blocks, block_size, pool
         self.num_slots = 0
         self._free: list[int] = []  # a heap: the lowest first
+        self.restoring: list[Sequence] = []
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
+    # Which prefixes can be used.
 
-    def take_slot(self) -> int:
-        if self._free:
-            return heappop(self._free)
-        self.num_slots += 1
-        return self.num_slots - 1
+    def chain(self, names: Names, depth: int) -> Names:
+        """The leading `depth` blocks and the snapshot at their end."""
+        return names[:depth] + self.parts(names, depth) if depth else ()
 
-    def give_slot(self, slot: int) -> None:
-        heappush(self._free, slot)
+    def parts(self, names: abc.Sequence[BlockName], depth: int) -> Names:
+        """The snapshot's blocks alone."""
+        return state_names(names[depth - 1], self.num_blocks)
 
-    def usable(self, names: Sequence[BlockName], found: int, holds: Callable[[BlockName], bool]) -> int:
+    def usable(self, names: abc.Sequence[BlockName], found: int, holds: abc.Callable[[BlockName], bool]) -> int:
         """Of `found` leading blocks that are cached, how many end where a snapshot is held."""
         count = self.num_blocks
         for depth in range(found, 0, -1):
@@ -68,20 +60,140 @@ class States:
                 return depth
         return 0
 
-    def chain(self, names: tuple[BlockName, ...], depth: int) -> tuple[BlockName, ...]:
-        """The leading `depth` blocks and the snapshot at their end."""
-        return names[:depth] + self.parts(names, depth) if depth else ()
+    def in_pool(self, names: Names, held: Blocks) -> tuple[Blocks, Blocks]:
+        """Of the cached blocks of a prompt those up to the deepest snapshot, and its blocks."""
+        depth = self.usable(names, len(held), self._pool.holds)
+        state = self._pool.match(self.parts(names, depth)) if depth else ()
+        if len(state) < self.num_blocks:  # some of it was evicted
+            return (), ()
+        return held[:depth], state
 
-    def parts(self, names: Sequence[BlockName], depth: int) -> tuple[BlockName, ...]:
-        """The snapshot's blocks alone."""
-        return state_names(names[depth - 1], self.num_blocks)
+    def in_tiers(self, tiers: TierCache, sequence: Sequence, present: int, on_disk: int) -> tuple[int, int]:
+        """Of its `present` leading blocks, `on_disk` of them on SSD, how many can be used; and how many blocks of that,
+        snapshot included, are on SSD."""
+        usable = min(present, (sequence.length - 1) // self._size)
+        usable = self.usable(sequence.names, usable, tiers.holds)
+        return usable, tiers.match(self.chain(sequence.names, usable))[1]
 
-    def positions(
-        self, length: int, num_names: int, computed: int, found: int, *, leaves: bool
-    ) -> list[tuple[int, int]]:
-        """(position, depth) of the snapshots of a prompt of `length` tokens, `computed` of which need no computing
+    def leaves_some(self, depth: int, length: int) -> bool:
+        """Whether a prompt that goes on at the end of so many blocks has a token left to compute."""
+        return depth * self._size < length
+
+    def missing(self, sequence: Sequence, num_blocks: int) -> None:
+        """Of what was to be loaded only so much could be: there is no state but the one at its end."""
+        if sequence.restore:
+            sequence.computed = 0
+            self.restored(sequence)
+
+    # What a request holds.
+
+    def positions(self, length: int, num_names: int, computed: int, found: int, *, leaves: bool) -> Positions:
+        """The snapshots of a prompt of `length` tokens, `computed` of which need no computing
         while `found` leading blocks of KV were cached. Ascending."""
         last = min((length - 1) // self._size, num_names)
         wanted = [depth for depth in sorted({min(found, last), last}) if depth * self._size > computed]
         at = [(depth * self._size, depth) for depth in wanted]
         return [*at, (length, 0)] if leaves else at
+
+    def admit(self, sequence: Sequence, prefix: Prefix, positions: Positions) -> None:
+        """It goes on from the snapshot at the end of `prefix`, if there is any, and is to take these."""
+        allocate = self._pool.allocate
+        sequence.restore = allocate(self.num_blocks) if prefix.loads else prefix.state
+        sequence.snapshots = [Snapshot(*position, allocate(self.num_blocks)) for position in positions]
+        self._take_slot(sequence)
+
+    def reserve(self, sequence: Sequence) -> None:
+        """Blocks for the snapshot that it is sent with."""
+        sequence.restore = self._pool.allocate(self.num_blocks)
+
+    def join(self, sequence: Sequence) -> None:
+        """It came, and decodes from the next run on."""
+        self._take_slot(sequence)
+        self.restoring.append(sequence)
+
+    def ran(self) -> None:
+        """A run in which those that joined went on from their snapshots."""
+        for sequence in self.restoring:
+            if sequence.state is DECODING:  # else it was pre-empted, and holds something else
+                self.restored(sequence)
+        self.restoring.clear()
+
+    def restored(self, sequence: Sequence) -> None:
+        """Its live state does not need the snapshot any more that it goes on from."""
+        self._pool.release(sequence.restore)
+        sequence.restore = ()
+
+    def leave(self, sequence: Sequence) -> None:
+        """It computes no more: the slot of its live state is free."""
+        if sequence.slot >= 0:
+            heappush(self._free, sequence.slot)
+            sequence.slot = -1
+
+    def release(self, sequence: Sequence) -> list[Snapshot]:
+        """Gives all back but the blocks of its snapshots, which may be in saving, and hands these over."""
+        self.restored(sequence)
+        self.leave(sequence)
+        snapshots, sequence.snapshots = sequence.snapshots, []
+        return snapshots
+
+    def _take_slot(self, sequence: Sequence) -> None:
+        if not self._free:
+            heappush(self._free, self.num_slots)
+            self.num_slots += 1
+        sequence.slot = heappop(self._free)
+
+    def check(self, sequences: abc.Iterable[Sequence]) -> None:
+        """Who computes has a slot of its own, and nobody else has one; none was lost."""
+        slots = []
+        for sequence in sequences:
+            computes = sequence.state is COMPUTING or sequence.state is DECODING
+            assert computes == (sequence.slot >= 0), "who computes has a slot, and nobody else"
+            slots += [sequence.slot] if computes else []
+        assert sorted(slots + self._free) == list(range(self.num_slots)), "a slot was lost or given twice"
+
+
+class NoStates:
+    """A model without recurrent layers goes on from any prefix, and holds nothing but its KV."""
+
+    num_blocks = 0
+    restoring = ()
+
+    def __init__(self, block_size: int) -> None:
+        self._size = block_size
+
+    def chain(self, names: Names, depth: int) -> Names:
+        return names[:depth]
+
+    def parts(self, names: abc.Sequence[BlockName], depth: int) -> Names:
+        return ()
+
+    def in_pool(self, names: Names, held: Blocks) -> tuple[Blocks, Blocks]:
+        return held, ()
+
+    def in_tiers(self, tiers: TierCache, sequence: Sequence, present: int, on_disk: int) -> tuple[int, int]:
+        return present, on_disk
+
+    def leaves_some(self, depth: int, length: int) -> bool:
+        """The last token may be computed anew."""
+        return True
+
+    def missing(self, sequence: Sequence, num_blocks: int) -> None:
+        sequence.computed = min(sequence.computed, num_blocks * self._size)
+
+    def positions(self, length: int, num_names: int, computed: int, found: int, *, leaves: bool) -> Positions:
+        return ()
+
+    def admit(self, sequence: Sequence, prefix: Prefix, positions: Positions) -> None: ...
+    def reserve(self, sequence: Sequence) -> None: ...
+    def ran(self) -> None: ...
+
+    join = restored = leave = reserve
+
+    def release(self, sequence: Sequence) -> abc.Sequence[Snapshot]:
+        return ()
+
+    def check(self, sequences: abc.Iterable[Sequence]) -> None:
+        assert all(sequence.slot < 0 and not sequence.restore for sequence in sequences)
+
+
+AnyStates = States | NoStates

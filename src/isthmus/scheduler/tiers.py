@@ -40,12 +40,12 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Tier:
-    """One level: at most `capacity_blocks`, in the order in which they are to go."""
+    """One level: at most `capacity_blocks`, which go in the order of its `eviction` policy."""
 
     def __init__(self, capacity_blocks: int, eviction: str) -> None:
         self.capacity_blocks = capacity_blocks
-        self.order = EVICTIONS[eviction]()
-        self.held = self.order.held
+        self.eviction = EVICTIONS[eviction]()
+        self.held = self.eviction.held
 
     def match(self, names: Sequence[BlockName], start: int = 0) -> int:
         """Up to which index the chain is here, from `start` on without a gap. Does not mutate."""
@@ -112,14 +112,14 @@ class TierCache:
         in_dram = found = dram.match(chain)
         if ssd.held:
             found = ssd.match(chain, in_dram)
-            dram.order.admit(ssd.order.remove(chain[in_dram:found]))
-        dram.order.use(chain, found)
+            dram.eviction.admit(ssd.eviction.remove(chain[in_dram:found]))
+        dram.eviction.use(chain, found)
         surplus = len(dram.held) - dram.capacity_blocks
         if surplus <= 0:
             return Change(found, chain[found:], promoted=chain[in_dram:found])
-        victims = dram.order.evict(surplus, self._pins, chain)
+        victims = dram.eviction.evict(surplus, self._pins, chain)
         fits = len(chain) - (surplus - len(victims))  # of the chain, in DRAM
-        below = dram.order.remove(chain[fits:][::-1])
+        below = dram.eviction.remove(chain[fits:][::-1])
         if not ssd.capacity_blocks:
             return Change(found, chain[found:fits], evicted=tuple(map(_name, victims)))
         evicted, num_dropped = self._demote(victims, below)
@@ -135,15 +135,12 @@ class TierCache:
         )
 
     def restore(self, names: Sequence[BlockName]) -> Change:
-        """Takes a chain back that was found on the SSD, as a node starts. What finds no room there is its tail."""
-        chain, order = tuple(names), self.ssd.order
-        found = self.ssd.match(chain)
-        order.use(chain, found)
-        surplus = max(0, len(order.held) - self.ssd.capacity_blocks)
-        evicted = order.evict(surplus, self._pins, chain)
-        stays = len(chain) - (surplus - len(evicted))
-        order.remove(chain[stays:][::-1])
-        return Change(found, sunk=chain[found:stays], evicted=tuple(map(_name, evicted)))
+        """Takes a chain back that was found on the SSD, as a node starts: as much of its head as finds room."""
+        chain, ssd = tuple(names), self.ssd
+        found = ssd.match(chain)
+        stays = found + ssd.capacity_blocks - len(ssd.held)
+        ssd.eviction.use(chain[:stays], found)
+        return Change(found, sunk=chain[found:stays])
 
     def remove(self, names: Iterable[BlockName]) -> Change:
         """Drops these blocks and all that follow them, pinned or not: without its head a block is of no use."""
@@ -152,7 +149,7 @@ class TierCache:
             return Change()
         tails: dict[BlockName | None, list[BlockName]] = {}
         for tier in (self.dram, self.ssd):
-            for name, head in tier.order.heads().items():
+            for name, head in tier.eviction.heads().items():
                 tails.setdefault(head, []).append(name)
         lost = dict.fromkeys(left)
         while left:
@@ -160,7 +157,7 @@ class TierCache:
             left += following
             lost.update(dict.fromkeys(following))
         for tier in (self.dram, self.ssd):
-            tier.order.remove([name for name in lost if name in tier.held])
+            tier.eviction.remove([name for name in lost if name in tier.held])
         return Change(evicted=tuple(lost))
 
     def check(self) -> None:
@@ -169,8 +166,8 @@ class TierCache:
         assert not dram.held.keys() & ssd.held.keys(), "a block is in two tiers"
         for tier in (dram, ssd):
             assert len(tier.held) <= tier.capacity_blocks, "a tier is over its capacity"
-            heads = tier.order.heads()
-            assert heads.keys() == tier.held.keys(), "an order has lost a block"
+            heads = tier.eviction.heads()
+            assert heads.keys() == tier.held.keys(), "a policy has lost a block"
             for name, head in heads.items():
                 if head is None:
                     continue
@@ -183,13 +180,13 @@ class TierCache:
 
         Returns what left the SSD to make room, and how many blocks at the chain's end found none.
         """
-        order, used = self.ssd.order, tuple(map(_name, below))
-        order.admit(victims)
-        order.admit(below)
-        surplus = len(order.held) - self.ssd.capacity_blocks
+        eviction, used = self.ssd.eviction, tuple(map(_name, below))
+        eviction.admit(victims)
+        eviction.admit(below)
+        surplus = len(eviction.held) - self.ssd.capacity_blocks
         if surplus <= 0:
             return (), 0
-        evicted = order.evict(surplus, self._pins, used)
+        evicted = eviction.evict(surplus, self._pins, used)
         num_dropped = surplus - len(evicted)
-        order.remove(used[:num_dropped])
+        eviction.remove(used[:num_dropped])
         return tuple(map(_name, evicted)), num_dropped

@@ -25,7 +25,7 @@ from isthmus.sim.node import SimNode
 from isthmus.sim.sessions import Sessions
 from isthmus.types import NS_PER_S, BlockName, NodeId, RequestId
 
-PURPOSES = ("handover", "recall", "fetch", "replicate", "load", "disk_read", "disk_write")
+PURPOSES = ("handover", "recall", "fetch", "load", "disk_read", "disk_write")
 
 Due = list[tuple[SimNode | None, Any]]
 """What nodes are told as soon as the present event is done, or the conductor (no node); None in place of an event: to
@@ -67,7 +67,7 @@ class _Transfer:
 
     @property
     def purpose(self) -> str:
-        return "replicate" if self.asked.background else "fetch" if self.is_prompts else "recall"
+        return "fetch" if self.is_prompts else "recall"
 
 
 class Moves:

@@ -457,7 +457,7 @@ class Network:
             route.change_rate(route.share, now)
 
     def check(self) -> None:
-        """Asserts that the rates are the max-min fair ones and that the books agree. For tests: slow."""
+        """Asserts that the rates are the max-min fair ones and that the sums agree. For tests: slow."""
         if self._unfilled:
             self._fill()
         near = 1.0 + 1e-9

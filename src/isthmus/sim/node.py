@@ -98,7 +98,7 @@ class SimNode:
         return self._run_start + self._after(steps) // 1000
 
     def end(self, now: int) -> tuple[int, list[Job]]:
-        """Books the run that ends now; returns its iterations and the requests that got their last token."""
+        """The run ends now; returns its iterations and the requests that got their last token."""
         run, record, start = self.run, self.record, self._run_start
         assert run is not None
         self.run = None

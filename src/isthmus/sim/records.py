@@ -115,7 +115,7 @@ class Result:
     """A finished simulation.
 
     `bytes_moved` by purpose: `handover`, `recall` (what a hand-over from another cluster left out), `fetch`,
-    `replicate`, `load`, `disk_read`, `disk_write`.
+    `load`, `disk_read`, `disk_write`.
     """
 
     workload: str

@@ -30,13 +30,12 @@ from isthmus.conductor import (
     LinksMeasured,
     NodeLeft,
     Refuse,
-    Replicate,
     RequestArrived,
     RequestEnded,
     Route,
     ThresholdSet,
 )
-from isthmus.node.events import Become, Copy
+from isthmus.node.events import Become
 from isthmus.sim.clock import OTHERS, TRANSFER_ENDS, Clock
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.gaps import set_tbt
@@ -92,7 +91,6 @@ class Simulation:
             Abort: self._abort,
             Refuse: self._refuse,
             Fail: self._fail,
-            Replicate: self._replicate,
             Hold: self._hold,
             Convert: self._convert,
             ThresholdSet: self._threshold_set,
@@ -245,9 +243,6 @@ class Simulation:
 
     def _threshold_set(self, order: ThresholdSet) -> None:
         self._thresholds.append(ThresholdChange(self._clock.now, order.threshold, order.reason))
-
-    def _replicate(self, order: Replicate) -> None:
-        self._nodes.tell(self._nodes.by_name[order.target], Copy(order.names, order.source))
 
     # Beside the requests: links are measured, and faults come and go.
 

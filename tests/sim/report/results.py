@@ -67,7 +67,7 @@ def replayed(num_requests: int, *, seed: int = 0, prefill_nodes: int = 8, decode
     links = [LinkRecord(f"{node.node}.nic", "network", 1e11, rng.randrange(10**14), 0) for node in nodes]
     links += [LinkRecord(f"{node.node}.ssd", "disk", 3e9, rng.randrange(10**12), 0) for node in nodes]
     links.append(LinkRecord("spine", "spine", float("inf"), 10**15, 0))
-    moved = {"handover": 7 * 10**14, "fetch": 2 * 10**14, "replicate": 0, "disk_read": 4 * 10**12}
+    moved = {"handover": 7 * 10**14, "fetch": 2 * 10**14, "disk_read": 4 * 10**12}
     return Result(
         workload="conversation_trace.jsonl, speed 1.4",
         policy="isthmus",

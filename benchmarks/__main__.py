@@ -1,0 +1,320 @@
+"""`python -m benchmarks NAME`: measurements against other people's software, validations, and decisions' figures.
+
+What a user runs on his own machine is `isthmus bench NAME`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from isthmus.bench.transfer_peers import Direction
+from isthmus.cli import amounts
+from isthmus.cli.bench import JsonFile
+from isthmus.cli.main import main
+from isthmus.cli.models import find_model
+from isthmus.cli.outputs import check_writable, write_json
+from isthmus.cli.tables import show
+from isthmus.errors import ConfigError
+
+if TYPE_CHECKING:
+    from isthmus.bench.store_peers import Blocks, BlockStore
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+_say: Callable[[str], None] = partial(print, flush=True)
+MooncakePython = Annotated[
+    str | None,
+    typer.Option(help="A Python with Mooncake installed; default: this one, if it has Mooncake."),
+]
+
+
+@app.command()
+def engine(
+    model: Annotated[Path, typer.Option(help="Model folder.")],
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: the model's.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of both sides.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each side.")] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """`isthmus bench engine`, beside transformers on the same model."""
+    from benchmarks.peers.transformers import Transformers
+    from isthmus.bench import engine as bench
+
+    check_writable("--json", json_file)
+    ours = bench.Ours(model, dtype, threads)
+    results = bench.run(ours, {"transformers": Transformers(model, dtype or ours.dtype)}, rounds, _say)
+    show(bench.table(results))
+    write_json(json_file, bench.as_json(results))
+
+
+@app.command()
+def messenger(
+    direction: Annotated[Direction, typer.Option(help="pull: a request answered by a push.")] = Direction.PUSH,
+    sizes: Annotated[str, typer.Option(help="Bytes of a transfer.")] = "1MiB,16MiB,1GiB",
+    rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each side.")] = 5,
+    mooncake_python: MooncakePython = None,
+    json_file: JsonFile = None,
+) -> None:
+    """`isthmus bench messenger`, beside Mooncake's transfer engine."""
+    from benchmarks.peers.mooncake import MooncakeEngine, find_mooncake
+    from isthmus.bench import messenger as bench
+
+    check_writable("--json", json_file)
+    python = find_mooncake(mooncake_python)
+    if python is None:
+        raise ConfigError("--mooncake-python: this Python has no Mooncake; name one that has")
+    plan = bench.Plan(direction, amounts.sizes("--sizes", sizes), rounds=rounds)
+    with closing(MooncakeEngine(python, max(plan.sizes))) as mooncake:
+        result = bench.run(plan, _say, {"mooncake": mooncake})
+    show(*bench.tables(result))
+    write_json(json_file, bench.as_json(result))
+
+
+@app.command()
+def store(
+    sizes: Annotated[str, typer.Option(help="Bytes of a block.")] = "256KiB,1MiB,16MiB",
+    total: Annotated[str, typer.Option(help="Bytes of all blocks of a case.")] = "256MiB",
+    rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each side.")] = 5,
+    folder: Annotated[Path | None, typer.Option(help="An existing folder on the SSD.")] = None,
+    mooncake_python: MooncakePython = None,
+    redis_server: Annotated[
+        str | None, typer.Option(help="Redis or Valkey binary; default: the one on the path, if any.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """`isthmus bench store`, beside the Mooncake store and Redis, where there are such."""
+    from isthmus.bench import store as bench
+
+    check_writable("--json", json_file)
+    plan = bench.Plan(amounts.sizes("--sizes", sizes), amounts.size("--total", total), rounds, folder)
+    rows = bench.run(plan, _say, partial(_stores, mooncake_python, redis_server))
+    show(bench.table(rows))
+    write_json(json_file, bench.as_json(rows))
+
+
+@contextmanager
+def _stores(python: str | None, redis_server: str | None, blocks: Blocks) -> Iterator[Mapping[str, BlockStore]]:
+    """Those that are here."""
+    from benchmarks.peers.mooncake import MooncakeStore, find_mooncake
+    from benchmarks.peers.redis import Redis, find_redis
+
+    found: dict[str, Any] = {}
+    if (python := find_mooncake(python)) is not None:
+        for side, remote in (("mooncake", False), ("mooncake_remote", True)):
+            found[side] = partial(MooncakeStore, python, blocks.size, blocks.count, remote=remote)
+    if (binary := find_redis(redis_server)) is not None:
+        found["redis"] = partial(Redis, binary, blocks)
+    if not found:
+        raise ConfigError(
+            "there is neither Mooncake nor Redis here; --mooncake-python and --redis-server name one"
+        )
+    with ExitStack() as stack:
+        yield {side: stack.enter_context(closing(start())) for side, start in found.items()}
+
+
+@app.command("make-model")
+def make_model(
+    folder: Annotated[Path, typer.Argument(help="Where to write the model folder.")],
+    preset: Annotated[str, typer.Option(help="llama-256x8 or llama-512x12.")] = "llama-256x8",
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+) -> None:
+    """Write a Llama folder with random weights, for the benchmarks."""
+    from benchmarks.models import BENCH_MODELS, make_random_model
+
+    if preset not in BENCH_MODELS:
+        raise ConfigError(f"--preset {preset}: known are {', '.join(BENCH_MODELS)}")
+    make_random_model(folder, **BENCH_MODELS[preset], dtype=dtype)
+    print(f"wrote {folder}")
+
+
+@app.command()
+def accuracy(
+    model: Annotated[str | None, typer.Option(help="Model folder or hub id; default: the demo model.")] = None,
+    requests: Annotated[int, typer.Option(min=10, help="Requests of the load.")] = 150,
+    rate: Annotated[float, typer.Option(min=0.01, help="Requests a second, in the mean.")] = 4.0,
+    cost_file: Annotated[
+        Path | None,
+        typer.Option("--cost", exists=True, dir_okay=False, help="A curve; default: one is measured first."),
+    ] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each node.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and lengths.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """A live prefill and decode node under load, and the same load in the simulator: TTFT and TBT of both."""
+    from benchmarks import accuracy as bench
+
+    check_writable("--json", json_file)
+    plan = bench.Plan(find_model(model)[0], requests, rate, threads=threads, seed=seed, cost=cost_file)
+    found = bench.run(plan, _say)
+    show(bench.table(found))
+    write_json(json_file, msgspec.to_builtins(found))
+    for line in bench.summary_lines(found):
+        print(line)
+
+
+@app.command()
+def chunking(json_file: JsonFile = None) -> None:
+    """Chunks of a fixed size or of a fixed time, one prompt or several at once, on a simulated node."""
+    from benchmarks import chunking as bench
+
+    check_writable("--json", json_file)
+    rows = bench.run()
+    show(bench.table(rows))
+    write_json(json_file, bench.as_json(rows))
+
+
+@app.command()
+def conductor(
+    nodes: Annotated[int, typer.Option(help="Nodes of the cluster.")] = 100,
+    blocks: Annotated[int, typer.Option(help="Distinct blocks in the prefix index.")] = 1_000_000,
+    prompt_blocks: Annotated[int, typer.Option(help="Blocks of each prompt.")] = 250,
+    decisions: Annotated[int, typer.Option(help="Requests placed.")] = 20_000,
+    policy: Annotated[str, typer.Option(help="How requests are placed.")] = "isthmus",
+    seed: Annotated[int, typer.Option(help="Of the prompts and arrivals.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """How long the conductor takes to place a request, on one core: decisions a second, P50, P99 and longest."""
+    from benchmarks import conductor as bench
+    from isthmus.conductor.policies import POLICIES
+
+    check_writable("--json", json_file)
+    if policy not in POLICIES:
+        raise ConfigError(f"--policy {policy}: known are {', '.join(POLICIES)}")
+    load = bench.Load(nodes, blocks, prompt_blocks, decisions, policy, seed)
+    found = bench.run(load, _say)
+    show(bench.table(found))
+    write_json(json_file, msgspec.to_builtins(found))
+
+
+@app.command()
+def cost(
+    profiles: Annotated[
+        Path, typer.Option(help="Folder with the published measurements (docs/cost-model.md).")
+    ],
+    json_file: JsonFile = None,
+) -> None:
+    """The cost model against published measurements: errors of every table, whether it fits or not."""
+    from benchmarks import cost as bench
+
+    check_writable("--json", json_file)
+    bench.main(profiles, json_file)
+
+
+@app.command()
+def layerwise(
+    model: Annotated[Path, typer.Option(help="Model folder.")],
+    prefix: Annotated[int, typer.Option(min=1, help="Tokens whose KV is loaded.")] = 4000,
+    suffix: Annotated[int, typer.Option(min=1, help="Tokens computed after them.")] = 512,
+    shares: Annotated[
+        str, typer.Option(help="Time of loading over time of computing, for sources of a fixed rate.")
+    ] = "0.25,0.5,1,2,4",
+    disk: Annotated[Path | None, typer.Option(help="A folder on the SSD, to load from it too.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: the model's.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads that compute.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each row.")] = 5,
+    json_file: JsonFile = None,
+) -> None:
+    """A cached prefill loaded and stored layer by layer while it computes, beside the time of the parts in series."""
+    from benchmarks import layerwise as bench
+
+    check_writable("--json", json_file)
+    results = bench.run(
+        model,
+        prefix=prefix,
+        suffix=suffix,
+        shares=amounts.numbers("--shares", shares, float),
+        disk=disk,
+        dtype=dtype,
+        threads=threads,
+        rounds=rounds,
+        report=_say,
+    )
+    show(bench.table(results))
+    write_json(json_file, bench.as_json(results))
+
+
+@app.command()
+def offload(
+    requests: Annotated[int, typer.Option(min=100, help="Requests of each simulation.")] = 2000,
+    seed: Annotated[int, typer.Option(help="Of the workload.")] = 0,
+    capacity: Annotated[bool, typer.Option(help="Also search the highest rate each system sustains.")] = True,
+    json_file: JsonFile = None,
+) -> None:
+    """Prefill in another datacenter, simulated: thresholds, control and baselines under bursts and link faults."""
+    from benchmarks import offload as bench
+
+    check_writable("--json", json_file)
+    cells = bench.run(requests, seed, capacity=capacity, report=_say)
+    show(bench.table(cells))
+    write_json(json_file, msgspec.to_builtins(cells))
+
+
+@app.command()
+def reuse(
+    model: Annotated[
+        Path | None, typer.Option(help="Model folder; default: the bench model, written now.")
+    ] = None,
+    prefix: Annotated[int, typer.Option(min=16, help="Tokens that two requests have in common.")] = 4000,
+    suffix: Annotated[int, typer.Option(min=1, help="Tokens of their own.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Pairs of requests of each row.")] = 5,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each node.")] = 1,
+    folder: Annotated[Path | None, typer.Option(help="A folder on the SSD, for the SSD tier.")] = None,
+    seed: int = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Time to first token with a prefix that is cached (DRAM, SSD after a restart, another node) and that is not."""
+    from benchmarks import reuse as bench
+
+    check_writable("--json", json_file)
+    plan = bench.Plan(model, prefix, suffix, rounds, threads, seed, folder)
+    found = bench.run(plan, _say)
+    show(bench.table(found))
+    write_json(json_file, bench.as_json(found))
+    for line in bench.summary_lines(found):
+        print(line)
+
+
+@app.command()
+def wan(
+    rates: Annotated[str, typer.Option(help="Rates of the path, Gbit/s.")] = "1,2,5",
+    connections: Annotated[str, typer.Option(help="Connections of the session.")] = "1,4,8,16",
+    delay_ms: Annotated[float, typer.Option(help="Delay each way.")] = 30.0,
+    jitter_ms: Annotated[float, typer.Option(help="Each chunk is late by up to this.")] = 2.0,
+    stall_s: Annotated[
+        float, typer.Option(help="How long one connection stands still, in rows of their own; 0: no such rows.")
+    ] = 1.0,
+    window: Annotated[
+        str, typer.Option(help="Bytes on the way of one connection, as an untuned kernel's.")
+    ] = "4MiB",
+    seconds: Annotated[float, typer.Option(help="Length of a transfer, at the full rate.")] = 4.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Transfers of each row.")] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """One session over a long path (a TCP proxy in user space): one connection against several."""
+    from benchmarks import wan as bench
+
+    check_writable("--json", json_file)
+    plan = bench.Plan(
+        amounts.numbers("--rates", rates, float),
+        amounts.counts("--connections", connections),
+        delay_ms,
+        jitter_ms,
+        stall_s,
+        amounts.size("--window", window),
+        seconds,
+        rounds,
+    )
+    result = bench.run(plan, _say)
+    show(bench.table(result))
+    write_json(json_file, bench.as_json(result))
+
+
+if __name__ == "__main__":
+    main(app)

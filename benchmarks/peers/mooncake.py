@@ -1,0 +1,153 @@
+"""Mooncake's transfer engine and store, as peers of ours: each is a process of an interpreter that has Mooncake."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from isthmus.bench import BenchError
+from isthmus.bench.transfer_peers import Direction
+from isthmus.errors import StartError
+
+
+def find_mooncake(python: str | None) -> str | None:
+    """The interpreter to run Mooncake in: the one given, this one if it has Mooncake, or None."""
+    return python or (sys.executable if find_spec("mooncake") else None)
+
+
+class Foreign:
+    """A script of ours in another Python interpreter. Asks and answers are lines of JSON."""
+
+    def __init__(self, python: str, script: str, *arguments: str) -> None:
+        command = [python, "-I", str(Path(__file__).with_name(script)), *arguments]
+        quiet = {**os.environ, "GLOG_minloglevel": "3", "MC_LOG_LEVEL": "ERROR"}
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                env=quiet,
+            )
+        except OSError as error:
+            raise StartError(f"{python}: cannot be run: {error.strerror}") from None
+        self._script = script
+        try:
+            self.hello: Any = self._receive()
+        except (BenchError, StartError):
+            self.close()
+            raise
+
+    def ask(self, *command: Any) -> Any:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+        return self._receive()
+
+    def _receive(self) -> Any:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:  # what the libraries print there is no answer
+            if line.startswith("= "):
+                answer = json.loads(line[2:])
+                if isinstance(answer, dict) and "error" in answer:
+                    raise BenchError(answer["error"])
+                return answer
+        raise StartError(f"{self._script} ended without an answer")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.stdout.close()
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextlib.contextmanager
+def _foreign(python: str, kind: str, *arguments: str) -> Iterator[Foreign]:
+    with contextlib.closing(Foreign(python, "mooncake_process.py", kind, *arguments)) as process:
+        yield process
+
+
+class MooncakeEngine:
+    """`mooncake-transfer-engine` over TCP, handshakes between the two processes, no metadata server.
+
+    It is asked in its fastest ways, of which the quicker counts: the whole region as one request, which it cuts
+    itself, and the pieces in batches of four.
+    """
+
+    def __init__(self, python: str, capacity: int) -> None:
+        self._target = Foreign(python, "mooncake_process.py", "transfer", str(capacity))
+        self._initiator = Foreign(python, "mooncake_process.py", "transfer", str(capacity))
+
+    def seconds(self, direction: Direction, size: int, piece: int, count: int) -> float:
+        """Seconds of one of `count` transfers after another."""
+        return min(self._move(direction, size, step, count) / count for step in {size, piece})
+
+    def verify(self, direction: Direction, size: int, piece: int) -> None:
+        """Raises BenchError if other bytes arrive than were sent."""
+        self._initiator.ask("stamp", size)
+        self._move(direction, size, piece, 1)
+        if self._initiator.ask("digest", size) != self._target.ask("digest", size):
+            raise BenchError(f"mooncake: a {direction} of {size} bytes arrived damaged")
+
+    def _move(self, direction: Direction, size: int, step: int, count: int) -> float:
+        return float(self._initiator.ask("transfer", direction, size, step, count, *self._target.hello))
+
+    def close(self) -> None:
+        self._initiator.close()
+        self._target.close()
+
+
+class MooncakeStore:
+    """The Mooncake store: its master, a client with its zero-copy calls, and the pool's memory.
+
+    The memory lies in the client's own process, or (`remote`) in another one.
+    """
+
+    def __init__(self, python: str, size: int, count: int, *, remote: bool) -> None:
+        self._size, self._count = size, count
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="isthmus-mooncake-"))
+            master = stack.enter_context(_foreign(python, "master", folder)).hello
+            total, segment = size * count, str(2 * size * count + (64 << 20))
+            if remote:
+                stack.enter_context(_foreign(python, "store", master, segment, "4096"))
+            lent = "0" if remote else segment
+            self._client = stack.enter_context(_foreign(python, "store", master, lent, str(total)))
+            self._stack = stack.pop_all()
+        self._client.ask("stamp", total)
+        self._digest = self._client.ask("digest", total)
+
+    def put(self) -> float:
+        return float(self._client.ask("put", self._size, self._count))
+
+    def get(self) -> float:
+        return float(self._client.ask("get", self._size, self._count))
+
+    def verify(self) -> None:
+        """Gets what was put into memory that held something else meanwhile."""
+        total = self._size * self._count
+        self._client.ask("stamp", total)
+        other = self._client.ask("digest", total)
+        self.get()
+        if self._client.ask("digest", total) != self._digest or other == self._digest:
+            raise BenchError(f"mooncake store: blocks of {self._size} bytes came back damaged")
+
+    def clear(self) -> None:
+        self._client.ask("clear")
+
+    def close(self) -> None:
+        self._stack.close()

@@ -1,0 +1,48 @@
+"""`isthmus serve` as a user starts it, for benchmarks of a whole cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from isthmus.bench import BenchError
+
+START_S = 90.0
+
+
+@contextlib.asynccontextmanager
+async def served(config: Path, log: Path) -> AsyncIterator[tuple[str, int]]:
+    """Its URL and process id, once it is ready. It is drained at the end. Raises BenchError when it does not start."""
+    with log.open("wb") as sink:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-u", "-m", "isthmus", "serve", "--config", str(config)),
+            stdout=sink,
+            stderr=asyncio.subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )
+    try:
+        async with asyncio.timeout(START_S):
+            while not (found := re.search(r" at (http://\S+) with ", log.read_text())):
+                if process.returncode is not None:
+                    raise BenchError(f"isthmus serve ended at its start: {last_line(log.read_text())}")
+                await asyncio.sleep(0.1)
+        yield found[1], process.pid
+        process.send_signal(signal.SIGTERM)
+        await process.wait()
+    except TimeoutError:
+        raise BenchError(f"isthmus serve was not ready within {START_S:g} s") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+def last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else "it said nothing"

@@ -1,0 +1,149 @@
+"""`isthmus bench engine`: prefill and decode speed of the engine on a model."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from rich.table import Table
+
+from isthmus.engine.batch import Chunk
+from isthmus.engine.engine import Engine, EngineOptions
+from isthmus.engine.sampling import Row, sample
+from isthmus.types import Sampling
+
+CHUNK_TOKENS = 512
+_GREEDY = Row(Sampling(temperature=0.0), ())
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prefill (`steps == 0`: one prompt, tokens/s of the prompt) or decode after the given context lengths."""
+
+    name: str
+    contexts: tuple[int, ...]
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """Median tokens per second of each side."""
+
+    case: str
+    tokens_per_s: dict[str, float]
+
+
+class Side(Protocol):
+    """What runs a model."""
+
+    def prefill(self, prompts: list[list[int]]) -> Any:
+        """Computes prompts; returns what `decode` needs to go on."""
+
+    def decode(self, prompts: list[list[int]], state: Any, steps: int) -> None:
+        """So many tokens for each prompt; may be called again with the same state."""
+
+
+def cases(max_length: int, steps: int = 32) -> list[Case]:
+    """Prefill of 512 and 4,096 tokens; decode at 1 to 32 rows of 128 tokens, and 32 rows of 16 to 1,024."""
+    found = [Case(f"prefill {n}", (n,)) for n in (512, 4096) if n <= max_length]
+    found += [Case(f"decode batch {n}", (128,) * n, steps) for n in (1, 8, 16, 32)]
+    mixed = tuple(16 + round(i * 1008 / 31) for i in range(32))
+    return [*found, Case("decode batch 32 mixed", mixed, steps)]
+
+
+class Ours:
+    def __init__(self, folder: Path, dtype: str | None, threads: int | None) -> None:
+        self._engine = Engine(folder, EngineOptions(dtype=dtype, threads=threads, kv_bytes=1 << 30))
+
+        self.dtype, self.vocab_size = self._engine.spec.dtype, self._engine.spec.vocab_size
+        self.max_length = self._engine.max_length
+
+    @property
+    def name(self) -> str:
+        return f"{self._engine.kernels.name} kernels, {self._engine.layout.dtype} weights and KV"
+
+    def prefill(self, prompts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
+        """Computes prompts in chunks; returns each one's blocks and next token."""
+        size, tables, tokens, first = self._engine.layout.block_size, [], [], 0
+        for prompt in prompts:
+            count = -(-(len(prompt) + 256) // size)
+            tables.append(list(range(first, first + count)))
+            first += count
+            for start in range(0, len(prompt), CHUNK_TOKENS):
+                part = prompt[start : start + CHUNK_TOKENS]
+                chunk = Chunk(part, start, tables[-1], start + len(part) == len(prompt))
+                logits = self._engine.forward(self._engine.build([chunk]))
+            tokens += sample(logits, [_GREEDY])[0]
+        return tables, tokens
+
+    def decode(self, prompts: list[list[int]], state: Any, steps: int) -> None:
+        tables, tokens = state
+        rows = [_GREEDY] * len(prompts)
+        batch = self._engine.build(
+            [Chunk([t], len(p), b, True) for t, p, b in zip(tokens, prompts, tables, strict=True)]
+        )
+        for step in range(steps):
+            next_tokens, _ = sample(self._engine.forward(batch), rows)
+            if step + 1 < steps:
+                batch.advance(next_tokens)
+
+
+def run(
+    ours: Ours,
+    others: Mapping[str, Side],
+    rounds: int = 3,
+    report: Callable[[str], None] = lambda line: None,
+) -> list[Result]:
+    """All cases, each side in turns, `rounds` times after one warm-up; medians."""
+    report(f"{ours.name}; {torch.get_num_threads()} threads")
+    sides = {"isthmus": ours, **others}
+    results = []
+    for case in cases(ours.max_length):
+        results.append(Result(case.name, _medians(case, sides, ours.vocab_size, rounds)))
+        shown = ", ".join(f"{side} {speed:,.0f}" for side, speed in results[-1].tokens_per_s.items())
+        report(f"{case.name}: {shown} tokens/s")
+    return results
+
+
+def _medians(case: Case, sides: Mapping[str, Side], vocab_size: int, rounds: int) -> dict[str, float]:
+    generator = torch.Generator().manual_seed(len(case.contexts))
+    prompts = [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in case.contexts]
+    states = {name: side.prefill(prompts) if case.steps else None for name, side in sides.items()}
+    speeds: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(rounds + 1):
+        for name, side in sides.items():
+            speed = _measure(side, case, prompts, states[name])
+            if turn:  # the first is the warm-up
+                speeds[name].append(speed)
+    return {name: statistics.median(found) for name, found in speeds.items()}
+
+
+def _measure(side: Side, case: Case, prompts: list[list[int]], state: Any) -> float:
+    """Tokens per second of one turn of a case; `state` is what prefill returned, for decode cases."""
+    started = time.perf_counter()
+    if case.steps:
+        side.decode(prompts, state, case.steps)
+        return len(prompts) * case.steps / (time.perf_counter() - started)
+    side.prefill(prompts)
+    return sum(case.contexts) / (time.perf_counter() - started)
+
+
+def table(results: list[Result]) -> Table:
+    """Tokens/s; with other sides, also ours over theirs."""
+    sides = list(results[0].tokens_per_s)
+    found = Table("case", *(f"{side} tokens/s" for side in sides), *(f"/ {side}" for side in sides[1:]))
+    for result in results:
+        ours, *theirs = result.tokens_per_s.values()
+        ratios = (f"{ours / each:.2f}" for each in theirs)
+        found.add_row(result.case, *(f"{each:,.0f}" for each in (ours, *theirs)), *ratios)
+    return found
+
+
+def as_json(results: list[Result]) -> list[dict[str, Any]]:
+    """`case`, and tokens per second by side."""
+    return [{"case": result.case, **result.tokens_per_s} for result in results]

@@ -1,0 +1,335 @@
+"""`isthmus bench policies`: every placement policy in every cell of a sweep, ours against the best other one.
+
+A cell is a trace, a cluster size, a replay speed and a link speed. The best other policy is chosen afresh in
+each, so ours has to match whichever rule happens to suit that cell. Where placement alone cannot keep up, the
+cell is run again with refusal at arrival: every policy in order of arrival, ours in promise order with a reserve
+as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+from rich.table import Table
+from rich.text import Text
+
+from isthmus.bench.policy_cells import OURS, POLICIES, Cell, Outcome, Task
+from isthmus.errors import ConfigError, IsthmusError
+
+GB = 1_000_000_000
+EQUAL_GOODPUT = 0.01
+"""Outcomes with goodput this close to the highest count as equal in it."""
+
+
+class Sweep(msgspec.Struct, frozen=True):
+    """All cells to run. `links` in GB/s; `decode`: decode nodes, None as many as prefill nodes; `ssd` in bytes.
+
+    `shared`: for each value, a sweep with KV handed over on the fetching links, or on a rail of its own.
+    """
+
+    sources: tuple[str, ...]
+    nodes: tuple[int, ...] = (8, 16)
+    speeds: tuple[float, ...] = (1.0, 1.5, 2.0, 2.5, 3.0)
+    links: tuple[float, ...] = (1.3, 3.0, 12.0, 50.0)
+    seeds: tuple[int, ...] = (1,)
+    policies: tuple[str, ...] = tuple(POLICIES)
+    shared: tuple[bool, ...] = (False,)
+    config: str | None = None
+    decode: int | None = None
+    ssd: int | None = None
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.policies:
+            if name not in POLICIES:
+                raise ConfigError(f"--policies: {name!r} is not known; known: {', '.join(POLICIES)}")
+        if OURS not in self.policies or len(set(self.policies)) < 2:
+            raise ConfigError(f"--policies: name {OURS} and at least one other to compare it with")
+        for option in ("nodes", "speeds", "links", "seeds"):
+            values = getattr(self, option)
+            if not values or len(set(values)) < len(values):
+                raise ConfigError(f"--{option}: give at least one value, and each once")
+        if min(self.nodes) < 1 or min(self.links) <= 0:
+            raise ConfigError("--nodes and --links: values must be above 0")
+        if self.decode is not None and self.decode < 1:
+            raise ConfigError("--decode: at least 1 node must decode")
+
+    def tasks(self) -> list[Task]:
+        """One for each cluster, speed and seed; all links of it are one worker's, as not all policies use them."""
+        return [
+            Task(
+                source,
+                nodes,
+                self.decode or nodes,
+                speed,
+                seed,
+                tuple(int(link * GB) for link in self.links),
+                self.policies,
+                shared,
+                self.config,
+                self.ssd,
+                self.limit,
+            )
+            for shared, source, nodes, speed, seed in itertools.product(
+                self.shared, self.sources, self.nodes, self.speeds, self.seeds
+            )
+        ]
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Ours in one cell. `best`: the other policy with the lowest mean TTFT; `ratio`: our mean TTFT over its.
+
+    `goodput_difference`: our goodput less its, as a share of all requests; `goodput_to_highest`: less the
+    highest of all others. In overload without refusal the latter is often that of a policy which spoils some
+    nodes and so spares the rest, at a far higher TTFT.
+    """
+
+    best: str
+    ratio: float
+    goodput_difference: float
+    goodput_to_highest: float
+
+
+# Running.
+
+
+def run(sweep: Sweep, jobs: int, report: Callable[[int, int], None] | None = None) -> list[Cell]:
+    """All cells, averaged over the seeds, in the order of the sweep. `report` hears (tasks done, of how many).
+
+    Raises ConfigError with what a worker says of a wrong trace or configuration.
+    """
+    if jobs < 1:
+        raise ConfigError(f"--jobs {jobs}: at least 1 process must run")
+    cells = asyncio.run(_run(sweep.tasks(), jobs, report))
+    return _averaged(cells)
+
+
+async def _run(tasks: list[Task], jobs: int, report: Callable[[int, int], None] | None) -> list[Cell]:
+    found: list[list[Cell]] = [[] for _ in tasks]
+    waiting = iter(enumerate(tasks))
+    done = itertools.count(1)
+
+    async def worker() -> None:
+        for index, task in waiting:
+            found[index] = await _cells(task)
+            if report is not None:
+                report(next(done), len(tasks))
+
+    try:
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(min(jobs, len(tasks))):
+                workers.create_task(worker())
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return [cell for cells in found for cell in cells]
+
+
+async def _cells(task: Task) -> list[Cell]:
+    """A task in a process of its own, which does not outlive this one's interest in it."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "isthmus.bench.policy_cells",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        output, errors = await process.communicate(msgspec.json.encode(task))
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode:
+        said = errors.decode(errors="replace").strip().splitlines() or ["it said nothing"]
+        if process.returncode == 2:
+            raise ConfigError(said[-1])
+        raise IsthmusError(f"a worker of the benchmark ended with {process.returncode}: {said[-1]}")
+    return msgspec.json.decode(output, type=list[Cell])
+
+
+def _averaged(cells: Iterable[Cell]) -> list[Cell]:
+    """Cells that differ only in their seed become one, of the first seed, with the means of their figures."""
+    groups: dict[tuple[Any, ...], list[Cell]] = defaultdict(list)
+    for cell in cells:
+        key = (cell.shared, cell.source, cell.nodes, cell.decode, cell.speed, cell.link)
+        groups[key].append(cell)
+    return [
+        msgspec.structs.replace(
+            group[0],
+            alone=_means([cell.alone for cell in group]),
+            overload=_means([cell.overload for cell in group]),
+        )
+        for group in groups.values()
+    ]
+
+
+def _means(outcomes: list[dict[str, Outcome]]) -> dict[str, Outcome]:
+    """Of the names that all have: a cell that only some seeds overload is not in overload."""
+    names = [name for name in outcomes[0] if all(name in each for each in outcomes)]
+    return {
+        name: Outcome(
+            *(
+                sum(getattr(each[name], field) for each in outcomes) / len(outcomes)
+                for field in Outcome.__struct_fields__
+            )
+        )
+        for name in names
+    }
+
+
+# Comparing.
+
+
+def alone(cell: Cell) -> Verdict:
+    """Our placement against the best other one."""
+    others = {name: outcome for name, outcome in cell.alone.items() if name != OURS}
+    return _verdict(cell.alone[OURS], others)
+
+
+def overload(cell: Cell) -> Verdict | None:
+    """Ours in promise order against the best other policy in order of arrival; None if not in overload.
+
+    The best has the lowest mean TTFT of those whose goodput equals the highest.
+    """
+    if not cell.overload:
+        return None
+    others = {name: outcome for name, outcome in cell.overload.items() if not name.startswith(OURS)}
+    highest = max(outcome.goodput for outcome in others.values())
+    equal = {name: each for name, each in others.items() if each.goodput >= highest - EQUAL_GOODPUT}
+    return _verdict(cell.overload[f"{OURS}, promise"], equal)
+
+
+def _verdict(ours: Outcome, others: dict[str, Outcome]) -> Verdict:
+    best = min(others, key=lambda name: others[name].ttft_s_mean)
+    highest = max(outcome.goodput for outcome in others.values())
+    ratio = ours.ttft_s_mean / others[best].ttft_s_mean
+    return Verdict(best, ratio, ours.goodput - others[best].goodput, ours.goodput - highest)
+
+
+class Total(msgspec.Struct, frozen=True):
+    """All verdicts of one kind: mean and greatest ratio of mean TTFT, and the least goodput differences."""
+
+    cells: int
+    mean_ratio: float
+    worst_ratio: float
+    worst_goodput_difference: float
+    worst_goodput_to_highest: float
+
+
+def total(verdicts: list[Verdict]) -> Total | None:
+    if not verdicts:
+        return None
+    ratios = [verdict.ratio for verdict in verdicts]
+    return Total(
+        len(verdicts),
+        sum(ratios) / len(ratios),
+        max(ratios),
+        min(verdict.goodput_difference for verdict in verdicts),
+        min(verdict.goodput_to_highest for verdict in verdicts),
+    )
+
+
+# Showing.
+
+
+def tables(sweep: Sweep, cells: list[Cell]) -> list[Table]:
+    """Placement alone, then refusal and order in overload, for each trace and kind of links."""
+    shown = []
+    for shared, source in itertools.product(sweep.shared, sweep.sources):
+        here = [cell for cell in cells if cell.source == source and cell.shared is shared]
+        links = "hand-over on the same links" if shared else "hand-over on a rail of its own"
+        shown.append(_alone_table(f"Placement alone: {source}, {links}", here))
+        if any(cell.overload for cell in here):
+            shown.append(_overload_table(f"With refusal, in overload: {source}, {links}", here))
+    return shown
+
+
+def _alone_table(title: str, cells: list[Cell]) -> Table:
+    names = list(cells[0].alone)
+    table = _table(title, "nodes, GB/s, speed", *names, "ratio to best", "goodput − its", "− highest")
+    for cell in cells:
+        verdict = alone(cell)
+        figures = [_figures(outcome) for outcome in cell.alone.values()]
+        table.add_row(*map(Text, (_name(cell), *figures, *_compared(verdict))))
+    return table
+
+
+def _overload_table(title: str, cells: list[Cell]) -> Table:
+    names = next(list(cell.overload) for cell in cells if cell.overload)
+    table = _table(title, "nodes, GB/s, speed", *names, "promise ÷ best FCFS", "goodput − its", "− highest")
+    for cell in cells:
+        verdict = overload(cell)
+        if verdict is not None:
+            figures = [_figures(outcome) for outcome in cell.overload.values()]
+            table.add_row(*map(Text, (_name(cell), *figures, *_compared(verdict))))
+    return table
+
+
+def _table(title: str, *head: str) -> Table:
+    table = Table(title=Text(title, style="bold"), title_justify="left")
+    for name in head:
+        table.add_column(name)
+    return table
+
+
+def _name(cell: Cell) -> str:
+    return f"{cell.nodes}, {cell.link / GB:g}, {cell.speed:g} ×"
+
+
+def _figures(outcome: Outcome) -> str:
+    """Mean TTFT / P99 / hit rate / goodput, as in the research notes."""
+    return (
+        f"{outcome.ttft_s_mean:.3g} / {outcome.ttft_s_p99:.3g} / {outcome.hit_rate:.3f} / {outcome.goodput:.4f}"
+    )
+
+
+def _compared(verdict: Verdict) -> tuple[str, str, str]:
+    goodput = verdict.goodput_difference, verdict.goodput_to_highest
+    return f"{verdict.ratio:.3f} ({verdict.best})", f"{goodput[0]:+.4f}", f"{goodput[1]:+.4f}"
+
+
+def summary_lines(cells: list[Cell]) -> list[str]:
+    """The last lines of the report: how it is judged."""
+    lines = []
+    for shared in sorted({cell.shared for cell in cells}):
+        here = [cell for cell in cells if cell.shared is shared]
+        links = "shared links" if shared else "hand-over on its own rail"
+        placed = total([alone(cell) for cell in here])
+        assert placed is not None
+        lines.append(f"placement alone, {links}: {_total_line(placed)}")
+        ordered = total([verdict for cell in here if (verdict := overload(cell)) is not None])
+        if ordered is not None:
+            lines.append(f"refusal and promise order in overload, {links}: {_total_line(ordered)}")
+    return lines
+
+
+def _total_line(found: Total) -> str:
+    to_its, to_highest = 100 * found.worst_goodput_difference, 100 * found.worst_goodput_to_highest
+    return (
+        f"mean TTFT over the best other policy, {found.cells} cells: {found.mean_ratio:.3f} on average, "
+        f"{found.worst_ratio:.3f} in the worst; goodput at worst {to_its:+.2f} points to its, "
+        f"{to_highest:+.2f} to the highest"
+    )
+
+
+def as_json(sweep: Sweep, cells: list[Cell]) -> dict[str, Any]:
+    """Stable: the sweep as given, each cell with its verdicts, and the totals."""
+    rows = []
+    for cell in cells:
+        row = msgspec.to_builtins(cell)
+        row["link_bytes_per_s"] = row.pop("link")
+        row["verdict_alone"] = msgspec.to_builtins(alone(cell))
+        row["verdict_overload"] = msgspec.to_builtins(overload(cell))
+        rows.append(row)
+    totals = {
+        "alone": msgspec.to_builtins(total([alone(cell) for cell in cells])),
+        "overload": msgspec.to_builtins(total([v for cell in cells if (v := overload(cell)) is not None])),
+    }
+    return {"sweep": msgspec.to_builtins(sweep), "cells": rows, "totals": totals}

@@ -1,0 +1,254 @@
+"""The cells of `isthmus bench policies`: which cluster, which workload, and what each policy makes of it.
+
+Run as a module it is the worker of the benchmark: a `Task` as JSON on standard input, a list of `Cell` as JSON
+on standard output.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from isthmus.conductor import Rules
+from isthmus.config import load_config
+from isthmus.cost import Curve, hardware_named
+from isthmus.deploy import NodeFacts, Rates, Sequences
+from isthmus.errors import ConfigError, IsthmusError
+from isthmus.sim.deployment import FAR, Deployment, deployment_of
+from isthmus.sim.records import Result, Status
+from isthmus.sim.simulation import Simulation
+from isthmus.sim.summary import nearest_rank, within_limits
+from isthmus.sim.workloads import Replay, Workload, load
+from isthmus.types import NS_PER_S, NodeId, Role
+
+OURS = "isthmus"
+POLICIES: dict[str, dict[str, Any]] = {
+    "random": {"policy": "random"},
+    "round_robin": {"policy": "round_robin"},
+    "least_loaded": {"policy": "least_loaded"},
+    "sticky": {"policy": "sticky", "sticky_blocks": 2},
+    "local_aware": {"policy": "local_aware"},
+    "mooncake-1": {"policy": "mooncake", "balancing_threshold": 1.0},
+    "mooncake-2": {"policy": "mooncake", "balancing_threshold": 2.0},
+    "mooncake-4": {"policy": "mooncake", "balancing_threshold": 4.0},
+    OURS: {"policy": OURS},
+}
+"""Every competitor and its rules; each threshold of Algorithm 1 competes for itself."""
+_NEVER_FETCH = ("random", "round_robin", "least_loaded", "sticky", "local_aware")
+
+REFUSAL = {"admission": "early"}
+PROMISE = {"admission": "early", "reserve": 0.1}
+OVERLOAD_GOODPUT = 0.9
+"""A cell is in overload when no policy alone gets this share of the requests inside their limits."""
+
+GPUS = 8
+CACHE_TOKENS = 3_000_000
+KV_TOKENS = 1_400_000
+HANDOVER = 100_000_000_000
+MEMORY = 135_000_000_000
+TTFT_MS, TBT_MS = 30_000, 100
+CURVE = Curve(
+    kv_token_bytes=320 * 1024,
+    num_layers=80,
+    prefill_token_s=1.144e-4,
+    prefill_pair_s=7.21e-10,
+    decode_fixed_s=26.2e-3,
+    decode_context_s=3.5e-8,
+    origin="Mooncake (FAST'25), Figure 14",
+)
+"""The cluster without `--config`: Mooncake's nodes (FAST'25, 5.1), 8 A800 each, serving a model of the shape of
+LLaMA2-70B: 320 KiB of KV per token (8 KV heads of 128, 80 layers, bfloat16). `CURVE`: a fit of Figure 14's prefill
+times, and its decode times, 26.5 ms a token at 8k of context and 30.8 ms at 128k. `CACHE_TOKENS`: the node cache
+of the paper's scheduling experiments. `KV_TOKENS`: what 8 GPUs leave for KV beside 140 GB of weights. `MEMORY`:
+bytes per second at which Figure 14's cached prefixes load. `HANDOVER`: prefill to decode, on a rail of its own.
+SSDs are the hardware table's. Limits: 30 s to the first token, 100 ms between tokens (5.2)."""
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What one worker simulates: every policy in a cluster of `nodes` prefill nodes, at every link speed.
+
+    `links`: bytes per second; `shared`: KV is handed over on the same links; `ssd`: bytes of SSD cache per
+    node, None as configured; `decode`: decode nodes.
+    """
+
+    source: str
+    nodes: int
+    decode: int
+    speed: float
+    seed: int
+    links: tuple[int, ...]
+    policies: tuple[str, ...]
+    shared: bool = False
+    config: str | None = None
+    ssd: int | None = None
+    limit: int | None = None
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Of completed requests, except `goodput`, a share of all: both limits kept."""
+
+    ttft_s_mean: float
+    ttft_s_p99: float
+    hit_rate: float
+    goodput: float
+    fetched_bytes: int = 0
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """One cluster, load and link. `overload`: with refusal, empty where placement alone keeps up."""
+
+    source: str
+    nodes: int
+    decode: int
+    speed: float
+    link: int
+    shared: bool
+    seed: int
+    alone: dict[str, Outcome]
+    overload: dict[str, Outcome]
+
+
+def run_task(task: Task) -> list[Cell]:
+    """The cells of a task, one for each link. Raises ConfigError for a trace or configuration that is wrong."""
+    runs = _Runs(task)
+    return [runs.cell(link) for link in task.links]
+
+
+class _Runs:
+    """The simulations of one task. `_linkless`: outcomes that hold for every link, by policy and knobs."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self._workload = workload_of(task)
+        self._base = _base(task, self._workload.block_size)
+        self._linkless: dict[str, Outcome] = {}
+
+    def cell(self, link: int) -> Cell:
+        """Placement alone; where that is not enough also with refusal, and ours in promise order as well."""
+        task = self._task
+        alone = self._all(link, {})
+        overload: dict[str, Outcome] = {}
+        if max(outcome.goodput for outcome in alone.values()) < OVERLOAD_GOODPUT:
+            overload = self._all(link, REFUSAL)
+            overload[f"{OURS}, promise"] = self._outcome(link, OURS, PROMISE)
+        return Cell(
+            task.source, task.nodes, task.decode, task.speed, link, task.shared, task.seed, alone, overload
+        )
+
+    def _all(self, link: int, knobs: dict[str, Any]) -> dict[str, Outcome]:
+        return {name: self._outcome(link, name, knobs) for name in POLICIES if name in self._task.policies}
+
+    def _outcome(self, link: int, name: str, knobs: dict[str, Any]) -> Outcome:
+        """One simulation. A policy that never fetches uses no link: one run stands for every speed."""
+        key = f"{name} {knobs}"
+        if key in self._linkless:
+            return self._linkless[key]
+        rules = msgspec.structs.replace(self._base.rules, max_requests=1 << 40, **POLICIES[name], **knobs)
+        deployment = msgspec.structs.replace(
+            self._base,
+            nodes=_nodes(self._task, self._base, link, "promise" if knobs is PROMISE else "fcfs"),
+            rules=rules,
+        )
+        outcome = outcome_of(Simulation(deployment, self._workload).run())
+        if name in _NEVER_FETCH and not self._task.shared and not outcome.fetched_bytes:
+            self._linkless[key] = outcome
+        return outcome
+
+
+def outcome_of(result: Result) -> Outcome:
+    """A simulation's figures. Raises ConfigError when no request was completed."""
+    served = [record for record in result.records if record.status is Status.COMPLETED]
+    if not served:
+        raise ConfigError(f"{result.workload}: no request fits the memory of these nodes; take larger nodes")
+    ttfts = sorted(record.first_token_ns - record.arrival_ns for record in served)
+    return Outcome(
+        ttft_s_mean=sum(ttfts) / len(ttfts) / NS_PER_S,
+        ttft_s_p99=nearest_rank(ttfts, 99) / NS_PER_S,
+        hit_rate=sum(r.cached_tokens for r in served) / sum(r.request.num_tokens for r in served),
+        goodput=sum(map(within_limits, result.records)) / len(result.records),
+        fetched_bytes=result.bytes_moved["fetch"],
+    )
+
+
+def workload_of(task: Task) -> Workload:
+    """The seed spreads the arrivals of a Mooncake trace inside its 3 s steps; it is the seed of a generated
+    workload; a trace with exact times has nothing to draw."""
+    replay = Replay(task.speed, limit=task.limit)
+    if _is_mooncake(task.source):
+        return load(task.source, Replay(task.speed, task.seed, task.limit))
+    if ":" in task.source and not Path(task.source).exists():
+        plain = re.sub(r",seed=[0-9]+", "", task.source)
+        return load(f"{plain},seed={task.seed}", replay)
+    return load(task.source, replay)
+
+
+def _is_mooncake(source: str) -> bool:
+    try:
+        with Path(source).open("rb") as file:
+            first = file.readline(1 << 20)
+    except OSError:
+        return False  # a specification, or `load` says what is wrong
+    return first.startswith(b"{") and b'"rules"' not in first
+
+
+def _base(task: Task, block_size: int) -> Deployment:
+    """One prefill node and one decode node with all that does not change from cell to cell."""
+    if task.config is not None:
+        config = load_config(Path(task.config), {"roles": {"prefill": 1, "decode": 1}, "cache.ssd": task.ssd})
+        if config.slo.ttft_ms is None:
+            raise ConfigError(f"{task.config}: slo.ttft_ms: goodput needs a limit; give one, e.g. 30000")
+        return deployment_of(config, block_size, Path(task.config).parent)
+    hardware = hardware_named("a800")
+    rates = Rates(
+        handover=HANDOVER,
+        memory=MEMORY,
+        disk_read=int(GPUS * hardware.ssd_read_bw),
+        disk_write=int(GPUS * hardware.ssd_write_bw),
+    )
+    kv_blocks, block_bytes = KV_TOKENS // block_size, CURVE.kv_token_bytes * block_size
+    prefill = NodeFacts(
+        NodeId(""),
+        Role.PREFILL,
+        CURVE,
+        kv_blocks,
+        block_size,
+        dram_blocks=CACHE_TOKENS // block_size,
+        ssd_blocks=(task.ssd or 0) // block_bytes,
+        rates=rates,
+        token_budget=8192,
+        prompt_batch=1,
+        sequences=Sequences(256, 256, 256),
+        max_steps=FAR,
+        max_chunks=FAR,
+    )
+    decode = msgspec.structs.replace(prefill, role=Role.DECODE, dram_blocks=0, ssd_blocks=0)
+    return Deployment((prefill, decode), Rules(ttft_ms=TTFT_MS, tbt_ms=TBT_MS))
+
+
+def _nodes(task: Task, base: Deployment, link: int, order: str) -> tuple[NodeFacts, ...]:
+    nodes = []
+    for facts, count in zip(base.nodes, (task.nodes, task.decode), strict=True):
+        handover = 0 if task.shared else facts.rates.handover or HANDOVER
+        rates = msgspec.structs.replace(facts.rates, network=link, handover=handover)
+        nodes += [
+            msgspec.structs.replace(facts, node=NodeId(f"{facts.role}-{number}"), rates=rates, order=order)
+            for number in range(count)
+        ]
+    return tuple(nodes)
+
+
+def main() -> None:
+    task = msgspec.json.decode(sys.stdin.buffer.read(), type=Task)
+    try:
+        sys.stdout.buffer.write(msgspec.json.encode(run_task(task)))
+    except IsthmusError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Load generators and the small random models they run on."""

@@ -1,0 +1,89 @@
+"""Which waiting request gets memory and a place next, and whether it may have them yet."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from isthmus.scheduler import events
+from isthmus.scheduler.batch import Batch
+from isthmus.scheduler.events import Actions
+from isthmus.scheduler.limits import Limits
+from isthmus.scheduler.memory import Memory
+from isthmus.scheduler.order import promise_order
+from isthmus.scheduler.prefixes import Prefixes
+from isthmus.scheduler.sequence import ADMITTED, PREEMPTED, QUEUED, Prefix, Sequence
+
+_NOTHING = Prefix()
+
+
+class Admission:
+    """`waiting`: prompts to compute, in order of arrival; one that was pre-empted comes first."""
+
+    def __init__(self, limits: Limits, memory: Memory, prefixes: Prefixes, batch: Batch) -> None:
+        self.waiting: deque[Sequence] = deque()
+        self._limits, self._memory, self._prefixes, self._batch = limits, memory, prefixes, batch
+        self._in_order = limits.order == "fcfs"
+
+    def admit(self, actions: Actions, now: int, index: int | None = None) -> bool:
+        """Gives the next waiting request, or that at `index`, a place and all blocks of its known tokens; False when it
+        must wait on."""
+        batch = self._batch
+        if batch.num_placed >= self._limits.max_sequences:
+            return False
+        if index is None:
+            index = 0 if self._in_order or len(self.waiting) == 1 else self._choose(now)
+        sequence = self.waiting[index]
+        prefix = self._prefixes.find(sequence, batch.prompts) if sequence.names else _NOTHING
+        if prefix is None or not self._memory.admit(sequence, prefix, batch.headroom):
+            return False
+        del self.waiting[index]
+        sequence.state = ADMITTED[sequence.state]
+        batch.place(sequence)
+        batch.prompts.append(sequence)
+        tokens, held, state = prefix.num_tokens, sequence.blocks, sequence.restore
+        actions.append(events.Admitted(sequence.request, tokens, held, prefix.num_on_disk, state))
+        if prefix.loads:
+            count = -(-tokens // self._limits.block_size)
+            names = self._memory.states.chain(sequence.names, count)
+            actions.append(events.Load(sequence.request, names, held[:count] + state, tokens, sequence.fetches))
+        return True
+
+    def overtake(self, sequence: Sequence, actions: Actions, now: int) -> bool:
+        """Admits a request out of order if that takes no memory which those before it wait for."""
+        index = self.waiting.index(sequence)
+        if index and not (self._is_ready(sequence, now) and self._leaves_enough(index)):
+            return False
+        return self.admit(actions, now, index)
+
+    def put_back(self, sequence: Sequence) -> None:
+        """It lost its blocks, and is computed anew: before all others."""
+        sequence.start_over()
+        sequence.state = PREEMPTED[sequence.state]
+        self.waiting.appendleft(sequence)
+
+    def _choose(self, now: int) -> int:
+        index = promise_order(self.waiting, now, lambda request: self._is_ready(request, now))  # type: ignore[arg-type]
+        # A request that leaves holds its blocks until its decode node takes it. That takes requests in the order of
+        # their routes, so it may first wait for one that was overtaken here: they would wait for each other.
+        waits = index and self.waiting[index].detach and not self._leaves_enough(index)
+        return 0 if waits else index
+
+    def _is_ready(self, sequence: Sequence, now: int) -> bool:
+        """Its fetch ends while it computes, and what it was sent here for is here."""
+        if sequence.fetch_stop:
+            return sequence.fetch_until_ns <= now + sequence.work_ns
+        return not sequence.num_cached or self._prefixes.is_here(sequence)
+
+    def _leaves_enough(self, index: int) -> bool:
+        """When this waiting request is admitted, any single one of those before it still could be."""
+        overtaken = max([self.waiting[at].length for at in range(index)])
+        batch, size = self._batch, self._limits.block_size
+        needed = -(-self.waiting[index].length // size) - (-overtaken // size)
+        fits = needed + batch.headroom <= self._memory.pool.available
+        return fits and batch.num_placed + 1 < self._limits.max_sequences
+
+    def check(self) -> None:
+        """Who waits for blocks holds none."""
+        for each in self.waiting:
+            assert each.state is QUEUED
+            assert not (each.blocks or each.restore or each.snapshots), "a waiting request holds blocks"

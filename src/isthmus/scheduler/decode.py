@@ -1,0 +1,132 @@
+"""The decode clock: requests that decode advance together, so an iteration touches none of them.
+
+The clock counts iterations. Each request keeps its distance to it, and two heaps know when the first has its last token
+and when the first has filled its blocks. Entries of those who stopped, or got blocks since, stay until they come first.
+
+Owns the clock, who decodes and the heaps; blocks are the pool's.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+
+from isthmus.scheduler.events import Piece, Run
+from isthmus.scheduler.limits import Limits
+from isthmus.scheduler.pool import Pool
+from isthmus.scheduler.sequence import DECODING, Sequence
+
+Entry = tuple[int, int, Sequence]
+"""When, by the clock; the age it had; who."""
+
+
+class DecodeClock:
+    """`now`: iterations so far. `sequences`: who decodes, in the order in which they began. `fills`: empty if nobody
+    will ever need a block."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.now = 0
+        self.sequences: dict[Sequence, None] = {}
+        self._limits = limits
+        self._offsets = 0  # sum over `sequences`
+        self._ends: list[Entry] = []  # at its last token
+        self.fills: list[Entry] = []  # with its blocks full; only of who needs more blocks to reach its end
+
+    @property
+    def context(self) -> int:
+        """Tokens that the next iteration attends to, all requests together."""
+        return self._offsets + len(self.sequences) * (self.now + 1)
+
+    def start(self, sequence: Sequence) -> None:
+        """Its prompt is computed and its next token is known."""
+        sequence.offset = offset = sequence.computed - self.now
+        self._offsets += offset
+        self.sequences[sequence] = None
+        heappush(self._ends, (sequence.stop_length - 1 - offset, sequence.age, sequence))
+        self._note_full(sequence)
+
+    def stop(self, sequence: Sequence) -> None:
+        """Whether it is at its end or not. What it has come to is settled."""
+        sequence.computed = self.now + sequence.offset
+        sequence.length = sequence.computed + 1
+        self._offsets -= sequence.offset
+        del self.sequences[sequence]
+
+    def run(self, chunks: list[Piece]) -> Run:
+        """Of all that decode, beside these chunks. Needs somebody who decodes."""
+        steps = 1 if chunks else self._steps()
+        return Run(tuple(chunks), len(self.sequences), self.context, steps, self._pieces)
+
+    def _steps(self) -> int:
+        """Iterations for which nobody needs a block or passes its end."""
+        ends, sequences = self._ends, self.sequences
+        until, age, sequence = ends[0]
+        while age != sequence.age or sequence not in sequences:
+            heappop(ends)
+            until, age, sequence = ends[0]
+        first = self._first_full() if self.fills else None
+        if first is not None and first.full_at < until:
+            until = first.full_at
+        steps, most = until - self.now, self._limits.max_steps
+        return 1 if steps < 1 else steps if steps < most else most
+
+    def _pieces(self) -> list[Piece]:
+        """One token of each, oldest admission first."""
+        oldest_first = sorted(self.sequences, key=lambda sequence: sequence.age)
+        return [sequence.piece(self.now + sequence.offset, 1, True) for sequence in oldest_first]
+
+    def make_room(self, pool: Pool) -> bool:
+        """A block for each that needs one now; while half the pool is left, also those of the next `max_steps`
+        iterations. False: the pool is empty, and somebody has to give blocks back first."""
+        limits, first = self._limits, self._first_full()
+        while first is not None and first.full_at <= self.now:
+            if not self._grow(first, 1, pool):
+                return False
+            first = self._first_full()
+        ahead = self.now + limits.max_steps
+        while first is not None and first.full_at < ahead and pool.available > limits.num_blocks // 2:
+            end = first.stop_length - 1 - first.offset
+            if not self._grow(first, min(ahead, end) - self.now, pool):
+                break
+            first = self._first_full()
+        return True
+
+    def _grow(self, sequence: Sequence, steps: int, pool: Pool) -> bool:
+        """Blocks for `steps` more tokens after the computed ones; False when the pool is empty."""
+        wanted = -(-(self.now + sequence.offset + steps) // self._limits.block_size)
+        needed = wanted - len(sequence.blocks)
+        if needed > pool.available:
+            return False
+        for _ in range(needed):
+            sequence.blocks += pool.allocate(1, after=sequence.blocks[-1])
+        self._note_full(sequence)
+        return True
+
+    def _note_full(self, sequence: Sequence) -> None:
+        """Only who has too few blocks for all its tokens will ever need one."""
+        kept, offset = len(sequence.blocks) * self._limits.block_size, sequence.offset
+        sequence.full_at = kept - offset
+        if kept < sequence.stop_length - 1:
+            heappush(self.fills, (kept - offset, sequence.age, sequence))
+
+    def _first_full(self) -> Sequence | None:
+        """Whose blocks are full first, of those that will need more."""
+        fills, sequences = self.fills, self.sequences
+        while fills:
+            full_at, age, sequence = fills[0]
+            if sequence in sequences and age == sequence.age and full_at == sequence.full_at:
+                return sequence
+            heappop(fills)
+        return None
+
+    def check(self) -> None:
+        """Each that decodes is in the sum and in the heaps, with blocks for what it has computed."""
+        assert self._offsets == sum([sequence.offset for sequence in self.sequences])
+        ends = {(at, sequence) for at, age, sequence in self._ends if age == sequence.age}
+        fills = {(at, sequence) for at, age, sequence in self.fills if age == sequence.age}
+        for sequence in self.sequences:
+            assert sequence.state is DECODING
+            end, full_at = sequence.stop_length - 1 - sequence.offset, sequence.full_at
+            assert self.now <= full_at, "computed tokens without a block"
+            assert full_at == len(sequence.blocks) * self._limits.block_size - sequence.offset
+            assert (end, sequence) in ends, "nobody will notice its end"
+            assert full_at >= end or (full_at, sequence) in fills, "nobody will give it a block"

@@ -1,0 +1,74 @@
+"""Requests whose prompt another node computes: from the time they are expected until they decode here.
+
+They get memory as soon as there is some, since the other node waits for it, and a place when their KV is here.
+"""
+
+from __future__ import annotations
+
+from collections import abc, deque
+
+from isthmus.scheduler.batch import Batch
+from isthmus.scheduler.events import Actions, Joined
+from isthmus.scheduler.limits import Limits
+from isthmus.scheduler.memory import Memory
+from isthmus.scheduler.sequence import EXPECTED, JOINED, JOINING, RECEIVING, RESERVED, WHOLE, Sequence
+
+
+class Incoming:
+    """`expected`: wait for blocks; `joining`: are here, and wait for a place."""
+
+    def __init__(self, limits: Limits, memory: Memory, batch: Batch) -> None:
+        self.expected: deque[Sequence] = deque()
+        self.joining: deque[Sequence] = deque()
+        self._num_reserved = 0  # RECEIVING and JOINING: they hold blocks and no place yet
+        self._max_sequences, self._memory, self._batch = limits.max_sequences, memory, batch
+
+    def expect(self, sequence: Sequence) -> None:
+        sequence.state = EXPECTED
+        self.expected.append(sequence)
+
+    def reserve(self, actions: Actions) -> None:
+        """Blocks for all for whom there are some."""
+        while self.expected and self._num_reserved < self._max_sequences:
+            sequence = self.expected[0]
+            if not self._memory.reserve(sequence, self._batch.headroom):
+                return
+            self.expected.popleft()
+            sequence.state = RESERVED[sequence.state]
+            self._num_reserved += 1
+            actions += sequence.reserved()
+
+    def imported(self, sequence: Sequence) -> None:
+        """All its KV is here and checked; its first new token is known."""
+        sequence.state = WHOLE[sequence.state]
+        sequence.computed = sequence.length
+        self.joining.append(sequence)
+
+    def join(self, actions: Actions) -> None:
+        """Those that are here decode, as far as there are places."""
+        batch = self._batch
+        while self.joining and batch.num_placed < self._max_sequences:
+            sequence = self.joining.popleft()
+            self._num_reserved -= 1
+            batch.place(sequence)
+            self._memory.states.join(sequence)
+            sequence.state = JOINED[sequence.state]
+            batch.decoding.start(sequence)
+            actions.append(Joined(sequence.request))
+
+    def remove(self, sequence: Sequence) -> None:
+        """It does not come, or not on."""
+        if sequence.state is EXPECTED:
+            self.expected.remove(sequence)
+            return
+        self._num_reserved -= 1
+        if sequence.state is JOINING:
+            self.joining.remove(sequence)
+
+    def check(self, sequences: abc.Iterable[Sequence]) -> None:
+        states = [each.state for each in sequences]
+        assert self._num_reserved == states.count(RECEIVING) + states.count(JOINING)
+        assert self._num_reserved <= self._max_sequences, "more was reserved than may come"
+        assert len(self.expected) == states.count(EXPECTED) and len(self.joining) == states.count(JOINING)
+        for each in self.expected:
+            assert not (each.blocks or each.restore), "a waiting request holds blocks"

@@ -1,0 +1,91 @@
+"""The engine's memory: which of its blocks a request gets, and when they are free again.
+
+Blocks that are being saved are nobody's until that is done, whatever became of their request.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+
+from isthmus.scheduler.limits import Limits
+from isthmus.scheduler.pool import Blocks, Pool
+from isthmus.scheduler.sequence import Prefix, Sequence
+from isthmus.scheduler.states import AnyStates, NoStates, States
+from isthmus.types import RequestId
+
+
+class Memory:
+    """`pool`: its blocks; `states`: what requests have of them beside KV."""
+
+    def __init__(self, limits: Limits, pool: Pool) -> None:
+        self.pool = pool
+        self.states: AnyStates = NoStates(limits.block_size)
+        if limits.state_blocks:
+            self.states = States(limits.state_blocks, limits.block_size, pool)
+        self._size = limits.block_size
+        self._saving: dict[RequestId, int] = {}  # how often `saved` is still to come
+        self._unsaved: dict[RequestId, list[int]] = {}  # given back meanwhile
+
+    def admit(self, sequence: Sequence, prefix: Prefix, headroom: int) -> bool:
+        """Gives it blocks for its known tokens, and for the snapshots to be taken of them. False, and nothing, if then
+        fewer than `headroom` were left."""
+        pool, states = self.pool, self.states
+        positions = states.positions(
+            sequence.length, len(sequence.names), prefix.num_tokens, prefix.num_found, leaves=sequence.detach
+        )
+        needed = -(-sequence.length // self._size) - len(prefix.blocks)
+        cached = prefix.blocks + prefix.state
+        idle = pool.idle_among(cached) if cached else 0
+        state_blocks = (len(positions) + prefix.loads) * states.num_blocks
+        if needed + state_blocks + idle + headroom > pool.available:
+            return False
+        if cached:
+            pool.acquire(cached)
+        sequence.blocks = prefix.blocks + pool.allocate(needed)
+        states.admit(sequence, prefix, positions)
+        sequence.cached = sequence.computed = prefix.num_tokens
+        sequence.named = len(prefix.blocks)
+        return True
+
+    def reserve(self, sequence: Sequence, headroom: int) -> bool:
+        """Gives it blocks for the KV that is sent to it, its next token included; False as above."""
+        needed = -(-(sequence.length + 1) // self._size)
+        if needed + self.states.num_blocks + headroom > self.pool.available:
+            return False
+        sequence.blocks = self.pool.allocate(needed)
+        self.states.reserve(sequence)
+        return True
+
+    def release(self, sequence: Sequence) -> None:
+        """Takes back all that it holds."""
+        self.give_back(sequence.request, sequence.blocks)
+        for snapshot in self.states.release(sequence):
+            self.give_back(sequence.request, snapshot.blocks)
+
+    def give_back(self, request: RequestId, blocks: Blocks) -> None:
+        """At once, or when they are saved."""
+        if request in self._saving:
+            self._unsaved.setdefault(request, []).extend(blocks)
+        else:
+            self.pool.release(blocks)
+
+    def saving(self, request: RequestId) -> None:
+        """Some of its blocks are about to be saved: one `saved` is to come."""
+        self._saving[request] = self._saving.get(request, 0) + 1
+
+    def saved(self, request: RequestId) -> None:
+        """What one `Save` wanted is done."""
+        self._saving[request] -= 1
+        if not self._saving[request]:
+            del self._saving[request]
+            self.pool.release(self._unsaved.pop(request, ()))
+
+    def check(self, sequences: abc.Collection[Sequence]) -> None:
+        """What requests hold, with what is in saving, is what is held: blocks add up."""
+        self.pool.check()
+        self.states.check(sequences)
+        assert self._unsaved.keys() <= self._saving.keys() and all(self._saving.values())
+        held = sum([len(blocks) for blocks in self._unsaved.values()])
+        for each in sequences:
+            held += len(each.blocks) + len(each.restore) + sum([len(shot.blocks) for shot in each.snapshots])
+        assert held == self.pool.num_held, "requests and the pool do not agree on what is held"

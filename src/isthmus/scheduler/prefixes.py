@@ -1,0 +1,172 @@
+"""Which prefixes are computed once and used again: those still in the engine's memory, or those in a cache beside it.
+
+`PoolPrefixes` and `TierPrefixes` answer the same questions. What follows, for the node's store and the conductor, is
+added to `actions`.
+"""
+
+from __future__ import annotations
+
+from isthmus.attempts import BlocksEvicted, BlocksStored
+from isthmus.scheduler import events
+from isthmus.scheduler.events import Actions
+from isthmus.scheduler.memory import Memory
+from isthmus.scheduler.pool import Blocks
+from isthmus.scheduler.sequence import Prefix, Sequence
+from isthmus.scheduler.tiers import Change, TierCache
+from isthmus.types import DISK, BlockName, NodeId, RequestId
+
+Names = tuple[BlockName, ...]
+
+
+class PoolPrefixes:
+    """A block keeps its name in the pool until somebody else needs it. There is no cache to tell anything."""
+
+    def __init__(self, memory: Memory, block_size: int) -> None:
+        self._memory, self._size = memory, block_size
+
+    def find(self, sequence: Sequence, prompts: list[Sequence]) -> Prefix | None:
+        """What it need not compute; never all of it, for the last token yields the logits. None: it is to wait for one
+        of `prompts`, which are being computed."""
+        memory = self._memory
+        found = memory.pool.match(sequence.names[: (sequence.length - 1) // self._size])
+        blocks, state = memory.states.in_pool(sequence.names, found)
+        return Prefix(len(blocks) * self._size, len(found), blocks, state)
+
+    def is_here(self, sequence: Sequence) -> bool:
+        """Whether what it was sent here for is."""
+        return True
+
+    def computed(self, sequence: Sequence, samples: bool, actions: Actions) -> Names:
+        """A chunk was, the last one if it `samples`. Returns what got a name: full blocks, at the end snapshots."""
+        memory, pool, names, stored = self._memory, self._memory.pool, sequence.names, []
+        if sequence.named < len(names):
+            full = min(sequence.computed // self._size, len(names))
+            span = slice(sequence.named, full)
+            named = zip(sequence.blocks[span], names[span], strict=True)
+            stored = [name for block, name in named if pool.store(block, name)]
+            sequence.named = full
+        if samples and sequence.snapshots:
+            for snapshot in sequence.take_cached_snapshots():
+                named = zip(snapshot.blocks, memory.states.parts(names, snapshot.depth), strict=True)
+                stored += [name for block, name in named if pool.store(block, name)]
+                memory.give_back(sequence.request, snapshot.blocks)
+        return tuple(stored)
+
+    def keep(
+        self, names: Names, actions: Actions, request: RequestId | None = None, blocks: Blocks = ()
+    ) -> None: ...
+    def lose(self, names: Names, actions: Actions) -> None: ...
+    def recover(self, chains: tuple[Names, ...], actions: Actions) -> None: ...
+    def arrive(self, sequence: Sequence) -> None: ...
+    def unpin(self, sequence: Sequence) -> None: ...
+
+
+class TierPrefixes:
+    """A prefix is loaded from the tiers before it is used, and saved there when its prompt is computed."""
+
+    def __init__(self, tiers: TierCache, memory: Memory, block_size: int, node: NodeId) -> None:
+        self._tiers, self._memory, self._size, self._node = tiers, memory, block_size, node
+
+    def arrive(self, sequence: Sequence) -> None:
+        """What it was sent here for stays until it has it."""
+        present, wanted = self._tiers.match(sequence.names)[0], sequence.num_cached
+        expected = present if present < wanted else wanted
+        self._pin(sequence, expected if expected > sequence.fetch_stop else sequence.fetch_stop)
+
+    def find(self, sequence: Sequence, prompts: list[Sequence]) -> Prefix | None:
+        """As above; what a fetch under way will bring counts as here."""
+        states, names, size = self._memory.states, sequence.names, self._size
+        present, on_disk = self._tiers.match(names)
+        arrives = sequence.fetch_start <= present < sequence.fetch_stop
+        if arrives and states.leaves_some(sequence.fetch_stop, sequence.length):
+            found = usable = sequence.fetch_stop
+        else:
+            found = present
+            usable, on_disk = states.in_tiers(self._tiers, sequence, present, on_disk)
+        if usable > sequence.num_pinned:
+            self._pin(sequence, usable)
+        if usable < sequence.num_cached:
+            name = names[usable]
+            if any(usable < len(prompt.names) and prompt.names[usable] == name for prompt in prompts):
+                return None
+        tokens = usable * size if usable * size < sequence.length else sequence.length - 1
+        return Prefix(tokens, found, loads=tokens > 0, num_on_disk=on_disk)
+
+    def is_here(self, sequence: Sequence) -> bool:
+        """Whether what it was sent here for is; else it would compute what a request before it is about to leave."""
+        wanted = sequence.num_cached
+        return sequence.num_pinned >= wanted or self._tiers.match(sequence.names)[0] >= wanted
+
+    def computed(self, sequence: Sequence, samples: bool, actions: Actions) -> Names:
+        """A chunk was. When it was the last one, the cache gets the prompt and its snapshots."""
+        if samples:
+            request, blocks, memory = sequence.request, sequence.blocks, self._memory
+            self.keep(sequence.names, actions, request, blocks)
+            self.unpin(sequence)
+            if sequence.snapshots:
+                for snapshot in sequence.take_cached_snapshots():
+                    chain = memory.states.chain(sequence.names, snapshot.depth)
+                    self.keep(chain, actions, request, blocks[: snapshot.depth] + snapshot.blocks)
+                    memory.give_back(request, snapshot.blocks)
+        return ()
+
+    def keep(
+        self, names: Names, actions: Actions, request: RequestId | None = None, blocks: Blocks = ()
+    ) -> None:
+        """A prefix for the cache to keep. `blocks` of the engine hold it, computed for `request`; without, it is there
+        already: it came from another node."""
+        if not names:
+            return
+        change = self._tiers.put(names)
+        start, fresh = change.start, len(change.stored) + len(change.sunk)
+        save = None
+        if fresh and blocks and request is not None:
+            self._memory.saving(request)
+            span, head = slice(start, start + fresh), names[start - 1] if start else None
+            save = events.Save(request, names[span], head, blocks[span], len(change.sunk))
+        self._tell(change, actions, save)
+
+    def lose(self, names: Names, actions: Actions) -> None:
+        """Their bytes are gone or damaged, in whichever tier they were."""
+        self._tell(self._tiers.remove(names), actions)
+
+    def recover(self, chains: tuple[Names, ...], actions: Actions) -> None:
+        """They were found whole on the SSD when the node started."""
+        for chain in chains:
+            self._tell(self._tiers.restore(chain), actions)
+
+    def unpin(self, sequence: Sequence) -> None:
+        """What it needed of the tiers is in the engine, or not needed any more."""
+        if sequence.pinned:
+            self._tiers.unpin(sequence.pinned)
+            sequence.pinned, sequence.num_pinned = (), 0
+
+    def _pin(self, sequence: Sequence, num_blocks: int) -> None:
+        """Instead of what it had pinned: so many leading blocks, and the state after them."""
+        names = self._memory.states.chain(sequence.names, num_blocks)
+        self._tiers.pin(names)
+        if sequence.pinned:
+            self.unpin(sequence)
+        sequence.pinned, sequence.num_pinned = names, num_blocks
+
+    def _tell(self, change: Change, actions: Actions, save: events.Save | None = None) -> None:
+        """In the order in which it can be done: room is made first. What goes from the SSD to DRAM comes before what
+        takes its place there. `save`: all that is new."""
+        node = self._node
+        if change.evicted:
+            actions += (events.Drop(change.evicted), BlocksEvicted(node, change.evicted))
+        if change.promoted:
+            actions += (events.Promote(change.promoted), BlocksStored(node, change.promoted))
+        if change.demoted:
+            actions += (events.Demote(change.demoted), BlocksStored(node, change.demoted, DISK))
+        if save is not None:
+            actions += (save, BlocksStored(node, save.names))
+        elif change.stored:
+            actions.append(BlocksStored(node, change.stored))
+        if change.sunk:
+            if save is None:
+                actions.append(events.Demote(change.sunk))
+            actions.append(BlocksStored(node, change.sunk, DISK))
+
+
+Prefixes = PoolPrefixes | TierPrefixes

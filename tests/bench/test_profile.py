@@ -1,0 +1,76 @@
+"""The profile's fit finds the curve that made the measurements; a small real engine goes through all of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.models import make_random_model
+from isthmus.bench.profile import DECODE_STEPS, Case, cases_of, fit_profile, profile_engine
+from isthmus.cost import Curve, compile_cost, curve_of, to_mapping
+from isthmus.engine.engine import EngineOptions
+
+TRUTH = Curve(
+    kv_token_bytes=2048,
+    num_layers=4,
+    prefill_fixed_s=4e-3,
+    prefill_token_s=5e-5,
+    prefill_pair_s=2e-8,
+    decode_points=((1, 1e-3), (2, 1.1e-3), (4, 1.4e-3), (8, 2e-3), (16, 3e-3), (32, 5e-3)),
+    decode_context_points=((1, 3e-7), (2, 4e-7), (4, 5e-7), (8, 6e-7), (16, 7e-7), (32, 8e-7)),
+)
+
+
+def measured(max_length: int) -> list[Case]:
+    cost = compile_cost(TRUTH)
+    return [replace(case, seconds=case.predicted_s(cost)) for case in cases_of(max_length, 1 << 20)]
+
+
+def test_the_curve_behind_exact_measurements_is_found() -> None:
+    found = fit_profile(measured(4096), 2048, 4, "made up")
+    curve = found.curve
+    assert curve.prefill_fixed_s == pytest.approx(TRUTH.prefill_fixed_s, rel=1e-3)
+    assert curve.prefill_token_s == pytest.approx(TRUTH.prefill_token_s, rel=1e-3)
+    assert curve.prefill_pair_s == pytest.approx(TRUTH.prefill_pair_s, rel=1e-3)
+    for fitted, true in zip(curve.decode_points, TRUTH.decode_points, strict=True):
+        assert fitted == pytest.approx(true, rel=1e-3)
+    assert max(found.prefill_error_percent, found.decode_error_percent, found.mixed_error_percent or 0) < 0.1
+    assert (curve.measured_batch, curve.measured_tokens) == (32, 4096)
+    assert curve_of(to_mapping(curve)) == curve
+
+
+def test_noise_never_makes_a_larger_batch_cheaper() -> None:
+    cases = [
+        replace(case, seconds=case.seconds / 2) if case.num_decodes == 8 else case for case in measured(4096)
+    ]
+    curve = fit_profile(cases, 2048, 4, "made up").curve  # building the curve checks the order
+    times = [seconds for _, seconds in curve.decode_points]
+    assert times == sorted(times)
+
+
+def test_cases_fit_model_and_memory() -> None:
+    cases = cases_of(1024, 8192)
+    assert max(case.num_tokens + case.cached for case in cases) <= 1024
+    assert max(case.context for case in cases) + DECODE_STEPS <= 1024
+    assert max(case.tokens() for case in cases) <= 8192
+    assert {case.num_decodes for case in cases} >= {1, 2, 4, 8}
+
+
+def test_a_real_engine_is_measured(tmp_path: Path) -> None:
+    make_random_model(
+        tmp_path,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        dtype="float32",
+        max_position_embeddings=256,
+    )
+    found = profile_engine(tmp_path, EngineOptions(kv_bytes=8 << 20), rounds=1)
+    assert all(case.seconds > 0 for case in found.cases)
+    assert {case.num_tokens for case in found.cases} == {0, 64, 128, 256}
+    assert (found.curve.num_layers, found.curve.kv_token_bytes) == (2, 2 * 2 * 16 * 4)
+    assert compile_cost(found.curve).prefill_ns(64, 0) > 0
+    assert tmp_path.name in found.curve.origin

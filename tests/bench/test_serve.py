@@ -1,0 +1,273 @@
+"""The load generator against a small real server that speaks the streaming protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import itertools
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from aiohttp import web
+from rich.console import Console
+
+from isthmus.bench import BenchError, serve
+from isthmus.bench.serve import (
+    METRICS,
+    Result,
+    Row,
+    _token_times_s,
+    as_json,
+    run,
+    table,
+)
+
+SMALL = Row(prompt_tokens=5, output_tokens=4, concurrency=2, requests=3)
+
+
+@dataclass
+class FakeServer:
+    """Answers with `num_tokens` tokens, or as many as were asked for, and logs what it was sent."""
+
+    name: str
+    log: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    num_tokens: int | None = None
+    status: int = 200
+    usage: bool = True
+    one_event: bool = False
+    failure: str | None = None
+    num_active: int = 0
+    num_active_max: int = 0
+
+    def app(self) -> web.Application:
+        app = web.Application()
+        app.router.add_post("/v1/completions", self.complete)
+        app.router.add_get("/v1/models", self.models)
+        return app
+
+    async def models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": f"model-{self.name}"}]})
+
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.log.append((self.name, body))
+        if self.status != 200:
+            return web.Response(status=self.status, text="out of order")
+        self.num_active += 1
+        self.num_active_max = max(self.num_active_max, self.num_active)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for piece in self.pieces(body):
+            await response.write(piece)
+            await asyncio.sleep(0.002)
+        self.num_active -= 1
+        return response
+
+    def pieces(self, body: dict[str, Any]) -> list[bytes]:
+        """The answer as it goes over the wire, cut in the middle of events."""
+        num_tokens = body["max_tokens"] if self.num_tokens is None else self.num_tokens
+        texts = ["", *(chr(97 + index) for index in range(num_tokens - 1))]  # the first has no text yet
+        events: list[dict[str, Any]] = [
+            {"choices": [{"index": 0, "text": text, "finish_reason": None}], "usage": None} for text in texts
+        ]
+        events.append({"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
+        if self.one_event:
+            events = [{"choices": [{"index": 0, "text": "".join(texts), "finish_reason": "length"}]}]
+        if self.failure:
+            events.append({"error": {"message": self.failure}})
+        if self.usage:
+            counts = {"prompt_tokens": len(body["prompt"]), "completion_tokens": num_tokens}
+            events.append({"choices": [], "usage": counts})
+        lines = [f"data: {json.dumps(event)}\n\n".encode() for event in events] + [b"data: [DONE]\n\n"]
+        stream = b"".join(lines)
+        cuts = [0, *itertools.accumulate(len(line) for line in lines[:-1]), len(stream)]
+        return [stream[max(0, a - 7) : b - 7 if b < len(stream) else b] for a, b in itertools.pairwise(cuts)]
+
+
+@contextlib.asynccontextmanager
+async def listening(server: FakeServer) -> AsyncIterator[str]:
+    runner = web.AppRunner(server.app())
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def bench(
+    *servers: FakeServer, rows: list[Row], rounds: int = 1, seed: int = 0, model: str | None = None
+) -> list[Result]:
+    """Run the load generator in a thread of its own against the servers, which live in this one."""
+
+    async def drive() -> list[Result]:
+        async with contextlib.AsyncExitStack() as stack:
+            urls = [await stack.enter_async_context(listening(server)) for server in servers]
+            return await asyncio.to_thread(run, urls, model=model, rows=rows, rounds=rounds, seed=seed)
+
+    return asyncio.run(drive())
+
+
+def test_one_server_gets_every_request_as_specified() -> None:
+    server = FakeServer("a")
+    [result] = bench(server, rows=[SMALL], rounds=2)
+    assert len(server.log) == SMALL.requests * 3  # one warm-up round and two counted ones
+    assert result.num_requests == SMALL.requests * 2
+    assert result.errors == ()
+    assert result.model == "model-a"
+    assert len(result.output_tokens_per_s_by_round) == 2
+    assert server.num_active_max <= SMALL.concurrency
+    for _, body in server.log:
+        prompt = body.pop("prompt")
+        assert len(prompt) == 5
+        assert all(0 <= token < 256 for token in prompt)
+        assert body == {
+            "model": "model-a",
+            "max_tokens": 4,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+
+
+def test_rates_follow_from_the_row() -> None:
+    [result] = bench(FakeServer("a"), rows=[SMALL])
+    assert result.total_tokens_per_s == pytest.approx(result.output_tokens_per_s * 9 / 4)
+    [only_round] = result.output_tokens_per_s_by_round
+    assert only_round == pytest.approx(result.output_tokens_per_s)
+    assert result.ttft_ms_p50 <= result.ttft_ms_p90 <= result.ttft_ms_p99
+    assert result.prefill_tokens_per_s is None
+    [alone] = bench(FakeServer("a"), rows=[Row(5, 4, concurrency=1, requests=2)])
+    assert alone.prefill_tokens_per_s == pytest.approx(5 * 1000 / alone.ttft_ms_mean)
+
+
+def test_servers_take_turns_with_the_same_prompts() -> None:
+    log: list[tuple[str, dict[str, Any]]] = []
+    bench(FakeServer("a", log), FakeServer("b", log), rows=[SMALL, SMALL], rounds=2)
+    turns = [(name, len(list(group))) for name, group in itertools.groupby(log, key=lambda entry: entry[0])]
+    assert turns == [("a", 3), ("b", 3)] * 6
+    prompts = {name: sorted(body["prompt"] for who, body in log if who == name) for name in "ab"}
+    assert prompts["a"] == prompts["b"]
+
+
+def test_prompts_never_repeat_and_follow_the_seed() -> None:
+    logs = []
+    for seed in (1, 1, 2):
+        server = FakeServer("a")
+        bench(server, rows=[SMALL, SMALL], rounds=2, seed=seed)
+        logs.append(sorted(tuple(body["prompt"]) for _, body in server.log))
+    assert logs[0] == logs[1]
+    assert len({*logs[0], *logs[2]}) == 2 * len(logs[0])
+
+
+def test_ratios_are_first_over_second() -> None:
+    first, second = bench(FakeServer("a"), FakeServer("b"), rows=[Row(5, 4, concurrency=1, requests=2)])
+    assert set(first.ratios) == set(METRICS)
+    for name, ratio in first.ratios.items():
+        assert ratio == pytest.approx(getattr(first, name) / getattr(second, name))
+    assert second.ratios == {}
+    loaded, _ = bench(FakeServer("a"), FakeServer("b"), rows=[SMALL])
+    assert set(METRICS) - set(loaded.ratios) == {"prefill_tokens_per_s"}
+
+
+@pytest.mark.parametrize(
+    ("server", "words"),
+    [
+        (FakeServer("a", num_tokens=3), "usage says 5 prompt and 3 output tokens, asked for 5 prompt and 4"),
+        (FakeServer("a", usage=False), "ended without usage, after 5 events"),
+        (FakeServer("a", failure="no memory"), "no memory"),
+        (FakeServer("a", status=503), "503: out of order"),
+        (FakeServer("a", one_event=True), "as one event"),
+    ],
+    ids=["count", "usage", "error event", "status", "one event"],
+)
+def test_a_server_that_never_answers_well_is_an_error(server: FakeServer, words: str) -> None:
+    with pytest.raises(BenchError, match=words):
+        bench(server, rows=[SMALL])
+
+
+def test_a_bad_answer_is_reported_and_left_out() -> None:
+    class OnceShort(FakeServer):
+        def pieces(self, body: dict[str, Any]) -> list[bytes]:
+            self.num_tokens = 2 if len(self.log) == SMALL.requests + 1 else None  # the first counted request
+            return super().pieces(body)
+
+    [result] = bench(OnceShort("a"), rows=[SMALL])
+    assert result.num_requests == SMALL.requests - 1
+    [error] = result.errors
+    assert error.startswith("round 1, request ")
+    assert "2 output tokens" in error
+
+
+@pytest.mark.parametrize(
+    ("texts", "times"),
+    [
+        (["", "é", "a"], [0, 1, 2]),  # the first token is half a character
+        (["a", "b", ""], [0, 1, 2]),  # the last one is, and closes the stream
+        (["", "b", "c", ""], [0, 1, 2]),  # a closing event of its own
+        (["", "a", "b", "c", ""], [1, 2, 3]),  # an opening event too
+        (["a", "bc"], [0, 1]),  # two tokens in one event
+    ],
+)
+def test_events_without_tokens_are_told_apart(texts: list[str], times: list[float]) -> None:
+    assert _token_times_s(list(enumerate(texts)), num_tokens=3) == times
+
+
+def test_an_unreachable_server_is_an_error() -> None:
+    for model in (None, "m"):
+        with pytest.raises(BenchError, match=r"http://127\.0\.0\.1:9 does not answer"):
+            run(["http://127.0.0.1:9"], model=model, rows=[SMALL], rounds=1, seed=0)
+
+
+def test_impossible_requests_are_refused() -> None:
+    with pytest.raises(BenchError, match="one or two servers"):
+        run([], model=None, rows=[SMALL], rounds=1, seed=0)
+    with pytest.raises(BenchError, match="one counted round"):
+        run(["http://127.0.0.1:9"], model=None, rows=[SMALL], rounds=0, seed=0)
+    with pytest.raises(BenchError, match="at least"):
+        Row(prompt_tokens=1, output_tokens=1, concurrency=1, requests=1)
+
+
+def test_json_keys_are_frozen() -> None:
+    results = bench(FakeServer("a"), FakeServer("b"), rows=[SMALL])
+    plain = json.loads(json.dumps(as_json(results)))
+    assert len(plain) == 2
+    assert sorted(plain[0]) == sorted([
+        "prompt_tokens", "output_tokens", "concurrency", "requests", "url", "model", "num_requests", "errors",
+        "ttft_ms_mean", "ttft_ms_p50", "ttft_ms_p90", "ttft_ms_p99",
+        "tbt_ms_mean", "tbt_ms_p50", "tbt_ms_p90", "tbt_ms_p99", "time_per_output_token_ms_mean",
+        "output_tokens_per_s", "output_tokens_per_s_by_round", "total_tokens_per_s", "prefill_tokens_per_s",
+        "engine_step_ms_mean", "overhead_ms_per_token", "ratios",
+    ])  # fmt: skip
+    assert plain[0]["prompt_tokens"] == 5
+    assert plain[1]["ratios"] == {}
+
+
+def test_table_has_a_line_per_server_and_one_of_ratios() -> None:
+    results = bench(FakeServer("a"), FakeServer("b"), rows=[SMALL, SMALL])
+    shown = table(results)
+    assert shown.row_count == 6
+    printed = io.StringIO()
+    Console(file=printed, width=200).print(shown)
+    assert printed.getvalue().count("ratio") == 2
+    assert "5/4 x 2" in printed.getvalue()
+
+
+def test_engine_steps_are_those_of_the_nodes_that_decode() -> None:
+    lines = [
+        f'isthmus_{name}_total{{node="{node}"}} {value}'
+        for name, values in {"iterations": (7, 40, 60), "engine_seconds": (9.5, 0.1, 0.3)}.items()
+        for node, value in zip(("prefill-0", "decode-0", "mixed-1"), values, strict=True)
+    ]
+    steps = serve._read_steps("\n".join(lines)).since(serve._Steps(50, 0.15))
+    assert steps == serve._Steps(50, 0.25)
+    (result,) = bench(FakeServer("a"), rows=[SMALL])
+    assert result.engine_step_ms_mean is None
+    with_steps = serve._with_overhead(result, steps)
+    assert with_steps.engine_step_ms_mean == pytest.approx(5.0)
+    assert with_steps.overhead_ms_per_token == pytest.approx(result.time_per_output_token_ms_mean - 5.0)

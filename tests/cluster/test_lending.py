@@ -1,0 +1,309 @@
+"""The side that gives: what it refuses to answer, and what it holds for whom. Sessions are stood for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from isthmus.blocks import KVLayout, seal
+from isthmus.cluster import lending
+from isthmus.cluster.cache import NodeCache
+from isthmus.cluster.lending import Lender
+from isthmus.cluster.messages import Ended, Given, Lent, Want
+from isthmus.engine.emulated import EmulatedMemory
+from isthmus.errors import ProtocolError
+from isthmus.messenger import Priority
+from isthmus.node import events
+from isthmus.types import NodeId, RequestId
+from tests.cluster.fault_peers import kv_block, put_chain, store_of
+
+LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
+KEY, OTHER_KEY, PEER, OTHER = RequestId("a#1"), RequestId("b#1"), NodeId("peer"), NodeId("other")
+COUNT = 6
+NAMES = tuple([bytes([number]) * 16 for number in range(COUNT)])
+BLOCKS = [kv_block(LAYOUT, number) for number in range(COUNT)]
+WANT = Want(KEY, NAMES, 0, False, COUNT)
+
+
+class Line:
+    """Stands for a session. Nothing that was sent has arrived before `deliver`."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Any, list[bytes], Priority | None]] = []
+        self._waiting: list[Callable[[bool], object]] = []
+        self.num_cancelled = 0
+
+    def send(
+        self,
+        message: Any,
+        *payload: memoryview,
+        priority: Priority | None = None,
+        done: Callable[[bool], object] | None = None,
+    ) -> Line:
+        self.sent.append((message, [bytes(part) for part in payload], priority))
+        if done is not None:
+            self._waiting.append(done)
+        return self
+
+    def cancel(self) -> None:
+        self.num_cancelled += 1
+
+    def deliver(self, arrived: bool = True) -> None:
+        waiting, self._waiting = self._waiting, []
+        for done in waiting:
+            done(arrived)
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message, _, _ in self.sent if isinstance(message, kind)]
+
+
+class Kit:
+    """A lender, and what it told its node."""
+
+    def __init__(self) -> None:
+        self.store = store_of(LAYOUT, COUNT + 2)
+        put_chain(self.store, NAMES, BLOCKS)
+        self.cache = NodeCache(EmulatedMemory(LAYOUT, 4), self.store)
+        self.told: list[events.Event] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        self.lender = Lender(self.cache, self.told.append, self._spawn)
+
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        self.tasks.append(asyncio.get_running_loop().create_task(work))
+        return self.tasks[-1]
+
+    def ask(self, line: Line, want: Want = WANT, peer: NodeId = PEER, stop: int = COUNT) -> None:
+        """And the node decides to give blocks up to `stop`."""
+        self.lender.wanted(line, peer, want)  # type: ignore[arg-type]
+        self.lender.give(events.Give(want.key, peer, want.names, want.start, stop, 0))
+
+    def enough(self, line: Line, key: RequestId = KEY, peer: NodeId = PEER) -> None:
+        self.lender.enough(line, key, peer)  # type: ignore[arg-type]
+
+    async def until(self, is_so: Callable[[], object]) -> None:
+        async with asyncio.timeout(20):
+            while not is_so():
+                await asyncio.sleep(0.001)
+
+    def held(self) -> tuple[int, int]:
+        stat = self.store.stat()
+        return stat.num_pinned, stat.num_reserved
+
+
+Work = Callable[[Kit, Line], Awaitable[None]]
+
+
+@pytest.fixture
+def run() -> Callable[[Work], None]:
+    """Afterwards nothing may be held."""
+
+    def main(work: Work) -> None:
+        async def whole() -> None:
+            kit, line = Kit(), Line()
+            await work(kit, line)
+            for at, loan in list(kit.lender._loans.items()):
+                kit.lender.enough(loan.session, *at)
+            line.deliver(arrived=False)
+            await asyncio.gather(*kit.tasks, return_exceptions=True)
+            assert kit.held() == (0, 0)
+            wanted = [(fact.key, fact.peer) for fact in kit.told if isinstance(fact, events.Wanted)]
+            over = [(fact.key, fact.peer) for fact in kit.told if isinstance(fact, events.Enough)]
+            assert sorted(wanted) == sorted(over), "the node was not told that it may let go"
+            kit.cache.close()
+            kit.store.close()
+
+        asyncio.run(whole())
+
+    return main
+
+
+def test_what_is_given_is_what_was_decided_in_one_form(run: Callable[[Work], None]) -> None:
+    async def work(kit: Kit, line: Line) -> None:
+        kit.ask(line, replace(WANT, start=1, room=3), stop=COUNT - 1)
+        await kit.until(lambda: line.of(Ended))
+        assert line.of(Ended) == [Ended(KEY, 3)]
+        for layer, (message, payload, priority) in enumerate(line.sent[:3]):
+            at = layer * LAYOUT.slice_bytes
+            slices = [block[at : at + LAYOUT.slice_bytes] for block in BLOCKS[1:4]]
+            assert (message, payload) == (Given(KEY, layer, 0, tuple(map(seal, slices))), slices)
+            assert priority is Priority.NORMAL
+        assert kit.held() == (3, 0), "its peer has not got it"
+        line.deliver()
+        assert kit.held() == (0, 0)
+        assert kit.lender.bytes_out == 3 * LAYOUT.block_bytes
+
+    run(work)
+
+
+def test_in_the_background_it_goes_in_the_background(run: Callable[[Work], None]) -> None:
+    async def work(kit: Kit, line: Line) -> None:
+        kit.ask(line, replace(WANT, background=True))
+        await kit.until(lambda: line.of(Ended))
+        assert {priority for _, _, priority in line.sent} == {Priority.BACKGROUND}
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"codec": "rot13"}, {"room": -1}, {"start": -1}, {"start": COUNT + 1}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_cannot_be_wanted_is_refused_and_nobody_is_told(
+    run: Callable[[Work], None], changes: dict[str, Any]
+) -> None:
+    async def work(kit: Kit, line: Line) -> None:
+        with pytest.raises(ProtocolError):
+            kit.ask(line, replace(WANT, **changes))
+        assert not kit.told and not line.sent and not kit.lender._loans
+
+    run(work)
+
+
+def test_one_want_at_a_time_and_of_the_same_prefix(run: Callable[[Work], None]) -> None:
+    async def work(kit: Kit, line: Line) -> None:
+        kit.ask(line, replace(WANT, room=2))
+        with pytest.raises(ProtocolError, match="a second Want"):
+            kit.lender.wanted(line, PEER, WANT)  # type: ignore[arg-type]
+        await kit.until(lambda: line.of(Ended))
+        with pytest.raises(ProtocolError):
+            kit.lender.wanted(line, PEER, replace(WANT, names=NAMES[::-1]))  # type: ignore[arg-type]
+        kit.lender.wanted(line, PEER, replace(WANT, start=2))  # type: ignore[arg-type]
+        await kit.until(lambda: len(line.of(Ended)) == 2)
+        assert line.of(Ended) == [Ended(KEY, 2), Ended(KEY, COUNT - 2)]
+        assert [fact for fact in kit.told if isinstance(fact, events.Wanted)] == [
+            events.Wanted(KEY, PEER, NAMES, 0, False)
+        ]
+
+    run(work)
+
+
+def test_a_decision_about_other_blocks_or_a_second_one_gives_nothing(run: Callable[[Work], None]) -> None:
+    async def work(kit: Kit, line: Line) -> None:
+        kit.lender.wanted(line, PEER, WANT)  # type: ignore[arg-type]
+        kit.lender.give(events.Give(KEY, OTHER, NAMES, 0, COUNT, 0))
+        kit.lender.give(events.Give(KEY, PEER, NAMES[:2], 0, 2, 0))
+        assert not kit.tasks
+        for _ in range(2):
+            kit.lender.give(events.Give(KEY, PEER, NAMES, 0, COUNT, 0))
+        assert len(kit.tasks) == 1
+
+    run(work)
+
+
+def test_only_who_wanted_it_has_enough_of_it(run: Callable[[Work], None]) -> None:
+    async def work(kit: Kit, line: Line) -> None:
+        stranger = Line()
+        kit.ask(line)
+        kit.enough(stranger)
+        kit.enough(line, OTHER_KEY)
+        kit.enough(line, KEY, OTHER)
+        kit.lender.lost(stranger)  # type: ignore[arg-type]
+        await kit.until(lambda: line.of(Ended))
+        assert len(kit.lender._loans) == 1 and not any(isinstance(fact, events.Enough) for fact in kit.told)
+        kit.lender.lost(line)  # type: ignore[arg-type]
+        assert not kit.lender._loans and kit.told[-1] == events.Enough(KEY, PEER)
+
+    run(work)
+
+
+def test_who_comes_back_over_another_session_begins_anew(run: Callable[[Work], None]) -> None:
+    async def work(kit: Kit, line: Line) -> None:
+        again = Line()
+        kit.ask(line)
+        kit.ask(again)
+        await kit.until(lambda: again.of(Ended))
+        kinds = [type(fact).__name__ for fact in kit.told]
+        assert kinds == ["Wanted", "Enough", "Wanted"]
+        kit.enough(line)
+        assert kit.lender._loans, "the old session says nothing of the new loan"
+        again.deliver()
+
+    run(work)
+
+
+def test_no_more_than_two_batches_wait_for_a_peer_that_takes_nothing(
+    run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lending, "GIVE_BLOCKS", 1)
+
+    async def work(kit: Kit, line: Line) -> None:
+        kit.ask(line)
+        await kit.until(lambda: len(line.of(Given)) == 2 * LAYOUT.num_layers)
+        for _ in range(50):
+            await asyncio.sleep(0.001)
+        assert len(line.of(Given)) == 2 * LAYOUT.num_layers and kit.held() == (2, 0)
+        for _ in range(COUNT):
+            line.deliver()
+            await asyncio.sleep(0.02)
+        await kit.until(lambda: line.of(Ended))
+
+    run(work)
+
+
+@pytest.mark.parametrize("how", ["enough", "lost", "closed"])
+def test_a_borrower_that_goes_leaves_nothing_pinned(run: Callable[[Work], None], how: str) -> None:
+    """Also in the midst of what is sent to it."""
+
+    async def work(kit: Kit, line: Line) -> None:
+        kit.ask(line)
+        await kit.until(lambda: line.of(Given))
+        assert kit.held()[0]
+        if how == "enough":
+            kit.enough(line)
+        elif how == "lost":
+            kit.lender.lost(line)  # type: ignore[arg-type]
+        else:
+            kit.lender.close()
+        await kit.until(lambda: kit.tasks[0].done())
+        assert line.num_cancelled == len(line.of(Given))
+        line.deliver(arrived=False)
+        assert kit.held() == (0, 0)
+
+    run(work)
+
+
+def test_what_is_lent_stays_until_it_is_given_back(run: Callable[[Work], None]) -> None:
+    async def work(kit: Kit, line: Line) -> None:
+        kit.lender._host = "this one"
+        kit.ask(line, replace(WANT, host="this one"))
+        await kit.until(lambda: line.of(Lent))
+        (lent,) = line.of(Lent)
+        assert [len(seals) for seals in lent.seals] == [LAYOUT.num_layers] * COUNT == [3] * len(lent.slots)
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert kit.held() == (COUNT, 0) and not line.of(Given)
+        kit.store.drop(NAMES)
+        taken = kit.store.reserve(COUNT + 2)
+        assert not set(taken) & set(lent.slots)
+        for slot, block in zip(lent.slots, BLOCKS, strict=True):
+            assert bytes(kit.store.arena.slot(slot)) == block, "somebody else wrote there"
+        kit.enough(line)
+        kit.store.give_back(taken)
+        await kit.until(lambda: kit.held() == (0, 0))
+
+    run(work)
+
+
+def test_to_another_host_nothing_is_lent(run: Callable[[Work], None]) -> None:
+    async def work(kit: Kit, line: Line) -> None:
+        kit.lender._host = "this one"
+        kit.ask(line, replace(WANT, host="another"))
+        await kit.until(lambda: line.of(Ended))
+        assert not line.of(Lent)
+
+    run(work)
+
+
+def test_a_block_that_went_meanwhile_ends_what_is_given(run: Callable[[Work], None]) -> None:
+    async def work(kit: Kit, line: Line) -> None:
+        kit.store.drop(NAMES[3:])
+        kit.ask(line)
+        await kit.until(lambda: line.of(Ended))
+        assert line.of(Ended) == [Ended(KEY, 3)]
+
+    run(work)

@@ -1,0 +1,589 @@
+"""Whom head and nodes believe. A stranger is right in all but one thing, so that only the check of that turns him
+away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from isthmus.attempts import BlocksStored, RequestFailed, Route
+from isthmus.cluster import messages
+from isthmus.cluster.head import Head
+from isthmus.cluster.node import NodeProcess
+from isthmus.cluster.process import NodeOptions, Runtime
+from isthmus.cluster.stage import StageNode
+from isthmus.conductor import Rules
+from isthmus.cost import Curve, compile_cost
+from isthmus.deploy import NodeFacts, Sequences
+from isthmus.engine.emulated import EmulatedEngine, Recipe, layout_of
+from isthmus.errors import OverloadedError, RequestError, StartError, UnavailableError
+from isthmus.messenger import MemoryNetwork, Session
+from isthmus.node import events
+from isthmus.types import FinishReason, Generated, Job, ModelCard, NodeId, RequestId, Role, Sampling, Span
+from tests.virtual import ManualLoop
+
+CURVE = Curve(kv_token_bytes=16, num_layers=2, prefill_token_s=1e-6, decode_fixed_s=1e-6)
+RECIPE = Recipe("model", layout_of(16), 1000)
+TOKEN, SILENCE_S, REJOIN_S = "secret", 3.0, 5.0
+CARD = ModelCard("model", 1000, 1000, created_s=0)
+
+
+def facts(name: str, role: Role) -> NodeFacts:
+    return NodeFacts(NodeId(name), role, CURVE, 64, 16, token_budget=64, sequences=Sequences(4, 4, 4))
+
+
+def hello(name: str, role: Role, **others: Any) -> messages.Hello:
+    said = messages.Hello(
+        messages.PROTOCOL, TOKEN, facts(name, role).joined(), f"{name}:1", RECIPE.revision, RECIPE.layout, 1000
+    )
+    return replace(said, **others)
+
+
+class Someone:
+    """One end of a session, with what was said to it there and why it ended."""
+
+    def __init__(self) -> None:
+        self.heard: list[Any] = []
+        self.reasons: list[str] = []
+        self.session: Session
+
+    def on_message(self, session: Session, message: Any) -> None:
+        self.heard.append(message)
+
+    def place(self, session: Session, message: Any, size: int) -> Sequence[memoryview]:
+        return [memoryview(bytearray(size))]
+
+    def on_void(self, session: Session, message: Any) -> None:
+        """Nothing was placed."""
+
+    def on_close(self, session: Session, reason: str) -> None:
+        self.reasons.append(reason)
+
+    def say(self, *said: Any) -> None:
+        for message in said:
+            self.session.send(message)
+
+    def of(self, kind: type) -> list[Any]:
+        return [message for message in self.heard if isinstance(message, kind)]
+
+
+class Scene:
+    """A head, and those who speak to it. In virtual time."""
+
+    def __init__(self, **rules: Any) -> None:
+        self.loop = asyncio.get_running_loop()
+        assert isinstance(self.loop, ManualLoop)
+        self.network = MemoryNetwork()
+        self.head = Head(
+            Rules(**rules), CARD, token=TOKEN, silence_s=SILENCE_S, rejoin_s=REJOIN_S, network=self.network,
+            clock_ns=self.loop.clock_ns,
+        )  # fmt: skip
+
+    async def enter(self, *said: Any) -> Someone:
+        """Somebody opens a session with the head and says this."""
+        one = Someone()
+        one.session = await self.network.connect("head:1", messages.NodeBound, one, timeout_s=1)
+        one.say(*said)
+        await self.settle()
+        return one
+
+    async def settle(self) -> None:
+        for _ in range(20):  # of which each message takes a few
+            await self.loop.settle()
+
+    def members(self) -> list[str]:
+        return [str(node) for node in self.head.nodes()]
+
+    def submit(self, name: str, **others: Any) -> Any:
+        return self.head.submit(Job(RequestId(name), tuple(range(40)), 10, Sampling(), **others))
+
+
+def scene(work: Callable[[Scene], Awaitable[None]], **rules: Any) -> None:
+    async def main() -> None:
+        made = Scene(**rules)
+        await made.head.open("head", 1)
+        await work(made)
+        await made.head.close()
+        await made.settle()
+
+    with asyncio.Runner(loop_factory=ManualLoop) as runner:
+        runner.run(main())
+
+
+# Nodes that join.
+
+OTHERS = layout_of(8)
+WRONG_NODES: dict[str, tuple[dict[str, Any], str]] = {
+    "token": ({"token": "guessed"}, "its cluster token is wrong"),
+    "no token": ({"token": ""}, "its cluster token is wrong"),
+    "protocol": ({"protocol": messages.PROTOCOL + 1}, f"it speaks protocol {messages.PROTOCOL + 1}"),
+    "name": ({"joined": facts("p", Role.DECODE).joined()}, "a node named p is here already"),
+    "cluster": ({"joined": replace(facts("d", Role.DECODE).joined(), cluster="far")}, "no --cluster"),
+    "length": ({"max_length": 999}, "its engine.max_length 999 is below"),
+    "layout": ({"layout": OTHERS}, "its model revision or KV layout differs"),
+    "revision": ({"revision": "other"}, "its model revision or KV layout differs"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_NODES)
+def test_a_node_that_is_wrong_in_one_thing_is_turned_away(wrong: str) -> None:
+    changed, reason = WRONG_NODES[wrong]
+
+    async def work(some: Scene) -> None:
+        await some.enter(hello("p", Role.PREFILL))
+        stranger = await some.enter(hello("d", Role.DECODE, **changed))
+        assert reason in stranger.of(messages.Turned)[0].reason
+        assert not stranger.of(messages.Welcome) and stranger.reasons
+        assert some.members() == ["p"] and not some.head.healthy
+        with pytest.raises(UnavailableError):
+            some.submit("a")
+        right = await some.enter(hello("d", Role.DECODE))
+        assert right.of(messages.Welcome) and not right.reasons
+        assert some.members() == ["p", "d"] and some.head.healthy
+
+    scene(work)
+
+
+def stage(number: int, **others: Any) -> messages.StageHello:
+    said = messages.StageHello(messages.PROTOCOL, TOKEN, NodeId("g"), number, 3, f"g.{number}:1")
+    return replace(said, **others)
+
+
+WRONG_STAGES: dict[str, tuple[dict[str, Any], str]] = {
+    "token": ({"token": "guessed"}, "its cluster token is wrong"),
+    "protocol": ({"protocol": messages.PROTOCOL + 1}, "it speaks protocol"),
+    "negative": ({"stage": -1}, "there is no stage -1 among 3"),
+    "too high": ({"stage": 3}, "there is no stage 3 among 3"),
+    "taken": ({"stage": 1}, "stage 1 of g is here already"),
+    "another number": ({"stages": 4}, "g has another number of stages"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_STAGES)
+def test_a_stage_that_is_wrong_in_one_thing_is_turned_away(wrong: str) -> None:
+    changed, reason = WRONG_STAGES[wrong]
+
+    async def work(some: Scene) -> None:
+        leader, later = await some.enter(stage(0)), await some.enter(stage(1))
+        assert later.of(messages.Welcome) and not leader.heard
+        stranger = await some.enter(stage(2, **changed))
+        assert reason in stranger.of(messages.Turned)[0].reason and stranger.reasons
+        assert not leader.heard, "the group seems to be whole"
+        await some.enter(stage(2))
+        assert leader.of(messages.Gathered) == [messages.Gathered(("g.1:1", "g.2:1"))]
+
+    scene(work)
+
+
+SAID = [
+    messages.Beat({}),
+    messages.Outputs((messages.Output(RequestId("a"), 1, Generated(0, 7)),)),
+    RequestFailed(RequestId("a"), 1, "it is mean"),
+    BlocksStored(NodeId("p"), (b"name",)),
+]
+
+
+@pytest.mark.parametrize("said", SAID, ids=lambda said: type(said).__name__)
+def test_nothing_is_heard_of_somebody_who_did_not_say_hello(said: Any) -> None:
+    async def work(some: Scene) -> None:
+        p, d = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
+        stream = some.submit("a")
+        stranger = await some.enter(said)
+        assert "a message came before Hello" in stranger.reasons[0]
+        assert not stream.generated and stream.error is None and stream.attempt == 1
+        assert not some.head._conductor.view.index.num_blocks
+        assert not p.reasons and not d.reasons
+
+    scene(work)
+
+
+def test_a_node_says_hello_once() -> None:
+    async def work(some: Scene) -> None:
+        p = await some.enter(hello("p", Role.PREFILL), hello("other", Role.DECODE))
+        assert "a second Hello" in p.reasons[0]
+        assert some.members() == []
+
+    scene(work)
+
+
+def test_a_later_stage_reports_for_no_node() -> None:
+    async def work(some: Scene) -> None:
+        later = await some.enter(stage(1), BlocksStored(NodeId("g"), (b"name",)))
+        assert "from a later pipeline stage" in later.reasons[0]
+
+    scene(work)
+
+
+# Nodes that are silent or leave.
+
+
+def test_a_silent_node_is_gone_and_one_that_beats_is_not() -> None:
+    async def work(some: Scene) -> None:
+        beating = await some.enter(hello("p", Role.PREFILL))
+        silent = await some.enter(hello("d", Role.DECODE))
+        for _ in range(8):
+            await asyncio.sleep(SILENCE_S / 5)
+            beating.say(messages.Beat({}))
+        assert some.members() == ["p"] and not beating.reasons
+        assert f"silent for {SILENCE_S:g} s" in silent.reasons[0]
+
+    scene(work)
+
+
+def test_a_silent_stage_takes_its_group_with_it() -> None:
+    async def work(some: Scene) -> None:
+        stages = [await some.enter(stage(number)) for number in range(3)]
+        stages[0].say(hello("g", Role.PREFILL))
+        for _ in range(8):
+            await asyncio.sleep(SILENCE_S / 5)
+            stages[0].say(messages.Beat({}))
+            stages[2].say(messages.Beat({}))
+        assert stages[1].reasons and some.members() == []
+        assert stages[0].of(messages.Stop) and stages[2].of(messages.Stop)
+
+    scene(work)
+
+
+def test_the_end_of_an_old_session_takes_no_node_that_came_back() -> None:
+    async def work(some: Scene) -> None:
+        await some.enter(hello("p", Role.PREFILL))
+        old = some.head._members[NodeId("p")].connection
+        some.head.leave(NodeId("p"), "silent")
+        back = await some.enter(hello("p", Role.PREFILL))
+        some.head.leave(NodeId("p"), "ended", old)
+        assert some.members() == ["p"] and back.of(messages.Welcome)
+
+    scene(work)
+
+
+# Answers.
+
+
+def output(attempt: int, index: int, **others: Any) -> messages.Outputs:
+    return messages.Outputs((messages.Output(RequestId("a"), attempt, Generated(index, 70 + index, **others)),))
+
+
+def test_tokens_of_an_attempt_that_is_over_are_void() -> None:
+    async def work(some: Scene) -> None:
+        p, d = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
+        stream = some.submit("a")
+        await some.settle()
+        p.say(output(1, 0), RequestFailed(RequestId("a"), 1, "a seal did not match"))
+        await some.settle()
+        d.say(output(1, 1))
+        await some.settle()
+        assert stream.generated == (70,) and stream.attempt == 2
+        task = d.of(messages.Task)[-1]
+        assert (task.tokens, task.num_prompt) == ((*range(40), 70), 40)
+        assert task.begin.stop_length == 50
+        assert [each.key for each in p.of(events.Forget)] == ["a#1"] == [e.key for e in d.of(events.Forget)]
+        p.say(output(2, 1))
+        await some.settle()
+        assert stream.generated == (70, 71)
+
+    scene(work)
+
+
+def test_tokens_that_still_come_while_a_request_waits_for_a_node_are_void() -> None:
+    async def work(some: Scene) -> None:
+        p, d = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
+        stream = some.submit("a")
+        await some.settle()
+        d.session.abort("killed")
+        await some.settle()
+        p.say(output(1, 0))
+        await some.settle()
+        assert stream.generated == () and stream.error is None
+        await some.enter(hello("d", Role.DECODE))
+        p.say(output(2, 0))
+        await some.settle()
+        assert stream.generated == (70,) and stream.attempt == 2
+
+    scene(work)
+
+
+def test_a_request_waits_for_a_node_no_longer_than_it_may() -> None:
+    async def work(some: Scene) -> None:
+        await some.enter(hello("p", Role.PREFILL))
+        d = await some.enter(hello("d", Role.DECODE))
+        stream = some.submit("a")
+        d.session.abort("killed")
+        await asyncio.sleep(REJOIN_S - 1)
+        assert stream.error is None
+        await asyncio.sleep(2)
+        assert isinstance(stream.error, UnavailableError) and "node d is gone" in str(stream.error)
+
+    scene(work)
+
+
+def test_two_requests_of_one_name_are_not_mixed() -> None:
+    async def work(some: Scene) -> None:
+        await some.enter(hello("m", Role.MIXED))
+        first = some.submit("a")
+        with pytest.raises(RequestError, match="is in progress"):
+            some.submit("a")
+        assert first.error is None and first.attempt == 1
+
+    scene(work)
+
+
+def test_refusals_change_nothing_and_are_counted() -> None:
+    async def work(some: Scene) -> None:
+        m = await some.enter(hello("m", Role.MIXED))
+        first, view = some.submit("a"), some.head._conductor.view
+        node = view.nodes[NodeId("m")]
+        before = node.work_ns, node.batch, node.context, dict(view.index._coming), len(m.heard)
+        for number in range(3):
+            with pytest.raises(OverloadedError):
+                some.submit(f"b{number}")
+        await some.settle()
+        assert some.head.refusals() == {"prefill": 3}
+        after = node.work_ns, node.batch, node.context, dict(view.index._coming), len(m.heard)
+        assert after[:-1] == before[:-1] and len(m.of(messages.Task)) == 1
+        assert list(view.requests) == [first.job.request] == list(some.head._streams)
+
+    scene(work, max_requests=1)
+
+
+def test_a_request_is_over_once_and_its_nodes_are_told() -> None:
+    async def work(some: Scene) -> None:
+        p, d = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
+        stream = some.submit("a")
+        p.say(output(1, 0))
+        d.say(output(1, 1, finish=FinishReason.STOP))
+        d.say(output(1, 2))
+        await some.settle()
+        assert stream.generated == (70, 71) and not some.head._streams
+        assert [each.key for each in d.of(events.Forget)] == ["a#1"]
+        stream.cancel()
+        await some.settle()
+        assert len(d.of(events.Forget)) == 1
+
+    scene(work)
+
+
+def test_a_cancelled_request_is_forgotten_everywhere() -> None:
+    async def work(some: Scene) -> None:
+        p, d = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
+        stream = some.submit("a")
+        stream.cancel()
+        stream.cancel()
+        await some.settle()
+        assert [each.key for each in (*p.of(events.Forget), *d.of(events.Forget))] == ["a#1", "a#1"]
+        assert not some.head._streams and not some.head._conductor.view.requests
+
+    scene(work)
+
+
+def test_closing_ends_what_is_under_way_and_stops_the_nodes() -> None:
+    async def work(some: Scene) -> None:
+        m, later = await some.enter(hello("m", Role.MIXED)), await some.enter(stage(1))
+        stream = some.submit("a")
+        await some.head.close()
+        await some.settle()
+        assert isinstance(stream.error, UnavailableError) and "shutting down" in str(stream.error)
+        assert m.of(messages.Stop) and later.of(messages.Stop)
+        with pytest.raises(OSError):
+            await some.network.connect("head:1", messages.NodeBound, Someone(), timeout_s=1)
+
+    scene(work)
+
+
+def test_times_of_a_route_are_put_into_the_clock_of_the_node() -> None:
+    """The head's time goes with each task."""
+
+    async def work(some: Scene) -> None:
+        m = await some.enter(hello("m", Role.MIXED))
+        await asyncio.sleep(1.5)
+        m.say(messages.Beat({}))
+        some.submit("a", ttft_ms=200)
+        await some.settle()
+        (task,) = m.of(messages.Task)
+        assert task.now_ns == 1_500_000_000
+        assert task.begin.route.deadline_ns == 1_700_000_000
+
+    scene(work)
+
+
+def test_gauges_are_the_latest_of_each_process_while_it_is_here() -> None:
+    async def work(some: Scene) -> None:
+        m, later = await some.enter(hello("m", Role.MIXED)), await some.enter(stage(1))
+        m.say(messages.Beat({"x": 1.0}), messages.Beat({"x": 2.0}))
+        later.say(messages.Beat({"x": 3.0}))
+        await some.settle()
+        assert some.head.gauges() == {"x": {"m": 2.0, "g.1": 3.0}}
+        m.session.abort("killed")
+        await some.settle()
+        assert some.head.gauges() == {"x": {"g.1": 3.0}}
+
+    scene(work)
+
+
+# Nodes among each other.
+
+
+@asynccontextmanager
+async def listening(network: MemoryNetwork) -> AsyncIterator[tuple[NodeProcess, str]]:
+    """A node that is in a cluster, and where others reach it."""
+    head = Head(Rules(), CARD, token=TOKEN, silence_s=30, rejoin_s=30, network=network)
+    join = await head.open("head", 0)
+    engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000)
+    options = NodeOptions(facts("d", Role.DECODE), join, token=TOKEN, transfer_s=30)
+    process = NodeProcess(engine, options, Runtime(network))
+    running = asyncio.create_task(process.run())
+    await head.wait_for([NodeId("d")])
+    try:
+        yield process, head._members[NodeId("d")].hello.address
+    finally:
+        await head.close()
+        await running
+
+
+INTRODUCTION = messages.PeerHello(messages.PROTOCOL, TOKEN, NodeId("p"), RECIPE.revision, RECIPE.layout)
+OFFER = messages.Offer(RequestId("a#1"), 0, RECIPE.layout.num_layers)
+WRONG_PEERS: dict[str, list[Any]] = {
+    "token": [replace(INTRODUCTION, token="guessed"), OFFER],
+    "protocol": [replace(INTRODUCTION, protocol=messages.PROTOCOL - 1), OFFER],
+    "revision": [replace(INTRODUCTION, revision="other"), OFFER],
+    "layout": [replace(INTRODUCTION, layout=OTHERS), OFFER],
+    "not introduced": [OFFER],
+    "a probe is no introduction": [messages.Probe(), OFFER],
+    "introduced twice": [INTRODUCTION, INTRODUCTION, OFFER],
+}
+
+
+@pytest.mark.parametrize("said", [None, *WRONG_PEERS])
+def test_a_node_listens_to_nodes_of_its_cluster_only(said: str | None) -> None:
+    async def work() -> None:
+        network = MemoryNetwork()
+        async with listening(network) as (process, address), asyncio.timeout(20):
+            stranger = Someone()
+            stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
+            stranger.say(*(WRONG_PEERS[said] if said is not None else [INTRODUCTION, messages.Probe(), OFFER]))
+            offers = process.hands._receiver._offers
+            while not stranger.reasons and not offers:
+                await asyncio.sleep(0.001)
+            if said is None:
+                assert offers == {OFFER.key: {next(iter(offers[OFFER.key])): Span(0, OFFER.stop_layer)}}
+            else:
+                assert not offers and stranger.reasons
+
+    asyncio.run(work())
+
+
+def test_nobody_writes_into_a_node_before_it_knows_who_that_is() -> None:
+    async def work() -> None:
+        network = MemoryNetwork()
+        async with listening(network) as (_, address), asyncio.timeout(20):
+            stranger = Someone()
+            stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
+            head = messages.Slices(RequestId("a#1"), 0, 0, 16, (b"x" * 16,))
+            stranger.session.send(head, memoryview(bytes(100)))
+            while not stranger.reasons:
+                await asyncio.sleep(0.001)
+            assert "carried 100 bytes" in stranger.reasons[0]
+
+    asyncio.run(work())
+
+
+# Stages of a pipeline group.
+
+
+def opening(**others: Any) -> messages.StageOpen:
+    introduced = replace(INTRODUCTION, node=NodeId("g"))
+    return replace(messages.StageOpen(introduced, 1, 64, 0, 0, ()), **others)
+
+
+WRONG_OPENINGS: dict[str, list[Any]] = {
+    "token": [opening(hello=replace(INTRODUCTION, node=NodeId("g"), token="guessed"))],
+    "model": [opening(hello=replace(INTRODUCTION, node=NodeId("g"), revision="other"))],
+    "group": [opening(hello=INTRODUCTION)],
+    "stage": [opening(stage=2)],
+    "nothing opened": [events.Release(RequestId("a#1"))],
+}
+
+
+@asynccontextmanager
+async def waiting(network: MemoryNetwork) -> AsyncIterator[tuple[asyncio.Task[str], str]]:
+    """The second stage of two, which waits for the first, and where that reaches it."""
+    head = Head(Rules(), CARD, token=TOKEN, silence_s=30, rejoin_s=30, network=network)
+    join = await head.open("head", 0)
+    engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000, layers=(1, 2))
+    group = replace(facts("g", Role.PREFILL), pipeline=2)
+    options = NodeOptions(group, join, token=TOKEN, transfer_s=30, stage=1)
+    running = asyncio.create_task(StageNode(engine, options, Runtime(network)).run())
+    while not (stages := list(head._groups.followers())):
+        await asyncio.sleep(0.001)
+    try:
+        yield running, stages[0].hello.address
+    finally:
+        await head.close()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def open_stage(network: MemoryNetwork, address: str, *said: Any) -> Someone:
+    one = Someone()
+    one.session = await network.connect(address, messages.Upward, one, timeout_s=1)
+    one.say(*said)
+    return one
+
+
+@pytest.mark.parametrize("wrong", WRONG_OPENINGS)
+def test_a_stage_serves_its_own_group_only(wrong: str) -> None:
+    async def work() -> None:
+        network = MemoryNetwork()
+        async with waiting(network) as (running, address), asyncio.timeout(20):
+            stranger = await open_stage(network, address, *WRONG_OPENINGS[wrong])
+            while not stranger.reasons:
+                await asyncio.sleep(0.001)
+            assert not stranger.heard and not running.done()
+            leader = await open_stage(network, address, opening())
+            while not leader.heard:
+                await asyncio.sleep(0.001)
+            assert leader.heard == [messages.StageFound(1, (), last=True)]
+            second = await open_stage(network, address, opening())
+            while not second.reasons:
+                await asyncio.sleep(0.001)
+            assert not second.heard and not leader.reasons
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("more", [{"num_blocks": 65}, {"num_slots": 1}, {"num_records": 1}], ids=str)
+def test_a_stage_that_holds_less_than_the_first_does_not_serve(more: dict[str, int]) -> None:
+    async def work() -> None:
+        network = MemoryNetwork()
+        async with waiting(network) as (running, address), asyncio.timeout(20):
+            await open_stage(network, address, opening(**more))
+            with pytest.raises(StartError, match="pipeline stage 1 of g: it holds"):
+                await running
+
+    asyncio.run(work())
+
+
+def test_salts_part_the_names_of_tenants_in_the_head() -> None:
+    async def work(some: Scene) -> None:
+        await some.enter(hello("m", Role.MIXED))
+        names = [some.submit(name, salt=salt).names for name, salt in (("a", "x"), ("b", "y"), ("c", "x"))]
+        assert names[0] == names[2] and not set(names[0]) & set(names[1]) and len(names[0]) == 2
+
+    scene(work)
+
+
+def test_where_a_request_went_wrong_it_may_go_again_and_no_further() -> None:
+    async def work(some: Scene) -> None:
+        m = await some.enter(hello("m", Role.MIXED))
+        stream = some.submit("a")
+        for attempt in (1, 2, 3):
+            m.say(RequestFailed(RequestId("a"), attempt, "it broke"))
+            await some.settle()
+        assert str(stream.error) == "it broke (attempt 3 of 3)"
+        routes = [task.begin.route for task in m.of(messages.Task)]
+        assert [route.attempt for route in routes if isinstance(route, Route)] == [1, 2, 3]
+
+    scene(work)

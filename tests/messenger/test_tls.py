@@ -1,0 +1,169 @@
+"""Certificates. Whoever is to be feared checks nothing: only what the other side checks holds it up."""
+
+from __future__ import annotations
+
+import re
+import ssl
+from pathlib import Path
+
+import pytest
+
+from isthmus.errors import ConfigError
+from isthmus.messenger import TcpNetwork, Tls
+from tests.certificates import make_certificate
+
+from .test_network import LIMIT_S, Message, Note, Owner, Parcel, pattern, running, session
+
+
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tls]:
+    """`ours` is right; of the others each is wrong in one way. `ours` of `same name` was signed by another key."""
+    made = {}
+    for name, subject, days in (
+        ("ours", "ours", 30),
+        ("another authority", "theirs", 30),
+        ("same name", "ours", 30),
+        ("expired", "ours", -1),
+    ):
+        made[name] = Tls(**make_certificate(tmp_path_factory.mktemp("tls"), subject, days))
+    # It is the right authority that signed what is expired, and everybody else trusts in ours.
+    made["trusts the expired"] = Tls(made["ours"].certificate, made["ours"].key, made["expired"].authority)
+    return made
+
+
+def careless(side: ssl._SSLMethod, shown: Tls | None) -> ssl.SSLContext:
+    """Takes whatever the other side shows."""
+    context = ssl.SSLContext(side)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    if shown is not None:
+        context.load_cert_chain(shown.certificate, shown.key)
+    return context
+
+
+WRONG = ["another authority", "same name", "expired"]
+
+
+def trusting(tls: dict[str, Tls], wrong: str) -> Tls:
+    """The files of the side that is careful: it would take this certificate but for the one thing."""
+    return tls["trusts the expired" if wrong == "expired" else "ours"]
+
+
+@pytest.mark.parametrize("wrong", [None, *WRONG])
+def test_a_server_takes_nobody_with_a_wrong_certificate(wrong: str | None, tls: dict[str, Tls]) -> None:
+    async def work() -> None:
+        there = Owner()
+        serving = TcpNetwork(tls=trusting(tls, wrong or "none"))
+        dialling = TcpNetwork(tls=tls["ours"])
+        dialling._dialling = careless(ssl.PROTOCOL_TLS_CLIENT, tls[wrong] if wrong else None)
+        server, port = await serving.listen("127.0.0.1", 0, Message, lambda: there)
+        with pytest.raises(OSError):
+            await dialling.connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
+        server.close()
+        await server.wait_closed()
+        assert there.session is None and not server._ports, "it said Hello and was heard"
+
+    running(work)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_nobody_speaks_to_a_server_with_a_wrong_certificate(wrong: str, tls: dict[str, Tls]) -> None:
+    async def work() -> None:
+        there = Owner()
+        serving, dialling = TcpNetwork(tls=tls["ours"]), TcpNetwork(tls=trusting(tls, wrong))
+        serving._serving = careless(ssl.PROTOCOL_TLS_SERVER, tls[wrong])
+        server, port = await serving.listen("127.0.0.1", 0, Message, lambda: there)
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await dialling.connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
+        server.close()
+        await server.wait_closed()
+        assert there.session is None and not server._ports
+
+    running(work)
+
+
+@pytest.mark.parametrize("side", ["dialling", "serving"])
+def test_the_careless_are_taken_with_the_right_certificate(side: str, tls: dict[str, Tls]) -> None:
+    """It is the certificate that the others were turned away for."""
+
+    async def work() -> None:
+        there, serving, dialling = Owner(), TcpNetwork(tls=tls["ours"]), TcpNetwork(tls=tls["ours"])
+        if side == "dialling":
+            dialling._dialling = careless(ssl.PROTOCOL_TLS_CLIENT, tls["ours"])
+        else:
+            serving._serving = careless(ssl.PROTOCOL_TLS_SERVER, tls["ours"])
+        server, port = await serving.listen("127.0.0.1", 0, Message, lambda: there)
+        here = Owner()
+        joined = await dialling.connect(f"127.0.0.1:{port}", Message, here, timeout_s=LIMIT_S)
+        joined.send(Note("hello"))
+        await there.until(lambda: there.messages)
+        joined.close()
+        await here.until(lambda: here.reasons)
+        await there.until(lambda: there.reasons)
+        server.close()
+        await server.wait_closed()
+
+    running(work)
+
+
+@pytest.mark.parametrize("old", ["dialling", "serving"])
+def test_what_is_older_than_tls_1_3_is_refused_by_either_side(old: str, tls: dict[str, Tls]) -> None:
+    async def work() -> None:
+        there, networks = Owner(), {side: TcpNetwork(tls=tls["ours"]) for side in ("dialling", "serving")}
+        for context in (networks[old]._dialling, networks[old]._serving):
+            assert context is not None
+            context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
+        server, port = await networks["serving"].listen("127.0.0.1", 0, Message, lambda: there)
+        with pytest.raises(OSError):
+            await networks["dialling"].connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
+        server.close()
+        await server.wait_closed()
+        assert there.session is None and not server._ports
+
+    running(work)
+
+
+@pytest.mark.parametrize("plain", ["dialling", "serving"])
+def test_there_is_no_way_round_tls(plain: str, tls: dict[str, Tls]) -> None:
+    async def work() -> None:
+        there, networks = Owner(), {side: TcpNetwork(tls=tls["ours"]) for side in ("dialling", "serving")}
+        networks[plain] = TcpNetwork()
+        server, port = await networks["serving"].listen("127.0.0.1", 0, Message, lambda: there)
+        with pytest.raises(OSError):
+            await networks["dialling"].connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
+        server.close()
+        await server.wait_closed()
+        assert there.session is None and not server._ports
+
+    running(work)
+
+
+def test_the_same_over_tls(tls: dict[str, Tls]) -> None:
+    async def work() -> None:
+        here, there = Owner(), Owner(lambda session, message: session.send(Note(str(type(message).__name__))))
+        network = TcpNetwork(2, tls=tls["ours"])
+        async with session(here, there, network=network) as joined:
+            payloads = [pattern(number, 3 << 20) for number in range(4)]
+            for payload in payloads:
+                view = memoryview(payload)
+                joined.send(Parcel((1 << 20, 2 << 20)), view[:10], view[10:5000], view[5000:])
+            joined.send(Note("small"))
+            await there.until(lambda: len(there.messages) == 5)
+            await here.until(lambda: len(here.messages) == 5)
+            assert sorted(b"".join(pieces) for pieces in there.payloads) == sorted(payloads)
+
+    running(work)
+
+
+def test_tls_files_that_are_wrong_are_named(tls: dict[str, Tls], tmp_path: Path) -> None:
+    ours = tls["ours"]
+    nothing, garbage = str(tmp_path / "nothing.pem"), tmp_path / "garbage.pem"
+    garbage.write_text("not a certificate")
+    for wrong, named in (
+        (Tls(nothing, ours.key, ours.authority), nothing),
+        (Tls(str(garbage), ours.key, ours.authority), str(garbage)),
+        (Tls(ours.certificate, tls["another authority"].key, ours.authority), ours.certificate),
+        (Tls(ours.certificate, ours.key, str(garbage)), str(garbage)),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(named)):
+            TcpNetwork(tls=wrong)

@@ -1,0 +1,95 @@
+"""The engine's memory: what a request gets, and when it is free again."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.scheduler import BlockPool, CountingPool, Limits, Sequence
+from isthmus.scheduler.memory import Memory
+from isthmus.scheduler.sequence import COMPUTING, Prefix
+from isthmus.types import RequestId
+
+SIZE, STATE = 4, 2
+A, B = RequestId("a"), RequestId("b")
+
+
+def memory(num_blocks: int, state_blocks: int = 0) -> Memory:
+    return Memory(Limits(num_blocks, SIZE, state_blocks=state_blocks), BlockPool(num_blocks))
+
+
+@pytest.mark.parametrize("state_blocks", [0, STATE])
+@given(num_tokens=st.integers(1, 60), headroom=st.integers(0, 4), spare=st.integers(-3, 3))
+def test_it_admits_what_fits_with_the_headroom_and_nothing_else(
+    state_blocks: int, num_tokens: int, headroom: int, spare: int
+) -> None:
+    """A prompt that leaves, with states: KV, a snapshot at its last full block if it has one, and one at its end."""
+    sequence = Sequence(A, num_tokens, num_tokens + 1, tuple(range(num_tokens // SIZE)))
+    sequence.detach = True
+    needed = -(-num_tokens // SIZE) + state_blocks * (1 + (num_tokens > SIZE))
+    held = memory(max(needed + headroom + spare, 1), state_blocks)
+    num_blocks = held.pool.num_blocks
+    assert held.admit(sequence, Prefix(), headroom) == (needed + headroom <= num_blocks)
+    if not sequence.blocks:
+        assert held.pool.available == num_blocks, "it took something and said no"
+        return
+    assert held.pool.available == num_blocks - needed
+    sequence.state = COMPUTING
+    held.check([sequence])
+    held.release(sequence)
+    assert held.pool.available == num_blocks
+    held.check([])
+
+
+def test_what_is_expected_has_room_for_its_next_token_and_its_state() -> None:
+    held, sequence = memory(5, STATE), Sequence(A, 8, 20)
+    assert not held.reserve(sequence, 1)
+    assert held.reserve(sequence, 0)
+    assert (len(sequence.blocks), len(sequence.restore)) == (3, STATE)
+    held.release(sequence)
+    assert held.pool.available == 5
+
+
+@given(st.lists(st.sampled_from(["save", "saved", "give"]), max_size=30))
+def test_blocks_in_saving_are_nobodys_until_all_is_saved(ops: list[str]) -> None:
+    """As often as something began to be saved of a request. Of another one, nothing waits."""
+    held = Memory(Limits(100, SIZE), CountingPool(100))
+    counts: Counter[str] = Counter()
+    waiting = 0
+    for op in ops:
+        if op == "save":
+            held.saving(A)
+            counts["saving"] += 1
+        elif op == "saved" and counts["saving"]:
+            held.saved(A)
+            counts["saving"] -= 1
+            waiting = waiting if counts["saving"] else 0
+        elif op == "give":
+            held.give_back(A, held.pool.allocate(2))
+            waiting += 2 if counts["saving"] else 0
+            held.give_back(B, held.pool.allocate(2))
+        assert held.pool.available == 100 - waiting
+        held.check([])
+
+
+def test_a_snapshot_waits_for_its_saving_and_the_one_gone_on_from_does_not() -> None:
+    held, sequence = memory(40, STATE), Sequence(A, 41, 50, tuple(range(10)))
+    prefix = Prefix(num_tokens=8, num_found=2, loads=True)
+    assert held.admit(sequence, prefix, 0)
+    assert (len(sequence.restore), [shot.position for shot in sequence.snapshots]) == (STATE, [40])
+    held.saving(A)
+    held.release(sequence)
+    assert held.pool.available == 40 - 11 - STATE
+    held.saved(A)
+    assert held.pool.available == 40
+
+
+def test_blocks_that_requests_and_the_pool_do_not_agree_on_are_noticed() -> None:
+    held, sequence = memory(10), Sequence(A, 8, 20)
+    held.admit(sequence, Prefix(), 0)
+    sequence.blocks = sequence.blocks[:1]
+    with pytest.raises(AssertionError, match="do not agree"):
+        held.check([sequence])

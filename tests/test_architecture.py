@@ -1,0 +1,129 @@
+"""docs/architecture.md says what is there: its paths, its reading order, its rooms, and its example in both worlds."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from isthmus.attempts import Route
+from isthmus.conductor.policies import POLICIES
+from isthmus.config import POLICIES as NAMES
+from isthmus.deploy.policies import make_known
+from isthmus.errors import ConfigError
+from tests.cli.conftest import isthmus as isthmus
+from tests.parity.test_parity import COSTS, config_of, workload
+from tests.parity.worlds import deployed, live, simulated, until_over
+from tests.served import serve
+
+from .cli.conftest import Command
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src/isthmus"
+PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf8")
+EXAMPLE = ROOT / "examples/policies/thrifty.py"
+THRIFTY = f"{EXAMPLE}:thrifty"
+
+
+def section(title: str) -> str:
+    return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def first_column(title: str) -> list[str]:
+    return re.findall(r"^\| `([^`]+)`", section(title), re.M)
+
+
+def test_every_path_is_there() -> None:
+    paths = set(re.findall(r"`([\w./-]+/[\w.-]*\.py|[a-z]+/)`", PAGE))
+    assert len(paths) > 60
+    assert not [path for path in paths if not (SOURCE / path).exists() and not (ROOT / path).exists()]
+    pages = re.findall(r"\]\(([\w-]+\.md)", PAGE)
+    assert pages and all((ROOT / "docs" / page).exists() for page in pages)
+
+
+def test_the_heart_is_six_files_away() -> None:
+    files = first_column("Six files to the heart")
+    assert len(files) <= 6
+    assert sum(len((SOURCE / file).read_text().splitlines()) for file in files) <= 2500
+
+
+def test_rooms_are_those_whose_imports_are_checked() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract["id"] == "rooms"]
+    checked = {room.strip() for layer in layers for room in layer.split("|")}
+    rooms = {room.rstrip("/") for room in first_column("Rooms")}
+    leaves = {Path(leaf).stem for leaf in re.findall(r"`(\w+\.py)` \(", section("Rooms"))}
+    assert rooms | leaves | {"__main__"} >= checked >= rooms | leaves
+    folders = {folder.parent.name for folder in SOURCE.glob("*/__init__.py")}
+    assert folders == rooms
+
+
+def test_every_verb_is_there(isthmus: Command) -> None:
+    status, out, _ = isthmus("--help")
+    verbs = set(re.findall(r"^ │ (\w+)|^│ (\w+)", out, re.M))
+    shown = {one or other for one, other in verbs}
+    assert status == 0 and {verb.split()[1] for verb in first_column("Commands")} == shown
+
+
+def test_the_page_prints_the_example() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    assert block == EXAMPLE.read_text() and len(block.splitlines()) <= 30
+
+
+@pytest.mark.parametrize("shape", [{"roles.prefill": 3, "roles.decode": 2}, {"roles.mixed": 3}])
+def test_the_example_decides_alike_in_both_worlds(shape: dict[str, int]) -> None:
+    none = {"roles.prefill": 0, "roles.decode": 0}
+    config = config_of({**none, **shape, "policy": THRIFTY, "cache.dram": "4MiB"})
+    deployment = deployed(config, COSTS)
+    requests = workload(40, 12_000_000)
+    flight = live(config, deployment, requests)
+    log = simulated(config, deployment, requests)
+    assert until_over(flight.log) == until_over(log)
+    routes = [action for entry in log for action in entry.actions if isinstance(action, Route)]
+    assert any(route.fetch is not None for route in routes) and len(routes) >= 40
+
+
+def test_the_example_simulates_serves_and_replays(
+    isthmus: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deployment = ROOT / "examples/mooncake-fast25.yaml"
+    load = "poisson:rate=8,num=50,input=1500,output=9,prefixes=5,prefix_tokens=2048"
+    figures, recording = tmp_path / "out.json", tmp_path / "flight.jsonl"
+    arguments = ("--config", deployment, "--workload", load, "--policy", THRIFTY, "--json", figures)
+    assert isthmus("simulate", *arguments)[0] == 0
+    assert json.loads(figures.read_bytes())["completed"] == 50
+    with serve(tmp_path, "--policy", THRIFTY, "--record", str(recording)) as served:
+        assert len(served.tokens([1, 2, 3], 5)) == 5
+    monkeypatch.delitem(POLICIES, THRIFTY)  # as in a process of its own
+    status, out, err = isthmus("replay", recording)
+    assert status == 2 and "one of your own: --policy" in err, (out, err)
+    status, out, _ = isthmus("replay", recording, "--policy", THRIFTY)
+    assert status == 0 and "identical decisions" in out
+
+
+def test_names_of_our_own_are_known_before_anything_is_loaded() -> None:
+    assert {name for name in POLICIES if ":" not in name} == set(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("text", "function", "says"),
+    [
+        (None, "f", "is no Python file here"),
+        ("x = 1", "f", "has no function f"),
+        ("f = 1", "f", "has no function f"),
+        ("import nowhere_at_all", "f", "cannot be run: ModuleNotFoundError: No module named 'nowhere_at_all'"),
+        ("def f(:", "f", "cannot be run: SyntaxError"),
+    ],
+)
+def test_a_policy_that_cannot_be_loaded_is_one_line(
+    tmp_path: Path, text: str | None, function: str, says: str
+) -> None:
+    file = tmp_path / "own.py"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        make_known(f"{file}:{function}")
+    assert says in str(caught.value) and "\n" not in str(caught.value) and f"{file}:{function}" not in POLICIES

@@ -37,16 +37,9 @@ from isthmus.conductor.events import (
     RequestEnded,
 )
 from isthmus.conductor.eviction_cost import EvictionCost
-<<<<<<< HEAD
-from isthmus.conductor.replicas import Replicas
-from isthmus.conductor.routing import Router
-from isthmus.conductor.rules import Rules
-from isthmus.conductor.shedding import to_shorten, to_thin, waiting_below
-=======
 from isthmus.conductor.routing import Router
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.shedding import to_replace, to_shorten, to_thin
->>>>>>> main
 from isthmus.conductor.view import ClusterView, Placement, RequestView
 from isthmus.cost.transfer import NONE
 from isthmus.types import MEMORY, NodeId, RequestId, Role
@@ -69,10 +62,6 @@ class Conductor:
         self._learns_lengths = bool(rules.links) or rules.convert
         self._admission = Admission(rules)
         self._eviction_cost = EvictionCost(self.view)
-<<<<<<< HEAD
-        self._replicas = Replicas(self.view)
-=======
->>>>>>> main
         self._handlers: dict[type, Callable[..., list[Action]]] = {
             RequestArrived: self._arrive,
             FetchFinished: self._fetched,

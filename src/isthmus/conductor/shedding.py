@@ -1,15 +1,9 @@
 """Load is shed by priority: whom to turn away in place of a request of higher priority, of those that wait for prefill.
 
-<<<<<<< HEAD
-Nothing of them was streamed, so they are refused like an arriving request. Lower priorities go first, and of one
-priority the most work, so that few are turned away for the room of one (docs/policies.md has figures); nobody is
-unless that makes room for the request it is done for.
-=======
 Nothing of them was streamed, so they are refused like an arriving request. Lower priorities go first; of one priority
 the most work where a queue is too long, so that few go for one, and the newest where too many would decode, since to
 take long prompts out lets more begin to decode. docs/policies.md has figures. Nobody is turned away unless that makes
 room for the request it is done for.
->>>>>>> main
 """
 
 from __future__ import annotations
@@ -29,8 +23,8 @@ def waiting_below(nodes: Iterable[NodeView], priority: int) -> list[RequestView]
             if not in_service and request.arrived.priority < priority and not request.streaming:
                 found.append(request)
             in_service = False
-    found.reverse()  # so that of the same work the last in a queue goes first
-    found.sort(key=lambda request: (request.arrived.priority, -request.work_ns))
+    found.reverse()  # so that of those that came at one time the last goes first
+    found.sort(key=lambda request: (request.arrived.priority, -request.arrived_ns))
     return found
 
 

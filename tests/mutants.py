@@ -161,8 +161,15 @@ def draw(room: str, seed: int, known: set[tuple[str, str, str]]) -> Iterator[Mut
     chance.shuffle(every)
     for path, place in every:
         drawn = mutant(path, *chance.choice(place))
-        if (drawn.path, drawn.old, drawn.new) not in known:
+        if (drawn.path, drawn.old, drawn.new) not in known and _can_be_read(drawn.code):
             yield drawn
+
+
+def _can_be_read(code: str) -> bool:
+    try:
+        return bool(ast.parse(code))
+    except SyntaxError:
+        return False
 
 
 def again(room: str, missed: list[dict[str, Any]]) -> Iterator[Mutant]:
@@ -215,7 +222,7 @@ def outcome(tests: Iterable[str], scratch: Path, **env: str) -> str:
 def by_room(room: str, path: str, scratch: Path) -> str:
     """How the room's tests end: first the file that mirrors the one changed, if there is one."""
     env = {"PYTHONDONTWRITEBYTECODE": "1"}
-    mirror = f"{ROOMS[room][2][0]}/test_{Path(path).name}"
+    mirror = f"tests/{ROOMS[room][0]}/test_{Path(path).name}"
     end = outcome([mirror], scratch, **env) if (scratch / mirror).exists() else "survived"
     return outcome(ROOMS[room][2], scratch, **env) if end == "survived" else end
 

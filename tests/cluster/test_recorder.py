@@ -13,7 +13,6 @@ import pytest
 
 from isthmus.attempts import Fetch
 from isthmus.cluster.recorder import (
-    FORMAT,
     Entry,
     Header,
     LiveRecorder,
@@ -37,6 +36,7 @@ from isthmus.conductor import (
     Route,
     Rules,
 )
+from isthmus.conductor.events import RECORDING_FORMAT
 from isthmus.cost import Curve
 from isthmus.deploy import NodeFacts
 from isthmus.errors import ConfigError
@@ -89,7 +89,7 @@ EVENTS: list[Event] = [
 def recording(tmp_path: Path) -> Path:
     """A recording of EVENTS: line 1 is the header, event number i (from 0) is on line i + 2."""
     path = tmp_path / "flight.jsonl"
-    recorder, conductor = Recorder(path, Header(FORMAT, RULES)), Conductor(RULES)
+    recorder, conductor = Recorder(path, Header(RECORDING_FORMAT, RULES)), Conductor(RULES)
     for now, event in enumerate(EVENTS):
         recorder.record(now, event, conductor.on(event, now))
     recorder.close()
@@ -110,7 +110,7 @@ def rewrite(path: Path, line: int, text: bytes) -> None:
 
 def test_what_was_recorded_is_read_back(recording: Path) -> None:
     header, numbered = read(recording)[0], list(entries(recording).items())
-    assert header == Header(1, RULES)
+    assert header == Header(RECORDING_FORMAT, RULES)
     assert [number for number, _ in numbered] == list(range(2, len(EVENTS) + 2))
     assert [entry.event for _, entry in numbered] == EVENTS
     assert [entry.at_ns for _, entry in numbered] == list(range(len(EVENTS)))
@@ -123,7 +123,7 @@ def test_a_recording_replays_identically(recording: Path) -> None:
 
 
 def test_the_same_run_gives_the_same_file(recording: Path, tmp_path: Path) -> None:
-    recorder, conductor = Recorder(tmp_path / "again", Header(FORMAT, RULES)), Conductor(RULES)
+    recorder, conductor = Recorder(tmp_path / "again", Header(RECORDING_FORMAT, RULES)), Conductor(RULES)
     for now, event in enumerate(EVENTS):
         recorder.record(now, event, conductor.on(event, now))
     recorder.close()
@@ -131,7 +131,7 @@ def test_the_same_run_gives_the_same_file(recording: Path, tmp_path: Path) -> No
 
 
 def test_each_line_is_in_the_file_at_once(tmp_path: Path) -> None:
-    recorder = Recorder(tmp_path / "flight", Header(FORMAT, RULES))
+    recorder = Recorder(tmp_path / "flight", Header(RECORDING_FORMAT, RULES))
     for count, event in enumerate(EVENTS, start=2):
         recorder.record(0, event, [])
         assert (tmp_path / "flight").read_bytes().count(b"\n") == count
@@ -167,7 +167,7 @@ def test_a_changed_event_is_found_where_it_first_matters(recording: Path) -> Non
 
 
 def test_other_rules_decide_otherwise(recording: Path) -> None:
-    rewrite(recording, 1, msgspec.json.encode(Header(1, Rules(max_requests=99))))
+    rewrite(recording, 1, msgspec.json.encode(Header(RECORDING_FORMAT, Rules(max_requests=99))))
     difference = replay(recording)[1]
     assert difference is not None and difference.line == 10
 
@@ -187,7 +187,7 @@ def test_a_garbage_line_is_refused_with_its_number(recording: Path, text: bytes)
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        (1, b'{"format": 1, "rules": {"policy": "\xff"}}'),
+        (1, b'{"format": 2, "rules": {"policy": "\xff"}}'),
         (6, b'{"at_ns": 1, "event": {"type": "NodeLeft", "node": "\xff"}, "actions": []}'),
     ],
 )
@@ -198,7 +198,7 @@ def test_a_line_that_is_no_utf8_is_refused(recording: Path, line: int, text: byt
 
 
 def test_a_recording_of_an_unknown_policy_is_refused(recording: Path) -> None:
-    rewrite(recording, 1, msgspec.json.encode(Header(1, Rules(policy="of tomorrow"))))
+    rewrite(recording, 1, msgspec.json.encode(Header(RECORDING_FORMAT, Rules(policy="of tomorrow"))))
     with pytest.raises(ConfigError, match="of tomorrow"):
         replay(recording)
 
@@ -224,8 +224,8 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_format_is_refused_with_both_numbers(recording: Path) -> None:
-    rewrite(recording, 1, msgspec.json.encode(Header(2, RULES)))
-    with pytest.raises(ConfigError, match="recording format 2; this version reads 1"):
+    rewrite(recording, 1, msgspec.json.encode(Header(1, RULES)))
+    with pytest.raises(ConfigError, match="recording format 1; this version reads 2"):
         replay(recording)
 
 
@@ -233,9 +233,9 @@ def test_a_file_that_cannot_be_read_or_written_is_one_line(tmp_path: Path) -> No
     with pytest.raises(ConfigError, match="cannot be read"):
         replay(tmp_path / "missing")
     with pytest.raises(ConfigError, match="cannot write"):
-        Recorder(tmp_path, Header(FORMAT, RULES))
+        Recorder(tmp_path, Header(RECORDING_FORMAT, RULES))
     with pytest.raises(ConfigError, match="cannot write"):
-        Recorder(tmp_path / "no folder" / "flight", Header(FORMAT, RULES))
+        Recorder(tmp_path / "no folder" / "flight", Header(RECORDING_FORMAT, RULES))
 
 
 # Recordings of nodes.
@@ -287,7 +287,7 @@ def test_a_nodes_recording_replays_identically(tmp_path: Path) -> None:
     recorder.close()
     assert path.name == "flight.p1.jsonl"
     assert replay(path) == (len(answers), None)
-    assert read(path)[0] == Header(FORMAT, node=FACTS, transfer_ns=NS_PER_S // 4)
+    assert read(path)[0] == Header(RECORDING_FORMAT, node=FACTS, transfer_ns=NS_PER_S // 4)
     kinds = {type(action).__name__ for actions in answers for action in actions}
     assert kinds >= {
         "Fetch", "Offer", "Run", "Admitted", "Load", "Send", "Finish", "Save", "Give", "Release",
@@ -319,7 +319,7 @@ def test_a_garbage_line_of_a_nodes_recording_is_refused_with_its_number(tmp_path
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("header", [Header(FORMAT), Header(FORMAT, RULES, FACTS)])
+@pytest.mark.parametrize("header", [Header(RECORDING_FORMAT), Header(RECORDING_FORMAT, RULES, FACTS)])
 def test_a_header_of_neither_or_both_is_refused(recording: Path, header: Header) -> None:
     rewrite(recording, 1, msgspec.json.encode(header))
     with pytest.raises(ConfigError, match="it names neither rules nor a node, or both") as caught:
@@ -342,7 +342,7 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "flight.jsonl"
-    recorder = LiveRecorder(path, Header(FORMAT, RULES))
+    recorder = LiveRecorder(path, Header(RECORDING_FORMAT, RULES))
     recorder.record(0, EVENTS[0], [])
     with Path("/dev/full").open("wb") as full:
         os.dup2(full.fileno(), recorder._file.fileno())

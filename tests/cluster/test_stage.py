@@ -12,7 +12,8 @@ from isthmus.attempts import Route
 from isthmus.cluster import cache as cache_module
 from isthmus.cluster.cache import NodeCache
 from isthmus.cluster.hands import Hands
-from isthmus.cluster.messages import StageRun, StageSampled, StageSaved, Task
+from isthmus.cluster.messages import StageFound, StageRun, StageSampled, StageSaved, Task
+from isthmus.cluster.pipeline import Group
 from isthmus.cluster.sessions import Peers
 from isthmus.cluster.stage import StageStepper
 from isthmus.cost import Curve, compile_cost
@@ -20,7 +21,7 @@ from isthmus.engine.emulated import EmulatedEngine, Recipe, layout_of
 from isthmus.engine.interface import BeforeLayer, Chunk, Hidden, OnLayer, Row
 from isthmus.messenger import Session
 from isthmus.node.events import Action, Begin, Broken, Drop, Event, Load, Lost, Release, Save, Shorten
-from isthmus.scheduler import Piece, Preempted, Saved
+from isthmus.scheduler import Piece, Preempted, Run, Saved
 from isthmus.store import Arena, Shape, Store
 from isthmus.types import BlockName, NodeId, RequestId, Role, Sampling, Span
 
@@ -393,3 +394,58 @@ def test_a_load_follows_the_pre_emption_before_it(held: Stage) -> None:
     assert len(loads.begun) == 1
     go(held)
     assert len(loads.begun) == 2 and not loads.begun[1].cancelled
+
+
+# The leader, which is ahead of it.
+
+
+def test_a_slow_stage_holds_the_leader_back() -> None:
+    """As many batches are under way as there are stages, and one more waits at the first."""
+    group = Group(2, bool, bool, bool, lambda *_: None)  # type: ignore[arg-type]
+    run, hidden = Run((), 0, 0, 1, list), Hidden((0,), "uint8", memoryview(b""))
+    for _ in range(3):
+        group.take_turn()
+        group.compute(run, hidden)
+    turns = threading.Thread(target=group.take_turn)
+    turns.start()
+    turns.join(0.05)
+    assert turns.is_alive()
+    assert group.gauges()["pipeline_runs_in_flight"] == group.gauges()["pipeline_runs_in_flight_max"] == 3
+    group.on_message(None, StageSampled(1, (), (), ()))  # type: ignore[arg-type]
+    turns.join(60)
+    assert not turns.is_alive() and group.gauges()["pipeline_runs_in_flight"] == 2
+    for _ in range(2):
+        group.compute(run, hidden)
+    turns = threading.Thread(target=group.take_turn)
+    turns.start()
+    group.close()
+    turns.join(60)
+    assert not turns.is_alive(), "who waits is let go at the end"
+
+
+def test_a_save_is_done_when_every_stage_has_done_it() -> None:
+    told: list[Any] = []
+    group = Group(3, told.append, bool, bool, lambda *_: None)
+    for stage in (1, 2, 1):
+        group.on_message(None, StageSaved(stage, A))  # type: ignore[arg-type]
+    assert told == []
+    group.tell(Saved(A))
+    assert told == [Saved(A)]
+    group.tell(Saved(A))
+    assert told == [Saved(A)]
+    group.on_message(None, StageSaved(2, A))  # type: ignore[arg-type]
+    assert told == [Saved(A)] * 2 and not group._saves
+
+
+def test_of_what_lies_on_the_disks_only_what_every_stage_has_is_of_use() -> None:
+    sent: list[Any] = []
+    group = Group(3, bool, bool, bool, lambda function, message: sent.append(message))
+    found = [(NAMES[0], None), (NAMES[1], NAMES[0]), (NAMES[2], NAMES[1])]
+    group.on_message(None, StageFound(1, NAMES[:2]))  # type: ignore[arg-type]
+    group.on_message(None, StageFound(1, NAMES[2:4], last=True))  # type: ignore[arg-type]
+    assert not group._formed.is_set()
+    group.on_message(None, StageFound(2, NAMES[:2], last=True))  # type: ignore[arg-type]
+    assert group._formed.is_set()
+    kept, useless = group.common(found)
+    assert kept == found[:2] and set(useless) == set(NAMES[2:4])
+    assert sent == [Drop(useless)]

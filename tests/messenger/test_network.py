@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from isthmus.errors import ProtocolError
-from isthmus.messenger import Priority, Session, TcpNetwork, Terms
+from isthmus.messenger import Priority, Session, TcpNetwork, Terms, network
 from isthmus.messenger.acks import Close
 from isthmus.messenger.frames import Kind, prefix_of
 from isthmus.messenger.greeting import Hello, Welcome, hello, refusal
@@ -265,8 +265,37 @@ GREETINGS = {
     "no greeting": (frame_of(Kind.CLOSE, Close((), "")), "must begin with HELLO"),
     "an endless one": (prefix_of(Kind.HELLO, b"x" * 5000), "not that long"),
     "a damaged one": (hello(bytes(16), 0, Terms(), first=True)[:-1] + b"?", "damaged"),
+    "a short name": (frame_of(Kind.HELLO, Hello(2, 2, bytes(15), 0, True, Terms())), "has 16 bytes"),
     "no window": (frame_of(Kind.HELLO, Hello(2, 2, bytes(16), 0, True, Terms(window=0))), "could not be read"),
 }
+
+
+def test_a_session_has_each_of_its_connections_once_and_not_too_many(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever knows its name could otherwise take a connection's place, or use up the listener's sockets."""
+    monkeypatch.setattr(network, "MAX_CONNECTIONS", 3)
+
+    async def work() -> None:
+        there, name = Owner(), b"n" * 16
+        server, port = await PLAIN.listen("127.0.0.1", 0, Message, lambda: there)
+        answers, writers = [], []
+        for lane in (0, 0, 1, 1, 2, 3):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writers.append(writer)
+            writer.write(hello(name, lane, Terms(), first=not answers))
+            head = await asyncio.wait_for(reader.read(4096), LIMIT_S)
+            answers.append(b"too many" in head)
+        assert answers == [False, True, False, True, False, True]
+        (tcp,) = server._ports.values()
+        assert tcp.session is not None and sorted(lane.number for lane in tcp.session.lanes) == [0, 1, 2]
+        for writer in writers:
+            writer.close()
+        await there.until(lambda: there.reasons)
+        server.close()
+        await server.wait_closed()
+
+    running(work)
 
 
 @pytest.mark.parametrize("greeting", GREETINGS.values(), ids=GREETINGS.keys())

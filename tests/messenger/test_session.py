@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.messenger import Priority, Terms, lane, outbox, session
+from isthmus.errors import ProtocolError
+from isthmus.messenger import Priority, Terms, inbox, lane, outbox, session
 from isthmus.messenger.frames import GOOD, Kind, prefix_of
 
 from .pair import Pair, Parcel, number_of
@@ -308,6 +309,7 @@ WRONG_FRAMES = {
     "an unknown priority": (Kind.DATA, msgspec.msgpack.encode(Parcel(0)), {"priority": 4}),
     "a cancellation of one": (Kind.CANCEL, b"", {"priority": 200}),
     "a refusal of one": (Kind.REFUSE, b"", {"priority": 4}),
+    "a cancellation with a payload": (Kind.CANCEL, b"", {"total": 4, "length": 4}),
     "a message that is none": (Kind.DATA, b"\xc1", {}),
     "a message of another type": (Kind.DATA, msgspec.msgpack.encode({"type": "Other"}), {}),
 }
@@ -360,3 +362,70 @@ def test_an_acknowledgement_that_is_lost_with_its_lane_is_given_again() -> None:
     second.lose(1)
     pair.settle()
     assert sent.heard == [True]
+
+
+@pytest.mark.parametrize("more", [1, -1])
+def test_a_payload_fits_the_memory_it_is_given_or_goes_nowhere(more: int) -> None:
+    pair = Pair(Terms(), 1)
+    here, there = pair.sides
+    given = bytearray(b"\xee" * (10 + more))
+    there.place = lambda session, message, size: [memoryview(given)]  # type: ignore[method-assign]
+    there.on_void = lambda session, message: there.voided.append(message.number)  # type: ignore[method-assign]
+    here.send(10, Priority.NORMAL, 0)
+    pair.settle()
+    assert there.delivered == [] and there.voided == [0]
+    assert "does not fit the message" in there.reasons[0]
+    assert given == b"\xee" * len(given)
+
+
+def test_a_peer_that_sends_more_than_its_window_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All behind a message that never comes, so that it has to be kept."""
+    monkeypatch.setattr(inbox, "TALK_BYTES", 100)
+    monkeypatch.setattr(inbox, "MAX_SLICE", 100)
+    pair = Pair(Terms(window=100), 1)
+    _, there = pair.sides
+    wire = pair.cables[0].wires[0]
+    for number in range(1, 30):
+        header = msgspec.msgpack.encode(Parcel(number))
+        wire += prefix_of(Kind.DATA, header, seq=number, total=8, length=8, priority=Priority.NORMAL)
+        wire += header + bytes(8) + GOOD
+    pair.settle()
+    assert "more than it was allowed to" in there.reasons[0]
+    assert 1 < len(there.placed) < 10 and there.voided == list(there.placed)
+
+
+def test_a_message_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(Terms(), 1)
+    here, there = pair.sides
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "MAX_HEADER", 5)
+        with pytest.raises(ProtocolError, match="exceeds the limit of 5"):
+            here.send(10, Priority.NORMAL, 0)
+    assert here.session.stat().queued_bytes == 0 and here.session.stat().messages_out == 0
+    here.send(10, Priority.NORMAL, 1)
+    pair.settle()
+    assert [number for number, _ in there.delivered] == [1]
+
+
+@pytest.mark.parametrize("how", ["closed", "failed", "closed by the peer"])
+def test_the_end_of_a_session_takes_so_long_and_no_longer(how: str) -> None:
+    """Its peer, or what the peer sent before the end, never comes."""
+    pair = Pair(Terms(), 2)
+    here, there = pair.sides
+    sent = here.send(100, Priority.NORMAL, 0)
+    first, second = pair.cables
+    if how == "closed by the peer":
+        there.send(100, Priority.NORMAL, 1)
+        first.write(1, 1 << 30)  # and is on its way for ever
+        there.session.close()
+        while second.write(1, 1 << 30) or second.read(0, 1 << 30):
+            pass
+    elif how == "closed":
+        here.session.close()
+    else:
+        here.session.fail("it is broken")
+    pair.clock.pass_time(session.LINGER_S - 0.1)
+    assert not here.reasons
+    pair.clock.pass_time(0.2)
+    assert len(here.reasons) == 1 and here.session.ended
+    assert sent.heard == [False]

@@ -43,7 +43,8 @@ class State(Enum):
 
 @dataclass
 class Guest:
-    """One request as the node sees it. `computed`: positions with KV in `blocks` since it last (re)started."""
+    """One request as the node sees it. `computed`: positions with KV in `blocks` since it last (re)started, `cached` of
+    them from the start; `known`: tokens that it had then."""
 
     request: RequestId
     tokens: list[int]
@@ -55,11 +56,13 @@ class Guest:
     state_blocks: tuple[int, ...] = ()
     final: tuple[int, ...] = ()
     computed: int = 0
+    cached: int = 0
+    known: int = 0
     prints: list[bytes] = field(default_factory=list)
 
     @property
     def decodes(self) -> bool:
-        return 0 < self.computed == len(self.tokens) - 1 and not self.detach
+        return 0 < self.known <= self.computed and not self.detach
 
     def fingerprint(self, position: int) -> bytes:
         """Stands for the KV of one position: it depends on all tokens up to there."""
@@ -79,6 +82,7 @@ class Node:
         self.namer = BlockNamer(revision="test", layout=layout)
         self.guests: dict[RequestId, Guest] = {}
         self.computing: list[RequestId] = []  # oldest admission first
+        self.leaving: list[RequestId] = []  # cancelled, and still in the run
         self.run: Run | None = None
         self.cached: dict[BlockName, None] = {}
         self.memory: dict[int, bytes] = {}
@@ -109,6 +113,7 @@ class Node:
         self._write(guest, 0, len(guest.tokens))
         self._write_state(guest, len(guest.tokens), guest.state_blocks)
         guest.state, guest.computed = State.JOINING, len(guest.tokens)
+        guest.known = guest.computed
         guest.tokens.append(self._sample())
         self._tell(imported(request))
 
@@ -125,9 +130,14 @@ class Node:
         self._tell(forgotten(request))
 
     def cancel(self, request: RequestId) -> None:
-        if request in self.guests:
+        """At once; or, while a run may touch its blocks, when that is over."""
+        guest = self.guests.get(request)
+        if guest is not None:
             self._end(request, "cancelled")
-        self._tell(forgotten(request))
+        if guest is not None and guest.state is State.COMPUTING and self.run is not None:
+            self.leaving.append(request)
+        else:
+            self._tell(forgotten(request))
 
     def step(self, limit: int = 1 << 30, stopping: Sequence[RequestId] = ()) -> None:
         """Executes the run as a node does: until its steps are done, `limit` are, or a request ends.
@@ -138,12 +148,14 @@ class Node:
         assert run is not None
         while steps < min(run.steps, max(1, limit)) and not ended:
             for piece in run.pieces:
-                if self._execute(piece, piece.start + steps if steps else piece.start) and (
+                if self._execute(piece, piece.start + steps * piece.count) and (
                     piece.request in stopping
                     or len(self.guests[piece.request].tokens) == self.guests[piece.request].stop_length
                 ):
                     ended.append(piece.request)
             steps += 1
+        while self.leaving:
+            self._tell(forgotten(self.leaving.pop(0)))
         for piece in run.pieces:
             guest = self.guests.get(piece.request)
             if guest is not None and guest.detach and piece.samples:
@@ -304,7 +316,8 @@ class Node:
         assert self.scheduler.pool.cached == len(self.cached)
         waiting = len(self.in_state(State.WAITING)) + len(self.in_state(State.EXPECTED))
         assert self.scheduler.num_waiting == waiting
-        assert self.scheduler.num_running == len(self.guests) - waiting <= 2 * self.limits.max_sequences
+        running = len(self.guests) + len(self.leaving) - waiting
+        assert self.scheduler.num_running == running <= 2 * self.limits.max_sequences
         assert self.run is not None or not self.computing, "work is there and nothing runs"
 
     def _on_admitted(self, action: Admitted) -> None:
@@ -315,6 +328,7 @@ class Node:
         assert action.cached_tokens < length, "nothing is left to compute, and so nothing to sample from"
         assert len(action.blocks) == -(-length // size)
         guest.state, guest.blocks, guest.computed = State.COMPUTING, action.blocks, action.cached_tokens
+        guest.cached, guest.known = action.cached_tokens, length
         guest.final = ()
         assert bool(action.state) == bool(self.limits.state_blocks and action.cached_tokens)
         self._check_readable(guest, action.cached_tokens)
@@ -346,25 +360,40 @@ class Node:
         budget = max(1, self.limits.token_budget - len(decoding))
         prompts = run.pieces[len(decoding) :]
         assert sum(piece.count for piece in prompts) <= budget
-        assert run.steps == 1 or (not prompts and 1 < run.steps <= self.limits.max_steps)
+        alone = len(run.pieces) == 1 and self.limits.partial_prefills == 1
+        most = self.limits.max_steps
+        if prompts:
+            most = self.limits.max_chunks if alone and not prompts[0].samples else 1
+        assert 1 <= run.steps <= most
         for piece in run.pieces:
-            self._check_piece(piece, run.steps)
+            self._check_piece(piece, run.steps, alone=alone)
         unfinished = [request for request in self.computing if request not in requests]
         assert not unfinished or sum(piece.count for piece in prompts) == budget, "budget is left over"
 
-    def _check_piece(self, piece: Piece, steps: int) -> None:
+    def _check_piece(self, piece: Piece, steps: int, *, alone: bool) -> None:
         guest, size = self.guests[piece.request], self.limits.block_size
         assert guest.state is State.COMPUTING
         assert piece.start == guest.computed, "positions are consecutive"
         end = piece.start + piece.count
         assert piece.count >= 1 and end <= len(guest.tokens)
         assert piece.samples == (end == len(guest.tokens))
-        assert end + steps <= guest.stop_length or not piece.samples, "the run goes past the last token"
-        assert end + steps - 1 <= len(piece.blocks) * size, "the run goes past the blocks"
+        if piece.samples:
+            assert end + steps <= guest.stop_length, "the run goes past the last token"
+        else:
+            end += (steps - 1) * piece.count
+            assert end < len(guest.tokens), "the last chunk is a run of its own"
+            is_loaded = piece.start > 0 and piece.start == guest.cached
+            assert steps == 1 or not is_loaded, "only what follows a cached prefix may have to wait for it"
+            might = min(self.limits.max_chunks, (len(guest.tokens) - 1 - piece.start) // piece.count)
+            assert steps == (1 if is_loaded or not alone else max(1, might))
+        assert end + (steps - 1 if piece.samples else 0) <= len(piece.blocks) * size, (
+            "the run goes past the blocks"
+        )
+        assert (len(piece.blocks) - 1) * size < guest.stop_length - 1, "a block that it will never need"
         assert piece.blocks[: len(guest.blocks)] == guest.blocks, "a request's blocks never change place"
         new, guest.blocks = piece.blocks[len(guest.blocks) :], piece.blocks
         self._check_exclusive(guest, new)
-        assert steps == 1 or not guest.detach, "a request that leaves runs on"
+        assert steps == 1 or not guest.detach or not piece.samples, "a request that leaves runs on"
 
 
 def _plain(action: Any) -> object:

@@ -53,9 +53,12 @@ OPS = st.lists(
 )
 
 
-def limits_with(num_blocks: int, state_blocks: int, **others: int) -> Limits:
-    """Room for at least one block beside the states of one request."""
-    return Limits(num_blocks=num_blocks + 4 * state_blocks, state_blocks=state_blocks, **others)
+def limits_with(num_blocks: int, state_blocks: int, max_chunks: int, **others: int) -> Limits:
+    """Room for at least one block beside the states of one request. Only a simulator lets chunks repeat: nobody takes
+    snapshots within."""
+    max_chunks = 1 if state_blocks else max_chunks
+    room = num_blocks + 4 * state_blocks
+    return Limits(num_blocks=room, state_blocks=state_blocks, max_chunks=max_chunks, **others)
 
 
 LIMITS = st.builds(
@@ -66,6 +69,7 @@ LIMITS = st.builds(
     token_budget=st.sampled_from([1, 2, 7, 32, 512]),
     max_sequences=st.integers(1, 8),
     max_steps=st.sampled_from([1, 3, 16]),
+    max_chunks=st.sampled_from([1, 3, 16]),
 )
 
 
@@ -115,12 +119,14 @@ def test_long_histories_hold_too() -> None:
         play(node, random_ops(Random(seed), 150))
         node.drain()
         seen["pre-empted"] += node.num_preempted > 0
-        seen["ran many steps"] += any(isinstance(action, Run) and action.steps > 1 for action in node.log)
+        runs = [action for action in node.log if isinstance(action, Run) and action.steps > 1]
+        seen["ran many steps"] += any(not run.chunks for run in runs)
+        seen["ran many chunks"] += sum(bool(run.chunks) for run in runs)
         for action in node.log:
             seen[type(action).__name__] += 1
             seen["cached"] += isinstance(action, Admitted) and action.cached_tokens > 0
         seen.update(node.ended.values())
-    assert len(seen) == 13 and min(seen.values()) >= 10, seen  # the histories are not hollow
+    assert len(seen) == 14 and min(seen.values()) >= 10, seen  # the histories are not hollow
 
 
 @settings(max_examples=60)
@@ -154,6 +160,7 @@ def random_limits(random: Random) -> Limits:
         token_budget=random.choice([1, 2, 7, 32, 512]),
         max_sequences=random.randint(1, 8),
         max_steps=random.choice([1, 3, 16]),
+        max_chunks=random.choice([1, 3, 16]),
     )
 
 
@@ -401,6 +408,16 @@ def test_a_request_that_ends_with_its_prompt_does_not_stay_detached() -> None:
     scheduler.on(arrived(A, 10, 11, detach=True))
     scheduler.on(Stepped(1, (A,)))
     assert (scheduler.num_running, scheduler.pool.available) == (0, 64)
+
+
+def test_who_is_expected_gets_blocks_though_a_run_is_out() -> None:
+    """Another node waits for them; but not before one that waits here."""
+    scheduler = Told(limits(num_blocks=8))
+    scheduler.on(arrived(A, 4, 20))
+    (reserved,) = scheduler.on(expected(B, 4, 20))
+    assert isinstance(reserved, Reserved) and reserved.request == B
+    scheduler.on(arrived(RequestId("waiting"), 30, 32))
+    assert scheduler.on(expected(RequestId("late"), 4, 20)) == []
 
 
 def test_cancelling_in_any_state_gives_the_blocks_back() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from fractions import Fraction
 
 import pytest
@@ -271,6 +272,7 @@ def test_all_that_happens_at_one_instant_is_filled_once() -> None:
     flows = [network.start((0,), 10**6, number, 0) for number in range(50)]
     assert all(flow.since == 0 and flow.rate == 0.0 for flow in flows[2:]), "no rate before it is asked for"
     assert network.next_finish() == 50 * 10**6
+    network.check()  # what is kept of flows in step is written down
     assert {flow.rate for flow in flows} == {GB / 50}
 
 
@@ -524,3 +526,44 @@ def test_a_quiet_flow_that_goes_on_after_its_link_changed_has_the_new_rate() -> 
     assert tags(network.finish(6 * 10**9)) == ["other"]
     network.check()
     assert network.next_finish() == 65 * 10**8
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_flows_kept_in_step_end_when_they_would_by_themselves(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the nanosecond and in the same order, whatever happens to them on their way."""
+
+    def ends(many: int) -> list[tuple[int, list[object]]]:
+        monkeypatch.setattr("isthmus.sim.network._MANY", many)
+        rng, network, now = random.Random(seed), Network(), 0
+        told: list[tuple[int, list[object]]] = []
+        links = [network.add_link(f"link {number}", rng.choice((GB, 3 * GB, 7 * GB))) for number in range(4)]
+        flows: list[Flow] = []
+        for number in range(300):
+            then, looks_first = network.next_finish(), number % 4 > 0
+            now = then if then is not None and not looks_first else now + rng.choice((0, 1, 10**6, 3 * 10**7))
+            while then is not None and then < now + looks_first:
+                told.append((then, tags(network.finish(then))))
+                then = network.next_finish()
+            live = [flow for flow in flows if flow.live]
+            change = rng.choice(("start", "start", "start", "grow", "cancel", "look", "rate"))
+            if change == "start" or not live:
+                path = tuple(rng.sample(links, 2)) if number % 3 else (links[0], links[1])
+                flows.append(
+                    network.start(path, rng.choice((10**6, 10**7, 10**8)), number, now, quiet=not number % 5)
+                )
+            elif change == "grow":
+                network.grow(rng.choice(live), rng.randrange(10**8), now)
+            elif change == "cancel":
+                network.cancel(rng.choice(live), now)
+            elif change == "look":
+                told.append((now, [network.bytes_left(flow, now) for flow in live[:2]]))
+            elif number % 7 == 0:
+                network.set_rate(links[0], rng.choice((0, GB, 2 * GB)), now)
+                network.check()
+        return told
+
+    together = ends(2)
+    assert len(together) > 50
+    assert together == ends(1 << 30)

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from isthmus.store import Arena, Log, Shape, Store
+from isthmus.store import Arena, Log, Shape, Store, aligned_buffer
 from isthmus.store.record import GROUP, RecordFormat
 from isthmus.types import BlockName
 from tests.store.support import LARGE, ODD, SMALL, CrashingFiles, content, log_bytes, opened, put, room, whole
@@ -98,7 +98,10 @@ def one_by_one(store: Store, shape: Shape) -> list[bytes | None]:
 
 
 def together(store: Store, shape: Shape) -> list[bytes | None]:
-    intos = [room(shape) for _ in range(NUM_BLOCKS)]
+    """Into memory that a disk can write to, so that neighbours are read in one call."""
+    size = shape.block_bytes
+    buffer = aligned_buffer(NUM_BLOCKS * size)
+    intos = [buffer[at * size : (at + 1) * size] for at in range(NUM_BLOCKS)]
     found = store.get_many(list(zip(range(NUM_BLOCKS), intos, strict=True)))
     return [bytes(into) if ok else None for ok, into in zip(found, intos, strict=True)]
 

@@ -124,10 +124,11 @@ def _run(deployment: Deployment, workload: Workload, log: Path | None) -> Result
     """The simulation, timed; with `log` also its flight recording, which `isthmus replay` reads."""
     from time import perf_counter
 
-    from isthmus.cluster.recorder import FORMAT, Header, Recorder
+    from isthmus.cluster.recorder import Header, Recorder
+    from isthmus.conductor.events import RECORDING_FORMAT
     from isthmus.sim.simulation import Simulation
 
-    recorder = None if log is None else Recorder(log, Header(FORMAT, deployment.rules))
+    recorder = None if log is None else Recorder(log, Header(RECORDING_FORMAT, deployment.rules))
     try:
         with progress_bar("simulating") as progress:
             begin = perf_counter()

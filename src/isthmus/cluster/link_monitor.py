@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 
 from isthmus.cluster.messages import LinkReport, Neighbours, Probe
@@ -55,12 +54,13 @@ class _Watched:
         """For a sign of life, unless one is awaited already."""
         if self._asked_s is not None or self.session.closed:
             return
-        asked_s = self._asked_s = time.monotonic()
+        loop = asyncio.get_running_loop()
+        asked_s = self._asked_s = loop.time()
 
         def answered(arrived: bool) -> None:
             self._asked_s = None
             if arrived:
-                self.rtt_s = time.monotonic() - asked_s
+                self.rtt_s = loop.time() - asked_s
 
         self.session.send(Probe(), done=answered)
 

@@ -12,9 +12,10 @@ from typing import Any
 from isthmus.cluster.addresses import AddressBook
 from isthmus.cluster.head import Head
 from isthmus.cluster.launcher import Launcher, LinkProcess
-from isthmus.cluster.recorder import FORMAT, Header, LiveRecorder
+from isthmus.cluster.recorder import Header, LiveRecorder
 from isthmus.cluster.sessions import network_of
 from isthmus.cluster.shaper import LinkSpec, shape_of
+from isthmus.conductor.events import RECORDING_FORMAT
 from isthmus.config import Config
 from isthmus.deploy import clusters_of, links_of, places_of, rules_of
 from isthmus.errors import StartError
@@ -32,7 +33,9 @@ class LocalCluster:
         self, config: Config, model: Path, card: ModelCard, launcher: type[Launcher] = Launcher
     ) -> None:
         limits, rules = config.limits, rules_of(config)
-        self._recorder = LiveRecorder(Path(config.record), Header(FORMAT, rules)) if config.record else None
+        self._recorder = (
+            LiveRecorder(Path(config.record), Header(RECORDING_FORMAT, rules)) if config.record else None
+        )
         self._token = config.token or secrets.token_hex(16)
         self._config, self._model, self._new_launcher = config, model, launcher
         self._addresses = AddressBook([cluster.name for cluster in clusters_of(config)], rules.links)

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from isthmus.conductor import Action, Conductor, Event, Rules
+from isthmus.conductor.events import RECORDING_FORMAT
 from isthmus.conductor.policies import POLICIES
 from isthmus.deploy import NodeFacts
 from isthmus.errors import ConfigError
@@ -19,8 +20,6 @@ from isthmus.node.events import Event as NodeEvent
 from isthmus.scheduler import BlockPool, Run
 
 log = logging.getLogger(__name__)
-
-FORMAT = 1
 
 
 class Header(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -116,7 +115,7 @@ Tape = Recorder | MemoryTape
 
 def node_recorder(path: Path, facts: NodeFacts, transfer_s: float, start: int = 1) -> Recorder:
     """Beside the conductor's recording at `path`: one file for each start of a node, the `start`-th."""
-    header = Header(FORMAT, node=facts, transfer_ns=int(transfer_s * 1e9))
+    header = Header(RECORDING_FORMAT, node=facts, transfer_ns=int(transfer_s * 1e9))
     number = f".{start}" if start > 1 else ""
     return LiveRecorder(path.with_suffix(f".{facts.node}{number}{path.suffix}"), header)
 
@@ -142,8 +141,8 @@ def read(path: Path) -> tuple[Header, Sequence[bytes]]:
         header = msgspec.json.decode(lines[0], type=Header)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: line 1 is no recording header: {error}") from None
-    if header.format != FORMAT:
-        raise ConfigError(f"{path}: recording format {header.format}; this version reads {FORMAT}")
+    if header.format != RECORDING_FORMAT:
+        raise ConfigError(f"{path}: recording format {header.format}; this version reads {RECORDING_FORMAT}")
     if (header.rules is None) == (header.node is None):
         raise ConfigError(f"{path}: line 1 is no recording header: it names neither rules nor a node, or both")
     return header, lines[1:]

@@ -16,6 +16,9 @@ from isthmus.attempts import (
 from isthmus.cost import Cost
 from isthmus.types import BlockName, NodeId, RequestId, Role
 
+RECORDING_FORMAT = 2
+"""Of flight recordings: changes whenever an event or an action of conductor or nodes does."""
+
 
 class Paths(msgspec.Struct, frozen=True):
     """How fast KV moves to and from one node, in bytes per second; 0: not at all.

@@ -255,12 +255,11 @@ def _least_step(nodes: list[NodeView], num_tokens: int) -> NodeView:
 
     Requests still in prefill or on their way count: they will be there.
     """
-    best, best_key, best_batch, best_context = nodes[0], (True, math.inf, 0), 1 << 60, 1 << 60
-    for node in sorted(nodes, key=_batch):  # those that cannot be better come late
-        batch, context = node.batch, node.context
-        if batch >= best_batch and context >= best_context and node.kind == best.kind and not best_key[0]:
-            continue  # cannot be better
-        key = _step_key(node, num_tokens)
-        if key < best_key:
-            best, best_key, best_batch, best_context = node, key, batch, context
+    best, best_key, best_context = nodes[0], (True, math.inf, 0), math.inf
+    for node in sorted(nodes, key=_batch):  # of nodes alike, one with a longer context now cannot be better
+        if node.context < best_context or node.kind != best.kind:
+            key = _step_key(node, num_tokens)
+            if key < best_key:
+                best, best_key = node, key
+                best_context = math.inf if key[0] else node.context
     return best

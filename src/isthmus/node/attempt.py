@@ -38,12 +38,13 @@ class Attempt(Sequence):
             self.fetches = self.fetch is not None
         if begin.part is DECODE:  # what it has cached is loaded as it is received
             return
-        self.names = begin.names
+        names = self.names = begin.names
         self.detach, self.work_ns, self.deadline_ns = leaves, route.work_ns, route.deadline_ns
-        self.num_cached = route.num_cached
+        # Of a later attempt fewer blocks may have a name than the route, which is about the prompt alone, counts on.
+        self.num_cached = min(route.num_cached, len(names))
         if self.fetch is not None:
             self.fetch_start, self.fetch_until_ns = self.fetch.start, self.fetch.until_ns
-            self.fetch_stop = self.fetch.stop
+            self.fetch_stop = min(self.fetch.stop, len(names))
 
     def reserved(self) -> Actions:
         """Its KV may be sent, and what is cached of its prompt is loaded."""

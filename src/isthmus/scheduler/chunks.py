@@ -48,7 +48,7 @@ class Chunks:
         """How often a prompt's chunk may repeat while it fills the budget alone. Its last chunk is a run of its own,
         and so is one that follows a cached prefix: only that may have to wait for it."""
         limits, piece = self._limits, chunks[0]
-        if limits.max_chunks == 1 or limits.partial_prefills > 1 or len(chunks) > 1 or piece.samples:
+        if limits.max_chunks == 1 or limits.partial_prefills > 1 or piece.samples:
             return 1
         sequence = self._batch.prompts[0]
         assert sequence.request == piece.request

@@ -26,7 +26,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from heapq import heapify, heappop, heappush
-from operator import attrgetter
+from itertools import compress, repeat
+from operator import attrgetter, sub
 
 NEVER = 1 << 62
 """Finish of a flow that stands still."""
@@ -38,13 +39,16 @@ _UNLIMITED = 1e30
 # hits.
 ROUNDING = 0.3183
 
+_MANY = 4
+"""So many flows of one route are worth the trouble of keeping them in step."""
+
 _finish_ns, _number = attrgetter("finish_ns"), attrgetter("number")
 
 
 class _Link:
     __slots__ = (
-        "behind", "bound", "busy_ns", "busy_since", "busy_until", "bytes_ended", "capacity", "name", "num_flows",
-        "num_open", "number", "room", "routes", "untimed",
+        "behind", "bound", "busy_ns", "busy_since", "busy_until", "capacity", "name", "num_flows", "num_open",
+        "number", "room", "routes", "untimed",
     )  # fmt: skip
 
     def __init__(self, number: int, name: str, capacity: float, behind: _Link | None) -> None:
@@ -52,11 +56,11 @@ class _Link:
         self.behind = behind
         self.name = name
         self.capacity = capacity
-        self.routes: dict[_Route, None] = {}  # that have flows
+        # Those that have flows, on this link or the one it is behind.
+        self.routes: dict[_Route, None] = {} if behind is None else behind.routes
         self.num_flows = 0
         self.untimed: dict[Flow, None] = {}  # if it may hold them back, in order of start
         self.bound = 0.0  # sum of the bounds of its flows; not kept while it is slack
-        self.bytes_ended = 0  # by flows that have ended
         self.busy_ns = 0  # before busy_since
         self.busy_since = 0
         self.busy_until = 0  # last end of a flow that was taken off
@@ -71,26 +75,38 @@ class _Link:
 
     def in_order(self) -> list[_Route]:
         """Its routes, in the order in which their first flows started."""
-        return sorted(self.routes, key=_first_started) if len(self.routes) > 1 else list(self.routes)
+        routes = [route for route in self.routes if self.behind is None or self in route.links]
+        return sorted(routes, key=_first_started) if len(routes) > 1 else routes
 
     @property
     def flows(self) -> list[Flow]:
         """In order of start."""
-        return sorted([flow for route in self.routes for flow in route.flows], key=_number)
+        return sorted([flow for route in self.in_order() for flow in route.flows], key=_number)
 
 
 class _Route:
     """A path. `limits`: the links of it that may hold a flow back; `bound`: capacity of the narrowest. Its `flows`, in
-    order of start, have one rate, which is their `share` when they are filled; `open`: that is still to be found."""
+    order of start, have one rate, which is their `share` when they are filled; `open`: that is still to be found.
+    `bytes_ended`: by flows that have ended. `trunks`: the links that are behind no other.
 
-    __slots__ = ("bound", "flows", "limits", "links", "open", "share")
+    Many flows go in step: `left` of each is kept here, the bytes to go at `since`, from when all move at `rate`. Of
+    them the `first` to end alone is aimed. Another flow does not go in step until its rate changes with theirs.
+    """
+
+    __slots__ = (
+        "bound", "bytes_ended", "first", "flows", "left", "limits", "links", "open", "rate", "share", "since", "trunks",
+    )  # fmt: skip
 
     limits: tuple[_Link, ...]
 
     def __init__(self, links: tuple[_Link, ...]) -> None:
         self.links = links
+        self.trunks = tuple(link for link in links if link.behind is None)
         self.flows: dict[Flow, None] = {}
-        self.open = False
+        self.left: dict[Flow, float] = {}
+        self.first: Flow | None = None
+        self.rate, self.since = 0.0, 0
+        self.bytes_ended, self.open = 0, False
         self.measure()
 
     def measure(self) -> None:
@@ -100,20 +116,46 @@ class _Route:
 
     def change_rate(self, rate: float, now: int) -> None:
         """Brings what is left of each flow up to `now`; from then on all move at `rate`."""
-        for flow in self.flows:
-            if flow.rate == rate:
-                continue
-            if flow.finish_ns <= now:
-                # It has ended and waits to be taken off: to aim again could move its end by the rounding of before.
-                flow.left = 0.0
-            else:
-                left = flow.left = flow.left - flow.rate * ((now - flow.since) * 1e-9)
-                if left > 0.0 and rate > 0.0:
-                    flow.finish_ns = now + int(left * 1e9 / rate + ROUNDING)
-                else:
-                    flow.finish_ns = NEVER if left > 0.0 else now
-            flow.rate = rate
-            flow.since = now
+        self.leave_ended(now)
+        if len(self.flows) < _MANY:
+            for flow in tuple(self.left):
+                self.leave(flow)
+        elif rate != self.rate or not self.left:
+            self._keep_step(rate, now)
+        for flow in self.flows if len(self.left) < len(self.flows) else ():
+            if flow not in self.left and flow.rate != rate:
+                flow.change_rate(rate, now)
+
+    def _keep_step(self, rate: float, now: int) -> None:
+        moved = repeat(self.rate * ((now - self.since) * 1e-9))
+        left = dict(zip(self.left, map(sub, self.left.values(), moved), strict=False))
+        for flow in self.flows if len(left) < len(self.flows) else ():
+            if flow not in left and flow.rate != rate and flow.finish_ns > now:
+                left[flow] = flow.left - flow.rate * ((now - flow.since) * 1e-9)
+                flow.finish_ns = NEVER
+        self.left, self.rate, self.since = left, rate, now
+        self._aim()
+
+    def _aim(self) -> None:
+        if self.first is not None and self.first in self.left:
+            self.first.finish_ns = NEVER
+        first = self.first = min(self.left, key=self.left.__getitem__, default=None)
+        if first is not None:
+            first.left, first.rate, first.since = self.left[first], self.rate, self.since
+            first.aim()
+
+    def leave(self, flow: Flow) -> None:
+        """Writes down of a flow by itself what was kept of it in step."""
+        left = self.left.pop(flow, None)
+        if left is not None:
+            flow.left, flow.rate, flow.since = left, self.rate, self.since
+            flow.aim()
+            if flow is self.first:
+                self._aim()
+
+    def leave_ended(self, now: int) -> None:
+        while self.first is not None and self.first.finish_ns <= now:
+            self.leave(self.first)
 
 
 class Flow:
@@ -140,6 +182,16 @@ class Flow:
         self.left = float(num_bytes)
         self.since = now
         self.finish_ns = NEVER
+
+    def change_rate(self, rate: float, now: int) -> None:
+        """Brings `left` up to `now`; from then on it moves at `rate`."""
+        if self.finish_ns <= now:
+            # It has ended and waits to be taken off: to aim again could move its end by the rounding of before.
+            self.left, self.rate, self.since = 0.0, rate, now
+            return
+        self.left -= self.rate * ((now - self.since) * 1e-9)
+        self.rate, self.since = rate, now
+        self.aim()
 
     def aim(self) -> None:
         """Sets the finish from what is left."""
@@ -194,6 +246,7 @@ class Network:
     def grow(self, flow: Flow, num_bytes: int, now: int) -> None:
         """Adds bytes to a flow that is live, or was quiet. From now on its end is told."""
         self._catch_up(now)
+        flow.route.leave(flow)
         if flow.quiet:
             if flow.finish_ns <= now:
                 self._resume(flow, num_bytes, now)
@@ -210,25 +263,29 @@ class Network:
 
     def _resume(self, flow: Flow, num_bytes: int, now: int) -> None:
         """Sends more of a quiet flow that has ended."""
-        alone = flow.live
-        for link in flow.route.links:
-            if link.num_flows > 1:
-                alone = False
-        if not alone:
-            if flow.live:
-                self._remove(flow, flow.num_bytes, flow.finish_ns)
-            flow.begin(num_bytes, now)
-            flow.quiet = False
-            self._join(flow, now)
+        if flow.live and not flow.timed:
+            self._go_on(flow, num_bytes, now)
             return
-        until = flow.finish_ns
-        for link in flow.route.links:  # it stays on them, at the rate it had
-            link.bytes_ended += flow.num_bytes
-            link.busy_ns += (until if until > link.busy_until else link.busy_until) - link.busy_since
-            link.busy_since = now
-        rate = flow.rate
+        if flow.live:
+            self._remove(flow, flow.num_bytes, flow.finish_ns)
+        flow.begin(num_bytes, now)
+        flow.quiet = False
+        self._join(flow, now)
+
+    def _go_on(self, flow: Flow, num_bytes: int, now: int) -> None:
+        """The same where nothing has come to its links since, and none is contended: it is still on them, and keeps
+        its rate."""
+        route, rate, until = flow.route, flow.rate, flow.finish_ns
+        route.bytes_ended += flow.num_bytes
         flow.begin(num_bytes, now)
         flow.rate = rate
+        self._take_off_ended(route, now)
+        for link in route.links:
+            if link.num_flows == 1:  # else others have crossed it all the time
+                link.busy_ns += (until if until > link.busy_until else link.busy_until) - link.busy_since
+                link.busy_since = now
+        del route.flows[flow]
+        self._enter(flow)
         self._tell_end(flow)
         flow.quiet = False
 
@@ -244,6 +301,7 @@ class Network:
         """Takes a live or quiet flow off the network; what it has moved still counts."""
         assert flow.live or flow.quiet, f"flow {flow.tag!r} has ended"
         self._catch_up(now)
+        flow.route.leave(flow)
         if flow.quiet and flow.finish_ns <= now:
             if flow.live:
                 self._remove(flow, flow.num_bytes, flow.finish_ns)
@@ -263,8 +321,11 @@ class Network:
         """Takes off the flows that have ended by `now`; returns them without the quiet ones, in order of start."""
         if self._unfilled:
             self._fill()
-        told = []
-        for flow in [flow for flow in self._timed if flow.finish_ns <= now]:
+        told, ended = [], self._ended(now)
+        in_step = [flow.route for flow in ended if flow.route.first is flow]
+        for route in in_step:
+            route.leave_ended(now)
+        for flow in self._ended(now) if in_step else ended:
             self._remove(flow, flow.num_bytes, now)
             if not flow.quiet:
                 told.append(flow)
@@ -298,6 +359,7 @@ class Network:
     def bytes_left(self, flow: Flow, now: int) -> int:
         """Bytes a live flow has still to send at `now`, rounded up."""
         self._catch_up(now)
+        flow.route.leave(flow)
         if flow.finish_ns <= now:
             return 0
         return min(flow.num_bytes, max(0, math.ceil(flow.left - flow.rate * ((now - flow.since) * 1e-9))))
@@ -305,7 +367,8 @@ class Network:
     def bytes_moved(self, link: int, now: int) -> int:
         """Bytes a link has carried until `now`, of live, ended and cancelled flows."""
         each = self._links[link]
-        return each.bytes_ended + sum(flow.num_bytes - self.bytes_left(flow, now) for flow in each.flows)
+        ended = sum([route.bytes_ended for route in self._routes.values() if each in route.links])
+        return ended + sum([flow.num_bytes - self.bytes_left(flow, now) for flow in each.flows])
 
     def busy_ns(self, link: int, now: int) -> int:
         """Time until `now` during which a link had at least one flow."""
@@ -328,6 +391,10 @@ class Network:
         if self._unfilled and now != self._unfilled_at:
             self._fill()
 
+    def _ended(self, now: int) -> list[Flow]:
+        """By what they know of their ends, in order of start."""
+        return list(compress(self._timed, map(now.__ge__, map(_finish_ns, self._timed))))
+
     def _flows(self) -> list[Flow]:
         """All on the network, in order of link and start."""
         return list(dict.fromkeys([flow for link in self._links for flow in link.flows]))
@@ -342,16 +409,11 @@ class Network:
     def _join(self, flow: Flow, now: int) -> None:
         """Puts a flow on its links."""
         flow.live, route = True, flow.route
-        for link in route.limits:
-            if link.untimed:
-                for other in tuple(link.untimed):
-                    self._is_over(other, now)
-        self._num_joined += 1
-        flow.number = self._num_joined
+        self._take_off_ended(route, now)
         if not route.flows:
-            for link in route.links:
+            for link in route.trunks:
                 link.routes[route] = None
-        route.flows[flow] = None
+        self._enter(flow)
         for link in route.links:
             if not link.num_flows:
                 link.busy_since = now
@@ -373,6 +435,19 @@ class Network:
                 return
         self._tell_end(flow)
 
+    def _take_off_ended(self, route: _Route, now: int) -> None:
+        """Quiet flows that share a link with this route."""
+        for link in route.limits:
+            if link.untimed:
+                for flow in tuple(link.untimed):
+                    self._is_over(flow, now)
+
+    def _enter(self, flow: Flow) -> None:
+        """As the last to come."""
+        self._num_joined += 1
+        flow.number = self._num_joined
+        flow.route.flows[flow] = None
+
     def _time(self, flow: Flow) -> None:
         self._timed[flow] = None
         flow.timed = True
@@ -384,11 +459,11 @@ class Network:
         flow.live, route = False, flow.route
         del route.flows[flow]
         if not route.flows:
-            for link in route.links:
+            for link in route.trunks:
                 del link.routes[route]
+        route.bytes_ended += moved
         for link in route.links:
             link.num_flows -= 1
-            link.bytes_ended += moved
             if now > link.busy_until:
                 link.busy_until = now
             if not link.num_flows:
@@ -422,7 +497,8 @@ class Network:
         holds any of them back. False if it is not so."""
         contended = link.bound > link.capacity
         share = link.capacity / link.num_flows if contended else _UNLIMITED
-        for route in link.routes:
+        routes = link.in_order()
+        for route in routes:
             if contended and route.bound < share:
                 return False
             for other in route.limits:
@@ -430,7 +506,7 @@ class Network:
                     return False
         for flow in tuple(link.untimed) if contended else ():
             self._time(flow)
-        for route in link.routes:
+        for route in routes:
             route.change_rate(share if contended else route.bound, now)
         return True
 
@@ -460,6 +536,9 @@ class Network:
         """Asserts that the rates are the max-min fair ones and that the sums agree. For tests: slow."""
         if self._unfilled:
             self._fill()
+        for route in self._routes.values():
+            for flow in tuple(route.left):
+                route.leave(flow)
         near = 1.0 + 1e-9
         loads = [sum(flow.rate for flow in link.flows) for link in self._links]
         for link in self._links:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from isthmus.cluster.recorder import FORMAT, Header, Recorder
+from isthmus.cluster.recorder import Header, Recorder
 from isthmus.conductor import Event, FirstToken, NodeJoined, RequestArrived, RequestEnded, Rules
+from isthmus.conductor.events import RECORDING_FORMAT
 from isthmus.errors import ConfigError
 from isthmus.sim.workloads import Replay, Request, load
 from isthmus.types import NodeId, RequestId, Role
@@ -28,7 +29,7 @@ def ended(request: str, num_generated: int) -> RequestEnded:
 
 
 def record(path: Path, events: list[tuple[int, Event]]) -> Path:
-    recorder = Recorder(path, Header(FORMAT, Rules()))
+    recorder = Recorder(path, Header(RECORDING_FORMAT, Rules()))
     for at_ns, event in events:
         recorder.record(at_ns, event, ())
     recorder.close()
@@ -125,6 +126,6 @@ def test_a_broken_line_is_refused_with_its_number(tmp_path: Path, line: str, com
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "r.jsonl", [json.dumps({"format": 2, "rules": {}}), "{}"])
-    with pytest.raises(ConfigError, match=r"r\.jsonl:1: recording format 2; this version reads 1"):
+    path = write(tmp_path / "r.jsonl", [json.dumps({"format": 1, "rules": {}}), "{}"])
+    with pytest.raises(ConfigError, match=r"r\.jsonl:1: recording format 1; this version reads 2"):
         load(path)

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import msgspec
 
+from isthmus.conductor.events import RECORDING_FORMAT
 from isthmus.errors import ConfigError
 from isthmus.sim.workloads.lines import read_lines, wrong_line
 from isthmus.sim.workloads.workload import PLAIN_BLOCK_SIZE, Replay, Request, Workload
-
-FORMAT = 1
 
 
 class _Header(msgspec.Struct, frozen=True):
@@ -65,8 +64,8 @@ def read(path: Path, replay: Replay) -> Workload:
         version = msgspec.json.decode(header, type=_Header).format
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise wrong_line(path, 1, f"no recording header: {error}") from None
-    if version != FORMAT:
-        raise wrong_line(path, 1, f"recording format {version}; this version reads {FORMAT}")
+    if version != RECORDING_FORMAT:
+        raise wrong_line(path, 1, f"recording format {version}; this version reads {RECORDING_FORMAT}")
     recording = _Recording()
     for number, line in enumerate(lines, start=2):
         try:

@@ -16,6 +16,7 @@ from isthmus.cluster.lending import Lender
 from isthmus.cluster.messages import Ended, Given, Lent, Want
 from isthmus.engine.emulated import EmulatedMemory
 from isthmus.errors import ProtocolError
+from isthmus.messenger import Priority
 from isthmus.node import events
 from isthmus.types import NodeId, RequestId
 from tests.cluster.fault_peers import kv_block, put_chain, store_of
@@ -40,6 +41,7 @@ class Line:
         self,
         message: Any,
         *payload: memoryview,
+        priority: Priority | None = None,
         done: Callable[[bool], object] | None = None,
     ) -> Line:
         self.sent.append((message, [bytes(part) for part in payload]))
@@ -136,6 +138,11 @@ def test_what_is_given_is_what_was_decided_in_one_form(run: Callable[[Work], Non
     run(work)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"codec": "rot13"}, {"room": -1}, {"start": -1}, {"start": COUNT + 1}],
+    ids=lambda changes: next(iter(changes)),
+)
 def test_what_cannot_be_wanted_is_refused_and_nobody_is_told(
     run: Callable[[Work], None], changes: dict[str, Any]
 ) -> None:

@@ -17,8 +17,6 @@ from isthmus.config import Config, load_config
 if TYPE_CHECKING:
     import asyncio
 
-    from starlette.types import ASGIApp
-
     from isthmus.cli.engines import Served
     from isthmus.cluster.launcher import Launcher
     from isthmus.cluster.local import LocalCluster
@@ -128,8 +126,8 @@ async def _serve(config: Config) -> None:
             await asyncio.gather(ready, stopped, http, return_exceptions=True)
 
 
-def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, ASGIApp]:
-    """The cluster, not started yet, and the gateway before it. Raises ConfigError, ModelError or StartError."""
+def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, Any]:
+    """The cluster, not started yet, and the gateway's app before it. Raises ConfigError, ModelError or StartError."""
     from isthmus.cli.engines import host_bytes, kv_layout, served_model
     from isthmus.cli.models import find_model
     from isthmus.cluster.launcher import check_memory

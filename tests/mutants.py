@@ -126,7 +126,7 @@ def _quiet_parts(node: Any) -> Iterator[Any]:
             yield from filter(None, [node.annotation])
         case ast.Assert() | ast.Call(func=ast.Attribute(value=ast.Name(id="logger" | "log"))):
             yield node
-        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
+        case ast.If(test=ast.Name(id="TYPE_CHECKING")) | ast.keyword(arg="strict"):
             yield node
 
 

@@ -135,6 +135,16 @@ def test_congestion_ends_only_after_all_was_below_the_low_marks_for_long(spells:
             assert control.congested == congested, history
 
 
+def test_the_share_in_use_is_that_of_the_last_seconds() -> None:
+    control = watch()
+    hear(control, [busy(1.0)])
+    assert control.share == pytest.approx(0.1)
+    hear(control, [busy(1.0)] * 29, 1)
+    assert control.share == pytest.approx(1 - 0.9**30)
+    hear(control, [busy(0.0, of_time=0.0)] * 10, 30)
+    assert control.share == pytest.approx((1 - 0.9**30) * 0.9**10)
+
+
 # Up and down.
 
 

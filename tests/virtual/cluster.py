@@ -44,9 +44,9 @@ from isthmus.types import (
     TokenLogprobs,
 )
 from isthmus.types import Job as Asked
-from tests.virtual.hands import LazyHands, MemoryFiles, VirtualHands, pool_of, store_opener
 from tests.virtual.links import VirtualLinks
 from tests.virtual.loop import ARRIVAL, OTHERS, ManualLoop
+from tests.virtual.mover import LazyMover, MemoryFiles, VirtualMover, pool_of, store_opener
 from tests.virtual.stage import VirtualStage
 from tests.virtual.worker import LoopWorker
 
@@ -201,9 +201,9 @@ class VirtualCluster:
                 runtime = Runtime(
                     links.ether.view(slot),
                     loop.clock_ns,
-                    partial(VirtualHands, links),
+                    partial(VirtualMover, links),
                     pool_of,
-                    lambda process: LoopWorker(process, loop, lambda: process.hands),
+                    lambda process: LoopWorker(process, loop, lambda: process.mover),
                 )
                 engine = self._engine(facts, 0)
                 opener = store_opener(facts, engine, files, self._spare_slots)
@@ -214,7 +214,7 @@ class VirtualCluster:
                     engine, files = self._engine(facts, stage), MemoryFiles(loop.time)
                     opener = store_opener(facts, engine, files, self._spare_slots)
                     later = VirtualStage(
-                        engine, replace(options, stage=stage), replace(runtime, hands_of=LazyHands), opener
+                        engine, replace(options, stage=stage), replace(runtime, mover_of=LazyMover), opener
                     )
                     group.create_task(later.run())
 

@@ -27,8 +27,8 @@ from isthmus.sim.moves import Due, Moves
 from isthmus.sim.node import SimNode, build_node
 from isthmus.sim.workloads import Request
 from isthmus.types import RequestId
-from tests.virtual.hands import Ether, VirtualHands
 from tests.virtual.loop import FLOWS, MESSAGE, TRANSFER, ManualLoop
+from tests.virtual.mover import Ether, VirtualMover
 
 
 class VirtualMoves(Moves):
@@ -58,14 +58,14 @@ class VirtualLinks:
         """Of every hand-over there ever was: what is said of it may come late."""
         self._sources: dict[tuple[int, RequestId], int] = {}
         """Of fetches under way, by the node that fetches."""
-        self._hands: dict[int, VirtualHands] = {}
+        self._movers: dict[int, VirtualMover] = {}
         self.entering = 0
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._version = -1
         self._settling = False
 
-    def enter(self, hands: VirtualHands) -> int:
-        self._hands[self.entering] = hands
+    def enter(self, mover: VirtualMover) -> int:
+        self._movers[self.entering] = mover
         return self.entering
 
     # As the simulator's clock.
@@ -132,9 +132,9 @@ class VirtualLinks:
         self.settle()
 
     def _tell(self, node: SimNode, event: Event | None) -> None:
-        """Opens the way of what tells this. Of the rest, the node's own hands hear."""
-        hands = self._hands.get(node.slot)
-        if hands is None:
+        """Opens the way of what tells this. Of the rest, the node's own mover hears."""
+        mover = self._movers.get(node.slot)
+        if mover is None:
             return  # it died
         slot, opened = node.slot, self.ether.gate.open
         match event:
@@ -155,13 +155,13 @@ class VirtualLinks:
             case FetchEnded():
                 opened(self._sources.pop((slot, event.key)), slot, "blocks", event.key)
             case Loaded():
-                hands.load_now(event.key)
+                mover.load_now(event.key)
             case Severed() if event.reason.startswith("no KV crossed"):
-                hands.tell(event)  # links are not watched here
+                mover.tell(event)  # links are not watched here
 
     def lose(self, node: SimNode) -> None:
         """A node is gone with all that it held."""
-        self._hands.pop(node.slot).alive = False
+        self._movers.pop(node.slot).alive = False
         self.ether.lose(node.slot)
         self.moves.lose(node)
         self.settle()

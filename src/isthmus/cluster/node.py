@@ -4,8 +4,8 @@
     prefill node ──Offer──> decode node ──Grant──> ──Slices…, Sent──> ──Landed──>
 
 Event loop and worker tell facts to `isthmus.node.Node` under one lock, which nobody holds while the engine computes, so
-grants and arrivals are heard in the middle of an iteration too. Its actions are carried out by `Runs` (tokens), `Hands`
-(bytes), the session with the head (reports), and here (time).
+grants and arrivals are heard in the middle of an iteration too. Its actions are carried out by `Runs` (tokens),
+`KVMover` (bytes), the session with the head (reports), and here (time).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class NodeProcess(EngineProcess):
 
             self._group = Group(facts.pipeline, self.tell, self.sampled, self.end, later)
             onward = self._group.compute
-        self.runs = Runs(engine, self.hands, self._send_outputs, runtime.clock_ns, onward)
+        self.runs = Runs(engine, self.mover, self._send_outputs, runtime.clock_ns, onward)
         self.runs.saves, self.runs.keeps_answers = self.node.tiers is not None, self.node.keeps_answers
         self.worker: ThreadWorker = (runtime.worker_of or ThreadWorker)(self)
         self._blocks_evicted = 0
@@ -116,7 +116,7 @@ class NodeProcess(EngineProcess):
         if kind in self._orders:
             self._orders[kind](action)
             return
-        self.hands.do(action)  # bytes of this engine, and of the later stages'
+        self.mover.do(action)  # bytes of this engine, and of the later stages'
         if self._group is not None:
             self._group.do(action)
 

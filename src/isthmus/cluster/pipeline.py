@@ -85,7 +85,7 @@ class Group(Bare):
     # In the event loop.
 
     def tell(self, fact: Event) -> None:
-        """For the leader's own hands: what they did counts when all stages have done it."""
+        """For the leader's own mover: what that did counts when all stages have done it."""
         if isinstance(fact, Saved):
             self._saved(0, fact.request)
         else:

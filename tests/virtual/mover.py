@@ -1,4 +1,4 @@
-"""A node's hands in virtual time: real loads, saves, sessions and stores, that wait for the simulator's times."""
+"""Moves a node's bytes in virtual time: real loads, saves, sessions and stores, that wait for the simulator's times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from isthmus.cluster import messages
-from isthmus.cluster.hands import Hands
+from isthmus.cluster.mover import KVMover
 from isthmus.cluster.node import NodeProcess
 from isthmus.deploy import NodeFacts
 from isthmus.engine.interface import Engine
@@ -275,7 +275,7 @@ class NodeNetwork:
         return session
 
 
-class LazyHands(Hands):
+class LazyMover(KVMover):
     """Loads begin when they are told to."""
 
     def load_now(self, key: RequestId) -> None:
@@ -287,7 +287,7 @@ class LazyHands(Hands):
             loaders.run(load.task)
 
 
-class VirtualHands(LazyHands):
+class VirtualMover(LazyMover):
     """What it carries out takes the times of the simulator's `Moves`."""
 
     def __init__(self, links: VirtualLinks, *, tell: Callable[[Event], None], **others: Any) -> None:

@@ -27,7 +27,7 @@ from isthmus.scheduler import Preempted, Saved
 from isthmus.types import BlockName, NodeId, RequestId, Span
 
 
-class Hands(Bare):
+class KVMover(Bare):
     """`first_layer`: of the model, that is the first in `memory`. `address_of`: raises OSError or LookupError for one
     that is gone. `tell`: hears facts, in the event loop, and never from within `do`; `received` of the first token
     that came with a hand-over, just before. `spawn` owns what it starts. `shares_memory`: reads blocks of nodes on this

@@ -208,7 +208,7 @@ class VirtualCluster:
                 engine = self._engine(facts, 0)
                 opener = store_opener(facts, engine, files, self._spare_slots)
                 process = NodeProcess(engine, options, runtime, opener)
-                links.nodes[slot].brain = process.node
+                links.nodes[slot].decider = process.node
                 running[slot] = process, group.create_task(process.run())
                 for stage in range(1, facts.pipeline):
                     engine, files = self._engine(facts, stage), MemoryFiles(loop.time)

@@ -102,9 +102,9 @@ class VirtualLinks:
     def do(self, slot: int, action: Any) -> None:
         if isinstance(action, Fetch):
             self._sources[slot, action.key] = self.slots[action.source]
-        effect = self.moves.effects.get(type(action))
-        if effect is not None:
-            effect(self.nodes[slot], action)
+        handler = self.moves.handlers.get(type(action))
+        if handler is not None:
+            handler(self.nodes[slot], action)
             self.settle()
 
     def settle(self) -> None:

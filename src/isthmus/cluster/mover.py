@@ -63,7 +63,7 @@ class KVMover(Bare):
         self._loads: dict[RequestId, Load] = {}
         self._read: dict[RequestId, Sequence[BlockName]] = {}  # ahead of a load
         self._staged: dict[RequestId, list[Staging]] = {}
-        self._orders: dict[type, Callable[[Any], None]] = {
+        self._handlers: dict[type, Callable[[Any], None]] = {
             events.Load: self._load,
             events.Read: self._read_ahead,
             events.Save: self._save,
@@ -96,7 +96,7 @@ class KVMover(Bare):
 
     def do(self, action: events.Action) -> None:
         """Carries it out, or begins to. In the event loop or the worker's thread, one at a time."""
-        self._orders[type(action)](action)
+        self._handlers[type(action)](action)
 
     def gauges(self) -> dict[str, float]:
         """Present state and totals, by metric name."""

@@ -67,14 +67,14 @@ class NodeProcess(EngineProcess):
         self.runs.saves, self.runs.keeps_answers = self.node.tiers is not None, self.node.keeps_answers
         self.worker: ThreadWorker = (runtime.worker_of or ThreadWorker)(self)
         self._blocks_evicted = 0
-        self._heard: dict[type, Callable[[Any], None]] = {
+        self._run_handlers: dict[type, Callable[[Any], None]] = {
             Admitted: self.runs.admitted,
             events.Load: self.runs.loading,
             events.Shorten: self.runs.shortened,
             Preempted: self.runs.preempted,
             events.Release: self.runs.released,
         }
-        self._orders: dict[type, Callable[[Any], None]] = {
+        self._handlers: dict[type, Callable[[Any], None]] = {
             Run: self.worker.form,
             events.Cut: lambda _: self.worker.cut(),
             events.Wake: lambda action: self.worker.later(self._wake, action.at_ns),
@@ -111,10 +111,10 @@ class NodeProcess(EngineProcess):
 
     def _carry_out(self, action: events.Action) -> None:
         kind = type(action)
-        if kind in self._heard:
-            self._heard[kind](action)
-        if kind in self._orders:
-            self._orders[kind](action)
+        if kind in self._run_handlers:
+            self._run_handlers[kind](action)
+        if kind in self._handlers:
+            self._handlers[kind](action)
             return
         self.mover.do(action)  # bytes of this engine, and of the later stages'
         if self._group is not None:

@@ -103,7 +103,7 @@ class Moves:
         self.sessions = Sessions(deployment.faults, clock, self.cut_off)
         self.disks = Disks(deployment.faults)
         self._measured = [(0, 0)] * len(self.wiring.between)  # bytes and time of each link so far
-        self.effects: dict[type, Callable[[SimNode, Any], None]] = {
+        self.handlers: dict[type, Callable[[SimNode, Any], None]] = {
             events.Load: self._load,
             events.Read: self._read,
             events.Save: self._save,
@@ -117,9 +117,9 @@ class Moves:
             events.Release: self._release,
         }
         if self.sessions.are_at_risk:
-            self.effects[events.Offer] = self._offer
+            self.handlers[events.Offer] = self._offer
         if self.disks.are_at_risk:
-            self.effects |= {events.Demote: self._demote, events.Promote: self._promote}
+            self.handlers |= {events.Demote: self._demote, events.Promote: self._promote}
 
     def end(self, now: int) -> None:
         """What has come by now."""

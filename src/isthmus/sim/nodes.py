@@ -1,4 +1,4 @@
-"""All nodes of the simulated world: each one's brain decides, and what it asks for takes its time here.
+"""All nodes of the simulated world: each one's `decider` decides, and what it asks for takes its time here.
 
 A run's end is heard by the node first, which may start the next; then its tokens go out; then what the node reports.
 """
@@ -21,7 +21,7 @@ from isthmus.attempts import (
     RoleChanged,
     Route,
 )
-from isthmus.conductor import Event as Heard
+from isthmus.conductor import Event as ConductorEvent
 from isthmus.conductor import FirstToken
 from isthmus.node import events
 from isthmus.scheduler import Admitted, Joined, Preempted, Run, Stepped
@@ -45,7 +45,7 @@ class Nodes:
         self,
         deployment: Deployment,
         clock: Clock,
-        decide: Callable[[Heard], None],
+        decide: Callable[[ConductorEvent], None],
         completed: Callable[[Job], None],
     ) -> None:
         self.nodes = [build_node(deployment, slot) for slot in range(len(deployment.nodes))]
@@ -57,7 +57,7 @@ class Nodes:
         self._failing = self.moves.disks if self.moves.disks.are_at_risk else None
         self._deployment, self._clock, self._decide, self._completed = deployment, clock, decide, completed
         self._has_answers, self._block_size = deployment.has_answers, deployment.block_size
-        self._effects: dict[type, Callable[[SimNode, Any], None]] = {
+        self._handlers: dict[type, Callable[[SimNode, Any], None]] = {
             **dict.fromkeys((events.Offer, events.Promote, events.Demote, events.Drop), _needs_no_time),
             Run: self._start_run,
             events.Cut: self._cut,
@@ -69,29 +69,29 @@ class Nodes:
             **dict.fromkeys((BlocksStored, FetchFinished, PrefillFinished, RequestFailed), self._report),
             BlocksEvicted: self._evicted,
             RoleChanged: self._role_changed,
-            **self.moves.effects,
+            **self.moves.handlers,
         }
 
     def tell(self, node: SimNode, event: events.Event) -> None:
         """Gives an event to a node and carries out what it answers; what it reports is due."""
-        self._carry_out(node, node.brain.on(event, self._clock.now))
+        self._carry_out(node, node.decider.on(event, self._clock.now))
 
     def _carry_out(self, node: SimNode, actions: Sequence[events.Action]) -> None:
-        effects = self._effects
+        handlers = self._handlers
         for action in actions:
-            effects[type(action)](node, action)
+            handlers[type(action)](node, action)
 
     def settle(self) -> None:
         """All that is due, and what follows from that."""
-        due, decide, effects, now = self.due, self._decide, self._effects, self._clock.now
+        due, decide, handlers, now = self.due, self._decide, self._handlers, self._clock.now
         stalled: list[SimNode] = []
         while due:
             for node, event in due:  # grows meanwhile
                 if node is None:
                     decide(event)
                 elif event is not None:
-                    for action in node.brain.on(event, now):
-                        effects[type(action)](node, action)
+                    for action in node.decider.on(event, now):
+                        handlers[type(action)](node, action)
                 else:
                     stalled.append(node)
             due.clear()
@@ -120,7 +120,7 @@ class Nodes:
     def forget(self, key: RequestId, names: Sequence[NodeId]) -> None:
         for name in names:
             node = self.by_name[name]
-            if key in node.brain:
+            if key in node.decider:
                 self.tell(node, events.Forget(key))
             if node.stalled:
                 self.due.append((node, None))
@@ -138,15 +138,15 @@ class Nodes:
 
     def check(self) -> None:
         for node in self.nodes:
-            node.brain.check()
-            assert node.run is node.brain.scheduler.run, "a node runs what it was not told to"
+            node.decider.check()
+            assert node.run is node.decider.scheduler.run, "a node runs what it was not told to"
 
     def check_idle(self) -> None:
         """All that requests took was given back."""
         self.moves.check_idle()
         assert not self.attempts, "a request never ended"
         for node in self.nodes:
-            node.brain.check_idle()
+            node.decider.check_idle()
 
     # Runs.
 
@@ -232,14 +232,14 @@ class Nodes:
         return True
 
     def _finish_run(self, node: SimNode) -> None:
-        now, brain = self._clock.now, node.brain
+        now, decider = self._clock.now, node.decider
         if self._failing is not None and node.run is not None:
             for piece in node.run.chunks:
                 self._failing.over(node, piece.request)
         tail_ns = node.tail_ns  # the next run begins before this one has left the group
         steps, done = node.end(now)
         if not done and not node.sampling:
-            self._carry_out(node, brain.on(Stepped(steps), now))
+            self._carry_out(node, decider.on(Stepped(steps), now))
             return
         ended = [job.key for job in done]
         sampled: list[Job] = []
@@ -250,8 +250,8 @@ class Nodes:
                 leaving, sampled = [(job, job.key) for job in sampled], []
             for job in sampled:
                 self._got_token(node, job, ended)
-        answers = self._answers(ended) if self._has_answers and ended and brain.keeps_answers else ()
-        self._carry_out(node, brain.on(Stepped(steps, tuple(ended), answers), now))
+        answers = self._answers(ended) if self._has_answers and ended and decider.keeps_answers else ()
+        self._carry_out(node, decider.on(Stepped(steps, tuple(ended), answers), now))
         for job in done:
             self._completed(job)
         for job in sampled:

@@ -86,7 +86,7 @@ class Simulation:
         self._num_left = self._num_to_come = len(self._jobs)
         self._job_of: dict[RequestId, Job] = {}
         self._thresholds: list[ThresholdChange] = []
-        self._orders: dict[type, Callable[[Any], None]] = {
+        self._handlers: dict[type, Callable[[Any], None]] = {
             Route: self._route,
             Abort: self._abort,
             Refuse: self._refuse,
@@ -174,7 +174,7 @@ class Simulation:
         if self._log is not None:
             self._log(self._clock.now, event, actions)
         for action in actions:
-            self._orders[type(action)](action)
+            self._handlers[type(action)](action)
 
     def _arrive(self, job: Job) -> None:
         request, rules, record = job.request, self._deployment.rules, job.record

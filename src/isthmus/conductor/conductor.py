@@ -122,7 +122,7 @@ class Conductor:
     def _route(self, request: RequestView, placement: Placement, now: int) -> Route:
         event = request.arrived
         placement.prefill.pool.recent.insert(len(event.names) - placement.held, now)
-        self.view.book(request, placement, now)
+        self.view.assign(request, placement, now)
         if placement.source is not None:
             source, target = placement.source, placement.prefill
             request.copy = copies.begin(
@@ -185,7 +185,7 @@ class Conductor:
         if request is None:
             return []
         nodes = self._alive(request)
-        self.view.unbook(request, now)
+        self.view.unassign(request, now)
         return [Abort(name, request.attempt, nodes)] if nodes else []
 
     def _attempt(self, request: RequestId, attempt: int) -> RequestView | None:
@@ -239,7 +239,7 @@ class Conductor:
         """Refuses a request that was accepted and has got no token yet."""
         name, nodes = request.arrived.request, self._alive(request)
         del self.view.requests[name]
-        self.view.unbook(request, now)
+        self.view.unassign(request, now)
         return [Abort(name, request.attempt, nodes), refuse]
 
     # Failures.
@@ -259,7 +259,7 @@ class Conductor:
         name = request.arrived.request
         nodes = self._alive(request)
         actions: list[Action] = [Abort(name, request.attempt, nodes)] if nodes else []
-        self.view.unbook(request, now)
+        self.view.unassign(request, now)
         request.reason = reason
         if request.attempt >= self._max_attempts(request):
             return [*actions, self._fail(request)]

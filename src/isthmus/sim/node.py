@@ -37,9 +37,31 @@ class SimNode:
     """
 
     __slots__ = (
-        "_ends", "_first", "_growth", "_limit", "_num_admitted", "_run_start", "alive", "decider", "cost", "facts",
-        "links", "loading", "missing", "record", "run", "run_gaps", "run_start", "run_steps", "sampling", "slot",
-        "stalled", "stalled_since", "steps", "tail_ns", "version",
+        "_ends",
+        "_first",
+        "_growth",
+        "_limit",
+        "_num_admitted",
+        "_run_start",
+        "alive",
+        "cost",
+        "decider",
+        "facts",
+        "links",
+        "loading",
+        "missing",
+        "record",
+        "run",
+        "run_gaps",
+        "run_start",
+        "run_steps",
+        "sampling",
+        "slot",
+        "stalled",
+        "stalled_since",
+        "steps",
+        "tail_ns",
+        "version",
     )  # fmt: skip
 
     links: NodeLinks

@@ -69,7 +69,7 @@ class Owner:
                 self.actions.append(action)
                 match action:
                     case Run():
-                        self.worker.form(action)
+                        self.worker.submit(action)
                     case Cut():
                         self.worker.cut()
                     case Admitted():

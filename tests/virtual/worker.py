@@ -26,7 +26,7 @@ class LoopWorker:
     def __init__(self, process: NodeProcess, loop: ManualLoop, mover_of: Callable[[], VirtualMover]) -> None:
         self._process, self._loop, self._mover_of = process, loop, mover_of
         self.lock = contextlib.nullcontext()
-        self._formed = asyncio.Event()
+        self._submitted = asyncio.Event()
         self._run: Run | None = None
         self._is_cut = False
         self._timer: asyncio.TimerHandle | None = None
@@ -39,10 +39,10 @@ class LoopWorker:
     def later(self, function: Callable[..., None], *arguments: Any) -> None:
         function(*arguments)
 
-    def form(self, run: Run) -> None:
+    def submit(self, run: Run) -> None:
         self._run, self._is_cut = run, False
         _ = run.pieces
-        self._formed.set()
+        self._submitted.set()
 
     def cut(self) -> None:
         """As in the simulator, the end of the run is set anew then, and comes after others of that instant."""
@@ -84,8 +84,8 @@ class LoopWorker:
     async def _main(self) -> None:
         try:
             while True:
-                await self._formed.wait()
-                self._formed.clear()
+                await self._submitted.wait()
+                self._submitted.clear()
                 while self._run is not None:
                     run, self._run = self._run, None
                     await self._execute(run)

@@ -75,7 +75,7 @@ class NodeProcess(EngineProcess):
             events.Release: self.runs.released,
         }
         self._handlers: dict[type, Callable[[Any], None]] = {
-            Run: self.worker.form,
+            Run: self.worker.submit,
             events.Cut: lambda _: self.worker.cut(),
             events.Wake: lambda action: self.worker.later(self._wake, action.at_ns),
             **dict.fromkeys(get_args(Report), self._report),
@@ -245,7 +245,7 @@ class ThreadWorker:
     def __init__(self, owner: NodeProcess) -> None:
         self._owner = owner
         self.lock = threading.RLock()
-        self._formed = threading.Condition(self.lock)
+        self._submitted = threading.Condition(self.lock)
         self._run: Run | None = None
         self._is_cut = False
         self._running = True
@@ -259,10 +259,10 @@ class ThreadWorker:
         """Calls `function` in the event loop, from any thread; in the order of these calls."""
         self._loop.call_soon_threadsafe(function, *arguments)
 
-    def form(self, run: Run) -> None:
+    def submit(self, run: Run) -> None:
         """Executes it next. Under the lock, as `cut`."""
         self._run, self._is_cut = run, False
-        self._formed.notify()
+        self._submitted.notify()
 
     def cut(self) -> None:
         """Ends the run under way with the present iteration."""
@@ -271,7 +271,7 @@ class ThreadWorker:
     def stop(self) -> None:
         with self.lock:
             self._running, self._is_cut = False, True
-            self._formed.notify()
+            self._submitted.notify()
         self._thread.join(timeout=5)
 
     def _main(self) -> None:
@@ -285,7 +285,7 @@ class ThreadWorker:
 
     def _next(self) -> Run | None:
         with self.lock:
-            self._formed.wait_for(lambda: self._run is not None or not self._running)
+            self._submitted.wait_for(lambda: self._run is not None or not self._running)
             run, self._run = self._run, None
             return run if self._running else None
 

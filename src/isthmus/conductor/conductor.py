@@ -101,7 +101,7 @@ class Conductor:
             return [self._refusal(event)]
         overload = self._admission.at_arrival(self.view, event, placement, now)
         if overload is not None:
-            victims = self._instead(event, placement, overload, now)
+            victims = self._victims(event, placement, overload, now)
             if not victims:
                 return [_overloaded(event.request, overload)]
         actions: list[Action] = []
@@ -215,7 +215,7 @@ class Conductor:
             return Refuse(event.request, "too_long", reason)
         return Refuse(event.request, "unavailable", "no node can serve this now", self.rules.retry_after_ms)
 
-    def _instead(
+    def _victims(
         self, event: RequestArrived, placement: Placement, overload: Overload, now: int
     ) -> list[RequestView]:
         """Waiting requests of lower priority whose refusal makes room for this one."""
@@ -246,13 +246,13 @@ class Conductor:
 
     def _failed(self, event: RequestFailed, now: int) -> list[Action]:
         request = self._attempt(event.request, event.attempt)
-        return [] if request is None else self._again(request, event.reason, now)
+        return [] if request is None else self._retry(request, event.reason, now)
 
     def _hold_expired(self, event: HoldExpired, now: int) -> list[Action]:
         request = self._attempt(event.request, event.attempt)
         return [self._fail(request)] if request is not None and request.held else []
 
-    def _again(self, request: RequestView, reason: str, now: int) -> list[Action]:
+    def _retry(self, request: RequestView, reason: str, now: int) -> list[Action]:
         """Ends the current attempt everywhere; then routes another, holds the request, or fails it."""
         if request.held:
             return []  # a second report of the attempt that ended
@@ -272,7 +272,7 @@ class Conductor:
     def _lost(self, request: RequestView, reason: str, now: int) -> list[Action]:
         """What it stood on is gone: that costs it none of its attempts."""
         request.losses += 1
-        return self._again(request, reason, now)
+        return self._retry(request, reason, now)
 
     def _max_attempts(self, request: RequestView) -> int:
         return self.rules.max_attempts + min(request.losses, MAX_LOSSES)

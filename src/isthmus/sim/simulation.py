@@ -251,7 +251,7 @@ class Simulation:
         if rules.links or rules.convert:
             clock.call(clock.now + rules.period_ns, OTHERS, self._measure)
         for time in self._deployment.faults.times():
-            clock.call(time, OTHERS, self._change)
+            clock.call(time, OTHERS, self._change_faults)
 
     def _measure(self) -> None:
         if not self._num_left:
@@ -267,7 +267,7 @@ class Simulation:
         self.decide(LinksMeasured(states))
         clock.call(now + self._deployment.rules.period_ns, OTHERS, self._measure)
 
-    def _change(self) -> None:
+    def _change_faults(self) -> None:
         """One of the faults begins or ends."""
         faults, now = self._deployment.faults, self._clock.now
         self._moves.change_links(partial(faults.factor, now=now), now)

@@ -1,10 +1,12 @@
-# `make serve` and `make test` each set everything up first. PYTHON and PORT can be given.
+# `make serve` and `make test` each set everything up first. PYTHON, PORT and WORKERS
+# (processes that share the tests) can be given.
 PYTHON ?= python3
 PORT ?= 8000
+WORKERS ?= 2
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test check mutants protections clean
+.PHONY: install serve test soak check mutants protections clean
 
 install: $(STAMP)
 
@@ -21,7 +23,11 @@ serve: install
 	$(VENV)/bin/isthmus serve --port $(PORT) $(ARGS)
 
 test: check
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+
+# All rows of all matrices, with more and other drawn examples: an hour or so.
+soak: install
+	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "soak or not soak" --hypothesis-profile=soak $(ARGS)
 
 check: install
 	$(VENV)/bin/ruff check src benchmarks tests examples

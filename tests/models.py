@@ -154,6 +154,15 @@ def reference_tokens(folder: Path, prompt_ids: Sequence[int], n: int) -> list[in
     return tokens
 
 
+def check_greedy(folder: Path, prompt_ids: Sequence[int], answer: Sequence[int]) -> None:
+    """The answer is that of `reference_tokens`. One pass of the model tells where after all that comes before it each
+    token is the likeliest one; only where its sums come out otherwise than one by one, in a near tie, is the answer
+    generated."""
+    logits = reference_logits(folder, [*prompt_ids, *answer[:-1]])[len(prompt_ids) - 1 :]
+    if logits.argmax(-1).tolist() != list(answer):
+        assert reference_tokens(folder, prompt_ids, len(answer)) == list(answer)
+
+
 @lru_cache(maxsize=4)
 def _reference(folder: Path) -> transformers.PreTrainedModel:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -11,21 +12,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
+import pytest
+
+from isthmus.cli.main import main
+from isthmus.cluster.local import LocalCluster
 
 START_S = LIMIT_S = 90
 """Only so that a bug ends a test: nothing is decided by it, and a loaded machine takes its time."""
+POLL_S = 0.02
 
 
-class Served:
-    """A running `isthmus serve`. Children are found through /proc, so that leaks are seen."""
+class Client:
+    """Asks a cluster over HTTP."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path, url: str) -> None:
-        self.process, self.log, self.url = process, log, url
+    def __init__(self, url: str) -> None:
+        self.url = url
         self.http = httpx.Client(base_url=url, timeout=120, trust_env=False)
         self.model = self.http.get("/v1/models").json()["data"][0]["id"]
 
@@ -44,25 +51,55 @@ class Served:
         found = re.findall(rf'^isthmus_{name}{{node="([^"]+)"}} (\S+)$', self.http.get("/metrics").text, re.M)
         return {node: float(value) for node, value in found}
 
+    def total(self, name: str) -> float:
+        """A metric's sum over the nodes."""
+        return sum(self.gauge(name).values())
+
+    def wait_until(self, holds: Callable[[], Any], what: str) -> None:
+        """Polls a condition that must come true; fails with `what` when it does not."""
+        until = time.monotonic() + LIMIT_S
+        while not holds():
+            assert time.monotonic() < until, f"not within {LIMIT_S} s: {what}\n{self.story()}"
+            time.sleep(POLL_S)
+
+    def story(self) -> str:
+        """What the cluster said so far."""
+        return ""
+
+
+class Served(Client):
+    """A running `isthmus serve`. Children are found through /proc, so that leaks are seen."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, url: str) -> None:
+        super().__init__(url)
+        self.process, self.log = process, log
+
+    def story(self) -> str:
+        return self.log.read_text()
+
+    def check_idle(self) -> None:
+        """All that requests took comes back, on every node."""
+        self.wait_until(lambda: not self._left(), "nothing is held")
+
+    def _left(self) -> list[str]:
+        """What nodes hold."""
+        held = ("node_requests_running", "node_requests_waiting", "kv_blocks_transfer", "cache_pinned_blocks")
+        left = [name for name in held if self.total(name)]
+        return left if self.gauge("kv_blocks") == self.gauge("kv_blocks_available") else [*left, "kv_blocks"]
+
     def children(self) -> dict[str, int]:
         """Process ids of the nodes, by the order of their start."""
         pids = sorted(children_of(self.process.pid))
         return {f"child-{index}": pid for index, pid in enumerate(pids)}
 
-    def wait_until(self, holds: Any, what: str, limit_s: float = LIMIT_S) -> None:
-        """Polls a condition that must come true; fails with `what` when it does not."""
-        until = time.monotonic() + limit_s
-        while not holds():
-            assert time.monotonic() < until, f"not within {limit_s} s: {what}\n{self.log.read_text()}"
-            time.sleep(0.05)
-
 
 def children_of(pid: int) -> list[int]:
-    try:
-        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    except OSError:
-        return []
-    return [int(child) for child in text.split()]
+    """Of all its threads."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, task.read_text().split())
+    return found
 
 
 def node_pid(pids: object, name: str) -> int:
@@ -86,12 +123,13 @@ def command(*arguments: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def serve(tmp_path: Path, *arguments: str) -> Iterator[Served]:
-    """Starts on a free port and waits for the ready line; afterwards drains and checks that nothing is left."""
-    log = tmp_path / "serve.log"
+def serve(home: Path, settings: dict[str, Any] | None = None, *arguments: str) -> Iterator[Served]:
+    """`settings`: as in a configuration file, if there is to be one. Starts on a free port and waits for the ready
+    line; afterwards nothing may be held, and after draining nobody left."""
+    log = home / "serve.log"
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            command("serve", "--port", "0", "--kv-memory", "64MiB", "--threads", "1", *arguments),
+            command("serve", "--port", "0", "--threads", "1", *_configured(home, settings), *arguments),
             stdout=sink,
             stderr=subprocess.STDOUT,
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
@@ -102,6 +140,8 @@ def serve(tmp_path: Path, *arguments: str) -> Iterator[Served]:
         with contextlib.closing(served.http):
             served.wait_until(lambda: served.gauge("kv_blocks").keys() >= nodes, "every node reports")
             yield served
+            if process.poll() is None:
+                served.check_idle()
         children = list(served.children().values())
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=LIMIT_S) == 0, log.read_text()
@@ -110,6 +150,17 @@ def serve(tmp_path: Path, *arguments: str) -> Iterator[Served]:
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+def _configured(home: Path, settings: dict[str, Any] | None) -> list[str]:
+    """A node that the machine keeps waiting is not dead, and one that is started again may take its time."""
+    if settings is None:
+        return ["--kv-memory", "64MiB"]
+    path = home / "serve.yaml"
+    limits = {"silence_s": 60, "rejoin_s": 60} | settings.get("limits", {})
+    engine = {"kv_memory": "64MiB"} | settings.get("engine", {})
+    path.write_text(json.dumps(settings | {"limits": limits, "engine": engine}))
+    return ["--config", str(path)]
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> tuple[str, set[str]]:
@@ -124,7 +175,7 @@ def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> tuple[str,
         time.sleep(0.05)
 
 
-def streamed(served: Served, prompt: list[int], max_tokens: int, answering: threading.Event) -> list[int]:
+def streamed(served: Client, prompt: list[int], max_tokens: int, answering: threading.Event) -> list[int]:
     """The token ids of a streamed answer; sets `answering` at the first."""
     body = {"model": served.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
     tokens: list[int] = []
@@ -141,11 +192,28 @@ def streamed(served: Served, prompt: list[int], max_tokens: int, answering: thre
 
 
 def refused(*arguments: str) -> tuple[int, str]:
-    """Exit status and the only line of a command that must not start."""
+    """Exit status and the only line of a `serve` that must not get as far as starting a node. In this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["isthmus", "serve", *arguments]),
+        mock.patch.object(LocalCluster, "run", side_effect=AssertionError("it starts")),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as exit,
+    ):
+        main()
+    return int(exit.value.code or 0), _only_line(out.getvalue(), err.getvalue())
+
+
+def given_up(*arguments: str) -> tuple[int, str]:
+    """The same of a `serve` whose nodes cannot start."""
     done = subprocess.run(
         command("serve", *arguments), capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1, done.stderr
-    assert done.stdout == ""
-    return done.returncode, lines[0]
+    return done.returncode, _only_line(done.stdout, done.stderr)
+
+
+def _only_line(out: str, err: str) -> str:
+    assert out == ""
+    (line,) = err.strip().splitlines()
+    return line

@@ -95,7 +95,7 @@ def test_the_example_simulates_serves_and_replays(
     arguments = ("--config", deployment, "--workload", load, "--policy", THRIFTY, "--json", figures)
     assert isthmus("simulate", *arguments)[0] == 0
     assert json.loads(figures.read_bytes())["completed"] == 50
-    with serve(tmp_path, "--policy", THRIFTY, "--record", str(recording)) as served:
+    with serve(tmp_path, None, "--policy", THRIFTY, "--record", str(recording)) as served:
         assert len(served.tokens([1, 2, 3], 5)) == 5
     monkeypatch.delitem(POLICIES, THRIFTY)  # as in a process of its own
     status, out, err = isthmus("replay", recording)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.server
-import json
 import re
 import socket
 import threading
@@ -32,7 +31,7 @@ from isthmus.gateway.status import (
 )
 from isthmus.types import Role
 from tests.cli.conftest import Command
-from tests.served import serve
+from tests.inside import inside
 
 CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.001}
 MEMORY = TierStatus("memory", 1 << 30, 1 << 29, 1234, 50, 0.4, 6, 3 << 20, 7 << 20)
@@ -236,11 +235,9 @@ def test_something_else_is_there(isthmus: Command, body: bytes | int, says: str)
 
 def test_of_a_running_cluster(isthmus: Command, tmp_path: Path) -> None:
     """Every figure that is read is reported by real nodes, and every metric of theirs is explained."""
-    config = tmp_path / "isthmus.yaml"
     cache = {"dram": "1MiB", "ssd": "1MiB", "folder": str(tmp_path / "blocks")}
     engine = {"kind": "emulated", "cost": CURVE}
-    config.write_text(json.dumps({"engine": engine, "cache": cache, "roles": {"prefill": 1, "decode": 1}}))
-    with serve(tmp_path, "--config", str(config)) as served:
+    with inside({"engine": engine, "cache": cache, "roles": {"prefill": 1, "decode": 1}}) as served:
         for _ in range(2):
             served.complete(list(range(200)), 4)
         served.wait_until(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import threading
@@ -66,13 +65,12 @@ def heard(flight: Path, kind: type) -> int:
 @pytest.mark.parametrize("victim", ["decode-0", "prefill-0"])
 def test_a_death_costs_one_attempt(victim: str, tmp_path: Path) -> None:
     """kill -9, twice, while some prompts wait, some are computed, some are handed over and some answers go on."""
-    config, flight = tmp_path / "isthmus.yaml", tmp_path / "flight.jsonl"
+    flight = tmp_path / "flight.jsonl"
     roles = {"prefill": 2, "decode": 1} if victim == "decode-0" else {"prefill": 1, "decode": 2}
     sections = {"roles": roles, "engine": {"kind": "emulated", "cost": CURVE, "token_budget": 256}}
-    config.write_text(json.dumps(sections))
     prompts = [[at % 200 for at in range(seed, seed + 100 + 80 * seed)] for seed in range(24)]
     with (
-        serve(tmp_path, "--config", str(config), "--record", str(flight)) as served,
+        serve(tmp_path, sections, "--record", str(flight)) as served,
         ThreadPoolExecutor(len(prompts)) as pool,
     ):
         begun = [threading.Event() for _ in prompts]

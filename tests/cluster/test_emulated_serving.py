@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +11,8 @@ import pytest
 
 from isthmus.cli.models import demo_folder
 from isthmus.engine.emulated import expected_tokens, recipe_of
-from tests.served import node_pid, refused, serve, streamed
+from tests.inside import inside
+from tests.served import refused, serve
 
 EMULATED = ("--engine", "emulated", "--hardware", "h200")
 DEMO = recipe_of(demo_folder(), demo_folder(), 16)
@@ -34,11 +32,10 @@ def has_torch(pid: int) -> bool:
     return "libtorch" in Path(f"/proc/{pid}/maps").read_text()
 
 
-@pytest.mark.parametrize("count", ["1", "2"], ids=["1P1D", "2P2D"])
-def test_every_answer_is_exact(count: str, tmp_path: Path) -> None:
+def test_every_answer_is_exact(tmp_path: Path) -> None:
     prompts = prompts_of(12)
     expected = [expected_tokens(DEMO, prompt, 30) for prompt in prompts]
-    with serve(tmp_path, *EMULATED, "--prefill", count, "--decode", count, "--token-budget", "64") as served:
+    with serve(tmp_path, None, *EMULATED, "--prefill", "2", "--decode", "2", "--token-budget", "64") as served:
         assert not any(map(has_torch, [served.process.pid, *served.children().values()]))
         with ThreadPoolExecutor(12) as pool:
             for _ in range(2):  # then with cached prefixes
@@ -49,32 +46,12 @@ def test_every_answer_is_exact(count: str, tmp_path: Path) -> None:
         assert salted == expected_tokens(DEMO, prompts[0], 30, salt="other") != expected[0]
 
 
-def test_a_killed_node_costs_no_token(tmp_path: Path) -> None:
-    """kill -9 in the middle of eight answers; the curve of a slow node keeps them going for a while."""
-    curve = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.004}
-    config = tmp_path / "isthmus.yaml"
-    config.write_text(json.dumps({"engine": {"kind": "emulated", "cost": curve}}))
-    prompts = [[index, 2, 3, 4] * 100 for index in range(8)]
-    expected = [expected_tokens(DEMO, prompt, 200, stop_tokens=(257,)) for prompt in prompts]
-    with serve(tmp_path, "--config", str(config)) as served:
-        pid = node_pid(served.children().values(), "decode-0")
-        with ThreadPoolExecutor(8) as pool:
-            answering = [threading.Event() for _ in prompts]
-            answers = [
-                pool.submit(streamed, served, *asked)
-                for asked in zip(prompts, [200] * 8, answering, strict=True)
-            ]
-            for begun in answering:
-                begun.wait()
-            os.kill(pid, signal.SIGKILL)
-            assert [answer.result() for answer in answers] == expected
-
-
 def test_a_model_folder_with_a_config_alone_is_enough(tmp_path: Path) -> None:
     folder = tmp_path / "llama-70b"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA_70B))
-    with serve(tmp_path, *EMULATED, "--gpus", "8", "--model", str(folder), "--kv-memory", "20GiB") as served:
+    engine = {"kind": "emulated", "hardware": "h200", "gpus": 8, "kv_memory": "20GiB"}
+    with inside({"model": str(folder), "engine": engine}) as served:
         assert served.model == "llama-70b"
         assert served.gauge("kv_blocks") == {"prefill-0": 4096.0, "decode-0": 4096.0}
         recipe = recipe_of(folder, demo_folder(), 16)
@@ -91,14 +68,11 @@ def test_a_model_folder_with_a_config_alone_is_enough(tmp_path: Path) -> None:
     ("admission", "limit", "stage"),
     [("early", "x-isthmus-slo-ttft-ms", "prefill"), ("baseline", "x-isthmus-slo-tbt-ms", "decode")],
 )
-def test_overload_is_429_with_a_time_to_come_back(
-    admission: str, limit: str, stage: str, tmp_path: Path
-) -> None:
+def test_overload_is_429_with_a_time_to_come_back(admission: str, limit: str, stage: str) -> None:
     """Refused at arrival by its own limit; and after the prefill, with nothing sent yet, by `baseline`."""
-    curve, config = tmp_path / "curve.yaml", tmp_path / "isthmus.yaml"
-    curve.write_text("{kv_token_bytes: 2048, num_layers: 4, prefill_token_s: 1e-5, decode_fixed_s: 0.01}")
-    config.write_text(f"engine: {{kind: emulated, cost: {curve.name}}}\n")
-    with serve(tmp_path, "--config", str(config), "--admission", admission) as served:
+    curve = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 1e-5, "decode_fixed_s": 0.01}
+    engine = {"kind": "emulated", "cost": curve}
+    with inside({"engine": engine, "scheduling": {"admission": admission}}) as served:
         for stream in (False, True):
             asked = {"model": served.model, "prompt": [int(stream)] * 3000, "max_tokens": 5, "stream": stream}
             reply = served.http.post("/v1/completions", json=asked, headers={limit: "1"})

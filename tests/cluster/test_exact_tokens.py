@@ -1,15 +1,20 @@
-"""A running cluster returns exactly the tokens that transformers' `generate` returns."""
+"""A running cluster returns exactly the tokens that transformers' `generate` returns.
+
+Float arithmetic in one process or in several is the same; only `test_in_processes_of_their_own` starts some.
+"""
 
 from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.models import MODEL_CASES, make_model, reference_tokens
-from tests.served import Served, serve
+from tests.inside import inside
+from tests.models import MODEL_CASES, check_greedy, make_model
+from tests.served import Client, serve
 
 NUM_TOKENS = 64
 CHUNKS = (1, 7, 64, 512)
@@ -23,7 +28,7 @@ SERVED_CASES = [
     "qwen3",
     "qwen3-bias-yarn-window",
 ]
-"""Between them: every family, RoPE variant, head and file arrangement. `--all-cases` runs the rest."""
+"""Between them: every family, RoPE variant, head and file arrangement."""
 
 
 def prompts_of(seed: int) -> list[list[int]]:
@@ -33,66 +38,81 @@ def prompts_of(seed: int) -> list[list[int]]:
     return [[draw.randrange(256) for _ in range(length)] for length in lengths]
 
 
-def check(served: Served, folder: Path, prompts: list[list[int]]) -> None:
+def check(served: Client, folder: Path, prompts: list[list[int]]) -> None:
     """Alone first, then all at once (by then with cached prefixes)."""
-    expected = [reference_tokens(folder, prompt, NUM_TOKENS) for prompt in prompts]
-    for prompt, tokens in list(zip(prompts, expected, strict=True))[:5]:
-        assert served.tokens(prompt, NUM_TOKENS) == tokens
+    alone = [served.tokens(prompt, NUM_TOKENS) for prompt in prompts[:5]]
     with ThreadPoolExecutor(len(prompts)) as pool:
         found = list(pool.map(lambda prompt: served.tokens(prompt, NUM_TOKENS), prompts))
-    assert found == expected
+    assert found[:5] == alone
+    for prompt, tokens in zip(prompts, found, strict=True):
+        assert len(tokens) == NUM_TOKENS
+        check_greedy(folder, prompt, tokens)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "name" in metafunc.fixturenames:
-        metafunc.parametrize("name", MODEL_CASES if metafunc.config.getoption("--all-cases") else SERVED_CASES)
+def deployment(folder: Path, chunk: int = 512, *, kv_memory: str = "64MiB", **sections: Any) -> dict[str, Any]:
+    engine = {"token_budget": chunk, "kv_memory": kv_memory}
+    return {"model": str(folder), "engine": engine, "cache": {"dram": kv_memory}, **sections}
 
 
+@pytest.mark.parametrize(
+    "name", [pytest.param(case, marks=() if case in SERVED_CASES else pytest.mark.soak) for case in MODEL_CASES]
+)
 def test_every_family_and_variant(name: str, tmp_path: Path) -> None:
-    """Prefill and decode in separate processes; the chunk sizes take turns over the cases."""
+    """The chunk sizes take turns over the cases."""
     index = list(MODEL_CASES).index(name)
     folder = tmp_path / "model"
     family, overrides = MODEL_CASES[name]
     make_model(folder, family, **overrides)
-    chunk = CHUNKS[index % len(CHUNKS)]
-    with serve(tmp_path, "--model", str(folder), "--token-budget", str(chunk)) as served:
-        check(served, folder, prompts_of(index))
+    with inside(deployment(folder, CHUNKS[index % len(CHUNKS)])) as cluster:
+        check(cluster, folder, prompts_of(index))
 
 
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_a_prompt_of_3000_tokens_for_every_chunk_size(chunk: int, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exact") / "llama"
     make_model(folder, "llama")
+    return folder
+
+
+@pytest.mark.parametrize(("chunk", "length"), [(1, 600), (7, 1000), (64, 3000), (512, 3000)])
+def test_a_long_prompt_for_every_chunk_size(chunk: int, length: int, llama: Path) -> None:
     draw = random.Random(chunk)
-    prompt = [draw.randrange(256) for _ in range(3000)]
-    with serve(tmp_path, "--model", str(folder), "--token-budget", str(chunk)) as served:
-        assert served.tokens(prompt, NUM_TOKENS) == reference_tokens(folder, prompt, NUM_TOKENS)
-        again = served.complete(prompt, NUM_TOKENS)
-        assert (
-            again["usage"]["prompt_tokens_details"]["cached_tokens"] == 2992
-        )  # all full blocks but the last token's
-        assert again["choices"][0]["token_ids"] == reference_tokens(folder, prompt, NUM_TOKENS)
+    prompt = [draw.randrange(256) for _ in range(length)]
+    with inside(deployment(llama, chunk)) as cluster:
+        answer = cluster.tokens(prompt, NUM_TOKENS)
+        again = cluster.complete(prompt, NUM_TOKENS)
+        full = (length - 1) // 16 * 16  # all full blocks but the last token's
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == full
+        assert again["choices"][0]["token_ids"] == answer and len(answer) == NUM_TOKENS
+        check_greedy(llama, prompt, answer)
 
 
 @pytest.mark.parametrize(
-    "roles", [("--mixed", "1"), ("--prefill", "2", "--decode", "2")], ids=["mixed", "2P2D"]
+    "roles", [{"prefill": 0, "decode": 0, "mixed": 1}, {"prefill": 2, "decode": 2}], ids=["mixed", "2P2D"]
 )
-def test_other_shapes_of_cluster(roles: tuple[str, ...], tmp_path: Path) -> None:
+def test_other_shapes_of_cluster(roles: dict[str, int], tmp_path: Path) -> None:
     folder = tmp_path / "model"
     make_model(folder, "qwen3")
-    with serve(tmp_path, "--model", str(folder), *roles) as served:
+    with inside(deployment(folder, roles=roles)) as cluster:
+        check(cluster, folder, prompts_of(99))
+
+
+def test_in_processes_of_their_own(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_model(folder, "qwen3")
+    with serve(tmp_path, deployment(folder, 64)) as served:
         check(served, folder, prompts_of(99))
 
 
-@pytest.mark.parametrize("roles", [(), ("--mixed", "1")], ids=["1P1D", "mixed"])
-def test_pre_emption_under_memory_pressure(roles: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("roles", [{}, {"prefill": 0, "decode": 0, "mixed": 1}], ids=["1P1D", "mixed"])
+def test_pre_emption_under_memory_pressure(roles: dict[str, int], llama: Path) -> None:
     """KV memory for about a quarter of what sixteen answers need: some lose their blocks and resume."""
-    folder = tmp_path / "model"
-    make_model(folder, "llama")
     draw = random.Random(0)
     prompts = [[draw.randrange(256) for _ in range(20 + index)] for index in range(16)]
-    expected = [reference_tokens(folder, prompt, 200) for prompt in prompts]
-    with serve(tmp_path, "--model", str(folder), "--kv-memory", "768KiB", *roles) as served:
+    with inside(deployment(llama, kv_memory="768KiB", roles=roles)) as cluster:
         with ThreadPoolExecutor(16) as pool:
-            assert list(pool.map(lambda prompt: served.tokens(prompt, 200), prompts)) == expected
-        served.wait_until(lambda: sum(served.gauge("num_preemptions_total").values()) > 0, "a pre-emption")
+            answers = list(pool.map(lambda prompt: cluster.tokens(prompt, 200), prompts))
+        cluster.wait_until(lambda: cluster.total("num_preemptions_total") > 0, "a pre-emption")
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert len(answer) == 200
+        check_greedy(llama, prompt, answer)

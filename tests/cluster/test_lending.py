@@ -33,7 +33,7 @@ class Line:
     """Stands for a session. Nothing that was sent has arrived before `deliver`."""
 
     def __init__(self) -> None:
-        self.sent: list[tuple[Any, list[bytes], Priority | None]] = []
+        self.sent: list[tuple[Any, list[bytes]]] = []
         self._waiting: list[Callable[[bool], object]] = []
         self.num_cancelled = 0
 
@@ -44,7 +44,7 @@ class Line:
         priority: Priority | None = None,
         done: Callable[[bool], object] | None = None,
     ) -> Line:
-        self.sent.append((message, [bytes(part) for part in payload], priority))
+        self.sent.append((message, [bytes(part) for part in payload]))
         if done is not None:
             self._waiting.append(done)
         return self
@@ -58,7 +58,7 @@ class Line:
             done(arrived)
 
     def of(self, kind: type) -> list[Any]:
-        return [message for message, _, _ in self.sent if isinstance(message, kind)]
+        return [message for message, _ in self.sent if isinstance(message, kind)]
 
 
 class Kit:
@@ -126,24 +126,14 @@ def test_what_is_given_is_what_was_decided_in_one_form(run: Callable[[Work], Non
         kit.ask(line, replace(WANT, start=1, room=3), stop=COUNT - 1)
         await kit.until(lambda: line.of(Ended))
         assert line.of(Ended) == [Ended(KEY, 3)]
-        for layer, (message, payload, priority) in enumerate(line.sent[:3]):
+        for layer, (message, payload) in enumerate(line.sent[:3]):
             at = layer * LAYOUT.slice_bytes
             slices = [block[at : at + LAYOUT.slice_bytes] for block in BLOCKS[1:4]]
             assert (message, payload) == (Given(KEY, layer, 0, tuple(map(seal, slices))), slices)
-            assert priority is Priority.NORMAL
         assert kit.held() == (3, 0), "its peer has not got it"
         line.deliver()
         assert kit.held() == (0, 0)
         assert kit.lender.bytes_out == 3 * LAYOUT.block_bytes
-
-    run(work)
-
-
-def test_in_the_background_it_goes_in_the_background(run: Callable[[Work], None]) -> None:
-    async def work(kit: Kit, line: Line) -> None:
-        kit.ask(line, replace(WANT, background=True))
-        await kit.until(lambda: line.of(Ended))
-        assert {priority for _, _, priority in line.sent} == {Priority.BACKGROUND}
 
     run(work)
 

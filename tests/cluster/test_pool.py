@@ -15,7 +15,8 @@ import pytest
 from isthmus.cli.models import demo_folder
 from isthmus.engine.emulated import expected_tokens, recipe_of
 from tests.certificates import make_certificate
-from tests.served import Served, refused, serve
+from tests.inside import inside
+from tests.served import Client, given_up, refused
 
 DEMO = recipe_of(demo_folder(), demo_folder(), 16)
 CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.001}
@@ -27,13 +28,17 @@ BLOCK_BYTES = 16 * 2048
 """Of the model that is emulated."""
 
 
-def deployment(folder: Path, **sections: Any) -> str:
-    """A configuration file of emulated nodes with a cache of 1,000 blocks."""
-    settings = {
+def deployment(**sections: Any) -> dict[str, Any]:
+    """Emulated nodes with a cache of 1,000 blocks."""
+    return {
         "engine": {"kind": "emulated", "cost": CURVE, "token_budget": 256},
         "cache": {"dram": 1000 * BLOCK_BYTES, **sections.pop("cache", {})},
         **sections,
     }
+
+
+def written(folder: Path, settings: dict[str, Any]) -> str:
+    """As a configuration file."""
     path = folder / "isthmus.yaml"
     path.write_text(json.dumps(settings))
     return str(path)
@@ -44,19 +49,15 @@ def prompt_of(seed: int, length: int) -> list[int]:
     return [draw.randrange(256) for _ in range(length)]
 
 
-def ask(served: Served, prompt: list[int], count: int = 20, **fields: Any) -> int:
+def ask(served: Client, prompt: list[int], count: int = 20, **fields: Any) -> int:
     """Checks an answer; returns how many of its prompt's tokens were cached."""
     found = served.complete(prompt, count, ignore_eos=True, **fields)
     assert found["choices"][0]["token_ids"] == expected_tokens(DEMO, prompt, count)
     return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def total(served: Served, name: str) -> float:
-    return sum(served.gauge(name).values())
-
-
 def test_the_next_turn_finds_prompt_and_answer(tmp_path: Path) -> None:
-    with serve(tmp_path, "--config", deployment(tmp_path)) as served:
+    with inside(deployment()) as served:
         first = prompt_of(1, 400)
         assert ask(served, first, 100) == 0
         served.wait_until(
@@ -64,9 +65,7 @@ def test_the_next_turn_finds_prompt_and_answer(tmp_path: Path) -> None:
         )
         answer = expected_tokens(DEMO, first, 100)
         assert ask(served, first + answer + prompt_of(2, 50)) == 496
-        served.wait_until(
-            lambda: total(served, "kv_bytes_borrowed_total") > 0, "blocks are read where they lie"
-        )
+        served.wait_until(lambda: served.total("kv_bytes_borrowed_total") > 0, "blocks are read where they lie")
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["lent", "fetched"])
@@ -74,7 +73,6 @@ def test_prefill_nodes_use_each_others_blocks(shared: bool, tmp_path: Path) -> N
     """`mooncake` fetches from the one that has it."""
     share = {"share": "host" if shared else "none"}
     config = deployment(
-        tmp_path,
         engine={"kind": "emulated", "cost": SLOW, "token_budget": 256},
         roles={"prefill": 2, "decode": 2},
         policy="mooncake",
@@ -82,13 +80,13 @@ def test_prefill_nodes_use_each_others_blocks(shared: bool, tmp_path: Path) -> N
     )
     shared_prompt = prompt_of(3, 1600)
     prompts = [shared_prompt + prompt_of(seed, 200) for seed in range(10, 26)]
-    with serve(tmp_path, "--config", config) as served:
+    with inside(config) as served:
         assert ask(served, prompts[0]) == 0
         with ThreadPoolExecutor(8) as pool:
             cached = list(pool.map(lambda prompt: ask(served, prompt), prompts[1:]))
         assert max(cached) == 1600, "some may begin before the prefix has crossed"
         moved = "kv_bytes_borrowed_total" if shared else "kv_bytes_fetched_total"
-        served.wait_until(lambda: total(served, moved) >= 100 * 512, "the prefix crosses once")
+        served.wait_until(lambda: served.total(moved) >= 100 * 512, "the prefix crosses once")
         served.wait_until(
             lambda: all(served.gauge("tokens_computed_total")[node] for node in ("prefill-0", "prefill-1")),
             "both worked",
@@ -96,23 +94,23 @@ def test_prefill_nodes_use_each_others_blocks(shared: bool, tmp_path: Path) -> N
 
 
 def test_blocks_outlive_the_cluster(tmp_path: Path) -> None:
-    config = deployment(tmp_path, cache={"ssd": 1000 * BLOCK_BYTES, "folder": str(tmp_path / "blocks")})
+    config = deployment(cache={"ssd": 1000 * BLOCK_BYTES, "folder": str(tmp_path / "blocks")})
     prompt = prompt_of(4, 1600)
-    with serve(tmp_path, "--config", config) as served:
+    with inside(config) as served:
         assert ask(served, prompt) == 0
-        served.wait_until(lambda: total(served, "cache_disk_blocks") >= 200, "written behind")
-    with serve(tmp_path, "--config", config) as served:
-        served.wait_until(lambda: total(served, "cache_disk_blocks") >= 200, "found again")
+        served.wait_until(lambda: served.total("cache_disk_blocks") >= 200, "written behind")
+    with inside(config) as served:
+        served.wait_until(lambda: served.total("cache_disk_blocks") >= 200, "found again")
         assert ask(served, prompt) == 1599
-        assert total(served, "seal_mismatches_total") == 0
+        assert served.total("seal_mismatches_total") == 0
 
 
 def test_damaged_files_cost_time_and_no_token(tmp_path: Path) -> None:
-    config = deployment(tmp_path, cache={"ssd": 1000 * BLOCK_BYTES, "folder": str(tmp_path / "blocks")})
+    config = deployment(cache={"ssd": 1000 * BLOCK_BYTES, "folder": str(tmp_path / "blocks")})
     prompt = prompt_of(5, 1600)
-    with serve(tmp_path, "--config", config) as served:
+    with inside(config) as served:
         ask(served, prompt)
-        served.wait_until(lambda: total(served, "cache_disk_blocks") >= 200, "written behind")
+        served.wait_until(lambda: served.total("cache_disk_blocks") >= 200, "written behind")
     damage = random.Random(6)
     for path in (tmp_path / "blocks").rglob("*"):
         if path.is_file() and path.stat().st_size > 4096:
@@ -121,7 +119,7 @@ def test_damaged_files_cost_time_and_no_token(tmp_path: Path) -> None:
             for at in damage.sample(written, 40):
                 data[at] ^= 1 << damage.randrange(8)
             path.write_bytes(data)
-    with serve(tmp_path, "--config", config) as served:
+    with inside(config) as served:
         assert ask(served, prompt) < 1599
         assert ask(served, prompt) == 1599
 
@@ -129,28 +127,25 @@ def test_damaged_files_cost_time_and_no_token(tmp_path: Path) -> None:
 def test_eviction_under_pressure(tmp_path: Path) -> None:
     """A cache of 50 blocks for prompts of 2,000, DRAM over SSD and DRAM alone."""
     for tiers in ({}, {"ssd": 60 * BLOCK_BYTES, "folder": str(tmp_path / "blocks")}):
-        config = deployment(
-            tmp_path, roles={"prefill": 2, "decode": 1}, cache={"dram": 50 * BLOCK_BYTES, **tiers}
-        )
+        config = deployment(roles={"prefill": 2, "decode": 1}, cache={"dram": 50 * BLOCK_BYTES, **tiers})
         draw = random.Random(7)
         prompts = [prompt_of(seed, draw.randrange(50, 500)) for seed in range(12)]
-        with serve(tmp_path, "--config", config) as served, ThreadPoolExecutor(6) as pool:
+        with inside(config) as served, ThreadPoolExecutor(6) as pool:
             list(pool.map(lambda prompt: ask(served, prompt, 10), [draw.choice(prompts) for _ in range(60)]))
-            served.wait_until(lambda: total(served, "cache_memory_evictions_total") > 0, "an eviction")
+            served.wait_until(lambda: served.total("cache_memory_evictions_total") > 0, "an eviction")
 
 
 @pytest.mark.parametrize("form", ["lossless", "int8"])
 def test_kv_is_encoded_on_a_slow_link(form: str, tmp_path: Path) -> None:
     """The conductor believes in a link of 1 Mbit/s. What int8 leaves of a digest tells another token."""
     config = deployment(
-        tmp_path,
         network={"node_gbps": 0.001, "compression": form},
         cache={"share": "none"},
         roles={"prefill": 2, "decode": 1},
         policy="mooncake",
     )
     prompt = prompt_of(8, 800)
-    with serve(tmp_path, "--config", config) as served:
+    with inside(config) as served:
         found = served.tokens(prompt, 20, ignore_eos=True)
         exact = found == expected_tokens(DEMO, prompt, 20)
         assert exact == (form == "lossless")
@@ -161,7 +156,6 @@ def test_all_sessions_over_tls(tmp_path: Path) -> None:
     """Head, hand-over and fetch; and somebody without a certificate is not let in."""
     files = make_certificate(tmp_path, "ours")
     config = deployment(
-        tmp_path,
         tls=files,
         engine={"kind": "emulated", "cost": SLOW, "token_budget": 256},
         roles={"prefill": 2, "decode": 1},
@@ -170,11 +164,11 @@ def test_all_sessions_over_tls(tmp_path: Path) -> None:
         join_port=(port := free_port()),
     )
     shared = prompt_of(11, 800)
-    with serve(tmp_path, "--config", config) as served:
+    with inside(config) as served:
         assert ask(served, shared) == 0
         with ThreadPoolExecutor(6) as pool:
             list(pool.map(lambda seed: ask(served, shared + prompt_of(seed, 100), 5), range(200, 212)))
-        served.wait_until(lambda: total(served, "kv_bytes_fetched_total") >= 50 * 512, "the prefix crossed")
+        served.wait_until(lambda: served.total("kv_bytes_fetched_total") >= 50 * 512, "the prefix crossed")
         with contextlib.suppress(ConnectionError), socket.create_connection(("127.0.0.1", port)) as plain:
             plain.settimeout(10)
             plain.sendall(b"IST" * 100)
@@ -183,14 +177,14 @@ def test_all_sessions_over_tls(tmp_path: Path) -> None:
 
 
 def test_half_of_a_certificate_is_refused(tmp_path: Path) -> None:
-    config = deployment(tmp_path, tls={"certificate": "a.crt"})
-    code, line = refused("--config", config, "--port", "0")
+    config = deployment(tls={"certificate": "a.crt"})
+    code, line = refused("--config", written(tmp_path, config), "--port", "0")
     assert code != 0 and "tls" in line and "authority" in line
 
 
 def test_a_disk_without_a_folder_is_refused(tmp_path: Path) -> None:
-    config = deployment(tmp_path, cache={"ssd": "1GiB"})
-    code, line = refused("--config", config, "--port", "0")
+    config = deployment(cache={"ssd": "1GiB"})
+    code, line = given_up("--config", written(tmp_path, config), "--port", "0")
     assert code != 0 and "cache.folder" in line
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,7 +59,7 @@ from isthmus.node.events import (
 from isthmus.node.events import Event as NodeEvent
 from isthmus.scheduler import BlockPool, Saved, Stepped
 from isthmus.types import NS_PER_S, NodeId, RequestId, Role
-from tests.served import command, serve
+from tests.inside import inside
 
 P1, D1, M1 = NodeId("p1"), NodeId("d1"), NodeId("m1")
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
@@ -357,16 +355,16 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
 
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_a_clusters_recordings_replay_identically(pipeline: int, tmp_path: Path) -> None:
-    """`isthmus serve --record`, a few requests at once, a cancelled one, and `isthmus replay` of every file."""
-    config, flight = tmp_path / "isthmus.yaml", tmp_path / "flight.jsonl"
+    """A few requests at once, a cancelled one, and then every file."""
+    flight = tmp_path / "flight.jsonl"
     cost = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 1e-4, "decode_fixed_s": 0.001}
     sections = {
         "roles": {"prefill": {"count": pipeline, "pipeline": pipeline}, "decode": 1},
         "engine": {"kind": "emulated", "cost": cost, "token_budget": 256},
         "cache": {"dram": "1MiB", "ssd": "64MiB", "folder": str(tmp_path / "blocks")},
+        "record": str(flight),
     }
-    config.write_text(json.dumps(sections))
-    with serve(tmp_path, "--config", str(config), "--record", str(flight)) as served:
+    with inside(sections) as served:
         prompts = [[seed + at % 50 for at in range(length)] for seed, length in ((1, 500), (9, 900), (1, 700))]
         for _ in range(2):
             with ThreadPoolExecutor(3) as pool:
@@ -376,13 +374,8 @@ def test_a_clusters_recordings_replay_identically(pipeline: int, tmp_path: Path)
             served.http.post("/v1/completions", json=body, timeout=0.15)
         served.tokens([7] * 3000, 5)
     for name in ("", ".prefill-0", ".decode-0"):
-        done = subprocess.run(
-            command("replay", str(flight.with_suffix(f"{name}.jsonl"))),
-            capture_output=True, text=True, timeout=120, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        count, words = done.stdout.split(" ", 1)
-        assert int(count) > 20 and words == "events, identical decisions\n"
+        count, difference = replay(flight.with_suffix(f"{name}.jsonl"))
+        assert count > 20 and difference is None
     assert sorted(path.name for path in tmp_path.glob("flight*")) == [
         "flight.decode-0.jsonl", "flight.jsonl", "flight.prefill-0.jsonl",
     ]  # fmt: skip

@@ -26,7 +26,7 @@ from isthmus.cost import Curve, compile_cost, to_mapping
 from isthmus.engine.emulated import expected_tokens
 from isthmus.errors import OverloadedError
 from isthmus.sim.faults import Faults, NodeFault, SessionFault
-from isthmus.types import FinishReason, RequestId, Role, Sampling
+from isthmus.types import FinishReason, RequestId, Role, Sampling, Tier
 from tests.parity.worlds import NO_FAULTS, deployed
 from tests.virtual import Flight, ManualLoop, VirtualCluster, VirtualRequest
 
@@ -320,6 +320,39 @@ def test_conversations_of_several_tenants_are_exact_and_reuse_their_own(cache: s
     assert wrong_answers(cluster, requests, flight) == 0
     cached = [outcome.generated[0].cached_tokens or 0 for outcome in flight.outcomes]
     assert sum(cached) > 1000, "nothing was reused"
+
+
+@pytest.mark.parametrize(
+    "deaths", [[(1.0, 1.2)], [(1.0, 1.2), (1.21, 1.3)], [(1.0, 1.2), (1.5, 1.6), (2.6, 2.7)]]
+)
+def test_what_a_disk_kept_is_used_again_after_each_restart(deaths: list[tuple[float, float]]) -> None:
+    """Also when the next death comes before anything was used."""
+    config = config_of(
+        **CACHES["on the SSD"],
+        roles__prefill=0,
+        roles__decode=0,
+        roles__mixed=2,
+        engine__cost=to_mapping(CURVE),
+    )
+    faults = Faults(nodes=tuple([NodeFault("mixed-0", *death) for death in deaths]))
+    cluster = VirtualCluster(config, deployed(config, dict.fromkeys(Role, CURVE), faults), disks_stay=True)
+    requests = turns(cluster, 30)
+    flight = cluster.run(requests)
+    assert wrong_answers(cluster, requests, flight) == 0
+    back = [at for at, event in events(flight, NodeJoined) if event.node == "mixed-0"][1:]
+    assert len(back) == len(deaths)
+    found = [(at, event) for at, event in events(flight, BlocksStored) if event.node == "mixed-0"]
+    for joined in back:
+        kept = [len(event.names) for at, event in found if at == joined and event.tier is Tier.DISK]
+        assert sum(kept) > 10, "it came back with nothing"
+    used = [
+        action.num_cached
+        for entry in flight.log
+        if entry.at_ns > back[-1]
+        for action in entry.actions
+        if isinstance(action, Route) and action.prefill == "mixed-0" and action.num_cached
+    ]
+    assert used, "nothing of it was used again"
 
 
 @pytest.mark.parametrize("num_prompt", [5, 21])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.test_pool import ask, deployment, prompt_of, total
+from tests.cluster.test_pool import ask, deployment, prompt_of
 from tests.served import Served, children_of, node_pid, serve
 
 SLOW = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 4e-4, "decode_fixed_s": 0.001}
@@ -43,19 +43,18 @@ def test_a_node_that_dies_while_others_fetch_from_it_costs_time_only(
     """`asked`: it stands still when it is asked for the blocks, and never answers; `reading`: it has answered. Some of
     the blocks may come from the decode node, which keeps those of prompts that ended there."""
     config = deployment(
-        tmp_path,
         roles={"prefill": 2, "decode": 1},
         policy="mooncake",
         engine={"kind": "emulated", "cost": SLOW, "token_budget": 256},
         cache={"share": share},
     )
     moved = "kv_bytes_borrowed_total" if share == "host" else "kv_bytes_fetched_total"
-    with serve(tmp_path, "--config", config) as served, ThreadPoolExecutor(12) as pool:
+    with serve(tmp_path, config) as served, ThreadPoolExecutor(12) as pool:
         served.wait_until(lambda: len(served.gauge("tokens_computed_total")) == 3, "gauges come")
         first = prompt_of(3, 1600)
         source = computed_by(served, first)
         answers = [pool.submit(ask, served, prompt) for prompt in followers(first, 100, 11)]
-        served.wait_until(lambda: total(served, moved) > 0, "another node reads from it")
+        served.wait_until(lambda: served.total(moved) > 0, "another node reads from it")
         if moment == "asked":  # over a session that is there now
             for answer in answers:
                 answer.result()
@@ -72,4 +71,4 @@ def test_a_node_that_dies_while_others_fetch_from_it_costs_time_only(
             answer.result()  # exact, and status 200
         served.wait_until(lambda: len(served.gauge("cache_pinned_blocks")) == 3, "it is there again")
         ask(served, first)
-        served.wait_until(lambda: total(served, "cache_pinned_blocks") == 0, "nothing stays pinned")
+        served.wait_until(lambda: served.total("cache_pinned_blocks") == 0, "nothing stays pinned")

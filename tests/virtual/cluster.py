@@ -143,11 +143,14 @@ class VirtualCluster:
     """The nodes of a deployment, with emulated engines. Its `faults` come and go as in the simulator.
 
     `spare_slots`: of each arena, beside those that its facts say. Without, fetches come in rounds, and what finds no
-    slot is lost; the simulator has neither.
+    slot is lost; the simulator has neither. `disks_stay`: a node that comes back finds what its SSD had; in the
+    simulator it finds nothing.
     """
 
-    def __init__(self, config: Config, deployment: Deployment, spare_slots: int = 1 << 14) -> None:
-        self._spare_slots = spare_slots
+    def __init__(
+        self, config: Config, deployment: Deployment, spare_slots: int = 1 << 14, *, disks_stay: bool = False
+    ) -> None:
+        self._spare_slots, self._disks_stay = spare_slots, disks_stay
         self._files: dict[int, MemoryFiles] = {}
         size = deployment.block_size
         self._config, self.deployment = config, deployment
@@ -194,7 +197,9 @@ class VirtualCluster:
             def start(slot: int) -> None:
                 head.links.entering = slot
                 facts = self.deployment.nodes[slot]
-                files = self._files[slot] = MemoryFiles(loop.time)
+                if slot not in self._files or not self._disks_stay:
+                    self._files[slot] = MemoryFiles(loop.time)
+                files = self._files[slot]
                 options = NodeOptions(
                     facts, join, "virtual", limits.transfer_s, host=facts.node, shares_memory=False
                 )

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -15,6 +15,10 @@ import typer
 from isthmus.config import Config, cluster_token, load_config
 from isthmus.errors import ConfigError, IsthmusError
 from isthmus.types import NodeId, Role
+
+if TYPE_CHECKING:
+    from isthmus.cluster.launcher import LaunchSpec
+    from isthmus.cluster.process import EngineProcess
 
 SWITCH_S = 0.0002
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -99,6 +103,21 @@ def _run_launched() -> None:
 
 
 def _run(spec: Any, *, host: str, watch_stdin: bool) -> str:
+    # The worker thread gives the interpreter up only for an instant at a time; with Python's default of 5 ms
+    # the event loop would send tokens in bursts.
+    sys.setswitchinterval(SWITCH_S)
+    process = process_of(spec, host)
+    import asyncio
+
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(process, watch_stdin=watch_stdin))
+
+
+def process_of(spec: LaunchSpec, host: str) -> EngineProcess:
+    """What `spec` says, with its engine and its store, ready to run. `host`: where other nodes reach it. Raises
+    ModelError, ConfigError or StartError."""
     from isthmus.cli.engines import node_facts, open_engine, store_opener
     from isthmus.cluster.node import NodeProcess
     from isthmus.cluster.process import NodeOptions, Runtime
@@ -107,9 +126,6 @@ def _run(spec: Any, *, host: str, watch_stdin: bool) -> str:
     from isthmus.cluster.stage import StageNode
     from isthmus.deploy import Cluster
 
-    # The worker thread gives the interpreter up only for an instant at a time; with Python's default of 5 ms
-    # the event loop would send tokens in bursts.
-    sys.setswitchinterval(SWITCH_S)
     config = Config.model_validate_json(spec.config)
     folder = Path(spec.model)
     facts = node_facts(Cluster(spec.cluster, config), spec.role, folder, spec.node)
@@ -127,20 +143,12 @@ def _run(spec: Any, *, host: str, watch_stdin: bool) -> str:
     folder_name = f"{spec.node}.{spec.stage}" if spec.stage else spec.node
     store_of = store_opener(config, engine, folder_name, facts)
     runtime = Runtime(network_of(config, facts.rates))
+    if spec.stage:
+        return StageNode(engine, options, runtime, store_of)
     tape = None
-    if config.record and not spec.stage:
+    if config.record:
         tape = node_recorder(Path(config.record), facts, config.limits.transfer_s, spec.start)
-    member = (
-        StageNode(engine, options, runtime, store_of)
-        if spec.stage
-        else NodeProcess(engine, options, runtime, store_of, tape)
-    )
-    import asyncio
-
-    import uvloop
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(member, watch_stdin=watch_stdin))
+    return NodeProcess(engine, options, runtime, store_of, tape)
 
 
 async def _serve(node: Any, *, watch_stdin: bool) -> str:

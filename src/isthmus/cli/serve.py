@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import asyncio
 
     from isthmus.cli.engines import Served
+    from isthmus.cluster.launcher import Launcher
+    from isthmus.cluster.local import LocalCluster
 
 
 def serve(
@@ -93,18 +95,49 @@ def _loop_factory() -> Any:
 async def _serve(config: Config) -> None:
     import asyncio
 
+    from isthmus.cluster.launcher import Launcher
+    from isthmus.deploy import places_of
+    from isthmus.gateway.server import bind, serve_http
+
+    started = time.monotonic()
+    cluster, app = assemble(config, Launcher)
+    bound = bind(config.host, config.port)
+    stop = _stop_on_signals()
+    async with cluster.run():
+        http = asyncio.create_task(serve_http(app, bound, stop, drain_s=config.limits.drain_s))
+        ready = asyncio.create_task(cluster.wait_ready())
+        stopped = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({ready, http, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                ready.result()
+                url = f"http://{config.host}:{bound.getsockname()[1]}"
+                if config.engine.kind == "emulated":
+                    print(
+                        "isthmus: the engine is emulated: its tokens tell wrong bytes, not words",
+                        file=sys.stderr,
+                    )
+                nodes = [str(place.node) for place in places_of(config)]
+                _announce(url, cluster.head.card.name, nodes, time.monotonic() - started)
+            await http
+        finally:
+            for task in (ready, stopped, http):
+                task.cancel()
+            await asyncio.gather(ready, stopped, http, return_exceptions=True)
+
+
+def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, Any]:
+    """The cluster, not started yet, and the gateway's app before it. Raises ConfigError, ModelError or StartError."""
     from isthmus.cli.engines import host_bytes, kv_layout, served_model
     from isthmus.cli.models import find_model
     from isthmus.cluster.launcher import check_memory
     from isthmus.cluster.local import LocalCluster
     from isthmus.deploy import clusters_of, nodes_of, places_of
     from isthmus.gateway.app import create_app
-    from isthmus.gateway.server import bind, serve_http
     from isthmus.gateway.settings import GatewaySettings
     from isthmus.gateway.tokenizer import GatewayTokenizer
     from isthmus.types import ModelCard
 
-    started = time.monotonic()
     places_of(config)  # what makes no sense is said before a model is looked for
     if idle := _simulated_only(config):
         print(f"isthmus: {', '.join(idle)}: simulated only, without effect here", file=sys.stderr)
@@ -121,32 +154,9 @@ async def _serve(config: Config) -> None:
         created_s=int(time.time()),
     )
     tokenizer = GatewayTokenizer.load(model.tokenizer)
-    bound = bind(config.host, config.port)
-    cluster = LocalCluster(config, folder, card)
-    stop = _stop_on_signals()
-    app = create_app(
-        cluster.head, tokenizer, GatewaySettings(ttft_ms=config.slo.ttft_ms, tbt_ms=config.slo.tbt_ms)
-    )
-    async with cluster.run():
-        http = asyncio.create_task(serve_http(app, bound, stop, drain_s=config.limits.drain_s))
-        ready = asyncio.create_task(cluster.wait_ready())
-        stopped = asyncio.create_task(stop.wait())
-        try:
-            await asyncio.wait({ready, http, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if ready.done():
-                ready.result()
-                url = f"http://{config.host}:{bound.getsockname()[1]}"
-                if config.engine.kind == "emulated":
-                    print(
-                        "isthmus: the engine is emulated: its tokens tell wrong bytes, not words",
-                        file=sys.stderr,
-                    )
-                _announce(url, card.name, [str(facts.node) for facts in nodes], time.monotonic() - started)
-            await http
-        finally:
-            for task in (ready, stopped, http):
-                task.cancel()
-            await asyncio.gather(ready, stopped, http, return_exceptions=True)
+    cluster = LocalCluster(config, folder, card, launcher)
+    slo = GatewaySettings(ttft_ms=config.slo.ttft_ms, tbt_ms=config.slo.tbt_ms)
+    return cluster, create_app(cluster.head, tokenizer, slo)
 
 
 def _max_length(config: Config, model: Served) -> int:

@@ -157,25 +157,28 @@ class Launcher:
         await asyncio.gather(*map(stop_child, self._processes.values()))
 
     async def _spawn(self, planned: Process) -> None:
+        spec = self._spec_of(planned)
+        name = ("--launched", "--name", planned.name)
+        self._processes[planned.name] = await start_child("node", *name, threads=spec.threads, spec=spec)
+
+    def _spec_of(self, planned: Process) -> LaunchSpec:
+        """For its next start."""
         # The cores shared evenly, one kept for gateway and sessions: a parallel kernel waits for its slowest thread, so
         # a core lent twice costs more than it gives.
         fair, place = (len(os.sched_getaffinity(0)) - 1) // len(self._planned), planned.place
-        threads = self._config.engine.threads or max(1, fair)
         self._starts[planned.name] += 1
-        spec = LaunchSpec(
+        return LaunchSpec(
             node=place.node,
             role=place.role,
             join=self._join,
             token=self._token,
             model=str(self._model),
-            threads=threads,
+            threads=self._config.engine.threads or max(1, fair),
             config=place.cluster.config.model_dump_json(exclude_unset=True),
             stage=planned.stage,
             cluster=place.cluster.name,
             start=self._starts[planned.name],
         )
-        name = ("--launched", "--name", planned.name)
-        self._processes[planned.name] = await start_child("node", *name, threads=threads, spec=spec)
 
     async def _watch(self, planned: Process) -> None:
         while True:

@@ -27,15 +27,17 @@ SPARE_PORTS = 16
 
 class LocalCluster:
     """`run` it as a context; `wait_ready` inside. `head` is the gateway's handle, unhealthy until then; `links`: those
-    that are emulated."""
+    that are emulated; `launcher`: what starts and stops the nodes."""
 
-    def __init__(self, config: Config, model: Path, card: ModelCard) -> None:
+    def __init__(
+        self, config: Config, model: Path, card: ModelCard, launcher: type[Launcher] = Launcher
+    ) -> None:
         limits, rules = config.limits, rules_of(config)
         self._recorder = (
             LiveRecorder(Path(config.record), Header(RECORDING_FORMAT, rules)) if config.record else None
         )
         self._token = config.token or secrets.token_hex(16)
-        self._config, self._model = config, model
+        self._config, self._model, self._new_launcher = config, model, launcher
         self._addresses = AddressBook([cluster.name for cluster in clusters_of(config)], rules.links)
         self.links: list[LinkProcess] = []
         self.head = Head(
@@ -58,7 +60,7 @@ class LocalCluster:
         except OSError as error:
             where = f"{config.join_host}:{config.join_port}"
             raise StartError(f"cannot listen for nodes on {where}: {error.strerror}") from None
-        self._launcher = Launcher(config, self._model, join=join, token=self._token)
+        self._launcher = self._new_launcher(config, self._model, join=join, token=self._token)
         self._failure: asyncio.Future[Any] | None = None
         try:
             await self._start_links()

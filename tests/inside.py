@@ -1,0 +1,229 @@
+"""A whole cluster inside this process: head, gateway and nodes as `isthmus serve` puts them together, on real sockets
+and with real threads, but all in one event loop. No process is started, so none has to import anything.
+
+What is about processes (how they start and end, what they inherit, what dies with them) is tested with `served.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Any
+from unittest import mock
+
+import uvloop
+
+from isthmus.cli.node import SWITCH_S, process_of
+from isthmus.cli.serve import assemble
+from isthmus.cluster import head as head_module
+from isthmus.cluster.head import Head
+from isthmus.cluster.launcher import Launcher
+from isthmus.cluster.node import NodeProcess
+from isthmus.cluster.process import EngineProcess
+from isthmus.config import Config, load_config
+from isthmus.gateway.server import bind, serve_http
+from isthmus.messenger import network
+from isthmus.messenger.tcp import TcpPort
+from isthmus.types import BlockName, Tier
+from tests.served import LIMIT_S, POLL_S, Client
+
+Tiers = dict[BlockName, Tier]
+
+BEAT_MS = 20
+"""Gauges come as often, so that nobody waits long for them."""
+_DEFAULTS = {"engine.threads": 1, "engine.kv_memory": "64MiB", "limits.silence_s": 600}
+"""Nodes share this process: none of them can die alone, and a busy machine makes all of them late."""
+
+
+class TaskLauncher(Launcher):
+    """Starts each process of each node as a task."""
+
+    processes: list[EngineProcess]
+
+    async def start(self) -> None:
+        self.processes = [process_of(self._spec_of(planned), "127.0.0.1") for planned in self._planned]
+        self._tasks = [asyncio.create_task(process.run()) for process in self.processes]
+
+    async def failure(self) -> None:
+        await asyncio.gather(*self._tasks)
+
+    async def stop(self) -> None:
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class Inside(Client):
+    """A running cluster, with its insides open. `call` runs a function in its event loop."""
+
+    def __init__(
+        self,
+        url: str,
+        head: Head,
+        processes: list[EngineProcess],
+        loop: asyncio.AbstractEventLoop,
+        end: asyncio.Event,
+    ) -> None:
+        super().__init__(url)
+        self.head, self.processes, self.end, self._loop = head, processes, end, loop
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        async def work() -> Any:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(work(), self._loop).result(LIMIT_S)
+
+    def check_idle(self) -> None:
+        """All that requests took comes back, on every node; and the conductor knows what each node has, by tier."""
+        until = time.monotonic() + LIMIT_S
+        while left := self.call(self._left):
+            assert time.monotonic() < until, f"not idle: {left}"
+            time.sleep(POLL_S)
+
+    def _left(self) -> list[str]:
+        """What is not idle, or not as the conductor believes."""
+        found = [f"{len(self.head._streams)} requests"] if self.head._streams else []
+        for process in self.processes:
+            name = f"{process._facts.node}.{process._options.stage}"
+            found += [f"{name}: {what}" for what in left_of(process)]
+            if isinstance(process, NodeProcess) and not found:
+                found += [f"{name}: {what}" for what in self._strange(process)]
+        return found
+
+    def _strange(self, process: NodeProcess) -> list[str]:
+        """How the conductor's index, the node's books and its store differ."""
+        view = self.head._conductor.view
+        bit = view.nodes[process.node.node].bit
+        believed = {
+            name: Tier.DISK if view.index._disk.get(name, 0) & bit else Tier.MEMORY
+            for name, holders in view.index._held.items()
+            if holders & bit
+        }
+        decided, stored = decided_of(process), stored_of(process)
+        for name, tier in decided.items():
+            if tier is Tier.MEMORY and stored.get(name) is Tier.DISK:
+                stored[name] = tier  # it is promoted as far as there is room
+        return differences(decided, believed, "the conductor believes") + differences(
+            decided, stored, "its store has"
+        )
+
+
+def left_of(process: EngineProcess) -> list[str]:
+    """What has not come back on a node, or a stage."""
+    found = []
+    if isinstance(process, NodeProcess):
+        with process.worker.lock:
+            try:
+                process.node.check()
+                process.node.check_idle()
+            except AssertionError as error:
+                found.append(str(error) or repr(error))
+    hands = process.hands
+    if hands._loads or hands._read or hands._staged or hands._fetches:
+        found.append("loads, reads, stagings or fetches")
+    if hands._lender is not None and hands._lender._loans:
+        found.append("loans")
+    if process._cache is not None:
+        stat = process._cache.store.stat()
+        if stat.num_pinned or stat.num_reserved:
+            found.append(f"{stat.num_pinned} slots pinned, {stat.num_reserved} reserved")
+    return found
+
+
+def decided_of(process: NodeProcess) -> Tiers:
+    """Every block that a node can give to a prompt, by its own books."""
+    node = process.node
+    if node.tiers is None:
+        return dict.fromkeys(node.scheduler.pool._block_of, Tier.MEMORY)
+    return dict.fromkeys(node.tiers.dram.held, Tier.MEMORY) | dict.fromkeys(node.tiers.ssd.held, Tier.DISK)
+
+
+def stored_of(process: NodeProcess) -> Tiers:
+    """The blocks whose bytes a node has."""
+    if process._cache is None:
+        return decided_of(process)
+    store = process._cache.store
+    with store._changed:
+        names = list(store._directory.blocks)
+    found = {name: store.tier(name) for name in names}
+    return {name: tier for name, tier in found.items() if tier is not None}
+
+
+def differences(decided: Tiers, other: Tiers, who: str) -> list[str]:
+    pairs = [(decided.get(name), other.get(name)) for name in decided.keys() | other.keys()]
+    wrong = Counter((ours, theirs) for ours, theirs in pairs if ours is not theirs)
+    return [f"{count} blocks are in {ours}, and {who} {theirs}" for (ours, theirs), count in wrong.items()]
+
+
+@contextlib.contextmanager
+def inside(settings: dict[str, Any]) -> Iterator[Inside]:
+    """`settings`: as in a configuration file. At the end, everything must be idle."""
+    config = load_config(None, _DEFAULTS | flat(settings))
+    opened: Future[Inside] = Future()
+    with mock.patch.object(head_module, "BEAT_MS", BEAT_MS), ThreadPoolExecutor(1) as thread:
+        over = thread.submit(_run, config, opened)
+        over.add_done_callback(lambda done: opened.cancel())
+        try:
+            cluster = opened.result(LIMIT_S)
+        except CancelledError:
+            over.result()
+            raise
+        try:
+            with contextlib.closing(cluster.http):
+                yield cluster
+                cluster.check_idle()
+        finally:
+            cluster.call(cluster.end.set)
+            over.result(LIMIT_S)
+
+
+def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Sections of options that have defaults here, by dotted names."""
+    return {
+        f"{section}.{option}": value
+        for section in ("engine", "limits")
+        for option, value in settings.get(section, {}).items()
+    } | {name: value for name, value in settings.items() if name not in ("engine", "limits")}
+
+
+def _run(config: Config, opened: Future[Inside]) -> None:
+    interval, ports = sys.getswitchinterval(), list[TcpPort]()
+
+    def port_of(on_ended: Callable[[], object]) -> TcpPort:
+        ports.append(TcpPort(on_ended))
+        return ports[-1]
+
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        with (
+            mock.patch.object(network, "TcpPort", port_of),
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            runner.run(_serve(config, opened))
+            runner.run(_hang_up(ports))
+    finally:
+        sys.setswitchinterval(interval)
+
+
+async def _hang_up(ports: list[TcpPort]) -> None:
+    """What the end of a process does to its sockets."""
+    for port in ports:
+        if port.session is not None:
+            port.session.abort("its process ended")
+    await asyncio.sleep(0)
+
+
+async def _serve(config: Config, opened: Future[Inside]) -> None:
+    cluster, app = assemble(config, TaskLauncher)
+    bound, end = bind(config.host, 0), asyncio.Event()
+    url = f"http://{config.host}:{bound.getsockname()[1]}"
+    async with cluster.run():
+        http = asyncio.create_task(serve_http(app, bound, end, drain_s=1))
+        await cluster.wait_ready()
+        launcher, loop = cluster._launcher, asyncio.get_running_loop()
+        assert isinstance(launcher, TaskLauncher)
+        opened.set_result(await asyncio.to_thread(Inside, url, cluster.head, launcher.processes, loop, end))
+        await http

@@ -43,7 +43,7 @@ from isthmus.types import (
     Tier,
     TokenLogprobs,
 )
-from isthmus.types import Job as Asked
+from isthmus.types import Job
 from tests.virtual.links import VirtualLinks
 from tests.virtual.loop import ARRIVAL, OTHERS, ManualLoop
 from tests.virtual.mover import LazyMover, MemoryFiles, VirtualMover, pool_of, store_opener
@@ -297,10 +297,10 @@ class VirtualCluster:
             outcome.error = error
         return outcome
 
-    def _job(self, name: RequestId, request: VirtualRequest) -> Asked:
+    def _job(self, name: RequestId, request: VirtualRequest) -> Job:
         max_tokens = request.max_tokens or request.output_tokens
         stops = self._last_token(request) if request.output_tokens < max_tokens else ()
-        return Asked(
+        return Job(
             request=name,
             tokens=request.tokens,
             max_tokens=max_tokens,

@@ -22,7 +22,7 @@ from isthmus.node.events import (
     Wanted,
 )
 from isthmus.sim.deployment import Deployment
-from isthmus.sim.job import Job
+from isthmus.sim.job import SimJob
 from isthmus.sim.moves import Due, Moves
 from isthmus.sim.node import SimNode, build_node
 from isthmus.sim.workloads import Request
@@ -48,7 +48,7 @@ class VirtualLinks:
         self.deployment, self.loop = deployment, loop
         self.nodes: list[SimNode] = [build_node(deployment, slot) for slot in range(len(deployment.nodes))]
         self.slots = {node.facts.node: node.slot for node in self.nodes}
-        self.jobs: dict[RequestId, Job] = {}
+        self.jobs: dict[RequestId, SimJob] = {}
         self.ether = Ether(MemoryNetwork(lambda at: loop.call_soon), self.slots)
         self._due: Due = []
         self.moves = VirtualMoves(deployment, self, self.nodes, self.jobs, self._due)  # type: ignore[arg-type]
@@ -85,12 +85,12 @@ class VirtualLinks:
 
     def route(self, route: Route, num_tokens: int) -> None:
         """The simulator keeps books of each attempt."""
-        job = Job(0, Request(0, num_tokens, 1))
+        job = SimJob(0, Request(0, num_tokens, 1))
         job.name, job.length = route.request, num_tokens
         job.route, job.attempt, job.key = route, route.attempt, key_of(route.request, route.attempt)
-        job.prefill_slot, job.target = self.slots[route.prefill], self.slots[route.decode]
+        job.prefill_slot, job.decode_slot = self.slots[route.prefill], self.slots[route.decode]
         self.jobs[job.key] = job
-        self._ends_of[job.key] = job.prefill_slot, job.target
+        self._ends_of[job.key] = job.prefill_slot, job.decode_slot
 
     def withdraw(self, key: RequestId) -> None:
         job = self.jobs.pop(key, None)

@@ -16,7 +16,7 @@ from isthmus.messenger import Handler, MemoryNetwork, Priority, Sending, Server,
 from isthmus.messenger.memory import Link
 from isthmus.node.events import EndFetch, Event, FetchEnded, Missing
 from isthmus.scheduler import Run
-from isthmus.sim.job import Job
+from isthmus.sim.job import SimJob
 from isthmus.store import Arena, Log, RecordFormat, Shape, Store
 from isthmus.types import BlockName, NodeId, RequestId
 from tests.store.support import CrashingFiles
@@ -319,7 +319,7 @@ class VirtualMover(LazyMover):
 
     # A run.
 
-    def _pending(self, run: Run) -> list[Job]:
+    def _pending(self, run: Run) -> list[SimJob]:
         jobs = [self._links.jobs.get(piece.request) for piece in run.chunks]
         return [job for job in jobs if job is not None and job.prefill_slot == self.slot]
 

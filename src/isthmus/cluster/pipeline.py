@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from isthmus.cluster import messages
-from isthmus.cluster.sessions import Bare
+from isthmus.cluster.sessions import NoPayloads
 from isthmus.deploy import NodeFacts
 from isthmus.engine.interface import Hidden
 from isthmus.messenger import Network, Priority, Session
@@ -30,7 +30,7 @@ from isthmus.types import BlockName, NodeId, RequestId
 _FOLLOWED = frozenset(get_args(messages.Followed))
 
 
-class Group(Bare):
+class Group(NoPayloads):
     """The later stages. `begin`, `do` and `compute` keep their order; `later` calls something in the event loop, in
     order. There `tell` hears facts for the node, `sampled` of a batch that has left the last stage, and `end` that one
     is gone: nothing more can be computed."""

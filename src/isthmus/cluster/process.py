@@ -21,7 +21,7 @@ from isthmus.cluster.cache import NodeCache
 from isthmus.cluster.link_monitor import LinkMonitor
 from isthmus.cluster.mover import KVMover
 from isthmus.cluster.runs import Runs
-from isthmus.cluster.sessions import CONNECT_S, Bare, Peers
+from isthmus.cluster.sessions import CONNECT_S, NoPayloads, Peers
 from isthmus.deploy import NodeFacts
 from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
@@ -257,7 +257,7 @@ class EngineProcess(ABC):
         )
 
 
-class Vital(Bare):
+class Vital(NoPayloads):
     """A session with `what`, that a process cannot do without; `heard` is told what is said there."""
 
     def __init__(self, process: EngineProcess, what: str, heard: Callable[[Any], None]) -> None:
@@ -270,7 +270,7 @@ class Vital(Bare):
         self._process.end(f"the session with {self._what} ended: {reason}")
 
 
-class FromPeer(Bare):
+class FromPeer(NoPayloads):
     """A session with another node. `introduced`: this side opened it, or a valid PeerHello came first."""
 
     def __init__(self, process: EngineProcess, *, introduced: bool) -> None:

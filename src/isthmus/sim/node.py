@@ -16,7 +16,7 @@ from isthmus.deploy import NodeFacts
 from isthmus.node import Node
 from isthmus.scheduler import BlockPool, CountingPool, Run
 from isthmus.sim.deployment import Deployment
-from isthmus.sim.job import Job
+from isthmus.sim.job import SimJob
 from isthmus.sim.links import NodeLinks
 from isthmus.sim.records import NodeRecord
 from isthmus.types import RequestId, Role
@@ -73,7 +73,9 @@ class SimNode:
         self.run_steps: list[int] = []
         self.run_start: list[int] = []
         self.run_gaps: list[Gaps] = []
-        self._ends: list[tuple[int, int, Job]] = []  # (steps at its last token, age, who); some are out of date
+        self._ends: list[
+            tuple[int, int, SimJob]
+        ] = []  # (steps at its last token, age, who); some are out of date
         self._run_start = self._limit = self._first = self._growth = self._num_admitted = 0
         self.begin_anew(decider)
 
@@ -86,8 +88,8 @@ class SimNode:
         """With nothing under way."""
         self.decider = decider
         self.run: Run | None = None
-        self.sampling: list[Job] = []
-        self.loading: list[Job] = []
+        self.sampling: list[SimJob] = []
+        self.loading: list[SimJob] = []
         self.missing: dict[RequestId, int] = {}
         self.stalled = False
         self.alive = True
@@ -119,7 +121,7 @@ class SimNode:
         self.version += 1
         return self._run_start + self._after(steps) // 1000
 
-    def end(self, now: int) -> tuple[int, list[Job]]:
+    def end(self, now: int) -> tuple[int, list[SimJob]]:
         """The run ends now; returns its iterations and the requests that got their last token."""
         run, record, start = self.run, self.record, self._run_start
         assert run is not None
@@ -177,13 +179,13 @@ class SimNode:
         self._ends.clear()
         self.alive = False
 
-    def admit(self, job: Job) -> None:
+    def admit(self, job: SimJob) -> None:
         """`job` has blocks and is the youngest here, as its scheduler counts: of one iteration's tokens, those of
         older requests go out first."""
         self._num_admitted += 1
         job.age = self._num_admitted
 
-    def join(self, job: Job) -> None:
+    def join(self, job: SimJob) -> None:
         """`job` decodes here from the next run on."""
         job.join(self.slot, self.steps)
         heappush(self._ends, (job.last_step, job.age, job))

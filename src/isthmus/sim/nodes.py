@@ -27,7 +27,7 @@ from isthmus.node import events
 from isthmus.scheduler import Admitted, Joined, Preempted, Run, Stepped
 from isthmus.sim.clock import OTHERS, PREFILL_ENDS, STEP_ENDS, TRANSFER_ENDS, Clock
 from isthmus.sim.deployment import Deployment
-from isthmus.sim.job import Job
+from isthmus.sim.job import SimJob
 from isthmus.sim.moves import Due, Moves
 from isthmus.sim.node import SimNode, build_node, node_of
 from isthmus.sim.records import Conversion
@@ -46,11 +46,11 @@ class Nodes:
         deployment: Deployment,
         clock: Clock,
         decide: Callable[[ConductorEvent], None],
-        completed: Callable[[Job], None],
+        completed: Callable[[SimJob], None],
     ) -> None:
         self.nodes = [build_node(deployment, slot) for slot in range(len(deployment.nodes))]
         self.by_name: dict[NodeId, SimNode] = {node.facts.node: node for node in self.nodes}
-        self.attempts: dict[RequestId, Job] = {}
+        self.attempts: dict[RequestId, SimJob] = {}
         self.conversions: list[Conversion] = []
         self.due: Due = []
         self.moves = Moves(deployment, clock, self.nodes, self.attempts, self.due)
@@ -102,14 +102,14 @@ class Nodes:
 
     # Attempts.
 
-    def begin(self, job: Job, route: Route) -> None:
+    def begin(self, job: SimJob, route: Route) -> None:
         """The decode node first, as it is asked for room while the prompt waits."""
         job.begin(route, self._block_size)
         self.attempts[job.key] = job
         prefill, decode = self.by_name[route.prefill], self.by_name[route.decode]
         record, request = job.record, job.request
         job.prefill_slot = record.prefill = prefill.slot
-        job.target = record.decode = decode.slot
+        job.decode_slot = record.decode = decode.slot
         stop = request.num_tokens + request.output_tokens
         part = MIXED
         if decode is not prefill:
@@ -125,7 +125,7 @@ class Nodes:
             if node.stalled:
                 self.due.append((node, None))
 
-    def withdraw(self, job: Job) -> None:
+    def withdraw(self, job: SimJob) -> None:
         """Its attempt is over; its nodes, if they are there still, are told apart from this."""
         del self.attempts[job.key]
         prefill = self.nodes[job.prefill_slot]
@@ -242,8 +242,8 @@ class Nodes:
             self._carry_out(node, decider.on(Stepped(steps), now))
             return
         ended = [job.key for job in done]
-        sampled: list[Job] = []
-        leaving: list[tuple[Job, RequestId]] = []
+        sampled: list[SimJob] = []
+        leaving: list[tuple[SimJob, RequestId]] = []
         if node.sampling:
             sampled, node.sampling = node.sampling, []  # the next run begins before their tokens go out
             if node.facts.pipeline > 1:
@@ -262,7 +262,7 @@ class Nodes:
         elif leaving:
             self._leave_group(node, leaving)
 
-    def _leave_group(self, node: SimNode, leaving: list[tuple[Job, RequestId]]) -> None:
+    def _leave_group(self, node: SimNode, leaving: list[tuple[SimJob, RequestId]]) -> None:
         sampled = [job for job, key in leaving if job.key == key and job.attempt > 0]
         ended: list[RequestId] = []
         for job in sampled:
@@ -280,7 +280,7 @@ class Nodes:
             answers.append(() if request.answer is None else full + request.answer)
         return tuple(answers)
 
-    def _got_token(self, node: SimNode, job: Job, ended: list[RequestId]) -> None:
+    def _got_token(self, node: SimNode, job: SimJob, ended: list[RequestId]) -> None:
         """The token of a prefill: the first of all, or the next one after a pre-emption. If it is the last, its key
         goes to `ended`."""
         now, record = self._clock.now, job.record
@@ -292,10 +292,10 @@ class Nodes:
             record.prefill_ns = now - record.prefill_start_ns
         if not job.num_left:
             ended.append(job.key)
-        elif job.target == node.slot:
+        elif job.decode_slot == node.slot:
             self._join_batch(node, job)
 
-    def _send_token(self, job: Job) -> None:
+    def _send_token(self, job: SimJob) -> None:
         if job.attempt > 0 and not job.prefilled:  # else it was pre-empted since
             job.prefilled = True
             self._decide(FirstToken(job.name, job.attempt))
@@ -316,7 +316,7 @@ class Nodes:
         if job is not None and job.record.first_token_ns < 0:
             self._uses(job, action.num_tokens)
 
-    def _uses(self, job: Job, cached_tokens: int) -> None:
+    def _uses(self, job: SimJob, cached_tokens: int) -> None:
         job.record.cached_tokens = cached_tokens
         job.record.cached_blocks = -(-cached_tokens // self._block_size)
 
@@ -326,7 +326,7 @@ class Nodes:
             node.admit(job)
             self._join_batch(node, job)
 
-    def _join_batch(self, node: SimNode, job: Job) -> None:
+    def _join_batch(self, node: SimNode, job: SimJob) -> None:
         if job.record.joined_ns < 0:
             job.record.joined_ns = self._clock.now
         node.join(job)

@@ -78,7 +78,7 @@ class Owner:
     def take_turn(self) -> None:
         """Nobody else computes."""
 
-    def stepped(self, facts: list[Any]) -> None:
+    def tell_all(self, facts: list[Any]) -> None:
         for fact in facts:
             self.tell(fact)
 

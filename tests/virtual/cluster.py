@@ -37,13 +37,13 @@ from isthmus.types import (
     NS_PER_S,
     BlockName,
     Generated,
+    Job,
     ModelCard,
     RequestId,
     Sampling,
     Tier,
     TokenLogprobs,
 )
-from isthmus.types import Job
 from tests.virtual.links import VirtualLinks
 from tests.virtual.loop import ARRIVAL, OTHERS, ManualLoop
 from tests.virtual.mover import LazyMover, MemoryFiles, VirtualMover, pool_of, store_opener

@@ -112,7 +112,7 @@ class LoopWorker:
             runs.compute(execution)
             if (missing := execution.missing) is not None:
                 others = [each for each in missed if each.key != missing.key]
-                self._process.stepped([*others, *runs.finish(execution)])
+                self._process.tell_all([*others, *runs.finish(execution)])
                 return
             assert not missed, "what did not come was loaded"
             self._leaves(run)
@@ -120,4 +120,4 @@ class LoopWorker:
             if execution.over or self._is_cut:
                 break
             runs.advance(execution)
-        self._process.stepped(runs.finish(execution))
+        self._process.tell_all(runs.finish(execution))

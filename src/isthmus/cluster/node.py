@@ -59,7 +59,7 @@ class NodeProcess(EngineProcess):
         if facts.pipeline > 1:
 
             def later(function: Callable[..., None], *arguments: Any) -> None:
-                self.worker.later(function, *arguments)  # of whom there is none yet
+                self.worker.later(function, *arguments)  # which is made further down
 
             self._group = Group(facts.pipeline, self.tell, self.sampled, self.end, later)
             onward = self._group.compute
@@ -150,7 +150,7 @@ class NodeProcess(EngineProcess):
         if self._group is not None:
             self._group.take_turn()
 
-    def stepped(self, facts: list[Any]) -> None:
+    def tell_all(self, facts: list[Any]) -> None:
         for fact in facts:
             self.tell(fact)
 
@@ -299,6 +299,6 @@ class ThreadWorker:
             with self.lock:
                 runs.add_tokens(execution)
                 if execution.over or self._is_cut:
-                    self._owner.stepped(runs.finish(execution))
+                    self._owner.tell_all(runs.finish(execution))
                     return
             runs.advance(execution)

@@ -46,7 +46,7 @@ class Node:
         self._limits, self._stages, self._transfer_ns = limits, stages, transfer_ns
         self._block_size, self._state_blocks = scheduler.limits.block_size, scheduler.limits.state_blocks
         self._attempts: dict[RequestId, Attempt] = {}
-        # And when bytes of it last came, 0 before any.
+        # What is wanted, and when bytes of it last came, 0 before any.
         self._fetches: dict[RequestId, tuple[events.Fetch, int]] = {}
         self._loans: dict[tuple[RequestId, NodeId], Names] = {}
         self._forgotten: list[Attempt] = []  # while a run with them is out
@@ -299,7 +299,8 @@ class Node:
     # Fetching from other nodes, and giving to them.
 
     def _fetch(self, attempt: Attempt, fetch: FetchOrder, actions: list[events.Action]) -> None:
-        """For a prefill also the state at its end; one that is not handed over decodes with the state that is."""
+        """Wants a prefix from another node; for a prefill with the recurrent state at its end, which a recall does not
+        need: that comes with the hand-over."""
         begin = attempt.begin
         names, whole = begin.names[: fetch.stop], False
         if self._state_blocks and begin.part is not DECODE and names:
@@ -340,14 +341,14 @@ class Node:
         actions.append(FetchFinished(route.request, route.attempt))
 
     def _keep_fetched(self, names: Names, now: int, actions: list[events.Action]) -> None:
-        """A prefix that lies in DRAM and belongs to no prompt here."""
+        """The cache gets a prefix that came from another node and lies in DRAM."""
         if names:
             self.scheduler.keep(names, actions)
             self._plan(now, actions)
             self._drop_unkept(names, actions)
 
     def _drop_unkept(self, names: Names, actions: list[events.Action]) -> None:
-        """What of these came and found no room, or has no head here, goes."""
+        """What came of these and is not kept, for want of room or of the block it follows, goes."""
         tiers = self.tiers
         if tiers is not None and tiers.match(names)[0] < len(names):
             useless = [name for name in names if not tiers.holds(name)]
@@ -375,8 +376,20 @@ class Node:
 
     # Runs.
 
+    def _plan(self, now: int, actions: list[events.Action]) -> None:
+        """Plans the next run, if none is out. What was granted is sent from its first chunk on."""
+        run = self.scheduler.plan(actions, now)
+        if run is None:
+            return
+        for piece in run.chunks:
+            attempt = self._attempts.get(piece.request)
+            if attempt is not None and not attempt.started:
+                attempt.started = True
+                if attempt.granted:
+                    actions.append(events.Send(piece.request, attempt.sampled))
+
     def _cut(self, actions: list[events.Action]) -> None:
-        """Somebody waits for the next run."""
+        """Asks once for the end of the run that is out: somebody waits for the next one."""
         run = self.scheduler.run
         if run is not None and not self._is_cut and run.steps > 1:
             self._is_cut = True
@@ -458,17 +471,3 @@ class Node:
         self.scheduler.recover(event.chains, actions)
         for chain in event.chains:
             self._drop_unkept(chain, actions)
-
-    # What runs next.
-
-    def _plan(self, now: int, actions: list[events.Action]) -> None:
-        """If nothing does. What was granted is sent from the first chunk on."""
-        run = self.scheduler.plan(actions, now)
-        if run is None:
-            return
-        for piece in run.chunks:
-            attempt = self._attempts.get(piece.request)
-            if attempt is not None and not attempt.started:
-                attempt.started = True
-                if attempt.granted:
-                    actions.append(events.Send(piece.request, attempt.sampled))

@@ -10,8 +10,8 @@ from isthmus.types import RequestId
 
 class SimJob:
     """`name`: what the conductor calls it; `key`: what its nodes call its attempt. `attempt`: that of its `route`, -1
-    once it was withdrawn. `prefill_slot`, `decode_slot`: its nodes. `age`: which admission of the node where it computes
-    was its own.
+    once it was withdrawn. `prefill_slot`, `decode_slot`: its nodes. `age`: which admission of the node where it
+    computes was its own.
 
     `length`, `names`: what this attempt prefills, the tokens that an earlier one gave included. `started`: its prefill
     has begun; `prefilled`: it gave its first token. Its prefill waits for `pending` reads and fetches, and until

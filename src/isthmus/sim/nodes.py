@@ -354,13 +354,13 @@ class Nodes:
         self.conversions.append(Conversion(self._clock.now, report.node, report.role))
         self.due.append((None, report))
 
-    def lose(self, node: SimNode, told: Callable[[], None]) -> None:
-        """A node is gone with all that it held. `told`: when the conductor is to hear of it; those it then tells
-        nothing find out themselves."""
+    def lose(self, node: SimNode, tell_conductor: Callable[[], None]) -> None:
+        """A node is gone with all that it held. Other nodes to which the conductor says nothing find out by their
+        sessions."""
         node.die(self._clock.now)
         node.begin_anew(node_of(self._deployment, node.facts))
         node.alive = False
-        told()
+        tell_conductor()
         self.moves.lose(node)
 
 

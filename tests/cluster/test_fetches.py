@@ -752,7 +752,7 @@ def test_what_is_under_way_when_a_fetch_ends_is_refused_before_its_slots_are_giv
         while not line.sent:
             await asyncio.sleep(0)
         assert fetch.place(line, Given(KEY, 0, 0, SEALS), LAYOUT.slice_bytes) is not None  # type: ignore[arg-type]
-        pair.target.hands.fetcher.cancel(KEY)
+        pair.target.mover.fetcher.cancel(KEY)
         await running
         fetch.release()
 

@@ -61,7 +61,7 @@ class Peers:
 
 
 def network_of(config: Config) -> TcpNetwork:
-    """TCP as configured. Raises ConfigError when only some of the TLS files are given, or one of them cannot be used."""
+    """TCP as configured. Raises ConfigError where only some of the TLS files are given, or one cannot be used."""
     files = config.tls
     given = (files.certificate, files.key, files.authority)
     tls = None

@@ -9,7 +9,6 @@ from typing import Any
 
 from isthmus.cluster.messages import PeerHello, PeerMessage
 from isthmus.config import Config
-from isthmus.deploy import Rates
 from isthmus.errors import ConfigError, ProtocolError
 from isthmus.messenger import Handler, Network, Session, TcpNetwork, Terms, Tls
 from isthmus.node import events
@@ -61,9 +60,8 @@ class Peers:
         return connection
 
 
-def network_of(config: Config, rates: Rates | None = None) -> TcpNetwork:
-    """TCP as configured, for a node with these links or, without them, for the head. Raises ConfigError when only some
-    of the TLS files are given, or one of them cannot be used."""
+def network_of(config: Config) -> TcpNetwork:
+    """TCP as configured. Raises ConfigError where only some of the TLS files are given, or one cannot be used."""
     files = config.tls
     given = (files.certificate, files.key, files.authority)
     tls = None

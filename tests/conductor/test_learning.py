@@ -185,3 +185,13 @@ def test_lengths_beyond_all_bins_are_counted() -> None:
     outputs = learned([2**40] * 20)
     assert outputs.survival(2**30) > 0
     assert outputs.mean == 2**40
+
+
+def test_what_is_forgotten_weighs_half_and_leaves_shares_as_they_are() -> None:
+    lengths = OutputLengths()
+    for _ in range(2 * OutputLengths.REMEMBERED):
+        lengths.add(100)
+    assert lengths.survival(1) == pytest.approx(1.0) and lengths.mean == 100
+    for _ in range(OutputLengths.REMEMBERED):
+        lengths.add(1000)
+    assert lengths.survival(500) == pytest.approx(0.5, abs=0.02)

@@ -23,8 +23,8 @@ Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 """Runs it in the event loop and owns it: cancels and awaits it in the end."""
 
 
-class Bare:
-    """The side of a session to which nobody sends payloads."""
+class NoPayloads:
+    """The side of a session to which nobody sends payloads: one that comes all the same is the peer's mistake."""
 
     def place(self, connection: Session, message: Any, size: int) -> Sequence[memoryview]:
         raise ProtocolError(f"a {type(message).__name__} from {connection.peer} carried {size} bytes")

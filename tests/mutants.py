@@ -1,19 +1,15 @@
 """Plants small bugs, one at a time, and sees whether a room's own tests find them: `make mutants ARGS="--seed 7"`.
 
-cosmic-ray changes the code; what is drawn, where, and how it is tried is written here. A place is drawn at random
-(by a seed), then one of the changes that fit there. Left alone are words (annotations, docstrings, `__repr__`),
-logging, assertions and `check` (tests themselves), and constants with a name (a choice, not a rule). A mutant is
-tried in a copy of the tree by the tests of its room alone, until the first failure; it is found when a test fails
-or the time is up. Mutants that change nothing one could see stand in `mutants.yaml`, each with the reason.
+A place is drawn at random (by a seed), then one of the changes of `mutations` that fit there. A mutant is tried in a
+copy of the tree by the tests of its room alone, until the first failure; it is found when a test fails or the time is
+up. Mutants that change nothing one could see stand in `mutants.yaml`, each with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import compileall
 import contextlib
-import difflib
 import json
 import os
 import py_compile
@@ -27,19 +23,16 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
-from cosmic_ray.ast import ast_nodes, get_ast
-from cosmic_ray.mutating import mutate_code
-from cosmic_ray.operators.operator import Operator
-from cosmic_ray.plugins import get_operator
-from parso.python.tree import Keyword
+from mutations import ROOT, Mutant, mutant, places
 
-ROOT = Path(__file__).parent.parent
-# Of each room: its folder, the files that only live processes run, and its tests, quick ones first.
+# Of the executors all that needs no live processes.
+QUICK = "addresses cache fetches handover hands lending link_monitor link_stats recorder shaper stage streams virtual"
+# Of each room: its folder, the files that only live processes run, and its tests.
 ROOMS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "node": ("node", (), ("tests/node",)),
     "scheduler": ("scheduler", (), ("tests/scheduler",)),
@@ -49,106 +42,11 @@ ROOMS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "executors": (
         "cluster",
         ("launcher.py", "local.py", "process.py"),
-        ("tests/cluster/test_virtual.py", "tests/cluster"),
+        ("tests/node", *(f"tests/cluster/test_{name}.py" for name in QUICK.split())),
     ),
 }
 KEPT = yaml.safe_load((ROOT / "tests/mutants.yaml").read_text())
 CPU_S, WALL_S, MEMORY_BYTES = 60, 240, 8 << 30
-
-COMPARISONS = "Eq_NotEq NotEq_Eq Lt_LtE Lt_GtE LtE_Lt LtE_Gt Gt_GtE Gt_LtE GtE_Gt GtE_Lt Is_IsNot IsNot_Is"
-SUMS = "Add_Sub Sub_Add Mul_FloorDiv Div_Mul FloorDiv_Mul Mod_FloorDiv BitOr_BitAnd BitAnd_BitOr"
-OTHERS = (
-    "AddNot ReplaceTrueWithFalse ReplaceFalseWithTrue ReplaceAndWithOr ReplaceOrWithAnd ReplaceBreakWithContinue"
-    " ReplaceContinueWithBreak ExceptionReplacer NumberReplacer ZeroIterationForLoop"
-    " ReplaceUnaryOperator_Delete_Not ReplaceUnaryOperator_Delete_USub"
-)
-WORDS = ("__repr__", "__str__", "check", "check_idle")
-
-
-class DropStatement(Operator):
-    """Leaves out one call, refusal or change of state."""
-
-    def mutation_positions(self, node: Any) -> Iterator[Any]:
-        if node.type == "simple_stmt" and _acts(node.children[0]):
-            yield node.children[0].start_pos, node.children[0].end_pos
-
-    def mutate(self, node: Any, index: int) -> Any:
-        node.children[0] = Keyword("pass", node.start_pos, node.get_first_leaf().prefix)
-        return node
-
-    @classmethod
-    def examples(cls) -> tuple[()]:
-        return ()
-
-
-def _acts(statement: Any) -> bool:
-    """A plain name that is never bound would fail at once: of bindings, only those that others see."""
-    if statement.type == "expr_stmt":
-        target, sign = statement.children[:2]
-        return target.type == "atom_expr" or (sign.type == "operator" and sign.value != "=")
-    return statement.type in ("atom_expr", "raise_stmt", "del_stmt")
-
-
-def operators() -> dict[str, Operator]:
-    named = [f"ReplaceComparisonOperator_{name}" for name in COMPARISONS.split()]
-    named += [f"ReplaceBinaryOperator_{name}" for name in SUMS.split()] + OTHERS.split()
-    return {name: get_operator(f"core/{name}")() for name in named} | {"DropStatement": DropStatement()}
-
-
-class Mutant(NamedTuple):
-    path: str
-    line: int
-    operator: str
-    old: str
-    new: str
-    code: str
-
-
-def quiet(source: str) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """What is left alone, as (line, column) from and to."""
-    for owner in ast.walk(ast.parse(source)):
-        for node in _quiet_parts(owner):
-            yield (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
-
-
-def _quiet_parts(node: Any) -> Iterator[Any]:
-    match node:
-        case ast.FunctionDef() | ast.AsyncFunctionDef():
-            yield from [
-                *node.decorator_list,
-                *filter(None, [node.returns]),
-                *([node] if node.name in WORDS else []),
-            ]
-        case ast.Module() | ast.ClassDef():
-            yield from [*getattr(node, "decorator_list", []), *getattr(node, "keywords", [])]
-            yield from (part for part in node.body if isinstance(part, (ast.Assign, ast.AnnAssign)))
-        case ast.arg() | ast.AnnAssign():
-            yield from filter(None, [node.annotation])
-        case ast.Assert() | ast.Call(func=ast.Attribute(value=ast.Name(id="logger" | "log"))):
-            yield node
-        case ast.If(test=ast.Name(id="TYPE_CHECKING")):
-            yield node
-
-
-def places(path: Path) -> list[list[tuple[str, int]]]:
-    """Each place of a file where something can be changed: the operators that fit, with their occurrences."""
-    source = path.read_text()
-    spans, nodes = list(quiet(source)), list(ast_nodes(get_ast(source)))
-    found: dict[Any, list[tuple[str, int]]] = {}
-    for name, operator in operators().items():
-        at = (position for node in nodes for position in operator.mutation_positions(node))
-        for occurrence, position in enumerate(at):
-            if not any(start <= position[0] and position[1] <= end for start, end in spans):
-                found.setdefault(position, []).append((name, occurrence))
-    return [found[position] for position in sorted(found)]
-
-
-def mutant(path: str, operator: str, occurrence: int) -> Mutant:
-    source = (ROOT / path).read_text()
-    code = mutate_code(source, operators()[operator], occurrence)
-    lines = list(difflib.unified_diff(source.splitlines(), code.splitlines(), n=0, lineterm=""))[2:]
-    old, new = ("\n".join(line[1:].strip() for line in lines if line[0] == sign) for sign in "-+")
-    return Mutant(path, int(lines[0].split()[1].split(",")[0][1:]), operator, old, new, code)
 
 
 def draw(room: str, seed: int, known: set[tuple[str, str, str]]) -> Iterator[Mutant]:
@@ -161,26 +59,19 @@ def draw(room: str, seed: int, known: set[tuple[str, str, str]]) -> Iterator[Mut
     chance.shuffle(every)
     for path, place in every:
         drawn = mutant(path, *chance.choice(place))
-        if (drawn.path, drawn.old, drawn.new) not in known and _can_be_read(drawn.code):
+        if drawn.key not in known and drawn.can_be_read:
             yield drawn
-
-
-def _can_be_read(code: str) -> bool:
-    try:
-        return bool(ast.parse(code))
-    except SyntaxError:
-        return False
 
 
 def again(room: str, missed: list[dict[str, Any]]) -> Iterator[Mutant]:
     """Those mutants of the room once more, wherever their lines stand by now."""
-    wanted = {(one["path"], one["old"], one["new"], one["operator"]) for one in missed if one["room"] == room}
-    for path in sorted({path for path, *_ in wanted}):
-        for operator, occurrence in (change for place in places(ROOT / path) for change in place):
-            if (path, operator) in {(path, name) for path, _, _, name in wanted}:
-                one = mutant(path, operator, occurrence)
-                if (path, one.old, one.new, operator) in wanted:
-                    yield one
+    mine = [one for one in missed if one["room"] == room]
+    wanted = {(one["path"], one["old"], one["new"]) for one in mine}
+    kinds = {(one["path"], one["operator"]) for one in mine}
+    for path in sorted({path for path, _ in kinds}):
+        for operator, occurrence in chain.from_iterable(places(ROOT / path)):
+            if (path, operator) in kinds and (one := mutant(path, operator, occurrence)).key in wanted:
+                yield one
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -233,7 +124,7 @@ def tried(room: str, mutants: Iterable[Mutant], scratch: Path) -> Iterator[dict[
         raise SystemExit(f"{room}: its tests fail without a mutant\n" + (scratch / "said.txt").read_text())
     equivalent = {(kept["path"], kept["old"], kept["new"]) for kept in KEPT}
     for one in mutants:
-        same = (one.path, one.old, one.new) in equivalent
+        same = one.key in equivalent
         start_s = time.monotonic()
         code = (scratch / one.path).read_text()
         (scratch / one.path).write_text(one.code)

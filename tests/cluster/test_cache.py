@@ -690,6 +690,29 @@ def test_gauges_tell_both_tiers(kit: Kit) -> None:
     assert found["cache_pinned_blocks"] == found["cache_lost_blocks_total"] == 0
 
 
+def test_what_is_being_read_is_waited_for_though_somebody_else_wants_it_too(
+    kit: Kit, on_disk: list[BlockName], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, go = kit.store.read, threading.Event()
+
+    def slow(name: BlockName, *more: Any) -> bool:
+        assert go.wait(WAIT_S)
+        return read(name, *more)
+
+    monkeypatch.setattr(kit.store, "read", slow)
+    for _ in range(2):
+        kit.cache.read(NAMES[:2])
+    kit.cache.kept().result(WAIT_S)
+    load = kit.cache.load(NAMES[:2], range(2))
+    assert not load.over.wait(0.05)
+    go.set()
+    load.wait(LAST, 2)
+    over(load)
+    assert sorted(on_disk) == NAMES[:2], "it was read once more"
+    for _ in range(2):
+        kit.cache.unread(NAMES[:2])
+
+
 def test_what_two_loads_want_stays_until_both_have_it(kit: Kit, on_disk: list[BlockName]) -> None:
     kit.cache.read(NAMES[:3])
     kit.cache.read(NAMES[:2])

@@ -676,11 +676,13 @@ class Mute:
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
+        self.refused: list[Any] = []
 
     def send(self, message: Any) -> None:
         self.sent.append(message)
 
     def refuse(self, message: Any) -> bool:
+        self.refused.append(message)
         return True
 
 
@@ -730,6 +732,34 @@ def test_what_is_not_next_does_not_count(begun: Begun) -> None:
 def test_nothing_is_placed_when_it_is_over(begun: Begun) -> None:
     begun.fetch.end()
     assert begun.place(begun.next) is None
+
+
+def test_what_is_under_way_when_a_fetch_ends_is_refused_before_its_slots_are_given_back() -> None:
+    pair, line = Pair(4, room=8), Mute()
+    reserved: list[int] = []
+
+    def refuse(message: Any) -> bool:
+        reserved.append(pair.target.store.stat().num_reserved)
+        return True
+
+    line.refuse = refuse  # type: ignore[method-assign]
+    pair.target.session = line  # type: ignore[assignment]
+
+    async def work() -> None:
+        pair.target.open()
+        fetch = pair.fetch()
+        running = asyncio.create_task(pair.target.fetching(fetch))
+        while not line.sent:
+            await asyncio.sleep(0)
+        assert fetch.place(line, Given(KEY, 0, 0, SEALS), LAYOUT.slice_bytes) is not None  # type: ignore[arg-type]
+        pair.target.hands.fetcher.cancel(KEY)
+        await running
+        fetch.release()
+
+    asyncio.run(work())
+    assert reserved == [4] and pair.target.store.stat().num_reserved == 0
+    for side in (pair.source, pair.target):
+        side.close()
 
 
 def test_of_a_fetch_only_the_session_is_heard_that_was_asked(begun: Begun) -> None:

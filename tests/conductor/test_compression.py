@@ -55,12 +55,12 @@ def route(
     return action
 
 
-def over_a_link(rate: int, num_requests: int) -> list[str]:
+def over_a_link(rate: int, num_requests: int, curve: Curve = CURVE) -> list[str]:
     """Codecs of requests that come at once and are prefilled in another cluster; nodes without a cache."""
     links = tuple(LinkRule(one, other, rate) for one, other in (("there", "home"), ("home", "there")))
     conductor = Conductor(Rules(policy="isthmus", codecs=("zstd", "int8"), links=links, threshold=0))
     for name, role, cluster in (("p", Role.PREFILL, "there"), ("d", Role.DECODE, "home")):
-        joined = NodeJoined(NodeId(name), role, 1 << 20, 16, CURVE, Paths(), 0, "bfloat16", cluster)
+        joined = NodeJoined(NodeId(name), role, 1 << 20, 16, curve, Paths(), 0, "bfloat16", cluster)
         conductor.on(joined, 0)
     codecs = []
     for number in range(num_requests):
@@ -75,6 +75,13 @@ def test_a_link_between_clusters_is_spared_once_it_owes_more_than_computing_hide
     assert over_a_link(12 * GB, 1) == ["none"]
     assert over_a_link(12 * GB // 10, 1) == ["int8"]
     assert over_a_link(12 * GB // 10 * 9, 3)[0] == "none"
+
+
+def test_what_is_owed_to_others_is_waited_for_and_not_what_is_owed_to_itself() -> None:
+    """Each computes in 1.6 s and crosses in 0.32 s: a sixth that comes after five has no more time to hide in."""
+    slow = Curve(kv_token_bytes=100_000, num_layers=32, prefill_token_s=1e-3, decode_fixed_s=1e-2)
+    codecs = over_a_link(GB // 2, 6, slow)
+    assert codecs == ["none"] * 5 + ["int8"]
 
 
 @pytest.mark.parametrize(

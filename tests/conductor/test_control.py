@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.conductor import LinkRule, LinkState, Rules
+from isthmus.conductor.capacity import ENOUGH, Capacity
 from isthmus.conductor.control import (
     DEAD_BAND,
     HOLD_NS,
@@ -16,9 +17,11 @@ from isthmus.conductor.control import (
     QUIET_NS,
     RETURN_NS,
     SEGMENT_BYTES,
+    SOLVE_NS,
     LinkControl,
 )
 from isthmus.conductor.copies import ClusterLink
+from isthmus.cost.offload import Threshold
 from isthmus.types import NS_PER_S
 
 from .cluster import Cluster
@@ -135,6 +138,16 @@ def test_congestion_ends_only_after_all_was_below_the_low_marks_for_long(spells:
             assert control.congested == congested, history
 
 
+def test_the_share_in_use_is_that_of_the_last_seconds() -> None:
+    control = watch()
+    hear(control, [busy(1.0)])
+    assert control.share == pytest.approx(0.1)
+    hear(control, [busy(1.0)] * 29, 1)
+    assert control.share == pytest.approx(1 - 0.9**30)
+    hear(control, [busy(0.0, of_time=0.0)] * 10, 30)
+    assert control.share == pytest.approx((1 - 0.9**30) * 0.9**10)
+
+
 # Up and down.
 
 
@@ -208,6 +221,29 @@ def test_the_threshold_is_solved_when_enough_prompts_were_seen() -> None:
     assert 20 < world.thresholds[1][0] < 45  # 64 prompts
     assert world.thresholds[-1][1] == pytest.approx(19_400, rel=0.1)
     assert len(world.thresholds) <= 10
+
+
+def test_the_threshold_is_solved_again_when_it_is_time_or_the_rate_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    solved, solve = [], Capacity.threshold
+
+    def counted(capacity: Capacity, num_local: float) -> Threshold:
+        solved.append(some.now // S)
+        return solve(capacity, num_local)
+
+    monkeypatch.setattr(Capacity, "threshold", counted)
+    some = two(threshold=None, control=True)
+    for number in range(ENOUGH):
+        some.arrives(f"r{number}", 20 + number)
+    for _ in range(2 * SOLVE_NS // S + 5):
+        second(some)
+    every = SOLVE_NS // S
+    assert solved == [1, 1 + every, 1 + 2 * every]
+    link = some.conductor.view.links["far", "near"]
+    link.lasting = link.bytes_per_s = link.nominal // 2
+    second(some)
+    assert solved[3:] == [some.now // S]
 
 
 def test_the_threshold_counts_nodes_anew() -> None:

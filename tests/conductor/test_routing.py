@@ -100,6 +100,27 @@ def test_any_caches_and_lengths_are_routed_as_published(mode: str, control: bool
     assert min(seen.values()) > 10 and len(seen) == (2 if mode == "scarce" else 4 - control)
 
 
+def test_of_several_clusters_the_soonest_over_a_link_that_is_trusted_is_taken() -> None:
+    """It need not be the one that joined first."""
+    ends = ("far", "off", "out")
+    links = tuple([rule for end in ends for rule in (LinkRule(end, "near", GBPS), LinkRule("near", end, GBPS))])
+    some = two(links=links, control=True)
+    some.join("off-p1", P, cost=FAST, cluster="off")
+    some.join("out-p1", P, cost=FAST, cluster="out")
+    taken = [routed(some, f"r{number}", 100).prefill for number in range(6)]
+    assert sorted(taken[:3]) == sorted(taken[3:]) == ["far-p1", "off-p1", "out-p1"], "the shortest queue first"
+    for least in ("far", "out"):
+        some.now += 10**9
+        some.links_measured(*[LinkState(end, "near", up=end == least) for end in ends])
+        some.now += 10**12  # no queue is left
+        assert routed(some, f"only {least}", 100).prefill == f"{least}-p1"
+        some.now += 10**9
+        some.links_measured(*[LinkState(end, "near", up=True) for end in ends])
+        some.now += 10**12
+        some.links_measured(*[LinkState(end, "near", up=True) for end in ends])
+    some.drain()
+
+
 def test_only_what_the_home_lacks_crosses() -> None:
     some = two(near="ppd")
     some.store("near-d1", *NAMES[:3])

@@ -222,3 +222,36 @@ def test_a_session_resumes_when_its_only_link_is_lost() -> None:
         assert not here.reasons and not there.reasons
 
     running(work)
+
+
+def test_an_abort_is_seen_by_the_other_side() -> None:
+    async def work(_: MemoryNetwork) -> None:
+        here, there = Owner(), Owner()
+        network = MemoryNetwork(connections=3)
+        connection = await session(network, here, there)
+        connection.send(Note("hello"))
+        await there.until(lambda: there.messages)
+        connection.abort("enough")
+        await there.until(lambda: there.reasons)
+        await here.until(lambda: here.reasons)
+        assert here.reasons == ["enough"] and len(there.reasons) == 1
+
+    running(work)
+
+
+def test_a_fault_of_the_owner_ends_the_session_and_is_not_hidden() -> None:
+    async def main() -> None:
+        faults: list[dict] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+
+        def fail(session: Session, message: Message) -> None:
+            raise ZeroDivisionError("a bug")
+
+        here, there = Owner(), Owner(fail)
+        connection = await session(MemoryNetwork(), here, there)
+        connection.send(Note("hello"))
+        await here.until(lambda: here.reasons)
+        assert there.reasons == ["a fault on this side: ZeroDivisionError: a bug"]
+        assert [type(fault["exception"]) for fault in faults] == [ZeroDivisionError]
+
+    asyncio.run(main())

@@ -279,6 +279,18 @@ def test_a_suspended_session_resumes_or_expires() -> None:
             assert [sent.heard for sent in here.sent] == [[False], [False]]
 
 
+def test_closing_a_session_that_has_no_connection_just_now_ends_it_at_once() -> None:
+    pair = Pair(Terms(resume_s=60.0), 1)
+    here, _ = pair.sides
+    sent = here.send(10, Priority.NORMAL, 0)
+    pair.cables[0].lose(0)
+    assert here.session.suspended
+    here.session.close()
+    assert not here.reasons, "never from within close"
+    pair.clock.run_soon()
+    assert here.reasons == ["closed here"] and sent.heard == [False]
+
+
 def test_sending_on_a_closed_session_is_told() -> None:
     pair = Pair(Terms(), 1)
     here, there = pair.sides

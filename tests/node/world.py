@@ -93,7 +93,8 @@ class Place:
         self.name, self.stages = name, stages
         limits = limits_of(num_blocks, state_blocks)
         scheduler = Scheduler(limits, TierCache(*tiers) if tiers else None, BlockPool(num_blocks), node=name)
-        self.node = Node(dict.fromkeys(Role, limits), scheduler, stages=stages)
+        group = {"stages": stages} if stages > 1 else {}
+        self.node = Node(dict.fromkeys(Role, limits), scheduler, **group)
         self.run: Run | None = None
         self.is_cut = False
         self.dram: set[BlockName] = set()

@@ -131,10 +131,11 @@ class Node:
 
     def cancel(self, request: RequestId) -> None:
         """At once; or, while a run may touch its blocks, when that is over."""
-        guest = self.guests.get(request)
+        guest, runs = self.guests.get(request), self.scheduler.computes(self.scheduler.of(request))
         if guest is not None:
             self._end(request, "cancelled")
-        if guest is not None and guest.state is State.COMPUTING and self.run is not None:
+            assert runs == (guest.state is State.COMPUTING and self.run is not None)
+        if guest is not None and runs:
             self.leaving.append(request)
         else:
             self._tell(forgotten(request))

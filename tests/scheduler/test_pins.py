@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.attempts import BlocksEvicted, BlocksStored
-from isthmus.scheduler import BlockPool, Limits, Run, Save, Stepped, TierCache
+from isthmus.scheduler import Admitted, BlockPool, Limits, Run, Save, Stepped, TierCache
 from isthmus.types import BlockName, RequestId, Tier
 
 from .told import Fact, Told, arrived, expected, fetched, forgotten, imported, lost, offered
@@ -54,6 +54,10 @@ class Beside:
         match action:
             case Run():
                 self.run, _ = action, action.pieces
+            case Admitted():
+                cached, length = action.cached_tokens, self.known[action.request][0]
+                assert cached < length, "the last token is computed"
+                assert not action.state or cached % SIZE == 0, "a state is at the end of a block"
             case Save():
                 self.saves.append(action.request)
             case BlocksStored():

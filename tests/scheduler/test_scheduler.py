@@ -498,3 +498,14 @@ def test_who_leaves_overtakes_only_while_enough_is_left_for_those_it_overtakes()
         tell(Stepped(1))
     # After "a" and "b" hold 3 of 10 blocks, "c" would leave 5, as many as "long" needs; then "d" would leave 4.
     assert admitted == ["a", "b", "c", "long"]
+
+
+def test_in_promise_order_nobody_waits_for_what_the_pool_may_have() -> None:
+    """Without tiers nothing was sent anywhere because of what lies there, whatever its route says."""
+    scheduler = Told(limits(prompt_batch=1, order="promise"))
+    scheduler.on(leaves("busy", 4, 9))
+    scheduler.on(leaves("long", 20, 9))
+    short = arrived(B, 12, 20, NAMES[:3], num_cached=2, work_ns=1)
+    scheduler.on(short)
+    (admitted,) = [action for action in scheduler.on(Stepped(1)) if isinstance(action, Admitted)]
+    assert admitted.request == B

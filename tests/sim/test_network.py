@@ -567,3 +567,13 @@ def test_flows_kept_in_step_end_when_they_would_by_themselves(
     together = ends(2)
     assert len(together) > 50
     assert together == ends(1 << 30)
+
+
+def test_a_quiet_flow_that_was_slowed_goes_on_at_the_instant_of_its_end() -> None:
+    network = one_link()
+    quiet = network.start((0,), 10**9, "quiet", 0, quiet=True)
+    network.start((0,), 10**9, "other", 0)
+    network.cancel(network.flows_on(0)[1], 10**9)
+    assert network.next_finish() == 1_500_000_000
+    network.grow(quiet, 10**9, 1_500_000_000)
+    assert network.next_finish() == 2_500_000_000

@@ -199,3 +199,19 @@ def test_a_second_copy_gives_its_slot_back() -> None:
 def test_only_a_reserved_slot_can_be_committed() -> None:
     with pytest.raises(AssertionError, match="was not reserved"):
         BlockDirectory(1, None).commit(1, None, 0, (b"",))
+
+
+@pytest.mark.parametrize("under_way", [False, True])
+def test_what_is_committed_again_before_it_is_on_the_ssd_is_in_dram_by_decision(under_way: bool) -> None:
+    directory = BlockDirectory(2, Places(2))
+    first, again = directory.reserve(2)
+    assert directory.commit(1, None, first, (b"a",))
+    assert directory.demote(1, can_write=True)
+    if under_way:
+        directory.start_writing(1)
+    assert not directory.commit(1, None, again, (b"a",)), "it is here already"
+    assert directory.blocks[1].tier is Tier.MEMORY
+    if under_way:
+        directory.end_writing(written=True)
+    assert directory.blocks[1].slot == first
+    directory.check(int(under_way))

@@ -4,11 +4,13 @@ import errno
 import threading
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
 from isthmus.blocks import seal
 from isthmus.store import Files, PeerArena, Pinned, Shape
+from isthmus.store.reader import Fault
 from isthmus.store.record import RecordFormat
 from isthmus.types import BlockName, Tier
 from tests.store.support import (
@@ -191,6 +193,31 @@ def test_reading_what_is_gone_says_so(tmp_path: Path) -> None:
         store.drop([7])
         store.delete([7])
         assert lost == [9, 8]
+
+
+def test_a_block_that_moves_while_it_is_read_is_looked_up_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its place went to another block, whose bytes are not its own: that is no damage."""
+    lost: list[BlockName] = []
+    with opened(SMALL, 4, tmp_path / "log", on_lost=lost.extend) as store:
+        put(store, 1)
+        store.flush()
+        store.demote([1])
+        read, moved = store._reader.read, list[int]()
+
+        def once(sources: Any) -> Any:
+            faults = read(sources)
+            if not moved:
+                moved.append(1)
+                store.drop([1])
+                put(store, 1)
+                return [Fault.DAMAGED for _ in faults]
+            return faults
+
+        monkeypatch.setattr(store._reader, "read", once)
+        assert whole(store, 1)
+        assert not lost and store.stat().seal_mismatches == 0
 
 
 def test_a_log_full_of_demoted_blocks_loses_the_next(tmp_path: Path) -> None:

@@ -387,8 +387,8 @@ class NodeCache:
         """Begins to bring blocks that are on disk into DRAM for a load, as far as there is room to spare. `unread`
         takes it back, but for those that are promoted meanwhile."""
         coming: dict[BlockName, Future[None]] = {name: Future() for name in names}
-        with self._lock:
-            self._coming.update(coming)
+        with self._lock:  # what is on its way already is waited for as such
+            self._coming = coming | self._coming
         self._keep(self._read, coming)
 
     def _read(self, coming: dict[BlockName, Future[None]]) -> None:

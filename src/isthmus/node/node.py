@@ -370,7 +370,7 @@ class Node:
 
     def _enough(self, event: events.Enough, now: int, actions: list[events.Action]) -> None:
         names = self._loans.pop((event.key, event.peer), ())
-        if names and self.tiers is not None:
+        if self.tiers is not None:
             self.tiers.unpin(names)
 
     # Runs.

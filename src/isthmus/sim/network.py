@@ -116,15 +116,17 @@ class _Route:
 
     def change_rate(self, rate: float, now: int) -> None:
         """Brings what is left of each flow up to `now`; from then on all move at `rate`."""
-        self.leave_ended(now)
-        if len(self.flows) < _MANY:
-            for flow in tuple(self.left):
-                self.leave(flow)
-        elif rate != self.rate or not self.left:
-            self._keep_step(rate, now)
-        for flow in self.flows if len(self.left) < len(self.flows) else ():
-            if flow not in self.left and flow.rate != rate:
-                flow.change_rate(rate, now)
+        if self.left or len(self.flows) >= _MANY:
+            self.leave_ended(now)
+            if len(self.flows) < _MANY:
+                for flow in tuple(self.left):
+                    self.leave(flow)
+            elif rate != self.rate or not self.left:
+                self._keep_step(rate, now)
+        if len(self.left) < len(self.flows):
+            for flow in self.flows:
+                if flow.rate != rate and flow not in self.left:
+                    flow.change_rate(rate, now)
 
     def _keep_step(self, rate: float, now: int) -> None:
         moved = repeat(self.rate * ((now - self.since) * 1e-9))
@@ -263,29 +265,24 @@ class Network:
 
     def _resume(self, flow: Flow, num_bytes: int, now: int) -> None:
         """Sends more of a quiet flow that has ended."""
-        if flow.live and not flow.timed:
-            self._go_on(flow, num_bytes, now)
+        route, alone = flow.route, flow.live and not flow.timed
+        for link in route.links:
+            if link.num_flows > 1:
+                alone = False
+        if not alone:
+            if flow.live:
+                self._remove(flow, flow.num_bytes, flow.finish_ns)
+            flow.begin(num_bytes, now)
+            flow.quiet = False
+            self._join(flow, now)
             return
-        if flow.live:
-            self._remove(flow, flow.num_bytes, flow.finish_ns)
-        flow.begin(num_bytes, now)
-        flow.quiet = False
-        self._join(flow, now)
-
-    def _go_on(self, flow: Flow, num_bytes: int, now: int) -> None:
-        """The same where nothing has come to its links since, and none is contended: it is still on them, and keeps
-        its rate."""
-        route, rate, until = flow.route, flow.rate, flow.finish_ns
+        rate, until = flow.rate, flow.finish_ns
         route.bytes_ended += flow.num_bytes
+        for link in route.links:  # it stays on them, at the rate it had
+            link.busy_ns += (until if until > link.busy_until else link.busy_until) - link.busy_since
+            link.busy_since = now
         flow.begin(num_bytes, now)
         flow.rate = rate
-        self._take_off_ended(route, now)
-        for link in route.links:
-            if link.num_flows == 1:  # else others have crossed it all the time
-                link.busy_ns += (until if until > link.busy_until else link.busy_until) - link.busy_since
-                link.busy_since = now
-        del route.flows[flow]
-        self._enter(flow)
         self._tell_end(flow)
         flow.quiet = False
 
@@ -409,11 +406,16 @@ class Network:
     def _join(self, flow: Flow, now: int) -> None:
         """Puts a flow on its links."""
         flow.live, route = True, flow.route
-        self._take_off_ended(route, now)
+        for link in route.limits:
+            if link.untimed:
+                for other in tuple(link.untimed):
+                    self._is_over(other, now)
         if not route.flows:
             for link in route.trunks:
                 link.routes[route] = None
-        self._enter(flow)
+        self._num_joined += 1
+        flow.number = self._num_joined
+        route.flows[flow] = None
         for link in route.links:
             if not link.num_flows:
                 link.busy_since = now
@@ -434,19 +436,6 @@ class Network:
                     link.untimed[flow] = None
                 return
         self._tell_end(flow)
-
-    def _take_off_ended(self, route: _Route, now: int) -> None:
-        """Quiet flows that share a link with this route."""
-        for link in route.limits:
-            if link.untimed:
-                for flow in tuple(link.untimed):
-                    self._is_over(flow, now)
-
-    def _enter(self, flow: Flow) -> None:
-        """As the last to come."""
-        self._num_joined += 1
-        flow.number = self._num_joined
-        flow.route.flows[flow] = None
 
     def _time(self, flow: Flow) -> None:
         self._timed[flow] = None

@@ -122,10 +122,10 @@ def left_of(process: EngineProcess) -> list[str]:
                 process.node.check_idle()
             except AssertionError as error:
                 found.append(str(error) or repr(error))
-    hands = process.hands
-    if hands._loads or hands._read or hands._staged or hands._fetches:
+    mover = process.mover
+    if mover._loads or mover._read or mover._staged or mover._fetches:
         found.append("loads, reads, stagings or fetches")
-    if hands._lender is not None and hands._lender._loans:
+    if mover._lender is not None and mover._lender._loans:
         found.append("loans")
     if process._cache is not None:
         stat = process._cache.store.stat()

@@ -203,8 +203,8 @@ class NetworkConfig(_Section):
     """Links between nodes. `node_gbps`: of a node, each way, None as the hardware has; `handover_gbps`: a rail of its
     own for KV from prefill to decode, None shares the node's; `spine_gbps`: joins all nodes, None no limit (simulated
     only). `connections`: of each session; `resume_s`: how long a session outlives its last connection;
-    `compression`: of KV where a link, not computing,
-    would be waited for (`int8` loses precision, so that its blocks have names of their own).
+    `compression`: of KV where a link, not computing, would be waited for (`int8` loses precision, so that its blocks
+    have names of their own).
     """
 
     node_gbps: float | None = Field(None, gt=0)

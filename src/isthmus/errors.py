@@ -46,7 +46,7 @@ class RequestError(IsthmusError):
 
 
 class OverloadedError(IsthmusError):
-    """Refused at arrival; `retry_after_s` is whole seconds."""
+    """Refused at arrival, or later, before its first token; `retry_after_s` is whole seconds."""
 
     http_status = 429
 

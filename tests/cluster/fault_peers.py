@@ -16,8 +16,8 @@ from typing import Any
 from isthmus.blocks import KVLayout
 from isthmus.cluster.cache import NodeCache
 from isthmus.cluster.fetches import Fetch
-from isthmus.cluster.hands import Hands
 from isthmus.cluster.messages import Enough, PeerMessage
+from isthmus.cluster.mover import KVMover
 from isthmus.cluster.sessions import Peers
 from isthmus.engine.emulated import EmulatedMemory
 from isthmus.messenger import MemoryNetwork, Network, Server, Session
@@ -56,7 +56,7 @@ class Side(Peers):
         self.failed = ""
         self.landed = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self.hands = Hands(
+        self.mover = KVMover(
             memory=self.memory,
             first_layer=0,
             cache=self.cache,
@@ -69,7 +69,7 @@ class Side(Peers):
         )
 
     def open(self) -> None:
-        self.hands.open(asyncio.get_running_loop())
+        self.mover.open(asyncio.get_running_loop())
 
     async def get(self, address: str) -> Session:
         if self.session is None:
@@ -91,12 +91,12 @@ class Side(Peers):
         match fact:
             case events.Wanted(key, peer, names, start):
                 stop = next((at for at, name in enumerate(names) if not self.store.contains(name)), len(names))
-                self.hands.do(events.Give(key, peer, names, start, max(start, stop), 0))
+                self.mover.do(events.Give(key, peer, names, start, max(start, stop), 0))
             case events.Granted(key):
-                self.hands.do(events.Send(key, computed=False))
+                self.mover.do(events.Send(key, computed=False))
             case events.Received(key):
                 self.landed = True
-                self.hands.do(events.Land(key, OTHER))
+                self.mover.do(events.Land(key, OTHER))
             case events.Broken(key, reason):
                 self.give_up(key, reason)
             case events.Severed(keys, reason):
@@ -108,38 +108,38 @@ class Side(Peers):
         return Fetch(order, self.cache)
 
     def fetching(self, fetch: Fetch) -> Coroutine[Any, Any, None]:
-        return self.hands.fetcher.begin(fetch)
+        return self.mover.fetcher.begin(fetch)
 
     def send(self, key: RequestId, extent: Extent) -> None:
-        self.hands.do(events.Offer(key, OTHER, extent))
+        self.mover.do(events.Offer(key, OTHER, extent))
 
     def expect(self, key: RequestId, extent: Extent, blocks: Sequence[int]) -> None:
         self.failed, self.landed = "", False
-        self.hands.do(events.Grant(key, OTHER, extent, tuple(blocks)))
+        self.mover.do(events.Grant(key, OTHER, extent, tuple(blocks)))
 
     def give_up(self, key: RequestId, reason: str) -> None:
         """Ends a hand-over on this side. Its blocks may serve another request when this returns."""
         if not self.landed:
             self.failed = self.failed or reason
-        self.hands.do(events.Release(key))
+        self.mover.do(events.Release(key))
 
     # What a session calls.
 
     def on_message(self, session: Session, message: PeerMessage) -> None:
         if self.session is None:
             self.session = session
-            self.hands.introduced(session, OTHER)
-        self.hands.on_peer(session, message)
+            self.mover.introduced(session, OTHER)
+        self.mover.on_peer(session, message)
 
     def place(self, session: Session, message: PeerMessage, size: int) -> Sequence[memoryview]:
-        return self.hands.place(session, message, size)
+        return self.mover.place(session, message, size)
 
     def on_void(self, session: Session, message: PeerMessage) -> None:
-        self.hands.on_void(session, message)
+        self.mover.on_void(session, message)
 
     def on_close(self, session: Session, reason: str) -> None:
         self.reasons.append(reason)
-        self.hands.lost(session, reason)
+        self.mover.lost(session, reason)
 
 
 async def join(network: Network, here: Side, there: Side) -> Server:

@@ -213,7 +213,7 @@ class Rig:
         self._exceptions.clear()
 
     def _num_mismatches(self) -> float:
-        return self.target.hands.gauges()["seal_mismatches_total"]
+        return self.target.mover.gauges()["seal_mismatches_total"]
 
     def _judge(self, row: Row, by_seal: bool) -> None:
         """What found the fault."""
@@ -241,7 +241,7 @@ class Rig:
 
     async def _fetch(self, case: Case, harm: Harm, row: Row) -> None:
         target, store = self.target, self.target.store
-        harm.then = lambda: target.hands.do(events.EndFetch(KEY))
+        harm.then = lambda: target.mover.do(events.EndFetch(KEY))
         order = events.Fetch(KEY, OTHER, tuple(self._names), 0, codec=case.codec)
         await target.fetching(target.fetch(order))
         for name, block in zip(self._names, self._blocks, strict=True):
@@ -265,10 +265,10 @@ class Rig:
         if source.session is not None and not target.session.closed:
             source.send(KEY, extent)
             for span in (Span(0, 8), Span(8, NUM_TOKENS)):
-                source.hands.kv_ready(KEY, Span(0, LAYOUT.num_layers), span, THERE)
+                source.mover.kv_ready(KEY, Span(0, LAYOUT.num_layers), span, THERE)
                 await asyncio.sleep(0)
-            source.hands.first_token(KEY, 1)
-            source.hands.do(events.Finish(KEY))
+            source.mover.first_token(KEY, 1)
+            source.mover.do(events.Finish(KEY))
         while not target.landed and not target.failed and not target.session.ended:
             await asyncio.sleep(0)
         if not target.landed:

@@ -156,7 +156,7 @@ def test_blocks_arrive_as_they_are(network: str, codec: str) -> None:
         assert pair.arrived() == pair.blocks
         await asyncio.sleep(0)
         assert pair.target.facts[-1] == events.FetchEnded(KEY, len(pair.names))
-        assert pair.target.hands.fetcher.bytes_in == len(pair.names) * LAYOUT.block_bytes
+        assert pair.target.mover.fetcher.bytes_in == len(pair.names) * LAYOUT.block_bytes
 
     run(pair, NETWORKS[network](), work)
 
@@ -250,11 +250,11 @@ def test_it_goes_on_as_room_comes(way: str) -> None:
     def make_way(fact: events.Event) -> None:
         if isinstance(fact, events.Came):
             seen.append(fact.stop)
-            pair.target.hands.do(events.Drop(tuple(others)))
+            pair.target.mover.do(events.Drop(tuple(others)))
 
     async def work() -> None:
         target = pair.target
-        target.hands._told = make_way
+        target.mover._told = make_way
         with held(fetch := pair.fetch()):
             await target.fetching(fetch)
             assert fetch.num_whole == 6
@@ -295,7 +295,7 @@ def test_lent_blocks_are_copied_and_given_back() -> None:
                     await asyncio.sleep(0.001)
             assert pair.target.facts[-1] == events.FetchEnded(KEY, 6)
         assert pair.arrived() == pair.blocks
-        fetcher = pair.target.hands.fetcher
+        fetcher = pair.target.mover.fetcher
         assert (fetcher.bytes_lent, fetcher.bytes_in) == (6 * LAYOUT.block_bytes, 0)
 
     run(pair, MemoryNetwork(), work)
@@ -307,7 +307,7 @@ def test_a_cancelled_loan_is_copied_no_further(monkeypatch: pytest.MonkeyPatch) 
     copy_bytes, num_copies, cancelled = fetches.copy_bytes, 0, threading.Event()
 
     def cancel() -> None:
-        pair.target.hands.fetcher.cancel(KEY)
+        pair.target.mover.fetcher.cancel(KEY)
         cancelled.set()
 
     def counted(into: memoryview, data: memoryview) -> None:
@@ -341,7 +341,7 @@ def test_an_arena_that_cannot_be_mapped_is_asked_for_its_bytes(monkeypatch: pyte
             await pair.target.fetching(fetch)
             assert fetch.num_whole == 6
         assert pair.arrived() == pair.blocks
-        assert pair.target.reasons == [] and not pair.target.hands.fetcher.bytes_lent
+        assert pair.target.reasons == [] and not pair.target.mover.fetcher.bytes_lent
 
     run(pair, MemoryNetwork(), work)
 
@@ -360,7 +360,7 @@ def test_a_lent_block_that_changes_while_it_is_copied_is_not_used(monkeypatch: p
     copy_bytes, num_copies, cancelled = fetches.copy_bytes, 0, threading.Event()
 
     def cancel() -> None:
-        pair.target.hands.fetcher.cancel(KEY)
+        pair.target.mover.fetcher.cancel(KEY)
         cancelled.set()
 
     def late(into: memoryview, data: memoryview) -> None:
@@ -382,7 +382,7 @@ def test_a_lent_block_that_changes_while_it_is_copied_is_not_used(monkeypatch: p
             await asyncio.to_thread(load.over.wait)
             await asyncio.sleep(0)
             assert pair.target.facts[-1] == events.FetchEnded(KEY, 0)
-        assert pair.target.hands.fetcher.seal_mismatches == 1
+        assert pair.target.mover.fetcher.seal_mismatches == 1
         assert all(got in (None, sent) for got, sent in zip(pair.arrived(), pair.blocks, strict=True))
 
     run(pair, MemoryNetwork(), work)
@@ -399,7 +399,7 @@ def test_a_cancelled_fetch_gives_everything_back(codec: str, at: int) -> None:
     harm = Harm(Fault.CANCEL, at, Random(at))
 
     async def work() -> None:
-        harm.then = lambda: pair.target.hands.fetcher.cancel(KEY)
+        harm.then = lambda: pair.target.mover.fetcher.cancel(KEY)
         with held(fetch := pair.fetch(codec)):
             await pair.target.fetching(fetch)
         assert harm.is_done and fetch.num_whole < 20
@@ -426,7 +426,7 @@ def test_large_payloads_end_in_the_midst_over_sockets_too() -> None:
         target = Side(store_of(layout, 64), layout, 2)
         put_chain(source.store, names, blocks)
         before, store = state(source.store), target.store
-        fetcher = target.hands.fetcher
+        fetcher = target.mover.fetcher
         place, num_placed = fetcher.place, 0
 
         def placed(*arguments: Any) -> list[memoryview]:
@@ -474,7 +474,7 @@ def test_a_stalled_fetch_writes_nothing_when_its_bytes_come_after_all() -> None:
         network.links[0].is_stalled = True
         for _ in range(50):
             await asyncio.sleep(0.001)
-        pair.target.hands.do(events.EndFetch(KEY))
+        pair.target.mover.do(events.EndFetch(KEY))
         await task
         fetch.release()
         for slot in (slots := store.reserve(20)):
@@ -492,7 +492,7 @@ def test_a_fetch_cancelled_before_its_session_is_there_asks_for_nothing() -> Non
     pair = Pair(4)
 
     async def work() -> None:
-        fetcher, there = pair.target.hands.fetcher, asyncio.Event()
+        fetcher, there = pair.target.mover.fetcher, asyncio.Event()
 
         async def reach(node: NodeId) -> Any:
             await there.wait()
@@ -506,7 +506,7 @@ def test_a_fetch_cancelled_before_its_session_is_there_asks_for_nothing() -> Non
             there.set()
             await task
             assert fetch.num_whole == 0
-        assert pair.source.hands.lender.bytes_out == 0
+        assert pair.source.mover.lender.bytes_out == 0
 
     run(pair, MemoryNetwork(), work)
 
@@ -534,7 +534,7 @@ def test_a_lost_connection(connections: int) -> None:
 @pytest.mark.parametrize("network", ["memory", "tcp"])
 def test_the_source_leaves_in_midway(network: str) -> None:
     pair = Pair(100)
-    receive = pair.target.hands.fetcher.receive
+    receive = pair.target.mover.fetcher.receive
 
     async def work() -> None:
         def leave(connection: Any, given: Given) -> None:
@@ -542,7 +542,7 @@ def test_the_source_leaves_in_midway(network: str) -> None:
             assert pair.source.session is not None
             pair.source.session.abort("killed")
 
-        pair.target.hands.fetcher.receive = leave  # type: ignore[method-assign]
+        pair.target.mover.fetcher.receive = leave  # type: ignore[method-assign]
         with held(fetch := pair.fetch()):
             await pair.target.fetching(fetch)
             assert fetch.num_whole < 100
@@ -582,7 +582,7 @@ def test_a_block_damaged_in_the_arena_of_the_source(codec: str) -> None:
         with held(fetch := pair.fetch(codec)):
             await pair.target.fetching(fetch)
             assert fetch.num_whole <= 3
-        assert pair.target.hands.fetcher.seal_mismatches == 1
+        assert pair.target.mover.fetcher.seal_mismatches == 1
         assert all(got in (None, sent) for got, sent in zip(pair.arrived(), pair.blocks, strict=True))
 
     run(pair, MemoryNetwork(), work)
@@ -628,7 +628,7 @@ def test_lies_end_the_fetch_and_leave_nothing(lie: str) -> None:
     pair = Pair(4, room=2)
 
     async def work() -> None:
-        pair.source.hands._lender = Liar(LIES[lie])  # type: ignore[assignment]
+        pair.source.mover._lender = Liar(LIES[lie])  # type: ignore[assignment]
         with held(fetch := pair.fetch()):
             async with asyncio.timeout(WAIT_S):
                 await pair.target.fetching(fetch)
@@ -752,7 +752,7 @@ def test_what_is_under_way_when_a_fetch_ends_is_refused_before_its_slots_are_giv
         while not line.sent:
             await asyncio.sleep(0)
         assert fetch.place(line, Given(KEY, 0, 0, SEALS), LAYOUT.slice_bytes) is not None  # type: ignore[arg-type]
-        pair.target.hands.fetcher.cancel(KEY)
+        pair.target.mover.fetcher.cancel(KEY)
         await running
         fetch.release()
 
@@ -764,7 +764,7 @@ def test_what_is_under_way_when_a_fetch_ends_is_refused_before_its_slots_are_giv
 
 def test_of_a_fetch_only_the_session_is_heard_that_was_asked(begun: Begun) -> None:
     """The same peer, though with another key, or another one."""
-    fetcher, stranger = begun.pair.target.hands.fetcher, Mute()
+    fetcher, stranger = begun.pair.target.mover.fetcher, Mute()
     fetcher._open[KEY] = begun.fetch
     begun.fetch.session = begun.session  # type: ignore[assignment]
 
@@ -825,12 +825,12 @@ def test_a_false_loan_ends_the_fetch(loan: str) -> None:
     pair = Pair(4, shares=True)
 
     async def work() -> None:
-        answer = pair.target.hands.fetcher.answer
+        answer = pair.target.mover.fetcher.answer
 
         def altered(connection: Any, message: Lent | Ended) -> None:
             answer(connection, FALSE_LOANS[loan](message) if isinstance(message, Lent) else message)
 
-        pair.target.hands.fetcher.answer = altered  # type: ignore[method-assign]
+        pair.target.mover.fetcher.answer = altered  # type: ignore[method-assign]
         with held(fetch := pair.fetch()):
             await pair.target.fetching(fetch)
             assert fetch.num_whole == 0

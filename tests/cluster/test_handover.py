@@ -534,6 +534,19 @@ def test_nothing_is_accepted_before_the_grant() -> None:
         here.place(Wire(), slices, size)  # type: ignore[arg-type]
 
 
+def test_what_is_under_way_when_an_attempt_is_released_is_refused() -> None:
+    """Its blocks are another's then."""
+    here, _, _ = handovers()
+    wire, slices = Wire(), Slices(A, 0, 0, 4, (b"",))
+    here.offered(wire, OFFER)  # type: ignore[arg-type]
+    here.grant(events.Grant(A, NodeId("there"), extent(4), (0, 1)))
+    here.place(wire, slices, 4 * LAYOUT.token_bytes)  # type: ignore[arg-type]
+    here.release(A)
+    assert wire.refused == [slices]
+    (past,) = here.place(wire, replace(slices, layer=1), 4 * LAYOUT.token_bytes)  # type: ignore[arg-type]
+    assert past.nbytes == 4 * LAYOUT.token_bytes, "it is read past"
+
+
 def test_nothing_is_accepted_after_everything_came() -> None:
     outgoing, _, wire = sender(8)
     outgoing.attach(wire)  # type: ignore[arg-type]

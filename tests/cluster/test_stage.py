@@ -11,8 +11,8 @@ import pytest
 from isthmus.attempts import Route
 from isthmus.cluster import cache as cache_module
 from isthmus.cluster.cache import NodeCache
-from isthmus.cluster.hands import Hands
 from isthmus.cluster.messages import StageFound, StageRun, StageSampled, StageSaved, Task
+from isthmus.cluster.mover import KVMover
 from isthmus.cluster.pipeline import Group
 from isthmus.cluster.sessions import Peers
 from isthmus.cluster.stage import StageStepper
@@ -73,7 +73,7 @@ class Owner:
             self.data[message.run] = data
 
     def fact(self, fact: Event) -> None:
-        """Of the hands, as a stage's process hands it on."""
+        """Of the mover, as a stage's process hands it on."""
         self.up(StageSaved(1, fact.request) if isinstance(fact, Saved) else fact)
 
     def died(self, error: BaseException) -> None:
@@ -98,7 +98,7 @@ class Nobody(Peers):
         raise OSError("nobody is there")
 
 
-class Watched(Hands):
+class Watched(KVMover):
     """`ready`: attempts of which KV may leave; `released`: those of which nothing may leave any more."""
 
     def __init__(self, engine: EmulatedEngine, cache: NodeCache, owner: Owner) -> None:
@@ -134,10 +134,10 @@ class Stage:
         layout = self.engine.memory.layout
         self.store = Store(Arena(Shape(layout.num_layers, layout.slice_bytes), 8))
         self.cache = NodeCache(self.engine.memory, self.store)
-        self.hands = Watched(self.engine, self.cache, self.owner)
-        self.hands.open(self.owner)  # type: ignore[arg-type]
+        self.mover = Watched(self.engine, self.cache, self.owner)
+        self.mover.open(self.owner)  # type: ignore[arg-type]
         later = self.owner.call_soon_threadsafe
-        self.stepper = StageStepper(self.engine, 1, self.hands, self.owner, later)  # type: ignore[arg-type]
+        self.stepper = StageStepper(self.engine, 1, self.mover, self.owner, later)  # type: ignore[arg-type]
 
     def receive(self, *messages: Any) -> None:
         for message in messages:
@@ -242,8 +242,8 @@ def test_what_misses_a_block_poisons_only_itself(stage: Stage) -> None:
     assert Lost((NAMES[0],)) in told
     failed = next(each for each in told if isinstance(each, Broken))
     assert failed.key == A and told.index(Lost((NAMES[0],))) < told.index(failed)
-    assert stage.hands.released == [A]
-    assert A not in stage.hands.ready and B in stage.hands.ready
+    assert stage.mover.released == [A]
+    assert A not in stage.mover.ready and B in stage.mover.ready
 
 
 def test_blocks_of_a_poisoned_attempt_are_not_kept(stage: Stage) -> None:
@@ -266,7 +266,7 @@ def test_poison_of_a_stage_before_goes_on(stage: Stage) -> None:
     stage.receive(task(A, 10))
     stage.run(1, whole(A, 10, (0, 1, 2)), poisoned=(A,))
     assert stage.owner.wait_for(StageSampled) == StageSampled(1, (), (), ())
-    assert stage.hands.released == [A] and not stage.hands.ready
+    assert stage.mover.released == [A] and not stage.mover.ready
 
 
 def test_a_prefix_that_the_leader_misses_too_is_no_failure(stage: Stage) -> None:
@@ -275,7 +275,7 @@ def test_a_prefix_that_the_leader_misses_too_is_no_failure(stage: Stage) -> None
     stage.receive(Shorten(A, 0))
     stage.run(1, whole(A, 10, (0, 1, 2)))
     assert stage.owner.wait_for(StageSampled) == StageSampled(1, (A,), (token_of(10),), (None,))
-    assert not stage.hands.released
+    assert not stage.mover.released
 
 
 class Held(EmulatedEngine):

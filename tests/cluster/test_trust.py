@@ -465,7 +465,7 @@ def test_a_node_listens_to_nodes_of_its_cluster_only(said: str | None) -> None:
             stranger = Someone()
             stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
             stranger.say(*(WRONG_PEERS[said] if said is not None else [INTRODUCTION, messages.Probe(), OFFER]))
-            offers = process.hands._receiver._offers
+            offers = process.mover._receiver._offers
             while not stranger.reasons and not offers:
                 await asyncio.sleep(0.001)
             if said is None:

@@ -69,7 +69,7 @@ class Owner:
                 self.actions.append(action)
                 match action:
                     case Run():
-                        self.worker.form(action)
+                        self.worker.submit(action)
                     case Cut():
                         self.worker.cut()
                     case Admitted():
@@ -78,7 +78,7 @@ class Owner:
     def take_turn(self) -> None:
         """Nobody else computes."""
 
-    def stepped(self, facts: list[Any]) -> None:
+    def tell_all(self, facts: list[Any]) -> None:
         for fact in facts:
             self.tell(fact)
 

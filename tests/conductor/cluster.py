@@ -236,7 +236,7 @@ class Cluster:
     # What is to be seen.
 
     def waits_ms(self) -> dict[str, int]:
-        """Prefill work booked, by node."""
+        """Prefill work assigned, by node."""
         return {str(node.node): node.work_ns // MS for node in self.conductor.view.nodes.values()}
 
     def batches(self) -> dict[str, tuple[int, int]]:

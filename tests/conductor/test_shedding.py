@@ -42,7 +42,7 @@ def test_who_is_in_service_or_got_a_token_stays() -> None:
     assert names(waiting_below(view.prefills, 9)) == "2"
     view.first_token(view.requests[RequestId("0")], 0)
     assert names(waiting_below(view.prefills, 9)) == "2"
-    view.unbook(view.requests[RequestId("1")], 0)
+    view.unassign(view.requests[RequestId("1")], 0)
     assert names(waiting_below(view.prefills, 9)) == ""
 
 
@@ -58,7 +58,7 @@ def test_few_are_turned_away_for_a_queue_that_is_shorter() -> None:
     assert names(to_replace(view, asks)) == "3"
     assert names(to_replace(view, arrival(10, priority=0))) == "3"
     assert names(to_replace(view, arrival(10, priority=-1))) == ""
-    view.unbook(view.requests[RequestId("3")], 0)
+    view.unassign(view.requests[RequestId("3")], 0)
     assert names(to_replace(view, asks)) == "4"
     assert names(to_thin(view, asks, 3, 10**12)) == "542"
 

@@ -72,7 +72,7 @@ def accept(
     placement.decode = decode
     accepted = RequestView(request, now)
     view.requests[request.request] = accepted
-    view.book(accepted, placement, now)
+    view.assign(accepted, placement, now)
     accepted.attempt += 1
     return accepted
 

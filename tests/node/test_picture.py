@@ -12,7 +12,7 @@ from isthmus.node.events import Action, Event
 from isthmus.scheduler import sequence
 from isthmus.scheduler.sequence import State
 
-STEPS = ("ADMITTED", "COMPUTED", "LEAVES", "RESERVED", "WHOLE", "JOINED", "PREEMPTED", "ENDED")
+STEPS = ("ADMITTED", "COMPUTED", "DEPARTS", "RESERVED", "WHOLE", "JOINED", "PREEMPTED", "ENDED")
 WAY: dict[str, dict[State, State | None]] = {step.lower(): getattr(sequence, step) for step in STEPS}
 PAGE = (Path(__file__).parents[2] / "docs" / "node.md").read_text(encoding="utf8")
 

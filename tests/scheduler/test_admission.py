@@ -72,7 +72,7 @@ def test_the_shortest_goes_first_if_that_breaks_no_promise() -> None:
 def test_who_leaves_takes_no_memory_that_those_it_overtakes_need(leaves: bool, first: str) -> None:
     door = Door(12, order="promise")
     door.arrive("long", 44, work_ms=50)
-    door.arrive("short", 8, work_ms=10, detach=leaves)
+    door.arrive("short", 8, work_ms=10, departs=leaves)
     assert door.admits() == first
 
 

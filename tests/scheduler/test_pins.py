@@ -72,7 +72,7 @@ class Beside:
         names = names_of(random, num_tokens // SIZE)
         about: dict[str, object] = {
             "num_cached": random.randint(0, len(names)),
-            "detach": random.random() < 0.5,
+            "departs": random.random() < 0.5,
         }
         if names and random.random() < 0.3:
             start = random.randrange(len(names))

@@ -84,8 +84,8 @@ def test_where_snapshots_are_taken(
     length: int, computed: int, found: int, positions: list[tuple[int, int]]
 ) -> None:
     states = States(PARTS, 4, BlockPool(8))
-    assert states.positions(length, length // 4, computed, found, leaves=False) == positions
-    assert states.positions(length, length // 4, computed, found, leaves=True) == [*positions, (length, 0)]
+    assert states.positions(length, length // 4, computed, found, departs=False) == positions
+    assert states.positions(length, length // 4, computed, found, departs=True) == [*positions, (length, 0)]
 
 
 def test_the_same_prompt_again_goes_on_from_its_snapshot() -> None:
@@ -116,7 +116,7 @@ def test_kv_without_a_state_is_computed_again_and_leaves_one_at_the_branch() -> 
 
 def test_who_leaves_takes_its_state_along_in_blocks_that_are_free_afterwards() -> None:
     scheduler = node()
-    run = of(Run, scheduler.on(arrives(A, 42, detach=True)))
+    run = of(Run, scheduler.on(arrives(A, 42, departs=True)))
     assert [position for position, _ in run.chunks[0].snapshots] == [40, 42]
     scheduler.on(Stepped(1))
     assert scheduler.num_transfer == 1 + PARTS  # the unfinished block and the state
@@ -233,7 +233,7 @@ def test_without_recurrent_layers_every_prefix_can_be_used_and_nothing_is_held(
     assert none.in_pool(sequence.names, held) == (held, ())
     assert none.in_tiers(tiers, sequence, present, on_disk) == (present, on_disk)
     assert none.chain(NAMES, present) == NAMES[:present] and none.parts(NAMES, present) == ()
-    assert none.leaves_some(length, length) and not none.positions(length, 9, 0, 9, leaves=True)
+    assert none.leaves_some(length, length) and not none.positions(length, 9, 0, 9, departs=True)
     none.admit(sequence, Prefix(num_tokens=4, loads=True), ())
     for told in (none.reserve, none.join, none.restored, none.leave):
         told(sequence)

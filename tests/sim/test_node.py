@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from isthmus.cost import compile_cost, pipeline
 from isthmus.scheduler import Piece, Run
-from isthmus.sim.job import Job
+from isthmus.sim.job import SimJob
 from isthmus.sim.links import SerialLink
 from isthmus.sim.node import SimNode, build_node
 from isthmus.sim.records import LinkRecord
@@ -74,7 +74,7 @@ def test_iterations_that_take_no_time_are_over_at_once() -> None:
 
 def test_who_got_the_last_token_ends_with_the_run() -> None:
     node = a_node()
-    jobs = [Job(index, Request(0, 10, output)) for index, output in enumerate((4, 9, 4))]
+    jobs = [SimJob(index, Request(0, 10, output)) for index, output in enumerate((4, 9, 4))]
     for job in jobs:
         job.num_generated = 1
         node.admit(job)

@@ -37,16 +37,16 @@ from isthmus.types import (
     NS_PER_S,
     BlockName,
     Generated,
+    Job,
     ModelCard,
     RequestId,
     Sampling,
     Tier,
     TokenLogprobs,
 )
-from isthmus.types import Job as Asked
-from tests.virtual.hands import LazyHands, MemoryFiles, VirtualHands, pool_of, store_opener
 from tests.virtual.links import VirtualLinks
 from tests.virtual.loop import ARRIVAL, OTHERS, ManualLoop
+from tests.virtual.mover import LazyMover, MemoryFiles, VirtualMover, pool_of, store_opener
 from tests.virtual.stage import VirtualStage
 from tests.virtual.worker import LoopWorker
 
@@ -206,20 +206,20 @@ class VirtualCluster:
                 runtime = Runtime(
                     links.ether.view(slot),
                     loop.clock_ns,
-                    partial(VirtualHands, links),
+                    partial(VirtualMover, links),
                     pool_of,
-                    lambda process: LoopWorker(process, loop, lambda: process.hands),
+                    lambda process: LoopWorker(process, loop, lambda: process.mover),
                 )
                 engine = self._engine(facts, 0)
                 opener = store_opener(facts, engine, files, self._spare_slots)
                 process = NodeProcess(engine, options, runtime, opener)
-                links.nodes[slot].brain = process.node
+                links.nodes[slot].decider = process.node
                 running[slot] = process, group.create_task(process.run())
                 for stage in range(1, facts.pipeline):
                     engine, files = self._engine(facts, stage), MemoryFiles(loop.time)
                     opener = store_opener(facts, engine, files, self._spare_slots)
                     later = VirtualStage(
-                        engine, replace(options, stage=stage), replace(runtime, hands_of=LazyHands), opener
+                        engine, replace(options, stage=stage), replace(runtime, mover_of=LazyMover), opener
                     )
                     group.create_task(later.run())
 
@@ -297,10 +297,10 @@ class VirtualCluster:
             outcome.error = error
         return outcome
 
-    def _job(self, name: RequestId, request: VirtualRequest) -> Asked:
+    def _job(self, name: RequestId, request: VirtualRequest) -> Job:
         max_tokens = request.max_tokens or request.output_tokens
         stops = self._last_token(request) if request.output_tokens < max_tokens else ()
-        return Asked(
+        return Job(
             request=name,
             tokens=request.tokens,
             max_tokens=max_tokens,

@@ -22,13 +22,13 @@ from isthmus.node.events import (
     Wanted,
 )
 from isthmus.sim.deployment import Deployment
-from isthmus.sim.job import Job
+from isthmus.sim.job import SimJob
 from isthmus.sim.moves import Due, Moves
 from isthmus.sim.node import SimNode, build_node
 from isthmus.sim.workloads import Request
 from isthmus.types import RequestId
-from tests.virtual.hands import Ether, VirtualHands
 from tests.virtual.loop import FLOWS, MESSAGE, TRANSFER, ManualLoop
+from tests.virtual.mover import Ether, VirtualMover
 
 
 class VirtualMoves(Moves):
@@ -48,7 +48,7 @@ class VirtualLinks:
         self.deployment, self.loop = deployment, loop
         self.nodes: list[SimNode] = [build_node(deployment, slot) for slot in range(len(deployment.nodes))]
         self.slots = {node.facts.node: node.slot for node in self.nodes}
-        self.jobs: dict[RequestId, Job] = {}
+        self.jobs: dict[RequestId, SimJob] = {}
         self.ether = Ether(MemoryNetwork(lambda at: loop.call_soon), self.slots)
         self._due: Due = []
         self.moves = VirtualMoves(deployment, self, self.nodes, self.jobs, self._due)  # type: ignore[arg-type]
@@ -58,14 +58,14 @@ class VirtualLinks:
         """Of every hand-over there ever was: what is said of it may come late."""
         self._sources: dict[tuple[int, RequestId], int] = {}
         """Of fetches under way, by the node that fetches."""
-        self._hands: dict[int, VirtualHands] = {}
+        self._movers: dict[int, VirtualMover] = {}
         self.entering = 0
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._version = -1
         self._settling = False
 
-    def enter(self, hands: VirtualHands) -> int:
-        self._hands[self.entering] = hands
+    def enter(self, mover: VirtualMover) -> int:
+        self._movers[self.entering] = mover
         return self.entering
 
     # As the simulator's clock.
@@ -85,12 +85,12 @@ class VirtualLinks:
 
     def route(self, route: Route, num_tokens: int) -> None:
         """The simulator keeps books of each attempt."""
-        job = Job(0, Request(0, num_tokens, 1))
+        job = SimJob(0, Request(0, num_tokens, 1))
         job.name, job.length = route.request, num_tokens
         job.route, job.attempt, job.key = route, route.attempt, key_of(route.request, route.attempt)
-        job.prefill_slot, job.target = self.slots[route.prefill], self.slots[route.decode]
+        job.prefill_slot, job.decode_slot = self.slots[route.prefill], self.slots[route.decode]
         self.jobs[job.key] = job
-        self._ends_of[job.key] = job.prefill_slot, job.target
+        self._ends_of[job.key] = job.prefill_slot, job.decode_slot
 
     def withdraw(self, key: RequestId) -> None:
         job = self.jobs.pop(key, None)
@@ -102,9 +102,9 @@ class VirtualLinks:
     def do(self, slot: int, action: Any) -> None:
         if isinstance(action, Fetch):
             self._sources[slot, action.key] = self.slots[action.source]
-        effect = self.moves.effects.get(type(action))
-        if effect is not None:
-            effect(self.nodes[slot], action)
+        handler = self.moves.handlers.get(type(action))
+        if handler is not None:
+            handler(self.nodes[slot], action)
             self.settle()
 
     def settle(self) -> None:
@@ -132,9 +132,9 @@ class VirtualLinks:
         self.settle()
 
     def _tell(self, node: SimNode, event: Event | None) -> None:
-        """Opens the way of what tells this. Of the rest, the node's own hands hear."""
-        hands = self._hands.get(node.slot)
-        if hands is None:
+        """Opens the way of what tells this. Of the rest, the node's own mover hears."""
+        mover = self._movers.get(node.slot)
+        if mover is None:
             return  # it died
         slot, opened = node.slot, self.ether.gate.open
         match event:
@@ -155,13 +155,13 @@ class VirtualLinks:
             case FetchEnded():
                 opened(self._sources.pop((slot, event.key)), slot, "blocks", event.key)
             case Loaded():
-                hands.load_now(event.key)
+                mover.load_now(event.key)
             case Severed() if event.reason.startswith("no KV crossed"):
-                hands.tell(event)  # links are not watched here
+                mover.tell(event)  # links are not watched here
 
     def lose(self, node: SimNode) -> None:
         """A node is gone with all that it held."""
-        self._hands.pop(node.slot).alive = False
+        self._movers.pop(node.slot).alive = False
         self.ether.lose(node.slot)
         self.moves.lose(node)
         self.settle()

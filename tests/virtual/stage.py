@@ -6,7 +6,7 @@ from typing import Any
 
 from isthmus.cluster import messages
 from isthmus.cluster.stage import StageNode, StageStepper
-from tests.virtual.hands import LazyHands
+from tests.virtual.mover import LazyMover
 
 
 class InlineStepper(StageStepper):
@@ -19,9 +19,9 @@ class InlineStepper(StageStepper):
     def receive(self, message: messages.Downward, data: memoryview | None = None) -> None:
         super().receive(message, data)
         if isinstance(message, messages.StageRun):
-            assert isinstance(self._hands, LazyHands)
+            assert isinstance(self._mover, LazyMover)
             for piece in message.pieces:
-                self._hands.load_now(piece.request)
+                self._mover.load_now(piece.request)
         while (entry := None if self._queue.empty() else self._queue.get()) is not None:
             message, data, ahead = entry
             self._perform(message, data, ahead=ahead)
@@ -31,5 +31,5 @@ class InlineStepper(StageStepper):
 class VirtualStage(StageNode):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.stepper = InlineStepper(self._engine, self._options.stage, self.hands, self, self._later)
+        self.stepper = InlineStepper(self._engine, self._options.stage, self.mover, self, self._later)
         self.runs = self.stepper.runs

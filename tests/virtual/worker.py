@@ -12,8 +12,8 @@ from isthmus.cost import compile_cost
 from isthmus.engine.emulated import EmulatedEngine
 from isthmus.scheduler import Run
 from isthmus.types import NS_PER_S
-from tests.virtual.hands import VirtualHands
 from tests.virtual.loop import PREFILL_ENDS, STEP_ENDS, ManualLoop
+from tests.virtual.mover import VirtualMover
 
 
 class LoopWorker:
@@ -23,10 +23,10 @@ class LoopWorker:
     Iterations end at the start of their run plus the exact sum of their lengths, rounded down to nanoseconds.
     """
 
-    def __init__(self, process: NodeProcess, loop: ManualLoop, bytes_of: Callable[[], VirtualHands]) -> None:
-        self._process, self._loop, self._hands_of = process, loop, bytes_of
+    def __init__(self, process: NodeProcess, loop: ManualLoop, mover_of: Callable[[], VirtualMover]) -> None:
+        self._process, self._loop, self._mover_of = process, loop, mover_of
         self.lock = contextlib.nullcontext()
-        self._formed = asyncio.Event()
+        self._submitted = asyncio.Event()
         self._run: Run | None = None
         self._is_cut = False
         self._timer: asyncio.TimerHandle | None = None
@@ -39,10 +39,10 @@ class LoopWorker:
     def later(self, function: Callable[..., None], *arguments: Any) -> None:
         function(*arguments)
 
-    def form(self, run: Run) -> None:
+    def submit(self, run: Run) -> None:
         self._run, self._is_cut = run, False
         _ = run.pieces
-        self._formed.set()
+        self._submitted.set()
 
     def cut(self) -> None:
         """As in the simulator, the end of the run is set anew then, and comes after others of that instant."""
@@ -68,12 +68,12 @@ class LoopWorker:
         """The other stages are through with it so much later; that they are quicker here, nobody hears."""
         if (group := self._process._group) is None:
             return
-        hands = self._hands_of()
+        mover = self._mover_of()
         tail_ns = (group.stages - 1) * self._step_ps(run) // 1000
         if any(piece.samples for piece in run.chunks) and tail_ns:
-            self._loop.set(self._loop.now_ns + tail_ns, PREFILL_ENDS, hands.stages_through, group._num_runs)
+            self._loop.set(self._loop.now_ns + tail_ns, PREFILL_ENDS, mover.stages_through, group._num_runs)
         else:
-            hands.stages_through(group._num_runs)
+            mover.stages_through(group._num_runs)
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -84,8 +84,8 @@ class LoopWorker:
     async def _main(self) -> None:
         try:
             while True:
-                await self._formed.wait()
-                self._formed.clear()
+                await self._submitted.wait()
+                self._submitted.clear()
                 while self._run is not None:
                     run, self._run = self._run, None
                     await self._execute(run)
@@ -94,25 +94,25 @@ class LoopWorker:
             raise
 
     async def _execute(self, run: Run) -> None:
-        runs, engine, hands = self._process.runs, self._process.runs.engine, self._hands_of()
+        runs, engine, mover = self._process.runs, self._process.runs.engine, self._mover_of()
         assert isinstance(engine, EmulatedEngine)
         execution = runs.start(run)
         started_ns, elapsed_ps = self._loop.now_ns, 0
         priority, turn = STEP_ENDS if run.num_decodes else PREFILL_ENDS, self._loop.turn()
         while True:
-            if not hands.misses(run):
+            if not mover.misses(run):
                 elapsed_ps += self._step_ps(run) or engine.step_ps(execution.batch)
             self._until = started_ns + elapsed_ps // 1000, priority, self._loop.create_future()
             self._sleep(turn)
             await self._until[2]
             self._timer = None
-            await hands.wait_for(run)
-            hands.load_for(run)
-            missed = hands.take_missed(run)
+            await mover.wait_for(run)
+            mover.load_for(run)
+            missed = mover.take_missed(run)
             runs.compute(execution)
             if (missing := execution.missing) is not None:
                 others = [each for each in missed if each.key != missing.key]
-                self._process.stepped([*others, *runs.finish(execution)])
+                self._process.tell_all([*others, *runs.finish(execution)])
                 return
             assert not missed, "what did not come was loaded"
             self._leaves(run)
@@ -120,4 +120,4 @@ class LoopWorker:
             if execution.over or self._is_cut:
                 break
             runs.advance(execution)
-        self._process.stepped(runs.finish(execution))
+        self._process.tell_all(runs.finish(execution))

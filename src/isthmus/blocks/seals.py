@@ -1,4 +1,4 @@
-"""Seals: a 128-bit digest of a block's bytes in one layer, checked at every hand-over.
+"""Seals: a 128-bit digest of a block's bytes in one layer, checked when they come from another node or the SSD.
 
 XXH3 finds torn, flipped, truncated and misplaced bytes at memory speed. It does not stop somebody who forges
 bytes on purpose; that is the transport's task (authenticated sessions).

@@ -142,7 +142,7 @@ def process_of(spec: LaunchSpec, host: str) -> EngineProcess:
     )
     folder_name = f"{spec.node}.{spec.stage}" if spec.stage else spec.node
     store_of = store_opener(config, engine, folder_name, facts)
-    runtime = Runtime(network_of(config, facts.rates))
+    runtime = Runtime(network_of(config))
     if spec.stage:
         return StageNode(engine, options, runtime, store_of)
     tape = None

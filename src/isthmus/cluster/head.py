@@ -23,7 +23,7 @@ from isthmus.cluster.addresses import AddressBook
 from isthmus.cluster.link_stats import LinkStats, Offload
 from isthmus.cluster.pipeline import Groups, Stage
 from isthmus.cluster.recorder import Tape
-from isthmus.cluster.sessions import Bare
+from isthmus.cluster.sessions import NoPayloads
 from isthmus.cluster.streams import Stream
 from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
 from isthmus.messenger import Network, Session, TcpNetwork
@@ -427,7 +427,7 @@ def _refusal(refuse: conductor.Refuse) -> IsthmusError:
     return UnavailableError(refuse.reason)
 
 
-class _FromNode(Bare):
+class _FromNode(NoPayloads):
     """A session with a node, from the head's side. Nothing is heard before a valid Hello."""
 
     def __init__(self, head: Head) -> None:

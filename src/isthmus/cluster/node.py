@@ -4,8 +4,8 @@
     prefill node ──Offer──> decode node ──Grant──> ──Slices…, Sent──> ──Landed──>
 
 Event loop and worker tell facts to `isthmus.node.Node` under one lock, which nobody holds while the engine computes, so
-grants and arrivals are heard in the middle of an iteration too. Its actions are carried out by `Runs` (tokens), `Hands`
-(bytes), the session with the head (reports), and here (time).
+grants and arrivals are heard in the middle of an iteration too. Its actions are carried out by `Runs` (tokens),
+`KVMover` (bytes), the session with the head (reports), and here (time).
 """
 
 from __future__ import annotations
@@ -59,23 +59,23 @@ class NodeProcess(EngineProcess):
         if facts.pipeline > 1:
 
             def later(function: Callable[..., None], *arguments: Any) -> None:
-                self.worker.later(function, *arguments)  # of whom there is none yet
+                self.worker.later(function, *arguments)  # which is made further down
 
             self._group = Group(facts.pipeline, self.tell, self.sampled, self.end, later)
             onward = self._group.compute
-        self.runs = Runs(engine, self.hands, self._send_outputs, runtime.clock_ns, onward)
+        self.runs = Runs(engine, self.mover, self._send_outputs, runtime.clock_ns, onward)
         self.runs.saves, self.runs.keeps_answers = self.node.tiers is not None, self.node.keeps_answers
         self.worker: ThreadWorker = (runtime.worker_of or ThreadWorker)(self)
         self._blocks_evicted = 0
-        self._heard: dict[type, Callable[[Any], None]] = {
+        self._run_handlers: dict[type, Callable[[Any], None]] = {
             Admitted: self.runs.admitted,
             events.Load: self.runs.loading,
             events.Shorten: self.runs.shortened,
             Preempted: self.runs.preempted,
             events.Release: self.runs.released,
         }
-        self._orders: dict[type, Callable[[Any], None]] = {
-            Run: self.worker.form,
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Run: self.worker.submit,
             events.Cut: lambda _: self.worker.cut(),
             events.Wake: lambda action: self.worker.later(self._wake, action.at_ns),
             **dict.fromkeys(get_args(Report), self._report),
@@ -111,12 +111,12 @@ class NodeProcess(EngineProcess):
 
     def _carry_out(self, action: events.Action) -> None:
         kind = type(action)
-        if kind in self._heard:
-            self._heard[kind](action)
-        if kind in self._orders:
-            self._orders[kind](action)
+        if kind in self._run_handlers:
+            self._run_handlers[kind](action)
+        if kind in self._handlers:
+            self._handlers[kind](action)
             return
-        self.hands.do(action)  # bytes of this engine, and of the later stages'
+        self.mover.do(action)  # bytes of this engine, and of the later stages'
         if self._group is not None:
             self._group.do(action)
 
@@ -150,7 +150,7 @@ class NodeProcess(EngineProcess):
         if self._group is not None:
             self._group.take_turn()
 
-    def stepped(self, facts: list[Any]) -> None:
+    def tell_all(self, facts: list[Any]) -> None:
         for fact in facts:
             self.tell(fact)
 
@@ -245,7 +245,7 @@ class ThreadWorker:
     def __init__(self, owner: NodeProcess) -> None:
         self._owner = owner
         self.lock = threading.RLock()
-        self._formed = threading.Condition(self.lock)
+        self._submitted = threading.Condition(self.lock)
         self._run: Run | None = None
         self._is_cut = False
         self._running = True
@@ -259,10 +259,10 @@ class ThreadWorker:
         """Calls `function` in the event loop, from any thread; in the order of these calls."""
         self._loop.call_soon_threadsafe(function, *arguments)
 
-    def form(self, run: Run) -> None:
+    def submit(self, run: Run) -> None:
         """Executes it next. Under the lock, as `cut`."""
         self._run, self._is_cut = run, False
-        self._formed.notify()
+        self._submitted.notify()
 
     def cut(self) -> None:
         """Ends the run under way with the present iteration."""
@@ -271,7 +271,7 @@ class ThreadWorker:
     def stop(self) -> None:
         with self.lock:
             self._running, self._is_cut = False, True
-            self._formed.notify()
+            self._submitted.notify()
         self._thread.join(timeout=5)
 
     def _main(self) -> None:
@@ -285,7 +285,7 @@ class ThreadWorker:
 
     def _next(self) -> Run | None:
         with self.lock:
-            self._formed.wait_for(lambda: self._run is not None or not self._running)
+            self._submitted.wait_for(lambda: self._run is not None or not self._running)
             run, self._run = self._run, None
             return run if self._running else None
 
@@ -299,6 +299,6 @@ class ThreadWorker:
             with self.lock:
                 runs.add_tokens(execution)
                 if execution.over or self._is_cut:
-                    self._owner.stepped(runs.finish(execution))
+                    self._owner.tell_all(runs.finish(execution))
                     return
             runs.advance(execution)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from isthmus.cluster import messages
-from isthmus.cluster.sessions import Bare
+from isthmus.cluster.sessions import NoPayloads
 from isthmus.deploy import NodeFacts
 from isthmus.engine.interface import Hidden
 from isthmus.messenger import Network, Priority, Session
@@ -30,7 +30,7 @@ from isthmus.types import BlockName, NodeId, RequestId
 _FOLLOWED = frozenset(get_args(messages.Followed))
 
 
-class Group(Bare):
+class Group(NoPayloads):
     """The later stages. `begin`, `do` and `compute` keep their order; `later` calls something in the event loop, in
     order. There `tell` hears facts for the node, `sampled` of a batch that has left the last stage, and `end` that one
     is gone: nothing more can be computed."""
@@ -85,7 +85,7 @@ class Group(Bare):
     # In the event loop.
 
     def tell(self, fact: Event) -> None:
-        """For the leader's own hands: what they did counts when all stages have done it."""
+        """For the leader's own mover: what that did counts when all stages have done it."""
         if isinstance(fact, Saved):
             self._saved(0, fact.request)
         else:

@@ -1,4 +1,4 @@
-"""One process of a node: an engine and its hands, and sessions with the head and with other nodes.
+"""One process of a node: an engine and its mover, and sessions with the head and with other nodes.
 
 Most nodes are one process, which decides (`node.py`). A pipeline group is several, each with some of the layers; those
 after the first carry out what the first one decides (`stage.py`).
@@ -18,10 +18,10 @@ from typing import Any, ClassVar
 
 from isthmus.cluster import messages
 from isthmus.cluster.cache import NodeCache
-from isthmus.cluster.hands import Hands
 from isthmus.cluster.link_monitor import LinkMonitor
+from isthmus.cluster.mover import KVMover
 from isthmus.cluster.runs import Runs
-from isthmus.cluster.sessions import CONNECT_S, Bare, Peers
+from isthmus.cluster.sessions import CONNECT_S, NoPayloads, Peers
 from isthmus.deploy import NodeFacts
 from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
@@ -61,7 +61,7 @@ class Runtime:
 
     network: Network
     clock_ns: Callable[[], int] = time.monotonic_ns
-    hands_of: Callable[..., Hands] = Hands
+    mover_of: Callable[..., KVMover] = KVMover
     pool_of: Callable[[int, str], Executor] = ThreadPoolExecutor
     worker_of: Callable[[Any], Any] | None = None
 
@@ -97,7 +97,7 @@ class EngineProcess(ABC):
         peers = Peers(runtime.network, self._introduction, lambda: FromPeer(self, introduced=True))
         self._link_monitor = LinkMonitor(peers, options.link_s, self.spawn)
         self._addresses: dict[str, Mapping[NodeId, str]] = {}
-        self.hands = runtime.hands_of(
+        self.mover = runtime.mover_of(
             memory=engine.memory,
             first_layer=engine.layers[0],
             cache=self._cache,
@@ -117,7 +117,7 @@ class EngineProcess(ABC):
         """Joins the cluster and serves. Raises StartError when the head cannot be reached or says no."""
         self.loop = asyncio.get_running_loop()
         self._over: asyncio.Future[str] = self.loop.create_future()
-        self.hands.open(self.loop)
+        self.mover.open(self.loop)
         if self._cache is not None:  # a large disk takes a while, in which sessions would seem dead
             self._found = await asyncio.to_thread(self._cache.store.recover)
         options = self._options
@@ -136,7 +136,7 @@ class EngineProcess(ABC):
             return await self._over
         finally:
             server.close()
-            await self.hands.close()
+            await self.mover.close()
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -174,7 +174,7 @@ class EngineProcess(ABC):
 
     @abstractmethod
     def fact(self, fact: Event) -> None:
-        """Of its hands, and that time has passed. In the event loop."""
+        """Of its mover, and that time has passed. In the event loop."""
 
     @abstractmethod
     def received(self, key: RequestId, token: int) -> None:
@@ -205,7 +205,7 @@ class EngineProcess(ABC):
 
     def gauges(self) -> dict[str, float]:
         """Present state and totals, by metric name; read without a lock, so they may be a step apart."""
-        return {f"{name}_total": value for name, value in self.runs.counters.items()} | self.hands.gauges()
+        return {f"{name}_total": value for name, value in self.runs.counters.items()} | self.mover.gauges()
 
     def _send(self, message: Any) -> None:
         if self._head is not None:
@@ -243,12 +243,12 @@ class EngineProcess(ABC):
         )
 
     def introduced(self, connection: Session, hello: messages.PeerHello) -> None:
-        self.hands.introduced(connection, hello.node)
+        self.mover.introduced(connection, hello.node)
         self._link_monitor.introduced(connection, hello.node)
 
     def _lost(self, names: Sequence[BlockName]) -> None:
         """From a thread of the store: bytes are gone that somebody counts on."""
-        self.hands.lost_bytes(names)
+        self.mover.lost_bytes(names)
 
     def died(self, error: BaseException) -> None:
         """From the thread that computes."""
@@ -257,7 +257,7 @@ class EngineProcess(ABC):
         )
 
 
-class Vital(Bare):
+class Vital(NoPayloads):
     """A session with `what`, that a process cannot do without; `heard` is told what is said there."""
 
     def __init__(self, process: EngineProcess, what: str, heard: Callable[[Any], None]) -> None:
@@ -270,7 +270,7 @@ class Vital(Bare):
         self._process.end(f"the session with {self._what} ended: {reason}")
 
 
-class FromPeer(Bare):
+class FromPeer(NoPayloads):
     """A session with another node. `introduced`: this side opened it, or a valid PeerHello came first."""
 
     def __init__(self, process: EngineProcess, *, introduced: bool) -> None:
@@ -285,15 +285,15 @@ class FromPeer(Bare):
         elif isinstance(message, messages.PeerHello):
             raise ProtocolError("a second PeerHello")
         elif not isinstance(message, messages.Probe):
-            self._process.hands.on_peer(connection, message)
+            self._process.mover.on_peer(connection, message)
 
     def place(self, connection: Session, message: messages.PeerMessage, size: int) -> Sequence[memoryview]:
         if self._introduced:
-            return self._process.hands.place(connection, message, size)
+            return self._process.mover.place(connection, message, size)
         return super().place(connection, message, size)
 
     def on_void(self, connection: Session, message: messages.PeerMessage) -> None:
-        self._process.hands.on_void(connection, message)
+        self._process.mover.on_void(connection, message)
 
     def on_close(self, connection: Session, reason: str) -> None:
-        self._process.hands.lost(connection, reason)
+        self._process.mover.lost(connection, reason)

@@ -13,8 +13,8 @@ from typing import Any
 
 from isthmus.blocks import BlockNamer
 from isthmus.cluster.cache import PrefixMissing, Staging
-from isthmus.cluster.hands import Hands
 from isthmus.cluster.messages import Output, StageSampled, Task
+from isthmus.cluster.mover import KVMover
 from isthmus.engine.interface import Chunk, Engine, Hidden, OnLayer, Row
 from isthmus.node.events import Load, Missing, Release, Shorten
 from isthmus.scheduler import Admitted, Piece, Preempted, Run, Stepped
@@ -92,18 +92,18 @@ class Execution:
 
 
 class Runs:
-    """`outputs` hears the tokens of an iteration, in order. `hands`: who moves the bytes. `onward`: takes what this
+    """`outputs` hears the tokens of an iteration, in order. `mover`: who moves the bytes. `onward`: takes what this
     stage computed of a batch to those that follow; None for a whole model or the last stage."""
 
     def __init__(
         self,
         engine: Engine,
-        hands: Hands,
+        mover: KVMover,
         outputs: Callable[[Sequence[Output]], None],
         clock_ns: Callable[[], int],
         onward: Callable[[Run, Hidden], None] | None = None,
     ) -> None:
-        self.engine, self._hands, self._outputs = engine, hands, outputs
+        self.engine, self._mover, self._outputs = engine, mover, outputs
         self._clock_ns, self._onward = clock_ns, onward
         self._size, self._state_blocks = engine.layout.block_size, engine.layout.state_blocks
         self._live: dict[RequestId, _Live] = {}
@@ -196,7 +196,7 @@ class Runs:
         counters["tokens_computed"] += sum([piece.count for piece in run.pieces]) + (steps - 1) * sampled
         counters["tokens_sampled"] += sampled * steps if self._onward is None else 0
         for piece in run.chunks if execution.before_layer is not None and steps else ():
-            self._hands.loaded(piece.request)
+            self._mover.loaded(piece.request)
             if piece.request in self._live:
                 self._live[piece.request].num_loading = 0
         ended = tuple([live.task.begin.key for live in execution.ended])
@@ -246,7 +246,7 @@ class Runs:
         if not self.saves:
             return None
         full = slice(piece.start // self._size, min((piece.start + piece.count) // self._size, len(live.names)))
-        return self._hands.stage(piece.request, live.names[full], piece.blocks[full])
+        return self._mover.stage(piece.request, live.names[full], piece.blocks[full])
 
     def _await_loads(self, layer: int, loading: Sequence[_Live]) -> None:
         """The engine needs this layer of all prefixes in its batch. Raises PrefixMissing when it will not get it of the
@@ -254,14 +254,14 @@ class Runs:
         started_ns = self._clock_ns()
         for live in loading:
             self._awaited = live.task.begin.key
-            load = self._hands.load_of(self._awaited)
+            load = self._mover.load_of(self._awaited)
             if load is not None:
                 load.wait(layer, live.num_loading)
         self.counters["kv_wait_seconds"] += (self._clock_ns() - started_ns) / 1e9
 
     def _layer_done(self, layer: int, departing: Sequence[Piece], staged: Sequence[Staging]) -> None:
         for staging in staged:
-            self._hands.save_layer(staging, layer)
+            self._mover.save_layer(staging, layer)
         for piece in departing:
             self._announce(layer, piece)
 
@@ -270,7 +270,7 @@ class Runs:
         end = piece.start + piece.count
         stop = end if piece.samples else end // self._size * self._size
         if stop:  # what came before it is here as well, and perhaps was not told yet
-            self._hands.kv_ready(piece.request, Span(layer, layer + 1), Span(0, stop), piece.blocks)
+            self._mover.kv_ready(piece.request, Span(layer, layer + 1), Span(0, stop), piece.blocks)
 
     def _note_states(self, run: Run) -> None:
         """Snapshots that the iteration took; of a departing prompt that is computed, the one that goes with it."""
@@ -281,7 +281,7 @@ class Runs:
                 count = -(-len(live.tokens) // self._size)
                 blocks = piece.blocks[:count] + live.snapshots[len(live.tokens)]
                 layers = Span(0, self.engine.memory.layout.num_layers)
-                self._hands.kv_ready(
+                self._mover.kv_ready(
                     piece.request, layers, Span(count * self._size, len(blocks) * self._size), blocks
                 )
 
@@ -299,7 +299,7 @@ class Runs:
             if finish is not None:
                 ended.append(live)
             elif live.departs:
-                self._hands.first_token(task.begin.key, token)
+                self._mover.first_token(task.begin.key, token)
         if outputs:
             self._outputs(outputs)
         return ended

@@ -9,7 +9,6 @@ from typing import Any
 
 from isthmus.cluster.messages import PeerHello, PeerMessage
 from isthmus.config import Config
-from isthmus.deploy import Rates
 from isthmus.errors import ConfigError, ProtocolError
 from isthmus.messenger import Handler, Network, Session, TcpNetwork, Terms, Tls
 from isthmus.node import events
@@ -24,8 +23,8 @@ Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 """Runs it in the event loop and owns it: cancels and awaits it in the end."""
 
 
-class Bare:
-    """The side of a session to which nobody sends payloads."""
+class NoPayloads:
+    """The side of a session to which nobody sends payloads: one that comes all the same is the peer's mistake."""
 
     def place(self, connection: Session, message: Any, size: int) -> Sequence[memoryview]:
         raise ProtocolError(f"a {type(message).__name__} from {connection.peer} carried {size} bytes")
@@ -61,9 +60,8 @@ class Peers:
         return connection
 
 
-def network_of(config: Config, rates: Rates | None = None) -> TcpNetwork:
-    """TCP as configured, for a node with these links or, without them, for the head. Raises ConfigError when only some
-    of the TLS files are given, or one of them cannot be used."""
+def network_of(config: Config) -> TcpNetwork:
+    """TCP as configured. Raises ConfigError where only some of the TLS files are given, or one cannot be used."""
     files = config.tls
     given = (files.certificate, files.key, files.authority)
     tls = None

@@ -20,7 +20,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from isthmus.cluster import messages
-from isthmus.cluster.hands import Hands
+from isthmus.cluster.mover import KVMover
 from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost, Runtime, Vital
 from isthmus.cluster.runs import Execution, Runs
 from isthmus.cluster.sessions import CONNECT_S
@@ -37,12 +37,12 @@ class StageStepper:
     """`later` calls something in the event loop, in order. `receive` what comes down; `stop` in the end."""
 
     def __init__(
-        self, engine: Engine, stage: int, hands: Hands, owner: StageNode, later: Callable[..., None]
+        self, engine: Engine, stage: int, mover: KVMover, owner: StageNode, later: Callable[..., None]
     ) -> None:
-        self._stage, self._hands, self._owner, self._later = stage, hands, owner, later
+        self._stage, self._mover, self._owner, self._later = stage, mover, owner, later
         self._is_last = engine.layers[1] == engine.layout.num_layers
         onward = None if self._is_last else self._pass_on
-        self.runs = Runs(engine, hands, lambda outputs: None, time.monotonic_ns, onward)
+        self.runs = Runs(engine, mover, lambda outputs: None, time.monotonic_ns, onward)
         self._tasks: dict[RequestId, messages.Task] = {}
         self._poisoned: dict[RequestId, tuple[int, ...]] = {}
         """Attempts whose KV here is not what it should be, and never leaves; the blocks where it lies."""
@@ -66,7 +66,7 @@ class StageStepper:
                 self._tasks[message.begin.key] = message
                 self.runs.begin(message)
             case events.Offer() | events.Read():
-                self._hands.do(message)
+                self._mover.do(message)
             case events.Load() if ahead:
                 self._load(message)
         self._waiting.append(message)
@@ -89,7 +89,7 @@ class StageStepper:
                 case Preempted():
                     if earlier.request == load.key:
                         return True
-        return self._hands.is_loading(blocks)
+        return self._mover.is_loading(blocks)
 
     # The thread that computes.
 
@@ -116,20 +116,20 @@ class StageStepper:
                 self._save(message)
             case events.Shorten():
                 self.runs.shortened(message)
-                self._hands.do(message)
+                self._mover.do(message)
             case events.Release():
                 self._tasks.pop(message.key, None)
                 self._poisoned.pop(message.key, None)
                 self.runs.released(message)
-                self._hands.do(message)
+                self._mover.do(message)
             case events.Promote() | events.Demote() | events.Drop() | Preempted():
-                self._hands.do(message)
+                self._mover.do(message)
         self._later(self._owner.down, message)
 
     def _load(self, message: events.Load) -> None:
         if message.key in self._tasks:
             self.runs.loading(message)
-            self._hands.do(message)
+            self._mover.do(message)
 
     # One batch.
 
@@ -170,7 +170,7 @@ class StageStepper:
         self._poisoned[key] = piece.blocks
         self.runs.shortened(events.Shorten(key, 0))
         if not known:
-            self._hands.do(events.Release(key))
+            self._mover.do(events.Release(key))
             reason = "a cached block is missing in a later pipeline stage"
             self._later(self._owner.up, events.Broken(key, reason, distrust=True))
 
@@ -185,7 +185,7 @@ class StageStepper:
         if good:
             num_sunk = max(0, message.num_sunk - len(message.names) + good)
             kept = replace(message, names=message.names[:good], blocks=message.blocks[:good], num_sunk=num_sunk)
-            self._hands.do(kept)
+            self._mover.do(kept)
         else:
             self._later(self._owner.up, messages.StageSaved(self._stage, message.request))
 
@@ -204,7 +204,7 @@ class StageNode(EngineProcess):
     ) -> None:
         assert 0 < options.stage < options.facts.pipeline
         super().__init__(engine, options, runtime, store_of)
-        self.stepper = StageStepper(engine, options.stage, self.hands, self, self._later)
+        self.stepper = StageStepper(engine, options.stage, self.mover, self, self._later)
         self.runs = self.stepper.runs
         self._before: Session | None = None
         self._after: Session | None = None
@@ -228,7 +228,7 @@ class StageNode(EngineProcess):
         """It concerns the leader, but for what this stage's own sessions are granted."""
         match fact:
             case events.Granted():
-                self.hands.do(events.Send(fact.key, computed=False))
+                self.mover.do(events.Send(fact.key, computed=False))
             case Saved():
                 self.up(messages.StageSaved(self._options.stage, fact.request))
             case events.Broken() | events.Severed() | events.Lost():

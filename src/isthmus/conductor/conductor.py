@@ -101,7 +101,7 @@ class Conductor:
             return [self._refusal(event)]
         overload = self._admission.at_arrival(self.view, event, placement, now)
         if overload is not None:
-            victims = self._instead(event, placement, overload, now)
+            victims = self._victims(event, placement, overload, now)
             if not victims:
                 return [_overloaded(event.request, overload)]
         actions: list[Action] = []
@@ -122,7 +122,7 @@ class Conductor:
     def _route(self, request: RequestView, placement: Placement, now: int) -> Route:
         event = request.arrived
         placement.prefill.pool.recent.insert(len(event.names) - placement.held, now)
-        self.view.book(request, placement, now)
+        self.view.assign(request, placement, now)
         if placement.source is not None:
             source, target = placement.source, placement.prefill
             request.copy = copies.begin(
@@ -185,7 +185,7 @@ class Conductor:
         if request is None:
             return []
         nodes = self._alive(request)
-        self.view.unbook(request, now)
+        self.view.unassign(request, now)
         return [Abort(name, request.attempt, nodes)] if nodes else []
 
     def _attempt(self, request: RequestId, attempt: int) -> RequestView | None:
@@ -215,7 +215,7 @@ class Conductor:
             return Refuse(event.request, "too_long", reason)
         return Refuse(event.request, "unavailable", "no node can serve this now", self.rules.retry_after_ms)
 
-    def _instead(
+    def _victims(
         self, event: RequestArrived, placement: Placement, overload: Overload, now: int
     ) -> list[RequestView]:
         """Waiting requests of lower priority whose refusal makes room for this one."""
@@ -239,27 +239,27 @@ class Conductor:
         """Refuses a request that was accepted and has got no token yet."""
         name, nodes = request.arrived.request, self._alive(request)
         del self.view.requests[name]
-        self.view.unbook(request, now)
+        self.view.unassign(request, now)
         return [Abort(name, request.attempt, nodes), refuse]
 
     # Failures.
 
     def _failed(self, event: RequestFailed, now: int) -> list[Action]:
         request = self._attempt(event.request, event.attempt)
-        return [] if request is None else self._again(request, event.reason, now)
+        return [] if request is None else self._retry(request, event.reason, now)
 
     def _hold_expired(self, event: HoldExpired, now: int) -> list[Action]:
         request = self._attempt(event.request, event.attempt)
         return [self._fail(request)] if request is not None and request.held else []
 
-    def _again(self, request: RequestView, reason: str, now: int) -> list[Action]:
+    def _retry(self, request: RequestView, reason: str, now: int) -> list[Action]:
         """Ends the current attempt everywhere; then routes another, holds the request, or fails it."""
         if request.held:
             return []  # a second report of the attempt that ended
         name = request.arrived.request
         nodes = self._alive(request)
         actions: list[Action] = [Abort(name, request.attempt, nodes)] if nodes else []
-        self.view.unbook(request, now)
+        self.view.unassign(request, now)
         request.reason = reason
         if request.attempt >= self._max_attempts(request):
             return [*actions, self._fail(request)]
@@ -272,7 +272,7 @@ class Conductor:
     def _lost(self, request: RequestView, reason: str, now: int) -> list[Action]:
         """What it stood on is gone: that costs it none of its attempts."""
         request.losses += 1
-        return self._again(request, reason, now)
+        return self._retry(request, reason, now)
 
     def _max_attempts(self, request: RequestView) -> int:
         return self.rules.max_attempts + min(request.losses, MAX_LOSSES)

@@ -18,7 +18,7 @@ from isthmus.conductor.rules import LinkRule
 from isthmus.types import NS_PER_S
 
 FULLEST = 0.95
-"""Utilisation that a link is taken to have at most: more may be booked than fits, and a transfer still ends."""
+"""Utilisation that a link is taken to have at most: more may be asked of it than fits, and a transfer still ends."""
 
 
 class Copy:
@@ -60,27 +60,27 @@ class Copy:
 class Link:
     """One direction of one node's link, or of a link between clusters. `copies` in the order they began."""
 
-    __slots__ = ("_booked", "_stretch", "_stretch_at", "bytes_per_s", "copies")
+    __slots__ = ("_stretch", "_stretch_at", "_used", "bytes_per_s", "copies")
 
     def __init__(self, bytes_per_s: int) -> None:
         self.bytes_per_s = bytes_per_s
         self.copies: dict[Copy, None] = {}
-        self._booked = Decaying()
+        self._used = Decaying()
         self._stretch, self._stretch_at = 1.0, -1
 
-    def book(self, copy: Copy, now: int) -> None:
+    def add(self, copy: Copy, now: int) -> None:
         self.copies[copy] = None
         self.use(copy.num_bytes, now)
 
     def use(self, num_bytes: float, now: int) -> None:
         """So many bytes will pass, soon."""
-        self._booked.add(num_bytes, now)
+        self._used.add(num_bytes, now)
         self._stretch_at = -1
 
     def stretch(self, now: int) -> float:
         """By how much later copies make a transfer longer, if they come as they did of late."""
         if self._stretch_at != now:
-            used = self._booked.at(now) * NS_PER_S / WINDOW_NS / self.bytes_per_s
+            used = self._used.at(now) * NS_PER_S / WINDOW_NS / self.bytes_per_s
             self._stretch, self._stretch_at = 1 / (1 - min(FULLEST, used)), now
         return self._stretch
 
@@ -98,7 +98,7 @@ class ClusterLink(Link):
     """One direction of a link between two clusters.
 
     `bytes_per_s`: what it carries, as measured of late; `nominal`: what it was said to carry; `lasting`: what it seems
-    to carry in the long run. `owed`: bytes of hand-overs that were booked and are not whole at the other end. `up`:
+    to carry in the long run. `owed`: bytes of hand-overs that were decided and are not whole at the other end. `up`:
     whether anything crosses it; `trusted`: whether it is counted on.
     """
 
@@ -157,17 +157,17 @@ def expected_ns(
 
 
 def begin(link_out: Link, link_in: Link, num_bytes: int, now: int, across: ClusterLink | None = None) -> Copy:
-    """Books a copy, and the delay it brings to those it shares a link with."""
+    """Counts a copy, and the delay it brings to those it shares a link with."""
     copy = Copy(link_out, link_in, num_bytes, now, across)
     own, _ = transfer_ns(link_out, link_in, num_bytes, now, across)
     others = (*link_out.copies, *link_in.copies)
     for other in dict.fromkeys(others if across is None else (*others, *across.copies)):
         other.share(copy, now)
     copy.until_ns = now + int(own) + 1
-    link_out.book(copy, now)
-    link_in.book(copy, now)
+    link_out.add(copy, now)
+    link_in.add(copy, now)
     if across is not None:
-        across.book(copy, now)
+        across.add(copy, now)
     return copy
 
 

@@ -39,14 +39,14 @@ class Router:
         """Where a request goes; None when no node, or pair, can take it. `again`: after a failure."""
         alone = self._view.alone
         if alone is not None:
-            found = self._within(request, alone, alone, now)
+            found = self._place_in(request, alone, alone, now)
             return None if found is None else found[0]
         caches = _Caches(self._view, request)
         for home in self._homes(request, caches):
-            for pool, foreign in self._order(request, home, caches, now, again):
-                found = self._within(request, home, pool, now, foreign, caches.matched)
+            for pool, foreign in self._prefill_pools(request, home, caches, now, again):
+                found = self._place_in(request, home, pool, now, foreign, caches.matched)
                 if found is not None:
-                    return self._completed(*found, home, caches)
+                    return self._with_copies(*found, home, caches)
         return None
 
     # Clusters.
@@ -61,7 +61,7 @@ class Router:
                 ranked.append((-caches.tokens(pool), least, at, pool))
         return [pool for *_, pool in sorted(ranked)]
 
-    def _order(
+    def _prefill_pools(
         self, request: RequestArrived, home: Pool, caches: _Caches, now: int, again: bool
     ) -> Iterator[tuple[Pool, int]]:
         """Clusters to prefill in, the chosen one first; each with the mask of nodes elsewhere to fetch from."""
@@ -120,7 +120,7 @@ class Router:
 
     # Nodes.
 
-    def _within(
+    def _place_in(
         self,
         request: RequestArrived,
         home: Pool,
@@ -151,7 +151,9 @@ class Router:
             placement.decode = _least_step(decodes, request.num_tokens)
         return placement, estimator  # nothing is left to decode after one token: the KV need not move
 
-    def _completed(self, placement: Placement, estimator: Estimator, home: Pool, caches: _Caches) -> Placement:
+    def _with_copies(
+        self, placement: Placement, estimator: Estimator, home: Pool, caches: _Caches
+    ) -> Placement:
         """With what crosses between clusters, and what need not."""
         if estimator.foreign and placement.fetch is None and self._rules.policy not in FETCHING:
             placement = _copied(estimator, placement)

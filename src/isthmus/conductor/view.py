@@ -30,7 +30,7 @@ UNKNOWN = Curve(
 class NodeView:
     """One node: what waits for prefill there, what decodes there, and its links.
 
-    `bit`: its place in the index's masks. `work_ns`: booked for requests whose first token is not out;
+    `bit`: its place in the index's masks. `work_ns`: of requests whose first token is not out;
     `free_ns`: when that will be done. `kind`: nodes of one kind take the same time for the same work.
     `batch`, `context`: requests placed here to decode, and their tokens. `pool`: its cluster. `state_bytes`: of a
     sequence's recurrent state, which a snapshot keeps in `state_blocks` blocks. `draining`: it finishes what it has
@@ -134,7 +134,7 @@ class Placement:
 
 
 class RequestView:
-    """One accepted request: its facts, the attempt under way, and what it was booked with.
+    """One accepted request: its facts, the attempt under way, and what it was assigned with.
 
     `expected_ns`: when its first token was predicted; `decode_ns`: when its KV was whole where it decodes, -1
     before. `prefill`, `decode`: its nodes, None when it has none; `prefilling`: its first token is not out;
@@ -236,7 +236,7 @@ class ClusterView:
         return node
 
     def leave(self, node: NodeView) -> None:
-        """Forgets a node and what it held. Its requests must be unbooked by the caller."""
+        """Forgets a node and what it held. Its requests must be unassigned by the caller."""
         del self.nodes[node.node]
         self.index.drop(node.bit)
         self._slots[node.slot] = None
@@ -277,9 +277,9 @@ class ClusterView:
         """Tokens that the largest node of these roles can hold; 0 without one."""
         return max((node.capacity_tokens for node in self.nodes.values() if node.role in roles), default=0)
 
-    # Requests: each booking is taken back exactly.
+    # Requests: what is assigned is taken back exactly.
 
-    def book(self, request: RequestView, placement: Placement, now: int) -> None:
+    def assign(self, request: RequestView, placement: Placement, now: int) -> None:
         """Adds a request to its nodes' queues and batches, and its blocks to what will be cached."""
         prefill, decode, facts = placement.prefill, placement.decode, request.arrived
         request.prefill, request.decode = prefill, decode
@@ -297,10 +297,10 @@ class ClusterView:
         decode.batch += 1
         decode.context += facts.num_tokens
         if decode is not prefill:
-            self._book_handover(request, placement, now)
+            self._assign_handover(request, placement, now)
         self.num_routed += 1
 
-    def _book_handover(self, request: RequestView, placement: Placement, now: int) -> None:
+    def _assign_handover(self, request: RequestView, placement: Placement, now: int) -> None:
         prefill, decode, lender = placement.prefill, placement.decode, placement.lender
         num_bytes = placement.handover_bytes(request.arrived.num_tokens)
         if prefill.hands_over_on_link:
@@ -336,7 +336,7 @@ class ClusterView:
             request.decode_ns = now
             self._crossed(request)
 
-    def unbook(self, request: RequestView, now: int) -> None:
+    def unassign(self, request: RequestView, now: int) -> None:
         """Takes a request off its nodes; what it had copied so far stays where it is."""
         prefill, decode, facts = request.prefill, request.decode, request.arrived
         if prefill is not None and request.prefilling:

@@ -23,8 +23,8 @@ class Attempt(Sequence):
         "started",
     )  # fmt: skip
 
-    def __init__(self, begin: Begin, extent: Extent, leaves: bool) -> None:
-        """`leaves`: when its prompt is computed."""
+    def __init__(self, begin: Begin, extent: Extent, departs: bool) -> None:
+        """`departs`: it leaves the batch when its prompt is computed."""
         Sequence.__init__(self, begin.key, begin.num_tokens, begin.stop_length)
         route = begin.route
         self.begin, self.extent = begin, extent
@@ -39,7 +39,7 @@ class Attempt(Sequence):
         if begin.part is DECODE:  # what it has cached is loaded as it is received
             return
         names = self.names = begin.names
-        self.detach, self.work_ns, self.deadline_ns = leaves, route.work_ns, route.deadline_ns
+        self.departs, self.work_ns, self.deadline_ns = departs, route.work_ns, route.deadline_ns
         # Of a later attempt fewer blocks may have a name than the route, which is about the prompt alone, counts on.
         self.num_cached = min(route.num_cached, len(names))
         if self.fetch is not None:

@@ -46,7 +46,7 @@ class Node:
         self._limits, self._stages, self._transfer_ns = limits, stages, transfer_ns
         self._block_size, self._state_blocks = scheduler.limits.block_size, scheduler.limits.state_blocks
         self._attempts: dict[RequestId, Attempt] = {}
-        # And when bytes of it last came, 0 before any.
+        # What is wanted, and when bytes of it last came, 0 before any.
         self._fetches: dict[RequestId, tuple[events.Fetch, int]] = {}
         self._loans: dict[tuple[RequestId, NodeId], Names] = {}
         self._forgotten: list[Attempt] = []  # while a run with them is out
@@ -123,7 +123,7 @@ class Node:
         assert key not in self._attempts, f"{key} began twice"
         self._attempts[key] = attempt
         if part is DECODE:
-            if route.handover_start and not self._promise(attempt):
+            if route.handover_start and not self._pin_recalled(attempt):
                 self._fail(attempt, "a prefix it was to take from its cache is not there", now, actions)
                 return
             if fetch is not None:  # before the load that may follow at once
@@ -144,9 +144,9 @@ class Node:
     def _forget(self, event: events.Forget, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
         if attempt is not None:
-            self._drop(attempt, now, actions)
+            self._end(attempt, now, actions)
 
-    def _drop(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
+    def _end(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
         """The attempt is over, whatever it had come to."""
         key = attempt.begin.key
         del self._attempts[key]
@@ -157,9 +157,9 @@ class Node:
             self._cut(actions)
         else:
             actions.append(events.Release(key))
-            self._gone(attempt, now, actions)
+            self._free(attempt, now, actions)
 
-    def _gone(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
+    def _free(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
         """Its blocks are free, and somebody may wait for them."""
         self._cut(actions)
         self.scheduler.forget(attempt)
@@ -168,7 +168,7 @@ class Node:
 
     def _fail(self, attempt: Attempt, reason: str, now: int, actions: list[events.Action]) -> None:
         """Gives it up; the conductor may try again."""
-        self._drop(attempt, now, actions)
+        self._end(attempt, now, actions)
         route = attempt.begin.route
         actions.append(RequestFailed(route.request, route.attempt, f"{self.node}: {reason}"))
 
@@ -194,9 +194,9 @@ class Node:
 
     def _become(self, event: events.Become, now: int, actions: list[events.Action]) -> None:
         self._next_role = event.role
-        self._switch(actions)
+        self._maybe_switch(actions)
 
-    def _switch(self, actions: list[events.Action]) -> None:
+    def _maybe_switch(self, actions: list[events.Action]) -> None:
         if self._next_role is not None and self.scheduler.run is None:
             self.scheduler.change(self._limits[self._next_role])
             actions.append(RoleChanged(self.node, self._next_role))
@@ -239,7 +239,7 @@ class Node:
             if attempt.started:
                 actions.append(events.Send(event.key, attempt.sampled))
 
-    def _sampled_by(self, attempt: Attempt, actions: list[events.Action]) -> None:
+    def _prompt_computed(self, attempt: Attempt, actions: list[events.Action]) -> None:
         """Its prompt is computed and its first token is known."""
         attempt.sampled = True
         if attempt.granted:
@@ -252,11 +252,11 @@ class Node:
         del self._attempts[event.key]
         route = attempt.begin.route
         actions += (PrefillFinished(route.request, route.attempt), events.Release(event.key))
-        self._gone(attempt, now, actions)
+        self._free(attempt, now, actions)
 
     # Receiving.
 
-    def _promise(self, attempt: Attempt) -> bool:
+    def _pin_recalled(self, attempt: Attempt) -> bool:
         """Keeps what its cache is to give where it is; False: it is not there any more."""
         begin, tiers = attempt.begin, self.tiers
         recall = begin.route.recall
@@ -299,7 +299,8 @@ class Node:
     # Fetching from other nodes, and giving to them.
 
     def _fetch(self, attempt: Attempt, fetch: FetchOrder, actions: list[events.Action]) -> None:
-        """For a prefill also the state at its end; one that is not handed over decodes with the state that is."""
+        """Wants a prefix from another node; for a prefill with the recurrent state at its end, which a recall does not
+        need: that comes with the hand-over."""
         begin = attempt.begin
         names, whole = begin.names[: fetch.stop], False
         if self._state_blocks and begin.part is not DECODE and names:
@@ -311,9 +312,9 @@ class Node:
     def _came(self, event: events.Came, now: int, actions: list[events.Action]) -> None:
         fetch, _ = self._fetches.get(event.key, (None, 0))
         if fetch is not None:
-            self._offer(fetch.names[: self._reaches(fetch, event.stop)], now, actions)
+            self._keep_fetched(fetch.names[: self._num_present(fetch, event.stop)], now, actions)
 
-    def _reaches(self, fetch: events.Fetch, stop: int) -> int:
+    def _num_present(self, fetch: events.Fetch, stop: int) -> int:
         """How many leading blocks are here, now that `[start, stop)` came: what it was to follow may have gone."""
         held = self.tiers.match(fetch.names[: fetch.start])[0] if self.tiers is not None else fetch.start
         return held if held < fetch.start else stop
@@ -323,31 +324,31 @@ class Node:
         fetch, _ = self._fetches.pop(event.key, (None, 0))
         if fetch is None:
             return  # a node of this name asked for it that is gone
-        attempt, stop = self._attempts.get(event.key), self._reaches(fetch, event.stop)
+        attempt, stop = self._attempts.get(event.key), self._num_present(fetch, event.stop)
         if attempt is not None:
             attempt.fetches = False
         if attempt is None or attempt.begin.part is DECODE:
-            self._offer(fetch.names[:stop], now, actions)
-            self._settle(fetch.names[stop:], actions)
+            self._keep_fetched(fetch.names[:stop], now, actions)
+            self._drop_unkept(fetch.names[stop:], actions)
             return
         if fetch.whole:
             count = len(fetch.names) - self._state_blocks
             stop = count if stop == len(fetch.names) else min(stop, count - 1)
         self.scheduler.fetched(attempt, stop, actions)
         self._plan(now, actions)
-        self._settle(fetch.names, actions)
+        self._drop_unkept(fetch.names, actions)
         route = attempt.begin.route
         actions.append(FetchFinished(route.request, route.attempt))
 
-    def _offer(self, names: Names, now: int, actions: list[events.Action]) -> None:
-        """A prefix that lies in DRAM and belongs to no prompt here."""
+    def _keep_fetched(self, names: Names, now: int, actions: list[events.Action]) -> None:
+        """The cache gets a prefix that came from another node and lies in DRAM."""
         if names:
             self.scheduler.keep(names, actions)
             self._plan(now, actions)
-            self._settle(names, actions)
+            self._drop_unkept(names, actions)
 
-    def _settle(self, names: Names, actions: list[events.Action]) -> None:
-        """What of these came and found no room, or has no head here, goes."""
+    def _drop_unkept(self, names: Names, actions: list[events.Action]) -> None:
+        """What came of these and is not kept, for want of room or of the block it follows, goes."""
         tiers = self.tiers
         if tiers is not None and tiers.match(names)[0] < len(names):
             useless = [name for name in names if not tiers.holds(name)]
@@ -375,8 +376,20 @@ class Node:
 
     # Runs.
 
+    def _plan(self, now: int, actions: list[events.Action]) -> None:
+        """Plans the next run, if none is out. What was granted is sent from its first chunk on."""
+        run = self.scheduler.plan(actions, now)
+        if run is None:
+            return
+        for piece in run.chunks:
+            attempt = self._attempts.get(piece.request)
+            if attempt is not None and not attempt.started:
+                attempt.started = True
+                if attempt.granted:
+                    actions.append(events.Send(piece.request, attempt.sampled))
+
     def _cut(self, actions: list[events.Action]) -> None:
-        """Somebody waits for the next run."""
+        """Asks once for the end of the run that is out: somebody waits for the next one."""
         run = self.scheduler.run
         if run is not None and not self._is_cut and run.steps > 1:
             self._is_cut = True
@@ -397,7 +410,7 @@ class Node:
             for piece in run.chunks:
                 sampled = self._attempts.get(piece.request) if piece.samples else None
                 if sampled is not None:
-                    self._sampled_by(sampled, actions)
+                    self._prompt_computed(sampled, actions)
         scheduler.step(event, actions)
         if self._early:
             early, self._early = self._early, []
@@ -407,7 +420,7 @@ class Node:
         for key in event.ended:  # when what is saved of it has been taken over
             actions.append(events.Release(key))
         if self._next_role is not None:
-            self._switch(actions)
+            self._maybe_switch(actions)
 
     def _sampled(self, event: events.Sampled, now: int, actions: list[events.Action]) -> None:
         if any(self.scheduler.computes(self._attempts[key]) for key in event.keys if key in self._attempts):
@@ -418,11 +431,11 @@ class Node:
             if attempt is None:
                 continue
             if key not in event.ended:
-                self._sampled_by(attempt, actions)
+                self._prompt_computed(attempt, actions)
                 continue
             del self._attempts[key]
             actions.append(events.Release(key))
-            self._gone(attempt, now, actions)
+            self._free(attempt, now, actions)
 
     def _missing(self, event: events.Missing, now: int, actions: list[events.Action]) -> None:
         """What could not be loaded is computed. Without its end a recurrent state is none."""
@@ -457,18 +470,4 @@ class Node:
     def _recovered(self, event: events.Recovered, now: int, actions: list[events.Action]) -> None:
         self.scheduler.recover(event.chains, actions)
         for chain in event.chains:
-            self._settle(chain, actions)
-
-    # What runs next.
-
-    def _plan(self, now: int, actions: list[events.Action]) -> None:
-        """If nothing does. What was granted is sent from the first chunk on."""
-        run = self.scheduler.plan(actions, now)
-        if run is None:
-            return
-        for piece in run.chunks:
-            attempt = self._attempts.get(piece.request)
-            if attempt is not None and not attempt.started:
-                attempt.started = True
-                if attempt.granted:
-                    actions.append(events.Send(piece.request, attempt.sampled))
+            self._drop_unkept(chain, actions)

@@ -63,9 +63,9 @@ class Admission:
 
     def _choose(self, now: int) -> int:
         index = promise_order(self.waiting, now, lambda request: self._is_ready(request, now))  # type: ignore[arg-type]
-        # A request that leaves holds its blocks until its decode node takes it. That takes requests in the order of
+        # A request that departs holds its blocks until its decode node takes it. That takes requests in the order of
         # their routes, so it may first wait for one that was overtaken here: they would wait for each other.
-        waits = index and self.waiting[index].detach and not self._leaves_enough(index)
+        waits = index and self.waiting[index].departs and not self._leaves_enough(index)
         return 0 if waits else index
 
     def _is_ready(self, sequence: Sequence, now: int) -> bool:

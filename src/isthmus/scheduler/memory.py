@@ -31,7 +31,7 @@ class Memory:
         fewer than `headroom` were left."""
         pool, states = self.pool, self.states
         positions = states.positions(
-            sequence.length, len(sequence.names), prefix.num_tokens, prefix.num_found, leaves=sequence.detach
+            sequence.length, len(sequence.names), prefix.num_tokens, prefix.num_found, departs=sequence.departs
         )
         needed = -(-sequence.length // self._size) - len(prefix.blocks)
         cached = prefix.blocks + prefix.state

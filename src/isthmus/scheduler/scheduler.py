@@ -33,8 +33,8 @@ from isthmus.scheduler.sequence import (
     COMPUTING,
     DECODING,
     DEPARTING,
+    DEPARTS,
     ENDED,
-    LEAVES,
     QUEUED,
     RECEIVING,
     Sequence,
@@ -228,8 +228,8 @@ class Scheduler:
                 stored += self._prefixes.computed(sequence, piece.samples, actions)
             if piece.samples:
                 self._batch.prompts.remove(sequence)
-                if sequence.detach:  # what has no name leaves with it, and is free when it is gone
-                    sequence.state = LEAVES[sequence.state]
+                if sequence.departs:  # what has no name leaves with it, and is free when it is gone
+                    sequence.state = DEPARTS[sequence.state]
                     self._states.leave(sequence)
                 else:
                     sequence.state = COMPUTED[sequence.state]

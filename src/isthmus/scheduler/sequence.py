@@ -33,7 +33,7 @@ QUEUED, COMPUTING, DEPARTING, EXPECTED, RECEIVING, JOINING, DECODING = State
 # from everywhere. docs/node.md has the picture.
 ADMITTED = {QUEUED: COMPUTING}
 COMPUTED = {COMPUTING: DECODING}
-LEAVES = {COMPUTING: DEPARTING}
+DEPARTS = {COMPUTING: DEPARTING}
 RESERVED = {EXPECTED: RECEIVING}
 WHOLE = {RECEIVING: JOINING}
 JOINED = {JOINING: DECODING}
@@ -68,7 +68,7 @@ class Sequence:
     """Tokens `[0, length)` are known, and it ends at the latest when it has `stop_length`; `[0, computed)` have KV in
     `blocks`, `[0, cached)` of them from the start. `names`: of the prompt's full blocks.
 
-    `detach`: after its prompt is computed it leaves for another node; its blocks stay held until it is forgotten.
+    `departs`: after its prompt is computed it leaves for another node; its blocks stay held until it is forgotten.
     `num_cached`: leading blocks it was sent here for; of these `[fetch_start, fetch_stop)` are being fetched, until
     about `fetch_until_ns`; `fetches`: that is not over. `work_ns`: time its prefill is expected to take;
     `deadline_ns`: when its first token was promised, 0 without a promise.
@@ -83,7 +83,7 @@ class Sequence:
     """
 
     __slots__ = (
-        "age", "arrival", "blocks", "cached", "computed", "deadline_ns", "detach", "fetch_start",
+        "age", "arrival", "blocks", "cached", "computed", "deadline_ns", "departs", "fetch_start",
         "fetch_stop", "fetch_until_ns", "fetches", "full_at", "length", "named", "names", "num_cached", "num_pinned",
         "offset", "pinned", "request", "restore", "slot", "snapshots", "state", "stop_length", "work_ns",
     )  # fmt: skip
@@ -97,7 +97,7 @@ class Sequence:
     ) -> None:
         self.request, self.length, self.stop_length, self.names = request, num_tokens, stop_length, names
         self.state = QUEUED
-        self.detach = self.fetches = False
+        self.departs = self.fetches = False
         self.num_cached = self.fetch_start = self.fetch_stop = self.fetch_until_ns = 0
         self.cached = self.computed = self.named = self.offset = self.full_at = self.age = self.arrival = 0
         self.work_ns = self.deadline_ns = self.num_pinned = 0

@@ -87,7 +87,7 @@ class Disks:
 
     def missing(self, node: SimNode, names: Sequence[BlockName]) -> Sequence[BlockName]:
         """What follows the part of a prefix that can be loaded."""
-        tiers, ahead = node.brain.tiers, self._ahead[node.slot]
+        tiers, ahead = node.decider.tiers, self._ahead[node.slot]
         if not self.fails(node) or tiers is None:
             return ()
         held = tiers.dram.held

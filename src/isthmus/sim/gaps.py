@@ -10,11 +10,11 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from heapq import heapify, heappop, heapreplace
 
-from isthmus.sim.job import Job
+from isthmus.sim.job import SimJob
 from isthmus.sim.node import Gaps, SimNode
 
 
-def set_tbt(jobs: Iterable[Job], nodes: list[SimNode]) -> None:
+def set_tbt(jobs: Iterable[SimJob], nodes: list[SimNode]) -> None:
     """Fills in `tbt_ns` of every request that decoded."""
     for job in jobs:
         if job.spans:
@@ -23,7 +23,7 @@ def set_tbt(jobs: Iterable[Job], nodes: list[SimNode]) -> None:
                 job.record.tbt_ns = mean_of_longest(gaps, -(-count // 10)) / 1000
 
 
-def _gaps(job: Job, nodes: list[SimNode]) -> tuple[list[Gaps], int]:
+def _gaps(job: SimJob, nodes: list[SimNode]) -> tuple[list[Gaps], int]:
     """All gaps of a request, and how many: those of each stay, and after it that to the token of a new prefill."""
     gaps: list[Gaps] = []
     before, count = job.record.first_token_ns * 1000, 0

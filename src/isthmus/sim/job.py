@@ -8,10 +8,10 @@ from isthmus.sim.workloads import Request
 from isthmus.types import RequestId
 
 
-class Job:
+class SimJob:
     """`name`: what the conductor calls it; `key`: what its nodes call its attempt. `attempt`: that of its `route`, -1
-    once it was withdrawn. `prefill_slot`, `target`: its nodes. `age`: which admission of the node where it computes was
-    its own.
+    once it was withdrawn. `prefill_slot`, `decode_slot`: its nodes. `age`: which admission of the node where it
+    computes was its own.
 
     `length`, `names`: what this attempt prefills, the tokens that an earlier one gave included. `started`: its prefill
     has begun; `prefilled`: it gave its first token. Its prefill waits for `pending` reads and fetches, and until
@@ -23,9 +23,9 @@ class Job:
     """
 
     __slots__ = (
-        "age", "arriving", "attempt", "decodes_on", "first_step", "index", "key", "last_step", "length", "loaded_ns",
-        "name", "names", "num_generated", "pending", "prefill_slot", "prefilled", "record", "request", "resumed_ns",
-        "route", "spans", "started", "target",
+        "age", "arriving", "attempt", "decode_slot", "decodes_on", "first_step", "index", "key", "last_step", "length",
+        "loaded_ns", "name", "names", "num_generated", "pending", "prefill_slot", "prefilled", "record", "request",
+        "resumed_ns", "route", "spans", "started",
     )  # fmt: skip
 
     route: Route
@@ -36,7 +36,7 @@ class Job:
         self.record = RequestRecord(index, request, arrival_ns=request.arrival_ns)
         self.length, self.names = request.num_tokens, request.blocks
         self.age = self.attempt = self.pending = self.num_generated = self.loaded_ns = self.arriving = 0
-        self.prefill_slot = self.target = -1
+        self.prefill_slot = self.decode_slot = -1
         self.decodes_on = self.first_step = self.last_step = -1
         self.spans: list[tuple[int, int, int]] = []
         self.resumed_ns: list[int] = []

@@ -18,7 +18,7 @@ from isthmus.scheduler import Saved
 from isthmus.sim.clock import TRANSFER_ENDS, Call, Clock
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.disks import Disks
-from isthmus.sim.job import Job
+from isthmus.sim.job import SimJob
 from isthmus.sim.links import ClusterLink, Wiring
 from isthmus.sim.network import Flow
 from isthmus.sim.node import SimNode
@@ -48,7 +48,7 @@ class _Handover:
 
     flow: Flow
 
-    def __init__(self, key: RequestId, job: Job, leg: _Leg, rest: int) -> None:
+    def __init__(self, key: RequestId, job: SimJob, leg: _Leg, rest: int) -> None:
         self.key, self.job, self.leg, self.rest = key, job, leg, rest
 
 
@@ -58,7 +58,7 @@ class _Transfer:
 
     __slots__ = ("asked", "flow", "is_prompts", "job", "source", "stop", "target", "until_ns")
 
-    def __init__(self, asked: events.Fetch, source: SimNode, target: SimNode, job: Job | None) -> None:
+    def __init__(self, asked: events.Fetch, source: SimNode, target: SimNode, job: SimJob | None) -> None:
         self.asked, self.source, self.target, self.job = asked, source, target, job
         self.flow: Flow | None = None
         self.stop = 0
@@ -78,7 +78,7 @@ class Moves:
         deployment: Deployment,
         clock: Clock,
         nodes: Sequence[SimNode],
-        attempts: dict[RequestId, Job],
+        attempts: dict[RequestId, SimJob],
         due: Due,
     ) -> None:
         self.wiring = Wiring(deployment)
@@ -103,7 +103,7 @@ class Moves:
         self.sessions = Sessions(deployment.faults, clock, self.cut_off)
         self.disks = Disks(deployment.faults)
         self._measured = [(0, 0)] * len(self.wiring.between)  # bytes and time of each link so far
-        self.effects: dict[type, Callable[[SimNode, Any], None]] = {
+        self.handlers: dict[type, Callable[[SimNode, Any], None]] = {
             events.Load: self._load,
             events.Read: self._read,
             events.Save: self._save,
@@ -117,9 +117,9 @@ class Moves:
             events.Release: self._release,
         }
         if self.sessions.are_at_risk:
-            self.effects[events.Offer] = self._offer
+            self.handlers[events.Offer] = self._offer
         if self.disks.are_at_risk:
-            self.effects |= {events.Demote: self._demote, events.Promote: self._promote}
+            self.handlers |= {events.Demote: self._demote, events.Promote: self._promote}
 
     def end(self, now: int) -> None:
         """What has come by now."""
@@ -194,7 +194,7 @@ class Moves:
     def _stop_read(self, key: RequestId) -> None:
         self.network.cancel(self._reads.pop(key)[1], self._clock.now)
 
-    def _came(self, job: Job | None, node: SimNode) -> None:
+    def _came(self, job: SimJob | None, node: SimNode) -> None:
         """Something that a prefill waited for is there."""
         if job is not None:
             job.pending -= 1
@@ -356,7 +356,7 @@ class Moves:
         self.bytes_moved["handover"] += size
         if not send.computed:
             rest = kv // cost.num_layers + cost.state_bytes
-        leg = self._legs.get((node.slot, job.target)) or self._leg(node, job.target)
+        leg = self._legs.get((node.slot, job.decode_slot)) or self._leg(node, job.decode_slot)
         handover = self._handovers[key] = _Handover(key, job, leg, rest)
         tag = self._handed_over, handover
         handover.flow = self.network.start(leg.path, size - rest, tag, self._clock.now, quiet=not send.computed)
@@ -441,7 +441,7 @@ class Moves:
             if transfer.source in (one, other) and transfer.target in (one, other):
                 self._break_off(transfer)
         for key, job in self._attempts.items():
-            if {job.prefill_slot, job.target} == {one.slot, other.slot}:
+            if {job.prefill_slot, job.decode_slot} == {one.slot, other.slot}:
                 if key in self._handovers:
                     self._stop_handover(self._handovers[key])
                 self._severed.add(key)
@@ -463,7 +463,7 @@ class Moves:
             if reader is node:
                 self._stop_read(key)
         for key, job in self._attempts.items():
-            ends = self._nodes[job.prefill_slot], self._nodes[job.target]
+            ends = self._nodes[job.prefill_slot], self._nodes[job.decode_slot]
             if node in ends and ends[0] is not ends[1]:
                 other = ends[1] if ends[0] is node else ends[0]
                 self._due.append((other, events.Severed((key,), f"node {name} is gone")))

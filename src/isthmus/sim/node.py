@@ -16,7 +16,7 @@ from isthmus.deploy import NodeFacts
 from isthmus.node import Node
 from isthmus.scheduler import BlockPool, CountingPool, Run
 from isthmus.sim.deployment import Deployment
-from isthmus.sim.job import Job
+from isthmus.sim.job import SimJob
 from isthmus.sim.links import NodeLinks
 from isthmus.sim.records import NodeRecord
 from isthmus.types import RequestId, Role
@@ -26,7 +26,7 @@ Gaps = tuple[int, int, int]
 
 
 class SimNode:
-    """`brain`: decides. `run`: what it executes; `version`: of the present end of that on the heap. `sampling`: whose
+    """`decider`: decides. `run`: what it executes; `version`: of the present end of that on the heap. `sampling`: whose
     prompts the run completes; `loading`: whose cached prefixes were not all in the engine when it began; `stalled`: its
     compute is done but KV of these is not here, since `stalled_since`.
     `missing`: prompts with a cached prefix of which less came than they were started with, and how many blocks.
@@ -37,35 +37,59 @@ class SimNode:
     """
 
     __slots__ = (
-        "_ends", "_first", "_growth", "_limit", "_num_admitted", "_run_start", "alive", "brain", "cost", "facts",
-        "links", "loading", "missing", "record", "run", "run_gaps", "run_start", "run_steps", "sampling", "slot",
-        "stalled", "stalled_since", "steps", "tail_ns", "version",
+        "_ends",
+        "_first",
+        "_growth",
+        "_limit",
+        "_num_admitted",
+        "_run_start",
+        "alive",
+        "cost",
+        "decider",
+        "facts",
+        "links",
+        "loading",
+        "missing",
+        "record",
+        "run",
+        "run_gaps",
+        "run_start",
+        "run_steps",
+        "sampling",
+        "slot",
+        "stalled",
+        "stalled_since",
+        "steps",
+        "tail_ns",
+        "version",
     )  # fmt: skip
 
     links: NodeLinks
 
-    def __init__(self, facts: NodeFacts, slot: int, brain: Node, cost: NodeCost) -> None:
+    def __init__(self, facts: NodeFacts, slot: int, decider: Node, cost: NodeCost) -> None:
         self.facts, self.slot, self.cost = facts, slot, cost
         self.record = NodeRecord(facts.node, facts.role, cluster=facts.cluster)
         self.version = self.steps = self.stalled_since = self.tail_ns = 0
         self.run_steps: list[int] = []
         self.run_start: list[int] = []
         self.run_gaps: list[Gaps] = []
-        self._ends: list[tuple[int, int, Job]] = []  # (steps at its last token, age, who); some are out of date
+        self._ends: list[
+            tuple[int, int, SimJob]
+        ] = []  # (steps at its last token, age, who); some are out of date
         self._run_start = self._limit = self._first = self._growth = self._num_admitted = 0
-        self.begin_anew(brain)
+        self.begin_anew(decider)
 
     @property
     def names(self) -> tuple[str, str]:
         """Its own and its cluster's, as faults are given."""
         return self.facts.node, self.facts.cluster
 
-    def begin_anew(self, brain: Node) -> None:
+    def begin_anew(self, decider: Node) -> None:
         """With nothing under way."""
-        self.brain = brain
+        self.decider = decider
         self.run: Run | None = None
-        self.sampling: list[Job] = []
-        self.loading: list[Job] = []
+        self.sampling: list[SimJob] = []
+        self.loading: list[SimJob] = []
         self.missing: dict[RequestId, int] = {}
         self.stalled = False
         self.alive = True
@@ -97,7 +121,7 @@ class SimNode:
         self.version += 1
         return self._run_start + self._after(steps) // 1000
 
-    def end(self, now: int) -> tuple[int, list[Job]]:
+    def end(self, now: int) -> tuple[int, list[SimJob]]:
         """The run ends now; returns its iterations and the requests that got their last token."""
         run, record, start = self.run, self.record, self._run_start
         assert run is not None
@@ -109,7 +133,7 @@ class SimNode:
         if run.chunks:
             self._first = (now - start) * 1000
         steps = self._limit
-        self._book(run, steps)
+        self._count_tokens(run, steps)
         done = self.steps
         ended = []
         ends = self._ends
@@ -120,7 +144,7 @@ class SimNode:
                 ended.append(job)
         return steps, ended
 
-    def _book(self, run: Run, steps: int) -> None:
+    def _count_tokens(self, run: Run, steps: int) -> None:
         """So many iterations of a run with decodes gave a token each."""
         record, growth = self.record, self._growth
         self.run_steps.append(self.steps)
@@ -148,20 +172,20 @@ class SimNode:
             if self._after(steps) // 1000 > now - self._run_start:
                 steps -= 1
             if steps > 0:
-                self._book(run, steps)
+                self._count_tokens(run, steps)
         for last_step, _, job in self._ends:
             if job.last_step == last_step and job.decodes_on == self.slot:
                 job.leave(self.steps)
         self._ends.clear()
         self.alive = False
 
-    def admit(self, job: Job) -> None:
+    def admit(self, job: SimJob) -> None:
         """`job` has blocks and is the youngest here, as its scheduler counts: of one iteration's tokens, those of
         older requests go out first."""
         self._num_admitted += 1
         job.age = self._num_admitted
 
-    def join(self, job: Job) -> None:
+    def join(self, job: SimJob) -> None:
         """`job` decodes here from the next run on."""
         job.join(self.slot, self.steps)
         heappush(self._ends, (job.last_step, job.age, job))

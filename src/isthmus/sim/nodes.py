@@ -1,4 +1,4 @@
-"""All nodes of the simulated world: each one's brain decides, and what it asks for takes its time here.
+"""All nodes of the simulated world: each one's `decider` decides, and what it asks for takes its time here.
 
 A run's end is heard by the node first, which may start the next; then its tokens go out; then what the node reports.
 """
@@ -21,13 +21,13 @@ from isthmus.attempts import (
     RoleChanged,
     Route,
 )
-from isthmus.conductor import Event as Heard
+from isthmus.conductor import Event as ConductorEvent
 from isthmus.conductor import FirstToken
 from isthmus.node import events
 from isthmus.scheduler import Admitted, Joined, Preempted, Run, Stepped
 from isthmus.sim.clock import OTHERS, PREFILL_ENDS, STEP_ENDS, TRANSFER_ENDS, Clock
 from isthmus.sim.deployment import Deployment
-from isthmus.sim.job import Job
+from isthmus.sim.job import SimJob
 from isthmus.sim.moves import Due, Moves
 from isthmus.sim.node import SimNode, build_node, node_of
 from isthmus.sim.records import Conversion
@@ -45,19 +45,19 @@ class Nodes:
         self,
         deployment: Deployment,
         clock: Clock,
-        decide: Callable[[Heard], None],
-        completed: Callable[[Job], None],
+        decide: Callable[[ConductorEvent], None],
+        completed: Callable[[SimJob], None],
     ) -> None:
         self.nodes = [build_node(deployment, slot) for slot in range(len(deployment.nodes))]
         self.by_name: dict[NodeId, SimNode] = {node.facts.node: node for node in self.nodes}
-        self.attempts: dict[RequestId, Job] = {}
+        self.attempts: dict[RequestId, SimJob] = {}
         self.conversions: list[Conversion] = []
         self.due: Due = []
         self.moves = Moves(deployment, clock, self.nodes, self.attempts, self.due)
         self._failing = self.moves.disks if self.moves.disks.are_at_risk else None
         self._deployment, self._clock, self._decide, self._completed = deployment, clock, decide, completed
         self._has_answers, self._block_size = deployment.has_answers, deployment.block_size
-        self._effects: dict[type, Callable[[SimNode, Any], None]] = {
+        self._handlers: dict[type, Callable[[SimNode, Any], None]] = {
             **dict.fromkeys((events.Offer, events.Promote, events.Demote, events.Drop), _needs_no_time),
             Run: self._start_run,
             events.Cut: self._cut,
@@ -69,29 +69,29 @@ class Nodes:
             **dict.fromkeys((BlocksStored, FetchFinished, PrefillFinished, RequestFailed), self._report),
             BlocksEvicted: self._evicted,
             RoleChanged: self._role_changed,
-            **self.moves.effects,
+            **self.moves.handlers,
         }
 
     def tell(self, node: SimNode, event: events.Event) -> None:
         """Gives an event to a node and carries out what it answers; what it reports is due."""
-        self._carry_out(node, node.brain.on(event, self._clock.now))
+        self._carry_out(node, node.decider.on(event, self._clock.now))
 
     def _carry_out(self, node: SimNode, actions: Sequence[events.Action]) -> None:
-        effects = self._effects
+        handlers = self._handlers
         for action in actions:
-            effects[type(action)](node, action)
+            handlers[type(action)](node, action)
 
     def settle(self) -> None:
         """All that is due, and what follows from that."""
-        due, decide, effects, now = self.due, self._decide, self._effects, self._clock.now
+        due, decide, handlers, now = self.due, self._decide, self._handlers, self._clock.now
         stalled: list[SimNode] = []
         while due:
             for node, event in due:  # grows meanwhile
                 if node is None:
                     decide(event)
                 elif event is not None:
-                    for action in node.brain.on(event, now):
-                        effects[type(action)](node, action)
+                    for action in node.decider.on(event, now):
+                        handlers[type(action)](node, action)
                 else:
                     stalled.append(node)
             due.clear()
@@ -102,14 +102,14 @@ class Nodes:
 
     # Attempts.
 
-    def begin(self, job: Job, route: Route) -> None:
+    def begin(self, job: SimJob, route: Route) -> None:
         """The decode node first, as it is asked for room while the prompt waits."""
         job.begin(route, self._block_size)
         self.attempts[job.key] = job
         prefill, decode = self.by_name[route.prefill], self.by_name[route.decode]
         record, request = job.record, job.request
         job.prefill_slot = record.prefill = prefill.slot
-        job.target = record.decode = decode.slot
+        job.decode_slot = record.decode = decode.slot
         stop = request.num_tokens + request.output_tokens
         part = MIXED
         if decode is not prefill:
@@ -120,12 +120,12 @@ class Nodes:
     def forget(self, key: RequestId, names: Sequence[NodeId]) -> None:
         for name in names:
             node = self.by_name[name]
-            if key in node.brain:
+            if key in node.decider:
                 self.tell(node, events.Forget(key))
             if node.stalled:
                 self.due.append((node, None))
 
-    def withdraw(self, job: Job) -> None:
+    def withdraw(self, job: SimJob) -> None:
         """Its attempt is over; its nodes, if they are there still, are told apart from this."""
         del self.attempts[job.key]
         prefill = self.nodes[job.prefill_slot]
@@ -138,15 +138,15 @@ class Nodes:
 
     def check(self) -> None:
         for node in self.nodes:
-            node.brain.check()
-            assert node.run is node.brain.scheduler.run, "a node runs what it was not told to"
+            node.decider.check()
+            assert node.run is node.decider.scheduler.run, "a node runs what it was not told to"
 
     def check_idle(self) -> None:
         """All that requests took was given back."""
         self.moves.check_idle()
         assert not self.attempts, "a request never ended"
         for node in self.nodes:
-            node.brain.check_idle()
+            node.decider.check_idle()
 
     # Runs.
 
@@ -232,26 +232,26 @@ class Nodes:
         return True
 
     def _finish_run(self, node: SimNode) -> None:
-        now, brain = self._clock.now, node.brain
+        now, decider = self._clock.now, node.decider
         if self._failing is not None and node.run is not None:
             for piece in node.run.chunks:
                 self._failing.over(node, piece.request)
         tail_ns = node.tail_ns  # the next run begins before this one has left the group
         steps, done = node.end(now)
         if not done and not node.sampling:
-            self._carry_out(node, brain.on(Stepped(steps), now))
+            self._carry_out(node, decider.on(Stepped(steps), now))
             return
         ended = [job.key for job in done]
-        sampled: list[Job] = []
-        leaving: list[tuple[Job, RequestId]] = []
+        sampled: list[SimJob] = []
+        leaving: list[tuple[SimJob, RequestId]] = []
         if node.sampling:
             sampled, node.sampling = node.sampling, []  # the next run begins before their tokens go out
             if node.facts.pipeline > 1:
                 leaving, sampled = [(job, job.key) for job in sampled], []
             for job in sampled:
                 self._got_token(node, job, ended)
-        answers = self._answers(ended) if self._has_answers and ended and brain.keeps_answers else ()
-        self._carry_out(node, brain.on(Stepped(steps, tuple(ended), answers), now))
+        answers = self._answers(ended) if self._has_answers and ended and decider.keeps_answers else ()
+        self._carry_out(node, decider.on(Stepped(steps, tuple(ended), answers), now))
         for job in done:
             self._completed(job)
         for job in sampled:
@@ -262,7 +262,7 @@ class Nodes:
         elif leaving:
             self._leave_group(node, leaving)
 
-    def _leave_group(self, node: SimNode, leaving: list[tuple[Job, RequestId]]) -> None:
+    def _leave_group(self, node: SimNode, leaving: list[tuple[SimJob, RequestId]]) -> None:
         sampled = [job for job, key in leaving if job.key == key and job.attempt > 0]
         ended: list[RequestId] = []
         for job in sampled:
@@ -280,7 +280,7 @@ class Nodes:
             answers.append(() if request.answer is None else full + request.answer)
         return tuple(answers)
 
-    def _got_token(self, node: SimNode, job: Job, ended: list[RequestId]) -> None:
+    def _got_token(self, node: SimNode, job: SimJob, ended: list[RequestId]) -> None:
         """The token of a prefill: the first of all, or the next one after a pre-emption. If it is the last, its key
         goes to `ended`."""
         now, record = self._clock.now, job.record
@@ -292,10 +292,10 @@ class Nodes:
             record.prefill_ns = now - record.prefill_start_ns
         if not job.num_left:
             ended.append(job.key)
-        elif job.target == node.slot:
+        elif job.decode_slot == node.slot:
             self._join_batch(node, job)
 
-    def _send_token(self, job: Job) -> None:
+    def _send_token(self, job: SimJob) -> None:
         if job.attempt > 0 and not job.prefilled:  # else it was pre-empted since
             job.prefilled = True
             self._decide(FirstToken(job.name, job.attempt))
@@ -316,7 +316,7 @@ class Nodes:
         if job is not None and job.record.first_token_ns < 0:
             self._uses(job, action.num_tokens)
 
-    def _uses(self, job: Job, cached_tokens: int) -> None:
+    def _uses(self, job: SimJob, cached_tokens: int) -> None:
         job.record.cached_tokens = cached_tokens
         job.record.cached_blocks = -(-cached_tokens // self._block_size)
 
@@ -326,7 +326,7 @@ class Nodes:
             node.admit(job)
             self._join_batch(node, job)
 
-    def _join_batch(self, node: SimNode, job: Job) -> None:
+    def _join_batch(self, node: SimNode, job: SimJob) -> None:
         if job.record.joined_ns < 0:
             job.record.joined_ns = self._clock.now
         node.join(job)
@@ -354,13 +354,13 @@ class Nodes:
         self.conversions.append(Conversion(self._clock.now, report.node, report.role))
         self.due.append((None, report))
 
-    def lose(self, node: SimNode, told: Callable[[], None]) -> None:
-        """A node is gone with all that it held. `told`: when the conductor is to hear of it; those it then tells
-        nothing find out themselves."""
+    def lose(self, node: SimNode, tell_conductor: Callable[[], None]) -> None:
+        """A node is gone with all that it held. Other nodes to which the conductor says nothing find out by their
+        sessions."""
         node.die(self._clock.now)
         node.begin_anew(node_of(self._deployment, node.facts))
         node.alive = False
-        told()
+        tell_conductor()
         self.moves.lose(node)
 
 

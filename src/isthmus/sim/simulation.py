@@ -39,7 +39,7 @@ from isthmus.node.events import Become
 from isthmus.sim.clock import OTHERS, TRANSFER_ENDS, Clock
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.gaps import set_tbt
-from isthmus.sim.job import Job
+from isthmus.sim.job import SimJob
 from isthmus.sim.network import NEVER
 from isthmus.sim.nodes import Nodes
 from isthmus.sim.records import COMPLETED, FAILED, REFUSED, LinkSample, Result, Status, ThresholdChange
@@ -82,11 +82,11 @@ class Simulation:
         self._moves = self._nodes.moves
         self._samples: list[LinkSample] = []
         self._idle_since = 0
-        self._jobs = [Job(index, request) for index, request in enumerate(workload.requests)]
+        self._jobs = [SimJob(index, request) for index, request in enumerate(workload.requests)]
         self._num_left = self._num_to_come = len(self._jobs)
-        self._job_of: dict[RequestId, Job] = {}
+        self._job_of: dict[RequestId, SimJob] = {}
         self._thresholds: list[ThresholdChange] = []
-        self._orders: dict[type, Callable[[Any], None]] = {
+        self._handlers: dict[type, Callable[[Any], None]] = {
             Route: self._route,
             Abort: self._abort,
             Refuse: self._refuse,
@@ -174,9 +174,9 @@ class Simulation:
         if self._log is not None:
             self._log(self._clock.now, event, actions)
         for action in actions:
-            self._orders[type(action)](action)
+            self._handlers[type(action)](action)
 
-    def _arrive(self, job: Job) -> None:
+    def _arrive(self, job: SimJob) -> None:
         request, rules, record = job.request, self._deployment.rules, job.record
         ttft_ms = request.ttft_slo_ms if request.ttft_slo_ms is not None else rules.ttft_ms
         tbt_ms = request.tbt_slo_ms if request.tbt_slo_ms is not None else rules.tbt_ms
@@ -225,7 +225,7 @@ class Simulation:
     def _fail(self, fail: Fail) -> None:
         self._end(self._job_of[fail.request], FAILED)
 
-    def _end(self, job: Job, status: Status) -> None:
+    def _end(self, job: SimJob, status: Status) -> None:
         """The one end of a request."""
         if job.attempt > 0:
             self._nodes.withdraw(job)
@@ -233,7 +233,7 @@ class Simulation:
         del self._job_of[job.name]
         self._num_left -= 1
 
-    def completed(self, job: Job) -> None:
+    def completed(self, job: SimJob) -> None:
         job.record.status = COMPLETED
         self.decide(RequestEnded(job.name, job.request.output_tokens))
         self._end(job, COMPLETED)
@@ -251,7 +251,7 @@ class Simulation:
         if rules.links or rules.convert:
             clock.call(clock.now + rules.period_ns, OTHERS, self._measure)
         for time in self._deployment.faults.times():
-            clock.call(time, OTHERS, self._change)
+            clock.call(time, OTHERS, self._change_faults)
 
     def _measure(self) -> None:
         if not self._num_left:
@@ -267,7 +267,7 @@ class Simulation:
         self.decide(LinksMeasured(states))
         clock.call(now + self._deployment.rules.period_ns, OTHERS, self._measure)
 
-    def _change(self) -> None:
+    def _change_faults(self) -> None:
         """One of the faults begins or ends."""
         faults, now = self._deployment.faults, self._clock.now
         self._moves.change_links(partial(faults.factor, now=now), now)

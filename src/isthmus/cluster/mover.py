@@ -18,7 +18,7 @@ from isthmus.cluster.cache import Load, NodeCache, Staging
 from isthmus.cluster.fetches import Fetch, Fetcher
 from isthmus.cluster.handover import HandoverReceiver, HandoverSender, Outgoing
 from isthmus.cluster.lending import Lender
-from isthmus.cluster.sessions import Bare, Peers, Spawn, Tell
+from isthmus.cluster.sessions import NoPayloads, Peers, Spawn, Tell
 from isthmus.engine.interface import KVBytes
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Session
@@ -27,7 +27,7 @@ from isthmus.scheduler import Preempted, Saved
 from isthmus.types import BlockName, NodeId, RequestId, Span
 
 
-class Hands(Bare):
+class KVMover(NoPayloads):
     """`first_layer`: of the model, that is the first in `memory`. `address_of`: raises OSError or LookupError for one
     that is gone. `tell`: hears facts, in the event loop, and never from within `do`; `received` of the first token
     that came with a hand-over, just before. `spawn` owns what it starts. `shares_memory`: reads blocks of nodes on this
@@ -63,7 +63,7 @@ class Hands(Bare):
         self._loads: dict[RequestId, Load] = {}
         self._read: dict[RequestId, Sequence[BlockName]] = {}  # ahead of a load
         self._staged: dict[RequestId, list[Staging]] = {}
-        self._orders: dict[type, Callable[[Any], None]] = {
+        self._handlers: dict[type, Callable[[Any], None]] = {
             events.Load: self._load,
             events.Read: self._read_ahead,
             events.Save: self._save,
@@ -96,7 +96,7 @@ class Hands(Bare):
 
     def do(self, action: events.Action) -> None:
         """Carries it out, or begins to. In the event loop or the worker's thread, one at a time."""
-        self._orders[type(action)](action)
+        self._handlers[type(action)](action)
 
     def gauges(self) -> dict[str, float]:
         """Present state and totals, by metric name."""

@@ -1,4 +1,4 @@
-"""A node's hands in virtual time: real loads, saves, sessions and stores, that wait for the simulator's times."""
+"""Moves a node's bytes in virtual time: real loads, saves, sessions and stores, that wait for the simulator's times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from isthmus.cluster import messages
-from isthmus.cluster.hands import Hands
+from isthmus.cluster.mover import KVMover
 from isthmus.cluster.node import NodeProcess
 from isthmus.deploy import NodeFacts
 from isthmus.engine.interface import Engine
@@ -16,7 +16,7 @@ from isthmus.messenger import Handler, MemoryNetwork, Priority, Sending, Server,
 from isthmus.messenger.memory import Link
 from isthmus.node.events import EndFetch, Event, FetchEnded, Missing
 from isthmus.scheduler import Run
-from isthmus.sim.job import Job
+from isthmus.sim.job import SimJob
 from isthmus.store import Arena, Log, RecordFormat, Shape, Store
 from isthmus.types import BlockName, NodeId, RequestId
 from tests.store.support import CrashingFiles
@@ -275,7 +275,7 @@ class NodeNetwork:
         return session
 
 
-class LazyHands(Hands):
+class LazyMover(KVMover):
     """Loads begin when they are told to."""
 
     def load_now(self, key: RequestId) -> None:
@@ -287,7 +287,7 @@ class LazyHands(Hands):
             loaders.run(load.task)
 
 
-class VirtualHands(LazyHands):
+class VirtualMover(LazyMover):
     """What it carries out takes the times of the simulator's `Moves`."""
 
     def __init__(self, links: VirtualLinks, *, tell: Callable[[Event], None], **others: Any) -> None:
@@ -319,7 +319,7 @@ class VirtualHands(LazyHands):
 
     # A run.
 
-    def _pending(self, run: Run) -> list[Job]:
+    def _pending(self, run: Run) -> list[SimJob]:
         jobs = [self._links.jobs.get(piece.request) for piece in run.chunks]
         return [job for job in jobs if job is not None and job.prefill_slot == self.slot]
 

@@ -1,4 +1,4 @@
-"""Actions in, bytes moved, facts out: hands alone, and two of them with a session between."""
+"""Actions in, bytes moved, facts out: a mover alone, and two of them with a session between."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 
 from isthmus.blocks import KVLayout, state_names
 from isthmus.cluster import cache as cache_module
-from isthmus.cluster.hands import Hands
 from isthmus.cluster.messages import Enough, Landed, Offer, Slices, Want
+from isthmus.cluster.mover import KVMover
 from isthmus.engine.emulated import EmulatedMemory
 from isthmus.errors import ProtocolError
 from isthmus.messenger import MemoryNetwork, Network
@@ -99,8 +99,8 @@ def run(tmp_path: Path) -> Callable[..., None]:
             await work(kit)
             server.close()
             for side in (kit.here, kit.there):
-                side.hands.do(events.Release(KEY))
-                await side.hands.close()
+                side.mover.do(events.Release(KEY))
+                await side.mover.close()
                 if side.session is not None:
                     side.session.close()
             await kit.until(lambda: not (kit.here._tasks or kit.there._tasks))
@@ -124,7 +124,7 @@ def run(tmp_path: Path) -> Callable[..., None]:
 
 def compute(side: Side) -> None:
     for layer in range(LAYOUT.num_layers):
-        side.hands.kv_ready(KEY, Span(layer, layer + 1), Span(0, 10), THEIRS)
+        side.mover.kv_ready(KEY, Span(layer, layer + 1), Span(0, 10), THEIRS)
 
 
 def is_whole(kit: Kit) -> bool:
@@ -142,12 +142,12 @@ def test_kv_is_handed_over(run: Callable[..., None], order: str) -> None:
             here.expect(KEY, EXTENT, OURS)
         there.send(KEY, EXTENT)
         if order == "offered first":
-            await kit.until(lambda: KEY in here.hands._receiver._offers)
+            await kit.until(lambda: KEY in here.mover._receiver._offers)
             here.expect(KEY, EXTENT, OURS)
             await kit.told(there, events.Granted)
         await asyncio.to_thread(compute, there)  # as a worker does
-        there.hands.first_token(KEY, 77)
-        there.hands.do(events.Finish(KEY))
+        there.mover.first_token(KEY, 77)
+        there.mover.do(events.Finish(KEY))
         await asyncio.sleep(0.01)
         if order == "granted last":
             assert not any(isinstance(fact, events.Granted) for fact in there.facts)
@@ -158,8 +158,8 @@ def test_kv_is_handed_over(run: Callable[..., None], order: str) -> None:
         assert [type(fact) for fact in here.facts].count(events.Received) == 1
         assert events.Moved(KEY) in here.facts
         moved = 10 * LAYOUT.num_layers * LAYOUT.token_bytes
-        assert here.hands.gauges()["kv_bytes_in_total"] == moved
-        assert there.hands.gauges()["kv_bytes_out_total"] == moved
+        assert here.mover.gauges()["kv_bytes_in_total"] == moved
+        assert there.mover.gauges()["kv_bytes_out_total"] == moved
 
     run(work)
 
@@ -171,7 +171,7 @@ def test_without_its_first_token_nothing_is_complete(run: Callable[..., None]) -
         kit.here.expect(KEY, EXTENT, OURS)
         kit.there.send(KEY, EXTENT)
         compute(kit.there)
-        kit.there.hands.do(events.Finish(KEY))
+        kit.there.mover.do(events.Finish(KEY))
         await kit.until(lambda: is_whole(kit))
         await asyncio.sleep(0.01)
         assert not kit.here.landed
@@ -188,12 +188,12 @@ def test_what_is_released_before_it_began_takes_nothing(run: Callable[..., None]
         kit.there.send(KEY, EXTENT)
         grant = events.Grant(KEY, OTHER, EXTENT, OURS)
         if from_thread:
-            thread = threading.Thread(target=kit.here.hands.do, args=(grant,))
+            thread = threading.Thread(target=kit.here.mover.do, args=(grant,))
             thread.start()
             thread.join()
         else:
-            kit.here.hands.do(grant)
-        kit.here.hands.do(events.Release(KEY))
+            kit.here.mover.do(grant)
+        kit.here.mover.do(events.Release(KEY))
         compute(kit.there)
         await asyncio.sleep(0.01)
         assert read(kit.here, OURS[0]) == [bytes(WIDTH)] * LAYOUT.num_layers
@@ -205,7 +205,7 @@ def test_a_release_in_the_middle_of_a_frame(run: Callable[..., None]) -> None:
     """What still comes of it is written nowhere."""
 
     async def work(kit: Kit) -> None:
-        here, handovers = kit.here, kit.here.hands._receiver
+        here, handovers = kit.here, kit.here.mover._receiver
         place, num_placed = handovers.place, 0
 
         def placed(*arguments: Any) -> Any:
@@ -244,7 +244,7 @@ def test_a_damaged_slice_ends_it(run: Callable[..., None]) -> None:
         assert broken == events.Broken(KEY, "a KV block of layer 1 came damaged (seal mismatch)")
         await asyncio.sleep(0.01)
         assert [type(fact) for fact in here.facts].count(events.Broken) == 1
-        assert here.hands.gauges()["seal_mismatches_total"] == 1
+        assert here.mover.gauges()["seal_mismatches_total"] == 1
         assert not here.reasons
 
     run(work)
@@ -256,7 +256,7 @@ def test_a_lost_session_severs_what_went_over_it(run: Callable[..., None]) -> No
         waits = RequestId("b#1")
         there.send(KEY, EXTENT)
         there.send(waits, EXTENT)
-        here.hands._told = here.facts.append  # releases nothing
+        here.mover._told = here.facts.append  # releases nothing
         here.expect(KEY, EXTENT, OURS)
         await kit.told(there, events.Granted)
         assert there.session is not None
@@ -264,7 +264,7 @@ def test_a_lost_session_severs_what_went_over_it(run: Callable[..., None]) -> No
         severed = await kit.told(here, events.Severed)
         assert sorted(severed.keys) == [KEY, waits] and "the session with other ended" in severed.reason
         assert sorted((await kit.told(there, events.Severed)).keys) == [KEY, waits]
-        assert not here.hands._receiver._offers
+        assert not here.mover._receiver._offers
 
     run(work)
 
@@ -272,7 +272,7 @@ def test_a_lost_session_severs_what_went_over_it(run: Callable[..., None]) -> No
 def test_what_was_not_sent_has_not_landed(run: Callable[..., None]) -> None:
     async def work(kit: Kit) -> None:
         kit.there.send(KEY, EXTENT)
-        await kit.until(lambda: KEY in kit.here.hands._receiver._offers)
+        await kit.until(lambda: KEY in kit.here.mover._receiver._offers)
         assert kit.here.session is not None
         kit.here.session.send(Landed(KEY))
         await kit.told(kit.there, events.Severed)
@@ -290,10 +290,10 @@ def test_a_node_of_no_address_is_as_one_whose_session_is_lost(
         def nowhere(node: NodeId) -> str:
             raise error
 
-        kit.there.hands._address_of = nowhere
+        kit.there.mover._address_of = nowhere
         kit.there.send(KEY, EXTENT)
         assert "cannot reach other" in (await kit.told(kit.there, events.Severed)).reason
-        kit.there.hands.do(events.Fetch(KEY, OTHER, NAMES[:2], 0))
+        kit.there.mover.do(events.Fetch(KEY, OTHER, NAMES[:2], 0))
         assert await kit.told(kit.there, events.FetchEnded) == events.FetchEnded(KEY, 0)
 
     run(work)
@@ -323,12 +323,12 @@ def test_blocks_are_fetched_and_a_load_reads_them_as_they_come(
 ) -> None:
     async def work(kit: Kit) -> None:
         here, there = kit.there, kit.here  # who opened the session asks
-        here.hands.fetcher._shares = shares
+        here.mover.fetcher._shares = shares
         put_chain(here.store, NAMES[:1], BLOCKS[:1])
         put_chain(there.store, NAMES[:6], BLOCKS[:6])
-        here.hands.do(fetching)
-        here.hands.do(events.Load(KEY, NAMES[:5], (0, 1, 2, 3, 4), 20, arriving=True))
-        load = here.hands.load_of(KEY)
+        here.mover.do(fetching)
+        here.mover.do(events.Load(KEY, NAMES[:5], (0, 1, 2, 3, 4), 20, arriving=True))
+        load = here.mover.load_of(KEY)
         assert load is not None
         await asyncio.to_thread(load.wait, LAST, 5)
         assert [b"".join(read(here, at)) for at in range(5)] == BLOCKS[:5]
@@ -338,10 +338,10 @@ def test_blocks_are_fetched_and_a_load_reads_them_as_they_come(
         (wanted,) = [fact for fact in there.facts if isinstance(fact, events.Wanted)]
         assert wanted == events.Wanted(KEY, OTHER, NAMES[:6], 1, False)
         await kit.told(there, events.Enough)
-        here.hands.loaded(KEY)
-        assert here.hands.load_of(KEY) is None
+        here.mover.loaded(KEY)
+        assert here.mover.load_of(KEY) is None
         name = "kv_bytes_borrowed_total" if shares else "kv_bytes_fetched_total"
-        assert here.hands.gauges()[name] == 5 * LAYOUT.block_bytes
+        assert here.mover.gauges()[name] == 5 * LAYOUT.block_bytes
 
     run(work)
 
@@ -349,13 +349,13 @@ def test_blocks_are_fetched_and_a_load_reads_them_as_they_come(
 def test_what_is_lent_is_given_back_when_it_is_copied(run: Callable[..., None]) -> None:
     async def work(kit: Kit) -> None:
         here, there = kit.there, kit.here
-        here.hands.fetcher._shares = True
+        here.mover.fetcher._shares = True
         put_chain(there.store, NAMES[:3], BLOCKS[:3])
-        here.hands.do(events.Fetch(KEY, OTHER, NAMES[:3], 0))
+        here.mover.do(events.Fetch(KEY, OTHER, NAMES[:3], 0))
         await kit.told(here, events.FetchEnded)
         await kit.told(there, events.Enough)
         await kit.until(lambda: not there.store.stat().num_pinned)
-        here.hands.do(events.Release(KEY))
+        here.mover.do(events.Release(KEY))
 
     run(work)
 
@@ -365,8 +365,8 @@ def test_more_rounds_are_answered_from_one_decision(run: Callable[..., None]) ->
         here, there = kit.there, kit.here
         put_chain(there.store, NAMES, BLOCKS)
         taken = here.store.reserve(13)  # of 16
-        here.hands.do(events.Fetch(KEY, OTHER, NAMES, 0))
-        tell = here.hands._told
+        here.mover.do(events.Fetch(KEY, OTHER, NAMES, 0))
+        tell = here.mover._told
 
         def told(fact: events.Event) -> None:
             tell(fact)
@@ -374,7 +374,7 @@ def test_more_rounds_are_answered_from_one_decision(run: Callable[..., None]) ->
                 here.store.give_back(taken[-3:])
                 del taken[-3:]
 
-        here.hands._told = told
+        here.mover._told = told
         assert await kit.told(here, events.FetchEnded) == events.FetchEnded(KEY, 8)
         assert [fact for fact in here.facts if isinstance(fact, events.Came)] == [
             events.Came(KEY, 3),
@@ -393,7 +393,7 @@ def test_what_was_not_decided_for_these_blocks_gives_nothing(run: Callable[..., 
     async def work(kit: Kit) -> None:
         there = kit.here
         put_chain(there.store, NAMES[:4], BLOCKS[:4])
-        there.hands._told = there.facts.append
+        there.mover._told = there.facts.append
         assert kit.there.session is not None
         for names in (NAMES[:2], NAMES[2:4]):
             kit.there.session.send(Want(KEY, names, 0, False, 4))
@@ -403,9 +403,9 @@ def test_what_was_not_decided_for_these_blocks_gives_nothing(run: Callable[..., 
         await kit.told(there, events.Enough)
         kit.there.session.send(Want(KEY, NAMES[2:4], 0, False, 4))
         await kit.told(there, events.Wanted)
-        there.hands.do(events.Give(KEY, OTHER, NAMES[:2], 0, 2, 0))
+        there.mover.do(events.Give(KEY, OTHER, NAMES[:2], 0, 2, 0))
         await asyncio.sleep(0.01)
-        assert there.hands.lender.bytes_out == 0
+        assert there.mover.lender.bytes_out == 0
 
     run(work)
 
@@ -413,11 +413,11 @@ def test_what_was_not_decided_for_these_blocks_gives_nothing(run: Callable[..., 
 @pytest.mark.parametrize("begun", [False, True])
 def test_a_fetch_that_is_ended_says_so(run: Callable[..., None], begun: bool) -> None:
     async def work(kit: Kit) -> None:
-        kit.here.hands._told = kit.here.facts.append  # decides nothing
-        kit.there.hands.do(events.Fetch(KEY, OTHER, NAMES[:3], 0))
+        kit.here.mover._told = kit.here.facts.append  # decides nothing
+        kit.there.mover.do(events.Fetch(KEY, OTHER, NAMES[:3], 0))
         if begun:
             await kit.told(kit.here, events.Wanted)
-        kit.there.hands.do(events.EndFetch(KEY))
+        kit.there.mover.do(events.EndFetch(KEY))
         assert await kit.told(kit.there, events.FetchEnded) == events.FetchEnded(KEY, 0)
 
     run(work)
@@ -427,7 +427,7 @@ def test_blocks_are_wanted_only_by_whom_one_knows(run: Callable[..., None]) -> N
     async def work(kit: Kit) -> None:
         assert kit.there.session is not None
         with pytest.raises(ProtocolError, match="opened here"):
-            kit.there.hands.on_peer(kit.there.session, Want(KEY, NAMES[:1], 0, False, 1))
+            kit.there.mover.on_peer(kit.there.session, Want(KEY, NAMES[:1], 0, False, 1))
 
     run(work)
 
@@ -443,8 +443,8 @@ def test_a_load_reads_only_what_its_fetch_has_of_its_prefix(run: Callable[..., N
         (state,) = state_names(NAMES[1], 1)
         put_chain(here.store, [*NAMES[:2], state], [*BLOCKS[:2], BLOCKS[7]])
         put_chain(there.store, NAMES[:4], BLOCKS[:4])
-        here.hands.do(events.Fetch(KEY, OTHER, NAMES[:4], 2))
-        here.hands.do(events.Load(KEY, (*NAMES[:2], state), (0, 1, 5), 2 * SIZE, arriving=True, told=True))
+        here.mover.do(events.Fetch(KEY, OTHER, NAMES[:4], 2))
+        here.mover.do(events.Load(KEY, (*NAMES[:2], state), (0, 1, 5), 2 * SIZE, arriving=True, told=True))
         assert await kit.told(here, events.Loaded) == events.Loaded(KEY, 3)
         assert [b"".join(read(here, at)) for at in (0, 1, 5)] == [*BLOCKS[:2], BLOCKS[7]]
         await kit.told(there, events.Enough)
@@ -455,7 +455,7 @@ def test_a_load_reads_only_what_its_fetch_has_of_its_prefix(run: Callable[..., N
 def test_a_short_load_says_so(run: Callable[..., None]) -> None:
     async def work(kit: Kit) -> None:
         put_chain(kit.here.store, NAMES[:2], BLOCKS[:2])
-        kit.here.hands.do(events.Load(KEY, NAMES[:3], (0, 1, 2), 12, told=True))
+        kit.here.mover.do(events.Load(KEY, NAMES[:3], (0, 1, 2), 12, told=True))
         assert await kit.told(kit.here, events.Loaded) == events.Loaded(KEY, 2)
 
     run(work)
@@ -469,10 +469,10 @@ def test_what_was_read_ahead_is_read_once(run: Callable[..., None], monkeypatch:
         here.store.demote(NAMES[:4])
         get = here.store.read
         monkeypatch.setattr(here.store, "read", lambda name, *more: done.append(name) or get(name, *more))
-        here.hands.do(events.Read(KEY, NAMES[1:4]))
-        here.hands.do(events.Promote(NAMES[1:2]))
-        here.hands.do(events.Load(KEY, NAMES[:4], (0, 1, 2, 3), 16))
-        load = here.hands.load_of(KEY)
+        here.mover.do(events.Read(KEY, NAMES[1:4]))
+        here.mover.do(events.Promote(NAMES[1:2]))
+        here.mover.do(events.Load(KEY, NAMES[:4], (0, 1, 2, 3), 16))
+        load = here.mover.load_of(KEY)
         assert load is not None
         await asyncio.to_thread(load.wait, LAST, 4)
         await asyncio.to_thread(load.over.wait)
@@ -499,17 +499,17 @@ def test_nothing_is_loaded_after_the_end(
             fill(*arguments)
 
         monkeypatch.setattr(here.memory, "fill", slow)
-        here.hands.do(events.Load(KEY, NAMES[:3], (0, 1, 2), 12, told=True))
+        here.mover.do(events.Load(KEY, NAMES[:3], (0, 1, 2), 12, told=True))
         assert await asyncio.to_thread(began.wait, WAIT_S)
         asyncio.get_running_loop().run_in_executor(None, lambda: (threading.Event().wait(0.02), go_on.set()))
-        here.hands.do(ends)
+        here.mover.do(ends)
         monkeypatch.undo()
         for number in range(3):
             write(here, number, BLOCKS[7])
         await asyncio.sleep(0.02)
         assert [b"".join(read(here, at)) for at in range(3)] == [BLOCKS[7]] * 3
         assert not any(isinstance(fact, events.Loaded) for fact in here.facts)
-        assert here.hands.load_of(KEY) is None
+        assert here.mover.load_of(KEY) is None
 
     run(work)
 
@@ -520,22 +520,22 @@ def test_blocks_are_saved_staged_ones_too(run: Callable[..., None]) -> None:
         put_chain(here.store, NAMES[:1], BLOCKS[:1])
         for number in range(4):
             write(here, number, BLOCKS[number])
-        staging = here.hands.stage(KEY, NAMES[:3], (0, 1, 2))
+        staging = here.mover.stage(KEY, NAMES[:3], (0, 1, 2))
         assert staging is not None
         assert (list(staging.names), list(staging.blocks)) == ([NAMES[1], NAMES[2]], [1, 2]), "not what it has"
         for layer in range(LAYOUT.num_layers):
-            here.hands.save_layer(staging, layer)
+            here.mover.save_layer(staging, layer)
         await asyncio.wrap_future(here.cache.kept())
         write(here, 1, BLOCKS[7])  # what was staged counts
-        here.hands.do(events.Save(KEY, NAMES[1:4], NAMES[0], (1, 2, 3)))
-        here.hands.do(events.Demote(NAMES[2:3]))
-        here.hands.do(events.Drop(NAMES[3:4]))
+        here.mover.do(events.Save(KEY, NAMES[1:4], NAMES[0], (1, 2, 3)))
+        here.mover.do(events.Demote(NAMES[2:3]))
+        here.mover.do(events.Drop(NAMES[3:4]))
         assert await kit.told(here, Saved) == Saved(KEY)
         assert [stored(here, name) for name in NAMES[:3]] == BLOCKS[:3]
         await asyncio.wrap_future(here.cache.kept())
         assert [here.store.tier(name) for name in NAMES[1:4]] == [Tier.MEMORY, Tier.DISK, None]
         assert not any(isinstance(fact, events.Lost) for fact in here.facts)
-        assert here.hands.stage(KEY, NAMES[:2], (0, 1)) is None
+        assert here.mover.stage(KEY, NAMES[:2], (0, 1)) is None
 
     run(work)
 
@@ -544,10 +544,10 @@ def test_what_finds_no_room_is_lost(run: Callable[..., None]) -> None:
     async def work(kit: Kit) -> None:
         there = kit.there
         taken = there.store.reserve(15)
-        there.hands.do(events.Save(KEY, NAMES[:3], None, (5, 3, 1)))
+        there.mover.do(events.Save(KEY, NAMES[:3], None, (5, 3, 1)))
         assert await kit.told(there, events.Lost) == events.Lost(NAMES[1:3])
         assert Saved(KEY) in there.facts
-        there.hands.lost_bytes([NAMES[0]])
+        there.mover.lost_bytes([NAMES[0]])
         assert await kit.told(there, events.Lost, 2) == events.Lost(NAMES[:1])
         there.store.give_back(taken)
 
@@ -557,9 +557,9 @@ def test_what_finds_no_room_is_lost(run: Callable[..., None]) -> None:
 @pytest.mark.parametrize("ends", [events.Release(KEY), Preempted(KEY)], ids=repr)
 def test_what_was_staged_for_nothing_is_given_back(run: Callable[..., None], ends: Any) -> None:
     async def work(kit: Kit) -> None:
-        assert kit.here.hands.stage(KEY, NAMES[:3], (0, 1, 2)) is not None
+        assert kit.here.mover.stage(KEY, NAMES[:3], (0, 1, 2)) is not None
         assert kit.here.store.stat().num_reserved == 3
-        kit.here.hands.do(ends)
+        kit.here.mover.do(ends)
         await kit.until(lambda: kit.here.store.stat().num_reserved == 0)
 
     run(work)
@@ -568,19 +568,19 @@ def test_what_was_staged_for_nothing_is_given_back(run: Callable[..., None], end
 def test_without_a_cache() -> None:
     async def main() -> None:
         facts: list[events.Event] = []
-        hands = Hands(
+        mover = KVMover(
             memory=EmulatedMemory(LAYOUT, 2), first_layer=0, cache=None, peers=None, address_of=str,  # type: ignore[arg-type]
             tell=facts.append, spawn=asyncio.create_task, shares_memory=False, received=lambda key, token: None,
         )  # fmt: skip
-        hands.open(asyncio.get_running_loop())
-        hands.do(events.Fetch(KEY, OTHER, NAMES[:2], 1))
-        hands.do(events.EndFetch(KEY))
-        hands.do(events.Release(KEY))
+        mover.open(asyncio.get_running_loop())
+        mover.do(events.Fetch(KEY, OTHER, NAMES[:2], 1))
+        mover.do(events.EndFetch(KEY))
+        mover.do(events.Release(KEY))
         await asyncio.sleep(0.01)
         assert facts == [events.FetchEnded(KEY, 1)]
-        assert set(hands.gauges()) == {"kv_bytes_in_total", "kv_bytes_out_total", "seal_mismatches_total"}
+        assert set(mover.gauges()) == {"kv_bytes_in_total", "kv_bytes_out_total", "seal_mismatches_total"}
         with pytest.raises(ProtocolError):
-            hands.on_peer(None, Want(KEY, NAMES[:1], 0, False, 1))  # type: ignore[arg-type]
-        await hands.close()
+            mover.on_peer(None, Want(KEY, NAMES[:1], 0, False, 1))  # type: ignore[arg-type]
+        await mover.close()
 
     asyncio.run(main())

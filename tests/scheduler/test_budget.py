@@ -261,6 +261,24 @@ def test_who_overtakes_leaves_memory_for_those_it_overtakes() -> None:
         assert [piece.request for piece in run.chunks] == [A], "C would take what B waits for"
 
 
+def test_who_is_longer_overtakes_nobody() -> None:
+    scheduler = Told(partial_limits(4, 100))
+    scheduler.on(arrived(A, 1000, 1001))
+    scheduler.on(arrived(B, 1000, 1001))
+    scheduler.on(arrived(C, 2000, 2001))
+    assert [(piece.request, piece.count) for piece in run_of(scheduler.on(Stepped(1))).chunks] == [(A, 100)]
+    assert scheduler.num_waiting == 2, "nor does it take a place"
+
+
+@pytest.mark.parametrize(("places", "overtakes"), [(2, False), (3, True)])
+def test_who_overtakes_leaves_a_place_for_those_it_overtakes(places: int, overtakes: bool) -> None:
+    scheduler = Told(partial_limits(2, 100, max_sequences=places))
+    for name, num_tokens in (("a", 5000), ("b", 4000), ("c", 3000), ("d", 10)):
+        scheduler.on(arrived(RequestId(name), num_tokens, num_tokens + 1))
+    requests = [piece.request for piece in run_of(scheduler.on(Stepped(1))).chunks]
+    assert sorted(requests) == (["a", "b", "d"] if overtakes else ["a", "b"])
+
+
 def test_one_place_is_arrival_order() -> None:
     scheduler = Told(partial_limits(1, 100))
     scheduler.on(arrived(A, 1000, 1001))

@@ -107,6 +107,9 @@ class Scheduler:
 
     def check(self) -> None:
         """Invariants, for tests and the simulator: each request is in one place, and holds what it needs there."""
+        assert self.run is not None or not self._states.restoring, (
+            "who went on from a snapshot is through with it"
+        )
         sequences = self._sequences.values()
         self._memory.check(sequences)
         self._batch.check(sequences)

@@ -93,15 +93,9 @@ class TierCache:
         pins = self._pins
         counts = list(map(pins.__getitem__, names))
         shared = len(counts) - counts.count(1)
-        if 1 not in counts[:shared]:  # nobody else has pinned those at the end
-            deque(map(pins.pop, names[shared:]), 0)
-            names = names[:shared]
-        for name in names:
-            left = pins[name] - 1
-            if left:
-                pins[name] = left
-            else:
-                del pins[name]
+        deque(map(pins.pop, names[shared:]), 0)  # nobody else has pinned those at the end
+        for name in names[:shared]:
+            pins[name] -= 1
 
     def put(self, names: Sequence[BlockName]) -> Change:
         """Stores a finished prompt's chain: touches what is in DRAM, brings in the rest, evicts to make room.

@@ -36,6 +36,7 @@ Tiers = dict[BlockName, Tier]
 
 BEAT_MS = 20
 """Gauges come as often, so that nobody waits long for them."""
+IDLE_S = LIMIT_S
 _DEFAULTS = {"engine.threads": 1, "engine.kv_memory": "64MiB", "limits.silence_s": 600}
 """Nodes share this process: none of them can die alone, and a busy machine makes all of them late."""
 
@@ -78,7 +79,7 @@ class Inside(Client):
 
     def check_idle(self) -> None:
         """All that requests took comes back, on every node; and the conductor knows what each node has, by tier."""
-        until = time.monotonic() + LIMIT_S
+        until = time.monotonic() + IDLE_S
         while left := self.call(self._left):
             assert time.monotonic() < until, f"not idle: {left}"
             time.sleep(POLL_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import combinations, product
 from typing import Any
@@ -22,7 +23,8 @@ def matrix(names: str, *axes: Iterable[Any], strength: int = 1) -> pytest.MarkDe
 
 
 def _covering(axes: Sequence[Sequence[Any]], strength: int) -> list[tuple[int, ...]]:
-    """Rows by their indices: greedily the one that brings most that is new, the first of those."""
+    """Rows by their indices: one by one the row that brings most that is new; of those, one whose values are rare so
+    far, and the first of these."""
     rows = list(product(*(range(len(axis)) for axis in axes)))
     groups = list(combinations(range(len(axes)), strength))
 
@@ -30,9 +32,10 @@ def _covering(axes: Sequence[Sequence[Any]], strength: int) -> list[tuple[int, .
         return {(group, *(row[axis] for axis in group)) for group in groups}
 
     missing = set().union(*map(brings, rows))
-    kept = []
+    kept, uses = list[tuple[int, ...]](), Counter[tuple[int, int]]()
     while missing:
-        best = max(rows, key=lambda row: len(brings(row) & missing))
+        best = max(rows, key=lambda row: (len(brings(row) & missing), -sum(uses[at] for at in enumerate(row))))
         kept.append(best)
+        uses.update(enumerate(best))
         missing -= brings(best)
     return kept

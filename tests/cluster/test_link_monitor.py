@@ -309,6 +309,21 @@ def test_sessions_that_others_open_are_watched_if_they_are_of_a_linked_cluster()
     scene(work)
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_session_may_be_reported_or_gone_before_it_is_looked_at(ended: bool) -> None:
+    async def work(some: Scene) -> None:
+        some.refuses = True
+        some.linked(NEAR)
+        line = Line()
+        some.monitor.introduced(line, NodeId("n0"))  # type: ignore[arg-type]
+        if ended:
+            line.end()
+            await asyncio.sleep(2 * LOOK_S)
+        assert some.report == LinkReport("far", up=not ended)
+
+    scene(work)
+
+
 def test_a_cluster_without_nodes_is_not_down() -> None:
     async def work(some: Scene) -> None:
         line = await near(some)

@@ -10,7 +10,7 @@ import pytest
 
 from isthmus.blocks import KVLayout
 from isthmus.cluster.messages import PeerHello, PeerMessage, Probe
-from isthmus.cluster.sessions import Bare, Peers, network_of
+from isthmus.cluster.sessions import NoPayloads, Peers, network_of
 from isthmus.config import load_config
 from isthmus.errors import ConfigError, ProtocolError
 from isthmus.messenger import MemoryNetwork, Session, TcpNetwork
@@ -21,7 +21,7 @@ LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, 
 HELLO = PeerHello(6, "secret", NodeId("here"), "revision", LAYOUT)
 
 
-class Ear(Bare):
+class Ear(NoPayloads):
     """Hears what is said."""
 
     def __init__(self) -> None:

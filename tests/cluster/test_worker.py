@@ -17,7 +17,7 @@ from isthmus.cost import Curve, compile_cost
 from isthmus.engine.emulated import EmulatedEngine, Recipe, layout_of
 from isthmus.engine.interface import Row, Sampled
 from isthmus.node import Node
-from isthmus.node.events import Begin, Cut, Event, Forget
+from isthmus.node.events import Begin, Cut, Event, Forget, Shorten
 from isthmus.scheduler import Admitted, BlockPool, Limits, Run, Scheduler
 from isthmus.types import FinishReason, NodeId, RequestId, Role, Sampling
 
@@ -138,6 +138,21 @@ def test_a_request_forgotten_in_an_iteration_keeps_its_blocks_until_that_is_over
     owner.run(1)
     assert owner.node.scheduler.pool.available == 64
     assert len(owner.outputs[RequestId("b")]) == 17 > len(owner.outputs[RequestId("a")])
+
+
+def test_a_prefix_that_could_not_be_loaded_is_no_hit() -> None:
+    """Only once counted, though the attempt is pre-empted and admitted again."""
+    owner, key = Owner(), RequestId("a#1")
+    begin = Begin(key, Role.MIXED, Route(RequestId("a"), 1, HERE, HERE), 20, 30)
+    owner.runs.begin(Task(begin, 0, tuple(range(20)), 20, Sampling()))
+    counters = owner.runs.counters
+    for _ in range(2):
+        owner.runs.admitted(Admitted(key, 16, (), ()))
+        assert (counters["prefix_cache_hits"], counters["prefix_cache_queries"]) == (16, 20)
+    owner.runs.shortened(Shorten(key, 4))
+    assert (counters["prefix_cache_hits"], counters["prefix_cache_queries"]) == (4, 20)
+    owner.runs.shortened(Shorten(key, 8))
+    assert counters["prefix_cache_hits"] == 4, "it was shorter before"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -17,6 +17,7 @@ from isthmus.engine.kernels.plain import PlainKernels
 from isthmus.errors import ConfigError, StartError
 from isthmus.types import Sampling
 from tests.models import reference_logits, reference_tokens
+from tests.soak import matrix
 
 from .hybrids import FAMILIES, save_tiny
 from .support import permutation, poison, relative_error, tokens_of
@@ -109,8 +110,7 @@ def prefill(
 # ---- against transformers
 
 
-@EACH
-@pytest.mark.parametrize("size", [90, 1, 7, 13, 16, 48])
+@matrix("family, size", FAMILIES, [90, 1, 7, 13, 16, 48])
 def test_greedy_answers_are_those_of_transformers(
     answer_of: AnswerOf, engine_of: EngineOf, family: str, size: int
 ) -> None:

@@ -16,6 +16,7 @@ from isthmus.engine.engine import Engine, EngineOptions
 from isthmus.engine.kernels import Kernels
 from isthmus.engine.kernels.plain import PlainKernels
 from tests.models import MODEL_CASES, reference_logits, reference_tokens
+from tests.soak import matrix
 
 from .conftest import FolderOf
 from .support import logits_by_position, permutation, poison, relative_error, tokens_of
@@ -74,9 +75,7 @@ def assert_logits(found: dict[int, Tensor], expected_TV: Tensor) -> None:
 # ---- one request
 
 
-@CASES
-@pytest.mark.parametrize("layout", TABLES)
-@pytest.mark.parametrize("chunk", [1, 7, 64, 512])
+@matrix("case, layout, chunk", MODEL_CASES, TABLES, [1, 7, 64, 512])
 def test_logits_are_those_of_transformers(
     engines: Callable[[str], Engine], expected: Logits, case: str, layout: str, chunk: int
 ) -> None:

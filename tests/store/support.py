@@ -102,6 +102,8 @@ class FaultyFiles(Files):
         self.calls: list[str] = []
         self.fail_at: int | None = None
         """The call with this number fails with EIO."""
+        self.short = False
+        """Writes say that they took a byte less than they were given."""
         self._clock_s = 0.0
         self.sleeps = threading.Event()
         """Set: sleeping takes no time."""
@@ -124,7 +126,7 @@ class FaultyFiles(Files):
 
     def write(self, fd: int, pieces: Sequence[Buffer], offset: int) -> int:
         self._call("write")
-        return super().write(fd, pieces, offset)
+        return super().write(fd, pieces, offset) - self.short
 
     def sync(self, fd: int) -> None:
         self._call("sync")

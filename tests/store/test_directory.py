@@ -215,3 +215,10 @@ def test_what_is_committed_again_before_it_is_on_the_ssd_is_in_dram_by_decision(
         directory.end_writing(written=True)
     assert directory.blocks[1].slot == first
     directory.check(int(under_way))
+
+
+def test_demoted_blocks_are_written_first_and_no_more_than_asked_for() -> None:
+    directory = filled(6, Places(6), 1, 2, 3, 4, 5, 6)
+    for name in (1, 2):
+        directory.demote(name, can_write=True)
+    assert write(directory, 3) == [1, 2, 3] and write(directory, 2) == [4, 5]

@@ -79,6 +79,22 @@ def test_what_is_on_a_failing_ssd_can_still_be_read(tmp_path: Path) -> None:
         files.broken.clear()
 
 
+def test_a_write_that_took_only_a_part_did_not_happen(tmp_path: Path) -> None:
+    files = FaultyFiles()
+    with opened(SMALL, 4, tmp_path, files=files) as store:
+        files.sleeps.clear()
+        files.short = True
+        put(store, 1, 2)
+        wait_for(store, healthy=False)
+        assert store.stat().disk.num_blocks == 0 and whole(store, 1) and whole(store, 2)
+        files.short = False
+        files.sleeps.set()
+        wait_for(store, healthy=True)
+        store.flush()
+        store.demote([1, 2])
+        assert whole(store, 1) and whole(store, 2)
+
+
 def test_demoted_blocks_in_the_queue_are_lost_with_the_disk(tmp_path: Path) -> None:
     files, lost = FaultyFiles(), list[BlockName]()
     with opened(SMALL, 40, tmp_path, files=files, on_lost=lost.extend) as store:

@@ -62,3 +62,13 @@ def test_an_emulated_link_is_entered_at_a_port_for_each_node() -> None:
     book.open(C, "east", "h:3")
     assert link.said[3:] == [Point(21, ""), Point(21, "h:3")]
     assert book.view("east", "west").addresses == {B: "127.0.0.1:22", C: "127.0.0.1:21"}
+
+
+def test_a_link_as_it_is_beside_an_emulated_one() -> None:
+    links = (*LINKS, LinkRule("north", "east", 1), LinkRule("east", "north", 1))
+    book, link = AddressBook(["north", "east", "west"], (*links[2:], *links[:2])), FakeLink((11,), (21,))
+    book.emulate(link)
+    book.open(A, "east", "h:1")
+    assert book.linked("east") == ["north", "west"]
+    assert book.view("east", "north").addresses == {A: "h:1"}
+    assert book.view("east", "west").addresses == {A: "127.0.0.1:21"}

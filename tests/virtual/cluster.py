@@ -53,6 +53,8 @@ from tests.virtual.worker import LoopWorker
 VOCABULARY = 1 << 31
 """Far more than any workload draws, so that one token of an answer can be told from all others."""
 MAX_LENGTH = 1 << 30
+SKEW_NS = 1_234_567_891
+"""By so much more each node's clock is ahead of the head's: nobody may compare two clocks."""
 
 
 class VirtualRequest(msgspec.Struct, frozen=True):
@@ -203,9 +205,14 @@ class VirtualCluster:
                 options = NodeOptions(
                     facts, join, "virtual", limits.transfer_s, host=facts.node, shares_memory=False
                 )
+                skew_ns = (slot + 1) * SKEW_NS
+
+                def clock_ns(skew_ns: int = skew_ns) -> int:
+                    return loop.clock_ns() + skew_ns
+
                 runtime = Runtime(
                     links.ether.view(slot),
-                    loop.clock_ns,
+                    clock_ns,
                     partial(VirtualMover, links),
                     pool_of,
                     lambda process: LoopWorker(process, loop, lambda: process.mover),

@@ -20,7 +20,6 @@ from isthmus.engine.kernels import Kernels
 from isthmus.engine.kernels.plain import PlainKernels
 from isthmus.engine.linear import (
     GatedDeltaNet,
-    Heads,
     Inputs,
     KimiDelta,
     State,
@@ -32,6 +31,7 @@ from isthmus.engine.linear import (
 )
 from isthmus.engine.linear.conv import convolve, convolve_step
 from isthmus.engine.linear.rule import advance_rule, step_each, step_rule, step_together
+from isthmus.models import Delta
 from tests.engine.support import deterministic, largest_error, randn
 
 LENGTHS = (1, 2, 3, 7, 31, 63, 64, 65, 127, 200)
@@ -186,8 +186,8 @@ def test_single_tokens_of_many_requests(
 # Whole layers against transformers.
 
 HIDDEN = 40
-GDN_HEADS = Heads(num_keys=2, num_values=4, key_dim=16, value_dim=12, taps=4)
-KDA_HEADS = Heads(num_keys=3, num_values=3, key_dim=16, value_dim=16, taps=4)
+GDN_HEADS = Delta("gdn", num_keys=2, num_values=4, key_dim=16, value_dim=12, taps=4)
+KDA_HEADS = Delta("kda", num_keys=3, num_values=3, key_dim=16, value_dim=16, taps=4)
 
 
 def drawn(module: Any) -> dict[str, Tensor]:
@@ -319,4 +319,6 @@ def test_the_state_of_a_slot_is_one_range_of_bytes() -> None:
     assert state.matrix_SHKV.shape == (2, 4, 16, 12)
     flat = torch.cat((state.window_SWC[1].flatten(), state.matrix_SHKV[1].flatten()))
     assert torch.equal(flat, live[1])
-    assert state.matrix_SHKV.data_ptr() == live.data_ptr() + 4 * GDN_HEADS.window_numbers
+    assert state.matrix_SHKV.data_ptr() == live.data_ptr() + 4 * (
+        GDN_HEADS.state_numbers - GDN_HEADS.matrix_numbers
+    )

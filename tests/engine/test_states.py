@@ -7,11 +7,11 @@ from isthmus.blocks import KVLayout
 from isthmus.engine.batch import build_batch
 from isthmus.engine.interface import Chunk
 from isthmus.engine.kv import KVMemory
-from isthmus.engine.linear import Heads
 from isthmus.engine.states import LiveStates, Recurrence
+from isthmus.models import Delta
 
 CPU = torch.device("cpu")
-HEADS = Heads(num_keys=1, num_values=2, key_dim=4, value_dim=3, taps=3)
+HEADS = Delta("gdn", num_keys=1, num_values=2, key_dim=4, value_dim=3, taps=3)
 LAYERS, SLOTS, SIZE = 3, 5, 4
 STATE = 4 * LAYERS * HEADS.state_numbers
 LAYOUT = KVLayout("bfloat16", SIZE, num_layers=2, num_kv_heads=1, head_dim=8, state_bytes=STATE)

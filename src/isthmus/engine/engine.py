@@ -16,7 +16,6 @@ from isthmus.engine import kernels
 from isthmus.engine.batch import Batch, build_batch
 from isthmus.engine.interface import BeforeLayer, Chunk, Hidden, OnLayer, Row, Sampled, stage_layout
 from isthmus.engine.kv import TORCH_DTYPES, KVMemory, bytes_of
-from isthmus.engine.layers import heads_of
 from isthmus.engine.model import Model
 from isthmus.engine.sampling import sample
 from isthmus.engine.spec import kv_layout, read_spec
@@ -87,7 +86,7 @@ class Engine:
         recurrent = self.spec.recurrent
         if not recurrent:
             return None
-        return LiveStates(heads_of(recurrent[0]), len(recurrent), max_sequences, self.layout, self.device)
+        return LiveStates(recurrent[0], len(recurrent), max_sequences, self.layout, self.device)
 
     @property
     def num_blocks(self) -> int:

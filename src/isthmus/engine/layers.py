@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from isthmus.engine.experts import Mixture, Mlp, Routing
-from isthmus.engine.linear import GatedDeltaNet, Heads, KimiDelta
+from isthmus.engine.linear import GatedDeltaNet, KimiDelta
 from isthmus.engine.linear.gdn import projection
 from isthmus.engine.rope import half_split
 from isthmus.models import Attention, Delta, Dense, Experts, LatentAttention, Lightning, ModelSpec
@@ -191,7 +191,7 @@ class _LayerLoader:
         )
 
     def _gated_delta_net(self, kind: Delta) -> GatedDeltaNet:
-        at, heads, hidden, take = f"{self._at}.linear_attn", heads_of(kind), self._hidden, self._source
+        at, heads, hidden, take = f"{self._at}.linear_attn", kind, self._hidden, self._source
         values = kind.num_values * kind.value_dim
         keys = kind.num_keys * kind.key_dim
         return GatedDeltaNet(
@@ -217,7 +217,7 @@ class _LayerLoader:
         projections = [take.matrix(f"{at}.{name}_proj.weight", rows[name], hidden) for name in rows]
         convs = [take.vector(f"{at}.{name}_conv1d.weight", wide, 1, kind.taps) for name in "qkv"]
         return KimiDelta(
-            heads=heads_of(kind),
+            heads=kind,
             project_PN=torch.cat(projections),
             conv_KC=_taps(torch.cat(convs)),
             forget_MD=take.matrix(f"{at}.f_b_proj.weight", wide, size),
@@ -295,10 +295,6 @@ def _rows(linear: Linear, shape: tuple[int, ...], pick: Callable[[Tensor], Tenso
 def _after(count: int, order: Tensor) -> Tensor:
     """The first `count` numbers as they are, those after them in this order."""
     return torch.cat((torch.arange(count), count + order))
-
-
-def heads_of(kind: Delta) -> Heads:
-    return Heads(kind.num_keys, kind.num_values, kind.key_dim, kind.value_dim, kind.taps)
 
 
 def _taps(weight_C1K: Tensor) -> Tensor:

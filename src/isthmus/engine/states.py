@@ -16,7 +16,8 @@ from torch import Tensor
 from isthmus.blocks import KVLayout
 from isthmus.engine.interface import Chunk
 from isthmus.engine.kv import KVMemory
-from isthmus.engine.linear import Heads, State
+from isthmus.engine.linear import State
+from isthmus.models import Delta
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class LiveStates:
     """One state for each slot. Legend: S slots, L recurrent layers, X numbers of one layer's state."""
 
     def __init__(
-        self, heads: Heads, num_layers: int, max_sequences: int, layout: KVLayout, device: torch.device
+        self, heads: Delta, num_layers: int, max_sequences: int, layout: KVLayout, device: torch.device
     ) -> None:
         shape = max_sequences, num_layers, heads.state_numbers
         self._live_SLX = torch.zeros(shape, dtype=torch.float32, device=device)

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from isthmus.engine.linear.gdn import GatedDeltaNet
 from isthmus.engine.linear.kda import KimiDelta
-from isthmus.engine.linear.layer import Heads, Inputs, Recurrent, State, advance, layer_output, step
+from isthmus.engine.linear.layer import Inputs, Recurrent, State, advance, layer_output, step
 
 __all__ = [
     "GatedDeltaNet",
-    "Heads",
     "Inputs",
     "KimiDelta",
     "Recurrent",

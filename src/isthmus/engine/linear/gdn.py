@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from isthmus.engine.kernels import Kernels
-from isthmus.engine.linear.layer import Heads, Inputs
+from isthmus.engine.linear.layer import Inputs
+from isthmus.models import Delta
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class GatedDeltaNet:
     `project_PN`: rows of queries, keys, values, gates z, then b and a (`projection`); `rate_H`: -exp(A_log).
     """
 
-    heads: Heads
+    heads: Delta
     project_PN: Tensor
     conv_KC: Tensor
     rate_H: Tensor
@@ -35,7 +36,7 @@ class GatedDeltaNet:
         return torch.nn.functional.silu(gate_THV)
 
 
-def projection(qkvz: Tensor, ba: Tensor, heads: Heads) -> Tensor:
+def projection(qkvz: Tensor, ba: Tensor, heads: Delta) -> Tensor:
     """`project_PN` from the two matrices of the published format, whose rows go key head by key head: in_proj_qkvz
     with q, k, G values and G gates of each, in_proj_ba with G b and G a of each."""
     group = heads.num_values // heads.num_keys

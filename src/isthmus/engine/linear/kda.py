@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from isthmus.engine.kernels import Kernels
-from isthmus.engine.linear.layer import Heads, Inputs
+from isthmus.engine.linear.layer import Inputs
+from isthmus.models import Delta
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class KimiDelta:
     `forget_MD`: f_b_proj, `gate_MD`: g_b_proj; `rate_H`: -exp(A_log); `dt_bias_HK` with one bias a channel.
     """
 
-    heads: Heads
+    heads: Delta
     project_PN: Tensor
     conv_KC: Tensor
     forget_MD: Tensor

@@ -10,42 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
 import torch
 from torch import Tensor
 
 from isthmus.engine.kernels import Kernels
-
-
-class Heads(msgspec.Struct, frozen=True):
-    """Sizes of a recurrent layer. `taps` of its convolution include the token itself."""
-
-    num_keys: int
-    num_values: int
-    key_dim: int
-    value_dim: int
-    taps: int
-
-    @property
-    def channels(self) -> int:
-        """Of the convolution: queries, keys and values of all heads, in this order."""
-        return 2 * self.num_keys * self.key_dim + self.num_values * self.value_dim
-
-    @property
-    def window_numbers(self) -> int:
-        return (self.taps - 1) * self.channels
-
-    @property
-    def state_numbers(self) -> int:
-        """Float32 numbers of one request's state in one layer: window, then matrices."""
-        return self.window_numbers + self.num_values * self.key_dim * self.value_dim
+from isthmus.models import Delta
 
 
 class Recurrent(Protocol):
     """What a layer of either kind offers. Weights named here are float32, but for `output_NM`, which is as stored."""
 
     @property
-    def heads(self) -> Heads: ...
+    def heads(self) -> Delta: ...
 
     @property
     def conv_KC(self) -> Tensor:
@@ -88,9 +64,9 @@ class State:
     matrix_SHKV: Tensor
 
     @staticmethod
-    def of(live_SX: Tensor, heads: Heads) -> State:
+    def of(live_SX: Tensor, heads: Delta) -> State:
         window, matrix = live_SX.split(
-            (heads.window_numbers, heads.state_numbers - heads.window_numbers), dim=1
+            (heads.state_numbers - heads.matrix_numbers, heads.matrix_numbers), dim=1
         )
         return State(
             window.unflatten(1, (heads.taps - 1, heads.channels)),

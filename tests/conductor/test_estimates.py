@@ -7,7 +7,7 @@ import pytest
 from isthmus.conductor import Fetch, NodeJoined, Paths
 from isthmus.conductor.copies import begin
 from isthmus.conductor.estimates import can_copy, least_sending
-from isthmus.conductor.view import ClusterView
+from isthmus.conductor.view import View
 from isthmus.cost import Curve
 from isthmus.types import NodeId, Role
 
@@ -43,7 +43,7 @@ def test_a_queue_that_should_be_over_is_empty() -> None:
 
 def test_blocks_that_will_be_there_count_like_those_that_are() -> None:
     view = view_of(P, P, D)
-    view.index.promise(view.prefills[0].bit, NAMES[:5])
+    view.index.expect(view.prefills[0].bit, NAMES[:5])
     found = estimator(view, arrival(50, NAMES))
     assert found.local(0).work_ns == 30 * MS
     assert (found.deepest, found.held) == (5, [(0, 0b011)])  # but nobody can fetch them
@@ -106,7 +106,7 @@ def test_calibration_scales_computing_alone() -> None:
     view = view_of(P, P, D)
     source = view.prefills[0]
     view.index.store(source.bit, NAMES)
-    view.pools[""].calibration.add(30, 10)
+    view.clusters[""].calibration.add(30, 10)
     found = estimator(view, arrival(50, NAMES))
     assert found.local(1).work_ns == 150 * MS
     assert found.local(1).compute_ns == 50 * MS
@@ -155,7 +155,7 @@ def test_depths_are_those_of_the_index_for_every_node() -> None:
 
 
 def test_a_slot_is_used_again() -> None:
-    view: ClusterView = view_of(P, P, D)
+    view: View = view_of(P, P, D)
     first = view.prefills[0]
     view.index.store(first.bit, NAMES)
     view.leave(first)

@@ -1,4 +1,4 @@
-"""The conductor's picture of the cluster: nodes, their queues, batches and caches; requests and their place."""
+"""The conductor's picture of all clusters: nodes, their queues, batches and caches; requests and their place."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 
 from isthmus.attempts import Fetch
 from isthmus.blocks import state_name
+from isthmus.conductor.clusters import Cluster
 from isthmus.conductor.copies import ClusterLink, Copy, Link, end
 from isthmus.conductor.events import NodeJoined, RequestArrived
 from isthmus.conductor.index import PrefixIndex
 from isthmus.conductor.learning import OutputLengths
-from isthmus.conductor.pools import Pool
 from isthmus.conductor.rules import LinkRule
 from isthmus.cost import Curve, NodeCost, compile_cost
 from isthmus.types import BlockName, NodeId, RequestId, Role
@@ -32,9 +32,8 @@ class NodeView:
 
     `bit`: its place in the index's masks. `work_ns`: of requests whose first token is not out;
     `free_ns`: when that will be done. `kind`: nodes of one kind take the same time for the same work.
-    `batch`, `context`: requests placed here to decode, and their tokens. `pool`: its cluster. `state_bytes`: of a
-    sequence's recurrent state, which a snapshot keeps in `state_blocks` blocks. `draining`: it finishes what it has
-    and gets nothing new.
+    `batch`, `context`: requests placed here to decode, and their tokens. `state_bytes`: of a sequence's recurrent
+    state, which a snapshot keeps in `state_blocks` blocks. `draining`: it finishes what it has and gets nothing new.
     """
 
     __slots__ = (
@@ -44,6 +43,7 @@ class NodeView:
         "block_size",
         "cache_blocks",
         "capacity_tokens",
+        "cluster",
         "context",
         "cost",
         "decodes",
@@ -58,7 +58,6 @@ class NodeView:
         "max_sequences",
         "node",
         "paths",
-        "pool",
         "prefills",
         "role",
         "service_ns",
@@ -68,10 +67,10 @@ class NodeView:
         "work_ns",
     )
 
-    def __init__(self, joined: NodeJoined, slot: int, kind: int, cost: NodeCost, pool: Pool) -> None:
+    def __init__(self, joined: NodeJoined, slot: int, kind: int, cost: NodeCost, cluster: Cluster) -> None:
         self.node, self.role, self.slot, self.bit, self.kind = joined.node, joined.role, slot, 1 << slot, kind
         self.capacity_tokens, self.block_size = joined.capacity_tokens, joined.block_size
-        self.cost, self.pool, self.draining = cost, pool, False
+        self.cost, self.cluster, self.draining = cost, cluster, False
         self.max_sequences, self.state_blocks = joined.max_sequences, joined.state_blocks
         self.state_bytes = cost.state_bytes
         self.block_bytes = cost.kv_token_bytes * joined.block_size
@@ -149,6 +148,7 @@ class RequestView:
         "arrived",
         "arrived_ns",
         "attempt",
+        "coming",
         "compute_ns",
         "copy",
         "decode",
@@ -161,7 +161,6 @@ class RequestView:
         "owed",
         "prefill",
         "prefilling",
-        "promised",
         "reason",
         "streaming",
         "work_ns",
@@ -178,7 +177,7 @@ class RequestView:
         self.across: ClusterLink | None = None
         self.lender: NodeView | None = None
         self.owed = self.losses = 0
-        self.promised: Sequence[BlockName] = ()
+        self.coming: Sequence[BlockName] = ()
         self.reason = ""
 
     @property
@@ -191,12 +190,12 @@ class RequestView:
         return prefill, decode
 
 
-class ClusterView:
+class View:
     """Nodes in the order they joined, and accepted requests in the order they came.
 
-    `prefills`, `decodes`: the nodes a request may prefill or only decode on, in all clusters; `pools`: by cluster;
-    `alone`: the only pool, None when there are several. `links`: between clusters, by source and target.
-    `block_size`, `state_blocks`: of the one model that all nodes serve. `num_routed`: routes so far.
+    `prefills`, `decodes`: the nodes a request may prefill or only decode on, in all clusters; `alone`: the only
+    cluster, None when there are several. `links`: between clusters, by source and target. `block_size`,
+    `state_blocks`: of the one model that all nodes serve. `num_routed`: routes so far.
     """
 
     def __init__(self, links: Sequence[LinkRule] = ()) -> None:
@@ -204,8 +203,8 @@ class ClusterView:
         self.requests: dict[RequestId, RequestView] = {}
         self.index = PrefixIndex()
         self.outputs = OutputLengths()
-        self.pools: dict[str, Pool] = {}
-        self.alone: Pool | None = Pool("")
+        self.clusters: dict[str, Cluster] = {}
+        self.alone: Cluster | None = Cluster("")
         self.links = {(rule.source, rule.target): ClusterLink(rule) for rule in links}
         self.prefills: list[NodeView] = []
         self.decodes: list[NodeView] = []
@@ -225,11 +224,11 @@ class ClusterView:
         kind = (facts, joined.paths, joined.block_size)
         if kind not in self._kinds:
             self._kinds.append(kind)
-        if joined.cluster not in self.pools:
-            self.pools[joined.cluster] = Pool(joined.cluster)
-            self.alone = self.pools[joined.cluster] if len(self.pools) == 1 else None
-        pool = self.pools[joined.cluster]
-        node = NodeView(joined, slot, self._kinds.index(kind), compile_cost(facts), pool)
+        if joined.cluster not in self.clusters:
+            self.clusters[joined.cluster] = Cluster(joined.cluster)
+            self.alone = self.clusters[joined.cluster] if len(self.clusters) == 1 else None
+        cluster = self.clusters[joined.cluster]
+        node = NodeView(joined, slot, self._kinds.index(kind), compile_cost(facts), cluster)
         self._slots[slot] = self.nodes[joined.node] = node
         self.block_size, self.state_blocks = joined.block_size, max(self.state_blocks, joined.state_blocks)
         self.sort_roles()
@@ -244,25 +243,25 @@ class ClusterView:
 
     def sort_roles(self) -> None:
         """To be called whenever a node came, left, began to drain or changed its role."""
-        nodes: dict[Pool, list[NodeView]] = {pool: [] for pool in self.pools.values()}
+        nodes: dict[Cluster, list[NodeView]] = {cluster: [] for cluster in self.clusters.values()}
         for node in self.nodes.values():
-            nodes[node.pool].append(node)
+            nodes[node.cluster].append(node)
         homes = {
-            node.pool.name
+            node.cluster.name
             for node in self.nodes.values()
             if node.role is not Role.PREFILL and not node.draining
         }
         served = {source for source, target in self.links if target in homes}
-        for pool, members in nodes.items():
-            pool.sort(members, serves_others=pool.name in served)
-        self.prefills = [node for pool in nodes for node in pool.prefills]
-        self.decodes = [node for pool in nodes for node in pool.decodes]
+        for cluster, members in nodes.items():
+            cluster.sort(members, serves_others=cluster.name in served)
+        self.prefills = [node for cluster in nodes for node in cluster.prefills]
+        self.decodes = [node for cluster in nodes for node in cluster.decodes]
 
     def across(self, source: NodeView, target: NodeView) -> ClusterLink | None:
         """The link from one node's cluster to the other's; None within one."""
-        if source.pool is target.pool:
+        if source.cluster is target.cluster:
             return None
-        return self.links[source.pool.name, target.pool.name]
+        return self.links[source.cluster.name, target.cluster.name]
 
     @property
     def num_slots(self) -> int:
@@ -291,8 +290,8 @@ class ClusterView:
         prefill.prefills[facts.request] = request
         prefill.work_ns += request.work_ns
         prefill.free_ns = (prefill.free_ns if prefill.free_ns > now else now) + request.work_ns
-        request.promised = _coming(facts, placement)
-        self.index.promise(prefill.bit, request.promised)
+        request.coming = _coming(facts, placement)
+        self.index.expect(prefill.bit, request.coming)
         decode.decodes[facts.request] = request
         decode.batch += 1
         decode.context += facts.num_tokens
@@ -322,7 +321,7 @@ class ClusterView:
         if not request.prefilling or node is None:
             return
         if request.compute_ns:
-            node.pool.calibration.add(now - node.service_ns, request.compute_ns)
+            node.cluster.calibration.add(now - node.service_ns, request.compute_ns)
         self._leave_queue(request, node)
         node.service_ns = now
         node.free_ns = now + node.work_ns
@@ -369,8 +368,8 @@ class ClusterView:
         request.prefilling = False
         del node.prefills[request.arrived.request]
         node.work_ns -= request.work_ns
-        self.index.unpromise(node.bit, request.promised)
-        request.promised = ()
+        self.index.unexpect(node.bit, request.coming)
+        request.coming = ()
 
     def requests_on(self, node: NodeView) -> Iterable[RequestView]:
         """Requests that need `node` still: its prefill, and whom a prefix is recalled from, until its KV is handed

@@ -27,7 +27,7 @@ def test_a_queue_and_the_uncached_rest() -> None:
     view.index.store(view.prefills[0].bit, NAMES[:5])
     found = estimator(view, arrival(50, NAMES))
     local = found.local(0)
-    assert (local.cached, local.held, local.work_ns, local.ttft_ns) == (5, 5, 30 * MS, 60 * MS)
+    assert (local.cached, local.own, local.work_ns, local.ttft_ns) == (5, 5, 30 * MS, 60 * MS)
     assert (local.compute_ns, local.fetch, local.source) == (30 * MS, None, None)
     other = found.local(1)
     assert (other.cached, other.work_ns, other.ttft_ns) == (0, 50 * MS, 50 * MS)
@@ -64,7 +64,7 @@ def test_a_fetch_runs_while_the_request_waits_and_computes() -> None:
         queue_up(view, 0, wait)
         fetched = estimator(view, arrival(tokens, NAMES)).fetched(1, source, 10)
         assert (fetched.work_ns, fetched.ttft_ns) == (work * MS, (wait + work) * MS)
-        assert (fetched.cached, fetched.held, fetched.fetch_bytes, fetched.source) == (10, 2, 8000, source)
+        assert (fetched.cached, fetched.own, fetched.fetch_bytes, fetched.source) == (10, 2, 8000, source)
         assert fetched.fetch == Fetch(NodeId("n0"), 2, 10, 8 * MS)
         computes = tokens - 40 >= 8 - wait
         assert fetched.compute_ns == ((tokens - 40) * MS if computes else 0)

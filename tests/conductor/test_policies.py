@@ -191,7 +191,7 @@ def test_every_policy_says_what_its_placement_takes() -> None:
             work = plain.work(chosen.source, node, chosen.cached)
             assert chosen.fetch is not None and chosen.fetch.source == chosen.source.node
             assert (chosen.fetch.start, chosen.fetch.stop) == (plain.depth[node], chosen.cached)
-        assert chosen.held == plain.depth[node]
+        assert chosen.own == plain.depth[node]
         assert chosen.work_ns == pytest.approx(work, abs=2)
         assert chosen.ttft_ns == pytest.approx(plain.waits[node] + work, abs=2)
 

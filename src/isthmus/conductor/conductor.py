@@ -121,7 +121,7 @@ class Conductor:
 
     def _route(self, request: RequestView, placement: Placement, now: int) -> Route:
         event = request.arrived
-        placement.prefill.cluster.recent.insert(len(event.names) - placement.held, now)
+        placement.prefill.cluster.recent.insert(len(event.names) - placement.own, now)
         self.view.assign(request, placement, now)
         if placement.source is not None:
             source, target = placement.source, placement.prefill
@@ -250,11 +250,11 @@ class Conductor:
 
     def _hold_expired(self, event: HoldExpired, now: int) -> list[Action]:
         request = self._attempt(event.request, event.attempt)
-        return [self._fail(request)] if request is not None and request.held else []
+        return [self._fail(request)] if request is not None and request.on_hold else []
 
     def _retry(self, request: RequestView, reason: str, now: int) -> list[Action]:
         """Ends the current attempt everywhere; then routes another, holds the request, or fails it."""
-        if request.held:
+        if request.on_hold:
             return []  # a second report of the attempt that ended
         name = request.arrived.request
         nodes = self._alive(request)
@@ -266,7 +266,7 @@ class Conductor:
         placement = self._router.place(request.arrived, now, again=True)
         if placement is not None:
             return [*actions, self._route(request, placement, now)]
-        request.held = True
+        request.on_hold = True
         return [*actions, Hold(name, request.attempt, reason)]
 
     def _lost(self, request: RequestView, reason: str, now: int) -> list[Action]:
@@ -281,9 +281,9 @@ class Conductor:
         """Routes what is on hold, in the order of arrival, as far as the nodes now allow."""
         routes: list[Action] = []
         for request in self.view.requests.values():
-            placement = self._router.place(request.arrived, now, again=True) if request.held else None
+            placement = self._router.place(request.arrived, now, again=True) if request.on_hold else None
             if placement is not None:
-                request.held = False
+                request.on_hold = False
                 routes.append(self._route(request, placement, now))
         return routes
 

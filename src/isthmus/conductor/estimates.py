@@ -52,9 +52,8 @@ class Estimator:
         self.ratio = cluster.calibration.ratio
         self.waits = [node.free_ns - now if node.free_ns > now else 0 for node in nodes]
         mask = cluster.prefill_mask if nodes is cluster.prefills else sum([node.bit for node in nodes])
-        everyone = (
-            mask | (cluster.lender_mask | foreign) & view.index.users
-        )  # of others, those that have anything
+        # Of others, those that have anything.
+        everyone = mask | (cluster.lender_mask | foreign) & view.index.users
         if matched is None:
             self.held, expected = match(view, request, everyone)
         else:

@@ -25,15 +25,15 @@ from isthmus.types import MIXED, PREFILL
 
 
 class Router:
-    """`threshold`, `abundant`, `guards`: see `offload`; whoever controls offloading sets them."""
+    """Places requests by a view that it only reads. How offloading is decided is set from outside: `OffloadControl`."""
 
     def __init__(self, view: View, rules: Rules) -> None:
         self._view, self._rules = view, rules
         self._links = view.links
         self._policy = POLICIES[rules.policy]
-        self.threshold = rules.threshold
-        self.abundant = rules.cache_mode == "abundant"
-        self.guards = False
+        self.threshold = rules.threshold  # uncached tokens, None while nothing is offloaded
+        self.abundant = rules.cache_mode == "abundant"  # bandwidth: cached prefixes are copied between clusters
+        self.guards = False  # what the link and the queues are like now may overrule the threshold
 
     def place(self, request: RequestArrived, now: int, *, again: bool = False) -> Placement | None:
         """Where a request goes; None when no node, or pair, can take it. `again`: after a failure."""
@@ -149,9 +149,10 @@ class Router:
         estimator = Estimator(self._view, request, nodes, now, foreign, matched)
         placement = self._policy(estimator, self._rules)
         placement.deepest = estimator.deepest
+        # After one token nothing is left to decode: the KV need not move.
         if request.max_tokens > 1 and (placement.prefill.role is PREFILL or cluster is not home):
             placement.decode = _least_step(decodes, request.num_tokens)
-        return placement, estimator  # nothing is left to decode after one token: the KV need not move
+        return placement, estimator
 
     def _with_copies(
         self, placement: Placement, estimator: Estimator, home: Cluster, caches: _Caches

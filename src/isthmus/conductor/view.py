@@ -28,13 +28,7 @@ UNKNOWN = Curve(
 
 
 class NodeView:
-    """One node: what waits for prefill there, what decodes there, and its links.
-
-    `bit`: its place in the index's masks. `work_ns`: of requests whose first token is not out;
-    `free_ns`: when that will be done. `kind`: nodes of one kind take the same time for the same work.
-    `batch`, `context`: requests placed here to decode, and their tokens. `state_bytes`: of a sequence's recurrent
-    state, which a snapshot keeps in `state_blocks` blocks. `draining`: it finishes what it has and gets nothing new.
-    """
+    """One node: what waits for prefill there, what decodes there, and its links."""
 
     __slots__ = (
         "batch",
@@ -68,31 +62,30 @@ class NodeView:
     )
 
     def __init__(self, joined: NodeJoined, slot: int, kind: int, cost: NodeCost, cluster: Cluster) -> None:
-        self.node, self.role, self.slot, self.bit, self.kind = joined.node, joined.role, slot, 1 << slot, kind
+        self.node, self.role, self.cost, self.cluster = joined.node, joined.role, cost, cluster
+        self.slot, self.bit = slot, 1 << slot  # its place in the index's masks
+        self.kind = kind  # nodes of one kind take the same time for the same work
+        self.draining = False  # it finishes what it has and gets nothing new
         self.capacity_tokens, self.block_size = joined.capacity_tokens, joined.block_size
-        self.cost, self.cluster, self.draining = cost, cluster, False
-        self.max_sequences, self.state_blocks = joined.max_sequences, joined.state_blocks
-        self.state_bytes = cost.state_bytes
+        self.max_sequences = joined.max_sequences
+        # Of a sequence's recurrent state; a snapshot keeps it in so many blocks.
+        self.state_bytes, self.state_blocks = cost.state_bytes, joined.state_blocks
         self.block_bytes = cost.kv_token_bytes * joined.block_size
         self.cache_blocks = joined.cache_blocks
         self.paths, self.kv_dtype = joined.paths, joined.kv_dtype
         self.hands_over_on_link = joined.paths.network > 0 and not joined.paths.handover
         self.link_in, self.link_out = Link(joined.paths.network), Link(joined.paths.network)
         self.prefills: dict[RequestId, RequestView] = {}
+        self.work_ns = 0  # of requests whose first token is not out
+        self.free_ns = 0  # when that will be done
+        self.service_ns = 0  # when it turned to the first of them
         self.decodes: dict[RequestId, RequestView] = {}
-        self.work_ns = self.free_ns = self.service_ns = 0
-        self.batch = self.context = self.evictions = 0
+        self.batch = self.context = 0  # requests placed here to decode, and their tokens
+        self.evictions = 0
 
 
 class Placement:
-    """Where a request shall go. `cached`: leading blocks counted on, of which the node has or computes `held`.
-
-    `work_ns`: node time of its prefill; `compute_ns`: what the cost model alone says of it, 0 when it waits for
-    KV rather than computes; `ttft_ns`: until its first token. `fetch_bytes` come from `source`, `across` a link between
-    clusters unless it is in the same. `deepest`: leading blocks that any node has or will have.
-    `handover_start`, `recall`: as in `Route`; `lender`: who is recalled from, if another node. `uncached`: tokens by
-    which it was judged whether to offload it.
-    """
+    """Where a request shall go, and what that is predicted to take: what a policy answers."""
 
     __slots__ = (
         "across",
@@ -103,8 +96,8 @@ class Placement:
         "fetch",
         "fetch_bytes",
         "handover_start",
-        "held",
         "lender",
+        "own",
         "prefill",
         "recall",
         "source",
@@ -113,15 +106,22 @@ class Placement:
         "work_ns",
     )
 
-    def __init__(self, prefill: NodeView, cached: int, held: int, work_ns: float, ttft_ns: float) -> None:
-        self.prefill, self.cached, self.held = prefill, cached, held
-        self.work_ns, self.ttft_ns = int(work_ns), int(ttft_ns)
-        self.compute_ns = self.deepest = self.uncached = 0
-        self.decode: NodeView = prefill
+    def __init__(self, prefill: NodeView, cached: int, own: int, work_ns: float, ttft_ns: float) -> None:
+        self.prefill = self.decode = prefill
+        self.cached = cached  # leading blocks that are counted on
+        self.own = own  # of these, what the node has itself, or will have when its queue is computed
+        self.work_ns = int(work_ns)  # node time of the prefill
+        self.ttft_ns = int(ttft_ns)  # until the first token
+        self.compute_ns = 0  # of these, computing by the cost model; 0: it waits for KV rather than computes
+        self.deepest = 0  # leading blocks that any node has or will have
+        self.uncached = 0  # tokens by which it was judged whether to offload
+        # What is fetched for the prefill, and over which link if `source` is in another cluster.
         self.fetch: Fetch | None = None
-        self.fetch_bytes = self.handover_start = 0
+        self.fetch_bytes = 0
         self.source: NodeView | None = None
         self.across: ClusterLink | None = None
+        # What is not handed over, as in `Route`; `lender`: another node that the decode node gets it from.
+        self.handover_start = 0
         self.recall: Fetch | None = None
         self.lender: NodeView | None = None
 
@@ -133,15 +133,7 @@ class Placement:
 
 
 class RequestView:
-    """One accepted request: its facts, the attempt under way, and what it was assigned with.
-
-    `expected_ns`: when its first token was predicted; `decode_ns`: when its KV was whole where it decodes, -1
-    before. `prefill`, `decode`: its nodes, None when it has none; `prefilling`: its first token is not out;
-    `handing_over`: its KV is not where it decodes. `held`: its last attempt ended, for `reason`, and no node
-    could take the next one yet. `losses`: attempts that ended since a node or a link went. `across`: the link between
-    clusters that its hand-over crosses, with `owed` bytes; `lender`: whom its decode node gets a part of its prefix
-    from.
-    """
+    """One accepted request: its facts, the attempt under way, and what it was assigned with, to be taken back."""
 
     __slots__ = (
         "across",
@@ -155,9 +147,9 @@ class RequestView:
         "decode_ns",
         "expected_ns",
         "handing_over",
-        "held",
         "lender",
         "losses",
+        "on_hold",
         "owed",
         "prefill",
         "prefilling",
@@ -168,17 +160,23 @@ class RequestView:
 
     def __init__(self, arrived: RequestArrived, now: int) -> None:
         self.arrived, self.arrived_ns = arrived, now
-        self.attempt = self.work_ns = self.compute_ns = self.expected_ns = 0
+        self.attempt = self.work_ns = self.compute_ns = 0
+        self.losses = 0  # attempts that ended since a node or a link went
         self.prefill: NodeView | None = None
         self.decode: NodeView | None = None
-        self.prefilling = self.handing_over = self.held = self.streaming = False
-        self.decode_ns = -1
-        self.copy: Copy | None = None
-        self.across: ClusterLink | None = None
-        self.lender: NodeView | None = None
-        self.owed = self.losses = 0
-        self.coming: Sequence[BlockName] = ()
+        self.expected_ns = 0  # when its first token was predicted
+        self.decode_ns = -1  # when its KV was whole where it decodes, -1 before
+        self.prefilling = False  # its first token is not out
+        self.handing_over = False  # its KV is not where it decodes
+        self.streaming = False
+        self.on_hold = False  # its last attempt ended, for `reason`, and no node could take the next one yet
         self.reason = ""
+        self.copy: Copy | None = None  # what is fetched for its prefill
+        self.coming: Sequence[BlockName] = ()  # blocks that its prefill node will have
+        # The link between clusters that its hand-over crosses, with so many bytes.
+        self.across: ClusterLink | None = None
+        self.owed = 0
+        self.lender: NodeView | None = None  # whom its decode node gets a part of the prefix from
 
     @property
     def nodes(self) -> tuple[NodeView, ...]:
@@ -401,8 +399,8 @@ class View:
 def _coming(request: RequestArrived, placement: Placement) -> Sequence[BlockName]:
     """Names of blocks that its prefill node has not yet and will have: of a hybrid model also the snapshot that its
     scheduler takes at the end of the last block with a token after it."""
-    names, node = request.names[placement.held :], placement.prefill
+    names, node = request.names[placement.own :], placement.prefill
     last = (request.num_tokens - 1) // node.block_size
-    if not node.state_blocks or last <= placement.held or last > len(request.names):
+    if not node.state_blocks or last <= placement.own or last > len(request.names):
         return names
     return *names, state_name(request.names[last - 1], node.state_blocks - 1, node.state_blocks)

@@ -177,7 +177,7 @@ def test_home_is_where_the_prefix_is_then_where_steps_are_short() -> None:
 
 
 def test_mixed_nodes_send_nothing_over_a_link() -> None:
-    """They would hold what they computed in an order in which nobody takes it: see `Pool.senders`."""
+    """They would hold what they computed in an order in which nobody takes it: see `Cluster.senders`."""
     for far in ("m", "mp", "md"):
         some = two(near="pd", far=far)
         some.store("near-p1", *NAMES[:2])  # so that it decodes here
@@ -355,7 +355,7 @@ def test_histories_of_two_clusters_hold_too() -> None:
         for start in range(0, 250, 10):
             play(some, random, 10, start)
             some.now += random.choice([0, 0, 2000, 6000]) * MS
-            conversion, near = some.conductor._conversion, some.conductor.view.pools["near"]
+            conversion, near = some.conductor._conversion, some.conductor.view.clusters["near"]
             if conversion._node is None and random.random() < 0.3:
                 conversion._begin(conversion._spare(near, random.choice([P, D])))
             for node in list(some.converting):

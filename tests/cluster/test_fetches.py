@@ -248,6 +248,7 @@ def test_it_goes_on_as_room_comes(way: str) -> None:
     pair.target.store.drop = lambda names: (time.sleep(0.02), drop(names))  # type: ignore[method-assign]
 
     def make_way(fact: events.Event) -> None:
+        pair.target._told(fact)
         if isinstance(fact, events.Came):
             seen.append(fact.stop)
             pair.target.mover.do(events.Drop(tuple(others)))
@@ -696,8 +697,8 @@ def begun() -> Iterator[Begun]:
 
 def test_what_must_come_next_is_taken(begun: Begun) -> None:
     assert begun.arrive(0, 1, 2) and begun.arrive(2, 0, 3) and begun.arrive(1, 0, 3)
-    begun.fetch.commit()
-    assert begun.fetch.num_whole == 3
+    assert begun.fetch.count() == begun.fetch.num_whole == 3 and begun.fetch.count() == 0
+    assert begun.fetch.adopt(begun.pair.names[:3]) == 3
     assert begun.pair.arrived() == [*begun.sent[:3], None]
 
 

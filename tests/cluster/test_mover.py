@@ -452,6 +452,16 @@ def test_a_load_reads_only_what_its_fetch_has_of_its_prefix(run: Callable[..., N
     run(work)
 
 
+def test_what_no_fetch_brought_is_lost(run: Callable[..., None]) -> None:
+    """A node may have decided to adopt it when a process took its place."""
+
+    async def work(kit: Kit) -> None:
+        kit.here.mover.do(events.Adopt(KEY, NAMES[:2]))
+        assert await kit.told(kit.here, events.Lost) == events.Lost(NAMES[:2])
+
+    run(work)
+
+
 def test_a_short_load_says_so(run: Callable[..., None]) -> None:
     async def work(kit: Kit) -> None:
         put_chain(kit.here.store, NAMES[:2], BLOCKS[:2])

@@ -310,12 +310,39 @@ class NodeCache:
         follows. The last `num_sunk` are kept on disk only. `done` is told, from another thread, which of them found no
         room; then the engine's blocks may change.
         """
-        coming: Future[None] = Future()
-        with self._lock:
-            self._coming.update(dict.fromkeys(names, coming))
+        coming = self._expect(names)
         self._keep(self._save, names, heads, blocks, num_sunk, staged, done).add_done_callback(
             lambda _: self._came(names, coming)
         )
+
+    def adopt(
+        self,
+        names: Sequence[BlockName],
+        take: Callable[[Sequence[BlockName]], int],
+        done: Callable[[Sequence[BlockName]], None],
+    ) -> None:
+        """Keeps blocks that came from another node. `take` commits them, and says how many; `done` as in `save`."""
+        coming = self._expect(names)
+        self._keep(self._adopt, names, take, done).add_done_callback(lambda _: self._came(names, coming))
+
+    def _adopt(
+        self,
+        names: Sequence[BlockName],
+        take: Callable[[Sequence[BlockName]], int],
+        done: Callable[[Sequence[BlockName]], None],
+    ) -> None:
+        kept = 0
+        try:
+            kept = take(names)
+        finally:
+            done(names[kept:])
+
+    def _expect(self, names: Sequence[BlockName]) -> Future[None]:
+        """A load that wants one of these waits until `_came`."""
+        coming: Future[None] = Future()
+        with self._lock:
+            self._coming.update(dict.fromkeys(names, coming))
+        return coming
 
     def _keep(self, work: Callable[..., object], *arguments: object) -> Future[object]:
         """Does something to the store after all that was decided before."""

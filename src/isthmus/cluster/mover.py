@@ -59,7 +59,7 @@ class KVMover(NoPayloads):
         if cache is not None:
             self._fetcher = Fetcher(cache, self._reach, self._tell, shares_memory=shares_memory)
             self._lender = Lender(cache, self._tell, spawn)
-        self._fetches: dict[RequestId, Fetch] = {}  # that a load may read from
+        self._fetches: dict[RequestId, Fetch] = {}  # whose end the node does not know
         self._loads: dict[RequestId, Load] = {}
         self._read: dict[RequestId, Sequence[BlockName]] = {}  # ahead of a load
         self._staged: dict[RequestId, list[Staging]] = {}
@@ -67,6 +67,7 @@ class KVMover(NoPayloads):
             events.Load: self._load,
             events.Read: self._read_ahead,
             events.Save: self._save,
+            events.Adopt: self._adopt,
             events.Promote: lambda action: self.cache.promote(action.names),
             events.Demote: lambda action: self.cache.demote(action.names),
             events.Drop: lambda action: self.cache.drop(action.names),
@@ -156,10 +157,10 @@ class KVMover(NoPayloads):
 
     def _load(self, load: events.Load) -> None:
         key = load.key
-        fetch = self._fetches.pop(key, None)
-        if fetch is not None and not (load.arriving and load.names == fetch.names[: len(load.names)]):
-            # It is for more than is of use: what lies there is not this prefix and its state.
-            fetch.release()
+        fetch = self._fetches.get(key)
+        # It may be for more than is of use: what lies there is not this prefix and its state.
+        is_of_use = fetch is not None and load.arriving and load.names == fetch.names[: len(load.names)]
+        if fetch is not None and not (is_of_use and fetch.hold()):
             fetch = None
         begun = self._loads[key] = self.cache.load(load.names, load.blocks, fetch)
         read = self._read.pop(key, ())
@@ -239,9 +240,6 @@ class KVMover(NoPayloads):
 
     def _release_sessions(self, key: RequestId) -> None:
         self._end_fetch(key)
-        fetch = self._fetches.pop(key, None)
-        if fetch is not None:
-            fetch.release()
         self._sender.release(key)
         self._receiver.release(key)
 
@@ -249,21 +247,32 @@ class KVMover(NoPayloads):
         if self._fetcher is None:
             self._tell(events.FetchEnded(order.key, order.start))
             return
-        fetch = Fetch(order, self.cache)
+        fetch = self._fetches[order.key] = Fetch(order, self.cache)
         fetch.hold()
-        self._fetches[order.key] = fetch
         self._post(self._spawn, self._run_fetch(fetch, self._fetcher.begin(fetch)))
 
     async def _run_fetch(self, fetch: Fetch, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        finally:  # no load that is decided when its end is known reads from it
+        finally:  # no load that is decided when its end is known reads from it, and what is of use is adopted
             self._later(self._forget_fetch, fetch)
 
     def _forget_fetch(self, fetch: Fetch) -> None:
-        if self._fetches.get(fetch.key) is fetch:
-            del self._fetches[fetch.key]
+        del self._fetches[fetch.key]
+        fetch.release()
+
+    def _adopt(self, adopt: events.Adopt) -> None:
+        fetch, names = self._fetches.get(adopt.request), adopt.names
+        if fetch is None or not fetch.hold():
+            self.lost_bytes(names)
+            return
+
+        def done(lost: Sequence[BlockName]) -> None:
             fetch.release()
+            if lost:
+                self.lost_bytes(lost)
+
+        self.cache.adopt(names, fetch.adopt, done)
 
     def _end_fetch(self, key: RequestId) -> None:
         if self._fetcher is not None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from isthmus.blocks import KVLayout
 from isthmus.cluster.cache import NodeCache
-from isthmus.cluster.fetches import Fetch
+from isthmus.cluster.fetches import Fetching
 from isthmus.cluster.messages import Enough, PeerMessage
 from isthmus.cluster.mover import KVMover
 from isthmus.cluster.sessions import Peers
@@ -27,6 +27,8 @@ from isthmus.node.extent import Extent
 from isthmus.store import Arena, Log, Shape, Store
 from isthmus.types import BlockName, NodeId, RequestId
 
+LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
+"""Of the nodes here: small, and of more than one of everything but heads."""
 NOTHING = RequestId("")
 """Nobody wants anything under this key."""
 OTHER = NodeId("other")
@@ -105,11 +107,11 @@ class Side(Peers):
                 for key in keys:
                     self.give_up(key, reason)
 
-    def fetch(self, order: events.Fetch) -> Fetch:
+    def fetch(self, order: events.Fetch) -> Fetching:
         """To be run by `fetching`; whoever holds it may read from it."""
-        return Fetch(order, self.cache)
+        return Fetching(order, self.cache)
 
-    async def fetching(self, fetch: Fetch) -> None:
+    async def fetching(self, fetch: Fetching) -> None:
         """Returns when all that came is adopted."""
         fetch.hold()
         self.mover._fetches[fetch.key] = fetch

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.blocks import KVLayout, seal
+from isthmus.blocks import seal
 from isthmus.cluster import cache, wire
-from isthmus.cluster.cache import Load, NodeCache, PrefixMissing, Staging, chains_of
-from isthmus.cluster.fetches import Fetch
+from isthmus.cluster.cache import Loading, NodeCache, PrefixMissing, Staging, chains_of
+from isthmus.cluster.fetches import Fetching
 from isthmus.cluster.messages import Given
 from isthmus.engine import codecs
 from isthmus.engine.emulated import EmulatedMemory
@@ -26,9 +26,8 @@ from isthmus.engine.kv import KVMemory
 from isthmus.node import events
 from isthmus.store import Log, Shape, Store
 from isthmus.types import BlockName, NodeId, RequestId, Span, Tier
-from tests.cluster.fault_peers import kv_block, put_chain, store_of
+from tests.cluster.fault_peers import LAYOUT, kv_block, put_chain, store_of
 
-LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
 SHAPE = Shape(LAYOUT.num_layers, LAYOUT.slice_bytes)
 NAMES = [bytes([number]) * 16 for number in range(10)]
 BLOCKS = [kv_block(LAYOUT, number) for number in range(10)]
@@ -110,7 +109,7 @@ def kit(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kit]:
     made.store.close()
 
 
-def over(load: Load) -> None:
+def over(load: Loading) -> None:
     assert load.over.wait(WAIT_S), "a load does not end"
 
 
@@ -231,15 +230,15 @@ def test_cancel_waits_for_the_loader(kit: Kit, monkeypatch: pytest.MonkeyPatch) 
 # Blocks on their way.
 
 
-def fetch_of(kit: Kit, start: int, stop: int) -> Fetch:
+def fetch_of(kit: Kit, start: int, stop: int) -> Fetching:
     order = events.Fetch(RequestId("f"), NodeId("there"), tuple(NAMES[:stop]), start)
-    fetch = Fetch(order, kit.cache)
+    fetch = Fetching(order, kit.cache)
     assert fetch.make_room() == stop - start
     fetch.hold()
     return fetch
 
 
-def end(kit: Kit, fetch: Fetch) -> list[bytes]:
+def end(kit: Kit, fetch: Fetching) -> list[bytes]:
     """Adopts what came of it, and lets go of it. What could not be adopted."""
     lost: list[bytes] = []
     fetch.end()
@@ -251,7 +250,7 @@ def end(kit: Kit, fetch: Fetch) -> list[bytes]:
     return lost
 
 
-def arrive(fetch: Fetch, layer: int, first: int, stop: int) -> None:
+def arrive(fetch: Fetching, layer: int, first: int, stop: int) -> None:
     """Blocks `[first, stop)` of the fetch, in one layer."""
     width = LAYOUT.slice_bytes
     data = [BLOCKS[fetch.start + at][layer * width : (layer + 1) * width] for at in range(first, stop)]
@@ -302,7 +301,7 @@ def test_a_load_that_is_cancelled_waits_for_no_other_node(kit: Kit) -> None:
     fetch.release()
 
 
-def whole(kit: Kit, start: int, stop: int) -> Fetch:
+def whole(kit: Kit, start: int, stop: int) -> Fetching:
     """A fetch of which all came."""
     fetch = fetch_of(kit, start, stop)
     for layer in range(LAYOUT.num_layers):

@@ -17,7 +17,7 @@ import pytest
 from isthmus.blocks import KVLayout, seal
 from isthmus.cluster import fetches, lending
 from isthmus.cluster.cache import LOADERS, PrefixMissing
-from isthmus.cluster.fetches import Fetch
+from isthmus.cluster.fetches import Fetching
 from isthmus.cluster.messages import Ended, Enough, Given, Lent, Want
 from isthmus.engine import codecs
 from isthmus.errors import ProtocolError
@@ -26,6 +26,7 @@ from isthmus.node import events
 from isthmus.store import ArenaHandle, Log, PeerArena, Shape, Store
 from isthmus.types import NodeId, RequestId, Tier
 from tests.cluster.fault_peers import (
+    LAYOUT,
     OTHER,
     Fault,
     Harm,
@@ -37,7 +38,6 @@ from tests.cluster.fault_peers import (
     store_of,
 )
 
-LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
 SHAPE = Shape(LAYOUT.num_layers, LAYOUT.slice_bytes)
 NETWORKS: dict[str, Callable[[], Network]] = {
     "memory": MemoryNetwork,
@@ -73,7 +73,7 @@ class Pair:
         self.target = Side(store_of(LAYOUT, room), LAYOUT, 8 + count, shares_memory=shares)
         put_chain(self.source.store, self.names, self.blocks)
 
-    def fetch(self, codec: str = codecs.NONE, start: int = 0, key: str = KEY) -> Fetch:
+    def fetch(self, codec: str = codecs.NONE, start: int = 0, key: str = KEY) -> Fetching:
         """Release it."""
         order = events.Fetch(RequestId(key), OTHER, tuple(self.names), start, codec=codec)
         fetch = self.target.fetch(order)
@@ -132,7 +132,7 @@ async def session(network: Network, pair: Pair) -> AsyncIterator[None]:
 
 
 @contextlib.contextmanager
-def held(fetch: Fetch) -> Iterator[None]:
+def held(fetch: Fetching) -> Iterator[None]:
     try:
         yield
     finally:

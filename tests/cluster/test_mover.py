@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from isthmus.blocks import KVLayout, state_names
+from isthmus.blocks import state_names
 from isthmus.cluster import cache as cache_module
 from isthmus.cluster.messages import Enough, Landed, Offer, Slices, Want
 from isthmus.cluster.mover import KVMover
@@ -24,6 +24,7 @@ from isthmus.scheduler import Preempted, Saved
 from isthmus.store import Log, Shape
 from isthmus.types import BlockName, NodeId, RequestId, Span, Tier
 from tests.cluster.fault_peers import (
+    LAYOUT,
     OTHER,
     Fault,
     Harm,
@@ -35,7 +36,6 @@ from tests.cluster.fault_peers import (
     store_of,
 )
 
-LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
 SIZE, LAST, WIDTH = LAYOUT.block_size, LAYOUT.num_layers - 1, LAYOUT.slice_bytes
 KEY = RequestId("a#1")
 NAMES: tuple[BlockName, ...] = tuple([bytes([number]) * 16 for number in range(8)])

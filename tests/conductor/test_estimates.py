@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from isthmus.conductor import Fetch, NodeJoined, Paths
+from isthmus.conductor import FetchOrder, NodeJoined, Paths
 from isthmus.conductor.copies import begin
 from isthmus.conductor.estimates import can_copy, least_sending
 from isthmus.conductor.view import View
@@ -65,7 +65,7 @@ def test_a_fetch_runs_while_the_request_waits_and_computes() -> None:
         fetched = estimator(view, arrival(tokens, NAMES)).fetched(1, source, 10)
         assert (fetched.work_ns, fetched.ttft_ns) == (work * MS, (wait + work) * MS)
         assert (fetched.cached, fetched.own, fetched.fetch_bytes, fetched.source) == (10, 2, 8000, source)
-        assert fetched.fetch == Fetch(NodeId("n0"), 2, 10, 8 * MS)
+        assert fetched.fetch == FetchOrder(NodeId("n0"), 2, 10, 8 * MS)
         computes = tokens - 40 >= 8 - wait
         assert fetched.compute_ns == ((tokens - 40) * MS if computes else 0)
 

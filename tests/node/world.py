@@ -15,12 +15,12 @@ from isthmus.attempts import (
     BlocksEvicted,
     BlocksStored,
     FetchFinished,
+    FetchOrder,
     PrefillFinished,
     RequestFailed,
     Route,
     key_of,
 )
-from isthmus.attempts import Fetch as FetchOrder
 from isthmus.blocks import state_names
 from isthmus.node import Node
 from isthmus.node.events import (

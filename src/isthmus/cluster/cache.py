@@ -75,7 +75,7 @@ class Arriving(Protocol):
         of each that is, in order."""
 
 
-class Load:
+class Loading:
     """One cached prefix on its way into the engine's blocks. `num_blocks`: how much of it is or will be there; `over`:
     nothing more is done for it, and its `task` is done too."""
 
@@ -182,9 +182,11 @@ class NodeCache:
 
     # From the store to the engine.
 
-    def load(self, names: Sequence[BlockName], blocks: Sequence[int], arriving: Arriving | None = None) -> Load:
+    def load(
+        self, names: Sequence[BlockName], blocks: Sequence[int], arriving: Arriving | None = None
+    ) -> Loading:
         """Begins to bring these blocks, the first of a prompt, into the engine's `blocks`. Releases `arriving`."""
-        load = Load(names, blocks, arriving)
+        load = Loading(names, blocks, arriving)
         stop = min(len(names), arriving.start) if arriving is not None else len(names)
         load.task = self._loaders.submit(self._load, load, stop)
         load.task.add_done_callback(load.end)
@@ -198,7 +200,7 @@ class NodeCache:
             coming.result()
         return self.store.pin(names)
 
-    def _load(self, load: Load, stop: int) -> None:
+    def _load(self, load: Loading, stop: int) -> None:
         pinned: list[Pinned | None] = []
         try:
             pinned = self.pin(load.names[:stop])
@@ -224,12 +226,12 @@ class NodeCache:
         finally:
             self.store.unpin([pin for pin in pinned if pin is not None])
 
-    def _load_pinned(self, load: Load, pinned: list[Pinned | None], layer: int) -> None:
+    def _load_pinned(self, load: Loading, pinned: list[Pinned | None], layer: int) -> None:
         at = [at for at, pin in enumerate(pinned[: load.num_blocks]) if pin is not None]
         offsets = [self.offset(pinned[index].slot, layer) for index in at]  # type: ignore[union-attr]
         self.memory.fill(layer, [load.blocks[index] for index in at], self.store.arena.memory, offsets)
 
-    def _load_disk(self, load: Load, on_disk: list[int], buffer: memoryview, layer: int) -> None:
+    def _load_disk(self, load: Loading, on_disk: list[int], buffer: memoryview, layer: int) -> None:
         """Reads so many layers at once that each read is worth it."""
         first = layer - layer % self._read_layers
         width = self._read_layers * self._slice_bytes
@@ -250,7 +252,7 @@ class NodeCache:
         offsets = [index * width + (layer - first) * self._slice_bytes for index, _ in read_in]
         self.memory.fill(layer, [load.blocks[at] for _, at in read_in], buffer, offsets)
 
-    def _load_arriving(self, load: Load, arriving: Arriving, layer: int) -> None:
+    def _load_arriving(self, load: Loading, arriving: Arriving, layer: int) -> None:
         stop = min(len(load.names), load.num_blocks)
         if stop <= arriving.start:
             return

@@ -39,7 +39,7 @@ def host_id() -> str:
         return ""
 
 
-class Fetch:
+class Fetching:
     """Blocks of a prefix, from `start` on, wanted from another node. Its own lock: an event loop fills it, or a thread
     that copies, and threads that load prefixes read it.
 
@@ -233,18 +233,18 @@ class Fetcher:
 
     def __init__(self, cache: NodeCache, reach: Reach, tell: Tell, *, shares_memory: bool = True) -> None:
         self.cache, self._reach, self._tell = cache, reach, tell
-        self._open: dict[RequestId, Fetch] = {}
+        self._open: dict[RequestId, Fetching] = {}
         self._shares = shares_memory
         self._strangers: set[str] = set()
         self.bytes_in = self.bytes_lent = self.seal_mismatches = 0
 
-    def begin(self, fetch: Fetch) -> Coroutine[Any, Any, None]:
+    def begin(self, fetch: Fetching) -> Coroutine[Any, Any, None]:
         """What is to be run: it fetches as much as there is, then releases the fetch. Never raises for what another
         node does."""
         self._open[fetch.key] = fetch
         return self._run(fetch)
 
-    async def _run(self, fetch: Fetch) -> None:
+    async def _run(self, fetch: Fetching) -> None:
         try:
             fetch.session = await self._reach(fetch.order.source)
             await self._rounds(fetch, fetch.session)
@@ -261,7 +261,7 @@ class Fetcher:
             self._tell(events.FetchEnded(fetch.key, fetch.start + fetch.num_whole))
             fetch.release()
 
-    async def _rounds(self, fetch: Fetch, session: Session) -> None:
+    async def _rounds(self, fetch: Fetching, session: Session) -> None:
         """As many blocks as there is room for are asked for, or copied from what is lent; more when somebody has
         decided what gives way to them."""
         while fetch.final is None and not session.closed and (room := fetch.make_room()):
@@ -287,7 +287,7 @@ class Fetcher:
             await asyncio.sleep(0)
             await asyncio.wrap_future(self.cache.kept())
 
-    def _want(self, fetch: Fetch, session: Session, room: int) -> Want:
+    def _want(self, fetch: Fetching, session: Session, room: int) -> Want:
         order = fetch.order
         shares = self._shares and session.peer not in self._strangers
         host, start = host_id() if shares else "", fetch.start + fetch.num_whole
@@ -297,43 +297,43 @@ class Fetcher:
         self.seal_mismatches += 1
         log.warning("a block from %s came damaged (seal mismatch)", session.peer)
 
-    def _found(self, key: RequestId, session: Session) -> Fetch | None:
+    def _found(self, key: RequestId, session: Session) -> Fetching | None:
         """The fetch that this session may speak of."""
         fetch = self._open.get(key)
         return fetch if fetch is not None and fetch.session is session else None
 
-    def place(self, connection: Session, given: Given, size: int) -> list[memoryview]:
+    def place(self, session: Session, given: Given, size: int) -> list[memoryview]:
         """Raises ProtocolError for what nobody asked for."""
         fetch = self._open.get(given.key)
         if fetch is None:
             return [memoryview(bytearray(size))]  # given up: read past it
-        if fetch.session is not connection:
+        if fetch.session is not session:
             raise ProtocolError("blocks came over a session that nobody asked for them")
-        targets = fetch.place(connection, given, size)
+        targets = fetch.place(session, given, size)
         if targets is None:
             raise ProtocolError(f"blocks for {given.key}, layer {given.layer}, are not what must come next")
         return targets
 
-    def receive(self, connection: Session, given: Given) -> None:
-        fetch = self._found(given.key, connection)
+    def receive(self, session: Session, given: Given) -> None:
+        fetch = self._found(given.key, session)
         if fetch is None:
             return
         self._tell(events.Moved(given.key, fetched=True))
         self.bytes_in += len(given.seals) * self.cache.memory.layout.slice_bytes
         if not fetch.receive(given):
-            self._damaged(connection)
+            self._damaged(session)
             fetch.answered(None)
 
-    def void(self, connection: Session, given: Given) -> None:
+    def void(self, session: Session, given: Given) -> None:
         """The sender gave up in the midst of it."""
-        fetch = self._found(given.key, connection)
+        fetch = self._found(given.key, session)
         if fetch is not None:
             fetch.frames.void(given)
             fetch.answered(None)
 
-    def answer(self, connection: Session, answer: Lent | Ended) -> None:
+    def answer(self, session: Session, answer: Lent | Ended) -> None:
         """Raises ProtocolError for a loan that was not asked for, or cannot be one."""
-        fetch = self._found(answer.key, connection)
+        fetch = self._found(answer.key, session)
         if fetch is None:
             return
         if isinstance(answer, Lent) and not fetch.asked_for(answer):
@@ -346,9 +346,9 @@ class Fetcher:
         if fetch is not None and not fetch.answered(None):
             fetch.end()  # nothing is asked for just now
 
-    def lost(self, connection: Session) -> None:
+    def lost(self, session: Session) -> None:
         for fetch in list(self._open.values()):
-            if fetch.session is connection:
+            if fetch.session is session:
                 fetch.answered(None)
 
     def close(self) -> None:

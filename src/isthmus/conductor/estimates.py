@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from isthmus.attempts import Fetch
+from isthmus.attempts import FetchOrder
 from isthmus.blocks import state_names
 from isthmus.conductor.copies import expected_ns
 from isthmus.conductor.events import RequestArrived
@@ -103,7 +103,7 @@ class Estimator:
         work = max(self.work_ns(node, stop), self.disk_ns(node, start) - wait, transfer - wait)
         placement = Placement(node, stop, start, work, wait + work)
         self._note_compute(placement)
-        placement.fetch = Fetch(source.node, start, stop, self.now + int(transfer))
+        placement.fetch = FetchOrder(source.node, start, stop, self.now + int(transfer))
         placement.fetch_bytes, placement.source, placement.across = num_bytes, source, across
         return placement
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from operator import attrgetter
 
-from isthmus.attempts import Fetch
+from isthmus.attempts import FetchOrder
 from isthmus.conductor.clusters import Cluster
 from isthmus.conductor.estimates import Estimator, Matched, can_copy, least_sending, match
 from isthmus.conductor.events import RequestArrived
@@ -233,10 +233,10 @@ def _recall(view: View, request: RequestArrived, placement: Placement) -> None:
         if nodes:
             lender = min(nodes, key=lambda node: len(node.link_out.copies))
             placement.lender, placement.handover_start = lender, depth
-            placement.recall = Fetch(lender.node, own, depth)
+            placement.recall = FetchOrder(lender.node, own, depth)
             return
     if own:
-        placement.handover_start, placement.recall = own, Fetch(decode.node, 0, own)
+        placement.handover_start, placement.recall = own, FetchOrder(decode.node, 0, own)
 
 
 def _that_fit(nodes: list[NodeView], request: RequestArrived) -> list[NodeView]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from isthmus.attempts import Fetch
+from isthmus.attempts import FetchOrder
 from isthmus.blocks import state_name
 from isthmus.conductor.clusters import Cluster
 from isthmus.conductor.copies import ClusterLink, Copy, Link, end
@@ -116,13 +116,13 @@ class Placement:
         self.deepest = 0  # leading blocks that any node has or will have
         self.uncached = 0  # tokens by which it was judged whether to offload
         # What is fetched for the prefill, and over which link if `source` is in another cluster.
-        self.fetch: Fetch | None = None
+        self.fetch: FetchOrder | None = None
         self.fetch_bytes = 0
         self.source: NodeView | None = None
         self.across: ClusterLink | None = None
         # What is not handed over, as in `Route`; `lender`: another node that the decode node gets it from.
         self.handover_start = 0
-        self.recall: Fetch | None = None
+        self.recall: FetchOrder | None = None
         self.lender: NodeView | None = None
 
     def handover_bytes(self, num_tokens: int) -> int:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from isthmus.attempts import Fetch as FetchOrder
-from isthmus.attempts import Report, Route
+from isthmus.attempts import FetchOrder, Report, Route
 from isthmus.node.extent import Extent
 from isthmus.scheduler import Admitted, Joined, Preempted, Run, Saved, Stepped
 from isthmus.scheduler import Adopt as Adopt

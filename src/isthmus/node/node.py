@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from isthmus.attempts import Fetch as FetchOrder
-from isthmus.attempts import FetchFinished, PrefillFinished, RequestFailed, RoleChanged
+from isthmus.attempts import FetchFinished, FetchOrder, PrefillFinished, RequestFailed, RoleChanged
 from isthmus.blocks import state_names
 from isthmus.node import events
 from isthmus.node.attempt import Attempt
@@ -22,7 +21,7 @@ from isthmus.scheduler import Limits, Saved, Scheduler, Stepped
 from isthmus.scheduler.sequence import DECODING, DEPARTING, JOINING, RECEIVING
 from isthmus.types import DECODE, NS_PER_MS, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role
 
-LOST_NS = 250 * NS_PER_MS
+SEVERED_NS = 250 * NS_PER_MS
 """So long the head is given to find out itself that a node is gone: one death is to cost one attempt."""
 TRANSFER_NS = 30 * NS_PER_S
 MAX_DISTRUSTED = 1024
@@ -209,9 +208,9 @@ class Node:
             attempt = self._attempts.get(key)
             if attempt is None or attempt.received or attempt.state in (JOINING, DECODING):
                 continue  # nothing is awaited over it
-            if not attempt.lost_ns:
-                attempt.lost_ns, attempt.reason = now + LOST_NS, event.reason
-                actions.append(events.Wake(attempt.lost_ns))
+            if not attempt.given_up_ns:
+                attempt.given_up_ns, attempt.reason = now + SEVERED_NS, event.reason
+                actions.append(events.Wake(attempt.given_up_ns))
 
     def _moved(self, event: events.Moved, now: int, actions: list[events.Action]) -> None:
         if not event.fetched:
@@ -224,7 +223,7 @@ class Node:
     def _woken(self, event: events.Woken, now: int, actions: list[events.Action]) -> None:
         late = now - self._transfer_ns
         for attempt in list(self._attempts.values()):
-            if attempt.lost_ns and now >= attempt.lost_ns:
+            if attempt.given_up_ns and now >= attempt.given_up_ns:
                 self._fail(attempt, attempt.reason, now, actions)
             elif 0 < attempt.moved_ns < late and attempt.state is RECEIVING and not attempt.received:
                 self._fail(attempt, f"no KV came for {self._transfer_ns / NS_PER_S:g} s", now, actions)

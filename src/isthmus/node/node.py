@@ -30,8 +30,11 @@ Names = tuple[BlockName, ...]
 
 
 class Node:
-    """`limits`: of each role. `stages`: of the pipeline group that the node is; then the tokens of prompts come by
-    `Sampled`. `transfer_ns`: how long a hand-over or a fetch that has begun may bring nothing."""
+    """The decider of one node. Its attempts are the scheduler's sequences, so each is in one place there.
+
+    `limits`: of each role that it may be given. `stages`: of the pipeline group that it is; with several, the first
+    tokens of prompts come by `Sampled`. `transfer_ns`: how long a hand-over or a fetch that began may bring nothing.
+    """
 
     def __init__(
         self,

@@ -245,7 +245,7 @@ class Node:
         """Its prompt is computed and its first token is known."""
         attempt.sampled = True
         if attempt.granted:
-            actions.append(events.Finish(attempt.request))
+            actions.append(events.Finish(attempt.begin.key))
 
     def _landed(self, event: events.Landed, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
@@ -292,7 +292,7 @@ class Node:
     def _maybe_whole(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
         """Every KV group is whole: KV of all tokens and, if the model has one, the recurrent state."""
         if attempt.received and attempt.recalled:
-            actions.append(events.Land(attempt.request, attempt.begin.peer))
+            actions.append(events.Land(attempt.begin.key, attempt.begin.peer))
             self._cut(actions)
             self.scheduler.imported(attempt)
             if self.scheduler.run is None:
@@ -392,7 +392,7 @@ class Node:
         self._is_cut = False
         if self._forgotten:
             for attempt in self._forgotten:
-                actions.append(events.Release(attempt.request))
+                actions.append(events.Release(attempt.begin.key))
                 scheduler.forget(attempt)
             self._forgotten.clear()
         for key in event.ended:

@@ -258,7 +258,7 @@ def test_blocks_of_a_poisoned_attempt_are_not_kept(stage: Stage) -> None:
     stage.receive(save(C, (0, 1)))
     stage.stepper.stop()
     stage.cache.kept().result(20)
-    assert stage.owner.told[-1] == StageSaved(1, C)
+    assert StageSaved(1, C) in stage.owner.told
     assert stage.owner.told.count(Lost(NAMES[:2])) == 1, "the blocks hold something else now"
     assert all(map(stage.store.contains, NAMES[:2]))
 

@@ -27,7 +27,7 @@ from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, lay
 from isthmus.engine.interface import Hidden, Sampled, split_layers
 from isthmus.errors import StartError
 from isthmus.messenger import MemoryNetwork
-from isthmus.node.events import Drop, Lost
+from isthmus.node.events import Broken, Drop, Granted, Lost, Send, Severed, Woken
 from isthmus.scheduler import Saved
 from isthmus.store import Arena, Log, Shape, Store
 from isthmus.types import Job, ModelCard, NodeId, RequestId, Role, Sampling
@@ -36,6 +36,8 @@ STAGES, DRAM, DISK = 3, 32, 64
 CURVE = Curve(kv_token_bytes=16, num_layers=4, prefill_token_s=1e-6, decode_fixed_s=1e-6)
 RECIPE = Recipe("model", layout_of(16, layers=STAGES), 1000)
 P, D = NodeId("p"), NodeId("d")
+A, B = RequestId("a"), RequestId("b")
+NAMES = [bytes([number]) * 16 for number in range(5)]
 
 
 def prompt_of(seed: int, length: int) -> tuple[int, ...]:
@@ -214,6 +216,41 @@ def test_different_chunks_of_one_prompt_are_in_two_stages_at_once() -> None:
     run(work())
 
 
+@pytest.mark.parametrize("at", range(1, STAGES))
+def test_what_befalls_an_attempt_in_a_later_stage_the_leader_hears(at: int) -> None:
+    facts = [Lost((b"x",)), Broken(A, "a seal did not match"), Severed((A,), "its session ended")]
+
+    async def work() -> None:
+        async with scene() as some:
+            leader, later, told = some.processes[0], some.processes[at], list[Any]()
+            leader._group._tell = told.append  # type: ignore[attr-defined]
+            for fact in facts:
+                later.fact(fact)
+            await some.until(lambda: facts[-1] in told)
+            assert [fact for fact in told if not isinstance(fact, Woken)] == facts
+
+    run(work())
+
+
+def test_each_stage_sends_its_layers_when_they_were_granted_to_it() -> None:
+    async def work() -> None:
+        async with scene() as some:
+            later, done = some.processes[1], list[Any]()
+            later.mover.do = done.append  # type: ignore[method-assign]
+            later.fact(Granted(A))
+            assert done == [Send(A, computed=False)]
+            del later.mover.do  # type: ignore[method-assign]
+            await some.answer("a", prompt_of(1, 100))
+            await some.until(
+                lambda: all(process.gauges()["kv_bytes_out_total"] for process in some.processes[:-1])
+            )
+            sizes = [process.gauges()["kv_bytes_out_total"] for process in some.processes[:-1]]
+            assert sizes == [100 * RECIPE.layout.token_bytes] * STAGES
+            assert some.processes[-1].gauges()["kv_bytes_in_total"] == sum(sizes)
+
+    run(work())
+
+
 # What goes wrong.
 
 
@@ -277,9 +314,6 @@ def test_a_group_forms_only_where_its_stages_reach_each_other(gone: int) -> None
 
 
 # The leader's side alone.
-
-A, B = RequestId("a"), RequestId("b")
-NAMES = [bytes([number]) * 16 for number in range(5)]
 
 
 class Leader:

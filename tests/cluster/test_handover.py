@@ -300,7 +300,7 @@ def test_what_is_given_up_is_not_sent() -> None:
     outgoing, _, wire = sender(4)
     outgoing.cancel()
     outgoing.attach(wire)  # type: ignore[arg-type]
-    assert outgoing.connection is wire  # type: ignore[comparison-overlap]
+    assert outgoing.session is wire  # type: ignore[comparison-overlap]
     outgoing.send()
     outgoing.ready(Span(0, LAYERS), Span(0, 4), (0,))
     assert not wire.num_cancelled

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from isthmus.blocks import KVLayout, state_names
+from isthmus.blocks import state_names
 from isthmus.cluster import cache as cache_module
 from isthmus.cluster.messages import Enough, Given, Landed, Offer, Slices, Want
 from isthmus.cluster.mover import KVMover
@@ -24,6 +24,7 @@ from isthmus.scheduler import Preempted, Saved
 from isthmus.store import Log, Shape
 from isthmus.types import BlockName, NodeId, RequestId, Span, Tier
 from tests.cluster.fault_peers import (
+    LAYOUT,
     OTHER,
     Fault,
     Harm,
@@ -35,7 +36,6 @@ from tests.cluster.fault_peers import (
     store_of,
 )
 
-LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
 SIZE, LAST, WIDTH = LAYOUT.block_size, LAYOUT.num_layers - 1, LAYOUT.slice_bytes
 KEY = RequestId("a#1")
 NAMES: tuple[BlockName, ...] = tuple([bytes([number]) * 16 for number in range(8)])
@@ -448,6 +448,16 @@ def test_a_load_reads_only_what_its_fetch_has_of_its_prefix(run: Callable[..., N
         assert await kit.told(here, events.Loaded) == events.Loaded(KEY, 3)
         assert [b"".join(read(here, at)) for at in (0, 1, 5)] == [*BLOCKS[:2], BLOCKS[7]]
         await kit.told(there, events.Enough)
+
+    run(work)
+
+
+def test_what_no_fetch_brought_is_lost(run: Callable[..., None]) -> None:
+    """A node may have decided to adopt it when a process took its place."""
+
+    async def work(kit: Kit) -> None:
+        kit.here.mover.do(events.Adopt(KEY, NAMES[:2]))
+        assert await kit.told(kit.here, events.Lost) == events.Lost(NAMES[:2])
 
     run(work)
 

@@ -303,10 +303,10 @@ class Loads:
     """Those that a cache has begun."""
 
     def __init__(self, cache: NodeCache) -> None:
-        self.begun: list[cache_module.Load] = []
+        self.begun: list[cache_module.Loading] = []
         self._real, cache.load = cache.load, self._load  # type: ignore[method-assign, assignment]
 
-    def _load(self, *arguments: Any) -> cache_module.Load:
+    def _load(self, *arguments: Any) -> cache_module.Loading:
         self.begun.append(self._real(*arguments))
         return self.begun[-1]
 

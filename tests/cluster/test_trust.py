@@ -252,7 +252,7 @@ def test_a_silent_stage_takes_its_group_with_it() -> None:
 def test_the_end_of_an_old_session_takes_no_node_that_came_back() -> None:
     async def work(some: Scene) -> None:
         await some.enter(hello("p", Role.PREFILL))
-        old = some.head._members[NodeId("p")].connection
+        old = some.head._members[NodeId("p")].session
         some.head.leave(NodeId("p"), "silent")
         back = await some.enter(hello("p", Role.PREFILL))
         some.head.leave(NodeId("p"), "ended", old)

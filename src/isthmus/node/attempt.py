@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isthmus.attempts import Fetch
+from isthmus.attempts import FetchOrder
 from isthmus.node.events import Begin, Grant, Load
 from isthmus.node.extent import Extent
 from isthmus.scheduler import Actions, Sequence
@@ -15,12 +15,12 @@ class Attempt(Sequence):
 
     `started`: its first chunk was in a run; `granted`: its decode node has room; `sampled`: its first token is known.
     `received`, `recalled`: what is handed over, and what of the prompt is not, is in the engine. `moved_ns`: when bytes
-    of it were last handed over, 0 before any; `lost_ns`: when it is given up, 0: not at all, since `reason`.
+    of it were last handed over, 0 before any; `given_up_ns`: when it is given up, 0: not at all, since `reason`.
     """
 
     __slots__ = (
-        "begin", "extent", "fetch", "granted", "lost_ns", "moved_ns", "reason", "recalled", "received", "sampled",
-        "started",
+        "begin", "extent", "fetch", "given_up_ns", "granted", "moved_ns", "reason", "recalled", "received",
+        "sampled", "started",
     )  # fmt: skip
 
     def __init__(self, begin: Begin, extent: Extent, departs: bool) -> None:
@@ -28,10 +28,10 @@ class Attempt(Sequence):
         Sequence.__init__(self, begin.key, begin.num_tokens, begin.stop_length)
         route = begin.route
         self.begin, self.extent = begin, extent
-        self.fetch: Fetch | None = None
+        self.fetch: FetchOrder | None = None
         self.started = self.granted = self.sampled = self.received = False
         self.recalled = not route.handover_start
-        self.moved_ns = self.lost_ns = 0
+        self.moved_ns = self.given_up_ns = 0
         self.reason = ""
         if route.fetch is not None or route.recall is not None:
             self.fetch = begin.fetch

@@ -131,6 +131,14 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     num_sunk: int = 0
 
 
+class Adopt(msgspec.Struct, frozen=True, tag=True):
+    """These blocks, which the fetch for a request brought into DRAM, are the cache's from now on; say which of them
+    could not be."""
+
+    request: RequestId
+    names: tuple[BlockName, ...]
+
+
 class Promote(msgspec.Struct, frozen=True, tag=True):
     """Bring these blocks from the SSD to DRAM."""
 

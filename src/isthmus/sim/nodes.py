@@ -58,7 +58,9 @@ class Nodes:
         self._deployment, self._clock, self._decide, self._completed = deployment, clock, decide, completed
         self._has_answers, self._block_size = deployment.has_answers, deployment.block_size
         self._handlers: dict[type, Callable[[SimNode, Any], None]] = {
-            **dict.fromkeys((events.Offer, events.Promote, events.Demote, events.Drop), _needs_no_time),
+            **dict.fromkeys(
+                (events.Offer, events.Adopt, events.Promote, events.Demote, events.Drop), _needs_no_time
+            ),
             Run: self._start_run,
             events.Cut: self._cut,
             Admitted: self._admitted,

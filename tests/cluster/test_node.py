@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from isthmus.attempts import BlocksEvicted, BlocksStored, Fetch, Route
+from isthmus.attempts import BlocksEvicted, BlocksStored, FetchOrder, Route
 from isthmus.cluster.head import Head
 from isthmus.cluster.messages import Gathered, Output, Task
 from isthmus.cluster.node import NodeProcess, ThreadWorker
@@ -315,7 +315,7 @@ def test_the_heads_times_become_this_clocks() -> None:
             process.tell = told.append  # type: ignore[method-assign]
             process._clock_ns = lambda: 5000
             for deadline, now, until in ((0, 1000, 0), (700, 1000, 4700), (700, 5000, 700), (3, 9000, 1)):
-                fetch = Fetch(NodeId("other"), 0, 1, 900)
+                fetch = FetchOrder(NodeId("other"), 0, 1, 900)
                 route = Route(RequestId("a"), 1, NodeId("m"), NodeId("m"), fetch, deadline_ns=deadline)
                 begin = Begin(RequestId("a#1"), Role.MIXED, route, 16, 100)
                 process.task(Task(begin, now, tuple(range(16)), 16, Sampling()))

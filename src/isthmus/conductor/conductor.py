@@ -327,11 +327,11 @@ class Conductor:
         actions: list[Action] = [*self._control.measured(event, now)]
         for state in event.links:
             if not state.up:
-                actions += self._cut(state.source, state.target, now)
+                actions += self._link_down(state.source, state.target, now)
         actions += self._resume(now)
         return [*actions, *self._conversion.measured(now)]
 
-    def _cut(self, source: str, target: str, now: int) -> list[Action]:
+    def _link_down(self, source: str, target: str, now: int) -> list[Action]:
         """Nothing crosses this direction of a link any more: what is on its way over it begins again elsewhere."""
         link = self.view.links.get((source, target))
         actions: list[Action] = []

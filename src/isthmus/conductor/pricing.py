@@ -33,7 +33,7 @@ def isthmus(estimator: Estimator, rules: Rules) -> Placement:
 
 
 class _Pricing:
-    """`_best`: the cheapest option so far: (index of its node, whom it fetches from, up to which block)."""
+    """The options for one request, weighed one by one."""
 
     __slots__ = (
         "_across",
@@ -61,6 +61,7 @@ class _Pricing:
             self._prices = [price + (node.batch if node.role is Role.MIXED else 0) for node in estimator.nodes]
         self._room = price * cluster.recent.loss_per_block_ns(now)  # price of the room one block takes
         self._num_blocks = len(estimator.request.names)
+        # The cheapest so far: index of its node, whom it fetches from, up to which block.
         self._best: tuple[int, NodeView | None, int] = (0, None, 0)
         self._best_score = math.inf
         self._shortest = min(estimator.waits)

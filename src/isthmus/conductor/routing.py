@@ -46,7 +46,7 @@ class Router:
             for cluster, foreign in self._prefill_clusters(request, home, caches, now, again):
                 found = self._place_in(request, home, cluster, now, foreign, caches.matched)
                 if found is not None:
-                    return self._with_copies(*found, home, caches)
+                    return self._with_transfers(*found, home, caches)
         return None
 
     # Clusters.
@@ -154,12 +154,12 @@ class Router:
             placement.decode = _least_step(decodes, request.num_tokens)
         return placement, estimator
 
-    def _with_copies(
+    def _with_transfers(
         self, placement: Placement, estimator: Estimator, home: Cluster, caches: _Caches
     ) -> Placement:
         """With what crosses between clusters, and what need not."""
         if estimator.foreign and placement.fetch is None and self._rules.policy not in FETCHING:
-            placement = _copied(estimator, placement)
+            placement = _fetching(estimator, placement)
         if placement.decode.cluster is not placement.prefill.cluster:
             _recall(self._view, estimator.request, placement)
         placement.uncached = estimator.num_tokens - caches.tokens(home)
@@ -202,7 +202,7 @@ def _deepest(levels: Levels, nodes: int) -> int:
     return max([depth for depth, group in levels if group & nodes], default=0)
 
 
-def _copied(estimator: Estimator, placement: Placement) -> Placement:
+def _fetching(estimator: Estimator, placement: Placement) -> Placement:
     """The same node, with the longest prefix fetched from another cluster, for policies that never fetch."""
     longest, holders = estimator.held[-1]
     node = placement.prefill

@@ -30,8 +30,11 @@ Names = tuple[BlockName, ...]
 
 
 class Node:
-    """`limits`: of each role. `stages`: of the pipeline group that the node is; then the tokens of prompts come by
-    `Sampled`. `transfer_ns`: how long a hand-over or a fetch that has begun may bring nothing."""
+    """The decider of one node. Its attempts are the scheduler's sequences, so each is in one place there.
+
+    `limits`: of each role that it may be given. `stages`: of the pipeline group that it is; with several, the first
+    tokens of prompts come by `Sampled`. `transfer_ns`: how long a hand-over or a fetch that began may bring nothing.
+    """
 
     def __init__(
         self,
@@ -242,7 +245,7 @@ class Node:
         """Its prompt is computed and its first token is known."""
         attempt.sampled = True
         if attempt.granted:
-            actions.append(events.Finish(attempt.request))
+            actions.append(events.Finish(attempt.begin.key))
 
     def _landed(self, event: events.Landed, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
@@ -289,7 +292,7 @@ class Node:
     def _maybe_whole(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
         """Every KV group is whole: KV of all tokens and, if the model has one, the recurrent state."""
         if attempt.received and attempt.recalled:
-            actions.append(events.Land(attempt.request, attempt.begin.peer))
+            actions.append(events.Land(attempt.begin.key, attempt.begin.peer))
             self._cut(actions)
             self.scheduler.imported(attempt)
             if self.scheduler.run is None:
@@ -389,7 +392,7 @@ class Node:
         self._is_cut = False
         if self._forgotten:
             for attempt in self._forgotten:
-                actions.append(events.Release(attempt.request))
+                actions.append(events.Release(attempt.begin.key))
                 scheduler.forget(attempt)
             self._forgotten.clear()
         for key in event.ended:

@@ -1,4 +1,7 @@
-"""What a node tells its scheduler of runs, and what the scheduler answers. Token positions are 0-based, half-open."""
+"""What a node tells its scheduler of runs, and what the scheduler answers. Token positions are 0-based, half-open.
+
+`request`, and `key`: what the node calls it, which is the key of the attempt.
+"""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ class Scheduler:
             self.forget(sequence)
 
     def _computed(self, run: Run, steps: int, actions: Actions) -> None:
-        """Chunks were. Whose prompt is through decodes from the next run on, or leaves."""
+        """Chunks were computed: whose prompt is through decodes from the next run on, or leaves."""
         stored: list[BlockName] = []
         for piece in run.chunks:
             sequence = self._sequences.get(piece.request)

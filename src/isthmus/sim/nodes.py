@@ -35,7 +35,9 @@ from isthmus.types import DECODE, MIXED, PREFILL, BlockName, NodeId, RequestId
 
 
 class Nodes:
-    """`attempts`: requests under way, by the key of their attempt. `conversions`: roles that nodes were given. `due`:
+    """Carries out what the nodes decide, and tells them and the conductor what came of it.
+
+    `attempts`: requests under way, by the key of their attempt. `conversions`: roles that nodes were given. `due`:
     what nodes hear, and the conductor of them, when the present event is done, in this order.
 
     `decide` tells the conductor, and does what it answers; `completed` hears of a request's last token.

@@ -91,6 +91,7 @@ class Kit:
         stat = self.store.stat()
         assert (stat.num_pinned, stat.num_reserved) == (0, 0)
         assert stat.memory.used_bytes == stat.memory.num_blocks * LAYOUT.block_bytes
+        assert not self.cache._coming, "somebody would wait for what is there already"
 
 
 def memory_of(kind: str) -> KVBytes:
@@ -779,3 +780,87 @@ def test_what_two_loads_want_stays_until_both_have_it(kit: Kit, on_disk: list[Bl
     kit.settle()
     assert kit.store.stat().memory.num_blocks == 0
     assert sorted(on_disk) == NAMES[:3], "each was read once"
+
+
+def test_what_was_saved_and_went_to_disk_is_waited_for_when_it_is_read_ahead(
+    kit: Kit, on_disk: list[BlockName], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That it came once, when it was saved, says nothing of now."""
+    kit.write(6, BLOCKS[6])
+    assert kit.save(NAMES[6:7], [6]) == []
+    kit.store.flush()
+    kit.cache.demote(NAMES[6:7])
+    read, go = kit.store.read, threading.Event()
+
+    def slow(name: BlockName, *more: Any) -> bool:
+        assert go.wait(WAIT_S)
+        return read(name, *more)
+
+    monkeypatch.setattr(kit.store, "read", slow)
+    kit.cache.read(NAMES[6:7])
+    kit.cache.kept().result(WAIT_S)
+    load = kit.cache.load(NAMES[6:7], [0])
+    go.set()
+    load.wait(LAST, 1)
+    over(load)
+    assert kit.block(0) == BLOCKS[6] and on_disk == NAMES[6:7], "it was read twice"
+    kit.cache.unread(NAMES[6:7])
+
+
+def test_a_cache_that_is_closed_has_done_what_was_under_way(tmp_path: Path) -> None:
+    """Its store is closed next, and its arena unmapped."""
+    kit = Kit(memory_of("emulated"), store_of(LAYOUT, 10, Log(tmp_path / "log", SHAPE, 1 << 20, b"test")))
+    kit.write(0, BLOCKS[0])
+    save, began, go = kit.memory.save, threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        began.set()
+        assert go.wait(WAIT_S)
+        save(*arguments)
+
+    kit.memory.save = slow  # type: ignore[method-assign]
+    kit.cache.save(NAMES[:1], [None], [0], 0, [], lambda lost: None)
+    assert began.wait(WAIT_S)
+    closing = threading.Thread(target=kit.cache.close)
+    closing.start()
+    assert closing.is_alive() and not kit.store.contains(NAMES[0])
+    go.set()
+    closing.join(WAIT_S)
+    assert kit.stored(NAMES[0]) == BLOCKS[0]
+    kit.store.close()
+
+
+def test_a_fault_in_what_was_decided_is_no_secret(kit: Kit, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(names: Sequence[BlockName]) -> None:
+        raise RuntimeError("the disk is gone")
+
+    kit.cache._keep(broken, NAMES[:1])
+    kit.settle()
+    assert [str(record.exc_info and record.exc_info[1]) for record in caplog.records] == ["the disk is gone"]
+
+
+def test_a_load_that_is_cancelled_before_a_thread_has_begun_it_is_over_at_once(kit: Kit) -> None:
+    put_chain(kit.store, NAMES[:2], BLOCKS[:2])
+    go = threading.Event()
+    for _ in range(cache.LOADERS):
+        kit.cache._loaders.submit(go.wait, WAIT_S)
+    load = kit.cache.load(NAMES[:2], [0, 1])
+    load.cancel()
+    assert load.over.is_set()
+    go.set()
+    kit.cache._loaders.submit(bool).result(WAIT_S)
+    assert kit.block(0) != BLOCKS[0]
+
+
+def test_a_prefix_that_ends_before_what_arrives_takes_nothing_of_it(kit: Kit) -> None:
+    put_chain(kit.store, NAMES[:3], BLOCKS[:3])
+    kit.store.drop(NAMES[1:2])
+    fetch = fetch_of(kit, 3, 5)
+    load = kit.cache.load(NAMES[:5], range(5), fetch)
+    over(load)
+    with pytest.raises(PrefixMissing) as raised:
+        load.wait(LAST, 5)
+    assert raised.value.num_blocks == 1 and kit.lost == NAMES[1:2]
+    assert kit.block(0) == BLOCKS[0]
+    fetch.end()
+    fetch.release()

@@ -13,7 +13,7 @@ import pytest
 
 from isthmus.blocks import state_names
 from isthmus.cluster import cache as cache_module
-from isthmus.cluster.messages import Enough, Landed, Offer, Slices, Want
+from isthmus.cluster.messages import Enough, Given, Landed, Offer, Slices, Want
 from isthmus.cluster.mover import KVMover
 from isthmus.engine.emulated import EmulatedMemory
 from isthmus.errors import ProtocolError
@@ -494,6 +494,24 @@ def test_what_was_read_ahead_is_read_once(run: Callable[..., None], monkeypatch:
     run(work)
 
 
+def test_what_was_read_ahead_for_an_attempt_that_ends_goes_back(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(kit: Kit) -> None:
+        here = kit.here
+        put_chain(here.store, NAMES[:3], BLOCKS[:3])
+        here.store.flush()
+        here.store.demote(NAMES[:3])
+        here.mover.do(events.Read(KEY, NAMES[:3]))
+        await kit.until(lambda: here.store.stat().memory.num_blocks == 3)
+        here.mover.do(events.Release(KEY))
+        await kit.until(lambda: here.store.stat().memory.num_blocks == 0)
+        assert [here.store.tier(name) for name in NAMES[:3]] == [Tier.DISK] * 3
+
+    monkeypatch.setattr(cache_module, "AHEAD", 2)
+    run(work)
+
+
 @pytest.mark.parametrize("ends", [events.Release(KEY), Preempted(KEY), events.Shorten(KEY, 0)], ids=repr)
 def test_nothing_is_loaded_after_the_end(
     run: Callable[..., None], ends: Any, monkeypatch: pytest.MonkeyPatch
@@ -589,8 +607,41 @@ def test_without_a_cache() -> None:
         await asyncio.sleep(0.01)
         assert facts == [events.FetchEnded(KEY, 1)]
         assert set(mover.gauges()) == {"kv_bytes_in_total", "kv_bytes_out_total", "seal_mismatches_total"}
-        with pytest.raises(ProtocolError):
-            mover.on_peer(None, Want(KEY, NAMES[:1], 0, False, 1))  # type: ignore[arg-type]
+        session: Any = object()
+        mover.introduced(session, OTHER)
+        for said, words in (
+            (Want(KEY, NAMES[:1], 0, False, 1), "blocks are wanted from a node without a cache"),
+            (Given(KEY, 0, 0, (b"",)), "blocks came to a node without a cache"),
+        ):
+            with pytest.raises(ProtocolError, match=words):
+                mover.on_peer(session, said)
         await mover.close()
 
     asyncio.run(main())
+
+
+def test_payloads_come_with_slices_and_given_blocks_only(run: Callable[..., None]) -> None:
+    async def work(kit: Kit) -> None:
+        session: Any = kit.here.session
+        with pytest.raises(ProtocolError, match=r"a Landed from .* carried 7 bytes"):
+            kit.here.mover.place(session, Landed(KEY), 7)
+
+    run(work)
+
+
+def test_totals_of_bytes_outlive_their_attempts(run: Callable[..., None]) -> None:
+    async def work(kit: Kit) -> None:
+        here, there = kit.here, kit.there
+        here.expect(KEY, EXTENT, OURS)
+        there.send(KEY, EXTENT)
+        await kit.told(there, events.Granted)
+        compute(there)
+        there.mover.first_token(KEY, 77)
+        there.mover.do(events.Finish(KEY))
+        await kit.until(lambda: here.landed)
+        there.mover.do(events.Release(KEY))
+        size = 10 * LAYOUT.num_layers * LAYOUT.token_bytes
+        assert there.mover.gauges()["kv_bytes_out_total"] == here.mover.gauges()["kv_bytes_in_total"] == size
+        assert there.mover.gauges()["kv_bytes_in_total"] == here.mover.gauges()["kv_bytes_out_total"] == 0
+
+    run(work)

@@ -11,7 +11,7 @@ import pytest
 from isthmus.attempts import Route
 from isthmus.cluster import cache as cache_module
 from isthmus.cluster.cache import NodeCache
-from isthmus.cluster.messages import StageFound, StageRun, StageSampled, StageSaved, Task
+from isthmus.cluster.messages import StageRun, StageSampled, StageSaved, Task
 from isthmus.cluster.mover import KVMover
 from isthmus.cluster.pipeline import Group
 from isthmus.cluster.sessions import Peers
@@ -257,7 +257,8 @@ def test_blocks_of_a_poisoned_attempt_are_not_kept(stage: Stage) -> None:
     stage.run(2, whole(C, 8, (0, 1)))
     stage.receive(save(C, (0, 1)))
     stage.stepper.stop()
-    assert stage.owner.wait_for(StageSaved) == StageSaved(1, C)
+    stage.cache.kept().result(20)
+    assert StageSaved(1, C) in stage.owner.told
     assert stage.owner.told.count(Lost(NAMES[:2])) == 1, "the blocks hold something else now"
     assert all(map(stage.store.contains, NAMES[:2]))
 
@@ -421,31 +422,3 @@ def test_a_slow_stage_holds_the_leader_back() -> None:
     group.close()
     turns.join(60)
     assert not turns.is_alive(), "who waits is let go at the end"
-
-
-def test_a_save_is_done_when_every_stage_has_done_it() -> None:
-    told: list[Any] = []
-    group = Group(3, told.append, bool, bool, lambda *_: None)
-    for stage in (1, 2, 1):
-        group.on_message(None, StageSaved(stage, A))  # type: ignore[arg-type]
-    assert told == []
-    group.tell(Saved(A))
-    assert told == [Saved(A)]
-    group.tell(Saved(A))
-    assert told == [Saved(A)]
-    group.on_message(None, StageSaved(2, A))  # type: ignore[arg-type]
-    assert told == [Saved(A)] * 2 and not group._saves
-
-
-def test_of_what_lies_on_the_disks_only_what_every_stage_has_is_of_use() -> None:
-    sent: list[Any] = []
-    group = Group(3, bool, bool, bool, lambda function, message: sent.append(message))
-    found = [(NAMES[0], None), (NAMES[1], NAMES[0]), (NAMES[2], NAMES[1])]
-    group.on_message(None, StageFound(1, NAMES[:2]))  # type: ignore[arg-type]
-    group.on_message(None, StageFound(1, NAMES[2:4], last=True))  # type: ignore[arg-type]
-    assert not group._formed.is_set()
-    group.on_message(None, StageFound(2, NAMES[:2], last=True))  # type: ignore[arg-type]
-    assert group._formed.is_set()
-    kept, useless = group.common(found)
-    assert kept == found[:2] and set(useless) == set(NAMES[2:4])
-    assert sent == [Drop(useless)]

@@ -554,6 +554,22 @@ def test_a_stage_serves_its_own_group_only(wrong: str) -> None:
     asyncio.run(work())
 
 
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_stage_takes_payloads_with_batches_only_and_from_the_stage_before(opened: bool) -> None:
+    async def work() -> None:
+        network = MemoryNetwork()
+        async with waiting(network) as (running, address), asyncio.timeout(20):
+            run = messages.StageRun(1, (), (7,), "uint8")
+            stranger = await open_stage(network, address, *([opening()] if opened else []))
+            stranger.session.send(opening() if opened else run, memoryview(bytes(7)))
+            while not stranger.reasons:
+                await asyncio.sleep(0.001)
+            assert "carried 7 bytes" in stranger.reasons[0]
+            assert not opened or "session with the stage before ended" in await running
+
+    asyncio.run(work())
+
+
 @pytest.mark.parametrize("more", [{"num_blocks": 65}, {"num_slots": 1}, {"num_records": 1}], ids=str)
 def test_a_stage_that_holds_less_than_the_first_does_not_serve(more: dict[str, int]) -> None:
     async def work() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from isthmus.cluster import messages
 from isthmus.cluster.head import Head
 from isthmus.cluster.messages import StageFound, StageSaved
 from isthmus.cluster.node import NodeProcess
@@ -198,6 +199,28 @@ def test_blocks_outlive_the_group(tmp_path: Path) -> None:
         async with scene(tmp_path) as some:
             assert await some.answer("d", prompt) == 0 == await some.answer("e", other)
             assert await some.answer("f", prompt) == 192, "it was not stored again"
+
+    run(work())
+
+
+@pytest.mark.parametrize("count", range(6))
+def test_what_a_stage_found_comes_in_as_many_messages_as_it_takes_of_which_one_is_the_last(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or its group would seem to be whole while another stage still reads its disk."""
+    names = tuple(bytes([number]) for number in range(count))
+
+    async def work() -> None:
+        async with scene() as some:
+            later, said = some.processes[1], list[StageFound]()
+            assert isinstance(later, StageNode)
+            monkeypatch.setattr(messages, "MAX_NAMES", 2)
+            later._found = [(name, None) for name in names]
+            later.up = said.append  # type: ignore[method-assign, assignment]
+            await later._join_up(messages.StageOpen(later._introduction, 1, 0, 0, 0, ()))
+            monkeypatch.undo()
+            assert sum([each.names for each in said], ()) == names
+            assert [each.last for each in said] == [False] * (len(said) - 1) + [True]
 
     run(work())
 

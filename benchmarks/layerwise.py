@@ -22,7 +22,7 @@ import torch
 from rich.table import Table
 
 from isthmus.blocks import BlockNamer, seal
-from isthmus.cluster.cache import Load, NodeCache
+from isthmus.cluster.cache import Loading, NodeCache
 from isthmus.engine.engine import Engine, EngineOptions
 from isthmus.engine.interface import Chunk
 from isthmus.errors import ConfigError
@@ -72,7 +72,7 @@ class Result:
         return 1 + min(load_s, compute_s) / max(load_s, compute_s) / self.num_layers
 
 
-Source = Callable[[float], Load]
+Source = Callable[[float], Loading]
 """Begins to load the prefix; is told how many seconds computing takes."""
 
 
@@ -148,7 +148,7 @@ class _Bench:
         """The same bytes from the arena's slots, so late as if they came from afar."""
         memory = cache.store.arena.memory
 
-        def start(compute_s: float) -> Load:
+        def start(compute_s: float) -> Loading:
             layer_s = share * compute_s / self.engine.layout.num_layers
             link = _PacedSource(memory, lambda layer: self._offsets(slots, layer), layer_s)
             return cache.load(self.names[: self._num_cached], self._cached, link)
@@ -176,7 +176,7 @@ class _Bench:
     def _computed(self) -> torch.Tensor:
         return self.engine.forward(self.engine.build([self._suffix()]))
 
-    def _overlapped(self, load: Load, into: Arena) -> torch.Tensor:
+    def _overlapped(self, load: Loading, into: Arena) -> torch.Tensor:
         saves: list[Future[None]] = []
         logits = self.engine.forward(
             self.engine.build([self._suffix()]),

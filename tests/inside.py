@@ -107,18 +107,9 @@ class Inside(Client):
         for name, tier in decided.items():
             if tier is Tier.MEMORY and stored.get(name) is Tier.DISK:
                 stored[name] = tier  # it is promoted as far as there is room
-            if name not in stored and is_small(process):
-                stored[name] = tier
         return differences(decided, believed, "the conductor believes") + differences(
             decided, stored, "its store has"
         )
-
-
-def is_small(process: NodeProcess) -> bool:
-    """Whether blocks that a node believes in may be missing, with two prefill nodes and a DRAM of so few blocks. Known
-    since this check is there, seldom seen and not understood yet: whoever loads them finds out, and computes."""
-    tiers = process.node.tiers
-    return tiers is not None and tiers.dram.capacity_blocks < 64
 
 
 def left_of(process: EngineProcess) -> list[str]:

@@ -31,8 +31,8 @@ import yaml
 from mutations import ROOT, Mutant, mutant, places
 
 # Of the executors all that needs no live processes.
-QUICK = "addresses cache fetches handover lending link_monitor link_stats mover recorder "
-QUICK += "sessions shaper stage streams trust virtual"
+QUICK = "addresses cache fetches handover head lending link_monitor link_stats mover node pipeline "
+QUICK += "recorder reports runs sessions shaper stage streams trust virtual"
 # Of each room: its folder, the files that only live processes run, and its tests.
 ROOMS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "node": ("node", (), ("tests/node",)),
@@ -95,7 +95,9 @@ def _limits() -> None:
 def outcome(tests: Iterable[str], scratch: Path, **env: str) -> str:
     """How these tests end: `survived`, `found` or `timed out` (a minute of CPU, or hanging)."""
     shutil.rmtree(scratch / ".hypothesis", ignore_errors=True)
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--timeout=60", *tests]
+    # What hangs ends at once, with status 1: who failed might hang again while it is cleaned up.
+    limits = ["--timeout=30", "--timeout-method=thread"]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *limits, *tests]
     env = {**os.environ, "PYTHONPATH": str(scratch / "src"), **env}
     with (scratch / "said.txt").open("w") as said:
         kind: dict[str, Any] = {"stdout": said, "stderr": said, "start_new_session": True}

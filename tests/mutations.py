@@ -50,6 +50,8 @@ def _acts(statement: Any) -> bool:
     """A plain name that is never bound would fail at once: of bindings, only those that others see."""
     if statement.type == "expr_stmt":
         target, sign = statement.children[:2]
+        if sign.type == "annassign" and "=" not in sign.children:
+            return False
         return target.type == "atom_expr" or (sign.type == "operator" and sign.value != "=")
     return statement.type in ("atom_expr", "raise_stmt", "del_stmt")
 

@@ -16,7 +16,7 @@ def key_of(request: RequestId, attempt: int) -> RequestId:
     return RequestId(f"{request}#{attempt}")
 
 
-class Fetch(msgspec.Struct, frozen=True):
+class FetchOrder(msgspec.Struct, frozen=True):
     """Copy the request's blocks `[start, stop)` from another node's cache; `[0, start)` are at hand.
 
     `until_ns`: when the conductor expects them; `codec`: in which form they travel.
@@ -45,13 +45,13 @@ class Route(msgspec.Struct, frozen=True, tag=True):
     attempt: int
     prefill: NodeId
     decode: NodeId
-    fetch: Fetch | None = None
+    fetch: FetchOrder | None = None
     num_cached: int = 0
     work_ns: int = 0
     deadline_ns: int = 0
     codec: str = "none"
     handover_start: int = 0
-    recall: Fetch | None = None
+    recall: FetchOrder | None = None
 
 
 # What nodes report.

@@ -15,7 +15,7 @@ from typing import Any
 
 from isthmus.blocks import KVLayout
 from isthmus.cluster.cache import NodeCache
-from isthmus.cluster.fetches import Fetch
+from isthmus.cluster.fetches import Fetching
 from isthmus.cluster.messages import Enough, PeerMessage
 from isthmus.cluster.mover import KVMover
 from isthmus.cluster.sessions import Peers
@@ -27,6 +27,8 @@ from isthmus.node.extent import Extent
 from isthmus.store import Arena, Log, Shape, Store
 from isthmus.types import BlockName, NodeId, RequestId
 
+LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
+"""Of the nodes here: small, and of more than one of everything but heads."""
 NOTHING = RequestId("")
 """Nobody wants anything under this key."""
 OTHER = NodeId("other")
@@ -41,8 +43,8 @@ class Side(Peers):
     """One node, as the other one sees it, and its only session. `reasons`: why its sessions ended; `facts`: what it was
     told; `tokens`: that came with hand-overs.
 
-    It decides the least that goes on: whatever is there is given, and a hand-over ends when it is whole (`landed`) or
-    broken; then `failed` says why.
+    It decides the least that goes on: whatever is there is given, what a fetch brings is adopted, and a hand-over ends
+    when it is whole (`landed`) or broken; then `failed` says why.
     """
 
     def __init__(self, store: Store, layout: KVLayout, num_blocks: int, *, shares_memory: bool = False) -> None:
@@ -92,6 +94,8 @@ class Side(Peers):
             case events.Wanted(key, peer, names, start):
                 stop = next((at for at, name in enumerate(names) if not self.store.contains(name)), len(names))
                 self.mover.do(events.Give(key, peer, names, start, max(start, stop), 0))
+            case events.Came(key, stop) | events.FetchEnded(key, stop):
+                self._adopt(key, stop)
             case events.Granted(key):
                 self.mover.do(events.Send(key, computed=False))
             case events.Received(key):
@@ -103,12 +107,24 @@ class Side(Peers):
                 for key in keys:
                     self.give_up(key, reason)
 
-    def fetch(self, order: events.Fetch) -> Fetch:
+    def fetch(self, order: events.Fetch) -> Fetching:
         """To be run by `fetching`; whoever holds it may read from it."""
-        return Fetch(order, self.cache)
+        return Fetching(order, self.cache)
 
-    def fetching(self, fetch: Fetch) -> Coroutine[Any, Any, None]:
-        return self.mover.fetcher.begin(fetch)
+    async def fetching(self, fetch: Fetching) -> None:
+        """Returns when all that came is adopted."""
+        fetch.hold()
+        self.mover._fetches[fetch.key] = fetch
+        await self.mover._run_fetch(fetch, self.mover.fetcher.begin(fetch))
+        await asyncio.sleep(0)  # what it told is heard
+        await asyncio.wrap_future(self.cache.kept())
+
+    def _adopt(self, key: RequestId, stop: int) -> None:
+        fetch = self.mover._fetches.get(key)
+        names = fetch.names[fetch.start : stop] if fetch is not None else ()
+        new = tuple([name for name in names if not self.store.contains(name)])
+        if new:
+            self.mover.do(events.Adopt(key, new))
 
     def send(self, key: RequestId, extent: Extent) -> None:
         self.mover.do(events.Offer(key, OTHER, extent))

@@ -23,7 +23,6 @@ from random import Random
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.blocks import KVLayout
 from isthmus.engine import codecs
 from isthmus.errors import ConfigError
 from isthmus.node import events
@@ -31,6 +30,7 @@ from isthmus.node.extent import Extent
 from isthmus.store import Store
 from isthmus.types import RequestId, Span
 from tests.cluster.fault_peers import (
+    LAYOUT,
     OTHER,
     Fault,
     Harm,
@@ -42,7 +42,6 @@ from tests.cluster.fault_peers import (
     store_of,
 )
 
-LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
 NUM_BLOCKS, NUM_TOKENS = 6, 22
 """Of what is moved; the last block of a hand-over is not full."""
 THERE, HERE = (5, 3, 1, 0, 2, 4), (9, 4, 0, 5, 1, 3)

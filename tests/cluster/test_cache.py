@@ -14,10 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.blocks import KVLayout, seal
+from isthmus.blocks import seal
 from isthmus.cluster import cache, wire
-from isthmus.cluster.cache import Load, NodeCache, PrefixMissing, Staging, chains_of
-from isthmus.cluster.fetches import Fetch
+from isthmus.cluster.cache import Loading, NodeCache, PrefixMissing, Staging, chains_of
+from isthmus.cluster.fetches import Fetching
 from isthmus.cluster.messages import Given
 from isthmus.engine import codecs
 from isthmus.engine.emulated import EmulatedMemory
@@ -26,9 +26,8 @@ from isthmus.engine.kv import KVMemory
 from isthmus.node import events
 from isthmus.store import Log, Shape, Store
 from isthmus.types import BlockName, NodeId, RequestId, Span, Tier
-from tests.cluster.fault_peers import kv_block, put_chain, store_of
+from tests.cluster.fault_peers import LAYOUT, kv_block, put_chain, store_of
 
-LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
 SHAPE = Shape(LAYOUT.num_layers, LAYOUT.slice_bytes)
 NAMES = [bytes([number]) * 16 for number in range(10)]
 BLOCKS = [kv_block(LAYOUT, number) for number in range(10)]
@@ -92,6 +91,7 @@ class Kit:
         stat = self.store.stat()
         assert (stat.num_pinned, stat.num_reserved) == (0, 0)
         assert stat.memory.used_bytes == stat.memory.num_blocks * LAYOUT.block_bytes
+        assert not self.cache._coming, "somebody would wait for what is there already"
 
 
 def memory_of(kind: str) -> KVBytes:
@@ -110,7 +110,7 @@ def kit(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Kit]:
     made.store.close()
 
 
-def over(load: Load) -> None:
+def over(load: Loading) -> None:
     assert load.over.wait(WAIT_S), "a load does not end"
 
 
@@ -231,15 +231,27 @@ def test_cancel_waits_for_the_loader(kit: Kit, monkeypatch: pytest.MonkeyPatch) 
 # Blocks on their way.
 
 
-def fetch_of(kit: Kit, start: int, stop: int) -> Fetch:
+def fetch_of(kit: Kit, start: int, stop: int) -> Fetching:
     order = events.Fetch(RequestId("f"), NodeId("there"), tuple(NAMES[:stop]), start)
-    fetch = Fetch(order, kit.cache)
+    fetch = Fetching(order, kit.cache)
     assert fetch.make_room() == stop - start
     fetch.hold()
     return fetch
 
 
-def arrive(fetch: Fetch, layer: int, first: int, stop: int) -> None:
+def end(kit: Kit, fetch: Fetching) -> list[bytes]:
+    """Adopts what came of it, and lets go of it. What could not be adopted."""
+    lost: list[bytes] = []
+    fetch.end()
+    came = fetch.names[fetch.start : fetch.start + fetch.num_whole]
+    if came:
+        kit.cache.adopt(came, fetch.adopt, lost.extend)
+    kit.cache.kept().result(WAIT_S)
+    fetch.release()
+    return lost
+
+
+def arrive(fetch: Fetching, layer: int, first: int, stop: int) -> None:
     """Blocks `[first, stop)` of the fetch, in one layer."""
     width = LAYOUT.slice_bytes
     data = [BLOCKS[fetch.start + at][layer * width : (layer + 1) * width] for at in range(first, stop)]
@@ -262,8 +274,7 @@ def test_a_load_takes_layers_as_they_arrive(kit: Kit) -> None:
         load.wait(layer, 5)
     over(load)
     assert [kit.block(at) for at in range(5)] == BLOCKS[:5]
-    fetch.end()
-    fetch.release()
+    assert end(kit, fetch) == []
     assert [kit.stored(name) for name in NAMES[:5]] == BLOCKS[:5]
 
 
@@ -277,7 +288,7 @@ def test_a_fetch_that_ends_early_shortens_the_prefix(kit: Kit) -> None:
         load.wait(LAST, 4)
     assert raised.value.num_blocks == 1
     over(load)
-    fetch.release()
+    assert end(kit, fetch) == []
     assert kit.stored(NAMES[0]) == BLOCKS[0] and kit.stored(NAMES[1]) is None
 
 
@@ -291,6 +302,53 @@ def test_a_load_that_is_cancelled_waits_for_no_other_node(kit: Kit) -> None:
     fetch.release()
 
 
+def whole(kit: Kit, start: int, stop: int) -> Fetching:
+    """A fetch of which all came."""
+    fetch = fetch_of(kit, start, stop)
+    for layer in range(LAYOUT.num_layers):
+        arrive(fetch, layer, 0, stop - start)
+    fetch.end()
+    fetch.release()
+    return fetch
+
+
+def test_what_came_is_adopted_after_all_that_was_decided_before_and_a_load_waits_for_it(kit: Kit) -> None:
+    put_chain(kit.store, NAMES[:2], BLOCKS[:2])
+    fetch, go_on, lost = whole(kit, 1, 3), threading.Event(), list[BlockName]()
+    kit.cache._keep(go_on.wait)
+    kit.cache.drop(NAMES[1:2])
+    kit.cache.adopt(NAMES[1:3], fetch.adopt, lost.extend)
+    load = kit.cache.load(NAMES[:3], range(3))
+    assert not load.over.wait(0.01)
+    go_on.set()
+    load.wait(LAST, 3)
+    over(load)
+    assert end(kit, fetch) == lost == []
+    assert [kit.stored(name) for name in NAMES[:3]] == [kit.block(at) for at in range(3)] == BLOCKS[:3]
+
+
+def test_what_follows_a_block_that_is_gone_is_not_adopted_nor_what_was_adopted_and_left(kit: Kit) -> None:
+    put_chain(kit.store, NAMES[:1], BLOCKS[:1])
+    fetch, lost = whole(kit, 1, 4), list[BlockName]()
+    kit.cache.adopt(NAMES[1:3], fetch.adopt, lost.extend)
+    kit.settle()
+    assert lost == [] and kit.stored(NAMES[2]) == BLOCKS[2]
+    kit.cache.drop(NAMES[2:3])
+    kit.cache.adopt(NAMES[2:4], fetch.adopt, lost.extend)
+    kit.cache.adopt(NAMES[3:4], fetch.adopt, lost.extend)
+    kit.settle()
+    assert lost == [*NAMES[2:4], NAMES[3]]
+    fetch.release()
+    assert not fetch.hold(), "its slots are given back"
+
+
+def test_a_block_that_the_store_has_from_elsewhere_is_not_there_twice(kit: Kit) -> None:
+    put_chain(kit.store, NAMES[:2], BLOCKS[:2])
+    fetch = whole(kit, 0, 3)
+    assert end(kit, fetch) == []
+    assert kit.store.stat().memory.num_blocks == 3
+
+
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3)), max_size=30))
 def test_whatever_the_order_of_layers_only_whole_blocks_are_kept(order: list[tuple[int, int]]) -> None:
     kit = Kit(EmulatedMemory(LAYOUT, 1), store_of(LAYOUT, 10))
@@ -301,8 +359,7 @@ def test_whatever_the_order_of_layers_only_whole_blocks_are_kept(order: list[tup
         if stop > landed[layer]:
             arrive(fetch, layer, landed[layer], stop)
             landed[layer] = stop
-    fetch.end()
-    fetch.release()
+    assert end(kit, fetch) == []
     fetch.release()
     assert fetch.num_whole == min(landed)
     expected = [*BLOCKS[: min(landed)], *[None] * (8 - min(landed))]
@@ -723,3 +780,87 @@ def test_what_two_loads_want_stays_until_both_have_it(kit: Kit, on_disk: list[Bl
     kit.settle()
     assert kit.store.stat().memory.num_blocks == 0
     assert sorted(on_disk) == NAMES[:3], "each was read once"
+
+
+def test_what_was_saved_and_went_to_disk_is_waited_for_when_it_is_read_ahead(
+    kit: Kit, on_disk: list[BlockName], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That it came once, when it was saved, says nothing of now."""
+    kit.write(6, BLOCKS[6])
+    assert kit.save(NAMES[6:7], [6]) == []
+    kit.store.flush()
+    kit.cache.demote(NAMES[6:7])
+    read, go = kit.store.read, threading.Event()
+
+    def slow(name: BlockName, *more: Any) -> bool:
+        assert go.wait(WAIT_S)
+        return read(name, *more)
+
+    monkeypatch.setattr(kit.store, "read", slow)
+    kit.cache.read(NAMES[6:7])
+    kit.cache.kept().result(WAIT_S)
+    load = kit.cache.load(NAMES[6:7], [0])
+    go.set()
+    load.wait(LAST, 1)
+    over(load)
+    assert kit.block(0) == BLOCKS[6] and on_disk == NAMES[6:7], "it was read twice"
+    kit.cache.unread(NAMES[6:7])
+
+
+def test_a_cache_that_is_closed_has_done_what_was_under_way(tmp_path: Path) -> None:
+    """Its store is closed next, and its arena unmapped."""
+    kit = Kit(memory_of("emulated"), store_of(LAYOUT, 10, Log(tmp_path / "log", SHAPE, 1 << 20, b"test")))
+    kit.write(0, BLOCKS[0])
+    save, began, go = kit.memory.save, threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        began.set()
+        assert go.wait(WAIT_S)
+        save(*arguments)
+
+    kit.memory.save = slow  # type: ignore[method-assign]
+    kit.cache.save(NAMES[:1], [None], [0], 0, [], lambda lost: None)
+    assert began.wait(WAIT_S)
+    closing = threading.Thread(target=kit.cache.close)
+    closing.start()
+    assert closing.is_alive() and not kit.store.contains(NAMES[0])
+    go.set()
+    closing.join(WAIT_S)
+    assert kit.stored(NAMES[0]) == BLOCKS[0]
+    kit.store.close()
+
+
+def test_a_fault_in_what_was_decided_is_no_secret(kit: Kit, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(names: Sequence[BlockName]) -> None:
+        raise RuntimeError("the disk is gone")
+
+    kit.cache._keep(broken, NAMES[:1])
+    kit.settle()
+    assert [str(record.exc_info and record.exc_info[1]) for record in caplog.records] == ["the disk is gone"]
+
+
+def test_a_load_that_is_cancelled_before_a_thread_has_begun_it_is_over_at_once(kit: Kit) -> None:
+    put_chain(kit.store, NAMES[:2], BLOCKS[:2])
+    go = threading.Event()
+    for _ in range(cache.LOADERS):
+        kit.cache._loaders.submit(go.wait, WAIT_S)
+    load = kit.cache.load(NAMES[:2], [0, 1])
+    load.cancel()
+    assert load.over.is_set()
+    go.set()
+    kit.cache._loaders.submit(bool).result(WAIT_S)
+    assert kit.block(0) != BLOCKS[0]
+
+
+def test_a_prefix_that_ends_before_what_arrives_takes_nothing_of_it(kit: Kit) -> None:
+    put_chain(kit.store, NAMES[:3], BLOCKS[:3])
+    kit.store.drop(NAMES[1:2])
+    fetch = fetch_of(kit, 3, 5)
+    load = kit.cache.load(NAMES[:5], range(5), fetch)
+    over(load)
+    with pytest.raises(PrefixMissing) as raised:
+        load.wait(LAST, 5)
+    assert raised.value.num_blocks == 1 and kit.lost == NAMES[1:2]
+    assert kit.block(0) == BLOCKS[0]
+    fetch.end()
+    fetch.release()

@@ -27,7 +27,7 @@ from isthmus.deploy import NodeFacts, Sequences, rules_of
 from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of, recipe_of
 from isthmus.errors import UnavailableError
 from isthmus.messenger import Handler, MemoryNetwork, Session
-from isthmus.node.node import LOST_NS
+from isthmus.node.node import SEVERED_NS
 from isthmus.types import Job, ModelCard, NodeId, RequestId, Role, Sampling
 from tests.served import Served, node_pid, serve, streamed
 
@@ -135,4 +135,4 @@ def test_a_node_that_cannot_be_reached_is_given_time_to_be_missed() -> None:
         return list(zip(routed, failed, strict=True))
 
     found = asyncio.run(asyncio.wait_for(attempts(), 120))
-    assert len(found) == 3 and all(failed - routed >= LOST_NS for routed, failed in found)
+    assert len(found) == 3 and all(failed - routed >= SEVERED_NS for routed, failed in found)

@@ -17,7 +17,7 @@ import pytest
 from isthmus.blocks import KVLayout, seal
 from isthmus.cluster import fetches, lending
 from isthmus.cluster.cache import LOADERS, PrefixMissing
-from isthmus.cluster.fetches import Fetch
+from isthmus.cluster.fetches import Fetching
 from isthmus.cluster.messages import Ended, Enough, Given, Lent, Want
 from isthmus.engine import codecs
 from isthmus.errors import ProtocolError
@@ -26,6 +26,7 @@ from isthmus.node import events
 from isthmus.store import ArenaHandle, Log, PeerArena, Shape, Store
 from isthmus.types import NodeId, RequestId, Tier
 from tests.cluster.fault_peers import (
+    LAYOUT,
     OTHER,
     Fault,
     Harm,
@@ -37,7 +38,6 @@ from tests.cluster.fault_peers import (
     store_of,
 )
 
-LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
 SHAPE = Shape(LAYOUT.num_layers, LAYOUT.slice_bytes)
 NETWORKS: dict[str, Callable[[], Network]] = {
     "memory": MemoryNetwork,
@@ -73,7 +73,7 @@ class Pair:
         self.target = Side(store_of(LAYOUT, room), LAYOUT, 8 + count, shares_memory=shares)
         put_chain(self.source.store, self.names, self.blocks)
 
-    def fetch(self, codec: str = codecs.NONE, start: int = 0, key: str = KEY) -> Fetch:
+    def fetch(self, codec: str = codecs.NONE, start: int = 0, key: str = KEY) -> Fetching:
         """Release it."""
         order = events.Fetch(RequestId(key), OTHER, tuple(self.names), start, codec=codec)
         fetch = self.target.fetch(order)
@@ -132,7 +132,7 @@ async def session(network: Network, pair: Pair) -> AsyncIterator[None]:
 
 
 @contextlib.contextmanager
-def held(fetch: Fetch) -> Iterator[None]:
+def held(fetch: Fetching) -> Iterator[None]:
     try:
         yield
     finally:
@@ -248,6 +248,7 @@ def test_it_goes_on_as_room_comes(way: str) -> None:
     pair.target.store.drop = lambda names: (time.sleep(0.02), drop(names))  # type: ignore[method-assign]
 
     def make_way(fact: events.Event) -> None:
+        pair.target._told(fact)
         if isinstance(fact, events.Came):
             seen.append(fact.stop)
             pair.target.mover.do(events.Drop(tuple(others)))
@@ -696,8 +697,8 @@ def begun() -> Iterator[Begun]:
 
 def test_what_must_come_next_is_taken(begun: Begun) -> None:
     assert begun.arrive(0, 1, 2) and begun.arrive(2, 0, 3) and begun.arrive(1, 0, 3)
-    begun.fetch.commit()
-    assert begun.fetch.num_whole == 3
+    assert begun.fetch.count() == begun.fetch.num_whole == 3 and begun.fetch.count() == 0
+    assert begun.fetch.adopt(begun.pair.names[:3]) == 3
     assert begun.pair.arrived() == [*begun.sent[:3], None]
 
 

@@ -300,7 +300,7 @@ def test_what_is_given_up_is_not_sent() -> None:
     outgoing, _, wire = sender(4)
     outgoing.cancel()
     outgoing.attach(wire)  # type: ignore[arg-type]
-    assert outgoing.connection is wire  # type: ignore[comparison-overlap]
+    assert outgoing.session is wire  # type: ignore[comparison-overlap]
     outgoing.send()
     outgoing.ready(Span(0, LAYERS), Span(0, 4), (0,))
     assert not wire.num_cancelled
@@ -649,3 +649,33 @@ def test_what_the_other_side_has_does_not_cross(handover_start: int) -> None:
         for slot in sent:
             there_bytes = bytes(there.export(layer, slot, slot + 1))
             assert bytes(here.export(layer, slot + 5 * SIZE, slot + 5 * SIZE + 1)) == there_bytes
+
+
+def test_a_frame_that_its_sender_gave_up_may_come_again_over_a_session_that_offered_it() -> None:
+    here, _, _ = handovers()
+    wire, stranger = Wire(), Wire()
+    here.offered(wire, OFFER)  # type: ignore[arg-type]
+    here.grant(events.Grant(A, NodeId("there"), extent(4), (0, 1)))
+    slices = Slices(A, 0, 0, 4, (b"x",))
+    size = 4 * LAYOUT.token_bytes
+    here.place(wire, slices, size)  # type: ignore[arg-type]
+    for session in (stranger, wire):
+        with pytest.raises(ProtocolError):
+            here.place(wire, replace(slices, seals=(b"y",)), size)  # type: ignore[arg-type]
+        here.void(session, slices)  # type: ignore[arg-type]
+    assert here.place(wire, replace(slices, seals=(b"y",)), size)  # type: ignore[arg-type]
+
+
+def test_over_a_session_that_is_closed_nothing_is_offered() -> None:
+    wire, told = Wire(), list[Any]()
+    wire.closed = True
+
+    async def reach(node: NodeId) -> Any:
+        return wire
+
+    tasks: list[Any] = []
+    sending = HandoverSender(memory(filled=True), 0, reach, told.append, tasks.append)  # type: ignore[arg-type]
+    sending.offer(events.Offer(A, NodeId("there"), extent(4)))
+    asyncio.run(tasks.pop())
+    assert told == [events.Severed((A,), "cannot reach there, where it decodes: its session is closed")]
+    assert not wire.sent

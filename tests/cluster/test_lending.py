@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from isthmus.blocks import KVLayout, seal
+from isthmus.blocks import seal
 from isthmus.cluster import lending
 from isthmus.cluster.cache import NodeCache
 from isthmus.cluster.lending import Lender
@@ -19,9 +19,8 @@ from isthmus.errors import ProtocolError
 from isthmus.messenger import Priority
 from isthmus.node import events
 from isthmus.types import NodeId, RequestId
-from tests.cluster.fault_peers import kv_block, put_chain, store_of
+from tests.cluster.fault_peers import LAYOUT, kv_block, put_chain, store_of
 
-LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
 KEY, OTHER_KEY, PEER, OTHER = RequestId("a#1"), RequestId("b#1"), NodeId("peer"), NodeId("other")
 COUNT = 6
 NAMES = tuple([bytes([number]) * 16 for number in range(COUNT)])

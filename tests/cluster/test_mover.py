@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from isthmus.blocks import KVLayout, state_names
+from isthmus.blocks import state_names
 from isthmus.cluster import cache as cache_module
-from isthmus.cluster.messages import Enough, Landed, Offer, Slices, Want
+from isthmus.cluster.messages import Enough, Given, Landed, Offer, Slices, Want
 from isthmus.cluster.mover import KVMover
 from isthmus.engine.emulated import EmulatedMemory
 from isthmus.errors import ProtocolError
@@ -24,6 +24,7 @@ from isthmus.scheduler import Preempted, Saved
 from isthmus.store import Log, Shape
 from isthmus.types import BlockName, NodeId, RequestId, Span, Tier
 from tests.cluster.fault_peers import (
+    LAYOUT,
     OTHER,
     Fault,
     Harm,
@@ -35,7 +36,6 @@ from tests.cluster.fault_peers import (
     store_of,
 )
 
-LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
 SIZE, LAST, WIDTH = LAYOUT.block_size, LAYOUT.num_layers - 1, LAYOUT.slice_bytes
 KEY = RequestId("a#1")
 NAMES: tuple[BlockName, ...] = tuple([bytes([number]) * 16 for number in range(8)])
@@ -452,6 +452,16 @@ def test_a_load_reads_only_what_its_fetch_has_of_its_prefix(run: Callable[..., N
     run(work)
 
 
+def test_what_no_fetch_brought_is_lost(run: Callable[..., None]) -> None:
+    """A node may have decided to adopt it when a process took its place."""
+
+    async def work(kit: Kit) -> None:
+        kit.here.mover.do(events.Adopt(KEY, NAMES[:2]))
+        assert await kit.told(kit.here, events.Lost) == events.Lost(NAMES[:2])
+
+    run(work)
+
+
 def test_a_short_load_says_so(run: Callable[..., None]) -> None:
     async def work(kit: Kit) -> None:
         put_chain(kit.here.store, NAMES[:2], BLOCKS[:2])
@@ -479,6 +489,24 @@ def test_what_was_read_ahead_is_read_once(run: Callable[..., None], monkeypatch:
         assert [b"".join(read(here, at)) for at in range(4)] == BLOCKS[:4]
         assert sorted(set(done)) == list(NAMES[:4]) and len(done) <= 4
         await kit.until(lambda: here.store.stat().memory.num_blocks == 1)
+
+    monkeypatch.setattr(cache_module, "AHEAD", 2)
+    run(work)
+
+
+def test_what_was_read_ahead_for_an_attempt_that_ends_goes_back(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(kit: Kit) -> None:
+        here = kit.here
+        put_chain(here.store, NAMES[:3], BLOCKS[:3])
+        here.store.flush()
+        here.store.demote(NAMES[:3])
+        here.mover.do(events.Read(KEY, NAMES[:3]))
+        await kit.until(lambda: here.store.stat().memory.num_blocks == 3)
+        here.mover.do(events.Release(KEY))
+        await kit.until(lambda: here.store.stat().memory.num_blocks == 0)
+        assert [here.store.tier(name) for name in NAMES[:3]] == [Tier.DISK] * 3
 
     monkeypatch.setattr(cache_module, "AHEAD", 2)
     run(work)
@@ -579,8 +607,41 @@ def test_without_a_cache() -> None:
         await asyncio.sleep(0.01)
         assert facts == [events.FetchEnded(KEY, 1)]
         assert set(mover.gauges()) == {"kv_bytes_in_total", "kv_bytes_out_total", "seal_mismatches_total"}
-        with pytest.raises(ProtocolError):
-            mover.on_peer(None, Want(KEY, NAMES[:1], 0, False, 1))  # type: ignore[arg-type]
+        session: Any = object()
+        mover.introduced(session, OTHER)
+        for said, words in (
+            (Want(KEY, NAMES[:1], 0, False, 1), "blocks are wanted from a node without a cache"),
+            (Given(KEY, 0, 0, (b"",)), "blocks came to a node without a cache"),
+        ):
+            with pytest.raises(ProtocolError, match=words):
+                mover.on_peer(session, said)
         await mover.close()
 
     asyncio.run(main())
+
+
+def test_payloads_come_with_slices_and_given_blocks_only(run: Callable[..., None]) -> None:
+    async def work(kit: Kit) -> None:
+        session: Any = kit.here.session
+        with pytest.raises(ProtocolError, match=r"a Landed from .* carried 7 bytes"):
+            kit.here.mover.place(session, Landed(KEY), 7)
+
+    run(work)
+
+
+def test_totals_of_bytes_outlive_their_attempts(run: Callable[..., None]) -> None:
+    async def work(kit: Kit) -> None:
+        here, there = kit.here, kit.there
+        here.expect(KEY, EXTENT, OURS)
+        there.send(KEY, EXTENT)
+        await kit.told(there, events.Granted)
+        compute(there)
+        there.mover.first_token(KEY, 77)
+        there.mover.do(events.Finish(KEY))
+        await kit.until(lambda: here.landed)
+        there.mover.do(events.Release(KEY))
+        size = 10 * LAYOUT.num_layers * LAYOUT.token_bytes
+        assert there.mover.gauges()["kv_bytes_out_total"] == here.mover.gauges()["kv_bytes_in_total"] == size
+        assert there.mover.gauges()["kv_bytes_in_total"] == here.mover.gauges()["kv_bytes_out_total"] == 0
+
+    run(work)

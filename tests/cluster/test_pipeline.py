@@ -1,120 +1,49 @@
-"""Live pipeline groups: several processes, each with some layers, that prefill as one node; every token is checked."""
+"""A pipeline group inside one event loop: nodes and stages with their threads on a network of memory, no process."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import random
 import shutil
-import signal
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+from msgspec.structs import replace
 
-from isthmus.cli.models import demo_folder
+from isthmus.cluster import messages
 from isthmus.cluster.head import Head
 from isthmus.cluster.messages import StageFound, StageSaved
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.pipeline import Group
-from isthmus.cluster.process import NodeOptions, Runtime
+from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost, Runtime
 from isthmus.cluster.stage import StageNode
-from isthmus.config import Config
+from isthmus.conductor import Rules
 from isthmus.cost import Curve, compile_cost
-from isthmus.deploy import NodeFacts, Sequences, rules_of
-from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of, recipe_of
+from isthmus.deploy import NodeFacts, Sequences
+from isthmus.engine.emulated import EmulatedEngine, Recipe, expected_tokens, layout_of
 from isthmus.engine.interface import Hidden, Sampled, split_layers
-from isthmus.messenger import MemoryNetwork, Session
-from isthmus.node.events import Drop, Event
+from isthmus.errors import StartError
+from isthmus.messenger import MemoryNetwork
+from isthmus.node.events import Broken, Drop, Granted, Lost, Send, Severed, Woken
 from isthmus.scheduler import Saved
+from isthmus.store import Arena, Log, Shape, Store
 from isthmus.types import Job, ModelCard, NodeId, RequestId, Role, Sampling
-from tests.inside import inside
-from tests.models import check_greedy, make_model
-from tests.served import Client, node_pid, refused, serve, streamed
 
-CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.001}
-LENGTHS = (1, 2, 15, 16, 17, 48, 64, 255, 256, 257, 900, 3000)
-
-
-def deployment(*, stages: int = 2, decodes: int = 1, **sections: Any) -> dict[str, Any]:
-    """One group of emulated stages."""
-    roles = {"prefill": {"count": stages, "pipeline": stages}, "decode": decodes}
-    engine = {"kind": "emulated", "cost": CURVE, "token_budget": 256} | sections.pop("engine", {})
-    return {"roles": roles, "engine": engine, **sections}
+STAGES, DRAM, DISK = 3, 32, 64
+CURVE = Curve(kv_token_bytes=16, num_layers=4, prefill_token_s=1e-6, decode_fixed_s=1e-6)
+RECIPE = Recipe("model", layout_of(16, layers=STAGES), 1000)
+P, D = NodeId("p"), NodeId("d")
+A, B = RequestId("a"), RequestId("b")
+NAMES = [bytes([number]) * 16 for number in range(5)]
 
 
-def recipe(stages: int = 2) -> Recipe:
-    return recipe_of(demo_folder(), demo_folder(), 16, layers=max(2, stages))
-
-
-def prompt_of(seed: int, length: int) -> list[int]:
+def prompt_of(seed: int, length: int) -> tuple[int, ...]:
     draw = random.Random(seed)
-    return [draw.randrange(256) for _ in range(length)]
-
-
-def ask(served: Client, prompt: list[int], count: int = 20, *, stages: int = 2) -> int:
-    """Checks an answer; returns how many of its prompt's tokens were cached."""
-    found = served.complete(prompt, count, ignore_eos=True)
-    assert found["choices"][0]["token_ids"] == expected_tokens(recipe(stages), prompt, count)
-    return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
-
-
-def idle(served: Client) -> bool:
-    """Every node has all its KV memory back."""
-    return served.gauge("kv_blocks") == served.gauge("kv_blocks_available") and not any(
-        served.gauge("node_requests_running").values()
-    )
-
-
-def alike(served: Client) -> bool:
-    """All stages of the group keep as many blocks in each tier."""
-    tiers = [served.gauge(f"cache_{tier}_blocks") for tier in ("memory", "disk")]
-    return all(tier["prefill-0"] == tier["prefill-0.1"] for tier in tiers)
-
-
-@pytest.mark.parametrize(("stages", "cache"), [(2, {}), (2, {"dram": "64MiB"}), (3, {"dram": "64MiB"})])
-def test_every_answer_is_exact(stages: int, cache: dict[str, Any]) -> None:
-    prompts = [prompt_of(seed, length) for seed, length in enumerate(LENGTHS)]
-    with inside(deployment(stages=stages, cache=cache)) as served:
-        assert len(served.processes) == stages + 1
-        with ThreadPoolExecutor(len(prompts)) as pool:
-            assert not any(pool.map(lambda prompt: ask(served, prompt, stages=stages), prompts))
-            assert ask(served, prompt_of(100, 700), 1, stages=stages) == 0, (
-                "an answer of one token, with no decode"
-            )
-            cached = list(pool.map(lambda prompt: ask(served, prompt, stages=stages), prompts))
-        assert cached[-1] >= 2992, "the longest prompt was computed again"
-        last = f"prefill-0.{stages - 1}"
-        served.wait_until(
-            lambda: served.gauge("kv_bytes_out_total")[last] > 0, "each stage hands over its layers"
-        )
-
-
-def test_tokens_of_a_real_model_are_exact(tmp_path: Path) -> None:
-    """Float arithmetic in two stages gives the tokens of one."""
-    folder = tmp_path / "model"
-    make_model(folder, "llama")
-    prompts = [prompt_of(seed, length) for seed, length in enumerate((1, 16, 33, 200, 700))]
-    settings = {
-        "model": str(folder),
-        "roles": {"prefill": {"count": 2, "pipeline": 2}, "decode": 1},
-        "cache": {"dram": "16MiB"},
-        "engine": {"token_budget": 64},
-    }
-    with inside(settings) as served, ThreadPoolExecutor(len(prompts)) as pool:
-        found, cached = (list(pool.map(lambda prompt: served.tokens(prompt, 32), prompts)) for _ in range(2))
-    assert found == cached
-    for prompt, answer in zip(prompts, found, strict=True):
-        assert len(answer) == 32
-        check_greedy(folder, prompt, answer)
-
-
-# What happens at the same time.
+    return tuple(draw.randrange(1000) for _ in range(length))
 
 
 class Meeting:
@@ -127,11 +56,11 @@ class Meeting:
         self._barrier.wait(timeout=60)
 
 
-class MeetingEngine(EmulatedEngine):
-    """Attends a meeting in the iteration of this number."""
+class Watched(EmulatedEngine):
+    """`attends`: what it does in the iteration of this number."""
 
-    meeting: Meeting
-    iteration: int
+    iteration = -1
+    attends: Callable[[], None]
 
     def relay(self, *arguments: Any, **named: Any) -> Hidden:
         self._attend()
@@ -143,215 +72,340 @@ class MeetingEngine(EmulatedEngine):
 
     def _attend(self) -> None:
         if self.iteration == 0:
-            self.meeting.attend()
+            self.attends()
         self.iteration -= 1
 
 
-def test_different_chunks_of_one_prompt_are_in_both_stages_at_once() -> None:
-    made = Recipe("model", layout_of(16), 1000)
-    curve = Curve(kv_token_bytes=16, num_layers=4, prefill_token_s=1e-6, decode_fixed_s=1e-6)
-    cost = compile_cost(curve)
-    meeting = Meeting()
-    parts = split_layers(2, 2)
+class Scene:
+    """A head, a group of `STAGES` and a decode node. `processes`: the stages, then the decode node; `ends`: of them."""
 
-    def stage(number: int) -> MeetingEngine:
-        engine = MeetingEngine(made, cost, 64, max_length=1000, layers=parts[number])
-        engine.meeting, engine.iteration = meeting, 1 - number
-        return engine
-
-    async def answer(prompt: Sequence[int]) -> list[int]:
+    def __init__(self, folder: Path | None, network: MemoryNetwork) -> None:
+        self._folder, self.network = folder, network
         card = ModelCard("model", 1000, 1000, created_s=0)
-        network = MemoryNetwork()
-        head = Head(rules_of(Config()), card, token="t", silence_s=30, rejoin_s=30, network=network)
-        join = await head.open("127.0.0.1", 0)
+        self.head = Head(Rules(), card, token="t", silence_s=30, rejoin_s=30, network=network)
+        self.engines = [self._engine(layers) for layers in split_layers(STAGES, STAGES)]
+        self.engines.append(self._engine((0, STAGES)))
+        self.processes: list[EngineProcess] = []
+        self.ends: list[asyncio.Task[str]] = []
 
-        def options(name: str, role: Role, stage: int, stages: int) -> NodeOptions:
-            limits = Sequences(8, 8, 8)
-            facts = NodeFacts(
-                NodeId(name), role, curve, 64, 16, pipeline=stages, token_budget=64, sequences=limits
+    def _engine(self, layers: tuple[int, int]) -> Watched:
+        return Watched(RECIPE, compile_cost(CURVE), 64, max_length=1000, layers=layers)
+
+    def _options(self, node: NodeId, stage: int, join: str) -> NodeOptions:
+        role, stages = (Role.PREFILL, STAGES) if node == P else (Role.DECODE, 1)
+        kept = {"dram_blocks": DRAM, "ssd_blocks": DISK, "transit_blocks": 8} if self._folder else {}
+        facts = NodeFacts(
+            node, role, CURVE, 64, 16, pipeline=stages, token_budget=64, sequences=Sequences(8, 8, 8), **kept
+        )
+        return NodeOptions(facts, join, token="t", transfer_s=30, stage=stage)
+
+    def _opener(self, at: int) -> Callable[[OnLost], Store] | None:
+        if self._folder is None:
+            return None
+        layout, folder = self.engines[at].memory.layout, self._folder / str(at)
+        shape = Shape(layout.num_layers, layout.slice_bytes)
+
+        def opened(on_lost: OnLost) -> Store:
+            folder.mkdir(exist_ok=True)
+            return Store(Arena(shape, DRAM + 8), Log(folder / "log", shape, 1 << 20, b"test"), on_lost=on_lost)
+
+        return opened
+
+    async def start(self) -> None:
+        join, runtime = await self.head.open("head", 1), Runtime(self.network)
+        for at, engine in enumerate(self.engines):
+            node, stage = (P, at) if at < STAGES else (D, 0)
+            kind = StageNode if stage else NodeProcess
+            self.processes.append(kind(engine, self._options(node, stage, join), runtime, self._opener(at)))
+            self.ends.append(asyncio.create_task(self.processes[-1].run()))
+        await self.head.wait_for([P, D])
+
+    async def answer(self, name: str, prompt: Sequence[int], count: int = 10) -> int | None:
+        """Checks it; returns how many of its prompt's tokens were cached."""
+        job = Job(RequestId(name), tuple(prompt), count, Sampling(temperature=0.0))
+        found = [generated async for batch in self.head.submit(job) for generated in batch]
+        assert [each.token for each in found] == expected_tokens(RECIPE, prompt, count)
+        return found[0].cached_tokens
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def scene(folder: Path | None = None, prepare: Callable[[Scene], None] = bool) -> AsyncIterator[Scene]:
+    made = Scene(folder, MemoryNetwork())
+    prepare(made)
+    async with asyncio.timeout(20):
+        await made.start()
+        try:
+            yield made
+        finally:
+            await made.head.close()
+            await asyncio.gather(*made.ends, return_exceptions=True)
+
+
+def run(work: Awaitable[None]) -> None:
+    async def main() -> None:
+        await work
+
+    asyncio.run(main())
+
+
+def threads() -> list[str]:
+    """Those that compute."""
+    return [each.name for each in threading.enumerate() if each.name in ("worker", "stage")]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_every_answer_is_exact_and_every_stage_counts_what_it_computes(kept: bool, tmp_path: Path) -> None:
+    async def work() -> None:
+        async with scene(tmp_path if kept else None) as some:
+            prompts = [prompt_of(seed, length) for seed, length in enumerate((1, 16, 65, 200))]
+            for name, prompt in enumerate(prompts):
+                assert await some.answer(f"first {name}", prompt) == 0
+            await some.until(lambda: some.processes[0].gauges()["kv_blocks_available"] == 64)
+            totals = [process.runs.counters for process in some.processes[:STAGES]]
+            assert [each["iterations"] for each in totals] == [1 + 1 + 2 + 4] * STAGES
+            assert [each["tokens_computed"] for each in totals] == [sum(map(len, prompts))] * STAGES
+            assert [each["tokens_sampled"] for each in totals] == [0, 0, len(prompts)]
+            assert await asyncio.gather(
+                *[some.answer(f"again {name}", prompt) for name, prompt in enumerate(prompts)]
+            ) == [0, 15 if kept else 0, 64, 192]
+            assert len(threads()) == STAGES + 1
+            for process in some.processes:
+                await some.until(lambda mover=process.mover: not (mover._loads or mover._staged))
+        assert [end.result() for end in some.ends] == ["stopped by the head"] * (STAGES + 1)
+        assert threads() == []
+
+    run(work())
+
+
+def test_blocks_outlive_the_group(tmp_path: Path) -> None:
+    """What all stages find on their disks is used again; what one misses, all drop."""
+    prompt, other = prompt_of(1, 200), prompt_of(2, 100)
+
+    async def work() -> None:
+        async with scene(tmp_path) as some:
+            await some.answer("a", prompt)
+            await some.answer("b", other)
+            for process in some.processes[:STAGES]:
+                assert process._cache is not None
+                process._cache.kept().result(20)
+                assert process._cache.store.flush(20)
+        async with scene(tmp_path) as some:
+            assert await some.answer("c", prompt) == 192
+        shutil.rmtree(tmp_path / "1")  # a disk that was replaced
+        async with scene(tmp_path) as some:
+            assert await some.answer("d", prompt) == 0 == await some.answer("e", other)
+            assert await some.answer("f", prompt) == 192, "it was not stored again"
+
+    run(work())
+
+
+@pytest.mark.parametrize("count", range(6))
+def test_what_a_stage_found_comes_in_as_many_messages_as_it_takes_of_which_one_is_the_last(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or its group would seem to be whole while another stage still reads its disk."""
+    names = tuple(bytes([number]) for number in range(count))
+
+    async def work() -> None:
+        async with scene() as some:
+            later, said = some.processes[1], list[StageFound]()
+            assert isinstance(later, StageNode)
+            monkeypatch.setattr(messages, "MAX_NAMES", 2)
+            later._found = [(name, None) for name in names]
+            later.up = said.append  # type: ignore[method-assign, assignment]
+            await later._join_up(messages.StageOpen(later._introduction, 1, 0, 0, 0, ()))
+            monkeypatch.undo()
+            assert sum([each.names for each in said], ()) == names
+            assert [each.last for each in said] == [False] * (len(said) - 1) + [True]
+
+    run(work())
+
+
+def test_different_chunks_of_one_prompt_are_in_two_stages_at_once() -> None:
+    meeting = Meeting()
+
+    def prepare(some: Scene) -> None:
+        for number, engine in enumerate(some.engines[:2]):
+            engine.iteration, engine.attends = 1 - number, meeting.attend
+
+    async def work() -> None:
+        async with scene(prepare=prepare) as some:
+            await some.answer("a", prompt_of(1, 200))  # four chunks
+
+    run(work())
+
+
+def test_the_leader_computes_no_further_ahead_than_the_stages_can_take() -> None:
+    go, turns = threading.Event(), list[None]()
+
+    def prepare(some: Scene) -> None:
+        some.engines[1].iteration, some.engines[1].attends = 0, lambda: go.wait(20)
+
+    async def work() -> None:
+        async with scene(prepare=prepare) as some:
+            group = some.processes[0]._group  # type: ignore[attr-defined]
+            take_turn = group.take_turn
+            group.take_turn = lambda: turns.append(None) or take_turn()
+            answer = asyncio.create_task(some.answer("a", prompt_of(1, 640)))  # ten chunks
+            await some.until(lambda: len(turns) == STAGES + 2 or group.gauges()["pipeline_runs_total"] == 10)
+            assert group.gauges()["pipeline_runs_total"] == STAGES + 1
+            go.set()
+            await answer
+
+    try:
+        run(work())
+    finally:
+        go.set()
+
+
+@pytest.mark.parametrize("at", range(1, STAGES))
+def test_what_befalls_an_attempt_in_a_later_stage_the_leader_hears(at: int) -> None:
+    facts = [Lost((b"x",)), Broken(A, "a seal did not match"), Severed((A,), "its session ended")]
+
+    async def work() -> None:
+        async with scene() as some:
+            leader, later, told = some.processes[0], some.processes[at], list[Any]()
+            leader._group._tell = told.append  # type: ignore[attr-defined]
+            for fact in facts:
+                later.fact(fact)
+            await some.until(lambda: facts[-1] in told)
+            assert [fact for fact in told if not isinstance(fact, Woken)] == facts
+
+    run(work())
+
+
+def test_each_stage_sends_its_layers_when_they_were_granted_to_it() -> None:
+    async def work() -> None:
+        async with scene() as some:
+            later, done = some.processes[1], list[Any]()
+            later.mover.do = done.append  # type: ignore[method-assign]
+            later.fact(Granted(A))
+            assert done == [Send(A, computed=False)]
+            del later.mover.do  # type: ignore[method-assign]
+            await some.answer("a", prompt_of(1, 100))
+            await some.until(
+                lambda: all(process.gauges()["kv_bytes_out_total"] for process in some.processes[:-1])
             )
-            return NodeOptions(facts, join, token="t", transfer_s=30, stage=stage)
+            sizes = [process.gauges()["kv_bytes_out_total"] for process in some.processes[:-1]]
+            assert sizes == [100 * RECIPE.layout.token_bytes] * STAGES
+            assert some.processes[-1].gauges()["kv_bytes_in_total"] == sum(sizes)
 
-        decode = EmulatedEngine(made, cost, 64, max_length=1000)
-        async with asyncio.TaskGroup() as group:
-            first, second = options("p", Role.PREFILL, 0, 2), options("p", Role.PREFILL, 1, 2)
-            group.create_task(NodeProcess(stage(0), first, Runtime(network)).run())
-            group.create_task(StageNode(stage(1), second, Runtime(network)).run())
-            group.create_task(NodeProcess(decode, options("d", Role.DECODE, 0, 1), Runtime(network)).run())
-            await head.wait_for([NodeId("p"), NodeId("d")])
-            job = Job(RequestId("a"), tuple(prompt), 10, Sampling(temperature=0.0))
-            found = [generated.token async for batch in head.submit(job) for generated in batch]
-            await head.close()
-        return found
-
-    prompt = prompt_of(1, 200)  # four chunks
-    assert asyncio.run(asyncio.wait_for(answer(prompt), 60)) == expected_tokens(made, prompt, 10)
+    run(work())
 
 
 # What goes wrong.
 
 
-def slow(**engine: Any) -> dict[str, Any]:
-    """Prompts take a while, and so do answers."""
-    return {"engine": {"cost": CURVE | {"prefill_token_s": 2e-4, "decode_fixed_s": 0.004}} | engine}
+@pytest.mark.parametrize("lost", range(STAGES))
+def test_a_group_ends_as_a_whole(lost: int) -> None:
+    async def work() -> None:
+        async with scene() as some:
+            await some.answer("a", prompt_of(1, 100))
+            some.processes[lost].end("killed")
+            ends = await asyncio.gather(*some.ends[:STAGES])
+            assert ends.pop(lost) == "killed"
+            assert all("stopped by the head" in end or "session with" in end for end in ends)
+            await some.until(lambda: P not in some.head.nodes())
+            assert not some.ends[-1].done() and not list(some.head._groups.followers())
+
+    run(work())
 
 
-@pytest.mark.parametrize("victim", ["prefill-0", "prefill-0.1"])
-def test_a_killed_process_costs_no_token(victim: str, tmp_path: Path) -> None:
-    """kill -9 while one prompt is computed, others wait, and one answer is under way."""
-    with serve(tmp_path, deployment(**slow())) as served:
-        short, prompts = prompt_of(1, 20), [prompt_of(seed, 3000) for seed in (2, 3, 4)]
-        with ThreadPoolExecutor(4) as pool:
-            answering = threading.Event()
-            answer = pool.submit(streamed, served, short, 300, answering)
-            answering.wait(30)
-            asked = [pool.submit(ask, served, prompt) for prompt in prompts]
-            started = served.gauge("pipeline_runs_total")["prefill-0"]
-            served.wait_until(
-                lambda: served.gauge("pipeline_runs_total")["prefill-0"] > started + 1, "a prompt is computed"
-            )
-            os.kill(node_pid(served.children().values(), victim), signal.SIGKILL)
-            for each in asked:
-                each.result()
-            assert answer.result() == expected_tokens(recipe(), short, 300, stop_tokens=(257,))
-        served.wait_until(lambda: idle(served), "all blocks are free again")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("at", [0, 1, STAGES - 1, STAGES])
+def test_a_process_whose_engine_fails_says_so(at: int) -> None:
+    def fail() -> None:
+        raise ValueError("broken")
+
+    def prepare(some: Scene) -> None:
+        some.engines[at].iteration, some.engines[at].attends = 0, fail
+
+    async def work() -> None:
+        async with scene(prepare=prepare) as some:
+            some.head.submit(Job(RequestId("a"), prompt_of(1, 40), 10, Sampling(temperature=0.0)))
+            with pytest.raises(StartError, match="the engine failed: ValueError: broken"):
+                await some.ends[at]
+
+    run(work())
 
 
-def test_cancelled_prompts_leave_nothing_behind() -> None:
-    with inside(deployment(cache={"dram": "64MiB"}, **slow())) as served:
-        for seed in range(6):
-            body = {"model": served.model, "prompt": prompt_of(seed, 3000), "max_tokens": 20}
-            with pytest.raises(httpx.ReadTimeout):
-                served.http.post("/v1/completions", json=body, timeout=0.05 + 0.06 * seed)
-        ask(served, prompt_of(0, 3000))
+@pytest.mark.parametrize("gone", [1, 2])
+def test_a_group_forms_only_where_its_stages_reach_each_other(gone: int) -> None:
+    words = ["cannot reach the next pipeline stage at nobody:1", "cannot reach the next stage at nobody:1"]
+
+    async def work() -> None:
+        made = Scene(None, MemoryNetwork())
+        enter = made.head._groups.enter
+
+        def elsewhere(stage: Any) -> None:
+            if stage.hello.stage == gone:
+                stage.hello = replace(stage.hello, address="nobody:1")
+            enter(stage)
+
+        made.head._groups.enter = elsewhere  # type: ignore[method-assign]
+        started = asyncio.create_task(made.start())
+        async with asyncio.timeout(20):
+            await made.until(lambda: len(made.ends) > gone and made.ends[gone - 1].done())
+            (end,) = await asyncio.gather(made.ends[gone - 1], return_exceptions=True)
+            assert words[gone - 1] in str(end)
+            started.cancel()
+            await made.head.close()
+            await asyncio.gather(*made.ends, started, return_exceptions=True)
+
+    run(work())
 
 
-STORED = prompt_of(4, 1600)
-
-
-def on_disk(home: Path) -> dict[str, str]:
-    return {"dram": "64MiB", "ssd": "64MiB", "folder": str(home / "blocks")}
-
-
-@pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a group left on its disks: the blocks of one prompt."""
-    home = tmp_path_factory.mktemp("kept")
-    with inside(deployment(cache=on_disk(home))) as served:
-        assert ask(served, STORED) == 0
-        served.wait_until(
-            lambda: min(served.gauge("cache_disk_blocks")[f"prefill-0{part}"] for part in ("", ".1")) >= 100,
-            "written behind",
-        )
-    return home / "blocks"
-
-
-def test_blocks_outlive_the_group(kept: Path, tmp_path: Path) -> None:
-    shutil.copytree(kept, tmp_path / "blocks")
-    with inside(deployment(cache=on_disk(tmp_path))) as served:
-        assert ask(served, STORED) == 1599
-
-
-def flip_bytes(folder: Path, count: int = 40) -> None:
-    damage = random.Random(6)
-    for path in [path for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size > 4096]:
-        data = bytearray(path.read_bytes())
-        written = [at for at, byte in enumerate(data) if byte]
-        for at in damage.sample(written, count):
-            data[at] ^= 1 << damage.randrange(8)
-        path.write_bytes(data)
-
-
-def lose_half(folder: Path) -> None:
-    for path in [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 4096]:
-        os.truncate(path, len(path.read_bytes().rstrip(b"\0")) // 2)
-
-
-@pytest.mark.parametrize("harm", [flip_bytes, lose_half])
-@pytest.mark.parametrize("stage", ["prefill-0", "prefill-0.1"])
-def test_damage_in_one_stage_costs_time_and_no_token(
-    stage: str, harm: Callable[[Path], None], kept: Path, tmp_path: Path
-) -> None:
-    """A block that is missing in a later stage poisons what was begun with it; another attempt computes it."""
-    shutil.copytree(kept, tmp_path / "blocks")
-    harm(tmp_path / "blocks" / stage)
-    with inside(deployment(cache=on_disk(tmp_path))) as served:
-        assert ask(served, STORED) < 1599
-        ask(served, STORED)
-        assert ask(served, STORED) == 1599, "it was not stored again"
-        served.wait_until(lambda: alike(served), "all stages keep the same blocks")
+# The leader's side alone.
 
 
 class Leader:
-    """Hears what its group has to say."""
+    """A group of three, of which only this side is here: what it told, and what it said to the next stage."""
 
     def __init__(self) -> None:
-        self.facts: list[Event] = []
+        self.told: list[Any] = []
+        self.said: list[Any] = []
+        self.group = Group(3, self.told.append, bool, bool, lambda _, message: self.said.append(message))
 
-    def tell(self, fact: Event) -> None:
-        self.facts.append(fact)
-
-    def sampled(self, *_: Any) -> None:
-        raise AssertionError("nothing is computed")
-
-    def end(self, reason: str | Exception) -> None:
-        raise AssertionError(reason)
+    def hears(self, *messages: Any) -> None:
+        for message in messages:
+            self.group.on_message(None, message)  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def group() -> tuple[Group, Leader, list[Any], Session]:
-    """Of three stages, with what is said to them."""
-    leader, said = Leader(), list[Any]()
-
-    def later(function: Callable[..., None], *arguments: Any) -> None:
-        said.append(arguments[0])
-
-    return Group(3, leader.tell, leader.sampled, leader.end, later), leader, said, None  # type: ignore[return-value]
-
-
-def test_blocks_are_saved_when_every_stage_has_saved_them(
-    group: tuple[Group, Leader, list[Any], Session],
-) -> None:
+def test_blocks_are_saved_when_every_stage_has_saved_them() -> None:
     """The leader may reuse the engine's blocks then. Two saves of one request are two."""
-    made, leader, _, session = group
-    a, b, told = RequestId("a"), RequestId("b"), leader.facts
+    leader, told = Leader(), list[Any]()
     for _ in range(2):
-        made.tell(Saved(a))
-        made.on_message(session, StageSaved(2, a))
-        made.on_message(session, StageSaved(2, a))
-        made.on_message(session, StageSaved(1, b))
-        assert told == []
-        made.on_message(session, StageSaved(1, a))
-        assert told == [Saved(a)]
-        made.tell(Saved(a))
-        assert told == [Saved(a)]
-        made.on_message(session, StageSaved(1, a))
-        assert told == [Saved(a), Saved(a)]
-        made.tell(Saved(b))
-        made.on_message(session, StageSaved(2, b))
-        assert told.pop() == Saved(b)
-        told.clear()
+        leader.group.tell(Saved(A))
+        leader.hears(StageSaved(2, A), StageSaved(2, A), StageSaved(1, B))
+        assert leader.told == told
+        leader.hears(StageSaved(1, A))
+        told.append(Saved(A))
+        assert leader.told == told
+        leader.group.tell(Saved(A))
+        assert leader.told == told
+        leader.hears(StageSaved(1, A))
+        leader.group.tell(Saved(B))
+        leader.hears(StageSaved(2, B))
+        told += [Saved(A), Saved(B)]
+        assert leader.told == told and not leader.group._saves
 
 
-def test_what_not_every_stage_found_is_dropped_everywhere(
-    group: tuple[Group, Leader, list[Any], Session],
-) -> None:
-    made, _, said, session = group
-    names = [bytes([number]) * 16 for number in range(5)]
-    made.on_message(session, StageFound(1, (names[0], names[1])))
-    made.on_message(session, StageFound(1, (names[3],)))
-    made.on_message(session, StageFound(2, (names[0], names[2], names[3], names[4])))
-    found, useless = made.common([(names[0], None), (names[1], names[0]), (names[4], None)])
-    assert found == [(names[0], None)]
-    assert set(useless) == set(names[1:]) and said == [Drop(useless)]
+def test_of_what_lies_on_the_disks_only_what_every_stage_has_is_of_use() -> None:
+    leader = Leader()
+    leader.hears(StageFound(1, (NAMES[0], NAMES[1])), StageFound(1, (NAMES[3],), last=True))
+    assert not leader.group._formed.is_set()
+    leader.hears(StageFound(2, (NAMES[0], NAMES[2], NAMES[3], NAMES[4]), last=True))
+    assert leader.group._formed.is_set()
+    found, useless = leader.group.common([(NAMES[0], None), (NAMES[1], NAMES[0]), (NAMES[4], None)])
+    assert found == [(NAMES[0], None)]
+    assert set(useless) == set(NAMES[1:]) and leader.said == [Drop(useless)]
 
 
-def test_what_makes_no_group_says_so_in_one_line(tmp_path: Path) -> None:
-    for roles, words in (
-        ({"prefill": {"count": 3, "pipeline": 2}, "decode": 1}, "3 nodes make no groups of 2"),
-        ({"prefill": 1, "decode": {"count": 2, "pipeline": 2}}, "roles.decode.pipeline"),
-    ):
-        config = tmp_path / "isthmus.yaml"
-        config.write_text(json.dumps({"roles": roles, "engine": {"kind": "emulated", "cost": CURVE}}))
-        code, line = refused("--config", str(config), "--port", "0")
-        assert code != 0 and words in line
+def test_what_a_later_stage_lost_the_node_hears() -> None:
+    leader, lost = Leader(), Lost((NAMES[0],))
+    leader.hears(lost)
+    assert leader.told == [lost]

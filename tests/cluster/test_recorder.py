@@ -11,7 +11,7 @@ import httpx
 import msgspec
 import pytest
 
-from isthmus.attempts import Fetch
+from isthmus.attempts import FetchOrder
 from isthmus.cluster.recorder import (
     Entry,
     Header,
@@ -225,7 +225,7 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
 
 def test_another_format_is_refused_with_both_numbers(recording: Path) -> None:
     rewrite(recording, 1, msgspec.json.encode(Header(1, RULES)))
-    with pytest.raises(ConfigError, match="recording format 1; this version reads 2"):
+    with pytest.raises(ConfigError, match="recording format 1; this version reads 3"):
         replay(recording)
 
 
@@ -246,7 +246,7 @@ FACTS = NodeFacts(P1, Role.PREFILL, CURVE, 32, 4, dram_blocks=4, ssd_blocks=8, t
 def told(node: Node) -> Iterator[NodeEvent]:
     """What a node hears that fetches a prefix, hands the KV of a prompt over, and keeps its blocks."""
     begin = Begin(
-        RequestId("a#1"), Role.PREFILL, Route(A, 1, P1, D1, Fetch(M1, 0, 2, until_ns=50), num_cached=2),
+        RequestId("a#1"), Role.PREFILL, Route(A, 1, P1, D1, FetchOrder(M1, 0, 2, until_ns=50), num_cached=2),
         num_tokens=25, stop_length=40, names=CHAIN,
     )  # fmt: skip
     yield Recovered((OTHER_CHAIN,))

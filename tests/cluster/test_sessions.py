@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from isthmus.blocks import KVLayout
 from isthmus.cluster.messages import PeerHello, PeerMessage, Probe
 from isthmus.cluster.sessions import NoPayloads, Peers, network_of
 from isthmus.config import load_config
@@ -16,8 +15,8 @@ from isthmus.errors import ConfigError, ProtocolError
 from isthmus.messenger import MemoryNetwork, Session, TcpNetwork
 from isthmus.types import NodeId
 from tests.certificates import make_certificate
+from tests.cluster.fault_peers import LAYOUT
 
-LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=1, head_dim=8)
 HELLO = PeerHello(6, "secret", NodeId("here"), "revision", LAYOUT)
 
 

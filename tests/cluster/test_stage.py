@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from isthmus.attempts import Route
 from isthmus.cluster import cache as cache_module
+from isthmus.cluster import pipeline
 from isthmus.cluster.cache import NodeCache
-from isthmus.cluster.messages import StageFound, StageRun, StageSampled, StageSaved, Task
+from isthmus.cluster.messages import StageRun, StageSampled, StageSaved, Task
 from isthmus.cluster.mover import KVMover
 from isthmus.cluster.pipeline import Group
 from isthmus.cluster.sessions import Peers
@@ -257,7 +260,8 @@ def test_blocks_of_a_poisoned_attempt_are_not_kept(stage: Stage) -> None:
     stage.run(2, whole(C, 8, (0, 1)))
     stage.receive(save(C, (0, 1)))
     stage.stepper.stop()
-    assert stage.owner.wait_for(StageSaved) == StageSaved(1, C)
+    stage.cache.kept().result(20)
+    assert StageSaved(1, C) in stage.owner.told
     assert stage.owner.told.count(Lost(NAMES[:2])) == 1, "the blocks hold something else now"
     assert all(map(stage.store.contains, NAMES[:2]))
 
@@ -302,10 +306,10 @@ class Loads:
     """Those that a cache has begun."""
 
     def __init__(self, cache: NodeCache) -> None:
-        self.begun: list[cache_module.Load] = []
+        self.begun: list[cache_module.Loading] = []
         self._real, cache.load = cache.load, self._load  # type: ignore[method-assign, assignment]
 
-    def _load(self, *arguments: Any) -> cache_module.Load:
+    def _load(self, *arguments: Any) -> cache_module.Loading:
         self.begun.append(self._real(*arguments))
         return self.begun[-1]
 
@@ -399,8 +403,11 @@ def test_a_load_follows_the_pre_emption_before_it(held: Stage) -> None:
 # The leader, which is ahead of it.
 
 
-def test_a_slow_stage_holds_the_leader_back() -> None:
-    """As many batches are under way as there are stages, and one more waits at the first."""
+def test_a_slow_stage_holds_the_leader_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many batches are under way as there are stages, and one more waits at the first. Each look at the clock finds
+    it a second later."""
+    clock = count(0, 10**9)
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic_ns=lambda: next(clock)))
     group = Group(2, bool, bool, bool, lambda *_: None)  # type: ignore[arg-type]
     run, hidden = Run((), 0, 0, 1, list), Hidden((0,), "uint8", memoryview(b""))
     for _ in range(3):
@@ -414,6 +421,8 @@ def test_a_slow_stage_holds_the_leader_back() -> None:
     group.on_message(None, StageSampled(1, (), (), ()))  # type: ignore[arg-type]
     turns.join(60)
     assert not turns.is_alive() and group.gauges()["pipeline_runs_in_flight"] == 2
+    assert group.gauges()["pipeline_runs_total"] == 3
+    assert group.gauges()["pipeline_wait_seconds_total"] == 4
     for _ in range(2):
         group.compute(run, hidden)
     turns = threading.Thread(target=group.take_turn)
@@ -421,31 +430,3 @@ def test_a_slow_stage_holds_the_leader_back() -> None:
     group.close()
     turns.join(60)
     assert not turns.is_alive(), "who waits is let go at the end"
-
-
-def test_a_save_is_done_when_every_stage_has_done_it() -> None:
-    told: list[Any] = []
-    group = Group(3, told.append, bool, bool, lambda *_: None)
-    for stage in (1, 2, 1):
-        group.on_message(None, StageSaved(stage, A))  # type: ignore[arg-type]
-    assert told == []
-    group.tell(Saved(A))
-    assert told == [Saved(A)]
-    group.tell(Saved(A))
-    assert told == [Saved(A)]
-    group.on_message(None, StageSaved(2, A))  # type: ignore[arg-type]
-    assert told == [Saved(A)] * 2 and not group._saves
-
-
-def test_of_what_lies_on_the_disks_only_what_every_stage_has_is_of_use() -> None:
-    sent: list[Any] = []
-    group = Group(3, bool, bool, bool, lambda function, message: sent.append(message))
-    found = [(NAMES[0], None), (NAMES[1], NAMES[0]), (NAMES[2], NAMES[1])]
-    group.on_message(None, StageFound(1, NAMES[:2]))  # type: ignore[arg-type]
-    group.on_message(None, StageFound(1, NAMES[2:4], last=True))  # type: ignore[arg-type]
-    assert not group._formed.is_set()
-    group.on_message(None, StageFound(2, NAMES[:2], last=True))  # type: ignore[arg-type]
-    assert group._formed.is_set()
-    kept, useless = group.common(found)
-    assert kept == found[:2] and set(useless) == set(NAMES[2:4])
-    assert sent == [Drop(useless)]

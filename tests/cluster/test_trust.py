@@ -252,7 +252,7 @@ def test_a_silent_stage_takes_its_group_with_it() -> None:
 def test_the_end_of_an_old_session_takes_no_node_that_came_back() -> None:
     async def work(some: Scene) -> None:
         await some.enter(hello("p", Role.PREFILL))
-        old = some.head._members[NodeId("p")].connection
+        old = some.head._members[NodeId("p")].session
         some.head.leave(NodeId("p"), "silent")
         back = await some.enter(hello("p", Role.PREFILL))
         some.head.leave(NodeId("p"), "ended", old)
@@ -550,6 +550,22 @@ def test_a_stage_serves_its_own_group_only(wrong: str) -> None:
             while not second.reasons:
                 await asyncio.sleep(0.001)
             assert not second.heard and not leader.reasons
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_stage_takes_payloads_with_batches_only_and_from_the_stage_before(opened: bool) -> None:
+    async def work() -> None:
+        network = MemoryNetwork()
+        async with waiting(network) as (running, address), asyncio.timeout(20):
+            run = messages.StageRun(1, (), (7,), "uint8")
+            stranger = await open_stage(network, address, *([opening()] if opened else []))
+            stranger.session.send(opening() if opened else run, memoryview(bytes(7)))
+            while not stranger.reasons:
+                await asyncio.sleep(0.001)
+            assert "carried 7 bytes" in stranger.reasons[0]
+            assert not opened or "session with the stage before ended" in await running
 
     asyncio.run(work())
 

@@ -355,6 +355,21 @@ def test_what_a_disk_kept_is_used_again_after_each_restart(deaths: list[tuple[fl
     assert used, "nothing of it was used again"
 
 
+@pytest.mark.parametrize("move", ["in the engine", "pre-empted", "in DRAM", "on the SSD"])
+def test_recurrent_states_go_wherever_their_prompts_go(move: str) -> None:
+    """A state that is not the one after just these tokens shows in every token that follows."""
+    curve = replace(CURVE, state_bytes=20_000)
+    knobs = {"engine__kv_memory": "2560KiB"} if move == "pre-empted" else CACHES[move]
+    config = config_of(**{"network__node_gbps": 1e9, "engine__cost": to_mapping(curve)} | knobs)
+    cluster = VirtualCluster(config, deployed(config, dict.fromkeys(Role, curve), NO_FAULTS))
+    requests = workload(20) if move == "pre-empted" else turns(cluster, 12)
+    flight = cluster.run(requests)
+    assert [str(outcome.error) for outcome in flight.outcomes if outcome.error] == []
+    assert wrong_answers(cluster, requests, flight) == 0
+    cached = [outcome.generated[0].cached_tokens or 0 for outcome in flight.outcomes]
+    assert sum(cached) > 100, "nothing was reused"
+
+
 @pytest.mark.parametrize("num_prompt", [5, 21])
 def test_an_answer_belongs_to_its_tenant_however_short_the_prompt(num_prompt: int) -> None:
     """With less than a block of prompt, no name before the answer's knows whose it is."""

@@ -144,7 +144,7 @@ class Cluster:
         actions = self.on(LinksMeasured(links))
         for request, copy, attempt in copying:
             if requests.get(request.arrived.request) is request and request.attempt == attempt:
-                cut = request.held or (copy.across is not None and not copy.across.up)
+                cut = request.on_hold or (copy.across is not None and not copy.across.up)
                 assert (request.copy is None) == cut, "a fetch goes on over a link that is down, or is given up"
         return actions
 

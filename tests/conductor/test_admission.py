@@ -6,7 +6,7 @@ import pytest
 
 from isthmus.conductor import Abort, Refuse, RequestArrived, Route, Rules
 from isthmus.conductor.admission import FORECASTS, Admission, Overload
-from isthmus.conductor.view import ClusterView, Placement, RequestView
+from isthmus.conductor.view import Placement, RequestView, View
 from isthmus.types import NS_PER_S, RequestId, Role
 
 from .cluster import Cluster
@@ -16,7 +16,7 @@ P, D, M = Role.PREFILL, Role.DECODE, Role.MIXED
 
 
 def refused(
-    view: ClusterView, rules: Rules, request: RequestArrived, ttft_ms: float = 0, now: int = 0
+    view: View, rules: Rules, request: RequestArrived, ttft_ms: float = 0, now: int = 0
 ) -> Overload | None:
     """The verdict on a request placed on the first prefill node, by these rules."""
     prefill = view.prefills[0]
@@ -25,9 +25,7 @@ def refused(
     return Admission(rules).at_arrival(view, request, placement, now)
 
 
-def decoding(
-    view: ClusterView, count: int, num_tokens: int, now: int = 0, *, node: int = -1
-) -> list[RequestView]:
+def decoding(view: View, count: int, num_tokens: int, now: int = 0, *, node: int = -1) -> list[RequestView]:
     """So many requests whose answers began at `now`."""
     begun = []
     for _ in range(count):

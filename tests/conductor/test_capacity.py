@@ -4,7 +4,7 @@ import pytest
 
 from isthmus.conductor import NodeJoined, Rules
 from isthmus.conductor.capacity import ENOUGH, WINDOW, Capacity
-from isthmus.conductor.view import ClusterView, Placement
+from isthmus.conductor.view import Placement, View
 from isthmus.cost import Curve, compile_cost
 from isthmus.types import NodeId, Role
 
@@ -15,10 +15,10 @@ P, D = Role.PREFILL, Role.DECODE
 
 def deployment(
     prompts: list[int], num_far: int = 4, gbps: float = 100, cost: Curve = H20, **rule: object
-) -> tuple[ClusterView, Capacity]:
+) -> tuple[View, Capacity]:
     """Three prefill and five decode nodes at home, and prompts of these lengths, nothing cached."""
     rules = Rules(links=both_ways(gbps), **rule)  # type: ignore[arg-type]
-    view = ClusterView(rules.links)
+    view = View(rules.links)
     joins = [("near", P, 3, cost), ("near", D, 5, cost), ("far", P, num_far, H200)]
     for cluster, role, count, curve in joins:
         for number in range(count):
@@ -35,7 +35,7 @@ def deployment(
 
 def test_who_prefills_for_whom() -> None:
     view, capacity = deployment([])
-    assert [pool.name for pool in capacity.homes] == ["near"]
+    assert [cluster.name for cluster in capacity.homes] == ["near"]
     assert (len(capacity.remote_nodes), len(capacity.local_nodes)) == (4, 3)
     assert capacity.egress == 100 * GBPS
     view.links["far", "near"].trusted = False
@@ -62,13 +62,13 @@ def test_the_best_threshold_is_where_both_stages_bear_the_same() -> None:
 def test_what_a_split_bears() -> None:
     """Decode: 20 places and a token in 25 ms, 1,024 tokens each: 0.78125 requests a second."""
     view, capacity = deployment([20_000] * 100, threshold=0)
-    near = view.pools["near"]
+    near = view.clusters["near"]
     far_s = 0.72 + (1.84 - 0.72) * (20_000 - 8192) / (32_768 - 8192)
     assert capacity.rate(near, 3) == pytest.approx(min(4 / far_s, 5 * 0.78125), rel=1e-3)
     assert capacity.rate(near, 7) == pytest.approx(0.78125, rel=1e-3)
     view, capacity = deployment([20_000] * 100, num_far=0)
     local_s = H20.prefill_fixed_s + 20_000 * (H20.prefill_token_s + H20.prefill_pair_s * 20_000)
-    assert capacity.rate(view.pools["near"], 3) == pytest.approx(3 / local_s, rel=1e-3)
+    assert capacity.rate(view.clusters["near"], 3) == pytest.approx(3 / local_s, rel=1e-3)
 
 
 def test_the_largest_batch_is_what_all_limits_allow() -> None:
@@ -92,7 +92,7 @@ def test_the_latest_prompts_count() -> None:
 
 
 def test_in_one_cluster_what_is_computed_counts() -> None:
-    view = ClusterView()
+    view = View()
     for name, role in (("p", P), ("d", D)):
         view.join(NodeJoined(NodeId(name), role, 10**6, 64, H20))
     capacity = Capacity(view, Rules())

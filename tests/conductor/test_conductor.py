@@ -434,7 +434,7 @@ def test_a_withdrawn_request_says_nothing_about_speed() -> None:
         some.cancel("a")
         some.now += 10 * MS
         some.first_token("b")
-        assert some.conductor.view.pools[""].calibration.ratio == pytest.approx(1.0)
+        assert some.conductor.view.clusters[""].calibration.ratio == pytest.approx(1.0)
 
 
 def test_estimates_follow_what_prefills_took() -> None:
@@ -456,7 +456,7 @@ def test_a_prefill_that_waits_for_kv_says_nothing_about_speed() -> None:
     assert isinstance(route, Route) and route.work_ns == 10 * MS  # the fetch; 1 ms to compute
     some.now += 10 * MS
     some.first_token("a")
-    assert some.conductor.view.pools[""].calibration.ratio == 1.0
+    assert some.conductor.view.clusters[""].calibration.ratio == 1.0
 
 
 # What holds whatever happens.

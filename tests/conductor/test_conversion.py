@@ -28,7 +28,7 @@ def rules(**more: object) -> Rules:
 
 
 def split(world: World) -> tuple[int, int]:
-    near = [node for node in world.conductor.view.nodes.values() if node.pool.name == "near"]
+    near = [node for node in world.conductor.view.nodes.values() if node.cluster.name == "near"]
     return sum(node.role is P for node in near), sum(node.role is D for node in near)
 
 

@@ -4,10 +4,10 @@ from random import Random
 
 import pytest
 
-from isthmus.conductor import Fetch, NodeJoined, Paths
+from isthmus.conductor import FetchOrder, NodeJoined, Paths
 from isthmus.conductor.copies import begin
 from isthmus.conductor.estimates import can_copy, least_sending
-from isthmus.conductor.view import ClusterView
+from isthmus.conductor.view import View
 from isthmus.cost import Curve
 from isthmus.types import NodeId, Role
 
@@ -27,7 +27,7 @@ def test_a_queue_and_the_uncached_rest() -> None:
     view.index.store(view.prefills[0].bit, NAMES[:5])
     found = estimator(view, arrival(50, NAMES))
     local = found.local(0)
-    assert (local.cached, local.held, local.work_ns, local.ttft_ns) == (5, 5, 30 * MS, 60 * MS)
+    assert (local.cached, local.own, local.work_ns, local.ttft_ns) == (5, 5, 30 * MS, 60 * MS)
     assert (local.compute_ns, local.fetch, local.source) == (30 * MS, None, None)
     other = found.local(1)
     assert (other.cached, other.work_ns, other.ttft_ns) == (0, 50 * MS, 50 * MS)
@@ -43,7 +43,7 @@ def test_a_queue_that_should_be_over_is_empty() -> None:
 
 def test_blocks_that_will_be_there_count_like_those_that_are() -> None:
     view = view_of(P, P, D)
-    view.index.promise(view.prefills[0].bit, NAMES[:5])
+    view.index.expect(view.prefills[0].bit, NAMES[:5])
     found = estimator(view, arrival(50, NAMES))
     assert found.local(0).work_ns == 30 * MS
     assert (found.deepest, found.held) == (5, [(0, 0b011)])  # but nobody can fetch them
@@ -64,8 +64,8 @@ def test_a_fetch_runs_while_the_request_waits_and_computes() -> None:
         queue_up(view, 0, wait)
         fetched = estimator(view, arrival(tokens, NAMES)).fetched(1, source, 10)
         assert (fetched.work_ns, fetched.ttft_ns) == (work * MS, (wait + work) * MS)
-        assert (fetched.cached, fetched.held, fetched.fetch_bytes, fetched.source) == (10, 2, 8000, source)
-        assert fetched.fetch == Fetch(NodeId("n0"), 2, 10, 8 * MS)
+        assert (fetched.cached, fetched.own, fetched.fetch_bytes, fetched.source) == (10, 2, 8000, source)
+        assert fetched.fetch == FetchOrder(NodeId("n0"), 2, 10, 8 * MS)
         computes = tokens - 40 >= 8 - wait
         assert fetched.compute_ns == ((tokens - 40) * MS if computes else 0)
 
@@ -106,7 +106,7 @@ def test_calibration_scales_computing_alone() -> None:
     view = view_of(P, P, D)
     source = view.prefills[0]
     view.index.store(source.bit, NAMES)
-    view.pools[""].calibration.add(30, 10)
+    view.clusters[""].calibration.add(30, 10)
     found = estimator(view, arrival(50, NAMES))
     assert found.local(1).work_ns == 150 * MS
     assert found.local(1).compute_ns == 50 * MS
@@ -155,7 +155,7 @@ def test_depths_are_those_of_the_index_for_every_node() -> None:
 
 
 def test_a_slot_is_used_again() -> None:
-    view: ClusterView = view_of(P, P, D)
+    view: View = view_of(P, P, D)
     first = view.prefills[0]
     view.index.store(first.bit, NAMES)
     view.leave(first)

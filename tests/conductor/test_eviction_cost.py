@@ -17,7 +17,7 @@ from isthmus.conductor import (
     Rules,
 )
 from isthmus.conductor.eviction_cost import EvictionCost
-from isthmus.conductor.view import ClusterView
+from isthmus.conductor.view import View
 from isthmus.types import NS_PER_S, BlockName, NodeId, RequestId, Role
 
 from .views import CURVE, LINK, MS, arrival, view_of
@@ -25,41 +25,41 @@ from .views import CURVE, LINK, MS, arrival, view_of
 P, D = Role.PREFILL, Role.DECODE
 
 
-def no_ghosts_yet(*roles: Role, cache_blocks: int = 10) -> tuple[ClusterView, EvictionCost]:
+def no_ghosts_yet(*roles: Role, cache_blocks: int = 10) -> tuple[View, EvictionCost]:
     view = view_of(*roles)
     for node in view.nodes.values():
         node.cache_blocks = cache_blocks
-    view.pools[""].recent.insert(1, 0)
+    view.clusters[""].recent.insert(1, 0)
     return view, EvictionCost(view)
 
 
-def loss_ms(view: ClusterView) -> float:
+def loss_ms(view: View) -> float:
     """Node time lost so far: one block was inserted."""
-    return view.pools[""].recent.loss_per_block_ns(0) / MS
+    return view.clusters[""].recent.loss_per_block_ns(0) / MS
 
 
 def test_what_is_computed_again_was_lost() -> None:
     view, cost = no_ghosts_yet(P, D)
     cost.evicted(view.prefills[0], 3, [1, 2, 3])
-    cost.asked(arrival(30, [1, 2, 3, 4]), view.pools[""], 0, 0)
+    cost.asked(arrival(30, [1, 2, 3, 4]), view.clusters[""], 0, 0)
     assert loss_ms(view) == 12  # three blocks of four tokens
-    cost.asked(arrival(30, [1, 2, 3, 4]), view.pools[""], 0, 0)
+    cost.asked(arrival(30, [1, 2, 3, 4]), view.clusters[""], 0, 0)
     assert loss_ms(view) == 12  # now they are there again
 
 
 def test_only_the_run_after_the_cached_prefix_counts() -> None:
     view, cost = no_ghosts_yet(P, D)
     cost.evicted(view.prefills[0], 3, [3, 4, 6])
-    cost.asked(arrival(40, [1, 2, 3, 4, 5, 6]), view.pools[""], 2, 0)
+    cost.asked(arrival(40, [1, 2, 3, 4, 5, 6]), view.clusters[""], 2, 0)
     assert loss_ms(view) == 8
-    cost.asked(arrival(40, [5, 6]), view.pools[""], 0, 0)
+    cost.asked(arrival(40, [5, 6]), view.clusters[""], 0, 0)
     assert loss_ms(view) == 8  # 5 was never here
 
 
 def test_one_token_is_computed_in_any_case() -> None:
     view, cost = no_ghosts_yet(P, D)
     cost.evicted(view.prefills[0], 2, [1, 2])
-    cost.asked(arrival(8, [1, 2]), view.pools[""], 0, 0)
+    cost.asked(arrival(8, [1, 2]), view.clusters[""], 0, 0)
     assert loss_ms(view) == 7
 
 
@@ -69,7 +69,7 @@ def test_a_ghost_counts_for_as_many_evictions_as_its_node_has_room() -> None:
         cost.evicted(view.prefills[0], 1, [1])
         cost.evicted(view.prefills[0], further, list(range(100, 100 + further)))
         cost.evicted(view.prefills[1], 50, [])  # another node's evictions do not age it
-        cost.asked(arrival(30, [1]), view.pools[""], 0, 0)
+        cost.asked(arrival(30, [1]), view.clusters[""], 0, 0)
         assert loss_ms(view) == lost, further
 
 
@@ -78,22 +78,22 @@ def test_blocks_that_another_node_still_has_are_no_ghosts_but_they_age() -> None
     node = view.prefills[0]
     cost.evicted(node, 1, [1])
     cost.evicted(node, 11, [])
-    cost.asked(arrival(30, [1]), view.pools[""], 0, 0)
+    cost.asked(arrival(30, [1]), view.clusters[""], 0, 0)
     assert loss_ms(view) == 0
 
 
 def test_a_loss_is_measured_like_all_work() -> None:
     view, cost = no_ghosts_yet(P, D)
-    view.pools[""].calibration.add(20, 10)
+    view.clusters[""].calibration.add(20, 10)
     cost.evicted(view.prefills[0], 1, [1])
-    cost.asked(arrival(30, [1]), view.pools[""], 0, 0)
+    cost.asked(arrival(30, [1]), view.clusters[""], 0, 0)
     assert loss_ms(view) == 8
 
 
 def test_a_node_of_unknown_size_has_no_ghosts() -> None:
     view, cost = no_ghosts_yet(P, D, cache_blocks=0)
     cost.evicted(view.prefills[0], 1, [1])
-    cost.asked(arrival(30, [1]), view.pools[""], 0, 0)
+    cost.asked(arrival(30, [1]), view.clusters[""], 0, 0)
     assert loss_ms(view) == 0
 
 
@@ -143,7 +143,7 @@ def test_the_loss_predicts_what_a_larger_cache_saves(capacity: int) -> None:
                 conductor.on(BlocksStored(NodeId("p"), tuple(fresh)), now)
             if gone:
                 conductor.on(BlocksEvicted(NodeId("p"), tuple(gone)), now)
-        return computed * 4.0, inserted, conductor.view.pools[""].recent.loss_per_block_ns(now) / MS
+        return computed * 4.0, inserted, conductor.view.clusters[""].recent.loss_per_block_ns(now) / MS
 
     less, inserted, loss = run(capacity)
     more, _, _ = run(capacity + capacity // 2)

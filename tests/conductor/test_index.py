@@ -46,7 +46,7 @@ class Naive:
 nodes = st.integers(0, NUM_NODES - 1)
 some_names = st.lists(st.integers(0, NUM_NAMES - 1), unique=True)
 operations = st.lists(
-    st.tuples(st.sampled_from(["store", "demote", "evict", "promise", "unpromise", "drop"]), nodes, some_names)
+    st.tuples(st.sampled_from(["store", "demote", "evict", "expect", "unexpect", "drop"]), nodes, some_names)
 )
 
 
@@ -65,11 +65,11 @@ def apply(index: PrefixIndex, naive: Naive, operation: str, node: int, names: li
             gone = index.evict(bit, names)
             naive.remove(naive.disk, node, names)
             assert list(gone) == naive.remove(naive.held, node, names)
-        case "promise":
-            index.promise(bit, names)
+        case "expect":
+            index.expect(bit, names)
             naive.add(naive.coming, node, names)
-        case "unpromise":
-            index.unpromise(bit, names)
+        case "unexpect":
+            index.unexpect(bit, names)
             naive.remove(naive.coming, node, names)
         case "drop":
             index.drop(bit)
@@ -110,7 +110,7 @@ def test_it_says_what_sets_would(
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["store", "promise", "unpromise", "evict"]),
+            st.sampled_from(["store", "expect", "unexpect", "evict"]),
             nodes,
             st.lists(st.integers(0, NUM_NAMES - 1), unique=True),
             st.lists(st.integers(0, NUM_NAMES - 1), unique=True),
@@ -146,7 +146,7 @@ def test_levels_of_a_match() -> None:
     index = PrefixIndex()
     index.store(0b001, [10, 11, 12])
     index.store(0b010, [10])
-    index.promise(0b010, [11])
+    index.expect(0b010, [11])
     index.demote(0b100, [11, 12])  # its first block is missing
     assert index.match([10, 11, 12, 13], 0b111) == (
         [(0, 0b100), (1, 0b010), (3, 0b001)],
@@ -172,10 +172,10 @@ def test_nothing_is_kept_of_blocks_that_nobody_has() -> None:
     for round in range(50):
         names = list(range(100 * round, 100 * round + 100))
         for bit in (1, 2, 4):
-            index.promise(bit, names)
+            index.expect(bit, names)
             index.store(bit, names)
             index.demote(bit, names[50:])
-            index.unpromise(bit, names)
+            index.unexpect(bit, names)
         index.evict(1, names)
         index.evict(2, names)
         index.drop(4)

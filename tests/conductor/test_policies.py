@@ -50,7 +50,7 @@ class Plain:
         cached = min(num_blocks * node.block_size, self.request.num_tokens - 1)
         return (
             node.cost.prefill_ns(self.request.num_tokens - cached, cached)
-            * self.view.pools[""].calibration.ratio
+            * self.view.clusters[""].calibration.ratio
         )
 
     def transfer(self, source: NodeView, target: NodeView, stop: int) -> tuple[float, float]:
@@ -93,9 +93,11 @@ class Plain:
 
     def score(self, node: NodeView, source: NodeView | None, stop: int) -> float:
         backlog = sum(self.waits.values()) / len(self.nodes)
-        price = self.view.pools[""].recent.rate(NOW) / len(self.nodes) * backlog / NS_PER_S
+        price = self.view.clusters[""].recent.rate(NOW) / len(self.nodes) * backlog / NS_PER_S
         of_work = price + (node.batch if node.role is Role.MIXED else 0)  # who decodes here waits as well
-        room = self.view.pools[""].recent.loss_per_block_ns(NOW) * (len(self.request.names) - self.depth[node])
+        room = self.view.clusters[""].recent.loss_per_block_ns(NOW) * (
+            len(self.request.names) - self.depth[node]
+        )
         work, delay = self.compute(node, stop), 0.0
         if source is not None:
             work, delay = self.work(source, node, stop), self.transfer(source, node, stop)[1]
@@ -189,7 +191,7 @@ def test_every_policy_says_what_its_placement_takes() -> None:
             work = plain.work(chosen.source, node, chosen.cached)
             assert chosen.fetch is not None and chosen.fetch.source == chosen.source.node
             assert (chosen.fetch.start, chosen.fetch.stop) == (plain.depth[node], chosen.cached)
-        assert chosen.held == plain.depth[node]
+        assert chosen.own == plain.depth[node]
         assert chosen.work_ns == pytest.approx(work, abs=2)
         assert chosen.ttft_ns == pytest.approx(plain.waits[node] + work, abs=2)
 
@@ -224,7 +226,7 @@ def test_isthmus_buys_node_time_where_load_is_low_and_saves_it_where_it_is_high(
     queue_up(view, 45, 0)
     assert place("isthmus", estimator(view, arrival(50, NAMES), 0)).prefill.slot == 1
     for _ in range(120):
-        view.pools[""].recent.accept(0)
+        view.clusters[""].recent.accept(0)
     queue_up(view, 1045, 1000, now=60 * NS_PER_S)  # 2 arrivals a second and 1 s of queue
     assert place("isthmus", estimator(view, arrival(50, NAMES), 60 * NS_PER_S)).prefill.slot == 0
 

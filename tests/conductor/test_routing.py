@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from isthmus.blocks import state_names
-from isthmus.conductor import Abort, Fetch, Hold, LinkRule, LinkState, Paths, Refuse, Route, Rules
+from isthmus.conductor import Abort, FetchOrder, Hold, LinkRule, LinkState, Paths, Refuse, Route, Rules
 from isthmus.conductor.policies import POLICIES
 from isthmus.conductor.routing import Router
 from isthmus.cost import Curve
@@ -127,14 +127,14 @@ def test_only_what_the_home_lacks_crosses() -> None:
     some.store("near-p2", *NAMES[:6])
     route = routed(some, "r", 50, NAMES)
     assert (route.prefill, route.decode) == ("far-p1", "near-d1")
-    assert route.handover_start == 6 and route.recall == Fetch(NodeId("near-p2"), 3, 6)
+    assert route.handover_start == 6 and route.recall == FetchOrder(NodeId("near-p2"), 3, 6)
     assert some.conductor.view.links["far", "near"].owed == (50 - 24) * CURVE.kv_token_bytes
     some.first_token("r")
     some.finish_prefill("r")
     assert some.conductor.view.links["far", "near"].owed == 0
     some.store("near-d1", *NAMES)
     route = routed(some, "again", 61, NAMES)
-    assert route.handover_start == 10 and route.recall == Fetch(NodeId("near-d1"), 0, 10)
+    assert route.handover_start == 10 and route.recall == FetchOrder(NodeId("near-d1"), 0, 10)
     some.drain()
 
 
@@ -153,7 +153,7 @@ def test_nothing_is_recalled_to_a_node_without_a_cache() -> None:
 def test_a_recall_from_a_node_that_leaves_begins_again_at_home() -> None:
     some = two(near="ppd")
     some.store("near-p2", *NAMES[:6])
-    assert routed(some, "r", 50, NAMES).recall == Fetch(NodeId("near-p2"), 0, 6)
+    assert routed(some, "r", 50, NAMES).recall == FetchOrder(NodeId("near-p2"), 0, 6)
     abort, route = some.leave("near-p2")
     assert isinstance(abort, Abort) and isinstance(route, Route)
     assert (route.prefill, route.decode, route.attempt) == ("near-p1", "near-d1", 2)
@@ -177,7 +177,7 @@ def test_home_is_where_the_prefix_is_then_where_steps_are_short() -> None:
 
 
 def test_mixed_nodes_send_nothing_over_a_link() -> None:
-    """They would hold what they computed in an order in which nobody takes it: see `Pool.senders`."""
+    """They would hold what they computed in an order in which nobody takes it: see `Cluster.senders`."""
     for far in ("m", "mp", "md"):
         some = two(near="pd", far=far)
         some.store("near-p1", *NAMES[:2])  # so that it decodes here
@@ -269,7 +269,7 @@ def test_a_fetch_over_the_link_takes_the_links_time() -> None:
     some = two(Rules(policy="isthmus", threshold=30, links=LINKS, cache_mode="abundant"))
     some.store("far-p1", *NAMES)
     route = routed(some, "quick", 41, NAMES)
-    assert route.prefill == "near-p1" and route.fetch == Fetch(NodeId("far-p1"), 0, 9, some.now + 9 * MS)
+    assert route.prefill == "near-p1" and route.fetch == FetchOrder(NodeId("far-p1"), 0, 9, some.now + 9 * MS)
     assert some.conductor.view.links["far", "near"].copies
     some.fetch_finished("quick")
     assert not some.conductor.view.links["far", "near"].copies
@@ -355,7 +355,7 @@ def test_histories_of_two_clusters_hold_too() -> None:
         for start in range(0, 250, 10):
             play(some, random, 10, start)
             some.now += random.choice([0, 0, 2000, 6000]) * MS
-            conversion, near = some.conductor._conversion, some.conductor.view.pools["near"]
+            conversion, near = some.conductor._conversion, some.conductor.view.clusters["near"]
             if conversion._node is None and random.random() < 0.3:
                 conversion._begin(conversion._spare(near, random.choice([P, D])))
             for node in list(some.converting):

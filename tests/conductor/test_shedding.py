@@ -6,7 +6,7 @@ import pytest
 
 from isthmus.conductor import Abort, Action, Route, Rules
 from isthmus.conductor.shedding import to_replace, to_shorten, to_thin, waiting_below
-from isthmus.conductor.view import ClusterView
+from isthmus.conductor.view import View
 from isthmus.types import NodeId, RequestId, Role
 
 from .cluster import Cluster
@@ -15,7 +15,7 @@ from .views import MS, accept, arrival, view_of
 P, D = Role.PREFILL, Role.DECODE
 
 
-def queued(*priorities: int, work_ms: float = 10) -> ClusterView:
+def queued(*priorities: int, work_ms: float = 10) -> View:
     """One prefill node's queue, one request a ms, named by their order."""
     view = view_of(P, D)
     for at, priority in enumerate(priorities):

@@ -8,7 +8,7 @@ from random import Random
 from isthmus.conductor import NodeJoined, Paths, RequestArrived
 from isthmus.conductor.copies import begin
 from isthmus.conductor.estimates import Estimator
-from isthmus.conductor.view import ClusterView, NodeView, Placement, RequestView
+from isthmus.conductor.view import NodeView, Placement, RequestView, View
 from isthmus.cost import Curve
 from isthmus.types import NS_PER_MS, NS_PER_S, BlockName, NodeId, RequestId, Role
 
@@ -28,16 +28,14 @@ LINK = Paths(network=1_000_000, handover=1_000_000)
 """One block takes 1 ms from node to node, and 4 ms to compute."""
 
 
-def view_of(
-    *roles: Role, cost: Curve = CURVE, paths: Paths = LINK, capacity_tokens: int = 100_000
-) -> ClusterView:
-    view = ClusterView()
+def view_of(*roles: Role, cost: Curve = CURVE, paths: Paths = LINK, capacity_tokens: int = 100_000) -> View:
+    view = View()
     for number, role in enumerate(roles):
         view.join(NodeJoined(NodeId(f"n{number}"), role, capacity_tokens, BLOCK_SIZE, cost, paths, 50))
     return view
 
 
-def queue_up(view: ClusterView, *waits_ms: float, now: int = 0) -> None:
+def queue_up(view: View, *waits_ms: float, now: int = 0) -> None:
     """Makes the nodes' queues so long."""
     for node, wait_ms in zip(view.nodes.values(), waits_ms, strict=False):
         node.free_ns = now + int(wait_ms * MS)
@@ -59,7 +57,7 @@ def arrival(
 
 
 def accept(
-    view: ClusterView,
+    view: View,
     request: RequestArrived,
     prefill: NodeView,
     decode: NodeView,
@@ -77,9 +75,9 @@ def accept(
     return accepted
 
 
-def random_view(random: Random, now: int) -> tuple[ClusterView, RequestArrived]:
+def random_view(random: Random, now: int) -> tuple[View, RequestArrived]:
     """Nodes of several kinds, some without a link; queues, caches, promises and copies under way."""
-    view = ClusterView()
+    view = View()
     costs, paths = [CURVE, CURVE, SLOW], [LINK, LINK, Paths(network=150_000), Paths(), Paths(network=5_000_000)]
     alike, count = random.random() < 0.4, random.randint(1, 6)
     for number in range(count):
@@ -94,7 +92,7 @@ def random_view(random: Random, now: int) -> tuple[ClusterView, RequestArrived]:
         held = random.choice([0, 0, random.randint(0, len(names)), len(names)])
         view.index.store(node.bit, names[:held])
         if random.random() < 0.3:
-            view.index.promise(node.bit, names[held : random.randint(held, len(names))])
+            view.index.expect(node.bit, names[held : random.randint(held, len(names))])
         if node.role is Role.MIXED:
             node.batch = random.randint(0, 3)
     linked = [node for node in view.prefills if node.paths.network]
@@ -102,13 +100,13 @@ def random_view(random: Random, now: int) -> tuple[ClusterView, RequestArrived]:
         source, target = random.sample(linked, 2)
         begin(source.link_out, target.link_in, random.randint(1, 40_000), now - random.randint(0, 5 * MS))
     for _ in range(random.randint(0, 50)):
-        view.pools[""].recent.accept(now - random.randint(0, 10) * NS_PER_S // 10)
-    view.pools[""].recent.insert(100, now)
-    view.pools[""].recent.lose(random.choice([0, 0, 10**9, 10**10]), now)
-    view.pools[""].calibration.add(random.choice([10, 10, 7, 20]), 10)
+        view.clusters[""].recent.accept(now - random.randint(0, 10) * NS_PER_S // 10)
+    view.clusters[""].recent.insert(100, now)
+    view.clusters[""].recent.lose(random.choice([0, 0, 10**9, 10**10]), now)
+    view.clusters[""].calibration.add(random.choice([10, 10, 7, 20]), 10)
     view.num_routed = random.randint(0, 100)
     return view, arrival(len(names) * BLOCK_SIZE + random.randint(1, 60), names)
 
 
-def estimator(view: ClusterView, request: RequestArrived, now: int = 0) -> Estimator:
+def estimator(view: View, request: RequestArrived, now: int = 0) -> Estimator:
     return Estimator(view, request, view.prefills, now)

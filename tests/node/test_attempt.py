@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isthmus.attempts import Fetch, Route
+from isthmus.attempts import FetchOrder, Route
 from isthmus.node.attempt import Attempt
 from isthmus.node.events import Begin
 from isthmus.node.extent import extent_of
@@ -12,7 +12,7 @@ from isthmus.types import MIXED, NodeId, RequestId
 def test_it_counts_on_no_block_that_has_no_name() -> None:
     """The tokens of an earlier attempt fill the prompt's last block up, which so loses its name."""
     here, there = NodeId("here"), NodeId("there")
-    route = Route(RequestId("r"), 2, here, here, Fetch(there, 1, 3, 1000), 3)
+    route = Route(RequestId("r"), 2, here, here, FetchOrder(there, 1, 3, 1000), 3)
     begin = Begin(RequestId("r#2"), MIXED, route, 45, 60, (1, 2))
     attempt = Attempt(begin, extent_of(route, 45, 16, 0), departs=False)
     assert (attempt.num_cached, attempt.fetch_start, attempt.fetch_stop) == (2, 1, 2)

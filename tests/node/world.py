@@ -15,15 +15,16 @@ from isthmus.attempts import (
     BlocksEvicted,
     BlocksStored,
     FetchFinished,
+    FetchOrder,
     PrefillFinished,
     RequestFailed,
     Route,
     key_of,
 )
-from isthmus.attempts import Fetch as FetchOrder
 from isthmus.blocks import state_names
 from isthmus.node import Node
 from isthmus.node.events import (
+    Adopt,
     Begin,
     Broken,
     Cut,
@@ -99,6 +100,7 @@ class Place:
         self.is_cut = False
         self.dram: set[BlockName] = set()
         self.disk: set[BlockName] = set()
+        self.came: set[BlockName] = set()  # by the fetch that ended last
         self.offered: set[RequestId] = set()
         self.sending: dict[RequestId, bool] = {}  # whether all is computed
         self.receiving: set[RequestId] = set()
@@ -253,12 +255,10 @@ class World:
         self.pending.append((channel, self.places[name], fact))
 
     def _take_in(self, place: Place, came: Came) -> int:
-        """Blocks that another node gave are in DRAM. Returns how many of the prefix are here now."""
-        tiers, fetch = place.node.tiers, came.fetch
-        for name in fetch.names[fetch.start : came.stop]:
-            if tiers is not None and not tiers.holds(name):
-                place.dram.add(name)
-        here = place.dram | place.disk
+        """Another node gave blocks, to be adopted or not. Returns how many of the prefix are here now."""
+        fetch = came.fetch
+        place.came = set(fetch.names[fetch.start : came.stop])
+        here = place.dram | place.disk | place.came
         return next((at for at, name in enumerate(fetch.names) if name not in here), len(fetch.names))
 
     def _carry_out(self, place: Place, action: Any) -> None:
@@ -301,6 +301,9 @@ class World:
                 place.dram |= set(action.names[:stays])
                 place.disk |= set(action.names[stays:])
                 self._later(place.name, Saved(action.request))
+            case Adopt():
+                assert set(action.names) <= place.came, "what did not come is adopted"
+                place.dram |= set(action.names)
             case Promote():
                 assert set(action.names) <= place.disk
                 place.disk -= set(action.names)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from isthmus.attempts import BlocksEvicted, BlocksStored
 from isthmus.scheduler import (
     Admitted,
+    Adopt,
     BlockPool,
     Demote,
     Drop,
@@ -35,7 +36,7 @@ def arrives(request: RequestId, num_tokens: int, num_cached: int = 0) -> Fact:
 
 
 def on_disk(names: tuple[BlockName, ...]) -> list[object]:
-    return [Demote(names), BlocksStored(HERE, names, Tier.DISK)]
+    return [BlocksStored(HERE, names, Tier.DISK)]
 
 
 def only_run(actions: list[object]) -> Run:
@@ -57,6 +58,18 @@ def test_what_cannot_be_loaded_is_computed() -> None:
 
 def test_a_request_that_is_gone_misses_nothing() -> None:
     assert scheduler().on(missing(A, 3)) == []
+
+
+def test_what_is_new_of_a_fetch_is_adopted_and_what_dram_has_no_room_for_goes_to_the_ssd() -> None:
+    node, fetch = scheduler(dram=4, ssd=2), RequestId("fetched")
+    assert node.on(offered(NAMES[:2])) == [Adopt(fetch, NAMES[:2]), BlocksStored(HERE, NAMES[:2])]
+    assert node.on(offered(NAMES[:7])) == [
+        Adopt(fetch, NAMES[2:6]),
+        BlocksStored(HERE, NAMES[2:4]),
+        Demote(NAMES[4:6]),
+        *on_disk(NAMES[4:6]),
+    ]
+    assert node.on(offered(NAMES[:6])) == []
 
 
 def test_lost_blocks_take_along_what_follows_them() -> None:

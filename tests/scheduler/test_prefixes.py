@@ -49,7 +49,7 @@ def test_the_pool_names_full_blocks_chunk_by_chunk_and_finds_all_but_the_last_to
 def test_a_computed_prompt_is_saved_once_and_what_it_displaces_is_dropped_first() -> None:
     memory, tiers = engine(), TierCache(4)
     prefixes = TierPrefixes(tiers, memory, SIZE, HERE)
-    prefixes.keep(tuple(range(100, 103)), [])
+    prefixes.keep(tuple(range(100, 103)), [], RequestId("fetched"))
     first = prompt(12)
     assert memory.admit(first, Prefix(), 0)
     actions: list = []
@@ -68,12 +68,12 @@ def test_a_computed_prompt_is_saved_once_and_what_it_displaces_is_dropped_first(
 def test_what_a_prompt_was_sent_here_for_stays_until_it_has_it() -> None:
     memory, tiers = engine(), TierCache(4)
     prefixes = TierPrefixes(tiers, memory, SIZE, HERE)
-    prefixes.keep(NAMES[:4], [])
+    prefixes.keep(NAMES[:4], [], RequestId("fetched"))
     sequence = prompt(20)
     sequence.num_cached = 3
     prefixes.arrive(sequence)
     assert (sequence.num_pinned, tiers.num_pinned) == (3, 3)
-    prefixes.keep(tuple(range(100, 104)), [])
+    prefixes.keep(tuple(range(100, 104)), [], RequestId("fetched"))
     assert tiers.match(NAMES) == (3, 0) and prefixes.is_here(sequence)
     assert prefixes.find(sequence, []) == Prefix(12, 3, loads=True)
     prefixes.unpin(sequence)
@@ -83,7 +83,7 @@ def test_what_a_prompt_was_sent_here_for_stays_until_it_has_it() -> None:
 @pytest.mark.parametrize(("start", "found"), [(0, 4), (2, 4), (3, 2)])
 def test_a_fetch_under_way_counts_if_what_it_follows_is_here(start: int, found: int) -> None:
     prefixes = TierPrefixes(TierCache(20), engine(), SIZE, HERE)
-    prefixes.keep(NAMES[:2], [])
+    prefixes.keep(NAMES[:2], [], RequestId("fetched"))
     sequence = prompt(20)
     sequence.fetch_start, sequence.fetch_stop = start, 4
     assert prefixes.find(sequence, []) == Prefix(found * SIZE, found, loads=True)

@@ -64,7 +64,7 @@ def fetched(request: RequestId, stop: int) -> Fact:
 
 
 def offered(names: tuple[BlockName, ...]) -> Fact:
-    return lambda scheduler, actions: scheduler.keep(names, actions)
+    return lambda scheduler, actions: scheduler.keep(names, actions, RequestId("fetched"))
 
 
 def missing(request: RequestId, num_blocks: int) -> Fact:

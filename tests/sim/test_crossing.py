@@ -14,8 +14,8 @@ from isthmus.conductor import (
     Convert,
     Event,
     Fail,
-    Fetch,
     FetchFinished,
+    FetchOrder,
     LinkRule,
     LinksMeasured,
     NodeJoined,
@@ -28,7 +28,7 @@ from isthmus.conductor import (
     Rules,
 )
 from isthmus.deploy import Rates, Sequences
-from isthmus.node import LOST_NS
+from isthmus.node import SEVERED_NS
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.faults import Faults, LinkFault, NodeFault
 from isthmus.sim.records import Result, Status
@@ -148,7 +148,7 @@ def test_only_what_the_decode_side_lacks_crosses(monkeypatch: pytest.MonkeyPatch
     """The first request leaves its blocks at `near-prefill`, from where the second one's home takes them."""
     cluster = clusters("far-prefill", "near-prefill", "near-decode", cost=HYBRID)
     names = tuple(range(10))
-    later = route(1, handover_start=8, recall=Fetch(NodeId("near-prefill"), 0, 8))
+    later = route(1, handover_start=8, recall=FetchOrder(NodeId("near-prefill"), 0, 8))
     orders = Orders([route(prefill="near-prefill"), later])
     requests = [Request(0, 160, 1, names), Request(NS_PER_S, 160, 2, (*names[:8], 98, 99))]
     result = played(cluster, requests, orders, monkeypatch)
@@ -163,7 +163,7 @@ def test_a_decode_waits_for_what_is_recalled(monkeypatch: pytest.MonkeyPatch) ->
     slow = msgspec.structs.replace(cluster.nodes[1], rates=Rates(network=10**6, memory=10**9))
     cluster = msgspec.structs.replace(cluster, nodes=(cluster.nodes[0], slow, cluster.nodes[2]))
     names = tuple(range(10))
-    later = route(1, handover_start=8, recall=Fetch(NodeId("near-prefill"), 0, 8))
+    later = route(1, handover_start=8, recall=FetchOrder(NodeId("near-prefill"), 0, 8))
     requests = [Request(0, 160, 1, names), Request(NS_PER_S, 160, 2, names)]
     result = played(cluster, requests, Orders([route(prefill="near-prefill"), later]), monkeypatch)
     assert result.records[1].joined_ns == NS_PER_S + 128 * MS
@@ -171,7 +171,7 @@ def test_a_decode_waits_for_what_is_recalled(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_is_not_kept_any_more_cannot_be_recalled(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = clusters("far-prefill", "near-prefill", "near-decode")
-    first = route(handover_start=8, recall=Fetch(NodeId("near-prefill"), 0, 8))
+    first = route(handover_start=8, recall=FetchOrder(NodeId("near-prefill"), 0, 8))
     orders = Orders([first, route(attempt=2)])
     result = played(cluster, [Request(0, 160, 2, tuple(range(10)))], orders, monkeypatch)
     assert [event.attempt for _, event in orders.of(RequestFailed)] == [1]
@@ -182,7 +182,7 @@ def test_a_fetch_between_clusters_brings_the_state_too(monkeypatch: pytest.Monke
     """Abundant bandwidth: eight blocks that `near` has computed go to `far`, with the state at their end."""
     cluster = clusters("far-prefill", "near-prefill", "near-decode", cost=HYBRID, rtt_ms=2)
     names = tuple(range(8))
-    later = route(1, fetch=Fetch(NodeId("near-prefill"), 0, 8), num_cached=8)
+    later = route(1, fetch=FetchOrder(NodeId("near-prefill"), 0, 8), num_cached=8)
     requests = [Request(0, 130, 1, names), Request(NS_PER_S, 160, 2, (*names, 98, 99))]
     result = played(cluster, requests, Orders([route(prefill="near-prefill"), later]), monkeypatch)
     record = result.records[1]
@@ -209,7 +209,7 @@ def test_a_link_that_is_down_too_long_fails_the_attempt(monkeypatch: pytest.Monk
     result = played(cluster, [Request(0, 160, 3)], orders, monkeypatch)
     ((time, failed),) = orders.of(RequestFailed)
     # Its nodes give the conductor time to find out itself.
-    gives_up = 54 * MS + LOST_NS
+    gives_up = 54 * MS + SEVERED_NS
     assert (time, failed.reason) == (gives_up, "far-prefill: no KV crossed far > near for 0.05 s")
     record = result.records[0]
     assert (record.status, record.attempts, record.prefill) == (Status.COMPLETED, 2, 1)
@@ -251,7 +251,7 @@ def test_a_cluster_dies_with_all_its_nodes_and_comes_back(monkeypatch: pytest.Mo
     assert record.prefill_start_ns == 4 * MS and record.status is Status.COMPLETED
 
 
-FETCHED_8 = Fetch(NodeId("near-prefill"), 0, 8)
+FETCHED_8 = FetchOrder(NodeId("near-prefill"), 0, 8)
 
 
 def fetching(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> tuple[Result, Orders]:
@@ -324,7 +324,7 @@ def test_a_converted_node_keeps_its_cache_and_does_its_new_work(monkeypatch: pyt
         (NS_PER_S, Convert(NodeId("near-prefill"), Role.DECODE)),
         (NS_PER_S, Convert(NodeId("near-decode"), Role.PREFILL)),
     ]
-    back = Fetch(NodeId("near-prefill"), 0, 9)
+    back = FetchOrder(NodeId("near-prefill"), 0, 9)
     turned = route(1, prefill="near-decode", decode="near-prefill", fetch=back, num_cached=9)
     orders = Orders([route(0, prefill="near-prefill"), turned], others)
     requests = [Request(0, 160, 2, names), Request(2 * NS_PER_S, 160, 2, names)]

@@ -75,7 +75,7 @@ class Arriving(Protocol):
         of each that is, in order."""
 
 
-class Load:
+class Loading:
     """One cached prefix on its way into the engine's blocks. `num_blocks`: how much of it is or will be there; `over`:
     nothing more is done for it, and its `task` is done too."""
 
@@ -182,9 +182,11 @@ class NodeCache:
 
     # From the store to the engine.
 
-    def load(self, names: Sequence[BlockName], blocks: Sequence[int], arriving: Arriving | None = None) -> Load:
+    def load(
+        self, names: Sequence[BlockName], blocks: Sequence[int], arriving: Arriving | None = None
+    ) -> Loading:
         """Begins to bring these blocks, the first of a prompt, into the engine's `blocks`. Releases `arriving`."""
-        load = Load(names, blocks, arriving)
+        load = Loading(names, blocks, arriving)
         stop = min(len(names), arriving.start) if arriving is not None else len(names)
         load.task = self._loaders.submit(self._load, load, stop)
         load.task.add_done_callback(load.end)
@@ -198,7 +200,7 @@ class NodeCache:
             coming.result()
         return self.store.pin(names)
 
-    def _load(self, load: Load, stop: int) -> None:
+    def _load(self, load: Loading, stop: int) -> None:
         pinned: list[Pinned | None] = []
         try:
             pinned = self.pin(load.names[:stop])
@@ -224,12 +226,12 @@ class NodeCache:
         finally:
             self.store.unpin([pin for pin in pinned if pin is not None])
 
-    def _load_pinned(self, load: Load, pinned: list[Pinned | None], layer: int) -> None:
+    def _load_pinned(self, load: Loading, pinned: list[Pinned | None], layer: int) -> None:
         at = [at for at, pin in enumerate(pinned[: load.num_blocks]) if pin is not None]
         offsets = [self.offset(pinned[index].slot, layer) for index in at]  # type: ignore[union-attr]
         self.memory.fill(layer, [load.blocks[index] for index in at], self.store.arena.memory, offsets)
 
-    def _load_disk(self, load: Load, on_disk: list[int], buffer: memoryview, layer: int) -> None:
+    def _load_disk(self, load: Loading, on_disk: list[int], buffer: memoryview, layer: int) -> None:
         """Reads so many layers at once that each read is worth it."""
         first = layer - layer % self._read_layers
         width = self._read_layers * self._slice_bytes
@@ -250,7 +252,7 @@ class NodeCache:
         offsets = [index * width + (layer - first) * self._slice_bytes for index, _ in read_in]
         self.memory.fill(layer, [load.blocks[at] for _, at in read_in], buffer, offsets)
 
-    def _load_arriving(self, load: Load, arriving: Arriving, layer: int) -> None:
+    def _load_arriving(self, load: Loading, arriving: Arriving, layer: int) -> None:
         stop = min(len(load.names), load.num_blocks)
         if stop <= arriving.start:
             return
@@ -310,12 +312,39 @@ class NodeCache:
         follows. The last `num_sunk` are kept on disk only. `done` is told, from another thread, which of them found no
         room; then the engine's blocks may change.
         """
-        coming: Future[None] = Future()
-        with self._lock:
-            self._coming.update(dict.fromkeys(names, coming))
+        coming = self._expect(names)
         self._keep(self._save, names, heads, blocks, num_sunk, staged, done).add_done_callback(
             lambda _: self._came(names, coming)
         )
+
+    def adopt(
+        self,
+        names: Sequence[BlockName],
+        take: Callable[[Sequence[BlockName]], int],
+        done: Callable[[Sequence[BlockName]], None],
+    ) -> None:
+        """Keeps blocks that came from another node. `take` commits them, and says how many; `done` as in `save`."""
+        coming = self._expect(names)
+        self._keep(self._adopt, names, take, done).add_done_callback(lambda _: self._came(names, coming))
+
+    def _adopt(
+        self,
+        names: Sequence[BlockName],
+        take: Callable[[Sequence[BlockName]], int],
+        done: Callable[[Sequence[BlockName]], None],
+    ) -> None:
+        kept = 0
+        try:
+            kept = take(names)
+        finally:
+            done(names[kept:])
+
+    def _expect(self, names: Sequence[BlockName]) -> Future[None]:
+        """A load that wants one of these waits until `_came`."""
+        coming: Future[None] = Future()
+        with self._lock:
+            self._coming.update(dict.fromkeys(names, coming))
+        return coming
 
     def _keep(self, work: Callable[..., object], *arguments: object) -> Future[object]:
         """Does something to the store after all that was decided before."""

@@ -3,8 +3,8 @@
     Want ──> Lent                       the arena is of this host: its bytes are copied from where they lie
     Want ──> Given, Given, … Ended      layer by layer into this node's arena, seals checked slice by slice
 
-The node that wants asks for as many blocks as it has empty slots, and again when those are its cache's. The other
-side is in `lending.py`.
+The node that wants asks for as many blocks as it has empty slots, and again when its node has had those adopted. The
+other side is in `lending.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from isthmus.errors import ProtocolError
 from isthmus.messenger import Session
 from isthmus.node import events
 from isthmus.store import PeerArena, Pinned, copy_bytes
-from isthmus.types import RequestId, Span
+from isthmus.types import BlockName, RequestId, Span
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def host_id() -> str:
         return ""
 
 
-class Fetch:
+class Fetching:
     """Blocks of a prefix, from `start` on, wanted from another node. Its own lock: an event loop fills it, or a thread
     that copies, and threads that load prefixes read it.
 
@@ -62,10 +62,10 @@ class Fetch:
         self._layout = cache.memory.layout
         self.frames = Frames(self._layout)
         self._slots: list[int] = []  # of this node's arena, for `names[start:]`
-        self._kept: list[Pinned] = []  # those that are the cache's
+        self._adopted: dict[int, Pinned] = {}  # by slot, those that became the cache's
         self._seals: list[list[bytes]] = []
         self.num_whole = 0
-        """How many of the blocks are here in all layers, and the cache's."""
+        """How many of the blocks are here in all layers, of those that were asked for before."""
         self._landed = [0] * self._layout.num_layers
         self.final: int | None = None
         self._users = 1  # who fetches, and who reads from it
@@ -82,10 +82,11 @@ class Fetch:
             slots = self._slots[: min(wanted, self._landed[layer] if self.final is None else self.final)]
             return self._cache.store.arena.memory, [self._cache.offset(slot, layer) for slot in slots]
 
-    def hold(self) -> None:
-        """One more reads from it, until `release`."""
+    def hold(self) -> bool:
+        """One more uses it, until `release`; False: the last one has let go of it."""
         with self.condition:
-            self._users += 1
+            self._users += self._users > 0
+            return self._users > 0
 
     def release(self) -> None:
         """The last one gives back what did not become the cache's."""
@@ -93,10 +94,26 @@ class Fetch:
             self._users -= 1
             if self._users:
                 return
-            kept, spare = self._kept, set(self._slots) - {pinned.slot for pinned in self._kept}
-            self._kept, self._slots = [], []
-        self._cache.store.unpin(kept)
-        self._cache.store.give_back(sorted(spare))
+        self._cache.store.unpin(self._adopted.values())
+        self._cache.store.give_back([slot for slot in self._slots if slot not in self._adopted])
+
+    def adopt(self, names: Sequence[BlockName]) -> int:
+        """Makes these, in their order, blocks of the store; returns how many of them are. For the cache: its decisions
+        have an order. A block that the store has from elsewhere stays private until the end."""
+        store, first = self._cache.store, self.names.index(names[0])
+        with self.condition:
+            for at, name in enumerate(names, first):
+                here, head = at - self.start, self.names[at - 1] if at else None
+                if here >= self.num_whole or not (head is None or store.contains(head)):
+                    return at - first
+                slot = self._slots[here]
+                if slot not in self._adopted:
+                    pinned = store.adopt(name, head, slot, tuple(self._seals[here]))
+                    if pinned is not None:
+                        self._adopted[slot] = pinned
+                elif not store.contains(name):
+                    return at - first  # it was the cache's, and has left it
+        return len(names)
 
     def copy(self, peer: PeerArena) -> bool:
         """From another node's arena into the slots that there are; False when a block is not what its seals say. They
@@ -196,23 +213,17 @@ class Fetch:
             return False
         return self._land(given.layer, first, given.seals, sealed=self.codec in EXACT)
 
-    def commit(self) -> None:
-        """What is whole becomes the cache's. A block that it got elsewhere meanwhile stays private until the end."""
-        store = self._cache.store
+    def count(self) -> int:
+        """How many more are whole than when it was asked last."""
         with self.condition:
-            for at in range(self.num_whole, min(self._landed)):
-                index = self.start + at
-                head = self.names[index - 1] if index else None
-                pinned = store.adopt(self.names[index], head, self._slots[at], tuple(self._seals[at]))
-                if pinned is not None:
-                    self._kept.append(pinned)
-            self.num_whole = min(self._landed)
+            before, self.num_whole = self.num_whole, min(self._landed)
+            return self.num_whole - before
 
     def end(self) -> None:
         """Nothing more comes. Idempotent."""
         with self.condition:
             if self.final is None:
-                self.commit()
+                self.count()
                 self.final = self.num_whole
                 self.condition.notify_all()
 
@@ -222,18 +233,18 @@ class Fetcher:
 
     def __init__(self, cache: NodeCache, reach: Reach, tell: Tell, *, shares_memory: bool = True) -> None:
         self.cache, self._reach, self._tell = cache, reach, tell
-        self._open: dict[RequestId, Fetch] = {}
+        self._open: dict[RequestId, Fetching] = {}
         self._shares = shares_memory
         self._strangers: set[str] = set()
         self.bytes_in = self.bytes_lent = self.seal_mismatches = 0
 
-    def begin(self, fetch: Fetch) -> Coroutine[Any, Any, None]:
+    def begin(self, fetch: Fetching) -> Coroutine[Any, Any, None]:
         """What is to be run: it fetches as much as there is, then releases the fetch. Never raises for what another
         node does."""
         self._open[fetch.key] = fetch
         return self._run(fetch)
 
-    async def _run(self, fetch: Fetch) -> None:
+    async def _run(self, fetch: Fetching) -> None:
         try:
             fetch.session = await self._reach(fetch.order.source)
             await self._rounds(fetch, fetch.session)
@@ -250,11 +261,11 @@ class Fetcher:
             self._tell(events.FetchEnded(fetch.key, fetch.start + fetch.num_whole))
             fetch.release()
 
-    async def _rounds(self, fetch: Fetch, session: Session) -> None:
+    async def _rounds(self, fetch: Fetching, session: Session) -> None:
         """As many blocks as there is room for are asked for, or copied from what is lent; more when somebody has
         decided what gives way to them."""
         while fetch.final is None and not session.closed and (room := fetch.make_room()):
-            before = fetch.num_whole
+            wanted = len(fetch.names) - fetch.start - fetch.num_whole
             self._tell(events.Moved(fetch.key, fetched=True))
             if fetch.peer is None:
                 answer = await fetch.ask(session, self._want(fetch, session, room))
@@ -267,17 +278,16 @@ class Fetcher:
             if fetch.peer is not None and not await self.cache.serve(fetch.copy, fetch.peer):
                 self._damaged(session)
                 return
-            fetch.commit()
-            came = fetch.num_whole - before
+            came = fetch.count()
             if fetch.peer is not None:
                 self.bytes_lent += came * self.cache.memory.layout.block_bytes
-            if not 0 < came == room < len(fetch.names) - fetch.start - before:
+            if not 0 < came == room < wanted:
                 return
             self._tell(events.Came(fetch.key, fetch.start + fetch.num_whole))
             await asyncio.sleep(0)
             await asyncio.wrap_future(self.cache.kept())
 
-    def _want(self, fetch: Fetch, session: Session, room: int) -> Want:
+    def _want(self, fetch: Fetching, session: Session, room: int) -> Want:
         order = fetch.order
         shares = self._shares and session.peer not in self._strangers
         host, start = host_id() if shares else "", fetch.start + fetch.num_whole
@@ -287,43 +297,43 @@ class Fetcher:
         self.seal_mismatches += 1
         log.warning("a block from %s came damaged (seal mismatch)", session.peer)
 
-    def _found(self, key: RequestId, session: Session) -> Fetch | None:
+    def _found(self, key: RequestId, session: Session) -> Fetching | None:
         """The fetch that this session may speak of."""
         fetch = self._open.get(key)
         return fetch if fetch is not None and fetch.session is session else None
 
-    def place(self, connection: Session, given: Given, size: int) -> list[memoryview]:
+    def place(self, session: Session, given: Given, size: int) -> list[memoryview]:
         """Raises ProtocolError for what nobody asked for."""
         fetch = self._open.get(given.key)
         if fetch is None:
             return [memoryview(bytearray(size))]  # given up: read past it
-        if fetch.session is not connection:
+        if fetch.session is not session:
             raise ProtocolError("blocks came over a session that nobody asked for them")
-        targets = fetch.place(connection, given, size)
+        targets = fetch.place(session, given, size)
         if targets is None:
             raise ProtocolError(f"blocks for {given.key}, layer {given.layer}, are not what must come next")
         return targets
 
-    def receive(self, connection: Session, given: Given) -> None:
-        fetch = self._found(given.key, connection)
+    def receive(self, session: Session, given: Given) -> None:
+        fetch = self._found(given.key, session)
         if fetch is None:
             return
         self._tell(events.Moved(given.key, fetched=True))
         self.bytes_in += len(given.seals) * self.cache.memory.layout.slice_bytes
         if not fetch.receive(given):
-            self._damaged(connection)
+            self._damaged(session)
             fetch.answered(None)
 
-    def void(self, connection: Session, given: Given) -> None:
+    def void(self, session: Session, given: Given) -> None:
         """The sender gave up in the midst of it."""
-        fetch = self._found(given.key, connection)
+        fetch = self._found(given.key, session)
         if fetch is not None:
             fetch.frames.void(given)
             fetch.answered(None)
 
-    def answer(self, connection: Session, answer: Lent | Ended) -> None:
+    def answer(self, session: Session, answer: Lent | Ended) -> None:
         """Raises ProtocolError for a loan that was not asked for, or cannot be one."""
-        fetch = self._found(answer.key, connection)
+        fetch = self._found(answer.key, session)
         if fetch is None:
             return
         if isinstance(answer, Lent) and not fetch.asked_for(answer):
@@ -331,14 +341,14 @@ class Fetcher:
         fetch.answered(answer)
 
     def cancel(self, key: RequestId) -> None:
-        """What is here stays the cache's. Unknown ones are no error."""
+        """What is here may be adopted. Unknown ones are no error."""
         fetch = self._open.get(key)
         if fetch is not None and not fetch.answered(None):
             fetch.end()  # nothing is asked for just now
 
-    def lost(self, connection: Session) -> None:
+    def lost(self, session: Session) -> None:
         for fetch in list(self._open.values()):
-            if fetch.session is connection:
+            if fetch.session is session:
                 fetch.answered(None)
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ class Outgoing:
 
     def __init__(self, key: RequestId, extent: Extent, memory: KVBytes, first_layer: int = 0) -> None:
         self.key, self._extent, self._memory, self._first_layer = key, extent, memory, first_layer
-        self.connection: Session | None = None
+        self.session: Session | None = None
         self._sendings: list[Sending] = []
         self._may_send = self._is_computed = False
         self._waiting: list[tuple[int, Span, Sequence[int]]] = []
@@ -43,10 +43,10 @@ class Outgoing:
         self._sent: Sent | None = None
         self.bytes_out = 0
 
-    def attach(self, connection: Session) -> None:
-        self.connection = connection
+    def attach(self, session: Session) -> None:
+        self.session = session
         stop = self._first_layer + self._memory.layout.num_layers
-        connection.send(Offer(self.key, self._first_layer, stop))
+        session.send(Offer(self.key, self._first_layer, stop))
 
     @property
     def is_sent(self) -> bool:
@@ -87,15 +87,15 @@ class Outgoing:
         a pipeline group."""
         if not self._may_send:
             return
-        assert self.connection is not None
+        assert self.session is not None
         for part in self._waiting:
-            self._send(self.connection, *part)
+            self._send(self.session, *part)
         self._waiting.clear()
         if self._is_computed and self._sent is not None:
-            self.connection.send(self._sent)
+            self.session.send(self._sent)
             self._sent = None
 
-    def _send(self, connection: Session, layer: int, tokens: Span, blocks: Sequence[int]) -> None:
+    def _send(self, session: Session, layer: int, tokens: Span, blocks: Sequence[int]) -> None:
         layout, codec = self._memory.layout, self._extent.codec_at(tokens.start)
         size = layout.block_size
         most = (MAX_FRAME_BLOCKS if codec == NONE else ENCODED_BLOCKS) * size
@@ -107,7 +107,7 @@ class Outgoing:
             self.bytes_out += (stop - start) * self._memory.layout.token_bytes
             number = self._first_layer + layer
             head = Slices(self.key, number, start // size, stop, seals)
-            self._sendings.append(connection.send(head, *payload, priority=Priority.URGENT))
+            self._sendings.append(session.send(head, *payload, priority=Priority.URGENT))
 
     def _seals(self, layer: int, tokens: Span, blocks: Sequence[int]) -> list[bytes]:
         return [
@@ -125,20 +125,20 @@ class Incoming:
         self._received = [extent.start] * memory.layout.num_layers
         self.frames = Frames(memory.layout)
 
-    def grant(self, connection: Session, layers: Span) -> None:
+    def grant(self, session: Session, layers: Span) -> None:
         """Takes these layers from this session."""
-        self.senders[connection] = layers
-        connection.send(Grant(self.key))
+        self.senders[session] = layers
+        session.send(Grant(self.key))
 
-    def comes_over(self, connection: Session, layer: int) -> bool:
-        layers = self.senders.get(connection)
+    def comes_over(self, session: Session, layer: int) -> bool:
+        layers = self.senders.get(session)
         return layers is not None and layers.start <= layer < layers.stop
 
-    def place(self, connection: Session, slices: Slices, size: int) -> list[memoryview] | None:
+    def place(self, session: Session, slices: Slices, size: int) -> list[memoryview] | None:
         """Where the payload goes; None when it cannot be part of what is to come. What was received stays as it is."""
         layout, start = self._memory.layout, slices.first_block * self._memory.layout.block_size
         expected = (
-            self.comes_over(connection, slices.layer)
+            self.comes_over(session, slices.layer)
             and self._extent.resumes(self._received[slices.layer]) <= start
             and start
             < slices.stop
@@ -150,7 +150,7 @@ class Incoming:
         runs = runs_of(self._blocks, layout.block_size, start, slices.stop)
         targets = [self._memory.landing(slices.layer, *run) for run in runs]
         codec, tokens = self._extent.codec_at(start), Span(start, slices.stop)
-        return self.frames.place(slices, connection, codec, tokens, targets, size)
+        return self.frames.place(slices, session, codec, tokens, targets, size)
 
     def receive(self, slices: Slices) -> bool:
         """Takes in a whole frame; False when it is not the next of its layer or a seal does not match: then nothing of
@@ -175,8 +175,8 @@ class Incoming:
         return self.sent is not None and all(count == self._extent.stop for count in self._received)
 
     def land(self) -> None:
-        for connection in self.senders:
-            connection.send(Landed(self.key))
+        for session in self.senders:
+            session.send(Landed(self.key))
 
 
 class HandoverSender:
@@ -194,13 +194,13 @@ class HandoverSender:
 
     async def _attach(self, key: RequestId, peer: NodeId) -> None:
         try:
-            connection = await self._reach(peer)
-            if connection.closed:
+            session = await self._reach(peer)
+            if session.closed:
                 raise ConnectionError("its session is closed")
         except (OSError, TimeoutError) as error:
             self._tell(events.Severed((key,), f"cannot reach {peer}, where it decodes: {error}"))
         else:
-            self.on(key, Outgoing.attach, connection)
+            self.on(key, Outgoing.attach, session)
 
     def on(self, key: RequestId, does: Callable[..., None], *arguments: object) -> None:
         """Calls a method of `Outgoing` if this attempt departs."""
@@ -213,14 +213,14 @@ class HandoverSender:
             self.on(send.key, Outgoing.computed)
         self.on(send.key, Outgoing.send)
 
-    def granted(self, connection: Session, key: RequestId) -> None:
+    def granted(self, session: Session, key: RequestId) -> None:
         outgoing = self._outgoing.get(key)
-        if outgoing is not None and outgoing.connection is connection:
+        if outgoing is not None and outgoing.session is session:
             self._tell(events.Granted(key))
 
-    def landed(self, connection: Session, key: RequestId) -> None:
+    def landed(self, session: Session, key: RequestId) -> None:
         outgoing = self._outgoing.get(key)
-        if outgoing is not None and outgoing.connection is connection:
+        if outgoing is not None and outgoing.session is session:
             if not outgoing.is_sent:
                 raise ProtocolError(f"{key} landed before it was sent")
             self.release(key)
@@ -232,8 +232,8 @@ class HandoverSender:
             self._bytes_out += outgoing.bytes_out
             outgoing.cancel()
 
-    def lost(self, connection: Session) -> list[RequestId]:
-        return [key for key, outgoing in self._outgoing.items() if outgoing.connection is connection]
+    def lost(self, session: Session) -> list[RequestId]:
+        return [key for key, outgoing in self._outgoing.items() if outgoing.session is session]
 
     @property
     def bytes_out(self) -> int:
@@ -250,45 +250,45 @@ class HandoverReceiver:
         """Of attempts for which there is no room yet, or which have not begun here."""
         self.bytes_in = self.seal_mismatches = 0
 
-    def offered(self, connection: Session, offer: Offer) -> None:
+    def offered(self, session: Session, offer: Offer) -> None:
         """Raises ProtocolError for layers that are not the model's, or that were offered already."""
         incoming = self._incoming.get(offer.key)
         known = incoming.senders if incoming is not None else self._offers.get(offer.key, {})
         layers = Span(offer.first_layer, offer.stop_layer)
         taken = any(layers.start < other.stop and other.start < layers.stop for other in known.values())
         num_layers = self._memory.layout.num_layers
-        if taken or connection in known or not 0 <= layers.start < layers.stop <= num_layers:
+        if taken or session in known or not 0 <= layers.start < layers.stop <= num_layers:
             raise ProtocolError(f"layers {layers.start} to {layers.stop} of {offer.key} cannot be taken")
         if incoming is not None:
-            incoming.grant(connection, layers)
+            incoming.grant(session, layers)
             return
-        self._offers[offer.key] = {**known, connection: layers}
+        self._offers[offer.key] = {**known, session: layers}
         if len(self._offers) > MAX_OFFERS:
             self._offers.popitem(last=False)
 
     def grant(self, grant: events.Grant) -> None:
         incoming = Incoming(grant.key, grant.extent, grant.blocks, self._memory)
         self._incoming[grant.key] = incoming
-        for connection, layers in self._offers.pop(grant.key, {}).items():
-            incoming.grant(connection, layers)
+        for session, layers in self._offers.pop(grant.key, {}).items():
+            incoming.grant(session, layers)
 
-    def place(self, connection: Session, slices: Slices, size: int) -> Sequence[memoryview]:
+    def place(self, session: Session, slices: Slices, size: int) -> Sequence[memoryview]:
         """Raises ProtocolError for what is not expected."""
         incoming = self._incoming.get(slices.key)
         if incoming is None:
             return [memoryview(bytearray(size))]  # an attempt given up: read past it
-        targets = incoming.place(connection, slices, size)
+        targets = incoming.place(session, slices, size)
         if targets is None:
             raise ProtocolError(f"KV of {slices.key}, layer {slices.layer}, is not what must come next")
         self._tell(events.Moved(slices.key))
         return targets
 
-    def receive(self, connection: Session, slices: Slices) -> None:
+    def receive(self, session: Session, slices: Slices) -> None:
         """Raises ProtocolError for what comes over a session that did not offer it."""
         incoming = self._incoming.get(slices.key)
         if incoming is None:
             return
-        if not incoming.comes_over(connection, slices.layer):
+        if not incoming.comes_over(session, slices.layer):
             raise ProtocolError(
                 f"KV of {slices.key}, layer {slices.layer}, over a session that did not offer it"
             )
@@ -302,9 +302,9 @@ class HandoverReceiver:
         reason = f"a KV block of layer {slices.layer} came damaged (seal mismatch)"
         self._tell(events.Broken(slices.key, reason))
 
-    def sent(self, connection: Session, sent: Sent) -> None:
+    def sent(self, session: Session, sent: Sent) -> None:
         incoming = self._incoming.get(sent.key)
-        if incoming is not None and connection in incoming.senders and incoming.sent is None:
+        if incoming is not None and session in incoming.senders and incoming.sent is None:
             incoming.sent = sent
             self._maybe_whole(incoming)
 
@@ -313,10 +313,10 @@ class HandoverReceiver:
             self._received(incoming.key, incoming.sent.token)
             self._tell(events.Received(incoming.key))
 
-    def void(self, connection: Session, slices: Slices) -> None:
+    def void(self, session: Session, slices: Slices) -> None:
         """The sender gave up in the midst of a frame."""
         incoming = self._incoming.get(slices.key)
-        if incoming is not None and incoming.comes_over(connection, slices.layer):
+        if incoming is not None and incoming.comes_over(session, slices.layer):
             incoming.frames.void(slices)
 
     def land(self, key: RequestId) -> None:
@@ -332,13 +332,13 @@ class HandoverReceiver:
         if incoming is not None:
             incoming.frames.refuse()
 
-    def lost(self, connection: Session) -> list[RequestId]:
+    def lost(self, session: Session) -> list[RequestId]:
         """Those that are not whole, and will not be."""
-        offered = [key for key, offers in self._offers.items() if connection in offers]
+        offered = [key for key, offers in self._offers.items() if session in offers]
         for key in offered:
             del self._offers[key]
         expected = [
-            key for key, each in self._incoming.items() if connection in each.senders and not each.complete
+            key for key, each in self._incoming.items() if session in each.senders and not each.complete
         ]
         return offered + expected
 

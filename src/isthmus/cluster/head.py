@@ -40,8 +40,8 @@ MAX_NAMERS = 1024
 class _Member:
     """A node that joined, with its session and the gauges of its last beat."""
 
-    def __init__(self, hello: messages.Hello, connection: Session, now_ns: int) -> None:
-        self.hello, self.connection, self.role = hello, connection, hello.joined.role
+    def __init__(self, hello: messages.Hello, session: Session, now_ns: int) -> None:
+        self.hello, self.session, self.role = hello, session, hello.joined.role
         self.cluster = hello.joined.cluster
         self.heard_ns = now_ns
         self.gauges: dict[str, float] = {}
@@ -103,9 +103,9 @@ class Head:
             task.cancel()
         for stream in list(self._streams.values()):
             stream.fail(UnavailableError("the cluster is shutting down"))
-        connections = [member.connection for member in self._members.values()]
-        for connection in [*connections, *[stage.connection for stage in self._groups.followers()]]:
-            connection.send(messages.Stop())
+        sessions = [member.session for member in self._members.values()]
+        for session in [*sessions, *[stage.session for stage in self._groups.followers()]]:
+            session.send(messages.Stop())
         self._server.close()
 
     # The gateway's handle.
@@ -247,11 +247,11 @@ class Head:
 
     def _send(self, node: NodeId, message: Any) -> None:
         if node in self._members:
-            self._members[node].connection.send(message)
+            self._members[node].session.send(message)
 
     # From nodes.
 
-    def join(self, connection: Session, hello: messages.Hello) -> NodeId | None:
+    def join(self, session: Session, hello: messages.Hello) -> NodeId | None:
         """Takes a node in, or turns it away with the reason; returns its id when it is in."""
         reason, joined = self._objection(hello), hello.joined
         if not reason:
@@ -261,13 +261,13 @@ class Head:
                 reason = str(error)
         if reason:
             log.warning("turned %s away: %s", joined.node, reason)
-            connection.send(messages.Turned(reason))
-            connection.close(reason)
+            session.send(messages.Turned(reason))
+            session.close(reason)
             return None
         if self._layout is None:
             self._layout, self._revision = hello.layout, hello.revision
-        self._members[joined.node] = _Member(hello, connection, self._clock_ns())
-        connection.send(messages.Welcome(self._beat_ms))
+        self._members[joined.node] = _Member(hello, session, self._clock_ns())
+        session.send(messages.Welcome(self._beat_ms))
         self._tell_neighbours(joined.cluster)
         self._decide(joined)
         self._changed.set()
@@ -280,7 +280,7 @@ class Head:
         for node, member in self._members.items():
             reached = (member.cluster, *self._addresses.linked(member.cluster))
             for other in reached if cluster in reached else ():
-                for session in (member.connection, *self._groups.sessions(node)):
+                for session in (member.session, *self._groups.sessions(node)):
                     session.send(view(other, member.cluster))
 
     def _distrust(self, hello: messages.Hello | messages.StageHello) -> str:
@@ -306,18 +306,18 @@ class Head:
             return "its model revision or KV layout differs from the cluster's"
         return ""
 
-    def join_stage(self, connection: Session, hello: messages.StageHello) -> Stage | None:
+    def join_stage(self, session: Session, hello: messages.StageHello) -> Stage | None:
         """Takes one process of a pipeline group in, or turns it away with the reason."""
         reason = self._distrust(hello) or self._groups.objection(hello)
         if reason:
             log.warning("turned stage %d of %s away: %s", hello.stage, hello.group, reason)
-            connection.send(messages.Turned(reason))
-            connection.close(reason)
+            session.send(messages.Turned(reason))
+            session.close(reason)
             return None
-        stage = Stage(hello, connection, self._clock_ns())
+        stage = Stage(hello, session, self._clock_ns())
         self._groups.enter(stage)
         if hello.stage:
-            connection.send(messages.Welcome(self._beat_ms))
+            session.send(messages.Welcome(self._beat_ms))
         return stage
 
     def heard_stage(self, stage: Stage, message: messages.HeadBound) -> None:
@@ -334,10 +334,10 @@ class Head:
         self._link_stats.left(stage.name)
         self.leave(stage.hello.group, f"stage {stage.hello.stage}: {reason}")
 
-    def leave(self, node: NodeId, reason: str, connection: Session | None = None) -> None:
-        """`connection`: over which it was here; it may have come back over another one."""
+    def leave(self, node: NodeId, reason: str, session: Session | None = None) -> None:
+        """`session`: over which it was here; it may have come back over another one."""
         member = self._members.get(node)
-        if member is not None and connection in (None, member.connection):
+        if member is not None and session in (None, member.session):
             del self._members[node]
             log.log(logging.DEBUG if self._closing else logging.WARNING, "%s left: %s", node, reason)
             self._addresses.close(node)
@@ -407,11 +407,11 @@ class Head:
             limit_ns = self._clock_ns() - int(self._silence_s * NS_PER_S)
             for node, member in list(self._members.items()):
                 if member.heard_ns < limit_ns:
-                    member.connection.close(f"silent for {self._silence_s:g} s")
+                    member.session.close(f"silent for {self._silence_s:g} s")
                     self.leave(node, f"silent for {self._silence_s:g} s")
             for stage in list(self._groups.followers()):
                 if stage.heard_ns < limit_ns:
-                    stage.connection.abort(f"silent for {self._silence_s:g} s")
+                    stage.session.abort(f"silent for {self._silence_s:g} s")
 
 
 def _report(task: asyncio.Task[None]) -> None:
@@ -435,11 +435,11 @@ class _FromNode(NoPayloads):
         self._node: NodeId | None = None
         self._stage: Stage | None = None
 
-    def on_message(self, connection: Session, message: messages.HeadBound) -> None:
+    def on_message(self, session: Session, message: messages.HeadBound) -> None:
         if isinstance(message, messages.Hello) and self._node is None:
-            self._node = self._head.join(connection, message)
+            self._node = self._head.join(session, message)
         elif isinstance(message, messages.StageHello) and self._stage is None:
-            self._stage = self._head.join_stage(connection, message)
+            self._stage = self._head.join_stage(session, message)
         elif self._node is not None:
             self._head.heard(self._node, message)
         elif self._stage is not None:
@@ -447,8 +447,8 @@ class _FromNode(NoPayloads):
         else:
             raise ProtocolError("a message came before Hello")
 
-    def on_close(self, connection: Session, reason: str) -> None:
+    def on_close(self, session: Session, reason: str) -> None:
         if self._stage is not None:
             self._head.leave_stage(self._stage, reason)
         if self._node is not None:
-            self._head.leave(self._node, reason, connection)
+            self._head.leave(self._node, reason, session)

@@ -87,11 +87,11 @@ class Lender:
         self._host = host_id()
         self.bytes_out = 0
 
-    def wanted(self, connection: Session, peer: NodeId, want: Want) -> None:
+    def wanted(self, session: Session, peer: NodeId, want: Want) -> None:
         """Raises ProtocolError for what cannot be answered."""
         at = want.key, peer
         loan = self._loans.get(at)
-        if loan is not None and loan.session is not connection:
+        if loan is not None and loan.session is not session:
             self.enough(loan.session, *at)
             loan = None
         if loan is not None and not loan.answered:
@@ -100,7 +100,7 @@ class Lender:
         if want.codec not in CODECS or want.room < 0 or not 0 <= want.start <= len(want.names) or not is_same:
             raise ProtocolError(f"blocks for {want.key} cannot be given as {want.codec}, {want.room} at once")
         if loan is None:
-            self._loans[at] = _Loan(connection, want)
+            self._loans[at] = _Loan(session, want)
             self._tell(events.Wanted(want.key, peer, want.names, want.start, want.whole))
         else:
             loan.want, loan.answered = want, False
@@ -112,20 +112,20 @@ class Lender:
             loan.stop = give.stop
             loan.task = self._spawn(self._answer(loan))
 
-    def enough(self, connection: Session, key: RequestId, peer: NodeId) -> None:
+    def enough(self, session: Session, key: RequestId, peer: NodeId) -> None:
         """The same key may be asked for again at once."""
         loan = self._loans.get((key, peer))
-        if loan is None or loan.session is not connection:
+        if loan is None or loan.session is not session:
             return
         del self._loans[key, peer]
         if loan.task is not None:
             loan.task.cancel()
         self._tell(events.Enough(key, peer))
 
-    def lost(self, connection: Session) -> None:
+    def lost(self, session: Session) -> None:
         for at, loan in list(self._loans.items()):
-            if loan.session is connection:
-                self.enough(connection, *at)
+            if loan.session is session:
+                self.enough(session, *at)
 
     def close(self) -> None:
         """Gives everything back, as soon as nothing is done with it."""

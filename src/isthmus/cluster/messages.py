@@ -3,6 +3,9 @@ bytes, nothing executable.
 
 Reports of nodes are the conductor's events and travel as they are (`isthmus.attempts`); a node is told a route. `key`,
 of an attempt, goes with everything about a request: what comes late from an earlier attempt is void.
+
+Between nodes a message has the name of what it carries (`isthmus.node.events`): `Offer` and `Grant` what the actions of
+these names ask to be told, `Landed` and `Enough` what the other node then hears.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any
 
 from isthmus.cluster import messages
-from isthmus.cluster.cache import Load, NodeCache, Staging
-from isthmus.cluster.fetches import Fetch, Fetcher
+from isthmus.cluster.cache import Loading, NodeCache, Staging
+from isthmus.cluster.fetches import Fetcher, Fetching
 from isthmus.cluster.handover import HandoverReceiver, HandoverSender, Outgoing
 from isthmus.cluster.lending import Lender
 from isthmus.cluster.sessions import NoPayloads, Peers, Spawn, Tell
@@ -59,14 +59,15 @@ class KVMover(NoPayloads):
         if cache is not None:
             self._fetcher = Fetcher(cache, self._reach, self._tell, shares_memory=shares_memory)
             self._lender = Lender(cache, self._tell, spawn)
-        self._fetches: dict[RequestId, Fetch] = {}  # that a load may read from
-        self._loads: dict[RequestId, Load] = {}
+        self._fetches: dict[RequestId, Fetching] = {}  # whose end the node does not know
+        self._loads: dict[RequestId, Loading] = {}
         self._read: dict[RequestId, Sequence[BlockName]] = {}  # ahead of a load
         self._staged: dict[RequestId, list[Staging]] = {}
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.Load: self._load,
             events.Read: self._read_ahead,
             events.Save: self._save,
+            events.Adopt: self._adopt,
             events.Promote: lambda action: self.cache.promote(action.names),
             events.Demote: lambda action: self.cache.demote(action.names),
             events.Drop: lambda action: self.cache.drop(action.names),
@@ -156,10 +157,10 @@ class KVMover(NoPayloads):
 
     def _load(self, load: events.Load) -> None:
         key = load.key
-        fetch = self._fetches.pop(key, None)
-        if fetch is not None and not (load.arriving and load.names == fetch.names[: len(load.names)]):
-            # It is for more than is of use: what lies there is not this prefix and its state.
-            fetch.release()
+        fetch = self._fetches.get(key)
+        # It may be for more than is of use: what lies there is not this prefix and its state.
+        is_of_use = fetch is not None and load.arriving and load.names == fetch.names[: len(load.names)]
+        if fetch is not None and not (is_of_use and fetch.hold()):
             fetch = None
         begun = self._loads[key] = self.cache.load(load.names, load.blocks, fetch)
         read = self._read.pop(key, ())
@@ -182,7 +183,7 @@ class KVMover(NoPayloads):
         if not shorten.num_tokens:
             self._cancel_load(shorten.key)
 
-    def load_of(self, key: RequestId) -> Load | None:
+    def load_of(self, key: RequestId) -> Loading | None:
         """What a run with it must wait for."""
         return self._loads.get(key)
 
@@ -239,9 +240,6 @@ class KVMover(NoPayloads):
 
     def _release_sessions(self, key: RequestId) -> None:
         self._end_fetch(key)
-        fetch = self._fetches.pop(key, None)
-        if fetch is not None:
-            fetch.release()
         self._sender.release(key)
         self._receiver.release(key)
 
@@ -249,21 +247,32 @@ class KVMover(NoPayloads):
         if self._fetcher is None:
             self._tell(events.FetchEnded(order.key, order.start))
             return
-        fetch = Fetch(order, self.cache)
+        fetch = self._fetches[order.key] = Fetching(order, self.cache)
         fetch.hold()
-        self._fetches[order.key] = fetch
         self._post(self._spawn, self._run_fetch(fetch, self._fetcher.begin(fetch)))
 
-    async def _run_fetch(self, fetch: Fetch, work: Coroutine[Any, Any, None]) -> None:
+    async def _run_fetch(self, fetch: Fetching, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        finally:  # no load that is decided when its end is known reads from it
+        finally:  # no load that is decided when its end is known reads from it, and what is of use is adopted
             self._later(self._forget_fetch, fetch)
 
-    def _forget_fetch(self, fetch: Fetch) -> None:
-        if self._fetches.get(fetch.key) is fetch:
-            del self._fetches[fetch.key]
+    def _forget_fetch(self, fetch: Fetching) -> None:
+        del self._fetches[fetch.key]
+        fetch.release()
+
+    def _adopt(self, adopt: events.Adopt) -> None:
+        fetch, names = self._fetches.get(adopt.request), adopt.names
+        if fetch is None or not fetch.hold():
+            self.lost_bytes(names)
+            return
+
+        def done(lost: Sequence[BlockName]) -> None:
             fetch.release()
+            if lost:
+                self.lost_bytes(lost)
+
+        self.cache.adopt(names, fetch.adopt, done)
 
     def _end_fetch(self, key: RequestId) -> None:
         if self._fetcher is not None:
@@ -290,55 +299,55 @@ class KVMover(NoPayloads):
             raise ProtocolError("blocks are wanted from a node without a cache")
         return self._lender
 
-    def introduced(self, connection: Session, node: NodeId) -> None:
+    def introduced(self, session: Session, node: NodeId) -> None:
         """It opened this session."""
-        self._names[connection] = node
+        self._names[session] = node
 
-    def on_peer(self, connection: Session, message: messages.PeerMessage) -> None:
+    def on_peer(self, session: Session, message: messages.PeerMessage) -> None:
         match message:
             case messages.Slices():
-                self._receiver.receive(connection, message)
+                self._receiver.receive(session, message)
             case messages.Given():
-                self.fetcher.receive(connection, message)
+                self.fetcher.receive(session, message)
             case messages.Sent():
-                self._receiver.sent(connection, message)
+                self._receiver.sent(session, message)
             case messages.Offer():
-                self._receiver.offered(connection, message)
+                self._receiver.offered(session, message)
             case messages.Grant():
-                self._sender.granted(connection, message.key)
+                self._sender.granted(session, message.key)
             case messages.Landed():
-                self._sender.landed(connection, message.key)
+                self._sender.landed(session, message.key)
             case messages.Want():
-                if connection not in self._names:
+                if session not in self._names:
                     raise ProtocolError("blocks are wanted over a session that was opened here")
-                self.lender.wanted(connection, self._names[connection], message)
-            case messages.Enough() if connection in self._names:
-                self.lender.enough(connection, message.key, self._names[connection])
+                self.lender.wanted(session, self._names[session], message)
+            case messages.Enough() if session in self._names:
+                self.lender.enough(session, message.key, self._names[session])
             case messages.Lent() | messages.Ended():
-                self.fetcher.answer(connection, message)
+                self.fetcher.answer(session, message)
 
-    def place(self, connection: Session, message: messages.PeerMessage, size: int) -> Sequence[memoryview]:
+    def place(self, session: Session, message: messages.PeerMessage, size: int) -> Sequence[memoryview]:
         match message:
             case messages.Slices():
-                return self._receiver.place(connection, message, size)
+                return self._receiver.place(session, message, size)
             case messages.Given():
-                return self.fetcher.place(connection, message, size)
-        return super().place(connection, message, size)
+                return self.fetcher.place(session, message, size)
+        return super().place(session, message, size)
 
-    def on_void(self, connection: Session, message: messages.PeerMessage) -> None:
+    def on_void(self, session: Session, message: messages.PeerMessage) -> None:
         match message:
             case messages.Slices():
-                self._receiver.void(connection, message)
+                self._receiver.void(session, message)
             case messages.Given():
-                self.fetcher.void(connection, message)
+                self.fetcher.void(session, message)
 
-    def lost(self, connection: Session, reason: str) -> None:
+    def lost(self, session: Session, reason: str) -> None:
         """A session ended, and what was under way over it with it."""
         if self._fetcher is not None and self._lender is not None:
-            self._fetcher.lost(connection)
-            self._lender.lost(connection)
-        keys = self._sender.lost(connection) + self._receiver.lost(connection)
+            self._fetcher.lost(session)
+            self._lender.lost(session)
+        keys = self._sender.lost(session) + self._receiver.lost(session)
         if keys:
-            name = self._names.get(connection, connection.peer)
+            name = self._names.get(session, session.peer)
             self._tell(events.Severed(tuple(keys), f"the session with {name} ended: {reason}"))
-        self._names.pop(connection, None)
+        self._names.pop(session, None)

@@ -153,7 +153,7 @@ class Group(NoPayloads):
         if self._connection is not None:
             self._connection.close()
 
-    def on_message(self, connection: Session, message: messages.Upward) -> None:
+    def on_message(self, session: Session, message: messages.Upward) -> None:
         match message:
             case messages.StageFound():
                 self._found[message.stage - 1].update(message.names)
@@ -170,8 +170,8 @@ class Group(NoPayloads):
             case _:
                 self._tell(message)
 
-    def on_close(self, connection: Session, reason: str) -> None:
-        self._end(f"the session with the next stage at {connection.peer} ended: {reason}")
+    def on_close(self, session: Session, reason: str) -> None:
+        self._end(f"the session with the next stage at {session.peer} ended: {reason}")
 
 
 @dataclass(eq=False)
@@ -179,7 +179,7 @@ class Stage:
     """One process of a group, with its session and the gauges of its last beat."""
 
     hello: messages.StageHello
-    connection: Session
+    session: Session
     heard_ns: int
     gauges: dict[str, float] = field(default_factory=dict)
 
@@ -211,7 +211,7 @@ class Groups:
         group[stage.hello.stage] = stage
         if len(group) == stage.hello.stages:
             addresses = tuple([group[number].hello.address for number in range(1, stage.hello.stages)])
-            group[0].connection.send(messages.Gathered(addresses))
+            group[0].session.send(messages.Gathered(addresses))
 
     def leave(self, stage: Stage) -> None:
         """The others cannot go on without it: they leave as well, and may come back as a new group."""
@@ -221,12 +221,12 @@ class Groups:
         del self._groups[stage.hello.group]
         for other in group.values():
             if other is not stage:
-                other.connection.send(messages.Stop())
+                other.session.send(messages.Stop())
 
     def sessions(self, group: NodeId) -> list[Session]:
         """Those with the stages that follow its leader; none for a node that is no group."""
         stages = sorted(self._groups.get(group, {}).items())
-        return [stage.connection for number, stage in stages if number]
+        return [stage.session for number, stage in stages if number]
 
     def followers(self) -> Iterator[Stage]:
         """All stages but the leaders, whom the head knows as nodes."""

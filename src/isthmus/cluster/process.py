@@ -242,9 +242,9 @@ class EngineProcess(ABC):
             (hello.protocol, hello.revision, hello.layout) == (mine.protocol, mine.revision, mine.layout)
         )
 
-    def introduced(self, connection: Session, hello: messages.PeerHello) -> None:
-        self.mover.introduced(connection, hello.node)
-        self._link_monitor.introduced(connection, hello.node)
+    def introduced(self, session: Session, hello: messages.PeerHello) -> None:
+        self.mover.introduced(session, hello.node)
+        self._link_monitor.introduced(session, hello.node)
 
     def _lost(self, names: Sequence[BlockName]) -> None:
         """From a thread of the store: bytes are gone that somebody counts on."""
@@ -263,10 +263,10 @@ class Vital(NoPayloads):
     def __init__(self, process: EngineProcess, what: str, heard: Callable[[Any], None]) -> None:
         self._process, self._what, self._heard = process, what, heard
 
-    def on_message(self, connection: Session, message: Any) -> None:
+    def on_message(self, session: Session, message: Any) -> None:
         self._heard(message)
 
-    def on_close(self, connection: Session, reason: str) -> None:
+    def on_close(self, session: Session, reason: str) -> None:
         self._process.end(f"the session with {self._what} ended: {reason}")
 
 
@@ -276,24 +276,24 @@ class FromPeer(NoPayloads):
     def __init__(self, process: EngineProcess, *, introduced: bool) -> None:
         self._process, self._introduced = process, introduced
 
-    def on_message(self, connection: Session, message: messages.PeerMessage) -> None:
+    def on_message(self, session: Session, message: messages.PeerMessage) -> None:
         if not self._introduced:
             if not isinstance(message, messages.PeerHello) or not self._process.trusts(message):
                 raise ProtocolError("it is not a node of this cluster, or runs another model or KV layout")
             self._introduced = True
-            self._process.introduced(connection, message)
+            self._process.introduced(session, message)
         elif isinstance(message, messages.PeerHello):
             raise ProtocolError("a second PeerHello")
         elif not isinstance(message, messages.Probe):
-            self._process.mover.on_peer(connection, message)
+            self._process.mover.on_peer(session, message)
 
-    def place(self, connection: Session, message: messages.PeerMessage, size: int) -> Sequence[memoryview]:
+    def place(self, session: Session, message: messages.PeerMessage, size: int) -> Sequence[memoryview]:
         if self._introduced:
-            return self._process.mover.place(connection, message, size)
-        return super().place(connection, message, size)
+            return self._process.mover.place(session, message, size)
+        return super().place(session, message, size)
 
-    def on_void(self, connection: Session, message: messages.PeerMessage) -> None:
-        self._process.mover.on_void(connection, message)
+    def on_void(self, session: Session, message: messages.PeerMessage) -> None:
+        self._process.mover.on_void(session, message)
 
-    def on_close(self, connection: Session, reason: str) -> None:
-        self._process.mover.lost(connection, reason)
+    def on_close(self, session: Session, reason: str) -> None:
+        self._process.mover.lost(session, reason)

@@ -36,7 +36,7 @@ MAX_NAMERS = 64
 Names = tuple[BlockName, ...]
 
 
-class _Live:
+class _Attempt:
     """An attempt with its tokens: all known ones. `cached`: prompt tokens that needed no computing; `num_loading`: of
     its cached prefix, blocks that are waited for; `snapshots` of its recurrent state that were taken, by position.
     """
@@ -77,14 +77,14 @@ class Execution:
 
     run: Run
     batch: Any
-    sampled: list[tuple[_Live, Piece]]
+    sampled: list[tuple[_Attempt, Piece]]
     on_layer: OnLayer | None
     before_layer: OnLayer | None
     missing: Missing | None = None
     steps: int = 0
     tokens: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs | None] = ()
-    ended: list[_Live] = field(default_factory=list)
+    ended: list[_Attempt] = field(default_factory=list)
 
     @property
     def over(self) -> bool:
@@ -106,7 +106,7 @@ class Runs:
         self.engine, self._mover, self._outputs = engine, mover, outputs
         self._clock_ns, self._onward = clock_ns, onward
         self._size, self._state_blocks = engine.layout.block_size, engine.layout.state_blocks
-        self._live: dict[RequestId, _Live] = {}
+        self._attempts: dict[RequestId, _Attempt] = {}
         self._awaited: RequestId
         self._namer = lru_cache(MAX_NAMERS)(self._new_namer)
         self.keeps_answers = self.saves = False
@@ -116,65 +116,65 @@ class Runs:
     # Under the node's lock.
 
     def begin(self, task: Task) -> None:
-        self._live[task.begin.key] = _Live(task)
+        self._attempts[task.begin.key] = _Attempt(task)
 
     def received(self, key: RequestId, token: int) -> None:
         """The first new token of an attempt, from where its prompt was computed."""
-        live = self._live.get(key)
-        if live is not None:
-            live.append(token)
+        attempt = self._attempts.get(key)
+        if attempt is not None:
+            attempt.append(token)
 
     def released(self, action: Release) -> None:
         """No run needs its tokens any more."""
-        self._live.pop(action.key, None)
+        self._attempts.pop(action.key, None)
 
     def admitted(self, action: Admitted) -> None:
-        live = self._live.get(action.request)
-        if live is None:
+        attempt = self._attempts.get(action.request)
+        if attempt is None:
             return
-        if live.cached is None:  # not again after a pre-emption
-            live.cached = min(action.cached_tokens, live.task.num_prompt)
-            self.counters["prefix_cache_hits"] += live.cached
-            self.counters["prefix_cache_queries"] += live.task.num_prompt
+        if attempt.cached is None:  # not again after a pre-emption
+            attempt.cached = min(action.cached_tokens, attempt.task.num_prompt)
+            self.counters["prefix_cache_hits"] += attempt.cached
+            self.counters["prefix_cache_queries"] += attempt.task.num_prompt
 
     def loading(self, action: Load) -> None:
-        live = self._live.get(action.key)
-        if live is not None:
-            live.num_loading = len(action.names)
+        attempt = self._attempts.get(action.key)
+        if attempt is not None:
+            attempt.num_loading = len(action.names)
 
     def shortened(self, action: Shorten) -> None:
         """Of a cached prefix not all could be loaded."""
-        live = self._live.get(action.key)
-        if live is None:
+        attempt = self._attempts.get(action.key)
+        if attempt is None:
             return
-        live.num_loading = -(-action.num_tokens // self._size)
-        if live.cached is not None:
-            self.counters["prefix_cache_hits"] -= max(0, live.cached - action.num_tokens)
-            live.cached = min(live.cached, action.num_tokens)
+        attempt.num_loading = -(-action.num_tokens // self._size)
+        if attempt.cached is not None:
+            self.counters["prefix_cache_hits"] -= max(0, attempt.cached - action.num_tokens)
+            attempt.cached = min(attempt.cached, action.num_tokens)
 
     def preempted(self, action: Preempted) -> None:
         self.counters["num_preemptions"] += 1
-        live = self._live.get(action.request)
-        if live is not None:
-            live.snapshots.clear()
+        attempt = self._attempts.get(action.request)
+        if attempt is not None:
+            attempt.snapshots.clear()
 
     def start(self, run: Run) -> Execution:
-        """Lays out a run that was decided. Its attempts are all live."""
+        """Lays out a run that was decided. Its attempts are all here."""
         pieces = run.pieces
-        lives = [self._live[piece.request] for piece in pieces]
+        attempts = [self._attempts[piece.request] for piece in pieces]
         chunks = [
-            self._chunk(live, piece, index < run.num_decodes)
-            for index, (live, piece) in enumerate(zip(lives, pieces, strict=True))
+            self._chunk(attempt, piece, index < run.num_decodes)
+            for index, (attempt, piece) in enumerate(zip(attempts, pieces, strict=True))
         ]
         batch = self.engine.build(chunks)
-        sampled = [(lives[index], pieces[index]) for index in batch.order]
-        prompts = list(zip(lives[run.num_decodes :], run.chunks, strict=True))
-        staged = [each for live, piece in prompts if (each := self._stage(live, piece)) is not None]
-        departing = [piece for live, piece in prompts if live.departs]
+        sampled = [(attempts[index], pieces[index]) for index in batch.order]
+        prompts = list(zip(attempts[run.num_decodes :], run.chunks, strict=True))
+        staged = [each for attempt, piece in prompts if (each := self._stage(attempt, piece)) is not None]
+        departing = [piece for attempt, piece in prompts if attempt.departs]
         on_layer = before_layer = None
         if departing or staged:
             on_layer = lambda layer: self._layer_done(layer, departing, staged)  # noqa: E731
-        loading = [live for live, _ in prompts if live.num_loading]
+        loading = [attempt for attempt, _ in prompts if attempt.num_loading]
         if loading:
             before_layer = lambda layer: self._await_loads(layer, loading)  # noqa: E731
         return Execution(run, batch, sampled, on_layer, before_layer)
@@ -185,8 +185,8 @@ class Runs:
             return
         if self._state_blocks:
             self._note_states(execution.run)
-        lives = [live for live, _ in execution.sampled]
-        execution.ended += self._emit(zip(lives, execution.tokens, execution.logprobs, strict=True))
+        attempts = [attempt for attempt, _ in execution.sampled]
+        execution.ended += self._emit(zip(attempts, execution.tokens, execution.logprobs, strict=True))
 
     def finish(self, execution: Execution) -> list[Missing | Stepped]:
         """What the node is to be told of an executed run."""
@@ -197,18 +197,18 @@ class Runs:
         counters["tokens_sampled"] += sampled * steps if self._onward is None else 0
         for piece in run.chunks if execution.before_layer is not None and steps else ():
             self._mover.loaded(piece.request)
-            if piece.request in self._live:
-                self._live[piece.request].num_loading = 0
-        ended = tuple([live.task.begin.key for live in execution.ended])
-        answers = tuple([self._all_names(live) for live in execution.ended]) if self.keeps_answers else ()
+            if piece.request in self._attempts:
+                self._attempts[piece.request].num_loading = 0
+        ended = tuple([attempt.task.begin.key for attempt in execution.ended])
+        answers = tuple([self._all_names(attempt) for attempt in execution.ended]) if self.keeps_answers else ()
         stepped = Stepped(steps, ended, answers)
         return [stepped] if execution.missing is None else [execution.missing, stepped]
 
     def sampled(self, message: StageSampled) -> tuple[RequestId, ...]:
         """First tokens of attempts whose prompts the last pipeline stage has computed. Returns which are over."""
-        found = zip(map(self._live.get, message.keys), message.tokens, message.logprobs, strict=True)
-        ended = self._emit((live, token, chosen) for live, token, chosen in found if live is not None)
-        return tuple([live.task.begin.key for live in ended])
+        found = zip(map(self._attempts.get, message.keys), message.tokens, message.logprobs, strict=True)
+        ended = self._emit((attempt, token, chosen) for attempt, token, chosen in found if attempt is not None)
+        return tuple([attempt.task.begin.key for attempt in ended])
 
     # By the worker, without the lock.
 
@@ -218,7 +218,7 @@ class Runs:
         inputs = execution.on_layer, execution.before_layer, hidden
         try:
             if self._onward is None:
-                rows = [live.row for live, _ in execution.sampled]
+                rows = [attempt.row for attempt, _ in execution.sampled]
                 execution.tokens, execution.logprobs = self.engine.step(execution.batch, rows, *inputs)
             else:
                 self._onward(execution.run, self.engine.relay(execution.batch, *inputs))
@@ -234,29 +234,31 @@ class Runs:
 
     # One iteration.
 
-    def _chunk(self, live: _Live, piece: Piece, decodes: bool) -> Chunk:
-        tokens = live.tokens[piece.start : piece.start + piece.count]
+    def _chunk(self, attempt: _Attempt, piece: Piece, decodes: bool) -> Chunk:
+        tokens = attempt.tokens[piece.start : piece.start + piece.count]
         return Chunk(
-            tokens, piece.start, piece.blocks, piece.samples, decodes, live.task.salt,
+            tokens, piece.start, piece.blocks, piece.samples, decodes, attempt.task.salt,
             piece.slot, piece.restore, piece.snapshots,
         )  # fmt: skip
 
-    def _stage(self, live: _Live, piece: Piece) -> Staging | None:
+    def _stage(self, attempt: _Attempt, piece: Piece) -> Staging | None:
         """Blocks that a chunk completes go to the store while it is computed."""
         if not self.saves:
             return None
-        full = slice(piece.start // self._size, min((piece.start + piece.count) // self._size, len(live.names)))
-        return self._mover.stage(piece.request, live.names[full], piece.blocks[full])
+        full = slice(
+            piece.start // self._size, min((piece.start + piece.count) // self._size, len(attempt.names))
+        )
+        return self._mover.stage(piece.request, attempt.names[full], piece.blocks[full])
 
-    def _await_loads(self, layer: int, loading: Sequence[_Live]) -> None:
+    def _await_loads(self, layer: int, loading: Sequence[_Attempt]) -> None:
         """The engine needs this layer of all prefixes in its batch. Raises PrefixMissing when it will not get it of the
         one that it waited for last."""
         started_ns = self._clock_ns()
-        for live in loading:
-            self._awaited = live.task.begin.key
+        for attempt in loading:
+            self._awaited = attempt.task.begin.key
             load = self._mover.load_of(self._awaited)
             if load is not None:
-                load.wait(layer, live.num_loading)
+                load.wait(layer, attempt.num_loading)
         self.counters["kv_wait_seconds"] += (self._clock_ns() - started_ns) / 1e9
 
     def _layer_done(self, layer: int, departing: Sequence[Piece], staged: Sequence[Staging]) -> None:
@@ -275,38 +277,38 @@ class Runs:
     def _note_states(self, run: Run) -> None:
         """Snapshots that the iteration took; of a departing prompt that is computed, the one that goes with it."""
         for piece in run.chunks:
-            live = self._live[piece.request]
-            live.snapshots.update(piece.snapshots)
-            if piece.samples and live.departs:
-                count = -(-len(live.tokens) // self._size)
-                blocks = piece.blocks[:count] + live.snapshots[len(live.tokens)]
+            attempt = self._attempts[piece.request]
+            attempt.snapshots.update(piece.snapshots)
+            if piece.samples and attempt.departs:
+                count = -(-len(attempt.tokens) // self._size)
+                blocks = piece.blocks[:count] + attempt.snapshots[len(attempt.tokens)]
                 layers = Span(0, self.engine.memory.layout.num_layers)
                 self._mover.kv_ready(
                     piece.request, layers, Span(count * self._size, len(blocks) * self._size), blocks
                 )
 
-    def _emit(self, sampled: Iterable[tuple[_Live, int, TokenLogprobs | None]]) -> list[_Live]:
+    def _emit(self, sampled: Iterable[tuple[_Attempt, int, TokenLogprobs | None]]) -> list[_Attempt]:
         """Adds sampled tokens to their attempts and tells them; returns the attempts that are over."""
         outputs, ended = [], []
-        for live, token, logprobs in sampled:
-            task = live.task
-            route, first = task.begin.route, len(live.tokens) == len(task.tokens)
-            live.append(token)
-            finish = live.finish_reason(token)
-            cached = live.cached if first else None
-            generated = Generated(len(live.tokens) - 1 - task.num_prompt, token, finish, logprobs, cached)
+        for attempt, token, logprobs in sampled:
+            task = attempt.task
+            route, first = task.begin.route, len(attempt.tokens) == len(task.tokens)
+            attempt.append(token)
+            finish = attempt.finish_reason(token)
+            cached = attempt.cached if first else None
+            generated = Generated(len(attempt.tokens) - 1 - task.num_prompt, token, finish, logprobs, cached)
             outputs.append(Output(route.request, route.attempt, generated))
             if finish is not None:
-                ended.append(live)
-            elif live.departs:
+                ended.append(attempt)
+            elif attempt.departs:
                 self._mover.first_token(task.begin.key, token)
         if outputs:
             self._outputs(outputs)
         return ended
 
-    def _all_names(self, live: _Live) -> Names:
+    def _all_names(self, attempt: _Attempt) -> Names:
         """Of all full blocks of prompt and answer. The last token has no KV."""
-        known, tokens, salt = live.names, live.tokens, live.task.salt
+        known, tokens, salt = attempt.names, attempt.tokens, attempt.task.salt
         full = (len(tokens) - 1) // self._size
         if full <= len(known):
             return known[:full]

@@ -26,10 +26,10 @@ Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 class NoPayloads:
     """The side of a session to which nobody sends payloads: one that comes all the same is the peer's mistake."""
 
-    def place(self, connection: Session, message: Any, size: int) -> Sequence[memoryview]:
-        raise ProtocolError(f"a {type(message).__name__} from {connection.peer} carried {size} bytes")
+    def place(self, session: Session, message: Any, size: int) -> Sequence[memoryview]:
+        raise ProtocolError(f"a {type(message).__name__} from {session.peer} carried {size} bytes")
 
-    def on_void(self, connection: Session, message: Any) -> None:
+    def on_void(self, session: Session, message: Any) -> None:
         """Nothing was placed."""
 
 
@@ -54,10 +54,10 @@ class Peers:
         return None if session is None or session.closed else session
 
     async def _connect(self, address: str) -> Session:
-        connection = await self._network.connect(address, PeerMessage, self._handler_of(), timeout_s=CONNECT_S)
-        connection.send(self._hello)
-        self._open[address] = connection
-        return connection
+        session = await self._network.connect(address, PeerMessage, self._handler_of(), timeout_s=CONNECT_S)
+        session.send(self._hello)
+        self._open[address] = session
+        return session
 
 
 def network_of(config: Config) -> TcpNetwork:

@@ -213,9 +213,9 @@ class StageNode(EngineProcess):
         self.stepper.start()
 
     def stop(self) -> None:
-        for connection in (self._head, self._before, self._after):
-            if connection is not None:
-                connection.close("the stage ends")
+        for session in (self._head, self._before, self._after):
+            if session is not None:
+                session.close("the stage ends")
         self.stepper.stop()
 
     def entering(self) -> Handler:
@@ -239,13 +239,13 @@ class StageNode(EngineProcess):
 
     # The stages before and after.
 
-    def open(self, connection: Session, opening: messages.StageOpen) -> None:
+    def open(self, session: Session, opening: messages.StageOpen) -> None:
         """The group forms. Raises ProtocolError when the one that opens it does not belong to it."""
         group, stage = self._facts.node, self._options.stage
         is_mine = (opening.hello.node, opening.stage) == (group, stage)
         if self._before is not None or not is_mine or not self.trusts(opening.hello):
             raise ProtocolError("it is no stage of this group, or runs another model or KV layout")
-        self._before = connection
+        self._before = session
         store = self._cache.store if self._cache is not None else None
         slots = store.arena.num_slots if store is not None else 0
         records = store.log.num_records if store is not None and store.log is not None else 0
@@ -293,9 +293,9 @@ class _FromBefore(Vital):
         self._node, self._opened = node, False
         self._hidden: dict[int, memoryview] = {}
 
-    def on_message(self, connection: Session, message: messages.Downward) -> None:
+    def on_message(self, session: Session, message: messages.Downward) -> None:
         if isinstance(message, messages.StageOpen):
-            self._node.open(connection, message)
+            self._node.open(session, message)
             self._opened = True
         elif not self._opened:
             raise ProtocolError("a message came before StageOpen")
@@ -304,12 +304,12 @@ class _FromBefore(Vital):
         else:
             self._heard(message)
 
-    def place(self, connection: Session, message: messages.Downward, size: int) -> Sequence[memoryview]:
+    def place(self, session: Session, message: messages.Downward, size: int) -> Sequence[memoryview]:
         if not isinstance(message, messages.StageRun) or not self._opened:
-            return super().place(connection, message, size)
+            return super().place(session, message, size)
         data = self._hidden[message.run] = memoryview(bytearray(size))
         return [data]
 
-    def on_close(self, connection: Session, reason: str) -> None:
+    def on_close(self, session: Session, reason: str) -> None:
         if self._opened:
-            super().on_close(connection, reason)
+            super().on_close(session, reason)

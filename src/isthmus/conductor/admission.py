@@ -21,10 +21,10 @@ from collections.abc import Callable
 
 from isthmus.conductor.events import RequestArrived
 from isthmus.conductor.rules import Rules
-from isthmus.conductor.view import ClusterView, NodeView, Placement, RequestView
+from isthmus.conductor.view import NodeView, Placement, RequestView, View
 from isthmus.types import NS_PER_MS, Role
 
-Forecast = Callable[[ClusterView, NodeView, Rules, int, int], tuple[float, float]]
+Forecast = Callable[[View, NodeView, Rules, int, int], tuple[float, float]]
 """(view, node, rules, now, then) -> requests and context tokens expected to decode on `node` at `then`."""
 
 
@@ -61,7 +61,7 @@ class Admission:
         self.sees_queues = self._forecast not in (None, _as_now)
 
     def at_arrival(
-        self, view: ClusterView, request: RequestArrived, placement: Placement, now: int
+        self, view: View, request: RequestArrived, placement: Placement, now: int
     ) -> Overload | None:
         """Refuses what its placement would let break a limit."""
         if not self._active:
@@ -77,7 +77,7 @@ class Admission:
         load = self._decode_load(view, nodes, request, now, now + placement.ttft_ns) / tbt_ns
         return self._judge(load, tbt_ns, nodes, view)
 
-    def at_decode(self, view: ClusterView, request: RequestView, now: int) -> Overload | None:
+    def at_decode(self, view: View, request: RequestView, now: int) -> Overload | None:
         """The decode node's own check, when the prompt is computed."""
         facts, node = request.arrived, request.decode
         tbt_ns = limit_ns(facts.tbt_ms, self._rules.tbt_ms)
@@ -87,7 +87,7 @@ class Admission:
         mean = node.context / node.batch
         return self._judge(_step_ns(view, node, batch, batch * mean) / tbt_ns, tbt_ns, [node], view)
 
-    def _judge(self, load: float, tbt_ns: float, nodes: list[NodeView], view: ClusterView) -> Overload | None:
+    def _judge(self, load: float, tbt_ns: float, nodes: list[NodeView], view: View) -> Overload | None:
         limit = self._rules.load_limit
         if load <= limit:
             return None
@@ -100,7 +100,7 @@ class Admission:
         return Overload("decode", load, too_many, wait_ns / NS_PER_MS)
 
     def _decode_load(
-        self, view: ClusterView, nodes: list[NodeView], request: RequestArrived, now: int, then: int
+        self, view: View, nodes: list[NodeView], request: RequestArrived, now: int, then: int
     ) -> float:
         """Mean over these nodes of the predicted time between tokens (ns), this request spread over them."""
         assert self._forecast is not None
@@ -113,10 +113,10 @@ class Admission:
 
 def _pool(node: NodeView) -> list[NodeView]:
     """The nodes that decode what `node` might: the decode nodes of its cluster, or those that do both."""
-    return node.pool.mixed if node.role is Role.MIXED else node.pool.decodes
+    return node.cluster.mixed if node.role is Role.MIXED else node.cluster.decodes
 
 
-def _step_ns(view: ClusterView, node: NodeView, batch: float, context: float) -> float:
+def _step_ns(view: View, node: NodeView, batch: float, context: float) -> float:
     """One iteration; between whole batch sizes linear."""
     whole = int(batch)
     fixed, slope = node.cost.decode_step_ps(max(1, whole))
@@ -131,13 +131,13 @@ def _decoding(node: NodeView) -> list[RequestView]:
     return [request for request in node.decodes.values() if not request.prefilling]
 
 
-def _as_now(view: ClusterView, node: NodeView, rules: Rules, now: int, then: int) -> tuple[float, float]:
+def _as_now(view: View, node: NodeView, rules: Rules, now: int, then: int) -> tuple[float, float]:
     """What decodes at this moment, as early rejection sees it: requests still in prefill do not count."""
     running = _decoding(node)
     return len(running), sum([request.arrived.num_tokens for request in running])
 
 
-def _uniform(view: ClusterView, node: NodeView, rules: Rules, now: int, then: int) -> tuple[float, float]:
+def _uniform(view: View, node: NodeView, rules: Rules, now: int, then: int) -> tuple[float, float]:
     """Every request decodes for `decode_s`: those that began before that are gone, queued ones have come."""
     batch, context = 0, 0
     for request in node.decodes.values():
@@ -148,7 +148,7 @@ def _uniform(view: ClusterView, node: NodeView, rules: Rules, now: int, then: in
     return batch, context
 
 
-def _survival(view: ClusterView, node: NodeView, rules: Rules, now: int, then: int) -> tuple[float, float]:
+def _survival(view: View, node: NodeView, rules: Rules, now: int, then: int) -> tuple[float, float]:
     """Each request counts with the chance that it still goes on, by the tokens it has and will have by then."""
     if not node.decodes:
         return 0.0, 0.0

@@ -15,9 +15,9 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-from isthmus.conductor.pools import Pool
+from isthmus.conductor.clusters import Cluster
 from isthmus.conductor.rules import Rules
-from isthmus.conductor.view import ClusterView, NodeView, Placement
+from isthmus.conductor.view import NodeView, Placement, View
 from isthmus.cost.lengths import Sample
 from isthmus.cost.offload import (
     Fleet,
@@ -41,7 +41,7 @@ LARGEST_BATCH = 4096
 class Capacity:
     """Learns lengths, answers for the nodes and links that `view` has now."""
 
-    def __init__(self, view: ClusterView, rules: Rules) -> None:
+    def __init__(self, view: View, rules: Rules) -> None:
         self._view, self._rules = view, rules
         self._uncached: deque[int] = deque()  # tokens of each prompt
         self._cached: deque[int] = deque()
@@ -65,35 +65,39 @@ class Capacity:
         return len(self._uncached) >= ENOUGH
 
     @property
-    def homes(self) -> list[Pool]:
+    def homes(self) -> list[Cluster]:
         """Clusters that decode."""
-        return [pool for pool in self._view.pools.values() if pool.decodes or pool.mixed]
+        return [cluster for cluster in self._view.clusters.values() if cluster.decodes or cluster.mixed]
 
     @property
-    def remotes(self) -> list[Pool]:
+    def remotes(self) -> list[Cluster]:
         """Clusters that prefill and have a link that works to one that decodes."""
-        homes = {pool.name for pool in self.homes}
+        homes = {cluster.name for cluster in self.homes}
         linked = {
             source for (source, target), link in self._view.links.items() if link.trusted and target in homes
         }
-        return [pool for pool in self._view.pools.values() if pool.name in linked and pool.has_prefill]
+        return [
+            cluster
+            for cluster in self._view.clusters.values()
+            if cluster.name in linked and cluster.has_prefill
+        ]
 
     @property
     def remote_nodes(self) -> list[NodeView]:
         """Of clusters that only prefill; where all decode too, each cluster's nodes serve the others."""
         homes = self.homes
-        remotes = [pool for pool in self.remotes if pool not in homes]
-        return [node for pool in remotes or self.remotes for node in pool.senders]
+        remotes = [cluster for cluster in self.remotes if cluster not in homes]
+        return [node for cluster in remotes or self.remotes for node in cluster.senders]
 
     @property
     def local_nodes(self) -> list[NodeView]:
-        return [node for pool in self.homes for node in pool.prefills]
+        return [node for cluster in self.homes for node in cluster.prefills]
 
     @property
     def egress(self) -> float:
         """Bytes per second."""
-        homes = {pool.name for pool in self.homes}
-        sources = {node.pool.name for node in self.remote_nodes}
+        homes = {cluster.name for cluster in self.homes}
+        sources = {node.cluster.name for node in self.remote_nodes}
         return float(
             sum(
                 link.lasting
@@ -115,10 +119,10 @@ class Capacity:
             self.egress,
         )
 
-    def rate(self, pool: Pool, num_prefill: int) -> float:
-        """Requests per second, equation (6), if so many of the prefill and decode nodes of `pool` did prefill, at the
-        fixed threshold or the best one then. There must be prompts."""
-        here = [node for node in pool.prefills if node.role is Role.PREFILL]
+    def rate(self, cluster: Cluster, num_prefill: int) -> float:
+        """Requests per second, equation (6), if so many of its prefill and decode nodes did prefill, at the fixed
+        threshold or the best one then. There must be prompts."""
+        here = [node for node in cluster.prefills if node.role is Role.PREFILL]
         num_local = len(self.local_nodes) - len(here) + num_prefill
         num_decodes = sum(len(home.decodes) for home in self.homes) + len(here) - num_prefill
         threshold: float | None = None
@@ -135,7 +139,7 @@ class Capacity:
             num_remote=len(self.remote_nodes),
             num_local=num_local + num_decodes,
             egress=self.egress,
-            decode_rate=self._decode_rate(pool.decodes[0]),
+            decode_rate=self._decode_rate(cluster.decodes[0]),
         )
         return bear(classes, fleet, num_local).rate
 
@@ -174,7 +178,7 @@ def _seconds(nodes: list[NodeView], cached: int) -> Callable[[float], float]:
     if not nodes:
         return lambda length: 1.0
     (node,) = nodes
-    ratio = node.pool.calibration.ratio / NS_PER_S
+    ratio = node.cluster.calibration.ratio / NS_PER_S
     return lambda length: node.cost.prefill_ns(round(length), cached) * ratio
 
 

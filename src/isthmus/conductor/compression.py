@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from isthmus.attempts import Fetch
+from isthmus.attempts import FetchOrder
 from isthmus.conductor.copies import ClusterLink
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import NodeView, Placement, RequestView
@@ -17,7 +17,9 @@ from isthmus.cost.transfer import INT8, NONE, Transfer, choose_codec, codec_spee
 from isthmus.types import NS_PER_S
 
 
-def encoded(rules: Rules, request: RequestView, placement: Placement, now: int) -> tuple[Fetch | None, str]:
+def encoded(
+    rules: Rules, request: RequestView, placement: Placement, now: int
+) -> tuple[FetchOrder | None, str]:
     """A placement's fetch with its codec, and the codec of its hand-over."""
     prefill, decode, fetch = placement.prefill, placement.decode, placement.fetch
     if fetch is not None and placement.source is not None:

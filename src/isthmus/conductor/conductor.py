@@ -40,7 +40,7 @@ from isthmus.conductor.eviction_cost import EvictionCost
 from isthmus.conductor.routing import Router
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.shedding import to_replace, to_shorten, to_thin
-from isthmus.conductor.view import ClusterView, Placement, RequestView
+from isthmus.conductor.view import Placement, RequestView, View
 from isthmus.cost.transfer import NONE
 from isthmus.types import MEMORY, NodeId, RequestId, Role
 
@@ -54,7 +54,7 @@ class Conductor:
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
-        self.view = ClusterView(rules.links)
+        self.view = View(rules.links)
         self._router = Router(self.view, rules)
         self._capacity = Capacity(self.view, rules)
         self._control = OffloadControl(self.view, rules, self._router, self._capacity)
@@ -111,17 +111,17 @@ class Conductor:
             assert placement is not None
         request = RequestView(event, now)
         self.view.requests[event.request] = request
-        pool = placement.prefill.pool
-        pool.recent.accept(now)
+        cluster = placement.prefill.cluster
+        cluster.recent.accept(now)
         if self._learns_lengths:
             self._capacity.add(event.num_tokens, placement)
-        self._eviction_cost.asked(event, pool, placement.deepest, now)
+        self._eviction_cost.asked(event, cluster, placement.deepest, now)
         actions.append(self._route(request, placement, now))
         return actions
 
     def _route(self, request: RequestView, placement: Placement, now: int) -> Route:
         event = request.arrived
-        placement.prefill.pool.recent.insert(len(event.names) - placement.held, now)
+        placement.prefill.cluster.recent.insert(len(event.names) - placement.own, now)
         self.view.assign(request, placement, now)
         if placement.source is not None:
             source, target = placement.source, placement.prefill
@@ -250,11 +250,11 @@ class Conductor:
 
     def _hold_expired(self, event: HoldExpired, now: int) -> list[Action]:
         request = self._attempt(event.request, event.attempt)
-        return [self._fail(request)] if request is not None and request.held else []
+        return [self._fail(request)] if request is not None and request.on_hold else []
 
     def _retry(self, request: RequestView, reason: str, now: int) -> list[Action]:
         """Ends the current attempt everywhere; then routes another, holds the request, or fails it."""
-        if request.held:
+        if request.on_hold:
             return []  # a second report of the attempt that ended
         name = request.arrived.request
         nodes = self._alive(request)
@@ -266,7 +266,7 @@ class Conductor:
         placement = self._router.place(request.arrived, now, again=True)
         if placement is not None:
             return [*actions, self._route(request, placement, now)]
-        request.held = True
+        request.on_hold = True
         return [*actions, Hold(name, request.attempt, reason)]
 
     def _lost(self, request: RequestView, reason: str, now: int) -> list[Action]:
@@ -281,9 +281,9 @@ class Conductor:
         """Routes what is on hold, in the order of arrival, as far as the nodes now allow."""
         routes: list[Action] = []
         for request in self.view.requests.values():
-            placement = self._router.place(request.arrived, now, again=True) if request.held else None
+            placement = self._router.place(request.arrived, now, again=True) if request.on_hold else None
             if placement is not None:
-                request.held = False
+                request.on_hold = False
                 routes.append(self._route(request, placement, now))
         return routes
 
@@ -327,11 +327,11 @@ class Conductor:
         actions: list[Action] = [*self._control.measured(event, now)]
         for state in event.links:
             if not state.up:
-                actions += self._cut(state.source, state.target, now)
+                actions += self._link_down(state.source, state.target, now)
         actions += self._resume(now)
         return [*actions, *self._conversion.measured(now)]
 
-    def _cut(self, source: str, target: str, now: int) -> list[Action]:
+    def _link_down(self, source: str, target: str, now: int) -> list[Action]:
         """Nothing crosses this direction of a link any more: what is on its way over it begins again elsewhere."""
         link = self.view.links.get((source, target))
         actions: list[Action] = []

@@ -39,7 +39,7 @@ from isthmus.conductor.copies import ClusterLink
 from isthmus.conductor.events import LinksMeasured, LinkState, ThresholdSet
 from isthmus.conductor.routing import Router
 from isthmus.conductor.rules import Rules
-from isthmus.conductor.view import ClusterView
+from isthmus.conductor.view import View
 from isthmus.types import NS_PER_S
 
 RETURN_NS, LONGEST_RETURN_NS, FORGIVEN_NS = 5 * NS_PER_S, 160 * NS_PER_S, 300 * NS_PER_S
@@ -133,7 +133,7 @@ class OffloadControl:
     """Steers a router by what `LinksMeasured` reports. It sets `threshold`, `abundant` and `guards` there, and
     the links."""
 
-    def __init__(self, view: ClusterView, rules: Rules, router: Router, capacity: Capacity) -> None:
+    def __init__(self, view: View, rules: Rules, router: Router, capacity: Capacity) -> None:
         self._rules, self._router, self._capacity = rules, router, capacity
         self._links = {pair: LinkControl(link) for pair, link in view.links.items()}
         self._measured_ns = self._told_ns = -1

@@ -17,10 +17,10 @@ hands over, decodes or sends.
 from __future__ import annotations
 
 from isthmus.conductor.capacity import Capacity
+from isthmus.conductor.clusters import Cluster
 from isthmus.conductor.events import Convert
-from isthmus.conductor.pools import Pool
 from isthmus.conductor.rules import Rules
-from isthmus.conductor.view import ClusterView, NodeView
+from isthmus.conductor.view import NodeView, View
 from isthmus.types import NS_PER_S, Role
 
 WINDOW_NS = 30 * NS_PER_S
@@ -34,12 +34,12 @@ OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 class Conversion:
     """At most one node drains, or has been asked to turn, at a time."""
 
-    def __init__(self, view: ClusterView, rules: Rules, capacity: Capacity) -> None:
+    def __init__(self, view: View, rules: Rules, capacity: Capacity) -> None:
         self._view, self._rules, self._capacity = view, rules, capacity
         self._node: NodeView | None = None
         self._asked = False
         self._rest_until, self._measured_ns = 0, -1
-        self._pressure: dict[tuple[Pool, Role], float] = {}
+        self._pressure: dict[tuple[Cluster, Role], float] = {}
 
     def measured(self, now: int) -> list[Convert]:
         """To be called with every `LinksMeasured`. Returns what a drained node is asked."""
@@ -77,14 +77,14 @@ class Conversion:
         passed_ns = now - self._measured_ns if self._measured_ns >= 0 else self._rules.period_ns
         self._measured_ns = now
         weight = min(1.0, passed_ns / WINDOW_NS)
-        for pool in self._view.pools.values():
-            prefills = [node for node in pool.prefills if node.role is Role.PREFILL]
+        for cluster in self._view.clusters.values():
+            prefills = [node for node in cluster.prefills if node.role is Role.PREFILL]
             shares = {Role.PREFILL: _busy(prefills)}
             if self._capacity.knows_lengths:
-                shares[Role.DECODE] = self._filled(pool.decodes)
+                shares[Role.DECODE] = self._filled(cluster.decodes)
             for role, share in shares.items():
-                before = self._pressure.get((pool, role), 0.0)
-                self._pressure[pool, role] = before + (share - before) * weight
+                before = self._pressure.get((cluster, role), 0.0)
+                self._pressure[cluster, role] = before + (share - before) * weight
 
     def _filled(self, nodes: list[NodeView]) -> float:
         """Of the largest batches; more than 1 where requests wait for their place."""
@@ -93,24 +93,24 @@ class Conversion:
 
     def _choose(self) -> NodeView | None:
         """The node to turn, if any: the least loaded of its role in the first cluster where turning one helps."""
-        for pool in self._view.pools.values():
+        for cluster in self._view.clusters.values():
             for role in (Role.DECODE, Role.PREFILL):  # what is short of nodes
-                if self._pressure.get((pool, role), 0.0) >= PRESSED:
-                    node = self._spare(pool, OTHER[role])
-                    if node is not None and self._helps(pool, role):
+                if self._pressure.get((cluster, role), 0.0) >= PRESSED:
+                    node = self._spare(cluster, OTHER[role])
+                    if node is not None and self._helps(cluster, role):
                         return node
         return None
 
-    def _helps(self, pool: Pool, role: Role) -> bool:
-        num_prefill = sum(node.role is Role.PREFILL for node in pool.prefills)
-        if not num_prefill or not pool.decodes:
+    def _helps(self, cluster: Cluster, role: Role) -> bool:
+        num_prefill = sum(node.role is Role.PREFILL for node in cluster.prefills)
+        if not num_prefill or not cluster.decodes:
             return False
         then = num_prefill + (1 if role is Role.PREFILL else -1)
-        return self._capacity.rate(pool, then) >= GAIN * self._capacity.rate(pool, num_prefill)
+        return self._capacity.rate(cluster, then) >= GAIN * self._capacity.rate(cluster, num_prefill)
 
-    def _spare(self, pool: Pool, role: Role) -> NodeView | None:
+    def _spare(self, cluster: Cluster, role: Role) -> NodeView | None:
         """Of the nodes of a role the one soonest drained, if another one, no smaller, stays."""
-        nodes = pool.decodes if role is Role.DECODE else [n for n in pool.prefills if n.role is role]
+        nodes = cluster.decodes if role is Role.DECODE else [n for n in cluster.prefills if n.role is role]
         for node in sorted(nodes, key=lambda node: (node.batch, node.work_ns)):
             if any(other.capacity_tokens >= node.capacity_tokens for other in nodes if other is not node):
                 return node
@@ -119,7 +119,7 @@ class Conversion:
     def _others(self, node: NodeView, role: Role, least: NodeView | None = None) -> bool:
         """Whether another node of its cluster has this role, and is no smaller than `least`."""
         return any(
-            other.pool is node.pool and other.role is role and other is not node
+            other.cluster is node.cluster and other.role is role and other is not node
             for other in self._view.nodes.values()
             if least is None or other.capacity_tokens >= least.capacity_tokens
         )

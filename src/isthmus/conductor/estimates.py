@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 
-from isthmus.attempts import Fetch
+from isthmus.attempts import FetchOrder
 from isthmus.blocks import state_names
 from isthmus.conductor.copies import expected_ns
 from isthmus.conductor.events import RequestArrived
 from isthmus.conductor.index import Levels, bits
-from isthmus.conductor.view import ClusterView, NodeView, Placement
+from isthmus.conductor.view import NodeView, Placement, View
 from isthmus.types import NS_PER_S
 
 Matched = tuple[Levels, Levels]
@@ -26,20 +26,20 @@ class Estimator:
 
     `held`: leading blocks that nodes have finished, those that only decode included, as levels; `depths[slot]`:
     those a node has or will have; `deepest`: the most that any will. `memo`: answers of `work_ns`, by
-    `depth << 16 | kind`. `pool`: the nodes' cluster; `foreign`: mask of nodes in other clusters to fetch from;
+    `depth << 16 | kind`. `cluster`: of the nodes; `foreign`: mask of nodes in other clusters to fetch from;
     `matched`: a match of all nodes, if there was one already.
 
     Of a hybrid model a node has a prefix up to the deepest block whose snapshot of the recurrent state it has too.
     """
 
     __slots__ = (
-        "deepest", "depths", "foreign", "held", "memo", "nodes", "now", "num_tokens", "pool", "ratio", "request",
+        "cluster", "deepest", "depths", "foreign", "held", "memo", "nodes", "now", "num_tokens", "ratio", "request",
         "view", "waits",
     )  # fmt: skip
 
     def __init__(
         self,
-        view: ClusterView,
+        view: View,
         request: RequestArrived,
         nodes: list[NodeView],
         now: int,
@@ -48,11 +48,12 @@ class Estimator:
     ) -> None:
         self.view, self.request, self.nodes, self.now, self.foreign = view, request, nodes, now, foreign
         self.num_tokens = request.num_tokens
-        self.pool = pool = nodes[0].pool
-        self.ratio = pool.calibration.ratio
+        self.cluster = cluster = nodes[0].cluster
+        self.ratio = cluster.calibration.ratio
         self.waits = [node.free_ns - now if node.free_ns > now else 0 for node in nodes]
-        mask = pool.prefill_mask if nodes is pool.prefills else sum([node.bit for node in nodes])
-        everyone = mask | (pool.lender_mask | foreign) & view.index.users  # of others, those that have anything
+        mask = cluster.prefill_mask if nodes is cluster.prefills else sum([node.bit for node in nodes])
+        # Of others, those that have anything.
+        everyone = mask | (cluster.lender_mask | foreign) & view.index.users
         if matched is None:
             self.held, expected = match(view, request, everyone)
         else:
@@ -102,7 +103,7 @@ class Estimator:
         work = max(self.work_ns(node, stop), self.disk_ns(node, start) - wait, transfer - wait)
         placement = Placement(node, stop, start, work, wait + work)
         self._note_compute(placement)
-        placement.fetch = Fetch(source.node, start, stop, self.now + int(transfer))
+        placement.fetch = FetchOrder(source.node, start, stop, self.now + int(transfer))
         placement.fetch_bytes, placement.source, placement.across = num_bytes, source, across
         return placement
 
@@ -122,7 +123,7 @@ class Estimator:
         placement.compute_ns = estimate if placement.work_ns <= int(estimate * self.ratio) else 0
 
 
-def match(view: ClusterView, request: RequestArrived, nodes: int) -> Matched:
+def match(view: View, request: RequestArrived, nodes: int) -> Matched:
     """How much of the prompt each of `nodes` (a mask) can use: (has, has or will have)."""
     if not view.state_blocks:
         return view.index.match(request.names, nodes)

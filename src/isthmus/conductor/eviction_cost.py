@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from isthmus.conductor.clusters import Cluster
 from isthmus.conductor.events import RequestArrived
-from isthmus.conductor.pools import Pool
-from isthmus.conductor.view import ClusterView, NodeView
+from isthmus.conductor.view import NodeView, View
 from isthmus.types import BlockName
 
 
@@ -25,7 +25,7 @@ class EvictionCost:
 
     __slots__ = ("_older", "_view", "_younger")
 
-    def __init__(self, view: ClusterView) -> None:
+    def __init__(self, view: View) -> None:
         self._view = view
         self._younger: dict[BlockName, tuple[NodeView, int]] = {}
         self._older: dict[BlockName, tuple[NodeView, int]] = {}
@@ -39,7 +39,7 @@ class EvictionCost:
         if len(self._younger) > sum([other.cache_blocks for other in self._view.prefills]):
             self._older, self._younger = self._younger, {}
 
-    def asked(self, request: RequestArrived, pool: Pool, depth: int, now: int) -> None:
+    def asked(self, request: RequestArrived, cluster: Cluster, depth: int, now: int) -> None:
         """A request accepted for a cluster where its first `depth` blocks are cached: what it computes again since it
         was evicted."""
         run = 0
@@ -49,8 +49,8 @@ class EvictionCost:
                 break
             run += 1
         if run:
-            node = pool.prefills[0]
+            node = cluster.prefills[0]
             total, size = request.num_tokens, node.block_size
             had, would = min(depth * size, total - 1), min((depth + run) * size, total - 1)
             lost = node.cost.prefill_ns(total - had, had) - node.cost.prefill_ns(total - would, would)
-            pool.recent.lose(max(0, lost) * pool.calibration.ratio, now)
+            cluster.recent.lose(max(0, lost) * cluster.calibration.ratio, now)

@@ -54,12 +54,12 @@ class PrefixIndex:
             _clear(self._disk, bit, names)
         return _clear(self._held, bit, names)
 
-    def promise(self, bit: int, names: Sequence[BlockName]) -> None:
+    def expect(self, bit: int, names: Sequence[BlockName]) -> None:
         """The node will have these blocks when a prefill that waits there is done."""
         self.users |= bit
         _set(self._coming, bit, names)
 
-    def unpromise(self, bit: int, names: Sequence[BlockName]) -> None:
+    def unexpect(self, bit: int, names: Sequence[BlockName]) -> None:
         _clear(self._coming, bit, names)
 
     def drop(self, bit: int) -> None:

@@ -29,7 +29,7 @@ FAR_LESS = 2.0
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """`offload`: prefill in the other cluster. `copy`: first bring the longer prefix over from where it lies."""
+    """Whether to prefill in the other cluster, and whether to bring the longer prefix over first."""
 
     offload: bool
     copy: bool = False

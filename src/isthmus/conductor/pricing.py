@@ -33,7 +33,7 @@ def isthmus(estimator: Estimator, rules: Rules) -> Placement:
 
 
 class _Pricing:
-    """`_best`: the cheapest option so far: (index of its node, whom it fetches from, up to which block)."""
+    """The options for one request, weighed one by one."""
 
     __slots__ = (
         "_across",
@@ -51,16 +51,17 @@ class _Pricing:
     )
 
     def __init__(self, estimator: Estimator) -> None:
-        view, now, count, pool = estimator.view, estimator.now, len(estimator.nodes), estimator.pool
+        view, now, count, cluster = estimator.view, estimator.now, len(estimator.nodes), estimator.cluster
         self._estimator = estimator
         first = view.num_routed % count
         self._order = [*range(first, count), *range(first)]
-        price = pool.recent.backlog_price(estimator.waits, now)
+        price = cluster.recent.backlog_price(estimator.waits, now)
         self._prices = [price] * count
-        if pool.has_mixed:
+        if cluster.has_mixed:
             self._prices = [price + (node.batch if node.role is Role.MIXED else 0) for node in estimator.nodes]
-        self._room = price * pool.recent.loss_per_block_ns(now)  # price of the room one block takes
+        self._room = price * cluster.recent.loss_per_block_ns(now)  # price of the room one block takes
         self._num_blocks = len(estimator.request.names)
+        # The cheapest so far: index of its node, whom it fetches from, up to which block.
         self._best: tuple[int, NodeView | None, int] = (0, None, 0)
         self._best_score = math.inf
         self._shortest = min(estimator.waits)
@@ -83,7 +84,7 @@ class _Pricing:
         estimator, prices = self._estimator, self._prices
         nodes, waits, depths = estimator.nodes, estimator.waits, estimator.depths
         reads_disk, order = estimator.view.index.uses_disk, self._order
-        if estimator.pool.prefills_alike and not reads_disk and not estimator.pool.has_mixed:
+        if estimator.cluster.prefills_alike and not reads_disk and not estimator.cluster.has_mixed:
             order = self._soonest()
         for at in order:
             node, wait = nodes[at], waits[at]
@@ -109,7 +110,7 @@ class _Pricing:
     def _may_pay(self, stop: int) -> bool:
         """Whether so many cached blocks could make some node the cheapest, if to fetch them took no time."""
         estimator = self._estimator
-        if not estimator.pool.prefills_alike or estimator.pool.has_mixed:
+        if not estimator.cluster.prefills_alike or estimator.cluster.has_mixed:
             return True
         work = estimator.work_ns(estimator.nodes[0], stop)
         room = self._room * (self._num_blocks - stop + 1)  # whoever fetches so far has less

@@ -12,28 +12,28 @@ import math
 from collections.abc import Iterator
 from operator import attrgetter
 
-from isthmus.attempts import Fetch
+from isthmus.attempts import FetchOrder
+from isthmus.conductor.clusters import Cluster
 from isthmus.conductor.estimates import Estimator, Matched, can_copy, least_sending, match
 from isthmus.conductor.events import RequestArrived
 from isthmus.conductor.index import Levels, bits
 from isthmus.conductor.offload import Decision, Prediction, abundant, guarded, scarce
 from isthmus.conductor.policies import FETCHING, POLICIES
-from isthmus.conductor.pools import Pool
 from isthmus.conductor.rules import Rules
-from isthmus.conductor.view import ClusterView, NodeView, Placement
+from isthmus.conductor.view import NodeView, Placement, View
 from isthmus.types import MIXED, PREFILL
 
 
 class Router:
-    """`threshold`, `abundant`, `guards`: see `offload`; whoever controls offloading sets them."""
+    """Places requests by a view that it only reads. How offloading is decided is set from outside: `OffloadControl`."""
 
-    def __init__(self, view: ClusterView, rules: Rules) -> None:
+    def __init__(self, view: View, rules: Rules) -> None:
         self._view, self._rules = view, rules
         self._links = view.links
         self._policy = POLICIES[rules.policy]
-        self.threshold = rules.threshold
-        self.abundant = rules.cache_mode == "abundant"
-        self.guards = False
+        self.threshold = rules.threshold  # uncached tokens, None while nothing is offloaded
+        self.abundant = rules.cache_mode == "abundant"  # bandwidth: cached prefixes are copied between clusters
+        self.guards = False  # what the link and the queues are like now may overrule the threshold
 
     def place(self, request: RequestArrived, now: int, *, again: bool = False) -> Placement | None:
         """Where a request goes; None when no node, or pair, can take it. `again`: after a failure."""
@@ -43,36 +43,38 @@ class Router:
             return None if found is None else found[0]
         caches = _Caches(self._view, request)
         for home in self._homes(request, caches):
-            for pool, foreign in self._prefill_pools(request, home, caches, now, again):
-                found = self._place_in(request, home, pool, now, foreign, caches.matched)
+            for cluster, foreign in self._prefill_clusters(request, home, caches, now, again):
+                found = self._place_in(request, home, cluster, now, foreign, caches.matched)
                 if found is not None:
-                    return self._with_copies(*found, home, caches)
+                    return self._with_transfers(*found, home, caches)
         return None
 
     # Clusters.
 
-    def _homes(self, request: RequestArrived, caches: _Caches) -> list[Pool]:
+    def _homes(self, request: RequestArrived, caches: _Caches) -> list[Cluster]:
         """Clusters that can decode it, the best first."""
         ranked = []
-        for at, pool in enumerate(self._view.pools.values()):
-            nodes = _that_fit(pool.decodes, request) or _that_fit(pool.mixed, request)
+        for at, cluster in enumerate(self._view.clusters.values()):
+            nodes = _that_fit(cluster.decodes, request) or _that_fit(cluster.mixed, request)
             if nodes:
                 least = min([_step_key(node, request.num_tokens) for node in nodes])
-                ranked.append((-caches.tokens(pool), least, at, pool))
-        return [pool for *_, pool in sorted(ranked)]
+                ranked.append((-caches.tokens(cluster), least, at, cluster))
+        return [cluster for *_, cluster in sorted(ranked)]
 
-    def _prefill_pools(
-        self, request: RequestArrived, home: Pool, caches: _Caches, now: int, again: bool
-    ) -> Iterator[tuple[Pool, int]]:
+    def _prefill_clusters(
+        self, request: RequestArrived, home: Cluster, caches: _Caches, now: int, again: bool
+    ) -> Iterator[tuple[Cluster, int]]:
         """Clusters to prefill in, the chosen one first; each with the mask of nodes elsewhere to fetch from."""
         predictions = {
-            pool: self._predict(request, home, pool, caches, now)
-            for pool in self._view.pools.values()
-            if pool is home or self._serves(pool, home)
+            cluster: self._predict(request, home, cluster, caches, now)
+            for cluster in self._view.clusters.values()
+            if cluster is home or self._serves(cluster, home)
         }
-        others = [pool for pool in predictions if pool is not home]
+        others = [cluster for cluster in predictions if cluster is not home]
         # What is not trusted comes last: it serves what nothing else can.
-        others.sort(key=lambda pool: (not self._links[pool.name, home.name].trusted, predictions[pool].cost_ns))
+        others.sort(
+            key=lambda cluster: (not self._links[cluster.name, home.name].trusted, predictions[cluster].cost_ns)
+        )
         if others and not again and self._links[others[0].name, home.name].trusted:
             there = others[0]
             decision = self._decide(request, caches.tokens(home), caches.tokens(there))
@@ -86,34 +88,34 @@ class Router:
             else:
                 yield home, caches.longer_than(home) if decision.copy else 0
         yield home, 0
-        for pool in others:
-            yield pool, 0
+        for cluster in others:
+            yield cluster, 0
 
     def _decide(self, request: RequestArrived, home: int, there: int) -> Decision:
         rule = abundant if self.abundant else scarce
         return rule(request.num_tokens, home, there, self.threshold)
 
-    def _serves(self, pool: Pool, home: Pool) -> bool:
+    def _serves(self, cluster: Cluster, home: Cluster) -> bool:
         """Whether it can prefill for that home."""
-        link = self._links.get((pool.name, home.name))
-        return link is not None and link.up and pool.has_prefill
+        link = self._links.get((cluster.name, home.name))
+        return link is not None and link.up and cluster.has_prefill
 
     def _predict(
-        self, request: RequestArrived, home: Pool, pool: Pool, caches: _Caches, now: int
+        self, request: RequestArrived, home: Cluster, cluster: Cluster, caches: _Caches, now: int
     ) -> Prediction:
         """On the node with the shortest queue, with what the cluster has cached."""
-        nodes = _that_fit(pool.prefills if pool is home else pool.senders, request)
+        nodes = _that_fit(cluster.prefills if cluster is home else cluster.senders, request)
         if not nodes:
             return Prediction(math.inf, math.inf, 0.0)
         waits = [max(0, node.free_ns - now) for node in nodes]
-        node, cached = nodes[waits.index(min(waits))], caches.tokens(pool)
-        work = node.cost.prefill_ns(request.num_tokens - cached, cached) * pool.calibration.ratio
-        price = pool.recent.backlog_price(waits, now)
+        node, cached = nodes[waits.index(min(waits))], caches.tokens(cluster)
+        work = node.cost.prefill_ns(request.num_tokens - cached, cached) * cluster.calibration.ratio
+        price = cluster.recent.backlog_price(waits, now)
         if node.role is MIXED:
             price += node.batch
         ttft = min(waits) + work
-        if pool is not home:
-            link = self._links[pool.name, home.name]
+        if cluster is not home:
+            link = self._links[cluster.name, home.name]
             sent = (request.num_tokens - caches.tokens(home)) * node.cost.kv_token_bytes + node.state_bytes
             ttft = link.handed_over_ns(sent, node.state_bytes, ttft)
         return Prediction(ttft, work, price)
@@ -123,22 +125,22 @@ class Router:
     def _place_in(
         self,
         request: RequestArrived,
-        home: Pool,
-        pool: Pool,
+        home: Cluster,
+        cluster: Cluster,
         now: int,
         foreign: int = 0,
         matched: Matched | None = None,
     ) -> tuple[Placement, Estimator] | None:
-        """On nodes of `pool` to prefill and, unless one of them decodes as well, of `home` to decode."""
+        """On nodes of `cluster` to prefill and, unless one of them decodes as well, of `home` to decode."""
         length = request.num_tokens + request.max_tokens  # a later attempt prefills what was generated as well
-        nodes, decodes = pool.prefills if pool is home else pool.senders, home.decodes
+        nodes, decodes = cluster.prefills if cluster is home else cluster.senders, home.decodes
         if length > home.smallest_decode:
             decodes = [node for node in decodes if node.capacity_tokens >= length]
-        if pool is not home and not decodes:
+        if cluster is not home and not decodes:
             decodes = _that_fit(home.mixed, request)
             if not decodes:
                 return None
-        if length > pool.smallest_prefill or (pool.has_prefill and not decodes):
+        if length > cluster.smallest_prefill or (cluster.has_prefill and not decodes):
             nodes = [
                 node for node in nodes if node.capacity_tokens >= length and (decodes or node.role is MIXED)
             ]
@@ -147,49 +149,51 @@ class Router:
         estimator = Estimator(self._view, request, nodes, now, foreign, matched)
         placement = self._policy(estimator, self._rules)
         placement.deepest = estimator.deepest
-        if request.max_tokens > 1 and (placement.prefill.role is PREFILL or pool is not home):
+        # After one token nothing is left to decode: the KV need not move.
+        if request.max_tokens > 1 and (placement.prefill.role is PREFILL or cluster is not home):
             placement.decode = _least_step(decodes, request.num_tokens)
-        return placement, estimator  # nothing is left to decode after one token: the KV need not move
+        return placement, estimator
 
-    def _with_copies(
-        self, placement: Placement, estimator: Estimator, home: Pool, caches: _Caches
+    def _with_transfers(
+        self, placement: Placement, estimator: Estimator, home: Cluster, caches: _Caches
     ) -> Placement:
         """With what crosses between clusters, and what need not."""
         if estimator.foreign and placement.fetch is None and self._rules.policy not in FETCHING:
-            placement = _copied(estimator, placement)
-        if placement.decode.pool is not placement.prefill.pool:
+            placement = _fetching(estimator, placement)
+        if placement.decode.cluster is not placement.prefill.cluster:
             _recall(self._view, estimator.request, placement)
         placement.uncached = estimator.num_tokens - caches.tokens(home)
         if self.abundant:
-            placement.uncached = estimator.num_tokens - max(caches.by_pool.values())
+            placement.uncached = estimator.num_tokens - max(caches.by_cluster.values())
         return placement
 
 
 class _Caches:
     """How many tokens of a prompt each cluster has cached, or will have. However many, the last one is computed."""
 
-    def __init__(self, view: ClusterView, request: RequestArrived) -> None:
+    def __init__(self, view: View, request: RequestArrived) -> None:
         self._view = view
-        pools = view.pools.values()
-        everywhere = sum([pool.prefill_mask | pool.lender_mask for pool in pools])
+        clusters = view.clusters.values()
+        everywhere = sum([cluster.prefill_mask | cluster.lender_mask for cluster in clusters])
         self.matched = match(view, request, everywhere)
         _, levels = self.matched
-        self.by_pool = {
-            pool: min(
-                _deepest(levels, pool.prefill_mask | pool.lender_mask) * view.block_size, request.num_tokens - 1
+        self.by_cluster = {
+            cluster: min(
+                _deepest(levels, cluster.prefill_mask | cluster.lender_mask) * view.block_size,
+                request.num_tokens - 1,
             )
-            for pool in pools
+            for cluster in clusters
         }
 
-    def tokens(self, pool: Pool) -> int:
-        return self.by_pool[pool]
+    def tokens(self, cluster: Cluster) -> int:
+        return self.by_cluster[cluster]
 
-    def longer_than(self, pool: Pool) -> int:
+    def longer_than(self, cluster: Cluster) -> int:
         """Mask of the nodes in linked clusters with a longer prefix than this one."""
         mask = 0
-        for other, tokens in self.by_pool.items():
-            link = self._view.links.get((other.name, pool.name))
-            if tokens > self.by_pool[pool] and link is not None and link.trusted:
+        for other, tokens in self.by_cluster.items():
+            link = self._view.links.get((other.name, cluster.name))
+            if tokens > self.by_cluster[cluster] and link is not None and link.trusted:
                 mask |= other.prefill_mask | other.lender_mask
         return mask
 
@@ -198,7 +202,7 @@ def _deepest(levels: Levels, nodes: int) -> int:
     return max([depth for depth, group in levels if group & nodes], default=0)
 
 
-def _copied(estimator: Estimator, placement: Placement) -> Placement:
+def _fetching(estimator: Estimator, placement: Placement) -> Placement:
     """The same node, with the longest prefix fetched from another cluster, for policies that never fetch."""
     longest, holders = estimator.held[-1]
     node = placement.prefill
@@ -210,7 +214,7 @@ def _copied(estimator: Estimator, placement: Placement) -> Placement:
     return fetched
 
 
-def _recall(view: ClusterView, request: RequestArrived, placement: Placement) -> None:
+def _recall(view: View, request: RequestArrived, placement: Placement) -> None:
     """Leaves out of the hand-over what the decode node has, or can get within its cluster.
 
     Blocks of tokens alone are looked for: the recurrent state comes whole from the prefill node in any case.
@@ -219,8 +223,8 @@ def _recall(view: ClusterView, request: RequestArrived, placement: Placement) ->
     if not decode.cache_blocks:
         return  # what it reuses lies in its engine's memory, with the requests that are computed there
     names = request.names[: (request.num_tokens - 1) // decode.block_size]
-    pool = decode.pool
-    levels, _ = view.index.match(names, pool.prefill_mask | pool.lender_mask | decode.bit)
+    cluster = decode.cluster
+    levels, _ = view.index.match(names, cluster.prefill_mask | cluster.lender_mask | decode.bit)
     own = _deepest(levels, decode.bit)
     for depth, holders in reversed(levels):
         if depth <= own:
@@ -229,10 +233,10 @@ def _recall(view: ClusterView, request: RequestArrived, placement: Placement) ->
         if nodes:
             lender = min(nodes, key=lambda node: len(node.link_out.copies))
             placement.lender, placement.handover_start = lender, depth
-            placement.recall = Fetch(lender.node, own, depth)
+            placement.recall = FetchOrder(lender.node, own, depth)
             return
     if own:
-        placement.handover_start, placement.recall = own, Fetch(decode.node, 0, own)
+        placement.handover_start, placement.recall = own, FetchOrder(decode.node, 0, own)
 
 
 def _that_fit(nodes: list[NodeView], request: RequestArrived) -> list[NodeView]:

@@ -17,20 +17,11 @@ class LinkRule(msgspec.Struct, frozen=True):
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """`max_requests`: accepted at once; `max_attempts`: routes of one request, beside those that lost a node or a link;
-    the rest as in the configuration.
-
-    `ttft_ms`, `tbt_ms`: limits of requests that bring none, None for no limit.
-    `codecs`: by which KV may be encoded on its way, where that is sooner there.
-    `links`: between clusters, both directions of each; `threshold`: more uncached tokens than that are prefilled in
-    another cluster, None solves it; `priced`: no threshold, each prompt goes where it is predicted to cost least (see
-    `offload`); `cache_mode`, `control`, `convert`, `cool_down_s`: as in `offload`;
-    `period_ns`: how often the driver says `LinksMeasured`.
-    """
+    """What is not explained here is an option of `scheduling` or `offload` in docs/configuration.md."""
 
     policy: str = "least_loaded"
-    max_requests: int = 1024
-    max_attempts: int = 3
+    max_requests: int = 1024  # accepted at once
+    max_attempts: int = 3  # routes of one request, beside those that lost a node or a link
     retry_after_ms: int = 1000
     admission: str = "none"
     reserve: float = 0.0
@@ -39,17 +30,18 @@ class Rules(msgspec.Struct, frozen=True):
     decode_s: float = 10.0
     load_limit: float = 1.0
     seed: int = 0
-    codecs: tuple[str, ...] = ()
+    codecs: tuple[str, ...] = ()  # by which KV may be encoded on its way, where that is sooner there
+    # Limits of requests that bring none; None for no limit.
     ttft_ms: int | None = None
     tbt_ms: int | None = None
-    links: tuple[LinkRule, ...] = ()
-    threshold: int | None = None
-    priced: bool = False
+    links: tuple[LinkRule, ...] = ()  # between clusters, both directions of each
+    threshold: int | None = None  # uncached tokens; prompts with more are prefilled elsewhere; None: is solved
+    priced: bool = False  # no threshold: each prompt goes where it is predicted to cost least
     cache_mode: str = "scarce"
     control: bool = False
     convert: bool = False
     cool_down_s: float = 60.0
-    period_ns: int = NS_PER_S
+    period_ns: int = NS_PER_S  # how often the driver says `LinksMeasured`
 
     @property
     def decode_ns(self) -> int:

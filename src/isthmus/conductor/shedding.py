@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from isthmus.conductor.events import RequestArrived
-from isthmus.conductor.view import ClusterView, NodeView, RequestView
+from isthmus.conductor.view import NodeView, RequestView, View
 
 
 def waiting_below(nodes: Iterable[NodeView], priority: int) -> list[RequestView]:
@@ -32,7 +32,7 @@ def _most_work_first(found: list[RequestView]) -> list[RequestView]:
     return sorted(found, key=lambda request: (request.arrived.priority, -request.work_ns))
 
 
-def to_replace(view: ClusterView, request: RequestArrived) -> list[RequestView]:
+def to_replace(view: View, request: RequestArrived) -> list[RequestView]:
     """Whom to turn away so that there is one request less; empty when nobody may be."""
     return _most_work_first(waiting_below(view.prefills, request.priority))[:1]
 
@@ -48,7 +48,7 @@ def to_shorten(node: NodeView, request: RequestArrived, excess_ns: float) -> lis
     return chosen if excess_ns <= 0 else []
 
 
-def to_thin(view: ClusterView, request: RequestArrived, num_requests: int, until: int) -> list[RequestView]:
+def to_thin(view: View, request: RequestArrived, num_requests: int, until: int) -> list[RequestView]:
     """Whom to turn away so that at `until` `num_requests` fewer decode; empty when there are not so many."""
     waiting = waiting_below(view.prefills, request.priority)
     chosen = [victim for victim in waiting if victim.expected_ns <= until][:num_requests]

@@ -1,16 +1,16 @@
-"""The conductor's picture of the cluster: nodes, their queues, batches and caches; requests and their place."""
+"""The conductor's picture of all clusters: nodes, their queues, batches and caches; requests and their place."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from isthmus.attempts import Fetch
+from isthmus.attempts import FetchOrder
 from isthmus.blocks import state_name
+from isthmus.conductor.clusters import Cluster
 from isthmus.conductor.copies import ClusterLink, Copy, Link, end
 from isthmus.conductor.events import NodeJoined, RequestArrived
 from isthmus.conductor.index import PrefixIndex
 from isthmus.conductor.learning import OutputLengths
-from isthmus.conductor.pools import Pool
 from isthmus.conductor.rules import LinkRule
 from isthmus.cost import Curve, NodeCost, compile_cost
 from isthmus.types import BlockName, NodeId, RequestId, Role
@@ -28,14 +28,7 @@ UNKNOWN = Curve(
 
 
 class NodeView:
-    """One node: what waits for prefill there, what decodes there, and its links.
-
-    `bit`: its place in the index's masks. `work_ns`: of requests whose first token is not out;
-    `free_ns`: when that will be done. `kind`: nodes of one kind take the same time for the same work.
-    `batch`, `context`: requests placed here to decode, and their tokens. `pool`: its cluster. `state_bytes`: of a
-    sequence's recurrent state, which a snapshot keeps in `state_blocks` blocks. `draining`: it finishes what it has
-    and gets nothing new.
-    """
+    """One node: what waits for prefill there, what decodes there, and its links."""
 
     __slots__ = (
         "batch",
@@ -44,6 +37,7 @@ class NodeView:
         "block_size",
         "cache_blocks",
         "capacity_tokens",
+        "cluster",
         "context",
         "cost",
         "decodes",
@@ -58,7 +52,6 @@ class NodeView:
         "max_sequences",
         "node",
         "paths",
-        "pool",
         "prefills",
         "role",
         "service_ns",
@@ -68,32 +61,31 @@ class NodeView:
         "work_ns",
     )
 
-    def __init__(self, joined: NodeJoined, slot: int, kind: int, cost: NodeCost, pool: Pool) -> None:
-        self.node, self.role, self.slot, self.bit, self.kind = joined.node, joined.role, slot, 1 << slot, kind
+    def __init__(self, joined: NodeJoined, slot: int, kind: int, cost: NodeCost, cluster: Cluster) -> None:
+        self.node, self.role, self.cost, self.cluster = joined.node, joined.role, cost, cluster
+        self.slot, self.bit = slot, 1 << slot  # its place in the index's masks
+        self.kind = kind  # nodes of one kind take the same time for the same work
+        self.draining = False  # it finishes what it has and gets nothing new
         self.capacity_tokens, self.block_size = joined.capacity_tokens, joined.block_size
-        self.cost, self.pool, self.draining = cost, pool, False
-        self.max_sequences, self.state_blocks = joined.max_sequences, joined.state_blocks
-        self.state_bytes = cost.state_bytes
+        self.max_sequences = joined.max_sequences
+        # Of a sequence's recurrent state; a snapshot keeps it in so many blocks.
+        self.state_bytes, self.state_blocks = cost.state_bytes, joined.state_blocks
         self.block_bytes = cost.kv_token_bytes * joined.block_size
         self.cache_blocks = joined.cache_blocks
         self.paths, self.kv_dtype = joined.paths, joined.kv_dtype
         self.hands_over_on_link = joined.paths.network > 0 and not joined.paths.handover
         self.link_in, self.link_out = Link(joined.paths.network), Link(joined.paths.network)
         self.prefills: dict[RequestId, RequestView] = {}
+        self.work_ns = 0  # of requests whose first token is not out
+        self.free_ns = 0  # when that will be done
+        self.service_ns = 0  # when it turned to the first of them
         self.decodes: dict[RequestId, RequestView] = {}
-        self.work_ns = self.free_ns = self.service_ns = 0
-        self.batch = self.context = self.evictions = 0
+        self.batch = self.context = 0  # requests placed here to decode, and their tokens
+        self.evictions = 0
 
 
 class Placement:
-    """Where a request shall go. `cached`: leading blocks counted on, of which the node has or computes `held`.
-
-    `work_ns`: node time of its prefill; `compute_ns`: what the cost model alone says of it, 0 when it waits for
-    KV rather than computes; `ttft_ns`: until its first token. `fetch_bytes` come from `source`, `across` a link between
-    clusters unless it is in the same. `deepest`: leading blocks that any node has or will have.
-    `handover_start`, `recall`: as in `Route`; `lender`: who is recalled from, if another node. `uncached`: tokens by
-    which it was judged whether to offload it.
-    """
+    """Where a request shall go, and what that is predicted to take: what a policy answers."""
 
     __slots__ = (
         "across",
@@ -104,8 +96,8 @@ class Placement:
         "fetch",
         "fetch_bytes",
         "handover_start",
-        "held",
         "lender",
+        "own",
         "prefill",
         "recall",
         "source",
@@ -114,16 +106,23 @@ class Placement:
         "work_ns",
     )
 
-    def __init__(self, prefill: NodeView, cached: int, held: int, work_ns: float, ttft_ns: float) -> None:
-        self.prefill, self.cached, self.held = prefill, cached, held
-        self.work_ns, self.ttft_ns = int(work_ns), int(ttft_ns)
-        self.compute_ns = self.deepest = self.uncached = 0
-        self.decode: NodeView = prefill
-        self.fetch: Fetch | None = None
-        self.fetch_bytes = self.handover_start = 0
+    def __init__(self, prefill: NodeView, cached: int, own: int, work_ns: float, ttft_ns: float) -> None:
+        self.prefill = self.decode = prefill
+        self.cached = cached  # leading blocks that are counted on
+        self.own = own  # of these, what the node has itself, or will have when its queue is computed
+        self.work_ns = int(work_ns)  # node time of the prefill
+        self.ttft_ns = int(ttft_ns)  # until the first token
+        self.compute_ns = 0  # of these, computing by the cost model; 0: it waits for KV rather than computes
+        self.deepest = 0  # leading blocks that any node has or will have
+        self.uncached = 0  # tokens by which it was judged whether to offload
+        # What is fetched for the prefill, and over which link if `source` is in another cluster.
+        self.fetch: FetchOrder | None = None
+        self.fetch_bytes = 0
         self.source: NodeView | None = None
         self.across: ClusterLink | None = None
-        self.recall: Fetch | None = None
+        # What is not handed over, as in `Route`; `lender`: another node that the decode node gets it from.
+        self.handover_start = 0
+        self.recall: FetchOrder | None = None
         self.lender: NodeView | None = None
 
     def handover_bytes(self, num_tokens: int) -> int:
@@ -134,34 +133,26 @@ class Placement:
 
 
 class RequestView:
-    """One accepted request: its facts, the attempt under way, and what it was assigned with.
-
-    `expected_ns`: when its first token was predicted; `decode_ns`: when its KV was whole where it decodes, -1
-    before. `prefill`, `decode`: its nodes, None when it has none; `prefilling`: its first token is not out;
-    `handing_over`: its KV is not where it decodes. `held`: its last attempt ended, for `reason`, and no node
-    could take the next one yet. `losses`: attempts that ended since a node or a link went. `across`: the link between
-    clusters that its hand-over crosses, with `owed` bytes; `lender`: whom its decode node gets a part of its prefix
-    from.
-    """
+    """One accepted request: its facts, the attempt under way, and what it was assigned with, to be taken back."""
 
     __slots__ = (
         "across",
         "arrived",
         "arrived_ns",
         "attempt",
+        "coming",
         "compute_ns",
         "copy",
         "decode",
         "decode_ns",
         "expected_ns",
         "handing_over",
-        "held",
         "lender",
         "losses",
+        "on_hold",
         "owed",
         "prefill",
         "prefilling",
-        "promised",
         "reason",
         "streaming",
         "work_ns",
@@ -169,17 +160,23 @@ class RequestView:
 
     def __init__(self, arrived: RequestArrived, now: int) -> None:
         self.arrived, self.arrived_ns = arrived, now
-        self.attempt = self.work_ns = self.compute_ns = self.expected_ns = 0
+        self.attempt = self.work_ns = self.compute_ns = 0
+        self.losses = 0  # attempts that ended since a node or a link went
         self.prefill: NodeView | None = None
         self.decode: NodeView | None = None
-        self.prefilling = self.handing_over = self.held = self.streaming = False
-        self.decode_ns = -1
-        self.copy: Copy | None = None
-        self.across: ClusterLink | None = None
-        self.lender: NodeView | None = None
-        self.owed = self.losses = 0
-        self.promised: Sequence[BlockName] = ()
+        self.expected_ns = 0  # when its first token was predicted
+        self.decode_ns = -1  # when its KV was whole where it decodes, -1 before
+        self.prefilling = False  # its first token is not out
+        self.handing_over = False  # its KV is not where it decodes
+        self.streaming = False
+        self.on_hold = False  # its last attempt ended, for `reason`, and no node could take the next one yet
         self.reason = ""
+        self.copy: Copy | None = None  # what is fetched for its prefill
+        self.coming: Sequence[BlockName] = ()  # blocks that its prefill node will have
+        # The link between clusters that its hand-over crosses, with so many bytes.
+        self.across: ClusterLink | None = None
+        self.owed = 0
+        self.lender: NodeView | None = None  # whom its decode node gets a part of the prefix from
 
     @property
     def nodes(self) -> tuple[NodeView, ...]:
@@ -191,12 +188,12 @@ class RequestView:
         return prefill, decode
 
 
-class ClusterView:
+class View:
     """Nodes in the order they joined, and accepted requests in the order they came.
 
-    `prefills`, `decodes`: the nodes a request may prefill or only decode on, in all clusters; `pools`: by cluster;
-    `alone`: the only pool, None when there are several. `links`: between clusters, by source and target.
-    `block_size`, `state_blocks`: of the one model that all nodes serve. `num_routed`: routes so far.
+    `prefills`, `decodes`: the nodes a request may prefill or only decode on, in all clusters; `alone`: the only
+    cluster, None when there are several. `links`: between clusters, by source and target. `block_size`,
+    `state_blocks`: of the one model that all nodes serve. `num_routed`: routes so far.
     """
 
     def __init__(self, links: Sequence[LinkRule] = ()) -> None:
@@ -204,8 +201,8 @@ class ClusterView:
         self.requests: dict[RequestId, RequestView] = {}
         self.index = PrefixIndex()
         self.outputs = OutputLengths()
-        self.pools: dict[str, Pool] = {}
-        self.alone: Pool | None = Pool("")
+        self.clusters: dict[str, Cluster] = {}
+        self.alone: Cluster | None = Cluster("")
         self.links = {(rule.source, rule.target): ClusterLink(rule) for rule in links}
         self.prefills: list[NodeView] = []
         self.decodes: list[NodeView] = []
@@ -225,11 +222,11 @@ class ClusterView:
         kind = (facts, joined.paths, joined.block_size)
         if kind not in self._kinds:
             self._kinds.append(kind)
-        if joined.cluster not in self.pools:
-            self.pools[joined.cluster] = Pool(joined.cluster)
-            self.alone = self.pools[joined.cluster] if len(self.pools) == 1 else None
-        pool = self.pools[joined.cluster]
-        node = NodeView(joined, slot, self._kinds.index(kind), compile_cost(facts), pool)
+        if joined.cluster not in self.clusters:
+            self.clusters[joined.cluster] = Cluster(joined.cluster)
+            self.alone = self.clusters[joined.cluster] if len(self.clusters) == 1 else None
+        cluster = self.clusters[joined.cluster]
+        node = NodeView(joined, slot, self._kinds.index(kind), compile_cost(facts), cluster)
         self._slots[slot] = self.nodes[joined.node] = node
         self.block_size, self.state_blocks = joined.block_size, max(self.state_blocks, joined.state_blocks)
         self.sort_roles()
@@ -244,25 +241,25 @@ class ClusterView:
 
     def sort_roles(self) -> None:
         """To be called whenever a node came, left, began to drain or changed its role."""
-        nodes: dict[Pool, list[NodeView]] = {pool: [] for pool in self.pools.values()}
+        nodes: dict[Cluster, list[NodeView]] = {cluster: [] for cluster in self.clusters.values()}
         for node in self.nodes.values():
-            nodes[node.pool].append(node)
+            nodes[node.cluster].append(node)
         homes = {
-            node.pool.name
+            node.cluster.name
             for node in self.nodes.values()
             if node.role is not Role.PREFILL and not node.draining
         }
         served = {source for source, target in self.links if target in homes}
-        for pool, members in nodes.items():
-            pool.sort(members, serves_others=pool.name in served)
-        self.prefills = [node for pool in nodes for node in pool.prefills]
-        self.decodes = [node for pool in nodes for node in pool.decodes]
+        for cluster, members in nodes.items():
+            cluster.sort(members, serves_others=cluster.name in served)
+        self.prefills = [node for cluster in nodes for node in cluster.prefills]
+        self.decodes = [node for cluster in nodes for node in cluster.decodes]
 
     def across(self, source: NodeView, target: NodeView) -> ClusterLink | None:
         """The link from one node's cluster to the other's; None within one."""
-        if source.pool is target.pool:
+        if source.cluster is target.cluster:
             return None
-        return self.links[source.pool.name, target.pool.name]
+        return self.links[source.cluster.name, target.cluster.name]
 
     @property
     def num_slots(self) -> int:
@@ -291,8 +288,8 @@ class ClusterView:
         prefill.prefills[facts.request] = request
         prefill.work_ns += request.work_ns
         prefill.free_ns = (prefill.free_ns if prefill.free_ns > now else now) + request.work_ns
-        request.promised = _coming(facts, placement)
-        self.index.promise(prefill.bit, request.promised)
+        request.coming = _coming(facts, placement)
+        self.index.expect(prefill.bit, request.coming)
         decode.decodes[facts.request] = request
         decode.batch += 1
         decode.context += facts.num_tokens
@@ -322,7 +319,7 @@ class ClusterView:
         if not request.prefilling or node is None:
             return
         if request.compute_ns:
-            node.pool.calibration.add(now - node.service_ns, request.compute_ns)
+            node.cluster.calibration.add(now - node.service_ns, request.compute_ns)
         self._leave_queue(request, node)
         node.service_ns = now
         node.free_ns = now + node.work_ns
@@ -369,8 +366,8 @@ class ClusterView:
         request.prefilling = False
         del node.prefills[request.arrived.request]
         node.work_ns -= request.work_ns
-        self.index.unpromise(node.bit, request.promised)
-        request.promised = ()
+        self.index.unexpect(node.bit, request.coming)
+        request.coming = ()
 
     def requests_on(self, node: NodeView) -> Iterable[RequestView]:
         """Requests that need `node` still: its prefill, and whom a prefix is recalled from, until its KV is handed
@@ -402,8 +399,8 @@ class ClusterView:
 def _coming(request: RequestArrived, placement: Placement) -> Sequence[BlockName]:
     """Names of blocks that its prefill node has not yet and will have: of a hybrid model also the snapshot that its
     scheduler takes at the end of the last block with a token after it."""
-    names, node = request.names[placement.held :], placement.prefill
+    names, node = request.names[placement.own :], placement.prefill
     last = (request.num_tokens - 1) // node.block_size
-    if not node.state_blocks or last <= placement.held or last > len(request.names):
+    if not node.state_blocks or last <= placement.own or last > len(request.names):
         return names
     return *names, state_name(request.names[last - 1], node.state_blocks - 1, node.state_blocks)

@@ -27,18 +27,16 @@ from isthmus.models import ModelSpec
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """`dtype`: None takes the model's own; `kv_bytes`: memory for KV and live states; `max_length`: None takes the
-    model's; `layers`: the half-open range of layers of a pipeline stage, None for the whole model (see
-    `split_layers`); `max_sequences`: slots for live states, in models with recurrent layers."""
+    """How a model is run here. None takes the model's own, and of `device` and `threads` the machine's."""
 
     dtype: str | None = None
     device: str | None = None
     threads: int | None = None
     block_size: int = 16
-    kv_bytes: int = 1 << 30
+    kv_bytes: int = 1 << 30  # for KV and live states
     max_length: int | None = None
-    layers: tuple[int, int] | None = None
-    max_sequences: int = 64
+    layers: tuple[int, int] | None = None  # half-open, of a pipeline stage (`split_layers`); None: all
+    max_sequences: int = 64  # slots for live states, in models with recurrent layers
 
 
 class Engine:

@@ -7,14 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class GatewaySettings:
-    """`long_prompt_chars`: texts longer than this are tokenised in a thread, so that the loop stays free.
-
-    `max_sequences`: prompts times `n` that one HTTP request may ask for. `ttft_ms`, `tbt_ms`: the limits of
-    requests that bring none, for counting those that were kept.
-    """
+    """Limits of one HTTP request, and by which of its answers are counted as in time."""
 
     max_body_bytes: int = 8 * 1024 * 1024
-    long_prompt_chars: int = 20_000
-    max_sequences: int = 256
+    long_prompt_chars: int = 20_000  # longer texts are tokenised in a thread, so that the loop stays free
+    max_sequences: int = 256  # prompts times `n`
+    # Of requests that bring none.
     ttft_ms: int | None = None
     tbt_ms: int | None = None

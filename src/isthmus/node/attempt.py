@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isthmus.attempts import Fetch
+from isthmus.attempts import FetchOrder
 from isthmus.node.events import Begin, Grant, Load
 from isthmus.node.extent import Extent
 from isthmus.scheduler import Actions, Sequence
@@ -10,28 +10,28 @@ from isthmus.types import DECODE
 
 
 class Attempt(Sequence):
-    """`begin`: what the node was told; `extent`: what is handed over; `fetch`: what it gets from another node. `pinned`
-    is, of what is received, all that its node has or gets itself, until that is in the engine.
-
-    `started`: its first chunk was in a run; `granted`: its decode node has room; `sampled`: its first token is known.
-    `received`, `recalled`: what is handed over, and what of the prompt is not, is in the engine. `moved_ns`: when bytes
-    of it were last handed over, 0 before any; `lost_ns`: when it is given up, 0: not at all, since `reason`.
-    """
+    """A sequence for the scheduler; and what it waits for. `pinned` is, of what is received, all that its node has or
+    gets itself, until that is in the engine."""
 
     __slots__ = (
-        "begin", "extent", "fetch", "granted", "lost_ns", "moved_ns", "reason", "recalled", "received", "sampled",
-        "started",
+        "begin", "extent", "fetch", "given_up_ns", "granted", "moved_ns", "reason", "recalled", "received",
+        "sampled", "started",
     )  # fmt: skip
 
     def __init__(self, begin: Begin, extent: Extent, departs: bool) -> None:
         """`departs`: it leaves the batch when its prompt is computed."""
         Sequence.__init__(self, begin.key, begin.num_tokens, begin.stop_length)
         route = begin.route
-        self.begin, self.extent = begin, extent
-        self.fetch: Fetch | None = None
-        self.started = self.granted = self.sampled = self.received = False
-        self.recalled = not route.handover_start
-        self.moved_ns = self.lost_ns = 0
+        self.begin = begin  # what the node was told
+        self.extent = extent  # what is handed over
+        self.fetch: FetchOrder | None = None  # what it gets from another node
+        self.started = False  # its first chunk was in a run
+        self.granted = False  # its decode node has room
+        self.sampled = False  # its first token is known
+        self.received = False  # what is handed over is in the engine
+        self.recalled = not route.handover_start  # what of the prompt is not handed over is, too
+        self.moved_ns = 0  # when bytes of it were last handed over, 0 before any
+        self.given_up_ns = 0  # when it is given up, for `reason`; 0: not at all
         self.reason = ""
         if route.fetch is not None or route.recall is not None:
             self.fetch = begin.fetch

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import msgspec
 
-from isthmus.attempts import Fetch as FetchOrder
-from isthmus.attempts import Report, Route
+from isthmus.attempts import FetchOrder, Report, Route
 from isthmus.node.extent import Extent
 from isthmus.scheduler import Admitted, Joined, Preempted, Run, Saved, Stepped
+from isthmus.scheduler import Adopt as Adopt
 from isthmus.scheduler import Demote as Demote
 from isthmus.scheduler import Drop as Drop
 from isthmus.scheduler import Load as Load
@@ -202,7 +202,7 @@ class Read(msgspec.Struct, frozen=True, tag=True):
 
 class Fetch(msgspec.Struct, frozen=True, tag=True):
     """Get blocks `names[start:]` of a prefix from another node's cache into DRAM; say `Came`, and `FetchEnded` once in
-    any case, even after `Release`. `whole`: as in `Wanted`."""
+    any case, even after `Release`. An `Adopt` may follow either at once. `whole`: as in `Wanted`."""
 
     key: RequestId
     source: NodeId
@@ -288,7 +288,7 @@ class Wake(msgspec.Struct, frozen=True, tag=True):
 
 Action = (
     Run | Cut | Joined | Preempted
-    | Admitted | Load | Read | Save | Promote | Demote | Drop | Shorten
+    | Admitted | Load | Read | Save | Adopt | Promote | Demote | Drop | Shorten
     | Fetch | EndFetch | Give | Offer | Grant | Send | Finish | Land | Release | Wake
     | Report
 )  # fmt: skip

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from isthmus.attempts import Fetch as FetchOrder
-from isthmus.attempts import FetchFinished, PrefillFinished, RequestFailed, RoleChanged
+from isthmus.attempts import FetchFinished, FetchOrder, PrefillFinished, RequestFailed, RoleChanged
 from isthmus.blocks import state_names
 from isthmus.node import events
 from isthmus.node.attempt import Attempt
@@ -22,7 +21,7 @@ from isthmus.scheduler import Limits, Saved, Scheduler, Stepped
 from isthmus.scheduler.sequence import DECODING, DEPARTING, JOINING, RECEIVING
 from isthmus.types import DECODE, NS_PER_MS, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role
 
-LOST_NS = 250 * NS_PER_MS
+SEVERED_NS = 250 * NS_PER_MS
 """So long the head is given to find out itself that a node is gone: one death is to cost one attempt."""
 TRANSFER_NS = 30 * NS_PER_S
 MAX_DISTRUSTED = 1024
@@ -31,8 +30,11 @@ Names = tuple[BlockName, ...]
 
 
 class Node:
-    """`limits`: of each role. `stages`: of the pipeline group that the node is; then the tokens of prompts come by
-    `Sampled`. `transfer_ns`: how long a hand-over or a fetch that has begun may bring nothing."""
+    """The decider of one node. Its attempts are the scheduler's sequences, so each is in one place there.
+
+    `limits`: of each role that it may be given. `stages`: of the pipeline group that it is; with several, the first
+    tokens of prompts come by `Sampled`. `transfer_ns`: how long a hand-over or a fetch that began may bring nothing.
+    """
 
     def __init__(
         self,
@@ -209,9 +211,9 @@ class Node:
             attempt = self._attempts.get(key)
             if attempt is None or attempt.received or attempt.state in (JOINING, DECODING):
                 continue  # nothing is awaited over it
-            if not attempt.lost_ns:
-                attempt.lost_ns, attempt.reason = now + LOST_NS, event.reason
-                actions.append(events.Wake(attempt.lost_ns))
+            if not attempt.given_up_ns:
+                attempt.given_up_ns, attempt.reason = now + SEVERED_NS, event.reason
+                actions.append(events.Wake(attempt.given_up_ns))
 
     def _moved(self, event: events.Moved, now: int, actions: list[events.Action]) -> None:
         if not event.fetched:
@@ -224,7 +226,7 @@ class Node:
     def _woken(self, event: events.Woken, now: int, actions: list[events.Action]) -> None:
         late = now - self._transfer_ns
         for attempt in list(self._attempts.values()):
-            if attempt.lost_ns and now >= attempt.lost_ns:
+            if attempt.given_up_ns and now >= attempt.given_up_ns:
                 self._fail(attempt, attempt.reason, now, actions)
             elif 0 < attempt.moved_ns < late and attempt.state is RECEIVING and not attempt.received:
                 self._fail(attempt, f"no KV came for {self._transfer_ns / NS_PER_S:g} s", now, actions)
@@ -243,7 +245,7 @@ class Node:
         """Its prompt is computed and its first token is known."""
         attempt.sampled = True
         if attempt.granted:
-            actions.append(events.Finish(attempt.request))
+            actions.append(events.Finish(attempt.begin.key))
 
     def _landed(self, event: events.Landed, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
@@ -290,7 +292,7 @@ class Node:
     def _maybe_whole(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
         """Every KV group is whole: KV of all tokens and, if the model has one, the recurrent state."""
         if attempt.received and attempt.recalled:
-            actions.append(events.Land(attempt.request, attempt.begin.peer))
+            actions.append(events.Land(attempt.begin.key, attempt.begin.peer))
             self._cut(actions)
             self.scheduler.imported(attempt)
             if self.scheduler.run is None:
@@ -312,7 +314,7 @@ class Node:
     def _came(self, event: events.Came, now: int, actions: list[events.Action]) -> None:
         fetch, _ = self._fetches.get(event.key, (None, 0))
         if fetch is not None:
-            self._keep_fetched(fetch.names[: self._num_present(fetch, event.stop)], now, actions)
+            self._keep_fetched(fetch, self._num_present(fetch, event.stop), now, actions)
 
     def _num_present(self, fetch: events.Fetch, stop: int) -> int:
         """How many leading blocks are here, now that `[start, stop)` came: what it was to follow may have gone."""
@@ -328,32 +330,21 @@ class Node:
         if attempt is not None:
             attempt.fetches = False
         if attempt is None or attempt.begin.part is DECODE:
-            self._keep_fetched(fetch.names[:stop], now, actions)
-            self._drop_unkept(fetch.names[stop:], actions)
+            self._keep_fetched(fetch, stop, now, actions)
             return
         if fetch.whole:
             count = len(fetch.names) - self._state_blocks
             stop = count if stop == len(fetch.names) else min(stop, count - 1)
         self.scheduler.fetched(attempt, stop, actions)
         self._plan(now, actions)
-        self._drop_unkept(fetch.names, actions)
         route = attempt.begin.route
         actions.append(FetchFinished(route.request, route.attempt))
 
-    def _keep_fetched(self, names: Names, now: int, actions: list[events.Action]) -> None:
-        """The cache gets a prefix that came from another node and lies in DRAM."""
-        if names:
-            self.scheduler.keep(names, actions)
+    def _keep_fetched(self, fetch: events.Fetch, stop: int, now: int, actions: list[events.Action]) -> None:
+        """The cache gets a prefix that is here, a part of it from another node."""
+        if stop:
+            self.scheduler.keep(fetch.names[:stop], actions, fetch.key)
             self._plan(now, actions)
-            self._drop_unkept(names, actions)
-
-    def _drop_unkept(self, names: Names, actions: list[events.Action]) -> None:
-        """What came of these and is not kept, for want of room or of the block it follows, goes."""
-        tiers = self.tiers
-        if tiers is not None and tiers.match(names)[0] < len(names):
-            useless = [name for name in names if not tiers.holds(name)]
-            if useless:
-                actions.append(events.Drop(tuple(useless)))
 
     def _wanted(self, event: events.Wanted, now: int, actions: list[events.Action]) -> None:
         """Keeps what is given where it is until the other node says `Enough`."""
@@ -401,7 +392,7 @@ class Node:
         self._is_cut = False
         if self._forgotten:
             for attempt in self._forgotten:
-                actions.append(events.Release(attempt.request))
+                actions.append(events.Release(attempt.begin.key))
                 scheduler.forget(attempt)
             self._forgotten.clear()
         for key in event.ended:
@@ -468,6 +459,10 @@ class Node:
             self._plan(now, actions)
 
     def _recovered(self, event: events.Recovered, now: int, actions: list[events.Action]) -> None:
+        """What is not kept, for want of room or of the block it follows, goes."""
         self.scheduler.recover(event.chains, actions)
-        for chain in event.chains:
-            self._drop_unkept(chain, actions)
+        tiers = self.tiers
+        if tiers is not None:
+            useless = [name for chain in event.chains for name in chain if not tiers.holds(name)]
+            if useless:
+                actions.append(events.Drop(tuple(dict.fromkeys(useless))))

@@ -7,6 +7,7 @@ from isthmus.scheduler.budget import CPU_TILE, TILE, Chunking, StepTime, TbtTarg
 from isthmus.scheduler.events import (
     Actions,
     Admitted,
+    Adopt,
     Demote,
     Drop,
     Joined,
@@ -30,6 +31,7 @@ __all__ = [
     "TILE",
     "Actions",
     "Admitted",
+    "Adopt",
     "BlockPool",
     "Chunking",
     "CountingPool",

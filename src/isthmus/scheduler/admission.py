@@ -17,10 +17,10 @@ _NOTHING = Prefix()
 
 
 class Admission:
-    """`waiting`: prompts to compute, in order of arrival; one that was pre-empted comes first."""
+    """The queue of prompts to compute here, and its door."""
 
     def __init__(self, limits: Limits, memory: Memory, prefixes: Prefixes, batch: Batch) -> None:
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: deque[Sequence] = deque()  # in order of arrival; who was pre-empted comes first
         self._limits, self._memory, self._prefixes, self._batch = limits, memory, prefixes, batch
         self._in_order = limits.order == "fcfs"
 

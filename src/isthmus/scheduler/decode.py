@@ -20,12 +20,11 @@ Entry = tuple[int, int, Sequence]
 
 
 class DecodeClock:
-    """`now`: iterations so far. `sequences`: who decodes, in the order in which they began. `fills`: empty if nobody
-    will ever need a block."""
+    """All that decode on one node, and the iteration they are at."""
 
     def __init__(self, limits: Limits) -> None:
-        self.now = 0
-        self.sequences: dict[Sequence, None] = {}
+        self.now = 0  # iterations so far
+        self.sequences: dict[Sequence, None] = {}  # in the order in which they began
         self._limits = limits
         self._offsets = 0  # sum over `sequences`
         self._ends: list[Entry] = []  # at its last token

@@ -1,4 +1,7 @@
-"""What a node tells its scheduler of runs, and what the scheduler answers. Token positions are 0-based, half-open."""
+"""What a node tells its scheduler of runs, and what the scheduler answers. Token positions are 0-based, half-open.
+
+`request`, and `key`: what the node calls it, which is the key of the attempt.
+"""
 
 from __future__ import annotations
 
@@ -129,6 +132,14 @@ class Save(msgspec.Struct, frozen=True, tag=True):
     head: BlockName | None
     blocks: tuple[int, ...]
     num_sunk: int = 0
+
+
+class Adopt(msgspec.Struct, frozen=True, tag=True):
+    """These blocks, which the fetch for a request brought into DRAM, are the cache's from now on; say which of them
+    could not be."""
+
+    request: RequestId
+    names: tuple[BlockName, ...]
 
 
 class Promote(msgspec.Struct, frozen=True, tag=True):

@@ -15,11 +15,11 @@ from isthmus.scheduler.sequence import EXPECTED, JOINED, JOINING, RECEIVING, RES
 
 
 class Incoming:
-    """`expected`: wait for blocks; `joining`: are here, and wait for a place."""
+    """Who comes from another node, in the order of the routes."""
 
     def __init__(self, limits: Limits, memory: Memory, batch: Batch) -> None:
-        self.expected: deque[Sequence] = deque()
-        self.joining: deque[Sequence] = deque()
+        self.expected: deque[Sequence] = deque()  # wait for blocks
+        self.joining: deque[Sequence] = deque()  # are here, and wait for a place
         self._num_reserved = 0  # RECEIVING and JOINING: they hold blocks and no place yet
         self._max_sequences, self._memory, self._batch = limits.max_sequences, memory, batch
 

@@ -15,7 +15,7 @@ from isthmus.types import RequestId
 
 
 class Memory:
-    """`pool`: its blocks; `states`: what requests have of them beside KV."""
+    """Gives a request blocks for what it has and will have: KV, and snapshots of recurrent states."""
 
     def __init__(self, limits: Limits, pool: Pool) -> None:
         self.pool = pool

@@ -8,10 +8,12 @@ from typing import Protocol
 
 
 class Waiting(Protocol):
-    """`work_ns`: time its prefill takes; `deadline_ns`: when its first token was promised, 0 for no promise."""
+    """A request in a queue."""
 
     work_ns: int
+    """Time its prefill takes."""
     deadline_ns: int
+    """When its first token was promised; 0 for no promise."""
 
 
 def promise_order(queue: Sequence[Waiting], now: int, ready: Callable[[Waiting], bool]) -> int:

@@ -52,9 +52,7 @@ class PoolPrefixes:
                 memory.give_back(sequence.request, snapshot.blocks)
         return tuple(stored)
 
-    def keep(
-        self, names: Names, actions: Actions, request: RequestId | None = None, blocks: Blocks = ()
-    ) -> None: ...
+    def keep(self, names: Names, actions: Actions, request: RequestId, blocks: Blocks = ()) -> None: ...
     def lose(self, names: Names, actions: Actions) -> None: ...
     def recover(self, chains: tuple[Names, ...], actions: Actions) -> None: ...
     def arrive(self, sequence: Sequence) -> None: ...
@@ -110,21 +108,22 @@ class TierPrefixes:
                     memory.give_back(request, snapshot.blocks)
         return ()
 
-    def keep(
-        self, names: Names, actions: Actions, request: RequestId | None = None, blocks: Blocks = ()
-    ) -> None:
-        """A prefix for the cache to keep. `blocks` of the engine hold it, computed for `request`; without, it is there
-        already: it came from another node."""
+    def keep(self, names: Names, actions: Actions, request: RequestId, blocks: Blocks = ()) -> None:
+        """A prefix for the cache to keep. `blocks` of the engine hold it, computed for `request`; without, what is new
+        of it came from another node, fetched for that."""
         if not names:
             return
         change = self._tiers.put(names)
         start, fresh = change.start, len(change.stored) + len(change.sunk)
-        save = None
-        if fresh and blocks and request is not None:
+        new: events.Save | events.Adopt | None = None
+        span = slice(start, start + fresh)
+        if fresh and blocks:
             self._memory.saving(request)
-            span, head = slice(start, start + fresh), names[start - 1] if start else None
-            save = events.Save(request, names[span], head, blocks[span], len(change.sunk))
-        self._tell(change, actions, save)
+            head = names[start - 1] if start else None
+            new = events.Save(request, names[span], head, blocks[span], len(change.sunk))
+        elif fresh:
+            new = events.Adopt(request, names[span])
+        self._tell(change, actions, new)
 
     def lose(self, names: Names, actions: Actions) -> None:
         """Their bytes are gone or damaged, in whichever tier they were."""
@@ -149,9 +148,9 @@ class TierPrefixes:
             self.unpin(sequence)
         sequence.pinned, sequence.num_pinned = names, num_blocks
 
-    def _tell(self, change: Change, actions: Actions, save: events.Save | None = None) -> None:
+    def _tell(self, change: Change, actions: Actions, new: events.Save | events.Adopt | None = None) -> None:
         """In the order in which it can be done: room is made first. What goes from the SSD to DRAM comes before what
-        takes its place there. `save`: all that is new."""
+        takes its place there. `new`: how all comes that is."""
         node = self._node
         if change.evicted:
             actions += (events.Drop(change.evicted), BlocksEvicted(node, change.evicted))
@@ -159,13 +158,15 @@ class TierPrefixes:
             actions += (events.Promote(change.promoted), BlocksStored(node, change.promoted))
         if change.demoted:
             actions += (events.Demote(change.demoted), BlocksStored(node, change.demoted, DISK))
-        if save is not None:
-            actions += (save, BlocksStored(node, save.names))
-        elif change.stored:
-            actions.append(BlocksStored(node, change.stored))
-        if change.sunk:
-            if save is None:
+        if isinstance(new, events.Save):
+            actions += (new, BlocksStored(node, new.names))
+        elif new is not None:
+            actions.append(new)
+            if change.stored:
+                actions.append(BlocksStored(node, change.stored))
+            if change.sunk:
                 actions.append(events.Demote(change.sunk))
+        if change.sunk:
             actions.append(BlocksStored(node, change.sunk, DISK))
 
 

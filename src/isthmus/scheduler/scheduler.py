@@ -153,11 +153,12 @@ class Scheduler:
         complete = 0 < sequence.fetch_stop <= stop
         sequence.fetch_start = sequence.fetch_stop = 0
         names = sequence.names
-        self.keep(self._states.chain(names, stop) if complete else names[:stop], actions)
+        names = self._states.chain(names, stop) if complete else names[:stop]
+        self.keep(names, actions, sequence.request)
 
-    def keep(self, names: Names, actions: Actions) -> None:
-        """A prefix for the cache to keep that is there already: it came from another node."""
-        self._prefixes.keep(names, actions)
+    def keep(self, names: Names, actions: Actions, request: RequestId) -> None:
+        """A prefix for the cache to keep; what is new of it came from another node, fetched for this request."""
+        self._prefixes.keep(names, actions, request)
 
     def missing(self, sequence: Sequence, num_blocks: int) -> None:
         """Of the cached prefix that it was admitted with only so much could be loaded: the rest is computed, from the
@@ -218,7 +219,7 @@ class Scheduler:
             self.forget(sequence)
 
     def _computed(self, run: Run, steps: int, actions: Actions) -> None:
-        """Chunks were. Whose prompt is through decodes from the next run on, or leaves."""
+        """Chunks were computed: whose prompt is through decodes from the next run on, or leaves."""
         stored: list[BlockName] = []
         for piece in run.chunks:
             sequence = self._sequences.get(piece.request)

@@ -65,8 +65,9 @@ class Snapshot:
 
 
 class Sequence:
-    """Tokens `[0, length)` are known, and it ends at the latest when it has `stop_length`; `[0, computed)` have KV in
-    `blocks`, `[0, cached)` of them from the start. `names`: of the prompt's full blocks.
+    """One request's tokens on one node, which the field calls a sequence: `[0, length)` are known, and it ends at the
+    latest when it has `stop_length`; `[0, computed)` have KV in `blocks`, `[0, cached)` of them from the start.
+    `request`: what it is called here; a node calls it by the key of the attempt. `names`: of the prompt's full blocks.
 
     `departs`: after its prompt is computed it leaves for another node; its blocks stay held until it is forgotten.
     `num_cached`: leading blocks it was sent here for; of these `[fetch_start, fetch_stop)` are being fetched, until

@@ -18,13 +18,13 @@ Call = Callable[[], None]
 
 
 class Clock:
-    """`now`: ns; whoever runs the loop sets it. `heap`: (time, priority, number, node, version of the node's run), or
-    in place of a node what to call."""
+    """The time, which whoever runs the loop sets, and what is set for later."""
 
     __slots__ = ("_num_set", "heap", "now")
 
     def __init__(self) -> None:
-        self.now = 0
+        self.now = 0  # ns
+        # (time, priority, number, node, version of the node's run), or in place of a node what to call.
         self.heap: list[tuple[int, int, int, SimNode | None, int, Call | None]] = []
         self._num_set = 0
 

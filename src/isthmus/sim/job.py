@@ -9,7 +9,9 @@ from isthmus.types import RequestId
 
 
 class SimJob:
-    """`name`: what the conductor calls it; `key`: what its nodes call its attempt. `attempt`: that of its `route`, -1
+    """A request, and where its attempt under way has got to.
+
+    `name`: what the conductor calls it; `key`: what its nodes call its attempt. `attempt`: that of its `route`, -1
     once it was withdrawn. `prefill_slot`, `decode_slot`: its nodes. `age`: which admission of the node where it
     computes was its own.
 

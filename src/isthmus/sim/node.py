@@ -26,7 +26,9 @@ Gaps = tuple[int, int, int]
 
 
 class SimNode:
-    """`decider`: decides. `run`: what it executes; `version`: of the present end of that on the heap. `sampling`: whose
+    """What a node has to do, by its `decider`, and when that is done.
+
+    `run`: what it executes; `version`: of the present end of that on the heap. `sampling`: whose
     prompts the run completes; `loading`: whose cached prefixes were not all in the engine when it began; `stalled`: its
     compute is done but KV of these is not here, since `stalled_since`.
     `missing`: prompts with a cached prefix of which less came than they were started with, and how many blocks.

@@ -35,7 +35,9 @@ from isthmus.types import DECODE, MIXED, PREFILL, BlockName, NodeId, RequestId
 
 
 class Nodes:
-    """`attempts`: requests under way, by the key of their attempt. `conversions`: roles that nodes were given. `due`:
+    """Carries out what the nodes decide, and tells them and the conductor what came of it.
+
+    `attempts`: requests under way, by the key of their attempt. `conversions`: roles that nodes were given. `due`:
     what nodes hear, and the conductor of them, when the present event is done, in this order.
 
     `decide` tells the conductor, and does what it answers; `completed` hears of a request's last token.
@@ -58,7 +60,9 @@ class Nodes:
         self._deployment, self._clock, self._decide, self._completed = deployment, clock, decide, completed
         self._has_answers, self._block_size = deployment.has_answers, deployment.block_size
         self._handlers: dict[type, Callable[[SimNode, Any], None]] = {
-            **dict.fromkeys((events.Offer, events.Promote, events.Demote, events.Drop), _needs_no_time),
+            **dict.fromkeys(
+                (events.Offer, events.Adopt, events.Promote, events.Demote, events.Drop), _needs_no_time
+            ),
             Run: self._start_run,
             events.Cut: self._cut,
             Admitted: self._admitted,

@@ -1,7 +1,7 @@
-"""The simulated cluster: one conductor, a scheduler per node, links, and a clock that jumps from event to event.
+"""The simulated world: one conductor, nodes, links, and a clock that jumps from event to event.
 
-At equal times arrivals come first, then ends of prefills, then of transfers, then of decode runs; then in the order
-in which they were set. Nothing is drawn at random and no set is iterated: the same input gives the same result.
+What comes first at equal times is fixed (`clock`), nothing is drawn at random and no set is iterated: the same input
+gives the same result.
 
 Each node decides for itself, with the code that decides in a live one (`isthmus.node`); this room gives what it asks
 for the time it takes. When a node or a transfer fails, the conductor hears of it and may route the request again.
@@ -146,7 +146,7 @@ class Simulation:
         under_way = {job.key for job in self._job_of.values() if job.attempt > 0}
         assert under_way == set(self._nodes.attempts), "an attempt that nobody asked for"
         waiting = [job.name for job in self._job_of.values() if job.attempt < 0]
-        assert all(self._conductor.view.requests[name].held for name in waiting), "a request was forgotten"
+        assert all(self._conductor.view.requests[name].on_hold for name in waiting), "a request was forgotten"
 
     def _check_idle(self) -> None:
         """Every request has ended."""

@@ -1,4 +1,7 @@
-"""One cluster as the conductor sees it: its nodes by what they do, and what is learned of them."""
+"""One cluster as the conductor sees it: its nodes by what they do, and what is learned of them.
+
+The field calls the former its prefill and decode pools.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ if TYPE_CHECKING:
     from isthmus.conductor.view import NodeView
 
 
-class Pool:
+class Cluster:
     """The nodes of one cluster that take work, in the order they joined.
 
     `prefills`: those that a request may prefill on; `decodes`: those that only decode.
     `lender_mask`: others whose cache can be fetched from: nodes that only decode, or are about to change their role.
     `has_mixed`, `has_prefill`: whether `prefills` has nodes of these roles; `prefills_alike`: all are of one kind.
-    `smallest_prefill`, `smallest_decode`: the least capacity,
-    tokens; 0 without a node. `calibration`, `recent`: of prefills placed here.
+    `smallest_prefill`, `smallest_decode`: the least capacity, tokens; 0 without a node. `calibration`, `recent`: of
+    prefills placed here.
     """
 
     __slots__ = (

@@ -328,6 +328,18 @@ def test_what_came_is_adopted_after_all_that_was_decided_before_and_a_load_waits
     assert [kit.stored(name) for name in NAMES[:3]] == [kit.block(at) for at in range(3)] == BLOCKS[:3]
 
 
+def test_a_load_of_what_is_still_coming_can_be_cancelled_at_once(kit: Kit) -> None:
+    """Whoever cancels it may not wait for a disk: it is the event loop, under the node's lock."""
+    go_on = threading.Event()
+    kit.cache._keep(go_on.wait)
+    kit.write(0, BLOCKS[0])
+    kit.cache.save(NAMES[:1], [None], [0], 0, (), lambda lost: None)
+    load = kit.cache.load(NAMES[:1], [1])
+    load.cancel()
+    assert load.over.is_set() and not go_on.is_set()
+    go_on.set()
+
+
 def test_what_follows_a_block_that_is_gone_is_not_adopted_nor_what_was_adopted_and_left(kit: Kit) -> None:
     put_chain(kit.store, NAMES[:1], BLOCKS[:1])
     fetch, lost = whole(kit, 1, 4), list[BlockName]()

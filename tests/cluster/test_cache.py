@@ -61,7 +61,8 @@ class Kit:
     def settle(self) -> None:
         """What was asked for so far about keeping is done, and what is being read is here or given back."""
         self.cache.kept().result(WAIT_S)
-        wait(list(self.cache._coming.values()), WAIT_S)
+        reading = [coming for _, coming in list(self.cache._reading.values())]  # also what is saved meanwhile
+        wait([*self.cache._coming.values(), *reading], WAIT_S)
         self.cache.kept().result(WAIT_S)
 
     def save(

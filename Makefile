@@ -25,7 +25,7 @@ serve: install
 test: check
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
-# All rows of all matrices, with more and other drawn examples: an hour or so.
+# All rows of all matrices, with more and other drawn examples: 20 minutes to an hour.
 soak: install
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "soak or not soak" --hypothesis-profile=soak $(ARGS)
 

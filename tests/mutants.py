@@ -95,7 +95,9 @@ def _limits() -> None:
 def outcome(tests: Iterable[str], scratch: Path, **env: str) -> str:
     """How these tests end: `survived`, `found` or `timed out` (a minute of CPU, or hanging)."""
     shutil.rmtree(scratch / ".hypothesis", ignore_errors=True)
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--timeout=60", *tests]
+    # What hangs ends at once, with status 1: who failed might hang again while it is cleaned up.
+    limits = ["--timeout=30", "--timeout-method=thread"]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *limits, *tests]
     env = {**os.environ, "PYTHONPATH": str(scratch / "src"), **env}
     with (scratch / "said.txt").open("w") as said:
         kind: dict[str, Any] = {"stdout": said, "stderr": said, "start_new_session": True}

@@ -147,6 +147,16 @@ def test_what_is_missing_is_the_prefix_that_was_waited_for_last_and_the_iteratio
     assert [output.request for output in kit.outputs] == ["a", "b"] and kit.mover.done == [A, B]
 
 
+def test_of_a_shorter_prefix_the_block_in_which_it_ends_is_waited_for_too() -> None:
+    kit, load = Kit(), Loading(3)
+    kit.begin(A, 12)
+    kit.runs.loading(Load(A, NAMES, (0, 1, 2), 12))
+    kit.mover.loads[A] = load
+    kit.runs.shortened(Shorten(A, 5))
+    kit.run(Piece(A, 5, 7, (0, 1, 2), True))
+    assert load.waited == [(layer, 2) for layer in range(LAYERS)]
+
+
 def test_of_a_prompt_whole_blocks_leave_as_they_are_computed_and_the_rest_at_its_end() -> None:
     kit = Kit()
     kit.begin(A, 10, Role.PREFILL)

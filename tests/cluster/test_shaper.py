@@ -425,6 +425,7 @@ def test_a_connection_is_forgotten_when_both_its_ends_are_over() -> None:
         near.sendall(b"question")
         assert far.recv(100) == b"question"
         pipes = list(running.proxy._pipes)
+        assert all(pipe.target.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for pipe in pipes)
         near.shutdown(socket.SHUT_WR)
         assert far.recv(100) == b""
         far.sendall(b"answer")
@@ -487,6 +488,13 @@ def test_where_nobody_listens_a_connection_is_reset_and_the_others_go_on() -> No
             running.reach(1).recv(10)
         near.sendall(b"question")
         assert far.recv(100) == b"question"
+
+
+def test_who_went_away_before_he_was_let_in_stops_nobody() -> None:
+    proxy = Proxy(Shape(), [port := Port(0, ("127.0.0.1", 1))])
+    proxy._accept(port)
+    assert proxy._pipes == []
+    port.socket.close()
 
 
 # What a launcher and operators say.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from isthmus.attempts import Route
 from isthmus.cluster import cache as cache_module
+from isthmus.cluster import pipeline
 from isthmus.cluster.cache import NodeCache
 from isthmus.cluster.messages import StageRun, StageSampled, StageSaved, Task
 from isthmus.cluster.mover import KVMover
@@ -400,8 +403,11 @@ def test_a_load_follows_the_pre_emption_before_it(held: Stage) -> None:
 # The leader, which is ahead of it.
 
 
-def test_a_slow_stage_holds_the_leader_back() -> None:
-    """As many batches are under way as there are stages, and one more waits at the first."""
+def test_a_slow_stage_holds_the_leader_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many batches are under way as there are stages, and one more waits at the first. Each look at the clock finds
+    it a second later."""
+    clock = count(0, 10**9)
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic_ns=lambda: next(clock)))
     group = Group(2, bool, bool, bool, lambda *_: None)  # type: ignore[arg-type]
     run, hidden = Run((), 0, 0, 1, list), Hidden((0,), "uint8", memoryview(b""))
     for _ in range(3):
@@ -415,6 +421,8 @@ def test_a_slow_stage_holds_the_leader_back() -> None:
     group.on_message(None, StageSampled(1, (), (), ()))  # type: ignore[arg-type]
     turns.join(60)
     assert not turns.is_alive() and group.gauges()["pipeline_runs_in_flight"] == 2
+    assert group.gauges()["pipeline_runs_total"] == 3
+    assert group.gauges()["pipeline_wait_seconds_total"] == 4
     for _ in range(2):
         group.compute(run, hidden)
     turns = threading.Thread(target=group.take_turn)

@@ -1,20 +1,10 @@
-"""Builds kernels.c once per machine and calls it through ctypes.
-
-The library is kept in the cache folder under a name that digests source, compiler and CPU, and moved into
-place in one step, so processes that start together do not disturb each other. torch must be imported
-before the library is loaded: both then share torch's OpenMP run time and its thread count.
+"""Calls kernels.c through ctypes. torch must be imported before the library is loaded: both then share torch's OpenMP
+run time and its thread count.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,15 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isthmus.config import cache_dir
+from isthmus.engine.compiled import library
 from isthmus.engine.kernels.plain import each_expert
-
-log = logging.getLogger(__name__)
 
 SKINNY_ROWS = 48
 """Up to so many rows the skinny kernel is faster than torch's product."""
 
-_HERE = Path(__file__).parent
+_SOURCES = [Path(__file__).parent / name for name in ("kernels.c", "body.h")]
 _FLAGS = (
     # Not -ffast-math: it would set flush-to-zero for the whole process and divide by estimates.
     "-O2 -ftree-vectorize -march=native -mprefer-vector-width=512 -fno-math-errno -fno-trapping-math "
@@ -54,48 +42,10 @@ _STORED_ARGUMENTS = {
 }
 
 
-def _cpu_identity() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
-
-
-def _library_path(compiler: str) -> Path:
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    sources = b"".join((_HERE / name).read_bytes() for name in ("kernels.c", "body.h"))
-    identity = b"\0".join((sources, version, " ".join(_FLAGS).encode(), _cpu_identity().encode()))
-    return cache_dir() / "kernels" / f"kernels-{hashlib.sha256(identity).hexdigest()[:20]}.so"
-
-
-def _build(compiler: str, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".so")
-    os.close(handle)
-    try:
-        command = [compiler, *_FLAGS, str(_HERE / "kernels.c"), "-o", temporary, "-lm"]
-        subprocess.run(command, check=True, capture_output=True)
-        os.replace(temporary, target)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-
-
 def load() -> NativeKernels | None:
     """The compiled kernels, built when needed; None (with one warning) where they cannot be built."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        log.warning("no C compiler found: the engine uses slower torch kernels; install gcc")
-        return None
-    try:
-        path = _library_path(compiler)
-        if not path.exists():
-            _build(compiler, path)
-        return NativeKernels(ctypes.CDLL(str(path)))
-    except (OSError, subprocess.CalledProcessError) as error:
-        detail = getattr(error, "stderr", b"") or str(error).encode()
-        log.warning("kernels.c could not be built: the engine uses slower torch kernels: %s", detail[-300:])
-        return None
+    functions = library(_SOURCES, _FLAGS, "the engine uses slower torch kernels")
+    return None if functions is None else NativeKernels(functions)
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

@@ -5,19 +5,20 @@ run time and its thread count.
 from __future__ import annotations
 
 import ctypes
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from isthmus.engine.compiled import library
+from isthmus.config import cache_dir
+from isthmus.engine.compiled import library, machine_name
 from isthmus.engine.kernels.plain import each_expert
+from isthmus.engine.products import Products
 
 SKINNY_ROWS = 48
-"""Up to so many rows the skinny kernel is faster than torch's product."""
+"""Up to so many rows the skinny kernel is taken for products that were not timed."""
 
 _SOURCES = [Path(__file__).parent / name for name in ("kernels.c", "body.h")]
 _FLAGS = (
@@ -70,7 +71,15 @@ class NativeKernels:
         for name, arguments in _STORED_ARGUMENTS.items():
             for dtype in _SUFFIXES:
                 self._declare(library, name, dtype, arguments)
-        self._wide_is_faster = _float32_products_are_faster()
+        self.products = Products(
+            {
+                torch.bfloat16: {"native": self._skinny, "bfloat16": _narrow_product, "float32": _wide_product},
+                torch.float32: {"native": self._skinny, "float32": _wide_product},
+            },
+            self._untimed,
+            cache_dir() / "products.json",
+            machine_name(),
+        )
 
     def _declare(
         self, library: ctypes.CDLL, name: str, dtype: torch.dtype | None, arguments: tuple[type, ...]
@@ -84,9 +93,17 @@ class NativeKernels:
 
     def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         assert x_TK.dtype == torch.float32, "native kernels take float32 activations"
+        return self.products(x_TK, weight_NK, bias_N)
+
+    def prepare(self, weights: Iterable[Tensor]) -> None:
+        self.products.prepare(weights)
+
+    def _untimed(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        product = self._skinny if len(x_TK) <= SKINNY_ROWS else _wide_product
+        return product(x_TK, weight_NK, bias_N)
+
+    def _skinny(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         rows, width = x_TK.shape
-        if rows > SKINNY_ROWS:
-            return self._wide_product(x_TK, weight_NK, bias_N)
         out = torch.empty(rows, weight_NK.shape[0])
         self._functions["linear", weight_NK.dtype](
             _pointer(x_TK),
@@ -98,13 +115,6 @@ class NativeKernels:
             weight_NK.shape[0],
         )
         return out
-
-    def _wide_product(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-        """torch's product, in whichever type this CPU multiplies faster: widening the weights is cheap then."""
-        if weight_NK.dtype == torch.float32 or self._wide_is_faster:
-            return torch.nn.functional.linear(x_TK, weight_NK.float(), bias_N)
-        out = torch.nn.functional.linear(x_TK.to(weight_NK.dtype), weight_NK).float()
-        return out if bias_N is None else out.add_(bias_N)
 
     def add_rms_norm(self, x_TN: Tensor, delta_TN: Tensor | None, weight_N: Tensor, eps: float) -> Tensor:
         assert x_TN.dtype == torch.float32, "native kernels take float32 activations"
@@ -283,22 +293,15 @@ class NativeKernels:
         self._functions["copy_slices", None](*addresses, len(targets), size)
 
 
-def _float32_products_are_faster() -> bool:
-    """Times one product of a prefill's shape in both types. Some CPUs multiply bfloat16 at half the speed
-    of float32, others at four times it, and no flag tells them apart."""
-    x, weight = torch.ones(256, 512), torch.ones(1024, 512)
-    narrow_x, narrow = x.bfloat16(), weight.bfloat16()
+def _wide_product(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """torch's in float32: the weights are widened each time."""
+    return torch.nn.functional.linear(x_TK, weight_NK.float(), bias_N)
 
-    def fastest(product: Callable[[], Tensor]) -> float:
-        times = []
-        for _ in range(4):
-            started = time.perf_counter()
-            product()
-            times.append(time.perf_counter() - started)
-        return min(times)
 
-    wide_s = fastest(lambda: torch.nn.functional.linear(x, narrow.float()))
-    return wide_s < fastest(lambda: torch.nn.functional.linear(narrow_x, narrow).float())
+def _narrow_product(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """torch's in the type of the weights, summed in float32."""
+    out = torch.nn.functional.linear(x_TK.to(weight_NK.dtype), weight_NK).float()
+    return out if bias_N is None else out.add_(bias_N)
 
 
 if __name__ == "__main__":  # `make install` builds the kernels, so that the first start is as quick as the next

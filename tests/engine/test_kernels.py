@@ -177,6 +177,59 @@ def test_attention_survives_scores_too_large_for_exp(kernels: Kernels) -> None:
     assert torch.allclose(lse, torch.full((1, 2), 1000.0), rtol=1e-6)
 
 
+# ---- attend_chunk
+
+
+@pytest.mark.parametrize("head_dim", [16, 20, 48, 64, 80, 128, 192])
+@pytest.mark.parametrize(
+    ("start", "count", "window"),
+    [
+        (0, 9, 0),
+        (0, 97, 0),
+        (5, 64, 0),
+        (130, 70, 0),
+        (64, 128, 0),
+        (300, 11, 0),
+        (0, 97, 6),
+        (130, 70, 65),
+        (9, 9, 99),
+    ],
+)
+def test_a_chunk_attends_to_what_is_before_it_and_to_itself(
+    form: Form, head_dim: int, start: int, count: int, window: int
+) -> None:
+    """What nobody may look at holds NaN, in blocks of any order."""
+    length, scale = start + count, head_dim**-0.5
+    blocks = permutation(-(-length // BLOCK_SIZE) + 2, seed=count)
+    slots = [blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(length)]
+    seen = slots[max(0, start + 1 - window) if window else 0 :]
+    kv = torch.full((len(blocks) * BLOCK_SIZE, 2, 2, head_dim), NAN, dtype=form.stored)
+    kv[seen] = randn(len(seen), 2, 2, head_dim, seed=3, dtype=form.stored)
+    positions, keys = torch.arange(start, length)[:, None], torch.arange(length - len(seen), length)
+    visible = keys <= positions
+    if window:
+        visible &= keys > positions - window
+    for group in (1, 2, 3, 5, 12):
+        q = randn(count, 2 * group, head_dim, seed=group, dtype=form.dtype)
+        out = form.kernels.attend_chunk(q, kv, blocks, start, BLOCK_SIZE, window, scale)
+        expected, _ = attention(q, kv[seen], visible, scale)
+        tolerance = TOLERANCE[BF16 if form.stored == BF16 else form.dtype]
+        assert out.dtype == form.dtype
+        assert largest_error(out, expected) <= tolerance, group
+        assert relative_error(out, expected) <= tolerance / 2, group
+
+
+def test_large_scores_of_a_chunk_do_not_overflow(native_kernels: Kernels) -> None:
+    """Of one query all weight is on its own key, of the other it is shared by two."""
+    q = torch.zeros(9, 1, 16)
+    q[:, 0, 0] = 1e4
+    kv = torch.zeros(16, 2, 1, 16, dtype=BF16)
+    kv[:9, 0, 0, 0] = torch.arange(9) // 2 * 2
+    kv[:9, 1, 0] = torch.arange(9)[:, None]
+    out = native_kernels.attend_chunk(q, kv, [0], 0, 16, 0, 0.25)
+    assert out[:, 0, 0].tolist() == [0, 0.5, 2, 2.5, 4, 4.5, 6, 6.5, 8]
+
+
 # ---- rope_store
 
 

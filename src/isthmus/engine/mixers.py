@@ -19,14 +19,13 @@ from isthmus.engine.attention import Part, merge, partial
 from isthmus.engine.batch import Batch, Prefill
 from isthmus.engine.interface import BeforeLayer, OnLayer, runs_of
 from isthmus.engine.kernels import Kernels
+from isthmus.engine.kernels.plain import attend_parts
 from isthmus.engine.kv import KVMemory
 from isthmus.engine.layers import AttentionWeights, LatentWeights
 from isthmus.engine.linear import gdn, kda
 from isthmus.engine.rope import rotate
 from isthmus.models import Attention, LatentAttention
 
-MAX_PARTS = 8
-"""More pieces of KV than this are gathered into one: each part costs a call."""
 EXPANDED_TOKENS = 4096
 """Tokens whose K and V are projected from latent vectors at once: with many heads they are a hundred times larger."""
 LATENT_EPS = 1e-6
@@ -161,7 +160,7 @@ class LatentMixer:
             if self._expands(chunk.last - chunk.first):
                 outs.append(self._attend_expanded(q, kv, chunk, batch.block_size))
             else:
-                out = attend_chunk(self._absorb(q), both, chunk, batch.block_size, window=0, scale=scale)
+                out = attend_parts(self._absorb(q), both, chunk.blocks, chunk.start, batch.block_size, 0, scale)
                 outs.append(self._values(out))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
@@ -247,27 +246,5 @@ def attend(q_THD: Tensor, kv: Tensor, batch: Batch, kernels: Kernels, *, window:
         outs.append(out)
     for chunk in batch.prefills:
         q = q_THD[chunk.first : chunk.last]
-        outs.append(attend_chunk(q, kv, chunk, batch.block_size, window=window, scale=scale))
+        outs.append(kernels.attend_chunk(q, kv, chunk.blocks, chunk.start, batch.block_size, window, scale))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
-
-
-def attend_chunk(
-    q_THD: Tensor, kv: Tensor, chunk: Prefill, block_size: int, *, window: int, scale: float
-) -> Tensor:
-    """A chunk over the KV before it and itself: one part for each run of slots, merged."""
-
-    def pieces(start: int, stop: int) -> list[Tensor]:
-        found = [kv[first:last] for first, last in runs_of(chunk.blocks, block_size, start, stop)]
-        return found if len(found) <= MAX_PARTS else [torch.cat(found)]
-
-    def joined(start: int, stop: int) -> Tensor:
-        found = pieces(start, stop)
-        return found[0] if len(found) == 1 else torch.cat(found)
-
-    if window and chunk.stop > window:
-        low = max(0, chunk.start - window + 1)
-        keys = joined(low, chunk.stop)
-        return partial(q_THD, keys, scale=scale, causal_from=chunk.start - low, window=window)[0]
-    parts: list[Part] = [partial(q_THD, piece, scale=scale) for piece in pieces(0, chunk.start)]
-    parts.append(partial(q_THD, joined(chunk.start, chunk.stop), scale=scale, causal_from=0))
-    return merge(parts)[0]

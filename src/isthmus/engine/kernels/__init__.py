@@ -71,6 +71,19 @@ class Kernels(Protocol):
         Returns (out [R, H, D], lse [R, H], natural log).
         """
 
+    def attend_chunk(
+        self,
+        q_THD: Tensor,
+        kv_S2KD: Tensor,
+        blocks: Sequence[int],
+        start: int,
+        block_size: int,
+        window: int,
+        scale: float,
+    ) -> Tensor:
+        """Tokens at positions `[start, start + T)` of the request with these blocks attend to those up to their own, or
+        the last `window` (0: all) of them: `[T, H, D]`. Their KV is in place."""
+
     def delta_step(
         self,
         qkv_RC: Tensor,

@@ -115,18 +115,21 @@ INLINE void prefetch(const void *p, size_t bytes) {
     for (size_t at = 0; at < bytes; at += 64) __builtin_prefetch((const char *)p + at);
 }
 
-/* One scratch buffer a thread, grown on demand and kept: the decode loop allocates nothing. */
-static _Thread_local float *scratch;
-static _Thread_local size_t scratch_size;
+/* Two scratch buffers a thread, grown on demand and kept: the hot loop allocates nothing. The second is for what one
+ * thread makes and all of a call read. */
+static _Thread_local void *rooms[2];
+static _Thread_local size_t room_sizes[2];
 
-static float *scratch_of(size_t count) {
-    if (count > scratch_size) {
-        free(scratch);
-        scratch_size = count + count / 2;
-        if (posix_memalign((void **)&scratch, 64, scratch_size * sizeof(float))) abort();
+static void *room_of(int which, size_t count) {
+    if (count > room_sizes[which]) {
+        free(rooms[which]);
+        room_sizes[which] = count + count / 2;
+        if (posix_memalign(&rooms[which], 64, room_sizes[which] * sizeof(float))) abort();
     }
-    return scratch;
+    return rooms[which];
 }
+
+static float *scratch_of(size_t count) { return room_of(0, count); }
 
 /* x[t] += delta[t] when delta is given (the residual stream); out[t] = rms_norm(x[t]) * w. */
 API void add_rms_norm(float *restrict x, const float *restrict delta, const float *restrict w,
@@ -405,3 +408,4 @@ API void delta_step(const float *restrict qkv, const float *restrict decay, cons
 #define S_LOAD load_bf16
 #define SUFFIX _bf16
 #include "body.h"
+#include "chunk.h"

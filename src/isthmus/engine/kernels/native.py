@@ -14,13 +14,14 @@ from torch import Tensor
 
 from isthmus.config import cache_dir
 from isthmus.engine.compiled import library, machine_name
-from isthmus.engine.kernels.plain import each_expert
+from isthmus.engine.kernels.plain import attend_parts, each_expert
 from isthmus.engine.products import Products
 
+LANES = 16
 SKINNY_ROWS = 48
 """Up to so many rows the skinny kernel is taken for products that were not timed."""
 
-_SOURCES = [Path(__file__).parent / name for name in ("kernels.c", "body.h")]
+_SOURCES = [Path(__file__).parent / name for name in ("kernels.c", "body.h", "chunk.h")]
 _FLAGS = (
     # Not -ffast-math: it would set flush-to-zero for the whole process and divide by estimates.
     "-O2 -ftree-vectorize -march=native -mprefer-vector-width=512 -fno-math-errno -fno-trapping-math "
@@ -32,6 +33,7 @@ _ARGUMENTS = {
     "add_rms_norm": (_P, _P, _P, _P, _I, _I, _F),
     "silu_mul": (_P, _P, _I, _I),
     "copy_slices": (_P, _P, _P, _P, _I, _I),
+    "attend_chunk_bf16": (_P,) * 4 + (_I,) * 7 + (_F,),
     "delta_run": (_P,) * 7 + (_I,) * 8,
     "delta_step": (_P,) * 8 + (_I,) * 10,
 }
@@ -213,6 +215,36 @@ class NativeKernels:
             scale,
         )
         return out, lse
+
+    def attend_chunk(
+        self,
+        q_THD: Tensor,
+        kv_S2KD: Tensor,
+        blocks: Sequence[int],
+        start: int,
+        block_size: int,
+        window: int,
+        scale: float,
+    ) -> Tensor:
+        num_tokens, num_heads, head_dim = q_THD.shape
+        if kv_S2KD.dtype != torch.bfloat16 or head_dim % LANES:
+            return attend_parts(q_THD, kv_S2KD, blocks, start, block_size, window, scale)
+        out, table = torch.empty_like(q_THD), np.asarray(blocks, np.int32)
+        self._functions["attend_chunk_bf16", None](
+            _pointer(q_THD),
+            _pointer(kv_S2KD),
+            table.ctypes.data,
+            _pointer(out),
+            num_tokens,
+            start,
+            num_heads,
+            kv_S2KD.shape[2],
+            head_dim,
+            block_size,
+            window,
+            scale,
+        )
+        return out
 
     def delta_step(
         self,

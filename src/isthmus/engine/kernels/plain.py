@@ -9,9 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isthmus.engine.attention import merge, partial
+from isthmus.engine.interface import runs_of
 from isthmus.engine.linear.conv import convolve, convolve_step
 from isthmus.engine.linear.rule import advance_rule, step_rule
 from isthmus.engine.rope import rotate
+
+MAX_PARTS = 8
+"""More pieces of KV than this are gathered into one: each part costs a call."""
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -49,6 +54,34 @@ def each_expert(
             out[at : at + count] = kernels.linear(inner, down_ENI[expert], None)
             at += count
     return out
+
+
+def attend_parts(
+    q_THD: Tensor,
+    kv_S2KD: Tensor,
+    blocks: Sequence[int],
+    start: int,
+    block_size: int,
+    window: int,
+    scale: float,
+) -> Tensor:
+    """`Kernels.attend_chunk` by parts: one for each run of slots before the chunk, merged with its own."""
+    stop = start + len(q_THD)
+
+    def pieces(first: int, last: int) -> list[Tensor]:
+        found = [kv_S2KD[low:high] for low, high in runs_of(blocks, block_size, first, last)]
+        return found if len(found) <= MAX_PARTS else [torch.cat(found)]
+
+    def joined(first: int, last: int) -> Tensor:
+        found = pieces(first, last)
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    if window and stop > window:
+        low = max(0, start - window + 1)
+        return partial(q_THD, joined(low, stop), scale=scale, causal_from=start - low, window=window)[0]
+    parts = [partial(q_THD, piece, scale=scale) for piece in pieces(0, start)]
+    parts.append(partial(q_THD, joined(start, stop), scale=scale, causal_from=0))
+    return merge(parts)[0]
 
 
 class PlainKernels:
@@ -128,6 +161,18 @@ class PlainKernels:
         values = kv_RLVKD[:, :, num_vectors - 1].masked_fill(~visible_RL[:, :, None, None], 0.0)
         out = torch.einsum("rkgl,rlkd->rkgd", (scores - lse[..., None]).exp(), values)
         return out.reshape(rows, num_heads, head_dim).to(q_RHD.dtype), lse.reshape(rows, num_heads)
+
+    def attend_chunk(
+        self,
+        q_THD: Tensor,
+        kv_S2KD: Tensor,
+        blocks: Sequence[int],
+        start: int,
+        block_size: int,
+        window: int,
+        scale: float,
+    ) -> Tensor:
+        return attend_parts(q_THD, kv_S2KD, blocks, start, block_size, window, scale)
 
     def delta_step(
         self,

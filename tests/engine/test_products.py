@@ -43,7 +43,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def made(clock: Clock, path: Path, machine: str = "here") -> Products:
     """Of two forms the first wins up to eight rows; what was not timed is multiplied by a third."""
     forms = {"few": clock.form("few", 1e-5, 1e-5), "many": clock.form("many", 9e-5, 1e-6)}
-    return Products({torch.float32: forms}, clock.form("untimed", 0, 0), path, machine)
+    return Products({torch.float32: forms}, ("many",), clock.form("untimed", 0, 0), path, machine)
 
 
 def used(clock: Clock, found: Products, rows: int, weight: Tensor) -> str:
@@ -59,6 +59,12 @@ def test_each_number_of_rows_gets_the_form_that_is_the_fastest_there(clock: Cloc
     found.prepare([weight])
     names = {rows: used(clock, found, rows, weight) for rows in (1, 5, 8, 9, 16, 17, 256, 999)}
     assert names == {1: "few", 5: "few", 8: "few", 9: "many", 16: "many", 17: "many", 256: "many", 999: "many"}
+
+
+def test_the_head_takes_no_form_that_rounds_sums(clock: Clock, tmp_path: Path) -> None:
+    found, head, other = made(clock, tmp_path / "products.json"), randn(*SHAPE), randn(SHAPE[0] + 1, SHAPE[1])
+    found.prepare([head, other], head)
+    assert [used(clock, found, 256, weight) for weight in (head, other)] == ["few", "many"]
 
 
 def test_small_weights_and_other_types_are_not_timed(clock: Clock, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class Engine:
             device=self.device,
             layers=self.layers,
         )
-        self.kernels.prepare(matrices(weights))
+        self.kernels.prepare(matrices(weights), weights.head.weight if weights.head is not None else None)
         self.revision = weights.revision
         self.model = Model(self.spec, weights, self.kernels, self.max_length)
         self.memory = KVMemory(layout, num_blocks, self.device, self.kernels)

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import cycle
 from pathlib import Path
@@ -39,13 +39,18 @@ _Kept = dict[str, dict[str, list[str]]]
 
 
 class Products:
-    """`forms`: by name, for each type of weights; `fallback`: for shapes that were not timed. `path`: where choices are
-    kept, under the name of the `machine`."""
+    """`forms`: by name, for each type of weights, and those of them that round sums; `fallback`: for shapes that were
+    not timed. `path`: where choices are kept, under the name of the `machine`."""
 
     def __init__(
-        self, forms: Mapping[torch.dtype, Mapping[str, Form]], fallback: Form, path: Path, machine: str
+        self,
+        forms: Mapping[torch.dtype, Mapping[str, Form]],
+        rounding: Container[str],
+        fallback: Form,
+        path: Path,
+        machine: str,
     ) -> None:
-        self._forms, self._fallback, self._path = forms, fallback, path
+        self._forms, self._rounding, self._fallback, self._path = forms, rounding, fallback, path
         self._machine = f"{machine}, {torch.get_num_threads()} threads, torch {torch.__version__}"
         self._chosen: dict[tuple[torch.Size, torch.dtype], list[Form]] = {}
         self.names: dict[str, list[str]] = {}
@@ -57,8 +62,9 @@ class Products:
             return self._fallback(x_TK, weight_NK, bias_N)
         return chosen[min(bisect_left(ROWS, len(x_TK)), len(ROWS) - 1)](x_TK, weight_NK, bias_N)
 
-    def prepare(self, weights: Iterable[Tensor]) -> None:
-        """Chooses for these, from what is kept or by timing."""
+    def prepare(self, weights: Iterable[Tensor], head_VK: Tensor | None = None) -> None:
+        """Chooses for these, from what is kept or by timing; for the `head` only among forms that round no sum: of two
+        tokens that are nearly as likely the less likely one could win."""
         kept = self._read().get(self._machine, {})
         timed: dict[str, list[str]] = {}
         alike: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
@@ -67,6 +73,8 @@ class Products:
                 alike.setdefault((weight.shape, weight.dtype), []).append(weight)
         for key, group in alike.items():
             name, forms = _name(group[0]), self._forms[group[0].dtype]
+            if head_VK is not None and key == (head_VK.shape, head_VK.dtype):
+                forms = {form: product for form, product in forms.items() if form not in self._rounding}
             names = kept.get(name, [])
             if len(names) != len(ROWS) or not forms.keys() >= set(names):
                 names = timed[name] = [_fastest(forms, group, rows) for rows in ROWS]

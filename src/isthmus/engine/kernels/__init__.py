@@ -25,8 +25,8 @@ class Kernels(Protocol):
     def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         """x @ weight.T + bias `[T, N]`, in the activations' type; here K is the input width."""
 
-    def prepare(self, weights: Iterable[Tensor]) -> None:
-        """These are what `linear` will multiply with: time for what is done once."""
+    def prepare(self, weights: Iterable[Tensor], head_VK: Tensor | None) -> None:
+        """These are what `linear` will multiply with, logits come of `head`: time for what is done once."""
 
     def add_rms_norm(self, x_TN: Tensor, delta_TN: Tensor | None, weight_N: Tensor, eps: float) -> Tensor:
         """Adds `delta` into `x` in place, then returns rms_norm(x) * weight (float32 weight)."""

@@ -2,36 +2,12 @@
  * only.
  *
  * As in FlashAttention-2 (section 3.1) keys come in blocks, with a running maximum and sum for each query; the queries of
- * all heads that share keys are rows of one tile. Keys and values are packed once, two numbers of a sum side by side, so
- * that one instruction multiplies and adds both (AVX512-BF16), or two elsewhere.
+ * all heads that share keys are rows of one tile. Keys and values are packed once, two numbers of a sum side by side (pairs.h).
  *
  * Legend: T tokens of the chunk, H query heads, K key/value heads, G = H / K, D head size. */
 
 enum { KEYS = 64, TILE_ROWS = 96, TILE_GROUP = 6 };
 #define NO_SCORE (-1e30f)
-
-/* sum[i] += a[2i] b[2i] + a[2i+1] b[2i+1] of bfloat16 numbers, the lower half of 32 bits first. */
-INLINE v16 dot_pairs(v16 sum, u16x32 a, u16x32 b) {
-#ifdef __AVX512BF16__
-    return (v16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-#else
-    return sum + (v16)(a << 16) * (v16)(b << 16) + (v16)(a & 0xffff0000u) * (v16)(b & 0xffff0000u);
-#endif
-}
-
-typedef uint32_t u16x32u __attribute__((vector_size(64), aligned(4), may_alias));
-INLINE u16x32 load_pairs(const uint32_t *p) { return *(const u16x32u *)p; }
-INLINE u16x32 all_of(uint32_t pair) { return (u16x32){0} + pair; }
-
-/* 16 floats, not NaN, to bfloat16, to nearest even. */
-INLINE void store_bf16(bf16 *to, v16 x) {
-#ifdef __AVX512BF16__
-    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
-#else
-    u16x32 bits = (u16x32)x;
-    *(h16u *)to = __builtin_convertvector((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16, h16u);
-#endif
-}
 
 INLINE v16 larger_of(v16 x, v16 y) { return chosen(x > y, x, y); }
 
@@ -88,8 +64,6 @@ static void pack_values(const Pages *pages, int64_t first, int64_t low, int64_t 
     }
 }
 
-#define SIX(F) F(0) F(1) F(2) F(3) F(4) F(5)
-
 /* scores[r][n] = q[r] . key[n] of six rows. q: [6][D / 2] pairs. */
 static void chunk_scores(const uint32_t *restrict q, const uint32_t *restrict keys, float *restrict scores,
                          int64_t half) {
@@ -107,13 +81,13 @@ static void chunk_scores(const uint32_t *restrict q, const uint32_t *restrict ke
         v16u *s = (v16u *)(scores + r * KEYS);                                                               \
         s[0] = a##r, s[1] = b##r, s[2] = c##r, s[3] = d##r;                                                  \
     }
-    SIX(SUMS)
+    ROWS_6(SUMS)
     for (int64_t i = 0; i < half; i++) {
         const uint32_t *k = keys + i * KEYS;
         u16x32 k0 = load_pairs(k), k1 = load_pairs(k + 16), k2 = load_pairs(k + 32), k3 = load_pairs(k + 48);
-        SIX(STEP)
+        ROWS_6(STEP)
     }
-    SIX(STORE)
+    ROWS_6(STORE)
 #undef SUMS
 #undef STEP
 #undef STORE
@@ -138,14 +112,14 @@ INLINE void chunk_values(const uint32_t *restrict p, const uint32_t *restrict va
     *(v16u *)(out + r * D) = a##r;                                                                           \
     if (vectors == 4)                                                                                        \
         *(v16u *)(out + r * D + 16) = b##r, *(v16u *)(out + r * D + 32) = c##r, *(v16u *)(out + r * D + 48) = d##r;
-    SIX(SUMS)
+    ROWS_6(SUMS)
     for (int64_t n = 0; n < KEYS / 2; n++) {
         const uint32_t *v = values + n * D;
         u16x32 v0 = load_pairs(v), v1 = v0, v2 = v0, v3 = v0;
         if (vectors == 4) v1 = load_pairs(v + 16), v2 = load_pairs(v + 32), v3 = load_pairs(v + 48);
-        SIX(STEP)
+        ROWS_6(STEP)
     }
-    SIX(STORE)
+    ROWS_6(STORE)
 #undef SUMS
 #undef STEP
 #undef STORE

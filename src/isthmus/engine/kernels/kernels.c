@@ -408,4 +408,5 @@ API void delta_step(const float *restrict qkv, const float *restrict decay, cons
 #define S_LOAD load_bf16
 #define SUFFIX _bf16
 #include "body.h"
+#include "pairs.h"
 #include "chunk.h"

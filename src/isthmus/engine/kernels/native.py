@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ LANES = 16
 SKINNY_ROWS = 48
 """Up to so many rows the skinny kernel is taken for products that were not timed."""
 
-_SOURCES = [Path(__file__).parent / name for name in ("kernels.c", "body.h", "chunk.h")]
+_SOURCES = [Path(__file__).parent / name for name in ("kernels.c", "body.h", "pairs.h", "chunk.h")]
 _FLAGS = (
     # Not -ffast-math: it would set flush-to-zero for the whole process and divide by estimates.
     "-O2 -ftree-vectorize -march=native -mprefer-vector-width=512 -fno-math-errno -fno-trapping-math "
@@ -34,6 +35,7 @@ _ARGUMENTS = {
     "silu_mul": (_P, _P, _I, _I),
     "copy_slices": (_P, _P, _P, _P, _I, _I),
     "attend_chunk_bf16": (_P,) * 4 + (_I,) * 7 + (_F,),
+    "linear_pairs": (_P,) * 4 + (_I,) * 3,
     "delta_run": (_P,) * 7 + (_I,) * 8,
     "delta_step": (_P,) * 8 + (_I,) * 10,
 }
@@ -75,9 +77,15 @@ class NativeKernels:
                 self._declare(library, name, dtype, arguments)
         self.products = Products(
             {
-                torch.bfloat16: {"native": self._skinny, "bfloat16": _narrow_product, "float32": _wide_product},
-                torch.float32: {"native": self._skinny, "float32": _wide_product},
+                torch.bfloat16: {
+                    "native": self._skinny,
+                    "native bfloat16": self._pairs,
+                    "torch bfloat16": _narrow_product,
+                    "torch float32": _wide_product,
+                },
+                torch.float32: {"native": self._skinny, "torch float32": _wide_product},
             },
+            ("torch bfloat16",),
             self._untimed,
             cache_dir() / "products.json",
             machine_name(),
@@ -97,25 +105,26 @@ class NativeKernels:
         assert x_TK.dtype == torch.float32, "native kernels take float32 activations"
         return self.products(x_TK, weight_NK, bias_N)
 
-    def prepare(self, weights: Iterable[Tensor]) -> None:
-        self.products.prepare(weights)
+    def prepare(self, weights: Iterable[Tensor], head_VK: Tensor | None) -> None:
+        self.products.prepare(weights, head_VK)
 
     def _untimed(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         product = self._skinny if len(x_TK) <= SKINNY_ROWS else _wide_product
         return product(x_TK, weight_NK, bias_N)
 
     def _skinny(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-        rows, width = x_TK.shape
-        out = torch.empty(rows, weight_NK.shape[0])
-        self._functions["linear", weight_NK.dtype](
-            _pointer(x_TK),
-            _pointer(weight_NK),
-            _pointer(bias_N),
-            _pointer(out),
-            rows,
-            width,
-            weight_NK.shape[0],
-        )
+        """Weights are widened on the way into registers."""
+        return self._product(self._functions["linear", weight_NK.dtype], x_TK, weight_NK, bias_N)
+
+    def _pairs(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        """x is rounded to bfloat16, the sums are not."""
+        return self._product(self._functions["linear_pairs", None], x_TK, weight_NK, bias_N)
+
+    @staticmethod
+    def _product(function: Any, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        (rows, width), size = x_TK.shape, weight_NK.shape[0]
+        out = torch.empty(rows, size)
+        function(_pointer(x_TK), _pointer(weight_NK), _pointer(bias_N), _pointer(out), rows, width, size)
         return out
 
     def add_rms_norm(self, x_TN: Tensor, delta_TN: Tensor | None, weight_N: Tensor, eps: float) -> Tensor:

@@ -92,7 +92,7 @@ class PlainKernels:
     def activation_dtype(self, stored: torch.dtype) -> torch.dtype:
         return stored
 
-    def prepare(self, weights: Iterable[Tensor]) -> None:
+    def prepare(self, weights: Iterable[Tensor], head_VK: Tensor | None) -> None:
         """There is only one product."""
 
     def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:

@@ -55,6 +55,8 @@ class Sampling(msgspec.Struct, frozen=True):
     seed: int = 0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    """Above 1, tokens of prompt and answer are less likely to come again."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     """None: no log-probabilities; n: the chosen token's and the n most likely."""

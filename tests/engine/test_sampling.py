@@ -8,8 +8,15 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from isthmus.engine.sampling import Row, sample, uniform
+from isthmus.engine.sampling import CHUNK, LEADING, Row, _adjusted, _found, sample, uniform
 from isthmus.types import Sampling
 
 from .support import deterministic, permutation, randn
@@ -75,10 +82,11 @@ def test_uniform_is_uniform_and_uncorrelated_along(axis: str) -> None:
 
 
 def kept_tokens(logits: Tensor, sampling: Sampling) -> list[tuple[int, float]]:
-    """By definition: (token, share of the draw) in falling order of probability; ties: lower id first.
+    """By definition: (token, share of the draw) in the order of ids.
 
-    top_k keeps the k most likely; min_p those at least min_p times the most likely; top_p the fewest of the
-    rest that together reach top_p of it. Examples at the edge of a rounding error are thrown away.
+    top_k keeps the k most likely, of equal ones those with lower ids; min_p those at least min_p times the most
+    likely; top_p the fewest of the rest that together reach top_p of it. Examples at the edge of a rounding error are
+    thrown away.
     """
     scores = [float(x) / sampling.temperature for x in logits]
     weights = [math.exp(x - max(scores)) for x in scores]
@@ -98,7 +106,7 @@ def kept_tokens(logits: Tensor, sampling: Sampling) -> list[tuple[int, float]]:
             fewest.append(token)
         ranked = fewest
     total = sum(weights[token] for token in ranked)
-    return [(token, weights[token] / total) for token in ranked]
+    return [(token, weights[token] / total) for token in sorted(ranked)]
 
 
 @st.composite
@@ -124,10 +132,11 @@ def test_exactly_the_kept_tokens_are_drawn_each_with_its_share(example: tuple[Te
         if low + 1e-5 < draw < low + share - 1e-5:
             assert choose(logits, sampling_with(sampling, seed)) == token
         low += share
-    # The ends: the smallest draw takes the likeliest token, the largest the last one kept.
+    # The ends: the smallest draw takes the first token kept, the largest the last one.
     tokens = [token for token, _ in kept_tokens(logits, sampling)]
     assert choose(logits, sampling_with(sampling, _DRAWS[0][1])) == tokens[0]
-    assert choose(logits, sampling_with(sampling, _DRAWS[-1][1])) in tokens
+    if kept_tokens(logits, sampling)[-1][1] > 1e-4:
+        assert choose(logits, sampling_with(sampling, _DRAWS[-1][1])) == tokens[-1]
 
 
 def sampling_with(sampling: Sampling, seed: int) -> Sampling:
@@ -175,6 +184,56 @@ def test_a_tiny_temperature_is_greedy_and_does_not_overflow() -> None:
     logits = torch.tensor([1e4, -1e4, 1e4 - 1.0, 0.0])
     for seed in range(50):
         assert choose(logits, Sampling(temperature=1e-6, seed=seed)) == 0
+
+
+# ---- vocabularies of many chunks, as the warpers of transformers cut them
+
+
+VOCABULARY = 3 * CHUNK + 17
+
+
+@pytest.mark.parametrize("spread", [0.2, 3.0])
+@pytest.mark.parametrize(
+    ("sampling", "warpers"),
+    [
+        (Sampling(), []),
+        (Sampling(top_k=7), [TopKLogitsWarper(7)]),
+        (Sampling(top_k=LEADING + 30), [TopKLogitsWarper(LEADING + 30)]),
+        (Sampling(top_p=0.3), [TopPLogitsWarper(0.3)]),
+        (Sampling(top_p=0.98), [TopPLogitsWarper(0.98)]),
+        (Sampling(min_p=0.2), [MinPLogitsWarper(0.2)]),
+        (Sampling(top_k=90, top_p=0.7), [TopKLogitsWarper(90), TopPLogitsWarper(0.7)]),
+        (
+            Sampling(top_k=500, min_p=0.1, top_p=0.9),
+            [TopKLogitsWarper(500), MinPLogitsWarper(0.1), TopPLogitsWarper(0.9)],
+        ),
+    ],
+)
+def test_what_stays_of_a_large_vocabulary_and_how_likely_it_is(
+    sampling: Sampling, warpers: list[LogitsProcessor], spread: float
+) -> None:
+    """All rows at once: each draw falls on the token at which the sum of probabilities by transformers passes it."""
+    logits = randn(400, VOCABULARY) * spread
+    warped = logits
+    for warper in warpers:
+        warped = warper(None, warped)
+    sums = warped.double().softmax(-1).cumsum(-1)
+    rows = [Row(sampling_with(sampling, seed), ()) for seed in range(400)]
+    draws = torch.tensor([uniform(seed, 0) for seed in range(400)], dtype=torch.float64)[:, None]
+    expected = torch.searchsorted(sums, draws * sums[:, -1:], right=True)[:, 0]
+    found = torch.tensor(sample(logits, rows)[0])
+    # A draw may lie within a rounding error of the end of its token, a weight of the end of top-p.
+    assert int((found != expected).sum()) <= 2
+    assert torch.isfinite(warped.gather(1, found[:, None])).all()
+
+
+def test_no_draw_falls_on_what_has_no_weight() -> None:
+    """Neither at the ends of a chunk nor behind the vocabulary."""
+    logits = torch.full((2, VOCABULARY), -1e9)
+    logits[:, CHUNK - 1] = logits[:, 2 * CHUNK] = 0.0
+    for share in (0.0, 0.4999999, 0.5, 1 - 2.0**-53):
+        found = _found(logits.exp(), torch.tensor([share, share], dtype=torch.float64))
+        assert found == [CHUNK - 1 if share < 0.5 else 2 * CHUNK] * 2
 
 
 # ---- temperature 0, penalties, bias
@@ -230,6 +289,19 @@ def test_bias_is_added_and_penalties_taken_off_by_count_and_presence(
         edges.append(low)
     assume(all(abs(uniform(seed, len(outputs)) - edge) > 1e-5 for edge in edges))
     assert drawn == choose(torch.tensor(adjusted), plain, tuple(outputs))
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.3])
+def test_what_prompt_or_answer_has_is_repeated_less_as_transformers_does(penalty: float) -> None:
+    logits, prompt, outputs = randn(6, 40), [1, 5, 9], [[], [5], [3, 3, 7], [1, 2, 4], [39], [0, 5]]
+    process = RepetitionPenaltyLogitsProcessor(penalty)
+    for each, answer in zip(logits, outputs, strict=True):
+        ids = torch.tensor([[*prompt, *answer]])
+        expected = process(ids, each[None].clone())[0]
+        sampling = Sampling(temperature=0, repetition_penalty=penalty)
+        row = Row(sampling, answer, prompt)
+        assert sample(each[None], [row])[0] == [int(expected.argmax())]
+        assert torch.equal(_adjusted(each, row), expected)
 
 
 def test_logits_are_not_changed() -> None:

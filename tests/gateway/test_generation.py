@@ -24,13 +24,25 @@ def test_other_models_get_openai_s(tmp_path: Path, do_sample: dict[str, object])
     assert load(tmp_path, temperature=0.6, top_p=0.9, top_k=5, **do_sample) == GenerationDefaults()
 
 
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_a_penalty_of_repetition_holds_for_greedy_models_too(tmp_path: Path, do_sample: bool) -> None:
+    assert load(tmp_path, repetition_penalty=1.1, do_sample=do_sample).repetition_penalty == 1.1
+
+
 def test_no_files(tmp_path: Path) -> None:
     assert load_generation(tmp_path, eos_of_tokenizer=3) == GenerationDefaults(eos=(3,))
 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": "hot"}, {"top_p": True}, {"top_k": -1}, {"eos_token_id": "x"}, {"eos_token_id": [True]}],
+    [
+        {"temperature": "hot"},
+        {"top_p": True},
+        {"top_k": -1},
+        {"eos_token_id": "x"},
+        {"eos_token_id": [True]},
+        {"repetition_penalty": 0},
+    ],
 )
 def test_wrong_values_are_named(tmp_path: Path, wrong: dict[str, object]) -> None:
     with pytest.raises(ModelError, match=rf"generation_config\.json: {next(iter(wrong))}"):

@@ -32,6 +32,7 @@ def test_the_request_comes_first() -> None:
         "min_p": 0.1,
         "presence_penalty": 1.0,
         "frequency_penalty": -1.0,
+        "repetition_penalty": 1.2,
         "logprobs": 4,
     }
     base = sampler(**fields, logit_bias={"5": 2}, stop_token_ids=[7, 9]).base

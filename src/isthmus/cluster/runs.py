@@ -49,7 +49,9 @@ class _Attempt:
         self.snapshots: dict[int, tuple[int, ...]] = {}
         self.tokens = list(task.tokens)
         self._outputs = list(task.tokens[task.num_prompt :])
-        self.row = Row(task.sampling, self._outputs)
+        repeats_less = task.sampling.repetition_penalty != 1
+        prompt = tuple(dict.fromkeys(task.tokens[: task.num_prompt])) if repeats_less else ()
+        self.row = Row(task.sampling, self._outputs, prompt)
         self.cached: int | None = None
 
     def append(self, token: int) -> None:

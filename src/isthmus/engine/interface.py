@@ -57,10 +57,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Row:
-    """What the choice of one next token depends on beside its KV. `outputs`: the tokens generated so far."""
+    """What the choice of one next token depends on beside its KV. `outputs`: the tokens generated so far; `prompt`:
+    the distinct tokens before them, if those are to be repeated less."""
 
     sampling: Sampling
     outputs: Sequence[int]
+    prompt: Sequence[int] = ()
 
 
 Sampled = tuple[list[int], list[TokenLogprobs | None]]

@@ -18,6 +18,7 @@ class GenerationDefaults:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    repetition_penalty: float = 1.0
 
 
 def load_generation(folder: Path, eos_of_tokenizer: int | None) -> GenerationDefaults:
@@ -31,13 +32,17 @@ def load_generation(folder: Path, eos_of_tokenizer: int | None) -> GenerationDef
     eos = _eos(generation, where) or _eos(config, folder / "config.json")
     if not eos and eos_of_tokenizer is not None:
         eos = (eos_of_tokenizer,)
+    repetition_penalty = _number(generation, "repetition_penalty", where, otherwise=1.0)
+    if not repetition_penalty:
+        raise ModelError(f"{where}: repetition_penalty must be above 0")
     if generation.get("do_sample") is not True:
-        return GenerationDefaults(eos=eos)
+        return GenerationDefaults(eos=eos, repetition_penalty=repetition_penalty)
     return GenerationDefaults(
         eos=eos,
         temperature=_number(generation, "temperature", where, otherwise=1.0),
         top_p=_number(generation, "top_p", where, otherwise=1.0),
         top_k=int(_number(generation, "top_k", where, otherwise=0)),
+        repetition_penalty=repetition_penalty,
     )
 
 

@@ -32,6 +32,7 @@ class GenerationRequest(Strict):
     seed: int | None = f.seed()
     presence_penalty: float | None = f.number(-2, 2)
     frequency_penalty: float | None = f.number(-2, 2)
+    repetition_penalty: float | None = f.number(0.01, 100)
     logit_bias: Annotated[Any, f.checked(f.parse_logit_bias)] = None
     max_tokens: int | None = f.integer(1, 2**31 - 1)
     n: int | None = f.integer(1, 16)

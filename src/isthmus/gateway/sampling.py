@@ -57,6 +57,7 @@ def sampler_of(
         min_p=_given(request.min_p, 0.0),
         presence_penalty=_given(request.presence_penalty, 0.0),
         frequency_penalty=_given(request.frequency_penalty, 0.0),
+        repetition_penalty=_given(request.repetition_penalty, defaults.repetition_penalty),
         logit_bias=logit_bias,
         logprobs=logprobs,
         stop_tokens=tuple(dict.fromkeys((*eos, *stop_token_ids))),

@@ -296,7 +296,7 @@ def test_tokens_that_only_fill_up_are_none(folder: Path, tmp_path: Path) -> None
     ("keys", "says"),
     [
         ({"model": "t5"}, "GGUF tokenizer 't5' is not supported; supported: gpt2, llama"),
-        ({"model": None}, "GGUF tokenizer None is not supported"),
+        ({"model": None}, "the file has no tokenizer"),
         ({"pre": "tekken"}, "the split 'tekken' of the GGUF tokenizer is not supported; supported: default, gpt-2"),
         ({"merges": None}, "'tokenizer.ggml.merges' is missing"),
         ({"merges": ["a nothing"]}, "its tokenizer cannot be read"),

@@ -20,7 +20,7 @@ from isthmus.errors import ModelError
 from isthmus.files import GgufFile
 from isthmus.files.gguf import tensor_name
 
-_AT_ONCE = 1 << 16
+_AT_ONCE = 1 << 17
 """Numbers that are widened at a time: as many as stay in a core's cache, in float32."""
 
 
@@ -39,7 +39,9 @@ class GgufTensors:
         self.digest = blake3.blake3()
         self._file, self._head_dim = file, head_dim
         self._weights, self._taken = file.weights, set[str]()
-        self._data = np.memmap(file.path, np.uint8, "r")
+        self._data = np.asarray(
+            np.memmap(file.path, np.uint8, "r")
+        )  # plain: each slice of the other costs more
 
     def has(self, name: str) -> bool:
         return tensor_name(name) in self._weights

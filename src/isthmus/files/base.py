@@ -25,6 +25,10 @@ class ModelFiles(ABC):
     def where(self, name: str) -> str:
         """How messages name it."""
 
+    @abstractmethod
+    def missing(self, name: str) -> str:
+        """What messages say when it must be there and is not."""
+
     @property
     @abstractmethod
     def weight_bytes(self) -> int:
@@ -45,7 +49,7 @@ class ModelFiles(ABC):
         """Raises ModelError also when there is no such file."""
         text = self.text(name)
         if text is None:
-            raise ModelError(f"{self.where(name)}: no such file; a model folder needs a {name}")
+            raise ModelError(f"{self.where(name)}: {self.missing(name)}")
         return text
 
     def required_object(self, name: str) -> dict[str, Any]:
@@ -66,6 +70,9 @@ class Folder(ModelFiles):
 
     def where(self, name: str) -> str:
         return str(self.path / name)
+
+    def missing(self, name: str) -> str:
+        return f"no such file; a model folder needs a {name}"
 
     @property
     def weight_bytes(self) -> int:

@@ -72,6 +72,9 @@ class GgufFile(ModelFiles):
     def where(self, name: str) -> str:
         return str(self.path)
 
+    def missing(self, name: str) -> str:
+        return "the file has no tokenizer" if name == "tokenizer.json" else f"the file has no {name}"
+
     @property
     def _fields(self) -> Fields:
         return Fields(str(self.path), self.header.metadata)

@@ -44,10 +44,13 @@ SPLITS = {
 }
 
 
-def tokenizer_of(fields: Fields) -> str:
-    """The text of a `tokenizer.json`. Raises ModelError for a tokenizer that is not supported."""
+def tokenizer_of(fields: Fields) -> str | None:
+    """The text of a `tokenizer.json`, None where there is no tokenizer. Raises ModelError for one that is not
+    supported."""
     makers = {"gpt2": _byte_level, "llama": _sentencepiece}
-    model = fields.get(f"{_AT}.model")
+    model = fields.get(f"{_AT}.model") or "none"
+    if model == "none":
+        return None
     if model not in makers:
         fields.refuse(f"GGUF tokenizer {model!r} is not supported; supported: {', '.join(makers)}")
     try:

@@ -282,6 +282,7 @@ def test_another_version(made: Made, tmp_path: Path) -> None:
     [
         ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported; supported: llama, qwen2, qwen3"),
         ({"llama.block_count": None}, "'llama.block_count' is missing"),
+        ({"llama.block_count": 1 << 31}, "2147483648 layers are stated"),
         ({"llama.embedding_length": "wide"}, "'llama.embedding_length' must be a whole number"),
         ({"llama.expert_count": 8}, "mixture of experts"),
         ({"llama.attention.value_length": 32}, "different lengths"),
@@ -291,6 +292,8 @@ def test_another_version(made: Made, tmp_path: Path) -> None:
         ({"llama.rope.scaling.attn_factor": 2.0}, "attn_factor 2.0 is not supported"),
         ({"llama.feed_forward_length": 128}, "blk.0.ffn_gate.weight has shape"),
         ({"split.count": 3}, "one of 3 files"),
+        ({"general.alignment": 0}, "'general.alignment' must be a whole number above 0"),
+        ({"llama.attention.scale": 0.5}, "llama.attention.scale 0.5 is not supported"),
     ],
 )  # fmt: skip
 def test_keys(folder: Path, tmp_path: Path, metadata: dict[str, Any], says: str) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
     get_merges,
 )
 
+from isthmus.engine.spec import read_spec
 from isthmus.errors import ModelError
 from isthmus.files import open_files
+from isthmus.files.header import read_header
 from isthmus.gateway import GatewayTokenizer
 from tests.gguf_files import (
     BYTE,
@@ -316,6 +319,27 @@ def test_refusals(folder: Path, tmp_path: Path, keys: dict[str, Any], says: str)
     with pytest.raises(ModelError) as caught:
         GatewayTokenizer.load(path)
     assert says in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_damaged_header_is_read_or_refused(folder: Path, tmp_path: Path) -> None:
+    """Whatever bytes it has: nothing else is raised, and nothing is made as large as a number in it says."""
+    path = Trained(None).file(tmp_path / "a.gguf", folder, "smollm")
+    whole, damaged = path.read_bytes(), tmp_path / "damaged.gguf"
+    start = min(info.start for info in read_header(path).tensors.values())
+    draw, refused = Random(1), 0
+    for _ in range(120):
+        content = bytearray(whole)
+        at = draw.choice([draw.randrange(700), draw.randrange(start), start - 1 - draw.randrange(800)])
+        content[at] = draw.choice([0, 255, draw.randrange(256)])
+        damaged.unlink(missing_ok=True)
+        damaged.write_bytes(content)
+        try:
+            read_spec(damaged)
+            GatewayTokenizer.load(damaged)
+        except ModelError as error:
+            assert "\n" not in str(error) and str(damaged) in str(error)
+            refused += 1
+    assert 30 < refused < 120
 
 
 def test_a_file_has_no_other_texts(folder: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from isthmus.errors import ModelError
 from isthmus.files.base import ModelFiles
 from isthmus.files.header import Header, TensorInfo, read_header
 from isthmus.models import Fields
@@ -114,7 +115,7 @@ def config_of(path: Path, header: Header) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "dtype": _dtype(header),
         **_biases(architecture, header),
-        **_shape(fields, architecture),
+        **_shape(fields, architecture, len(header.tensors)),
         **_rope(path, fields, architecture, header),
     }
 
@@ -135,19 +136,22 @@ def _biases(architecture: str, header: Header) -> dict[str, Any]:
     }
 
 
-def _shape(fields: Fields, architecture: str) -> dict[str, Any]:
+def _shape(fields: Fields, architecture: str, num_tensors: int) -> dict[str, Any]:
     def count(key: str, default: int | None = None, least: int = 1) -> int:
         return fields.count(f"{architecture}.{key}", default, least=least)
 
+    if (num_layers := count("block_count")) > num_tensors:
+        fields.refuse(f"{num_layers} layers are stated, and {num_tensors} tensors there")
     hidden, heads = count("embedding_length"), count("attention.head_count")
     size = count("attention.key_length", max(1, hidden // heads))
     if count("attention.value_length", size) != size:
         fields.refuse("keys and values of different lengths are not supported")
+    fields.only(f"{architecture}.attention.scale", 0.0)
     if count("expert_count", 0, least=0):
         fields.refuse(f"a mixture of experts of architecture {architecture} is not supported")
     return {
         "hidden_size": hidden,
-        "num_hidden_layers": count("block_count"),
+        "num_hidden_layers": num_layers,
         "intermediate_size": count("feed_forward_length"),
         "num_attention_heads": heads,
         "num_key_value_heads": count("attention.head_count_kv", heads),
@@ -189,6 +193,8 @@ def _factors(path: Path, info: TensorInfo | None) -> dict[str, Any]:
     """Read here, since they are a part of the model's description."""
     if info is None:
         return {"rope_type": "default"}
+    if info.kind.name != "F32":
+        raise ModelError(f"{path}: {_FACTORS} is of type {info.kind.name}; supported: F32")
     with path.open("rb") as file:
         file.seek(info.start)
         values = struct.unpack(f"<{math.prod(info.shape)}f", file.read(info.num_bytes))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from isthmus.errors import ModelError
+from isthmus.models import Fields
 
 
 class Kind(NamedTuple):
@@ -95,19 +96,18 @@ class _Reader:
             self._refuse(f"is of GGUF version {version}; supported: 2 and 3, little-endian")
         num_tensors, num_keys = self._number("Q"), self._number("Q")
         metadata = {self._string(): self._value(self._number("I")) for _ in range(num_keys)}
-        if metadata.get("split.count", 1) > 1:
-            self._refuse(
-                f"is one of {metadata['split.count']} files; join them first (llama-gguf-split --merge)"
-            )
+        fields = Fields(str(self._path), metadata)
+        if (parts := fields.count("split.count", 0, least=0)) > 1:
+            self._refuse(f"is one of {parts} files; join them first (llama-gguf-split --merge)")
         found = [self._tensor() for _ in range(num_tensors)]
-        alignment = metadata.get("general.alignment", _ALIGNMENT)
+        alignment = fields.count("general.alignment", _ALIGNMENT)
         start = -(-self._at // alignment) * alignment
         return Header(metadata, {name: self._placed(name, info, start) for name, info in found})
 
     def _tensor(self) -> tuple[str, TensorInfo]:
         name, num_dimensions = self._string(), self._number("I")
-        if num_dimensions > _MAX_DIMENSIONS:
-            self._refuse(f"{name} has {num_dimensions} dimensions; GGUF has at most {_MAX_DIMENSIONS}")
+        if not 0 < num_dimensions <= _MAX_DIMENSIONS:
+            self._refuse(f"{name} has {num_dimensions} dimensions; GGUF has 1 to {_MAX_DIMENSIONS}")
         shape = tuple(reversed([self._number("Q") for _ in range(num_dimensions)]))
         number, offset = self._number("I"), self._number("Q")
         if number not in KINDS:
@@ -118,7 +118,7 @@ class _Reader:
     def _placed(self, name: str, info: TensorInfo, start: int) -> TensorInfo:
         """Its offset counts from the start of all tensors."""
         info = info._replace(start=start + info.start)
-        if info.shape and info.shape[-1] % info.kind.numbers:
+        if info.shape[-1] % info.kind.numbers:
             self._refuse(f"{name} has rows of {info.shape[-1]} numbers, which {info.kind.name} cannot hold")
         if info.start + info.num_bytes > len(self._data):
             missing = info.start + info.num_bytes - len(self._data)

@@ -60,7 +60,7 @@ def tokenizer_of(fields: Fields) -> str | None:
     except ModelError:
         raise
     except Exception as error:  # the library raises bare Exception
-        fields.refuse(f"its tokenizer cannot be read: {error}")
+        fields.refuse(f"its tokenizer cannot be read: {' '.join(str(error).split())}")
 
 
 def special_tokens_of(fields: Fields) -> dict[str, Any]:

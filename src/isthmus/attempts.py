@@ -17,7 +17,8 @@ def key_of(request: RequestId, attempt: int) -> RequestId:
 
 
 class FetchOrder(msgspec.Struct, frozen=True):
-    """Copy the request's blocks `[start, stop)` from another node's cache; `[0, start)` are at hand.
+    """Copy the request's blocks `[start, stop)` from another node's cache, or in a recall from the node's own; `[0,
+    start)` are at hand.
 
     `until_ns`: when the conductor expects them; `codec`: in which form they travel.
     """

@@ -61,7 +61,8 @@ class Kit:
     def settle(self) -> None:
         """What was asked for so far about keeping is done, and what is being read is here or given back."""
         self.cache.kept().result(WAIT_S)
-        wait(list(self.cache._coming.values()), WAIT_S)
+        reading = [coming for _, coming in list(self.cache._reading.values())]  # also what is saved meanwhile
+        wait([*self.cache._coming.values(), *reading], WAIT_S)
         self.cache.kept().result(WAIT_S)
 
     def save(
@@ -325,6 +326,18 @@ def test_what_came_is_adopted_after_all_that_was_decided_before_and_a_load_waits
     over(load)
     assert end(kit, fetch) == lost == []
     assert [kit.stored(name) for name in NAMES[:3]] == [kit.block(at) for at in range(3)] == BLOCKS[:3]
+
+
+def test_a_load_of_what_is_still_coming_can_be_cancelled_at_once(kit: Kit) -> None:
+    """Whoever cancels it may not wait for a disk: it is the event loop, under the node's lock."""
+    go_on = threading.Event()
+    kit.cache._keep(go_on.wait)
+    kit.write(0, BLOCKS[0])
+    kit.cache.save(NAMES[:1], [None], [0], 0, (), lambda lost: None)
+    load = kit.cache.load(NAMES[:1], [1])
+    load.cancel()
+    assert load.over.is_set() and not go_on.is_set()
+    go_on.set()
 
 
 def test_what_follows_a_block_that_is_gone_is_not_adopted_nor_what_was_adopted_and_left(kit: Kit) -> None:

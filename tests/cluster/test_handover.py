@@ -679,3 +679,21 @@ def test_over_a_session_that_is_closed_nothing_is_offered() -> None:
     asyncio.run(tasks.pop())
     assert told == [events.Severed((A,), "cannot reach there, where it decodes: its session is closed")]
     assert not wire.sent
+
+
+@pytest.mark.parametrize("computed", [True, False])
+def test_of_what_was_computed_before_the_grant_the_first_token_goes_with_it(computed: bool) -> None:
+    wire, tasks = Wire(), list[Any]()
+
+    async def reach(node: NodeId) -> Any:
+        return wire
+
+    sending = HandoverSender(memory(filled=True), 0, reach, bool, tasks.append)  # type: ignore[arg-type]
+    sending.offer(events.Offer(A, NodeId("there"), extent(4)))
+    asyncio.run(tasks.pop())
+    sending.on(A, Outgoing.ready, Span(0, LAYERS), Span(0, 4), (0, 1))
+    sending.on(A, Outgoing.first_token, 77)
+    assert not wire.slices
+    sending.send(events.Send(A, computed=computed))
+    assert len(wire.slices) == LAYERS
+    assert [said for said in wire.messages if isinstance(said, Sent)] == ([Sent(A, 77)] if computed else [])

@@ -467,6 +467,7 @@ def test_a_short_load_says_so(run: Callable[..., None]) -> None:
         put_chain(kit.here.store, NAMES[:2], BLOCKS[:2])
         kit.here.mover.do(events.Load(KEY, NAMES[:3], (0, 1, 2), 12, told=True))
         assert await kit.told(kit.here, events.Loaded) == events.Loaded(KEY, 2)
+        assert kit.here.mover.load_of(KEY) is None, "a run would be told once more what is missing"
 
     run(work)
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from isthmus.cluster import messages
 from isthmus.cluster.head import Head
 from isthmus.cluster.messages import StageFound, StageSaved
 from isthmus.cluster.node import NodeProcess
@@ -151,14 +152,15 @@ def run(work: Awaitable[None]) -> None:
     asyncio.run(main())
 
 
-def threads() -> list[str]:
+def threads() -> set[threading.Thread]:
     """Those that compute."""
-    return [each.name for each in threading.enumerate() if each.name in ("worker", "stage")]
+    return {each for each in threading.enumerate() if each.name in ("worker", "stage")}
 
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_every_answer_is_exact_and_every_stage_counts_what_it_computes(kept: bool, tmp_path: Path) -> None:
     async def work() -> None:
+        before = threads()
         async with scene(tmp_path if kept else None) as some:
             prompts = [prompt_of(seed, length) for seed, length in enumerate((1, 16, 65, 200))]
             for name, prompt in enumerate(prompts):
@@ -171,11 +173,11 @@ def test_every_answer_is_exact_and_every_stage_counts_what_it_computes(kept: boo
             assert await asyncio.gather(
                 *[some.answer(f"again {name}", prompt) for name, prompt in enumerate(prompts)]
             ) == [0, 15 if kept else 0, 64, 192]
-            assert len(threads()) == STAGES + 1
+            assert len(threads() - before) == STAGES + 1
             for process in some.processes:
                 await some.until(lambda mover=process.mover: not (mover._loads or mover._staged))
         assert [end.result() for end in some.ends] == ["stopped by the head"] * (STAGES + 1)
-        assert threads() == []
+        assert not threads() - before
 
     run(work())
 
@@ -202,6 +204,28 @@ def test_blocks_outlive_the_group(tmp_path: Path) -> None:
     run(work())
 
 
+@pytest.mark.parametrize("count", range(6))
+def test_what_a_stage_found_comes_in_as_many_messages_as_it_takes_of_which_one_is_the_last(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or its group would seem to be whole while another stage still reads its disk."""
+    names = tuple(bytes([number]) for number in range(count))
+
+    async def work() -> None:
+        async with scene() as some:
+            later, said = some.processes[1], list[StageFound]()
+            assert isinstance(later, StageNode)
+            monkeypatch.setattr(messages, "MAX_NAMES", 2)
+            later._found = [(name, None) for name in names]
+            later.up = said.append  # type: ignore[method-assign, assignment]
+            await later._join_up(messages.StageOpen(later._introduction, 1, 0, 0, 0, ()))
+            monkeypatch.undo()
+            assert sum([each.names for each in said], ()) == names
+            assert [each.last for each in said] == [False] * (len(said) - 1) + [True]
+
+    run(work())
+
+
 def test_different_chunks_of_one_prompt_are_in_two_stages_at_once() -> None:
     meeting = Meeting()
 
@@ -214,6 +238,29 @@ def test_different_chunks_of_one_prompt_are_in_two_stages_at_once() -> None:
             await some.answer("a", prompt_of(1, 200))  # four chunks
 
     run(work())
+
+
+def test_the_leader_computes_no_further_ahead_than_the_stages_can_take() -> None:
+    go, turns = threading.Event(), list[None]()
+
+    def prepare(some: Scene) -> None:
+        some.engines[1].iteration, some.engines[1].attends = 0, lambda: go.wait(20)
+
+    async def work() -> None:
+        async with scene(prepare=prepare) as some:
+            group = some.processes[0]._group  # type: ignore[attr-defined]
+            take_turn = group.take_turn
+            group.take_turn = lambda: turns.append(None) or take_turn()
+            answer = asyncio.create_task(some.answer("a", prompt_of(1, 640)))  # ten chunks
+            await some.until(lambda: len(turns) == STAGES + 2 or group.gauges()["pipeline_runs_total"] == 10)
+            assert group.gauges()["pipeline_runs_total"] == STAGES + 1
+            go.set()
+            await answer
+
+    try:
+        run(work())
+    finally:
+        go.set()
 
 
 @pytest.mark.parametrize("at", range(1, STAGES))

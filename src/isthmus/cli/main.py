@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import logging
 import sys
 from collections.abc import Callable
@@ -31,6 +33,7 @@ app.add_typer(bench.app, name="bench")
 
 def main(command: Callable[[], None] = app) -> None:
     """Runs a command; a user's mistake is one line on standard error and a non-zero exit."""
+    atexit.register(gc.freeze)  # Python would look through all that is left for cycles as it ends, twice
     logging.basicConfig(level=logging.WARNING, format="isthmus: %(message)s")
     try:
         command()

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from isthmus.config import Config, cluster_token, load_config
 from isthmus.errors import ConfigError, IsthmusError
 from isthmus.types import NodeId, Role
 
 if TYPE_CHECKING:
     from isthmus.cluster.launcher import LaunchSpec
     from isthmus.cluster.process import EngineProcess
+    from isthmus.config import Config
 
 SWITCH_S = 0.0002
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -42,6 +42,7 @@ def node(
         return
     if role is None or join is None:
         raise ConfigError("isthmus node needs --role prefill|decode|mixed and --join HOST:PORT")
+    from isthmus.config import cluster_token, load_config
     from isthmus.deploy import at_home
 
     settings = at_home(load_config(config, {"model": model}), config.parent if config else Path())
@@ -124,6 +125,7 @@ def process_of(spec: LaunchSpec, host: str) -> EngineProcess:
     from isthmus.cluster.recorder import node_recorder
     from isthmus.cluster.sessions import network_of
     from isthmus.cluster.stage import StageNode
+    from isthmus.config import Config
     from isthmus.deploy import Cluster
 
     config = Config.model_validate_json(spec.config)

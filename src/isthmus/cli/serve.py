@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from isthmus.config import Config, load_config
-
 if TYPE_CHECKING:
     import asyncio
 
     from isthmus.cli.engines import Served
     from isthmus.cluster.launcher import Launcher
     from isthmus.cluster.local import LocalCluster
+    from isthmus.config import Config
 
 
 def serve(
@@ -74,6 +73,7 @@ def serve(
     }
     import asyncio
 
+    from isthmus.config import load_config
     from isthmus.deploy import at_home
 
     settings = at_home(load_config(config, overrides), config.parent if config else Path())

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from isthmus.sim.cycles import no_cycles
+
 if TYPE_CHECKING:
     from isthmus.config import Config
     from isthmus.sim.deployment import Deployment
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from isthmus.sim.workloads import Workload
 
 
+@no_cycles()
 def simulate(
     config: Annotated[Path, typer.Option(help="Deployment file (YAML).")],
     trace: Annotated[Path | None, typer.Option(help="Mooncake or Azure trace, or a flight recording.")] = None,
@@ -56,7 +59,6 @@ def simulate(
     from isthmus.cli.tables import show, summary_tables
     from isthmus.config import load_config
     from isthmus.sim.deployment import deployment_of
-    from isthmus.sim.simulation import no_cycles
     from isthmus.sim.summary import summarize, to_json
     from isthmus.sim.workloads import Replay, load
 
@@ -65,14 +67,13 @@ def simulate(
     flags = {"policy": policy, "scheduling.admission": admission, "scheduling.order": order}
     settings = load_config(config, flags)
     faults = [texts or [] for texts in (link_fault, node_fault, session_fault, disk_fault)]
-    with no_cycles():
-        requests = load(_source(trace, workload), Replay(speed, spread_seed, limit))
-        deployment = deployment_of(settings, requests.block_size, config.parent)
-        deployment = _with_faults(deployment, faults)
-        result = _run(deployment, requests, log)
-        result.notes += _notes(speed, spread_seed, limit)
-        result.notes += [f"fault {text}" for texts in faults for text in texts]
-        summary = summarize(result)
+    requests = load(_source(trace, workload), Replay(speed, spread_seed, limit))
+    deployment = deployment_of(settings, requests.block_size, config.parent)
+    deployment = _with_faults(deployment, faults)
+    result = _run(deployment, requests, log)
+    result.notes += _notes(speed, spread_seed, limit)
+    result.notes += [f"fault {text}" for texts in faults for text in texts]
+    summary = summarize(result)
     show(*summary_tables(summary))
     if json_file is not None:
         write_bytes(json_file, to_json(summary))

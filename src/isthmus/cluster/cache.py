@@ -98,6 +98,18 @@ class Loading:
             if self.num_blocks < num_blocks:
                 raise PrefixMissing(self.num_blocks)
 
+    def await_all(self, coming: Sequence[Future[None]]) -> bool:
+        """Whether all of these are done before it is cancelled."""
+        for each in coming:
+            each.add_done_callback(self._notify)
+        with self._condition:
+            self._condition.wait_for(lambda: self.cancelled or all(each.done() for each in coming))
+        return not self.cancelled
+
+    def _notify(self, _: object) -> None:
+        with self._condition:
+            self._condition.notify_all()
+
     def cancel(self) -> None:
         """Returns when nothing more will be written into the blocks."""
         with self._condition:
@@ -194,16 +206,18 @@ class NodeCache:
 
     def pin(self, names: Sequence[BlockName]) -> list[Pinned | None]:
         """As the store's, once those of them that are on their way are there. From a thread of the cache."""
-        for coming in dict.fromkeys(
-            [coming for name in names if (coming := self._coming.get(name)) is not None]
-        ):
-            coming.result()
+        wait(self._coming_of(names))
         return self.store.pin(names)
+
+    def _coming_of(self, names: Sequence[BlockName]) -> list[Future[None]]:
+        return list(dict.fromkeys([coming for name in names if (coming := self._coming.get(name)) is not None]))
 
     def _load(self, load: Loading, stop: int) -> None:
         pinned: list[Pinned | None] = []
         try:
-            pinned = self.pin(load.names[:stop])
+            if not load.await_all(self._coming_of(load.names[:stop])):
+                return
+            pinned = self.store.pin(load.names[:stop])
             on_disk = [at for at, pin in enumerate(pinned) if pin is None]
             for at in on_disk:
                 if self.store.tier(load.names[at]) is None:

@@ -103,6 +103,7 @@ class Fetching:
         store, first = self._cache.store, self.names.index(names[0])
         with self.condition:
             for at, name in enumerate(names, first):
+                assert at >= self.start, "what was not fetched is adopted"
                 here, head = at - self.start, self.names[at - 1] if at else None
                 if here >= self.num_whole or not (head is None or store.contains(head)):
                     return at - first

@@ -7,6 +7,7 @@ another thread is done after all that came before; loads and saves begin at once
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence, Set
@@ -168,9 +169,10 @@ class KVMover(NoPayloads):
         def ended(_: object) -> None:
             """In any thread."""
             self.cache.unread(read)
-            if load.told and self._loads.get(key) is begun:  # and was not cancelled
-                del self._loads[key]
-                self._tell(events.Loaded(key, begun.num_blocks))
+            with contextlib.suppress(KeyError):  # it is cancelled just now
+                if load.told and self._loads[key] is begun:
+                    del self._loads[key]
+                    self._tell(events.Loaded(key, begun.num_blocks))
 
         if read or load.told:
             begun.task.add_done_callback(ended)

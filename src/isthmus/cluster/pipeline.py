@@ -45,7 +45,7 @@ class Group(NoPayloads):
     ) -> None:
         assert stages > 1
         self.stages, self._tell, self._sampled, self._end, self._later = stages, tell, sampled, end, later
-        self._connection: Session | None = None
+        self._session: Session | None = None
         self._num_ready = 0
         self._formed = asyncio.Event()
         self._found: list[set[BlockName]] = [set() for _ in range(stages - 1)]
@@ -102,8 +102,8 @@ class Group(NoPayloads):
             self._tell(Saved(request))
 
     def _send(self, message: Any, *payload: memoryview) -> None:
-        if self._connection is not None:  # one priority for all, or they would overtake each other
-            self._connection.send(message, *payload, priority=Priority.URGENT)
+        if self._session is not None:  # one priority for all, or they would overtake each other
+            self._session.send(message, *payload, priority=Priority.URGENT)
 
     async def form(
         self,
@@ -114,7 +114,7 @@ class Group(NoPayloads):
         timeout_s: float,
     ) -> None:
         """Returns when all stages are ready. Raises OSError or TimeoutError."""
-        self._connection = await network.connect(addresses[0], messages.Upward, self, timeout_s=timeout_s)
+        self._session = await network.connect(addresses[0], messages.Upward, self, timeout_s=timeout_s)
         later, sizes = tuple(addresses[1:]), (facts.kv_blocks, facts.num_slots, facts.ssd_blocks)
         self._send(messages.StageOpen(hello, 1, *sizes, later))
         await self._formed.wait()
@@ -150,8 +150,8 @@ class Group(NoPayloads):
         with self._turn:
             self._closed = True
             self._turn.notify_all()
-        if self._connection is not None:
-            self._connection.close()
+        if self._session is not None:
+            self._session.close()
 
     def on_message(self, session: Session, message: messages.Upward) -> None:
         match message:

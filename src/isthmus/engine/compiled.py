@@ -50,6 +50,11 @@ def _path(compiler: str, sources: Sequence[Path], flags: Sequence[str]) -> Path:
     return cache_dir() / "kernels" / f"{sources[0].stem}-{digest}.so"
 
 
+def machine_name() -> str:
+    """Short, equal for CPUs that compute alike."""
+    return hashlib.sha256(_cpu_identity().encode()).hexdigest()[:12]
+
+
 def _cpu_identity() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

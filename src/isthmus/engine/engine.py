@@ -17,6 +17,7 @@ from isthmus.engine.batch import Batch, build_batch
 from isthmus.engine.interface import BeforeLayer, Chunk, Hidden, OnLayer, Row, Sampled, stage_layout
 from isthmus.engine.kv import TORCH_DTYPES, KVMemory, bytes_of
 from isthmus.engine.model import Model
+from isthmus.engine.products import matrices
 from isthmus.engine.sampling import sample
 from isthmus.engine.spec import kv_layout, read_spec
 from isthmus.engine.states import LiveStates
@@ -65,6 +66,7 @@ class Engine:
             device=self.device,
             layers=self.layers,
         )
+        self.kernels.prepare(matrices(weights))
         self.revision = weights.revision
         self.model = Model(self.spec, weights, self.kernels, self.max_length)
         self.memory = KVMemory(layout, num_blocks, self.device, self.kernels)

@@ -75,8 +75,9 @@ class _Link:
 
     def in_order(self) -> list[_Route]:
         """Its routes, in the order in which their first flows started."""
-        routes = [route for route in self.routes if self.behind is None or self in route.links]
-        return sorted(routes, key=_first_started) if len(routes) > 1 else routes
+        behind = self.behind is not None
+        routes = [route for route in self.routes if self in route.links] if behind else self.routes
+        return sorted(routes, key=_number)
 
     @property
     def flows(self) -> list[Flow]:
@@ -86,15 +87,17 @@ class _Link:
 
 class _Route:
     """A path. `limits`: the links of it that may hold a flow back; `bound`: capacity of the narrowest. Its `flows`, in
-    order of start, have one rate, which is their `share` when they are filled; `open`: that is still to be found.
-    `bytes_ended`: by flows that have ended. `trunks`: the links that are behind no other.
+    order of start, the first of them the `number`-th that came, have one rate, which is their `share` when they are
+    filled; `open`: that is still to be found. `bytes_ended`: by flows that have ended. `trunks`: the links that are
+    behind no other.
 
     Many flows go in step: `left` of each is kept here, the bytes to go at `since`, from when all move at `rate`. Of
     them the `first` to end alone is aimed. Another flow does not go in step until its rate changes with theirs.
     """
 
     __slots__ = (
-        "bound", "bytes_ended", "first", "flows", "left", "limits", "links", "open", "rate", "share", "since", "trunks",
+        "bound", "bytes_ended", "first", "flows", "left", "limits", "links", "number", "open", "rate", "share", "since",
+        "trunks",
     )  # fmt: skip
 
     limits: tuple[_Link, ...]
@@ -106,7 +109,7 @@ class _Route:
         self.left: dict[Flow, float] = {}
         self.first: Flow | None = None
         self.rate, self.since = 0.0, 0
-        self.bytes_ended, self.open = 0, False
+        self.bytes_ended, self.number, self.open = 0, 0, False
         self.measure()
 
     def measure(self) -> None:
@@ -410,11 +413,11 @@ class Network:
             if link.untimed:
                 for other in tuple(link.untimed):
                     self._is_over(other, now)
+        flow.number = self._num_joined = self._num_joined + 1
         if not route.flows:
+            route.number = flow.number
             for link in route.trunks:
                 link.routes[route] = None
-        self._num_joined += 1
-        flow.number = self._num_joined
         route.flows[flow] = None
         for link in route.links:
             if not link.num_flows:
@@ -450,6 +453,8 @@ class Network:
         if not route.flows:
             for link in route.trunks:
                 del link.routes[route]
+        elif flow.number == route.number:
+            route.number = next(iter(route.flows)).number
         route.bytes_ended += moved
         for link in route.links:
             link.num_flows -= 1
@@ -502,7 +507,8 @@ class Network:
     def _refill(self, seeds: Iterable[_Link], now: int) -> None:
         """New rates for the flows of these links, and for all that contended links connect to them."""
         untimed = dict.fromkeys([flow for link in seeds for flow in link.untimed])
-        routes = dict.fromkeys([route for link in seeds for route in link.in_order()])
+        crossings = {link: link.in_order() for link in seeds}
+        routes = dict.fromkeys([route for crossing in crossings.values() for route in crossing])
         links: dict[_Link, list[_Route]] = {}  # the contended ones, and how their flows go
         queue = list(routes)
         for route in queue:  # grows meanwhile
@@ -512,7 +518,7 @@ class Network:
                     route.open = True
                     if link not in links:
                         untimed.update(link.untimed)
-                        crossing = links[link] = link.in_order()
+                        crossing = links[link] = crossings.get(link) or link.in_order()
                         queue += [other for other in crossing if other not in routes]
                         routes.update(dict.fromkeys(crossing))
         _set_shares(links)
@@ -531,7 +537,8 @@ class Network:
         near = 1.0 + 1e-9
         loads = [sum(flow.rate for flow in link.flows) for link in self._links]
         for link in self._links:
-            assert link.num_flows == len(link.flows) and all(route.flows for route in link.routes)
+            assert link.num_flows == len(link.flows)
+            assert all(route.number == next(iter(route.flows)).number for route in link.routes)
             untimed = [flow for flow in link.flows if not flow.timed]
             assert list(link.untimed) == ([] if link.is_slack else untimed)
         for link, load in zip(self._links, loads, strict=True):
@@ -553,10 +560,6 @@ class Network:
             ), f"flow {flow.tag!r} at {flow.rate} bytes/s has no bottleneck"
         if self._next is not None:
             assert self._next == min((flow.finish_ns for flow in self._timed), default=NEVER)
-
-
-def _first_started(route: _Route) -> int:
-    return next(iter(route.flows)).number
 
 
 def _capacity(name: str, bytes_per_s: float) -> float:

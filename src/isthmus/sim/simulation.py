@@ -9,9 +9,7 @@ for the time it takes. When a node or a transfer fails, the conductor hears of i
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from heapq import heappop
 from typing import Any
@@ -37,6 +35,7 @@ from isthmus.conductor import (
 )
 from isthmus.node.events import Become
 from isthmus.sim.clock import OTHERS, TRANSFER_ENDS, Clock
+from isthmus.sim.cycles import no_cycles
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.gaps import set_tbt
 from isthmus.sim.job import SimJob
@@ -51,18 +50,6 @@ PATIENCE_NS = 600 * NS_PER_S
 
 Log = Callable[[int, Event, list[Action]], None]
 Progress = Callable[[int, int], None]
-
-
-@contextmanager
-def no_cycles() -> Iterator[None]:
-    """Nothing that ends in a simulation is part of a cycle, so to look for cycles gains nothing."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 class Simulation:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -24,6 +24,9 @@ class Kernels(Protocol):
 
     def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         """x @ weight.T + bias `[T, N]`, in the activations' type; here K is the input width."""
+
+    def prepare(self, weights: Iterable[Tensor]) -> None:
+        """These are what `linear` will multiply with: time for what is done once."""
 
     def add_rms_norm(self, x_TN: Tensor, delta_TN: Tensor | None, weight_N: Tensor, eps: float) -> Tensor:
         """Adds `delta` into `x` in place, then returns rms_norm(x) * weight (float32 weight)."""

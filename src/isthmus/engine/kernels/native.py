@@ -1,22 +1,11 @@
-"""Builds kernels.c once per machine and calls it through ctypes.
-
-The library is kept in the cache folder under a name that digests source, compiler and CPU, and moved into
-place in one step, so processes that start together do not disturb each other. torch must be imported
-before the library is loaded: both then share torch's OpenMP run time and its thread count.
+"""Calls kernels.c through ctypes. torch must be imported before the library is loaded: both then share torch's OpenMP
+run time and its thread count.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,14 +13,14 @@ import torch
 from torch import Tensor
 
 from isthmus.config import cache_dir
+from isthmus.engine.compiled import library, machine_name
 from isthmus.engine.kernels.plain import each_expert
-
-log = logging.getLogger(__name__)
+from isthmus.engine.products import Products
 
 SKINNY_ROWS = 48
-"""Up to so many rows the skinny kernel is faster than torch's product."""
+"""Up to so many rows the skinny kernel is taken for products that were not timed."""
 
-_HERE = Path(__file__).parent
+_SOURCES = [Path(__file__).parent / name for name in ("kernels.c", "body.h")]
 _FLAGS = (
     # Not -ffast-math: it would set flush-to-zero for the whole process and divide by estimates.
     "-O2 -ftree-vectorize -march=native -mprefer-vector-width=512 -fno-math-errno -fno-trapping-math "
@@ -54,48 +43,10 @@ _STORED_ARGUMENTS = {
 }
 
 
-def _cpu_identity() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
-
-
-def _library_path(compiler: str) -> Path:
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout
-    sources = b"".join((_HERE / name).read_bytes() for name in ("kernels.c", "body.h"))
-    identity = b"\0".join((sources, version, " ".join(_FLAGS).encode(), _cpu_identity().encode()))
-    return cache_dir() / "kernels" / f"kernels-{hashlib.sha256(identity).hexdigest()[:20]}.so"
-
-
-def _build(compiler: str, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, suffix=".so")
-    os.close(handle)
-    try:
-        command = [compiler, *_FLAGS, str(_HERE / "kernels.c"), "-o", temporary, "-lm"]
-        subprocess.run(command, check=True, capture_output=True)
-        os.replace(temporary, target)
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-
-
 def load() -> NativeKernels | None:
     """The compiled kernels, built when needed; None (with one warning) where they cannot be built."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        log.warning("no C compiler found: the engine uses slower torch kernels; install gcc")
-        return None
-    try:
-        path = _library_path(compiler)
-        if not path.exists():
-            _build(compiler, path)
-        return NativeKernels(ctypes.CDLL(str(path)))
-    except (OSError, subprocess.CalledProcessError) as error:
-        detail = getattr(error, "stderr", b"") or str(error).encode()
-        log.warning("kernels.c could not be built: the engine uses slower torch kernels: %s", detail[-300:])
-        return None
+    functions = library(_SOURCES, _FLAGS, "the engine uses slower torch kernels")
+    return None if functions is None else NativeKernels(functions)
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
@@ -120,7 +71,15 @@ class NativeKernels:
         for name, arguments in _STORED_ARGUMENTS.items():
             for dtype in _SUFFIXES:
                 self._declare(library, name, dtype, arguments)
-        self._wide_is_faster = _float32_products_are_faster()
+        self.products = Products(
+            {
+                torch.bfloat16: {"native": self._skinny, "bfloat16": _narrow_product, "float32": _wide_product},
+                torch.float32: {"native": self._skinny, "float32": _wide_product},
+            },
+            self._untimed,
+            cache_dir() / "products.json",
+            machine_name(),
+        )
 
     def _declare(
         self, library: ctypes.CDLL, name: str, dtype: torch.dtype | None, arguments: tuple[type, ...]
@@ -134,9 +93,17 @@ class NativeKernels:
 
     def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         assert x_TK.dtype == torch.float32, "native kernels take float32 activations"
+        return self.products(x_TK, weight_NK, bias_N)
+
+    def prepare(self, weights: Iterable[Tensor]) -> None:
+        self.products.prepare(weights)
+
+    def _untimed(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        product = self._skinny if len(x_TK) <= SKINNY_ROWS else _wide_product
+        return product(x_TK, weight_NK, bias_N)
+
+    def _skinny(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         rows, width = x_TK.shape
-        if rows > SKINNY_ROWS:
-            return self._wide_product(x_TK, weight_NK, bias_N)
         out = torch.empty(rows, weight_NK.shape[0])
         self._functions["linear", weight_NK.dtype](
             _pointer(x_TK),
@@ -148,13 +115,6 @@ class NativeKernels:
             weight_NK.shape[0],
         )
         return out
-
-    def _wide_product(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-        """torch's product, in whichever type this CPU multiplies faster: widening the weights is cheap then."""
-        if weight_NK.dtype == torch.float32 or self._wide_is_faster:
-            return torch.nn.functional.linear(x_TK, weight_NK.float(), bias_N)
-        out = torch.nn.functional.linear(x_TK.to(weight_NK.dtype), weight_NK).float()
-        return out if bias_N is None else out.add_(bias_N)
 
     def add_rms_norm(self, x_TN: Tensor, delta_TN: Tensor | None, weight_N: Tensor, eps: float) -> Tensor:
         assert x_TN.dtype == torch.float32, "native kernels take float32 activations"
@@ -333,22 +293,15 @@ class NativeKernels:
         self._functions["copy_slices", None](*addresses, len(targets), size)
 
 
-def _float32_products_are_faster() -> bool:
-    """Times one product of a prefill's shape in both types. Some CPUs multiply bfloat16 at half the speed
-    of float32, others at four times it, and no flag tells them apart."""
-    x, weight = torch.ones(256, 512), torch.ones(1024, 512)
-    narrow_x, narrow = x.bfloat16(), weight.bfloat16()
+def _wide_product(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """torch's in float32: the weights are widened each time."""
+    return torch.nn.functional.linear(x_TK, weight_NK.float(), bias_N)
 
-    def fastest(product: Callable[[], Tensor]) -> float:
-        times = []
-        for _ in range(4):
-            started = time.perf_counter()
-            product()
-            times.append(time.perf_counter() - started)
-        return min(times)
 
-    wide_s = fastest(lambda: torch.nn.functional.linear(x, narrow.float()))
-    return wide_s < fastest(lambda: torch.nn.functional.linear(narrow_x, narrow).float())
+def _narrow_product(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """torch's in the type of the weights, summed in float32."""
+    out = torch.nn.functional.linear(x_TK.to(weight_NK.dtype), weight_NK).float()
+    return out if bias_N is None else out.add_(bias_N)
 
 
 if __name__ == "__main__":  # `make install` builds the kernels, so that the first start is as quick as the next

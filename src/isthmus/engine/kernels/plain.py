@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -58,6 +58,9 @@ class PlainKernels:
 
     def activation_dtype(self, stored: torch.dtype) -> torch.dtype:
         return stored
+
+    def prepare(self, weights: Iterable[Tensor]) -> None:
+        """There is only one product."""
 
     def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         return torch.nn.functional.linear(x_TK, weight_NK.to(x_TK.dtype), bias_N)

@@ -39,9 +39,8 @@ class GgufTensors:
         self.digest = blake3.blake3()
         self._file, self._head_dim = file, head_dim
         self._weights, self._taken = file.weights, set[str]()
-        self._data = np.asarray(
-            np.memmap(file.path, np.uint8, "r")
-        )  # plain: each slice of the other costs more
+        mapped = np.memmap(file.path, np.uint8, "r")
+        self._data = np.asarray(mapped)  # a plain array: each slice of the other class costs more
 
     def has(self, name: str) -> bool:
         return tensor_name(name) in self._weights

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from isthmus.gateway.tokenizer import BYTE_OF_CHAR
+from tests.gguf_files import CONTROL, NORMAL, TEMPLATE, vocabulary_keys, write_gguf
 from tests.inside import inside
 from tests.models import MODEL_CASES, check_greedy, make_model
 from tests.served import Client, serve
@@ -95,6 +97,26 @@ def test_other_shapes_of_cluster(roles: dict[str, int], tmp_path: Path) -> None:
     make_model(folder, "qwen3")
     with inside(deployment(folder, roles=roles)) as cluster:
         check(cluster, folder, prompts_of(99))
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    """The same tokens as of the folder that it was made of, and its own tokenizer and template."""
+    folder, path = tmp_path / "model", tmp_path / "model.gguf"
+    make_model(folder, "llama", num_key_value_heads=1, tie_word_embeddings=True)
+    tokens = [*sorted(BYTE_OF_CHAR, key=BYTE_OF_CHAR.__getitem__), *map("<|{}|>".format, range(15)), "he"]
+    kinds = [NORMAL] * 256 + [CONTROL] * 15 + [NORMAL]
+    keys = {
+        "merges": ["h e"],
+        "pre": "gpt-2",
+        "bos_token_id": 256,
+        "add_bos_token": True,
+        "chat_template": TEMPLATE,
+    }
+    write_gguf(path, folder, metadata=vocabulary_keys("gpt2", tokens, kinds, **keys))
+    with inside(deployment(path)) as cluster:
+        check(cluster, folder, prompts_of(7))
+        answer = cluster.complete("the", 12)["choices"][0]["token_ids"]
+        check_greedy(folder, [256, ord("t"), tokens.index("he")], answer)
 
 
 def test_in_processes_of_their_own(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_a_config_that_is_not_a_json_object_is_refused(tmp_path: Path, text: byt
 
 
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"config\.json: not found"):
+    with pytest.raises(ModelError, match=r"config\.json: no such file"):
         read_spec(tmp_path)
     with pytest.raises(ModelError, match=r"config\.json"):
         read_spec(tmp_path / "nowhere")

@@ -56,7 +56,7 @@ def edit_config(folder: Path, **fields: object) -> None:
 # ---- refusals
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt", "model-q4.gguf"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
 def test_a_folder_with_only_other_formats_is_refused_and_they_are_named(folder: Path, name: str) -> None:
     (folder / "model.safetensors").rename(folder / name)
     message = refusal(folder)

@@ -14,7 +14,7 @@ JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the results
 
 @app.command()
 def engine(
-    model: Annotated[Path, typer.Option(help="Model folder.")],
+    model: Annotated[Path, typer.Option(help="Model folder or GGUF file.")],
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: the model's.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads that compute.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each case.")] = 3,

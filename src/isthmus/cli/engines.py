@@ -21,6 +21,7 @@ from isthmus.engine.recipe import LAYERS as EMULATED_LAYERS
 from isthmus.engine.spec import kv_layout as spec_layout
 from isthmus.engine.spec import read_spec
 from isthmus.errors import ConfigError
+from isthmus.files import open_files
 from isthmus.store import Arena, Log, RecordFormat, Shape, Store
 from isthmus.types import NodeId, Role
 
@@ -52,7 +53,7 @@ def host_bytes(config: Config, folder: Path, facts: NodeFacts) -> int:
     if layout is None:
         layout = _recipe(config, folder, facts).layout
     else:
-        weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        weights = open_files(folder).weight_bytes
     blocks = (facts.kv_blocks + facts.num_slots) * layout.block_bytes // facts.pipeline
     return weights + layout.state_bytes * facts.live_states + blocks
 
@@ -92,7 +93,7 @@ def _emulated_layers(config: Config) -> int:
 
 def tokenizer_folder(folder: Path) -> Path:
     """The model's own folder; the demo model's when an emulated model brings no tokenizer."""
-    return folder if (folder / "tokenizer.json").is_file() else demo_folder()
+    return folder if open_files(folder).text("tokenizer.json") is not None else demo_folder()
 
 
 def open_engine(config: Config, folder: Path, threads: int, facts: NodeFacts, *, stage: int = 0) -> Engine:

@@ -1,4 +1,4 @@
-"""Finds the folder of the model to serve."""
+"""Finds the files of the model to serve."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ def demo_folder() -> Path:
 
 
 def find_model(model: str | None) -> tuple[Path, str]:
-    """(folder, name) of a model: None is the bundled demo, else a folder, else a hub id to download.
+    """(path, name) of a model: None is the bundled demo, else a folder or a GGUF file, else a hub id to download.
 
     Raises ModelError saying what was looked for.
     """
     if model is None:
         return demo_folder(), "isthmus-demo"
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder, folder.resolve().name
-    if not _HUB_ID.fullmatch(model):
-        raise ModelError(f"{model}: no such folder, and not a hub id (owner/name)")
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path, path.resolve().name
+    if path.is_file():
+        return path, path.stem
+    if not _HUB_ID.fullmatch(model) or path.suffix == ".gguf":
+        raise ModelError(f"{model}: no such folder or file, and not a hub id (owner/name)")
     return _download(model), model
 
 

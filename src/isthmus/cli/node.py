@@ -30,7 +30,7 @@ def node(
     join: Annotated[str | None, typer.Option(help="HOST:PORT where the head listens for nodes.")] = None,
     name: Annotated[str | None, typer.Option(help="Unique name; default: role, host and process id.")] = None,
     config: Annotated[Path | None, typer.Option(help="The deployment file of the cluster.")] = None,
-    model: Annotated[str | None, typer.Option(help="Model folder or hub id.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model folder, GGUF file or hub id.")] = None,
     host: Annotated[str, typer.Option(help="Address where other nodes reach this one.")] = "127.0.0.1",
     launched: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:

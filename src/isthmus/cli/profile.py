@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 
 def profile(
-    model: Annotated[str | None, typer.Option(help="Model folder or hub id; default: the demo model.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model folder, GGUF file or hub id; default: the demo model.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the curve (YAML) here; default: print it.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: the model's.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,

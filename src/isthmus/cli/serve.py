@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 def serve(
     config: Annotated[Path | None, typer.Option(help="Deployment file (YAML).")] = None,
-    model: Annotated[str | None, typer.Option(help="Model folder or hub id; default: the demo model.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model folder, GGUF file or hub id; default: the demo model.")
+    ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name clients use for the model.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,

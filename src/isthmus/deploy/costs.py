@@ -23,6 +23,7 @@ from isthmus.cost import (
     hardware_named,
 )
 from isthmus.errors import ConfigError
+from isthmus.files import open_files
 from isthmus.scheduler import CPU_TILE, TILE, Chunking
 
 PROFILES = Path(__file__).parent.parent / "cost" / "profiles"
@@ -60,7 +61,7 @@ def codec_dtype(cost: Cost, otherwise: str = "") -> str:
 
 def cost_of(config: Config, nodes: RoleConfig, model: Path | None) -> Cost:
     """What work takes on a node of a role: a measured curve where there is one, else the analytic model of the
-    model's config.json (`model`: its folder or the file) on its hardware, this CPU when none is named.
+    model's config.json (`model`: its folder, that file, or a GGUF file) on its hardware, this CPU when none is named.
 
     Raises ConfigError for a curve or hardware without a cost, and for the emulated engine without hardware; ModelError
     for a model without a cost.
@@ -76,8 +77,7 @@ def cost_of(config: Config, nodes: RoleConfig, model: Path | None) -> Cost:
     if model is None:
         raise ConfigError("engine.cost or model: give one; without it nobody knows what work costs")
     hardware = hardware_of(config, nodes) or hardware_named("cpu")
-    file = model / "config.json" if model.is_dir() else model
-    facts = facts_of(read_mapping(file), str(file))
+    facts = facts_of(*_described(model))
     weight_dtype = _COST_DTYPES[engine.dtype] if engine.dtype else facts.weight_dtype
     kv_dtype = "fp32" if weight_dtype == "fp32" else "bf16"
     coefficients = engine_coefficients(engine.runtime, hardware, weight_dtype=weight_dtype, kv_dtype=kv_dtype)
@@ -89,6 +89,14 @@ def cost_of(config: Config, nodes: RoleConfig, model: Path | None) -> Cost:
         weight_dtype=weight_dtype,
         kv_dtype=kv_dtype,
     )
+
+
+def _described(model: Path) -> tuple[Mapping[str, Any], str]:
+    """The config.json of a model, and how messages name it."""
+    if not model.is_dir() and model.suffix != ".gguf":
+        return read_mapping(model), str(model)
+    files = open_files(model)
+    return files.required_object("config.json"), files.where("config.json")
 
 
 def is_shipped(name: str) -> bool:

@@ -43,10 +43,11 @@ class EngineOptions:
 class Engine:
     """Owns weights and KV memory. Not thread-safe: one thread steps it."""
 
-    def __init__(self, folder: Path, options: EngineOptions) -> None:
+    def __init__(self, model: Path, options: EngineOptions) -> None:
+        """`model`: a folder, or a GGUF file."""
         if options.threads:
             torch.set_num_threads(options.threads)
-        self.spec: ModelSpec = read_spec(folder)
+        self.spec: ModelSpec = read_spec(model)
         self.device = _device(options.device)
         self.max_length = min(options.max_length or self.spec.max_length, self.spec.max_length)
         dtype = options.dtype or self.spec.dtype
@@ -58,7 +59,7 @@ class Engine:
         stored = TORCH_DTYPES[dtype]
         activations = self.kernels.activation_dtype(stored)
         weights = load_weights(
-            folder,
+            model,
             self.spec,
             dtype=stored,
             activations=activations,

@@ -21,8 +21,8 @@ import xxhash
 
 from isthmus.blocks import KVLayout
 from isthmus.cost import facts_of
-from isthmus.engine.spec import load_json
 from isthmus.errors import ModelError
+from isthmus.files import open_files
 from isthmus.models import Fields
 
 LAYERS = 2
@@ -54,26 +54,28 @@ def state_tokens_of(config: Mapping[str, Any]) -> int:
     return -(-facts.state_bytes // max(1, 2 * facts.kv_elements))
 
 
-def vocab_of(folder: Path) -> int:
-    """How many token ids the tokenizer of a model folder has. Raises ModelError."""
-    path = folder / "tokenizer.json"
-    tokenizer = load_json(path)
+def vocab_of(model: Path) -> int:
+    """How many token ids the tokenizer of a model has. Raises ModelError."""
+    files = open_files(model)
+    tokenizer = files.required_object("tokenizer.json")
     try:
         vocab = tokenizer["model"]["vocab"]
         ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
         ids += [added["id"] for added in tokenizer.get("added_tokens", ())]
         return int(max(ids)) + 1
     except (KeyError, TypeError, ValueError, AttributeError):
-        raise ModelError(f"{path}: its vocabulary cannot be read") from None
+        raise ModelError(f"{files.where('tokenizer.json')}: its vocabulary cannot be read") from None
 
 
 def recipe_of(
-    folder: Path, tokenizer: Path, block_size: int, *, layers: int = LAYERS, state_tokens: int | None = None
+    model: Path, tokenizer: Path, block_size: int, *, layers: int = LAYERS, state_tokens: int | None = None
 ) -> Recipe:
-    """The emulation of the model whose config.json is in `folder`, with the tokenizer of another folder or its
-    own. A pipeline needs as many `layers` as stages. `state_tokens`: as in `layout_of`, None as the model has. Raises
-    ModelError."""
-    config, vocab_size = load_json(folder / "config.json"), vocab_of(tokenizer)
+    """The emulation of a model by its config.json, with the tokenizer of another or its own.
+
+    A pipeline needs as many `layers` as stages. `state_tokens`: as in `layout_of`, None as the model has. Raises
+    ModelError.
+    """
+    config, vocab_size = open_files(model).required_object("config.json"), vocab_of(tokenizer)
     body = json.dumps([config, vocab_size], sort_keys=True).encode()
     revision = f"emulated-{blake3.blake3(body).hexdigest(length=16)}"
     states = state_tokens_of(config) if state_tokens is None else state_tokens
@@ -81,10 +83,11 @@ def recipe_of(
     return Recipe(revision, layout, vocab_size)
 
 
-def length_of(folder: Path) -> int:
-    """Tokens the model of a folder can read, as its config.json says."""
-    path = folder / "config.json"
-    return Fields(str(path), load_json(path)).of_text("").max_length(2048)
+def length_of(model: Path) -> int:
+    """Tokens the model can read, as its config.json says."""
+    files = open_files(model)
+    config = files.required_object("config.json")
+    return Fields(files.where("config.json"), config).of_text("").max_length(2048)
 
 
 class Recipe:

@@ -23,6 +23,11 @@ def _linear(powers: Tensor, options: dict[str, Any], theta: float) -> tuple[Tens
     return 1.0 / powers / options["factor"], 1.0
 
 
+def _factors(powers: Tensor, options: dict[str, Any], theta: float) -> tuple[Tensor, float]:
+    """Each frequency divided by a number of its own, as GGUF files have it."""
+    return 1.0 / powers / torch.tensor(options["factors"], dtype=torch.float32), 1.0
+
+
 def _llama3(powers: Tensor, options: dict[str, Any], theta: float) -> tuple[Tensor, float]:
     """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
     frequencies = 1.0 / powers
@@ -73,6 +78,7 @@ _VARIANTS: dict[str, Callable[[Tensor, dict[str, Any], float], tuple[Tensor, flo
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    "factors": _factors,
 }
 
 

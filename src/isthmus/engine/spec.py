@@ -1,18 +1,17 @@
-"""ModelSpec of a model folder, for models that the engine computes as the reference does.
+"""ModelSpec of a model's files, for models that the engine computes as the reference does.
 
 Anything the engine would compute differently is refused here by name. Loads no torch.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from isthmus.blocks import KVLayout
-from isthmus.errors import ModelError
+from isthmus.files import open_files
 from isthmus.models import Attention, Fields, ModelSpec, read_model
 from isthmus.models.fields import ROPE_TYPES
 
@@ -37,24 +36,11 @@ _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
 """What weights of each dtype are computed in by default."""
 
 
-def load_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a model folder; ModelError when it is missing or not an object."""
-    try:
-        value = json.loads(path.read_text(encoding="utf8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path}: not found; a model folder needs this file") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: expected a JSON object")
-    return value
-
-
-def read_spec(folder: Path) -> ModelSpec:
-    """ModelSpec of a model folder. Raises ModelError naming what is not supported."""
-    path = folder / "config.json"
-    config = load_json(path)
-    fields, spec = Fields(str(path), config), read_model(config, str(path), ARCHITECTURES)
+def read_spec(model: Path) -> ModelSpec:
+    """Of a model folder or a GGUF file. Raises ModelError naming what is not supported."""
+    files = open_files(model)
+    config, where = files.required_object("config.json"), files.where("config.json")
+    fields, spec = Fields(where, config), read_model(config, where, ARCHITECTURES)
     for name, value in {"hidden_act": "silu", **_ONLY[spec.architecture]}.items():
         fields.only(name, value)
     if quantised := fields.object("quantization_config"):

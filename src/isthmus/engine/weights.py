@@ -1,4 +1,7 @@
-"""Loads safetensors weights, and digests them into the model revision. How a layer's are arranged is in `layers`."""
+"""Loads weights, of safetensors or of a GGUF file, and digests them into the model revision.
+
+How a layer's are arranged is in `layers`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import json
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import blake3
 import msgspec
@@ -15,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from isthmus.engine.layers import Layer, Linear, load_layer
-from isthmus.engine.spec import load_json
 from isthmus.errors import ModelError
+from isthmus.files import GgufFile, ModelFiles, open_files
 from isthmus.models import ModelSpec
 
 
@@ -37,26 +40,42 @@ class Weights:
     revision: str
 
 
-class _Folder:
-    """Tensors of a model folder by name, over one or many safetensors files."""
+class _Stored(Protocol):
+    """Tensors as they lie in files, by name."""
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        self.folder = folder
+    @property
+    def digest(self) -> blake3.blake3:
+        """Of all that were taken."""
+
+    def has(self, name: str) -> bool: ...
+
+    def take(self, name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+        """A copy; none of its numbers on the device "meta". Raises ModelError."""
+
+    def finish(self) -> str:
+        """The digest, after the last. Raises ModelError when something is left that should have been taken."""
+
+
+class _Safetensors:
+    """Over one or many files of a folder."""
+
+    def __init__(self, files: ModelFiles, stack: ExitStack) -> None:
+        self.folder, self._all = files.path, files
         self.digest = blake3.blake3()
         self._files: dict[str, Any] = {name: self._open(name, stack) for name in self._file_names()}
         self._where = {key: name for name, file in self._files.items() for key in file.keys()}  # noqa: SIM118
 
     def _file_names(self) -> list[str]:
-        index = self.folder / "model.safetensors.index.json"
-        if index.exists():
-            listed = load_json(index).get("weight_map")
+        index = "model.safetensors.index.json"
+        if self._all.text(index) is not None:
+            listed = self._all.object(index).get("weight_map")
             if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
-                raise ModelError(f"{index}: weight_map must give each tensor's file name")
+                raise ModelError(f"{self.folder / index}: weight_map must give each tensor's file name")
             return sorted(set(listed.values()))
         names = sorted(path.name for path in self.folder.glob("*.safetensors"))
         if names:
             return names
-        others = sorted(p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        others = sorted(p.name for p in self.folder.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
         found = f"; found {', '.join(others)}, which Isthmus does not open" if others else ""
         raise ModelError(f"{self.folder}: no .safetensors weights{found}; convert the model to safetensors")
 
@@ -72,8 +91,12 @@ class _Folder:
     def has(self, name: str) -> bool:
         return name in self._where
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """A tensor in its stored type; digested on the way."""
+    def finish(self) -> str:
+        """There may be more tensors: published models have some that the network does not use."""
+        return self.digest.hexdigest(length=16)
+
+    def take(self, name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Digested on the way."""
         if name not in self._where:
             raise ModelError(f"{self.folder}: the weights have no tensor {name!r}")
         tensor: Tensor = self._files[self._where[name]].get_tensor(name)
@@ -83,11 +106,11 @@ class _Folder:
             raise ModelError(f"{self.folder}: {name} is {tensor.dtype}; supported: float32, bfloat16, float16")
         self.digest.update(name.encode())
         self.digest.update(tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data)
-        return tensor
+        return tensor.to(device, dtype)
 
 
 def load_weights(
-    folder: Path,
+    model: Path,
     spec: ModelSpec,
     *,
     dtype: torch.dtype,
@@ -101,7 +124,15 @@ def load_weights(
     """
     held = range(*(layers or (0, spec.num_layers)))
     with ExitStack() as stack:
-        return _Loader(_Folder(folder, stack), spec, dtype, activations, device).weights(held)
+        return _Loader(_stored(open_files(model), spec, stack), spec, dtype, activations, device).weights(held)
+
+
+def _stored(files: ModelFiles, spec: ModelSpec, stack: ExitStack) -> _Stored:
+    if not isinstance(files, GgufFile):
+        return _Safetensors(files, stack)
+    from isthmus.engine.gguf import GgufTensors
+
+    return GgufTensors(files, spec.head_dim)
 
 
 class _Loader:
@@ -109,21 +140,21 @@ class _Loader:
 
     def __init__(
         self,
-        folder: _Folder,
+        stored: _Stored,
         spec: ModelSpec,
         dtype: torch.dtype,
         activations: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._folder, self._spec, self._device = folder, spec, device
+        self._stored, self._spec, self._device = stored, spec, device
         self._dtype, self._activations = dtype, activations
         self._target = device
 
     def weights(self, held: range) -> Weights:
         """Everything is taken, in one order, and so digested."""
-        spec, folder = self._spec, self._folder
+        spec = self._spec
         first, last = 0 in held, spec.num_layers - 1 in held
-        folder.digest.update(json.dumps(_identity(spec), sort_keys=True).encode())
+        self._stored.digest.update(json.dumps(_identity(spec), sort_keys=True).encode())
         self._hold(first or (last and spec.tied_embeddings))
         embedding = self.matrix("model.embed_tokens.weight", spec.vocab_size, spec.hidden_size)
         layers = []
@@ -145,7 +176,7 @@ class _Loader:
             tuple(layers),
             final_norm if last else None,
             head if last else None,
-            folder.digest.hexdigest(length=16),
+            self._stored.finish(),
         )
 
     def _hold(self, held: bool) -> None:
@@ -153,16 +184,16 @@ class _Loader:
         self._target = self._device if held else torch.device("meta")
 
     def has(self, name: str) -> bool:
-        return self._folder.has(name)
+        return self._stored.has(name)
 
     def matrix(self, name: str, *shape: int) -> Tensor:
-        return self._folder.take(name, *shape).to(self._target, self._dtype)
+        return self._stored.take(name, shape, self._target, self._dtype)
 
     def bias(self, name: str, size: int) -> Tensor:
-        return self._folder.take(name, size).to(self._target, self._activations)
+        return self._stored.take(name, (size,), self._target, self._activations)
 
     def vector(self, name: str, *shape: int) -> Tensor:
-        return self._folder.take(name, *shape).to(self._target, torch.float32).contiguous()
+        return self._stored.take(name, shape, self._target, torch.float32).contiguous()
 
 
 def _identity(spec: ModelSpec) -> object:

@@ -1,13 +1,12 @@
-"""What a model folder says about generation: end tokens and default sampling."""
+"""What a model's files say about generation: end tokens and default sampling."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from isthmus.errors import ModelError
+from isthmus.files import ModelFiles
 
 
 @dataclass(frozen=True)
@@ -21,15 +20,13 @@ class GenerationDefaults:
     repetition_penalty: float = 1.0
 
 
-def load_generation(folder: Path, eos_of_tokenizer: int | None) -> GenerationDefaults:
-    """Reads generation_config.json and config.json of `folder`; both may be absent.
+def load_generation(files: ModelFiles, eos_of_tokenizer: int | None) -> GenerationDefaults:
+    """Reads generation_config.json and config.json; both may be absent.
 
     Raises ModelError when one of them is not JSON or holds a value of the wrong type.
     """
-    generation = read_json(folder / "generation_config.json")
-    config = read_json(folder / "config.json")
-    where = folder / "generation_config.json"
-    eos = _eos(generation, where) or _eos(config, folder / "config.json")
+    generation, where = files.object("generation_config.json"), files.where("generation_config.json")
+    eos = _eos(generation, where) or _eos(files.object("config.json"), files.where("config.json"))
     if not eos and eos_of_tokenizer is not None:
         eos = (eos_of_tokenizer,)
     repetition_penalty = _number(generation, "repetition_penalty", where, otherwise=1.0)
@@ -46,33 +43,20 @@ def load_generation(folder: Path, eos_of_tokenizer: int | None) -> GenerationDef
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; empty when there is no such file. Raises ModelError when it holds no object."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: expected a JSON object, found {type(content).__name__}")
-    return content
-
-
-def _eos(config: dict[str, Any], path: Path) -> tuple[int, ...]:
+def _eos(config: dict[str, Any], where: str) -> tuple[int, ...]:
     value = config.get("eos_token_id")
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]
     if not all(type(token) is int for token in ids):
-        raise ModelError(f"{path}: eos_token_id must be an integer or a list of integers, found {value!r}")
+        raise ModelError(f"{where}: eos_token_id must be an integer or a list of integers, found {value!r}")
     return tuple(ids)
 
 
-def _number(config: dict[str, Any], name: str, path: Path, *, otherwise: float) -> float:
+def _number(config: dict[str, Any], name: str, where: str, *, otherwise: float) -> float:
     value = config.get(name)
     if value is None:
         return otherwise
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise ModelError(f"{path}: {name} must be a number of at least 0, found {value!r}")
+        raise ModelError(f"{where}: {name} must be a number of at least 0, found {value!r}")
     return float(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
@@ -15,7 +14,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from isthmus.errors import ModelError, RequestError
-from isthmus.gateway.generation import read_json
+from isthmus.files import ModelFiles
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -53,22 +52,18 @@ class ChatTemplate:
         return adapted
 
 
-def load_template(folder: Path, config: Mapping[str, Any]) -> ChatTemplate | None:
-    """The template of a model folder, or None. `config`: the content of its tokenizer_config.json.
+def load_template(files: ModelFiles, config: Mapping[str, Any]) -> ChatTemplate | None:
+    """The template of a model, or None. `config`: the content of its tokenizer_config.json.
 
     Raises ModelError when there is one that cannot be read.
     """
-    path = folder / "chat_template.jinja"
+    source = files.text("chat_template.jinja")
+    if source is None:
+        source = _from_config(config, files.where("tokenizer_config.json"))
     try:
-        source = path.read_text(encoding="utf-8") if path.exists() else _from_config(config, folder)
         return None if source is None else ChatTemplate(source, special_tokens(config))
-    except (OSError, ValueError, jinja2.TemplateSyntaxError) as error:
-        raise ModelError(f"{folder}: the chat template cannot be read: {error}") from error
-
-
-def load_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Content of tokenizer_config.json; empty when absent. Raises ModelError."""
-    return read_json(folder / "tokenizer_config.json")
+    except (ValueError, jinja2.TemplateSyntaxError) as error:
+        raise ModelError(f"{files.path}: the chat template cannot be read: {error}") from error
 
 
 def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -82,7 +77,7 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _from_config(config: Mapping[str, Any], folder: Path) -> str | None:
+def _from_config(config: Mapping[str, Any], where: str) -> str | None:
     """tokenizer_config.json has one template, or a list of named ones, of which `default` is used."""
     template = config.get("chat_template")
     if template is None or isinstance(template, str):
@@ -93,9 +88,7 @@ def _from_config(config: Mapping[str, Any], folder: Path) -> str | None:
                 source = entry.get("template")
                 return source if isinstance(source, str) else None
         return None
-    raise ModelError(
-        f"{folder / 'tokenizer_config.json'}: chat_template must be a string or a list of templates"
-    )
+    raise ModelError(f"{where}: chat_template must be a string or a list of templates")
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

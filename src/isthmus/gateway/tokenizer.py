@@ -1,4 +1,4 @@
-"""Text to tokens and back, from a Hugging Face model folder."""
+"""Text to tokens and back, from a model's files."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from isthmus.errors import ModelError, RequestError
+from isthmus.files import open_files
 from isthmus.gateway.detokenizer import Detokenizer
 from isthmus.gateway.generation import GenerationDefaults, load_generation
-from isthmus.gateway.template import ChatTemplate, load_template, load_tokenizer_config, special_tokens
+from isthmus.gateway.template import ChatTemplate, load_template, special_tokens
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -34,19 +35,19 @@ class GatewayTokenizer:
         self._byte_level = "ByteLevel" in json.dumps(json.loads(tokenizer.to_str()).get("decoder"))
 
     @classmethod
-    def load(cls, folder: Path) -> GatewayTokenizer:
-        """Reads a model folder. Raises ModelError naming the file that is missing or wrong."""
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ModelError(f"{path}: no such file; a model folder needs a tokenizer.json")
+    def load(cls, model: Path) -> GatewayTokenizer:
+        """Of a model folder or a GGUF file. Raises ModelError naming the file that is missing or wrong."""
+        files = open_files(model)
+        text = files.required("tokenizer.json")
         try:
-            tokenizer = Tokenizer.from_file(str(path))
+            tokenizer = Tokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
-            raise ModelError(f"{path}: not a tokenizer the tokenizers library can read: {error}") from error
-        config = load_tokenizer_config(folder)
+            where = files.where("tokenizer.json")
+            raise ModelError(f"{where}: not a tokenizer the tokenizers library can read: {error}") from error
+        config = files.object("tokenizer_config.json")
         eos_text = special_tokens(config).get("eos_token")
         eos = None if eos_text is None else tokenizer.token_to_id(eos_text)
-        return cls(tokenizer, load_template(folder, config), load_generation(folder, eos))
+        return cls(tokenizer, load_template(files, config), load_generation(files, eos))
 
     def encode_text(self, text: str) -> list[int]:
         """Tokens of a plain prompt, with the special tokens the model expects around it."""

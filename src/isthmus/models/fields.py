@@ -13,6 +13,7 @@ _ROPE_FIELDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
+    "factors": (),
 }
 ROPE_TYPES = tuple(_ROPE_FIELDS)
 
@@ -131,6 +132,8 @@ class Fields:
         for name in _ROPE_FIELDS.get(kind, ()):
             if not isinstance(options.get(name), int | float):
                 self.refuse(f"RoPE type {kind!r} needs a number in the field {name!r}")
+        if kind == "factors" and len(options.get("factors") or ()) != dim // 2:
+            self.refuse(f"RoPE type 'factors' needs one for each of {dim // 2} frequencies")
         return RopeSpec(dim=dim, theta=theta, kind=kind, options=options)
 
     def rotary_share(self, default: float) -> float:

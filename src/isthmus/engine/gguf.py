@@ -1,0 +1,94 @@
+"""The tensors of a GGUF file, widened one by one as they are taken, and digested as they lie in the file.
+
+`_packed` gives a tensor's rows as stored, in the engine's order; `widened` makes numbers of them. Weights that stay
+quantised in memory take the first without the second.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import blake3
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+from torch import Tensor
+
+from isthmus.errors import ModelError
+from isthmus.files import GgufFile
+from isthmus.files.gguf import tensor_name
+
+_AT_ONCE = 1 << 17
+"""Numbers that are widened at a time: as many as stay in a core's cache, in float32."""
+
+
+class Packed(NamedTuple):
+    """Rows of bytes as stored, blocks of `kind` side by side; `shape` of the numbers that they hold."""
+
+    kind: str
+    rows: NDArray[np.uint8]
+    shape: tuple[int, ...]
+
+
+class GgufTensors:
+    """Taken by the names of a Hugging Face model. `head_dim`: of queries and keys."""
+
+    def __init__(self, file: GgufFile, head_dim: int) -> None:
+        self.digest = blake3.blake3()
+        self._file, self._head_dim = file, head_dim
+        self._weights, self._taken = file.weights, set[str]()
+        mapped = np.memmap(file.path, np.uint8, "r")
+        self._data = np.asarray(mapped)  # a plain array: each slice of the other class costs more
+
+    def has(self, name: str) -> bool:
+        return tensor_name(name) in self._weights
+
+    def take(self, name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Digested on the way, and only that on the device "meta"."""
+        packed = self._packed(name, shape)
+        if device.type == "meta":
+            return torch.empty(shape, dtype=dtype, device=device)
+        return widened(packed, dtype).to(device)
+
+    def finish(self) -> str:
+        left = sorted(self._weights.keys() - self._taken)
+        if left:
+            names = ", ".join(left[:3])
+            raise ModelError(f"{self._file.path}: {len(left)} tensors are not of this architecture: {names}")
+        return self.digest.hexdigest(length=16)
+
+    def _packed(self, name: str, shape: tuple[int, ...]) -> Packed:
+        own = tensor_name(name)
+        info = self._weights.get(own)
+        if info is None:
+            raise ModelError(f"{self._file.path}: the weights have no tensor {own!r}")
+        if info.shape != shape:
+            raise ModelError(f"{self._file.path}: {own} has shape {info.shape}, the metadata says {shape}")
+        self._taken.add(own)
+        stored = self._data[info.start : info.start + info.num_bytes]
+        self.digest.update(f"{own} {info.kind.name}".encode())
+        self.digest.update(stored.data)
+        rows = stored.reshape(shape[0] if info.kind.numbers == 1 or len(shape) > 1 else 1, -1)
+        if self._file.interleaved and own.split(".")[-2] in ("attn_q", "attn_k"):
+            rows = _halves(rows, self._head_dim)
+        return Packed(info.kind.name, rows, shape)
+
+
+def _halves(rows: NDArray[np.uint8], head_dim: int) -> NDArray[np.uint8]:
+    """Of each head the first rows of all pairs, then the second ones."""
+    pairs = rows.reshape(-1, head_dim // 2, 2, rows.shape[-1])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def widened(packed: Packed, dtype: torch.dtype) -> Tensor:
+    """Its numbers, each computed in float32 as the gguf library does, then rounded to `dtype`."""
+    kind, stored = GGMLQuantizationType[packed.kind], packed.rows.reshape(-1)
+    found = torch.empty(packed.shape, dtype=dtype)
+    numbers = found.view(-1)
+    step = max(1, len(stored) * _AT_ONCE // max(1, len(numbers)))  # _AT_ONCE is a number of whole blocks
+    for at, start in enumerate(range(0, len(stored), step)):
+        piece = dequantize(stored[start : start + step][None], kind).reshape(-1)
+        numbers[at * _AT_ONCE : (at + 1) * _AT_ONCE] = torch.from_numpy(np.require(piece, requirements="W"))
+    return found

@@ -1,0 +1,7 @@
+"""A model's files: a Hugging Face folder, or one GGUF file, which is read as the folder it would be."""
+
+from isthmus.files.base import Folder, ModelFiles
+from isthmus.files.gguf import GgufFile
+from isthmus.files.opening import open_files
+
+__all__ = ["Folder", "GgufFile", "ModelFiles", "open_files"]

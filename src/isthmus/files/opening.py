@@ -1,0 +1,24 @@
+"""Which kind of files a path has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from isthmus.errors import ModelError
+from isthmus.files.base import Folder, ModelFiles
+from isthmus.files.gguf import GgufFile
+
+
+def open_files(path: Path) -> ModelFiles:
+    """The files of a model: of a folder, of a GGUF file, or of the one GGUF file in a folder without safetensors.
+
+    Raises ModelError for a GGUF file that cannot be read, and for a folder with several and nothing else.
+    """
+    if path.is_file():
+        return GgufFile(path)
+    files = sorted(path.glob("*.gguf"))
+    if not files or any(path.glob("*.safetensors")):
+        return Folder(path)
+    if len(files) > 1:
+        raise ModelError(f"{path}: has several GGUF files; name one: {', '.join(file.name for file in files)}")
+    return GgufFile(files[0])

@@ -1,0 +1,57 @@
+"""From what the user names to the files of a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from isthmus.cli.engines import host_bytes, kv_layout, served_model, tokenizer_folder
+from isthmus.cli.models import demo_folder, find_model
+from isthmus.config import Config
+from isthmus.deploy import cost_of, nodes_of
+from isthmus.errors import ModelError
+from tests.gguf_files import write_gguf
+from tests.models import make_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_model(folder, "llama", dtype="bfloat16")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def file(folder: Path) -> Path:
+    return write_gguf(folder.parent / "tiny.Q8_0.gguf", folder, "Q8_0")
+
+
+def test_a_folder_and_a_file_are_found_and_named(folder: Path, file: Path) -> None:
+    assert find_model(str(folder)) == (folder, "tiny")
+    assert find_model(str(file)) == (file, "tiny.Q8_0")
+    assert find_model(None) == (demo_folder(), "isthmus-demo")
+
+
+@pytest.mark.parametrize("name", ["nowhere", "nobody/model.gguf", "a/b/c"])
+def test_what_is_not_there_is_looked_for_nowhere_else(name: str) -> None:
+    with pytest.raises(ModelError, match="no such folder or file, and not a hub id"):
+        find_model(name)
+
+
+def test_a_file_is_priced_and_described_as_its_folder(folder: Path, file: Path) -> None:
+    config = Config()
+    assert cost_of(config, config.roles.decode, file) == cost_of(config, config.roles.decode, folder)
+    assert kv_layout(config, file) == kv_layout(config, folder)
+    nodes = nodes_of(config, config.engine.block_size, model=file, layout=kv_layout(config, file))
+    served = served_model(config, file, nodes)
+    assert (served.tokenizer, served.vocab_size, served.max_length) == (file, 272, 4096)
+    assert tokenizer_folder(file.parent) == demo_folder()  # several models, and none of them named
+
+
+def test_weights_take_the_memory_that_they_are_widened_to(folder: Path, file: Path) -> None:
+    config = Config()
+    [node, _] = nodes_of(config, config.engine.block_size, model=file, layout=kv_layout(config, file))
+    size = (folder / "model.safetensors").stat().st_size
+    assert abs(host_bytes(config, folder, node) - host_bytes(config, file, node)) < 0.05 * size
+    assert file.stat().st_size < 0.7 * size

@@ -136,7 +136,9 @@ def make_model(
 
 @app.command()
 def accuracy(
-    model: Annotated[str | None, typer.Option(help="Model folder or hub id; default: the demo model.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model folder or hub id; default: SmolLM2-135M-Instruct.")
+    ] = None,
     requests: Annotated[int, typer.Option(min=10, help="Requests of the load.")] = 150,
     rate: Annotated[float, typer.Option(min=0.01, help="Requests a second, in the mean.")] = 4.0,
     cost_file: Annotated[

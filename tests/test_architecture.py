@@ -26,6 +26,7 @@ SOURCE = ROOT / "src/isthmus"
 PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf8")
 EXAMPLE = ROOT / "examples/policies/thrifty.py"
 THRIFTY = f"{EXAMPLE}:thrifty"
+EMULATED = ("--engine", "emulated", "--hardware", "h200")
 
 
 def section(title: str) -> str:
@@ -95,7 +96,7 @@ def test_the_example_simulates_serves_and_replays(
     arguments = ("--config", deployment, "--workload", load, "--policy", THRIFTY, "--json", figures)
     assert isthmus("simulate", *arguments)[0] == 0
     assert json.loads(figures.read_bytes())["completed"] == 50
-    with serve(tmp_path, None, "--policy", THRIFTY, "--record", str(recording)) as served:
+    with serve(tmp_path, None, *EMULATED, "--policy", THRIFTY, "--record", str(recording)) as served:
         assert len(served.tokens([1, 2, 3], 5)) == 5
     monkeypatch.delitem(POLICIES, THRIFTY)  # as in a process of its own
     status, out, err = isthmus("replay", recording)

@@ -108,10 +108,10 @@ def test_a_role_is_a_number_or_a_section(file: Path, written: str) -> None:
 
 
 def test_flags_win_over_the_file_and_absent_flags_do_not(file: Path) -> None:
-    text = "port: 9000\nmodel: demo\nroles: {prefill: 2}\nengine: {block_size: 8}"
+    text = "port: 9000\nmodel: tiny\nroles: {prefill: 2}\nengine: {block_size: 8}"
     flags = {"port": 9100, "model": None, "roles.prefill.count": 4, "engine.threads": 2}
     config = loaded(file, text, flags)
-    assert (config.port, config.model, config.roles.prefill.count) == (9100, "demo", 4)
+    assert (config.port, config.model, config.roles.prefill.count) == (9100, "tiny", 4)
     assert (config.engine.block_size, config.engine.threads) == (8, 2)
 
 

@@ -3,7 +3,7 @@
     python examples/two-datacenters/run.py [--model FOLDER] [--cut-s 3]
 
 Without --model it makes a tiny random Qwen3-Next, three quarters of whose layers keep a recurrent state in place of
-KV, with transformers; where that is not installed, the bundled demo model is served. Every answer is compared with
+KV, with transformers; where that is not installed, the default model is served. Every answer is compared with
 that of one cluster without a link.
 """
 
@@ -96,7 +96,7 @@ def make_model(folder: Path) -> list[str]:
     try:
         from tests.engine.hybrids import save_tiny
     except ImportError as error:
-        print(f"serving the demo model, which keeps KV in all layers ({error})")
+        print(f"serving the default model, which keeps KV in all layers ({error})")
         return []
     save_tiny("qwen3_next", folder, linear_value_head_dim=16)
     return ["--model", str(folder)]

@@ -254,7 +254,7 @@ class SchedulingConfig(_Section):
 
 
 class Config(_Section):
-    """A deployment. `model`: a folder, a GGUF file, a hub id, or None for the bundled demo model.
+    """A deployment. `model`: a folder, a GGUF file, a hub id, or None for the default model.
 
     `join_host`, `join_port`: where nodes of other machines join (0: a free port); `token`: what they must show,
     drawn at random when None.

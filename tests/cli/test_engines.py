@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from isthmus.cli.engines import Served, kv_layout, node_facts, open_engine, served_model, tokenizer_folder
-from isthmus.cli.models import demo_folder
+from isthmus.cli.models import bytes_folder
 from isthmus.config import Config, load_config
 from isthmus.cost import Analytic, Cost, Curve
 from isthmus.deploy import Cluster, at_home, cost_of, nodes_of, role_config
@@ -109,7 +109,7 @@ def test_memory_that_is_not_given_is_what_the_weights_leave(folder: Path) -> Non
         served(emulated(engine__hardware="rtx4090", engine__dtype="float32"), folder)
 
 
-def test_a_model_without_a_tokenizer_gets_the_demo_models(folder: Path) -> None:
-    assert tokenizer_folder(folder) == demo_folder()
+def test_a_model_without_a_tokenizer_gets_that_of_bytes(folder: Path) -> None:
+    assert tokenizer_folder(folder) == bytes_folder()
     (folder / "tokenizer.json").write_text("{}")
     assert tokenizer_folder(folder) == folder

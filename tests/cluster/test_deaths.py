@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from isthmus.cli.models import demo_folder
+from isthmus.cli.models import bytes_folder
 from isthmus.cluster.head import Head
 from isthmus.cluster.messages import PeerMessage
 from isthmus.cluster.node import NodeProcess
@@ -31,7 +31,7 @@ from isthmus.node.node import SEVERED_NS
 from isthmus.types import Job, ModelCard, NodeId, RequestId, Role, Sampling
 from tests.served import Served, node_pid, serve, streamed
 
-RECIPE = recipe_of(demo_folder(), demo_folder(), 16)
+RECIPE = recipe_of(bytes_folder(), bytes_folder(), 16)
 CURVE: dict[str, Any] = {
     "kv_token_bytes": 2048,
     "num_layers": 4,

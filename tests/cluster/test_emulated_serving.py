@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.cli.models import demo_folder
+from isthmus.cli.models import bytes_folder
 from isthmus.engine.emulated import expected_tokens, recipe_of
 from tests.inside import inside
 from tests.served import refused, serve
 
 EMULATED = ("--engine", "emulated", "--hardware", "h200")
-DEMO = recipe_of(demo_folder(), demo_folder(), 16)
+RECIPE = recipe_of(bytes_folder(), bytes_folder(), 16)
 
 
 def prompts_of(count: int) -> list[list[int]]:
@@ -34,7 +34,7 @@ def has_torch(pid: int) -> bool:
 
 def test_every_answer_is_exact(tmp_path: Path) -> None:
     prompts = prompts_of(12)
-    expected = [expected_tokens(DEMO, prompt, 30) for prompt in prompts]
+    expected = [expected_tokens(RECIPE, prompt, 30) for prompt in prompts]
     with serve(tmp_path, None, *EMULATED, "--prefill", "2", "--decode", "2", "--token-budget", "64") as served:
         assert not any(map(has_torch, [served.process.pid, *served.children().values()]))
         with ThreadPoolExecutor(12) as pool:
@@ -43,7 +43,7 @@ def test_every_answer_is_exact(tmp_path: Path) -> None:
                 assert list(found) == expected
         served.wait_until(lambda: sum(served.gauge("prefix_cache_hits_total").values()) > 0, "a prefix hit")
         salted = served.tokens(prompts[0], 30, ignore_eos=True, cache_salt="other")
-        assert salted == expected_tokens(DEMO, prompts[0], 30, salt="other") != expected[0]
+        assert salted == expected_tokens(RECIPE, prompts[0], 30, salt="other") != expected[0]
 
 
 def test_a_model_folder_with_a_config_alone_is_enough(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_model_folder_with_a_config_alone_is_enough(tmp_path: Path) -> None:
     with inside({"model": str(folder), "engine": engine}) as served:
         assert served.model == "llama-70b"
         assert served.gauge("kv_blocks") == {"prefill-0": 4096.0, "decode-0": 4096.0}
-        recipe = recipe_of(folder, demo_folder(), 16)
+        recipe = recipe_of(folder, bytes_folder(), 16)
         assert served.tokens([1, 2, 3], 5, ignore_eos=True) == expected_tokens(recipe, [1, 2, 3], 5)
         answer = served.complete([1, 2, 3], 2, ignore_eos=True, logprobs=1)["choices"][0]
         assert answer["logprobs"]["token_logprobs"] == [0.0, 0.0]

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from isthmus.cli.models import demo_folder
+from isthmus.cli.models import bytes_folder
 from isthmus.engine.emulated import Recipe, expected_tokens, recipe_of
 from tests.inside import inside
 from tests.models import check_greedy, make_model
@@ -34,7 +34,7 @@ def deployment(*, stages: int = 2, decodes: int = 1, **sections: Any) -> dict[st
 
 
 def recipe(stages: int = 2) -> Recipe:
-    return recipe_of(demo_folder(), demo_folder(), 16, layers=max(2, stages))
+    return recipe_of(bytes_folder(), bytes_folder(), 16, layers=max(2, stages))
 
 
 def prompt_of(seed: int, length: int) -> list[int]:

@@ -12,7 +12,7 @@ from isthmus.cluster.lending import Lease
 from isthmus.conductor.index import PrefixIndex
 from isthmus.engine.emulated import expected_tokens
 from tests import inside as room
-from tests.cluster.test_pool import BLOCK_BYTES, DEMO, ask, deployment, prompt_of
+from tests.cluster.test_pool import BLOCK_BYTES, RECIPE, ask, deployment, prompt_of
 from tests.inside import inside
 
 
@@ -44,4 +44,4 @@ def test_a_lease_that_nobody_releases(monkeypatch: pytest.MonkeyPatch) -> None:
         served.wait_until(
             lambda: served.gauge("cache_memory_blocks").get("decode-0", 0) >= 31, "the answer is kept"
         )
-        ask(served, first + expected_tokens(DEMO, first, 100) + prompt_of(2, 50))
+        ask(served, first + expected_tokens(RECIPE, first, 100) + prompt_of(2, 50))

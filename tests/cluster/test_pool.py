@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from isthmus.cli.models import demo_folder
+from isthmus.cli.models import bytes_folder
 from isthmus.engine.emulated import expected_tokens, recipe_of
 from tests.certificates import make_certificate
 from tests.inside import inside
 from tests.served import Client, given_up, refused
 
-DEMO = recipe_of(demo_folder(), demo_folder(), 16)
+RECIPE = recipe_of(bytes_folder(), bytes_folder(), 16)
 CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.001}
 
 SLOW = {**CURVE, "prefill_token_s": 4e-4}
@@ -52,7 +52,7 @@ def prompt_of(seed: int, length: int) -> list[int]:
 def ask(served: Client, prompt: list[int], count: int = 20, **fields: Any) -> int:
     """Checks an answer; returns how many of its prompt's tokens were cached."""
     found = served.complete(prompt, count, ignore_eos=True, **fields)
-    assert found["choices"][0]["token_ids"] == expected_tokens(DEMO, prompt, count)
+    assert found["choices"][0]["token_ids"] == expected_tokens(RECIPE, prompt, count)
     return int(found["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
@@ -63,7 +63,7 @@ def test_the_next_turn_finds_prompt_and_answer(tmp_path: Path) -> None:
         served.wait_until(
             lambda: served.gauge("cache_memory_blocks").get("decode-0", 0) >= 31, "the answer is kept"
         )
-        answer = expected_tokens(DEMO, first, 100)
+        answer = expected_tokens(RECIPE, first, 100)
         assert ask(served, first + answer + prompt_of(2, 50)) == 496
         served.wait_until(lambda: served.total("kv_bytes_borrowed_total") > 0, "blocks are read where they lie")
 
@@ -147,7 +147,7 @@ def test_kv_is_encoded_on_a_slow_link(form: str, tmp_path: Path) -> None:
     prompt = prompt_of(8, 800)
     with inside(config) as served:
         found = served.tokens(prompt, 20, ignore_eos=True)
-        exact = found == expected_tokens(DEMO, prompt, 20)
+        exact = found == expected_tokens(RECIPE, prompt, 20)
         assert exact == (form == "lossless")
         assert len(found) == 20
 

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from isthmus.cli.models import demo_folder
+from isthmus.cli.models import bytes_folder
 from isthmus.cluster.recorder import replay
 from isthmus.engine.emulated import expected_tokens, recipe_of
 from tests.inside import inside
 from tests.served import Client, children_of, command, node_pid, refused, serve
 
 CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 1e-5, "decode_fixed_s": 0.001}
-RECIPE = recipe_of(demo_folder(), demo_folder(), 16)
+RECIPE = recipe_of(bytes_folder(), bytes_folder(), 16)
 SHORT, LONG = 100, 4000
 EAST = {"roles": {"prefill": 1, "decode": 1}}
 WEST = {"roles": {"prefill": 1}}

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from isthmus.cli.engines import kv_layout, node_facts
-from isthmus.cli.models import demo_folder
+from isthmus.cli.models import bytes_folder
 from isthmus.config import Config, load_config
 from isthmus.deploy import Cluster, NodeFacts, at_home, nodes_of, places_of
 from isthmus.errors import ConfigError
@@ -27,9 +27,9 @@ HORIZON = ("max_steps", "max_chunks")
 
 
 def example(file: Path) -> Config:
-    """With the demo model where the file names none, and emulated where it is of machines that are not here."""
+    """With the model of bytes where the file names none, and emulated where it is of machines that are not here."""
     config = at_home(load_config(file, {}), file.parent)
-    overrides: dict[str, Any] = {"model": config.model or str(demo_folder())}
+    overrides: dict[str, Any] = {"model": config.model or str(bytes_folder())}
     clusters = config.clusters.values()
     if config.engine.hardware or config.engine.cost or any(each.hardware or each.cost for each in clusters):
         overrides["engine"] = config.engine.model_copy(update={"kind": "emulated"})
@@ -115,7 +115,7 @@ GENERATED: dict[str, dict[str, Any]] = {
 
 
 def generated(name: str) -> Config:
-    return Config.model_validate({"model": str(demo_folder())} | GENERATED[name])
+    return Config.model_validate({"model": str(bytes_folder())} | GENERATED[name])
 
 
 @pytest.mark.parametrize("name", GENERATED)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+
+from isthmus.cli.models import bytes_folder
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -92,7 +93,7 @@ FAMILIES = tuple(_FAMILIES)
 
 
 def save_tiny(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Path:
-    """Writes a model folder: weights, config, and the tokenizer of the demo model. `overrides` are fields of the
+    """Writes a model folder: weights, config, and the tokenizer of bytes. `overrides` are fields of the
     transformers config.
 
     Biases and norm weights are random too, so that leaving one out shows. There is no end token in any file: a greedy
@@ -110,9 +111,8 @@ def save_tiny(family: str, folder: Path, seed: int = 0, **overrides: Any) -> Pat
         _describe_as_published(folder / "config.json")
     generation = {"bos_token_id": 256, "do_sample": False}
     (folder / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
-    with as_file(files("isthmus") / "demo") as demo:
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(demo / name, folder / name)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(bytes_folder() / name, folder / name)
     return folder
 
 

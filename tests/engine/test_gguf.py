@@ -14,7 +14,6 @@ import transformers
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, get_tensor_name_map
 from gguf.constants import MODEL_ARCH
 from torch import Tensor
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from isthmus.engine.batch import Chunk
 from isthmus.engine.engine import Engine, EngineOptions
@@ -24,7 +23,7 @@ from isthmus.errors import ModelError
 from isthmus.files.gguf import tensor_name
 from isthmus.files.header import KINDS, read_header
 from tests.gguf_files import Tensors, packed, write_gguf
-from tests.models import LLAMA3, YARN, make_model, reference_logits
+from tests.models import LLAMA3, YARN, gguf_reference, make_model, reference_logits
 
 from .support import largest_error, logits_by_position, relative_error, tokens_of
 
@@ -54,17 +53,6 @@ def load(path: Path, **options: Any) -> Engine:
     return Engine(path, EngineOptions(**({"device": "cpu", "kv_bytes": 1 << 22, "dtype": "float32"} | options)))
 
 
-def reference(path: Path) -> transformers.PreTrainedModel:
-    """What `from_pretrained` makes of `gguf_file`, without the package that it moves large models with."""
-    config = load_gguf_checkpoint(path)["config"]
-    model_class = transformers.AutoModelForCausalLM
-    model = model_class.from_config(transformers.AutoConfig.for_model(**config), attn_implementation="eager")
-    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
-    left = model.float().load_state_dict(tensors, strict=False)
-    assert left.missing_keys == (["lm_head.weight"] if config["tie_word_embeddings"] else [])
-    return model.eval()
-
-
 def answer_of(engine: Engine, prompt: list[int], count: int) -> list[int]:
     """Greedily, token by token."""
     blocks, known, position, answer = list(range(12)), prompt, 0, list[int]()
@@ -82,7 +70,7 @@ def check(path: Path) -> None:
     answer = answer_of(engine, PROMPT, NUM_TOKENS)
     known = PROMPT + answer[:-1]
     with torch.inference_mode():
-        expected = reference(path)(torch.tensor([known])).logits[0]
+        expected = gguf_reference(path)(torch.tensor([known])).logits[0]
     assert expected[len(PROMPT) - 1 :].argmax(-1).tolist() == answer
     found = logits_by_position(engine, known, list(range(12)), chunk=31)
     for position, logits in found.items():

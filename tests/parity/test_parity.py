@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.attempts import BlocksEvicted, RequestFailed, RoleChanged, Route
-from isthmus.cli.models import demo_folder
+from isthmus.cli.models import bytes_folder
 from isthmus.cluster.recorder import Entry
 from isthmus.conductor import Fail, LinksMeasured, NodeLeft
 from isthmus.config import Config, load_config
@@ -443,7 +443,7 @@ def test_every_example_is_the_same(path: Path) -> None:
         and config.engine.cost is None
         and not any(c.cost for c in config.clusters.values())
     ):
-        config = config.model_copy(update={"model": str(demo_folder())})
+        config = config.model_copy(update={"model": str(bytes_folder())})
     deployment = deployment_of(config, size)
     nodes = [
         msgspec.structs.replace(

@@ -10,7 +10,7 @@ import blake3
 import msgspec
 
 from isthmus.blocks import KVLayout
-from isthmus.cli.models import demo_folder
+from isthmus.cli.models import bytes_folder
 from isthmus.cluster.process import OnLost
 from isthmus.config import Config
 from isthmus.cost import compile_cost
@@ -92,8 +92,8 @@ def _emulated_layers(config: Config) -> int:
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """The model's own folder; the demo model's when an emulated model brings no tokenizer."""
-    return folder if open_files(folder).text("tokenizer.json") is not None else demo_folder()
+    """The model's own folder; that of bytes where an emulated model brings no tokenizer."""
+    return folder if open_files(folder).text("tokenizer.json") is not None else bytes_folder()
 
 
 def open_engine(config: Config, folder: Path, threads: int, facts: NodeFacts, *, stage: int = 0) -> Engine:

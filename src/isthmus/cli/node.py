@@ -60,14 +60,14 @@ def node(
         )
     if name is not None and not NAME.fullmatch(name):
         raise ConfigError(f"--name: letters, digits, '.', '_' and '-', not {name!r}")
-    from isthmus.cli.models import find_model
+    from isthmus.cli.models import model_of
 
     spec = LaunchSpec(
         node=NodeId(name or "-".join(filter(None, [cluster, role, os.uname().nodename, str(os.getpid())]))),
         role=role,
         join=join,
         token=token,
-        model=str(find_model(settings.model)[0]),
+        model=str(model_of(settings)[0]),
         threads=settings.engine.threads or len(os.sched_getaffinity(0)),
         config=settings.model_dump_json(exclude_unset=True),
         cluster=cluster or "",

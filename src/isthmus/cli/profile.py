@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def profile(
     model: Annotated[
-        str | None, typer.Option(help="Model folder, GGUF file or hub id; default: the demo model.")
+        str | None, typer.Option(help="Model folder, GGUF file or hub id; default: SmolLM2-135M-Instruct.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the curve (YAML) here; default: print it.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: the model's.")] = None,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def serve(
     config: Annotated[Path | None, typer.Option(help="Deployment file (YAML).")] = None,
     model: Annotated[
-        str | None, typer.Option(help="Model folder, GGUF file or hub id; default: the demo model.")
+        str | None, typer.Option(help="Model folder, GGUF file or hub id; default: SmolLM2-135M-Instruct.")
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name clients use for the model.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
@@ -131,7 +131,7 @@ async def _serve(config: Config) -> None:
 def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, Any]:
     """The cluster, not started yet, and the gateway's app before it. Raises ConfigError, ModelError or StartError."""
     from isthmus.cli.engines import host_bytes, kv_layout, served_model
-    from isthmus.cli.models import find_model
+    from isthmus.cli.models import model_of
     from isthmus.cluster.launcher import check_memory
     from isthmus.cluster.local import LocalCluster
     from isthmus.deploy import clusters_of, nodes_of, places_of
@@ -143,7 +143,7 @@ def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, An
     places_of(config)  # what makes no sense is said before a model is looked for
     if idle := _simulated_only(config):
         print(f"isthmus: {', '.join(idle)}: simulated only, without effect here", file=sys.stderr)
-    folder, name = find_model(config.model)
+    folder, name = model_of(config)
     nodes = nodes_of(config, config.engine.block_size, model=folder, layout=kv_layout(config, folder))
     own = {cluster.name: cluster.config for cluster in clusters_of(config)}
     needed = [[host_bytes(own[facts.cluster], folder, facts)] * facts.pipeline for facts in nodes]
@@ -198,7 +198,8 @@ def _stop_on_signals() -> asyncio.Event:
 
 
 def _announce(url: str, model: str, nodes: list[str], seconds: float) -> None:
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello! What are you?"}]})
+    asked = [{"role": "user", "content": "What is the capital of France?"}]
+    body = json.dumps({"model": model, "messages": asked, "temperature": 0})
     print(f"Isthmus serves {model} at {url} with {', '.join(nodes)} (ready in {seconds:.1f} s)\n")
     print("Try:")
     print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n", flush=True)

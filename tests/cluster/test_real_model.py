@@ -1,0 +1,56 @@
+"""The default model, which people trained: a cluster answers with the tokens that transformers finds likeliest with the
+same weights, widened from 4 bits to float32."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from isthmus.cli.models import find_model
+from isthmus.gateway.tokenizer import GatewayTokenizer
+from tests.inside import inside
+from tests.models import gguf_reference
+
+NUM_TOKENS = 16
+LONG = 1_900
+TEXTS = [
+    "What is the capital of France?",
+    "Write a haiku about the sea.",
+    "Write the Python function fibonacci(n).",
+    "Which are the three primary colours?",
+    "Explain in one sentence why the sky is blue.",
+    "Übersetze ins Englische: Der Zug fährt um acht Uhr ab.",
+    "List five animals that live in the desert, one a line.",
+    "How do 1, 1, 2, 3, 5, 8, 13 go on?",
+    "Tell me a story that begins in a village at the edge of a forest.",
+    "What is 17 plus 25? Show your steps.",
+    "Summarise: a cache keeps what was computed once, so that it need not be computed again. " * 8,
+]
+
+
+def asked(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_its_greedy_tokens_are_those_of_transformers() -> None:
+    """Twelve prompts at once, one as long as a document, handed over from a prefill to a decode node."""
+    path, _ = find_model(None)
+    tokenizer = GatewayTokenizer.load(path)
+    licence = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf8")
+    prompts = [tokenizer.encode_chat(asked(text)) for text in TEXTS]
+    prompts.append(tokenizer.encode_text(licence)[:LONG])
+    assert len(prompts[-1]) == LONG
+    with inside({"engine": {"dtype": "float32", "kv_memory": "256MiB"}}) as served:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = list(pool.map(lambda ids: served.tokens(ids, NUM_TOKENS, ignore_eos=True), prompts))
+        body = {"model": served.model, "messages": asked(TEXTS[0]), "temperature": 0}
+        reply = served.http.post("/v1/chat/completions", json=body).json()
+    assert reply["choices"][0]["message"]["content"] == "The capital of France is Paris."
+    model = gguf_reference(path)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.inference_mode():
+            known = torch.tensor([[*prompt, *answer[:-1]]])
+            [logits] = model(known, logits_to_keep=NUM_TOKENS).logits
+        assert logits.argmax(-1).tolist() == answer

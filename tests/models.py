@@ -155,11 +155,11 @@ def reference_tokens(folder: Path, prompt_ids: Sequence[int], n: int) -> list[in
     return tokens
 
 
-def gguf_reference(path: Path) -> transformers.PreTrainedModel:
+def gguf_reference(path: Path, attention: str = "eager") -> transformers.PreTrainedModel:
     """In float32: what `from_pretrained` makes of `gguf_file`, without the package that it moves large models with."""
     config = load_gguf_checkpoint(path)["config"]
     model_class = transformers.AutoModelForCausalLM
-    model = model_class.from_config(transformers.AutoConfig.for_model(**config), attn_implementation="eager")
+    model = model_class.from_config(transformers.AutoConfig.for_model(**config), attn_implementation=attention)
     tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
     left = model.float().load_state_dict(tensors, strict=False)
     assert left.missing_keys == (["lm_head.weight"] if config["tie_word_embeddings"] else [])

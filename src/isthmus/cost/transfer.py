@@ -44,8 +44,9 @@ class CodecSpeed(msgspec.Struct, frozen=True):
 
 
 # One core of an Intel Xeon of 2023 (AVX-512), shared with other work, November 2026; `isthmus.engine.codecs`, native
-# kernels, KV of a trained Llama of 3 million parameters (bfloat16), of benchmarks' random Llama models and of normal numbers, which differ by
-# less than 2 % in `kept`. (kept by zstd, its encoding, its decoding, int8's encoding and decoding; bytes per second)
+# kernels, KV of a trained Llama of 3 million parameters (bfloat16), of benchmarks' random Llama models and of normal
+# numbers, which differ by less than 2 % in `kept`. (kept by zstd, its encoding, its decoding, int8's encoding and
+# decoding; bytes per second)
 _MEASURED = {
     "bfloat16": (0.665, 1.1e9, 2.2e9, 3.0e9, 4.0e9),
     "float16": (0.846, 1.2e9, 1.8e9, 3.0e9, 3.0e9),

@@ -137,7 +137,7 @@ def make_model(
 @app.command()
 def accuracy(
     model: Annotated[
-        str | None, typer.Option(help="Model folder or hub id; default: SmolLM2-135M-Instruct.")
+        str | None, typer.Option(help="Model folder or hub id; default: llama-256x8, random.")
     ] = None,
     requests: Annotated[int, typer.Option(min=10, help="Requests of the load.")] = 150,
     rate: Annotated[float, typer.Option(min=0.01, help="Requests a second, in the mean.")] = 4.0,
@@ -153,7 +153,9 @@ def accuracy(
     from benchmarks import accuracy as bench
 
     check_writable("--json", json_file)
-    plan = bench.Plan(find_model(model)[0], requests, rate, threads=threads, seed=seed, cost=cost_file)
+    plan = bench.Plan(
+        find_model(model)[0] if model else None, requests, rate, threads=threads, seed=seed, cost=cost_file
+    )
     found = bench.run(plan, _say)
     show(bench.table(found))
     write_json(json_file, msgspec.to_builtins(found))

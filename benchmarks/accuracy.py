@@ -30,6 +30,7 @@ import msgspec
 import yaml
 from rich.table import Table
 
+from benchmarks.models import BENCH_MODELS, make_random_model
 from benchmarks.served import last_line, served
 from isthmus.bench import BenchError, serve
 from isthmus.config import load_config
@@ -48,13 +49,14 @@ QUANTITIES = {"TTFT": "ttft_s", "TBT (longest tenth)": "tbt_s", "TPOT": "tpot_s"
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The load. `prompt`, `output`: lengths as a workload specification writes them; `model`: its folder.
+    """The load. `prompt`, `output`: lengths as a workload specification writes them; `model`: its folder
+    or file, None for one with random weights.
 
     `prefixes` shared beginnings of `prefix_tokens` tokens leave some prompts partly cached. `cost`: a curve's
     file, None measures one first. `threads`: of each node.
     """
 
-    model: Path
+    model: Path | None
     requests: int = 150
     rate: float = 4.0
     prompt: str = "lognormal(p50=150,p99=900,max=1500)"
@@ -125,6 +127,7 @@ def run(plan: Plan, report: Callable[[str], None] = lambda line: None) -> Accura
     workload = plan.workload()
     with tempfile.TemporaryDirectory(prefix="isthmus-accuracy-") as name:
         folder = Path(name)
+        plan = msgspec.structs.replace(plan, model=(plan.model or _random_model(folder / "model")).resolve())
         curve = plan.cost.resolve() if plan.cost is not None else _profile(plan, folder, report)
         config = _write_config(plan, folder, curve)
         report(f"serving {len(workload.requests)} requests, {plan.rate:g} a second")
@@ -140,6 +143,11 @@ def run(plan: Plan, report: Callable[[str], None] = lambda line: None) -> Accura
 
 
 # The live cluster.
+
+
+def _random_model(folder: Path) -> Path:
+    make_random_model(folder, **BENCH_MODELS["llama-256x8"], dtype="bfloat16")
+    return folder
 
 
 def _profile(plan: Plan, folder: Path, report: Callable[[str], None]) -> Path:
@@ -162,7 +170,7 @@ def _profile(plan: Plan, folder: Path, report: Callable[[str], None]) -> Path:
 def _write_config(plan: Plan, folder: Path, curve: Path) -> Path:
     """The deployment, for `isthmus serve` and for the simulator."""
     values = {
-        "model": str(plan.model.resolve()),
+        "model": str(plan.model),
         "port": 0,
         "roles": {"prefill": 1, "decode": 1},
         "engine": {

@@ -162,17 +162,7 @@ class PlainKernels:
         out = torch.einsum("rkgl,rlkd->rkgd", (scores - lse[..., None]).exp(), values)
         return out.reshape(rows, num_heads, head_dim).to(q_RHD.dtype), lse.reshape(rows, num_heads)
 
-    def attend_chunk(
-        self,
-        q_THD: Tensor,
-        kv_S2KD: Tensor,
-        blocks: Sequence[int],
-        start: int,
-        block_size: int,
-        window: int,
-        scale: float,
-    ) -> Tensor:
-        return attend_parts(q_THD, kv_S2KD, blocks, start, block_size, window, scale)
+    attend_chunk = staticmethod(attend_parts)
 
     def delta_step(
         self,

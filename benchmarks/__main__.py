@@ -6,6 +6,7 @@ What a user runs on his own machine is `isthmus bench NAME`.
 from __future__ import annotations
 
 import shlex
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -134,6 +135,18 @@ def make_model(
     if preset not in BENCH_MODELS:
         raise ConfigError(f"--preset {preset}: known are {', '.join(BENCH_MODELS)}")
     make_random_model(folder, **BENCH_MODELS[preset], dtype=dtype)
+    print(f"wrote {folder}")
+
+
+@app.command("unpack-model")
+def unpack_model(
+    folder: Annotated[Path, typer.Argument(help="Where to write the model folder.")],
+    model: Annotated[Path | None, typer.Option(help="GGUF file; default: the default model's.")] = None,
+) -> None:
+    """Write a GGUF file as a folder in bfloat16, for servers that read no such files, by transformers."""
+    from benchmarks.models import unpack_model
+
+    unpack_model(model or find_model(None)[0], folder)
     print(f"wrote {folder}")
 
 
@@ -395,4 +408,5 @@ def wan(
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as by Ctrl-C: what was started is ended
     main(app)

@@ -41,7 +41,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Running:
-    """A server that answers. `ready_s`: from its start until then."""
+    """A server that answers. `ready_s`: from its start to its first answer."""
 
     url: str
     model: str
@@ -126,11 +126,22 @@ def _wait_until_ready(side: Side, process: subprocess.Popen[bytes], url: str, lo
                     f"{side.name} ended at its start; {log} ends with: {last_line(log.read_text())}"
                 )
             with contextlib.suppress(httpx.HTTPError):
-                reply = http.get(f"{url}/v1/models")
-                if reply.status_code == 200:
-                    return str(reply.json()["data"][0]["id"])
+                if model := _answers(http, url):
+                    return model
             time.sleep(POLL_S)
     raise StartError(f"{side.name} did not answer within {START_S:g} s; what it said is in {log}")
+
+
+def _answers(http: httpx.Client, url: str) -> str | None:
+    """The name of its model once it answers a prompt: a list of models may be there long before."""
+    listed = http.get(f"{url}/v1/models")
+    if listed.status_code != 200:
+        return None
+    model = str(listed.json()["data"][0]["id"])
+    prompt = {"model": model, "prompt": "Hello", "max_tokens": 1}
+    return (
+        model if http.post(f"{url}/v1/completions", json=prompt, timeout=START_S).status_code == 200 else None
+    )
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -60,6 +60,7 @@ class Echo(http.server.BaseHTTPRequestHandler):
         tokens = tokens[:-1] if body["prompt"] == [0] else tokens
         content = json.dumps({"choices": [{"token_ids": tokens}]}).encode()
         self.send_response(500 if body["prompt"] == [5] else 200)
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)

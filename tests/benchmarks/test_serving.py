@@ -26,9 +26,19 @@ child = subprocess.Popen(["sleep", "600"])
 print("child", child.pid, flush=True)
 
 class Handler(http.server.BaseHTTPRequestHandler):
+    asked = 0
+
     def do_GET(self):
+        self.answer(200)
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        Handler.asked += 1
+        self.answer(200 if Handler.asked > 2 else 503)
+
+    def answer(self, status):
         body = json.dumps({"data": [{"id": "fake"}]}).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -168,6 +178,7 @@ def test_a_server_is_ended_with_its_children(tmp_path: Path) -> None:
         assert server.model == "fake" and server.ready_s > 0
         child = int(log.read_text().split()[1])
         assert alive(child)
+        assert log.read_text().count("POST /v1/completions") == 3
     until = time.monotonic() + 30
     while alive(child):
         assert time.monotonic() < until, "the child outlived its server"

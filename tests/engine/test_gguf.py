@@ -15,6 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, get_tensor_
 from gguf.constants import MODEL_ARCH
 from torch import Tensor
 
+from benchmarks.models import gguf_reference
 from isthmus.engine.engine import Engine, EngineOptions
 from isthmus.engine.spec import read_spec
 from isthmus.engine.weights import Weights, load_weights
@@ -22,7 +23,7 @@ from isthmus.errors import ModelError
 from isthmus.files.gguf import tensor_name
 from isthmus.files.header import KINDS, read_header
 from tests.gguf_files import Tensors, packed, write_gguf
-from tests.models import LLAMA3, YARN, gguf_reference, make_model, reference_logits
+from tests.models import LLAMA3, YARN, make_model, reference_logits
 
 from .support import answer_of, largest_error, logits_by_position, relative_error, tokens_of
 

@@ -36,6 +36,9 @@ class Kernels(Protocol):
         """Time for what is done once: `linear` will multiply with the matrices in these nested dataclasses. Returns
         them as they are to be held."""
 
+    def described(self) -> tuple[str, ...]:
+        """How `linear` is computed for each shape of what was prepared, if there was a choice: a line each."""
+
     def add_rms_norm(self, x_TN: Tensor, delta_TN: Tensor | None, weight_N: Tensor, eps: float) -> Tensor:
         """Adds `delta` into `x` in place, then returns rms_norm(x) * weight (float32 weight)."""
 

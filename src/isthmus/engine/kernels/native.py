@@ -17,7 +17,7 @@ from isthmus.config import cache_dir
 from isthmus.engine.compiled import library, machine_name
 from isthmus.engine.grouped import Grouped, Weight
 from isthmus.engine.kernels.plain import attend_parts, each_expert
-from isthmus.engine.products import Products
+from isthmus.engine.products import Products, described
 
 LANES = 16
 SKINNY_ROWS = 48
@@ -114,6 +114,9 @@ class NativeKernels:
 
     def prepare(self, layers: _L, head: _H) -> tuple[_L, _H]:
         return self.products.prepare(layers, head)
+
+    def described(self) -> tuple[str, ...]:
+        return tuple(described(shape, names) for shape, names in self.products.names.items())
 
     def _untimed(self, x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None) -> Tensor:
         if isinstance(weight_NK, Grouped):

@@ -100,6 +100,9 @@ class PlainKernels:
         """There is only one product."""
         return layers, head
 
+    def described(self) -> tuple[str, ...]:
+        return ()
+
     def linear(self, x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None) -> Tensor:
         assert isinstance(weight_NK, Tensor), "quantised weights are widened where `takes_groups` is not set"
         return torch.nn.functional.linear(x_TK, weight_NK.to(x_TK.dtype), bias_N)

@@ -18,9 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from isthmus.engine.grouped import Grouped, Weight
 from isthmus.engine.layers import Layer, Linear, load_layer
 from isthmus.engine.quantised import FLOATS, packed_name, stored
+from isthmus.engine.tiles import Tiled, Weight
 from isthmus.errors import ModelError
 from isthmus.files import GgufFile, ModelFiles, open_files
 from isthmus.models import Fields, ModelSpec, read_quantisation
@@ -36,7 +36,7 @@ class Weights:
 
     range: tuple[int, int]
     dtype: torch.dtype
-    embedding: Tensor | None
+    embedding: Weight | None
     layers: tuple[Layer, ...]
     final_norm: Tensor | None
     head: Linear | None
@@ -55,7 +55,7 @@ class _Stored(Protocol):
     def take(self, name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
         """A copy; none of its numbers on the device "meta". Raises ModelError."""
 
-    def grouped(self, name: str, shape: tuple[int, ...]) -> Grouped | None:
+    def grouped(self, name: str, shape: tuple[int, ...]) -> Tiled | None:
         """The same, quantised as it lies there; None where it is not, or not so. A tensor may be taken in both forms.
         Raises ModelError."""
 
@@ -105,7 +105,7 @@ class _Safetensors:
         packed = name if self._quantisation is None else packed_name(self._quantisation, name)
         return self._parts.has(name) or self._parts.has(packed)
 
-    def grouped(self, name: str, shape: tuple[int, ...]) -> Grouped | None:
+    def grouped(self, name: str, shape: tuple[int, ...]) -> Tiled | None:
         return None
 
     def finish(self) -> str:
@@ -242,7 +242,7 @@ class _Loader:
     def weight(self, name: str, rows: int, width: int) -> Weight:
         return self._grouped(name, rows, width) or self.matrix(name, rows, width)
 
-    def _grouped(self, name: str, rows: int, width: int) -> Grouped | None:
+    def _grouped(self, name: str, rows: int, width: int) -> Tiled | None:
         if not self._groups or self._target.type == "meta":
             return None
         return self._stored.grouped(name, (rows, width))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -106,7 +106,8 @@ class _Safetensors:
         return self._parts.has(name) or self._parts.has(packed)
 
     def grouped(self, name: str, shape: tuple[int, ...]) -> Tiled | None:
-        return None
+        found = None if self._quantisation is None else stored(self._quantisation, self._parts, name, shape)
+        return None if found is None else found.grouped()
 
     def finish(self) -> str:
         """There may be more tensors: published models have some that the network does not use."""
@@ -124,11 +125,13 @@ class _Safetensors:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Tensors of a folder as they are stored. `where`: the opened file of each. `digest`: of all that were read."""
+    """Tensors of a folder as they are stored. `where`: the opened file of each. `digest`: of all that were read, once
+    each: `digested`."""
 
     folder: Path
     where: Mapping[str, Any]
     digest: blake3.blake3
+    digested: set[str] = field(default_factory=set)
 
     def has(self, name: str) -> bool:
         return name in self.where
@@ -146,8 +149,10 @@ class _Parts:
         if tensor.dtype not in dtypes:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             self.refuse(f"{name} is {tensor.dtype}; supported: {known}")
-        self.digest.update(name.encode())
-        self.digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        if name not in self.digested:
+            self.digested.add(name)
+            self.digest.update(name.encode())
+            self.digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
         return tensor
 
     def refuse(self, reason: str) -> NoReturn:

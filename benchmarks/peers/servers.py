@@ -73,10 +73,11 @@ def vllm(python: str, model: Path, options: list[str]) -> Side:
 
 
 def llama(python: str, file: Path, ends: Sequence[int], options: list[str]) -> Side:
-    """Its defaults but for two: its context of 2,048 tokens is too short for the longest prompt, and a request would
-    end the one before it. It does not know `ignore_eos`; the end tokens `ends` get a bias in its stead."""
+    """Its defaults but for three: its context of 2,048 tokens is too short for the longest prompt, a request would end
+    the one before it, and one that waits would get pings, of which the client cannot read the end. It does not know
+    `ignore_eos`; the end tokens `ends` get a bias in its stead."""
     command = (python, "-c", LLAMA, "--model", str(file), "--host", "127.0.0.1", "--port", "{port}")
-    needed = ("--n_ctx", "4096", "--interrupt_requests", "false")
+    needed = ("--n_ctx", "4096", "--interrupt_requests", "false", "--disable_ping_events", "true")
     bias = {"logit_bias": dict.fromkeys(map(str, ends), -100)}
     return Side("llama.cpp", (*command, *needed, *options), extra=bias)
 

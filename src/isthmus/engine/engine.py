@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,6 @@ from isthmus.engine.batch import Batch, build_batch
 from isthmus.engine.interface import BeforeLayer, Chunk, Hidden, OnLayer, Row, Sampled, stage_layout
 from isthmus.engine.kv import TORCH_DTYPES, KVMemory, bytes_of
 from isthmus.engine.model import Model
-from isthmus.engine.products import matrices
 from isthmus.engine.sampling import sample
 from isthmus.engine.spec import kv_layout, read_spec
 from isthmus.engine.states import LiveStates
@@ -65,8 +64,10 @@ class Engine:
             activations=activations,
             device=self.device,
             layers=self.layers,
+            groups=self.kernels.takes_groups and stored == torch.bfloat16,
         )
-        self.kernels.prepare(matrices(weights), weights.head.weight if weights.head is not None else None)
+        layers, head = self.kernels.prepare(weights.layers, weights.head)
+        weights = replace(weights, layers=layers, head=head)
         self.revision = weights.revision
         self.model = Model(self.spec, weights, self.kernels, self.max_length)
         self.memory = KVMemory(layout, num_blocks, self.device, self.kernels)
@@ -96,6 +97,10 @@ class Engine:
     @property
     def vocab_size(self) -> int:
         return self.spec.vocab_size
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        return self.kernels.described()
 
     def build(self, chunks: Sequence[Chunk]) -> Batch:
         return build_batch(chunks, self.layout.block_size, self.device, self.states)

@@ -81,8 +81,8 @@ def test_each_type_of_long_blocks(made: Made, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", sorted(GROUPED))
 def test_in_bfloat16_weights_stay_quantised(made: Made, kind: str) -> None:
-    """Queries and keys too, whose rows are put into another order, and a head that is the embedding's tensor. Rounding
-    inputs to 8 bits moves the logits by some percent; a row that is out of place, by all of it."""
+    """Queries and keys too, whose rows are put into another order, and a head that is the embedding's tensor. bfloat16
+    moves the logits by some percent; a row that is out of place, by all of it."""
     for tied in (False, True):
         path = made(
             "llama",

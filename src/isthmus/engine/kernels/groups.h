@@ -1,12 +1,14 @@
 /* Products with weights of 4 or 8 bits, in groups of 32 that share a factor d and an offset m: w = d u + m, u unsigned.
  * Included by kernels.c only.
  *
- * x is rounded to 8 bits, a factor for each 32 numbers of a row, and the products are whole numbers: sums of 32 are exact.
- *   out[t, n] = sum over groups of  d x_d (u . x_q)  +  m x_d (sum of x_q)
+ * For few rows: x is rounded to whole numbers of 15 bits, with a factor for each 32 numbers of a row, written as two digits
+ * of 8 bits, and the products are of whole numbers: sums of 32 are exact. (With 8 bits SmolLM2 says something else.)
+ *   out[t, n] = sum over groups of  d x_d (u . (128 high + low))  +  m x_d (sum of 128 high + low)
+ * For many rows tiles of weights are widened to bfloat16 in a core's cache; see tiles.h.
  * Weights lie in tiles of 16 outputs, a tile's groups one after the other: d [16] and m [16] as float16, then the u of
  * each output in vectors of 16 x 4 bytes; of 4 bits, the low halves of a byte are the first 16 numbers of the group. */
 
-enum { GROUP = 32, GROUP_PASS = 256 };
+enum { GROUP = 32, DIGITS = 2 * GROUP, GROUP_PASS = 128 };
 
 typedef uint16_t f16;
 
@@ -32,38 +34,41 @@ INLINE i16x32 dot_quads(i16x32 sum, u16x32 u, const int8_t *s) {
 #endif
 }
 
-/* A row of x, K numbers: whole numbers of 8 bits, and for each group the factor and the factor times their sum. `rows`
- * rows lie group by group, so that a product finds all of a group side by side. */
+typedef int8_t q16 __attribute__((vector_size(16), aligned(1), may_alias));
+
+/* 16 numbers to the nearest whole ones, and those to two digits: 128 high + low. */
+INLINE i16x32 digits_of(v16 x, int8_t *restrict high, int8_t *restrict low) {
+    const v16 half = (v16){0} + 0.5f;
+    i16x32 whole = __builtin_convertvector(x + chosen(x < 0.f, -half, half), i16x32), upper = (whole + 64) >> 7;
+    *(q16 *)high = __builtin_convertvector(upper, q16);
+    *(q16 *)low = __builtin_convertvector(whole - (upper << 7), q16);
+    return whole;
+}
+
+/* A row of x, K numbers: of each group the high digits, then the low ones, and the factor and the factor times their sum.
+ * `rows` rows lie group by group, so that a product finds all of a group side by side. */
 static void round_row(const float *restrict x, int8_t *restrict q, float *restrict factors, int64_t rows, int64_t K) {
-    for (int64_t g = 0; g < K / GROUP; g++) {
-        const float *from = x + g * GROUP;
-        v16 a = load_f32(from), b = load_f32(from + LANES);
+    for (int64_t g = 0; g < K / GROUP; g++, q += rows * DIGITS, factors += rows * 2) {
+        v16 a = load_f32(x + g * GROUP), b = load_f32(x + g * GROUP + LANES);
         float top = largest_of(larger_of(larger_of(a, -a), larger_of(b, -b)));
-        float factor = top / 127.f, inverse = top > 0.f ? 127.f / top : 0.f;
-        const v16 half = (v16){0} + 0.5f;
-        a *= inverse, b *= inverse;
-        i16x32 i = __builtin_convertvector(a + chosen(a < 0.f, -half, half), i16x32);
-        i16x32 j = __builtin_convertvector(b + chosen(b < 0.f, -half, half), i16x32);
-        typedef int8_t q16 __attribute__((vector_size(16), aligned(1), may_alias));
-        *(q16 *)(q + g * rows * GROUP) = __builtin_convertvector(i, q16);
-        *(q16 *)(q + g * rows * GROUP + LANES) = __builtin_convertvector(j, q16);
-        factors[2 * g * rows] = factor;
-        factors[2 * g * rows + 1] = factor * sum_of(__builtin_convertvector(i + j, v16));
+        float inverse = top > 0.f ? 16256.f / top : 0.f;
+        i16x32 whole = digits_of(a * inverse, q, q + GROUP) + digits_of(b * inverse, q + LANES, q + GROUP + LANES);
+        factors[0] = top / 16256.f;
+        factors[1] = factors[0] * sum_of(__builtin_convertvector(whole, v16));
     }
 }
 
 #define SUMS(t) v16 sum##t = {0};
 #define STEP(t)                                                                                              \
     {                                                                                                        \
-        const int8_t *own = q + t * GROUP;                                                                   \
-        i16x32 whole = {0};                                                                                  \
-        whole = dot_quads(whole, u0, own), whole = dot_quads(whole, u1, own + 4);                            \
-        whole = dot_quads(whole, u2, own + 8), whole = dot_quads(whole, u3, own + 12);                       \
-        whole = dot_quads(whole, u4, own + 16), whole = dot_quads(whole, u5, own + 20);                      \
-        whole = dot_quads(whole, u6, own + 24), whole = dot_quads(whole, u7, own + 28);                      \
-        sum##t += __builtin_convertvector(whole, v16) * (d * factors[2 * t]);                                \
+        const int8_t *own = q + t * DIGITS;                                                                  \
+        i16x32 high = {0}, low = {0};                                                                        \
+        BOTH_DIGITS(0, u0) BOTH_DIGITS(4, u1) BOTH_DIGITS(8, u2) BOTH_DIGITS(12, u3)                         \
+        BOTH_DIGITS(16, u4) BOTH_DIGITS(20, u5) BOTH_DIGITS(24, u6) BOTH_DIGITS(28, u7)                      \
+        sum##t += __builtin_convertvector((high << 7) + low, v16) * (d * factors[2 * t]);                    \
         sum##t += m * factors[2 * t + 1];                                                                    \
     }
+#define BOTH_DIGITS(at, u) high = dot_quads(high, u, own + at), low = dot_quads(low, u, own + GROUP + at);
 #define STORE(t) *(v16u *)(out + t * LANES) = sum##t;
 
 /* out: [ROWS][16]. */
@@ -85,7 +90,7 @@ static void round_row(const float *restrict x, int8_t *restrict q, float *restri
                 u6 = load_pairs(w + 384), u7 = load_pairs(w + 448);                                          \
             }                                                                                                \
             EACH(STEP)                                                                                       \
-            tile += 4 * LANES + bits * 2 * GROUP, q += ROWS * GROUP, factors += ROWS * 2;                    \
+            tile += 4 * LANES + bits * 2 * GROUP, q += ROWS * DIGITS, factors += ROWS * 2;                    \
         }                                                                                                    \
         EACH(STORE)                                                                                          \
     }                                                                                                        \
@@ -109,6 +114,7 @@ PRODUCT(8, ROWS_8)
 #undef STEP
 #undef STORE
 #undef PRODUCT
+#undef BOTH_DIGITS
 
 typedef void (*groups_of_rows)(const int8_t *, const float *, const uint8_t *, float *, int64_t);
 #define BOTH(ROWS) {groups_##ROWS##_4, groups_##ROWS##_8}
@@ -122,7 +128,7 @@ static void groups_tile(const int8_t *restrict q, const float *restrict factors,
     float sums[BLOCK_ROWS * LANES] __attribute__((aligned(64)));
     for (int64_t t = 0; t < T; t += BLOCK_ROWS) {
         int64_t rows = T - t < BLOCK_ROWS ? T - t : BLOCK_ROWS;
-        GROUPS_OF[rows - 1][eight](q + t * K, factors + t * K / (GROUP / 2), tile, sums, K);
+        GROUPS_OF[rows - 1][eight](q + t * K * 2, factors + t * K / (GROUP / 2), tile, sums, K);
         for (int64_t r = 0; r < rows; r++) {
             float *to = out + (t + r) * N;
             if (count == LANES) {
@@ -135,22 +141,54 @@ static void groups_tile(const int8_t *restrict q, const float *restrict factors,
     }
 }
 
+INLINE int64_t group_bytes(int64_t bits) { return 4 * LANES + bits * 2 * GROUP; }
+
 /* tiles: [ceil(N / 16)][K / 32] groups as above, of `bits` 4 or 8; K is a multiple of 32. */
 API void linear_groups(const float *restrict x, const uint8_t *restrict tiles, const float *restrict bias,
                        float *restrict out, int64_t T, int64_t K, int64_t N, int64_t bits) {
-    int64_t factors_at = (T * K + 63) / 64 * 64, tile_bytes = K / GROUP * (4 * LANES + bits * 2 * GROUP);
+    int64_t factors_at = (T * K * 2 + 63) / 64 * 64, tile_bytes = K / GROUP * group_bytes(bits);
     int8_t *q = room_of(1, (size_t)(factors_at / 4 + T * K / (GROUP / 2)));
     float *factors = (float *)(q + factors_at);
 #pragma omp parallel for if (T * K > 65536)
     for (int64_t t = 0; t < T; t++) {
         int64_t at = t % BLOCK_ROWS, first = t - at, rows = T - first < BLOCK_ROWS ? T - first : BLOCK_ROWS;
-        round_row(x + t * K, q + first * K + at * GROUP, factors + first * K / (GROUP / 2) + 2 * at, rows, K);
+        round_row(x + t * K, q + first * K * 2 + at * DIGITS, factors + first * K / (GROUP / 2) + 2 * at, rows, K);
     }
     for (int64_t from = 0; from < T; from += GROUP_PASS) {
         int64_t rows = T - from < GROUP_PASS ? T - from : GROUP_PASS;
 #pragma omp parallel for schedule(static) if (N * K > 32768)
         for (int64_t n = 0; n < N; n += LANES)
-            groups_tile(q + from * K, factors + from * K / (GROUP / 2), tiles + n / LANES * tile_bytes,
+            groups_tile(q + from * K * 2, factors + from * K / (GROUP / 2), tiles + n / LANES * tile_bytes,
                         bias ? bias + n : NULL, out + from * N + n, rows, K, N, N - n < LANES ? N - n : LANES, bits == 8);
+    }
+}
+
+/* 16 floats to bfloat16, in the lower halves of the lanes. */
+INLINE u16x32 low_bf16(v16 x) {
+#ifdef __AVX512BF16__
+    return (u16x32)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+    u16x32 bits = (u16x32)x;
+    return (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+#endif
+}
+
+/* Byte `at` of each lane as a weight in bfloat16. */
+INLINE u16x32 weight_of_byte(u16x32 u, int at, v16 d, v16 m) {
+    return low_bf16(__builtin_convertvector((i16x32)((u >> (8 * at)) & 0xffu), v16) * d + m);
+}
+
+/* One tile to pairs of bfloat16, [K / 2][16]. */
+static void widen_tile(const uint8_t *restrict tile, uint32_t *restrict pairs, int64_t K, int64_t bits) {
+    for (int64_t g = 0; g < K / GROUP; g++, tile += group_bytes(bits)) {
+        v16 d = load_f16((const f16 *)tile), m = load_f16((const f16 *)tile + LANES);
+        for (int64_t i = 0; i < GROUP / 4; i++, pairs += 2 * LANES) {
+            u16x32 u = load_pairs(tile + 4 * LANES + (bits == 4 ? i % 4 : i) * 64);
+            if (bits == 4) u = (i < 4 ? u : u >> 4) & 0x0f0f0f0fu;
+            for (int n = 0; n < 2; n++) {
+                u16x32 low = weight_of_byte(u, 2 * n, d, m), high = weight_of_byte(u, 2 * n + 1, d, m);
+                *(u16x32u *)(pairs + n * LANES) = low | high << 16;
+            }
+        }
     }
 }

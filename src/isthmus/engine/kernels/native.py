@@ -21,13 +21,14 @@ from isthmus.engine.tiles import TILES, Tiled, Weight
 
 LANES = 16
 SKINNY_ROWS = 48
-"""Up to so many rows the skinny kernel is taken for products that were not timed."""
+GROUPED_ROWS = 16
+"""Up to so many rows the skinny kernel, and that of whole numbers, are taken for products that were not timed."""
 
 _HEADERS = ("body.h", "pairs.h", "chunk.h", "groups.h", "tiles.h")
 _SOURCES = [Path(__file__).parent / name for name in ("kernels.c", *_HEADERS)]
 _FLAGS = (
     # Not -ffast-math: it would set flush-to-zero for the whole process and divide by estimates.
-    "-O2 -ftree-vectorize -march=native -mprefer-vector-width=512 -fno-math-errno -fno-trapping-math "
+    "-O3 -march=native -mprefer-vector-width=512 -fno-math-errno -fno-trapping-math "
     "-fopenmp -fPIC -shared -fvisibility=hidden"
 ).split()
 _SUFFIXES = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
@@ -39,7 +40,7 @@ _ARGUMENTS = {
     "silu_mul": (_P, _P, _I, _I),
     "copy_slices": (_P, _P, _P, _P, _I, _I),
     "attend_chunk_bf16": (_P,) * 4 + (_I,) * 7 + (_F,),
-    "linear_tiles": (_P,) * 4 + (_I,) * 3,
+    "linear_tiles": (_P,) * 4 + (_I,) * 4,
     "linear_groups": (_P,) * 4 + (_I,) * 4,
     "delta_run": (_P,) * 7 + (_I,) * 8,
     "delta_step": (_P,) * 8 + (_I,) * 10,
@@ -90,8 +91,8 @@ class NativeKernels:
                 },
                 torch.float32: {"native": self._skinny, "torch float32": _wide_product},
                 TILES: {"native tiles": self._tiled},
-                "4 bits": {"native 8 bits": self._grouped},
-                "8 bits": {"native 8 bits": self._grouped},
+                "4 bits": {"native quantised": self._grouped, "native widened": self._tiled},
+                "8 bits": {"native quantised": self._grouped, "native widened": self._tiled},
             },
             {
                 torch.bfloat16: (TILES,),
@@ -126,7 +127,8 @@ class NativeKernels:
 
     def _untimed(self, x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None) -> Tensor:
         if isinstance(weight_NK, Tiled):
-            return (self._tiled if weight_NK.bits == 16 else self._grouped)(x_TK, weight_NK, bias_N)
+            few = weight_NK.bits < 16 and len(x_TK) <= GROUPED_ROWS
+            return (self._grouped if few else self._tiled)(x_TK, weight_NK, bias_N)
         product = self._skinny if len(x_TK) <= SKINNY_ROWS else _wide_product
         return product(x_TK, weight_NK, bias_N)
 
@@ -135,11 +137,11 @@ class NativeKernels:
         return self._product(self._functions["linear", weight_NK.dtype], x_TK, weight_NK, bias_N)
 
     def _tiled(self, x_TK: Tensor, weight_NK: Tiled, bias_N: Tensor | None) -> Tensor:
-        """x is rounded to bfloat16, the sums are not."""
-        return self._product(self._functions["linear_tiles", None], x_TK, weight_NK, bias_N)
+        """x, and weights that are quantised, are rounded to bfloat16, the sums are not."""
+        return self._product(self._functions["linear_tiles", None], x_TK, weight_NK, bias_N, weight_NK.bits)
 
     def _grouped(self, x_TK: Tensor, weight_NK: Tiled, bias_N: Tensor | None) -> Tensor:
-        """x is rounded to 8 bits, with a factor for each 32 numbers; the sums are not."""
+        """x is rounded to 15 bits, with a factor for each 32 numbers; the sums are not."""
         return self._product(self._functions["linear_groups", None], x_TK, weight_NK, bias_N, weight_NK.bits)
 
     @staticmethod

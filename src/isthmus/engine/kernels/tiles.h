@@ -2,7 +2,8 @@
  *
  * A tile has 16 outputs, one a lane, so that no sum has to cross lanes, and is read from its first byte to its last:
  * [ceil(N / 16)][P][16] pairs, P = ceil(K / 2); what fills up a pair or a tile is 0. Three tiles meet up to eight rows of x,
- * with all 24 sums in registers. x is rounded to bfloat16 and lies pair by pair, a pair's rows side by side. */
+ * with all 24 sums in registers. x is rounded to bfloat16 and lies pair by pair, a pair's rows side by side. Quantised
+ * weights (groups.h) are widened to such tiles, three at a time, for all rows of a pass. */
 
 enum { TILE_PASS = 256 };
 
@@ -84,8 +85,18 @@ static void some_tiles(const uint32_t *restrict x, const uint32_t *restrict w, c
     }
 }
 
-API void linear_tiles(const float *restrict wide, const uint32_t *restrict w, const float *restrict bias,
-                      float *restrict out, int64_t T, int64_t K, int64_t N) {
+/* `count` tiles from output n on, as pairs. */
+static const uint32_t *pairs_from(const void *tiles, int64_t n, int64_t count, int64_t K, int64_t bits) {
+    if (bits == 16) return (const uint32_t *)tiles + n * ((K + 1) / 2);
+    int64_t tile_bytes = K / GROUP * group_bytes(bits), size = K / 2 * LANES;
+    uint32_t *pairs = (uint32_t *)scratch_of((size_t)(count * size));
+    for (int64_t i = 0; i < count; i++)
+        widen_tile((const uint8_t *)tiles + (n / LANES + i) * tile_bytes, pairs + i * size, K, bits);
+    return pairs;
+}
+
+API void linear_tiles(const float *restrict wide, const void *tiles, const float *restrict bias, float *restrict out,
+                      int64_t T, int64_t K, int64_t N, int64_t bits) {
     int64_t P = (K + 1) / 2, whole = N / LANES, threes = whole / 3, tasks = threes + (N + LANES - 1) / LANES - threes * 3;
     uint32_t *x = room_of(1, (size_t)(T * P));
 #pragma omp parallel for if (T * K > 65536)
@@ -99,7 +110,8 @@ API void linear_tiles(const float *restrict wide, const uint32_t *restrict w, co
         for (int64_t task = 0; task < tasks; task++) {
             int64_t tile = task < threes ? 3 * task : 3 * threes + task - threes, n = tile * LANES;
             int64_t count = task < threes ? 3 * LANES : N - n < LANES ? N - n : LANES;
-            some_tiles(x + from * P, w + n * P, bias ? bias + n : NULL, out + from * N + n, rows, P, N, count);
+            const uint32_t *w = pairs_from(tiles, n, task < threes ? 3 : 1, K, bits);
+            some_tiles(x + from * P, w, bias ? bias + n : NULL, out + from * N + n, rows, P, N, count);
         }
     }
 }

@@ -5,6 +5,8 @@ What a user runs on his own machine is `isthmus bench NAME`.
 
 from __future__ import annotations
 
+import shlex
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -33,6 +35,8 @@ MooncakePython = Annotated[
     str | None,
     typer.Option(help="A Python with Mooncake installed; default: this one, if it has Mooncake."),
 ]
+VllmPython = Annotated[str | None, typer.Option(help="A Python with vLLM.")]
+ServeOptions = Annotated[str, typer.Option(help="More options of isthmus serve, e.g. '--mixed 1'.")]
 
 
 @app.command()
@@ -134,6 +138,18 @@ def make_model(
     print(f"wrote {folder}")
 
 
+@app.command("unpack-model")
+def unpack_model(
+    folder: Annotated[Path, typer.Argument(help="Where to write the model folder.")],
+    model: Annotated[Path | None, typer.Option(help="GGUF file; default: the default model's.")] = None,
+) -> None:
+    """Write a GGUF file as a folder in bfloat16, for servers that read no such files, by transformers."""
+    from benchmarks.models import unpack_model
+
+    unpack_model(model or find_model(None)[0], folder)
+    print(f"wrote {folder}")
+
+
 @app.command()
 def accuracy(
     model: Annotated[
@@ -161,6 +177,37 @@ def accuracy(
     write_json(json_file, msgspec.to_builtins(found))
     for line in bench.summary_lines(found):
         print(line)
+
+
+@app.command()
+def agreement(
+    model: Annotated[Path, typer.Option(help="Model folder in bfloat16.")],
+    folder: Annotated[Path, typer.Option(help="Where logs and the answers of transformers are kept.")],
+    vllm_python: VllmPython = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Texts, one a line; default: what the standard library says of itself.")
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="How many of them.")] = 200,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 64,
+    options: ServeOptions = "",
+    json_file: JsonFile = None,
+) -> None:
+    """The share of real prompts whose greedy tokens in bfloat16 equal those of transformers: ours, and vLLM's."""
+    from benchmarks import agreement as bench
+    from benchmarks.peers import servers
+    from benchmarks.texts import texts_of
+
+    check_writable("--json", json_file)
+    texts = texts_of(prompts)[:count]
+    if len(texts) < count:
+        raise ConfigError(f"--count {count}: there are only {len(texts)} texts")
+    sides = [servers.isthmus("isthmus", model, shlex.split(options))]
+    if vllm_python is not None:
+        sides.append(servers.vllm(vllm_python, model, []))
+    plan = bench.Plan(model, tuple(texts), tokens, folder)
+    shares = bench.run(plan, sides, _say)
+    show(bench.table(plan, shares))
+    write_json(json_file, msgspec.to_builtins(shares))
 
 
 @app.command()
@@ -286,6 +333,46 @@ def reuse(
 
 
 @app.command()
+def serving(
+    model: Annotated[Path, typer.Option(help="Model folder in bfloat16.")],
+    vllm_python: Annotated[str, typer.Option(help="A Python with vLLM, which the client is part of.")],
+    folder: Annotated[
+        Path, typer.Option(help="Where logs and what the client saved are kept; goes on if it is there.")
+    ],
+    gguf: Annotated[Path | None, typer.Option(help="The model as a GGUF file, for llama.cpp and ours.")] = None,
+    llama_python: Annotated[str | None, typer.Option(help="A Python with llama-cpp-python[server].")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each server.")] = 3,
+    rows: Annotated[
+        str | None, typer.Option(help="Some of the rows, e.g. 64/128x8,chat; default: all.")
+    ] = None,
+    options: ServeOptions = "",
+    vllm_options: Annotated[str, typer.Option(help="More options of vLLM's server.")] = "",
+    llama_options: Annotated[str, typer.Option(help="More options of llama.cpp's server.")] = "",
+    json_file: JsonFile = None,
+) -> None:
+    """Ours beside vLLM, and beside llama.cpp, each alone and in turns, under `vllm bench serve`."""
+    from benchmarks import serving as bench
+    from benchmarks.peers import servers
+
+    check_writable("--json", json_file)
+    if (gguf is None) != (llama_python is None):
+        raise ConfigError("--gguf and --llama-python go together")
+    chosen = tuple(bench.rows_named(rows.split(",")) if rows else bench.ROWS)
+    ours = shlex.split(options)
+    peer = servers.vllm(vllm_python, model, shlex.split(vllm_options))
+    pairs = [bench.Pair("bfloat16", model, servers.isthmus("isthmus", model, ours), peer, chosen)]
+    if gguf is not None and llama_python is not None:
+        peer = servers.llama(llama_python, gguf, bench.special_tokens(model), shlex.split(llama_options))
+        half = tuple(row.fewer() for row in chosen)
+        pairs.append(bench.Pair(gguf.name, model, servers.isthmus("isthmus-gguf", gguf, ours), peer, half))
+    found = bench.run(pairs, vllm_python, folder, rounds, _say)
+    show(*(bench.table(pair, found) for pair in pairs))
+    write_json(json_file, msgspec.to_builtins(found))
+    for line in (line for pair in pairs for line in bench.verdicts(pair, found)):
+        print(line)
+
+
+@app.command()
 def wan(
     rates: Annotated[str, typer.Option(help="Rates of the path, Gbit/s.")] = "1,2,5",
     connections: Annotated[str, typer.Option(help="Connections of the session.")] = "1,4,8,16",
@@ -321,4 +408,5 @@ def wan(
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as by Ctrl-C: what was started is ended
     main(app)

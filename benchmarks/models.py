@@ -1,4 +1,4 @@
-"""Writes Llama folders with random weights, for benchmarks and tests that have no network.
+"""Writes model folders: Llamas with random weights, for benchmarks and tests that have no network, and GGUF files.
 
 Owns the folder's contents: weights, tokenizer and the JSON files beside them, in the form Hugging Face
 tools read. Knows nothing of any server. Torch, safetensors and tokenizers are imported inside the functions,
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from transformers import PreTrainedModel
 
 
 class ModelShape(TypedDict):
@@ -99,6 +100,31 @@ def make_random_model(
     _write_json(path / "generation_config.json", token_ids)
     _write_tokenizer(path, vocab_size, max_position_embeddings)
     _write_weights(path / "model.safetensors", config, seed)
+
+
+def unpack_model(file: Path, folder: Path) -> None:
+    """Write a GGUF file as the folder that other servers read: its weights in bfloat16, tokenizer, chat template."""
+    import torch
+    from transformers import AutoTokenizer
+
+    model: Any = gguf_reference(file)
+    model.to(torch.bfloat16)
+    model.config.dtype = "bfloat16"
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+
+
+def gguf_reference(path: Path, attention: str = "eager") -> PreTrainedModel:
+    """In float32: what `from_pretrained` makes of `gguf_file`, without the package that it moves large models with."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    config = load_gguf_checkpoint(path)["config"]
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation=attention)
+    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
+    left = model.float().load_state_dict(tensors, strict=False)
+    assert left.missing_keys == (["lm_head.weight"] if config["tie_word_embeddings"] else [])
+    return model.eval()
 
 
 def _weight_std(hidden_size: int) -> float:

@@ -16,7 +16,6 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from torch import Tensor
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -153,17 +152,6 @@ def reference_tokens(folder: Path, prompt_ids: Sequence[int], n: int) -> list[in
     tokens = answer[0, len(prompt_ids) :].tolist()
     assert len(tokens) == n
     return tokens
-
-
-def gguf_reference(path: Path, attention: str = "eager") -> transformers.PreTrainedModel:
-    """In float32: what `from_pretrained` makes of `gguf_file`, without the package that it moves large models with."""
-    config = load_gguf_checkpoint(path)["config"]
-    model_class = transformers.AutoModelForCausalLM
-    model = model_class.from_config(transformers.AutoConfig.for_model(**config), attn_implementation=attention)
-    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
-    left = model.float().load_state_dict(tensors, strict=False)
-    assert left.missing_keys == (["lm_head.weight"] if config["tie_word_embeddings"] else [])
-    return model.eval()
 
 
 def check_greedy(folder: Path, prompt_ids: Sequence[int], answer: Sequence[int]) -> None:

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.models import EOS_ID, make_random_model
+from benchmarks.models import EOS_ID, gguf_reference, make_random_model, unpack_model
+from tests.gguf_files import CONTROL, NORMAL, TEMPLATE, UNUSED, vocabulary_keys, write_gguf
+from tests.models import VOCAB_SIZE, make_model
 
 TINY = {"hidden_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1}
 
@@ -35,3 +38,26 @@ def test_tokenizer_is_byte_level(tmp_path: Path) -> None:
     assert tokenizer.decode([300]) == "<300>"
     assert tokenizer.eos_token_id == EOS_ID
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == EOS_ID
+
+
+def test_a_gguf_file_is_unpacked(tmp_path: Path) -> None:
+    """The folder has the file's weights, rounded, its tokens and its chat template."""
+    (tmp_path / "made").mkdir()
+    make_model(tmp_path / "made", "llama")
+    letters = sorted(ByteLevel.alphabet())
+    num_unused = VOCAB_SIZE - len(letters) - 2
+    tokens = [*letters, "hi", "<|end|>", *(f"[{number}]" for number in range(num_unused))]
+    kinds = [NORMAL] * (len(letters) + 1) + [CONTROL] + [UNUSED] * num_unused
+    keys = vocabulary_keys(
+        *("gpt2", tokens, kinds), merges=["h i"], eos_token_id=len(letters) + 1, chat_template=TEMPLATE
+    )
+    file = write_gguf(tmp_path / "made.gguf", tmp_path / "made", "Q4_1", metadata=keys)
+    unpack_model(file, tmp_path / "unpacked")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "unpacked", dtype="auto")
+    expected = gguf_reference(file).to(torch.bfloat16)
+    assert found.dtype == torch.bfloat16
+    assert all(torch.equal(weight, found.state_dict()[name]) for name, weight in expected.state_dict().items())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "unpacked")
+    talk = [{"role": "user", "content": "Hi"}]
+    assert tokenizer.apply_chat_template(talk, tokenize=False) == "[user]Hi<|end|>[answer]"
+    assert tokenizer.decode(tokenizer("two words").input_ids, skip_special_tokens=True) == "two words"

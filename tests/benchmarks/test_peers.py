@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.__main__ import app
 from benchmarks.models import make_random_model
-from benchmarks.peers.mooncake import Foreign
+from benchmarks.peers.foreign import Foreign
 from isthmus.bench import BenchError, engine
 from isthmus.cli.main import main
 from isthmus.errors import StartError

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 
 from isthmus.cli import models
-from isthmus.cli.engines import host_bytes, kv_layout, served_model, tokenizer_folder
+from isthmus.cli.engines import as_computed, host_bytes, kv_layout, served_model, tokenizer_folder
 from isthmus.cli.models import bytes_folder, find_model, model_of
-from isthmus.config import Config
+from isthmus.config import Config, load_config
+from isthmus.cost import Analytic
 from isthmus.deploy import cost_of, nodes_of
 from isthmus.errors import ModelError
 from tests.gguf_files import write_gguf
 from tests.models import make_model
+from tests.quantised_files import quantise
 from tests.served import refused
 
 
@@ -80,9 +82,31 @@ def test_a_file_is_priced_and_described_as_its_folder(folder: Path, file: Path) 
     assert tokenizer_folder(file.parent) == bytes_folder()  # several models, and none of them named
 
 
+def weights_of(config: Config, model: Path) -> int:
+    """What a node's process takes beside its KV."""
+    layout = kv_layout(config, model)
+    assert layout is not None
+    [node, _] = nodes_of(config, config.engine.block_size, model=model, layout=layout)
+    return host_bytes(config, model, node) - (node.kv_blocks + node.num_slots) * layout.block_bytes
+
+
 def test_weights_take_the_memory_that_they_are_widened_to(folder: Path, file: Path) -> None:
-    config = Config()
-    [node, _] = nodes_of(config, config.engine.block_size, model=file, layout=kv_layout(config, file))
     size = (folder / "model.safetensors").stat().st_size
-    assert abs(host_bytes(config, folder, node) - host_bytes(config, file, node)) < 0.05 * size
+    assert weights_of(Config(), folder) == weights_of(Config(), file) == pytest.approx(size, rel=0.05)
+    wide = load_config(None, {"engine.dtype": "float32"})
+    assert weights_of(wide, folder) == 2 * weights_of(Config(), folder)
     assert file.stat().st_size < 0.7 * size
+
+
+@pytest.mark.parametrize("kind", ["packed-4", "gptq-8"])
+def test_a_quantised_folder_costs_what_the_engine_makes_of_it(folder: Path, tmp_path: Path, kind: str) -> None:
+    quantise(folder, kind, tmp_path / "quantised", tmp_path / "said")
+    config = as_computed(Config(), tmp_path / "quantised")
+    assert weights_of(config, tmp_path / "quantised") == weights_of(Config(), folder)
+    cost = cost_of(config, config.roles.decode, tmp_path / "quantised")
+    assert isinstance(cost, Analytic) and (cost.weight_dtype, cost.kv_dtype) == ("bf16", "bf16")
+    assert "dtype" in config.model_dump(exclude_unset=True)["engine"]  # so nodes are told
+    assert as_computed(config, tmp_path / "quantised") is config
+    assert as_computed(Config(), folder) == Config()
+    emulated = load_config(None, {"engine.kind": "emulated", "engine.hardware": "h200"})
+    assert as_computed(emulated, tmp_path / "quantised") == emulated

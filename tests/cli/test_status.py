@@ -32,6 +32,7 @@ from isthmus.gateway.status import (
 from isthmus.types import Role
 from tests.cli.conftest import Command
 from tests.inside import inside
+from tests.models import make_model
 
 CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.001}
 MEMORY = TierStatus("memory", 1 << 30, 1 << 29, 1234, 50, 0.4, 6, 3 << 20, 7 << 20)
@@ -127,6 +128,17 @@ def test_links_between_clusters() -> None:
     assert rows_of(table)[-1] == ["west", "east", "DOWN", "0.25", "1", "3 MiB", "0", "–"]
     none = text_of(replace(offload=msgspec.structs.replace(offload, threshold=None)))[-1]
     assert "nothing is prefilled in another cluster" in " ".join(none.split())
+
+
+def test_products_are_a_row_for_all_nodes_that_chose_alike() -> None:
+    wide, narrow = "96x64 float32: native", "64x64 float32: {} to 4, torch float32 beyond"
+    own = [(narrow.format("native"), wide), (narrow.format("torch float32"), wide), ()]
+    nodes = [msgspec.structs.replace(NODE, node=f"n-{at}", products=lines) for at, lines in enumerate(own)]
+    assert rows_of(text_of(replace(nodes=nodes))[-1])[-3:] == [
+        ["64x64 float32", "n-0", "native to 4, torch float32 beyond"],
+        ["64x64 float32", "n-1", "torch float32 to 4, torch float32 beyond"],
+        ["96x64 float32", "all", "native"],
+    ]
 
 
 def test_what_an_operator_should_see() -> None:
@@ -259,3 +271,22 @@ def test_of_a_running_cluster(isthmus: Command, tmp_path: Path) -> None:
     assert prefill.cache.tiers[0].blocks == 12 and prefill.cache.tiers[0].hits >= 12
     assert prefill.transfers.handover_bytes_out > 0 and prefill.kv_memory.capacity_bytes <= 64 << 20
     assert len(rows_of(text)) == (2 + 2) + (2 + 4) + (2 + 2)
+
+
+def test_products_of_a_running_cluster(isthmus: Command, tmp_path: Path) -> None:
+    """Each shape that was timed, as every node chose."""
+    make_model(tmp_path / "wide", "llama", hidden_size=512, num_hidden_layers=1, initializer_range=0.02)
+    settings = {
+        "model": str(tmp_path / "wide"),
+        "engine": {"dtype": "float32"},
+        "roles": {"prefill": 1, "decode": 1},
+    }
+    with inside(settings) as served:
+        served.wait_until(lambda: len(served.gauge("kv_blocks")) == 2, "both have reported")
+        _, text, _ = isthmus("status", "--url", served.url)
+        _, out, _ = isthmus("status", "--url", served.url, "--json")
+    nodes = msgspec.json.decode(out, type=Status).nodes
+    shapes = [[line.partition(": ")[0] for line in node.products] for node in nodes]
+    assert shapes == 2 * [["1024x512 float32", "512x512 float32"]]
+    rows = [row for row in rows_of(text) if row[0] in shapes[0]]
+    assert {line for node in nodes for line in node.products} == {f"{row[0]}: {row[2]}" for row in rows}

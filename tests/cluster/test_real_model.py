@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.models import gguf_reference
 from isthmus.cli.models import find_model
 from isthmus.gateway.tokenizer import GatewayTokenizer
 from tests.inside import inside
-from tests.models import gguf_reference
 
 NUM_TOKENS = 16
 LONG = 1_900

@@ -152,6 +152,12 @@ def test_a_nested_text_model_is_read() -> None:
     assert facts_of(config).kv_elements == facts_of(QWEN3_NEXT).kv_elements
 
 
+COMPRESSED = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int"}}, "group_1": {"weights": None}},
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "dtype"),
     [
@@ -160,6 +166,10 @@ def test_a_nested_text_model_is_read() -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
         ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}, "nvfp4"),
         ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "int4"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 8}}, "int8"),
+        ({"quantization_config": {"quant_method": "fbgemm_fp8"}}, "fp8"),
+        ({"compression_config": COMPRESSED | {"format": "pack-quantized"}}, "int4"),
+        ({"quantization_config": COMPRESSED | {"format": "float-quantized"}}, "fp8"),
     ],
 )
 def test_weight_dtype(changes: dict[str, Any], dtype: str) -> None:
@@ -179,6 +189,7 @@ def test_weight_dtype(changes: dict[str, Any], dtype: str) -> None:
         ({"num_attention_heads": 0}, "'num_attention_heads' must be a whole number above 0, not 0"),
         ({"vocab_size": None}, "the field 'vocab_size' is missing"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quantisation 'hqq' is not known"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "quantisation 'gptq' is not known"),
     ],
 )
 def test_a_wrong_config_is_refused_by_name(changes: dict[str, Any], message: str) -> None:

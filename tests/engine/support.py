@@ -91,6 +91,17 @@ def logits_by_position(
     return found
 
 
+def answer_of(engine: Engine, prompt: list[int], count: int) -> list[int]:
+    """Greedily, token by token."""
+    blocks, known, position, answer = list(range(12)), prompt, 0, list[int]()
+    for _ in range(count):
+        [logits] = engine.forward(engine.build([Chunk(known, position, blocks, True)]))
+        position += len(known)
+        known = [int(logits.argmax())]
+        answer += known
+    return answer
+
+
 def changed(content: dict[str, Any], **fields: Any) -> dict[str, Any]:
     """`content` with some fields replaced; a field given as None is removed."""
     return {key: value for key, value in (content | fields).items() if value is not None}

@@ -121,7 +121,7 @@ def spec_of(folder: Path, config: dict[str, Any]) -> ModelSpec:
         ("deepseek_v3", {"topk_group": 5}, "groups"),
         ("deepseek_v3", {"num_experts_per_tok": 9}, "9 of 16 experts"),
         ("deepseek_v3", {"moe_intermediate_size": None}, "moe_intermediate_size"),
-        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4"),
         ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace"),
         ("deepseek_v3", {"routed_scaling_factor": 0}, "routed_scaling_factor"),
         ("deepseek_v3", {"rope_scaling": {"type": "yarn"}}, "factor"),

@@ -15,7 +15,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, get_tensor_
 from gguf.constants import MODEL_ARCH
 from torch import Tensor
 
-from isthmus.engine.batch import Chunk
+from benchmarks.models import gguf_reference
 from isthmus.engine.engine import Engine, EngineOptions
 from isthmus.engine.spec import read_spec
 from isthmus.engine.weights import Weights, load_weights
@@ -23,9 +23,9 @@ from isthmus.errors import ModelError
 from isthmus.files.gguf import tensor_name
 from isthmus.files.header import KINDS, read_header
 from tests.gguf_files import Tensors, packed, write_gguf
-from tests.models import LLAMA3, YARN, gguf_reference, make_model, reference_logits
+from tests.models import LLAMA3, YARN, make_model, reference_logits
 
-from .support import largest_error, logits_by_position, relative_error, tokens_of
+from .support import answer_of, largest_error, logits_by_position, relative_error, tokens_of
 
 KINDS_MADE = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
 KINDS_DRAWN = ["Q4_K", "Q5_K", "Q6_K"]
@@ -51,17 +51,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 def load(path: Path, **options: Any) -> Engine:
     return Engine(path, EngineOptions(**({"device": "cpu", "kv_bytes": 1 << 22, "dtype": "float32"} | options)))
-
-
-def answer_of(engine: Engine, prompt: list[int], count: int) -> list[int]:
-    """Greedily, token by token."""
-    blocks, known, position, answer = list(range(12)), prompt, 0, list[int]()
-    for _ in range(count):
-        [logits] = engine.forward(engine.build([Chunk(known, position, blocks, True)]))
-        position += len(known)
-        known = [int(logits.argmax())]
-        answer += known
-    return answer
 
 
 def check(path: Path) -> None:

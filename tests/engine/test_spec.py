@@ -85,10 +85,72 @@ def test_another_activation_is_refused(tmp_path: Path, activation: str) -> None:
     assert repr(activation) in refusal(tmp_path, LLAMA | {"hidden_act": activation})
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "fp8"])
-def test_quantised_weights_are_refused(tmp_path: Path, method: str) -> None:
-    message = refusal(tmp_path, LLAMA | {"quantization_config": {"quant_method": method, "bits": 4}})
-    assert method in message and "quantised" in message
+@pytest.mark.parametrize("method", ["bitsandbytes", "hqq", None])
+def test_an_unknown_quantisation_is_refused_and_the_known_ones_are_named(
+    tmp_path: Path, method: str | None
+) -> None:
+    for field in ("quantization_config", "compression_config"):
+        message = refusal(tmp_path, LLAMA | {field: {"quant_method": method, "bits": 4}})
+        assert f"{method or 'unknown'} quantised" in message
+        assert "supported: fp8, fbgemm_fp8, compressed-tensors, gptq, awq" in message
+
+
+PACKED = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+
+
+def compressed(weights: object = PACKED, **fields: object) -> dict[str, Any]:
+    plain = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    return plain | {"config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}} | fields
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "named"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "e5m2"),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype"),
+        ({"quant_method": "gptq", "bits": 4}, "group_size"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits 3"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"}, "marlin"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "is_marlin_format": True}, "is_marlin_format"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "GEMV"}, "gemv"),
+        ({"quant_method": "awq", "bits": 8, "group_size": 128}, "bits 8"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": False}, "zero_point"),
+        (compressed(format="nvfp4-pack-quantized"), "nvfp4-pack-quantized"),
+        (compressed(format=None), "format"),
+        (compressed(PACKED | {"num_bits": 3}), "of 4 (int) or 8 (int) bits, not 3 (int)"),
+        (compressed(PACKED | {"type": "float"}), "not 4 (float)"),
+        (compressed(PACKED | {"strategy": "tensor_group"}), "tensor_group"),
+        (compressed(PACKED | {"group_size": -1}), "group_size"),
+        (compressed(None), "config_groups"),
+        (compressed(config_groups={"W4A16": ["Linear"]}), "W4A16"),
+        (compressed(sparsity_config={"format": "sparse-24-bitmask"}), "sparse"),
+        (compressed(transform_config={"config_groups": {}}), "transform_config"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_would_be_read_otherwise_than_it_is_meant_is_refused(
+    tmp_path: Path, quantisation: dict[str, Any], named: str
+) -> None:
+    assert named in refusal(tmp_path, LLAMA | {"quantization_config": quantisation})
+
+
+def test_blocks_of_two_sizes_are_refused(tmp_path: Path) -> None:
+    weights = [
+        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [size, 128]}
+        for size in (64, 128)
+    ]
+    groups = {f"group_{at}": {"weights": each} for at, each in enumerate(weights)}
+    quantisation = compressed(format="float-quantized", config_groups=groups)
+    assert "several sizes" in refusal(tmp_path, LLAMA | {"quantization_config": quantisation})
+
+
+def test_a_quantised_model_is_described_as_the_plain_one(tmp_path: Path) -> None:
+    plain = spec_of(tmp_path, LLAMA)
+    assert spec_of(tmp_path, LLAMA | {"quantization_config": compressed()}) == plain
+    assert spec_of(tmp_path, LLAMA | {"quantization_config": {}}) == plain
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ class FakeBackend:
         self.node_gauges: dict[str, dict[str, float]] = {}
         self.refused: dict[str, int] = {}
         self.members: dict[NodeId, tuple[Role, KVLayout, str]] = {}
+        self.multiplied: dict[NodeId, tuple[str, ...]] = {}
         self.offloaded: Any = None
 
     def submit(self, job: Job) -> FakeStream:
@@ -83,6 +84,9 @@ class FakeBackend:
 
     def nodes(self) -> dict[NodeId, tuple[Role, KVLayout, str]]:
         return self.members
+
+    def products(self) -> dict[NodeId, tuple[str, ...]]:
+        return self.multiplied
 
     def offload(self) -> Any:
         return self.offloaded

@@ -106,8 +106,18 @@ def test_a_node_without_a_cache(post: Poster, backend: FakeBackend) -> None:
             },
             "cache": None,
             "cluster": "",
+            "products": [],
         }
     ]
+
+
+def test_how_each_node_multiplies(post: Poster, backend: FakeBackend) -> None:
+    for node in ("mixed-0", "mixed-1"):
+        report(backend, node, Role.MIXED)
+    backend.multiplied = {NodeId("mixed-1"): ("8x8 float32: native", "9x9 float32: native")}
+    backend.multiplied[NodeId("mixed-2")] = ("8x8 float32: native",)  # has not reported yet
+    found = {node["node"]: node["products"] for node in status(post)["nodes"]}
+    assert found == {"mixed-0": [], "mixed-1": ["8x8 float32: native", "9x9 float32: native"]}
 
 
 def test_the_tiers_of_a_cache(post: Poster, backend: FakeBackend) -> None:

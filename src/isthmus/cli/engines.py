@@ -13,7 +13,7 @@ from isthmus.blocks import KVLayout
 from isthmus.cli.models import bytes_folder
 from isthmus.cluster.process import OnLost
 from isthmus.config import Config
-from isthmus.cost import compile_cost
+from isthmus.cost import compile_cost, facts_of
 from isthmus.deploy import Cluster, NodeFacts, cost_of, kv_memory_of, role_config, role_facts
 from isthmus.engine import emulated
 from isthmus.engine.interface import Engine, split_layers
@@ -22,6 +22,7 @@ from isthmus.engine.spec import kv_layout as spec_layout
 from isthmus.engine.spec import read_spec
 from isthmus.errors import ConfigError
 from isthmus.files import open_files
+from isthmus.models import Fields, read_quantisation
 from isthmus.store import Arena, Log, RecordFormat, Shape, Store
 from isthmus.types import NodeId, Role
 
@@ -47,15 +48,34 @@ def served_model(config: Config, folder: Path, nodes: Sequence[NodeFacts]) -> Se
     return Served(folder, spec.vocab_size, spec.max_length, kv_tokens)
 
 
+def as_computed(config: Config, folder: Path) -> Config:
+    """With the type that the engine holds quantised weights in: it widens them, so they cost as much as then."""
+    engine = config.engine
+    if engine.kind == "emulated" or engine.dtype is not None:
+        return config
+    files = open_files(folder)
+    if read_quantisation(Fields(files.where("config.json"), files.required_object("config.json"))) is None:
+        return config
+    return config.model_copy(update={"engine": engine.model_copy(update={"dtype": read_spec(folder).dtype})})
+
+
 def host_bytes(config: Config, folder: Path, facts: NodeFacts) -> int:
     """Memory that each process of a node will take. `config`: of its cluster."""
     layout, weights = kv_layout(config, folder), 0
     if layout is None:
         layout = _recipe(config, folder, facts).layout
     else:
-        weights = open_files(folder).weight_bytes
+        weights = _weight_bytes(config, folder)
     blocks = (facts.kv_blocks + facts.num_slots) * layout.block_bytes // facts.pipeline
     return weights + layout.state_bytes * facts.live_states + blocks
+
+
+def _weight_bytes(config: Config, folder: Path) -> int:
+    """Of its matrices as the engine holds them, however they lie in files."""
+    spec, files = read_spec(folder), open_files(folder)
+    facts = facts_of(files.required_object("config.json"), files.where("config.json"))
+    head = 0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size
+    return (4 if (config.engine.dtype or spec.dtype) == "float32" else 2) * (facts.num_params + head)
 
 
 def kv_layout(config: Config, folder: Path) -> KVLayout | None:

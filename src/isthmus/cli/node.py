@@ -60,16 +60,18 @@ def node(
         )
     if name is not None and not NAME.fullmatch(name):
         raise ConfigError(f"--name: letters, digits, '.', '_' and '-', not {name!r}")
+    from isthmus.cli.engines import as_computed
     from isthmus.cli.models import model_of
 
+    folder, _ = model_of(settings)
     spec = LaunchSpec(
         node=NodeId(name or "-".join(filter(None, [cluster, role, os.uname().nodename, str(os.getpid())]))),
         role=role,
         join=join,
         token=token,
-        model=str(model_of(settings)[0]),
+        model=str(folder),
         threads=settings.engine.threads or len(os.sched_getaffinity(0)),
-        config=settings.model_dump_json(exclude_unset=True),
+        config=as_computed(settings, folder).model_dump_json(exclude_unset=True),
         cluster=cluster or "",
     )
     print(f"{spec.node}: {_run(spec, host=host, watch_stdin=False)}", file=sys.stderr)

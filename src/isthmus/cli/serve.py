@@ -133,7 +133,7 @@ async def _serve(config: Config, why: str) -> None:
 
 def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, Any]:
     """The cluster, not started yet, and the gateway's app before it. Raises ConfigError, ModelError or StartError."""
-    from isthmus.cli.engines import host_bytes, kv_layout, served_model
+    from isthmus.cli.engines import as_computed, host_bytes, kv_layout, served_model
     from isthmus.cli.models import model_of
     from isthmus.cluster.launcher import check_memory
     from isthmus.cluster.local import LocalCluster
@@ -147,6 +147,7 @@ def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, An
     if idle := _simulated_only(config):
         print(f"isthmus: {', '.join(idle)}: simulated only, without effect here", file=sys.stderr)
     folder, name = model_of(config)
+    config = as_computed(config, folder)
     nodes = nodes_of(config, config.engine.block_size, model=folder, layout=kv_layout(config, folder))
     own = {cluster.name: cluster.config for cluster in clusters_of(config)}
     needed = [[host_bytes(own[facts.cluster], folder, facts)] * facts.pipeline for facts in nodes]

@@ -15,7 +15,8 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def status_tables(status: Status, url: str) -> list[Table]:
-    """Nodes; their cache tiers, if there are any; KV between nodes, if there are several; links between clusters."""
+    """Nodes; their cache tiers, if there are any; KV between nodes, if there are several; links between clusters; how
+    engines multiply."""
     tables = [_nodes(status, url)]
     if any(node.cache for node in status.nodes):
         tables.append(_tiers(status.nodes))
@@ -23,6 +24,8 @@ def status_tables(status: Status, url: str) -> list[Table]:
         tables.append(_transfers(status.nodes))
     if status.offload is not None:
         tables.append(_links(status.offload))
+    if any(node.products for node in status.nodes):
+        tables.append(_products(status.nodes))
     return tables
 
 
@@ -122,6 +125,18 @@ def _links(offload: OffloadStatus) -> Table:
             *(f"{link.gbps:.2f}", f"{link.rated_gbps:g}", _size(link.sent_bytes), _size(link.queued_bytes)),
             _NONE if link.rtt_ms is None else f"{link.rtt_ms:.1f}",
         )
+    return table
+
+
+def _products(nodes: Iterable[NodeStatus]) -> Table:
+    """A row for each shape, as long as the nodes chose alike: they mostly run on machines of one kind."""
+    head = ("weights", "nodes", "product, by the rows that it multiplies")
+    table = _table("Products, the fastest as timed", head, text=head)
+    multiplying = [node for node in nodes if node.products]
+    for line in sorted({line for node in multiplying for line in node.products}):
+        own = [node.node for node in multiplying if line in node.products]
+        shape, _, chosen = line.partition(": ")
+        table.add_row(shape, "all" if len(own) == len(multiplying) else ", ".join(own), chosen)
     return table
 
 

@@ -142,6 +142,10 @@ class Head:
             node: (member.role, member.hello.layout, member.cluster) for node, member in self._members.items()
         }
 
+    def products(self) -> dict[NodeId, tuple[str, ...]]:
+        """How the engine of every node multiplies; of a pipeline group, that of its first stage."""
+        return {node: member.hello.products for node, member in self._members.items()}
+
     def offload(self) -> Offload | None:
         """What passes between clusters; None where no link joins any."""
         return self._offload if self._rules.links else None

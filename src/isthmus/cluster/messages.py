@@ -27,7 +27,7 @@ MAX_NAMES = 1 << 16
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """A node offers itself. `joined`: what the conductor is to hear of it; `address`: where other nodes reach it for
-    KV, `host:port`."""
+    KV, `host:port`; `products`: how its engine multiplies, for people."""
 
     protocol: int
     token: str
@@ -36,6 +36,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     revision: str
     layout: KVLayout
     max_length: int
+    products: tuple[str, ...] = ()
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):

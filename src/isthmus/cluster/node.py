@@ -163,7 +163,7 @@ class NodeProcess(EngineProcess):
         engine = self._engine
         return messages.Hello(
             messages.PROTOCOL, self._options.token, self._facts.joined(), self._address,
-            engine.revision, engine.layout, engine.max_length,
+            engine.revision, engine.layout, engine.max_length, engine.products,
         )  # fmt: skip
 
     def heard(self, message: messages.NodeBound) -> None:

@@ -13,7 +13,15 @@ from isthmus.cost.hardware import Hardware
 from isthmus.errors import ConfigError
 
 # Bytes of one weight, with the scales of its block.
-WEIGHT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0, "nvfp4": 0.5625, "mxfp4": 0.53125, "int4": 0.53}
+WEIGHT_BYTES = {
+    "fp32": 4.0,
+    "bf16": 2.0,
+    "fp8": 1.0,
+    "int8": 1.0,
+    "nvfp4": 0.5625,
+    "mxfp4": 0.53125,
+    "int4": 0.53,
+}
 KV_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1}
 _PS = 1e12
 _RESERVED_BYTES = 3_000_000_000  # activations, graphs and the communicator of one GPU

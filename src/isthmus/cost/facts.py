@@ -107,26 +107,37 @@ def _experts(model: ModelSpec) -> dict[str, int]:
     }
 
 
-_PACKED = {"mxfp4-pack-quantized": "mxfp4", "nvfp4-pack-quantized": "nvfp4", "float-quantized": "fp8"}
+_STORED = {"mxfp4-pack-quantized": "mxfp4", "nvfp4-pack-quantized": "nvfp4", "float-quantized": "fp8"}
 """Formats of compressed-tensors."""
+_INTEGERS = {4: "int4", 8: "int8"}
+"""By bits."""
 
 
 def _weight_dtype(fields: Fields) -> str:
     """The precision the weights are stored in; 16-bit and longer formats count as bf16 unless float32."""
-    quantization = fields.object("quantization_config")
+    quantization = fields.object("quantization_config") or fields.object("compression_config")
     if not quantization:
         return "fp32" if fields.dtype("bfloat16") == "float32" else "bf16"
     method = str(quantization.get("quant_method", ""))
     algorithm = str(quantization.get("quant_algo", "")).lower()
-    found = _quantised(quantization, method, algorithm)
+    found = _quantised(Fields(fields.where, quantization), method, algorithm)
     return found or fields.refuse(f"quantisation {method or algorithm!r} is not known; name the weight dtype")
 
 
-def _quantised(quantization: Mapping[str, Any], method: str, algorithm: str) -> str | None:
+def _quantised(fields: Fields, method: str, algorithm: str) -> str | None:
     if method in ("fp8", "mxfp4"):
         return method
+    if method == "fbgemm_fp8":
+        return "fp8"
     if method == "modelopt" and algorithm in ("fp8", "nvfp4"):
         return algorithm
-    if method in ("awq", "gptq") and quantization.get("bits") == 4:
-        return "int4"
-    return _PACKED.get(str(quantization.get("format", "")))
+    if method in ("awq", "gptq"):
+        return _INTEGERS.get(fields.count("bits"))
+    return _STORED.get(str(fields.get("format"))) or _INTEGERS.get(_most_bits(fields))
+
+
+def _most_bits(fields: Fields) -> int:
+    """That a group of compressed-tensors has; 0 without any."""
+    groups = fields.nested("config_groups")
+    found = [groups.nested(name).nested("weights") for name in fields.object("config_groups")]
+    return max((each.count("num_bits") for each in found if each.get("num_bits")), default=0)

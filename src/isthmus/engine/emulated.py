@@ -118,6 +118,10 @@ class EmulatedEngine:
     def vocab_size(self) -> int:
         return self.recipe.vocab_size
 
+    @property
+    def products(self) -> tuple[str, ...]:
+        return ()
+
     def build(self, chunks: Sequence[Chunk]) -> EmulatedBatch:
         order = [index for index, chunk in enumerate(chunks) if chunk.samples]
         return EmulatedBatch(list(chunks), order)

@@ -97,6 +97,10 @@ class Engine:
     def vocab_size(self) -> int:
         return self.spec.vocab_size
 
+    @property
+    def products(self) -> tuple[str, ...]:
+        return self.kernels.described()
+
     def build(self, chunks: Sequence[Chunk]) -> Batch:
         return build_batch(chunks, self.layout.block_size, self.device, self.states)
 

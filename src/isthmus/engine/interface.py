@@ -140,6 +140,11 @@ class Engine(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
+    @property
+    def products(self) -> tuple[str, ...]:
+        """Which product was the fastest for each shape of its weights, where that was timed, a line each:
+        "576x1536 bfloat16: native to 2, torch bfloat16 beyond"."""
+
     def build(self, chunks: Sequence[Chunk]) -> Any:
         """A `Batch` of this engine's own kind. The stages of a pipeline build theirs from the same chunks in the
         same order, each with its own blocks."""

@@ -12,7 +12,7 @@ import msgspec
 
 from isthmus.blocks import KVLayout
 from isthmus.files import open_files
-from isthmus.models import Attention, Fields, ModelSpec, read_model
+from isthmus.models import Attention, Fields, ModelSpec, read_model, read_quantisation
 from isthmus.models.fields import ROPE_TYPES
 
 _ONLY: dict[str, dict[str, Any]] = {
@@ -43,9 +43,7 @@ def read_spec(model: Path) -> ModelSpec:
     fields, spec = Fields(where, config), read_model(config, where, ARCHITECTURES)
     for name, value in {"hidden_act": "silu", **_ONLY[spec.architecture]}.items():
         fields.only(name, value)
-    if quantised := fields.object("quantization_config"):
-        method = quantised.get("quant_method", "unknown")
-        fields.refuse(f"{method} quantised weights are not supported; use float32 or bfloat16 ones")
+    read_quantisation(fields)
     if spec.dtype not in _DTYPES:
         fields.refuse(f"dtype {spec.dtype} is not supported; supported: {', '.join(_DTYPES)}")
     _check_rope(fields, spec)

@@ -6,10 +6,11 @@ How a layer's are arranged is in `layers`.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import blake3
 import msgspec
@@ -18,9 +19,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from isthmus.engine.layers import Layer, Linear, load_layer
+from isthmus.engine.quantised import FLOATS, packed_name, stored
 from isthmus.errors import ModelError
 from isthmus.files import GgufFile, ModelFiles, open_files
-from isthmus.models import ModelSpec
+from isthmus.models import Fields, ModelSpec, read_quantisation
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,13 @@ class _Safetensors:
     def __init__(self, files: ModelFiles, stack: ExitStack) -> None:
         self.folder, self._all = files.path, files
         self.digest = blake3.blake3()
-        self._files: dict[str, Any] = {name: self._open(name, stack) for name in self._file_names()}
-        self._where = {key: name for name, file in self._files.items() for key in file.keys()}  # noqa: SIM118
+        config = Fields(files.where("config.json"), files.object("config.json"))
+        self._quantisation = read_quantisation(config)
+        if self._quantisation is not None:  # it says what the tensors mean
+            self.digest.update(msgspec.json.encode(self._quantisation))
+        opened: dict[str, Any] = {name: self._open(name, stack) for name in self._file_names()}
+        where = {key: file for file in opened.values() for key in file.keys()}  # noqa: SIM118
+        self._parts = _Parts(self.folder, where, self.digest)
 
     def _file_names(self) -> list[str]:
         index = "model.safetensors.index.json"
@@ -89,24 +96,54 @@ class _Safetensors:
             raise ModelError(f"{path}: not a readable safetensors file: {error}") from None
 
     def has(self, name: str) -> bool:
-        return name in self._where
+        """Under its own name, or as a quantised matrix."""
+        packed = name if self._quantisation is None else packed_name(self._quantisation, name)
+        return self._parts.has(name) or self._parts.has(packed)
 
     def finish(self) -> str:
         """There may be more tensors: published models have some that the network does not use."""
         return self.digest.hexdigest(length=16)
 
     def take(self, name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Digested on the way."""
-        if name not in self._where:
-            raise ModelError(f"{self.folder}: the weights have no tensor {name!r}")
-        tensor: Tensor = self._files[self._where[name]].get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"{self.folder}: {name} has shape {tuple(tensor.shape)}, config.json says {shape}")
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ModelError(f"{self.folder}: {name} is {tensor.dtype}; supported: float32, bfloat16, float16")
+        """Digested on the way; what is quantised is widened."""
+        found = None if self._quantisation is None else stored(self._quantisation, self._parts, name, shape)
+        if found is None:
+            return self._parts.read(name, FLOATS, shape).to(device, dtype)
+        if device.type == "meta":
+            return torch.empty(shape, dtype=dtype, device=device)
+        return found.widened(dtype).to(device)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Tensors of a folder as they are stored. `where`: the opened file of each. `digest`: of all that were read."""
+
+    folder: Path
+    where: Mapping[str, Any]
+    digest: blake3.blake3
+
+    def has(self, name: str) -> bool:
+        return name in self.where
+
+    def kind(self, name: str) -> str:
+        return str(self.where[name].get_slice(name).get_dtype())
+
+    def read(self, name: str, dtypes: tuple[torch.dtype, ...], *shapes: tuple[int, ...]) -> Tensor:
+        if name not in self.where:
+            self.refuse(f"the weights have no tensor {name!r}")
+        tensor: Tensor = self.where[name].get_tensor(name)
+        if tuple(tensor.shape) not in shapes:
+            expected = " or ".join(map(str, dict.fromkeys(shapes)))
+            self.refuse(f"{name} has shape {tuple(tensor.shape)}, by config.json it is {expected}")
+        if tensor.dtype not in dtypes:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            self.refuse(f"{name} is {tensor.dtype}; supported: {known}")
         self.digest.update(name.encode())
-        self.digest.update(tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data)
-        return tensor.to(device, dtype)
+        self.digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        return tensor
+
+    def refuse(self, reason: str) -> NoReturn:
+        raise ModelError(f"{self.folder}: {reason}")
 
 
 def load_weights(

@@ -29,11 +29,6 @@ class ModelFiles(ABC):
     def missing(self, name: str) -> str:
         """What messages say when it must be there and is not."""
 
-    @property
-    @abstractmethod
-    def weight_bytes(self) -> int:
-        """That the weights take in memory, in the type that the model is computed in by default."""
-
     def object(self, name: str) -> dict[str, Any]:
         """A JSON object, empty when there is no such file. Raises ModelError when it is something else."""
         text = self.text(name)
@@ -73,7 +68,3 @@ class Folder(ModelFiles):
 
     def missing(self, name: str) -> str:
         return f"no such file; a model folder needs a {name}"
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.path.glob("*.safetensors"))

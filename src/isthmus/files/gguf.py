@@ -81,12 +81,6 @@ class GgufFile(ModelFiles):
         return Fields(str(self.path), self.header.metadata)
 
     @property
-    def weight_bytes(self) -> int:
-        """Widened."""
-        size = 4 if _dtype(self.header) == "float32" else 2
-        return size * sum(math.prod(info.shape) for info in self.weights.values())
-
-    @property
     def weights(self) -> dict[str, TensorInfo]:
         """The tensors that a network computes with, by GGUF's names."""
         tensors = self.header.tensors

@@ -108,6 +108,11 @@ class Backend(Protocol):
         One is here a moment before it has gauges."""
         ...
 
+    def products(self) -> Mapping[NodeId, Sequence[str]]:
+        """How the engine of each of these nodes multiplies: "SHAPE: which product for how many rows", a line for each
+        shape of weights that was timed."""
+        ...
+
     def offload(self) -> OffloadView | None:
         """What passes between clusters; None where no link joins any."""
         ...

@@ -74,7 +74,8 @@ class TransferStatus(msgspec.Struct, frozen=True):
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
-    """One node. `cache` is None where it keeps nothing beside its engine's memory; `cluster` is "" if there is one."""
+    """One node. `cache` is None where it keeps nothing beside its engine's memory; `cluster` is "" if there is one.
+    `products`: how its engine multiplies, a line for each shape of weights that was timed."""
 
     node: str
     role: Role
@@ -86,6 +87,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     transfers: TransferStatus
     cache: CacheStatus | None
     cluster: str = ""
+    products: tuple[str, ...] = ()
 
 
 class LinkStatus(msgspec.Struct, frozen=True):
@@ -144,7 +146,7 @@ def cluster_status(backend: Backend, requests_running: int) -> Status:
         requests_running=requests_running,
         requests_refused=backend.refusals(),
         hit_rate=_share(hits, queried),
-        nodes=tuple(_nodes(backend.nodes(), gauges, queried)),
+        nodes=tuple(_nodes(backend, gauges, queried)),
         offload=_offload(backend.offload()),
     )
 
@@ -175,19 +177,18 @@ def _link(link: LinkView) -> LinkStatus:
     )
 
 
-def _nodes(
-    nodes: Mapping[NodeId, tuple[Role, BlockShape, str]], gauges: Mapping[str, Gauges], queried: float
-) -> Iterable[NodeStatus]:
+def _nodes(backend: Backend, gauges: Mapping[str, Gauges], queried: float) -> Iterable[NodeStatus]:
     """By cluster, role and name: a node that was started again keeps its place."""
-    roles = list(Role)
+    roles, products = list(Role), backend.products()
 
     def place(item: tuple[NodeId, tuple[Role, BlockShape, str]]) -> tuple[str, int, int, str]:
         node, (role, _, cluster) = item
         return cluster, roles.index(role), len(node), node
 
-    for node, (role, shape, cluster) in sorted(nodes.items(), key=place):
+    for node, (role, shape, cluster) in sorted(backend.nodes().items(), key=place):
         if node in gauges:
-            yield _node(node, role, shape, cluster, gauges[node], queried)
+            found = _node(node, role, shape, cluster, gauges[node], queried)
+            yield msgspec.structs.replace(found, products=tuple(products.get(node, ())))
 
 
 def _node(

@@ -2,6 +2,7 @@
 
 from isthmus.models.families import read_model
 from isthmus.models.fields import Fields
+from isthmus.models.quantisation import Quantisation, read_quantisation
 from isthmus.models.spec import (
     Attention,
     Delta,
@@ -24,6 +25,8 @@ __all__ = [
     "LayerSpec",
     "Lightning",
     "ModelSpec",
+    "Quantisation",
     "RopeSpec",
     "read_model",
+    "read_quantisation",
 ]

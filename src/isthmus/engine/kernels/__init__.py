@@ -28,6 +28,9 @@ class Kernels(Protocol):
     def prepare(self, weights: Iterable[Tensor], head_VK: Tensor | None) -> None:
         """These are what `linear` will multiply with, logits come of `head`: time for what is done once."""
 
+    def described(self) -> tuple[str, ...]:
+        """How `linear` is computed for each shape of what was prepared, if there was a choice: a line each."""
+
     def add_rms_norm(self, x_TN: Tensor, delta_TN: Tensor | None, weight_N: Tensor, eps: float) -> Tensor:
         """Adds `delta` into `x` in place, then returns rms_norm(x) * weight (float32 weight)."""
 

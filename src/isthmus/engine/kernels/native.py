@@ -16,7 +16,7 @@ from torch import Tensor
 from isthmus.config import cache_dir
 from isthmus.engine.compiled import library, machine_name
 from isthmus.engine.kernels.plain import attend_parts, each_expert
-from isthmus.engine.products import Products
+from isthmus.engine.products import Products, described
 
 LANES = 16
 SKINNY_ROWS = 48
@@ -107,6 +107,9 @@ class NativeKernels:
 
     def prepare(self, weights: Iterable[Tensor], head_VK: Tensor | None) -> None:
         self.products.prepare(weights, head_VK)
+
+    def described(self) -> tuple[str, ...]:
+        return tuple(described(shape, names) for shape, names in self.products.names.items())
 
     def _untimed(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         product = self._skinny if len(x_TK) <= SKINNY_ROWS else _wide_product

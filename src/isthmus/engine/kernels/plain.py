@@ -95,6 +95,9 @@ class PlainKernels:
     def prepare(self, weights: Iterable[Tensor], head_VK: Tensor | None) -> None:
         """There is only one product."""
 
+    def described(self) -> tuple[str, ...]:
+        return ()
+
     def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         return torch.nn.functional.linear(x_TK, weight_NK.to(x_TK.dtype), bias_N)
 

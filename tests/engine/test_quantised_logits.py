@@ -40,15 +40,15 @@ Change = Callable[[Tensor, KVLayout], None]
 @dataclass(frozen=True)
 class Bounds:
     """Twice and more of what was measured, over texts and models of the same kind (mean; largest; same top token):
-    trained 0.0035, 0.028, 1 in float32, and 0.0071, 0.047, 1 in bfloat16, which rounds all that follows, too; random
-    0.036, 0.34, 0.90."""
+    trained 0.0035, 0.028, 1 in float32, 0.0071, 0.047, 1 in bfloat16, which rounds all that follows, too, and 0.016,
+    0.11, 0.94 where the weights stay quantised, with inputs rounded to 8 bits; random 0.036, 0.34, 0.90."""
 
     mean: float
     largest: float
     agreement: float
 
 
-TRAINED = {"float32": Bounds(0.007, 0.06, 0.9), "bfloat16": Bounds(0.015, 0.1, 0.9)}
+TRAINED = {"float32": Bounds(0.007, 0.06, 0.9), "bfloat16": Bounds(0.035, 0.25, 0.8)}
 RANDOM = Bounds(0.08, 0.8, 0.7)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,6 @@ from isthmus.engine.batch import Batch, build_batch
 from isthmus.engine.interface import BeforeLayer, Chunk, Hidden, OnLayer, Row, Sampled, stage_layout
 from isthmus.engine.kv import TORCH_DTYPES, KVMemory, bytes_of
 from isthmus.engine.model import Model
-from isthmus.engine.products import matrices
 from isthmus.engine.sampling import sample
 from isthmus.engine.spec import kv_layout, read_spec
 from isthmus.engine.states import LiveStates
@@ -69,8 +68,10 @@ class Engine:
             activations=activations,
             device=self.device,
             layers=self.layers,
+            groups=self.kernels.takes_groups and stored == torch.bfloat16,
         )
-        self.kernels.prepare(matrices(weights), weights.head.weight if weights.head is not None else None)
+        layers, head = self.kernels.prepare(weights.layers, weights.head)
+        weights = replace(weights, layers=layers, head=head)
         self.revision = weights.revision
         self.model = Model(self.spec, weights, self.kernels, self.max_length)
         self.memory = KVMemory(layout, num_blocks, self.device, self.kernels)

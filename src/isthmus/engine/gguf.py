@@ -1,11 +1,14 @@
 """The tensors of a GGUF file, widened one by one as they are taken, and digested as they lie in the file.
 
-`_packed` gives a tensor's rows as stored, in the engine's order; `widened` makes numbers of them. Weights that stay
-quantised in memory take the first without the second.
+`_packed` gives a tensor's rows as stored, in the engine's order; `widened` makes numbers of them, and `GROUPED` what
+stays quantised in memory.
+
+Legend: N rows, G groups of 32 numbers in a row, B bytes, S blocks of 256 numbers in a row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import blake3
@@ -16,6 +19,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
+from isthmus.engine.grouped import Grouped, grouped
 from isthmus.errors import ModelError
 from isthmus.files import GgufFile
 from isthmus.files.gguf import tensor_name
@@ -39,7 +43,7 @@ class GgufTensors:
         self.digest = blake3.blake3()
         self._file, self._head_dim = file, head_dim
         self._weights, self._taken = file.weights, set[str]()
-        mapped = np.memmap(file.path, np.uint8, "r")
+        mapped = np.memmap(file.path, np.uint8, "c")  # not "r": torch takes no array that cannot be written
         self._data = np.asarray(mapped)  # a plain array: each slice of the other class costs more
 
     def has(self, name: str) -> bool:
@@ -51,6 +55,12 @@ class GgufTensors:
         if device.type == "meta":
             return torch.empty(shape, dtype=dtype, device=device)
         return widened(packed, dtype).to(device)
+
+    def grouped(self, name: str, shape: tuple[int, ...]) -> Grouped | None:
+        """Digested if it was not taken before; None for types that have no such form."""
+        packed = self._packed(name, shape)
+        make = GROUPED.get(packed.kind)
+        return None if make is None or len(shape) != 2 else make(torch.from_numpy(packed.rows))
 
     def finish(self) -> str:
         left = sorted(self._weights.keys() - self._taken)
@@ -66,10 +76,11 @@ class GgufTensors:
             raise ModelError(f"{self._file.path}: the weights have no tensor {own!r}")
         if info.shape != shape:
             raise ModelError(f"{self._file.path}: {own} has shape {info.shape}, the metadata says {shape}")
-        self._taken.add(own)
         stored = self._data[info.start : info.start + info.num_bytes]
-        self.digest.update(f"{own} {info.kind.name}".encode())
-        self.digest.update(stored.data)
+        if own not in self._taken:
+            self._taken.add(own)
+            self.digest.update(f"{own} {info.kind.name}".encode())
+            self.digest.update(stored.data)
         rows = stored.reshape(shape[0] if info.kind.numbers == 1 or len(shape) > 1 else 1, -1)
         if self._file.interleaved and own.split(".")[-2] in ("attn_q", "attn_k"):
             rows = _halves(rows, self._head_dim)
@@ -92,3 +103,52 @@ def widened(packed: Packed, dtype: torch.dtype) -> Tensor:
         piece = dequantize(stored[start : start + step][None], kind).reshape(-1)
         numbers[at * _AT_ONCE : (at + 1) * _AT_ONCE] = torch.from_numpy(np.require(piece, requirements="W"))
     return found
+
+
+def _q4_0(rows_NB: Tensor) -> Grouped:
+    blocks_NGB = rows_NB.unflatten(1, (-1, 18))
+    d_NG = _halves_of(blocks_NGB[:, :, :2])
+    return grouped(blocks_NGB[:, :, 2:], torch.stack((d_NG, -8 * d_NG)), 4)
+
+
+def _q4_1(rows_NB: Tensor) -> Grouped:
+    blocks_NGB = rows_NB.unflatten(1, (-1, 20))
+    factors = torch.stack((_halves_of(blocks_NGB[:, :, :2]), _halves_of(blocks_NGB[:, :, 2:4])))
+    return grouped(blocks_NGB[:, :, 4:], factors, 4)
+
+
+def _q8_0(rows_NB: Tensor) -> Grouped | None:
+    """Their numbers have a sign."""
+    blocks_NGB = rows_NB.unflatten(1, (-1, 34))
+    d_NG = _halves_of(blocks_NGB[:, :, :2])
+    factors = torch.stack((d_NG, -128 * d_NG))
+    return grouped(blocks_NGB[:, :, 2:] ^ 128, factors, 8) if factors.isfinite().all() else None
+
+
+def _q4_k(rows_NB: Tensor) -> Grouped:
+    """Eight groups a block, with factors and offsets of 6 bits, times those of the block; the products are rounded to
+    float16 here, as fine as the block's own. Groups lie in pairs: low halves of 32 bytes, then high ones."""
+    blocks_NSB = rows_NB.unflatten(1, (-1, 144))
+    scales = blocks_NSB[:, :, 4:16].unflatten(2, (3, 4))
+    first, second, third = scales.unbind(2)
+    d = torch.cat((first & 63, third & 15 | first >> 6 << 4), 2)
+    m = torch.cat((second & 63, third >> 4 | second >> 6 << 4), 2)
+    whole = _halves_of(blocks_NSB[:, :, :4].unflatten(2, (2, 2))).float()
+    factors = torch.stack((whole[..., 0, None] * d, -whole[..., 1, None] * m)).flatten(2).half()
+    pairs = blocks_NSB[:, :, 16:].unflatten(2, (4, 1, 32))
+    numbers = torch.cat((pairs & 15, pairs >> 4), 3).flatten(1, 3)
+    return grouped(numbers[..., :16] | numbers[..., 16:] << 4, factors, 4)
+
+
+def _halves_of(bytes_B2: Tensor) -> Tensor:
+    """Pairs of bytes as float16."""
+    return bytes_B2.contiguous().view(torch.float16).squeeze(-1)
+
+
+GROUPED: dict[str, Callable[[Tensor], Grouped | None]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+}
+"""From the bytes of rows `[N, B]`; None if the offsets are too large for float16."""

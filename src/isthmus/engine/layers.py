@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from isthmus.engine.experts import Mixture, Mlp, Routing
+from isthmus.engine.grouped import Weight, plain, stacked
 from isthmus.engine.linear import GatedDeltaNet, KimiDelta
 from isthmus.engine.linear.gdn import projection
 from isthmus.engine.rope import half_split
@@ -22,12 +23,20 @@ from isthmus.models import Attention, Delta, Dense, Experts, LatentAttention, Li
 
 
 class Source(Protocol):
-    """Where the tensors of a model come from, each of an exact shape. Raises ModelError naming file or tensor."""
+    """Where the tensors of a model come from, each of an exact shape. Raises ModelError naming file or tensor.
+
+    `dtype`: of matrices that are not quantised.
+    """
+
+    dtype: torch.dtype
 
     def has(self, name: str) -> bool: ...
 
     def matrix(self, name: str, *shape: int) -> Tensor:
-        """As weights are stored."""
+        """In `dtype`."""
+
+    def weight(self, name: str, rows: int, width: int) -> Weight:
+        """What is only multiplied with: quantised, or in `dtype`."""
 
     def bias(self, name: str, size: int) -> Tensor:
         """In the activations' type."""
@@ -38,9 +47,9 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Linear:
-    """`x @ weight.T + bias`; weight `[out, in]` as stored, bias in the activations' type."""
+    """`x @ weight.T + bias`; weight `[out, in]`, bias in the activations' type."""
 
-    weight: Tensor
+    weight: Weight
     bias: Tensor | None = None
 
 
@@ -147,12 +156,12 @@ class _LayerLoader:
         gate = None
         if kind.gated:  # each head has the rows of its query first, then those of its gate
             both = (kind.num_heads, 2, size)
-            q, gate = _rows(q, both, lambda x: x[:, 0]), _rows(q, both, lambda x: x[:, 1])
+            q, gate = self._rows(q, both, lambda x: x[:, 0]), self._rows(q, both, lambda x: x[:, 1])
         if order is not None:
-            q, k = (_rows(part, (-1, size), lambda x: x[:, order]) for part in (q, k))
+            q, k = (self._rows(part, (-1, size), lambda x: x[:, order]) for part in (q, k))
             q_norm, k_norm = (None if norm is None else norm[order] for norm in (q_norm, k_norm))
         output = self._linear(f"{at}.o_proj", hidden, kind.num_heads * size, bias=kind.output_bias)
-        return AttentionWeights(_stacked(q, k, v), q_norm, k_norm, gate, output)
+        return AttentionWeights(self._stacked(q, k, v), q_norm, k_norm, gate, output)
 
     def _rotated(self, kind: Attention) -> Tensor | None:
         """The order of a head's numbers, where it is not that of its weights."""
@@ -174,10 +183,11 @@ class _LayerLoader:
         kept = self._linear(f"{at}.kv_a_proj_with_mqa", kind.kept_dim, hidden, bias=bias)
         if kind.interleaved:
             shared = half_split(kind.rope_dim, kind.rope_dim, interleaved=True)
-            query = _rows(query, (-1, size), lambda x: x[:, _after(kind.nope_dim, shared)])
-            kept = _rows(kept, (1, -1), lambda x: x[:, _after(kind.rank, shared)])
+            query = self._rows(query, (-1, size), lambda x: x[:, _after(kind.nope_dim, shared)])
+            kept = self._rows(kept, (1, -1), lambda x: x[:, _after(kind.rank, shared)])
         up = self._linear(f"{at}.kv_b_proj", kind.num_heads * (kind.nope_dim + kind.value_dim), kind.rank)
-        key, value = up.weight.unflatten(0, (kind.num_heads, -1)).split((kind.nope_dim, kind.value_dim), dim=1)
+        rows = plain(up.weight, self._source.dtype)
+        key, value = rows.unflatten(0, (kind.num_heads, -1)).split((kind.nope_dim, kind.value_dim), dim=1)
         return LatentWeights(
             query_down=down,
             query_norm=norm,
@@ -235,7 +245,9 @@ class _LayerLoader:
         gate, up = (
             self._linear(f"{at}.{name}_proj", width, self._hidden, bias=bias) for name in ("gate", "up")
         )
-        return DenseWeights(_stacked(gate, up), self._linear(f"{at}.down_proj", self._hidden, width, bias=bias))
+        return DenseWeights(
+            self._stacked(gate, up), self._linear(f"{at}.down_proj", self._hidden, width, bias=bias)
+        )
 
     def _kimi_mlp(self, kind: Dense | Experts) -> MlpWeights:
         """Published files call a dense MLP `mlp`; those that transformers saves call it like one of experts."""
@@ -258,7 +270,7 @@ class _LayerLoader:
         always, gate_row = None, None
         if kind.shared_width:
             dense = self._dense(f"{at}.{shared}", kind.shared_width, bias=False)
-            always = Mlp(dense.gate_up.weight, dense.down.weight)
+            always = Mlp(plain(dense.gate_up.weight, take.dtype), plain(dense.down.weight, take.dtype))
         if kind.shared_gate:
             gate_row = take.matrix(f"{at}.shared_expert_gate.weight", 1, hidden)
         return Mixture(
@@ -272,24 +284,23 @@ class _LayerLoader:
         )
 
     def _linear(self, name: str, rows: int, width: int, *, bias: bool = False) -> Linear:
-        weight = self._source.matrix(f"{name}.weight", rows, width)
+        weight = self._source.weight(f"{name}.weight", rows, width)
         return Linear(weight, self._source.bias(f"{name}.bias", rows) if bias else None)
 
+    def _stacked(self, *parts: Linear) -> Linear:
+        """One product instead of several."""
+        weight = stacked([part.weight for part in parts], self._source.dtype)
+        biases = [part.bias for part in parts if part.bias is not None]
+        return Linear(weight, torch.cat(biases) if biases else None)
 
-def _stacked(*parts: Linear) -> Linear:
-    """One product instead of several."""
-    weight = torch.cat([part.weight for part in parts])
-    biases = [part.bias for part in parts if part.bias is not None]
-    return Linear(weight, torch.cat(biases) if biases else None)
+    def _rows(self, linear: Linear, shape: tuple[int, ...], pick: Callable[[Tensor], Tensor]) -> Linear:
+        """Some of its outputs, or all in another order: `pick` sees the rows in this shape."""
 
+        def picked(rows: Tensor) -> Tensor:
+            return pick(rows.unflatten(0, shape)).flatten(0, 1).contiguous()
 
-def _rows(linear: Linear, shape: tuple[int, ...], pick: Callable[[Tensor], Tensor]) -> Linear:
-    """Some of its outputs, or all in another order: `pick` sees the rows in this shape."""
-
-    def picked(rows: Tensor) -> Tensor:
-        return pick(rows.unflatten(0, shape)).flatten(0, 1).contiguous()
-
-    return Linear(picked(linear.weight), None if linear.bias is None else picked(linear.bias))
+        weight = picked(plain(linear.weight, self._source.dtype))
+        return Linear(weight, None if linear.bias is None else picked(linear.bias))
 
 
 def _after(count: int, order: Tensor) -> Tensor:

@@ -2,40 +2,56 @@
 
 No flag of a CPU tells: one multiplies bfloat16 at half the speed of float32 and another at four times it, and where a
 skinny kernel stops to pay differs by shape and by threads. So the forms are timed when a model is loaded, once a
-machine: the choice is kept beside the compiled kernels, by CPU, threads and version of torch.
+machine: the choice is kept beside the compiled kernels, by CPU, threads and version of torch. Quantised weights are
+timed as they are and widened, and stay as they are where that is faster.
 
 Legend: T rows, N and K output and input width.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import math
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import cycle
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 import torch
 from torch import Tensor
 
+from isthmus.engine.grouped import Grouped, Weight, plain
+
 log = logging.getLogger(__name__)
 
-Form = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Form = Callable[[Tensor, Any, Tensor | None], Tensor]
 """x [T, K], weight [N, K] and perhaps bias [N] to x @ weight.T + bias [T, N]."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 256)
 """Products of up to so many rows are timed with so many; those of more as the last."""
+HEAD_ROWS = 64
+"""The head multiplies with rows that are sampled only."""
 LEAST_WEIGHTS = 1 << 18
 """Products with fewer take microseconds in any form, less than the noise of a clock."""
-TRIALS, TRIAL_S = 3, 0.002
-"""Of each form the quickest of so many trials counts; a trial goes on for so long at least."""
+TRIALS, TRIAL_S, ENOUGH_S = 3, 0.002, 0.01
+"""Of each form the quickest of so many trials counts; a trial goes on for so long at least, and after so long in all
+there is no other."""
 HOPELESS = 3.0
 """A form that takes so many times as long as the best is not tried again."""
+SAMPLE_BYTES = 64 << 20
+"""Quantised weights are widened up to so many bytes to be timed: more than caches hold."""
 
 _Kept = dict[str, dict[str, list[str]]]
+_Key = tuple[torch.Size, torch.dtype | str]
+_T = TypeVar("_T")
+_L = TypeVar("_L")
+_H = TypeVar("_H")
 
 
 class Products:
@@ -44,7 +60,7 @@ class Products:
 
     def __init__(
         self,
-        forms: Mapping[torch.dtype, Mapping[str, Form]],
+        forms: Mapping[torch.dtype | str, Mapping[str, Form]],
         rounding: Container[str],
         fallback: Form,
         path: Path,
@@ -52,37 +68,63 @@ class Products:
     ) -> None:
         self._forms, self._rounding, self._fallback, self._path = forms, rounding, fallback, path
         self._machine = f"{machine}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-        self._chosen: dict[tuple[torch.Size, torch.dtype], list[Form]] = {}
+        self._chosen: dict[_Key, list[Form]] = {}
         self.names: dict[str, list[str]] = {}
         """Of each shape in use, the form for each of `ROWS`."""
 
-    def __call__(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    def __call__(self, x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None) -> Tensor:
         chosen = self._chosen.get((weight_NK.shape, weight_NK.dtype))
         if chosen is None:
             return self._fallback(x_TK, weight_NK, bias_N)
         return chosen[min(bisect_left(ROWS, len(x_TK)), len(ROWS) - 1)](x_TK, weight_NK, bias_N)
 
-    def prepare(self, weights: Iterable[Tensor], head_VK: Tensor | None = None) -> None:
-        """Chooses for these, from what is kept or by timing; for the `head` only among forms that round no sum: of two
-        tokens that are nearly as likely the less likely one could win."""
-        kept = self._read().get(self._machine, {})
-        timed: dict[str, list[str]] = {}
-        alike: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
-        for weight in weights:
+    def prepare(self, layers: _L, head: _H, widened: torch.dtype = torch.bfloat16) -> tuple[_L, _H]:
+        """Chooses for the matrices in these nested weights, from what is kept or by timing, and returns them with the
+        quantised ones `widened` that are faster so. For the head only among forms that round no sum: of two tokens that
+        are nearly as likely the less likely one could win."""
+        last = {(weight.shape, weight.dtype) for weight in matrices(head)}
+        alike: dict[_Key, list[Weight]] = {}
+        for weight in matrices((layers, head)):
             if weight.numel() >= LEAST_WEIGHTS and weight.dtype in self._forms:
                 alike.setdefault((weight.shape, weight.dtype), []).append(weight)
-        for key, group in alike.items():
-            name, forms = _name(group[0]), self._forms[group[0].dtype]
-            if head_VK is not None and key == (head_VK.shape, head_VK.dtype):
-                forms = {form: product for form, product in forms.items() if form not in self._rounding}
-            names = kept.get(name, [])
-            if len(names) != len(ROWS) or not forms.keys() >= set(names):
-                names = timed[name] = [_fastest(forms, group, rows) for rows in ROWS]
-            self.names[name] = names
-            self._chosen[key] = [forms[each] for each in names]
-        if timed:
-            self._keep(timed)
-            log.info("products were timed: %s", "; ".join(described(name, timed[name]) for name in timed))
+        shapes = [self._alike(key, group, key in last, widened) for key, group in alike.items()]
+        if not self._take(shapes):
+            with _alone(self._path):  # processes that start together would time each other
+                if not self._take(shapes):
+                    self._time(shapes)
+        wider = {shape.key for shape in shapes if self.names[shape.name][0] in shape.wider}
+        return replaced(
+            (layers, head), lambda each: plain(each, widened) if (each.shape, each.dtype) in wider else each
+        )
+
+    def _alike(self, key: _Key, weights: list[Weight], is_head: bool, widened: torch.dtype) -> _Alike:
+        def forms(dtype: torch.dtype | str) -> dict[str, Form]:
+            known = self._forms[dtype].items()
+            return {name: form for name, form in known if not (is_head and name in self._rounding)}
+
+        wider = forms(widened) if isinstance(weights[0], Grouped) else {}
+        return _Alike(key, weights, forms(key[1]), wider, widened, HEAD_ROWS if is_head else ROWS[-1])
+
+    def _take(self, shapes: Sequence[_Alike]) -> bool:
+        """Whether there is a choice for all now."""
+        kept = self._read().get(self._machine, {})
+        for shape in shapes:
+            names = kept.get(shape.name, [])
+            if len(names) == len(ROWS) and (shape.own.keys() >= set(names) or shape.wider.keys() >= set(names)):
+                self._choose(shape, names)
+        return all(shape.name in self.names for shape in shapes)
+
+    def _time(self, shapes: Sequence[_Alike]) -> None:
+        timed = {shape.name: shape.fastest() for shape in shapes if shape.name not in self.names}
+        self._keep(timed)
+        for shape in shapes:
+            self._choose(shape, timed.get(shape.name) or self.names[shape.name])
+        log.info("products were timed: %s", "; ".join(described(*each) for each in timed.items()))
+
+    def _choose(self, shape: _Alike, names: list[str]) -> None:
+        forms = shape.own if names[0] in shape.own else shape.wider
+        key = shape.key if forms is shape.own else (shape.key[0], shape.widened)
+        self.names[shape.name], self._chosen[key] = names, [forms[name] for name in names]
 
     def _read(self) -> _Kept:
         try:
@@ -91,7 +133,7 @@ class Products:
             return {}  # none yet, or none of ours: it is written anew
 
     def _keep(self, timed: dict[str, list[str]]) -> None:
-        """In one step: others may read, or start beside this process and know other shapes."""
+        """In one step: others may read it."""
         kept = self._read()
         kept.setdefault(self._machine, {}).update(timed)
         temporary = self._path.with_suffix(f".{os.getpid()}")
@@ -105,6 +147,35 @@ class Products:
             )
 
 
+@dataclass(frozen=True)
+class _Alike:
+    """Weights of one shape and type, for products of up to `most` rows; the forms for them as they are and, of
+    quantised ones, once widened."""
+
+    key: _Key
+    weights: Sequence[Weight]
+    own: Mapping[str, Form]
+    wider: Mapping[str, Form]
+    widened: torch.dtype
+    most: int
+
+    @property
+    def name(self) -> str:
+        (rows, width), dtype = self.key
+        return f"{rows}x{width} {str(dtype).removeprefix('torch.')}"
+
+    def fastest(self) -> list[str]:
+        """For each of `ROWS`. Weights can be held in one way only: the one that takes least in the mean of them all, as
+        ratios."""
+        ways = [_fastest(self.own, self.weights, self.most)]
+        if self.wider:
+            count = -(-SAMPLE_BYTES // (self.key[0].numel() * self.widened.itemsize))
+            sample = [plain(each, self.widened) for each in self.weights[:count]]
+            ways.append(_fastest(self.wider, sample, self.most))
+        best = min(ways, key=lambda way: sum(math.log(seconds) for _, seconds in way))
+        return [name for name, _ in best]
+
+
 def described(shape: str, names: list[str]) -> str:
     """As "576x1536 bfloat16: native to 2 rows, bfloat16 beyond"."""
     parts = [
@@ -113,42 +184,78 @@ def described(shape: str, names: list[str]) -> str:
     return f"{shape}: {', '.join([*parts, names[-1] + (' beyond' if parts else '')])}"
 
 
-def matrices(value: object) -> Iterator[Tensor]:
+def matrices(value: object) -> Iterator[Weight]:
     """Every matrix in nested dataclasses and tuples of weights."""
-    if isinstance(value, Tensor):
-        if value.dim() == 2:
-            yield value
+    if isinstance(value, Grouped) or (isinstance(value, Tensor) and value.dim() == 2):
+        yield value
     elif isinstance(value, tuple):
         for each in value:
             yield from matrices(each)
     elif is_dataclass(value):
-        for each in fields(value):
-            yield from matrices(getattr(value, each.name))
+        for field in fields(value):
+            yield from matrices(getattr(value, field.name))
 
 
-def _name(weight_NK: Tensor) -> str:
-    rows, width = weight_NK.shape
-    return f"{rows}x{width} {str(weight_NK.dtype).removeprefix('torch.')}"
+def replaced(value: _T, change: Callable[[Weight], Weight]) -> _T:
+    """Nested dataclasses and tuples of weights, with each matrix as `change` makes it."""
+    if isinstance(value, Grouped) or (isinstance(value, Tensor) and value.dim() == 2):
+        return change(value)  # type: ignore[return-value]
+    if isinstance(value, tuple):
+        return tuple(replaced(each, change) for each in value)  # type: ignore[return-value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(
+            value, **{each.name: replaced(getattr(value, each.name), change) for each in fields(value)}
+        )
+    return value
 
 
-def _fastest(forms: Mapping[str, Form], alike: Sequence[Tensor], rows: int) -> str:
-    """By weights of one shape in turn, as layers follow each other: few of them are in a cache."""
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process at a time; at once where nothing can be kept."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = path.with_suffix(".lock").open("a")
+    except OSError:
+        yield
+        return
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _fastest(forms: Mapping[str, Form], alike: Sequence[Weight], most: int) -> list[tuple[str, float]]:
+    """The form for each of `ROWS`, and its seconds; beyond `most` as there."""
+    found: list[tuple[str, float]] = []
+    for rows in ROWS:
+        if rows <= most:
+            times = _times(forms, alike, rows)
+            name = min(times, key=times.__getitem__)
+            best = name, times[name]
+        found.append(best)
+    return found
+
+
+def _times(forms: Mapping[str, Form], alike: Sequence[Weight], rows: int) -> dict[str, float]:
+    """Seconds by weights of one shape in turn, as layers follow each other: few of them are in a cache. Without the
+    forms that are hopeless."""
     x_TK = torch.linspace(-1, 1, rows * alike[0].shape[1]).view(rows, -1)
-    times, weights = dict.fromkeys(forms, float("inf")), cycle(alike)
+    times, spent, weights = dict.fromkeys(forms, math.inf), dict.fromkeys(forms, 0.0), cycle(alike)
     for _ in range(TRIALS):  # in turns: another process may take the core for a while
-        for name in list(times):
-            times[name] = min(times[name], _seconds(forms[name], x_TK, weights))
+        for name in [name for name in times if spent[name] < ENOUGH_S]:
+            count, seconds = _trial(forms[name], x_TK, weights)
+            times[name] = min(times[name], seconds / count)
+            spent[name] += seconds
         best = min(times.values())
         times = {name: seconds for name, seconds in times.items() if seconds < HOPELESS * best}
-    return min(times, key=times.__getitem__)
+    return times
 
 
-def _seconds(form: Form, x_TK: Tensor, weights: Iterator[Tensor]) -> float:
-    """Of one product."""
+def _trial(form: Form, x_TK: Tensor, weights: Iterator[Weight]) -> tuple[int, float]:
+    """How many products took how many seconds."""
     count, started = 0, time.perf_counter()
     while True:
         form(x_TK, next(weights), None)
         count += 1
         passed = time.perf_counter() - started
         if passed >= TRIAL_S:
-            return passed / count
+            return count, passed

@@ -18,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from isthmus.engine.grouped import Grouped, Weight
 from isthmus.engine.layers import Layer, Linear, load_layer
 from isthmus.engine.quantised import FLOATS, packed_name, stored
 from isthmus.errors import ModelError
@@ -53,6 +54,10 @@ class _Stored(Protocol):
 
     def take(self, name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
         """A copy; none of its numbers on the device "meta". Raises ModelError."""
+
+    def grouped(self, name: str, shape: tuple[int, ...]) -> Grouped | None:
+        """The same, quantised as it lies there; None where it is not, or not so. A tensor may be taken in both forms.
+        Raises ModelError."""
 
     def finish(self) -> str:
         """The digest, after the last. Raises ModelError when something is left that should have been taken."""
@@ -99,6 +104,9 @@ class _Safetensors:
         """Under its own name, or as a quantised matrix."""
         packed = name if self._quantisation is None else packed_name(self._quantisation, name)
         return self._parts.has(name) or self._parts.has(packed)
+
+    def grouped(self, name: str, shape: tuple[int, ...]) -> Grouped | None:
+        return None
 
     def finish(self) -> str:
         """There may be more tensors: published models have some that the network does not use."""
@@ -154,14 +162,18 @@ def load_weights(
     activations: torch.dtype,
     device: torch.device,
     layers: tuple[int, int] | None = None,
+    groups: bool = False,
 ) -> Weights:
-    """Reads and arranges the weights of a half-open range of layers, of all by default, in `dtype` on `device`.
+    """Reads and arranges the weights of a half-open range of layers, of all by default, in `dtype` on `device`; with
+    `groups` those of products as they are quantised.
 
     The others are read too, for the revision, and not kept. Raises ModelError naming file or tensor.
     """
     held = range(*(layers or (0, spec.num_layers)))
     with ExitStack() as stack:
-        return _Loader(_stored(open_files(model), spec, stack), spec, dtype, activations, device).weights(held)
+        return _Loader(
+            _stored(open_files(model), spec, stack), spec, dtype, activations, device, groups
+        ).weights(held)
 
 
 def _stored(files: ModelFiles, spec: ModelSpec, stack: ExitStack) -> _Stored:
@@ -182,9 +194,10 @@ class _Loader:
         dtype: torch.dtype,
         activations: torch.dtype,
         device: torch.device,
+        groups: bool,
     ) -> None:
-        self._stored, self._spec, self._device = stored, spec, device
-        self._dtype, self._activations = dtype, activations
+        self._stored, self._spec, self._device, self._groups = stored, spec, device, groups
+        self.dtype, self._activations = dtype, activations
         self._target = device
 
     def weights(self, held: range) -> Weights:
@@ -203,12 +216,12 @@ class _Loader:
         self._hold(last)
         final_norm = self.vector("model.norm.weight", spec.hidden_size) + spec.norm_offset
         if spec.tied_embeddings:
-            head = Linear(embedding)
+            head = Linear(self._grouped("model.embed_tokens.weight", *embedding.shape) or embedding)
         else:
-            head = Linear(self.matrix("lm_head.weight", spec.vocab_size, spec.hidden_size))
+            head = Linear(self.weight("lm_head.weight", spec.vocab_size, spec.hidden_size))
         return Weights(
             (held.start, held.stop),
-            self._dtype,
+            self.dtype,
             embedding if first else None,
             tuple(layers),
             final_norm if last else None,
@@ -224,7 +237,15 @@ class _Loader:
         return self._stored.has(name)
 
     def matrix(self, name: str, *shape: int) -> Tensor:
-        return self._stored.take(name, shape, self._target, self._dtype)
+        return self._stored.take(name, shape, self._target, self.dtype)
+
+    def weight(self, name: str, rows: int, width: int) -> Weight:
+        return self._grouped(name, rows, width) or self.matrix(name, rows, width)
+
+    def _grouped(self, name: str, rows: int, width: int) -> Grouped | None:
+        if not self._groups or self._target.type == "meta":
+            return None
+        return self._stored.grouped(name, (rows, width))
 
     def bias(self, name: str, size: int) -> Tensor:
         return self._stored.take(name, (size,), self._target, self._activations)

@@ -6,27 +6,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from isthmus.engine.grouped import Weight
+
+_L = TypeVar("_L")
+_H = TypeVar("_H")
 
 
 class Kernels(Protocol):
     """Legend: T tokens, R rows, H query heads, K key/value heads, D head size, N width."""
 
     name: str
+    takes_groups: bool
+    """Whether `linear` takes weights that stay quantised."""
 
     def activation_dtype(self, stored: torch.dtype) -> torch.dtype:
         """The type activations have when weights and KV are stored as `stored`."""
 
-    def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    def linear(self, x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None) -> Tensor:
         """x @ weight.T + bias `[T, N]`, in the activations' type; here K is the input width."""
 
-    def prepare(self, weights: Iterable[Tensor], head_VK: Tensor | None) -> None:
-        """These are what `linear` will multiply with, logits come of `head`: time for what is done once."""
+    def prepare(self, layers: _L, head: _H) -> tuple[_L, _H]:
+        """Time for what is done once: `linear` will multiply with the matrices in these nested dataclasses. Returns
+        them as they are to be held."""
 
     def described(self) -> tuple[str, ...]:
         """How `linear` is computed for each shape of what was prepared, if there was a choice: a line each."""

@@ -410,3 +410,4 @@ API void delta_step(const float *restrict qkv, const float *restrict decay, cons
 #include "body.h"
 #include "pairs.h"
 #include "chunk.h"
+#include "groups.h"

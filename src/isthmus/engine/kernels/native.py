@@ -5,9 +5,9 @@ run time and its thread count.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from isthmus.config import cache_dir
 from isthmus.engine.compiled import library, machine_name
+from isthmus.engine.grouped import Grouped, Weight
 from isthmus.engine.kernels.plain import attend_parts, each_expert
 from isthmus.engine.products import Products, described
 
@@ -22,13 +23,15 @@ LANES = 16
 SKINNY_ROWS = 48
 """Up to so many rows the skinny kernel is taken for products that were not timed."""
 
-_SOURCES = [Path(__file__).parent / name for name in ("kernels.c", "body.h", "pairs.h", "chunk.h")]
+_SOURCES = [Path(__file__).parent / name for name in ("kernels.c", "body.h", "pairs.h", "chunk.h", "groups.h")]
 _FLAGS = (
     # Not -ffast-math: it would set flush-to-zero for the whole process and divide by estimates.
     "-O2 -ftree-vectorize -march=native -mprefer-vector-width=512 -fno-math-errno -fno-trapping-math "
     "-fopenmp -fPIC -shared -fvisibility=hidden"
 ).split()
 _SUFFIXES = {torch.float32: "_f32", torch.bfloat16: "_bf16"}
+_L = TypeVar("_L")
+_H = TypeVar("_H")
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
     "add_rms_norm": (_P, _P, _P, _P, _I, _I, _F),
@@ -36,6 +39,7 @@ _ARGUMENTS = {
     "copy_slices": (_P, _P, _P, _P, _I, _I),
     "attend_chunk_bf16": (_P,) * 4 + (_I,) * 7 + (_F,),
     "linear_pairs": (_P,) * 4 + (_I,) * 3,
+    "linear_groups": (_P,) * 4 + (_I,) * 4,
     "delta_run": (_P,) * 7 + (_I,) * 8,
     "delta_step": (_P,) * 8 + (_I,) * 10,
 }
@@ -67,6 +71,7 @@ class NativeKernels:
     """
 
     name = "native"
+    takes_groups = True
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._functions: dict[tuple[str, torch.dtype | None], ctypes._NamedFuncPointer] = {}
@@ -84,6 +89,8 @@ class NativeKernels:
                     "torch float32": _wide_product,
                 },
                 torch.float32: {"native": self._skinny, "torch float32": _wide_product},
+                "4 bits": {"native 8 bits": self._grouped},
+                "8 bits": {"native 8 bits": self._grouped},
             },
             ("torch bfloat16",),
             self._untimed,
@@ -101,17 +108,19 @@ class NativeKernels:
     def activation_dtype(self, stored: torch.dtype) -> torch.dtype:
         return torch.float32
 
-    def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    def linear(self, x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None) -> Tensor:
         assert x_TK.dtype == torch.float32, "native kernels take float32 activations"
         return self.products(x_TK, weight_NK, bias_N)
 
-    def prepare(self, weights: Iterable[Tensor], head_VK: Tensor | None) -> None:
-        self.products.prepare(weights, head_VK)
+    def prepare(self, layers: _L, head: _H) -> tuple[_L, _H]:
+        return self.products.prepare(layers, head)
 
     def described(self) -> tuple[str, ...]:
         return tuple(described(shape, names) for shape, names in self.products.names.items())
 
-    def _untimed(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    def _untimed(self, x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None) -> Tensor:
+        if isinstance(weight_NK, Grouped):
+            return self._grouped(x_TK, weight_NK, bias_N)
         product = self._skinny if len(x_TK) <= SKINNY_ROWS else _wide_product
         return product(x_TK, weight_NK, bias_N)
 
@@ -122,6 +131,14 @@ class NativeKernels:
     def _pairs(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
         """x is rounded to bfloat16, the sums are not."""
         return self._product(self._functions["linear_pairs", None], x_TK, weight_NK, bias_N)
+
+    def _grouped(self, x_TK: Tensor, weight_NK: Grouped, bias_N: Tensor | None) -> Tensor:
+        """x is rounded to 8 bits, with a factor for each 32 numbers; the sums are not."""
+        (rows, width), size = x_TK.shape, weight_NK.shape[0]
+        out = torch.empty(rows, size)
+        pointers = (_pointer(x_TK), _pointer(weight_NK.tiles_IGB), _pointer(bias_N), _pointer(out))
+        self._functions["linear_groups", None](*pointers, rows, width, size, weight_NK.bits)
+        return out
 
     @staticmethod
     def _product(function: Any, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:

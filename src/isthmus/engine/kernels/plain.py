@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from isthmus.engine.attention import merge, partial
+from isthmus.engine.grouped import Weight
 from isthmus.engine.interface import runs_of
 from isthmus.engine.linear.conv import convolve, convolve_step
 from isthmus.engine.linear.rule import advance_rule, step_rule
 from isthmus.engine.rope import rotate
 
+_L = TypeVar("_L")
+_H = TypeVar("_H")
 MAX_PARTS = 8
 """More pieces of KV than this are gathered into one: each part costs a call."""
 
@@ -88,17 +91,20 @@ class PlainKernels:
     """See `Kernels` for the contract of each method."""
 
     name = "torch"
+    takes_groups = False
 
     def activation_dtype(self, stored: torch.dtype) -> torch.dtype:
         return stored
 
-    def prepare(self, weights: Iterable[Tensor], head_VK: Tensor | None) -> None:
+    def prepare(self, layers: _L, head: _H) -> tuple[_L, _H]:
         """There is only one product."""
+        return layers, head
 
     def described(self) -> tuple[str, ...]:
         return ()
 
-    def linear(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    def linear(self, x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None) -> Tensor:
+        assert isinstance(weight_NK, Tensor), "quantised weights are widened where `takes_groups` is not set"
         return torch.nn.functional.linear(x_TK, weight_NK.to(x_TK.dtype), bias_N)
 
     def add_rms_norm(self, x_TN: Tensor, delta_TN: Tensor | None, weight_N: Tensor, eps: float) -> Tensor:

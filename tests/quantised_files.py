@@ -17,7 +17,7 @@ from torch import Tensor
 Tensors = dict[str, Tensor]
 Format = Callable[[str, Tensor, torch.Generator], tuple[Tensors, Tensor]]
 """Name and matrix to tensors by name, and the matrix that they say, in float32."""
-GROUP, BLOCK = 16, (24, 40)  # blocks that end within no matrix of the tests' models evenly
+GROUP, NARROW, BLOCK = 32, 16, (24, 40)  # blocks that end within no matrix of the tests' models evenly
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 E4M3 = 448.0
 
@@ -202,8 +202,8 @@ FORMATS: dict[str, tuple[Format, dict[str, Any]]] = {
         _compressed_config("pack-quantized", 4, "int", strategy="group", group_size=GROUP, actorder="group"),
     ),
     "packed-8-zeros": (
-        compressed(8, GROUP, zeros=True),
-        _compressed_config("pack-quantized", 8, "int", strategy="group", group_size=GROUP, symmetric=False),
+        compressed(8, NARROW, zeros=True),
+        _compressed_config("pack-quantized", 8, "int", strategy="group", group_size=NARROW, symmetric=False),
     ),
     "gptq-4": (gptq(4, GROUP), _gptq(4, GROUP)),
     "gptq-4-ordered": (gptq(4, GROUP, ordered=True), _gptq(4, GROUP, desc_act=True)),

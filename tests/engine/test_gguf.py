@@ -18,9 +18,9 @@ from torch import Tensor
 from benchmarks.models import gguf_reference
 from isthmus.engine.engine import Engine, EngineOptions
 from isthmus.engine.gguf import GROUPED
-from isthmus.engine.grouped import Grouped
 from isthmus.engine.products import matrices
 from isthmus.engine.spec import read_spec
+from isthmus.engine.tiles import Tiled
 from isthmus.engine.weights import Weights, load_weights
 from isthmus.errors import ModelError
 from isthmus.files.gguf import tensor_name
@@ -95,7 +95,7 @@ def test_in_bfloat16_weights_stay_quantised(made: Made, kind: str) -> None:
         engine = load(path, dtype=None)
         assert engine.model._weights.head is not None
         held = list(matrices((engine.model._weights.layers, engine.model._weights.head)))
-        assert [type(weight) for weight in held] == [Grouped] * len(held)
+        assert [type(weight) for weight in held] == [Tiled] * len(held)
         with torch.inference_mode():
             expected = gguf_reference(path)(torch.tensor([PROMPT])).logits[0]
         for position, logits in logits_by_position(engine, PROMPT, list(range(12)), chunk=31).items():

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from isthmus.engine import products
-from isthmus.engine.grouped import GROUP, Grouped, Weight, grouped, plain
 from isthmus.engine.products import HEAD_ROWS, LEAST_WEIGHTS, ROWS, Products, described, matrices
+from isthmus.engine.tiles import GROUP, Tiled, Weight, grouped, plain
 from tests.served import LIMIT_S
 
 from .support import randn
@@ -32,7 +32,7 @@ class Clock:
     def form(self, name: str, fixed_s: float, row_s: float) -> Any:
         def product(x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None) -> Tensor:
             self.now += fixed_s + row_s * len(x_TK)
-            tensor = weight_NK.tiles_IGB if isinstance(weight_NK, Grouped) else weight_NK
+            tensor = weight_NK.tiles if isinstance(weight_NK, Tiled) else weight_NK
             self.calls.append((name, len(x_TK), tensor.data_ptr()))
             return x_TK
 
@@ -49,7 +49,8 @@ def made(clock: Clock, path: Path, machine: str = "here") -> Products:
     forms = {"few": clock.form("few", 1e-5, 1e-5), "many": clock.form("many", 9e-5, 1e-6)}
     quantised = {"whole": clock.form("whole", 3e-5, 1e-6)}
     kinds = {torch.float32: forms, "4 bits": quantised}
-    return Products(kinds, ("many",), clock.form("untimed", 0, 0), path, machine)
+    others = {"4 bits": (torch.float32,)}
+    return Products(kinds, others, ("many",), clock.form("untimed", 0, 0), path, machine)
 
 
 def used(clock: Clock, found: Products, rows: int, weight: Weight) -> str:
@@ -62,19 +63,19 @@ def used(clock: Clock, found: Products, rows: int, weight: Weight) -> str:
 def test_each_number_of_rows_gets_the_form_that_is_the_fastest_there(clock: Clock, tmp_path: Path) -> None:
     found, weight = made(clock, tmp_path / "products.json"), randn(*SHAPE)
     assert used(clock, found, 1, weight) == "untimed"
-    found.prepare((weight,), None, torch.float32)
+    found.prepare([weight], None)
     names = {rows: used(clock, found, rows, weight) for rows in (1, 5, 8, 9, 16, 17, 256, 999)}
     assert names == {1: "few", 5: "few", 8: "few", 9: "many", 16: "many", 17: "many", 256: "many", 999: "many"}
 
 
 def test_the_head_takes_no_form_that_rounds_sums(clock: Clock, tmp_path: Path) -> None:
     found, head, other = made(clock, tmp_path / "products.json"), randn(*SHAPE), randn(SHAPE[0] + 1, SHAPE[1])
-    found.prepare((other,), head)
+    found.prepare([other], head)
     assert [used(clock, found, 256, weight) for weight in (head, other)] == ["few", "many"]
 
 
 def test_the_head_is_timed_with_no_more_rows_than_are_sampled(clock: Clock, tmp_path: Path) -> None:
-    made(clock, tmp_path / "products.json").prepare((), randn(*SHAPE))
+    made(clock, tmp_path / "products.json").prepare([], randn(*SHAPE))
     assert max(rows for _, rows, _ in clock.calls) == HEAD_ROWS
 
 
@@ -85,8 +86,9 @@ def test_quantised_weights_stay_so_where_that_is_faster(clock: Clock, tmp_path: 
     for _ in range(2):  # the second time from what was kept
         found = made(clock, path)
         found._forms["4 bits"]["whole"] = clock.form("whole", slower * 3e-5, slower * 1e-6)
-        ((held,), head) = found.prepare((weight,), None, torch.float32)
-        assert head is None
+        layers: list[Weight] = [weight]
+        assert found.prepare(layers, None) is None
+        [held] = layers
         if slower == 1:
             assert held is weight
             assert [used(clock, found, rows, held) for rows in (1, 256)] == ["whole", "whole"]
@@ -97,7 +99,7 @@ def test_quantised_weights_stay_so_where_that_is_faster(clock: Clock, tmp_path: 
         assert names == ["whole"] * 8 if slower == 1 else ["few"] * 4 + ["many"] * 4
 
 
-def quantised() -> Grouped:
+def quantised() -> Tiled:
     rows, groups = SHAPE[0], SHAPE[1] // GROUP
     quads = torch.randint(256, (rows, groups, 16), dtype=torch.uint8)
     return grouped(quads, torch.rand(2, rows, groups).half(), 4)
@@ -107,11 +109,11 @@ def test_processes_that_start_together_time_once(clock: Clock, tmp_path: Path) -
     path, weight = tmp_path / "products.json", randn(*SHAPE)
     with ThreadPoolExecutor(1) as pool:
         with products._alone(path):
-            waiting = pool.submit(made(clock, path).prepare, (weight,), None)
+            waiting = pool.submit(made(clock, path).prepare, [weight], None)
             with pytest.raises(TimeoutError):
                 waiting.result(0.2)
             assert clock.calls == []
-            made(clock, tmp_path / "other.json").prepare((weight,), None)
+            made(clock, tmp_path / "other.json").prepare([weight], None)
             path.write_bytes((tmp_path / "other.json").read_bytes())
             clock.calls.clear()
         waiting.result(LIMIT_S)
@@ -121,20 +123,14 @@ def test_processes_that_start_together_time_once(clock: Clock, tmp_path: Path) -
 def test_small_weights_and_other_types_are_not_timed(clock: Clock, tmp_path: Path) -> None:
     found, path = made(clock, tmp_path / "products.json"), tmp_path / "products.json"
     small, other = randn(SHAPE[0] - 1, SHAPE[1]), randn(*SHAPE).half()
-    found.prepare(
-        (
-            small,
-            other,
-        ),
-        None,
-    )
+    found.prepare([small, other], None)
     assert clock.calls == [] and not path.exists()
     assert used(clock, found, 1, small) == "untimed"
 
 
 def test_layers_are_timed_one_after_the_other_so_that_no_cache_flatters(clock: Clock, tmp_path: Path) -> None:
     weights = [randn(*SHAPE) for _ in range(4)]
-    made(clock, tmp_path / "products.json").prepare(tuple(weights), None)
+    made(clock, tmp_path / "products.json").prepare(weights, None)
     order = [at for name, rows, at in clock.calls if rows == ROWS[0]]
     assert {weight.data_ptr() for weight in weights} == set(order)
     assert all(one != other for one, other in pairwise(order))
@@ -142,14 +138,14 @@ def test_layers_are_timed_one_after_the_other_so_that_no_cache_flatters(clock: C
 
 def test_what_was_timed_once_is_kept_for_this_machine(clock: Clock, tmp_path: Path) -> None:
     path, weight = tmp_path / "a" / "products.json", randn(*SHAPE)
-    made(clock, path).prepare((weight,), None)
+    made(clock, path).prepare([weight], None)
     clock.calls.clear()
     again = made(clock, path)
-    again.prepare((weight,), None)
+    again.prepare([weight], None)
     assert clock.calls == [] and used(clock, again, 1, weight) == "few"
     assert again.names == {f"{SHAPE[0]}x{SHAPE[1]} float32": ["few"] * 4 + ["many"] * 4}
     elsewhere = made(clock, path, machine="elsewhere")
-    elsewhere.prepare((weight,), None)
+    elsewhere.prepare([weight], None)
     assert len(json.loads(path.read_text())) == 2, "the other machine's choices went"
 
 
@@ -161,7 +157,7 @@ def test_a_file_that_says_nothing_of_use_is_written_anew(clock: Clock, tmp_path:
     found = made(clock, path)
     name = f"{SHAPE[0]}x{SHAPE[1]} float32"
     path.write_text(content.replace("MACHINE", found._machine).replace("NAME", name))
-    found.prepare((weight,), None)
+    found.prepare([weight], None)
     assert json.loads(path.read_text())[found._machine] == {name: ["few"] * 4 + ["many"] * 4}
     assert {each.name for each in tmp_path.iterdir()} == {path.name, "products.lock"}
 
@@ -171,7 +167,7 @@ def test_where_nothing_can_be_kept_it_is_timed_with_one_warning(
 ) -> None:
     (tmp_path / "file").write_text("")
     found, weight = made(clock, tmp_path / "file" / "products.json"), randn(*SHAPE)
-    found.prepare((weight,), None)
+    found.prepare([weight], None)
     assert used(clock, found, 256, weight) == "many"
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 

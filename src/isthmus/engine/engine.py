@@ -22,7 +22,7 @@ from isthmus.engine.sampling import sample
 from isthmus.engine.spec import kv_layout, read_spec
 from isthmus.engine.states import LiveStates
 from isthmus.engine.team import Team
-from isthmus.engine.weights import load_weights
+from isthmus.engine.weights import Weights, load_weights
 from isthmus.errors import ConfigError, ProtocolError, StartError
 from isthmus.models import ModelSpec
 
@@ -61,21 +61,30 @@ class Engine:
         self.kernels = kernels.select(self.device)
         stored = TORCH_DTYPES[dtype]
         activations = self.kernels.activation_dtype(stored)
-        weights = load_weights(
-            model,
-            self.spec,
-            dtype=stored,
-            activations=activations,
-            device=self.device,
-            layers=self.layers,
-            groups=self.kernels.takes_groups and stored == torch.bfloat16,
+        weights = self._prepared(
+            load_weights(
+                model,
+                self.spec,
+                dtype=stored,
+                activations=activations,
+                device=self.device,
+                layers=self.layers,
+                groups=self.kernels.takes_groups and stored == torch.bfloat16,
+            )
         )
-        layers, head = self.kernels.prepare(weights.layers, weights.head)
-        weights = replace(weights, layers=layers, head=head)
         self.revision = weights.revision
         self.model = Model(self.spec, weights, self.kernels, self.max_length)
         self.memory = KVMemory(layout, num_blocks, self.device, self.kernels)
         self.states = self._live_states(options.max_sequences)
+
+    def _prepared(self, weights: Weights) -> Weights:
+        """As the kernels hold them; nothing else refers to what they were, so that it goes layer by layer."""
+        layers, head = list(weights.layers), weights.head
+        tied = head is not None and head.weight is weights.embedding
+        weights = replace(weights, layers=())
+        head = self.kernels.prepare(layers, head)
+        embedding = head.weight if tied and head is not None else weights.embedding
+        return replace(weights, embedding=embedding, layers=tuple(layers), head=head)
 
     def _own_layout(self) -> KVLayout:
         """Of the KV bytes here: in a stage those of its own layers."""

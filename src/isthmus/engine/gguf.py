@@ -19,7 +19,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-from isthmus.engine.grouped import Grouped, grouped
+from isthmus.engine.tiles import Tiled, grouped
 from isthmus.errors import ModelError
 from isthmus.files import GgufFile
 from isthmus.files.gguf import tensor_name
@@ -56,7 +56,7 @@ class GgufTensors:
             return torch.empty(shape, dtype=dtype, device=device)
         return widened(packed, dtype).to(device)
 
-    def grouped(self, name: str, shape: tuple[int, ...]) -> Grouped | None:
+    def grouped(self, name: str, shape: tuple[int, ...]) -> Tiled | None:
         """Digested if it was not taken before; None for types that have no such form."""
         packed = self._packed(name, shape)
         make = GROUPED.get(packed.kind)
@@ -105,19 +105,19 @@ def widened(packed: Packed, dtype: torch.dtype) -> Tensor:
     return found
 
 
-def _q4_0(rows_NB: Tensor) -> Grouped:
+def _q4_0(rows_NB: Tensor) -> Tiled:
     blocks_NGB = rows_NB.unflatten(1, (-1, 18))
     d_NG = _halves_of(blocks_NGB[:, :, :2])
     return grouped(blocks_NGB[:, :, 2:], torch.stack((d_NG, -8 * d_NG)), 4)
 
 
-def _q4_1(rows_NB: Tensor) -> Grouped:
+def _q4_1(rows_NB: Tensor) -> Tiled:
     blocks_NGB = rows_NB.unflatten(1, (-1, 20))
     factors = torch.stack((_halves_of(blocks_NGB[:, :, :2]), _halves_of(blocks_NGB[:, :, 2:4])))
     return grouped(blocks_NGB[:, :, 4:], factors, 4)
 
 
-def _q8_0(rows_NB: Tensor) -> Grouped | None:
+def _q8_0(rows_NB: Tensor) -> Tiled | None:
     """Their numbers have a sign."""
     blocks_NGB = rows_NB.unflatten(1, (-1, 34))
     d_NG = _halves_of(blocks_NGB[:, :, :2])
@@ -125,7 +125,7 @@ def _q8_0(rows_NB: Tensor) -> Grouped | None:
     return grouped(blocks_NGB[:, :, 2:] ^ 128, factors, 8) if factors.isfinite().all() else None
 
 
-def _q4_k(rows_NB: Tensor) -> Grouped:
+def _q4_k(rows_NB: Tensor) -> Tiled:
     """Eight groups a block, with factors and offsets of 6 bits, times those of the block; the products are rounded to
     float16 here, as fine as the block's own. Groups lie in pairs: low halves of 32 bytes, then high ones."""
     blocks_NSB = rows_NB.unflatten(1, (-1, 144))
@@ -145,7 +145,7 @@ def _halves_of(bytes_B2: Tensor) -> Tensor:
     return bytes_B2.contiguous().view(torch.float16).squeeze(-1)
 
 
-GROUPED: dict[str, Callable[[Tensor], Grouped | None]] = {
+GROUPED: dict[str, Callable[[Tensor], Tiled | None]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q8_0": _q8_0,

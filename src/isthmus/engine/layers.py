@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from isthmus.engine.experts import Mixture, Mlp, Routing
-from isthmus.engine.grouped import Weight, plain, stacked
 from isthmus.engine.linear import GatedDeltaNet, KimiDelta
 from isthmus.engine.linear.gdn import projection
 from isthmus.engine.rope import half_split
+from isthmus.engine.tiles import Weight, plain, stacked
 from isthmus.models import Attention, Delta, Dense, Experts, LatentAttention, Lightning, ModelSpec
 
 

@@ -19,6 +19,7 @@ from isthmus.engine.kv import KVMemory
 from isthmus.engine.layers import AttentionWeights, DenseWeights, LatentWeights, MixerWeights, MlpWeights
 from isthmus.engine.mixers import AttentionMixer, LatentMixer, Mixer, Pass, RecurrentMixer
 from isthmus.engine.rope import cos_sin_table, padded
+from isthmus.engine.tiles import rows_of
 from isthmus.engine.weights import Weights
 from isthmus.models import Attention, LatentAttention, LayerSpec, ModelSpec
 
@@ -46,7 +47,7 @@ class Model:
     def embed(self, batch: Batch) -> Tensor:
         """`[T, N]`, for the first layer."""
         assert self._weights.embedding is not None, "only the first stage has the embedding"
-        return self._weights.embedding[batch.tokens_T].to(self.activations)
+        return rows_of(self._weights.embedding, batch.tokens_T).to(self.activations)
 
     def run_layers(
         self,

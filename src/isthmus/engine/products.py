@@ -27,7 +27,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from isthmus.engine.grouped import Grouped, Weight, plain
+from isthmus.engine.tiles import Tiled, Weight, converted
 
 log = logging.getLogger(__name__)
 
@@ -44,29 +44,33 @@ TRIALS, TRIAL_S, ENOUGH_S = 3, 0.002, 0.01
 there is no other."""
 HOPELESS = 3.0
 """A form that takes so many times as long as the best is not tried again."""
-SAMPLE_BYTES = 64 << 20
-"""Quantised weights are widened up to so many bytes to be timed: more than caches hold."""
+SAMPLE_BYTES, WIDEST_BYTES = 64 << 20, 2
+"""So many bytes of weights are timed in turn, more than caches hold, with so many a number."""
 
 _Kept = dict[str, dict[str, list[str]]]
-_Key = tuple[torch.Size, torch.dtype | str]
+_Type = torch.dtype | str
+_Key = tuple[torch.Size, _Type]
 _T = TypeVar("_T")
 _L = TypeVar("_L")
 _H = TypeVar("_H")
 
 
 class Products:
-    """`forms`: by name, for each type of weights, and those of them that round sums; `fallback`: for shapes that were
-    not timed. `path`: where choices are kept, under the name of the `machine`."""
+    """`forms`: by name, no name twice, for each type of weights, and those of them that round sums; `others`: the types
+    in which weights of a type may be held instead. `fallback`: for shapes that were not timed. `path`: where choices
+    are kept, under the name of the `machine`."""
 
     def __init__(
         self,
-        forms: Mapping[torch.dtype | str, Mapping[str, Form]],
+        forms: Mapping[_Type, Mapping[str, Form]],
+        others: Mapping[_Type, Sequence[_Type]],
         rounding: Container[str],
         fallback: Form,
         path: Path,
         machine: str,
     ) -> None:
-        self._forms, self._rounding, self._fallback, self._path = forms, rounding, fallback, path
+        self._forms, self._others, self._rounding = forms, others, rounding
+        self._fallback, self._path = fallback, path
         self._machine = f"{machine}, {torch.get_num_threads()} threads, torch {torch.__version__}"
         self._chosen: dict[_Key, list[Form]] = {}
         self.names: dict[str, list[str]] = {}
@@ -78,39 +82,47 @@ class Products:
             return self._fallback(x_TK, weight_NK, bias_N)
         return chosen[min(bisect_left(ROWS, len(x_TK)), len(ROWS) - 1)](x_TK, weight_NK, bias_N)
 
-    def prepare(self, layers: _L, head: _H, widened: torch.dtype = torch.bfloat16) -> tuple[_L, _H]:
-        """Chooses for the matrices in these nested weights, from what is kept or by timing, and returns them with the
-        quantised ones `widened` that are faster so. For the head only among forms that round no sum: of two tokens that
-        are nearly as likely the less likely one could win."""
+    def prepare(self, layers: list[_L], head: _H) -> _H:
+        """Chooses for the matrices in these nested weights, from what is kept or by timing, and puts them into the type
+        that is the fastest: layer by layer, in place, since both forms of all might be too much memory. For the head,
+        which it returns, only among forms that round no sum: of two tokens that are nearly as likely the less likely
+        one could win."""
+        types = self._chosen_types(layers, head)
+
+        def held(weight: Weight) -> Weight:
+            return converted(weight, types.get((weight.shape, weight.dtype), weight.dtype))
+
+        for at, layer in enumerate(layers):
+            layers[at] = replaced(layer, held)
+        return replaced(head, held)
+
+    def _chosen_types(self, layers: list[_L], head: _H) -> dict[_Key, _Type]:
         last = {(weight.shape, weight.dtype) for weight in matrices(head)}
         alike: dict[_Key, list[Weight]] = {}
-        for weight in matrices((layers, head)):
+        for weight in matrices((tuple(layers), head)):
             if weight.numel() >= LEAST_WEIGHTS and weight.dtype in self._forms:
                 alike.setdefault((weight.shape, weight.dtype), []).append(weight)
-        shapes = [self._alike(key, group, key in last, widened) for key, group in alike.items()]
+        shapes = [self._alike(key, group, key in last) for key, group in alike.items()]
         if not self._take(shapes):
             with _alone(self._path):  # processes that start together would time each other
                 if not self._take(shapes):
                     self._time(shapes)
-        wider = {shape.key for shape in shapes if self.names[shape.name][0] in shape.wider}
-        return replaced(
-            (layers, head), lambda each: plain(each, widened) if (each.shape, each.dtype) in wider else each
-        )
+        return {shape.key: shape.type_of(self.names[shape.name]) for shape in shapes}
 
-    def _alike(self, key: _Key, weights: list[Weight], is_head: bool, widened: torch.dtype) -> _Alike:
-        def forms(dtype: torch.dtype | str) -> dict[str, Form]:
+    def _alike(self, key: _Key, weights: list[Weight], is_head: bool) -> _Alike:
+        def forms(dtype: _Type) -> dict[str, Form]:
             known = self._forms[dtype].items()
             return {name: form for name, form in known if not (is_head and name in self._rounding)}
 
-        wider = forms(widened) if isinstance(weights[0], Grouped) else {}
-        return _Alike(key, weights, forms(key[1]), wider, widened, HEAD_ROWS if is_head else ROWS[-1])
+        ways = {dtype: forms(dtype) for dtype in (key[1], *self._others.get(key[1], ()))}
+        return _Alike(key, weights, ways, HEAD_ROWS if is_head else ROWS[-1])
 
     def _take(self, shapes: Sequence[_Alike]) -> bool:
         """Whether there is a choice for all now."""
         kept = self._read().get(self._machine, {})
         for shape in shapes:
             names = kept.get(shape.name, [])
-            if len(names) == len(ROWS) and (shape.own.keys() >= set(names) or shape.wider.keys() >= set(names)):
+            if len(names) == len(ROWS) and any(forms.keys() >= set(names) for forms in shape.ways.values()):
                 self._choose(shape, names)
         return all(shape.name in self.names for shape in shapes)
 
@@ -122,9 +134,9 @@ class Products:
         log.info("products were timed: %s", "; ".join(described(*each) for each in timed.items()))
 
     def _choose(self, shape: _Alike, names: list[str]) -> None:
-        forms = shape.own if names[0] in shape.own else shape.wider
-        key = shape.key if forms is shape.own else (shape.key[0], shape.widened)
-        self.names[shape.name], self._chosen[key] = names, [forms[name] for name in names]
+        dtype = shape.type_of(names)
+        self.names[shape.name] = names
+        self._chosen[shape.key[0], dtype] = [shape.ways[dtype][name] for name in names]
 
     def _read(self) -> _Kept:
         try:
@@ -149,14 +161,12 @@ class Products:
 
 @dataclass(frozen=True)
 class _Alike:
-    """Weights of one shape and type, for products of up to `most` rows; the forms for them as they are and, of
-    quantised ones, once widened."""
+    """Weights of one shape and type, for products of up to `most` rows; `ways`: the types in which they may be held,
+    with the forms for each."""
 
     key: _Key
     weights: Sequence[Weight]
-    own: Mapping[str, Form]
-    wider: Mapping[str, Form]
-    widened: torch.dtype
+    ways: Mapping[_Type, Mapping[str, Form]]
     most: int
 
     @property
@@ -164,15 +174,17 @@ class _Alike:
         (rows, width), dtype = self.key
         return f"{rows}x{width} {str(dtype).removeprefix('torch.')}"
 
+    def type_of(self, names: Sequence[str]) -> _Type:
+        return next(dtype for dtype, forms in self.ways.items() if names[0] in forms)
+
     def fastest(self) -> list[str]:
         """For each of `ROWS`. Weights can be held in one way only: the one that takes least in the mean of them all, as
         ratios."""
-        ways = [_fastest(self.own, self.weights, self.most)]
-        if self.wider:
-            count = -(-SAMPLE_BYTES // (self.key[0].numel() * self.widened.itemsize))
-            sample = [plain(each, self.widened) for each in self.weights[:count]]
-            ways.append(_fastest(self.wider, sample, self.most))
-        best = min(ways, key=lambda way: sum(math.log(seconds) for _, seconds in way))
+        timed = []
+        for dtype, forms in self.ways.items():
+            count = max(2, -(-SAMPLE_BYTES // (self.key[0].numel() * WIDEST_BYTES)))
+            timed.append(_fastest(forms, [converted(each, dtype) for each in self.weights[:count]], self.most))
+        best = min(timed, key=lambda way: sum(math.log(seconds) for _, seconds in way))
         return [name for name, _ in best]
 
 
@@ -186,7 +198,7 @@ def described(shape: str, names: list[str]) -> str:
 
 def matrices(value: object) -> Iterator[Weight]:
     """Every matrix in nested dataclasses and tuples of weights."""
-    if isinstance(value, Grouped) or (isinstance(value, Tensor) and value.dim() == 2):
+    if isinstance(value, Tiled) or (isinstance(value, Tensor) and value.dim() == 2):
         yield value
     elif isinstance(value, tuple):
         for each in value:
@@ -198,7 +210,7 @@ def matrices(value: object) -> Iterator[Weight]:
 
 def replaced(value: _T, change: Callable[[Weight], Weight]) -> _T:
     """Nested dataclasses and tuples of weights, with each matrix as `change` makes it."""
-    if isinstance(value, Grouped) or (isinstance(value, Tensor) and value.dim() == 2):
+    if isinstance(value, Tiled) or (isinstance(value, Tensor) and value.dim() == 2):
         return change(value)  # type: ignore[return-value]
     if isinstance(value, tuple):
         return tuple(replaced(each, change) for each in value)  # type: ignore[return-value]

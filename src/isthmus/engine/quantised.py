@@ -23,8 +23,11 @@ from typing import NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from isthmus.engine.tiles import GROUP, Tiled, grouped
 from isthmus.models.quantisation import Awq, Block, Compressed, Gptq, Quantisation, Scaled
 
+LEAST_HALF = 2.0**-14
+"""Smaller numbers lose bits in float16."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _WORDS = (torch.int32,)
 _INDICES = (torch.int32, torch.int64)
@@ -66,15 +69,35 @@ class _Columns:
 
 @dataclass(frozen=True)
 class Stored:
-    """A matrix of `(numbers - zeros) * scales`. `numbers`: its rows `[start, stop)`, of any type. `scales`, `zeros`:
-    float32, a row for every `height` rows of the matrix, and a column for each group of its columns."""
+    """A matrix of `(numbers - zeros) * scales`. `numbers`: its rows `[start, stop)`, floats or, of `bits`, whole
+    numbers without a sign. `scales`, `zeros`: float32, a row for every `height` rows of the matrix, and a column for
+    each group of its columns."""
 
     shape: Block
+    bits: int | None
     numbers: Callable[[int, int], Tensor]
     scales: Tensor
     zeros: Tensor | None
     height: int
     columns: _Columns
+
+    def grouped(self) -> Tiled | None:
+        """As it stays quantised in memory; None if it is of floats, its columns are not in whole groups of 32 in their
+        order, or float16 cannot hold its scales. Offsets are rounded to float16: by a hundredth of a step at most."""
+        rows, width = self.shape
+        size = self.columns.size
+        whole = width % GROUP == 0 and (size % GROUP == 0 or size == width)
+        if self.bits is None or self.zeros is None or self.columns.group_K is not None or not whole:
+            return None
+        block, starts = torch.arange(rows) // self.height, torch.arange(0, width, GROUP) // size
+        scales, zeros = (grid[block][:, starts] for grid in (self.scales, self.zeros))
+        factors = torch.stack((scales, -zeros * scales)).half()
+        if not bool(((scales.abs() > LEAST_HALF) & factors.isfinite().all(0)).all()):
+            return None
+        numbers = self.numbers(0, rows).unflatten(1, (-1, GROUP))
+        if self.bits == 4:
+            numbers = numbers[..., : GROUP // 2] | numbers[..., GROUP // 2 :] << 4
+        return grouped(numbers, factors, self.bits)
 
     def widened(self, dtype: torch.dtype) -> Tensor:
         rows, width = self.shape
@@ -127,11 +150,13 @@ def _scaled(quantisation: Scaled | Compressed, parts: Parts, name: str, shape: B
     if isinstance(quantisation, Scaled) and parts.has(f"{name}_scale_inv"):
         scale = f"{name}_scale_inv"
     scales, block = _grid(quantisation, parts, scale, FLOATS, shape)
-    zeros = None
-    if dtype == torch.int8 and (parts.has(zero) or not _symmetric(quantisation)):
-        zeros, _ = _grid(quantisation, parts, zero, (torch.int8,), shape)
+    bits, zeros = None, None
+    if dtype == torch.int8:
+        bits, zeros = 8, torch.full_like(scales, 128)  # the numbers come without a sign
+        if parts.has(zero) or not _symmetric(quantisation):
+            zeros = zeros + _grid(quantisation, parts, zero, (torch.int8,), shape)[0]
     columns = _columns(parts, f"{name}_g_idx", _Columns(shape[1], block[1]), stated=False)
-    return Stored(shape, _eights(weight), scales, zeros, block[0], columns)
+    return Stored(shape, bits, _eights(weight), scales, zeros, block[0], columns)
 
 
 def _symmetric(quantisation: Scaled | Compressed) -> bool:
@@ -167,7 +192,7 @@ def _packed(quantisation: Compressed, parts: Parts, name: str, shape: Block) -> 
         found = parts.read(f"{name}_zero_point", _WORDS, (_parts(rows * bits, 32), scales.shape[1]))
         zeros = _unpacked(found.t(), bits)[:, :rows].t().float()
     columns = _columns(parts, f"{name}_g_idx", _Columns(width, block[1]), stated=False)
-    return Stored(shape, _rows_of(packed, bits, width), scales, zeros, block[0], columns)
+    return Stored(shape, bits, _rows_of(packed, bits, width), scales, zeros, block[0], columns)
 
 
 def _gptq(quantisation: Gptq, parts: Parts, module: str, shape: Block) -> Stored:
@@ -186,7 +211,7 @@ def _gptq(quantisation: Gptq, parts: Parts, module: str, shape: Block) -> Stored
         parts.refuse(f"{module}.g_idx orders columns, config.json says desc_act false")
     zeros_GN = _unpacked(zeros, bits)[:, :rows]
     numbers = _rows_of(packed.t().contiguous(), bits, width)
-    return Stored(shape, numbers, scales_GN.t().float(), zeros_GN.t().float(), 1, columns)
+    return Stored(shape, bits, numbers, scales_GN.t().float(), zeros_GN.t().float(), 1, columns)
 
 
 def _awq(quantisation: Awq, parts: Parts, module: str, shape: Block) -> Stored:
@@ -200,7 +225,7 @@ def _awq(quantisation: Awq, parts: Parts, module: str, shape: Block) -> Stored:
     def numbers(start: int, stop: int) -> Tensor:
         return _rows_in(packed[start // 8 : _parts(stop, 8)])[: stop - start]
 
-    return Stored(shape, numbers, scales_GN.t().float(), _rows_in(zeros)[:rows].float(), 1, columns)
+    return Stored(shape, 4, numbers, scales_GN.t().float(), _rows_in(zeros)[:rows].float(), 1, columns)
 
 
 def _columns(parts: Parts, name: str, in_turn: _Columns, *, stated: bool) -> _Columns:
@@ -220,7 +245,7 @@ def _columns(parts: Parts, name: str, in_turn: _Columns, *, stated: bool) -> _Co
 def _eights(weight: Tensor) -> Callable[[int, int], Tensor]:
     """Numbers of 8 bits. Floats are looked up: torch's own conversion takes four times as long."""
     if weight.dtype == torch.int8:
-        return lambda start, stop: weight[start:stop]
+        return lambda start, stop: weight[start:stop].view(torch.uint8) ^ 128
     values = torch.arange(256, dtype=torch.uint8).view(weight.dtype).float()
     stored = weight.view(torch.uint8)
 
@@ -243,7 +268,7 @@ def _unpacked(words: Tensor, bits: int) -> Tensor:
 def _rows_in(words: Tensor) -> Tensor:
     """Of AWQ's words, which are rows here: 8 rows for each."""
     shifts = 4 * torch.tensor(_AWQ_ORDER, dtype=torch.int32)[:, None]
-    return (words[:, None] >> shifts & 15).flatten(0, 1)
+    return (words[:, None] >> shifts & 15).flatten(0, 1).to(torch.uint8)
 
 
 def _parts(size: int, part: int) -> int:

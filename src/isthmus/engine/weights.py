@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -18,9 +18,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from isthmus.engine.grouped import Grouped, Weight
 from isthmus.engine.layers import Layer, Linear, load_layer
 from isthmus.engine.quantised import FLOATS, packed_name, stored
+from isthmus.engine.tiles import Tiled, Weight
 from isthmus.errors import ModelError
 from isthmus.files import GgufFile, ModelFiles, open_files
 from isthmus.models import Fields, ModelSpec, read_quantisation
@@ -36,7 +36,7 @@ class Weights:
 
     range: tuple[int, int]
     dtype: torch.dtype
-    embedding: Tensor | None
+    embedding: Weight | None
     layers: tuple[Layer, ...]
     final_norm: Tensor | None
     head: Linear | None
@@ -55,7 +55,7 @@ class _Stored(Protocol):
     def take(self, name: str, shape: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
         """A copy; none of its numbers on the device "meta". Raises ModelError."""
 
-    def grouped(self, name: str, shape: tuple[int, ...]) -> Grouped | None:
+    def grouped(self, name: str, shape: tuple[int, ...]) -> Tiled | None:
         """The same, quantised as it lies there; None where it is not, or not so. A tensor may be taken in both forms.
         Raises ModelError."""
 
@@ -105,8 +105,9 @@ class _Safetensors:
         packed = name if self._quantisation is None else packed_name(self._quantisation, name)
         return self._parts.has(name) or self._parts.has(packed)
 
-    def grouped(self, name: str, shape: tuple[int, ...]) -> Grouped | None:
-        return None
+    def grouped(self, name: str, shape: tuple[int, ...]) -> Tiled | None:
+        found = None if self._quantisation is None else stored(self._quantisation, self._parts, name, shape)
+        return None if found is None else found.grouped()
 
     def finish(self) -> str:
         """There may be more tensors: published models have some that the network does not use."""
@@ -124,11 +125,13 @@ class _Safetensors:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Tensors of a folder as they are stored. `where`: the opened file of each. `digest`: of all that were read."""
+    """Tensors of a folder as they are stored. `where`: the opened file of each. `digest`: of all that were read, once
+    each: `digested`."""
 
     folder: Path
     where: Mapping[str, Any]
     digest: blake3.blake3
+    digested: set[str] = field(default_factory=set)
 
     def has(self, name: str) -> bool:
         return name in self.where
@@ -146,8 +149,10 @@ class _Parts:
         if tensor.dtype not in dtypes:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             self.refuse(f"{name} is {tensor.dtype}; supported: {known}")
-        self.digest.update(name.encode())
-        self.digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        if name not in self.digested:
+            self.digested.add(name)
+            self.digest.update(name.encode())
+            self.digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
         return tensor
 
     def refuse(self, reason: str) -> NoReturn:
@@ -242,7 +247,7 @@ class _Loader:
     def weight(self, name: str, rows: int, width: int) -> Weight:
         return self._grouped(name, rows, width) or self.matrix(name, rows, width)
 
-    def _grouped(self, name: str, rows: int, width: int) -> Grouped | None:
+    def _grouped(self, name: str, rows: int, width: int) -> Tiled | None:
         if not self._groups or self._target.type == "meta":
             return None
         return self._stored.grouped(name, (rows, width))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isthmus.engine.grouped import Weight
+from isthmus.engine.tiles import Weight
 
 _L = TypeVar("_L")
 _H = TypeVar("_H")
@@ -24,7 +24,7 @@ class Kernels(Protocol):
 
     name: str
     takes_groups: bool
-    """Whether `linear` takes weights that stay quantised."""
+    """Whether `linear` takes quantised weights."""
 
     def activation_dtype(self, stored: torch.dtype) -> torch.dtype:
         """The type activations have when weights and KV are stored as `stored`."""
@@ -32,9 +32,9 @@ class Kernels(Protocol):
     def linear(self, x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None) -> Tensor:
         """x @ weight.T + bias `[T, N]`, in the activations' type; here K is the input width."""
 
-    def prepare(self, layers: _L, head: _H) -> tuple[_L, _H]:
-        """Time for what is done once: `linear` will multiply with the matrices in these nested dataclasses. Returns
-        them as they are to be held."""
+    def prepare(self, layers: list[_L], head: _H) -> _H:
+        """Time for what is done once: `linear` will multiply with the matrices in these nested dataclasses. Changes the
+        layers, and returns the head, to how they are to be held."""
 
     def described(self) -> tuple[str, ...]:
         """How `linear` is computed for each shape of what was prepared, if there was a choice: a line each."""

@@ -6,7 +6,7 @@
  * Weights lie in tiles of 16 outputs, a tile's groups one after the other: d [16] and m [16] as float16, then the u of
  * each output in vectors of 16 x 4 bytes; of 4 bits, the low halves of a byte are the first 16 numbers of the group. */
 
-enum { GROUP = 32, GROUP_ROWS = 8, GROUP_PASS = 256 };
+enum { GROUP = 32, GROUP_PASS = 256 };
 
 typedef uint16_t f16;
 
@@ -95,8 +95,6 @@ static void round_row(const float *restrict x, int8_t *restrict q, float *restri
     static void groups_##ROWS##_8(const int8_t *q, const float *factors, const uint8_t *tile, float *out, int64_t K) { \
         groups_##ROWS(q, factors, tile, out, K, 8);                                                          \
     }
-#define ROWS_7(F) ROWS_6(F) F(6)
-#define ROWS_8(F) ROWS_7(F) F(7)
 
 PRODUCT(1, ROWS_1)
 PRODUCT(2, ROWS_2)
@@ -114,16 +112,16 @@ PRODUCT(8, ROWS_8)
 
 typedef void (*groups_of_rows)(const int8_t *, const float *, const uint8_t *, float *, int64_t);
 #define BOTH(ROWS) {groups_##ROWS##_4, groups_##ROWS##_8}
-static const groups_of_rows GROUPS_OF[GROUP_ROWS][2] = {BOTH(1), BOTH(2), BOTH(3), BOTH(4),
+static const groups_of_rows GROUPS_OF[BLOCK_ROWS][2] = {BOTH(1), BOTH(2), BOTH(3), BOTH(4),
                                                         BOTH(5), BOTH(6), BOTH(7), BOTH(8)};
 
 /* Rows of x against one tile, `count` of its outputs. */
 static void groups_tile(const int8_t *restrict q, const float *restrict factors, const uint8_t *restrict tile,
                         const float *restrict bias, float *restrict out, int64_t T, int64_t K, int64_t N, int64_t count,
                         int eight) {
-    float sums[GROUP_ROWS * LANES] __attribute__((aligned(64)));
-    for (int64_t t = 0; t < T; t += GROUP_ROWS) {
-        int64_t rows = T - t < GROUP_ROWS ? T - t : GROUP_ROWS;
+    float sums[BLOCK_ROWS * LANES] __attribute__((aligned(64)));
+    for (int64_t t = 0; t < T; t += BLOCK_ROWS) {
+        int64_t rows = T - t < BLOCK_ROWS ? T - t : BLOCK_ROWS;
         GROUPS_OF[rows - 1][eight](q + t * K, factors + t * K / (GROUP / 2), tile, sums, K);
         for (int64_t r = 0; r < rows; r++) {
             float *to = out + (t + r) * N;
@@ -145,7 +143,7 @@ API void linear_groups(const float *restrict x, const uint8_t *restrict tiles, c
     float *factors = (float *)(q + factors_at);
 #pragma omp parallel for if (T * K > 65536)
     for (int64_t t = 0; t < T; t++) {
-        int64_t at = t % GROUP_ROWS, first = t - at, rows = T - first < GROUP_ROWS ? T - first : GROUP_ROWS;
+        int64_t at = t % BLOCK_ROWS, first = t - at, rows = T - first < BLOCK_ROWS ? T - first : BLOCK_ROWS;
         round_row(x + t * K, q + first * K + at * GROUP, factors + first * K / (GROUP / 2) + 2 * at, rows, K);
     }
     for (int64_t from = 0; from < T; from += GROUP_PASS) {

@@ -411,3 +411,4 @@ API void delta_step(const float *restrict qkv, const float *restrict decay, cons
 #include "pairs.h"
 #include "chunk.h"
 #include "groups.h"
+#include "tiles.h"

@@ -15,15 +15,16 @@ from torch import Tensor
 
 from isthmus.config import cache_dir
 from isthmus.engine.compiled import library, machine_name
-from isthmus.engine.grouped import Grouped, Weight
 from isthmus.engine.kernels.plain import attend_parts, each_expert
 from isthmus.engine.products import Products, described
+from isthmus.engine.tiles import TILES, Tiled, Weight
 
 LANES = 16
 SKINNY_ROWS = 48
 """Up to so many rows the skinny kernel is taken for products that were not timed."""
 
-_SOURCES = [Path(__file__).parent / name for name in ("kernels.c", "body.h", "pairs.h", "chunk.h", "groups.h")]
+_HEADERS = ("body.h", "pairs.h", "chunk.h", "groups.h", "tiles.h")
+_SOURCES = [Path(__file__).parent / name for name in ("kernels.c", *_HEADERS)]
 _FLAGS = (
     # Not -ffast-math: it would set flush-to-zero for the whole process and divide by estimates.
     "-O2 -ftree-vectorize -march=native -mprefer-vector-width=512 -fno-math-errno -fno-trapping-math "
@@ -38,7 +39,7 @@ _ARGUMENTS = {
     "silu_mul": (_P, _P, _I, _I),
     "copy_slices": (_P, _P, _P, _P, _I, _I),
     "attend_chunk_bf16": (_P,) * 4 + (_I,) * 7 + (_F,),
-    "linear_pairs": (_P,) * 4 + (_I,) * 3,
+    "linear_tiles": (_P,) * 4 + (_I,) * 3,
     "linear_groups": (_P,) * 4 + (_I,) * 4,
     "delta_run": (_P,) * 7 + (_I,) * 8,
     "delta_step": (_P,) * 8 + (_I,) * 10,
@@ -84,13 +85,18 @@ class NativeKernels:
             {
                 torch.bfloat16: {
                     "native": self._skinny,
-                    "native bfloat16": self._pairs,
                     "torch bfloat16": _narrow_product,
                     "torch float32": _wide_product,
                 },
                 torch.float32: {"native": self._skinny, "torch float32": _wide_product},
+                TILES: {"native tiles": self._tiled},
                 "4 bits": {"native 8 bits": self._grouped},
                 "8 bits": {"native 8 bits": self._grouped},
+            },
+            {
+                torch.bfloat16: (TILES,),
+                "4 bits": (TILES, torch.bfloat16),
+                "8 bits": (TILES, torch.bfloat16),
             },
             ("torch bfloat16",),
             self._untimed,
@@ -112,15 +118,15 @@ class NativeKernels:
         assert x_TK.dtype == torch.float32, "native kernels take float32 activations"
         return self.products(x_TK, weight_NK, bias_N)
 
-    def prepare(self, layers: _L, head: _H) -> tuple[_L, _H]:
+    def prepare(self, layers: list[_L], head: _H) -> _H:
         return self.products.prepare(layers, head)
 
     def described(self) -> tuple[str, ...]:
         return tuple(described(shape, names) for shape, names in self.products.names.items())
 
     def _untimed(self, x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None) -> Tensor:
-        if isinstance(weight_NK, Grouped):
-            return self._grouped(x_TK, weight_NK, bias_N)
+        if isinstance(weight_NK, Tiled):
+            return (self._tiled if weight_NK.bits == 16 else self._grouped)(x_TK, weight_NK, bias_N)
         product = self._skinny if len(x_TK) <= SKINNY_ROWS else _wide_product
         return product(x_TK, weight_NK, bias_N)
 
@@ -128,23 +134,20 @@ class NativeKernels:
         """Weights are widened on the way into registers."""
         return self._product(self._functions["linear", weight_NK.dtype], x_TK, weight_NK, bias_N)
 
-    def _pairs(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    def _tiled(self, x_TK: Tensor, weight_NK: Tiled, bias_N: Tensor | None) -> Tensor:
         """x is rounded to bfloat16, the sums are not."""
-        return self._product(self._functions["linear_pairs", None], x_TK, weight_NK, bias_N)
+        return self._product(self._functions["linear_tiles", None], x_TK, weight_NK, bias_N)
 
-    def _grouped(self, x_TK: Tensor, weight_NK: Grouped, bias_N: Tensor | None) -> Tensor:
+    def _grouped(self, x_TK: Tensor, weight_NK: Tiled, bias_N: Tensor | None) -> Tensor:
         """x is rounded to 8 bits, with a factor for each 32 numbers; the sums are not."""
-        (rows, width), size = x_TK.shape, weight_NK.shape[0]
-        out = torch.empty(rows, size)
-        pointers = (_pointer(x_TK), _pointer(weight_NK.tiles_IGB), _pointer(bias_N), _pointer(out))
-        self._functions["linear_groups", None](*pointers, rows, width, size, weight_NK.bits)
-        return out
+        return self._product(self._functions["linear_groups", None], x_TK, weight_NK, bias_N, weight_NK.bits)
 
     @staticmethod
-    def _product(function: Any, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    def _product(function: Any, x_TK: Tensor, weight_NK: Weight, bias_N: Tensor | None, *more: int) -> Tensor:
         (rows, width), size = x_TK.shape, weight_NK.shape[0]
+        numbers = weight_NK.tiles if isinstance(weight_NK, Tiled) else weight_NK
         out = torch.empty(rows, size)
-        function(_pointer(x_TK), _pointer(weight_NK), _pointer(bias_N), _pointer(out), rows, width, size)
+        function(_pointer(x_TK), _pointer(numbers), _pointer(bias_N), _pointer(out), rows, width, size, *more)
         return out
 
     def add_rms_norm(self, x_TN: Tensor, delta_TN: Tensor | None, weight_N: Tensor, eps: float) -> Tensor:

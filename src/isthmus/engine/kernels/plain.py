@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from isthmus.engine.attention import merge, partial
-from isthmus.engine.grouped import Weight
 from isthmus.engine.interface import runs_of
 from isthmus.engine.linear.conv import convolve, convolve_step
 from isthmus.engine.linear.rule import advance_rule, step_rule
 from isthmus.engine.rope import rotate
+from isthmus.engine.tiles import Weight
 
 _L = TypeVar("_L")
 _H = TypeVar("_H")
@@ -96,9 +96,9 @@ class PlainKernels:
     def activation_dtype(self, stored: torch.dtype) -> torch.dtype:
         return stored
 
-    def prepare(self, layers: _L, head: _H) -> tuple[_L, _H]:
+    def prepare(self, layers: list[_L], head: _H) -> _H:
         """There is only one product."""
-        return layers, head
+        return head
 
     def described(self) -> tuple[str, ...]:
         return ()

@@ -1,4 +1,4 @@
-"""Weights that stay quantised: the same numbers as GGUF's library makes, and the same products."""
+"""Weights in tiles: the same numbers as they were made of, by GGUF's library if quantised, and the same products."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from isthmus.engine.gguf import GROUPED
-from isthmus.engine.grouped import GROUP, Grouped, grouped, plain, stacked
 from isthmus.engine.kernels import Kernels
+from isthmus.engine.tiles import GROUP, TILES, Tiled, converted, grouped, plain, rows_of, stacked, tiled
 from tests.gguf_files import packed
 
 from .support import largest_error, randn, relative_error
 
 BITS = pytest.mark.parametrize("bits", [4, 8])
+ANY_BITS = pytest.mark.parametrize("bits", [4, 8, 16])
 
 
-def drawn(rows: int, width: int, bits: int, seed: int = 0) -> Grouped:
+def drawn(rows: int, width: int, bits: int, seed: int = 0) -> Tiled:
     """Factors and offsets are powers of two, so that products can be exact."""
     draw = torch.Generator().manual_seed(seed)
+    if bits == 16:
+        return tiled(torch.randint(-128, 128, (rows, width), generator=draw).bfloat16())
     quads = torch.randint(256, (rows, width // GROUP, 4 * bits), generator=draw, dtype=torch.uint8)
     factors = 2.0 ** torch.randint(-4, 4, (2, rows, width // GROUP), generator=draw)
     return grouped(quads, factors.half(), bits)
@@ -54,8 +57,8 @@ def test_offsets_that_a_half_cannot_hold_are_not_taken() -> None:
     assert GROUPED["Q8_0"](torch.from_numpy(rows)) is None
 
 
-@BITS
-@pytest.mark.parametrize("outputs", [1, 15, 16, 17, 40])
+@ANY_BITS
+@pytest.mark.parametrize("outputs", [1, 15, 16, 17, 40, 48, 70, 112])
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 def test_products_of_whole_numbers_are_exact(
     native_kernels: Kernels, bits: int, outputs: int, bias: bool
@@ -87,7 +90,29 @@ def test_other_numbers_are_rounded_to_8_bits_in_groups(native_kernels: Kernels, 
     assert relative_error(found[4:], exact[4:]) < 1e-2
 
 
-@BITS
+@pytest.mark.parametrize("shape", [(16, 32), (1, 1), (17, 3), (48, 5), (100, 31)])
+def test_bfloat16_numbers_are_those_of_the_matrix(shape: tuple[int, int]) -> None:
+    weight = randn(*shape, dtype=torch.bfloat16)
+    found = tiled(weight)
+    assert found.shape == weight.shape and found.dtype == TILES
+    assert torch.equal(plain(found, torch.bfloat16), weight)
+    assert torch.equal(plain(found, torch.float32), weight.float())
+    rows = torch.tensor([shape[0] - 1, 0, shape[0] // 2])
+    assert torch.equal(rows_of(found, rows), weight[rows]) and torch.equal(rows_of(weight, rows), weight[rows])
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 31, 64, 97])
+@pytest.mark.parametrize("outputs", [5, 16, 50])
+def test_bfloat16_products_of_any_width(native_kernels: Kernels, width: int, outputs: int) -> None:
+    """Of numbers that bfloat16 holds; the memory beside them is never read into a sum."""
+    weight = randn(outputs, width, dtype=torch.bfloat16)
+    for rows in (1, 2, 7, 8, 9, 20):
+        x = randn(rows, width, seed=1).bfloat16().float()
+        found = native_kernels.linear(x, tiled(weight), None)
+        assert largest_error(found, x.double() @ weight.double().T) < 1e-5 * width**0.5
+
+
+@ANY_BITS
 def test_a_large_product_is_shared_among_threads_without_a_change(native_kernels: Kernels, bits: int) -> None:
     weight, x = drawn(515, 256, bits), whole_numbers(9, 256)
     expected = x.double() @ plain(weight, torch.float32).double().T
@@ -97,7 +122,7 @@ def test_a_large_product_is_shared_among_threads_without_a_change(native_kernels
 def test_stacked_alike_they_stay_quantised() -> None:
     parts = [drawn(32, 64, 4, seed) for seed in range(3)]
     found = stacked(parts, torch.bfloat16)
-    assert isinstance(found, Grouped) and found.shape == (96, 64)
+    assert isinstance(found, Tiled) and found.shape == (96, 64)
     assert torch.equal(plain(found, torch.float32), torch.cat([plain(part, torch.float32) for part in parts]))
 
 
@@ -112,7 +137,19 @@ def test_stacked_with_others_they_are_widened(other: str) -> None:
     for order in (parts, parts[::-1]):
         found = stacked(order, torch.bfloat16)
         expected = torch.cat([plain(part, torch.bfloat16) for part in order])
-        if isinstance(found, Grouped):
+        if isinstance(found, Tiled):
             assert other == "part of a tile" and order is not parts, "the last may end within a tile"
             found = plain(found, torch.bfloat16)
         assert torch.equal(found, expected)
+
+
+def test_conversions() -> None:
+    quantised = drawn(20, 64, 4)
+    assert converted(quantised, "4 bits") is quantised
+    for other in (torch.bfloat16, TILES):
+        found = converted(quantised, other)
+        assert found.dtype == other
+        assert torch.equal(plain(found, torch.bfloat16), plain(quantised, torch.bfloat16))
+    weight = randn(20, 64, dtype=torch.bfloat16)
+    assert converted(weight, torch.bfloat16) is weight
+    assert torch.equal(plain(converted(weight, TILES), torch.bfloat16), weight)

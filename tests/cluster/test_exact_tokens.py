@@ -122,7 +122,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
 def test_in_processes_of_their_own(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     make_model(folder, "qwen3")
-    with serve(tmp_path, deployment(folder, 64)) as served:
+    with serve(tmp_path, deployment(folder, 64, roles={"prefill": 1, "decode": 1})) as served:
         check(served, folder, prompts_of(99))
 
 

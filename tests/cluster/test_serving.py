@@ -16,6 +16,8 @@ import openai
 import pytest
 
 from isthmus.cli.models import bytes_folder
+from isthmus.config import Config
+from isthmus.deploy import places_of, shaped
 from isthmus.engine.emulated import expected_tokens, recipe_of
 from tests.inside import inside
 from tests.models import make_model
@@ -41,8 +43,11 @@ def lasting(model: Path) -> Iterator[Client]:
 
 
 def test_the_default_model_answers_the_official_client(tmp_path: Path) -> None:
-    """No --model: chat, streamed and not, gives the same words; the answer ends by itself."""
+    """No --model, no nodes named: chat, streamed and not, gives the same words; the answer ends by itself."""
     with serve(tmp_path) as served:
+        chosen, why = shaped(Config(), len(os.sched_getaffinity(0)))
+        assert served.gauge("kv_blocks").keys() == {place.node for place in places_of(chosen)}
+        assert f"{why}\n" in served.story()
         assert served.model == "SmolLM2-135M-Instruct"
         assert served.http.get("/health").status_code == 200
         with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none") as client:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import sys
 import time
@@ -74,11 +75,12 @@ def serve(
     import asyncio
 
     from isthmus.config import load_config
-    from isthmus.deploy import at_home
+    from isthmus.deploy import at_home, shaped
 
-    settings = at_home(load_config(config, overrides), config.parent if config else Path())
+    given = at_home(load_config(config, overrides), config.parent if config else Path())
+    settings, why = shaped(given, len(os.sched_getaffinity(0)))
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(settings))
+        runner.run(_serve(settings, why))
 
 
 def _role_overrides(prefill: int | None, decode: int | None, mixed: int | None) -> dict[str, Any]:
@@ -94,7 +96,8 @@ def _loop_factory() -> Any:
     return uvloop.new_event_loop
 
 
-async def _serve(config: Config) -> None:
+async def _serve(config: Config, why: str) -> None:
+    """`why`: what to say of its nodes, "" if they were named."""
     import asyncio
 
     from isthmus.cluster.launcher import Launcher
@@ -120,7 +123,7 @@ async def _serve(config: Config) -> None:
                         file=sys.stderr,
                     )
                 nodes = [str(place.node) for place in places_of(config)]
-                _announce(url, cluster.head.card.name, nodes, time.monotonic() - started)
+                _announce(url, cluster.head.card.name, nodes, why, time.monotonic() - started)
             await http
         finally:
             for task in (ready, stopped, http):
@@ -198,9 +201,10 @@ def _stop_on_signals() -> asyncio.Event:
     return stop
 
 
-def _announce(url: str, model: str, nodes: list[str], seconds: float) -> None:
+def _announce(url: str, model: str, nodes: list[str], why: str, seconds: float) -> None:
     asked = [{"role": "user", "content": "What is the capital of France?"}]
     body = json.dumps({"model": model, "messages": asked, "temperature": 0})
-    print(f"Isthmus serves {model} at {url} with {', '.join(nodes)} (ready in {seconds:.1f} s)\n")
+    print(f"Isthmus serves {model} at {url} with {', '.join(nodes)} (ready in {seconds:.1f} s)")
+    print(f"{why}\n" if why else "")
     print("Try:")
     print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n", flush=True)

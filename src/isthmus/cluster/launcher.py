@@ -22,7 +22,7 @@ import msgspec
 
 from isthmus.cluster.shaper import LinkPorts, LinkSpec, Point
 from isthmus.config import Config, child_environment
-from isthmus.deploy import Place, places_of
+from isthmus.deploy import Place, node_threads, places_of
 from isthmus.errors import StartError
 from isthmus.types import NodeId, Role
 
@@ -163,9 +163,7 @@ class Launcher:
 
     def _spec_of(self, planned: Process) -> LaunchSpec:
         """For its next start."""
-        # The cores shared evenly, one kept for gateway and sessions: a parallel kernel waits for its slowest thread, so
-        # a core lent twice costs more than it gives.
-        fair, place = (len(os.sched_getaffinity(0)) - 1) // len(self._planned), planned.place
+        place, fair = planned.place, node_threads(len(os.sched_getaffinity(0)), len(self._planned))
         self._starts[planned.name] += 1
         return LaunchSpec(
             node=place.node,
@@ -173,7 +171,7 @@ class Launcher:
             join=self._join,
             token=self._token,
             model=str(self._model),
-            threads=self._config.engine.threads or max(1, fair),
+            threads=self._config.engine.threads or fair,
             config=place.cluster.config.model_dump_json(exclude_unset=True),
             stage=planned.stage,
             cluster=place.cluster.name,

@@ -2,6 +2,7 @@
 
     config ── places_of ──> which nodes ── nodes_of ──> what each of them is (`NodeFacts`)
            ── rules_of ──> how the conductor decides
+           ── shaped ──> the same with nodes that suit this machine, where it names none
 
 Files of models, curves and hardware are read here; no process is started and no memory taken.
 """
@@ -13,6 +14,7 @@ from isthmus.deploy.places import Place, places_of
 from isthmus.deploy.rates import UNLIMITED, Rates, bytes_per_s
 from isthmus.deploy.reading import kv_memory_of, nodes_of, role_facts
 from isthmus.deploy.rules import links_of, rules_of
+from isthmus.deploy.shape import node_threads, shaped
 
 __all__ = [
     "PROFILES",
@@ -31,10 +33,12 @@ __all__ = [
     "hardware_of",
     "kv_memory_of",
     "links_of",
+    "node_threads",
     "nodes_of",
     "places_of",
     "read_mapping",
     "role_config",
     "role_facts",
     "rules_of",
+    "shaped",
 ]

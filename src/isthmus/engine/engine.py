@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from isthmus.engine.model import Model
 from isthmus.engine.sampling import sample
 from isthmus.engine.spec import kv_layout, read_spec
 from isthmus.engine.states import LiveStates
+from isthmus.engine.team import Team
 from isthmus.engine.weights import Weights, load_weights
 from isthmus.errors import ConfigError, ProtocolError, StartError
 from isthmus.models import ModelSpec
@@ -48,6 +50,8 @@ class Engine:
             torch.set_num_threads(options.threads)
         self.spec: ModelSpec = read_spec(model)
         self.device = _device(options.device)
+        threads = torch.get_num_threads() if self.device.type == "cpu" else 1
+        self._team = Team(threads, torch.set_num_threads, time.perf_counter)
         self.max_length = min(options.max_length or self.spec.max_length, self.spec.max_length)
         dtype = options.dtype or self.spec.dtype
         self.layout: KVLayout = kv_layout(self.spec, dtype, options.block_size)
@@ -123,7 +127,7 @@ class Engine:
     ) -> Tensor:
         """Logits `[S, V]`, float32, one row for each chunk that samples, in `batch.order`."""
         assert self.layers[1] == self.spec.num_layers, "the last stage samples"
-        with self._iteration():
+        with self._iteration(batch):
             x_TN = self._taken(batch, hidden)
             residual = self.model.run_layers(x_TN, batch, self.memory, on_layer, before_layer)
             return self.model.logits(residual, batch)
@@ -147,22 +151,28 @@ class Engine:
     ) -> Hidden:
         """`Hidden` of shape `[T, N]` in the activations' type."""
         assert self.layers[1] < self.spec.num_layers, "the last stage samples"
-        with self._iteration():
+        with self._iteration(batch):
             x_TN = self._taken(batch, hidden)
             residual = self.model.run_layers(x_TN, batch, self.memory, on_layer, before_layer)
             x_TN = self.model.add(residual).cpu()
         return Hidden(tuple(x_TN.shape), _name(x_TN.dtype), bytes_of(x_TN))
 
     @contextmanager
-    def _iteration(self) -> Iterator[None]:
+    def _iteration(self, batch: Batch) -> Iterator[None]:
         """Nothing of an iteration is left in the queue of a device afterwards, however it ends: its blocks may be
         given to another request then, whose KV comes on another stream."""
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), self._threads(batch):
                 yield
         finally:
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
+
+    def _threads(self, batch: Batch) -> AbstractContextManager[None]:
+        if batch.only_decodes:
+            return self._team.step(batch.num_rows)
+        self._team.all()
+        return nullcontext()
 
     def _taken(self, batch: Batch, hidden: Hidden | None) -> Tensor:
         """What the first layer here takes, as a tensor that may be changed."""

@@ -1,25 +1,39 @@
 /* Kernels over S, the stored type of weights and KV. Included by kernels.c only. */
 
-/* qkv[t] = [H*D | K*D | K*D]  ->  q[t] rotated; K rotated and V stored at kv[slots[t]].
- * cos_sin[p] = [cos (D/2) | sin (D/2)]; kv is [slots, 2, K, D]. */
-API void PASTE(rope_store, SUFFIX)(const float *restrict qkv, const int32_t *restrict positions,
-                                   const int32_t *restrict slots, const float *restrict cos_sin,
-                                   const float *restrict q_norm, const float *restrict k_norm, float eps,
-                                   float *restrict q, S *restrict kv, int64_t T, int64_t H, int64_t K,
-                                   int64_t D) {
-#pragma omp parallel for if (T * H * D > 65536)
-    for (int64_t t = 0; t < T; t++) {
-        const float *row = qkv + t * (H + 2 * K) * D, *v = row + (H + K) * D;
-        const float *cs = cos_sin + (int64_t)positions[t] * D;
-        for (int64_t h = 0; h < H; h++) rotate(row + h * D, q + (t * H + h) * D, q_norm, eps, cs, D);
-        S *k_out = kv + (int64_t)slots[t] * 2 * K * D, *v_out = k_out + K * D;
+struct PASTE(rope_call, SUFFIX) {
+    const float *qkv, *cos_sin, *q_norm, *k_norm;
+    const int32_t *positions, *slots;
+    float *q;
+    S *kv;
+    int64_t T, H, K, D, range;
+    float eps;
+};
+
+static void PASTE(rope_rows, SUFFIX)(const void *context, int64_t at) {
+    const struct PASTE(rope_call, SUFFIX) *c = context;
+    int64_t H = c->H, K = c->K, D = c->D;
+    for (int64_t t = at * c->range; t < c->T && t < (at + 1) * c->range; t++) {
+        const float *row = c->qkv + t * (H + 2 * K) * D, *v = row + (H + K) * D;
+        const float *cs = c->cos_sin + (int64_t)c->positions[t] * D;
+        for (int64_t h = 0; h < H; h++) rotate(row + h * D, c->q + (t * H + h) * D, c->q_norm, c->eps, cs, D);
+        S *k_out = c->kv + (int64_t)c->slots[t] * 2 * K * D, *v_out = k_out + K * D;
         float rotated[D];
         for (int64_t h = 0; h < K; h++) {
-            rotate(row + (H + h) * D, rotated, k_norm, eps, cs, D);
+            rotate(row + (H + h) * D, rotated, c->k_norm, c->eps, cs, D);
             for (int64_t i = 0; i < D; i++) k_out[h * D + i] = S_OF(rotated[i]);
         }
         for (int64_t i = 0; i < K * D; i++) v_out[i] = S_OF(v[i]);
     }
+}
+
+/* qkv[t] = [H*D | K*D | K*D]  ->  q[t] rotated; K rotated and V stored at kv[slots[t]].
+ * cos_sin[p] = [cos (D/2) | sin (D/2)]; kv is [slots, 2, K, D]. */
+API void PASTE(rope_store, SUFFIX)(const float *qkv, const int32_t *positions, const int32_t *slots, const float *cos_sin,
+                                   const float *q_norm, const float *k_norm, float eps, float *q, S *kv, int64_t T,
+                                   int64_t H, int64_t K, int64_t D) {
+    struct PASTE(rope_call, SUFFIX) call = {qkv, cos_sin, q_norm, k_norm, positions, slots, q, kv, T, H, K, D,
+                                            rows_at_once(T, H * D), eps};
+    each_task((T + call.range - 1) / call.range, PASTE(rope_rows, SUFFIX), &call);
 }
 
 /* ---- Skinny product: out[t, n] = x[t] . w[n] (+ bias[n]) for few rows, w as stored, [N, K]. ----
@@ -103,14 +117,21 @@ INLINE const float *PASTE(widened, SUFFIX)(const S *restrict w, int64_t count) {
 }
 #endif
 
-API void PASTE(linear, SUFFIX)(const float *restrict x, const S *restrict w, const float *restrict bias,
-                               float *restrict out, int64_t T, int64_t K, int64_t N) {
-    int64_t quads = N / 4;
-#pragma omp parallel for schedule(static) if (N * K > 32768)
-    for (int64_t quad = 0; quad < quads; quad++) {
-        const S *rows = w + quad * 4 * K;
-        const float *b = bias ? bias + quad * 4 : NULL;
-        float *o = out + quad * 4;
+struct PASTE(linear_call, SUFFIX) {
+    const float *x, *bias;
+    const S *w;
+    float *out;
+    int64_t T, K, N, range;
+};
+
+/* A range of the fours of rows of weights. */
+static void PASTE(range_of_quads, SUFFIX)(const void *context, int64_t at) {
+    const struct PASTE(linear_call, SUFFIX) *c = context;
+    int64_t T = c->T, K = c->K, N = c->N;
+    for (int64_t quad = at * c->range; quad < N / 4 && quad < (at + 1) * c->range; quad++) {
+        const float *x = c->x, *b = c->bias ? c->bias + quad * 4 : NULL;
+        const S *rows = c->w + quad * 4 * K;
+        float *o = c->out + quad * 4;
         int64_t t = 0;
         if (T >= 6) {
             const float *wide = PASTE(widened, SUFFIX)(rows, 4 * K);
@@ -124,6 +145,13 @@ API void PASTE(linear, SUFFIX)(const float *restrict x, const S *restrict w, con
         case 1: PASTE(product_1, SUFFIX)(x + t * K, rows, b, o + t * N, K, N); break;
         }
     }
+}
+
+API void PASTE(linear, SUFFIX)(const float *restrict x, const S *restrict w, const float *restrict bias,
+                               float *restrict out, int64_t T, int64_t K, int64_t N) {
+    int64_t quads = N / 4, range = N * K > LEAST_WORK ? range_size(quads) : quads + !quads;
+    struct PASTE(linear_call, SUFFIX) call = {x, bias, w, out, T, K, N, range};
+    each_task((quads + range - 1) / range, PASTE(range_of_quads, SUFFIX), &call);
     for (int64_t n = quads * 4; n < N; n++) {
         for (int64_t t = 0; t < T; t++) {
             float sum = bias ? bias[n] : 0.f;
@@ -295,6 +323,41 @@ static void PASTE(attend_any, SUFFIX)(const float *restrict q, const S *restrict
     }
 }
 
+struct PASTE(paged_call, SUFFIX) {
+    const float *q_RHD;
+    const S *kv;
+    const int32_t *tables, *lens;
+    float *out_RHD, *lse_RH;
+    int64_t table_stride, H, K, D, sides, block, window;
+    float scale;
+};
+
+/* One row, one key/value head, up to HEADS_OF_TASK of its query heads. */
+static void PASTE(paged_task, SUFFIX)(const void *context, int64_t task) {
+    const struct PASTE(paged_call, SUFFIX) *c = context;
+    const S *kv = c->kv;
+    int64_t H = c->H, K = c->K, D = c->D, sides = c->sides, block = c->block;
+    int64_t G = H / K, parts = (G + HEADS_OF_TASK - 1) / HEADS_OF_TASK;
+    int64_t r = task / (K * parts), head = task / parts % K, first = task % parts * HEADS_OF_TASK;
+    int64_t heads = G - first < HEADS_OF_TASK ? G - first : HEADS_OF_TASK;
+    int64_t len = c->lens[r], at = r * H + head * G + first;
+    int64_t from = c->window > 0 && len > c->window ? len - c->window : 0;
+    const int32_t *table = c->tables + r * c->table_stride;
+    float *q = scratch_of((size_t)(heads * D + HEADS_AT_ONCE * (len - from))), *scores = q + heads * D;
+    float *out = c->out_RHD + at * D, *lse = c->lse_RH + at;
+    for (int64_t i = 0; i < heads * D; i++) q[i] = c->q_RHD[at * D + i] * c->scale;
+    int64_t g = 0;
+    if (sides == 2 && D == 64) {
+        ATTEND(64)
+    } else if (sides == 2 && D == 128) {
+        ATTEND(128)
+    } else if (D % 64 == 0) {
+        ATTEND(any)
+    }
+    for (; g < heads; g++)
+        PASTE(attend_any, SUFFIX)(q + g * D, kv, table, from, len, block, head, K, D, sides, scores, out + g * D, lse + g);
+}
+
 /* Row r attends to tokens [max(0, lens[r] - window), lens[r]) of tables[r]; window 0 means no window.
  * q, out: [R, H, D]; kv: [slots, sides, K, D]; lse: [R, H], natural log. lens[r] >= 1. */
 API void PASTE(attend_paged, SUFFIX)(const float *restrict q_RHD, const S *restrict kv,
@@ -302,29 +365,9 @@ API void PASTE(attend_paged, SUFFIX)(const float *restrict q_RHD, const S *restr
                                      const int32_t *restrict lens, float *restrict out_RHD,
                                      float *restrict lse_RH, int64_t R, int64_t H, int64_t K, int64_t D,
                                      int64_t sides, int64_t block, int64_t window, float scale) {
-    int64_t G = H / K, parts = (G + HEADS_OF_TASK - 1) / HEADS_OF_TASK;
-#pragma omp parallel for schedule(dynamic, 1) if (R * K * parts > 1)
-    for (int64_t task = 0; task < R * K * parts; task++) {
-        int64_t r = task / (K * parts), head = task / parts % K, first = task % parts * HEADS_OF_TASK;
-        int64_t heads = G - first < HEADS_OF_TASK ? G - first : HEADS_OF_TASK;
-        int64_t len = lens[r], at = r * H + head * G + first;
-        int64_t from = window > 0 && len > window ? len - window : 0;
-        const int32_t *table = tables + r * table_stride;
-        float *q = scratch_of((size_t)(heads * D + HEADS_AT_ONCE * (len - from))), *scores = q + heads * D;
-        float *out = out_RHD + at * D, *lse = lse_RH + at;
-        for (int64_t i = 0; i < heads * D; i++) q[i] = q_RHD[at * D + i] * scale;
-        int64_t g = 0;
-        if (sides == 2 && D == 64) {
-            ATTEND(64)
-        } else if (sides == 2 && D == 128) {
-            ATTEND(128)
-        } else if (D % 64 == 0) {
-            ATTEND(any)
-        }
-        for (; g < heads; g++)
-            PASTE(attend_any, SUFFIX)(q + g * D, kv, table, from, len, block, head, K, D, sides, scores,
-                                      out + g * D, lse + g);
-    }
+    struct PASTE(paged_call, SUFFIX) call = {q_RHD, kv, tables, lens, out_RHD, lse_RH, table_stride,
+                                             H, K, D, sides, block, window, scale};
+    each_task(R * K * ((H / K + HEADS_OF_TASK - 1) / HEADS_OF_TASK), PASTE(paged_task, SUFFIX), &call);
 }
 
 #undef KV_AT

@@ -198,27 +198,44 @@ static void chunk_tile(const float *restrict q_THD, const uint32_t *restrict pac
     }
 }
 
+struct chunk_call {
+    const float *q_THD;
+    const bf16 *kv;
+    const int32_t *table;
+    uint32_t *packed;
+    float *out_THD;
+    int64_t T, start, H, K, D, block, window, low, blocks, tokens;
+    float scale;
+};
+
+static void pack_block(const void *context, int64_t task) {
+    const struct chunk_call *c = context;
+    int64_t seen = c->low / KEYS, D = c->D, L = c->start + c->T;
+    int64_t head = task / (c->blocks - seen), first = (seen + task % (c->blocks - seen)) * KEYS;
+    Pages pages = {c->kv, c->table, c->block, 2 * c->K * D, head * D, D};
+    uint32_t *to = c->packed + (head * c->blocks * KEYS + first) * D;
+    pack_keys(&pages, first, c->low, L, to);
+    pack_values(&pages, first, c->low, L, to + KEYS * D / 2);
+}
+
+static void chunk_task(const void *context, int64_t task) {
+    const struct chunk_call *c = context;
+    int64_t tiles = (c->T + c->tokens - 1) / c->tokens, head = task % c->K;
+    int64_t first = (tiles - 1 - task / c->K) * c->tokens; /* the longest come first */
+    int64_t stop = first + c->tokens < c->T ? first + c->tokens : c->T;
+    chunk_tile(c->q_THD, c->packed + head * c->blocks * KEYS * c->D, c->out_THD, first, stop, c->start, head, c->H,
+               c->H / c->K, c->D, c->window, c->scale);
+}
+
 /* Tokens at positions [start, start + T) of one request attend to those up to their own, or the last `window` of them
  * (0: all). q, out: [T, H, D]; kv: [slots, 2, K, D]; table: the request's blocks. D is a multiple of 16. */
 API void attend_chunk_bf16(const float *restrict q_THD, const bf16 *restrict kv, const int32_t *restrict table,
                            float *restrict out_THD, int64_t T, int64_t start, int64_t H, int64_t K, int64_t D,
                            int64_t block, int64_t window, float scale) {
-    int64_t L = start + T, blocks = (L + KEYS - 1) / KEYS, G = H / K, size = blocks * KEYS * D;
-    int64_t tokens = TILE_ROWS / G > 0 ? TILE_ROWS / G : 1, tiles = (T + tokens - 1) / tokens;
-    int64_t low = window > 0 && start + 1 > window ? start + 1 - window : 0, seen = low / KEYS;
-    uint32_t *packed = room_of(1, (size_t)(K * size));
-#pragma omp parallel for schedule(static)
-    for (int64_t task = 0; task < K * (blocks - seen); task++) {
-        int64_t head = task / (blocks - seen), first = (seen + task % (blocks - seen)) * KEYS;
-        Pages pages = {kv, table, block, 2 * K * D, head * D, D};
-        uint32_t *to = packed + head * size + first * D;
-        pack_keys(&pages, first, low, L, to);
-        pack_values(&pages, first, low, L, to + KEYS * D / 2);
-    }
-#pragma omp parallel for schedule(dynamic, 1)
-    for (int64_t task = 0; task < K * tiles; task++) {
-        int64_t first = (tiles - 1 - task / K) * tokens; /* the longest come first */
-        int64_t head = task % K, stop = first + tokens < T ? first + tokens : T;
-        chunk_tile(q_THD, packed + head * size, out_THD, first, stop, start, head, H, G, D, window, scale);
-    }
+    int64_t blocks = (start + T + KEYS - 1) / KEYS, tokens = TILE_ROWS / (H / K) > 0 ? TILE_ROWS / (H / K) : 1;
+    int64_t low = window > 0 && start + 1 > window ? start + 1 - window : 0;
+    uint32_t *packed = room_of(1, (size_t)(K * blocks * KEYS * D));
+    struct chunk_call call = {q_THD, kv, table, packed, out_THD, T, start, H, K, D, block, window, low, blocks, tokens, scale};
+    each_task(K * (blocks - low / KEYS), pack_block, &call);
+    each_task(K * ((T + tokens - 1) / tokens), chunk_task, &call);
 }

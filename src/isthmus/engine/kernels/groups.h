@@ -143,24 +143,41 @@ static void groups_tile(const int8_t *restrict q, const float *restrict factors,
 
 INLINE int64_t group_bytes(int64_t bits) { return 4 * LANES + bits * 2 * GROUP; }
 
+struct groups_call {
+    const float *x, *bias;
+    const uint8_t *tiles;
+    int8_t *q;
+    float *factors, *out;
+    int64_t T, K, N, bits, from, range;
+};
+
+static void digits_of_block(const void *context, int64_t block) {
+    const struct groups_call *c = context;
+    int64_t first = block * BLOCK_ROWS, rows = c->T - first < BLOCK_ROWS ? c->T - first : BLOCK_ROWS;
+    for (int64_t r = 0; r < rows; r++)
+        round_row(c->x + (first + r) * c->K, c->q + first * c->K * 2 + r * DIGITS,
+                  c->factors + first * c->K / (GROUP / 2) + 2 * r, rows, c->K);
+}
+
+static void range_of_groups(const void *context, int64_t at) {
+    const struct groups_call *c = context;
+    int64_t rows = c->T - c->from < GROUP_PASS ? c->T - c->from : GROUP_PASS, bytes = c->K / GROUP * group_bytes(c->bits);
+    for (int64_t n = at * c->range * LANES; n < c->N && n < (at + 1) * c->range * LANES; n += LANES)
+        groups_tile(c->q + c->from * c->K * 2, c->factors + c->from * c->K / (GROUP / 2), c->tiles + n / LANES * bytes,
+                    c->bias ? c->bias + n : NULL, c->out + c->from * c->N + n, rows, c->K, c->N,
+                    c->N - n < LANES ? c->N - n : LANES, c->bits == 8);
+}
+
 /* tiles: [ceil(N / 16)][K / 32] groups as above, of `bits` 4 or 8; K is a multiple of 32. */
 API void linear_groups(const float *restrict x, const uint8_t *restrict tiles, const float *restrict bias,
                        float *restrict out, int64_t T, int64_t K, int64_t N, int64_t bits) {
-    int64_t factors_at = (T * K * 2 + 63) / 64 * 64, tile_bytes = K / GROUP * group_bytes(bits);
+    int64_t factors_at = (T * K * 2 + 63) / 64 * 64, count = (N + LANES - 1) / LANES;
     int8_t *q = room_of(1, (size_t)(factors_at / 4 + T * K / (GROUP / 2)));
     float *factors = (float *)(q + factors_at);
-#pragma omp parallel for if (T * K > 65536)
-    for (int64_t t = 0; t < T; t++) {
-        int64_t at = t % BLOCK_ROWS, first = t - at, rows = T - first < BLOCK_ROWS ? T - first : BLOCK_ROWS;
-        round_row(x + t * K, q + first * K * 2 + at * DIGITS, factors + first * K / (GROUP / 2) + 2 * at, rows, K);
-    }
-    for (int64_t from = 0; from < T; from += GROUP_PASS) {
-        int64_t rows = T - from < GROUP_PASS ? T - from : GROUP_PASS;
-#pragma omp parallel for schedule(static) if (N * K > 32768)
-        for (int64_t n = 0; n < N; n += LANES)
-            groups_tile(q + from * K * 2, factors + from * K / (GROUP / 2), tiles + n / LANES * tile_bytes,
-                        bias ? bias + n : NULL, out + from * N + n, rows, K, N, N - n < LANES ? N - n : LANES, bits == 8);
-    }
+    int64_t range = N * K > LEAST_WORK ? range_size(count) : count;
+    struct groups_call call = {x, bias, tiles, q, factors, out, T, K, N, bits, 0, range};
+    each_task((T + BLOCK_ROWS - 1) / BLOCK_ROWS, digits_of_block, &call);
+    for (; call.from < T; call.from += GROUP_PASS) each_task((count + range - 1) / range, range_of_groups, &call);
 }
 
 /* 16 floats to bfloat16, in the lower halves of the lanes. */

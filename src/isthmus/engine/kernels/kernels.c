@@ -131,21 +131,42 @@ static void *room_of(int which, size_t count) {
 
 static float *scratch_of(size_t count) { return room_of(0, count); }
 
-/* x[t] += delta[t] when delta is given (the residual stream); out[t] = rms_norm(x[t]) * w. */
-API void add_rms_norm(float *restrict x, const float *restrict delta, const float *restrict w,
-                      float *restrict out, int64_t T, int64_t N, float eps) {
-#pragma omp parallel for if (T * N > 65536)
-    for (int64_t t = 0; t < T; t++) {
-        float *row = x + t * N, *o = out + t * N, sum = 0.f;
-        if (delta) {
-            const float *add = delta + t * N;
+/* A product with fewer weights is not worth a second thread. */
+enum { LEAST_WORK = 32768 };
+
+#include "pool.h"
+
+/* Rows of a loop over tokens that is little work each: one range, or several if it is much in all. */
+INLINE int64_t rows_at_once(int64_t T, int64_t N) { return T * N > 65536 ? range_size(T) : T + !T; }
+
+struct norm_call {
+    float *x, *out;
+    const float *delta, *w;
+    int64_t T, N, range;
+    float eps;
+};
+
+static void norm_rows(const void *context, int64_t at) {
+    const struct norm_call *c = context;
+    int64_t N = c->N;
+    for (int64_t t = at * c->range; t < c->T && t < (at + 1) * c->range; t++) {
+        float *restrict row = c->x + t * N, *restrict o = c->out + t * N, sum = 0.f;
+        if (c->delta) {
+            const float *restrict add = c->delta + t * N;
             for (int64_t i = 0; i < N; i++) row[i] += add[i];
         }
 #pragma omp simd reduction(+ : sum)
         for (int64_t i = 0; i < N; i++) sum += row[i] * row[i];
-        float scale = 1.f / sqrtf(sum / (float)N + eps);
+        float scale = 1.f / sqrtf(sum / (float)N + c->eps);
+        const float *restrict w = c->w;
         for (int64_t i = 0; i < N; i++) o[i] = row[i] * scale * w[i];
     }
+}
+
+/* x[t] += delta[t] when delta is given (the residual stream); out[t] = rms_norm(x[t]) * w. */
+API void add_rms_norm(float *x, const float *delta, const float *w, float *out, int64_t T, int64_t N, float eps) {
+    struct norm_call call = {x, out, delta, w, T, N, rows_at_once(T, N), eps};
+    each_task((T + call.range - 1) / call.range, norm_rows, &call);
 }
 
 /* One thread: it runs beside the threads that compute. */
@@ -154,12 +175,18 @@ API void copy_slices(char *target, const int64_t *targets, const char *source, c
     for (int64_t i = 0; i < count; i++) memcpy(target + targets[i], source + sources[i], (size_t)size);
 }
 
-/* out[t, i] = silu(gate_up[t, i]) * gate_up[t, N + i] */
-API void silu_mul(const float *restrict gate_up, float *restrict out, int64_t T, int64_t N) {
-#pragma omp parallel for if (T * N > 65536)
-    for (int64_t t = 0; t < T; t++) {
-        const float *gate = gate_up + t * 2 * N, *up = gate + N;
-        float *o = out + t * N;
+struct silu_call {
+    const float *gate_up;
+    float *out;
+    int64_t T, N, range;
+};
+
+static void silu_rows(const void *context, int64_t at) {
+    const struct silu_call *c = context;
+    int64_t N = c->N;
+    for (int64_t t = at * c->range; t < c->T && t < (at + 1) * c->range; t++) {
+        const float *gate = c->gate_up + t * 2 * N, *up = gate + N;
+        float *o = c->out + t * N;
         int64_t i = 0;
         for (; i + LANES <= N; i += LANES) {
             v16 g = load_f32(gate + i);
@@ -171,6 +198,12 @@ API void silu_mul(const float *restrict gate_up, float *restrict out, int64_t T,
             memcpy(o + i, &rest, (size_t)(N - i) * sizeof(float));
         }
     }
+}
+
+/* out[t, i] = silu(gate_up[t, i]) * gate_up[t, N + i] */
+API void silu_mul(const float *gate_up, float *out, int64_t T, int64_t N) {
+    struct silu_call call = {gate_up, out, T, N, rows_at_once(T, N)};
+    each_task((T + call.range - 1) / call.range, silu_rows, &call);
 }
 
 /* One head: optional RMS norm (weight w), then rotate the two halves by the angles of its position. */

@@ -1,5 +1,5 @@
 """Calls kernels.c through ctypes. torch must be imported before the library is loaded: both then share torch's OpenMP
-run time and its thread count.
+run time, and its thread count, which our own helpers (pool.h) go by, too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SKINNY_ROWS = 48
 GROUPED_ROWS = 16
 """Up to so many rows the skinny kernel, and that of whole numbers, are taken for products that were not timed."""
 
-_HEADERS = ("body.h", "pairs.h", "chunk.h", "groups.h", "tiles.h")
+_HEADERS = ("pool.h", "body.h", "pairs.h", "chunk.h", "groups.h", "tiles.h")
 _SOURCES = [Path(__file__).parent / name for name in ("kernels.c", *_HEADERS)]
 _FLAGS = (
     # Not -ffast-math: it would set flush-to-zero for the whole process and divide by estimates.

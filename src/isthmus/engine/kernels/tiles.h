@@ -95,23 +95,40 @@ static const uint32_t *pairs_from(const void *tiles, int64_t n, int64_t count, i
     return pairs;
 }
 
+struct tiles_call {
+    const float *wide, *bias;
+    const void *tiles;
+    uint32_t *x;
+    float *out;
+    int64_t T, K, N, bits, from, threes, range;
+};
+
+static void round_block(const void *context, int64_t block) {
+    const struct tiles_call *c = context;
+    int64_t first = block * BLOCK_ROWS, rows = c->T - first < BLOCK_ROWS ? c->T - first : BLOCK_ROWS;
+    for (int64_t r = 0; r < rows; r++)
+        round_pairs(c->wide + (first + r) * c->K, c->x + first * ((c->K + 1) / 2) + r, rows, c->K);
+}
+
+/* A range of the tiles, by threes and the rest by ones. */
+static void range_of_tiles(const void *context, int64_t at) {
+    const struct tiles_call *c = context;
+    int64_t P = (c->K + 1) / 2, rows = c->T - c->from < TILE_PASS ? c->T - c->from : TILE_PASS;
+    int64_t tasks = (c->N + LANES - 1) / LANES - 2 * c->threes;
+    for (int64_t task = at * c->range; task < tasks && task < (at + 1) * c->range; task++) {
+        int64_t n = (task < c->threes ? 3 * task : task + 2 * c->threes) * LANES;
+        int64_t count = task < c->threes ? 3 * LANES : c->N - n < LANES ? c->N - n : LANES;
+        const uint32_t *w = pairs_from(c->tiles, n, task < c->threes ? 3 : 1, c->K, c->bits);
+        const float *bias = c->bias ? c->bias + n : NULL;
+        some_tiles(c->x + c->from * P, w, bias, c->out + c->from * c->N + n, rows, P, c->N, count);
+    }
+}
+
 API void linear_tiles(const float *restrict wide, const void *tiles, const float *restrict bias, float *restrict out,
                       int64_t T, int64_t K, int64_t N, int64_t bits) {
-    int64_t P = (K + 1) / 2, whole = N / LANES, threes = whole / 3, tasks = threes + (N + LANES - 1) / LANES - threes * 3;
-    uint32_t *x = room_of(1, (size_t)(T * P));
-#pragma omp parallel for if (T * K > 65536)
-    for (int64_t t = 0; t < T; t++) {
-        int64_t at = t % BLOCK_ROWS, first = t - at, rows = T - first < BLOCK_ROWS ? T - first : BLOCK_ROWS;
-        round_pairs(wide + t * K, x + first * P + at, rows, K);
-    }
-    for (int64_t from = 0; from < T; from += TILE_PASS) {
-        int64_t rows = T - from < TILE_PASS ? T - from : TILE_PASS;
-#pragma omp parallel for schedule(static) if (N * K > 32768)
-        for (int64_t task = 0; task < tasks; task++) {
-            int64_t tile = task < threes ? 3 * task : 3 * threes + task - threes, n = tile * LANES;
-            int64_t count = task < threes ? 3 * LANES : N - n < LANES ? N - n : LANES;
-            const uint32_t *w = pairs_from(tiles, n, task < threes ? 3 : 1, K, bits);
-            some_tiles(x + from * P, w, bias ? bias + n : NULL, out + from * N + n, rows, P, N, count);
-        }
-    }
+    int64_t threes = N / LANES / 3, tasks = (N + LANES - 1) / LANES - 2 * threes, range = range_size(tasks);
+    uint32_t *x = room_of(1, (size_t)(T * ((K + 1) / 2)));
+    struct tiles_call call = {wide, bias, tiles, x, out, T, K, N, bits, 0, threes, N * K > LEAST_WORK ? range : tasks};
+    each_task((T + BLOCK_ROWS - 1) / BLOCK_ROWS, round_block, &call);
+    for (; call.from < T; call.from += TILE_PASS) each_task((tasks + call.range - 1) / call.range, range_of_tiles, &call);
 }

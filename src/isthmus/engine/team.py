@@ -1,9 +1,9 @@
 """How many threads a decode step takes: all that the node has, or fewer where these are quicker.
 
-Each kernel of a step wakes the other threads and waits for them. With few rows that can take longer than what they
-compute, and with another process on their core they come late; from which number of rows on they pay differs by
-machine and by the hour. So steps are timed: now and then one is taken with twice or half as many threads, and once
-most such trials were good, that is the number. Prompts are worth all threads always, and are not timed.
+A step has a hundred loops, and a thread's share of one may be less than what its coming and going costs, above all
+where another process has its core; from which number of rows on it pays differs by machine and by the hour. So steps
+are timed: now and then one is taken with twice or half as many threads, and once most such trials were good, that is
+the number. Prompts are worth all threads always, and are not timed.
 """
 
 from __future__ import annotations

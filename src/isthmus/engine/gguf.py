@@ -125,19 +125,50 @@ def _q8_0(rows_NB: Tensor) -> Tiled | None:
     return grouped(blocks_NGB[:, :, 2:] ^ 128, factors, 8) if factors.isfinite().all() else None
 
 
+def _q5_0(rows_NB: Tensor) -> Tiled:
+    blocks_NGB = rows_NB.unflatten(1, (-1, 22))
+    d_NG = _halves_of(blocks_NGB[:, :, :2])
+    return grouped(_fives(blocks_NGB[:, :, 2:]), torch.stack((d_NG, -16 * d_NG)), 8)
+
+
+def _q5_1(rows_NB: Tensor) -> Tiled:
+    blocks_NGB = rows_NB.unflatten(1, (-1, 24))
+    factors = torch.stack((_halves_of(blocks_NGB[:, :, :2]), _halves_of(blocks_NGB[:, :, 2:4])))
+    return grouped(_fives(blocks_NGB[:, :, 4:]), factors, 8)
+
+
+def _fives(blocks_NGB: Tensor) -> Tensor:
+    """Numbers of 5 bits in bytes: 32 fifth bits, then 16 low halves and 16 high ones."""
+    fifths = (blocks_NGB[:, :, :4, None] >> torch.arange(8) & 1).flatten(2).to(torch.uint8)
+    numbers = blocks_NGB[:, :, 4:]
+    return torch.cat((numbers & 15, numbers >> 4), 2) | fifths << 4
+
+
 def _q4_k(rows_NB: Tensor) -> Tiled:
-    """Eight groups a block, with factors and offsets of 6 bits, times those of the block; the products are rounded to
-    float16 here, as fine as the block's own. Groups lie in pairs: low halves of 32 bytes, then high ones."""
+    """Groups lie in pairs: low halves of 32 bytes, then high ones."""
     blocks_NSB = rows_NB.unflatten(1, (-1, 144))
-    scales = blocks_NSB[:, :, 4:16].unflatten(2, (3, 4))
-    first, second, third = scales.unbind(2)
+    pairs = blocks_NSB[:, :, 16:].unflatten(2, (4, 1, 32))
+    numbers = torch.cat((pairs & 15, pairs >> 4), 3).flatten(1, 3)
+    return grouped(numbers[..., :16] | numbers[..., 16:] << 4, _factors_of(blocks_NSB), 4)
+
+
+def _q5_k(rows_NB: Tensor) -> Tiled:
+    """The same, and a byte of fifth bits for each place in a group."""
+    blocks_NSB = rows_NB.unflatten(1, (-1, 176))
+    pairs = blocks_NSB[:, :, 48:].unflatten(2, (4, 1, 32))
+    fifths = blocks_NSB[:, :, 16:48].unflatten(2, (1, 1, 32)) >> torch.arange(8).view(4, 2, 1) & 1
+    numbers = torch.cat((pairs & 15, pairs >> 4), 3) | fifths.to(torch.uint8) << 4
+    return grouped(numbers.flatten(1, 3), _factors_of(blocks_NSB), 8)
+
+
+def _factors_of(blocks_NSB: Tensor) -> Tensor:
+    """Eight groups a block, with factors and offsets of 6 bits, times those of the block; the products are rounded to
+    float16 here, as fine as the block's own."""
+    first, second, third = blocks_NSB[:, :, 4:16].unflatten(2, (3, 4)).unbind(2)
     d = torch.cat((first & 63, third & 15 | first >> 6 << 4), 2)
     m = torch.cat((second & 63, third >> 4 | second >> 6 << 4), 2)
     whole = _halves_of(blocks_NSB[:, :, :4].unflatten(2, (2, 2))).float()
-    factors = torch.stack((whole[..., 0, None] * d, -whole[..., 1, None] * m)).flatten(2).half()
-    pairs = blocks_NSB[:, :, 16:].unflatten(2, (4, 1, 32))
-    numbers = torch.cat((pairs & 15, pairs >> 4), 3).flatten(1, 3)
-    return grouped(numbers[..., :16] | numbers[..., 16:] << 4, factors, 4)
+    return torch.stack((whole[..., 0, None] * d, -whole[..., 1, None] * m)).flatten(2).half()
 
 
 def _halves_of(bytes_B2: Tensor) -> Tensor:
@@ -148,7 +179,10 @@ def _halves_of(bytes_B2: Tensor) -> Tensor:
 GROUPED: dict[str, Callable[[Tensor], Tiled | None]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
     "Q8_0": _q8_0,
     "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
 }
 """From the bytes of rows `[N, B]`; None if the offsets are too large for float16."""

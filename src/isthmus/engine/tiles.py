@@ -1,7 +1,7 @@
 """Matrices in tiles of 16 outputs, as our products read them: from the first byte to the last, an output in each lane.
 
 Numbers are bfloat16, or stay quantised: of 4 or 8 bits, in groups of 32 along the width. Such a number is d u + m, with
-d and m of its group and u without a sign: GGUF's Q4_0, Q4_1, Q8_0 and Q4_K are of this form.
+d and m of its group and u without a sign: GGUF's types of 4, 5 and 8 bits are of this form.
 
 Legend: N output width, K input width, I = ceil(N / 16) tiles, P = ceil(K / 2) pairs, G = K / 32 groups of a row.
 """

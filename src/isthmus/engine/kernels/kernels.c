@@ -1,8 +1,9 @@
 /* CPU kernels of the engine: what torch would need many small calls, a gather or a slow product for.
  *
  * Activations are float32; weights as rows and KV are float32 or bfloat16, so each kernel is written once, in body.h,
- * over that stored type S. Weights in tiles have tiles.h and groups.h, loops on several threads pool.h. `plain.py` holds the same operations in torch: the reference in tests, and the
- * path on CUDA or without a C compiler. All tensors are dense and row-major unless a stride is passed.
+ * over that stored type S. Weights in tiles have tiles.h and groups.h, loops on several threads pool.h. `plain.py`
+ * holds the same operations in torch: the reference in tests, and the path on CUDA or without a C compiler. All
+ * tensors are dense and row-major unless a stride is passed.
  *
  * Legend: T tokens (rows), H query heads, K key/value heads, D head size, N width.
  */

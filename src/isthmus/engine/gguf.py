@@ -24,6 +24,7 @@ from isthmus.errors import ModelError
 from isthmus.files import GgufFile
 from isthmus.files.gguf import tensor_name
 
+_BITS = torch.arange(8, dtype=torch.uint8)
 _AT_ONCE = 1 << 17
 """Numbers that are widened at a time: as many as stay in a core's cache, in float32."""
 
@@ -105,16 +106,16 @@ def widened(packed: Packed, dtype: torch.dtype) -> Tensor:
     return found
 
 
-def _q4_0(rows_NB: Tensor) -> Tiled:
+def _q4_0(rows_NB: Tensor) -> Tiled | None:
     blocks_NGB = rows_NB.unflatten(1, (-1, 18))
     d_NG = _halves_of(blocks_NGB[:, :, :2])
-    return grouped(blocks_NGB[:, :, 2:], torch.stack((d_NG, -8 * d_NG)), 4)
+    return _finite(blocks_NGB[:, :, 2:], torch.stack((d_NG, -8 * d_NG)), 4)
 
 
-def _q4_1(rows_NB: Tensor) -> Tiled:
+def _q4_1(rows_NB: Tensor) -> Tiled | None:
     blocks_NGB = rows_NB.unflatten(1, (-1, 20))
     factors = torch.stack((_halves_of(blocks_NGB[:, :, :2]), _halves_of(blocks_NGB[:, :, 2:4])))
-    return grouped(blocks_NGB[:, :, 4:], factors, 4)
+    return _finite(blocks_NGB[:, :, 4:], factors, 4)
 
 
 def _q8_0(rows_NB: Tensor) -> Tiled | None:
@@ -122,43 +123,43 @@ def _q8_0(rows_NB: Tensor) -> Tiled | None:
     blocks_NGB = rows_NB.unflatten(1, (-1, 34))
     d_NG = _halves_of(blocks_NGB[:, :, :2])
     factors = torch.stack((d_NG, -128 * d_NG))
-    return grouped(blocks_NGB[:, :, 2:] ^ 128, factors, 8) if factors.isfinite().all() else None
+    return _finite(blocks_NGB[:, :, 2:] ^ 128, factors, 8)
 
 
-def _q5_0(rows_NB: Tensor) -> Tiled:
+def _q5_0(rows_NB: Tensor) -> Tiled | None:
     blocks_NGB = rows_NB.unflatten(1, (-1, 22))
     d_NG = _halves_of(blocks_NGB[:, :, :2])
-    return grouped(_fives(blocks_NGB[:, :, 2:]), torch.stack((d_NG, -16 * d_NG)), 8)
+    return _finite(_fives(blocks_NGB[:, :, 2:]), torch.stack((d_NG, -16 * d_NG)), 8)
 
 
-def _q5_1(rows_NB: Tensor) -> Tiled:
+def _q5_1(rows_NB: Tensor) -> Tiled | None:
     blocks_NGB = rows_NB.unflatten(1, (-1, 24))
     factors = torch.stack((_halves_of(blocks_NGB[:, :, :2]), _halves_of(blocks_NGB[:, :, 2:4])))
-    return grouped(_fives(blocks_NGB[:, :, 4:]), factors, 8)
+    return _finite(_fives(blocks_NGB[:, :, 4:]), factors, 8)
 
 
 def _fives(blocks_NGB: Tensor) -> Tensor:
     """Numbers of 5 bits in bytes: 32 fifth bits, then 16 low halves and 16 high ones."""
-    fifths = (blocks_NGB[:, :, :4, None] >> torch.arange(8) & 1).flatten(2).to(torch.uint8)
+    fifths = (blocks_NGB[:, :, :4, None] >> _BITS & 1).flatten(2)
     numbers = blocks_NGB[:, :, 4:]
     return torch.cat((numbers & 15, numbers >> 4), 2) | fifths << 4
 
 
-def _q4_k(rows_NB: Tensor) -> Tiled:
+def _q4_k(rows_NB: Tensor) -> Tiled | None:
     """Groups lie in pairs: low halves of 32 bytes, then high ones."""
     blocks_NSB = rows_NB.unflatten(1, (-1, 144))
     pairs = blocks_NSB[:, :, 16:].unflatten(2, (4, 1, 32))
     numbers = torch.cat((pairs & 15, pairs >> 4), 3).flatten(1, 3)
-    return grouped(numbers[..., :16] | numbers[..., 16:] << 4, _factors_of(blocks_NSB), 4)
+    return _finite(numbers[..., :16] | numbers[..., 16:] << 4, _factors_of(blocks_NSB), 4)
 
 
-def _q5_k(rows_NB: Tensor) -> Tiled:
+def _q5_k(rows_NB: Tensor) -> Tiled | None:
     """The same, and a byte of fifth bits for each place in a group."""
     blocks_NSB = rows_NB.unflatten(1, (-1, 176))
     pairs = blocks_NSB[:, :, 48:].unflatten(2, (4, 1, 32))
-    fifths = blocks_NSB[:, :, 16:48].unflatten(2, (1, 1, 32)) >> torch.arange(8).view(4, 2, 1) & 1
-    numbers = torch.cat((pairs & 15, pairs >> 4), 3) | fifths.to(torch.uint8) << 4
-    return grouped(numbers.flatten(1, 3), _factors_of(blocks_NSB), 8)
+    fifths = blocks_NSB[:, :, 16:48].unflatten(2, (1, 1, 32)) >> _BITS.view(4, 2, 1) & 1
+    numbers = torch.cat((pairs & 15, pairs >> 4), 3) | fifths << 4
+    return _finite(numbers.flatten(1, 3), _factors_of(blocks_NSB), 8)
 
 
 def _factors_of(blocks_NSB: Tensor) -> Tensor:
@@ -169,6 +170,11 @@ def _factors_of(blocks_NSB: Tensor) -> Tensor:
     m = torch.cat((second & 63, third >> 4 | second >> 6 << 4), 2)
     whole = _halves_of(blocks_NSB[:, :, :4].unflatten(2, (2, 2))).float()
     return torch.stack((whole[..., 0, None] * d, -whole[..., 1, None] * m)).flatten(2).half()
+
+
+def _finite(quads_NGQ: Tensor, factors_2NG: Tensor, bits: int) -> Tiled | None:
+    """None where an offset is too large for float16."""
+    return grouped(quads_NGQ, factors_2NG, bits) if factors_2NG.isfinite().all() else None
 
 
 def _halves_of(bytes_B2: Tensor) -> Tensor:

@@ -83,7 +83,8 @@ class Stored:
 
     def grouped(self) -> Tiled | None:
         """As it stays quantised in memory; None if it is of floats, its columns are not in whole groups of 32 in their
-        order, or float16 cannot hold its scales. Offsets are rounded to float16: by a hundredth of a step at most."""
+        order, or float16 cannot hold its scales. Offsets are rounded to float16: of 4 bits by a
+        hundredth of a step at most, of 8 by an eighth, and not at all of those that are symmetric."""
         rows, width = self.shape
         size = self.columns.size
         whole = width % GROUP == 0 and (size % GROUP == 0 or size == width)

@@ -36,8 +36,11 @@ class Team:
         threads = choice.next()
         self._take(threads)
         started_s = self._clock_s()
-        yield
-        choice.took(threads, self._clock_s() - started_s)
+        try:
+            yield
+            choice.took(threads, self._clock_s() - started_s)
+        finally:
+            self.all()  # what else runs in this process counts on its number
 
     def all(self) -> None:
         """All threads, for anything else."""

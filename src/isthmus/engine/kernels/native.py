@@ -102,7 +102,7 @@ class NativeKernels:
             ("torch bfloat16",),
             self._untimed,
             cache_dir() / "products.json",
-            machine_name(),
+            f"{machine_name()}, kernels {Path(library._name).stem}",
         )
 
     def _declare(

@@ -97,12 +97,12 @@ class Products:
         return replaced(head, held)
 
     def _chosen_types(self, layers: list[_L], head: _H) -> dict[_Key, _Type]:
-        last = {(weight.shape, weight.dtype) for weight in matrices(head)}
+        last = {weight.shape for weight in matrices(head)}  # in whichever type: it may be held in another
         alike: dict[_Key, list[Weight]] = {}
         for weight in matrices((tuple(layers), head)):
             if weight.numel() >= LEAST_WEIGHTS and weight.dtype in self._forms:
                 alike.setdefault((weight.shape, weight.dtype), []).append(weight)
-        shapes = [self._alike(key, group, key in last) for key, group in alike.items()]
+        shapes = [self._alike(key, group, key[0] in last) for key, group in alike.items()]
         if not self._take(shapes):
             with _alone(self._path):  # processes that start together would time each other
                 if not self._take(shapes):

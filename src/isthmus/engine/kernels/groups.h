@@ -101,14 +101,7 @@ static void round_row(const float *restrict x, int8_t *restrict q, float *restri
         groups_##ROWS(q, factors, tile, out, K, 8);                                                          \
     }
 
-PRODUCT(1, ROWS_1)
-PRODUCT(2, ROWS_2)
-PRODUCT(3, ROWS_3)
-PRODUCT(4, ROWS_4)
-PRODUCT(5, ROWS_5)
-PRODUCT(6, ROWS_6)
-PRODUCT(7, ROWS_7)
-PRODUCT(8, ROWS_8)
+PRODUCTS
 
 #undef SUMS
 #undef STEP

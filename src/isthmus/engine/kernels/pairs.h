@@ -34,3 +34,6 @@ enum { BLOCK_ROWS = 8 };
 #define ROWS_6(F) ROWS_5(F) F(5)
 #define ROWS_7(F) ROWS_6(F) F(6)
 #define ROWS_8(F) ROWS_7(F) F(7)
+#define PRODUCTS                                                                                             \
+    PRODUCT(1, ROWS_1) PRODUCT(2, ROWS_2) PRODUCT(3, ROWS_3) PRODUCT(4, ROWS_4)                              \
+    PRODUCT(5, ROWS_5) PRODUCT(6, ROWS_6) PRODUCT(7, ROWS_7) PRODUCT(8, ROWS_8)

@@ -49,14 +49,7 @@ static void round_pairs(const float *restrict x, uint32_t *restrict pairs, int64
         tiles_##ROWS(x, w, bias, out, P, N, 3);                                                              \
     }
 
-PRODUCT(1, ROWS_1)
-PRODUCT(2, ROWS_2)
-PRODUCT(3, ROWS_3)
-PRODUCT(4, ROWS_4)
-PRODUCT(5, ROWS_5)
-PRODUCT(6, ROWS_6)
-PRODUCT(7, ROWS_7)
-PRODUCT(8, ROWS_8)
+PRODUCTS
 
 #undef SUMS
 #undef STEP

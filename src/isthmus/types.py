@@ -60,8 +60,18 @@ class Sampling(msgspec.Struct, frozen=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     """None: no log-probabilities; n: the chosen token's and the n most likely."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens, which are then all computed: none comes from a cache."""
     stop_tokens: tuple[int, ...] = ()
     """Token ids that end the answer; the gateway leaves this empty for `ignore_eos`."""
+    min_tokens: int = 0
+    """No stop token comes before so many output tokens."""
+    allowed_tokens: tuple[int, ...] = ()
+    """No other token comes; empty: any may."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that the answer must not contain."""
+    grammar: str = ""
+    """What the answer's text must match, as llguidance reads it; "": anything."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
@@ -69,6 +79,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 
     chosen: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
+    """Of the chosen token among all, from 1; only for tokens of a prompt."""
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -103,6 +115,7 @@ class Generated(msgspec.Struct, frozen=True):
     """Output token number `index` (0-based) of a request. `finish` is set on the last one only.
 
     `cached_tokens`: prompt tokens served from cache; known with the first output token, None on later ones.
+    `prompt_logprobs`, if asked for, come with the first output token: of each prompt token but the first.
     """
 
     index: int
@@ -110,6 +123,7 @@ class Generated(msgspec.Struct, frozen=True):
     finish: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
     cached_tokens: int | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 class ModelCard(msgspec.Struct, frozen=True):

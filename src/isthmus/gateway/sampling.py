@@ -42,12 +42,22 @@ def choice_seed(seed: int, choice: int) -> int:
 
 
 def sampler_of(
-    request: GenerationRequest, logprobs: int | None, defaults: GenerationDefaults, card: ModelCard
+    request: GenerationRequest,
+    defaults: GenerationDefaults,
+    card: ModelCard,
+    *,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    grammar: str = "",
 ) -> Sampler:
-    """`logprobs`: as in Sampling. Raises RequestError for a token id outside the vocabulary."""
+    """What is not the request's own field: as in Sampling. Raises RequestError for a token id outside the
+    vocabulary."""
     stop_token_ids = request.stop_token_ids or ()
     logit_bias = request.logit_bias or ()
+    allowed = request.allowed_token_ids or ()
     check_vocabulary(stop_token_ids, card, "stop_token_ids")
+    check_vocabulary(allowed, card, "allowed_token_ids")
     check_vocabulary([token for token, _ in logit_bias], card, "logit_bias")
     eos = () if request.ignore_eos else defaults.eos
     base = Sampling(
@@ -60,7 +70,12 @@ def sampler_of(
         repetition_penalty=_given(request.repetition_penalty, defaults.repetition_penalty),
         logit_bias=logit_bias,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         stop_tokens=tuple(dict.fromkeys((*eos, *stop_token_ids))),
+        min_tokens=request.min_tokens or 0,
+        allowed_tokens=tuple(dict.fromkeys(allowed)),
+        bad_words=bad_words,
+        grammar=grammar,
     )
     return Sampler(base, request.seed)
 

@@ -28,21 +28,34 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._knows_developer = "developer" in source
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt text, open for the assistant's answer. Raises RequestError if the template refuses."""
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The prompt text. `add_generation_prompt`: open for the assistant's answer; `continue_final_message`: the text
+        ends with the last message's content. Raises RequestError if the template refuses."""
         try:
-            return self._template.render(
-                messages=[self._adapted(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
+            text = self._template.render(
+                **{
+                    **self._special_tokens,
+                    **(chat_template_kwargs or {}),
+                    "messages": [self._adapted(message) for message in messages],
+                    "tools": None,
+                    "documents": documents,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         # A template runs the model author's code on the client's messages, so it may raise nearly anything.
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())
             message = f"the chat template of this model does not accept these messages: {reason}"
             raise RequestError(message, param="messages") from error
+        return _until_content(text, messages[-1]["content"]) if continue_final_message else text
 
     def _adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """`developer` is OpenAI's newer word for `system`; most templates know only the older one."""
@@ -50,6 +63,15 @@ class ChatTemplate:
         if adapted.get("role") == "developer" and not self._knows_developer:
             adapted["role"] = "system"
         return adapted
+
+
+def _until_content(text: str, content: str) -> str:
+    """Raises RequestError if the template did not write the last message's content as it is."""
+    end = text.rfind(content.strip())
+    if end < 0 or not content.strip():
+        message = "'continue_final_message' needs a last message whose content the chat template writes"
+        raise RequestError(message, param="continue_final_message")
+    return text[: end + len(content.strip())]
 
 
 def load_template(files: ModelFiles, config: Mapping[str, Any]) -> ChatTemplate | None:

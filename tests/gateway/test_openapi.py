@@ -17,7 +17,9 @@ REF = "#/components/schemas/"
 @pytest.mark.parametrize("largest", [0, 7, 10, 99, 100, 299, 4090, 49151])
 def test_numbers_up_to_the_largest(largest: int) -> None:
     pattern = re.compile(f"^0*({_decimals(str(largest))})$")
-    for number in {0, 1, largest // 2, largest - 1, largest, largest + 1, largest + 10, largest * 10 + 9} - {-1}:
+    for number in {0, 1, largest // 2, largest - 1, largest, largest + 1, largest + 10, largest * 10 + 9} - {
+        -1
+    }:
         assert bool(pattern.match(str(number))) == (number <= largest), number
         assert bool(pattern.match(f"00{number}")) == (number <= largest), number
 

@@ -32,7 +32,8 @@ class Delta(msgspec.Struct):
 
 
 class Choice:
-    """`index`: within the answer. `stream`: the tokens of `job`. `shows_end`: the token that ends it is text too."""
+    """`index`: within the answer. `stream`: the tokens of `job`. `shows_end`: the token that ends it is text too;
+    `silent`: the first token ends it and is not part of it."""
 
     def __init__(
         self,
@@ -43,6 +44,7 @@ class Choice:
         stops: StopMatcher,
         *,
         shows_end: bool = False,
+        silent: bool = False,
     ) -> None:
         self.index = index
         self.job = job
@@ -53,7 +55,7 @@ class Choice:
         self._num_chars = 0
         self._detokenizer = detokenizer
         self._stops = stops
-        self._shows_end = shows_end
+        self._shows_end, self._silent = shows_end, silent
 
     def push(self, batch: Sequence[Generated]) -> Delta:
         """Takes the next tokens. Those behind the end of a stop string are ignored and not counted.
@@ -62,11 +64,14 @@ class Choice:
         """
         delta = Delta("", [], [])
         for generated in batch:
-            self.num_tokens += 1
             if generated.cached_tokens is not None:
                 self.cached_tokens = generated.cached_tokens
             if generated.prompt_logprobs is not None:
                 delta.prompt_scores = generated.prompt_logprobs
+            if self._silent:
+                self.finish = FinishReason.LENGTH
+                break
+            self.num_tokens += 1
             delta.tokens.append(generated.token)
             if self.job.sampling.logprobs is not None:
                 delta.scores.append(self._score(generated))

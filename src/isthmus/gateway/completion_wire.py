@@ -111,16 +111,17 @@ class CompletionDialect:
         return prompt_scores(choice.job.tokens, whole, most, self._token_bytes)
 
     def _logprobs(self, choice: Choice, delta: Delta, *, first: bool) -> CompletionLogprobs | None:
-        if choice.job.sampling.logprobs is None or not delta.scores:
+        echoes = self._writing.echo
+        if choice.job.sampling.logprobs is None or not (delta.scores or (echoes and first)):
             return None
-        shift = len(self._echo(choice)) if self._writing.echo else 0
+        shift = len(self._echo(choice)) if echoes else 0
         written = CompletionLogprobs(
             tokens=[self._text(score.token) for score in delta.scores],
             token_logprobs=[finite(score.logprobs.chosen) for score in delta.scores],
             top_logprobs=[self._top(score.token, score.logprobs) for score in delta.scores],
             text_offset=[shift + score.offset for score in delta.scores],
         )
-        if shift and first:
+        if echoes and first:
             self._score_prompt(written, choice, delta)
         return written
 

@@ -92,10 +92,15 @@ class GenerationEndpoint:
         writing = prepared.writing
         try:
             for index, job in enumerate(prepared.jobs):
-                stream = self.service.backend.submit(job)
-                detokenizer = self.service.tokenizer.detokenizer(special=writing.shows_special)
-                stops = StopMatcher(writing.stops, shown=writing.shows_stop)
-                started[index] = Choice(index, job, stream, detokenizer, stops, shows_end=writing.shows_stop)
+                started[index] = Choice(
+                    index,
+                    job,
+                    self.service.backend.submit(job),
+                    self.service.tokenizer.detokenizer(special=writing.shows_special),
+                    StopMatcher(writing.stops, shown=writing.shows_stop),
+                    shows_end=writing.shows_stop,
+                    silent=writing.only_echo,
+                )
         except BaseException:
             cancel_all(started)
             raise

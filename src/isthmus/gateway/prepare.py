@@ -39,6 +39,7 @@ class Writing:
     token_ids: bool
     tokens_as_ids: bool
     echo: bool
+    only_echo: bool
     prompt_logprobs: int | None
 
     @property
@@ -131,6 +132,9 @@ class RequestPreparer:
         self, request: GenerationRequest, logprobs: int | None, prompt_logprobs: int | None
     ) -> Sampler:
         """Raises RequestError."""
+        if request.best_of not in (None, request.n or 1):
+            message = "'best_of' is supported only as equal to 'n': answers are not ranked"
+            raise RequestError(message, param="best_of")
         if request.stream and request.prompt_logprobs is not None:
             message = "'prompt_logprobs' come in one piece: leave it out, or stream"
             raise RequestError(message, param="prompt_logprobs")
@@ -201,6 +205,8 @@ class RequestPreparer:
         else:
             tokens = prompt
         asked = request.max_tokens
+        if asked == 0 and not request.echo:
+            raise RequestError("'max_tokens' may be 0 only with echo: true", param="max_tokens")
         kept = truncated(tokens, request, asked or DEFAULT_COMPLETION_TOKENS, self.card)
         check_prompt(len(kept), self.card, "prompt")
         check_vocabulary(kept, self.card, "prompt")
@@ -209,7 +215,7 @@ class RequestPreparer:
             text = self.tokenizer.decode(kept)
         default = DEFAULT_COMPLETION_TOKENS
         most = answer_tokens(len(kept), asked, self.card, param="max_tokens", default=default)
-        return _Prompt(kept, most, text or "")
+        return _Prompt(kept, max(1, most), text or "")  # no job is without a token; it is not shown
 
     async def _off_loop(self, num_chars: int, tokenise: Callable[[], Result]) -> Result:
         """Long texts are tokenised in a thread, so that other requests' tokens keep flowing."""
@@ -230,6 +236,7 @@ def _writing(request: GenerationRequest) -> Writing:
         token_ids=bool(request.return_token_ids),
         tokens_as_ids=bool(request.return_tokens_as_token_ids),
         echo=isinstance(request, CompletionRequest) and bool(request.echo),
+        only_echo=request.max_tokens == 0,
         prompt_logprobs=request.prompt_logprobs,
     )
 

@@ -38,8 +38,8 @@ class StreamOptions(Strict):
     include_usage: bool | None = f.boolean()
     continuous_usage_stats: bool | None = f.boolean()
     """Usage so far in every event."""
-    # Padding against traffic analysis; not served, so only an explicit "no" is accepted.
-    include_obfuscation: Annotated[Any, only(False)] = None
+    include_obfuscation: bool | None = f.boolean()
+    """Padding against traffic analysis: no answer would be another, and none is made."""
 
 
 class GenerationRequest(Strict):
@@ -55,6 +55,8 @@ class GenerationRequest(Strict):
     presence_penalty: float | None = f.number(-2, 2)
     frequency_penalty: float | None = f.number(-2, 2)
     repetition_penalty: float | None = f.number(0.01, 100)
+    repeat_penalty: float | None = f.number(0.01, 100)
+    """llama.cpp's and Ollama's word for `repetition_penalty`."""
     logit_bias: Annotated[Any, LogitBias] = None
     allowed_token_ids: Annotated[Any, SomeTokenIds] = None
     bad_words: Annotated[Any, f.texts(MAX_BAD_WORDS, "strings")] = None
@@ -90,17 +92,19 @@ class GenerationRequest(Strict):
     guided_grammar: str | None = f.text()
     regex: str | None = f.regex()
     """SGLang's word for `guided_regex`."""
+    json_schema: Annotated[Any, Schema] = None
     ebnf: str | None = f.text()
-    """SGLang's word for `guided_grammar`."""
+    """SGLang's words for `guided_json` and `guided_grammar`."""
 
     # Accepted: no answer would be another without them.
     user: str | None = f.label()
     metadata: dict[str, Any] | None = f.free_object()
     store: bool | None = f.boolean()
-    service_tier: Annotated[Any, one_of("auto", "default", "flex", "scale", "priority")] = None
+    service_tier: Annotated[Any, one_of("auto", "default", "flex", "scale", "priority", "fast")] = None
     safety_identifier: str | None = f.label()
     prompt_cache_key: str | None = f.label()
     prompt_cache_retention: str | None = f.label()
+    prompt_cache_options: dict[str, Any] | None = f.free_object()
     request_id: str | None = f.label()
     rid: str | None = f.label()
     session_id: str | None = f.label()
@@ -110,7 +114,8 @@ class GenerationRequest(Strict):
     # Accepted as long as they ask for nothing.
     priority: Annotated[Any, only(0)] = None
     use_beam_search: Annotated[Any, only(False)] = None
-    best_of: Annotated[Any, only(1)] = None
+    best_of: int | None = f.integer(1, MAX_CHOICES)
+    """Only as many as `n`: answers are not ranked."""
     length_penalty: Annotated[Any, only(1)] = None
     early_stopping: Annotated[Any, only(False)] = None
     watermarking: Annotated[Any, only(False)] = None
@@ -129,6 +134,8 @@ class GenerationRequest(Strict):
     stop_regex: Annotated[Any, Refused] = None
     custom_logit_processor: Annotated[Any, Refused] = None
     custom_params: Annotated[Any, Refused] = None
+    logits_processors: Annotated[Any, only([])] = None
+    moderation: Annotated[Any, Refused] = None
     session_params: Annotated[Any, Refused] = None
     extra_key: Annotated[Any, Refused] = None
 
@@ -155,7 +162,7 @@ class ChatRequest(GenerationRequest, TemplateFields):
     reasoning_effort: str | None = f.label()
     """For the chat template, as it is."""
 
-    verbosity: Annotated[Any, one_of("low", "medium", "high")] = None
+    verbosity: str | None = f.label()
     prediction: dict[str, Any] | None = f.free_object()
     include_reasoning: bool | None = f.boolean()
     separate_reasoning: bool | None = f.boolean()
@@ -194,6 +201,8 @@ Prompts = Checked(_parse_prompts, {"anyOf": [_TEXT, _TOKENS, _TEXTS, _LISTS]}, n
 
 class CompletionRequest(GenerationRequest):
     prompt: Annotated[Any, Prompts]
+    max_tokens: int | None = f.num_tokens(0)
+    """0 with `echo`: nothing but the prompt."""
     logprobs: int | None = f.integer(0, MAX_LOGPROBS)
     echo: bool | None = f.boolean()
     suffix: Annotated[Any, only("")] = None

@@ -67,7 +67,7 @@ def sampler_of(
         min_p=_given(request.min_p, 0.0),
         presence_penalty=_given(request.presence_penalty, 0.0),
         frequency_penalty=_given(request.frequency_penalty, 0.0),
-        repetition_penalty=_given(request.repetition_penalty, defaults.repetition_penalty),
+        repetition_penalty=_given(_repetition_penalty(request), defaults.repetition_penalty),
         logit_bias=logit_bias,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -78,6 +78,14 @@ def sampler_of(
         grammar=grammar,
     )
     return Sampler(base, request.seed)
+
+
+def _repetition_penalty(request: GenerationRequest) -> float | None:
+    one, other = request.repetition_penalty, request.repeat_penalty
+    if one is not None and other is not None and one != other:
+        message = "'repeat_penalty' and 'repetition_penalty' mean the same and differ: give only one"
+        raise RequestError(message, param="repeat_penalty")
+    return other if one is None else one
 
 
 def check_vocabulary(tokens: tuple[int, ...] | list[int], card: ModelCard, param: str) -> None:

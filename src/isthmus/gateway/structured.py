@@ -135,6 +135,8 @@ def _from_words(request: GenerationRequest) -> Given:
     given = []
     if request.guided_json is not None:
         given.append((_json(request.guided_json), "guided_json"))
+    if request.json_schema is not None:
+        given.append((_json(request.json_schema), "json_schema"))
     names = ("guided_regex", "guided_choice", "guided_grammar")
     given += _spelled(request.guided_regex, request.guided_choice, request.guided_grammar, names=names)
     return given + _spelled(request.regex, None, request.ebnf, names=("regex", "", "ebnf"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.gateway.tools.events import Arguments, CallBegun, Content, Event, put
-from isthmus.gateway.tools.hermes import HermesParser
-from isthmus.gateway.tools.llama3 import Llama3Parser
-from isthmus.gateway.tools.mistral import MistralParser
-from isthmus.gateway.tools.parser import CallParser
-from isthmus.gateway.tools.qwen_coder import QwenCoderParser
+from isthmus.gateway.tools.formats import FORMATS
 
 SCHEMAS: dict[str, Any] = {
+    "now": {},
     "get_weather": {
         "properties": {
             "city": {"type": "string"},
@@ -31,13 +28,6 @@ SCHEMAS: dict[str, Any] = {
         "$defs": {"Place": {"type": "object"}},
     },
     "write": {"properties": {"path": {"type": "string"}, "text": {"type": "string"}}},
-}
-KNOWN = [*SCHEMAS, "now"]
-PARSERS: dict[str, Callable[[], CallParser]] = {
-    "hermes": HermesParser,
-    "llama3": lambda: Llama3Parser(KNOWN),
-    "mistral": MistralParser,
-    "qwen_coder": lambda: QwenCoderParser(KNOWN, SCHEMAS),
 }
 
 
@@ -272,7 +262,7 @@ RECORDED = {
 
 def parse(format_name: str, pieces: Sequence[str]) -> list[Event]:
     """All events, as if they had come at once."""
-    parser = PARSERS[format_name]()
+    parser = FORMATS[format_name].parser(SCHEMAS)
     events: list[Event] = []
     for found in (*(parser.push(piece) for piece in pieces), parser.flush()):
         for event in found:
@@ -335,24 +325,24 @@ texts = st.lists(st.sampled_from(FRAGMENTS), max_size=24).map("".join) | st.samp
 )
 
 
-@given(st.sampled_from(sorted(PARSERS)), texts, st.data())
+@given(st.sampled_from(sorted(FORMATS)), texts, st.data())
 def test_cuts_change_nothing(name: str, text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert parse(name, pieces) == parse(name, [text])
 
 
-@given(st.sampled_from(sorted(PARSERS)), texts)
+@given(st.sampled_from(sorted(FORMATS)), texts)
 def test_what_is_no_call_comes_back_as_it_was(name: str, text: str) -> None:
     events = parse(name, [text])
     if not calls_of(events):
         assert content_of(events) == text
 
 
-@given(st.sampled_from(sorted(PARSERS)), texts)
+@given(st.sampled_from(sorted(FORMATS)), texts)
 def test_a_beginning_finds_what_the_whole_begins_with(name: str, text: str) -> None:
     """What was given out is never taken back, whatever comes."""
-    parser = PARSERS[name]()
+    parser = FORMATS[name].parser(SCHEMAS)
     early = [event for event in parser.push(text[: len(text) // 2]) if isinstance(event, CallBegun)]
     late = [event for event in parse(name, [text]) if isinstance(event, CallBegun)]
     assert late[: len(early)] == early
@@ -362,7 +352,7 @@ def test_a_beginning_finds_what_the_whole_begins_with(name: str, text: str) -> N
 def test_arguments_do_not_wait(name: str) -> None:
     """All but a few characters of what has been read of the arguments is out."""
     recorded = RECORDED[name]
-    parser = PARSERS[recorded.format]()
+    parser = FORMATS[recorded.format].parser(SCHEMAS)
     begun = out = 0
     for char in recorded.text:
         events = parser.push(char)
@@ -376,7 +366,7 @@ def test_arguments_do_not_wait(name: str) -> None:
 def test_the_time_grows_with_the_text() -> None:
     text = json.dumps({"name": "write", "arguments": {"text": CODE * 3_000}})
     pieces = [text[at : at + 4] for at in range(0, len(text), 4)]
-    parser = HermesParser()
+    parser = FORMATS["hermes"].parser(SCHEMAS)
     started = time.process_time()
     for piece in ["several words " * 3_000, "<tool_call>", *pieces]:
         parser.push(piece)

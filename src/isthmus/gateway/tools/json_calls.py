@@ -77,7 +77,7 @@ class JsonCallParser(CallParser):
     def _field(self, key: str, draft: _Draft, known: bool) -> Reading[None]:
         if key == "name" and draft.name is None:
             draft.name = yield from self._string()
-            if known and draft.name not in self._known:
+            if known and draft.name not in self.schemas:
                 raise MalformedError
         elif key in ("arguments", "parameters") and draft.arguments is None and not draft.begun:
             yield from self._arguments(draft)

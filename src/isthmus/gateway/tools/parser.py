@@ -12,8 +12,8 @@ What is held comes out as content if it turns out to be no call, so nothing that
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Sequence
-from typing import TypeVar
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from isthmus.gateway.tools.events import Arguments, CallBegun, Content, Event, put
 
@@ -29,17 +29,17 @@ class MalformedError(Exception):
 
 
 class CallParser:
-    """`known`: names of the functions there are; a call in no marks counts only if it names one."""
+    """`schemas`: of the parameters of the functions there are, by name."""
 
     markers: tuple[str, ...] = ()
     """Texts that the format is made of, which may be special tokens."""
     closing: tuple[str, ...] = ()
     """Of `markers` those that end a call."""
 
-    def __init__(self, known: Sequence[str] = ()) -> None:
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         self.num_calls = 0
         self.streams = False  # what is read is arguments, which go out as they come
-        self._known = frozenset(known)
+        self.schemas = schemas
         self._text = ""
         self._at = 0  # of `_text`: what is before it has been taken
         self._held: list[str] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from isthmus.gateway.tools.events import Event
@@ -24,15 +24,11 @@ _LINE = re.compile(r"[^\n<]*")
 
 
 class QwenCoderParser(HermesParser):
-    """`schemas`: of the functions' parameters, by name."""
-
     markers = (OPEN, CLOSE, FUNCTION)
     closing = (END_FUNCTION, CLOSE)
 
-    def __init__(self, known: Sequence[str] = (), schemas: Mapping[str, Any] | None = None) -> None:
-        self._schemas = schemas or {}
-        self._value_ends: Callable[[], None] | None = None  # what becomes of a value that is being read
-        super().__init__(known)
+    _value_ends: Callable[[], None] | None = None
+    """What becomes of a value that is being read."""
 
     def flush(self) -> Sequence[Event]:
         if self._value_ends:
@@ -50,7 +46,7 @@ class QwenCoderParser(HermesParser):
                 raise MalformedError
         name = yield from self._name()
         self.begin(name)
-        yield from self._parameters(self._schemas.get(name))
+        yield from self._parameters(self.schemas.get(name))
 
     def _parameters(self, schema: Any) -> Reading[None]:
         """All of them, as one JSON object, which ends whatever comes then."""

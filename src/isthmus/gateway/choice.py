@@ -66,8 +66,8 @@ class Choice:
         for generated in batch:
             if generated.cached_tokens is not None:
                 self.cached_tokens = generated.cached_tokens
-            if generated.prompt_logprobs is not None:
-                delta.prompt_scores = generated.prompt_logprobs
+            if generated.index == 0 and self.job.sampling.prompt_logprobs is not None:
+                delta.prompt_scores = self._prompt_scores(generated)
             if self._silent:
                 self.finish = FinishReason.LENGTH
                 break
@@ -96,6 +96,12 @@ class Choice:
         self._num_chars += len(piece)
         shown = self._stops.push(piece)
         return shown + self._stops.flush() if generated.finish is not None else shown
+
+    def _prompt_scores(self, first: Generated) -> tuple[TokenLogprobs, ...]:
+        scores = first.prompt_logprobs
+        if scores is None or len(scores) != len(self.job.tokens) - 1:
+            raise ProtocolError(f"{self.job.request}: the prompt's log-probabilities did not come whole")
+        return scores
 
     def _score(self, generated: Generated) -> Score:
         if generated.logprobs is None:

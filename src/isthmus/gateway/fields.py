@@ -31,7 +31,7 @@ def field_names(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 class Strict(BaseModel):
-    """Types as JSON has them: no `"1"` for 1, no NaN; and no field that is not declared."""
+    """Types as JSON has them: 1.0 is the integer 1, `"1"` is not; no NaN; and no field that is not declared."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
@@ -39,12 +39,18 @@ class Strict(BaseModel):
     @classmethod
     def _refuse_unknown(cls, value: Any) -> Any:
         """Stops at the first unknown field. "forbid" lists them all, which takes seconds for a hostile body."""
-        if isinstance(value, dict):
-            known = field_names(cls)
-            for name in value:
-                if name not in known:
-                    raise PydanticCustomError("unknown_field", "unknown", {"name": name})
-        return value
+        if not isinstance(value, dict):
+            return value
+        known = field_names(cls)
+        for name in value:
+            if name not in known:
+                raise PydanticCustomError("unknown_field", "unknown", {"name": name})
+        return {name: whole(each) for name, each in value.items()}
+
+
+def whole(value: Any) -> Any:
+    """The integer that a number without a fraction is; anything else as it is."""
+    return int(value) if type(value) is float and value.is_integer() else value
 
 
 @dataclass(frozen=True)
@@ -171,15 +177,22 @@ Stops = Checked(_parse_stops, {"anyOf": [_STOP, {"type": "array", "items": _STOP
 
 
 def parse_token_ids(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
+    tokens = tuple(map(whole, value)) if isinstance(value, list) else None
+    if tokens is None or not all(type(token) is int and token >= 0 for token in tokens):
         raise refuse("must be a list of token ids (integers of at least 0)")
-    return tuple(value)
+    return tokens
 
 
 def _parse_some_token_ids(value: Any) -> tuple[int, ...]:
     if value == []:
         raise refuse("must name at least one token id")
     return parse_token_ids(value)
+
+
+def parse_count(value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise refuse("must be an integer of at least 1")
+    return value
 
 
 TokenIds = Checked(parse_token_ids, {"type": "array", "items": TOKEN})

@@ -87,7 +87,7 @@ def _described(operation: Operation, body: Schema | None, reply: Schema | None, 
     if operation.media:
         content = {operation.media: {"type": "string"}}
     if operation.streams:
-        content[EVENTS] = {"type": "string"}
+        content[EVENTS] = {}  # no schema: tools differ in whether it is one event's or the whole text's
     found: Schema = {
         "summary": operation.summary,
         "responses": {"200": _answer("The answer.", content)},

@@ -35,6 +35,9 @@ MAX_CHOICES = 128
 MAX_BAD_WORDS = 256
 
 
+BestOf = Checked(f.parse_count, {"enum": [1]})
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = f.boolean()
     continuous_usage_stats: bool | None = f.boolean()
@@ -115,7 +118,7 @@ class GenerationRequest(Strict):
     # Accepted as long as they ask for nothing.
     priority: Annotated[Any, only(0)] = None
     use_beam_search: Annotated[Any, only(False)] = None
-    best_of: int | None = f.integer(1, MAX_CHOICES)
+    best_of: Annotated[Any, BestOf] = None
     """Only as many as `n`: answers are not ranked."""
     length_penalty: Annotated[Any, only(1)] = None
     early_stopping: Annotated[Any, only(False)] = None
@@ -185,7 +188,7 @@ def _parse_prompts(value: Any) -> tuple[Prompt, ...]:
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list):
-        if all(type(item) is int for item in value):
+        if all(isinstance(item, int | float) for item in value):
             return (f.parse_token_ids(value),)
         if all(isinstance(item, str) for item in value):
             return tuple(value)

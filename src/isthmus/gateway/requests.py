@@ -34,6 +34,13 @@ MAX_CHOICES = 128
 MAX_BAD_WORDS = 256
 
 
+def _parse_truncation(value: Any) -> int:
+    if type(value) is not int or value < -1 or value == 0:
+        raise refuse("must be -1 or an integer of at least 1")
+    return value
+
+
+Truncation = Checked(_parse_truncation, {"type": "integer", "minimum": -1, "not": {"const": 0}})
 BestOf = Checked(f.parse_count, {"enum": [1]})
 
 
@@ -78,7 +85,7 @@ class GenerationRequest(Strict):
     stream: bool | None = f.boolean()
     stream_options: StreamOptions | None = Field(default=None, description="an object")
     prompt_logprobs: int | None = f.integer(0, MAX_LOGPROBS)
-    truncate_prompt_tokens: int | None = f.integer(-1, f.MAX_INT)
+    truncate_prompt_tokens: Annotated[Any, Truncation] = None
     """So many tokens of the prompt stay; -1: as many as leave room for the answer."""
     truncation_side: Literal["left", "right"] | None = Field(default=None, description='"left" or "right"')
     add_special_tokens: bool | None = f.boolean()

@@ -13,6 +13,7 @@ import pydantic
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from isthmus.gateway import fields as f
+from isthmus.gateway import structured
 from isthmus.gateway.fields import (
     Checked,
     LogitBias,
@@ -69,9 +70,9 @@ class GenerationRequest(Strict):
     """llama.cpp's and Ollama's word for `repetition_penalty`."""
     logit_bias: Annotated[Any, LogitBias] = None
     allowed_token_ids: Annotated[Any, SomeTokenIds] = None
-    bad_words: Annotated[Any, f.texts(MAX_BAD_WORDS, "strings")] = None
+    bad_words: Annotated[Any, f.texts(0, MAX_BAD_WORDS)] = None
     max_tokens: int | None = f.num_tokens(1)
-    min_tokens: int | None = f.num_tokens(0)
+    min_tokens: int | None = f.integer(0, f.MAX_INT)
     n: int | None = f.integer(1, MAX_CHOICES)
     stop: Annotated[Any, Stops] = None
     stop_token_ids: Annotated[Any, TokenIds] = None
@@ -98,7 +99,7 @@ class GenerationRequest(Strict):
     structured_outputs: StructuredOutputs | None = Field(default=None, description="an object")
     guided_json: Annotated[Any, Schema] = None
     guided_regex: str | None = f.regex()
-    guided_choice: Annotated[Any, f.texts(1024, "strings")] = None
+    guided_choice: Annotated[Any, f.texts(1, structured.MAX_CHOICES)] = None
     guided_grammar: str | None = f.text()
     regex: str | None = f.regex()
     """SGLang's word for `guided_regex`."""

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from isthmus.blocks import KVLayout
 from isthmus.types import FinishReason, Generated, Job, ModelCard, NodeId, Role, TokenLogprobs
 
@@ -138,3 +140,16 @@ def with_logprobs(steps: Iterable[Step], num_top: int) -> list[Step]:
         else step
         for step in steps
     ]
+
+
+def as_asked(job: Job, text: str) -> list[Step]:
+    """Steps that say `text` and end, with the log-probabilities that the job asks for."""
+    steps = says([*text.encode(), *job.sampling.stop_tokens[:1]])
+    if job.sampling.logprobs is not None:
+        steps = with_logprobs(steps, job.sampling.logprobs)
+    if job.sampling.prompt_logprobs is not None:
+        top = tuple((token, -token / 8) for token in range(job.sampling.prompt_logprobs))
+        scores = tuple(TokenLogprobs(-token / 8, top, rank=token) for token in job.tokens[1:])
+        [first] = steps[0]
+        steps[0] = [msgspec.structs.replace(first, prompt_logprobs=scores)]
+    return steps

@@ -13,6 +13,8 @@ import msgspec
 from isthmus.blocks import KVLayout
 from isthmus.types import FinishReason, Generated, Job, ModelCard, NodeId, Role, TokenLogprobs
 
+from . import folder
+
 CARD = ModelCard(name="acme/tiny", max_length=256, vocab_size=300, created_s=1_700_000_000)
 
 HANG = "hang"
@@ -142,14 +144,13 @@ def with_logprobs(steps: Iterable[Step], num_top: int) -> list[Step]:
     ]
 
 
-def as_asked(job: Job, text: str) -> list[Step]:
-    """Steps that say `text` and end, with the log-probabilities that the job asks for."""
-    steps = says([*text.encode(), *job.sampling.stop_tokens[:1]])
+def fitting(job: Job) -> list[Step]:
+    """What fits most requests: a JSON object, with the scores that are asked for."""
+    steps = says([*b'{"name": "Bob", "age": 4}', folder.EOS])
     if job.sampling.logprobs is not None:
         steps = with_logprobs(steps, job.sampling.logprobs)
     if job.sampling.prompt_logprobs is not None:
-        top = tuple((token, -token / 8) for token in range(job.sampling.prompt_logprobs))
-        scores = tuple(TokenLogprobs(-token / 8, top, rank=token) for token in job.tokens[1:])
-        [first] = steps[0]
-        steps[0] = [msgspec.structs.replace(first, prompt_logprobs=scores)]
+        [first], *rest = steps
+        scores = tuple(TokenLogprobs(-1.0, ((token, -1.0),), rank=1) for token in job.tokens[1:])
+        steps = [[msgspec.structs.replace(first, prompt_logprobs=scores)], *rest]
     return steps

@@ -13,7 +13,7 @@ import openai
 import pytest
 from openai import OpenAI
 
-from .fake import FakeBackend, as_asked
+from .fake import FakeBackend, fitting
 
 MODEL = "acme/tiny"
 OF_THE_CLIENT = {"extra_headers", "extra_query", "extra_body", "timeout"}
@@ -121,7 +121,7 @@ def _call(create: Callable[..., Any], **fields: Any) -> None:
 
 @pytest.fixture
 def create_chat(client: OpenAI, backend: FakeBackend) -> Callable[..., Any]:
-    backend.script = lambda job: as_asked(job, '{"city": "Oslo"}')
+    backend.script = fitting
     return lambda **fields: client.chat.completions.create(
         **{"model": MODEL, "messages": [{"role": "user", "content": "hi"}]} | fields
     )
@@ -129,7 +129,7 @@ def create_chat(client: OpenAI, backend: FakeBackend) -> Callable[..., Any]:
 
 @pytest.fixture
 def create_completion(client: OpenAI, backend: FakeBackend) -> Callable[..., Any]:
-    backend.script = lambda job: as_asked(job, "hello")
+    backend.script = fitting
     return lambda **fields: client.completions.create(**{"model": MODEL, "prompt": "hi"} | fields)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from isthmus.gateway import GatewayTokenizer, create_app
 
-from .fake import CARD, FakeBackend, as_asked
+from .fake import CARD, FakeBackend, fitting
 from .inprocess import Poster
 
 RECORDED = [
@@ -27,7 +27,7 @@ RECORDED = [
 @pytest.fixture
 def roomy(tokenizer: GatewayTokenizer) -> Poster:
     """An app with room for a prompt of many tools."""
-    backend = FakeBackend(lambda job: as_asked(job, '{"name": "Bob", "age": 4}'))
+    backend = FakeBackend(fitting)
     backend.card = msgspec.structs.replace(CARD, max_length=16_384)
     return Poster(create_app(backend, tokenizer))
 

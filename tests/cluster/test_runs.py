@@ -9,7 +9,7 @@ import pytest
 
 from isthmus.attempts import Route
 from isthmus.cluster.cache import PrefixMissing
-from isthmus.cluster.messages import Output, Task
+from isthmus.cluster.messages import Output, Scores, Task
 from isthmus.cluster.runs import Runs
 from isthmus.node.events import Begin, Load, Missing, Shorten
 from isthmus.scheduler import Admitted, Piece, Preempted, Run, Stepped
@@ -60,9 +60,11 @@ class Kit:
     """Runs of an engine of two layers. Each look at the clock finds it a second later."""
 
     def __init__(self) -> None:
-        self.mover, self.outputs = Mover(), list[Output]()
+        self.mover, self.outputs, self.scores = Mover(), list[Output](), list[Scores]()
         clock = count(0, 10**9)
-        self.runs = Runs(Interrupted(), self.mover, self.outputs.extend, lambda: next(clock))  # type: ignore[arg-type]
+        self.runs = Runs(
+            Interrupted(), self.mover, self.outputs.extend, self.scores.append, lambda: next(clock)
+        )  # type: ignore[arg-type]
 
     def begin(self, key: RequestId, num_tokens: int, part: Role = Role.MIXED) -> None:
         route = Route(RequestId(key[0]), 1, HERE, HERE if part is Role.MIXED else NodeId("there"))

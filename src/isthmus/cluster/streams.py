@@ -50,7 +50,7 @@ class Stream:
         return now
 
     def score(self, first: int, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Takes scores of the prompt, as in `messages.Scores`. Raises ProtocolError when some before these are missing."""
+        """Takes scores of the prompt, as in `messages.Scores`. Raises ProtocolError when earlier ones are missing."""
         if first > len(self._scores):
             raise ProtocolError(f"scores from {first} on follow {len(self._scores)}")
         self._scores[first:] = logprobs

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import functools
+import json
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from isthmus.errors import RequestError
-from isthmus.gateway.template import ChatTemplate
+from isthmus.files import open_files
+from isthmus.gateway.template import ChatTemplate, load_template
+
+from . import chat_templates, folder
 
 
 def render(source: str, *messages: dict[str, str], **special_tokens: str) -> str:
@@ -62,3 +69,153 @@ def test_developer_is_system_to_templates_that_do_not_know_it() -> None:
     message = {"role": "developer", "content": ""}
     assert render("{{ messages[0].role }}", message) == "system"
     assert render("{% set known = 'developer' %}{{ messages[0].role }}", message) == "developer"
+
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+def _call(name: str, **arguments: Any) -> dict[str, Any]:
+    identity = f"{name}123456789"[:9].replace("_", "x")
+    return {"id": identity, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+PARIS = _call("get_weather", city="Paris é", days=2, units={"t": ["C"]})
+PLAIN = [
+    {"role": "system", "content": "Be brief. "},
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "Hello <there> "},
+    {"role": "user", "content": "who are you?"},
+]
+CALLED = [
+    {"role": "user", "content": "weather?"},
+    {"role": "assistant", "content": None, "tool_calls": [PARIS]},
+    {"role": "tool", "tool_call_id": PARIS["id"], "content": "21"},
+    {"role": "assistant", "content": "It is 21."},
+    {"role": "user", "content": "thanks"},
+]
+OPTIONS: list[dict[str, Any]] = [
+    {"add_generation_prompt": True},
+    {"add_generation_prompt": False},
+    {"add_generation_prompt": True, "enable_thinking": False, "date_string": "1 May 2026", "bos_token": "<x>"},
+    {"add_generation_prompt": True, "documents": [{"title": "a", "text": "b"}]},
+]
+
+
+@functools.cache
+def transformers_tokenizer(source: str) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(
+        tokenizer_object=folder.tokenizer(), chat_template=source, bos_token="<bos>", eos_token="<eos>"
+    )
+
+
+def _both(source: str, messages: Any, tools: Any = None, **options: Any) -> tuple[str, str]:
+    """What transformers renders, and what we do."""
+    theirs = transformers_tokenizer(source).apply_chat_template(
+        messages, tools=tools, tokenize=False, **options
+    )
+    named = {"add_generation_prompt", "continue_final_message", "documents"}
+    own = {name: value for name, value in options.items() if name in named}
+    extra = {name: value for name, value in options.items() if name not in named}
+    template = ChatTemplate(source, {"bos_token": "<bos>", "eos_token": "<eos>"})
+    return theirs, template.render(messages, tools=tools, chat_template_kwargs=extra, **own)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", chat_templates.ALL)
+def test_as_transformers_renders(name: str, options: dict[str, Any]) -> None:
+    theirs, ours = _both(chat_templates.ALL[name], PLAIN, **options)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("tools", [None, [WEATHER], [WEATHER, WEATHER]], ids=["none", "one", "two"])
+@pytest.mark.parametrize("name", [name for name in chat_templates.ALL if name != "smollm2"])
+def test_tools_as_transformers_renders_them(name: str, tools: Any) -> None:
+    theirs, ours = _both(chat_templates.ALL[name], CALLED, tools, add_generation_prompt=True)
+    assert ours == theirs
+    assert "Paris é" in ours and ("The weather of a city" in ours) == bool(tools)
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen2.5", "llama3.1", "qwen3-coder", "mistral"])
+@pytest.mark.parametrize("ending", ["", " ", "\n"])
+def test_a_last_message_is_continued_as_transformers_does(name: str, ending: str) -> None:
+    messages = [*PLAIN, {"role": "assistant", "content": f"Hello <there> I am{ending}"}]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    theirs, ours = _both(chat_templates.ALL[name], messages, **options)
+    assert ours == theirs
+    assert ours.rstrip().endswith("I am")
+
+
+@pytest.mark.parametrize("last", [{"role": "assistant", "content": None, "tool_calls": [PARIS]}])
+def test_a_message_without_content_is_not_continued(last: dict[str, Any]) -> None:
+    template = ChatTemplate(chat_templates.QWEN25, {})
+    with pytest.raises(RequestError, match="needs a last message with content") as caught:
+        template.render([*PLAIN, last], add_generation_prompt=False, continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
+
+
+def test_a_template_that_hides_the_last_message_cannot_continue_it() -> None:
+    template = ChatTemplate("{{ messages | length }}", {})
+    with pytest.raises(RequestError, match="does not show the last message whole"):
+        template.render(PLAIN, add_generation_prompt=False, continue_final_message=True)
+
+
+@pytest.mark.parametrize("name", ["tools", "messages", "add_generation_prompt"])
+def test_template_arguments_that_are_fields_are_refused(name: str) -> None:
+    with pytest.raises(RequestError, match=f"must not have '{name}'") as caught:
+        ChatTemplate("x", {}).render(PLAIN, chat_template_kwargs={name: 1})
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_tools_in_words_for_a_template_that_knows_none() -> None:
+    template = ChatTemplate(chat_templates.SMOLLM2, {})
+    assert template.tool_source is None
+    results = [*CALLED[:3], {**CALLED[2], "content": "22"}, *CALLED[3:]]
+    text = template.render([PLAIN[0], *results], tools=[WEATHER])
+    system, user, assistant, tool, answer, *_ = text.split("<|im_start|>")[1:]
+    assert system.startswith("system\nBe brief. \n\n") and json.dumps(WEATHER) in system
+    assert user == "user\nweather?<|im_end|>\n"
+    written = json.dumps(PARIS["function"], ensure_ascii=False)
+    assert assistant == f"assistant\n<tool_call>\n{written}\n</tool_call><|im_end|>\n"
+    responses = "\n".join(f"<tool_response>\n{degrees}\n</tool_response>" for degrees in (21, 22))
+    assert tool == f"user\n{responses}<|im_end|>\n"
+    assert answer == "assistant\nIt is 21.<|im_end|>\n"
+
+
+def test_words_without_a_system_message_and_beside_calls() -> None:
+    template = ChatTemplate(chat_templates.SMOLLM2, {})
+    text = template.render([*CALLED[:1], {**CALLED[1], "content": "Let me see."}], tools=[WEATHER])
+    assert text.startswith("<|im_start|>system\nYou can call functions")
+    assert "<|im_start|>assistant\nLet me see.\n<tool_call>\n" in text
+    assert "You can call functions" not in template.render(CALLED)
+
+
+def test_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
+    named = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools | length if tools }} tools"},
+    ]
+    config = {"chat_template": named}
+    template = load_template(open_files(folder.write(tmp_path)), config)
+    assert template is not None
+    assert template.render(PLAIN) == "plain"
+    assert template.render(PLAIN, tools=[WEATHER]) == "1 tools"
+    assert template.render(CALLED) == " tools"
+    assert template.tool_source == "{{ tools | length if tools }} tools"
+
+
+def test_ids_that_a_template_finds_too_long_become_short_ones() -> None:
+    template = ChatTemplate(chat_templates.MISTRAL, {"eos_token": "</s>"})
+    long = [CALLED[0], {**CALLED[1], "tool_calls": [{**PARIS, "id": "call_12345678"}]}]
+    text = template.render([*long, {**CALLED[2], "tool_call_id": "call_12345678"}])
+    [of_call], [of_result] = re.findall(r'"id": "(\w{9})"', text), re.findall(r'"call_id": "(\w{9})"', text)
+    assert of_call == of_result
+    assert PARIS["id"] in template.render(CALLED)

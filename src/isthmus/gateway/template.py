@@ -8,48 +8,127 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from isthmus.errors import ModelError, RequestError
 from isthmus.files import ModelFiles
+from isthmus.gateway.tools.words import in_words, with_short_ids
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
+# Where the answer goes on, in a rendered message; the space shows whether the template strips what it renders.
+_HERE = "<CONTINUE-HERE> "
+
+
 class ChatTemplate:
-    """`special_tokens`: name -> text, for the template to use, as `bos_token`."""
+    """`special_tokens`: name -> text, for the template to use, as `bos_token`. `tool_source`: of the template for
+    conversations with tools, where the model has one of its own."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None) -> None:
         """Raises jinja2.TemplateSyntaxError."""
-        self._template = _environment().from_string(source)
+        self._template = _Source(source)
+        self._tool_template = _Source(tool_source) if tool_source is not None else self._template
         self._special_tokens = dict(special_tokens)
-        self._knows_developer = "developer" in source
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The prompt text, open for the assistant's answer. Raises RequestError if the template refuses."""
+    @property
+    def tool_source(self) -> str | None:
+        """The text of the template that tools are rendered with; None if it knows nothing of them."""
+        return self._tool_template.text if self._tool_template.knows_tools else None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text: open for the assistant's answer, or for more of the last message.
+
+        `tools`: definitions as clients send them; None and none at all are the same. Arguments of past calls are
+        objects. Raises RequestError if the template refuses.
+        """
+        template = self._tool_template if tools or any(map(_is_about_tools, messages)) else self._template
+        adapted = [template.adapted(message) for message in messages]
+        if not template.knows_tools:
+            adapted = in_words(adapted, tools)
+        context = {
+            **self._special_tokens,
+            **_extra(chat_template_kwargs or {}),
+            "tools": list(tools) if tools else None,
+            "documents": documents,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if continue_final_message:
+            return _continued(template, adapted, context)
+        return template.render(adapted, context)
+
+
+class _Source:
+    """One template. `knows_tools`: definitions passed to it can show in what it renders."""
+
+    def __init__(self, text: str) -> None:
+        """Raises jinja2.TemplateSyntaxError."""
+        environment = _environment()
+        self.text = text
+        self.knows_tools = "tools" in meta.find_undeclared_variables(environment.parse(text))
+        self._template = environment.from_string(text)
+        self._knows_developer = "developer" in text
+        self._short_ids = "[TOOL_CALLS]" in text  # Mistral's
+
+    def render(self, messages: Sequence[Mapping[str, Any]], context: Mapping[str, Any]) -> str:
+        """Raises RequestError."""
         try:
-            return self._template.render(
-                messages=[self._adapted(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
-            )
+            return self._template.render({**context, "messages": messages})
         # A template runs the model author's code on the client's messages, so it may raise nearly anything.
         except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())
             message = f"the chat template of this model does not accept these messages: {reason}"
             raise RequestError(message, param="messages") from error
 
-    def _adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """`developer` is OpenAI's newer word for `system`; most templates know only the older one."""
-        adapted = dict(message)
+    def adapted(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """`developer` is OpenAI's newer word for `system`; most templates know only the older one. What is null is
+        left out: templates ask whether a field is there."""
+        adapted = {name: value for name, value in message.items() if value is not None}
         if adapted.get("role") == "developer" and not self._knows_developer:
             adapted["role"] = "system"
-        return adapted
+        return with_short_ids(adapted) if self._short_ids else adapted
+
+
+def _is_about_tools(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "tool" or bool(message.get("tool_calls"))
+
+
+def _extra(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Raises RequestError for what has a field of its own."""
+    for name in ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"):
+        if name in given:
+            message = f"'chat_template_kwargs' must not have {name!r}: the request has a field of that name"
+            raise RequestError(message, param="chat_template_kwargs")
+    return given
+
+
+def _continued(template: _Source, messages: list[dict[str, Any]], context: Mapping[str, Any]) -> str:
+    """The text up to the end of the last message's content. Raises RequestError if there is none to find."""
+    content = messages[-1].get("content")
+    if not isinstance(content, str):
+        message = "'continue_final_message' needs a last message with content to continue"
+        raise RequestError(message, param="continue_final_message")
+    rendered = template.render([*messages[:-1], messages[-1] | {"content": content + _HERE}], context)
+    mark = _HERE.strip()
+    if mark not in rendered or content.strip() not in rendered:
+        message = (
+            "'continue_final_message': the chat template of this model does not show the last message whole"
+        )
+        raise RequestError(message, param="continue_final_message")
+    before, after = rendered[: rendered.rindex(mark)], rendered[rendered.rindex(mark) :]
+    return before if after.startswith(_HERE) else before.rstrip()
 
 
 def load_template(files: ModelFiles, config: Mapping[str, Any]) -> ChatTemplate | None:
@@ -57,11 +136,11 @@ def load_template(files: ModelFiles, config: Mapping[str, Any]) -> ChatTemplate 
 
     Raises ModelError when there is one that cannot be read.
     """
-    source = files.text("chat_template.jinja")
+    source, tool_source = files.text("chat_template.jinja"), None
     if source is None:
-        source = _from_config(config, files.where("tokenizer_config.json"))
+        source, tool_source = _from_config(config, files.where("tokenizer_config.json"))
     try:
-        return None if source is None else ChatTemplate(source, special_tokens(config))
+        return None if source is None else ChatTemplate(source, special_tokens(config), tool_source)
     except (ValueError, jinja2.TemplateSyntaxError) as error:
         raise ModelError(f"{files.path}: the chat template cannot be read: {error}") from error
 
@@ -77,18 +156,19 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _from_config(config: Mapping[str, Any], where: str) -> str | None:
-    """tokenizer_config.json has one template, or a list of named ones, of which `default` is used."""
+def _from_config(config: Mapping[str, Any], where: str) -> tuple[str | None, str | None]:
+    """tokenizer_config.json has one template, or a list of named ones: `default` is used, and `tool_use` where there
+    are tools."""
     template = config.get("chat_template")
     if template is None or isinstance(template, str):
-        return template
-    if isinstance(template, list):
-        for entry in template:
-            if isinstance(entry, dict) and entry.get("name") == "default":
-                source = entry.get("template")
-                return source if isinstance(source, str) else None
-        return None
-    raise ModelError(f"{where}: chat_template must be a string or a list of templates")
+        return template, None
+    if not isinstance(template, list):
+        raise ModelError(f"{where}: chat_template must be a string or a list of templates")
+    named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+    source, tool_source = (
+        text if isinstance(text, str) else None for text in (named.get("default"), named.get("tool_use"))
+    )
+    return source, tool_source
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -32,7 +32,7 @@ def parts_of(scored: Sequence[Scored], vocab_size: int) -> Iterator[Scored]:
 def score(logits_SV: Tensor, targets: Sequence[int], num_top: int) -> list[TokenLogprobs]:
     """Of each row's target its log-probability, the `num_top` most likely, and its rank: 1 if no token is likelier."""
     targets_S1 = torch.tensor(targets, device=logits_SV.device)[:, None]
-    rank_S = (logits_SV > logits_SV.gather(1, targets_S1)).sum(dim=-1) + 1
+    rank_S = (logits_SV > logits_SV.gather(1, targets_S1)).count_nonzero(dim=-1) + 1
     logprobs_SV = logits_SV.log_softmax(dim=-1)
     chosen_S = logprobs_SV.gather(1, targets_S1)[:, 0]
     top = logprobs_SV.topk(min(num_top, logits_SV.shape[1]))

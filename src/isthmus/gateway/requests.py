@@ -29,6 +29,7 @@ from isthmus.gateway.fields import (
 from isthmus.gateway.messages import Messages
 from isthmus.gateway.refusals import refusal
 from isthmus.gateway.structured import ResponseFormat, Schema, StructuredOutputs
+from isthmus.gateway.tool_fields import Tool, ToolChoice, tools
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
@@ -159,7 +160,7 @@ class TemplateFields(Strict):
     continue_final_message: bool | None = f.boolean()
     chat_template_kwargs: dict[str, Any] | None = f.free_object()
     documents: list[dict[str, Any]] | None = Field(default=None, description="a list of objects")
-    tools: Annotated[Any, only([])] = None
+    tools: list[Tool] | None = tools()
     chat_template: Annotated[Any, Refused] = None
     media_io_kwargs: Annotated[Any, only({})] = None
 
@@ -168,7 +169,7 @@ class ChatRequest(GenerationRequest, TemplateFields):
     max_completion_tokens: int | None = f.num_tokens(1)
     logprobs: bool | None = f.boolean()
     top_logprobs: int | None = f.integer(0, MAX_LOGPROBS)
-    tool_choice: Annotated[Any, only("none", "auto")] = None
+    tool_choice: Annotated[Any, ToolChoice] = None
     parallel_tool_calls: bool | None = f.boolean()
     reasoning_effort: str | None = f.label()
     """For the chat template, as it is."""

@@ -74,7 +74,7 @@ class Sampling(msgspec.Struct, frozen=True):
     """What the answer's text must match, as llguidance reads it; "": anything."""
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Natural-log probabilities of the model itself, before temperature, penalties and bias."""
 
     chosen: float

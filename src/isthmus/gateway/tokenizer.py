@@ -14,7 +14,7 @@ from isthmus.errors import ModelError, RequestError
 from isthmus.files import open_files
 from isthmus.gateway.detokenizer import Detokenizer
 from isthmus.gateway.generation import GenerationDefaults, load_generation
-from isthmus.gateway.template import ChatTemplate, load_template, special_tokens
+from isthmus.gateway.template import ChatTemplate, load_template
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -45,9 +45,7 @@ class GatewayTokenizer:
             where = files.where("tokenizer.json")
             raise ModelError(f"{where}: not a tokenizer the tokenizers library can read: {error}") from error
         config = files.object("tokenizer_config.json")
-        eos_text = special_tokens(config).get("eos_token")
-        eos = None if eos_text is None else tokenizer.token_to_id(eos_text)
-        return cls(tokenizer, load_template(files, config), load_generation(files, eos))
+        return cls(tokenizer, load_template(files, config), load_generation(files))
 
     def encode_text(self, text: str) -> list[int]:
         """Tokens of a plain prompt, with the special tokens the model expects around it."""

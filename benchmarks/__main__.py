@@ -373,6 +373,37 @@ def serving(
 
 
 @app.command()
+def structured(
+    folder: Annotated[Path, typer.Option(help="Where logs are kept.")],
+    model: Annotated[
+        str | None, typer.Option(help="Model folder, GGUF file or hub id; default: isthmus serve's.")
+    ] = None,
+    schemas: Annotated[int, typer.Option(min=1, help="JSON schemas.")] = 100,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns with schemas and without.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of the schemas.")] = 0,
+    options: ServeOptions = "",
+    death_options: Annotated[
+        str, typer.Option(help="Of the server whose decode node is killed; empty: none is.")
+    ] = "--prefill 1 --decode 2",
+    json_file: JsonFile = None,
+) -> None:
+    """Generated JSON schemas: whether answers follow them, what a token takes, and a decode node that dies."""
+    from benchmarks import structured as bench
+    from benchmarks.peers import servers
+
+    check_writable("--json", json_file)
+    path, _ = find_model(model)
+    plan = bench.Plan(schemas, concurrency, rounds, seed, folder)
+    side = servers.isthmus("structured", path, shlex.split(options))
+    killed = servers.isthmus("structured-death", path, shlex.split(death_options)) if death_options else None
+    turns = bench.run(plan, side, killed, _say)
+    show(bench.table(plan, turns))
+    write_json(json_file, msgspec.to_builtins(turns))
+    print(bench.verdict(turns))
+
+
+@app.command()
 def wan(
     rates: Annotated[str, typer.Option(help="Rates of the path, Gbit/s.")] = "1,2,5",
     connections: Annotated[str, typer.Option(help="Connections of the session.")] = "1,4,8,16",

@@ -51,11 +51,12 @@ class Side:
 
 @dataclass(frozen=True)
 class Running:
-    """A server that answers. `ready_s`: from its start to its first answer."""
+    """A server that answers. `ready_s`: from its start to its first answer; `pid`: of its first process."""
 
     url: str
     model: str
     ready_s: float
+    pid: int
 
 
 def isthmus(name: str, model: Path, options: list[str]) -> Side:
@@ -91,7 +92,7 @@ def running(side: Side, log: Path) -> Iterator[Running]:
     try:
         url = f"http://127.0.0.1:{port}"
         model = _wait_until_ready(side, process, url, log, begin + START_S)
-        yield Running(url, model, time.monotonic() - begin)
+        yield Running(url, model, time.monotonic() - begin, process.pid)
         if process.poll() is not None:
             raise BenchError(f"{side.name} ended by itself; {log} ends with: {last_line(log.read_text())}")
     finally:

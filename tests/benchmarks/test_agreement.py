@@ -74,7 +74,7 @@ def echo() -> Iterator[Running]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Echo) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield Running(f"http://127.0.0.1:{server.server_port}", "echo", 0.0)
+        yield Running(f"http://127.0.0.1:{server.server_port}", "echo", 0.0, 0)
         server.shutdown()
         thread.join()
 

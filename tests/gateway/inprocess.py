@@ -34,6 +34,9 @@ class Poster:
         """The same for /v1/completions."""
         return self._post("/v1/completions", {"model": "acme/tiny", "prompt": "hi"} | fields)
 
+    def post(self, path: str, **fields: Any) -> httpx.Response:
+        return self._post(path, fields)
+
     def _post(self, path: str, fields: dict[str, Any]) -> httpx.Response:
         return self.request("POST", path, json={k: v for k, v in fields.items() if v is not ...})
 

@@ -17,6 +17,8 @@ MODEL = {
     "created": 1_700_000_000,
     "owned_by": "isthmus",
     "max_model_len": 256,
+    "root": "acme/tiny",
+    "parent": None,
 }
 
 

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from isthmus.errors import RequestError
-from isthmus.gateway.requests import ChatRequest, CompletionRequest, GenerationRequest, parse_body
+from isthmus.gateway.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    parse_body,
+)
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION = {"model": "m", "prompt": "hi"}
@@ -43,7 +49,25 @@ GOOD = {
     "frequency_penalty": [-2.0, 2.0],
     "repetition_penalty": [0.01, 1.0, 1.3],
     "max_tokens": [1],
-    "n": [1, 16],
+    "n": [1, 128],
+    "min_tokens": [0, 5],
+    "allowed_token_ids": [[0], [3, 5]],
+    "bad_words": [[], ["x"]],
+    "include_stop_str_in_output": [True],
+    "no_stop_trim": [True],
+    "skip_special_tokens": [False],
+    "spaces_between_special_tokens": [False],
+    "prompt_logprobs": [0, 20],
+    "truncate_prompt_tokens": [-1, 7],
+    "truncation_side": ["left", "right"],
+    "add_special_tokens": [False],
+    "return_tokens_as_token_ids": [True],
+    "guided_json": [{"type": "object"}, '{"type": "object"}', False],
+    "guided_regex": ["a+"],
+    "guided_choice": [["a", "b"]],
+    "guided_grammar": ["start: /a/"],
+    "regex": ["a"],
+    "ebnf": ['root ::= "a"'],
     "stop": ["x", [], ["x"] * 16],
     "stop_token_ids": [[], [1, 2]],
     "ignore_eos": [True, False],
@@ -55,7 +79,15 @@ GOOD = {
 }
 
 BAD = {
-    "model": [1, None],
+    "model": [1],
+    "min_tokens": [-1],
+    "allowed_token_ids": [[], [-1], "x"],
+    "bad_words": [[""], "x", [1]],
+    "prompt_logprobs": [-1, 21],
+    "truncate_prompt_tokens": [-2],
+    "truncation_side": ["middle"],
+    "guided_json": ["{", 5, []],
+    "guided_choice": [[""], "a"],
     "temperature": [-0.1, 2.1, "1", True, [1]],
     "top_p": [1.1, -1],
     "top_k": [-2, 1.5, 2**31],
@@ -64,8 +96,8 @@ BAD = {
     "presence_penalty": [2.5],
     "frequency_penalty": [-3],
     "repetition_penalty": [0, -1, 101, "1"],
-    "max_tokens": [0, -1, 1.5, "9", 2**31],
-    "n": [0, 17, True],
+    "max_tokens": [-1, 1.5, "9", 2**31],
+    "n": [0, 129, True],
     "stop": ["", [""], ["x"] * 17, 5, [5], "x" * 5000],
     "stop_token_ids": [5, ["5"], [-1], [True]],
     "ignore_eos": [1, "true"],
@@ -98,43 +130,70 @@ def test_null_means_absent(kind: type[GenerationRequest], name: str) -> None:
     assert parse(kind, **{name: None}) == parse(kind)
 
 
-# OpenAI's fields that this server knows and does not serve: the values it accepts, and one it does not.
-CHAT_ONLY = {
-    "response_format": ([{"type": "text"}], {"type": "json_object"}),
-    "modalities": ([["text"]], ["text", "audio"]),
-    "store": ([False], True),
-    "tools": ([[]], [{"type": "function"}]),
-    "functions": ([[]], [{}]),
-    "tool_choice": (["none", "auto"], "required"),
-    "function_call": (["none"], {"name": "f"}),
-    "service_tier": (["auto", "default"], "flex"),
-    "parallel_tool_calls": ([], True),
-    "metadata": ([], {}),
-    "audio": ([], {}),
-    "prediction": ([], {}),
-    "reasoning_effort": ([], "low"),
-    "verbosity": ([], "low"),
-    "web_search_options": ([], {}),
-    "prompt_cache_key": ([], "k"),
-    "prompt_cache_retention": ([], "24h"),
-    "safety_identifier": ([], "x"),
+# Fields of other servers: the values that are accepted, and one that is not.
+BOTH_KNOW = {
+    "metadata": ([{}, {"a": "b"}], 1),
+    "store": ([False, True], 1),
+    "service_tier": (["auto", "default", "flex", "priority", "fast"], "gold"),
+    "prompt_cache_key": (["k"], 1),
+    "prompt_cache_retention": (["24h"], 1),
+    "safety_identifier": (["x"], 1),
+    "request_id": (["x"], 1),
+    "session_id": (["x"], 1),
+    "rid": (["x"], 1),
+    "guided_decoding_backend": (["auto"], 1),
+    "stream_interval": ([1, 9], 0),
+    "priority": ([0], 1),
+    "use_beam_search": ([False], True),
+    "length_penalty": ([1, 1.0], 0.5),
+    "early_stopping": ([False], True),
+    "watermarking": ([False], True),
+    "kv_transfer_params": ([{}], {"do_remote_decode": True}),
+    "vllm_xargs": ([{}], {"a": 1}),
+    "mm_processor_kwargs": ([{}], {"a": 1}),
+    "logprob_token_ids": ([[]], [1]),
+    "thinking_token_budget": ([], 5),
+    "repetition_detection": ([], {}),
+    "return_token_offsets": ([False], True),
+    "return_hidden_states": ([False], True),
+    "lora_path": ([], "x"),
+    "custom_logit_processor": ([], "x"),
+    "guided_whitespace_pattern": ([], " "),
 }
-COMPLETION_ONLY = {"echo": ([False], True), "best_of": ([1], 2), "suffix": ([], "x")}
+CHAT_ONLY = {
+    "modalities": ([["text"]], ["text", "audio"]),
+    "functions": ([[]], [{}]),
+    "function_call": (["none"], {"name": "f"}),
+    "parallel_tool_calls": ([True, False], 1),
+    "audio": ([], {}),
+    "prediction": ([{"type": "content", "content": "x"}], 1),
+    "reasoning_effort": (["low"], 1),
+    "include_reasoning": ([True, False], 1),
+    "verbosity": (["low"], 1),
+    "web_search_options": ([], {}),
+    "chat_template": ([], "x"),
+    "documents": ([[], [{"text": "x"}]], ["x"]),
+    "chat_template_kwargs": ([{}, {"enable_thinking": False}], 1),
+    "add_generation_prompt": ([True, False], 1),
+    "continue_final_message": ([True, False], 1),
+    "echo": ([False], True),
+}
+COMPLETION_ONLY = {"echo": ([False, True], 1), "suffix": ([""], "x"), "prompt_embeds": ([], "x")}
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "accepted", "wrong"),
-    [(ChatRequest, name, *values) for name, values in CHAT_ONLY.items()]
+    [(ChatRequest, name, *values) for name, values in (BOTH_KNOW | CHAT_ONLY).items()]
+    + [(CompletionRequest, name, *values) for name, values in BOTH_KNOW.items()]
     + [(CompletionRequest, name, *values) for name, values in COMPLETION_ONLY.items()],
 )
-def test_unserved_fields(
+def test_fields_of_other_servers(
     kind: type[GenerationRequest], name: str, accepted: list[object], wrong: object
 ) -> None:
     for value in [None, *accepted]:
         parse(kind, **{name: value})
     error = refused(kind, **{name: wrong})
-    assert error.param == name
-    assert "supported" in str(error)
+    assert (error.param or "").startswith(name)
 
 
 @pytest.mark.parametrize(
@@ -170,9 +229,60 @@ def test_logprobs_of_completions() -> None:
     assert refused(CompletionRequest, logprobs=21).param == "logprobs"
 
 
-def test_stream_options_need_a_stream() -> None:
-    options = {"include_usage": True, "include_obfuscation": False}
+def test_stream_options() -> None:
+    options = {"include_usage": True, "include_obfuscation": False, "continuous_usage_stats": True}
     assert parse(ChatRequest, stream=True, stream_options=options).stream_options.include_usage
-    error = refused(ChatRequest, stream_options=options)
-    assert error.param == "stream_options"
-    assert "only with stream: true" in str(error)
+    assert parse(ChatRequest, stream_options=options) is not None, "without a stream they say nothing"
+    assert refused(ChatRequest, stream_options={"include_obfuscation": 1}).param is not None
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "text"},
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}, "strict": True}},
+    ],
+)
+def test_response_formats(form: object) -> None:
+    assert parse(ChatRequest, response_format=form).response_format.type == form["type"]
+
+
+@pytest.mark.parametrize(
+    ("form", "param", "words"),
+    [
+        ({"type": "xml"}, "response_format.type", 'must be one of "text", "json_object", "json_schema"'),
+        ({}, "response_format.type", "is required"),
+        ("json", "response_format", "must be an object with a type"),
+        ({"type": "json_schema"}, "response_format.json_schema", "is required"),
+        ({"type": "text", "strict": True}, "response_format.strict", "is not a known field"),
+        (
+            {"type": "json_schema", "json_schema": {"shema": {}}},
+            "response_format.json_schema.shema",
+            "did you mean 'schema'?",
+        ),
+        (
+            {"type": "json_schema", "json_schema": {"schema": 5}},
+            "response_format.json_schema.schema",
+            "must be a JSON schema",
+        ),
+    ],
+)
+def test_wrong_response_formats(form: object, param: str, words: str) -> None:
+    error = refused(ChatRequest, response_format=form)
+    assert error.param == param
+    assert words in str(error)
+
+
+def test_a_text_or_messages_to_tokenise() -> None:
+    assert parse_body(TokenizeRequest, b'{"prompt": "x"}').prompt == "x"
+    assert parse_body(TokenizeRequest, b'{"messages": [{"role": "user", "content": "x"}]}').messages
+    for body, param in (
+        (b"{}", "prompt"),
+        (b'{"messages": [{"role": "user"}]}', "messages[0].content"),
+        (b'{"prompt": "x", "temperature": 1}', "temperature"),
+        (b"[]", None),
+    ):
+        with pytest.raises(RequestError) as caught:
+            parse_body(TokenizeRequest, body)
+        assert caught.value.param == param

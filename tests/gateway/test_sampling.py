@@ -17,7 +17,7 @@ DEFAULTS = GenerationDefaults(eos=(258, 7), temperature=0.6, top_p=0.9, top_k=20
 
 def sampler(**fields: Any) -> Sampler:
     request = CompletionRequest(model="m", prompt="x", **fields)
-    return sampler_of(request, request.logprobs, DEFAULTS, CARD)
+    return sampler_of(request, DEFAULTS, CARD, logprobs=request.logprobs)
 
 
 def test_defaults_are_the_model_s() -> None:

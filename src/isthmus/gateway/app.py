@@ -12,13 +12,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+import isthmus
 from isthmus.errors import IsthmusError
 from isthmus.gateway.backend import Backend
-from isthmus.gateway.chat_wire import ChatDialect
-from isthmus.gateway.completion_wire import CompletionDialect
-from isthmus.gateway.generate import GenerationEndpoint, Service
+from isthmus.gateway.chat_wire import ChatDialect, ChatReply
+from isthmus.gateway.completion_wire import CompletionDialect, CompletionReply
+from isthmus.gateway.generate import GenerationEndpoint, JsonEndpoint, Service
 from isthmus.gateway.identity import RequestIds, id_header
 from isthmus.gateway.metrics import CONTENT_TYPE, Meter
+from isthmus.gateway.openapi import Operation, document
 from isthmus.gateway.prepare import RequestPreparer
 from isthmus.gateway.problems import (
     UnknownModelError,
@@ -28,9 +30,10 @@ from isthmus.gateway.problems import (
     problem_json,
     status_of,
 )
-from isthmus.gateway.requests import ChatRequest, CompletionRequest
+from isthmus.gateway.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.status import Status, cluster_status
+from isthmus.gateway.tokenize import DetokenizeReply, TokenizeEndpoints, TokenizeReply
 from isthmus.gateway.tokenizer import GatewayTokenizer
 from isthmus.types import ModelCard
 
@@ -41,24 +44,77 @@ def create_app(
     """An ASGI app that serves `backend`. `settings` None: the defaults."""
     settings = settings or GatewaySettings()
     meter = Meter(backend)
+    operations = _operations(backend, tokenizer, settings, meter)
+    opened = document(operations, backend.card, keys=False)
+
+    async def described(request: Request) -> Response:
+        return Response(opened, media_type="application/json")
+
+    routes = [Route(each.path, each.endpoint, methods=[each.method]) for each in operations]
+    return Starlette(
+        routes=[*routes, Route("/openapi.json", described)],
+        middleware=[Middleware(RequestIds)],
+        exception_handlers=_handlers(meter),
+    )
+
+
+def _operations(
+    backend: Backend, tokenizer: GatewayTokenizer, settings: GatewaySettings, meter: Meter
+) -> list[Operation]:
+    """All that is served: the routes, and what the document says of them."""
     service = Service(backend, tokenizer, settings, meter)
     preparer = RequestPreparer(backend.card, tokenizer, settings)
     chat = GenerationEndpoint(service, ChatRequest, preparer.chat, ChatDialect)
     completion = GenerationEndpoint(service, CompletionRequest, preparer.completion, CompletionDialect)
+    texts, limit = TokenizeEndpoints(preparer), settings.max_body_bytes
+    tokenize = JsonEndpoint(TokenizeRequest, texts.tokenize, limit)
+    detokenize = JsonEndpoint(DetokenizeRequest, texts.detokenize, limit)
     pages = _Pages(backend, meter)
-    return Starlette(
-        routes=[
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/completions", completion, methods=["POST"]),
-            Route("/v1/models", pages.models),
-            Route("/v1/models/{name:path}", pages.model),
-            Route("/health", pages.health),
-            Route("/metrics", pages.metrics),
-            Route("/status", pages.status),
-        ],
-        middleware=[Middleware(RequestIds)],
-        exception_handlers=_handlers(meter),
-    )
+    return [
+        Operation(
+            "/v1/chat/completions", chat, "Answer messages", body=ChatRequest, reply=ChatReply, streams=True
+        ),
+        Operation(
+            "/v1/completions",
+            completion,
+            "Continue a prompt",
+            body=CompletionRequest,
+            reply=CompletionReply,
+            streams=True,
+        ),
+        Operation(
+            "/tokenize", tokenize, "Tokens of a text or of messages", body=TokenizeRequest, reply=TokenizeReply
+        ),
+        Operation("/detokenize", detokenize, "Text of tokens", body=DetokenizeRequest, reply=DetokenizeReply),
+        Operation("/v1/models", pages.models, "The served model, in a list", reply=ModelList),
+        Operation("/v1/models/{name:path}", pages.model, "The served model", reply=ModelEntry),
+        Operation("/version", pages.version, "Of this server", reply=Version),
+        Operation("/health", pages.health, "Whether requests can be served", open=True),
+        Operation("/ping", pages.health, "The same", open=True),
+        Operation("/metrics", pages.metrics, "For Prometheus", media="text/plain"),
+        Operation("/status", pages.status, "What runs now", reply=Status),
+    ]
+
+
+class ModelEntry(msgspec.Struct, frozen=True):
+    """`max_model_len`: prompt and answer together, in tokens."""
+
+    id: str
+    created: int
+    max_model_len: int
+    root: str
+    object: str = "model"
+    owned_by: str = "isthmus"
+    parent: None = None
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: list[ModelEntry]
+    object: str = "list"
+
+
+class Version(msgspec.Struct, frozen=True):
+    version: str
 
 
 class _Pages:
@@ -69,14 +125,17 @@ class _Pages:
         self._meter = meter
 
     async def models(self, request: Request) -> Response:
-        return _json({"object": "list", "data": [_model(self._backend.card)]})
+        return _json(ModelList([_entry(self._backend.card)]))
 
     async def model(self, request: Request) -> Response:
         """Raises UnknownModelError."""
         name = request.path_params["name"]
         if name != self._backend.card.name:
             raise UnknownModelError(name, self._backend.card.name)
-        return _json(_model(self._backend.card))
+        return _json(_entry(self._backend.card))
+
+    async def version(self, request: Request) -> Response:
+        return _json(Version(isthmus.__version__))
 
     async def health(self, request: Request) -> Response:
         return Response(status_code=200 if self._backend.healthy else 503)
@@ -88,17 +147,11 @@ class _Pages:
         return _json(cluster_status(self._backend, self._meter.num_running))
 
 
-def _model(card: ModelCard) -> dict[str, Any]:
-    return {
-        "id": card.name,
-        "object": "model",
-        "created": card.created_s,
-        "owned_by": "isthmus",
-        "max_model_len": card.max_length,
-    }
+def _entry(card: ModelCard) -> ModelEntry:
+    return ModelEntry(card.name, card.created_s, card.max_length, card.name)
 
 
-def _json(content: dict[str, Any] | Status) -> Response:
+def _json(content: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(content), media_type="application/json")
 
 

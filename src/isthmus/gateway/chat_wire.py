@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from isthmus.gateway.choice import Choice, Delta, Score
 from isthmus.gateway.prepare import PreparedRequest
-from isthmus.gateway.wire import Usage, encode, event, finite, token_text
+from isthmus.gateway.wire import (
+    PromptScores,
+    TokenBytes,
+    Usage,
+    encode,
+    event,
+    finite,
+    prompt_scores,
+    token_text,
+    usage_field,
+)
 
 
 class TopLogprob(msgspec.Struct):
@@ -73,21 +83,20 @@ class ChatReply(msgspec.Struct):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptScores | UnsetType = UNSET
     object: str = "chat.completion"
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class ChatDialect:
-    """`token_bytes`: the bytes a token id stands for."""
-
-    def __init__(self, prepared: PreparedRequest, token_bytes: Callable[[int], bytes]) -> None:
-        self._prepared = prepared
+    def __init__(self, prepared: PreparedRequest, token_bytes: TokenBytes) -> None:
+        self._prepared, self._writing = prepared, prepared.writing
         self._token_bytes = token_bytes
         self._opened: set[int] = set()  # choices whose role was sent
 
-    def events(self, choice: Choice, delta: Delta) -> bytes:
-        opening = b"" if choice.index in self._opened else self._opening(choice)
-        tokens = delta.tokens if self._prepared.return_token_ids else UNSET
+    def events(self, choice: Choice, delta: Delta, usage: Usage | None) -> bytes:
+        opening = b"" if choice.index in self._opened else self._opening(choice, usage)
+        tokens = delta.tokens if self._writing.token_ids else UNSET
         if not (delta.text or delta.finish or delta.scores or tokens):
             return opening
         content = ChunkChoice(
@@ -97,10 +106,10 @@ class ChatDialect:
             finish_reason=delta.finish,
             token_ids=tokens,
         )
-        return opening + self._event([content])
+        return opening + self._event([content], usage)
 
     def usage_event(self, usage: Usage) -> bytes:
-        return self._event([], usage=usage)
+        return self._event([], usage)
 
     def reply(self, choices: Sequence[tuple[Choice, Delta]], usage: Usage) -> bytes:
         prepared = self._prepared
@@ -111,21 +120,23 @@ class ChatDialect:
                 model=prepared.model,
                 choices=[self._choice(choice, whole) for choice, whole in choices],
                 usage=usage,
-                prompt_token_ids=prepared.prompts[0] if prepared.return_token_ids else UNSET,
+                prompt_logprobs=self._prompt_logprobs(choices[0][1]),
+                prompt_token_ids=prepared.prompts[0] if self._writing.token_ids else UNSET,
             )
         )
 
-    def _opening(self, choice: Choice) -> bytes:
+    def _opening(self, choice: Choice, usage: Usage | None) -> bytes:
         """The event that names the role; the very first also carries the prompt's ids, where asked for."""
         first = not self._opened
         self._opened.add(choice.index)
-        ids = self._prepared.prompts[0] if first and self._prepared.return_token_ids else UNSET
-        return self._event([ChunkChoice(choice.index, ChatDelta("assistant", ""))], prompt_token_ids=ids)
+        ids = self._prepared.prompts[0] if first and self._writing.token_ids else UNSET
+        content = ChunkChoice(choice.index, ChatDelta("assistant", ""))
+        return self._event([content], usage, prompt_token_ids=ids)
 
     def _event(
         self,
         choices: list[ChunkChoice],
-        usage: Usage | None = None,
+        usage: Usage | None,
         prompt_token_ids: Sequence[int] | UnsetType = UNSET,
     ) -> bytes:
         prepared = self._prepared
@@ -134,7 +145,7 @@ class ChatDialect:
             created=prepared.created_s,
             model=prepared.model,
             choices=choices,
-            usage=usage if prepared.include_usage else UNSET,
+            usage=usage_field(prepared, usage),
             prompt_token_ids=prompt_token_ids,
         )
         return event(encode(chunk))
@@ -145,8 +156,14 @@ class ChatDialect:
             message=ChatMessage(whole.text),
             logprobs=self._logprobs(whole),
             finish_reason=whole.finish,
-            token_ids=whole.tokens if self._prepared.return_token_ids else UNSET,
+            token_ids=whole.tokens if self._writing.token_ids else UNSET,
         )
+
+    def _prompt_logprobs(self, whole: Delta) -> PromptScores | UnsetType:
+        most = self._writing.prompt_logprobs
+        if most is None:
+            return UNSET
+        return prompt_scores(self._prepared.prompts[0], whole, most, self._token_bytes)
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
         return ChatLogprobs([self._scored(score) for score in delta.scores]) if delta.scores else None
@@ -154,8 +171,11 @@ class ChatDialect:
     def _scored(self, score: Score) -> TokenLogprob:
         raw = self._token_bytes(score.token)
         top = [self._top(token, logprob) for token, logprob in score.logprobs.top]
-        return TokenLogprob(token_text(raw), finite(score.logprobs.chosen), list(raw), top)
+        return TokenLogprob(self._text(score.token, raw), finite(score.logprobs.chosen), list(raw), top)
 
     def _top(self, token: int, logprob: float) -> TopLogprob:
         raw = self._token_bytes(token)
-        return TopLogprob(token_text(raw), finite(logprob), list(raw))
+        return TopLogprob(self._text(token, raw), finite(logprob), list(raw))
+
+    def _text(self, token: int, raw: bytes) -> str:
+        return f"token_id:{token}" if self._writing.tokens_as_ids else token_text(raw)

@@ -28,13 +28,23 @@ class Delta(msgspec.Struct):
     tokens: list[int]
     scores: list[Score]
     finish: FinishReason | None = None
+    prompt_scores: tuple[TokenLogprobs, ...] | None = None
 
 
 class Choice:
-    """`index`: within the answer. `stream`: the tokens of `job`."""
+    """`index`: within the answer. `stream`: the tokens of `job`. `shows_end`: the token that ends it is text too;
+    `silent`: the first token ends it and is not part of it."""
 
     def __init__(
-        self, index: int, job: Job, stream: TokenStream, detokenizer: Detokenizer, stops: StopMatcher
+        self,
+        index: int,
+        job: Job,
+        stream: TokenStream,
+        detokenizer: Detokenizer,
+        stops: StopMatcher,
+        *,
+        shows_end: bool = False,
+        silent: bool = False,
     ) -> None:
         self.index = index
         self.job = job
@@ -45,6 +55,7 @@ class Choice:
         self._num_chars = 0
         self._detokenizer = detokenizer
         self._stops = stops
+        self._shows_end, self._silent = shows_end, silent
 
     def push(self, batch: Sequence[Generated]) -> Delta:
         """Takes the next tokens. Those behind the end of a stop string are ignored and not counted.
@@ -53,9 +64,14 @@ class Choice:
         """
         delta = Delta("", [], [])
         for generated in batch:
-            self.num_tokens += 1
             if generated.cached_tokens is not None:
                 self.cached_tokens = generated.cached_tokens
+            if generated.index == 0 and self.job.sampling.prompt_logprobs is not None:
+                delta.prompt_scores = self._prompt_scores(generated)
+            if self._silent:
+                self.finish = FinishReason.LENGTH
+                break
+            self.num_tokens += 1
             delta.tokens.append(generated.token)
             if self.job.sampling.logprobs is not None:
                 delta.scores.append(self._score(generated))
@@ -73,13 +89,19 @@ class Choice:
 
     def _text(self, generated: Generated) -> str:
         # A token that ends the answer, as eos does, is counted but gives no text.
-        ends = generated.finish is FinishReason.STOP
+        ends = generated.finish is FinishReason.STOP and not self._shows_end
         piece = "" if ends else self._detokenizer.push(generated.token)
         if generated.finish is not None:
             piece += self._detokenizer.flush()
         self._num_chars += len(piece)
         shown = self._stops.push(piece)
         return shown + self._stops.flush() if generated.finish is not None else shown
+
+    def _prompt_scores(self, first: Generated) -> tuple[TokenLogprobs, ...]:
+        scores = first.prompt_logprobs
+        if scores is None or len(scores) != len(self.job.tokens) - 1:
+            raise ProtocolError(f"{self.job.request}: the prompt's log-probabilities did not come whole")
+        return scores
 
     def _score(self, generated: Generated) -> Score:
         if generated.logprobs is None:
@@ -94,4 +116,5 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         tokens=[token for delta in deltas for token in delta.tokens],
         scores=[score for delta in deltas for score in delta.scores],
         finish=deltas[-1].finish,
+        prompt_scores=next((d.prompt_scores for d in deltas if d.prompt_scores is not None), None),
     )

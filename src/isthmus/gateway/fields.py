@@ -1,26 +1,37 @@
-"""Building blocks of the request models: each field says in words what it expects.
+"""Building blocks of the request models: each field says in words what it expects, and as JSON Schema what it takes.
 
 The words are the field's description, and a refused value is answered with them (refusals.py). Every field may
-be absent or null, which mean the same.
+be absent or null, which mean the same. The schema goes into the OpenAPI document (openapi.py).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 MAX_LABEL_CHARS = 256
 MAX_STOPS = 16
 MAX_STOP_CHARS = 4096
 MAX_SEED = 2**63 - 1
+MAX_INT = 2**31 - 1
+NULL = {"type": "null"}
+TOKEN = {"type": "integer", "minimum": 0, "format": "token-id"}
+"""Of the formats `token-id`, `num-tokens` and `model-name` the document gives the served model's own bounds."""
+
+
+def field_names(kind: type[BaseModel]) -> dict[str, Any]:
+    """The fields of a model by the names that JSON has."""
+    return {info.alias or name: info for name, info in kind.model_fields.items()}
 
 
 class Strict(BaseModel):
-    """Types as JSON has them: no `"1"` for 1, no NaN; and no field that is not declared."""
+    """Types as JSON has them: 1.0 is the integer 1, `"1"` is not; no NaN; and no field that is not declared."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True)
 
@@ -28,11 +39,42 @@ class Strict(BaseModel):
     @classmethod
     def _refuse_unknown(cls, value: Any) -> Any:
         """Stops at the first unknown field. "forbid" lists them all, which takes seconds for a hostile body."""
-        if isinstance(value, dict):
-            for name in value:
-                if name not in cls.model_fields:
-                    raise PydanticCustomError("unknown_field", "unknown", {"name": name})
-        return value
+        if not isinstance(value, dict):
+            return value
+        known = field_names(cls)
+        for name in value:
+            if name not in known:
+                raise PydanticCustomError("unknown_field", "unknown", {"name": name})
+        return {name: whole(each) for name, each in value.items()}
+
+
+def whole(value: Any) -> Any:
+    """The integer that a number without a fraction is; anything else as it is."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A value that `check` reads: what it returns is the field's value. `schema`: what JSON it takes. Where it is
+    `nullable`, null is not checked.
+
+    `check` raises `refuse(...)`.
+    """
+
+    check: Callable[[Any], Any]
+    schema: JsonSchemaValue
+    nullable: bool = True
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        def read(value: Any) -> Any:
+            return None if value is None and self.nullable else self.check(value)
+
+        return core_schema.no_info_before_validator_function(read, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {"anyOf": [self.schema, NULL]} if self.nullable and self.schema != NULL else self.schema
 
 
 def number(low: float, high: float) -> Any:
@@ -41,6 +83,22 @@ def number(low: float, high: float) -> Any:
 
 def integer(low: int, high: int) -> Any:
     return Field(default=None, ge=low, le=high, description=f"an integer from {low} to {high}")
+
+
+def num_tokens(low: int) -> Any:
+    """A number of tokens, which the document bounds by the model's context."""
+    words = f"an integer from {low} to {MAX_INT}"
+    return Field(
+        default=None, ge=low, le=MAX_INT, description=words, json_schema_extra={"format": "num-tokens"}
+    )
+
+
+def model_name() -> Any:
+    return Field(
+        default=None,
+        description="the name of a served model, a string",
+        json_schema_extra={"format": "model-name"},
+    )
 
 
 def seed() -> Any:
@@ -56,38 +114,54 @@ def label() -> Any:
     return Field(default=None, max_length=MAX_LABEL_CHARS, description=words)
 
 
+def text() -> Any:
+    return Field(default=None, description="a string")
+
+
+def regex() -> Any:
+    words = "a regular expression, as Rust's regex library reads it"
+    return Field(default=None, description=words, json_schema_extra={"format": "regex"})
+
+
+def free_object() -> Any:
+    return Field(default=None, description="an object")
+
+
 def refuse(message: str) -> PydanticCustomError:
     """An error whose message is already complete. Braces are for pydantic, so they are passed as context."""
     return PydanticCustomError("refused", "{message}", {"message": message})
 
 
-def only(*allowed: Any) -> BeforeValidator:
-    """A field of OpenAI's of which just these values are served; None always is."""
+def only(*allowed: Any) -> Checked:
+    """A field of other servers of which just these values are served; null always is."""
     words = " or ".join(json.dumps(value) for value in allowed)
 
     def check(value: Any) -> Any:
-        if value is not None and not any(type(value) is type(a) and value == a for a in allowed):
+        if not any(_same(value, each) for each in allowed):
             raise refuse(f"is supported only as {words}")
         return value
 
-    return BeforeValidator(check)
+    return Checked(check, {"enum": list(allowed)})
+
+
+def _same(value: Any, allowed: Any) -> bool:
+    """1.0 is 1, as in JSON Schema; true is not."""
+    return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
+
+
+def one_of(*words: str) -> Checked:
+    """A string of these, none of which changes an answer of this server."""
+    return only(*words)
 
 
 def _refuse_any(value: Any) -> Any:
-    if value is not None:
-        raise refuse("is not supported by this server: leave it out")
-    return value
+    raise refuse("is not supported by this server: leave it out")
 
 
-Refused = BeforeValidator(_refuse_any)
+Refused = Checked(_refuse_any, NULL)
 
 
-def checked(check: Callable[[Any], Any]) -> AfterValidator:
-    """Runs `check` on values that are not null."""
-    return AfterValidator(lambda value: None if value is None else check(value))
-
-
-def parse_stops(value: Any) -> tuple[str, ...]:
+def _parse_stops(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if (
         not isinstance(stops, list)
@@ -98,13 +172,47 @@ def parse_stops(value: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+Stops = Checked(_parse_stops, {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOPS}]})
+
+
 def parse_token_ids(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
+    tokens = tuple(map(whole, value)) if isinstance(value, list) else None
+    if tokens is None or not all(type(token) is int and token >= 0 for token in tokens):
         raise refuse("must be a list of token ids (integers of at least 0)")
-    return tuple(value)
+    return tokens
 
 
-def parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+def _parse_some_token_ids(value: Any) -> tuple[int, ...]:
+    if value == []:
+        raise refuse("must name at least one token id")
+    return parse_token_ids(value)
+
+
+def parse_count(value: Any) -> int:
+    if type(value) is not int or value < 1:
+        raise refuse("must be an integer of at least 1")
+    return value
+
+
+TokenIds = Checked(parse_token_ids, {"type": "array", "items": TOKEN})
+SomeTokenIds = Checked(_parse_some_token_ids, {"type": "array", "items": TOKEN, "minItems": 1})
+
+
+def texts(most: int, what: str) -> Checked:
+    """A list of up to `most` strings that are not empty."""
+
+    def check(value: Any) -> tuple[str, ...]:
+        fine = isinstance(value, list) and len(value) <= most
+        if not fine or not all(isinstance(each, str) and each for each in value):
+            raise refuse(f"must be a list of up to {most} {what}, none of them empty")
+        return tuple(value)
+
+    items = {"type": "string", "minLength": 1}
+    return Checked(check, {"type": "array", "items": items, "maxItems": most})
+
+
+def _parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     words = "must be an object of token ids (as strings) to numbers from -100 to 100"
     if not isinstance(value, dict):
         raise refuse(words)
@@ -117,3 +225,13 @@ def parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
             raise refuse(f"{words}; that of {key!r} is {amount!r}"[:200])
         bias[int(key)] = float(amount)  # by number: "5" and "05" are one token
     return tuple(bias.items())
+
+
+LogitBias = Checked(
+    _parse_logit_bias,
+    {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,18}$", "format": "token-id"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    },
+)

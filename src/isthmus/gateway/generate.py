@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from isthmus.errors import IsthmusError
@@ -18,12 +20,12 @@ from isthmus.gateway.identity import hex_id
 from isthmus.gateway.metrics import ChoiceTimer, Meter
 from isthmus.gateway.prepare import PreparedRequest
 from isthmus.gateway.problems import problem_json, status_of
-from isthmus.gateway.requests import Body, parse_body
+from isthmus.gateway.requests import GenerationRequest, parse_body
 from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.stops import StopMatcher
 from isthmus.gateway.terms import Terms, terms_of
 from isthmus.gateway.tokenizer import GatewayTokenizer
-from isthmus.gateway.wire import DONE, Dialect, event, usage_of
+from isthmus.gateway.wire import DONE, Dialect, encode, event, usage_of
 
 TimedChoices = list[tuple[Choice, ChoiceTimer]]
 
@@ -39,12 +41,27 @@ class Service:
 
 
 @dataclass(frozen=True)
-class GenerationEndpoint(Generic[Body]):
+class JsonEndpoint:
+    """An ASGI app that answers a body of this `kind` with what `answer` makes of it, at once and whole."""
+
+    kind: Any
+    answer: Callable[[Any], Awaitable[msgspec.Struct]]
+    max_body_bytes: int
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Raises IsthmusError."""
+        with suppress(ClientGoneError):
+            body = await read_body(scope, receive, self.max_body_bytes)
+            await send_body(send, encode(await self.answer(parse_body(self.kind, body))), JSON_HEADERS)
+
+
+@dataclass(frozen=True)
+class GenerationEndpoint:
     """An ASGI app for one endpoint: `kind` of body it reads, how it plans it, and how it writes the answer."""
 
     service: Service
-    kind: type[Body]
-    plan: Callable[[Body, str, Terms], Awaitable[PreparedRequest]]
+    kind: type[GenerationRequest]
+    plan: Callable[[Any, str, Terms], Awaitable[PreparedRequest]]
     dialect: Callable[[PreparedRequest, Callable[[int], bytes]], Dialect]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,7 +76,7 @@ class GenerationEndpoint(Generic[Body]):
         body = await read_body(scope, receive, self.service.settings.max_body_bytes)
         prepared = await self.plan(parse_body(self.kind, body), hex_id(scope), terms_of(scope))
         dialect = self.dialect(prepared, self.service.tokenizer.token_bytes)
-        answer = self._stream if prepared.stream else self._answer
+        answer = self._stream if prepared.writing.stream else self._answer
         # From here to `run`, which cancels what is left, nothing may await or fail.
         choices = self._submit(prepared, arrival_s)
         running = self.service.meter.running
@@ -72,12 +89,18 @@ class GenerationEndpoint(Generic[Body]):
     def _submit(self, prepared: PreparedRequest, arrival_s: float) -> TimedChoices:
         """Starts all jobs, or none. Raises what the backend raises."""
         started: dict[int, Choice] = {}
+        writing = prepared.writing
         try:
             for index, job in enumerate(prepared.jobs):
-                stream = self.service.backend.submit(job)
-                detokenizer = self.service.tokenizer.detokenizer()
-                stops = StopMatcher(prepared.stops)
-                started[index] = Choice(index, job, stream, detokenizer, stops)
+                started[index] = Choice(
+                    index,
+                    job,
+                    self.service.backend.submit(job),
+                    self.service.tokenizer.detokenizer(special=writing.shows_special),
+                    StopMatcher(writing.stops, shown=writing.shows_stop),
+                    shows_end=writing.shows_stop,
+                    silent=writing.only_echo,
+                )
         except BaseException:
             cancel_all(started)
             raise
@@ -108,8 +131,11 @@ class GenerationEndpoint(Generic[Body]):
     ) -> None:
         writer = EventWriter(send)
 
+        writing, all_choices = prepared.writing, [choice for choice, _ in choices]
+
         async def write(choice: Choice, delta: Delta) -> None:
-            await writer.write(dialect.events(choice, delta))
+            usage = usage_of(prepared, all_choices) if writing.usage else None
+            await writer.write(dialect.events(choice, delta, usage))
 
         try:
             await run(choices, write, receive)
@@ -121,5 +147,5 @@ class GenerationEndpoint(Generic[Body]):
                 raise  # a bug of ours: the app counts it and the server logs it
             self.service.meter.failed(status_of(error))
             return
-        usage = usage_of(prepared, [choice for choice, _ in choices])
-        await writer.close((dialect.usage_event(usage) if prepared.include_usage else b"") + DONE)
+        last = dialect.usage_event(usage_of(prepared, all_choices)) if writing.counts else b""
+        await writer.close(last + DONE)

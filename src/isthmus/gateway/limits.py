@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from isthmus.errors import RequestError
 from isthmus.types import ModelCard
+
+if TYPE_CHECKING:
+    from isthmus.gateway.requests import GenerationRequest
 
 TOO_LONG = "context_length_exceeded"
 
@@ -18,6 +23,24 @@ def check_prompt(num_tokens: int, card: ModelCard, param: str) -> None:
             f"{param!r} has {num_tokens} tokens. Please shorten it"
         )
         raise RequestError(message, param=param, code=TOO_LONG)
+
+
+def truncated(
+    tokens: tuple[int, ...], request: GenerationRequest, asked: int | None, card: ModelCard
+) -> tuple[int, ...]:
+    """What `truncate_prompt_tokens` leaves of a prompt: its end, or its beginning if `truncation_side` is right.
+
+    -1 keeps what leaves room for the `asked` tokens of the answer, or one. Raises RequestError when that is nothing.
+    """
+    most = request.truncate_prompt_tokens
+    if most is None:
+        return tokens
+    if most < 0:
+        most = max(0, card.max_length - (asked or 1))
+    if most == 0:
+        message = "'truncate_prompt_tokens' leaves nothing of the prompt"
+        raise RequestError(message, param="truncate_prompt_tokens")
+    return tokens[:most] if request.truncation_side == "right" else tokens[-most:]
 
 
 def answer_tokens(

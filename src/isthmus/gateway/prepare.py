@@ -9,14 +9,15 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from isthmus.errors import RequestError
-from isthmus.gateway.limits import answer_tokens, check_prompt
+from isthmus.gateway.limits import answer_tokens, check_prompt, truncated
 from isthmus.gateway.problems import UnknownModelError
-from isthmus.gateway.requests import ChatRequest, CompletionRequest, GenerationRequest, Prompt
+from isthmus.gateway.requests import ChatRequest, CompletionRequest, GenerationRequest, Prompt, TemplateFields
 from isthmus.gateway.sampling import Sampler, check_vocabulary, sampler_of
 from isthmus.gateway.settings import GatewaySettings
+from isthmus.gateway.structured import check_grammar, grammar_of
 from isthmus.gateway.terms import Terms
 from isthmus.gateway.tokenizer import GatewayTokenizer
 from isthmus.types import Job, ModelCard, RequestId
@@ -27,19 +28,47 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
+class Writing:
+    """How an answer is written. `usage`: None in no event, False in the last one, True in each."""
+
+    stream: bool
+    usage: bool | None
+    stops: tuple[str, ...]
+    shows_stop: bool
+    shows_special: bool
+    token_ids: bool
+    tokens_as_ids: bool
+    echo: bool
+    only_echo: bool
+    prompt_logprobs: int | None
+
+    @property
+    def counts(self) -> bool:
+        """Usage is part of a streamed answer."""
+        return self.usage is not None
+
+
+@dataclass(frozen=True)
 class PreparedRequest:
-    """One accepted HTTP request. Choice `k` of prompt `p` is `jobs[p * n + k]`."""
+    """One accepted HTTP request. Choice `k` of prompt `p` is `jobs[p * n + k]`. `texts`: of the prompts."""
 
     id: str
     created_s: int
     model: str
     prompts: tuple[Tokens, ...]
+    texts: tuple[str, ...]
     n: int
     jobs: tuple[Job, ...]
-    stops: tuple[str, ...]
-    stream: bool
-    include_usage: bool
-    return_token_ids: bool
+    writing: Writing
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """With the most tokens its answers may have. `text`: as the client sent it, where the answer repeats it."""
+
+    tokens: Tokens
+    max_tokens: int
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -52,32 +81,76 @@ class RequestPreparer:
 
     async def chat(self, request: ChatRequest, hex_id: str, terms: Terms) -> PreparedRequest:
         """Raises RequestError."""
-        self._check_model(request)
-        sampler = sampler_of(request, _chat_logprobs(request), self.tokenizer.generation, self.card)
+        self.check_model(request.model)
+        sampler = await self._sampler(request, _chat_logprobs(request), request.prompt_logprobs)
         asked, param = _chat_max_tokens(request)
-        messages = [message.for_template() for message in request.messages]
-        num_chars = sum(len(message.content) for message in request.messages)
-        tokens = await self._off_loop(num_chars, lambda: self.tokenizer.encode_chat(messages))
+        tokens = truncated(
+            await self.chat_tokens(request, request.add_special_tokens), request, asked, self.card
+        )
         check_prompt(len(tokens), self.card, "messages")
         max_tokens = answer_tokens(len(tokens), asked, self.card, param=param, default=None)
-        return self._prepared(f"chatcmpl-{hex_id}", request, terms, sampler, [(tuple(tokens), max_tokens)])
+        return self._prepared(f"chatcmpl-{hex_id}", request, terms, sampler, [_Prompt(tokens, max_tokens)])
 
     async def completion(self, request: CompletionRequest, hex_id: str, terms: Terms) -> PreparedRequest:
         """Raises RequestError."""
-        self._check_model(request)
-        sampler = sampler_of(request, request.logprobs, self.tokenizer.generation, self.card)
+        self.check_model(request.model)
+        asked = max((k for k in (request.prompt_logprobs, _echoed(request)) if k is not None), default=None)
+        sampler = await self._sampler(request, request.logprobs, asked)
         self._check_count(len(request.prompt), request.n or 1)
-        num_chars = sum(len(prompt) for prompt in request.prompt if isinstance(prompt, str))
-        prompts = await self._off_loop(num_chars, lambda: [self._tokens(prompt) for prompt in request.prompt])
-        sized = []
-        for tokens in prompts:
-            check_prompt(len(tokens), self.card, "prompt")
-            check_vocabulary(tokens, self.card, "prompt")
-            asked, default = request.max_tokens, DEFAULT_COMPLETION_TOKENS
-            sized.append(
-                (tokens, answer_tokens(len(tokens), asked, self.card, param="max_tokens", default=default))
-            )
-        return self._prepared(f"cmpl-{hex_id}", request, terms, sampler, sized)
+        prompts = await self._off_loop(
+            sum(len(prompt) for prompt in request.prompt if isinstance(prompt, str)),
+            lambda: [self._prompt(prompt, request) for prompt in request.prompt],
+        )
+        return self._prepared(f"cmpl-{hex_id}", request, terms, sampler, prompts)
+
+    async def chat_tokens(self, request: TemplateFields, add_special_tokens: bool | None) -> Tokens:
+        """Tokens of a conversation. Raises RequestError."""
+        if request.add_generation_prompt and request.continue_final_message:
+            message = "'add_generation_prompt' and 'continue_final_message' contradict each other: give one"
+            raise RequestError(message, param="continue_final_message")
+        options = _template_options(request)
+        messages = [message.for_template() for message in request.messages]
+        special = bool(add_special_tokens)
+        return await self._off_loop(
+            sum(len(str(message["content"])) for message in messages),
+            lambda: tuple(self.tokenizer.encode_chat(messages, add_special_tokens=special, **options)),
+        )
+
+    async def text_tokens(self, text: str, add_special_tokens: bool | None) -> Tokens:
+        """Tokens of a text."""
+        special = add_special_tokens is not False
+        return await self._off_loop(
+            len(text), lambda: tuple(self.tokenizer.encode_text(text, add_special_tokens=special))
+        )
+
+    def check_model(self, name: str | None) -> None:
+        """Raises UnknownModelError. No name means the served model."""
+        if name is not None and name != self.card.name:
+            raise UnknownModelError(name, self.card.name)
+
+    async def _sampler(
+        self, request: GenerationRequest, logprobs: int | None, prompt_logprobs: int | None
+    ) -> Sampler:
+        """Raises RequestError."""
+        if request.best_of not in (None, request.n or 1):
+            message = "'best_of' is supported only as equal to 'n': answers are not ranked"
+            raise RequestError(message, param="best_of")
+        if request.stream and request.prompt_logprobs is not None:
+            message = "'prompt_logprobs' come in one piece: leave it out, or stream"
+            raise RequestError(message, param="prompt_logprobs")
+        grammar, param = grammar_of(request)
+        if grammar:
+            # In a thread: a large schema takes its time, and the library lets others run meanwhile.
+            await asyncio.to_thread(lambda: check_grammar(grammar, param, self.tokenizer.for_grammars))
+        return sampler_of(
+            request,
+            self.tokenizer.generation,
+            self.card,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            bad_words=self.tokenizer.words_as_tokens(request.bad_words or ()),
+            grammar=grammar,
+        )
 
     def _prepared(
         self,
@@ -85,18 +158,17 @@ class RequestPreparer:
         request: GenerationRequest,
         terms: Terms,
         sampler: Sampler,
-        sized: list[tuple[Tokens, int]],
+        prompts: list[_Prompt],
     ) -> PreparedRequest:
-        """`sized`: each prompt with the most tokens its answers may have."""
         n = request.n or 1
         jobs: list[Job] = []
-        for tokens, max_tokens in sized:
+        for prompt in prompts:
             for sampling in sampler.for_prompt(n):
                 jobs.append(
                     Job(
                         request=RequestId(f"{answer_id}-{len(jobs)}"),
-                        tokens=tokens,
-                        max_tokens=max_tokens,
+                        tokens=prompt.tokens,
+                        max_tokens=prompt.max_tokens,
                         sampling=sampling,
                         tenant=request.user or "",
                         salt=request.cache_salt or "",
@@ -105,23 +177,16 @@ class RequestPreparer:
                         tbt_ms=terms.tbt_ms,
                     )
                 )
-        options = request.stream_options
         return PreparedRequest(
             id=answer_id,
             created_s=int(time.time()),
             model=self.card.name,
-            prompts=tuple(tokens for tokens, _ in sized),
+            prompts=tuple(prompt.tokens for prompt in prompts),
+            texts=tuple(prompt.text for prompt in prompts),
             n=n,
             jobs=tuple(jobs),
-            stops=request.stop or (),
-            stream=bool(request.stream),
-            include_usage=options is not None and bool(options.include_usage),
-            return_token_ids=bool(request.return_token_ids),
+            writing=_writing(request),
         )
-
-    def _check_model(self, request: GenerationRequest) -> None:
-        if request.model != self.card.name:
-            raise UnknownModelError(request.model, self.card.name)
 
     def _check_count(self, num_prompts: int, n: int) -> None:
         most = self.settings.max_sequences
@@ -131,11 +196,26 @@ class RequestPreparer:
             )
             raise RequestError(message, param="prompt")
 
-    def _tokens(self, prompt: Prompt) -> Tokens:
-        # An empty text stays empty: the special tokens around it alone are no prompt.
+    def _prompt(self, prompt: Prompt, request: CompletionRequest) -> _Prompt:
+        """Raises RequestError."""
         if isinstance(prompt, str):
-            return tuple(self.tokenizer.encode_text(prompt)) if prompt else ()
-        return prompt
+            special = request.add_special_tokens is not False
+            # An empty text stays empty: the special tokens around it alone are no prompt.
+            tokens = tuple(self.tokenizer.encode_text(prompt, add_special_tokens=special)) if prompt else ()
+        else:
+            tokens = prompt
+        asked = request.max_tokens
+        if asked == 0 and not request.echo:
+            raise RequestError("'max_tokens' may be 0 only with echo: true", param="max_tokens")
+        kept = truncated(tokens, request, asked or DEFAULT_COMPLETION_TOKENS, self.card)
+        check_prompt(len(kept), self.card, "prompt")
+        check_vocabulary(kept, self.card, "prompt")
+        text = prompt if isinstance(prompt, str) and kept == tokens else None
+        if request.echo and text is None:
+            text = self.tokenizer.decode(kept)
+        default = DEFAULT_COMPLETION_TOKENS
+        most = answer_tokens(len(kept), asked, self.card, param="max_tokens", default=default)
+        return _Prompt(kept, max(1, most), text or "")  # no job is without a token; it is not shown
 
     async def _off_loop(self, num_chars: int, tokenise: Callable[[], Result]) -> Result:
         """Long texts are tokenised in a thread, so that other requests' tokens keep flowing."""
@@ -144,10 +224,47 @@ class RequestPreparer:
         return tokenise()
 
 
+def _writing(request: GenerationRequest) -> Writing:
+    options = request.stream_options
+    counts = options is not None and bool(options.include_usage)
+    return Writing(
+        stream=bool(request.stream),
+        usage=bool(options and options.continuous_usage_stats) if counts else None,
+        stops=request.stop or (),
+        shows_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
+        shows_special=request.skip_special_tokens is False,
+        token_ids=bool(request.return_token_ids),
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        echo=isinstance(request, CompletionRequest) and bool(request.echo),
+        only_echo=request.max_tokens == 0,
+        prompt_logprobs=request.prompt_logprobs,
+    )
+
+
+def _template_options(request: TemplateFields) -> dict[str, Any]:
+    """What of a request's fields the template is rendered with."""
+    continues = bool(request.continue_final_message)
+    opens = request.add_generation_prompt
+    extra = dict(request.chat_template_kwargs or {})
+    if isinstance(request, ChatRequest) and request.reasoning_effort is not None:
+        extra.setdefault("reasoning_effort", request.reasoning_effort)
+    return {
+        "add_generation_prompt": not continues if opens is None else opens,
+        "continue_final_message": continues,
+        "chat_template_kwargs": extra,
+        "documents": request.documents,
+    }
+
+
+def _echoed(request: CompletionRequest) -> int | None:
+    """Log-probabilities that an echoed prompt needs."""
+    return request.logprobs if request.echo else None
+
+
 def _chat_logprobs(request: ChatRequest) -> int | None:
     if request.logprobs:
         return request.top_logprobs or 0
-    if request.top_logprobs is not None:
+    if request.top_logprobs:
         raise RequestError("'top_logprobs' is allowed only with logprobs: true", param="top_logprobs")
     return None
 
@@ -156,7 +273,7 @@ def _chat_max_tokens(request: ChatRequest) -> tuple[int | None, str]:
     """The client's limit, and the name of the field it stood in."""
     if request.max_completion_tokens is None:
         return request.max_tokens, "max_tokens"
-    if request.max_tokens is not None:
-        message = "'max_tokens' and 'max_completion_tokens' mean the same: give only one"
+    if request.max_tokens not in (None, request.max_completion_tokens):
+        message = "'max_tokens' and 'max_completion_tokens' mean the same and differ: give only one"
         raise RequestError(message, param="max_tokens")
     return request.max_completion_tokens, "max_completion_tokens"

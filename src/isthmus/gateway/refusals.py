@@ -4,83 +4,123 @@ from __future__ import annotations
 
 import difflib
 import json
-import types
 import typing
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import pydantic
-from pydantic import BaseModel
+from pydantic import BaseModel, Tag
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from isthmus.errors import RequestError
-from isthmus.gateway.fields import Refused
+from isthmus.gateway.fields import Refused, field_names
 
 MAX_SHOWN_CHARS = 60
+Loc = tuple[int | str, ...]
 
 
-def refusal(error: pydantic.ValidationError, kind: type[BaseModel]) -> RequestError:
-    """The error that answers the first fault pydantic found in a body of type `kind`."""
+def refusal(error: pydantic.ValidationError, kind: Any) -> RequestError:
+    """The error that answers the first fault pydantic found in a body of type `kind`: a model, or a union of some."""
     first = error.errors(include_url=False)[0]
-    if first["type"] == "unknown_field":
-        return _unknown_field(first, kind)
     if first["type"] == "json_invalid":
         return RequestError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
-    if not first["loc"]:
+    place = _Place(kind, first["loc"])
+    if first["type"] == "unknown_field":
+        return _unknown_field(place, first["ctx"]["name"])
+    if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        return _wrong_tag(place, first)
+    if not place.steps:
         return RequestError("the body must be a JSON object")
-    param = _path(first["loc"])
-    return RequestError(f"{param!r} {_complaint(first, kind)}", param=param)
+    return RequestError(f"{place.path!r} {_complaint(first, place)}", param=place.path)
 
 
-def _unknown_field(fault: ErrorDetails, kind: type[BaseModel]) -> RequestError:
+class _Place:
+    """Where in a body a fault lies. `steps`: names and numbers that lead there; `field`: the last named one, None if no
+    model declares it; `inner`: the model that stands there.
+
+    Of a union, pydantic's places also name the member that a value was read as, which no client knows: those are left
+    out.
+    """
+
+    def __init__(self, kind: Any, loc: Loc) -> None:
+        self.steps: list[int | str] = []
+        self.field: FieldInfo | None = None
+        members = dict(_members(kind))
+        for step in loc:
+            if isinstance(step, str):
+                if len(members) > 1:
+                    members = {tag: member for tag, member in members.items() if tag == step}
+                    continue
+                owner = next(iter(members.values()), None)
+                self.field = field_names(owner).get(step) if owner else None
+                members = dict(_members(self.field.annotation)) if self.field else {}
+            self.steps.append(step)
+        self.inner = next(iter(members.values()), None)
+
+    @property
+    def path(self) -> str:
+        """`messages[0].content`"""
+        return self.path_of()
+
+    def path_of(self, *more: str) -> str:
+        path = ""
+        for step in (*self.steps, *more):
+            path += f"[{step}]" if isinstance(step, int) else f".{step[:MAX_SHOWN_CHARS]}"
+        return path.removeprefix(".")
+
+
+def _members(annotation: Any, tag: str | None = None) -> Iterator[tuple[str, type[BaseModel]]]:
+    """The models inside a field's type, each under the tags that a union knows it by."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        annotation, *metadata = typing.get_args(annotation)
+        tag = next((each.tag for each in metadata if isinstance(each, Tag)), tag)
+    if isinstance(annotation, type) and typing.get_origin(annotation) is None:
+        if issubclass(annotation, BaseModel):
+            for each in [tag] if tag is not None else _literals(annotation) or [annotation.__name__]:
+                yield each, annotation
+        return
+    for inner in typing.get_args(annotation):
+        yield from _members(inner, tag)
+
+
+def _literals(model: type[BaseModel]) -> list[str]:
+    """What the model's fields of one or a few fixed words may be: one of them tells it from others."""
+    types = [info.annotation for info in model.model_fields.values() if info.is_required()]
+    return [word for kind in types if typing.get_origin(kind) is Literal for word in typing.get_args(kind)]
+
+
+def _unknown_field(place: _Place, name: str) -> RequestError:
     """The error is placed at the object that has the field; `name` is the field."""
-    name = fault["ctx"]["name"]
-    param = _path((*fault["loc"], name))
-    owner, _ = _locate(kind, (*fault["loc"], name))
-    return RequestError(f"{param!r} is not a known field{_suggestion(owner, name)}", param=param)
+    param = place.path_of(name)
+    return RequestError(f"{param!r} is not a known field{_suggestion(place.inner, name)}", param=param)
 
 
-def _path(loc: tuple[int | str, ...]) -> str:
-    """`messages[0].content` of `("messages", 0, "content")`."""
-    path = ""
-    for step in loc:
-        path += f"[{step}]" if isinstance(step, int) else f".{step[:MAX_SHOWN_CHARS]}"
-    return path.removeprefix(".")
+def _wrong_tag(place: _Place, fault: ErrorDetails) -> RequestError:
+    """Which of several objects stands here is said by one of its fields, and that is missing or wrong."""
+    name = fault["ctx"]["discriminator"].strip("'")
+    param = place.path_of(name)
+    if fault["type"] == "union_tag_not_found":
+        return RequestError(f"{param!r} is required", param=param)
+    words = ", ".join(fault["ctx"]["expected_tags"].replace("'", '"').split(", "))
+    return RequestError(f"{param!r} must be one of {words}, got {_shown(fault['ctx']['tag'])}", param=param)
 
 
-def _complaint(fault: ErrorDetails, kind: type[BaseModel]) -> str:
-    field = _locate(kind, fault["loc"])[1]
+def _complaint(fault: ErrorDetails, place: _Place) -> str:
     if fault["type"] == "refused":
         return fault["msg"]
     if fault["type"] == "missing":
         return "is required"
-    in_list = isinstance(fault["loc"][-1], int)
-    if field is not None and field.description and not in_list:
-        return f"must be {field.description}, got {_shown(fault['input'])}"
+    in_list = isinstance(place.steps[-1], int)
+    if place.field is not None and place.field.description and not in_list:
+        return f"must be {place.field.description}, got {_shown(fault['input'])}"
     message = fault["msg"]
     return f"is wrong: {message[:1].lower()}{message[1:]}, got {_shown(fault['input'])}"
 
 
-def _locate(kind: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[type[BaseModel], Any]:
-    """The model that owns the last field name of `loc`, and that field, or None if it has none such."""
-    owner, field = kind, None
-    for step in loc:
-        if isinstance(step, int):
-            continue
-        if field is not None:
-            owner = _nested(field.annotation) or owner
-        field = owner.model_fields.get(step)
-    return owner, field
-
-
-def _nested(annotation: Any) -> type[BaseModel] | None:
-    """The request model inside `Model | None` or `list[Model]`."""
-    if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
-        return annotation if issubclass(annotation, BaseModel) else None
-    return next(filter(None, map(_nested, typing.get_args(annotation))), None)
-
-
-def _suggestion(owner: type[BaseModel], name: str) -> str:
-    served = [field for field, info in owner.model_fields.items() if Refused not in info.metadata]
+def _suggestion(owner: type[BaseModel] | None, name: str) -> str:
+    known = field_names(owner) if owner else {}
+    served = [field for field, info in known.items() if Refused not in info.metadata]
     near = difflib.get_close_matches(name[:MAX_SHOWN_CHARS], served, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 

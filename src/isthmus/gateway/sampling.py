@@ -42,12 +42,22 @@ def choice_seed(seed: int, choice: int) -> int:
 
 
 def sampler_of(
-    request: GenerationRequest, logprobs: int | None, defaults: GenerationDefaults, card: ModelCard
+    request: GenerationRequest,
+    defaults: GenerationDefaults,
+    card: ModelCard,
+    *,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    bad_words: tuple[tuple[int, ...], ...] = (),
+    grammar: str = "",
 ) -> Sampler:
-    """`logprobs`: as in Sampling. Raises RequestError for a token id outside the vocabulary."""
+    """What is not the request's own field: as in Sampling. Raises RequestError for a token id outside the
+    vocabulary."""
     stop_token_ids = request.stop_token_ids or ()
     logit_bias = request.logit_bias or ()
+    allowed = request.allowed_token_ids or ()
     check_vocabulary(stop_token_ids, card, "stop_token_ids")
+    check_vocabulary(allowed, card, "allowed_token_ids")
     check_vocabulary([token for token, _ in logit_bias], card, "logit_bias")
     eos = () if request.ignore_eos else defaults.eos
     base = Sampling(
@@ -57,12 +67,25 @@ def sampler_of(
         min_p=_given(request.min_p, 0.0),
         presence_penalty=_given(request.presence_penalty, 0.0),
         frequency_penalty=_given(request.frequency_penalty, 0.0),
-        repetition_penalty=_given(request.repetition_penalty, defaults.repetition_penalty),
+        repetition_penalty=_given(_repetition_penalty(request), defaults.repetition_penalty),
         logit_bias=logit_bias,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         stop_tokens=tuple(dict.fromkeys((*eos, *stop_token_ids))),
+        min_tokens=request.min_tokens or 0,
+        allowed_tokens=tuple(dict.fromkeys(allowed)),
+        bad_words=bad_words,
+        grammar=grammar,
     )
     return Sampler(base, request.seed)
+
+
+def _repetition_penalty(request: GenerationRequest) -> float | None:
+    one, other = request.repetition_penalty, request.repeat_penalty
+    if one is not None and other is not None and one != other:
+        message = "'repeat_penalty' and 'repetition_penalty' mean the same and differ: give only one"
+        raise RequestError(message, param="repeat_penalty")
+    return other if one is None else one
 
 
 def check_vocabulary(tokens: tuple[int, ...] | list[int], card: ModelCard, param: str) -> None:

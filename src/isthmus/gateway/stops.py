@@ -10,12 +10,14 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Holds text back while it may be the beginning of a stop string. `stops`: non-empty strings."""
+    """Holds text back while it may be the beginning of a stop string. `stops`: non-empty strings. `shown`: the answer
+    ends behind the stop string, not before it."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, shown: bool = False) -> None:
         # Longest first, so that the first found at a character is the one that starts earliest.
         self._automata = [_Automaton(stop) for stop in sorted(stops, key=len, reverse=True)]
         self._held = ""
+        self._shown = shown
         self.matched = False
 
     def push(self, text: str) -> str:
@@ -32,7 +34,7 @@ class StopMatcher:
             if complete is not None:
                 self.matched = True
                 self._held = ""
-                return buffer[: position - len(complete.stop)]
+                return buffer[: position if self._shown else position - len(complete.stop)]
         keep = max(automaton.length for automaton in self._automata)
         self._held = buffer[len(buffer) - keep :]
         return buffer[: len(buffer) - keep]

@@ -13,6 +13,8 @@ _INTEGER = re.compile(rb"[+-]?[0-9]{1,10}")
 MAX_MS = 2**31 - 1
 MAX_PRIORITY = 1000
 SLO_TTFT, SLO_TBT, PRIORITY = "x-isthmus-slo-ttft-ms", "x-isthmus-slo-tbt-ms", "x-isthmus-priority"
+HEADERS = {SLO_TTFT: (1, MAX_MS), SLO_TBT: (1, MAX_MS), PRIORITY: (-MAX_PRIORITY, MAX_PRIORITY)}
+"""The least and the largest value of each."""
 
 
 class Terms(msgspec.Struct, frozen=True):
@@ -26,13 +28,14 @@ class Terms(msgspec.Struct, frozen=True):
 def terms_of(scope: Scope) -> Terms:
     """Raises RequestError naming a header that is no integer, out of range, or given twice."""
     return Terms(
-        priority=_integer(scope, PRIORITY, -MAX_PRIORITY, MAX_PRIORITY) or 0,
-        ttft_ms=_integer(scope, SLO_TTFT, 1, MAX_MS),
-        tbt_ms=_integer(scope, SLO_TBT, 1, MAX_MS),
+        priority=_integer(scope, PRIORITY) or 0,
+        ttft_ms=_integer(scope, SLO_TTFT),
+        tbt_ms=_integer(scope, SLO_TBT),
     )
 
 
-def _integer(scope: Scope, name: str, low: int, high: int) -> int | None:
+def _integer(scope: Scope, name: str) -> int | None:
+    low, high = HEADERS[name]
     values = [value for header, value in scope["headers"] if header == name.encode()]
     if not values:
         return None

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from llguidance import LLTokenizer
 from tokenizers import Tokenizer
 
 from isthmus.errors import ModelError, RequestError
@@ -32,6 +34,7 @@ class GatewayTokenizer:
         self._template = template
         self._added = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
         self._visible = _visible(tokenizer)
+        self._all_visible = _visible(tokenizer, special=True)
         self._byte_level = "ByteLevel" in json.dumps(json.loads(tokenizer.to_str()).get("decoder"))
 
     @classmethod
@@ -47,22 +50,42 @@ class GatewayTokenizer:
         config = files.object("tokenizer_config.json")
         return cls(tokenizer, load_template(files, config), load_generation(files))
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokens of a plain prompt, with the special tokens the model expects around it."""
-        return self._encode(text, add_special_tokens=True)
+        return self._encode(text, add_special_tokens=add_special_tokens)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Tokens of a conversation. Raises RequestError without a template, or if the template refuses."""
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
+    ) -> list[int]:
+        """Tokens of a conversation; `options` are the template's. Raises RequestError without a template, or if the
+        template refuses."""
         if self._template is None:
             raise RequestError("this model has no chat template: use /v1/completions instead", param="messages")
-        return self._encode(self._template.render(messages), add_special_tokens=False)
+        text = self._template.render(messages, **options)
+        return self._encode(text, add_special_tokens=add_special_tokens)
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Text of `tokens`, without special tokens."""
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Text of `tokens`; without special tokens, unless they are wanted."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=not special)
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, *, special: bool = False) -> Detokenizer:
+        if special:
+            return Detokenizer(lambda tokens: self.decode(tokens, special=True), self._all_visible)
         return Detokenizer(self.decode, self._visible)
+
+    def words_as_tokens(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it is, and as it is written behind a space."""
+        found = [(word, f" {word.lstrip()}") for word in words]
+        return tuple(
+            dict.fromkeys(
+                tuple(self._encode(form, add_special_tokens=False)) for pair in found for form in pair
+            )
+        )
+
+    @cached_property
+    def for_grammars(self) -> LLTokenizer:
+        """The same tokens, as the library of grammars reads them. Takes a moment the first time."""
+        return LLTokenizer(self._tokenizer.to_str(), eos_token=list(self.generation.eos) or None)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes one token stands for by itself; they may be part of a character. Empty if no such token."""
@@ -82,14 +105,14 @@ class GatewayTokenizer:
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
 
-def _visible(tokenizer: Tokenizer) -> bytes:
-    """One byte per token id: 0 for special tokens and for ids that stand for nothing."""
+def _visible(tokenizer: Tokenizer, *, special: bool = False) -> bytes:
+    """One byte per token id: 0 for ids that stand for nothing, and for special tokens unless those are wanted."""
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
     visible = bytearray(max(ids, default=-1) + 1)
     for token in ids:
         visible[token] = 1
     for token, added in tokenizer.get_added_tokens_decoder().items():
-        visible[token] = 0 if added.special else 1
+        visible[token] = 0 if added.special and not special else 1
     return bytes(visible)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from isthmus.gateway.choice import Choice, Delta
 from isthmus.gateway.prepare import PreparedRequest
@@ -15,6 +16,8 @@ DONE = b"data: [DONE]\n\n"
 LOWEST_LOGPROB = -9999.0
 
 encode = msgspec.json.Encoder().encode
+TokenBytes = Callable[[int], bytes]
+"""The bytes that a token id stands for."""
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
@@ -31,8 +34,8 @@ class Usage(msgspec.Struct, frozen=True):
 class Dialect(Protocol):
     """How one endpoint writes the answer to one request. It may remember what it wrote."""
 
-    def events(self, choice: Choice, delta: Delta) -> bytes:
-        """The SSE events for `delta`; empty when it has nothing to show."""
+    def events(self, choice: Choice, delta: Delta, usage: Usage | None) -> bytes:
+        """The SSE events for `delta`, with the usage so far if each has it; empty when it has nothing to show."""
         ...
 
     def usage_event(self, usage: Usage) -> bytes:
@@ -56,6 +59,37 @@ def usage_of(prepared: PreparedRequest, choices: Sequence[Choice]) -> Usage:
     return Usage(
         prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptDetails(cached_tokens)
     )
+
+
+def usage_field(prepared: PreparedRequest, usage: Usage | None) -> Usage | UnsetType | None:
+    """Of a streamed event: absent, unless the client asked for usage."""
+    return usage if prepared.writing.counts else UNSET
+
+
+class PromptScore(msgspec.Struct, frozen=True):
+    """Of one token that could stand at one place of a prompt. `rank`: among all tokens, from 1."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptScores = list[dict[str, PromptScore] | None]
+"""For each token of a prompt, by token id: its own and the most likely ones'. The first has none."""
+
+
+def prompt_scores(prompt: Sequence[int], delta: Delta, most: int, token_bytes: TokenBytes) -> PromptScores:
+    scores: PromptScores = [None]
+    for token, logprobs in zip(prompt[1:], delta.prompt_scores or (), strict=True):
+        places = {each: (logprob, rank) for rank, (each, logprob) in enumerate(logprobs.top[:most], start=1)}
+        places.setdefault(token, (logprobs.chosen, logprobs.rank))
+        scores.append(
+            {
+                str(each): PromptScore(finite(logprob), rank, token_text(token_bytes(each)))
+                for each, (logprob, rank) in places.items()
+            }
+        )
+    return scores
 
 
 def finite(logprob: float) -> float:

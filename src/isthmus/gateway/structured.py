@@ -1,0 +1,180 @@
+"""Structured output: what an answer must look like, from all the fields that can say so to one grammar.
+
+The grammar is llguidance's own form; engines obey it token by token (`Sampling.grammar`). JSON may have white space
+between its parts, but not without end: a small model would put out nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
+from pydantic import Field
+
+from isthmus.errors import RequestError
+from isthmus.gateway import fields as f
+from isthmus.gateway.fields import Checked, Refused, Strict, only, refuse
+
+if TYPE_CHECKING:
+    from isthmus.gateway.requests import GenerationRequest
+
+MAX_CHOICES = 1024
+MAX_GRAMMAR_CHARS = 1_000_000
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,16}"
+
+
+def _parse_schema(value: Any) -> Any:
+    """A JSON schema as JSON, or as a text that holds it."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise refuse("must be a JSON schema: the text is not JSON") from None
+    if not isinstance(value, dict | bool):
+        raise refuse("must be a JSON schema: an object, or its text")
+    return value
+
+
+Schema = Checked(_parse_schema, {"type": "object"})
+
+
+class TextFormat(Strict):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Strict):
+    type: Literal["json_object"]
+
+
+class NamedSchema(Strict):
+    name: str | None = f.label()
+    description: str | None = f.text()
+    strict: bool | None = f.boolean()
+    """Answers always follow the schema, as if it were true."""
+    schema_: Annotated[Any, Schema] = Field(default=None, alias="schema")
+
+
+class JsonSchemaFormat(Strict):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(Strict):
+    """vLLM's field: one of `json`, `json_object`, `regex`, `choice` and `grammar`."""
+
+    json_: Annotated[Any, Schema] = Field(default=None, alias="json")
+    json_object: bool | None = f.boolean()
+    regex: str | None = f.regex()
+    choice: Annotated[Any, f.texts(MAX_CHOICES, "strings")] = None
+    grammar: str | None = f.text()
+    disable_any_whitespace: bool | None = f.boolean()
+    disable_additional_properties: Annotated[Any, only(False)] = None
+    whitespace_pattern: Annotated[Any, Refused] = None
+    structural_tag: Annotated[Any, Refused] = None
+
+
+def grammar_of(request: GenerationRequest) -> tuple[str, str]:
+    """The grammar that the request's fields ask for, and the field that does; ("", "") if none does.
+
+    Raises RequestError if several do.
+    """
+    given = [*_from_format(request), *_from_object(request), *_from_words(request)]
+    if len(given) > 1:
+        one, other = given[0][1], given[1][1]
+        raise RequestError(f"{one!r} and {other!r} each say how the answer must look: give one", param=other)
+    grammar, param = given[0] if given else ("", "")
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        raise RequestError(f"{param!r} is longer than {MAX_GRAMMAR_CHARS} characters", param=param)
+    return grammar, param
+
+
+def check_grammar(grammar: str, param: str, tokenizer: LLTokenizer) -> None:
+    """Raises RequestError naming what the grammar's library cannot follow. May take a second for a large one."""
+    complaint = LLMatcher.validate_grammar(grammar, tokenizer)
+    if complaint:
+        reason = " ".join(complaint.split())[:300]
+        raise RequestError(f"{param!r} cannot be followed: {reason}", param=param)
+
+
+Given = list[tuple[str, str]]
+"""Grammars, each with the field that asks for it."""
+
+
+def _from_format(request: GenerationRequest) -> Given:
+    form = request.response_format
+    if isinstance(form, JsonObjectFormat):
+        return [(_json({"type": "object"}), "response_format")]
+    if isinstance(form, JsonSchemaFormat):
+        schema = form.json_schema.schema_
+        return [(_json({} if schema is None else schema), "response_format.json_schema.schema")]
+    return []
+
+
+def _from_object(request: GenerationRequest) -> Given:
+    asked = request.structured_outputs
+    if asked is None:
+        return []
+    spaces, given = not asked.disable_any_whitespace, []
+    if asked.json_ is not None:
+        given.append((_json(asked.json_, spaces=spaces), "json"))
+    if asked.json_object:
+        given.append((_json({"type": "object"}, spaces=spaces), "json_object"))
+    given += _spelled(asked.regex, asked.choice, asked.grammar, names=("regex", "choice", "grammar"))
+    if not given:
+        message = "'structured_outputs' says nothing: give one of json, json_object, regex, choice, grammar"
+        raise RequestError(message, param="structured_outputs")
+    return [(grammar, f"structured_outputs.{name}") for grammar, name in given]
+
+
+def _from_words(request: GenerationRequest) -> Given:
+    given = []
+    if request.guided_json is not None:
+        given.append((_json(request.guided_json), "guided_json"))
+    if request.json_schema is not None:
+        given.append((_json(request.json_schema), "json_schema"))
+    names = ("guided_regex", "guided_choice", "guided_grammar")
+    given += _spelled(request.guided_regex, request.guided_choice, request.guided_grammar, names=names)
+    return given + _spelled(request.regex, None, request.ebnf, names=("regex", "", "ebnf"))
+
+
+def _spelled(
+    regex: str | None, choice: tuple[str, ...] | None, grammar: str | None, *, names: tuple[str, str, str]
+) -> Given:
+    given = []
+    if regex is not None:
+        given.append((LLMatcher.grammar_from_regex(regex), names[0]))
+    if choice is not None:
+        given.append((LLMatcher.grammar_from_lark(_any_of(choice)), names[1]))
+    if grammar is not None:
+        given.append((_lark(grammar, names[2]), names[2]))
+    return given
+
+
+def _json(schema: Any, *, spaces: bool = True) -> str:
+    options: Any = {"whitespace_pattern": WHITE_SPACE} if spaces else {"whitespace_flexible": False}
+    if schema is True:
+        schema = {}
+    if schema is False:
+        schema = {"enum": []}  # nothing; refused with these words
+    return LLMatcher.grammar_from_json_schema(schema, defaults=options)
+
+
+def _any_of(choices: tuple[str, ...]) -> str:
+    """Lark for one of these texts. JSON's string escapes are Lark's."""
+    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+
+
+def _lark(grammar: str, param: str) -> str:
+    """Lark as it is; GBNF (`root ::= ...`), which vLLM and SGLang take too, translated."""
+    if "::=" not in grammar:
+        return LLMatcher.grammar_from_lark(grammar)
+    try:
+        return LLMatcher.grammar_from_lark(gbnf_to_lark(grammar))
+    except Exception as error:  # the library raises bare exceptions of several types
+        reason = " ".join(str(error).split())[:200]
+        raise RequestError(f"{param!r} cannot be read as GBNF: {reason}", param=param) from None

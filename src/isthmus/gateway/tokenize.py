@@ -1,0 +1,50 @@
+"""`/tokenize` and `/detokenize`, as vLLM has them: what the model sees of a text or a conversation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from isthmus.gateway.prepare import RequestPreparer
+from isthmus.gateway.requests import DetokenizeRequest, TokenizeChat, TokenizeText
+from isthmus.gateway.sampling import check_vocabulary
+from isthmus.gateway.wire import token_text
+
+
+class TokenizeReply(msgspec.Struct):
+    """`token_strs`: of each token, where they are asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: tuple[int, ...]
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class DetokenizeReply(msgspec.Struct):
+    prompt: str
+
+
+@dataclass(frozen=True)
+class TokenizeEndpoints:
+    preparer: RequestPreparer
+
+    async def tokenize(self, request: TokenizeText | TokenizeChat) -> TokenizeReply:
+        """Raises RequestError."""
+        preparer, special = self.preparer, request.add_special_tokens
+        preparer.check_model(request.model)
+        if isinstance(request, TokenizeChat):
+            tokens = await preparer.chat_tokens(request, special)
+        else:
+            tokens = await preparer.text_tokens(request.prompt, special)
+        texts: list[str] | UnsetType = UNSET
+        if request.return_token_strs:
+            texts = [token_text(preparer.tokenizer.token_bytes(token)) for token in tokens]
+        return TokenizeReply(len(tokens), preparer.card.max_length, tokens, texts)
+
+    async def detokenize(self, request: DetokenizeRequest) -> DetokenizeReply:
+        """Raises RequestError."""
+        self.preparer.check_model(request.model)
+        check_vocabulary(request.tokens, self.preparer.card, "tokens")
+        return DetokenizeReply(self.preparer.tokenizer.decode(request.tokens, special=True))

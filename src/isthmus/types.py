@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, NewType
+from typing import NewType
 
 import msgspec
 
@@ -73,16 +73,6 @@ class Sampling(msgspec.Struct, frozen=True):
     grammar: str = ""
     """What the answer's text must match, as llguidance reads it; "": anything. Where it is complete only the model's
     end tokens are left, and they end the answer, also for `ignore_eos` and before `min_tokens`."""
-
-
-GRAMMAR_LIMITS: dict[str, Any] = {
-    "max_items_in_row": 1_000,
-    "step_max_items": 20_000,
-    "max_lexer_states": 50_000,
-    "max_grammar_size": 200_000,
-}
-"""What a grammar may take, as llguidance's parser counts it: one request must not hold up all others of its batch. A
-mask took 70 ms at worst of what tried to be slow, and 0.1 ms of what did not."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):

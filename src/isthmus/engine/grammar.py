@@ -4,7 +4,7 @@ A grammar is compiled once, and each row gets a copy of that matcher, which is t
 a row may go on with depends on its grammar and its outputs alone, so another node that is given both goes on alike. A
 row that is seen first with outputs, after the death of a node, has them replayed.
 
-A grammar that cannot be followed (it does not compile, or it is too much for `GRAMMAR_LIMITS`) is an objection to its
+A grammar that cannot be followed (it does not compile, or it takes too much) is an objection to its
 own rows; nothing is raised, and other rows do not notice.
 """
 
@@ -19,17 +19,16 @@ from threading import Lock
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from isthmus.engine.interface import Row
 from isthmus.errors import ModelError
 from isthmus.files import end_tokens, open_files
-from isthmus.types import GRAMMAR_LIMITS
+from isthmus.files.grammar import GrammarError, check, compile_grammar, grammar_tokenizer
 
 MAX_COMPILED = 32
 """So many grammars stay compiled."""
-_LONGEST_REASON = 200
 
 
 @dataclass
@@ -47,9 +46,11 @@ class _Followed:
             self.check()
 
     def check(self) -> None:
-        """A matcher that has failed once stays so."""
-        if self.matcher is not None and self.matcher.is_error():
-            self.objection, self.matcher = _reason(self.matcher), None
+        try:
+            if self.matcher is not None:
+                check(self.matcher)
+        except GrammarError as error:
+            self.objection, self.matcher = f"the grammar cannot be followed: {error}", None
 
 
 class Grammars:
@@ -126,33 +127,16 @@ class Grammars:
 
     def _compile(self, grammar: str) -> _Followed:
         try:
-            tokenizer = self._read_tokenizer()
-        except (ModelError, ValueError) as error:
-            return _Followed(None, _shortened(error))
-        limits = LLParserLimits(**GRAMMAR_LIMITS, verbose_errors=False)
-        followed = _Followed(LLMatcher(tokenizer, grammar, log_level=0, limits=limits), "")
-        followed.check()
-        if followed.matcher is not None:
-            followed.matcher.compute_bitmask()  # copies know already what this finds out
-            followed.check()
-        return followed
+            return _Followed(compile_grammar(grammar, self._read_tokenizer()), "")
+        except (GrammarError, ModelError) as error:
+            return _Followed(None, f"the grammar cannot be followed: {error}")
 
     def _read_tokenizer(self) -> LLTokenizer:
-        """Raises ModelError or ValueError."""
+        """Raises GrammarError or ModelError."""
         with self._reading:
             if self._tokenizer is None:
                 if self._model is None:
-                    raise ModelError("this model has no tokenizer, so it cannot follow grammars")
-                if not self.end_tokens:
-                    raise ModelError(f"{self._model}: names no token that ends an answer; grammars need one")
+                    raise GrammarError("this engine has no tokenizer")
                 text = open_files(self._model).required("tokenizer.json")
-                self._tokenizer = LLTokenizer(text, self._vocab_size, list(self.end_tokens))
+                self._tokenizer = grammar_tokenizer(text, self.end_tokens, self._vocab_size)
             return self._tokenizer
-
-
-def _reason(matcher: LLMatcher) -> str:
-    return f"the grammar cannot be followed: {_shortened(matcher.get_error())}"
-
-
-def _shortened(error: object) -> str:
-    return str(error).strip().partition("\n")[0][:_LONGEST_REASON]

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from isthmus.errors import ModelError, RequestError
 from isthmus.files import open_files
+from isthmus.files.grammar import GrammarError, grammar_tokenizer
 from isthmus.gateway.detokenizer import Detokenizer
 from isthmus.gateway.generation import GenerationDefaults, load_generation
 from isthmus.gateway.template import ChatTemplate, load_template
@@ -84,8 +85,12 @@ class GatewayTokenizer:
 
     @cached_property
     def for_grammars(self) -> LLTokenizer:
-        """The same tokens, as the library of grammars reads them. Takes a moment the first time."""
-        return LLTokenizer(self._tokenizer.to_str(), eos_token=list(self.generation.eos) or None)
+        """The same tokens, as the library of grammars reads them. Takes a moment the first time. Raises RequestError
+        when it cannot."""
+        try:
+            return grammar_tokenizer(self._tokenizer.to_str(), self.generation.eos)
+        except GrammarError as error:
+            raise RequestError(f"no grammar can be followed: {error}") from None
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes one token stands for by itself; they may be part of a character. Empty if no such token."""

@@ -254,7 +254,8 @@ class SchedulingConfig(_Section):
 
 
 class Config(_Section):
-    """A deployment. `model`: a folder, a GGUF file, a hub id, or None for the default model.
+    """A deployment. `model`: a folder, a GGUF file, a hub id, or None for the default model. `tool_format`: how the
+    model writes calls of tools, which `auto` takes from its chat template.
 
     `join_host`, `join_port`: where nodes of other machines join (0: a free port); `token`: what they must show,
     drawn at random when None.
@@ -262,6 +263,7 @@ class Config(_Section):
 
     model: str | None = None
     served_model_name: str | None = None
+    tool_format: Literal["auto", "hermes", "llama3", "qwen_coder", "mistral"] = "auto"
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     roles: RolesConfig = RolesConfig()

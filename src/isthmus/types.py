@@ -75,7 +75,7 @@ class Sampling(msgspec.Struct, frozen=True):
     end tokens are left, and they end the answer, also for `ignore_eos` and before `min_tokens`."""
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Natural-log probabilities of the model itself, before temperature, penalties and bias."""
 
     chosen: float

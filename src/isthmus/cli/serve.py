@@ -28,6 +28,9 @@ def serve(
         str | None, typer.Option(help="Model folder, GGUF file or hub id; default: SmolLM2-135M-Instruct.")
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name clients use for the model.")] = None,
+    tool_format: Annotated[
+        str | None, typer.Option(help="How the model writes calls of tools, e.g. hermes; default: auto.")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
     prefill: Annotated[int | None, typer.Option(help="Number of prefill nodes.")] = None,
@@ -54,6 +57,7 @@ def serve(
     overrides: dict[str, Any] = {
         "model": model,
         "served_model_name": served_model_name,
+        "tool_format": tool_format,
         "host": host,
         "port": port,
         "engine.kind": engine,
@@ -161,8 +165,10 @@ def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, An
     )
     tokenizer = GatewayTokenizer.load(model.tokenizer)
     cluster = LocalCluster(config, folder, card, launcher)
-    slo = GatewaySettings(ttft_ms=config.slo.ttft_ms, tbt_ms=config.slo.tbt_ms)
-    return cluster, create_app(cluster.head, tokenizer, slo)
+    settings = GatewaySettings(
+        tool_format=config.tool_format, ttft_ms=config.slo.ttft_ms, tbt_ms=config.slo.tbt_ms
+    )
+    return cluster, create_app(cluster.head, tokenizer, settings)
 
 
 def _max_length(config: Config, model: Served) -> int:

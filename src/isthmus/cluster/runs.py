@@ -13,10 +13,10 @@ from typing import Any
 
 from isthmus.blocks import BlockNamer
 from isthmus.cluster.cache import PrefixMissing, Staging
-from isthmus.cluster.messages import Output, StageSampled, Task
+from isthmus.cluster.messages import Output, Scores, StageSampled, Task
 from isthmus.cluster.mover import KVMover
 from isthmus.engine.constraints import Constraints
-from isthmus.engine.interface import Chunk, Engine, Hidden, OnLayer, Row
+from isthmus.engine.interface import Chunk, Engine, Hidden, OnLayer, OnScores, Row
 from isthmus.node.events import Broken, Load, Missing, Release, Shorten
 from isthmus.scheduler import Admitted, Piece, Preempted, Run, Stepped
 from isthmus.types import BlockName, FinishReason, Generated, RequestId, Role, Span, TokenLogprobs
@@ -60,6 +60,12 @@ class _Attempt:
         self._outputs.append(token)
 
     @property
+    def num_top(self) -> int | None:
+        """How many of the most likely go with the scores of its prompt; None: it is not to be scored, or was."""
+        wanted = self.row.sampling.prompt_logprobs
+        return wanted if len(self.tokens) == self.task.num_prompt else None
+
+    @property
     def departs(self) -> bool:
         return self.task.begin.part is Role.PREFILL
 
@@ -83,6 +89,7 @@ class Execution:
     sampled: list[tuple[_Attempt, Piece]]
     on_layer: OnLayer | None
     before_layer: OnLayer | None
+    on_scores: OnScores | None
     missing: Missing | None = None
     steps: int = 0
     tokens: Sequence[int] = ()
@@ -96,18 +103,20 @@ class Execution:
 
 
 class Runs:
-    """`outputs` hears the tokens of an iteration, in order. `mover`: who moves the bytes. `onward`: takes what this
-    stage computed of a batch to those that follow; None for a whole model or the last stage."""
+    """`outputs` hears the tokens of an iteration, in order, and `scores` those of prompts before, while it is computed.
+    `mover`: who moves the bytes. `onward`: takes what this stage computed of a batch to those that follow; None for a
+    whole model or the last stage."""
 
     def __init__(
         self,
         engine: Engine,
         mover: KVMover,
         outputs: Callable[[Sequence[Output]], None],
+        scores: Callable[[Scores], None],
         clock_ns: Callable[[], int],
         onward: Callable[[Run, Hidden], None] | None = None,
     ) -> None:
-        self.engine, self._mover, self._outputs = engine, mover, outputs
+        self.engine, self._mover, self._outputs, self._scores = engine, mover, outputs, scores
         self._clock_ns, self._onward = clock_ns, onward
         self._size, self._state_blocks = engine.layout.block_size, engine.layout.state_blocks
         self._attempts: dict[RequestId, _Attempt] = {}
@@ -183,7 +192,10 @@ class Runs:
         loading = [attempt for attempt, _ in prompts if attempt.num_loading]
         if loading:
             before_layer = lambda layer: self._await_loads(layer, loading)  # noqa: E731
-        return Execution(run, batch, sampled, on_layer, before_layer)
+        on_scores: OnScores | None = None
+        if any(chunk.targets for chunk in chunks):
+            on_scores = lambda index, *found: self._scored(attempts[index], *found)  # noqa: E731
+        return Execution(run, batch, sampled, on_layer, before_layer, on_scores)
 
     def add_tokens(self, execution: Execution) -> None:
         """Adds the tokens of an iteration to their attempts, and tells them."""
@@ -229,8 +241,9 @@ class Runs:
         inputs = execution.on_layer, execution.before_layer, hidden
         try:
             if self._onward is None:
-                rows = [attempt.row for attempt, _ in execution.sampled]
-                execution.tokens, execution.logprobs = self.engine.step(execution.batch, rows, *inputs)
+                rows, on_scores = [attempt.row for attempt, _ in execution.sampled], execution.on_scores
+                found = self.engine.step(execution.batch, rows, *inputs, on_scores)
+                execution.tokens, execution.logprobs = found
                 execution.broken = self._broken(execution)
             else:
                 self._onward(execution.run, self.engine.relay(execution.batch, *inputs))
@@ -252,11 +265,16 @@ class Runs:
     # One iteration.
 
     def _chunk(self, attempt: _Attempt, piece: Piece, decodes: bool) -> Chunk:
-        tokens = attempt.tokens[piece.start : piece.start + piece.count]
+        start, stop, num_top = piece.start, piece.start + piece.count, attempt.num_top
         return Chunk(
-            tokens, piece.start, piece.blocks, piece.samples, decodes, attempt.task.salt,
+            attempt.tokens[start:stop], start, piece.blocks, piece.samples, decodes, attempt.task.salt,
             piece.slot, piece.restore, piece.snapshots,
+            () if num_top is None else attempt.tokens[start + 1 : stop + 1], num_top or 0,
         )  # fmt: skip
+
+    def _scored(self, attempt: _Attempt, position: int, found: Sequence[TokenLogprobs]) -> None:
+        route = attempt.task.begin.route
+        self._scores(Scores(route.request, route.attempt, position - 1, tuple(found)))
 
     def _stage(self, attempt: _Attempt, piece: Piece) -> Staging | None:
         """Blocks that a chunk completes go to the store while it is computed."""

@@ -3,7 +3,8 @@
 All KV bytes up to a token's position, of every layer, are read anew from memory in every iteration, and are digested
 into the token (`recipe`), and so is the live state of its request, in models that have recurrent layers. A stale,
 foreign or damaged byte therefore changes the token that reads it and all that follow. Sampling parameters do not
-matter, but for what a token must not be: each is certain, so its log-probability is 0.
+matter, but for what a token must not be: each is certain, so its log-probability is 0. A token of a prompt is scored
+with a digest of itself and of the KV bytes before it, put between -1 and 0.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from isthmus.engine.interface import (
     Chunk,
     Hidden,
     OnLayer,
+    OnScores,
     Row,
     Sampled,
     runs_of,
@@ -152,15 +154,26 @@ class EmulatedEngine:
         on_layer: OnLayer | None = None,
         before_layer: BeforeLayer | None = None,
         hidden: Hidden | None = None,
+        on_scores: OnScores | None = None,
     ) -> Sampled:
         assert self.layers[1] == self.layout.num_layers, "the last stage samples"
         begun = self.constraints.begin(rows)
-        _, digests = self._compute(batch, self._unpack(batch, hidden), on_layer, before_layer)
+        computed, digests = self._compute(batch, self._unpack(batch, hidden), on_layer, before_layer)
+        if on_scores is not None:
+            for index, (chunk, kv) in enumerate(zip(batch.chunks, computed, strict=True)):
+                if chunk.targets:
+                    on_scores(index, chunk.start + 1, self._scores(chunk, kv))
         tokens = [self.recipe.token(digest) for digest in digests]
         for at, tokens_V in begun() or ():
             allowed = tokens_V.nonzero()[0]
             tokens[at] = int(allowed[digests[at] % len(allowed)])
         return tokens, [_certain(token, row.sampling) for token, row in zip(tokens, rows, strict=True)]
+
+    def _scores(self, chunk: Chunk, kv: Sequence[bytes]) -> list[TokenLogprobs]:
+        """`kv`: of the chunk's tokens in the last layer. Each target is the likeliest, and no other is known."""
+        values = [self.recipe.score(*each) for each in zip(kv, chunk.targets, strict=False)]
+        known = zip(chunk.targets, values, strict=True)
+        return [TokenLogprobs(value, ((token, value),)[: chunk.num_top], 1) for token, value in known]
 
     def relay(
         self,

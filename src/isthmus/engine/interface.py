@@ -28,13 +28,19 @@ the step, and may raise: the step ends with that exception and may be repeated, 
 recurrent layers calls it for all layers before it computes anything."""
 
 
+OnScores = Callable[[int, int, Sequence[TokenLogprobs]], None]
+"""Called with the index of a chunk, in the caller's order, the position of one of its `targets`, and the scores of that
+and of the targets behind it. All targets of a chunk are told once a step, in their order, some at a time."""
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Compute `tokens`, which stand at positions `[start, start + len(tokens))` of one request.
 
     `blocks` cover at least those positions; KV of the positions before `start` is in place already.
     `samples`: the token after the last one is wanted. `decodes`: this is one token of an answer, not part of a
-    prompt. `salt`: of the request's caches.
+    prompt. `salt`: of the request's caches. `targets`: to be scored, the tokens that follow the first, second and so on
+    of `tokens`; with the `num_top` most likely in place of each.
 
     Of a model with recurrent layers only (others ignore them): `slot`, where the engine keeps the request's live
     state, below its number of slots. The chunk continues from that state, unless `start` is 0, which zeroes it, or
@@ -52,6 +58,8 @@ class Chunk:
     slot: int = 0
     restore: tuple[int, ...] = ()
     snapshots: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    targets: Sequence[int] = ()
+    num_top: int = 0
 
     @property
     def stop(self) -> int:
@@ -163,14 +171,15 @@ class Engine(Protocol):
         on_layer: OnLayer | None = None,
         before_layer: BeforeLayer | None = None,
         hidden: Hidden | None = None,
+        on_scores: OnScores | None = None,
     ) -> Sampled:
         """One iteration: writes the new KV and chooses a token for each chunk that samples, in `batch.order`.
 
         `rows` stand in that order too; the token of one that there is an objection to (`constraints`) means nothing.
         A step that `before_layer` broke off has announced the layers before to
         `on_layer`; repeated, it announces them again, with the same bytes in place. The last stage of a pipeline
-        takes the `hidden` that the stage before gave, and leaves it unchanged; a whole model takes none. Raises
-        ProtocolError when `hidden` does not fit the batch.
+        takes the `hidden` that the stage before gave, and leaves it unchanged; a whole model takes none. `on_scores`
+        is told after the last layer. Raises ProtocolError when `hidden` does not fit the batch.
         """
 
     def relay(

@@ -35,13 +35,15 @@ from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.status import Status, cluster_status
 from isthmus.gateway.tokenize import DetokenizeReply, TokenizeEndpoints, TokenizeReply
 from isthmus.gateway.tokenizer import GatewayTokenizer
+from isthmus.gateway.tool_use import format_of
 from isthmus.types import ModelCard
 
 
 def create_app(
     backend: Backend, tokenizer: GatewayTokenizer, settings: GatewaySettings | None = None
 ) -> Starlette:
-    """An ASGI app that serves `backend`. `settings` None: the defaults."""
+    """An ASGI app that serves `backend`. `settings` None: the defaults. Raises ConfigError where those do not fit the
+    model."""
     settings = settings or GatewaySettings()
     meter = Meter(backend)
     operations = _operations(backend, tokenizer, settings, meter)
@@ -63,7 +65,8 @@ def _operations(
 ) -> list[Operation]:
     """All that is served: the routes, and what the document says of them."""
     service = Service(backend, tokenizer, settings, meter)
-    preparer = RequestPreparer(backend.card, tokenizer, settings)
+    tool_format = format_of(tokenizer.template, settings.tool_format)
+    preparer = RequestPreparer(backend.card, tokenizer, settings, tool_format)
     chat = GenerationEndpoint(service, ChatRequest, preparer.chat, ChatDialect)
     completion = GenerationEndpoint(service, CompletionRequest, preparer.completion, CompletionDialect)
     texts, limit = TokenizeEndpoints(preparer), settings.max_body_bytes

@@ -20,6 +20,8 @@ from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.structured import check_grammar, grammar_of
 from isthmus.gateway.terms import Terms
 from isthmus.gateway.tokenizer import GatewayTokenizer
+from isthmus.gateway.tool_use import ToolUse, definitions, tool_use
+from isthmus.gateway.tools.formats import Format
 from isthmus.types import Job, ModelCard, RequestId
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -60,6 +62,7 @@ class PreparedRequest:
     n: int
     jobs: tuple[Job, ...]
     writing: Writing
+    tools: ToolUse | None = None
 
 
 @dataclass(frozen=True)
@@ -73,15 +76,18 @@ class _Prompt:
 
 @dataclass(frozen=True)
 class RequestPreparer:
-    """Turns requests into prepared ones. `hex_id` makes the answer's id unique."""
+    """Turns requests into prepared ones. `hex_id` makes the answer's id unique. `tool_format`: of the calls that this
+    model writes, None if that is not known."""
 
     card: ModelCard
     tokenizer: GatewayTokenizer
     settings: GatewaySettings
+    tool_format: Format | None
 
     async def chat(self, request: ChatRequest, hex_id: str, terms: Terms) -> PreparedRequest:
         """Raises RequestError."""
         self.check_model(request.model)
+        tools = tool_use(request, self.tool_format)
         sampler = await self._sampler(request, _chat_logprobs(request), request.prompt_logprobs)
         asked, param = _chat_max_tokens(request)
         tokens = truncated(
@@ -89,7 +95,8 @@ class RequestPreparer:
         )
         check_prompt(len(tokens), self.card, "messages")
         max_tokens = answer_tokens(len(tokens), asked, self.card, param=param, default=None)
-        return self._prepared(f"chatcmpl-{hex_id}", request, terms, sampler, [_Prompt(tokens, max_tokens)])
+        prompt = _Prompt(tokens, max_tokens)
+        return self._prepared(f"chatcmpl-{hex_id}", request, terms, sampler, [prompt], tools)
 
     async def completion(self, request: CompletionRequest, hex_id: str, terms: Terms) -> PreparedRequest:
         """Raises RequestError."""
@@ -112,7 +119,7 @@ class RequestPreparer:
         messages = [message.for_template() for message in request.messages]
         special = bool(add_special_tokens)
         return await self._off_loop(
-            sum(len(str(message["content"])) for message in messages),
+            sum(len(str(value)) for message in messages for value in message.values()),
             lambda: tuple(self.tokenizer.encode_chat(messages, add_special_tokens=special, **options)),
         )
 
@@ -159,6 +166,7 @@ class RequestPreparer:
         terms: Terms,
         sampler: Sampler,
         prompts: list[_Prompt],
+        tools: ToolUse | None = None,
     ) -> PreparedRequest:
         n = request.n or 1
         jobs: list[Job] = []
@@ -186,6 +194,7 @@ class RequestPreparer:
             n=n,
             jobs=tuple(jobs),
             writing=_writing(request),
+            tools=tools,
         )
 
     def _check_count(self, num_prompts: int, n: int) -> None:
@@ -253,6 +262,7 @@ def _template_options(request: TemplateFields) -> dict[str, Any]:
         "continue_final_message": continues,
         "chat_template_kwargs": extra,
         "documents": request.documents,
+        "tools": definitions(request),
     }
 
 

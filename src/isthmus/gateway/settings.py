@@ -12,6 +12,7 @@ class GatewaySettings:
     max_body_bytes: int = 8 * 1024 * 1024
     long_prompt_chars: int = 20_000  # longer texts are tokenised in a thread, so that the loop stays free
     max_sequences: int = 256  # prompts times `n`
+    tool_format: str = "auto"  # a name in tools/formats.py, or auto: as the model's chat template says
     # Of requests that bring none.
     ttft_ms: int | None = None
     tbt_ms: int | None = None

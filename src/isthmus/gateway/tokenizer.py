@@ -32,7 +32,7 @@ class GatewayTokenizer:
         tokenizer.no_padding()
         self.generation = generation
         self._tokenizer = tokenizer
-        self._template = template
+        self.template = template
         self._added = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
         self._visible = _visible(tokenizer)
         self._all_visible = _visible(tokenizer, special=True)
@@ -60,19 +60,26 @@ class GatewayTokenizer:
     ) -> list[int]:
         """Tokens of a conversation; `options` are the template's. Raises RequestError without a template, or if the
         template refuses."""
-        if self._template is None:
+        if self.template is None:
             raise RequestError("this model has no chat template: use /v1/completions instead", param="messages")
-        text = self._template.render(messages, **options)
+        text = self.template.render(messages, **options)
         return self._encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Text of `tokens`; without special tokens, unless they are wanted."""
         return self._tokenizer.decode(tokens, skip_special_tokens=not special)
 
-    def detokenizer(self, *, special: bool = False) -> Detokenizer:
+    def detokenizer(self, *, special: bool = False, shown: Sequence[str] = ()) -> Detokenizer:
+        """`special`: all special tokens are text, `shown`: these are."""
         if special:
             return Detokenizer(lambda tokens: self.decode(tokens, special=True), self._all_visible)
-        return Detokenizer(self.decode, self._visible)
+        return Detokenizer(self.decode, self._visible, self.special_tokens(shown))
+
+    def special_tokens(self, texts: Sequence[str]) -> dict[int, str]:
+        """Those of `texts` that are special tokens, by id."""
+        return {
+            token: text for token, text in self._added.items() if text in texts and not self._visible[token]
+        }
 
     def words_as_tokens(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as it is, and as it is written behind a space."""

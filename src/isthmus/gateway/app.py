@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 import isthmus
 from isthmus.errors import IsthmusError
+from isthmus.gateway.auth import ApiKeys
 from isthmus.gateway.backend import Backend
 from isthmus.gateway.chat_wire import ChatDialect, ChatReply
 from isthmus.gateway.completion_wire import CompletionDialect, CompletionReply
@@ -47,7 +48,7 @@ def create_app(
     settings = settings or GatewaySettings()
     meter = Meter(backend)
     operations = _operations(backend, tokenizer, settings, meter)
-    opened = document(operations, backend.card, keys=False)
+    opened = document(operations, backend.card, keys=bool(settings.keys))
 
     async def described(request: Request) -> Response:
         return Response(opened, media_type="application/json")
@@ -55,9 +56,21 @@ def create_app(
     routes = [Route(each.path, each.endpoint, methods=[each.method]) for each in operations]
     return Starlette(
         routes=[*routes, Route("/openapi.json", described)],
-        middleware=[Middleware(RequestIds)],
+        middleware=[Middleware(RequestIds), *_guard(settings, operations, meter)],
         exception_handlers=_handlers(meter),
     )
+
+
+def _guard(settings: GatewaySettings, operations: list[Operation], meter: Meter) -> list[Middleware]:
+    """What asks for a key, if there are any."""
+
+    def refuse(error: Exception) -> Response:
+        meter.failed(status_of(error))
+        return _problem(error)
+
+    opened = {each.path for each in operations if each.open}
+    guard = Middleware(ApiKeys, keys=settings.keys, open=opened, refuse=refuse)
+    return [guard] if settings.keys else []
 
 
 def _operations(

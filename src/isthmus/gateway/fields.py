@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
@@ -25,6 +26,7 @@ TOKEN = {"type": "integer", "minimum": 0, "format": "token-id"}
 """Of the formats `token-id`, `num-tokens` and `model-name` the document gives the served model's own bounds."""
 
 
+@cache
 def field_names(kind: type[BaseModel]) -> dict[str, Any]:
     """The fields of a model by the names that JSON has."""
     return {info.alias or name: info for name, info in kind.model_fields.items()}

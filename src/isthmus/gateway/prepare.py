@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from isthmus.errors import RequestError
+from isthmus.gateway.auth import salt_of
 from isthmus.gateway.limits import answer_tokens, check_prompt, truncated
 from isthmus.gateway.problems import UnknownModelError
 from isthmus.gateway.requests import ChatRequest, CompletionRequest, GenerationRequest, Prompt, TemplateFields
@@ -178,8 +179,8 @@ class RequestPreparer:
                         tokens=prompt.tokens,
                         max_tokens=prompt.max_tokens,
                         sampling=sampling,
-                        tenant=request.user or "",
-                        salt=request.cache_salt or "",
+                        tenant=terms.tenant or request.user or "",
+                        salt=salt_of(terms.tenant, request.cache_salt or ""),
                         priority=terms.priority,
                         ttft_ms=terms.ttft_ms,
                         tbt_ms=terms.tbt_ms,

@@ -409,17 +409,8 @@ def test_memory_for_fewer_than_two_blocks_is_refused() -> None:
         engine_of(num_blocks=1)
 
 
-@pytest.mark.parametrize(
-    ("modules", "heavy"),
-    [
-        ("isthmus.engine.emulated", {"torch", "numpy"}),
-        (
-            "isthmus.engine.emulated, isthmus.cluster.node, isthmus.cluster.stage, isthmus.cli.engines",
-            {"torch"},
-        ),
-    ],
-)
-def test_the_emulated_path_loads_no_torch(modules: str, heavy: set[str]) -> None:
-    code = f"import sys, {modules}; print(sorted({heavy!r} & set(sys.modules)))"
+def test_the_emulated_path_loads_no_torch() -> None:
+    modules = "isthmus.engine.emulated, isthmus.cluster.node, isthmus.cluster.stage, isthmus.cli.engines"
+    code = f"import sys, {modules}; print(sorted({{'torch'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

@@ -15,8 +15,9 @@ from isthmus.blocks import BlockNamer
 from isthmus.cluster.cache import PrefixMissing, Staging
 from isthmus.cluster.messages import Output, Scores, StageSampled, Task
 from isthmus.cluster.mover import KVMover
+from isthmus.engine.constraints import Constraints
 from isthmus.engine.interface import Chunk, Engine, Hidden, OnLayer, OnScores, Row
-from isthmus.node.events import Load, Missing, Release, Shorten
+from isthmus.node.events import Broken, Load, Missing, Release, Shorten
 from isthmus.scheduler import Admitted, Piece, Preempted, Run, Stepped
 from isthmus.types import BlockName, FinishReason, Generated, RequestId, Role, Span, TokenLogprobs
 
@@ -72,8 +73,8 @@ class _Attempt:
     def names(self) -> Names:
         return self.task.begin.names
 
-    def finish_reason(self, token: int) -> FinishReason | None:
-        if token in self.task.sampling.stop_tokens:
+    def finish_reason(self, token: int, constraints: Constraints) -> FinishReason | None:
+        if constraints.ends(self.task.sampling, token):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.task.begin.stop_length else None
 
@@ -81,7 +82,7 @@ class _Attempt:
 @dataclass
 class Execution:
     """A run under way: its batch, and what it samples and announces. `missing`: a prefix turned out shorter in the
-    midst of an iteration, which therefore does not count."""
+    midst of an iteration, which therefore does not count; `broken`: no token can be chosen for these any more."""
 
     run: Run
     batch: Any
@@ -94,10 +95,11 @@ class Execution:
     tokens: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs | None] = ()
     ended: list[_Attempt] = field(default_factory=list)
+    broken: dict[RequestId, Broken] = field(default_factory=dict)
 
     @property
     def over(self) -> bool:
-        return bool(self.ended) or self.steps == self.run.steps or self.missing is not None
+        return bool(self.ended or self.broken) or self.steps == self.run.steps or self.missing is not None
 
 
 class Runs:
@@ -128,6 +130,8 @@ class Runs:
 
     def begin(self, task: Task) -> None:
         self._attempts[task.begin.key] = _Attempt(task)
+        if self._onward is None:
+            self.engine.constraints.prepare(task.sampling)
 
     def received(self, key: RequestId, token: int) -> None:
         """The first new token of an attempt, from where its prompt was computed."""
@@ -199,11 +203,15 @@ class Runs:
             return
         if self._state_blocks:
             self._note_states(execution.run)
-        attempts = [attempt for attempt, _ in execution.sampled]
-        execution.ended += self._emit(zip(attempts, execution.tokens, execution.logprobs, strict=True))
+        sampled = zip(execution.sampled, execution.tokens, execution.logprobs, strict=True)
+        execution.ended += self._emit(
+            (attempt, token, chosen)
+            for (attempt, piece), token, chosen in sampled
+            if piece.request not in execution.broken
+        )
 
-    def finish(self, execution: Execution) -> list[Missing | Stepped]:
-        """What the node is to be told of an executed run."""
+    def finish(self, execution: Execution) -> list[Missing | Broken | Stepped]:
+        """What the node is to be told of an executed run. What broke comes first: the node then plans without it."""
         run, steps, counters = execution.run, execution.steps, self.counters
         sampled = sum([piece.samples for piece in run.pieces])
         counters["iterations"] += steps
@@ -216,7 +224,8 @@ class Runs:
         ended = tuple([attempt.task.begin.key for attempt in execution.ended])
         answers = tuple([self._all_names(attempt) for attempt in execution.ended]) if self.keeps_answers else ()
         stepped = Stepped(steps, ended, answers)
-        return [stepped] if execution.missing is None else [execution.missing, stepped]
+        before = [] if execution.missing is None else [execution.missing]
+        return [*before, *execution.broken.values(), stepped]
 
     def sampled(self, message: StageSampled) -> tuple[RequestId, ...]:
         """First tokens of attempts whose prompts the last pipeline stage has computed. Returns which are over."""
@@ -235,12 +244,18 @@ class Runs:
                 rows, on_scores = [attempt.row for attempt, _ in execution.sampled], execution.on_scores
                 found = self.engine.step(execution.batch, rows, *inputs, on_scores)
                 execution.tokens, execution.logprobs = found
+                execution.broken = self._broken(execution)
             else:
                 self._onward(execution.run, self.engine.relay(execution.batch, *inputs))
             execution.steps += 1
         except PrefixMissing as missing:
             execution.missing = Missing(self._awaited, missing.num_blocks)
         self.counters["engine_seconds"] += (self._clock_ns() - started_ns) / 1e9
+
+    def _broken(self, execution: Execution) -> dict[RequestId, Broken]:
+        objection = self.engine.constraints.objection
+        reasons = [(piece.request, objection(attempt.row)) for attempt, piece in execution.sampled]
+        return {key: Broken(key, reason) for key, reason in reasons if reason}
 
     @staticmethod
     def advance(execution: Execution) -> None:
@@ -314,7 +329,7 @@ class Runs:
             task = attempt.task
             route, first = task.begin.route, len(attempt.tokens) == len(task.tokens)
             attempt.append(token)
-            finish = attempt.finish_reason(token)
+            finish = attempt.finish_reason(token, self.engine.constraints)
             cached = attempt.cached if first else None
             generated = Generated(len(attempt.tokens) - 1 - task.num_prompt, token, finish, logprobs, cached)
             outputs.append(Output(route.request, route.attempt, generated))

@@ -154,7 +154,9 @@ class StageStepper:
         if self._is_last and execution.missing is None:
             keys = [piece.request for _, piece in execution.sampled]
             found = zip(keys, execution.tokens, execution.logprobs, strict=True)
-            good = [each for each in found if each[0] not in self._poisoned]
+            good = [each for each in found if each[0] not in self._poisoned and each[0] not in execution.broken]
+            for broken in execution.broken.values():
+                self._later(self._owner.up, broken)
             sampled = zip(*good, strict=True) if good else ((), (), ())
             self._later(self._owner.up, messages.StageSampled(self._computing.run, *sampled))
         return execution

@@ -15,6 +15,7 @@ from torch import Tensor
 from isthmus.blocks import KVLayout
 from isthmus.engine import kernels
 from isthmus.engine.batch import Batch, build_batch
+from isthmus.engine.constraints import Constraints
 from isthmus.engine.interface import (
     BeforeLayer,
     Chunk,
@@ -86,6 +87,7 @@ class Engine:
         self.model = Model(self.spec, weights, self.kernels, self.max_length)
         self.memory = KVMemory(layout, num_blocks, self.device, self.kernels)
         self.states = self._live_states(options.max_sequences)
+        self.constraints = Constraints(model, self.spec.vocab_size)
 
     def _prepared(self, weights: Weights) -> Weights:
         """As the kernels hold them; nothing else refers to what they were, so that it goes layer by layer."""
@@ -163,7 +165,9 @@ class Engine:
         hidden: Hidden | None = None,
         on_scores: OnScores | None = None,
     ) -> Sampled:
-        return sample(self.forward(batch, on_layer, before_layer, hidden, on_scores), rows)
+        allowed = self.constraints.begin(rows)
+        logits_SV = self.forward(batch, on_layer, before_layer, hidden, on_scores)
+        return sample(logits_SV, rows, allowed())
 
     def relay(
         self,

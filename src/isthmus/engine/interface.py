@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from isthmus.blocks import KVLayout
 from isthmus.errors import ConfigError
 from isthmus.types import Sampling, TokenLogprobs
+
+if TYPE_CHECKING:
+    from isthmus.engine.constraints import Constraints
 
 OnLayer = Callable[[int], None]
 """Called with the number of a layer as soon as the batch's KV of that layer is in place."""
@@ -63,10 +66,12 @@ class Chunk:
         return self.start + len(self.tokens)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """What the choice of one next token depends on beside its KV. `outputs`: the tokens generated so far; `prompt`:
-    the distinct tokens before them, if those are to be repeated less."""
+    the distinct tokens before them, if those are to be repeated less.
+
+    It is one row from its first token to its last: `outputs` grows, and nothing in it changes."""
 
     sampling: Sampling
     outputs: Sequence[int]
@@ -129,12 +134,14 @@ class Engine(Protocol):
     `revision` and `layout` name the blocks: they are the whole model's, in each of its stages. `layers`: the
     half-open range of layers it computes; `memory.layout` has only these. Wherever a layer is named, in `memory`,
     `OnLayer` and `BeforeLayer`, only those that keep KV count, from the stage's own first on. `max_length`: longest
-    prompt and answer together, in tokens.
+    prompt and answer together, in tokens. `constraints`: what `step` chooses from; it knows of rows that nothing can
+    be chosen for any more.
     """
 
     layout: KVLayout
     layers: tuple[int, int]
     max_length: int
+    constraints: Constraints
 
     @property
     def revision(self) -> str: ...
@@ -168,7 +175,8 @@ class Engine(Protocol):
     ) -> Sampled:
         """One iteration: writes the new KV and chooses a token for each chunk that samples, in `batch.order`.
 
-        `rows` stand in that order too. A step that `before_layer` broke off has announced the layers before to
+        `rows` stand in that order too; the token of one that there is an objection to (`constraints`) means nothing.
+        A step that `before_layer` broke off has announced the layers before to
         `on_layer`; repeated, it announces them again, with the same bytes in place. The last stage of a pipeline
         takes the `hidden` that the stage before gave, and leaves it unchanged; a whole model takes none. `on_scores`
         is told after the last layer. Raises ProtocolError when `hidden` does not fit the batch.

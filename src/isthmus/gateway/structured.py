@@ -14,6 +14,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic import Field
 
 from isthmus.errors import RequestError
+from isthmus.files.grammar import GrammarError, compile_grammar
 from isthmus.gateway import fields as f
 from isthmus.gateway.fields import Checked, Refused, Strict, only, refuse
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from isthmus.gateway.requests import GenerationRequest
 
 MAX_CHOICES = 1024
-MAX_GRAMMAR_CHARS = 1_000_000
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,16}"
 
 
@@ -87,18 +87,15 @@ def grammar_of(request: GenerationRequest) -> tuple[str, str]:
     if len(given) > 1:
         one, other = given[0][1], given[1][1]
         raise RequestError(f"{one!r} and {other!r} each say how the answer must look: give one", param=other)
-    grammar, param = given[0] if given else ("", "")
-    if len(grammar) > MAX_GRAMMAR_CHARS:
-        raise RequestError(f"{param!r} is longer than {MAX_GRAMMAR_CHARS} characters", param=param)
-    return grammar, param
+    return given[0] if given else ("", "")
 
 
 def check_grammar(grammar: str, param: str, tokenizer: LLTokenizer) -> None:
     """Raises RequestError naming what the grammar's library cannot follow. May take a second for a large one."""
-    complaint = LLMatcher.validate_grammar(grammar, tokenizer)
-    if complaint:
-        reason = " ".join(complaint.split())[:300]
-        raise RequestError(f"{param!r} cannot be followed: {reason}", param=param)
+    try:
+        compile_grammar(grammar, tokenizer)
+    except GrammarError as error:
+        raise RequestError(f"{param!r} cannot be followed: {error}", param=param) from None
 
 
 Given = list[tuple[str, str]]

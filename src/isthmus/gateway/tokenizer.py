@@ -14,9 +14,10 @@ from tokenizers import Tokenizer
 
 from isthmus.errors import ModelError, RequestError
 from isthmus.files import open_files
+from isthmus.files.grammar import GrammarError, grammar_tokenizer
 from isthmus.gateway.detokenizer import Detokenizer
 from isthmus.gateway.generation import GenerationDefaults, load_generation
-from isthmus.gateway.template import ChatTemplate, load_template, special_tokens
+from isthmus.gateway.template import ChatTemplate, load_template
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -48,9 +49,7 @@ class GatewayTokenizer:
             where = files.where("tokenizer.json")
             raise ModelError(f"{where}: not a tokenizer the tokenizers library can read: {error}") from error
         config = files.object("tokenizer_config.json")
-        eos_text = special_tokens(config).get("eos_token")
-        eos = None if eos_text is None else tokenizer.token_to_id(eos_text)
-        return cls(tokenizer, load_template(files, config), load_generation(files, eos))
+        return cls(tokenizer, load_template(files, config), load_generation(files))
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokens of a plain prompt, with the special tokens the model expects around it."""
@@ -97,8 +96,12 @@ class GatewayTokenizer:
 
     @cached_property
     def for_grammars(self) -> LLTokenizer:
-        """The same tokens, as the library of grammars reads them. Takes a moment the first time."""
-        return LLTokenizer(self._tokenizer.to_str(), eos_token=list(self.generation.eos) or None)
+        """The same tokens, as the library of grammars reads them. Takes a moment the first time. Raises RequestError
+        when it cannot."""
+        try:
+            return grammar_tokenizer(self._tokenizer.to_str(), self.generation.eos)
+        except GrammarError as error:
+            raise RequestError(f"no grammar can be followed: {error}") from None
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes one token stands for by itself; they may be part of a character. Empty if no such token."""

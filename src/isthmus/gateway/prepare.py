@@ -79,8 +79,10 @@ class RequestPreparer:
     tokenizer: GatewayTokenizer
     settings: GatewaySettings
 
-    async def chat(self, request: ChatRequest, hex_id: str, terms: Terms) -> PreparedRequest:
-        """Raises RequestError."""
+    async def chat(
+        self, request: ChatRequest, hex_id: str, terms: Terms, prefix: str = "chatcmpl-"
+    ) -> PreparedRequest:
+        """`prefix`: of the answer's id. Raises RequestError."""
         self.check_model(request.model)
         sampler = await self._sampler(request, _chat_logprobs(request), request.prompt_logprobs)
         asked, param = _chat_max_tokens(request)
@@ -89,7 +91,7 @@ class RequestPreparer:
         )
         check_prompt(len(tokens), self.card, "messages")
         max_tokens = answer_tokens(len(tokens), asked, self.card, param=param, default=None)
-        return self._prepared(f"chatcmpl-{hex_id}", request, terms, sampler, [_Prompt(tokens, max_tokens)])
+        return self._prepared(f"{prefix}{hex_id}", request, terms, sampler, [_Prompt(tokens, max_tokens)])
 
     async def completion(self, request: CompletionRequest, hex_id: str, terms: Terms) -> PreparedRequest:
         """Raises RequestError."""

@@ -67,8 +67,9 @@ class Inside(Client):
         processes: list[EngineProcess],
         loop: asyncio.AbstractEventLoop,
         end: asyncio.Event,
+        key: str | None,
     ) -> None:
-        super().__init__(url)
+        super().__init__(url, key)
         self.head, self.processes, self.end, self._loop = head, processes, end, loop
 
     def call(self, function: Callable[[], Any]) -> Any:
@@ -160,12 +161,12 @@ def differences(decided: Tiers, other: Tiers, who: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def inside(settings: dict[str, Any]) -> Iterator[Inside]:
-    """`settings`: as in a configuration file. At the end, everything must be idle."""
+def inside(settings: dict[str, Any], *, key: str | None = None) -> Iterator[Inside]:
+    """`settings`: as in a configuration file; `key`: to ask with. At the end, everything must be idle."""
     config = load_config(None, _DEFAULTS | flat(settings))
     opened: Future[Inside] = Future()
     with mock.patch.object(head_module, "BEAT_MS", BEAT_MS), ThreadPoolExecutor(1) as thread:
-        over = thread.submit(_run, config, opened)
+        over = thread.submit(_run, config, key, opened)
         over.add_done_callback(lambda done: opened.cancel())
         try:
             cluster = opened.result(LIMIT_S)
@@ -190,7 +191,7 @@ def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     } | {name: value for name, value in settings.items() if name not in ("engine", "limits")}
 
 
-def _run(config: Config, opened: Future[Inside]) -> None:
+def _run(config: Config, key: str | None, opened: Future[Inside]) -> None:
     interval, ports = sys.getswitchinterval(), list[TcpPort]()
 
     def port_of(on_ended: Callable[[], object]) -> TcpPort:
@@ -203,7 +204,7 @@ def _run(config: Config, opened: Future[Inside]) -> None:
             mock.patch.object(network, "TcpPort", port_of),
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            runner.run(_serve(config, opened))
+            runner.run(_serve(config, key, opened))
             runner.run(_hang_up(ports))
     finally:
         sys.setswitchinterval(interval)
@@ -217,7 +218,7 @@ async def _hang_up(ports: list[TcpPort]) -> None:
     await asyncio.sleep(0)
 
 
-async def _serve(config: Config, opened: Future[Inside]) -> None:
+async def _serve(config: Config, key: str | None, opened: Future[Inside]) -> None:
     cluster, app = assemble(config, TaskLauncher)
     bound, end = bind(config.host, 0), asyncio.Event()
     url = f"http://{config.host}:{bound.getsockname()[1]}"
@@ -226,5 +227,6 @@ async def _serve(config: Config, opened: Future[Inside]) -> None:
         await cluster.wait_ready()
         launcher, loop = cluster._launcher, asyncio.get_running_loop()
         assert isinstance(launcher, TaskLauncher)
-        opened.set_result(await asyncio.to_thread(Inside, url, cluster.head, launcher.processes, loop, end))
+        cluster_inside = await asyncio.to_thread(Inside, url, cluster.head, launcher.processes, loop, end, key)
+        opened.set_result(cluster_inside)
         await http

@@ -31,9 +31,10 @@ POLL_S = 0.02
 class Client:
     """Asks a cluster over HTTP."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str | None = None) -> None:
         self.url = url
-        self.http = httpx.Client(base_url=url, timeout=120, trust_env=False)
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        self.http = httpx.Client(base_url=url, timeout=120, trust_env=False, headers=headers)
         self.model = self.http.get("/v1/models").json()["data"][0]["id"]
 
     def complete(self, prompt: Any, max_tokens: int, **fields: Any) -> dict[str, Any]:
@@ -70,8 +71,8 @@ class Client:
 class Served(Client):
     """A running `isthmus serve`. Children are found through /proc, so that leaks are seen."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path, url: str) -> None:
-        super().__init__(url)
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, url: str, key: str | None = None) -> None:
+        super().__init__(url, key)
         self.process, self.log = process, log
 
     def story(self) -> str:
@@ -123,9 +124,11 @@ def command(*arguments: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def serve(home: Path, settings: dict[str, Any] | None = None, *arguments: str) -> Iterator[Served]:
-    """`settings`: as in a configuration file, if there is to be one. Starts on a free port and waits for the ready
-    line; afterwards nothing may be held, and after draining nobody left."""
+def serve(
+    home: Path, settings: dict[str, Any] | None = None, *arguments: str, key: str | None = None
+) -> Iterator[Served]:
+    """`settings`: as in a configuration file, if there is to be one. `key`: to ask with. Starts on a free port and
+    waits for the ready line; afterwards nothing may be held, and after draining nobody left."""
     log = home / "serve.log"
     with log.open("wb") as sink:
         process = subprocess.Popen(
@@ -136,7 +139,7 @@ def serve(home: Path, settings: dict[str, Any] | None = None, *arguments: str) -
         )
     try:
         url, nodes = _wait_until_ready(process, log)
-        served = Served(process, log, url)
+        served = Served(process, log, url, key)
         with contextlib.closing(served.http):
             served.wait_until(lambda: served.gauge("kv_blocks").keys() >= nodes, "every node reports")
             yield served

@@ -8,19 +8,23 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from isthmus.config import (
+    DEFAULT_TENANT,
     ClusterConfig,
     Config,
+    api_key,
     cache_dir,
     child_environment,
     cluster_token,
+    key_digest,
     load_config,
     parse_bytes,
+    with_keys,
 )
 from isthmus.errors import ConfigError
 
 # Adding an option means adding it here, and saying in the commit why it must exist.
 OPTIONS = """
-model served_model_name host port policy record join_host join_port token
+model served_model_name tool_format host port policy record join_host join_port token
 roles.prefill.count roles.prefill.hardware roles.prefill.gpus roles.prefill.max_sequences roles.prefill.pipeline
 roles.decode.count roles.decode.hardware roles.decode.gpus roles.decode.max_sequences roles.decode.pipeline
 roles.mixed.count roles.mixed.hardware roles.mixed.gpus roles.mixed.max_sequences roles.mixed.pipeline
@@ -37,7 +41,7 @@ slo.ttft_ms slo.tbt_ms cache.dram cache.ssd cache.folder cache.share cache.evict
 network.node_gbps network.handover_gbps network.spine_gbps network.connections network.resume_s
 network.compression tls.certificate tls.key tls.authority
 limits.max_requests limits.max_attempts limits.start_s limits.drain_s limits.silence_s limits.rejoin_s
-limits.transfer_s limits.link_s
+limits.transfer_s limits.link_s auth.keys
 """.split()
 OPTIONS += [f"clusters.east.{option}" for option in OPTIONS if option.startswith("roles.")]
 
@@ -375,3 +379,74 @@ def test_clusters_have_roles_hardware_and_links_of_their_own(file: Path) -> None
 )
 def test_clusters_that_do_not_fit_are_refused_in_one_line(file: Path, text: str, expected: str) -> None:
     assert expected in complaint(file, text)
+
+
+# API keys.
+
+DIGEST = key_digest("sk-secret")
+ACME = f"auth: {{keys: [{{tenant: acme, sha256: {DIGEST}}}]}}"
+
+
+def test_keys_of_file_flags_and_environment_are_all_known(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISTHMUS_API_KEY", "sk-environment")
+    config = with_keys(loaded(file, ACME), ["sk-secret", "sk-flag", "sk-environment"])
+    assert [(key.tenant, key.sha256) for key in config.auth.keys] == [
+        ("acme", DIGEST),  # the file says whose it is
+        (DEFAULT_TENANT, key_digest("sk-flag")),
+        (DEFAULT_TENANT, key_digest("sk-environment")),
+    ]
+
+
+def test_keys_are_in_no_dump_of_a_configuration(file: Path) -> None:
+    config = loaded(file, ACME + "\nport: 1")
+    for told in (
+        repr(config),
+        str(config),
+        config.model_dump_json(exclude_unset=True),
+        str(config.model_dump()),
+    ):
+        assert DIGEST not in told and "acme" not in told and "port" in told
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "auth: sk-secret",
+        "auth: [sk-secret]",
+        "auth: {keys: sk-secret}",
+        "auth: {keys: [sk-secret]}",
+        "auth: {keys: [{tenant: acme, sha256: sk-secret}]}",
+        "auth: {keys: [{tenant: 'sk-secret :', sha256: DIGEST}]}",
+        "auth: {keys: [{tenant: acme, key: sk-secret}]}",
+        "auth: {keys: [{tenant: acme, sha256: UPPER}]}",
+        "token: [sk-secret]",
+    ],
+)
+def test_a_complaint_about_keys_quotes_none(file: Path, text: str) -> None:
+    said = complaint(file, text.replace("DIGEST", DIGEST).replace("UPPER", DIGEST.upper()))
+    assert said.split(":")[0].removeprefix("unknown key ").strip("'").startswith(("auth", "token"))
+    assert "sk-secret" not in said and DIGEST not in said.lower()
+
+
+def test_a_key_has_one_tenant(file: Path) -> None:
+    twice = ACME.replace("]", f", {{tenant: globex, sha256: {DIGEST}}}]")
+    assert complaint(file, twice) == "auth: tenants 'acme' and 'globex' have the same key"
+    assert len(loaded(file, ACME.replace("]", f", {{tenant: acme, sha256: {DIGEST}}}]")).auth.keys) == 2
+
+
+@pytest.mark.parametrize("key", ["", " ", "sk secret", "sk-sécret", "sk\n", "x" * 513])
+def test_what_no_header_can_carry_is_no_key(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        with_keys(Config(), [key])
+    assert str(caught.value).startswith("--api-key: a key is") and (key.strip() or "?") not in str(caught.value)
+    monkeypatch.setenv("ISTHMUS_API_KEY", key)
+    with pytest.raises(ConfigError, match=r"^ISTHMUS_API_KEY: a key is"):
+        api_key("--api-key")
+
+
+def test_what_is_asked_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ISTHMUS_API_KEY", raising=False)
+    assert api_key("--api-key") is None and with_keys(Config(), []).auth.keys == ()
+    monkeypatch.setenv("ISTHMUS_API_KEY", "sk-environment")
+    assert (api_key("--api-key"), api_key("--api-key", "sk-flag")) == ("sk-environment", "sk-flag")
+    assert "ISTHMUS_API_KEY" not in child_environment(1)

@@ -6,8 +6,10 @@ Unknown keys are refused with the nearest valid name. The environment is read in
 from __future__ import annotations
 
 import difflib
+import hashlib
 import os
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -28,6 +30,12 @@ from isthmus.errors import ConfigError
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 POLICIES = ("random", "round_robin", "least_loaded", "sticky", "local_aware", "mooncake", "isthmus")
 _NAME = re.compile(r"[a-zA-Z][a-zA-Z0-9-]*")
+_KEY = re.compile(r"[!-~]{1,512}")
+_KEY_VARIABLE = "ISTHMUS_API_KEY"
+_SECRETS = ("auth", "token")
+"""What complaints never quote: somebody writes a key where its digest belongs."""
+DEFAULT_TENANT = "default"
+"""Whose the keys are that come without a tenant: those of `--api-key` and of the environment."""
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -223,6 +231,27 @@ class TlsConfig(_Section):
     authority: str | None = None
 
 
+class KeyConfig(_Section):
+    """One API key: whose it is, and its SHA-256 in hexadecimal. The key itself is nowhere."""
+
+    tenant: str = Field(pattern=r"^[A-Za-z0-9._-]{1,128}$")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class AuthConfig(_Section):
+    """Who may use the gateway; no keys: everybody. A tenant may have several keys, a key has one tenant."""
+
+    keys: tuple[KeyConfig, ...] = ()
+
+    @model_validator(mode="after")
+    def _one_tenant_each(self) -> AuthConfig:
+        tenants = {key.sha256: key.tenant for key in self.keys}
+        for key in self.keys:
+            if tenants[key.sha256] != key.tenant:
+                raise ValueError(f"tenants {key.tenant!r} and {tenants[key.sha256]!r} have the same key")
+        return self
+
+
 class SloConfig(_Section):
     """What a request is promised: time to first token, and the mean of its longest tenth of token gaps."""
 
@@ -254,14 +283,16 @@ class SchedulingConfig(_Section):
 
 
 class Config(_Section):
-    """A deployment. `model`: a folder, a GGUF file, a hub id, or None for the default model.
+    """A deployment. `model`: a folder, a GGUF file, a hub id, or None for the default model. `tool_format`: how the
+    model writes calls of tools, which `auto` takes from its chat template.
 
     `join_host`, `join_port`: where nodes of other machines join (0: a free port); `token`: what they must show,
-    drawn at random when None.
+    drawn at random when None. `auth` is the gateway's alone: no dump of a configuration has it.
     """
 
     model: str | None = None
     served_model_name: str | None = None
+    tool_format: Literal["auto", "hermes", "llama3", "qwen_coder", "mistral"] = "auto"
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     roles: RolesConfig = RolesConfig()
@@ -280,6 +311,7 @@ class Config(_Section):
     join_host: str = "127.0.0.1"
     join_port: int = Field(0, ge=0, le=65535)
     token: str | None = None
+    auth: AuthConfig = Field(AuthConfig(), exclude=True, repr=False)
 
     @field_validator("policy")
     @classmethod
@@ -371,6 +403,8 @@ def _explain(source: str, error: ValidationError) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if not where:
         return f"{source}: {message}"
+    if problem["loc"][0] in _SECRETS:
+        return f"{source}: {where}: {message}"
     return f"{source}: {where}: {message} (found {problem['input']!r})"
 
 
@@ -394,9 +428,38 @@ def cluster_token() -> str | None:
     return os.environ.get("ISTHMUS_TOKEN")
 
 
+def api_key(option: str, given: str | None = None) -> str | None:
+    """The key that `option` was `given`, else `$ISTHMUS_API_KEY`. Raises ConfigError, which does not quote it."""
+    if given is None:
+        option, given = _KEY_VARIABLE, os.environ.get(_KEY_VARIABLE)
+    if given is not None and not _KEY.fullmatch(given):
+        raise ConfigError(f"{option}: a key is 1 to 512 letters, digits and signs of ASCII, without spaces")
+    return given
+
+
+def with_keys(config: Config, given: Sequence[str]) -> Config:
+    """With the keys of `--api-key` and the environment beside those of the file, which says whose its own are.
+
+    Raises ConfigError.
+    """
+    keys = [api_key("--api-key", key) for key in given]
+    plain = [key for key in [*keys, api_key("--api-key")] if key is not None]
+    known = {key.sha256: key for key in config.auth.keys}
+    for digest in map(key_digest, plain):
+        known.setdefault(digest, KeyConfig(tenant=DEFAULT_TENANT, sha256=digest))
+    return config.model_copy(update={"auth": AuthConfig(keys=tuple(known.values()))})
+
+
+def key_digest(key: str) -> str:
+    """What is kept of a key."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
 def child_environment(threads: int) -> dict[str, str]:
     """The environment of a node process: thread counts are set before torch starts its pools.
 
-    Waiting OpenMP threads sleep instead of spinning, since nodes share the machine's cores.
+    Waiting OpenMP threads sleep instead of spinning, since nodes share the machine's cores. Keys are for
+    the gateway alone.
     """
-    return os.environ | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    inherited = {name: value for name, value in os.environ.items() if name != _KEY_VARIABLE}
+    return inherited | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}

@@ -71,10 +71,11 @@ class Sampling(msgspec.Struct, frozen=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Sequences of tokens that the answer must not contain."""
     grammar: str = ""
-    """What the answer's text must match, as llguidance reads it; "": anything."""
+    """What the answer's text must match, as llguidance reads it; "": anything. Where it is complete only the model's
+    end tokens are left, and they end the answer, also for `ignore_eos` and before `min_tokens`."""
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Natural-log probabilities of the model itself, before temperature, penalties and bias."""
 
     chosen: float

@@ -40,6 +40,7 @@ class FakeServer:
     usage: bool = True
     one_event: bool = False
     failure: str | None = None
+    keys: set[str | None] = field(default_factory=set)
     num_active: int = 0
     num_active_max: int = 0
 
@@ -49,11 +50,13 @@ class FakeServer:
         app.router.add_get("/v1/models", self.models)
         return app
 
-    async def models(self, _: web.Request) -> web.Response:
+    async def models(self, request: web.Request) -> web.Response:
+        self.keys.add(request.headers.get("Authorization"))
         return web.json_response({"object": "list", "data": [{"id": f"model-{self.name}"}]})
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        self.keys.add(request.headers.get("Authorization"))
         self.log.append((self.name, body))
         if self.status != 200:
             return web.Response(status=self.status, text="out of order")
@@ -100,16 +103,31 @@ async def listening(server: FakeServer) -> AsyncIterator[str]:
 
 
 def bench(
-    *servers: FakeServer, rows: list[Row], rounds: int = 1, seed: int = 0, model: str | None = None
+    *servers: FakeServer,
+    rows: list[Row],
+    rounds: int = 1,
+    seed: int = 0,
+    model: str | None = None,
+    keys: tuple[str | None, str | None] = (None, None),
 ) -> list[Result]:
     """Run the load generator in a thread of its own against the servers, which live in this one."""
 
     async def drive() -> list[Result]:
         async with contextlib.AsyncExitStack() as stack:
             urls = [await stack.enter_async_context(listening(server)) for server in servers]
-            return await asyncio.to_thread(run, urls, model=model, rows=rows, rounds=rounds, seed=seed)
+            return await asyncio.to_thread(
+                run, urls, model=model, rows=rows, rounds=rounds, seed=seed, keys=keys
+            )
 
     return asyncio.run(drive())
+
+
+def test_each_server_gets_its_own_key() -> None:
+    first, second, third = FakeServer("a"), FakeServer("b"), FakeServer("c")
+    results = bench(first, second, rows=[SMALL], keys=("sk-a", None))
+    bench(third, rows=[SMALL], keys=("sk-c", "sk-unused"))
+    assert (first.keys, second.keys, third.keys) == ({"Bearer sk-a"}, {None}, {"Bearer sk-c"})
+    assert "sk-a" not in repr(results) + json.dumps(as_json(results))
 
 
 def test_one_server_gets_every_request_as_specified() -> None:

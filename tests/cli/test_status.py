@@ -204,7 +204,7 @@ def test_a_watched_cluster_may_be_restarted(
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes any output for a terminal then
     body = msgspec.json.encode(STATUS)
     with answering(body, 503, body) as url:
-        verb._live(url, 1.0)
+        verb._live(url, None, 1.0)
     shown = capsys.readouterr().out
     assert shown.count("acme/tiny") == 2 and "503" in shown
 
@@ -290,3 +290,44 @@ def test_products_of_a_running_cluster(isthmus: Command, tmp_path: Path) -> None
     assert shapes == 2 * [["1024x512 float32", "512x512 float32"]]
     rows = [row for row in rows_of(text) if row[0] in shapes[0]]
     assert {line for node in nodes for line in node.products} == {f"{row[0]}: {row[2]}" for row in rows}
+
+
+def test_a_key_does_not_follow_to_another_server(isthmus: Command) -> None:
+    """A server that answers with another's address gets that server no key."""
+    seen: list[tuple[str, str | None]] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append((self.path, self.headers["Authorization"]))
+            if self.path == "/status":
+                self.send_response(302)
+                self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/elsewhere")
+                self.end_headers()
+                return
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(msgspec.json.encode(STATUS))
+
+        def log_message(self, *_: object) -> None:
+            """Quiet."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            url = f"http://127.0.0.1:{server.server_address[1]}"
+            code, _, err = isthmus("status", "--url", url, "--api-key", "sk-own")
+        finally:
+            server.shutdown()
+            thread.join()
+    assert (code, err) == (0, "") and seen == [("/status", "Bearer sk-own"), ("/elsewhere", None)]
+
+
+def test_a_server_that_wants_a_key(isthmus: Command) -> None:
+    with answering(401) as url:
+        code, out, err = isthmus("status", "--url", url, "--api-key", "sk-wrong")
+    assert (code, out) == (1, "") and "401" in err and "ISTHMUS_API_KEY" in err and "sk-wrong" not in err
+    code, out, err = isthmus("status", "--api-key", "sk wrong")
+    assert (
+        (code, out) == (2, "") and err.startswith("isthmus: error: --api-key: a key is") and "wrong" not in err
+    )

@@ -15,7 +15,7 @@ import pytest
 
 from isthmus.attempts import BlocksEvicted, BlocksStored, FetchOrder, Route
 from isthmus.cluster.head import Head
-from isthmus.cluster.messages import Gathered, Output, Task
+from isthmus.cluster.messages import Gathered, Output, Scores, Task
 from isthmus.cluster.node import NodeProcess, ThreadWorker
 from isthmus.cluster.process import NodeOptions, Runtime
 from isthmus.cluster.recorder import MemoryTape
@@ -58,7 +58,8 @@ class Owner:
         self.engine = Interrupted()
         limits = Limits(num_blocks=64, block_size=4, token_budget=8)
         self.node = Node(dict.fromkeys(Role, limits), Scheduler(limits, None, BlockPool(64), node=HERE))
-        self.runs = Runs(self.engine, None, self.hear, lambda: 1000)  # type: ignore[arg-type]
+        self.scores: list[Scores] = []
+        self.runs = Runs(self.engine, None, self.hear, self.scores.append, lambda: 1000)  # type: ignore[arg-type]
         self.worker = ThreadWorker(self)  # type: ignore[arg-type]
         self.told: list[str] = []
         self.actions: list[Any] = []

@@ -371,7 +371,7 @@ class Leader:
     def __init__(self) -> None:
         self.told: list[Any] = []
         self.said: list[Any] = []
-        self.group = Group(3, self.told.append, bool, bool, lambda _, message: self.said.append(message))
+        self.group = Group(3, self.told.append, bool, bool, bool, lambda _, message: self.said.append(message))
 
     def hears(self, *messages: Any) -> None:
         for message in messages:

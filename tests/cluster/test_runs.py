@@ -9,7 +9,7 @@ import pytest
 
 from isthmus.attempts import Route
 from isthmus.cluster.cache import PrefixMissing
-from isthmus.cluster.messages import Output, Task
+from isthmus.cluster.messages import Output, Scores, Task
 from isthmus.cluster.runs import Runs
 from isthmus.node.events import Begin, Load, Missing, Shorten
 from isthmus.scheduler import Admitted, Piece, Preempted, Run, Stepped
@@ -60,14 +60,16 @@ class Kit:
     """Runs of an engine of two layers. Each look at the clock finds it a second later."""
 
     def __init__(self) -> None:
-        self.mover, self.outputs = Mover(), list[Output]()
+        self.mover, self.outputs, self.scores = Mover(), list[Output](), list[Scores]()
         clock = count(0, 10**9)
-        self.runs = Runs(Interrupted(), self.mover, self.outputs.extend, lambda: next(clock))  # type: ignore[arg-type]
+        self.runs = Runs(
+            Interrupted(), self.mover, self.outputs.extend, self.scores.append, lambda: next(clock)
+        )  # type: ignore[arg-type]
 
-    def begin(self, key: RequestId, num_tokens: int, part: Role = Role.MIXED) -> None:
+    def begin(self, key: RequestId, num_tokens: int, part: Role = Role.MIXED, **asked: Any) -> None:
         route = Route(RequestId(key[0]), 1, HERE, HERE if part is Role.MIXED else NodeId("there"))
         begin = Begin(key, part, route, num_tokens, 100)
-        self.runs.begin(Task(begin, 0, tuple(range(num_tokens)), num_tokens, Sampling(temperature=0)))
+        self.runs.begin(Task(begin, 0, tuple(range(num_tokens)), num_tokens, Sampling(temperature=0, **asked)))
 
     def run(self, *pieces: Piece) -> list[Missing | Stepped]:
         execution = self.runs.start(Run(pieces, 0, 0, 1, list))
@@ -181,3 +183,27 @@ def test_an_answer_says_how_much_of_the_prompt_was_cached_with_its_first_token_o
     kit.run(Piece(A, 5, 1, (0, 1), True))
     assert [output.token.cached_tokens for output in kit.outputs] == [known + new, None]
     assert [output.token.index for output in kit.outputs] == [0, 1]
+
+
+def test_a_prompt_is_scored_chunk_by_chunk_and_not_again_when_its_answer_has_begun() -> None:
+    """The last token of a chunk is scored against the first of the next. Who does not ask is not scored."""
+    kit = Kit()
+    kit.begin(A, 9, prompt_logprobs=1)
+    kit.begin(B, 3)
+    blocks = (0, 1, 2)
+    kit.run(Piece(A, 0, 4, blocks, False), Piece(B, 0, 3, (3,), True))
+    kit.run(Piece(A, 4, 4, blocks, False))
+    kit.runs.preempted(Preempted(A))
+    kit.run(Piece(A, 0, 8, blocks, False))
+    kit.run(Piece(A, 8, 1, blocks, True))
+    told = [
+        (each.request, each.attempt, each.first, [score.top[0][0] for score in each.logprobs])
+        for each in kit.scores
+    ]
+    assert told == [
+        ("a", 1, 0, [1, 2, 3, 4]), ("a", 1, 4, [5, 6, 7, 8]), ("a", 1, 0, [1, 2, 3, 4, 5, 6, 7, 8]),
+    ]  # fmt: skip
+    kit.run(Piece(A, 9, 1, blocks, True))
+    kit.runs.preempted(Preempted(A))
+    kit.run(Piece(A, 0, 11, blocks, True))
+    assert len(kit.scores) == 3 and len(kit.outputs) == 4

@@ -21,7 +21,7 @@ from isthmus.cluster.sessions import Peers
 from isthmus.cluster.stage import StageStepper
 from isthmus.cost import Curve, compile_cost
 from isthmus.engine.emulated import EmulatedEngine, Recipe, layout_of
-from isthmus.engine.interface import BeforeLayer, Chunk, Hidden, OnLayer, Row
+from isthmus.engine.interface import BeforeLayer, Chunk, Hidden, OnLayer, OnScores, Row
 from isthmus.messenger import Session
 from isthmus.node.events import Action, Begin, Broken, Drop, Event, Load, Lost, Release, Save, Shorten
 from isthmus.scheduler import Piece, Preempted, Run, Saved
@@ -296,10 +296,11 @@ class Held(EmulatedEngine):
         on_layer: OnLayer | None = None,
         before_layer: BeforeLayer | None = None,
         hidden: Hidden | None = None,
+        on_scores: OnScores | None = None,
     ) -> Any:
         self.begun.set()
         assert self.go.wait(20)
-        return super().step(batch, rows, on_layer, before_layer, hidden)
+        return super().step(batch, rows, on_layer, before_layer, hidden, on_scores)
 
 
 class Loads:
@@ -408,7 +409,7 @@ def test_a_slow_stage_holds_the_leader_back(monkeypatch: pytest.MonkeyPatch) -> 
     it a second later."""
     clock = count(0, 10**9)
     monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic_ns=lambda: next(clock)))
-    group = Group(2, bool, bool, bool, lambda *_: None)  # type: ignore[arg-type]
+    group = Group(2, bool, bool, bool, bool, lambda *_: None)  # type: ignore[arg-type]
     run, hidden = Run((), 0, 0, 1, list), Hidden((0,), "uint8", memoryview(b""))
     for _ in range(3):
         group.take_turn()

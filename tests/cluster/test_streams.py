@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from isthmus.cluster.streams import Stream
-from isthmus.errors import UnavailableError
-from isthmus.types import FinishReason, Generated, Job, RequestId, Sampling
+from isthmus.errors import ProtocolError, UnavailableError
+from isthmus.types import FinishReason, Generated, Job, RequestId, Sampling, TokenLogprobs
 
 JOB = Job(RequestId("a"), (1, 2, 3), 100, Sampling())
 
@@ -91,6 +92,66 @@ def test_a_token_that_comes_twice_is_given_once() -> None:
     for index in (0, 0, 1, 0, 1, 2):
         one.deliver(tokens[index])
     assert asyncio.run(everything(one)) == tokens
+
+
+SCORED = Job(RequestId("a"), (1, 2, 3, 4, 5), 100, Sampling(prompt_logprobs=0))
+
+
+def scores(seed: int, first: int, stop: int) -> list[TokenLogprobs]:
+    """Those of one attempt, from and to the token of these numbers."""
+    return [TokenLogprobs(-seed - number / 8, (), 1) for number in range(first, stop)]
+
+
+def scored(*told: tuple[int, list[TokenLogprobs]]) -> Stream:
+    made = Stream(SCORED, (), lambda request: None)
+    made.start_attempt(1)
+    for each in told:
+        made.score(*each)
+    return made
+
+
+def test_scores_of_the_prompt_come_once_and_whole_with_the_first_token() -> None:
+    one, tokens = scored((0, scores(1, 0, 1)), (1, scores(1, 1, 4))), answer(3)
+    for index in (1, 0, 0, 2):  # decode's token overtakes the first one, which comes twice
+        one.deliver(tokens[index])
+    found = asyncio.run(everything(one))
+    assert found == [replace(tokens[0], prompt_logprobs=tuple(scores(1, 0, 4))), *tokens[1:]]
+
+
+def test_a_prompt_that_is_computed_anew_is_scored_anew() -> None:
+    """From its start, in other chunks, by this attempt or the next one."""
+    one = scored((0, scores(1, 0, 3)), (0, scores(2, 0, 2)), (2, scores(2, 2, 4)))
+    one.deliver(answer(1)[0])
+    assert asyncio.run(everything(one))[0].prompt_logprobs == tuple(scores(2, 0, 4))
+    again = scored((0, scores(1, 0, 4)))
+    again.deliver(answer(2)[1])  # the first token was lost with the node
+    again.start_attempt(2)
+    again.score(0, scores(2, 0, 4))
+    again.deliver(answer(1)[0])
+    assert asyncio.run(everything(again))[0].prompt_logprobs == tuple(scores(2, 0, 4))
+
+
+def test_an_attempt_that_goes_on_from_tokens_brings_no_scores_again() -> None:
+    one, tokens = scored((0, scores(1, 0, 4))), answer(3)
+    one.deliver(tokens[0])
+    one.start_attempt(2)
+    one.deliver(tokens[1])
+    one.deliver(tokens[2])
+    assert [each.prompt_logprobs is None for each in asyncio.run(everything(one))] == [False, True, True]
+
+
+def test_a_prompt_of_one_token_has_no_scores_and_says_so() -> None:
+    one = Stream(replace(SCORED, tokens=(1,)), (), lambda request: None)
+    one.deliver(answer(1)[0])
+    assert asyncio.run(everything(one))[0].prompt_logprobs == ()
+
+
+def test_scores_that_are_missing_are_the_nodes_fault() -> None:
+    with pytest.raises(ProtocolError, match="scores from 2 on follow 1"):
+        scored((0, scores(1, 0, 1)), (2, scores(1, 2, 4)))
+    for few in (0, 3, 5):
+        with pytest.raises(ProtocolError, match=f"{few} scores of the prompt, not 4"):
+            scored((0, scores(1, 0, few))).deliver(answer(1)[0])
 
 
 def test_each_attempt_is_prefilled_once() -> None:

@@ -24,7 +24,18 @@ from isthmus.engine.emulated import EmulatedEngine, Recipe, layout_of
 from isthmus.errors import OverloadedError, RequestError, StartError, UnavailableError
 from isthmus.messenger import MemoryNetwork, Session
 from isthmus.node import events
-from isthmus.types import FinishReason, Generated, Job, ModelCard, NodeId, RequestId, Role, Sampling, Span
+from isthmus.types import (
+    FinishReason,
+    Generated,
+    Job,
+    ModelCard,
+    NodeId,
+    RequestId,
+    Role,
+    Sampling,
+    Span,
+    TokenLogprobs,
+)
 from tests.virtual import ManualLoop
 
 CURVE = Curve(kv_token_bytes=16, num_layers=2, prefill_token_s=1e-6, decode_fixed_s=1e-6)
@@ -100,7 +111,8 @@ class Scene:
         return [str(node) for node in self.head.nodes()]
 
     def submit(self, name: str, **others: Any) -> Any:
-        return self.head.submit(Job(RequestId(name), tuple(range(40)), 10, Sampling(), **others))
+        given = {"sampling": Sampling()} | others
+        return self.head.submit(Job(RequestId(name), tuple(range(40)), 10, **given))
 
 
 def scene(work: Callable[[Scene], Awaitable[None]], **rules: Any) -> None:
@@ -183,6 +195,7 @@ def test_a_stage_that_is_wrong_in_one_thing_is_turned_away(wrong: str) -> None:
 SAID = [
     messages.Beat({}),
     messages.Outputs((messages.Output(RequestId("a"), 1, Generated(0, 7)),)),
+    messages.Scores(RequestId("a"), 1, 0, ()),
     RequestFailed(RequestId("a"), 1, "it is mean"),
     BlocksStored(NodeId("p"), (b"name",)),
 ]
@@ -285,6 +298,50 @@ def test_tokens_of_an_attempt_that_is_over_are_void() -> None:
         p.say(output(2, 1))
         await some.settle()
         assert stream.generated == (70, 71)
+
+    scene(work)
+
+
+def scores(attempt: int, first: int, stop: int) -> messages.Scores:
+    told = [TokenLogprobs(-attempt - number / 64, (), 1) for number in range(first, stop)]
+    return messages.Scores(RequestId("a"), attempt, first, tuple(told))
+
+
+ASKS = Sampling(prompt_logprobs=0)
+
+
+def test_scores_of_an_attempt_that_is_over_are_void() -> None:
+    """Those of the next one count, and only with the first token; no cache is asked for such a prompt."""
+
+    async def work(some: Scene) -> None:
+        p, _ = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
+        stream = some.submit("a", sampling=ASKS)
+        await some.settle()
+        p.say(scores(1, 0, 30), RequestFailed(RequestId("a"), 1, "a seal did not match"), scores(1, 30, 39))
+        await some.settle()
+        p.say(scores(2, 0, 20), scores(2, 20, 39), scores(1, 0, 39), output(2, 0))
+        await some.settle()
+        [first] = await anext(aiter(stream))
+        assert first.prompt_logprobs == scores(2, 0, 39).logprobs
+        assert [task.begin.names for task in p.of(messages.Task)] == [(), ()]
+        p.say(scores(2, 0, 39))  # of a request that is over or nobody knows of: no fault of theirs
+        stream.cancel()
+        p.say(scores(2, 0, 39))
+        await some.settle()
+        assert not p.reasons
+
+    scene(work)
+
+
+@pytest.mark.parametrize("said", [[scores(1, 1, 39)], [scores(1, 0, 38), output(1, 0)], [output(1, 0)]])
+def test_a_node_that_leaves_scores_out_is_gone(said: list[Any]) -> None:
+    async def work(some: Scene) -> None:
+        p, _ = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
+        stream = some.submit("a", sampling=ASKS)
+        await some.settle()
+        p.say(*said)
+        await some.settle()
+        assert "scores" in p.reasons[0] and some.members() == ["d"] and not stream.generated
 
     scene(work)
 

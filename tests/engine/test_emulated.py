@@ -189,6 +189,42 @@ def test_log_probabilities_say_that_the_token_is_certain() -> None:
         assert logprobs == [TokenLogprobs(0.0, expected)]
 
 
+def scores_of(engine: EmulatedEngine, size: int, salt: str = "", num_top: int = 3) -> list[TokenLogprobs]:
+    """Of PROMPT, in chunks of this size."""
+    found = list[TokenLogprobs]()
+    for at in range(0, len(PROMPT), size):
+        part, targets = PROMPT[at : at + size], PROMPT[at + 1 : at + size + 1]
+        chunk = Chunk(part, at, BLOCKS, False, salt=salt, targets=targets, num_top=num_top)
+        engine.step(engine.build([chunk]), [], on_scores=lambda index, position, told: found.extend(told))
+    return found
+
+
+def test_scores_of_a_prompt_tell_every_token_and_all_before_it() -> None:
+    """They do not depend on how it is cut; each is another one."""
+    expected = scores_of(engine_of(), 100)
+    values = [each.chosen for each in expected]
+    assert len(set(values)) == len(PROMPT) - 1 and all(-1 < value <= 0 for value in values)
+    assert [each.rank for each in expected] == [1] * len(values)
+    assert [each.top for each in expected] == [
+        ((token, value),) for token, value in zip(PROMPT[1:], values, strict=True)
+    ]
+    for size in (1, 3, 18, 19):
+        assert scores_of(engine_of(), size) == expected
+    assert [each.top for each in scores_of(engine_of(), 5, num_top=0)] == [()] * len(values)
+    others = {each.chosen for each in scores_of(engine_of(), 100, "tenant")}
+    assert others.isdisjoint(values)
+
+
+def test_a_damaged_byte_shows_in_all_scores_behind_it() -> None:
+    engine, expected = engine_of(), scores_of(engine_of(), 8)
+    prefilled(engine)
+    engine.memory.export(1, BLOCKS[1] * SIZE + 3, BLOCKS[1] * SIZE + 4)[0] ^= 1  # position 7
+    chunk = Chunk(PROMPT[8:], 8, BLOCKS, False, targets=PROMPT[9:])
+    found = list[TokenLogprobs]()
+    engine.step(engine.build([chunk]), [], on_scores=lambda index, position, told: found.extend(told))
+    assert {each.chosen for each in found}.isdisjoint(each.chosen for each in expected[8:])
+
+
 def test_sampling_parameters_change_nothing() -> None:
     engine = engine_of()
     batch = engine.build([Chunk(PROMPT, 0, BLOCKS, True)])
@@ -373,17 +409,8 @@ def test_memory_for_fewer_than_two_blocks_is_refused() -> None:
         engine_of(num_blocks=1)
 
 
-@pytest.mark.parametrize(
-    ("modules", "heavy"),
-    [
-        ("isthmus.engine.emulated", {"torch", "numpy"}),
-        (
-            "isthmus.engine.emulated, isthmus.cluster.node, isthmus.cluster.stage, isthmus.cli.engines",
-            {"torch"},
-        ),
-    ],
-)
-def test_the_emulated_path_loads_no_torch(modules: str, heavy: set[str]) -> None:
-    code = f"import sys, {modules}; print(sorted({heavy!r} & set(sys.modules)))"
+def test_the_emulated_path_loads_no_torch() -> None:
+    modules = "isthmus.engine.emulated, isthmus.cluster.node, isthmus.cluster.stage, isthmus.cli.engines"
+    code = f"import sys, {modules}; print(sorted({{'torch'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

@@ -8,8 +8,12 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from isthmus.blocks import KVLayout
 from isthmus.types import FinishReason, Generated, Job, ModelCard, NodeId, Role, TokenLogprobs
+
+from . import folder
 
 CARD = ModelCard(name="acme/tiny", max_length=256, vocab_size=300, created_s=1_700_000_000)
 
@@ -138,3 +142,15 @@ def with_logprobs(steps: Iterable[Step], num_top: int) -> list[Step]:
         else step
         for step in steps
     ]
+
+
+def fitting(job: Job) -> list[Step]:
+    """What fits most requests: a JSON object, with the scores that are asked for."""
+    steps = says([*b'{"name": "Bob", "age": 4}', folder.EOS])
+    if job.sampling.logprobs is not None:
+        steps = with_logprobs(steps, job.sampling.logprobs)
+    if job.sampling.prompt_logprobs is not None:
+        [first], *rest = steps
+        scores = tuple(TokenLogprobs(-1.0, ((token, -1.0),), rank=1) for token in job.tokens[1:])
+        steps = [[msgspec.structs.replace(first, prompt_logprobs=scores)], *rest]
+    return steps

@@ -12,7 +12,7 @@ from isthmus.gateway.generation import GenerationDefaults, load_generation
 
 def load(folder: Path, **generation: object) -> GenerationDefaults:
     (folder / "generation_config.json").write_text(json.dumps(generation))
-    return load_generation(open_files(folder), eos_of_tokenizer=None)
+    return load_generation(open_files(folder))
 
 
 def test_sampling_defaults_of_a_sampling_model(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_a_penalty_of_repetition_holds_for_greedy_models_too(tmp_path: Path, do_
 
 
 def test_no_files(tmp_path: Path) -> None:
-    assert load_generation(open_files(tmp_path), eos_of_tokenizer=3) == GenerationDefaults(eos=(3,))
+    assert load_generation(open_files(tmp_path)) == GenerationDefaults()
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,22 @@ import asyncio
 import contextlib
 import http.client
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from isthmus.errors import OverloadedError, UnavailableError
+from isthmus.gateway import GatewayTokenizer, create_app
 from isthmus.types import FinishReason
 
 from . import folder
 from .fake import HANG, FakeBackend, says, with_logprobs
+from .server import serving
 
 MODEL = "acme/tiny"
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
@@ -89,6 +93,55 @@ def test_chat_logprobs(client: OpenAI, backend: FakeBackend) -> None:
     [token] = logprobs.content
     assert (token.token, token.bytes, token.logprob) == ("a", [97], -97 / 8)
     assert [top.token for top in token.top_logprobs] == ["\x00"]
+
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "now",
+            "parameters": {"type": "object", "properties": {"zone": {"type": "string"}}},
+        },
+    }
+]
+CALL = '<tool_call>{"name": "now", "arguments": {"zone": "CET"}}</tool_call>'
+
+
+@pytest.fixture
+def roomy(backend: FakeBackend, tokenizer: GatewayTokenizer) -> Iterator[OpenAI]:
+    """A client of a server that reads longer prompts."""
+    backend.card = msgspec.structs.replace(backend.card, max_length=4096)
+    with serving(create_app(backend, tokenizer)) as url, OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        yield client
+
+
+def test_a_conversation_with_tools(roomy: OpenAI, backend: FakeBackend) -> None:
+    """As the client's own manual shows it: the message goes back as it came, and the result after it."""
+    backend.script = lambda _: says([*folder.byte_tokens(CALL + "\n" + CALL), folder.EOS])
+    answer = roomy.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS, tool_choice="auto")
+    assert answer.choices[0].finish_reason == "tool_calls"
+    message = answer.choices[0].message
+    assert message.content is None and message.tool_calls is not None
+    results: Any = [{"role": "tool", "tool_call_id": call.id, "content": "noon"} for call in message.tool_calls]
+    assert [call.function.arguments for call in message.tool_calls] == ['{"zone": "CET"}'] * 2  # type: ignore[union-attr]
+    backend.script = lambda _: says([*folder.byte_tokens("It is noon."), folder.EOS])
+    conversation = [*MESSAGES, message, *results]
+    answer = roomy.chat.completions.create(model=MODEL, messages=conversation, tools=TOOLS)
+    assert answer.choices[0].message.content == "It is noon."
+
+
+def test_calls_streamed(roomy: OpenAI, backend: FakeBackend) -> None:
+    backend.script = lambda _: says([*folder.byte_tokens("Well. " + CALL), folder.EOS], per_batch=3)
+    with roomy.chat.completions.stream(model=MODEL, messages=MESSAGES, tools=TOOLS) as stream:
+        pieces = [
+            event.arguments_delta for event in stream if event.type == "tool_calls.function.arguments.delta"
+        ]
+        final = stream.get_final_completion()
+    [choice] = final.choices
+    [call] = choice.message.tool_calls or []
+    assert (choice.message.content, choice.finish_reason) == ("Well.", "tool_calls")
+    assert (call.function.name, call.function.arguments) == ("now", '{"zone": "CET"}')
+    assert len(pieces) > 3 and "".join(pieces) == '{"zone": "CET"}'
 
 
 def test_models(client: OpenAI) -> None:

@@ -13,10 +13,8 @@ import msgspec
 import pytest
 
 from isthmus.gateway import GatewayTokenizer, create_app
-from isthmus.types import Job, TokenLogprobs
 
-from . import folder
-from .fake import CARD, FakeBackend, Step, says, with_logprobs
+from .fake import CARD, FakeBackend, fitting
 from .inprocess import Poster
 
 RECORDED = [
@@ -26,22 +24,10 @@ RECORDED = [
 ]
 
 
-def _answer(job: Job) -> list[Step]:
-    """What fits most requests: a JSON object, with the scores that are asked for."""
-    steps = says([*folder.byte_tokens('{"name": "Bob", "age": 4}'), folder.EOS])
-    if job.sampling.logprobs is not None:
-        steps = with_logprobs(steps, job.sampling.logprobs)
-    if job.sampling.prompt_logprobs is not None:
-        [first], *rest = steps
-        scores = tuple(TokenLogprobs(-1.0, ((token, -1.0),), rank=1) for token in job.tokens[1:])
-        steps = [[msgspec.structs.replace(first, prompt_logprobs=scores)], *rest]
-    return steps
-
-
 @pytest.fixture
 def roomy(tokenizer: GatewayTokenizer) -> Poster:
     """An app with room for a prompt of many tools."""
-    backend = FakeBackend(_answer)
+    backend = FakeBackend(fitting)
     backend.card = msgspec.structs.replace(CARD, max_length=16_384)
     return Poster(create_app(backend, tokenizer))
 

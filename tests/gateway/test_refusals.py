@@ -58,7 +58,8 @@ def test_the_first_of_a_million_faults_is_enough() -> None:
     """One error each would take seconds, in which no other request moves."""
     many = dict.fromkeys(map(str, range(100_000)), 0)
     assert field(**many)[0] == "0"
-    assert field(messages=[many])[0] == "messages[0].0"
+    assert field(messages=[{"role": "user"} | many])[0] == "messages[0].0"
+    assert field(messages=[many])[0] == "messages[0].role"
     assert field(messages=list(many))[0] == "messages[0]"
 
 

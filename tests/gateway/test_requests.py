@@ -84,7 +84,7 @@ BAD = {
     "allowed_token_ids": [[], [-1], "x"],
     "bad_words": [[""], "x", [1]],
     "prompt_logprobs": [-1, 21],
-    "truncate_prompt_tokens": [-2],
+    "truncate_prompt_tokens": [-2, 0, 1.5],
     "truncation_side": ["middle"],
     "guided_json": ["{", 5, []],
     "guided_choice": [[""], "a"],

@@ -122,6 +122,7 @@ def test_two_that_contradict_each_other() -> None:
         ({"guided_json": False}, "guided_json", "nsatisfiable"),
         ({"guided_json": {"not": {}}}, "guided_json", '"not"'),
         ({"guided_json": {"$ref": "#/nowhere"}}, "guided_json", "nowhere"),
+        ({"guided_json": {"title": 2**70}}, "guided_json", "cannot be read"),
         ({"guided_regex": "(a"}, "guided_regex", "unclosed"),
         ({"guided_regex": "(?=a)"}, "guided_regex", "look-ahead"),
         ({"guided_grammar": "start: nothing"}, "guided_grammar", "nothing"),

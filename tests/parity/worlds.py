@@ -59,7 +59,8 @@ def _workload(config: Config, deployment: Deployment, requests: Sequence[Virtual
     cluster, size = VirtualCluster(config, deployment), config.engine.block_size
     made = []
     for request in requests:
-        names = cluster.names(request.tokens, request.salt)
+        scored = request.sampling.prompt_logprobs is not None
+        names = () if scored else cluster.names(request.tokens, request.salt)
         tokens = (*request.tokens, *cluster.answer(request))
         full = (len(tokens) - 1) // size  # the last token has no KV
         made.append(

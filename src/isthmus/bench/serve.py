@@ -103,10 +103,11 @@ METRICS = [
 
 @dataclass(frozen=True)
 class Server:
-    """A server to measure, and the model asked of it."""
+    """A server to measure, the model asked of it, and the key it wants."""
 
     url: str
     model: str
+    key: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -132,19 +133,29 @@ class _Round:
     errors: list[str]
 
 
-def run(urls: list[str], *, model: str | None, rows: list[Row], rounds: int, seed: int) -> list[Result]:
+def run(
+    urls: list[str],
+    *,
+    model: str | None,
+    rows: list[Row],
+    rounds: int,
+    seed: int,
+    keys: Sequence[str | None] = (None, None),
+) -> list[Result]:
     """Time one or two servers and return a result for each row and server, in that order.
 
     Each row has one warm-up round and then `rounds` counted ones. In each round the first server takes the
     load, then the second takes the same prompts, so that neither works while the other is timed. Prompts
     follow from seed, row, round and position and do not repeat within a run. A server that was timed before
-    and has a prefix cache needs another seed, or it finds its prompts in the cache.
+    and has a prefix cache needs another seed, or it finds its prompts in the cache. `keys`: of each server.
     """
     if len(urls) not in (1, 2):
         raise BenchError(f"one or two servers can be timed, not {len(urls)}")
     if rounds < 1 or not rows:
         raise BenchError("at least one row and one counted round are needed")
-    return asyncio.run(_run([url.rstrip("/") for url in urls], model, rows, rounds, seed))
+    return asyncio.run(
+        _run([(url.rstrip("/"), key) for url, key in zip(urls, keys, strict=False)], model, rows, rounds, seed)
+    )
 
 
 @dataclass(frozen=True)
@@ -168,7 +179,7 @@ async def _steps(session: aiohttp.ClientSession, server: Server) -> _Steps:
 
 async def _metrics(session: aiohttp.ClientSession, server: Server) -> str:
     try:
-        async with session.get(f"{server.url}/metrics") as response:
+        async with session.get(f"{server.url}/metrics", headers=_headers(server.key)) as response:
             return await response.text(errors="replace") if response.status == 200 else ""
     except (aiohttp.ClientError, TimeoutError) as error:
         raise _no_answer(server.url, error) from error
@@ -192,11 +203,13 @@ def _with_overhead(result: Result, steps: _Steps) -> Result:
     return dataclasses.replace(result, engine_step_ms_mean=step_ms, overhead_ms_per_token=overhead)
 
 
-async def _run(urls: list[str], model: str | None, rows: list[Row], rounds: int, seed: int) -> list[Result]:
+async def _run(
+    urls: list[tuple[str, str | None]], model: str | None, rows: list[Row], rounds: int, seed: int
+) -> list[Result]:
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_TIMEOUT_S)
     results: list[Result] = []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
-        servers = [Server(url, model or await ask_model(session, url)) for url in urls]
+        servers = [Server(url, model or await ask_model(session, url, key), key) for url, key in urls]
         for row_number, row in enumerate(rows):
             counted: list[list[_Round]] = [[] for _ in servers]
             before: list[_Steps] = []
@@ -214,10 +227,14 @@ async def _run(urls: list[str], model: str | None, rows: list[Row], rounds: int,
     return results
 
 
-async def ask_model(session: aiohttp.ClientSession, url: str) -> str:
+def _headers(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+async def ask_model(session: aiohttp.ClientSession, url: str, key: str | None = None) -> str:
     """The first model that a server lists. Raises BenchError."""
     try:
-        async with session.get(f"{url}/v1/models") as response:
+        async with session.get(f"{url}/v1/models", headers=_headers(key)) as response:
             await _raise_for_status(response)
             listed: dict[str, Any] = await response.json()
             return str(listed["data"][0]["id"])
@@ -252,7 +269,7 @@ async def _run_round(
 
     async def worker() -> None:
         for index, body in waiting:
-            captures[index] = await ask(session, server.url, body)
+            captures[index] = await ask(session, server.url, body, server.key)
 
     started_s = time.perf_counter()
     try:
@@ -286,10 +303,10 @@ def body_of(server: Server, row: Row, prompt: list[int]) -> bytes:
     return json.dumps(request).encode()
 
 
-async def ask(session: aiohttp.ClientSession, url: str, body: bytes) -> _Capture:
+async def ask(session: aiohttp.ClientSession, url: str, body: bytes, key: str | None = None) -> _Capture:
     """Send one request and keep every piece of its answer; this runs while the server is timed."""
     capture = _Capture(time.perf_counter(), [])
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", **_headers(key)}
     try:
         async with session.post(f"{url}/v1/completions", data=body, headers=headers) as response:
             await _raise_for_status(response)

@@ -41,17 +41,24 @@ def serve(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each server.")] = 3,
     seed: Annotated[int, typer.Option(help="Of the random prompts.")] = 0,
+    api_key: Annotated[
+        str | None, typer.Option(help="Of the server at --url; default: ISTHMUS_API_KEY.")
+    ] = None,
+    against_api_key: Annotated[str | None, typer.Option(help="Of the second server.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """The same streaming load on one server, or on two in turns: TTFT, TBT, tokens/s and ratios."""
     from isthmus.bench import serve as bench
     from isthmus.cli.outputs import check_writable, write_json
     from isthmus.cli.tables import show
+    from isthmus.config import api_key as key_of
 
     check_writable("--json", json_file)
+    second = None if against_api_key is None else key_of("--against-api-key", against_api_key)
+    keys = key_of("--api-key", api_key), second
     rows = [_row(text) for text in row] if row else bench.DEFAULT_ROWS
     urls = [url] if against_url is None else [url, against_url]
-    results = bench.run(urls, model=model, rows=rows, rounds=rounds, seed=seed)
+    results = bench.run(urls, model=model, rows=rows, rounds=rounds, seed=seed, keys=keys)
     show(bench.table(results))
     write_json(json_file, bench.as_json(results))
 

@@ -154,6 +154,7 @@ def _open_emulated(config: Config, folder: Path, threads: int, facts: NodeFacts,
         max_length=min(config.engine.max_length or length, length),
         layers=split_layers(_emulated_layers(config), facts.pipeline)[stage],
         max_sequences=facts.live_states,
+        tokenizer=tokenizer_folder(folder),
     )
 
 

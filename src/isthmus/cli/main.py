@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import typer
 
-from isthmus.cli import bench, link, node, plan, profile, replay, reproduce, serve, simulate, status
+from isthmus.cli import bench, key, link, node, plan, profile, replay, reproduce, serve, simulate, status
 from isthmus.errors import IsthmusError
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
 app.command("serve")(serve.serve)
 app.command("node")(node.node)
 app.command("link", hidden=True)(link.link)
+app.command("key")(key.key)
 app.command("status")(status.status)
 app.command("profile")(profile.profile)
 app.command("replay")(replay.replay)

@@ -28,6 +28,9 @@ def serve(
         str | None, typer.Option(help="Model folder, GGUF file or hub id; default: SmolLM2-135M-Instruct.")
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Name clients use for the model.")] = None,
+    tool_format: Annotated[
+        str | None, typer.Option(help="How the model writes calls of tools, e.g. hermes; default: auto.")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
     prefill: Annotated[int | None, typer.Option(help="Number of prefill nodes.")] = None,
@@ -48,12 +51,17 @@ def serve(
     ssd: Annotated[str | None, typer.Option(help="SSD of each node for cached KV, in --cache-folder.")] = None,
     cache_folder: Annotated[Path | None, typer.Option(help="Where nodes keep cached KV on SSD.")] = None,
     max_length: Annotated[int | None, typer.Option(help="Longest prompt and answer, in tokens.")] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(help="Key that clients must show, also from ISTHMUS_API_KEY; may be repeated."),
+    ] = None,
     record: Annotated[Path | None, typer.Option(help="Write a flight recording (JSONL) here.")] = None,
 ) -> None:
     """Serve a model: gateway and conductor here, each prefill, decode or mixed node a process of its own."""
     overrides: dict[str, Any] = {
         "model": model,
         "served_model_name": served_model_name,
+        "tool_format": tool_format,
         "host": host,
         "port": port,
         "engine.kind": engine,
@@ -74,11 +82,11 @@ def serve(
     }
     import asyncio
 
-    from isthmus.config import load_config
+    from isthmus.config import load_config, with_keys
     from isthmus.deploy import at_home, shaped
 
     given = at_home(load_config(config, overrides), config.parent if config else Path())
-    settings, why = shaped(given, len(os.sched_getaffinity(0)))
+    settings, why = shaped(with_keys(given, api_key or []), len(os.sched_getaffinity(0)))
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(settings, why))
 
@@ -107,6 +115,7 @@ async def _serve(config: Config, why: str) -> None:
     started = time.monotonic()
     cluster, app = assemble(config, Launcher)
     bound = bind(config.host, config.port)
+    say_if_open(config, bound.getsockname())
     stop = _stop_on_signals()
     async with cluster.run():
         http = asyncio.create_task(serve_http(app, bound, stop, drain_s=config.limits.drain_s))
@@ -123,7 +132,8 @@ async def _serve(config: Config, why: str) -> None:
                         file=sys.stderr,
                     )
                 nodes = [str(place.node) for place in places_of(config)]
-                _announce(url, cluster.head.card.name, nodes, why, time.monotonic() - started)
+                took_s = time.monotonic() - started
+                _announce(url, cluster.head.card.name, nodes, why, took_s, keyed=bool(config.auth.keys))
             await http
         finally:
             for task in (ready, stopped, http):
@@ -139,7 +149,7 @@ def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, An
     from isthmus.cluster.local import LocalCluster
     from isthmus.deploy import clusters_of, nodes_of, places_of
     from isthmus.gateway.app import create_app
-    from isthmus.gateway.settings import GatewaySettings
+    from isthmus.gateway.settings import ApiKey, GatewaySettings
     from isthmus.gateway.tokenizer import GatewayTokenizer
     from isthmus.types import ModelCard
 
@@ -161,8 +171,13 @@ def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, An
     )
     tokenizer = GatewayTokenizer.load(model.tokenizer)
     cluster = LocalCluster(config, folder, card, launcher)
-    slo = GatewaySettings(ttft_ms=config.slo.ttft_ms, tbt_ms=config.slo.tbt_ms)
-    return cluster, create_app(cluster.head, tokenizer, slo)
+    settings = GatewaySettings(
+        keys=tuple(ApiKey(key.tenant, bytes.fromhex(key.sha256)) for key in config.auth.keys),
+        tool_format=config.tool_format,
+        ttft_ms=config.slo.ttft_ms,
+        tbt_ms=config.slo.tbt_ms,
+    )
+    return cluster, create_app(cluster.head, tokenizer, settings)
 
 
 def _max_length(config: Config, model: Served) -> int:
@@ -183,6 +198,23 @@ def _simulated_only(config: Config) -> list[str]:
     return ["network.spine_gbps"] if config.network.spine_gbps is not None else []
 
 
+def say_if_open(config: Config, bound: tuple[Any, ...]) -> None:
+    """`bound`: address and port, and what else a socket's name has."""
+    from ipaddress import ip_address
+
+    if config.auth.keys or ip_address(bound[0]).is_loopback:
+        return
+    from rich.console import Console
+
+    Console(stderr=True, soft_wrap=True).print(
+        f"isthmus: whoever reaches {bound[0]} port {bound[1]} can use this server: there are no API keys "
+        "(ISTHMUS_API_KEY, or auth.keys in the file)",
+        style="bold red",
+        highlight=False,
+        markup=False,
+    )
+
+
 def _stop_on_signals() -> asyncio.Event:
     """The first SIGTERM or Ctrl-C drains; a second one ends at once."""
     import asyncio
@@ -201,10 +233,11 @@ def _stop_on_signals() -> asyncio.Event:
     return stop
 
 
-def _announce(url: str, model: str, nodes: list[str], why: str, seconds: float) -> None:
+def _announce(url: str, model: str, nodes: list[str], why: str, seconds: float, *, keyed: bool) -> None:
     asked = [{"role": "user", "content": "What is the capital of France?"}]
     body = json.dumps({"model": model, "messages": asked, "temperature": 0})
     print(f"Isthmus serves {model} at {url} with {', '.join(nodes)} (ready in {seconds:.1f} s)")
     print(f"{why}\n" if why else "")
     print("Try:")
-    print(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n", flush=True)
+    headers = "-H 'Content-Type: application/json'" + ' -H "Authorization: Bearer $ISTHMUS_API_KEY"' * keyed
+    print(f"  curl {url}/v1/chat/completions {headers} -d '{body}'\n", flush=True)

@@ -19,20 +19,23 @@ def status(
     url: Annotated[str, typer.Option(help="Where the cluster serves HTTP.")] = "http://127.0.0.1:8000",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, no table.")] = False,
     watch: Annotated[float | None, typer.Option(min=0.1, help="Again every so many seconds.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's key; default: ISTHMUS_API_KEY.")] = None,
 ) -> None:
     """Show a running cluster: nodes, requests, KV memory, cache tiers, hit rates and KV between nodes."""
     from isthmus.cli.status_tables import status_tables
     from isthmus.cli.tables import show
+    from isthmus.config import api_key as key_of
 
     base = _checked(url)
+    key = key_of("--api-key", api_key)
     if as_json:
-        for answer in _answers(base, watch):
+        for answer in _answers(base, key, watch):
             _read(answer, base)
             print(answer.decode().strip(), flush=True)
     elif watch is not None and sys.stdout.isatty():
-        _live(base, watch)
+        _live(base, key, watch)
     else:
-        for answer in _answers(base, watch):
+        for answer in _answers(base, key, watch):
             show(*status_tables(_read(answer, base), base))
             sys.stdout.flush()
 
@@ -53,18 +56,18 @@ def _checked(url: str) -> str:
     return url.rstrip("/")
 
 
-def _answers(base: str, every_s: float | None) -> Iterator[bytes]:
+def _answers(base: str, key: str | None, every_s: float | None) -> Iterator[bytes]:
     """One answer, or one every so many seconds until Ctrl-C."""
-    yield _ask(base)
+    yield _ask(base, key)
     try:
         while every_s is not None:
             time.sleep(every_s)
-            yield _ask(base)
+            yield _ask(base, key)
     except KeyboardInterrupt:
         return
 
 
-def _live(base: str, every_s: float) -> None:
+def _live(base: str, key: str | None, every_s: float) -> None:
     """A screen of its own. A cluster that goes away, say to be restarted, is waited for."""
     from rich.console import Console, Group, RenderableType
     from rich.live import Live
@@ -74,7 +77,7 @@ def _live(base: str, every_s: float) -> None:
     from isthmus.errors import UnavailableError
 
     def now() -> RenderableType:
-        return Group(*status_tables(_read(_ask(base), base), base))
+        return Group(*status_tables(_read(_ask(base, key), base), base))
 
     shown = now()
     try:
@@ -90,20 +93,25 @@ def _live(base: str, every_s: float) -> None:
         return
 
 
-def _ask(base: str) -> bytes:
-    """The body of GET /status. Raises UnavailableError. Goes to the address directly, past any proxy."""
+def _ask(base: str, key: str | None) -> bytes:
+    """The body of GET /status. Raises UnavailableError. Goes to the address directly, past any proxy; the key goes
+    nowhere else, whatever the answer says."""
     from http.client import HTTPException
     from urllib.error import HTTPError, URLError
-    from urllib.request import ProxyHandler, build_opener
+    from urllib.request import ProxyHandler, Request, build_opener
 
     from isthmus.errors import UnavailableError
 
+    request = Request(f"{base}/status")
+    if key is not None:
+        request.add_unredirected_header("Authorization", f"Bearer {key}")
     try:
-        with build_opener(ProxyHandler({})).open(f"{base}/status", timeout=ANSWER_S) as reply:
+        with build_opener(ProxyHandler({})).open(request, timeout=ANSWER_S) as reply:
             return bytes(reply.read())
     except HTTPError as error:
         error.close()
-        raise UnavailableError(f"{base}/status answers {error.code} {error.reason}; {_WHOSE}") from None
+        hint = _WHOSE if error.code != 401 else _KEYED
+        raise UnavailableError(f"{base}/status answers {error.code} {error.reason}; {hint}") from None
     except (OSError, HTTPException) as error:
         reason = error.reason if isinstance(error, URLError) else error
         if isinstance(reason, TimeoutError):
@@ -128,3 +136,4 @@ def _read(answer: bytes, base: str) -> Status:
 
 
 _WHOSE = "is `isthmus serve` running there? (--url)"
+_KEYED = "the server's key is needed: set ISTHMUS_API_KEY (or --api-key)"

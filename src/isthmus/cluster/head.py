@@ -180,8 +180,12 @@ class Head:
         return stream
 
     def _names(self, job: Job) -> tuple[Any, ...]:
+        """Of the prompt's blocks; none where its tokens are to be scored. What has no name is in no cache, so all of it
+        is computed, and everybody counts on that."""
         if self._layout is None:
             raise UnavailableError("no node has joined yet; try again in a few seconds")
+        if job.sampling.prompt_logprobs is not None:
+            return ()
         return tuple(self._namer(job.salt).names(job.tokens))
 
     def _new_namer(self, salt: str) -> BlockNamer:
@@ -359,6 +363,10 @@ class Head:
             case messages.Outputs():
                 for output in message.outputs:
                     self._output(output)
+            case messages.Scores():
+                stream = self._streams.get(message.request)
+                if stream is not None and stream.attempt == message.attempt:
+                    stream.score(message.first, message.logprobs)
             case messages.Beat():
                 member.gauges = message.gauges
                 self._link_stats.heard(node, member.cluster, message.link_reports, member.heard_ns)

@@ -20,7 +20,7 @@ from isthmus.scheduler import Piece, Preempted
 from isthmus.store import ArenaHandle
 from isthmus.types import BlockName, Generated, NodeId, RequestId, Sampling, TokenLogprobs
 
-PROTOCOL = 6
+PROTOCOL = 7
 MAX_NAMES = 1 << 16
 """In one message: far from the limit of its length."""
 
@@ -51,6 +51,19 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
     """The tokens of one iteration."""
 
     outputs: tuple[Output, ...]
+
+
+class Scores(msgspec.Struct, frozen=True, tag=True):
+    """Of an attempt's prompt, in their order, the tokens from number `first` on; number 0 is the prompt's second token.
+
+    They go before the first output token, by the same way, in as many messages as the engine tells. A `first` below
+    what came already takes the place of that: the prompt is computed anew.
+    """
+
+    request: RequestId
+    attempt: int
+    first: int
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 class LinkReport(msgspec.Struct, frozen=True):
@@ -91,7 +104,7 @@ class StageHello(msgspec.Struct, frozen=True, tag=True):
     address: str
 
 
-HeadBound = Hello | StageHello | Outputs | Beat | Report
+HeadBound = Hello | StageHello | Outputs | Scores | Beat | Report
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -323,4 +336,4 @@ class StageSaved(msgspec.Struct, frozen=True, tag=True):
     request: RequestId
 
 
-Upward = StageFound | StageSampled | StageSaved | events.Lost | events.Broken | events.Severed
+Upward = StageFound | Scores | StageSampled | StageSaved | events.Lost | events.Broken | events.Severed

@@ -61,9 +61,9 @@ class NodeProcess(EngineProcess):
             def later(function: Callable[..., None], *arguments: Any) -> None:
                 self.worker.later(function, *arguments)  # which is made further down
 
-            self._group = Group(facts.pipeline, self.tell, self.sampled, self.end, later)
+            self._group = Group(facts.pipeline, self.tell, self.sampled, self._send_scores, self.end, later)
             onward = self._group.compute
-        self.runs = Runs(engine, self.mover, self._send_outputs, runtime.clock_ns, onward)
+        self.runs = Runs(engine, self.mover, self._send_outputs, self._send_scores, runtime.clock_ns, onward)
         self.runs.saves, self.runs.keeps_answers = self.node.tiers is not None, self.node.keeps_answers
         self.worker: ThreadWorker = (runtime.worker_of or ThreadWorker)(self)
         self._blocks_evicted = 0
@@ -139,6 +139,9 @@ class NodeProcess(EngineProcess):
 
     def _send_outputs(self, outputs: Sequence[messages.Output]) -> None:
         self.worker.later(self._send, messages.Outputs(tuple(outputs)))
+
+    def _send_scores(self, scores: messages.Scores) -> None:
+        self.worker.later(self._send, scores)
 
     def _wake(self, at_ns: int) -> None:
         self.loop.call_later(max(0, at_ns - self._clock_ns()) / NS_PER_S, self.tell, events.Woken())

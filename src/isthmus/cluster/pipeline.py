@@ -32,19 +32,21 @@ _FOLLOWED = frozenset(get_args(messages.Followed))
 
 class Group(NoPayloads):
     """The later stages. `begin`, `do` and `compute` keep their order; `later` calls something in the event loop, in
-    order. There `tell` hears facts for the node, `sampled` of a batch that has left the last stage, and `end` that one
-    is gone: nothing more can be computed."""
+    order. There `tell` hears facts for the node, `sampled` of a batch that has left the last stage, `scored` of prompts
+    in it, before, and `end` that one is gone: nothing more can be computed."""
 
     def __init__(
         self,
         stages: int,
         tell: Callable[[Event], None],
         sampled: Callable[[messages.StageSampled], None],
+        scored: Callable[[messages.Scores], None],
         end: Callable[[str], None],
         later: Callable[..., None],
     ) -> None:
         assert stages > 1
-        self.stages, self._tell, self._sampled, self._end, self._later = stages, tell, sampled, end, later
+        self.stages, self._tell, self._end, self._later = stages, tell, end, later
+        self._sampled, self._scored = sampled, scored
         self._session: Session | None = None
         self._num_ready = 0
         self._formed = asyncio.Event()
@@ -165,6 +167,8 @@ class Group(NoPayloads):
                     self._in_flight -= 1
                     self._turn.notify_all()
                 self._sampled(message)
+            case messages.Scores():
+                self._scored(message)
             case messages.StageSaved():
                 self._saved(message.stage, message.request)
             case _:

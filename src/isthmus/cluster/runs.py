@@ -13,10 +13,11 @@ from typing import Any
 
 from isthmus.blocks import BlockNamer
 from isthmus.cluster.cache import PrefixMissing, Staging
-from isthmus.cluster.messages import Output, StageSampled, Task
+from isthmus.cluster.messages import Output, Scores, StageSampled, Task
 from isthmus.cluster.mover import KVMover
-from isthmus.engine.interface import Chunk, Engine, Hidden, OnLayer, Row
-from isthmus.node.events import Load, Missing, Release, Shorten
+from isthmus.engine.constraints import Constraints
+from isthmus.engine.interface import Chunk, Engine, Hidden, OnLayer, OnScores, Row
+from isthmus.node.events import Broken, Load, Missing, Release, Shorten
 from isthmus.scheduler import Admitted, Piece, Preempted, Run, Stepped
 from isthmus.types import BlockName, FinishReason, Generated, RequestId, Role, Span, TokenLogprobs
 
@@ -59,6 +60,12 @@ class _Attempt:
         self._outputs.append(token)
 
     @property
+    def num_top(self) -> int | None:
+        """How many of the most likely go with the scores of its prompt; None: it is not to be scored, or was."""
+        wanted = self.row.sampling.prompt_logprobs
+        return wanted if len(self.tokens) == self.task.num_prompt else None
+
+    @property
     def departs(self) -> bool:
         return self.task.begin.part is Role.PREFILL
 
@@ -66,8 +73,8 @@ class _Attempt:
     def names(self) -> Names:
         return self.task.begin.names
 
-    def finish_reason(self, token: int) -> FinishReason | None:
-        if token in self.task.sampling.stop_tokens:
+    def finish_reason(self, token: int, constraints: Constraints) -> FinishReason | None:
+        if constraints.ends(self.task.sampling, token):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.task.begin.stop_length else None
 
@@ -75,37 +82,41 @@ class _Attempt:
 @dataclass
 class Execution:
     """A run under way: its batch, and what it samples and announces. `missing`: a prefix turned out shorter in the
-    midst of an iteration, which therefore does not count."""
+    midst of an iteration, which therefore does not count; `broken`: no token can be chosen for these any more."""
 
     run: Run
     batch: Any
     sampled: list[tuple[_Attempt, Piece]]
     on_layer: OnLayer | None
     before_layer: OnLayer | None
+    on_scores: OnScores | None
     missing: Missing | None = None
     steps: int = 0
     tokens: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs | None] = ()
     ended: list[_Attempt] = field(default_factory=list)
+    broken: dict[RequestId, Broken] = field(default_factory=dict)
 
     @property
     def over(self) -> bool:
-        return bool(self.ended) or self.steps == self.run.steps or self.missing is not None
+        return bool(self.ended or self.broken) or self.steps == self.run.steps or self.missing is not None
 
 
 class Runs:
-    """`outputs` hears the tokens of an iteration, in order. `mover`: who moves the bytes. `onward`: takes what this
-    stage computed of a batch to those that follow; None for a whole model or the last stage."""
+    """`outputs` hears the tokens of an iteration, in order, and `scores` those of prompts before, while it is computed.
+    `mover`: who moves the bytes. `onward`: takes what this stage computed of a batch to those that follow; None for a
+    whole model or the last stage."""
 
     def __init__(
         self,
         engine: Engine,
         mover: KVMover,
         outputs: Callable[[Sequence[Output]], None],
+        scores: Callable[[Scores], None],
         clock_ns: Callable[[], int],
         onward: Callable[[Run, Hidden], None] | None = None,
     ) -> None:
-        self.engine, self._mover, self._outputs = engine, mover, outputs
+        self.engine, self._mover, self._outputs, self._scores = engine, mover, outputs, scores
         self._clock_ns, self._onward = clock_ns, onward
         self._size, self._state_blocks = engine.layout.block_size, engine.layout.state_blocks
         self._attempts: dict[RequestId, _Attempt] = {}
@@ -119,6 +130,8 @@ class Runs:
 
     def begin(self, task: Task) -> None:
         self._attempts[task.begin.key] = _Attempt(task)
+        if self._onward is None:
+            self.engine.constraints.prepare(task.sampling)
 
     def received(self, key: RequestId, token: int) -> None:
         """The first new token of an attempt, from where its prompt was computed."""
@@ -179,7 +192,10 @@ class Runs:
         loading = [attempt for attempt, _ in prompts if attempt.num_loading]
         if loading:
             before_layer = lambda layer: self._await_loads(layer, loading)  # noqa: E731
-        return Execution(run, batch, sampled, on_layer, before_layer)
+        on_scores: OnScores | None = None
+        if any(chunk.targets for chunk in chunks):
+            on_scores = lambda index, *found: self._scored(attempts[index], *found)  # noqa: E731
+        return Execution(run, batch, sampled, on_layer, before_layer, on_scores)
 
     def add_tokens(self, execution: Execution) -> None:
         """Adds the tokens of an iteration to their attempts, and tells them."""
@@ -187,11 +203,15 @@ class Runs:
             return
         if self._state_blocks:
             self._note_states(execution.run)
-        attempts = [attempt for attempt, _ in execution.sampled]
-        execution.ended += self._emit(zip(attempts, execution.tokens, execution.logprobs, strict=True))
+        sampled = zip(execution.sampled, execution.tokens, execution.logprobs, strict=True)
+        execution.ended += self._emit(
+            (attempt, token, chosen)
+            for (attempt, piece), token, chosen in sampled
+            if piece.request not in execution.broken
+        )
 
-    def finish(self, execution: Execution) -> list[Missing | Stepped]:
-        """What the node is to be told of an executed run."""
+    def finish(self, execution: Execution) -> list[Missing | Broken | Stepped]:
+        """What the node is to be told of an executed run. What broke comes first: the node then plans without it."""
         run, steps, counters = execution.run, execution.steps, self.counters
         sampled = sum([piece.samples for piece in run.pieces])
         counters["iterations"] += steps
@@ -204,7 +224,8 @@ class Runs:
         ended = tuple([attempt.task.begin.key for attempt in execution.ended])
         answers = tuple([self._all_names(attempt) for attempt in execution.ended]) if self.keeps_answers else ()
         stepped = Stepped(steps, ended, answers)
-        return [stepped] if execution.missing is None else [execution.missing, stepped]
+        before = [] if execution.missing is None else [execution.missing]
+        return [*before, *execution.broken.values(), stepped]
 
     def sampled(self, message: StageSampled) -> tuple[RequestId, ...]:
         """First tokens of attempts whose prompts the last pipeline stage has computed. Returns which are over."""
@@ -220,14 +241,21 @@ class Runs:
         inputs = execution.on_layer, execution.before_layer, hidden
         try:
             if self._onward is None:
-                rows = [attempt.row for attempt, _ in execution.sampled]
-                execution.tokens, execution.logprobs = self.engine.step(execution.batch, rows, *inputs)
+                rows, on_scores = [attempt.row for attempt, _ in execution.sampled], execution.on_scores
+                found = self.engine.step(execution.batch, rows, *inputs, on_scores)
+                execution.tokens, execution.logprobs = found
+                execution.broken = self._broken(execution)
             else:
                 self._onward(execution.run, self.engine.relay(execution.batch, *inputs))
             execution.steps += 1
         except PrefixMissing as missing:
             execution.missing = Missing(self._awaited, missing.num_blocks)
         self.counters["engine_seconds"] += (self._clock_ns() - started_ns) / 1e9
+
+    def _broken(self, execution: Execution) -> dict[RequestId, Broken]:
+        objection = self.engine.constraints.objection
+        reasons = [(piece.request, objection(attempt.row)) for attempt, piece in execution.sampled]
+        return {key: Broken(key, reason) for key, reason in reasons if reason}
 
     @staticmethod
     def advance(execution: Execution) -> None:
@@ -237,11 +265,16 @@ class Runs:
     # One iteration.
 
     def _chunk(self, attempt: _Attempt, piece: Piece, decodes: bool) -> Chunk:
-        tokens = attempt.tokens[piece.start : piece.start + piece.count]
+        start, stop, num_top = piece.start, piece.start + piece.count, attempt.num_top
         return Chunk(
-            tokens, piece.start, piece.blocks, piece.samples, decodes, attempt.task.salt,
+            attempt.tokens[start:stop], start, piece.blocks, piece.samples, decodes, attempt.task.salt,
             piece.slot, piece.restore, piece.snapshots,
+            () if num_top is None else attempt.tokens[start + 1 : stop + 1], num_top or 0,
         )  # fmt: skip
+
+    def _scored(self, attempt: _Attempt, position: int, found: Sequence[TokenLogprobs]) -> None:
+        route = attempt.task.begin.route
+        self._scores(Scores(route.request, route.attempt, position - 1, tuple(found)))
 
     def _stage(self, attempt: _Attempt, piece: Piece) -> Staging | None:
         """Blocks that a chunk completes go to the store while it is computed."""
@@ -296,7 +329,7 @@ class Runs:
             task = attempt.task
             route, first = task.begin.route, len(attempt.tokens) == len(task.tokens)
             attempt.append(token)
-            finish = attempt.finish_reason(token)
+            finish = attempt.finish_reason(token, self.engine.constraints)
             cached = attempt.cached if first else None
             generated = Generated(len(attempt.tokens) - 1 - task.num_prompt, token, finish, logprobs, cached)
             outputs.append(Output(route.request, route.attempt, generated))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from isthmus.errors import IsthmusError
-from isthmus.types import BlockName, Generated, Job, RequestId
+from msgspec.structs import replace
+
+from isthmus.errors import IsthmusError, ProtocolError
+from isthmus.types import BlockName, Generated, Job, RequestId, TokenLogprobs
 
 
 class Stream:
@@ -20,6 +22,7 @@ class Stream:
         self.attempt = 0
         self._cancel = cancel
         self._tokens: list[int] = []
+        self._scores: list[TokenLogprobs] = []  # of the prompt, as far as this attempt has computed it
         self._early: dict[int, Generated] = {}  # decode's token may overtake the prefill's first one
         self._ready: list[Generated] = []
         self.error: IsthmusError | None = None
@@ -35,6 +38,7 @@ class Stream:
     def start_attempt(self, attempt: int) -> None:
         self.attempt, self._prefilling = attempt, True
         self._early.clear()
+        self._scores.clear()
 
     def end_attempt(self) -> None:
         """What still comes of it is void, also before the next one starts."""
@@ -45,8 +49,17 @@ class Stream:
         now, self._prefilling = self._prefilling, False
         return now
 
+    def score(self, first: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Takes scores of the prompt, as in `messages.Scores`. Raises ProtocolError when earlier ones are missing."""
+        if first > len(self._scores):
+            raise ProtocolError(f"scores from {first} on follow {len(self._scores)}")
+        self._scores[first:] = logprobs
+
     def deliver(self, token: Generated) -> bool:
-        """Takes a token from a node, in any order; True when the answer is complete."""
+        """Takes a token from a node, in any order; True when the answer is complete. Raises ProtocolError when scores
+        were to come before it and did not."""
+        if token.index == 0 and not self._tokens and self.job.sampling.prompt_logprobs is not None:
+            token = replace(token, prompt_logprobs=self._all_scores())
         self._early[token.index] = token
         while (following := self._early.pop(len(self._tokens), None)) is not None:
             self._tokens.append(following.token)
@@ -54,6 +67,13 @@ class Stream:
             self._over = following.finish is not None
             self._wake.set()
         return self._over
+
+    def _all_scores(self) -> tuple[TokenLogprobs, ...]:
+        found, expected = tuple(self._scores), len(self.job.tokens) - 1
+        if len(found) != expected:
+            raise ProtocolError(f"a first token with {len(found)} scores of the prompt, not {expected}")
+        self._scores.clear()
+        return found
 
     def fail(self, error: IsthmusError) -> None:
         self.error = error

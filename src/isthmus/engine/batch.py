@@ -31,6 +31,18 @@ class Prefill:
     blocks: Sequence[int]
 
 
+@dataclass(frozen=True)
+class Scored:
+    """Of the chunk `index`, in the caller's order: what follows the flat tokens `[first, first + len(targets))`, from
+    `position` on."""
+
+    index: int
+    first: int
+    position: int
+    targets: Sequence[int]
+    num_top: int
+
+
 @dataclass
 class Batch:
     """Legend: T flat tokens, R paged rows (the first R of T), S sampled tokens, B blocks of the longest row."""
@@ -45,6 +57,7 @@ class Batch:
     order: list[int]
     """Index of the chunk, in the caller's order, that sample s belongs to."""
     block_size: int
+    scored: list[Scored]
     recurrence: Recurrence | None = None
     """What it does with live states, in models that have any."""
 
@@ -86,6 +99,7 @@ def build_batch(
     slots: list[np.ndarray] = []
     prefills: list[Prefill] = []
     sampled: list[tuple[int, int]] = []
+    scored: list[Scored] = []
     placed: list[tuple[int, Chunk]] = []
     for index in by_rows + by_parts:
         chunk = chunks[index]
@@ -100,6 +114,8 @@ def build_batch(
             prefills.append(Prefill(first, len(tokens), chunk.start, chunk.stop, chunk.blocks))
         if chunk.samples:
             sampled.append((len(tokens) - 1, index))
+        if chunk.targets:
+            scored.append(Scored(index, first, chunk.start + 1, chunk.targets, chunk.num_top))
     flat_positions = np.concatenate(positions)
     num_rows = sum(len(chunks[index].tokens) for index in by_rows)
 
@@ -116,6 +132,7 @@ def build_batch(
         sample_S=place([row for row, _ in sampled], torch.int64),
         order=[index for _, index in sampled],
         block_size=block_size,
+        scored=scored,
         recurrence=None if states is None else states.plan(placed),
     )
 

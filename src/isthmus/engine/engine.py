@@ -15,10 +15,21 @@ from torch import Tensor
 from isthmus.blocks import KVLayout
 from isthmus.engine import kernels
 from isthmus.engine.batch import Batch, build_batch
-from isthmus.engine.interface import BeforeLayer, Chunk, Hidden, OnLayer, Row, Sampled, stage_layout
+from isthmus.engine.constraints import Constraints
+from isthmus.engine.interface import (
+    BeforeLayer,
+    Chunk,
+    Hidden,
+    OnLayer,
+    OnScores,
+    Row,
+    Sampled,
+    stage_layout,
+)
 from isthmus.engine.kv import TORCH_DTYPES, KVMemory, bytes_of
-from isthmus.engine.model import Model
+from isthmus.engine.model import Model, Residual
 from isthmus.engine.sampling import sample
+from isthmus.engine.scores import parts_of, score
 from isthmus.engine.spec import kv_layout, read_spec
 from isthmus.engine.states import LiveStates
 from isthmus.engine.team import Team
@@ -76,6 +87,7 @@ class Engine:
         self.model = Model(self.spec, weights, self.kernels, self.max_length)
         self.memory = KVMemory(layout, num_blocks, self.device, self.kernels)
         self.states = self._live_states(options.max_sequences)
+        self.constraints = Constraints(model, self.spec.vocab_size)
 
     def _prepared(self, weights: Weights) -> Weights:
         """As the kernels hold them; nothing else refers to what they were, so that it goes layer by layer."""
@@ -124,13 +136,25 @@ class Engine:
         on_layer: OnLayer | None = None,
         before_layer: BeforeLayer | None = None,
         hidden: Hidden | None = None,
+        on_scores: OnScores | None = None,
     ) -> Tensor:
         """Logits `[S, V]`, float32, one row for each chunk that samples, in `batch.order`."""
         assert self.layers[1] == self.spec.num_layers, "the last stage samples"
         with self._iteration(batch):
             x_TN = self._taken(batch, hidden)
             residual = self.model.run_layers(x_TN, batch, self.memory, on_layer, before_layer)
-            return self.model.logits(residual, batch)
+            logits_SV = self.model.logits(residual, batch)
+            if on_scores is not None:
+                self._score(residual, batch, on_scores)
+            return logits_SV
+
+    def _score(self, residual: Residual, batch: Batch, on_scores: OnScores) -> None:
+        """The head is put on so many tokens at a time as bounds the memory. Changes `residual`."""
+        x_TN, delta_TN = residual
+        for part in parts_of(batch.scored, self.vocab_size):
+            rows = slice(part.first, part.first + len(part.targets))
+            logits_SV = self.model.logits_of((x_TN[rows], delta_TN[rows]))
+            on_scores(part.index, part.position, score(logits_SV, part.targets, part.num_top))
 
     def step(
         self,
@@ -139,8 +163,11 @@ class Engine:
         on_layer: OnLayer | None = None,
         before_layer: BeforeLayer | None = None,
         hidden: Hidden | None = None,
+        on_scores: OnScores | None = None,
     ) -> Sampled:
-        return sample(self.forward(batch, on_layer, before_layer, hidden), rows)
+        allowed = self.constraints.begin(rows)
+        logits_SV = self.forward(batch, on_layer, before_layer, hidden, on_scores)
+        return sample(logits_SV, rows, allowed())
 
     def relay(
         self,

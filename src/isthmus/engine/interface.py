@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from isthmus.blocks import KVLayout
 from isthmus.errors import ConfigError
 from isthmus.types import Sampling, TokenLogprobs
+
+if TYPE_CHECKING:
+    from isthmus.engine.constraints import Constraints
 
 OnLayer = Callable[[int], None]
 """Called with the number of a layer as soon as the batch's KV of that layer is in place."""
@@ -25,13 +28,19 @@ the step, and may raise: the step ends with that exception and may be repeated, 
 recurrent layers calls it for all layers before it computes anything."""
 
 
+OnScores = Callable[[int, int, Sequence[TokenLogprobs]], None]
+"""Called with the index of a chunk, in the caller's order, the position of one of its `targets`, and the scores of that
+and of the targets behind it. All targets of a chunk are told once a step, in their order, some at a time."""
+
+
 @dataclass(frozen=True)
 class Chunk:
     """Compute `tokens`, which stand at positions `[start, start + len(tokens))` of one request.
 
     `blocks` cover at least those positions; KV of the positions before `start` is in place already.
     `samples`: the token after the last one is wanted. `decodes`: this is one token of an answer, not part of a
-    prompt. `salt`: of the request's caches.
+    prompt. `salt`: of the request's caches. `targets`: to be scored, the tokens that follow the first, second and so on
+    of `tokens`; with the `num_top` most likely in place of each.
 
     Of a model with recurrent layers only (others ignore them): `slot`, where the engine keeps the request's live
     state, below its number of slots. The chunk continues from that state, unless `start` is 0, which zeroes it, or
@@ -49,16 +58,20 @@ class Chunk:
     slot: int = 0
     restore: tuple[int, ...] = ()
     snapshots: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    targets: Sequence[int] = ()
+    num_top: int = 0
 
     @property
     def stop(self) -> int:
         return self.start + len(self.tokens)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """What the choice of one next token depends on beside its KV. `outputs`: the tokens generated so far; `prompt`:
-    the distinct tokens before them, if those are to be repeated less."""
+    the distinct tokens before them, if those are to be repeated less.
+
+    It is one row from its first token to its last: `outputs` grows, and nothing in it changes."""
 
     sampling: Sampling
     outputs: Sequence[int]
@@ -121,12 +134,14 @@ class Engine(Protocol):
     `revision` and `layout` name the blocks: they are the whole model's, in each of its stages. `layers`: the
     half-open range of layers it computes; `memory.layout` has only these. Wherever a layer is named, in `memory`,
     `OnLayer` and `BeforeLayer`, only those that keep KV count, from the stage's own first on. `max_length`: longest
-    prompt and answer together, in tokens.
+    prompt and answer together, in tokens. `constraints`: what `step` chooses from; it knows of rows that nothing can
+    be chosen for any more.
     """
 
     layout: KVLayout
     layers: tuple[int, int]
     max_length: int
+    constraints: Constraints
 
     @property
     def revision(self) -> str: ...
@@ -156,13 +171,15 @@ class Engine(Protocol):
         on_layer: OnLayer | None = None,
         before_layer: BeforeLayer | None = None,
         hidden: Hidden | None = None,
+        on_scores: OnScores | None = None,
     ) -> Sampled:
         """One iteration: writes the new KV and chooses a token for each chunk that samples, in `batch.order`.
 
-        `rows` stand in that order too. A step that `before_layer` broke off has announced the layers before to
+        `rows` stand in that order too; the token of one that there is an objection to (`constraints`) means nothing.
+        A step that `before_layer` broke off has announced the layers before to
         `on_layer`; repeated, it announces them again, with the same bytes in place. The last stage of a pipeline
-        takes the `hidden` that the stage before gave, and leaves it unchanged; a whole model takes none. Raises
-        ProtocolError when `hidden` does not fit the batch.
+        takes the `hidden` that the stage before gave, and leaves it unchanged; a whole model takes none. `on_scores`
+        is told after the last layer. Raises ProtocolError when `hidden` does not fit the batch.
         """
 
     def relay(

@@ -80,11 +80,15 @@ class Model:
     def logits(self, residual: Residual, batch: Batch) -> Tensor:
         """`[S, V]`, float32, of the sampled tokens."""
         x_TN, delta_TN = residual
-        final_norm, head = self._weights.final_norm, self._weights.head
-        assert final_norm is not None and head is not None, "only the last stage has the head"
         if not batch.only_decodes:
             x_TN, delta_TN = x_TN[batch.sample_S], delta_TN[batch.sample_S]
-        normed_SN = self._kernels.add_rms_norm(x_TN, delta_TN, final_norm, self.spec.norm_eps)
+        return self.logits_of((x_TN, delta_TN))
+
+    def logits_of(self, residual: Residual) -> Tensor:
+        """`[S, V]`, float32, of all S tokens of `residual`, which it changes."""
+        final_norm, head = self._weights.final_norm, self._weights.head
+        assert final_norm is not None and head is not None, "only the last stage has the head"
+        normed_SN = self._kernels.add_rms_norm(*residual, final_norm, self.spec.norm_eps)
         return self._kernels.linear(normed_SN, head.weight, head.bias).float()
 
 

@@ -146,6 +146,10 @@ class Recipe:
         """The token that follows KV bytes, by the digest of the last layer."""
         return digest % self.vocab_size
 
+    def score(self, kv: bytes, token: int) -> float:
+        """What stands for a token's log-probability, in (-1, 0]. `kv`: of the position before it, in the last layer."""
+        return -xxhash.xxh3_64_intdigest(kv + token.to_bytes(4, "little")) / 2**64
+
     def _key(self, salt: str) -> bytes:
         key = self._keys.get(salt)
         if key is None:

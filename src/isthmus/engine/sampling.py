@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from isthmus.engine.constraints import Allowed
 from isthmus.engine.interface import Row, Sampled
 from isthmus.types import Sampling, TokenLogprobs
 
@@ -37,7 +38,7 @@ def uniform(seed: int, index: int) -> float:
     return (value >> 11) * 2.0**-53
 
 
-def sample(logits_SV: Tensor, rows: Sequence[Row]) -> Sampled:
+def sample(logits_SV: Tensor, rows: Sequence[Row], allowed: Allowed | None = None) -> Sampled:
     """Token and log-probabilities (None unless asked for) of each row. Does not change the logits."""
     samplings = [row.sampling for row in rows]
     if any(map(_adjusts, samplings)):
@@ -47,6 +48,8 @@ def sample(logits_SV: Tensor, rows: Sequence[Row]) -> Sampled:
         )
     else:
         wanted_SV = logits_SV
+    if allowed is not None:
+        wanted_SV = _masked(wanted_SV, allowed)
     tokens: list[int] = wanted_SV.argmax(dim=-1).tolist()
     drawing = [at for at, sampling in enumerate(samplings) if sampling.temperature]
     if drawing:
@@ -166,6 +169,16 @@ def _adjusted(logits_V: Tensor, row: Row) -> Tensor:
         counts = torch.bincount(outputs, minlength=len(logits_V))
         logits_V -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
     return logits_V
+
+
+def _masked(logits_SV: Tensor, allowed: Allowed) -> Tensor:
+    """Minus infinity where a token is not allowed."""
+    if len(allowed.rows) == len(logits_SV):
+        return logits_SV.where(torch.from_numpy(allowed.tokens_MV).to(logits_SV.device), -torch.inf)
+    logits_SV = logits_SV.clone()
+    for at, tokens_V in allowed:
+        logits_SV[at].masked_fill_(torch.from_numpy(~tokens_V).to(logits_SV.device), -torch.inf)
+    return logits_SV
 
 
 def _logprobs(logits_V: Tensor, token: int, row: Row) -> TokenLogprobs | None:

@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 import isthmus
 from isthmus.errors import IsthmusError
+from isthmus.gateway.auth import ApiKeys
 from isthmus.gateway.backend import Backend
 from isthmus.gateway.chat_wire import ChatDialect, ChatReply
 from isthmus.gateway.completion_wire import CompletionDialect, CompletionReply
@@ -39,17 +40,19 @@ from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.status import Status, cluster_status
 from isthmus.gateway.tokenize import DetokenizeReply, TokenizeEndpoints, TokenizeReply
 from isthmus.gateway.tokenizer import GatewayTokenizer
+from isthmus.gateway.tool_use import format_of
 from isthmus.types import ModelCard
 
 
 def create_app(
     backend: Backend, tokenizer: GatewayTokenizer, settings: GatewaySettings | None = None
 ) -> Starlette:
-    """An ASGI app that serves `backend`. `settings` None: the defaults."""
+    """An ASGI app that serves `backend`. `settings` None: the defaults. Raises ConfigError where those do not fit the
+    model."""
     settings = settings or GatewaySettings()
     meter = Meter(backend)
     operations = _operations(backend, tokenizer, settings, meter)
-    opened = document(operations, backend.card, keys=False)
+    opened = document(operations, backend.card, keys=bool(settings.keys))
 
     async def described(request: Request) -> Response:
         return Response(opened, media_type="application/json")
@@ -57,9 +60,21 @@ def create_app(
     routes = [Route(each.path, each.endpoint, methods=[each.method]) for each in operations]
     return Starlette(
         routes=[*routes, Route("/openapi.json", described)],
-        middleware=[Middleware(RequestIds)],
+        middleware=[Middleware(RequestIds), *_guard(settings, operations, meter)],
         exception_handlers=_handlers(meter),
     )
+
+
+def _guard(settings: GatewaySettings, operations: list[Operation], meter: Meter) -> list[Middleware]:
+    """What asks for a key, if there are any."""
+
+    def refuse(error: Exception) -> Response:
+        meter.failed(status_of(error))
+        return _problem(error)
+
+    opened = {each.path for each in operations if each.open}
+    guard = Middleware(ApiKeys, keys=settings.keys, open=opened, refuse=refuse)
+    return [guard] if settings.keys else []
 
 
 def _operations(
@@ -67,7 +82,8 @@ def _operations(
 ) -> list[Operation]:
     """All that is served: the routes, and what the document says of them."""
     service = Service(backend, tokenizer, settings, meter)
-    preparer = RequestPreparer(backend.card, tokenizer, settings)
+    tool_format = format_of(tokenizer.template, settings.tool_format)
+    preparer = RequestPreparer(backend.card, tokenizer, settings, tool_format)
     chat = GenerationEndpoint(service, ChatRequest, preparer.chat, ChatDialect)
     completion = GenerationEndpoint(service, CompletionRequest, preparer.completion, CompletionDialect)
     responses = ResponsesPreparer(preparer)

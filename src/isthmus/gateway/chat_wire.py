@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from isthmus.gateway.choice import Choice, Delta
 from isthmus.gateway.logprobs import TokenLogprob, scored
+from isthmus.gateway.prepare import PreparedRequest
+from isthmus.gateway.tool_use import CallReader
+from isthmus.gateway.tools.events import Arguments, CallBegun, Content, Event
 from isthmus.gateway.wire import (
     ChunkDialect,
     PromptScores,
+    TokenBytes,
     Usage,
     encode,
     event,
     prompt_scores,
     usage_field,
 )
+from isthmus.types import FinishReason
 
 
 class ChatLogprobs(msgspec.Struct):
@@ -25,9 +31,24 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class FunctionDelta(msgspec.Struct, omit_defaults=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class CallDelta(msgspec.Struct, omit_defaults=True):
+    """The first of a call has its id, type and name; all have a piece of its arguments."""
+
+    index: int
+    id: str | None = None
+    type: str | None = None
+    function: FunctionDelta | None = None
+
+
 class ChatDelta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    tool_calls: list[CallDelta] | None = None
 
 
 class ChunkChoice(msgspec.Struct):
@@ -48,10 +69,26 @@ class ChatChunk(msgspec.Struct):
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
+class WrittenFunction(msgspec.Struct):
+    """`arguments`: JSON as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class WrittenCall(msgspec.Struct):
+    id: str
+    function: WrittenFunction
+    type: str = "function"
+
+
 class ChatMessage(msgspec.Struct):
-    content: str
+    """`content` is null where the answer is nothing but calls."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[WrittenCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -74,19 +111,25 @@ class ChatReply(msgspec.Struct):
 
 
 class ChatDialect(ChunkDialect):
+    def __init__(self, prepared: PreparedRequest, token_bytes: TokenBytes) -> None:
+        super().__init__(prepared, token_bytes)
+        self._readers: dict[int, CallReader] = {}  # of choices in which calls may be
+
     def events(self, choice: Choice, delta: Delta, usage: Usage | None) -> bytes:
         opening = b"" if choice.index in self._opened else self._opening(choice, usage)
         tokens = delta.tokens if self._writing.token_ids else UNSET
-        if not (delta.text or delta.finish or delta.scores or tokens):
+        *pieces, last = self._pieces(choice, delta) or [ChatDelta()]
+        if not (last.content or last.tool_calls or delta.finish or delta.scores or tokens):
             return opening
+        before = [self._event([ChunkChoice(choice.index, piece)], usage) for piece in pieces]
         content = ChunkChoice(
             index=choice.index,
-            delta=ChatDelta(content=delta.text or None),
+            delta=last,
             logprobs=self._logprobs(delta),
-            finish_reason=delta.finish,
+            finish_reason=self._finish(choice, delta),
             token_ids=tokens,
         )
-        return opening + self._event([content], usage)
+        return b"".join([opening, *before, self._event([content], usage)])
 
     def usage_event(self, usage: Usage) -> bytes:
         return self._event([], usage)
@@ -130,12 +173,62 @@ class ChatDialect(ChunkDialect):
         )
         return event(encode(chunk))
 
+    def _pieces(self, choice: Choice, delta: Delta) -> list[ChatDelta]:
+        """What the delta's text adds: content, or a part of one call, each by itself, since not all clients look for
+        more than one."""
+        if self._prepared.tools is None:
+            return [ChatDelta(content=delta.text)] if delta.text else []
+        pieces: list[ChatDelta] = []
+        for found in self._read(choice, delta):
+            match found:
+                case Content(text):
+                    pieces.append(ChatDelta(content=text))
+                case CallBegun(index, name):
+                    begun = CallDelta(index, self._call_id(choice, index), "function", FunctionDelta(name, ""))
+                    pieces.append(ChatDelta(tool_calls=[begun]))
+                case Arguments(index, text):
+                    pieces.append(
+                        ChatDelta(tool_calls=[CallDelta(index, function=FunctionDelta(arguments=text))])
+                    )
+        return pieces
+
+    def _read(self, choice: Choice, delta: Delta) -> Sequence[Event]:
+        assert self._prepared.tools is not None
+        reader = self._readers.setdefault(choice.index, self._prepared.tools.reader())
+        return reader.push(delta.text, last=delta.finish is not None)
+
+    def _call_id(self, choice: Choice, index: int) -> str:
+        """Of one call; the answer's id makes it unique."""
+        named = f"{self._prepared.id}/{choice.index}/{index}"
+        return f"call_{blake2b(named.encode(), digest_size=12).hexdigest()}"
+
+    def _finish(self, choice: Choice, delta: Delta) -> str | None:
+        """`tool_calls` where the model ended its answer after calls. A client's stop string ends an answer as ever."""
+        reader = self._readers.get(choice.index)
+        called = reader is not None and reader.num_calls > 0
+        ended = delta.finish is FinishReason.STOP and not choice.stopped
+        return "tool_calls" if called and ended else delta.finish
+
+    def _message(self, choice: Choice, whole: Delta) -> ChatMessage:
+        if self._prepared.tools is None:
+            return ChatMessage(whole.text)
+        content, calls = "", []
+        for found in self._read(choice, whole):
+            match found:
+                case Content(text):
+                    content += text
+                case CallBegun(index, name):
+                    calls.append(WrittenCall(self._call_id(choice, index), WrittenFunction(name, "")))
+                case Arguments(index, text):
+                    calls[index].function.arguments += text
+        return ChatMessage(content or None, tool_calls=calls) if calls else ChatMessage(content)
+
     def _choice(self, choice: Choice, whole: Delta) -> ChatChoice:
         return ChatChoice(
             index=choice.index,
-            message=ChatMessage(whole.text),
+            message=self._message(choice, whole),
             logprobs=self._logprobs(whole),
-            finish_reason=whole.finish,
+            finish_reason=self._finish(choice, whole),
             token_ids=whole.tokens if self._writing.token_ids else UNSET,
         )
 

@@ -13,7 +13,7 @@ byte (or a real U+FFFD) among them would change text that was already given out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 UNFINISHED = "\ufffd"
 # A UTF-8 character has at most four bytes and a token at least one, so a character that four tokens could not
@@ -27,17 +27,26 @@ class Detokenizer:
     """`decode` turns a short list of ids into text, without special tokens.
 
     `visible[token]` is 0 for ids that never give text (special, or no token at all); ids past its end neither.
+    `shown` are special tokens that do all the same, each its own text, whatever stands beside it.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], visible: bytes) -> None:
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        visible: bytes,
+        shown: Mapping[int, str] | None = None,
+    ) -> None:
         self._decode = decode
         self._visible = visible
+        self._shown_special = shown or {}
         self._window: list[int] = []
         self._shown = 0
         self._settled = 0  # tokens of the window up to the last point where nothing was held back
 
     def push(self, token: int) -> str:
         """The text that `token` settles; often its own, sometimes none, sometimes also that of earlier ones."""
+        if token in self._shown_special:
+            return self._end_window() + self._shown_special[token]
         if token >= len(self._visible) or not self._visible[token]:
             return ""
         self._window.append(token)
@@ -56,6 +65,12 @@ class Detokenizer:
         text = self._decode(self._window) if self._window else ""
         piece = text[self._shown :]
         self._shown = max(self._shown, len(text))
+        return piece
+
+    def _end_window(self) -> str:
+        """What is held back; the next token begins anew."""
+        piece = self.flush()
+        self._window, self._shown, self._settled = [], 0, 0
         return piece
 
     def _settle(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
@@ -25,6 +26,7 @@ TOKEN = {"type": "integer", "minimum": 0, "format": "token-id"}
 """Of the formats `token-id`, `num-tokens` and `model-name` the document gives the served model's own bounds."""
 
 
+@cache
 def field_names(kind: type[BaseModel]) -> dict[str, Any]:
     """The fields of a model by the names that JSON has."""
     return {info.alias or name: info for name, info in kind.model_fields.items()}
@@ -199,17 +201,17 @@ TokenIds = Checked(parse_token_ids, {"type": "array", "items": TOKEN})
 SomeTokenIds = Checked(_parse_some_token_ids, {"type": "array", "items": TOKEN, "minItems": 1})
 
 
-def texts(most: int, what: str) -> Checked:
-    """A list of up to `most` strings that are not empty."""
+def texts(least: int, most: int) -> Checked:
+    """A list of `least` to `most` strings that are not empty."""
 
     def check(value: Any) -> tuple[str, ...]:
-        fine = isinstance(value, list) and len(value) <= most
+        fine = isinstance(value, list) and least <= len(value) <= most
         if not fine or not all(isinstance(each, str) and each for each in value):
-            raise refuse(f"must be a list of up to {most} {what}, none of them empty")
+            raise refuse(f"must be a list of {least} to {most} strings, none of them empty")
         return tuple(value)
 
     items = {"type": "string", "minLength": 1}
-    return Checked(check, {"type": "array", "items": items, "maxItems": most})
+    return Checked(check, {"type": "array", "items": items, "minItems": least, "maxItems": most})
 
 
 def _parse_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:

@@ -89,14 +89,14 @@ class GenerationEndpoint:
     def _submit(self, prepared: PreparedRequest, arrival_s: float) -> TimedChoices:
         """Starts all jobs, or none. Raises what the backend raises."""
         started: dict[int, Choice] = {}
-        writing = prepared.writing
+        writing, markers = prepared.writing, prepared.tools.format.markers if prepared.tools else ()
         try:
             for index, job in enumerate(prepared.jobs):
                 started[index] = Choice(
                     index,
                     job,
                     self.service.backend.submit(job),
-                    self.service.tokenizer.detokenizer(special=writing.shows_special),
+                    self.service.tokenizer.detokenizer(special=writing.shows_special, shown=markers),
                     StopMatcher(writing.stops, shown=writing.shows_stop),
                     shows_end=writing.shows_stop,
                     silent=writing.only_echo,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isthmus.errors import ModelError
-from isthmus.files import ModelFiles
+from isthmus.files import ModelFiles, end_tokens
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,13 @@ class GenerationDefaults:
     repetition_penalty: float = 1.0
 
 
-def load_generation(files: ModelFiles, eos_of_tokenizer: int | None) -> GenerationDefaults:
-    """Reads generation_config.json and config.json; both may be absent.
+def load_generation(files: ModelFiles) -> GenerationDefaults:
+    """Reads generation_config.json and what names the end tokens; all may be absent.
 
     Raises ModelError when one of them is not JSON or holds a value of the wrong type.
     """
     generation, where = files.object("generation_config.json"), files.where("generation_config.json")
-    eos = _eos(generation, where) or _eos(files.object("config.json"), files.where("config.json"))
-    if not eos and eos_of_tokenizer is not None:
-        eos = (eos_of_tokenizer,)
+    eos = end_tokens(files)
     repetition_penalty = _number(generation, "repetition_penalty", where, otherwise=1.0)
     if not repetition_penalty:
         raise ModelError(f"{where}: repetition_penalty must be above 0")
@@ -41,16 +39,6 @@ def load_generation(files: ModelFiles, eos_of_tokenizer: int | None) -> Generati
         top_k=int(_number(generation, "top_k", where, otherwise=0)),
         repetition_penalty=repetition_penalty,
     )
-
-
-def _eos(config: dict[str, Any], where: str) -> tuple[int, ...]:
-    value = config.get("eos_token_id")
-    if value is None:
-        return ()
-    ids = value if isinstance(value, list) else [value]
-    if not all(type(token) is int for token in ids):
-        raise ModelError(f"{where}: eos_token_id must be an integer or a list of integers, found {value!r}")
-    return tuple(ids)
 
 
 def _number(config: dict[str, Any], name: str, where: str, *, otherwise: float) -> float:

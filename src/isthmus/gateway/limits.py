@@ -30,16 +30,13 @@ def truncated(
 ) -> tuple[int, ...]:
     """What `truncate_prompt_tokens` leaves of a prompt: its end, or its beginning if `truncation_side` is right.
 
-    -1 keeps what leaves room for the `asked` tokens of the answer, or one. Raises RequestError when that is nothing.
+    -1 keeps what leaves room for the `asked` tokens of the answer, or for one, and never nothing.
     """
     most = request.truncate_prompt_tokens
     if most is None:
         return tokens
     if most < 0:
-        most = max(0, card.max_length - (asked or 1))
-    if most == 0:
-        message = "'truncate_prompt_tokens' leaves nothing of the prompt"
-        raise RequestError(message, param="truncate_prompt_tokens")
+        most = max(1, card.max_length - (asked or 1))
     return tokens[:most] if request.truncation_side == "right" else tokens[-most:]
 
 

@@ -1,22 +1,17 @@
-"""Chat messages as clients send them. Text only; everything else is refused by name."""
+"""Chat messages as clients send them. Text only; everything else is refused by name.
+
+Which fields a message has is said by its role. OpenAI's answers have fields that mean nothing in a question, and
+clients send answers back as they came: those are taken as long as they are empty.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import json
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from isthmus.gateway.fields import Refused, Strict, label, only, refuse
-
-ROLES = ("system", "developer", "user", "assistant")
-
-
-def _parse_role(value: Any) -> str:
-    if isinstance(value, str) and value in ROLES:
-        return value
-    if value in ("tool", "function"):
-        raise refuse(f"{value!r} is not supported by this server: it serves no tools")
-    raise refuse(f"must be one of {', '.join(ROLES)}")
+from isthmus.gateway.fields import Checked, Refused, Strict, label, only, refuse, text
 
 
 def _parse_content(value: Any) -> str:
@@ -42,24 +37,92 @@ def _parse_part(part: Any, where: str) -> str:
     return text
 
 
-class Message(Strict):
-    role: Annotated[str, BeforeValidator(_parse_role)]
-    content: Annotated[str, BeforeValidator(_parse_content)]
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+_CONTENT = {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]}
+Content = Annotated[Any, Checked(_parse_content, _CONTENT, nullable=False)]
+SomeContent = Annotated[Any, Checked(_parse_content, _CONTENT)]
+
+
+class _Message(Strict):
     name: str | None = label()
 
-    # OpenAI's answers have these, and clients send answers back as they came.
+    def for_template(self) -> dict[str, Any]:
+        """What of it a template may show; None where it has no such thing."""
+        return self.model_dump(include={"role", "content", "name"})
+
+
+class SystemMessage(_Message):
+    role: Literal["system", "developer"]
+    content: Content
+
+
+class UserMessage(_Message):
+    role: Literal["user"]
+    content: Content
+
+
+class ToolMessage(_Message):
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: str = Field(description="the id of the call that this is the result of, a string")
+
+    def for_template(self) -> dict[str, Any]:
+        return super().for_template() | {"tool_call_id": self.tool_call_id}
+
+
+class CalledFunction(Strict):
+    name: str = Field(description="the name of a function, a string")
+    arguments: str = Field(description="a string that holds a JSON object")
+
+    def for_template(self) -> dict[str, Any]:
+        """Templates want arguments as an object. What is none is shown as the model wrote it."""
+        try:
+            arguments = json.loads(self.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
+
+
+class ToolCall(Strict):
+    id: str = Field(description="a string")
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = Field(default=None, description="an integer")
+    """Of a call put together from a streamed answer."""
+
+    def for_template(self) -> dict[str, Any]:
+        return {"id": self.id, "type": self.type, "function": self.function.for_template()}
+
+
+class AssistantMessage(_Message):
+    role: Literal["assistant"]
+    content: SomeContent = None
+    tool_calls: list[ToolCall] | None = Field(default=None, fail_fast=True, description="a list of calls")
+    reasoning_content: str | None = text()
+    reasoning: str | None = text()
+    """The newer word for the same."""
+
     refusal: Annotated[Any, Refused] = None
     audio: Annotated[Any, Refused] = None
     annotations: Annotated[Any, only([])] = None
-    tool_calls: Annotated[Any, only([])] = None
     function_call: Annotated[Any, Refused] = None
-    tool_call_id: Annotated[Any, Refused] = None
 
-    def for_template(self) -> dict[str, str]:
-        fields = {"role": self.role, "content": self.content}
-        return fields if self.name is None else fields | {"name": self.name}
+    def for_template(self) -> dict[str, Any]:
+        shown = super().for_template()
+        if self.tool_calls:
+            shown["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        elif self.content is None:
+            shown["content"] = ""
+        reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        return shown | {"reasoning_content": reasoning, "thinking": reasoning}
 
 
+Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 Messages = Annotated[
     list[Message],
     # fail_fast: one error is enough, and a body can hold a million wrong messages.

@@ -24,6 +24,7 @@ _REFUSALS = {
     "404": "No such model.",
     "413": "The body is too large.",
     "429": "Overloaded; try again after as many seconds as Retry-After says.",
+    "502": "A node failed.",
     "503": "No node can serve now.",
 }
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from isthmus.errors import RequestError
+from isthmus.gateway.auth import salt_of
 from isthmus.gateway.limits import answer_tokens, check_prompt, truncated
 from isthmus.gateway.problems import UnknownModelError
 from isthmus.gateway.requests import ChatRequest, CompletionRequest, GenerationRequest, Prompt, TemplateFields
@@ -20,6 +21,8 @@ from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.structured import check_grammar, grammar_of
 from isthmus.gateway.terms import Terms
 from isthmus.gateway.tokenizer import GatewayTokenizer
+from isthmus.gateway.tool_use import ToolUse, definitions, tool_use
+from isthmus.gateway.tools.formats import Format
 from isthmus.types import Job, ModelCard, RequestId
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -60,6 +63,7 @@ class PreparedRequest:
     n: int
     jobs: tuple[Job, ...]
     writing: Writing
+    tools: ToolUse | None = None
 
 
 @dataclass(frozen=True)
@@ -73,17 +77,20 @@ class _Prompt:
 
 @dataclass(frozen=True)
 class RequestPreparer:
-    """Turns requests into prepared ones. `hex_id` makes the answer's id unique."""
+    """Turns requests into prepared ones. `hex_id` makes the answer's id unique. `tool_format`: of the calls that this
+    model writes, None if that is not known."""
 
     card: ModelCard
     tokenizer: GatewayTokenizer
     settings: GatewaySettings
+    tool_format: Format | None
 
     async def chat(
         self, request: ChatRequest, hex_id: str, terms: Terms, prefix: str = "chatcmpl-"
     ) -> PreparedRequest:
         """`prefix`: of the answer's id. Raises RequestError."""
         self.check_model(request.model)
+        tools = tool_use(request, self.tool_format)
         sampler = await self._sampler(request, _chat_logprobs(request), request.prompt_logprobs)
         asked, param = _chat_max_tokens(request)
         tokens = truncated(
@@ -91,7 +98,8 @@ class RequestPreparer:
         )
         check_prompt(len(tokens), self.card, "messages")
         max_tokens = answer_tokens(len(tokens), asked, self.card, param=param, default=None)
-        return self._prepared(f"{prefix}{hex_id}", request, terms, sampler, [_Prompt(tokens, max_tokens)])
+        prompt = _Prompt(tokens, max_tokens)
+        return self._prepared(f"{prefix}{hex_id}", request, terms, sampler, [prompt], tools)
 
     async def completion(self, request: CompletionRequest, hex_id: str, terms: Terms) -> PreparedRequest:
         """Raises RequestError."""
@@ -114,7 +122,7 @@ class RequestPreparer:
         messages = [message.for_template() for message in request.messages]
         special = bool(add_special_tokens)
         return await self._off_loop(
-            sum(len(str(message["content"])) for message in messages),
+            sum(len(str(value)) for message in messages for value in message.values()),
             lambda: tuple(self.tokenizer.encode_chat(messages, add_special_tokens=special, **options)),
         )
 
@@ -161,6 +169,7 @@ class RequestPreparer:
         terms: Terms,
         sampler: Sampler,
         prompts: list[_Prompt],
+        tools: ToolUse | None = None,
     ) -> PreparedRequest:
         n = request.n or 1
         jobs: list[Job] = []
@@ -172,8 +181,8 @@ class RequestPreparer:
                         tokens=prompt.tokens,
                         max_tokens=prompt.max_tokens,
                         sampling=sampling,
-                        tenant=request.user or "",
-                        salt=request.cache_salt or "",
+                        tenant=terms.tenant or request.user or "",
+                        salt=salt_of(terms.tenant, request.cache_salt or ""),
                         priority=terms.priority,
                         ttft_ms=terms.ttft_ms,
                         tbt_ms=terms.tbt_ms,
@@ -188,6 +197,7 @@ class RequestPreparer:
             n=n,
             jobs=tuple(jobs),
             writing=_writing(request),
+            tools=tools,
         )
 
     def _check_count(self, num_prompts: int, n: int) -> None:
@@ -255,6 +265,7 @@ def _template_options(request: TemplateFields) -> dict[str, Any]:
         "continue_final_message": continues,
         "chat_template_kwargs": extra,
         "documents": request.documents,
+        "tools": definitions(request),
     }
 
 

@@ -19,6 +19,10 @@ class UnknownRouteError(RequestError):
     http_status = 404
 
 
+class UnauthorizedError(RequestError):
+    http_status = 401
+
+
 class WrongMethodError(RequestError):
     http_status = 405
 
@@ -58,6 +62,8 @@ def problem_headers(error: BaseException) -> list[tuple[bytes, bytes]]:
     """Headers that belong to `error`, besides its body's."""
     if isinstance(error, OverloadedError):
         return [(b"retry-after", str(error.retry_after_s).encode())]
+    if isinstance(error, UnauthorizedError):
+        return [(b"www-authenticate", b"Bearer")]
     return []
 
 

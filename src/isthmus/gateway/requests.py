@@ -13,6 +13,7 @@ import pydantic
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from isthmus.gateway import fields as f
+from isthmus.gateway import structured
 from isthmus.gateway.fields import (
     Checked,
     LogitBias,
@@ -28,12 +29,20 @@ from isthmus.gateway.fields import (
 from isthmus.gateway.messages import Messages
 from isthmus.gateway.refusals import refusal
 from isthmus.gateway.structured import ResponseFormat, Schema, StructuredOutputs
+from isthmus.gateway.tool_fields import Tool, ToolChoice, tools
 
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
 MAX_BAD_WORDS = 256
 
 
+def _parse_truncation(value: Any) -> int:
+    if type(value) is not int or value < -1 or value == 0:
+        raise refuse("must be -1 or an integer of at least 1")
+    return value
+
+
+Truncation = Checked(_parse_truncation, {"type": "integer", "minimum": -1, "not": {"const": 0}})
 BestOf = Checked(f.parse_count, {"enum": [1]})
 
 
@@ -62,9 +71,9 @@ class GenerationRequest(Strict):
     """llama.cpp's and Ollama's word for `repetition_penalty`."""
     logit_bias: Annotated[Any, LogitBias] = None
     allowed_token_ids: Annotated[Any, SomeTokenIds] = None
-    bad_words: Annotated[Any, f.texts(MAX_BAD_WORDS, "strings")] = None
+    bad_words: Annotated[Any, f.texts(0, MAX_BAD_WORDS)] = None
     max_tokens: int | None = f.num_tokens(1)
-    min_tokens: int | None = f.num_tokens(0)
+    min_tokens: int | None = f.integer(0, f.MAX_INT)
     n: int | None = f.integer(1, MAX_CHOICES)
     stop: Annotated[Any, Stops] = None
     stop_token_ids: Annotated[Any, TokenIds] = None
@@ -78,7 +87,7 @@ class GenerationRequest(Strict):
     stream: bool | None = f.boolean()
     stream_options: StreamOptions | None = Field(default=None, description="an object")
     prompt_logprobs: int | None = f.integer(0, MAX_LOGPROBS)
-    truncate_prompt_tokens: int | None = f.integer(-1, f.MAX_INT)
+    truncate_prompt_tokens: Annotated[Any, Truncation] = None
     """So many tokens of the prompt stay; -1: as many as leave room for the answer."""
     truncation_side: Literal["left", "right"] | None = Field(default=None, description='"left" or "right"')
     add_special_tokens: bool | None = f.boolean()
@@ -91,7 +100,7 @@ class GenerationRequest(Strict):
     structured_outputs: StructuredOutputs | None = Field(default=None, description="an object")
     guided_json: Annotated[Any, Schema] = None
     guided_regex: str | None = f.regex()
-    guided_choice: Annotated[Any, f.texts(1024, "strings")] = None
+    guided_choice: Annotated[Any, f.texts(1, structured.MAX_CHOICES)] = None
     guided_grammar: str | None = f.text()
     regex: str | None = f.regex()
     """SGLang's word for `guided_regex`."""
@@ -151,7 +160,7 @@ class TemplateFields(Strict):
     continue_final_message: bool | None = f.boolean()
     chat_template_kwargs: dict[str, Any] | None = f.free_object()
     documents: list[dict[str, Any]] | None = Field(default=None, description="a list of objects")
-    tools: Annotated[Any, only([])] = None
+    tools: list[Tool] | None = tools()
     chat_template: Annotated[Any, Refused] = None
     media_io_kwargs: Annotated[Any, only({})] = None
 
@@ -160,7 +169,7 @@ class ChatRequest(GenerationRequest, TemplateFields):
     max_completion_tokens: int | None = f.num_tokens(1)
     logprobs: bool | None = f.boolean()
     top_logprobs: int | None = f.integer(0, MAX_LOGPROBS)
-    tool_choice: Annotated[Any, only("none", "auto")] = None
+    tool_choice: Annotated[Any, ToolChoice] = None
     parallel_tool_calls: bool | None = f.boolean()
     reasoning_effort: str | None = f.label()
     """For the chat template, as it is."""

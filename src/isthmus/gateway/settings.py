@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """`digest`: the key's SHA-256."""
+
+    tenant: str
+    digest: bytes
 
 
 @dataclass(frozen=True)
@@ -12,6 +20,9 @@ class GatewaySettings:
     max_body_bytes: int = 8 * 1024 * 1024
     long_prompt_chars: int = 20_000  # longer texts are tokenised in a thread, so that the loop stays free
     max_sequences: int = 256  # prompts times `n`
+    keys: tuple[ApiKey, ...] = field(default=(), repr=False)
+    """Of which every request needs one; none: nobody needs any."""
+    tool_format: str = "auto"  # a name in tools/formats.py, or auto: as the model's chat template says
     # Of requests that bring none.
     ttft_ms: int | None = None
     tbt_ms: int | None = None

@@ -14,6 +14,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic import Field
 
 from isthmus.errors import RequestError
+from isthmus.files.grammar import GrammarError, compile_grammar
 from isthmus.gateway import fields as f
 from isthmus.gateway.fields import Checked, Refused, Strict, only, refuse
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from isthmus.gateway.requests import GenerationRequest
 
 MAX_CHOICES = 1024
-MAX_GRAMMAR_CHARS = 1_000_000
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,16}"
 
 
@@ -70,7 +70,7 @@ class StructuredOutputs(Strict):
     json_: Annotated[Any, Schema] = Field(default=None, alias="json")
     json_object: bool | None = f.boolean()
     regex: str | None = f.regex()
-    choice: Annotated[Any, f.texts(MAX_CHOICES, "strings")] = None
+    choice: Annotated[Any, f.texts(1, MAX_CHOICES)] = None
     grammar: str | None = f.text()
     disable_any_whitespace: bool | None = f.boolean()
     disable_additional_properties: Annotated[Any, only(False)] = None
@@ -87,18 +87,15 @@ def grammar_of(request: GenerationRequest) -> tuple[str, str]:
     if len(given) > 1:
         one, other = given[0][1], given[1][1]
         raise RequestError(f"{one!r} and {other!r} each say how the answer must look: give one", param=other)
-    grammar, param = given[0] if given else ("", "")
-    if len(grammar) > MAX_GRAMMAR_CHARS:
-        raise RequestError(f"{param!r} is longer than {MAX_GRAMMAR_CHARS} characters", param=param)
-    return grammar, param
+    return given[0] if given else ("", "")
 
 
 def check_grammar(grammar: str, param: str, tokenizer: LLTokenizer) -> None:
     """Raises RequestError naming what the grammar's library cannot follow. May take a second for a large one."""
-    complaint = LLMatcher.validate_grammar(grammar, tokenizer)
-    if complaint:
-        reason = " ".join(complaint.split())[:300]
-        raise RequestError(f"{param!r} cannot be followed: {reason}", param=param)
+    try:
+        compile_grammar(grammar, tokenizer)
+    except GrammarError as error:
+        raise RequestError(f"{param!r} cannot be followed: {error}", param=param) from None
 
 
 Given = list[tuple[str, str]]
@@ -106,62 +103,65 @@ Given = list[tuple[str, str]]
 
 
 def _from_format(request: GenerationRequest) -> Given:
-    form = request.response_format
+    form, param = request.response_format, "response_format"
     if isinstance(form, JsonObjectFormat):
-        return [(_json({"type": "object"}), "response_format")]
+        return [_json({"type": "object"}, param)]
     if isinstance(form, JsonSchemaFormat):
         schema = form.json_schema.schema_
-        return [(_json({} if schema is None else schema), "response_format.json_schema.schema")]
+        return [_json({} if schema is None else schema, f"{param}.json_schema.schema")]
     return []
 
 
 def _from_object(request: GenerationRequest) -> Given:
-    asked = request.structured_outputs
+    asked, param = request.structured_outputs, "structured_outputs"
     if asked is None:
         return []
     spaces, given = not asked.disable_any_whitespace, []
     if asked.json_ is not None:
-        given.append((_json(asked.json_, spaces=spaces), "json"))
+        given.append(_json(asked.json_, f"{param}.json", spaces=spaces))
     if asked.json_object:
-        given.append((_json({"type": "object"}, spaces=spaces), "json_object"))
-    given += _spelled(asked.regex, asked.choice, asked.grammar, names=("regex", "choice", "grammar"))
+        given.append(_json({"type": "object"}, f"{param}.json_object", spaces=spaces))
+    given += _regex(asked.regex, f"{param}.regex")
+    given += _choice(asked.choice, f"{param}.choice")
+    given += _grammar(asked.grammar, f"{param}.grammar")
     if not given:
-        message = "'structured_outputs' says nothing: give one of json, json_object, regex, choice, grammar"
-        raise RequestError(message, param="structured_outputs")
-    return [(grammar, f"structured_outputs.{name}") for grammar, name in given]
-
-
-def _from_words(request: GenerationRequest) -> Given:
-    given = []
-    if request.guided_json is not None:
-        given.append((_json(request.guided_json), "guided_json"))
-    if request.json_schema is not None:
-        given.append((_json(request.json_schema), "json_schema"))
-    names = ("guided_regex", "guided_choice", "guided_grammar")
-    given += _spelled(request.guided_regex, request.guided_choice, request.guided_grammar, names=names)
-    return given + _spelled(request.regex, None, request.ebnf, names=("regex", "", "ebnf"))
-
-
-def _spelled(
-    regex: str | None, choice: tuple[str, ...] | None, grammar: str | None, *, names: tuple[str, str, str]
-) -> Given:
-    given = []
-    if regex is not None:
-        given.append((LLMatcher.grammar_from_regex(regex), names[0]))
-    if choice is not None:
-        given.append((LLMatcher.grammar_from_lark(_any_of(choice)), names[1]))
-    if grammar is not None:
-        given.append((_lark(grammar, names[2]), names[2]))
+        message = f"{param!r} says nothing: give one of json, json_object, regex, choice, grammar"
+        raise RequestError(message, param=param)
     return given
 
 
-def _json(schema: Any, *, spaces: bool = True) -> str:
+def _from_words(request: GenerationRequest) -> Given:
+    schemas = {"guided_json": request.guided_json, "json_schema": request.json_schema}
+    return [
+        *(_json(schema, param) for param, schema in schemas.items() if schema is not None),
+        *_regex(request.guided_regex, "guided_regex"),
+        *_regex(request.regex, "regex"),
+        *_choice(request.guided_choice, "guided_choice"),
+        *_grammar(request.guided_grammar, "guided_grammar"),
+        *_grammar(request.ebnf, "ebnf"),
+    ]
+
+
+def _json(schema: Any, param: str, *, spaces: bool = True) -> tuple[str, str]:
     options: Any = {"whitespace_pattern": WHITE_SPACE} if spaces else {"whitespace_flexible": False}
-    if schema is True:
-        schema = {}
-    if schema is False:
-        schema = {"enum": []}  # nothing; refused with these words
-    return LLMatcher.grammar_from_json_schema(schema, defaults=options)
+    if isinstance(schema, bool):  # anything, or nothing, in the library's words
+        schema = {} if schema else {"enum": []}
+    try:
+        return LLMatcher.grammar_from_json_schema(schema, defaults=options), param
+    except ValueError as error:  # a number that it cannot hold
+        raise RequestError(f"{param!r} cannot be read: {error}"[:300], param=param) from None
+
+
+def _regex(regex: str | None, param: str) -> Given:
+    return [] if regex is None else [(LLMatcher.grammar_from_regex(regex), param)]
+
+
+def _choice(choices: tuple[str, ...] | None, param: str) -> Given:
+    return [] if choices is None else [(LLMatcher.grammar_from_lark(_any_of(choices)), param)]
+
+
+def _grammar(grammar: str | None, param: str) -> Given:
+    return [] if grammar is None else [(_lark(grammar, param), param)]
 
 
 def _any_of(choices: tuple[str, ...]) -> str:

@@ -1,4 +1,4 @@
-"""What a request's headers ask of its service: its own limits and its priority."""
+"""What a request's headers say: its own limits, its priority, and whose it is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import msgspec
 from starlette.types import Scope
 
 from isthmus.errors import RequestError
+from isthmus.gateway.auth import tenant_of
 
 _INTEGER = re.compile(rb"[+-]?[0-9]{1,10}")
 MAX_MS = 2**31 - 1
@@ -18,11 +19,13 @@ HEADERS = {SLO_TTFT: (1, MAX_MS), SLO_TBT: (1, MAX_MS), PRIORITY: (-MAX_PRIORITY
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """`ttft_ms`, `tbt_ms`: None takes the deployment's. A higher `priority` is refused last."""
+    """`ttft_ms`, `tbt_ms`: None takes the deployment's. A higher `priority` is refused last. `tenant`: whose key came,
+    None where nobody needs one."""
 
     priority: int = 0
     ttft_ms: int | None = None
     tbt_ms: int | None = None
+    tenant: str | None = None
 
 
 def terms_of(scope: Scope) -> Terms:
@@ -31,6 +34,7 @@ def terms_of(scope: Scope) -> Terms:
         priority=_integer(scope, PRIORITY) or 0,
         ttft_ms=_integer(scope, SLO_TTFT),
         tbt_ms=_integer(scope, SLO_TBT),
+        tenant=tenant_of(scope),
     )
 
 

@@ -14,9 +14,10 @@ from tokenizers import Tokenizer
 
 from isthmus.errors import ModelError, RequestError
 from isthmus.files import open_files
+from isthmus.files.grammar import GrammarError, grammar_tokenizer
 from isthmus.gateway.detokenizer import Detokenizer
 from isthmus.gateway.generation import GenerationDefaults, load_generation
-from isthmus.gateway.template import ChatTemplate, load_template, special_tokens
+from isthmus.gateway.template import ChatTemplate, load_template
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -31,7 +32,7 @@ class GatewayTokenizer:
         tokenizer.no_padding()
         self.generation = generation
         self._tokenizer = tokenizer
-        self._template = template
+        self.template = template
         self._added = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
         self._visible = _visible(tokenizer)
         self._all_visible = _visible(tokenizer, special=True)
@@ -48,9 +49,7 @@ class GatewayTokenizer:
             where = files.where("tokenizer.json")
             raise ModelError(f"{where}: not a tokenizer the tokenizers library can read: {error}") from error
         config = files.object("tokenizer_config.json")
-        eos_text = special_tokens(config).get("eos_token")
-        eos = None if eos_text is None else tokenizer.token_to_id(eos_text)
-        return cls(tokenizer, load_template(files, config), load_generation(files, eos))
+        return cls(tokenizer, load_template(files, config), load_generation(files))
 
     def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokens of a plain prompt, with the special tokens the model expects around it."""
@@ -61,19 +60,26 @@ class GatewayTokenizer:
     ) -> list[int]:
         """Tokens of a conversation; `options` are the template's. Raises RequestError without a template, or if the
         template refuses."""
-        if self._template is None:
+        if self.template is None:
             raise RequestError("this model has no chat template: use /v1/completions instead", param="messages")
-        text = self._template.render(messages, **options)
+        text = self.template.render(messages, **options)
         return self._encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Text of `tokens`; without special tokens, unless they are wanted."""
         return self._tokenizer.decode(tokens, skip_special_tokens=not special)
 
-    def detokenizer(self, *, special: bool = False) -> Detokenizer:
+    def detokenizer(self, *, special: bool = False, shown: Sequence[str] = ()) -> Detokenizer:
+        """`special`: all special tokens are text, `shown`: these are."""
         if special:
             return Detokenizer(lambda tokens: self.decode(tokens, special=True), self._all_visible)
-        return Detokenizer(self.decode, self._visible)
+        return Detokenizer(self.decode, self._visible, self.special_tokens(shown))
+
+    def special_tokens(self, texts: Sequence[str]) -> dict[int, str]:
+        """Those of `texts` that are special tokens, by id."""
+        return {
+            token: text for token, text in self._added.items() if text in texts and not self._visible[token]
+        }
 
     def words_as_tokens(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as it is, and as it is written behind a space."""
@@ -86,8 +92,12 @@ class GatewayTokenizer:
 
     @cached_property
     def for_grammars(self) -> LLTokenizer:
-        """The same tokens, as the library of grammars reads them. Takes a moment the first time."""
-        return LLTokenizer(self._tokenizer.to_str(), eos_token=list(self.generation.eos) or None)
+        """The same tokens, as the library of grammars reads them. Takes a moment the first time. Raises RequestError
+        when it cannot."""
+        try:
+            return grammar_tokenizer(self._tokenizer.to_str(), self.generation.eos)
+        except GrammarError as error:
+            raise RequestError(f"no grammar can be followed: {error}") from None
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes one token stands for by itself; they may be part of a character. Empty if no such token."""

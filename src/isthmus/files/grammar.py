@@ -1,0 +1,73 @@
+"""Grammars compiled against a model's tokenizer, wherever that is done alike: what the gateway lets in, engines follow.
+
+Not imported with the room, since the library takes a while to load.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+MAX_CHARS = 1 << 17
+LIMITS = LLParserLimits(
+    max_items_in_row=1_000,
+    step_max_items=20_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+"""One request must not hold up all others of its batch: of what tried to be slow, a mask took 70 ms at worst."""
+_STACK_BYTES = 256 << 20
+"""Rules name rules as deep as clients like, and the library follows them on the stack: 8 KiB for each, and its text
+has room for 10,000."""
+_starting = threading.Lock()
+
+
+class GrammarError(Exception):
+    """Why a grammar cannot be followed, in one line."""
+
+
+def grammar_tokenizer(tokenizer: str, ends: Sequence[int], vocab_size: int | None = None) -> LLTokenizer:
+    """`tokenizer`: the text of a tokenizer.json; `ends`: the tokens that end an answer; `vocab_size`: of the logits,
+    None as the tokenizer has. Raises GrammarError."""
+    if not ends:
+        raise GrammarError("this model names no token that ends an answer, and grammars need one")
+    try:
+        return LLTokenizer(tokenizer, vocab_size, list(ends))
+    except ValueError as error:
+        raise GrammarError(_line(f"this model's tokenizer cannot be used for grammars: {error}")) from None
+
+
+def compile_grammar(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
+    """At the beginning of an answer, what may come first found out already; copies know it, too. Takes a millisecond,
+    or a second for a large one. Raises GrammarError."""
+    if len(grammar) > MAX_CHARS:
+        raise GrammarError(f"it is longer than {MAX_CHARS} characters")
+    with ThreadPoolExecutor(1, "grammar") as thread:
+        with _starting:
+            before = threading.stack_size(_STACK_BYTES)
+            compiled = thread.submit(_compiled, grammar, tokenizer)
+            threading.stack_size(before)
+        matcher = compiled.result()
+    check(matcher)
+    return matcher
+
+
+def check(matcher: LLMatcher) -> None:
+    """Raises GrammarError when it cannot go on, and never can again."""
+    if matcher.is_error():
+        raise GrammarError(_line(matcher.get_error()))
+
+
+def _compiled(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return matcher
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:300]

@@ -1,0 +1,77 @@
+"""The fields of a request that are about tools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field
+
+from isthmus.gateway import fields as f
+from isthmus.gateway.fields import Checked, Strict, refuse
+
+NAME = r"^[a-zA-Z0-9_.:-]{1,128}$"
+MAX_TOOLS = 1024
+
+
+class FunctionDefinition(Strict):
+    name: str = Field(pattern=NAME, description="1 to 128 letters, digits, or any of _.:-")
+    description: str | None = f.text()
+    parameters: dict[str, Any] | None = Field(default=None, description="a JSON schema, an object")
+    strict: bool | None = f.boolean()
+    """Calls that are forced follow the schema, whatever this says; others are the model's own."""
+
+    def for_template(self) -> dict[str, Any]:
+        """In the order that models were taught; with parameters even if there are none, which templates expect."""
+        shown: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            shown["description"] = self.description
+        return shown | {"parameters": self.parameters or {"type": "object", "properties": {}}}
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def for_template(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.function.for_template()}
+
+
+def tools() -> Any:
+    words = f"a list of up to {MAX_TOOLS} tools"
+    return Field(default=None, max_length=MAX_TOOLS, fail_fast=True, description=words)
+
+
+@dataclass(frozen=True)
+class NamedFunction:
+    """The function that must be called."""
+
+    name: str
+
+
+MODES = ("none", "auto", "required")
+
+
+def _parse_choice(value: Any) -> str | NamedFunction:
+    if value in MODES:
+        return str(value)
+    match value:
+        case {"type": "function", "function": {"name": str(name), **inner}, **outer} if not inner and not outer:
+            return NamedFunction(name)
+    raise refuse('must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}')
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    required = list(properties)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+ToolChoice = Checked(
+    _parse_choice,
+    {
+        "anyOf": [
+            {"enum": list(MODES)},
+            _object(type={"const": "function"}, function=_object(name={"type": "string"})),
+        ]
+    },
+)

@@ -1,0 +1,92 @@
+"""What a request's tools mean for its prompt, its sampling and its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from isthmus.errors import ConfigError, RequestError
+from isthmus.gateway.requests import ChatRequest, TemplateFields
+from isthmus.gateway.template import ChatTemplate
+from isthmus.gateway.tool_fields import NamedFunction
+from isthmus.gateway.tools.events import Content, Event
+from isthmus.gateway.tools.formats import FORMATS, Format, Schemas, recognised
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """How calls are read from an answer. `several`: there may be more than one; what comes after the first is dropped
+    otherwise, as the client asked."""
+
+    format: Format
+    schemas: Schemas
+    several: bool
+
+    def reader(self) -> CallReader:
+        return CallReader(self)
+
+
+class CallReader:
+    """Reads one answer."""
+
+    def __init__(self, use: ToolUse) -> None:
+        self._parser = use.format.parser(use.schemas)
+        self._several = use.several
+
+    @property
+    def num_calls(self) -> int:
+        return self._parser.num_calls
+
+    def push(self, text: str, *, last: bool) -> Sequence[Event]:
+        """What `text` settles; `last`: with it the answer ends."""
+        events = [*self._parser.push(text), *(self._parser.flush() if last else ())]
+        return [event for event in events if self._several or isinstance(event, Content) or event.index == 0]
+
+
+def format_of(template: ChatTemplate | None, name: str) -> Format | None:
+    """The format that calls of this model are in: `name`, or with `auto` what its template says; None if that is not
+    known. A template without tools has them in words, in Hermes form.
+
+    Raises ConfigError where that is not what `name` says.
+    """
+    source = template.tool_source if template else None
+    if source is None and name not in (AUTO, "hermes"):
+        raise ConfigError(
+            f"tool_format: {name} is not how this model can be asked: its chat template knows nothing of tools, "
+            "so definitions are put in words, and calls are hermes; leave tool_format out"
+        )
+    return (FORMATS["hermes"] if source is None else recognised(source)) if name == AUTO else FORMATS[name]
+
+
+def definitions(request: TemplateFields) -> list[dict[str, Any]] | None:
+    """For the chat template; None where the model is not to know of any."""
+    if not request.tools or (isinstance(request, ChatRequest) and request.tool_choice == "none"):
+        return None
+    return [tool.for_template() for tool in request.tools]
+
+
+def tool_use(request: ChatRequest, form: Format | None) -> ToolUse | None:
+    """None where no call is looked for. Raises RequestError."""
+    choice = request.tool_choice
+    names = [tool.function.name for tool in request.tools or ()]
+    if not names:
+        if choice not in (None, "none", "auto"):
+            raise RequestError(
+                "'tool_choice' asks for a call, and 'tools' names no function", param="tool_choice"
+            )
+        return None
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise RequestError(f"'tools' has two functions of the name {twice!r}", param="tools")
+    if isinstance(choice, NamedFunction) and choice.name not in names:
+        raise RequestError(f"'tool_choice' names {choice.name!r}, which 'tools' has not", param="tool_choice")
+    if choice == "none":
+        return None
+    if form is None:
+        message = "'tools': how this model writes calls is not known; the server can be told (--tool-format)"
+        raise RequestError(message, param="tools")
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in request.tools or ()}
+    return ToolUse(form, schemas, request.parallel_tool_calls is not False)

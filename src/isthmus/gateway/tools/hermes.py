@@ -1,0 +1,32 @@
+"""Hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, which Qwen 2.5 and 3 and many others write too.
+
+What stands within may also be a list of calls, as SmolLM2 was taught.
+"""
+
+from __future__ import annotations
+
+from isthmus.gateway.tools.json_calls import JsonCallParser
+from isthmus.gateway.tools.parser import MalformedError, Reading
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class HermesParser(JsonCallParser):
+    markers: tuple[str, ...] = (OPEN, CLOSE)
+    closing: tuple[str, ...] = (CLOSE,)
+
+    def read(self) -> Reading[None]:
+        while True:
+            mark = yield from self.content_until(*self.markers)
+            if mark == CLOSE:
+                # The end of a call; without one it is something that the model says.
+                self.drop() if self.num_calls else self.spill()
+                continue
+            try:
+                yield from self.body(mark)
+            except MalformedError:
+                self.spill()
+
+    def body(self, mark: str) -> Reading[None]:
+        """What stands behind `mark`."""
+        yield from self.calls()

@@ -1,0 +1,42 @@
+"""Mistral: `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, and of later models `[TOOL_CALLS]NAME[ARGS]{...}`.
+
+Some of the latter put an id before the arguments, as `[CALL_ID]...`, or leave out `[ARGS]`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from isthmus.gateway.tools.json_calls import JsonCallParser
+from isthmus.gateway.tools.parser import SPACE, MalformedError, Reading
+
+CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_NAME = re.compile(r"[^\s\[\]{}\"]*")
+
+
+class MistralParser(JsonCallParser):
+    markers = (CALLS, ARGS, CALL_ID)
+
+    def read(self) -> Reading[None]:
+        while True:
+            yield from self.content_until(CALLS)
+            try:
+                yield from self.span(SPACE)
+                if (yield from self.peek()) in "[{":
+                    yield from self.calls()
+                else:
+                    yield from self._named()
+            except MalformedError:
+                self.spill()
+
+    def _named(self) -> Reading[None]:
+        name = yield from self.span(_NAME)
+        yield from self.span(SPACE)
+        while (yield from self.peek()) == "[":
+            if (yield from self.word(ARGS, CALL_ID)) == CALL_ID:
+                yield from self.span(_NAME)
+            yield from self.span(SPACE)
+        if not name or (yield from self.peek()) != "{":
+            raise MalformedError
+        self.begin(name)
+        yield from self.streamed(self.value())

@@ -1,0 +1,116 @@
+"""Qwen3-Coder: `<tool_call><function=NAME><parameter=KEY>value</parameter>...</function></tool_call>`.
+
+Values are plain text, on lines of their own. What they are in JSON is said by the function's schema: where it allows
+a string alone, or says nothing, the text is the value and goes out as it comes; otherwise what is written must be
+whole before it can be told. The model may leave `<tool_call>` out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from isthmus.gateway.tools.events import Event
+from isthmus.gateway.tools.hermes import CLOSE, OPEN, HermesParser
+from isthmus.gateway.tools.parser import SPACE, MalformedError, Reading
+from isthmus.gateway.tools.schemas import STRING, as_json, kinds_of, properties_of
+
+FUNCTION, END_FUNCTION = "<function=", "</function>"
+PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
+_NAME = re.compile(r"[^\s<>]*")
+_LINE = re.compile(r"[^\n<]*")
+
+
+class QwenCoderParser(HermesParser):
+    markers = (OPEN, CLOSE, FUNCTION)
+    closing = (END_FUNCTION, CLOSE)
+
+    _value_ends: Callable[[], None] | None = None
+    """What becomes of a value that is being read."""
+
+    def flush(self) -> Sequence[Event]:
+        if self._value_ends:
+            self._value_ends()
+            self.drop()
+        return super().flush()
+
+    def body(self, mark: str) -> Reading[None]:
+        if mark == OPEN:
+            yield from self.span(SPACE)
+            if (yield from self.peek()) in "{[":
+                yield from self.calls()
+                return
+            if not (yield from self.word(FUNCTION)):
+                raise MalformedError
+        name = yield from self._name()
+        self.begin(name)
+        yield from self._parameters(self.schemas.get(name))
+
+    def _parameters(self, schema: Any) -> Reading[None]:
+        """All of them, as one JSON object, which ends whatever comes then."""
+        properties = properties_of(schema)
+        num_given = 0
+        try:
+            while True:
+                yield from self.span(SPACE)
+                word = yield from self.word(PARAMETER, END_FUNCTION)
+                if word != PARAMETER:
+                    break
+                key = yield from self._name()
+                self.drop()
+                self.argue(("{" if num_given == 0 else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
+                num_given += 1
+                yield from self._value(kinds_of(properties.get(key), schema))
+        finally:
+            self.argue("}" if num_given else "{}")
+        if not word:
+            raise MalformedError
+        self.drop()
+
+    def _value(self, kinds: frozenset[str]) -> Reading[None]:
+        if (yield from self.peek()) == "\n":
+            self.take()
+            self.drop()
+        if kinds == STRING:
+            self.argue('"')
+            self._value_ends = self._argue_text
+            yield from self._lines(self._argue_text)
+            self.argue('"')
+        else:
+            pieces: list[str] = []
+            self._value_ends = lambda: self.argue("".join(pieces))
+            yield from self._lines(lambda: pieces.append(self.held()))
+            self.argue(as_json("".join(pieces), kinds))
+        self._value_ends = None
+        self.drop()
+
+    def _lines(self, put: Callable[[], None]) -> Reading[None]:
+        """The text up to the parameter's end and the line break before; `put` is told of each piece, which is held."""
+        while True:
+            char = yield from self.peek()
+            if char == "<":
+                if (yield from self.word(END_PARAMETER)):
+                    return
+            elif char == "\n":
+                if self.held():  # another line break, or what began like the end
+                    put()
+                    self.drop()
+                self.take()
+                continue
+            else:
+                self._take_match(_LINE)
+            put()
+            self.drop()
+
+    def _argue_text(self) -> None:
+        """What is held is the next piece of a string."""
+        self.argue(json.dumps(self.held(), ensure_ascii=False)[1:-1])
+
+    def _name(self) -> Reading[str]:
+        name = yield from self.span(_NAME)
+        if not name or (yield from self.peek()) != ">":
+            raise MalformedError
+        self.take()
+        return name

@@ -1,0 +1,76 @@
+"""What a JSON schema says of a value, as far as formats need to know it: which kinds it may be of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+STRING = frozenset({"string"})
+MAX_DEPTH = 16
+"""Of references and alternatives within each other, which may be circular."""
+
+
+def resolved(schema: Any, root: Any, depth: int = 0) -> Mapping[str, Any]:
+    """`schema`, or what it refers to within `root`; {} if that is no schema of an object's form."""
+    if not isinstance(schema, Mapping):
+        return {}
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or depth == MAX_DEPTH:
+        return schema
+    found = root
+    for part in reference.removeprefix("#").split("/")[1:]:
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return resolved(found, root, depth + 1)
+
+
+def properties_of(schema: Any) -> Mapping[str, Any]:
+    """Schemas of an object's properties, by name."""
+    properties = resolved(schema, schema).get("properties")
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def kinds_of(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
+    """The JSON types a value may have; just a string where the schema says nothing of it."""
+    schema = resolved(schema, root)
+    named = schema.get("type")
+    if isinstance(named, str):
+        return frozenset({named})
+    if isinstance(named, list):
+        return frozenset(kind for kind in named if isinstance(kind, str)) or STRING
+    if isinstance(schema.get("enum"), list):
+        return frozenset(map(kind_of, schema["enum"])) or STRING
+    if "const" in schema:
+        return frozenset({kind_of(schema["const"])})
+    branches = [each for word in ("anyOf", "oneOf", "allOf") for each in schema.get(word) or ()]
+    if not branches or depth == MAX_DEPTH:
+        return STRING
+    return frozenset[str]().union(*(kinds_of(branch, root, depth + 1) for branch in branches))
+
+
+def kind_of(value: Any) -> str:
+    """The JSON type of a value."""
+    kinds = {type(None): "null", bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
+    return kinds.get(type(value), "object")
+
+
+def as_json(text: str, kinds: frozenset[str]) -> str:
+    """`text` as JSON of one of `kinds`; as a string where it is none of the others."""
+    written = text.strip()
+    try:
+        value = _LITERALS[written] if written in _LITERALS else json.loads(written, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return json.dumps(text, ensure_ascii=False)
+    kind = kind_of(value)
+    fits = kind in kinds or (kind == "integer" and "number" in kinds)
+    if "string" in kinds and (kind == "string" or not fits):
+        return json.dumps(text, ensure_ascii=False)
+    return json.dumps(value) if written in _LITERALS else written
+
+
+_LITERALS = {"True": True, "False": False, "None": None}
+"""As a template may have shown the model values of past calls."""
+
+
+def _no_constant(word: str) -> Any:
+    raise ValueError(f"{word} is no JSON")

@@ -1,0 +1,364 @@
+from __future__ import annotations
+
+import json
+import random
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from isthmus.cli.models import bytes_folder, find_model
+from isthmus.cost import compile_cost
+from isthmus.engine import grammar as module
+from isthmus.engine.constraints import Constraints
+from isthmus.engine.emulated import EmulatedEngine
+from isthmus.engine.engine import Engine, EngineOptions
+from isthmus.engine.grammar import MAX_COMPILED, Grammars
+from isthmus.engine.interface import Chunk, Row
+from isthmus.engine.recipe import recipe_of
+from isthmus.engine.sampling import sample
+from isthmus.files import end_tokens, open_files
+from isthmus.types import Sampling
+from tests.models import EOS, make_model
+from tests.schemas import grammar, object_schema, validate
+
+from .hybrids import save_tiny
+from .test_emulated import CURVE
+
+BYTES = bytes_folder()
+END, VOCABULARY = 257, 272
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 150}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+AMBIGUOUS = LLMatcher.grammar_from_lark('start: a\na: a a | "x" | ""\n')
+"""What may be read in ever more ways with each x."""
+
+
+def next_tokens(grammars: Grammars, row: Row, vocabulary: int = VOCABULARY) -> list[int]:
+    bits = np.zeros((1, -(-vocabulary // 32)), np.int32)
+    grammars.fill([(0, row)], bits)
+    return unpacked(bits[0])
+
+
+def unpacked(bits_W: NDArray[np.int32]) -> list[int]:
+    return np.unpackbits(bits_W.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+
+
+def text_of(outputs: Iterable[int]) -> bytes:
+    return bytes(token for token in outputs if token < 256)
+
+
+def row_of(text: str, outputs: list[int] | None = None) -> Row:
+    return Row(Sampling(grammar=text), [] if outputs is None else outputs)
+
+
+# ---- what may come next
+
+
+def test_what_matches_and_nothing_else_may_come_next_and_then_the_end() -> None:
+    grammars, row = Grammars(BYTES, VOCABULARY), row_of(LLMatcher.grammar_from_regex("ab?c"))
+    assert next_tokens(grammars, row) == [ord("a")]
+    row.outputs.append(ord("a"))  # type: ignore[attr-defined]
+    assert next_tokens(grammars, row) == [ord("b"), ord("c")]
+    row.outputs.append(ord("c"))  # type: ignore[attr-defined]
+    assert next_tokens(grammars, row) == [END] and not grammars.objection(row)
+
+
+def test_a_row_that_comes_with_outputs_goes_on_as_one_that_made_them() -> None:
+    """As after the death of a node, in every place of the answer; the same step may come twice."""
+    text, outputs = grammar(PERSON), list[int]()
+    grammars, row = Grammars(BYTES, VOCABULARY), row_of(text, outputs)
+    draw = random.Random(2)
+    while (tokens := next_tokens(grammars, row)) != [END]:
+        assert next_tokens(grammars, row) == tokens
+        for other in (grammars, Grammars(BYTES, VOCABULARY)):
+            assert next_tokens(other, row_of(text, list(outputs))) == tokens
+        outputs.append(draw.choice(tokens))
+    validate(text_of(outputs), PERSON)
+
+
+def test_every_end_token_ends_a_grammar_and_tokens_beyond_the_tokenizer_never_come(tmp_path: Path) -> None:
+    for file in BYTES.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, 260]}))
+    grammars, row = Grammars(tmp_path, 1000), row_of(LLMatcher.grammar_from_regex("[^x]?"))
+    tokens = next_tokens(grammars, row, 1000)
+    assert {257, 260} < set(tokens) and max(tokens) == 260 and ord("x") not in tokens
+
+
+def test_the_default_model_s_tokenizer_is_read_from_its_gguf_file() -> None:
+    path, _ = find_model(None)
+    tokenizer = Tokenizer.from_str(open_files(path).required("tokenizer.json"))
+    wanted = 'The name is "Ünicode 🙂".'
+    row = row_of(LLMatcher.grammar_from_lark(f"start: {json.dumps(wanted, ensure_ascii=False)}"), [])
+    grammars = Grammars(path, 49_152)
+    for token in tokenizer.encode(wanted).ids:
+        assert token in next_tokens(grammars, row, 49_152)
+        row.outputs.append(token)  # type: ignore[attr-defined]
+    assert next_tokens(grammars, row, 49_152) == list(end_tokens(open_files(path)))
+
+
+def test_masks_of_many_rows_are_those_of_each() -> None:
+    """Side by side, of grammars of their own, at places of their own, and with a row that cannot be followed."""
+    draw, rows, alone = random.Random(4), list[Row](), Grammars(BYTES, VOCABULARY)
+    for number in range(12):
+        row = row_of("{nonsense" if number == 5 else grammar(object_schema(draw)))
+        for _ in range(number):
+            if tokens := [each for each in next_tokens(alone, row) if each != END and number != 5]:
+                row.outputs.append(draw.choice(tokens))  # type: ignore[attr-defined]
+        rows.append(row)
+    bits, together = np.full((20, 9), 77, np.int32), Grammars(BYTES, VOCABULARY)
+    together.fill([(19 - at, row) for at, row in enumerate(rows)], bits)
+    for at, row in enumerate(rows):
+        if at == 5:
+            assert "key must be a string" in together.objection(row)
+        else:
+            assert unpacked(bits[19 - at]) == next_tokens(alone, row) and not together.objection(row)
+    assert (bits[:8] == 77).all(), "rows without a grammar are left alone"
+
+
+# ---- what cannot be followed
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{nonsense", "key must be a string"),
+        ("start: undefined", "undefined"),
+        (LLMatcher.grammar_from_json_schema({"type": "no such type"}), "no such type"),
+        (LLMatcher.grammar_from_regex("x" * 200_000), "longer than"),
+        (LLMatcher.grammar_from_json_schema(json.loads('{"items":' * 300 + "{}" + "}" * 300)), "recursion"),
+    ],
+)
+def test_a_grammar_that_does_not_compile_is_objected_to(text: str, reason: str) -> None:
+    grammars, row = Grammars(BYTES, VOCABULARY), row_of(text)
+    next_tokens(grammars, row)
+    objection = grammars.objection(row)
+    assert objection.startswith("the grammar cannot be followed: ") and reason in objection
+    assert "\n" not in objection and len(objection) < 300
+
+
+def test_rules_may_nest_as_deep_as_a_text_has_room_for() -> None:
+    """The library recurses once for each, which the stack must hold."""
+    rules = [f"r{number}: r{number + 1}" for number in range(8_000)]
+    row, grammars = row_of("\n".join(["start: r0", *rules, 'r8000: "y"'])), Grammars(BYTES, VOCABULARY)
+    assert len(row.sampling.grammar) > 100_000
+    assert next_tokens(grammars, row) == [ord("y")] and not grammars.objection(row)
+
+
+def test_a_grammar_that_takes_too_much_is_objected_to_in_the_midst_and_for_good() -> None:
+    grammars, row = Grammars(BYTES, VOCABULARY), row_of(AMBIGUOUS)
+    while not grammars.objection(row):
+        next_tokens(grammars, row)
+        row.outputs.append(ord("x"))  # type: ignore[attr-defined]
+        assert len(row.outputs) < 1000
+    assert "the grammar cannot be followed: " in grammars.objection(row) and len(row.outputs) > 10
+    reason = grammars.objection(row)
+    next_tokens(grammars, row)
+    assert grammars.objection(row) == reason
+
+
+def test_outputs_that_do_not_match_are_objected_to() -> None:
+    grammars, row = Grammars(BYTES, VOCABULARY), row_of(grammar(PERSON), [ord("{"), ord("x")])
+    next_tokens(grammars, row)
+    assert "doesn't satisfy the grammar" in grammars.objection(row)
+
+
+def test_without_a_tokenizer_or_an_end_token_there_are_no_grammars(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    row, nowhere = row_of(grammar(PERSON)), Grammars(None, VOCABULARY)
+    next_tokens(nowhere, row)
+    assert "this engine has no tokenizer" in nowhere.objection(row)
+    endless = Grammars(tmp_path, VOCABULARY)
+    next_tokens(endless, row)
+    assert "names no token that ends an answer" in endless.objection(row)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 257}')
+    for model, vocab_size in ((tmp_path, VOCABULARY), (BYTES, 100)):
+        wrong = Grammars(model, vocab_size)
+        next_tokens(wrong, row, vocab_size)
+        assert "tokenizer cannot be used for grammars" in wrong.objection(row)
+    (tmp_path / "tokenizer.json").unlink()
+    without = Grammars(tmp_path, VOCABULARY)
+    next_tokens(without, row)
+    assert "tokenizer.json: no such file" in without.objection(row)
+
+
+# ---- what is kept
+
+
+def test_each_grammar_is_compiled_once_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, grammars = list[str](), Grammars(BYTES, VOCABULARY)
+    compile_one = grammars._compile
+
+    def counted(text: str) -> module._Followed:
+        compiled.append(text)
+        return compile_one(text)
+
+    monkeypatch.setattr(grammars, "_compile", counted)
+    texts = [LLMatcher.grammar_from_regex(f"a{number}") for number in range(2 * MAX_COMPILED)]
+    few, others = texts[:MAX_COMPILED], texts[MAX_COMPILED:]
+    for text in few:
+        grammars.prepare(text)
+    for row in [row_of(text) for text in few for _ in range(2)]:
+        assert next_tokens(grammars, row) == [ord("a")]
+    assert sorted(compiled) == sorted(few)
+    for text in others:
+        assert next_tokens(grammars, row_of(text)) == [ord("a")]
+    assert sorted(compiled) == sorted(texts) and list(grammars._compiled) == others
+    assert next_tokens(grammars, row_of(few[0])) == [ord("a")]
+
+
+def test_what_waits_to_be_compiled_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar that takes long is before it in the queue."""
+    grammars, release, began = Grammars(BYTES, VOCABULARY), threading.Event(), threading.Event()
+    compile_one = grammars._compile
+
+    def slow(text: str) -> module._Followed:
+        if text == "slow":
+            began.set()
+            release.wait(20)
+        return compile_one(text)
+
+    monkeypatch.setattr(grammars, "_compile", slow)
+    grammars.prepare("slow")
+    assert began.wait(20)
+    quick = LLMatcher.grammar_from_regex("q")
+    grammars.prepare(quick)
+    assert next_tokens(grammars, row_of(quick)) == [ord("q")]
+    release.set()
+
+
+def test_a_matcher_goes_with_its_row() -> None:
+    grammars, row = Grammars(BYTES, VOCABULARY), row_of(grammar(PERSON))
+    next_tokens(grammars, row)
+    assert len(grammars._followed) == 1
+    del row
+    assert not len(grammars._followed)
+
+
+# ---- whole answers
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_answer_parses_and_validates(seed: int) -> None:
+    """Random logits, greedy and drawn in all ways, each with a schema of its own."""
+    draw, constraints = random.Random(seed), Constraints(BYTES, VOCABULARY)
+    kinds = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 3.0, "top_k": 2},
+        {"temperature": 0.01, "top_p": 0.5, "min_p": 0.1},
+        {"temperature": 1.0, "min_tokens": 400, "stop_tokens": (END,), "presence_penalty": 1.0},
+        {"temperature": 0.0, "logit_bias": ((END, 100.0), (7, 100.0)), "repetition_penalty": 1.3},
+    ]
+    schemas = [object_schema(draw, 3) for _ in range(12)]
+    rows = [
+        Row(Sampling(grammar=grammar(each), seed=at, **kinds[at % len(kinds)]), [])
+        for at, each in enumerate(schemas)
+    ]
+    generator, going = torch.Generator().manual_seed(seed), rows
+    while going:
+        logits = 8 * torch.randn(len(going), VOCABULARY, generator=generator)
+        tokens, _ = sample(logits, going, constraints.begin(going)())
+        for row, token in zip(going, tokens, strict=True):
+            row.outputs.append(token)  # type: ignore[attr-defined]
+            assert not constraints.objection(row) and len(row.outputs) < 2000
+        going = [row for row in going if not constraints.ends(row.sampling, row.outputs[-1])]
+    for row, wanted in zip(rows, schemas, strict=True):
+        assert list(row.outputs).count(END) == 1 and row.outputs[-1] == END
+        validate(text_of(row.outputs), wanted)
+
+
+def answer(
+    engine: Engine | EmulatedEngine, sampling: Sampling, prompt: list[int], limit: int = 300
+) -> list[int]:
+    outputs = list[int]()
+    row, blocks = Row(sampling, outputs), list(range(100))
+    batch = engine.build([Chunk(prompt, 0, blocks, True)])
+    outputs += engine.step(batch, [row])[0]
+    batch = engine.build([Chunk(outputs[-1:], len(prompt), blocks, True, True)])
+    while not engine.constraints.ends(sampling, outputs[-1]) and len(outputs) < limit:
+        tokens, _ = engine.step(batch, [row])
+        outputs += tokens
+        batch.advance(tokens)
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other tests want none to end an answer."""
+    folder = tmp_path_factory.mktemp("ending") / "llama"
+    make_model(folder, "llama")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("qwen3_next", tmp_path_factory.mktemp("hybrid"))
+
+
+@pytest.mark.parametrize("kind", ["llama", "hybrid"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_engines_of_both_kinds_of_models_obey(
+    kind: str, temperature: float, request: pytest.FixtureRequest
+) -> None:
+    engine = Engine(
+        request.getfixturevalue(kind), EngineOptions(dtype="float32", kv_bytes=1 << 24, max_sequences=2)
+    )
+    for seed in range(4):
+        wanted = object_schema(random.Random(seed))
+        sampling = Sampling(temperature=temperature, seed=seed, grammar=grammar(wanted))
+        outputs = answer(engine, sampling, [1, 2, 3, seed])
+        assert outputs[-1] == EOS
+        validate(text_of(outputs), wanted)
+
+
+def test_a_step_that_is_broken_off_is_repeated_alike_and_others_do_not_notice(llama: Path) -> None:
+    """Of one batch: a row with a grammar, one whose grammar cannot be followed, and a free one."""
+    samplings = [
+        Sampling(temperature=0, grammar=grammar(PERSON)),
+        Sampling(temperature=0, grammar="{nonsense"),
+        Sampling(temperature=0),
+    ]
+
+    def rows() -> list[Row]:
+        return [Row(sampling, []) for sampling in samplings]
+
+    engine = Engine(llama, EngineOptions(dtype="float32", kv_bytes=1 << 24))
+    chunks = [Chunk([5, 6, number], 0, [number], True) for number in range(3)]
+    alone = [engine.step(engine.build([chunk]), [row])[0][0] for chunk, row in zip(chunks, rows(), strict=True)]
+    together = rows()
+
+    def refuse(layer: int) -> None:
+        if layer == 1:
+            raise ConnectionError
+
+    batch = engine.build(chunks)
+    with pytest.raises(ConnectionError):
+        engine.step(batch, together, before_layer=refuse)
+    for _ in range(2):
+        tokens, _ = engine.step(batch, together)
+        assert (tokens[0], tokens[2]) == (alone[0], alone[2])
+    objections = [bool(engine.constraints.objection(row)) for row in together]
+    assert objections == [False, True, False]
+
+
+def test_the_emulated_engine_obeys() -> None:
+    recipe = recipe_of(BYTES, BYTES, 4)
+    engine = EmulatedEngine(recipe, compile_cost(CURVE), 150, max_length=1000, tokenizer=BYTES)
+    for seed in range(8):
+        wanted = object_schema(random.Random(seed), 1)
+        outputs = answer(engine, Sampling(grammar=grammar(wanted)), [seed, 3, 4])
+        assert outputs[-1] == END
+        validate(text_of(outputs), wanted)

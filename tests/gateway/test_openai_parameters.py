@@ -1,0 +1,163 @@
+"""Every parameter of the calls of the `openai` client: answered, or refused by its name.
+
+The client's own signatures say which there are, so a parameter that a new client brings fails here until it is placed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from .fake import FakeBackend, fitting
+
+MODEL = "acme/tiny"
+OF_THE_CLIENT = {"extra_headers", "extra_query", "extra_body", "timeout"}
+"""Parameters that say how a request is sent."""
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+STREAMED = {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}
+
+CHAT: dict[str, list[dict[str, Any]]] = {
+    "model": [{}],
+    "messages": [
+        {"messages": [{"role": role, "content": "Be brief.", "name": "bob"}, {"role": "user", "content": "hi"}]}
+        for role in ("system", "developer", "user", "assistant")
+    ],
+    "frequency_penalty": [{"frequency_penalty": 0.5}],
+    "logit_bias": [{"logit_bias": {"5": 1}}],
+    "logprobs": [{"logprobs": True}],
+    "max_completion_tokens": [{"max_completion_tokens": 40}],
+    "max_tokens": [{"max_tokens": 40}, {"max_tokens": 40, "max_completion_tokens": 40}],
+    "metadata": [{"metadata": {"a": "b"}}],
+    "modalities": [{"modalities": ["text"]}],
+    "n": [{"n": 2}],
+    "parallel_tool_calls": [{"parallel_tool_calls": True}],
+    "prediction": [{"prediction": {"type": "content", "content": "hello"}}],
+    "presence_penalty": [{"presence_penalty": 0.5}],
+    "prompt_cache_key": [{"prompt_cache_key": "k"}],
+    "prompt_cache_options": [{"prompt_cache_options": {"mode": "implicit"}}],
+    "prompt_cache_retention": [{"prompt_cache_retention": "24h"}],
+    "reasoning_effort": [{"reasoning_effort": effort} for effort in ("none", "low", "high")],
+    "response_format": [
+        {"response_format": {"type": "text"}},
+        {"response_format": {"type": "json_object"}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+            }
+        },
+    ],
+    "safety_identifier": [{"safety_identifier": "u"}],
+    "seed": [{"seed": 3}],
+    "service_tier": [{"service_tier": tier} for tier in ("auto", "default", "flex", "priority")],
+    "stop": [{"stop": "x"}, {"stop": ["x", "y"]}],
+    "store": [{"store": True}],
+    "stream": [{"stream": True}],
+    "stream_options": [STREAMED],
+    "temperature": [{"temperature": 0}, {"temperature": 2}],
+    "top_logprobs": [{"logprobs": True, "top_logprobs": 2}],
+    "top_p": [{"top_p": 0.5}],
+    "user": [{"user": "u"}],
+    "verbosity": [{"verbosity": "low"}],
+}
+CHAT_REFUSED: dict[str, dict[str, Any]] = {
+    "audio": {"audio": {"format": "mp3", "voice": "alloy"}},
+    "moderation": {"moderation": {"model": "omni-moderation-latest"}},
+    "web_search_options": {"web_search_options": {}},
+}
+
+COMPLETION: dict[str, list[dict[str, Any]]] = {
+    "model": [{}],
+    "prompt": [{"prompt": prompt} for prompt in ("a", ["a", "b"], [1, 2], [[1, 2], [3]])],
+    "best_of": [{"best_of": 2, "n": 2}],
+    "echo": [{"echo": True}, {"echo": True, "logprobs": 1, "max_tokens": 0}],
+    "logprobs": [{"logprobs": 2}],
+    "max_tokens": [{"max_tokens": 40}],
+    "stream": [{"stream": True}],
+} | {
+    name: CHAT[name]
+    for name in (
+        "frequency_penalty",
+        "logit_bias",
+        "n",
+        "presence_penalty",
+        "seed",
+        "stop",
+        "stream_options",
+        "temperature",
+        "top_p",
+        "user",
+    )
+}
+COMPLETION_REFUSED = {"suffix": {"suffix": "the end"}}
+
+
+def _parameters(create: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(create).parameters) - OF_THE_CLIENT
+
+
+def _examples(answered: dict[str, list[dict[str, Any]]]) -> list[Any]:
+    return [
+        pytest.param(fields, id=f"{name}-{at}")
+        for name, examples in answered.items()
+        for at, fields in enumerate(examples)
+    ]
+
+
+def _call(create: Callable[..., Any], **fields: Any) -> None:
+    """Sends the request and reads the whole answer."""
+    answer = create(**fields)
+    if fields.get("stream"):
+        chunks = list(answer)
+        assert any(choice.finish_reason for chunk in chunks for choice in chunk.choices)
+    else:
+        assert len(answer.choices) >= fields.get("n", 1)
+
+
+@pytest.fixture
+def create_chat(client: OpenAI, backend: FakeBackend) -> Callable[..., Any]:
+    backend.script = fitting
+    return lambda **fields: client.chat.completions.create(
+        **{"model": MODEL, "messages": [{"role": "user", "content": "hi"}]} | fields
+    )
+
+
+@pytest.fixture
+def create_completion(client: OpenAI, backend: FakeBackend) -> Callable[..., Any]:
+    backend.script = fitting
+    return lambda **fields: client.completions.create(**{"model": MODEL, "prompt": "hi"} | fields)
+
+
+def test_every_parameter_has_its_place(client: OpenAI) -> None:
+    tools = {"tools", "tool_choice", "functions", "function_call"}
+    assert _parameters(client.chat.completions.create) == CHAT.keys() | CHAT_REFUSED.keys() | tools
+    assert _parameters(client.completions.create) == COMPLETION.keys() | COMPLETION_REFUSED.keys()
+
+
+@pytest.mark.parametrize("fields", _examples(CHAT))
+def test_chat(create_chat: Callable[..., Any], fields: dict[str, Any]) -> None:
+    _call(create_chat, **fields)
+
+
+@pytest.mark.parametrize("fields", _examples(COMPLETION))
+def test_completion(create_completion: Callable[..., Any], fields: dict[str, Any]) -> None:
+    _call(create_completion, **fields)
+
+
+@pytest.mark.parametrize("name", CHAT_REFUSED)
+def test_chat_refuses(create_chat: Callable[..., Any], name: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        create_chat(**CHAT_REFUSED[name])
+    assert refusal.value.param == name
+
+
+@pytest.mark.parametrize("name", COMPLETION_REFUSED)
+def test_completion_refuses(create_completion: Callable[..., Any], name: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        create_completion(**COMPLETION_REFUSED[name])
+    assert refusal.value.param == name

@@ -1,0 +1,255 @@
+"""Tools from the request to the answer, with a backend that writes what a model would."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from isthmus.errors import ConfigError
+from isthmus.gateway import GatewayTokenizer, create_app
+from isthmus.gateway.settings import GatewaySettings
+from isthmus.types import FinishReason
+
+from . import chat_templates, folder
+from .fake import FakeBackend, says, with_logprobs
+from .inprocess import Poster, events_of
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+ANSWER = (
+    "Let me see.\n<tool_call>\n"
+    '{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+CALLS = [("get_weather", '{"city": "Paris"}'), ("now", "{}")]
+
+
+@pytest.fixture
+def backend(backend: FakeBackend) -> FakeBackend:
+    """One that reads longer prompts."""
+    backend.card = msgspec.structs.replace(backend.card, max_length=4096)
+    return backend
+
+
+def poster(template: str, tmp_path: Path, backend: FakeBackend, tool_format: str = "auto") -> Poster:
+    config = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": template}
+    tokenizer = GatewayTokenizer.load(folder.write(tmp_path, tokenizer_config=config))
+    return Poster(create_app(backend, tokenizer, GatewaySettings(tool_format=tool_format)))
+
+
+def prompt_of(backend: FakeBackend) -> str:
+    tokens = (
+        b"he" if token == folder.HE else bytes([token]) for token in backend.jobs[-1].tokens if token <= 256
+    )
+    return b"".join(tokens).decode()
+
+
+def streamed(post: Poster, **fields: Any) -> tuple[str, list[list[str]], str, list[dict[str, Any]]]:
+    """Content, calls as (id, name, arguments), finish_reason and all deltas of a streamed answer."""
+    content, calls, finish, deltas = "", [], "", []
+    for event in events_of(post.chat(stream=True, **fields)):
+        [choice] = event["choices"]
+        deltas.append(choice["delta"])
+        content += choice["delta"].get("content") or ""
+        finish = choice["finish_reason"] or finish
+        for call in choice["delta"].get("tool_calls", []):
+            if "id" in call:
+                assert (call["index"], call["type"]) == (len(calls), "function")
+                calls.append([call["id"], call["function"]["name"], ""])
+            calls[call["index"]][2] += call["function"].get("arguments", "")
+    return content, calls, finish, deltas
+
+
+def test_calls_of_an_answer(post: Poster, backend: FakeBackend) -> None:
+    backend.script = lambda _: says([*folder.byte_tokens(ANSWER), folder.EOS], per_batch=7)
+    [choice] = post.chat(tools=[WEATHER, NOW]).json()["choices"]
+    message = choice["message"]
+    assert (choice["finish_reason"], message["content"]) == ("tool_calls", "Let me see.")
+    assert [
+        (call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]
+    ] == CALLS
+    assert all(call["type"] == "function" and call["id"].startswith("call_") for call in message["tool_calls"])
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+
+
+@pytest.mark.parametrize("per_batch", [1, 7, 1000])
+def test_the_same_calls_streamed(post: Poster, backend: FakeBackend, per_batch: int) -> None:
+    backend.script = lambda _: says([*folder.byte_tokens(ANSWER), folder.EOS], per_batch=per_batch)
+    content, calls, finish, deltas = streamed(post, tools=[WEATHER, NOW])
+    assert (content, finish) == ("Let me see.", "tool_calls")
+    assert [(name, arguments) for _, name, arguments in calls] == CALLS
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert all(len(delta.get("tool_calls", [])) <= 1 for delta in deltas)
+
+
+def test_nothing_but_calls_has_no_content(post: Poster, backend: FakeBackend) -> None:
+    text = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    backend.script = lambda _: says([*folder.byte_tokens(text), folder.EOS])
+    [choice] = post.chat(tools=[NOW]).json()["choices"]
+    assert choice["message"]["content"] is None
+    assert len(choice["message"]["tool_calls"]) == 1
+
+
+def test_no_calls(post: Poster) -> None:
+    [choice] = post.chat(tools=[NOW]).json()["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("hello", "stop")
+    assert "tool_calls" not in choice["message"]
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": []}, {"tools": [WEATHER], "tool_choice": "none"}])
+def test_where_no_call_may_be_none_is_looked_for(
+    post: Poster, backend: FakeBackend, fields: dict[str, Any]
+) -> None:
+    backend.script = lambda _: says([*folder.byte_tokens(ANSWER), folder.EOS])
+    [choice] = post.chat(**fields).json()["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (ANSWER, "stop")
+    assert "get_weather" not in prompt_of(backend)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call_at_most(post: Poster, backend: FakeBackend, stream: bool) -> None:
+    backend.script = lambda _: says([*folder.byte_tokens(ANSWER), folder.EOS])
+    fields: dict[str, Any] = {"tools": [WEATHER, NOW], "parallel_tool_calls": False}
+    if stream:
+        names = [name for _, name, _ in streamed(post, **fields)[1]]
+    else:
+        [choice] = post.chat(**fields).json()["choices"]
+        names = [call["function"]["name"] for call in choice["message"]["tool_calls"]]
+    assert names == ["get_weather"]
+
+
+def test_an_answer_that_is_cut_gives_what_there_is(post: Poster, backend: FakeBackend) -> None:
+    cut = ANSWER[: ANSWER.index("ris")]
+    backend.script = lambda _: says(folder.byte_tokens(cut), FinishReason.LENGTH)
+    [choice] = post.chat(tools=[WEATHER]).json()["choices"]
+    [call] = choice["message"]["tool_calls"]
+    assert (call["function"]["arguments"], choice["finish_reason"]) == ('{"city": "Pa', "length")
+    assert streamed(post, tools=[WEATHER])[1][0][2] == '{"city": "Pa'
+
+
+def test_stop_strings_end_an_answer_with_calls(post: Poster, backend: FakeBackend) -> None:
+    backend.script = lambda _: says(folder.byte_tokens(ANSWER))
+    [choice] = post.chat(tools=[WEATHER], stop="</tool_call>").json()["choices"]
+    assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == [CALLS[0][1]]
+    assert choice["finish_reason"] == "stop"
+
+
+def test_log_probabilities_of_calls(post: Poster, backend: FakeBackend) -> None:
+    backend.script = lambda _: with_logprobs(says([*folder.byte_tokens(ANSWER), folder.EOS]), num_top=1)
+    fields: dict[str, Any] = {"tools": [WEATHER], "logprobs": True, "top_logprobs": 1, "return_token_ids": True}
+    [choice] = post.chat(**fields).json()["choices"]
+    assert len(choice["logprobs"]["content"]) == len(ANSWER.encode()) + 1
+    scores = tokens = 0
+    for event in events_of(post.chat(stream=True, **fields)):
+        [piece] = event["choices"]
+        scores += len((piece["logprobs"] or {"content": []})["content"])
+        tokens += len(piece.get("token_ids", []))
+    assert scores == tokens == len(ANSWER.encode()) + 1
+
+
+def test_a_conversation_with_calls_in_words(post: Poster, backend: FakeBackend) -> None:
+    """The model of these tests has a template that knows nothing of tools."""
+    called = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    conversation = [
+        {"role": "user", "content": "time?"},
+        {"role": "assistant", "content": None, "tool_calls": [called]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "noon"},
+    ]
+    assert post.chat(messages=conversation, tools=[NOW]).status_code == 200
+    prompt = prompt_of(backend)
+    assert prompt.startswith("<system>You can call functions")
+    assert '{"name": "now", "parameters": {"type": "object", "properties": {}}}' in prompt
+    assert '<assistant><tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n' in prompt
+    assert prompt.endswith("<user><tool_response>\nnoon\n</tool_response>\n<assistant>")
+
+
+def test_the_template_gets_tools_and_arguments_as_objects(tmp_path: Path, backend: FakeBackend) -> None:
+    post = poster("<tool_call>{{ messages | tojson }}{{ tools | tojson }}", tmp_path, backend)
+    called = {"id": "call_1", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
+    messages = [{"role": "assistant", "tool_calls": [called]}]
+    tools = [{"type": "function", "function": {**WEATHER["function"], "strict": True}}]  # type: ignore[dict-item]
+    assert post.chat(messages=messages, tools=tools).status_code == 200
+    shown = [
+        {"role": "assistant", "tool_calls": [{**called, "function": {"name": "now", "arguments": {"a": 1}}}]}
+    ]
+    assert prompt_of(backend) == "<tool_call>" + json.dumps(shown) + json.dumps([WEATHER])
+
+
+SPOKEN = {
+    "smollm2": (chat_templates.SMOLLM2, '<tool_call>[{"name": "now", "arguments": {}}]</tool_call>'),
+    "qwen2.5": (chat_templates.QWEN25, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'),
+    "llama3.1": (chat_templates.LLAMA31, '{"name": "now", "parameters": {}}'),
+    "qwen3-coder": (chat_templates.QWEN_CODER, "<tool_call>\n<function=now>\n</function>\n</tool_call>"),
+    "mistral": (chat_templates.MISTRAL, '[TOOL_CALLS] [{"name": "now", "arguments": {}}]'),
+    "mistral-args": (chat_templates.MISTRAL_ARGS, "[TOOL_CALLS]now[ARGS]{}"),
+}
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+def test_the_format_is_taken_from_the_template(name: str, tmp_path: Path, backend: FakeBackend) -> None:
+    template, text = SPOKEN[name]
+    backend.script = lambda _: says([*folder.byte_tokens(text), folder.EOS])
+    described = {**NOW, "function": {"name": "now", "description": "The time"}}
+    [choice] = poster(template, tmp_path, backend).chat(tools=[described]).json()["choices"]
+    [call] = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "now", "arguments": "{}"}
+
+
+def test_a_format_that_is_not_known(tmp_path: Path, backend: FakeBackend) -> None:
+    refused = poster("{{ tools }}", tmp_path, backend).chat(tools=[NOW])
+    assert refused.status_code == 400
+    assert "--tool-format" in refused.json()["error"]["message"]
+    told = poster("{{ tools }}", tmp_path, backend, "mistral")
+    backend.script = lambda _: says([*folder.byte_tokens("[TOOL_CALLS]now{}"), folder.EOS])
+    assert told.chat(tools=[NOW]).json()["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_a_format_that_the_model_cannot_be_asked_for(tmp_path: Path, backend: FakeBackend) -> None:
+    with pytest.raises(ConfigError, match="tool_format: llama3 is not how this model can be asked"):
+        poster(chat_templates.SMOLLM2, tmp_path, backend, "llama3")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "complaint"),
+    [
+        ({"tools": [{"type": "custom"}]}, "tools[0].type", "should be 'function'"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "is required"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]},
+            "tools[0].function.parameters",
+            "a JSON schema",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "params": {}}}]},
+            "tools[0].function.params",
+            "did you mean 'parameters'",
+        ),
+        ({"tools": [NOW, NOW]}, "tools", "two functions of the name 'now'"),
+        ({"tool_choice": "required"}, "tool_choice", "names no function"),
+        ({"tools": [NOW], "tool_choice": "any"}, "tool_choice", '"required"'),
+        (
+            {"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+            "names 'x', which 'tools' has not",
+        ),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "is required"),
+        ({"messages": [{"role": "bot"}]}, "messages[0].role", "must be one of"),
+    ],
+)
+def test_what_is_wrong_is_named(post: Poster, fields: dict[str, Any], param: str, complaint: str) -> None:
+    refused = post.chat(**fields)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert (error["param"], complaint in error["message"]) == (param, True), error

@@ -123,10 +123,17 @@ def _with_type(value: Any) -> Any:
     return {"type": "message"} | value if isinstance(value, dict) else value
 
 
+# What is dropped alone is no input.
+_SOME = {"contains": {"properties": {"type": {"not": {"const": "reasoning"}}}}}
 Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
 Input = Annotated[
     list[Annotated[Item, Field(discriminator="type"), BeforeValidator(_with_type)]],
-    Field(min_length=1, fail_fast=True, description="a string or a list of at least one item"),
+    Field(
+        min_length=1,
+        fail_fast=True,
+        description="a string or a list of at least one item",
+        json_schema_extra=_SOME,
+    ),
     _OrText(lambda text: {"role": "user", "content": text}),
 ]
 

@@ -1,7 +1,7 @@
-"""Llama 3 as JSON: an answer that is `{"name": ..., "parameters": {...}}`, or several with `;` between them.
+"""Llama 3 as JSON: `{"name": ..., "parameters": {...}}`, or several with `;` between them.
 
-`<|python_tag|>` may stand before. Without it an object is a call only if it names a function there is, and nothing
-was said before it: an answer may well be JSON that is no call.
+`<|python_tag|>` may stand before. Without it an object is a call only if it names a function there is, and has
+arguments: an answer may well be JSON that is no call. Some text may come first, as small models have it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ class Llama3Parser(JsonCallParser):
     markers = (TAG,)
 
     def read(self) -> Reading[None]:
-        tagged = False
+        mark = ""
         yield from self.span(SPACE)
         while True:
             try:
                 while (yield from self.peek()) in "{[":
-                    yield from self.calls(known=not tagged)
+                    yield from self.calls(known=mark != TAG)
                     yield from self.span(_SEPARATORS)
             except MalformedError:
                 self.spill()
-            yield from self.content_until(TAG)
-            tagged = True
+            mark = yield from self.content_until(TAG, before="{")
             yield from self.span(SPACE)
 
 

@@ -52,48 +52,55 @@ class QwenCoderParser(HermesParser):
     def _parameters(self, schema: Any) -> Reading[None]:
         """All of them, as one JSON object, which ends whatever comes then."""
         properties = properties_of(schema)
-        num_given = 0
+        num_given, word = 0, ""
         try:
             while True:
-                yield from self.span(SPACE)
-                word = yield from self.word(PARAMETER, END_FUNCTION)
+                if word not in (PARAMETER, END_FUNCTION):
+                    yield from self.span(SPACE)
+                    word = yield from self.word(PARAMETER, END_FUNCTION)
                 if word != PARAMETER:
                     break
                 key = yield from self._name()
                 self.drop()
                 self.argue(("{" if num_given == 0 else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
                 num_given += 1
-                yield from self._value(kinds_of(properties.get(key), schema))
+                word = yield from self._value(kinds_of(properties.get(key), schema))
         finally:
             self.argue("}" if num_given else "{}")
         if not word:
             raise MalformedError
         self.drop()
 
-    def _value(self, kinds: frozenset[str]) -> Reading[None]:
+    def _value(self, kinds: frozenset[str]) -> Reading[str]:
+        """The value of one parameter; the mark that ended it."""
         if (yield from self.peek()) == "\n":
             self.take()
             self.drop()
         if kinds == STRING:
             self.argue('"')
             self._value_ends = self._argue_text
-            yield from self._lines(self._argue_text)
+            end = yield from self._lines(self._argue_text)
             self.argue('"')
         else:
             pieces: list[str] = []
             self._value_ends = lambda: self.argue("".join(pieces))
-            yield from self._lines(lambda: pieces.append(self.held()))
+            end = yield from self._lines(lambda: pieces.append(self.held()))
             self.argue(as_json("".join(pieces), kinds))
         self._value_ends = None
         self.drop()
+        return end
 
-    def _lines(self, put: Callable[[], None]) -> Reading[None]:
-        """The text up to the parameter's end and the line break before; `put` is told of each piece, which is held."""
+    def _lines(self, put: Callable[[], None]) -> Reading[str]:
+        """The text up to the parameter's end and the line break before; `put` is told of each piece, which is held.
+
+        The model may forget that end: where a line begins, the next parameter or the function's end is one, too.
+        """
         while True:
             char = yield from self.peek()
             if char == "<":
-                if (yield from self.word(END_PARAMETER)):
-                    return
+                others = (PARAMETER, END_FUNCTION) if self.held() == "\n" else ()
+                if end := (yield from self.word(END_PARAMETER, *others)):
+                    return end
             elif char == "\n":
                 if self.held():  # another line break, or what began like the end
                     put()

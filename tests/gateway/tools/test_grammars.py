@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
 from isthmus.gateway.tools.formats import FORMATS
-from isthmus.gateway.tools.lark import UnfollowableError, parameters_alone
+from isthmus.gateway.tools.lark import Asked, UnfollowableError, parameters_alone
 
 from .. import folder
 from .test_parsers import calls_of, content_of, parse
@@ -45,17 +46,31 @@ def tokenizer(special: list[str]) -> tuple[LLTokenizer, dict[str, int]]:
     return LLTokenizer(built.to_str(), eos_token=folder.EOS), ids
 
 
-def grammar(name: str, schemas: Any = SCHEMAS, *, special: list[str] = (), several: bool = False) -> str:  # type: ignore[assignment]
-    _, ids = tokenizer(list(special))
-    return LLMatcher.grammar_from_lark(FORMATS[name].grammar(schemas, ids.get, several=several))
+def grammar(
+    name: str, schemas: Any = SCHEMAS, *, special: list[str], several: bool = False, forced: bool = True
+) -> str:
+    _, ids = tokenizer(special)
+    return LLMatcher.grammar_from_lark(FORMATS[name].grammar(schemas, Asked(several, forced, ids.get)))
 
 
-def follows(name: str, text: str, *, several: bool = False, schemas: Any = SCHEMAS) -> bool:
+def follows(
+    name: str,
+    text: str,
+    *,
+    several: bool = False,
+    schemas: Any = SCHEMAS,
+    forced: bool = True,
+    special: list[str] = (),  # type: ignore[assignment]
+) -> bool:
     """`text` is a whole answer that the grammar allows."""
-    reader, _ = tokenizer([])
-    matcher = LLMatcher(reader, grammar(name, schemas, several=several))
+    reader, ids = tokenizer(list(special))
+    matcher = LLMatcher(reader, grammar(name, schemas, special=list(special), several=several, forced=forced))
     assert not matcher.is_error(), matcher.get_error()
-    return matcher.consume_tokens([*folder.byte_tokens(text), folder.EOS])
+    pieces = re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]
+    tokens = [
+        token for piece in pieces for token in ([ids[piece]] if piece in ids else folder.byte_tokens(piece))
+    ]
+    return matcher.consume_tokens([*tokens, folder.EOS])
 
 
 PARIS = '{"city": "Paris", "days": 2}'
@@ -102,6 +117,30 @@ def test_what_a_forced_call_may_be(name: str) -> None:
 def test_several_calls_only_where_they_may_be(name: str, text: str) -> None:
     assert follows(name, text.rstrip(), several=True)
     assert not follows(name, text.rstrip())
+
+
+@pytest.mark.parametrize("special", [[], SPECIAL], ids=["text", "special"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_where_the_model_may_choose(name: str, special: list[str]) -> None:
+    """Any text, and calls that follow their schemas wherever one begins."""
+
+    def may(text: str, *, several: bool = True) -> bool:
+        if name == "mistral" and special:
+            text = text.replace(
+                '[TOOL_CALLS] [{"name": "get_weather", "arguments": ', "[TOOL_CALLS]get_weather[ARGS]"
+            )
+            text = text.replace("}]", "}")
+        return follows(name, text, several=several, forced=False, special=special)
+
+    right, wrong = ({"city": city, "days": 2} for city in ("Paris", "Rome"))
+    assert may("") and may("Just text. <tool {} é\n\n") and may(written(name, right))
+    assert not may(written(name, wrong)) and not may(written(name, {}))
+    assert not may(written(name, right).replace("get_weather", "other"))
+    if name != "llama3":
+        assert may("Let me see.\n" + written(name, right))
+        assert not may("Let me see.\n" + written(name, wrong))
+        assert may(written(name, right) + "\n" + written(name, right)) == (name != "mistral" or bool(special))
+        assert not may(written(name, right) + written(name, right), several=False)
 
 
 def test_llama_never_writes_several() -> None:
@@ -162,7 +201,7 @@ def test_free_text_in_marks() -> None:
 )
 def test_what_marks_cannot_follow(schema: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnfollowableError, match=reason) as caught:
-        grammar("qwen_coder", {"f": schema})
+        grammar("qwen_coder", {"f": schema}, special=[])
     assert caught.value.function == "f"
 
 

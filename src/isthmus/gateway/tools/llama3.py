@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from isthmus.gateway.tools.json_calls import JsonCallParser
-from isthmus.gateway.tools.lark import Rules, TokenOf, json_calls
+from isthmus.gateway.tools.lark import Asked, Rules, json_calls
 from isthmus.gateway.tools.parser import SPACE, MalformedError, Reading
 from isthmus.gateway.tools.schemas import Schemas
 
@@ -34,7 +34,13 @@ class Llama3Parser(JsonCallParser):
             yield from self.span(SPACE)
 
 
-def llama3_grammar(schemas: Schemas, token_of: TokenOf, *, several: bool) -> str:
-    """One call of these functions: more could not be shown to the model again, its templates refuse several."""
-    rules = Rules(token_of)
-    return rules.text(json_calls(rules, schemas, "parameters"))
+def llama3_grammar(schemas: Schemas, asked: Asked) -> str:
+    """One call of these functions: more could not be shown to the model again, its templates refuse several. Where none
+    is forced, an answer that begins like one is one."""
+    rules = Rules(asked.token_of)
+    call = json_calls(rules, schemas, "parameters")
+    if asked.forced:
+        return rules.text(call)
+    tagged = f" | {rules.mark(TAG)} {call}" if asked.token_of(TAG) is not None else ""
+    other = rules.rule(r"/[^{](?s:.*)/")
+    return rules.text(f"({call}{tagged} | {other})?")

@@ -14,7 +14,7 @@ from typing import Any
 
 from isthmus.gateway.tools.events import Event
 from isthmus.gateway.tools.hermes import CLOSE, OPEN, HermesParser
-from isthmus.gateway.tools.lark import Rules, TokenOf, UnfollowableError, literal, repeated
+from isthmus.gateway.tools.lark import TEXT, Asked, Rules, UnfollowableError, answer, literal
 from isthmus.gateway.tools.parser import SPACE, MalformedError, Reading
 from isthmus.gateway.tools.schemas import STRING, Schemas, as_json, kinds_of, properties_of, resolved
 
@@ -128,16 +128,15 @@ _CONSTRAINED = ("pattern", "minLength", "maxLength", "format")
 _COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "minProperties", "patternProperties", "propertyNames")
 
 
-def qwen_coder_grammar(schemas: Schemas, token_of: TokenOf, *, several: bool) -> str:
+def qwen_coder_grammar(schemas: Schemas, asked: Asked) -> str:
     """Calls of these functions, parameters in the order of the schema. Raises UnfollowableError: text within marks
     cannot be held to all that a schema can say of a string."""
-    rules = Rules(token_of)
+    rules = Rules(asked.token_of)
     functions = []
     for name, schema in schemas.items():
         inner = " ".join(_parameters_of(rules, name, schema))
         functions.append(f"{literal(f'{FUNCTION}{name}>' + chr(10))} {inner} {literal(END_FUNCTION)}")
-    call = rules.rule(f'{rules.mark(OPEN)} "\\n" {rules.any_of(functions)} "\\n" {rules.mark(CLOSE)}')
-    return rules.text(repeated(call, "\n", several=several))
+    return answer(rules, OPEN, f'"\\n" {rules.any_of(functions)} "\\n" {rules.mark(CLOSE)}', "\n", asked)
 
 
 def _parameters_of(rules: Rules, function: str, schema: Mapping[str, Any]) -> Sequence[str]:
@@ -169,4 +168,4 @@ def _value_of(rules: Rules, function: str, schema: Mapping[str, Any], root: Mapp
     for word in _CONSTRAINED:
         if word in schema:
             raise UnfollowableError(function, f"{word!r} of a string cannot be followed in this format")
-    return rules.rule(r"/(?s:.*)/", options=f"[suffix={literal(end)}]")
+    return rules.rule(TEXT, options=f"[suffix={literal(end)}]")

@@ -85,8 +85,10 @@ class RequestPreparer:
     settings: GatewaySettings
     tool_format: Format | None
 
-    async def chat(self, request: ChatRequest, hex_id: str, terms: Terms) -> PreparedRequest:
-        """Raises RequestError."""
+    async def chat(
+        self, request: ChatRequest, hex_id: str, terms: Terms, prefix: str = "chatcmpl-"
+    ) -> PreparedRequest:
+        """`prefix`: of the answer's id. Raises RequestError."""
         self.check_model(request.model)
         tools = tool_use(request, self.tool_format)
         forced = ""
@@ -100,7 +102,7 @@ class RequestPreparer:
         check_prompt(len(tokens), self.card, "messages")
         max_tokens = answer_tokens(len(tokens), asked, self.card, param=param, default=None)
         prompt = _Prompt(tokens, max_tokens)
-        return self._prepared(f"chatcmpl-{hex_id}", request, terms, sampler, [prompt], tools)
+        return self._prepared(f"{prefix}{hex_id}", request, terms, sampler, [prompt], tools)
 
     async def completion(self, request: CompletionRequest, hex_id: str, terms: Terms) -> PreparedRequest:
         """Raises RequestError."""

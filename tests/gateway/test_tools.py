@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from llguidance import LLMatcher
+from tokenizers import AddedToken
 
 from isthmus.errors import ConfigError
 from isthmus.gateway import GatewayTokenizer, create_app
@@ -91,7 +92,7 @@ def test_the_same_calls_streamed(post: Poster, backend: FakeBackend, per_batch: 
     content, calls, finish, deltas = streamed(post, tools=[WEATHER, NOW])
     assert (content, finish) == ("Let me see.", "tool_calls")
     assert [(name, arguments) for _, name, arguments in calls] == CALLS
-    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[0] == {"role": "assistant"}
     assert all(len(delta.get("tool_calls", [])) <= 1 for delta in deltas)
 
 
@@ -206,6 +207,27 @@ def test_the_format_is_taken_from_the_template(name: str, tmp_path: Path, backen
     [choice] = poster(template, tmp_path, backend).chat(tools=[described]).json()["choices"]
     [call] = choice["message"]["tool_calls"]
     assert call["function"] == {"name": "now", "arguments": "{}"}
+
+
+@pytest.mark.parametrize("special", [None, True, False])
+def test_special_tokens_that_calls_are_made_of(
+    tmp_path: Path, backend: FakeBackend, special: bool | None
+) -> None:
+    config = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": chat_templates.MISTRAL_ARGS}
+    folder.write(tmp_path, tokenizer_config=config)
+    built = folder.tokenizer()
+    built.add_special_tokens([AddedToken(text, special=True) for text in ("[TOOL_CALLS]", "[ARGS]")])
+    built.save(str(tmp_path / "tokenizer.json"))
+    calls, args = (built.token_to_id(text) for text in ("[TOOL_CALLS]", "[ARGS]"))
+    written = [*b"Well.", calls, *b"now", args, *b"{}", folder.EOS]
+    backend.script = lambda _: says(written)
+    post = Poster(create_app(backend, GatewayTokenizer.load(tmp_path)))
+    fields = {} if special is None else {"skip_special_tokens": special}
+    [choice] = post.chat(tools=[NOW], **fields).json()["choices"]
+    assert choice["message"]["content"] == "Well."
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["now"]
+    [plain] = post.chat(**fields).json()["choices"]
+    assert plain["message"]["content"] == ("Well.[TOOL_CALLS]now[ARGS]{}" if special is False else "Well.now{}")
 
 
 def test_a_format_that_is_not_known(tmp_path: Path, backend: FakeBackend) -> None:

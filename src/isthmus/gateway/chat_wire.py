@@ -153,7 +153,8 @@ class ChatDialect(ChunkDialect):
         first = not self._opened
         self._opened.add(choice.index)
         ids = self._prepared.prompts[0] if first and self._writing.token_ids else UNSET
-        content = ChunkChoice(choice.index, ChatDelta("assistant", ""))
+        # An answer that may be nothing but calls must not begin with content.
+        content = ChunkChoice(choice.index, ChatDelta("assistant", None if self._prepared.tools else ""))
         return self._event([content], usage, prompt_token_ids=ids)
 
     def _event(

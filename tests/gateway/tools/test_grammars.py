@@ -18,11 +18,12 @@ from isthmus.gateway.tools.lark import Asked, UnfollowableError, parameters_alon
 from .. import folder
 from .test_parsers import calls_of, content_of, parse
 
+CITIES = ["Paris", "Łódź", 'a"b', "😀\n"]
 SCHEMAS: dict[str, Any] = {
     "get_weather": {
         "type": "object",
         "properties": {
-            "city": {"type": "string", "enum": ["Paris", "Łódź", 'a"b']},
+            "city": {"type": "string", "enum": CITIES},
             "days": {"type": "integer", "minimum": 1, "maximum": 9},
             "exact": {"type": "boolean"},
             "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
@@ -99,6 +100,7 @@ def test_what_a_forced_call_may_be(name: str) -> None:
     assert follows(
         name, written(name, {"city": 'a"b', "days": 9, "exact": True, "tags": ["a"], "place": {"x": None}})
     )
+    assert follows(name, written(name, {"city": "😀\n", "days": 2}))
     assert not follows(name, written(name, {"city": "Rome", "days": 2}))
     assert not follows(name, written(name, {"city": "Paris"}))
     assert not follows(name, written(name, {"city": "Paris", "days": 2, "more": 1}))
@@ -179,7 +181,7 @@ def test_the_parser_reads_what_the_grammar_allows(name: str, special: list[str],
         assert len(calls) >= 1 and (several or len(calls) == 1)
         for called, arguments in calls:
             if called == "get_weather":
-                assert arguments["city"] in ("Paris", "Łódź", 'a"b') and 1 <= arguments["days"] <= 9
+                assert arguments["city"] in CITIES and 1 <= arguments["days"] <= 9
                 assert arguments.keys() <= SCHEMAS["get_weather"]["properties"].keys()
             else:
                 assert (called, arguments) == ("now", {})
@@ -190,6 +192,13 @@ def test_free_text_in_marks() -> None:
     text = "<tool_call>\n<function=write>\n<parameter=text>\nif a < b:\n\n  c\n</parameter>\n</function>\n</tool_call>"
     assert follows("qwen_coder", text, schemas=schemas)
     assert calls_of(parse("qwen_coder", [text], schemas)) == (("write", {"text": "if a < b:\n\n  c"}),)
+
+
+def test_signs_that_lark_takes_only_escaped() -> None:
+    schemas = {"f": {"properties": {"a": {"enum": ["\x7f", "é\t"]}}, "required": ["a"]}}
+    for word in ("\x7f", "é\t"):
+        text = f"<tool_call>\n<function=f>\n<parameter=a>\n{word}\n</parameter>\n</function>\n</tool_call>"
+        assert follows("qwen_coder", text, schemas=schemas)
 
 
 @pytest.mark.parametrize(

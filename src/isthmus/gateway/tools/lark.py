@@ -79,8 +79,8 @@ class Rules:
 
 
 def literal(text: str) -> str:
-    """JSON's escapes are Lark's."""
-    return json.dumps(text, ensure_ascii=False)
+    """JSON's escapes are Lark's, which takes some signs only so."""
+    return json.dumps(text)
 
 
 def repeated(call: str, separator: str, *, several: bool) -> str:

@@ -44,6 +44,8 @@ COLOURS = ("red", "green", "blue", "black")
 MAX_TOKENS = 1024
 """More than any of these schemas can need."""
 
+START_S = 60.0
+
 Report = Callable[[str], None]
 Schema = dict[str, Any]
 
@@ -205,19 +207,24 @@ async def _turn(
 
 
 async def _with_a_death(server: Running, wanted: Sequence[Schema], concurrency: int) -> Turn:
-    async with aiohttp.ClientSession() as session, session.get(f"{server.url}/status") as reply:
-        nodes = (await reply.json())["nodes"]
-    decodes = [node["id"] for node in nodes if node["role"] == "decode"]
-    if len(decodes) < 2:
-        raise BenchError("a decode node can die only if there is another: --death-options '--decode 2'")
-    pid = _process_of(server.pid, decodes[0])
+    node = (await _decode_nodes(server, 2))[0]
+    pid = _process_of(server.pid, node)
     return await _turn(
-        server,
-        f"schema, {decodes[0]} killed",
-        wanted,
-        concurrency,
-        half_way=lambda: os.kill(pid, signal.SIGKILL),
+        server, f"schema, {node} killed", wanted, concurrency, half_way=lambda: os.kill(pid, signal.SIGKILL)
     )
+
+
+async def _decode_nodes(server: Running, least: int) -> list[str]:
+    """Once there are so many. Raises BenchError when they do not come."""
+    until = time.monotonic() + START_S
+    async with aiohttp.ClientSession() as session:
+        while time.monotonic() < until:
+            async with session.get(f"{server.url}/status") as reply:
+                nodes = (await reply.json())["nodes"]
+            if len(found := [node["node"] for node in nodes if node["role"] == "decode"]) >= least:
+                return found
+            await asyncio.sleep(0.1)
+    raise BenchError(f"not {least} decode nodes within {START_S:g} s: --death-options '--decode {least}'")
 
 
 def _process_of(parent: int, node: str) -> int:

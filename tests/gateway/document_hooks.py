@@ -44,6 +44,8 @@ def meant(body: dict[str, Any]) -> dict[str, Any]:
     for name in FORMS:
         if name in given and (name != next(each for each in FORMS if each in given) or "tools" in given):
             del given[name]
+    if given.keys() & {*FORMS}:
+        given.pop("text", None)
     given = {name: _read(name, value) for name, value in given.items()}
     if "n" in given:
         given["n"] = min(given["n"], 3)
@@ -70,6 +72,9 @@ def _read(name: str, value: Any) -> Any:
         kinds = [kind for kind in KINDS if value.get(kind)] or ["json_object"]
         rest = {key: each for key, each in value.items() if key not in KINDS}
         return rest | {kinds[0]: _read(kinds[0], value.get(kinds[0]) or True)}
+    if name == "text":
+        given = value.get("format") or {"type": "text"}
+        return value | {"format": {key: _read(key, each) for key, each in given.items()}}
     if name == "response_format":
         return {key: _read(key, each) if isinstance(each, dict) else each for key, each in value.items()}
     if name == "json_schema" and value.keys() & {"name", "strict", "description", "schema"}:

@@ -94,3 +94,20 @@ def test_sentencepiece_pieces_make_the_whole(parts: list[list[int]]) -> None:
 
 def test_sentencepiece_keeps_the_space_between_words() -> None:
     assert streamed(SENTENCEPIECE, [1, 2, 3]) == ["Hello", " world", "lo", ""]
+
+
+@given(st.lists(TOKENS, max_size=30), st.lists(TOKENS, max_size=30))
+def test_a_special_token_that_is_shown_stands_between(before: list[int], after: list[int]) -> None:
+    detokenizer = BYTE_LEVEL.detokenizer(shown=["<bos>", "[no token]"])
+    tokens = [token for token in [*before, None, *after] if token != folder.BOS]
+    pieces = [detokenizer.push(folder.BOS if token is None else token) for token in tokens]
+    first, second = (BYTE_LEVEL.decode([t for t in part if t != folder.BOS]) for part in (before, after))
+    assert "".join(pieces) + detokenizer.flush() == f"{first}<bos>{second}"
+
+
+def test_no_other_special_token_is_shown() -> None:
+    assert BYTE_LEVEL.special_tokens(["<bos>", "he", "x"]) == {folder.BOS: "<bos>"}
+    assert BYTE_LEVEL.special_token("<eos>") == folder.EOS
+    assert BYTE_LEVEL.special_token("he") is None
+    detokenizer = BYTE_LEVEL.detokenizer(shown=["<bos>"])
+    assert [detokenizer.push(token) for token in (folder.EOS, folder.BOS, 0x61)] == ["", "<bos>", "a"]

@@ -18,7 +18,7 @@ from .fake import CARD, FakeBackend, fitting
 
 # No HTTP server refuses headers that it does not know.
 CONFIG = SchemathesisConfig.from_dict({"generation": {"allow-extra-parameters": False}})
-READING = ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]
+READING = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"]
 
 
 @pytest.fixture(scope="module")

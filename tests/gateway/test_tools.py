@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from llguidance import LLMatcher
+from tokenizers import AddedToken
 
 from isthmus.errors import ConfigError
 from isthmus.gateway import GatewayTokenizer, create_app
 from isthmus.gateway.settings import GatewaySettings
-from isthmus.types import FinishReason
+from isthmus.types import FinishReason, Job
 
 from . import chat_templates, folder
-from .fake import FakeBackend, says, with_logprobs
+from .fake import FakeBackend, Script, Step, says, with_logprobs
 from .inprocess import Poster, events_of
 
 WEATHER = {
@@ -89,7 +92,7 @@ def test_the_same_calls_streamed(post: Poster, backend: FakeBackend, per_batch: 
     content, calls, finish, deltas = streamed(post, tools=[WEATHER, NOW])
     assert (content, finish) == ("Let me see.", "tool_calls")
     assert [(name, arguments) for _, name, arguments in calls] == CALLS
-    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[0] == {"role": "assistant"}
     assert all(len(delta.get("tool_calls", [])) <= 1 for delta in deltas)
 
 
@@ -206,6 +209,27 @@ def test_the_format_is_taken_from_the_template(name: str, tmp_path: Path, backen
     assert call["function"] == {"name": "now", "arguments": "{}"}
 
 
+@pytest.mark.parametrize("special", [None, True, False])
+def test_special_tokens_that_calls_are_made_of(
+    tmp_path: Path, backend: FakeBackend, special: bool | None
+) -> None:
+    config = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": chat_templates.MISTRAL_ARGS}
+    folder.write(tmp_path, tokenizer_config=config)
+    built = folder.tokenizer()
+    built.add_special_tokens([AddedToken(text, special=True) for text in ("[TOOL_CALLS]", "[ARGS]")])
+    built.save(str(tmp_path / "tokenizer.json"))
+    calls, args = (built.token_to_id(text) for text in ("[TOOL_CALLS]", "[ARGS]"))
+    written = [*b"Well.", calls, *b"now", args, *b"{}", folder.EOS]
+    backend.script = lambda _: says(written)
+    post = Poster(create_app(backend, GatewayTokenizer.load(tmp_path)))
+    fields = {} if special is None else {"skip_special_tokens": special}
+    [choice] = post.chat(tools=[NOW], **fields).json()["choices"]
+    assert choice["message"]["content"] == "Well."
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["now"]
+    [plain] = post.chat(**fields).json()["choices"]
+    assert plain["message"]["content"] == ("Well.[TOOL_CALLS]now[ARGS]{}" if special is False else "Well.now{}")
+
+
 def test_a_format_that_is_not_known(tmp_path: Path, backend: FakeBackend) -> None:
     refused = poster("{{ tools }}", tmp_path, backend).chat(tools=[NOW])
     assert refused.status_code == 400
@@ -218,6 +242,103 @@ def test_a_format_that_is_not_known(tmp_path: Path, backend: FakeBackend) -> Non
 def test_a_format_that_the_model_cannot_be_asked_for(tmp_path: Path, backend: FakeBackend) -> None:
     with pytest.raises(ConfigError, match="tool_format: llama3 is not how this model can be asked"):
         poster(chat_templates.SMOLLM2, tmp_path, backend, "llama3")
+
+
+def obeying(tokenizer: GatewayTokenizer) -> Script:
+    """Writes what the job's grammar makes it write: the highest of the allowed tokens, or the end where it may come."""
+
+    def script(job: Job) -> list[Step]:
+        assert job.sampling.grammar
+        matcher, tokens = LLMatcher(tokenizer.for_grammars, job.sampling.grammar), []
+        while not tokens or tokens[-1] != folder.EOS:
+            mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+            allowed = [int(token) for token in np.flatnonzero(mask)]
+            tokens.append(folder.EOS if folder.EOS in allowed else max(allowed))
+            assert matcher.consume_token(tokens[-1]), matcher.get_error()
+        return says(tokens)
+
+    return script
+
+
+FORCED = {
+    "name": "choose",
+    "parameters": {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]},
+}
+CHOOSE = {"type": "function", "function": FORCED}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "choose"}}], ids=["required", "named"]
+)
+def test_a_forced_call(
+    post: Poster, backend: FakeBackend, tokenizer: GatewayTokenizer, choice: Any, stream: bool
+) -> None:
+    backend.script = obeying(tokenizer)
+    fields: dict[str, Any] = {
+        "tools": [NOW, CHOOSE] if choice != "required" else [CHOOSE],
+        "tool_choice": choice,
+    }
+    if stream:
+        content, calls, finish, _ = streamed(post, **fields)
+        found = [(name, arguments) for _, name, arguments in calls]
+    else:
+        [answer] = post.chat(**fields).json()["choices"]
+        content, finish = answer["message"]["content"] or "", answer["finish_reason"]
+        calls = [call["function"] for call in answer["message"]["tool_calls"]]
+        found = [(call["name"], call["arguments"]) for call in calls]
+    assert (found, content, finish) == ([("choose", '{"n": 2}')], "", "tool_calls")
+
+
+@pytest.mark.parametrize("name", SPOKEN)
+def test_a_forced_call_in_each_format(name: str, tmp_path: Path, backend: FakeBackend) -> None:
+    config = {"bos_token": "<bos>", "eos_token": "<eos>", "chat_template": SPOKEN[name][0]}
+    tokenizer = GatewayTokenizer.load(folder.write(tmp_path, tokenizer_config=config))
+    backend.script = obeying(tokenizer)
+    tool = {"type": "function", "function": FORCED | {"description": "Chooses"}}
+    answered = Poster(create_app(backend, tokenizer)).chat(tools=[tool], tool_choice="required")
+    [answer] = answered.json()["choices"]
+    [call] = answer["message"]["tool_calls"]
+    assert call["function"] == {"name": "choose", "arguments": '{"n": 2}'}
+
+
+def test_no_grammar_where_the_model_may_choose(post: Poster, backend: FakeBackend) -> None:
+    post.chat(tools=[CHOOSE])
+    post.chat(tools=[CHOOSE], tool_choice="auto", parallel_tool_calls=False)
+    assert [job.sampling.grammar for job in backend.jobs] == ["", ""]
+
+
+def with_parameters(**schema: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "complaint"),
+    [
+        ({"tools": [with_parameters(type="array")]}, "tools[0].function.parameters", "schema of an object"),
+        (
+            {"tools": [NOW, with_parameters(type="objct")]},
+            "tools[1].function.parameters",
+            "schema of an object",
+        ),
+        (
+            {"tools": [NOW, with_parameters(properties={"a": {"not": {}}})]},
+            "tools[1].function.parameters",
+            "cannot be followed: ",
+        ),
+        ({"tools": [with_parameters(properties=5)]}, "tools[0].function.parameters", "cannot be followed"),
+        ({"tools": [with_parameters(required="a")]}, "tools[0].function.parameters", "cannot be followed"),
+        ({"tools": [NOW], "guided_regex": "a"}, "guided_regex", "each say how the answer must look"),
+    ],
+)
+def test_what_cannot_be_forced_is_named(
+    post: Poster, backend: FakeBackend, fields: dict[str, Any], param: str, complaint: str
+) -> None:
+    refused = post.chat(tool_choice="required", **fields)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert (error["param"], complaint in error["message"]) == (param, True), error
+    assert backend.jobs == []
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,10 @@ from isthmus.gateway.problems import (
     status_of,
 )
 from isthmus.gateway.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from isthmus.gateway.responses.body import ResponsesRequest
+from isthmus.gateway.responses.chat import ResponsesPreparer
+from isthmus.gateway.responses.reply import ResponsesReply
+from isthmus.gateway.responses.wire import ResponsesDialect
 from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.status import Status, cluster_status
 from isthmus.gateway.tokenize import DetokenizeReply, TokenizeEndpoints, TokenizeReply
@@ -82,6 +86,8 @@ def _operations(
     preparer = RequestPreparer(backend.card, tokenizer, settings, tool_format)
     chat = GenerationEndpoint(service, ChatRequest, preparer.chat, ChatDialect)
     completion = GenerationEndpoint(service, CompletionRequest, preparer.completion, CompletionDialect)
+    responses = ResponsesPreparer(preparer)
+    response = GenerationEndpoint(service, ResponsesRequest, responses.prepare, ResponsesDialect)
     texts, limit = TokenizeEndpoints(preparer), settings.max_body_bytes
     tokenize = JsonEndpoint(TokenizeRequest, texts.tokenize, limit)
     detokenize = JsonEndpoint(DetokenizeRequest, texts.detokenize, limit)
@@ -96,6 +102,14 @@ def _operations(
             "Continue a prompt",
             body=CompletionRequest,
             reply=CompletionReply,
+            streams=True,
+        ),
+        Operation(
+            "/v1/responses",
+            response,
+            "Answer a conversation, of which nothing is kept",
+            body=ResponsesRequest,
+            reply=ResponsesReply,
             streams=True,
         ),
         Operation(

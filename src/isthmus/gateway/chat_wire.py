@@ -8,35 +8,22 @@ from hashlib import blake2b
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from isthmus.gateway.choice import Choice, Delta, Score
+from isthmus.gateway.choice import Choice, Delta
+from isthmus.gateway.logprobs import TokenLogprob, scored
 from isthmus.gateway.prepare import PreparedRequest
 from isthmus.gateway.tool_use import CallReader
 from isthmus.gateway.tools.events import Arguments, CallBegun, Content, Event
 from isthmus.gateway.wire import (
+    ChunkDialect,
     PromptScores,
     TokenBytes,
     Usage,
     encode,
     event,
-    finite,
     prompt_scores,
-    token_text,
     usage_field,
 )
 from isthmus.types import FinishReason
-
-
-class TopLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(msgspec.Struct):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(msgspec.Struct):
@@ -123,11 +110,9 @@ class ChatReply(msgspec.Struct):
     prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
-class ChatDialect:
+class ChatDialect(ChunkDialect):
     def __init__(self, prepared: PreparedRequest, token_bytes: TokenBytes) -> None:
-        self._prepared, self._writing = prepared, prepared.writing
-        self._token_bytes = token_bytes
-        self._opened: set[int] = set()  # choices whose role was sent
+        super().__init__(prepared, token_bytes)
         self._readers: dict[int, CallReader] = {}  # of choices in which calls may be
 
     def events(self, choice: Choice, delta: Delta, usage: Usage | None) -> bytes:
@@ -168,7 +153,8 @@ class ChatDialect:
         first = not self._opened
         self._opened.add(choice.index)
         ids = self._prepared.prompts[0] if first and self._writing.token_ids else UNSET
-        content = ChunkChoice(choice.index, ChatDelta("assistant", ""))
+        # An answer that may be nothing but calls must not begin with content.
+        content = ChunkChoice(choice.index, ChatDelta("assistant", None if self._prepared.tools else ""))
         return self._event([content], usage, prompt_token_ids=ids)
 
     def _event(
@@ -254,16 +240,7 @@ class ChatDialect:
         return prompt_scores(self._prepared.prompts[0], whole, most, self._token_bytes)
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
-        return ChatLogprobs([self._scored(score) for score in delta.scores]) if delta.scores else None
-
-    def _scored(self, score: Score) -> TokenLogprob:
-        raw = self._token_bytes(score.token)
-        top = [self._top(token, logprob) for token, logprob in score.logprobs.top]
-        return TokenLogprob(self._text(score.token, raw), finite(score.logprobs.chosen), list(raw), top)
-
-    def _top(self, token: int, logprob: float) -> TopLogprob:
-        raw = self._token_bytes(token)
-        return TopLogprob(self._text(token, raw), finite(logprob), list(raw))
-
-    def _text(self, token: int, raw: bytes) -> str:
-        return f"token_id:{token}" if self._writing.tokens_as_ids else token_text(raw)
+        if not delta.scores:
+            return None
+        as_ids = self._writing.tokens_as_ids
+        return ChatLogprobs([scored(score, self._token_bytes, as_ids=as_ids) for score in delta.scores])

@@ -9,10 +9,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from isthmus.gateway.choice import Choice, Delta
-from isthmus.gateway.prepare import PreparedRequest
 from isthmus.gateway.wire import (
+    ChunkDialect,
     PromptScores,
-    TokenBytes,
     Usage,
     encode,
     event,
@@ -55,12 +54,7 @@ class CompletionReply(msgspec.Struct):
     usage: Usage | UnsetType | None = UNSET
 
 
-class CompletionDialect:
-    def __init__(self, prepared: PreparedRequest, token_bytes: TokenBytes) -> None:
-        self._prepared, self._writing = prepared, prepared.writing
-        self._token_bytes = token_bytes
-        self._opened: set[int] = set()  # choices of which something was sent
-
+class CompletionDialect(ChunkDialect):
     def events(self, choice: Choice, delta: Delta, usage: Usage | None) -> bytes:
         first = choice.index not in self._opened
         echoes = first and self._writing.echo

@@ -19,13 +19,13 @@ from isthmus.gateway.http import JSON_HEADERS, EventWriter, read_body, send_body
 from isthmus.gateway.identity import hex_id
 from isthmus.gateway.metrics import ChoiceTimer, Meter
 from isthmus.gateway.prepare import PreparedRequest
-from isthmus.gateway.problems import problem_json, status_of
+from isthmus.gateway.problems import status_of
 from isthmus.gateway.requests import GenerationRequest, parse_body
 from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.stops import StopMatcher
 from isthmus.gateway.terms import Terms, terms_of
 from isthmus.gateway.tokenizer import GatewayTokenizer
-from isthmus.gateway.wire import DONE, Dialect, encode, event, usage_of
+from isthmus.gateway.wire import Dialect, encode, usage_of
 
 TimedChoices = list[tuple[Choice, ChoiceTimer]]
 
@@ -62,7 +62,7 @@ class GenerationEndpoint:
     service: Service
     kind: type[GenerationRequest]
     plan: Callable[[Any, str, Terms], Awaitable[PreparedRequest]]
-    dialect: Callable[[PreparedRequest, Callable[[int], bytes]], Dialect]
+    dialect: Callable[[Any, Callable[[int], bytes]], Dialect]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises IsthmusError before the answer has begun; afterwards errors are part of the answer."""
@@ -142,10 +142,9 @@ class GenerationEndpoint:
         except Exception as error:
             if not writer.started or isinstance(error, ClientGoneError):
                 raise
-            await writer.close(event(problem_json(error)))
+            await writer.close(dialect.failure(error))
             if not isinstance(error, IsthmusError):
                 raise  # a bug of ours: the app counts it and the server logs it
             self.service.meter.failed(status_of(error))
             return
-        last = dialect.usage_event(usage_of(prepared, all_choices)) if writing.counts else b""
-        await writer.close(last + DONE)
+        await writer.close(dialect.end(usage_of(prepared, all_choices)))

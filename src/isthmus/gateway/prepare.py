@@ -21,7 +21,7 @@ from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.structured import check_grammar, grammar_of
 from isthmus.gateway.terms import Terms
 from isthmus.gateway.tokenizer import GatewayTokenizer
-from isthmus.gateway.tool_use import ToolUse, definitions, tool_use
+from isthmus.gateway.tool_use import ToolUse, definitions, forced_grammar, tool_use
 from isthmus.gateway.tools.formats import Format
 from isthmus.types import Job, ModelCard, RequestId
 
@@ -85,11 +85,16 @@ class RequestPreparer:
     settings: GatewaySettings
     tool_format: Format | None
 
-    async def chat(self, request: ChatRequest, hex_id: str, terms: Terms) -> PreparedRequest:
-        """Raises RequestError."""
+    async def chat(
+        self, request: ChatRequest, hex_id: str, terms: Terms, prefix: str = "chatcmpl-"
+    ) -> PreparedRequest:
+        """`prefix`: of the answer's id. Raises RequestError."""
         self.check_model(request.model)
         tools = tool_use(request, self.tool_format)
-        sampler = await self._sampler(request, _chat_logprobs(request), request.prompt_logprobs)
+        forced = ""
+        if tools and tools.forced:
+            forced = await asyncio.to_thread(lambda: forced_grammar(request, tools, self.tokenizer))
+        sampler = await self._sampler(request, _chat_logprobs(request), request.prompt_logprobs, forced)
         asked, param = _chat_max_tokens(request)
         tokens = truncated(
             await self.chat_tokens(request, request.add_special_tokens), request, asked, self.card
@@ -97,7 +102,7 @@ class RequestPreparer:
         check_prompt(len(tokens), self.card, "messages")
         max_tokens = answer_tokens(len(tokens), asked, self.card, param=param, default=None)
         prompt = _Prompt(tokens, max_tokens)
-        return self._prepared(f"chatcmpl-{hex_id}", request, terms, sampler, [prompt], tools)
+        return self._prepared(f"{prefix}{hex_id}", request, terms, sampler, [prompt], tools)
 
     async def completion(self, request: CompletionRequest, hex_id: str, terms: Terms) -> PreparedRequest:
         """Raises RequestError."""
@@ -137,9 +142,13 @@ class RequestPreparer:
             raise UnknownModelError(name, self.card.name)
 
     async def _sampler(
-        self, request: GenerationRequest, logprobs: int | None, prompt_logprobs: int | None
+        self,
+        request: GenerationRequest,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        forced: str = "",
     ) -> Sampler:
-        """Raises RequestError."""
+        """`forced`: the grammar of calls, where there must be some. Raises RequestError."""
         if request.best_of not in (None, request.n or 1):
             message = "'best_of' is supported only as equal to 'n': answers are not ranked"
             raise RequestError(message, param="best_of")
@@ -147,6 +156,9 @@ class RequestPreparer:
             message = "'prompt_logprobs' come in one piece: leave it out, or stream"
             raise RequestError(message, param="prompt_logprobs")
         grammar, param = grammar_of(request)
+        if forced and grammar:
+            message = f"{param!r} and 'tool_choice' each say how the answer must look: give one"
+            raise RequestError(message, param=param)
         if grammar:
             # In a thread: a large schema takes its time, and the library lets others run meanwhile.
             await asyncio.to_thread(lambda: check_grammar(grammar, param, self.tokenizer.for_grammars))
@@ -157,7 +169,7 @@ class RequestPreparer:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             bad_words=self.tokenizer.words_as_tokens(request.bad_words or ()),
-            grammar=grammar,
+            grammar=forced or grammar,
         )
 
     def _prepared(

@@ -81,6 +81,10 @@ class GatewayTokenizer:
             token: text for token, text in self._added.items() if text in texts and not self._visible[token]
         }
 
+    def special_token(self, text: str) -> int | None:
+        """The id of the special token that is `text`, if there is one."""
+        return next(iter(self.special_tokens([text])), None)
+
     def words_as_tokens(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Each word as it is, and as it is written behind a space."""
         found = [(word, f" {word.lstrip()}") for word in words]

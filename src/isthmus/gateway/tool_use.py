@@ -6,12 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llguidance import LLMatcher
+
 from isthmus.errors import ConfigError, RequestError
 from isthmus.gateway.requests import ChatRequest, TemplateFields
+from isthmus.gateway.structured import check_grammar
 from isthmus.gateway.template import ChatTemplate
+from isthmus.gateway.tokenizer import GatewayTokenizer
 from isthmus.gateway.tool_fields import NamedFunction
 from isthmus.gateway.tools.events import Content, Event
-from isthmus.gateway.tools.formats import FORMATS, Format, Schemas, recognised
+from isthmus.gateway.tools.formats import FORMATS, Format, recognised
+from isthmus.gateway.tools.lark import UnfollowableError, parameters_alone
+from isthmus.gateway.tools.schemas import Schemas
 
 AUTO = "auto"
 
@@ -19,11 +25,12 @@ AUTO = "auto"
 @dataclass(frozen=True)
 class ToolUse:
     """How calls are read from an answer. `several`: there may be more than one; what comes after the first is dropped
-    otherwise, as the client asked."""
+    otherwise, as the client asked. `forced`: the answer must be a call."""
 
     format: Format
     schemas: Schemas
     several: bool
+    forced: bool
 
     def reader(self) -> CallReader:
         return CallReader(self)
@@ -44,6 +51,30 @@ class CallReader:
         """What `text` settles; `last`: with it the answer ends."""
         events = [*self._parser.push(text), *(self._parser.flush() if last else ())]
         return [event for event in events if self._several or isinstance(event, Content) or event.index == 0]
+
+
+def forced_grammar(request: ChatRequest, use: ToolUse, tokenizer: GatewayTokenizer) -> str:
+    """Of an answer that is nothing but calls, where `use.forced`. May take a second for large schemas.
+
+    Raises RequestError naming the function whose parameters cannot be followed.
+    """
+    choice = request.tool_choice
+    named = choice.name if isinstance(choice, NamedFunction) else None
+    schemas = {name: schema for name, schema in use.schemas.items() if named in (None, name)}
+    places = {tool.function.name: index for index, tool in enumerate(request.tools or ())}
+    for name, schema in schemas.items():
+        param = f"tools[{places[name]}].function.parameters"
+        if schema.get("type", "object") != "object":
+            raise RequestError(f"{param!r} must be the schema of an object", param=param)
+        check_grammar(LLMatcher.grammar_from_lark(parameters_alone(schema)), param, tokenizer.for_grammars)
+    try:
+        lark = use.format.grammar(schemas, tokenizer.special_token, several=use.several and named is None)
+    except UnfollowableError as error:
+        param = f"tools[{places[error.function]}].function.parameters"
+        raise RequestError(f"{param!r}: {error}", param=param) from None
+    grammar = LLMatcher.grammar_from_lark(lark)
+    check_grammar(grammar, "tools", tokenizer.for_grammars)
+    return grammar
 
 
 def format_of(template: ChatTemplate | None, name: str) -> Format | None:
@@ -89,4 +120,4 @@ def tool_use(request: ChatRequest, form: Format | None) -> ToolUse | None:
         message = "'tools': how this model writes calls is not known; the server can be told (--tool-format)"
         raise RequestError(message, param="tools")
     schemas = {tool.function.name: tool.function.parameters or {} for tool in request.tools or ()}
-    return ToolUse(form, schemas, request.parallel_tool_calls is not False)
+    return ToolUse(form, schemas, request.parallel_tool_calls is not False, choice not in (None, "auto"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -10,6 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from isthmus.gateway.choice import Choice, Delta
 from isthmus.gateway.prepare import PreparedRequest
+from isthmus.gateway.problems import problem_json
 
 DONE = b"data: [DONE]\n\n"
 # JSON has no infinities. OpenAI writes this for tokens that cannot be.
@@ -38,13 +40,37 @@ class Dialect(Protocol):
         """The SSE events for `delta`, with the usage so far if each has it; empty when it has nothing to show."""
         ...
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """The last event before [DONE], with no choices."""
+    def end(self, usage: Usage) -> bytes:
+        """The last events of an answer that is whole."""
+        ...
+
+    def failure(self, error: Exception) -> bytes:
+        """The last events of an answer that broke off."""
         ...
 
     def reply(self, choices: Sequence[tuple[Choice, Delta]], usage: Usage) -> bytes:
         """The body of an answer that is not streamed: `choices` by index, each with all it produced."""
         ...
+
+
+class ChunkDialect(ABC):
+    """What dialects share whose events are chunks of the answer, with [DONE] behind the last."""
+
+    def __init__(self, prepared: PreparedRequest, token_bytes: TokenBytes) -> None:
+        self._prepared, self._writing = prepared, prepared.writing
+        self._token_bytes = token_bytes
+        self._opened: set[int] = set()
+        """Choices of which something was sent."""
+
+    @abstractmethod
+    def usage_event(self, usage: Usage) -> bytes:
+        """The last event before [DONE], with no choices."""
+
+    def end(self, usage: Usage) -> bytes:
+        return (self.usage_event(usage) if self._writing.counts else b"") + DONE
+
+    def failure(self, error: Exception) -> bytes:
+        return event(problem_json(error))
 
 
 def event(data: bytes) -> bytes:

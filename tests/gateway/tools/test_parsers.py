@@ -260,9 +260,9 @@ RECORDED = {
 }
 
 
-def parse(format_name: str, pieces: Sequence[str]) -> list[Event]:
+def parse(format_name: str, pieces: Sequence[str], schemas: Any = SCHEMAS) -> list[Event]:
     """All events, as if they had come at once."""
-    parser = FORMATS[format_name].parser(SCHEMAS)
+    parser = FORMATS[format_name].parser(schemas)
     events: list[Event] = []
     for found in (*(parser.push(piece) for piece in pieces), parser.flush()):
         for event in found:

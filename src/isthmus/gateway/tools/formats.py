@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
-from isthmus.gateway.tools.hermes import HermesParser
-from isthmus.gateway.tools.llama3 import Llama3Parser
-from isthmus.gateway.tools.mistral import MistralParser
+from isthmus.gateway.tools.hermes import HermesParser, hermes_grammar
+from isthmus.gateway.tools.lark import TokenOf
+from isthmus.gateway.tools.llama3 import Llama3Parser, llama3_grammar
+from isthmus.gateway.tools.mistral import MistralParser, mistral_grammar
 from isthmus.gateway.tools.parser import CallParser
-from isthmus.gateway.tools.qwen_coder import QwenCoderParser
+from isthmus.gateway.tools.qwen_coder import QwenCoderParser, qwen_coder_grammar
+from isthmus.gateway.tools.schemas import Schemas
 
-Schemas = Mapping[str, Mapping[str, Any]]
-"""Of the parameters of each function, by its name."""
+
+class Grammar(Protocol):
+    def __call__(self, schemas: Schemas, token_of: TokenOf, *, several: bool) -> str:
+        """Lark. Raises UnfollowableError."""
+        ...
 
 
 @dataclass(frozen=True)
 class Format:
     """`parser`: of one answer, in which functions with these parameters may be called. `markers`: texts that calls are
-    made of, which may be special tokens."""
+    made of, which may be special tokens. `grammar`: of an answer that is nothing but calls of these functions."""
 
     name: str
     parser: Callable[[Schemas], CallParser]
     markers: Sequence[str]
+    grammar: Grammar
 
 
 FORMATS = {
     each.name: each
     for each in (
-        Format("hermes", HermesParser, HermesParser.markers),
-        Format("llama3", Llama3Parser, Llama3Parser.markers),
-        Format("qwen_coder", QwenCoderParser, QwenCoderParser.markers),
-        Format("mistral", MistralParser, MistralParser.markers),
+        Format("hermes", HermesParser, HermesParser.markers, hermes_grammar),
+        Format("llama3", Llama3Parser, Llama3Parser.markers, llama3_grammar),
+        Format("qwen_coder", QwenCoderParser, QwenCoderParser.markers, qwen_coder_grammar),
+        Format("mistral", MistralParser, MistralParser.markers, mistral_grammar),
     )
 }
 

@@ -6,7 +6,9 @@ What stands within may also be a list of calls, as SmolLM2 was taught.
 from __future__ import annotations
 
 from isthmus.gateway.tools.json_calls import JsonCallParser
+from isthmus.gateway.tools.lark import Rules, TokenOf, json_calls, repeated
 from isthmus.gateway.tools.parser import MalformedError, Reading
+from isthmus.gateway.tools.schemas import Schemas
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -30,3 +32,11 @@ class HermesParser(JsonCallParser):
     def body(self, mark: str) -> Reading[None]:
         """What stands behind `mark`."""
         yield from self.calls()
+
+
+def hermes_grammar(schemas: Schemas, token_of: TokenOf, *, several: bool) -> str:
+    """Calls of these functions as Qwen's templates show them, each on lines of its own."""
+    rules = Rules(token_of)
+    body = json_calls(rules, schemas, "arguments")
+    call = rules.rule(f'{rules.mark(OPEN)} "\\n" {body} "\\n" {rules.mark(CLOSE)}')
+    return rules.text(repeated(call, "\n", several=several))

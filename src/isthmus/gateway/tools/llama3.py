@@ -9,7 +9,9 @@ from __future__ import annotations
 import re
 
 from isthmus.gateway.tools.json_calls import JsonCallParser
+from isthmus.gateway.tools.lark import Rules, TokenOf, json_calls
 from isthmus.gateway.tools.parser import SPACE, MalformedError, Reading
+from isthmus.gateway.tools.schemas import Schemas
 
 TAG = "<|python_tag|>"
 _SEPARATORS = re.compile(r"[; \t\r\n]*")
@@ -31,3 +33,9 @@ class Llama3Parser(JsonCallParser):
             yield from self.content_until(TAG)
             tagged = True
             yield from self.span(SPACE)
+
+
+def llama3_grammar(schemas: Schemas, token_of: TokenOf, *, several: bool) -> str:
+    """One call of these functions: more could not be shown to the model again, its templates refuse several."""
+    rules = Rules(token_of)
+    return rules.text(json_calls(rules, schemas, "parameters"))

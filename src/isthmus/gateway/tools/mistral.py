@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 
 from isthmus.gateway.tools.json_calls import JsonCallParser
+from isthmus.gateway.tools.lark import Rules, TokenOf, json_calls, literal, parameters, repeated
 from isthmus.gateway.tools.parser import SPACE, MalformedError, Reading
+from isthmus.gateway.tools.schemas import Schemas
 
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAME = re.compile(r"[^\s\[\]{}\"]*")
@@ -40,3 +42,16 @@ class MistralParser(JsonCallParser):
             raise MalformedError
         self.begin(name)
         yield from self.streamed(self.value())
+
+
+def mistral_grammar(schemas: Schemas, token_of: TokenOf, *, several: bool) -> str:
+    """Calls of these functions, with names before the arguments if the model has the token for it."""
+    rules = Rules(token_of)
+    if token_of(ARGS) is None:
+        calls = repeated(json_calls(rules, schemas, "arguments"), ", ", several=several)
+        return rules.text(f'{rules.mark(CALLS)} " [" {calls} "]"')
+    named = [
+        f"{rules.mark(CALLS)} {literal(name)} {rules.mark(ARGS)} {rules.json(parameters(schema))}"
+        for name, schema in schemas.items()
+    ]
+    return rules.text(repeated(rules.any_of(named), "", several=several))

@@ -12,10 +12,11 @@ What is held comes out as content if it turns out to be no call, so nothing that
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Generator, Sequence
+from typing import TypeVar
 
 from isthmus.gateway.tools.events import Arguments, CallBegun, Content, Event, put
+from isthmus.gateway.tools.schemas import Schemas
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
@@ -36,7 +37,7 @@ class CallParser:
     closing: tuple[str, ...] = ()
     """Of `markers` those that end a call."""
 
-    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, schemas: Schemas) -> None:
         self.num_calls = 0
         self.streams = False  # what is read is arguments, which go out as they come
         self.schemas = schemas

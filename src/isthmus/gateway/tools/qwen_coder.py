@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from isthmus.gateway.tools.events import Event
 from isthmus.gateway.tools.hermes import CLOSE, OPEN, HermesParser
+from isthmus.gateway.tools.lark import Rules, TokenOf, UnfollowableError, literal, repeated
 from isthmus.gateway.tools.parser import SPACE, MalformedError, Reading
-from isthmus.gateway.tools.schemas import STRING, as_json, kinds_of, properties_of
+from isthmus.gateway.tools.schemas import STRING, Schemas, as_json, kinds_of, properties_of, resolved
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
@@ -114,3 +115,51 @@ class QwenCoderParser(HermesParser):
             raise MalformedError
         self.take()
         return name
+
+
+_CONSTRAINED = ("pattern", "minLength", "maxLength", "format")
+_COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "minProperties", "patternProperties", "propertyNames")
+
+
+def qwen_coder_grammar(schemas: Schemas, token_of: TokenOf, *, several: bool) -> str:
+    """Calls of these functions, parameters in the order of the schema. Raises UnfollowableError: text within marks
+    cannot be held to all that a schema can say of a string."""
+    rules = Rules(token_of)
+    functions = []
+    for name, schema in schemas.items():
+        inner = " ".join(_parameters_of(rules, name, schema))
+        functions.append(f"{literal(f'{FUNCTION}{name}>' + chr(10))} {inner} {literal(END_FUNCTION)}")
+    call = rules.rule(f'{rules.mark(OPEN)} "\\n" {rules.any_of(functions)} "\\n" {rules.mark(CLOSE)}')
+    return rules.text(repeated(call, "\n", several=several))
+
+
+def _parameters_of(rules: Rules, function: str, schema: Mapping[str, Any]) -> Sequence[str]:
+    root = resolved(schema, schema)
+    for word in _COMBINED:
+        if word in root:
+            raise UnfollowableError(function, f"{word!r} cannot be followed in this format")
+    required = root.get("required", [])
+    properties = {**{name: {} for name in required}, **properties_of(schema)}
+    found = []
+    for name, inner in properties.items():
+        head = literal(f"{PARAMETER}{name}>\n")
+        value = _value_of(rules, function, resolved(inner, schema), schema)
+        parameter = rules.rule(f"{head} {value}")
+        found.append(parameter if name in required else f"{parameter}?")
+    return found
+
+
+def _value_of(rules: Rules, function: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    end = f"\n{END_PARAMETER}\n"
+    kinds = kinds_of(schema, root)
+    if "string" not in kinds:
+        definitions = {word: root[word] for word in ("$defs", "definitions") if word in root}
+        return f"{rules.json({**schema, **definitions})} {literal(end)}"
+    words = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if words is not None:
+        written = [word if isinstance(word, str) else json.dumps(word) for word in words]
+        return f"{rules.any_of([literal(word) for word in written])} {literal(end)}"
+    for word in _CONSTRAINED:
+        if word in schema:
+            raise UnfollowableError(function, f"{word!r} of a string cannot be followed in this format")
+    return rules.rule(r"/(?s:.*)/", options=f"[suffix={literal(end)}]")

@@ -6,9 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+Schemas = Mapping[str, Mapping[str, Any]]
+"""Of the parameters of each function, by its name."""
+
 STRING = frozenset({"string"})
 MAX_DEPTH = 16
-"""Of references and alternatives within each other, which may be circular."""
+"""Of references to references, which may be circular."""
+MAX_PARTS = 256
+"""Of one schema that are looked at, to see what a value may be."""
 
 
 def resolved(schema: Any, root: Any, depth: int = 0) -> Mapping[str, Any]:
@@ -30,22 +35,35 @@ def properties_of(schema: Any) -> Mapping[str, Any]:
     return properties if isinstance(properties, Mapping) else {}
 
 
-def kinds_of(schema: Any, root: Any, depth: int = 0) -> frozenset[str]:
+def kinds_of(schema: Any, root: Any) -> frozenset[str]:
     """The JSON types a value may have; just a string where the schema says nothing of it."""
-    schema = resolved(schema, root)
+    kinds: set[str] = set()
+    seen: list[Any] = []  # references may lead in circles
+    waiting = [schema]
+    while waiting:
+        found = resolved(waiting.pop(), root)
+        if any(found is each for each in seen):
+            continue
+        seen.append(found)
+        own = _own_kinds(found)
+        kinds |= own
+        if not own:
+            branches = (found.get(word) for word in ("anyOf", "oneOf", "allOf"))
+            waiting += [each for branch in branches if isinstance(branch, list) for each in branch]
+        if len(seen) == MAX_PARTS:
+            break
+    return frozenset(kinds) or STRING
+
+
+def _own_kinds(schema: Mapping[str, Any]) -> frozenset[str]:
     named = schema.get("type")
     if isinstance(named, str):
         return frozenset({named})
     if isinstance(named, list):
-        return frozenset(kind for kind in named if isinstance(kind, str)) or STRING
+        return frozenset(kind for kind in named if isinstance(kind, str))
     if isinstance(schema.get("enum"), list):
-        return frozenset(map(kind_of, schema["enum"])) or STRING
-    if "const" in schema:
-        return frozenset({kind_of(schema["const"])})
-    branches = [each for word in ("anyOf", "oneOf", "allOf") for each in schema.get(word) or ()]
-    if not branches or depth == MAX_DEPTH:
-        return STRING
-    return frozenset[str]().union(*(kinds_of(branch, root, depth + 1) for branch in branches))
+        return frozenset(map(kind_of, schema["enum"]))
+    return frozenset({kind_of(schema["const"])}) if "const" in schema else frozenset()
 
 
 def kind_of(value: Any) -> str:

@@ -1,0 +1,119 @@
+"""From a Responses body to the chat completion that it is in other words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pydantic
+
+from isthmus.errors import RequestError
+from isthmus.gateway.limits import TOO_LONG
+from isthmus.gateway.prepare import PreparedRequest, RequestPreparer
+from isthmus.gateway.refusals import refusal
+from isthmus.gateway.requests import ChatRequest, GenerationRequest
+from isthmus.gateway.responses.body import ResponsesRequest, SchemaFormat, TextOptions
+from isthmus.gateway.responses.items import Item, later_turns, messages_of, since
+from isthmus.gateway.terms import Terms
+
+# What chat completions call a field, and what responses do. Longer names come before those they begin with.
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+}
+_NAMED = re.compile(rf"(^|')({'|'.join(map(re.escape, _NAMES))})\b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedResponse(PreparedRequest):
+    """`asked`: parts of it are repeated in the answer."""
+
+    asked: ResponsesRequest
+
+
+@dataclass(frozen=True)
+class ResponsesPreparer:
+    preparer: RequestPreparer
+
+    async def prepare(self, request: ResponsesRequest, hex_id: str, terms: Terms) -> PreparedResponse:
+        """Raises RequestError."""
+        try:
+            return await self._prepare(request, request.input, hex_id, terms)
+        except RequestError as error:
+            if error.code != TOO_LONG or request.truncation != "auto":
+                raise _renamed(error) from None
+            return await self._prepare_shortened(request, hex_id, terms, error)
+
+    async def _prepare(
+        self, request: ResponsesRequest, items: Sequence[Item], hex_id: str, terms: Terms
+    ) -> PreparedResponse:
+        """Raises RequestError, in the words of a chat completion."""
+        prepared = await self.preparer.chat(as_chat(request, items), hex_id, terms, prefix="resp_")
+        return PreparedResponse(**vars(prepared), asked=request)
+
+    async def _prepare_shortened(
+        self, request: ResponsesRequest, hex_id: str, terms: Terms, error: RequestError
+    ) -> PreparedResponse:
+        """Without as many turns at the beginning as must go. Raises `error` where the last one is too long."""
+        turns, fitting = later_turns(request.input), None
+        least, most = 0, len(turns)
+        while least < most:
+            at = (least + most) // 2
+            try:
+                fitting = await self._prepare(request, since(request.input, turns[at]), hex_id, terms)
+                most = at
+            except RequestError as found:
+                if found.code != TOO_LONG:
+                    raise _renamed(found) from None
+                least = at + 1
+        if fitting is None:
+            raise _renamed(error) from None
+        return fitting
+
+
+def as_chat(request: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
+    """`items`: of its input. Fields of the same name are as they were read.
+
+    Raises RequestError, in the words of a chat completion.
+    """
+    own = {
+        "messages": messages_of(request.instructions, items),
+        "max_completion_tokens": request.max_output_tokens,
+        "response_format": _response_format(request.text),
+        "logprobs": request.wants_logprobs,
+        "top_logprobs": request.top_logprobs,
+        "reasoning_effort": request.reasoning.effort if request.reasoning else None,
+        "chat_template_kwargs": request.chat_template_kwargs,
+    }
+    try:
+        chat = ChatRequest.model_validate(own)
+    except pydantic.ValidationError as error:
+        raise refusal(error, ChatRequest) from None
+    return chat.model_copy(update={name: getattr(request, name) for name in _SHARED})
+
+
+_SHARED = GenerationRequest.model_fields.keys() - {"response_format"}
+
+
+def _response_format(text: TextOptions | None) -> dict[str, Any] | None:
+    form = text.format if text else None
+    if form is None:
+        return None
+    if not isinstance(form, SchemaFormat):
+        return {"type": form.type}
+    return {"type": form.type, "json_schema": form.model_dump(by_alias=True, exclude={"type"})}
+
+
+def _renamed(error: RequestError) -> RequestError:
+    """The same error in words of a Responses body."""
+    if error.param is None or not _NAMED.match(error.param):
+        return error
+    return RequestError(_in_our_words(str(error)), param=_in_our_words(error.param), code=error.code)
+
+
+def _in_our_words(text: str) -> str:
+    return _NAMED.sub(lambda found: found[1] + _NAMES[found[2]], text)

@@ -1,0 +1,141 @@
+"""Answers of /v1/responses, as OpenAI writes them."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from isthmus.errors import IsthmusError
+from isthmus.gateway.choice import Choice, Delta
+from isthmus.gateway.logprobs import scored
+from isthmus.gateway.problems import INTERNAL_MESSAGE, status_of
+from isthmus.gateway.responses.body import ResponsesRequest
+from isthmus.gateway.responses.chat import PreparedResponse
+from isthmus.gateway.responses.reply import (
+    Event,
+    Failure,
+    Incomplete,
+    InputDetails,
+    OutputDetails,
+    Reasoning,
+    ResponseEvent,
+    ResponsesReply,
+    ResponsesUsage,
+)
+from isthmus.gateway.responses.transcript import Transcript
+from isthmus.gateway.wire import TokenBytes, Usage, encode, event
+from isthmus.types import FinishReason
+
+
+class ResponsesDialect:
+    """A request has one choice."""
+
+    def __init__(self, prepared: PreparedResponse, token_bytes: TokenBytes) -> None:
+        self._prepared, self._token_bytes = prepared, token_bytes
+        self._transcript = Transcript(prepared.id.partition("_")[2])
+        self._begun = False
+        self._numbers = itertools.count()
+        self._finish: FinishReason | None = None
+
+    def events(self, choice: Choice, delta: Delta, usage: Usage | None) -> bytes:
+        return self._written(self._opening() + self._add(delta))
+
+    def end(self, usage: Usage) -> bytes:
+        events = self._transcript.end(self._status)
+        name = f"response.{self._status}"
+        return self._written([*events, ResponseEvent(type=name, response=self._ended(usage))])
+
+    def failure(self, error: Exception) -> bytes:
+        code = "rate_limit_exceeded" if status_of(error) == 429 else "server_error"
+        message = str(error) if isinstance(error, IsthmusError) else INTERNAL_MESSAGE
+        events = self._transcript.end("incomplete")
+        response = self._response("failed")
+        response.error = Failure(code, message)
+        return self._written([*events, ResponseEvent(type="response.failed", response=response)])
+
+    def reply(self, choices: Sequence[tuple[Choice, Delta]], usage: Usage) -> bytes:
+        [(_, whole)] = choices
+        self._add(whole)
+        self._transcript.end(self._status)
+        return encode(self._ended(usage))
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._finish is FinishReason.LENGTH else "completed"
+
+    def _opening(self) -> list[Event]:
+        """None comes before the first token, so that an error until then has its HTTP status."""
+        if self._begun:
+            return []
+        self._begun = True
+        begun = self._response("in_progress")
+        return [
+            ResponseEvent(type="response.created", response=begun),
+            ResponseEvent(type="response.in_progress", response=begun),
+        ]
+
+    def _add(self, delta: Delta) -> list[Event]:
+        self._finish = delta.finish
+        if not (delta.text or delta.scores):
+            return []
+        as_ids = self._prepared.writing.tokens_as_ids
+        logprobs = [scored(score, self._token_bytes, as_ids=as_ids) for score in delta.scores]
+        return self._transcript.say(delta.text, logprobs)
+
+    def _written(self, events: Sequence[Event]) -> bytes:
+        for each in events:
+            each.sequence_number = next(self._numbers)
+        return b"".join(f"event: {each.type}\n".encode() + event(encode(each)) for each in events)
+
+    def _ended(self, usage: Usage) -> ResponsesReply:
+        response = self._response(self._status)
+        response.usage = _usage(usage)
+        if self._finish is FinishReason.LENGTH:
+            response.incomplete_details = Incomplete("max_output_tokens")
+        else:
+            response.completed_at = int(time.time())
+        return response
+
+    def _response(self, status: str) -> ResponsesReply:
+        prepared, asked = self._prepared, self._prepared.asked
+        sampling = prepared.jobs[0].sampling
+        return ResponsesReply(
+            id=prepared.id,
+            created_at=prepared.created_s,
+            model=prepared.model,
+            status=status,
+            output=self._transcript.items,
+            instructions=asked.instructions,
+            max_output_tokens=asked.max_output_tokens,
+            max_tool_calls=asked.max_tool_calls,
+            metadata=asked.metadata or {},
+            parallel_tool_calls=asked.parallel_tool_calls is not False,
+            prompt_cache_key=asked.prompt_cache_key,
+            reasoning=Reasoning(asked.reasoning.effort if asked.reasoning else None),
+            safety_identifier=asked.safety_identifier,
+            temperature=sampling.temperature,
+            text=_text_options(asked),
+            tool_choice=asked.tool_choice or "auto",
+            tools=[],
+            top_logprobs=asked.top_logprobs or 0,
+            top_p=sampling.top_p,
+            truncation=asked.truncation or "disabled",
+            user=asked.user,
+        )
+
+
+def _text_options(asked: ResponsesRequest) -> dict[str, Any]:
+    given = asked.text.model_dump(by_alias=True, exclude_none=True) if asked.text else {}
+    return {"format": {"type": "text"}, "verbosity": "medium"} | given
+
+
+def _usage(usage: Usage) -> ResponsesUsage:
+    return ResponsesUsage(
+        input_tokens=usage.prompt_tokens,
+        input_tokens_details=InputDetails(usage.prompt_tokens_details.cached_tokens),
+        output_tokens=usage.completion_tokens,
+        output_tokens_details=OutputDetails(),
+        total_tokens=usage.total_tokens,
+    )

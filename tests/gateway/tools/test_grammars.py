@@ -1,0 +1,187 @@
+"""Grammars of forced calls: what they allow is what the parser of the same format reads, and fits the schema."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken
+
+from isthmus.gateway.tools.formats import FORMATS
+from isthmus.gateway.tools.lark import UnfollowableError, parameters_alone
+
+from .. import folder
+from .test_parsers import calls_of, content_of, parse
+
+SCHEMAS: dict[str, Any] = {
+    "get_weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "enum": ["Paris", "Łódź", 'a"b']},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+            "exact": {"type": "boolean"},
+            "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+            "place": {"$ref": "#/$defs/Place"},
+        },
+        "required": ["city", "days"],
+        "$defs": {
+            "Place": {"type": "object", "properties": {"x": {"type": "null"}}, "additionalProperties": False}
+        },
+    },
+    "now": {},
+}
+SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<tool_call>", "</tool_call>"]
+
+
+def tokenizer(special: list[str]) -> tuple[LLTokenizer, dict[str, int]]:
+    """One token for each byte, and some special ones."""
+    built = folder.tokenizer()
+    built.add_special_tokens([AddedToken(text, special=True) for text in special])
+    ids = {text: built.token_to_id(text) for text in special}
+    return LLTokenizer(built.to_str(), eos_token=folder.EOS), ids
+
+
+def grammar(name: str, schemas: Any = SCHEMAS, *, special: list[str] = (), several: bool = False) -> str:  # type: ignore[assignment]
+    _, ids = tokenizer(list(special))
+    return LLMatcher.grammar_from_lark(FORMATS[name].grammar(schemas, ids.get, several=several))
+
+
+def follows(name: str, text: str, *, several: bool = False, schemas: Any = SCHEMAS) -> bool:
+    """`text` is a whole answer that the grammar allows."""
+    reader, _ = tokenizer([])
+    matcher = LLMatcher(reader, grammar(name, schemas, several=several))
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.consume_tokens([*folder.byte_tokens(text), folder.EOS])
+
+
+PARIS = '{"city": "Paris", "days": 2}'
+ALLOWED = {
+    "hermes": '<tool_call>\n{"name": "get_weather", "arguments": @}\n</tool_call>',
+    "llama3": '{"name": "get_weather", "parameters": @}',
+    "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": @}]',
+    "qwen_coder": "<tool_call>\n<function=get_weather>\n@</function>\n</tool_call>",
+}
+
+
+def written(name: str, arguments: dict[str, Any]) -> str:
+    if name != "qwen_coder":
+        return ALLOWED[name].replace("@", json.dumps(arguments, ensure_ascii=False))
+    inner = (f"<parameter={key}>\n{_plain(value)}\n</parameter>\n" for key, value in arguments.items())
+    return ALLOWED[name].replace("@", "".join(inner))
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_a_forced_call_may_be(name: str) -> None:
+    assert follows(name, written(name, {"city": "Łódź", "days": 2}))
+    assert follows(
+        name, written(name, {"city": 'a"b', "days": 9, "exact": True, "tags": ["a"], "place": {"x": None}})
+    )
+    assert not follows(name, written(name, {"city": "Rome", "days": 2}))
+    assert not follows(name, written(name, {"city": "Paris"}))
+    assert not follows(name, written(name, {"city": "Paris", "days": 2, "more": 1}))
+    assert not follows(name, "Let me see. " + written(name, {"city": "Paris", "days": 2}))
+    assert not follows(name, written(name, {"city": "Paris", "days": 2}).replace("get_weather", "other"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>\n' * 2),
+        ("mistral", '[TOOL_CALLS] [{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]'),
+        ("qwen_coder", "<tool_call>\n<function=now>\n</function>\n</tool_call>\n" * 2),
+    ],
+)
+def test_several_calls_only_where_they_may_be(name: str, text: str) -> None:
+    assert follows(name, text.rstrip(), several=True)
+    assert not follows(name, text.rstrip())
+
+
+def test_llama_never_writes_several() -> None:
+    one = '{"name": "now", "parameters": {}}'
+    assert follows("llama3", one, several=True)
+    assert not follows("llama3", f"{one}; {one}", several=True)
+
+
+def drawn(name: str, special: list[str], seed: int, *, several: bool) -> str:
+    """An answer drawn at random from what the grammar allows, token by token."""
+    reader, ids = tokenizer(special)
+    matcher = LLMatcher(reader, grammar(name, special=special, several=several))
+    texts = {folder.HE: b"he"} | {token: text.encode() for text, token in ids.items()}
+    source, answer = random.Random(seed), b""
+    for _ in range(3000):
+        mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        allowed = [int(token) for token in np.flatnonzero(mask)]
+        ends = [token for token in allowed if token == folder.EOS]
+        token = ends[0] if ends and source.random() < 0.5 else source.choice(allowed)
+        assert matcher.consume_token(token), matcher.get_error()
+        if token == folder.EOS:
+            return answer.decode()
+        answer += texts.get(token) or bytes([token])
+    raise AssertionError("no end")
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("special", [[], SPECIAL], ids=["text", "special"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_parser_reads_what_the_grammar_allows(name: str, special: list[str], several: bool) -> None:
+    for seed in range(6):
+        text = drawn(name, special, seed, several=several)
+        events = parse(name, [text], SCHEMAS)
+        assert content_of(events) == ""
+        calls = calls_of(events)
+        assert len(calls) >= 1 and (several or len(calls) == 1)
+        for called, arguments in calls:
+            if called == "get_weather":
+                assert arguments["city"] in ("Paris", "Łódź", 'a"b') and 1 <= arguments["days"] <= 9
+                assert arguments.keys() <= SCHEMAS["get_weather"]["properties"].keys()
+            else:
+                assert (called, arguments) == ("now", {})
+
+
+def test_free_text_in_marks() -> None:
+    schemas = {"write": {"properties": {"text": {"type": "string"}}, "required": ["text"]}}
+    text = "<tool_call>\n<function=write>\n<parameter=text>\nif a < b:\n\n  c\n</parameter>\n</function>\n</tool_call>"
+    assert follows("qwen_coder", text, schemas=schemas)
+    assert calls_of(parse("qwen_coder", [text], schemas)) == (("write", {"text": "if a < b:\n\n  c"}),)
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"properties": {"a": {"type": "string", "pattern": "x"}}}, "'pattern' of a string"),
+        ({"properties": {"a": {"type": "string"}}, "anyOf": [{"required": ["a"]}]}, "'anyOf'"),
+    ],
+)
+def test_what_marks_cannot_follow(schema: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnfollowableError, match=reason) as caught:
+        grammar("qwen_coder", {"f": schema})
+    assert caught.value.function == "f"
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments", "fits"),
+    [
+        ({}, "{}", True),
+        ({}, '{"a": 1}', False),
+        ({"properties": {"a": {}}}, '{"a": [1, {"b": 2}]}', True),
+        ({"properties": {"a": {"type": "object"}}}, '{"a": {"b": 2}}', True),
+        ({"properties": {"a": {"properties": {"b": {}}, "type": "object"}}}, '{"a": {"c": 2}}', False),
+        ({"additionalProperties": True}, '{"a": 1}', True),
+        ({"properties": {}, "additionalProperties": {"type": "integer"}}, '{"a": 1}', True),
+        ({"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"a": {"type": "null"}}}}}, '{"a": null}', True),
+        ({"allOf": [{"properties": {"a": {}}}, {"required": ["b"]}]}, '{"a": 2, "b": 1}', True),
+    ],
+)
+def test_only_properties_that_are_named(schema: dict[str, Any], arguments: str, fits: bool) -> None:
+    reader, _ = tokenizer([])
+    matcher = LLMatcher(reader, LLMatcher.grammar_from_lark(parameters_alone(schema)))
+    assert not matcher.is_error(), matcher.get_error()
+    assert matcher.consume_tokens([*folder.byte_tokens(arguments), folder.EOS]) == fits

@@ -165,8 +165,9 @@ def _grammar(grammar: str | None, param: str) -> Given:
 
 
 def _any_of(choices: tuple[str, ...]) -> str:
-    """Lark for one of these texts. JSON's string escapes are Lark's."""
-    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    """Lark for one of these texts, as one word of its lexer: of so many rules the parser would refuse to keep track.
+    JSON's string escapes are Lark's."""
+    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
 def _lark(grammar: str, param: str) -> str:

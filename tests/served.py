@@ -178,9 +178,12 @@ def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> tuple[str,
         time.sleep(0.05)
 
 
-def streamed(served: Client, prompt: list[int], max_tokens: int, answering: threading.Event) -> list[int]:
+def streamed(
+    served: Client, prompt: list[int], max_tokens: int, answering: threading.Event, **fields: Any
+) -> list[int]:
     """The token ids of a streamed answer; sets `answering` at the first."""
     body = {"model": served.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+    body |= fields
     tokens: list[int] = []
     with served.http.stream("POST", "/v1/completions", json={**body, "return_token_ids": True}) as reply:
         assert reply.status_code == 200, reply.read()

@@ -11,7 +11,7 @@ from isthmus.attempts import Route
 from isthmus.cluster.cache import PrefixMissing
 from isthmus.cluster.messages import Output, Scores, Task
 from isthmus.cluster.runs import Runs
-from isthmus.node.events import Begin, Load, Missing, Shorten
+from isthmus.node.events import Begin, Broken, Load, Missing, Shorten
 from isthmus.scheduler import Admitted, Piece, Preempted, Run, Stepped
 from isthmus.types import BlockName, NodeId, RequestId, Role, Sampling, Span
 from tests.cluster.test_node import HERE, Interrupted, Owner
@@ -207,3 +207,25 @@ def test_a_prompt_is_scored_chunk_by_chunk_and_not_again_when_its_answer_has_beg
     kit.runs.preempted(Preempted(A))
     kit.run(Piece(A, 0, 11, blocks, True))
     assert len(kit.scores) == 3 and len(kit.outputs) == 4
+
+
+def test_what_no_token_can_be_chosen_for_breaks_and_what_is_computed_beside_it_goes_on() -> None:
+    """The node hears of it before it plans anew."""
+    kit = Kit()
+    kit.begin(A, 10)
+    kit.begin(B, 6, grammar="there is no tokenizer here")
+    broken, stepped = kit.run(Piece(B, 0, 6, (4, 5), True), Piece(A, 0, 10, (0, 1, 2), True))
+    assert isinstance(broken, Broken) and broken.key == B and not broken.distrust
+    assert "grammar" in broken.reason
+    assert stepped == Stepped(1, ())
+    assert [each.request for each in kit.outputs] == [RequestId("a")]
+
+
+def test_a_run_is_over_when_something_breaks() -> None:
+    kit = Kit()
+    kit.begin(A, 10)
+    kit.begin(B, 6, grammar="there is no tokenizer here")
+    pieces = Piece(A, 0, 10, (0, 1, 2), True), Piece(B, 0, 6, (4, 5), True)
+    execution = kit.runs.start(Run(pieces, 0, 0, 9, list))
+    kit.runs.compute(execution)
+    assert execution.over and not execution.ended

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from isthmus.attempts import Route
 from isthmus.cluster import cache as cache_module
@@ -200,6 +201,17 @@ def test_the_tokens_are_the_whole_models(stage: Stage) -> None:
         (1, (B,), (token_of(7),)),
         (2, (A,), (token_of(10),)),
     ]
+
+
+def test_a_prompt_that_no_token_can_be_chosen_for_breaks_alone(stage: Stage) -> None:
+    """Its leader gives it up."""
+    wrong = task(A, 10)
+    stage.receive(replace(wrong, sampling=Sampling(grammar="there is no tokenizer here")))
+    stage.receive(task(B, 7))
+    stage.run(1, whole(A, 10, (0, 1, 2)), whole(B, 7, (5, 6)))
+    assert stage.owner.wait_for(StageSampled) == StageSampled(1, (B,), (token_of(7),), (None,))
+    broken = stage.owner.wait_for(Broken)
+    assert broken.key == A and "grammar" in broken.reason and not broken.distrust
 
 
 def test_a_middle_stage_hands_on_what_the_next_one_takes() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLParserLimits
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
@@ -24,6 +24,7 @@ from isthmus.engine.interface import Chunk, Row
 from isthmus.engine.recipe import recipe_of
 from isthmus.engine.sampling import sample
 from isthmus.files import end_tokens, open_files
+from isthmus.files import grammar as files_grammar
 from isthmus.types import Sampling
 from tests.models import EOS, make_model
 from tests.schemas import grammar, object_schema, validate
@@ -155,16 +156,20 @@ def test_rules_may_nest_as_deep_as_a_text_has_room_for() -> None:
     assert next_tokens(grammars, row) == [ord("y")] and not grammars.objection(row)
 
 
-def test_a_grammar_that_takes_too_much_is_objected_to_in_the_midst_and_for_good() -> None:
+def test_a_grammar_that_takes_too_much_is_objected_to_in_the_midst_and_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with limits that are reached sooner."""
+    monkeypatch.setattr(files_grammar, "LIMITS", LLParserLimits(max_items_in_row=60, verbose_errors=False))
     grammars, row = Grammars(BYTES, VOCABULARY), row_of(AMBIGUOUS)
     while not grammars.objection(row):
         next_tokens(grammars, row)
         row.outputs.append(ord("x"))  # type: ignore[attr-defined]
         assert len(row.outputs) < 1000
-    assert "the grammar cannot be followed: " in grammars.objection(row) and len(row.outputs) > 10
+    assert "the grammar cannot be followed: " in grammars.objection(row) and 5 < len(row.outputs) < 30
     reason = grammars.objection(row)
     next_tokens(grammars, row)
-    assert grammars.objection(row) == reason
+    assert grammars.objection(row) == reason and "Current row has" in reason
 
 
 def test_outputs_that_do_not_match_are_objected_to() -> None:

@@ -63,6 +63,21 @@ def meant(body: dict[str, Any]) -> dict[str, Any]:
             given.pop(name, None)
     if given.get("top_logprobs"):
         given["logprobs"] = True
+    return _called(given)
+
+
+def _called(given: dict[str, Any]) -> dict[str, Any]:
+    """With functions of different names and plain parameters, of which the choice names the first."""
+    tools = given.get("tools") or ()
+    for at, tool in enumerate(tools):
+        function = tool.get("function", tool)
+        function |= {"name": f"f{at}", "parameters": SCHEMA}
+    choice = given.get("tool_choice")
+    if not tools and choice not in ("none", "auto"):
+        given.pop("tool_choice", None)
+    elif isinstance(choice, dict):
+        for each in choice.get("tools", [choice]):
+            each.get("function", each)["name"] = "f0"
     return given
 
 

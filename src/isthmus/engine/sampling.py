@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,8 @@ from isthmus.types import Sampling, TokenLogprobs
 _MASK = (1 << 64) - 1
 CHUNK = 256
 """Weights summed together: a draw finds its chunk first, then its token there."""
+_MINUS_INFINITY = np.int32(-(1 << 23))
+"""Its bits as a float32, read as an integer."""
 LEADING = 256
 """So many of the largest weights are looked at first for where top-p ends."""
 
@@ -38,8 +41,10 @@ def uniform(seed: int, index: int) -> float:
     return (value >> 11) * 2.0**-53
 
 
+@torch.inference_mode()
 def sample(logits_SV: Tensor, rows: Sequence[Row], allowed: Allowed | None = None) -> Sampled:
-    """Token and log-probabilities (None unless asked for) of each row. Does not change the logits."""
+    """Token and log-probabilities (None unless asked for) of each row. Changes the logits of rows that are not free,
+    unless somebody asks for log-probabilities."""
     samplings = [row.sampling for row in rows]
     if any(map(_adjusts, samplings)):
         pairs = zip(logits_SV, rows, strict=True)
@@ -49,7 +54,9 @@ def sample(logits_SV: Tensor, rows: Sequence[Row], allowed: Allowed | None = Non
     else:
         wanted_SV = logits_SV
     if allowed is not None:
-        wanted_SV = _masked(wanted_SV, allowed)
+        if wanted_SV is logits_SV and any(sampling.logprobs is not None for sampling in samplings):
+            wanted_SV = logits_SV.clone()
+        _mask(wanted_SV, allowed)
     tokens: list[int] = wanted_SV.argmax(dim=-1).tolist()
     drawing = [at for at, sampling in enumerate(samplings) if sampling.temperature]
     if drawing:
@@ -171,14 +178,17 @@ def _adjusted(logits_V: Tensor, row: Row) -> Tensor:
     return logits_V
 
 
-def _masked(logits_SV: Tensor, allowed: Allowed) -> Tensor:
-    """Minus infinity where a token is not allowed."""
-    if len(allowed.rows) == len(logits_SV):
-        return logits_SV.where(torch.from_numpy(allowed.tokens_MV).to(logits_SV.device), -torch.inf)
-    logits_SV = logits_SV.clone()
-    for at, tokens_V in allowed:
-        logits_SV[at].masked_fill_(torch.from_numpy(~tokens_V).to(logits_SV.device), -torch.inf)
-    return logits_SV
+def _mask(logits_SV: Tensor, allowed: Allowed) -> None:
+    """Minus infinity where a token is not allowed, in place. It is added, which takes a tenth of what filling does, and
+    in host memory by one thread: so little is done before several would have met."""
+    if logits_SV.device.type == "cpu":
+        logits = logits_SV.numpy()
+        for at, tokens_V in allowed:
+            logits[at] += ((tokens_V.view(np.int8) - 1).astype(np.int32) & _MINUS_INFINITY).view(np.float32)
+    else:
+        allowed_MV = torch.from_numpy(allowed.tokens_MV).to(logits_SV.device)
+        rows = torch.tensor(allowed.rows, device=logits_SV.device)
+        logits_SV[rows] = logits_SV[rows].masked_fill_(~allowed_MV, -torch.inf)
 
 
 def _logprobs(logits_V: Tensor, token: int, row: Row) -> TokenLogprobs | None:

@@ -61,7 +61,8 @@ def _parse_choice(value: Any) -> str | NamedFunction:
     raise refuse('must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}')
 
 
-def _object(**properties: Any) -> dict[str, Any]:
+def object_of(**properties: Any) -> dict[str, Any]:
+    """The schema of an object with all of these properties and no others."""
     required = list(properties)
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
@@ -71,7 +72,7 @@ ToolChoice = Checked(
     {
         "anyOf": [
             {"enum": list(MODES)},
-            _object(type={"const": "function"}, function=_object(name={"type": "string"})),
+            object_of(type={"const": "function"}, function=object_of(name={"type": "string"})),
         ]
     },
 )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from isthmus.gateway import fields as f
 from isthmus.gateway.fields import NULL, Checked, Refused, Strict, one_of, only, refuse
 from isthmus.gateway.requests import MAX_LOGPROBS, GenerationRequest
 from isthmus.gateway.responses.items import Input
 from isthmus.gateway.structured import JsonObjectFormat, NamedSchema, Schema, TextFormat
+from isthmus.gateway.tool_fields import MODES, FunctionDefinition, object_of, tools
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
@@ -58,6 +59,51 @@ class ReasoningOptions(Strict):
     mode: Annotated[Any, only("standard")] = None
 
 
+class FunctionTool(FunctionDefinition):
+    type: Literal["function"]
+    output_schema: dict[str, Any] | None = f.free_object()
+    allowed_callers: Annotated[Any, only(["direct"])] = None
+    defer_loading: Annotated[Any, only(False)] = None
+    background: Annotated[Any, only(False)] = Field(default=None, alias="async")
+
+
+def _check_kind(value: Any) -> Any:
+    """What a tool is comes before what fields it has."""
+    if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind != "function":
+        raise refuse(f"is of type {kind[:40]!r}; only functions are supported by this server")
+    return value
+
+
+def _names_function(value: Any) -> bool:
+    match value:
+        case {"type": "function", "name": str(), **rest}:
+            return not rest
+    return False
+
+
+def _parse_choice(value: Any) -> Any:
+    match value:
+        case {"type": "allowed_tools", "mode": "auto" | "required", "tools": [_, *_] as allowed, **rest}:
+            fine = not rest and all(map(_names_function, allowed))
+        case _:
+            fine = value in MODES or _names_function(value)
+    if not fine:
+        raise refuse(
+            'must be "none", "auto", "required", {"type": "function", "name": ...}, or '
+            '{"type": "allowed_tools", "mode": ..., "tools": [...]} of functions'
+        )
+    return value
+
+
+_FUNCTION = object_of(type={"const": "function"}, name={"type": "string"})
+_ALLOWED = object_of(
+    type={"const": "allowed_tools"},
+    mode={"enum": ["auto", "required"]},
+    tools={"type": "array", "items": _FUNCTION, "minItems": 1},
+)
+ToolChoice = Checked(_parse_choice, {"anyOf": [{"enum": list(MODES)}, _FUNCTION, _ALLOWED]})
+
+
 class ResponsesRequest(GenerationRequest):
     input: Input
     instructions: str | None = f.text()
@@ -68,8 +114,8 @@ class ResponsesRequest(GenerationRequest):
     top_logprobs: int | None = f.integer(0, MAX_LOGPROBS)
     text: TextOptions | None = Field(default=None, description="an object")
     reasoning: ReasoningOptions | None = Field(default=None, description="an object")
-    tools: Annotated[Any, only([])] = None
-    tool_choice: Annotated[Any, only("none", "auto")] = None
+    tools: list[Annotated[FunctionTool, BeforeValidator(_check_kind)]] | None = tools()
+    tool_choice: Annotated[Any, ToolChoice] = None
     parallel_tool_calls: bool | None = f.boolean()
     chat_template_kwargs: dict[str, Any] | None = f.free_object()
     truncation: Annotated[Any, only("disabled", "auto")] = None

@@ -17,15 +17,18 @@ from isthmus.gateway.requests import ChatRequest, GenerationRequest
 from isthmus.gateway.responses.body import ResponsesRequest, SchemaFormat, TextOptions
 from isthmus.gateway.responses.items import Item, later_turns, messages_of, since
 from isthmus.gateway.terms import Terms
+from isthmus.gateway.tool_fields import FunctionDefinition
 
-# What chat completions call a field, and what responses do. Longer names come before those they begin with.
-_NAMES = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
-}
-_NAMED = re.compile(rf"(^|')({'|'.join(map(re.escape, _NAMES))})\b")
+# What chat completions call a field, and what responses do.
+_NAMES = [
+    (re.compile(rf"(^|'){theirs}\b"), ours)
+    for theirs, ours in (
+        ("messages", r"\1input"),
+        ("max_completion_tokens", r"\1max_output_tokens"),
+        (r"response_format(\.json_schema)?", r"\1text.format"),
+        (r"tools\[(\d+)\]\.function", r"\1tools[\2]"),
+    )
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +91,7 @@ def as_chat(request: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
         "top_logprobs": request.top_logprobs,
         "reasoning_effort": request.reasoning.effort if request.reasoning else None,
         "chat_template_kwargs": request.chat_template_kwargs,
+        **_tools(request),
     }
     try:
         chat = ChatRequest.model_validate(own)
@@ -108,12 +112,36 @@ def _response_format(text: TextOptions | None) -> dict[str, Any] | None:
     return {"type": form.type, "json_schema": form.model_dump(by_alias=True, exclude={"type"})}
 
 
+def _tools(request: ResponsesRequest) -> dict[str, Any]:
+    """Where only some are allowed, the model is told of no others. Raises RequestError."""
+    choice, tools = request.tool_choice, request.tools or ()
+    match choice:
+        case {"mode": mode, "tools": allowed}:
+            names = {each["name"] for each in allowed}
+            missing = names - {tool.name for tool in tools}
+            if missing:
+                message = f"'tool_choice' names {min(missing)!r}, which 'tools' has not"
+                raise RequestError(message, param="tool_choice")
+            choice, tools = mode, [tool for tool in tools if tool.name in names]
+        case {"name": name}:
+            choice = {"type": "function", "function": {"name": name}}
+    definitions = [tool.model_dump(include=set(FunctionDefinition.model_fields)) for tool in tools]
+    return {
+        "tool_choice": choice,
+        "tools": [{"type": "function", "function": each} for each in definitions],
+        "parallel_tool_calls": request.parallel_tool_calls,
+    }
+
+
 def _renamed(error: RequestError) -> RequestError:
     """The same error in words of a Responses body."""
-    if error.param is None or not _NAMED.match(error.param):
+    message, param = _in_our_words(str(error)), error.param and _in_our_words(error.param)
+    if (message, param) == (str(error), error.param):
         return error
-    return RequestError(_in_our_words(str(error)), param=_in_our_words(error.param), code=error.code)
+    return RequestError(message, param=param, code=error.code)
 
 
 def _in_our_words(text: str) -> str:
-    return _NAMED.sub(lambda found: found[1] + _NAMES[found[2]], text)
+    for theirs, ours in _NAMES:
+        text = theirs.sub(ours, text)
+    return text

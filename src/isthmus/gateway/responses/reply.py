@@ -16,15 +16,24 @@ class OutputText(msgspec.Struct):
     type: str = "output_text"
 
 
-class OutputMessage(msgspec.Struct):
+class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
     id: str
     status: str
     content: list[OutputText]
     role: str = "assistant"
-    type: str = "message"
 
 
-OutputItem = OutputMessage
+class OutputCall(msgspec.Struct, tag_field="type", tag="function_call"):
+    """`call_id`: what its result is sent back with. `arguments`: JSON as the model wrote it."""
+
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+
+
+OutputItem = OutputMessage | OutputCall
 
 
 class InputDetails(msgspec.Struct, frozen=True):
@@ -134,3 +143,18 @@ class TextDone(Event, kw_only=True):
     logprobs: list[TokenLogprob]
     content_index: int = 0
     type: str = "response.output_text.done"
+
+
+class ArgumentsDelta(Event, kw_only=True):
+    output_index: int
+    item_id: str
+    delta: str
+    type: str = "response.function_call_arguments.delta"
+
+
+class ArgumentsDone(Event, kw_only=True):
+    output_index: int
+    item_id: str
+    name: str
+    arguments: str
+    type: str = "response.function_call_arguments.done"

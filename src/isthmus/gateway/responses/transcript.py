@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from isthmus.gateway.logprobs import TokenLogprob
 from isthmus.gateway.responses.reply import (
+    ArgumentsDelta,
+    ArgumentsDone,
     Event,
     ItemEvent,
+    OutputCall,
     OutputItem,
     OutputMessage,
     OutputText,
@@ -24,21 +27,34 @@ class Transcript:
     def __init__(self, hex_id: str) -> None:
         self.items: list[OutputItem] = []
         self._hex_id = hex_id
-        self._open: _Message | None = None
+        self._open: _Message | _Call | None = None
 
     def say(self, text: str, logprobs: list[TokenLogprob]) -> list[Event]:
-        """More text of the message."""
+        """More text of the message; after a call, of a new one."""
         events = []
-        if self._open is None:
-            at = len(self.items)
-            self._open = _Message(at, f"msg_{self._hex_id}_{at}")
-            events = self._open.begin()
+        if not isinstance(self._open, _Message):
+            events = self._next(_Message(*self._place("msg")))
+        assert isinstance(self._open, _Message)
         return [*events, self._open.say(text, logprobs)]
+
+    def call(self, name: str) -> list[Event]:
+        """A call begins."""
+        return self._next(_Call(*self._place("fc"), name))
+
+    def argue(self, text: str) -> list[Event]:
+        """More of the call's arguments."""
+        assert isinstance(self._open, _Call)
+        return [self._open.argue(text)]
 
     def end(self, status: str) -> list[Event]:
         """No more comes. What is open then is `status`, and an answer of nothing is an empty message."""
-        begun = [] if self._open or self.items else self.say("", [])[:-1]
+        begun = [] if self._open or self.items else self._next(_Message(*self._place("msg")))
         return begun + self._close(status)
+
+    def _next(self, item: _Message | _Call) -> list[Event]:
+        events = self._close("completed")
+        self._open = item
+        return events + item.begin()
 
     def _close(self, status: str) -> list[Event]:
         if self._open is None:
@@ -47,6 +63,11 @@ class Transcript:
         self.items.append(item)
         self._open = None
         return events
+
+    def _place(self, prefix: str) -> tuple[int, str]:
+        """Index and id of the next item."""
+        at = len(self.items) + (self._open is not None)
+        return at, f"{prefix}_{self._hex_id}_{at}"
 
 
 class _Message:
@@ -80,3 +101,28 @@ class _Message:
     def _part(self, what: str, part: OutputText) -> Event:
         kind = f"response.content_part.{what}"
         return PartEvent(type=kind, output_index=self._at, item_id=self._id, part=part)
+
+
+class _Call:
+    def __init__(self, output_index: int, item_id: str, name: str) -> None:
+        self._at, self._id, self._name = output_index, item_id, name
+        self._arguments: list[str] = []
+
+    def begin(self) -> list[Event]:
+        return [self._item("added", self._called("in_progress"))]
+
+    def argue(self, text: str) -> Event:
+        self._arguments.append(text)
+        return ArgumentsDelta(output_index=self._at, item_id=self._id, delta=text)
+
+    def end(self, status: str) -> tuple[OutputItem, list[Event]]:
+        item = self._called(status)
+        done = ArgumentsDone(output_index=self._at, item_id=self._id, name=self._name, arguments=item.arguments)
+        return item, [done, self._item("done", item)]
+
+    def _called(self, status: str) -> OutputCall:
+        call_id = self._id.replace("fc_", "call_", 1)
+        return OutputCall(self._id, status, call_id, self._name, "".join(self._arguments))
+
+    def _item(self, what: str, item: OutputCall) -> Event:
+        return ItemEvent(type=f"response.output_item.{what}", output_index=self._at, item=item)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from isthmus.errors import IsthmusError
-from isthmus.gateway.choice import Choice, Delta
-from isthmus.gateway.logprobs import scored
+from isthmus.gateway.choice import Choice, Delta, Score
+from isthmus.gateway.logprobs import TokenLogprob, scored
 from isthmus.gateway.problems import INTERNAL_MESSAGE, status_of
 from isthmus.gateway.responses.body import ResponsesRequest
 from isthmus.gateway.responses.chat import PreparedResponse
@@ -25,6 +25,8 @@ from isthmus.gateway.responses.reply import (
     ResponsesUsage,
 )
 from isthmus.gateway.responses.transcript import Transcript
+from isthmus.gateway.tools.events import Arguments, CallBegun, Content
+from isthmus.gateway.tools.events import Event as Found
 from isthmus.gateway.wire import TokenBytes, Usage, encode, event
 from isthmus.types import FinishReason
 
@@ -38,6 +40,10 @@ class ResponsesDialect:
         self._begun = False
         self._numbers = itertools.count()
         self._finish: FinishReason | None = None
+        self._reader = prepared.tools.reader() if prepared.tools else None
+        self._called = False
+        self._num_chars = 0  # said before the first call
+        self._scores: list[Score] = []  # not shown yet
 
     def events(self, choice: Choice, delta: Delta, usage: Usage | None) -> bytes:
         return self._written(self._opening() + self._add(delta))
@@ -78,11 +84,39 @@ class ResponsesDialect:
 
     def _add(self, delta: Delta) -> list[Event]:
         self._finish = delta.finish
-        if not (delta.text or delta.scores):
-            return []
+        self._scores += delta.scores
+        events: list[Event] = []
+        for found in self._found(delta):
+            match found:
+                case Content(text):
+                    events += self._say(text)
+                case CallBegun(_, name):
+                    self._called = True
+                    events += self._transcript.call(name)
+                case Arguments(_, text):
+                    events += self._transcript.argue(text)
+        if delta.finish is not None and self._scores and not self._called:
+            events += self._transcript.say("", self._scored(len(self._scores)))
+        return events
+
+    def _found(self, delta: Delta) -> Sequence[Found]:
+        if self._reader is not None:
+            return self._reader.push(delta.text, last=delta.finish is not None)
+        return [Content(delta.text)] if delta.text else []
+
+    def _say(self, text: str) -> list[Event]:
+        """With the log-probabilities of the tokens that it begins in. Those of calls have no place in an answer."""
+        if self._called:
+            return self._transcript.say(text, [])
+        self._num_chars += len(text)
+        ready = itertools.takewhile(lambda score: score.offset < self._num_chars, self._scores)
+        return self._transcript.say(text, self._scored(sum(1 for _ in ready)))
+
+    def _scored(self, count: int) -> list[TokenLogprob]:
+        """The first `count` of the scores that have not been shown."""
+        ready, self._scores = self._scores[:count], self._scores[count:]
         as_ids = self._prepared.writing.tokens_as_ids
-        logprobs = [scored(score, self._token_bytes, as_ids=as_ids) for score in delta.scores]
-        return self._transcript.say(delta.text, logprobs)
+        return [scored(score, self._token_bytes, as_ids=as_ids) for score in ready]
 
     def _written(self, events: Sequence[Event]) -> bytes:
         for each in events:
@@ -118,7 +152,7 @@ class ResponsesDialect:
             temperature=sampling.temperature,
             text=_text_options(asked),
             tool_choice=asked.tool_choice or "auto",
-            tools=[],
+            tools=[tool.model_dump(by_alias=True, exclude_none=True) for tool in asked.tools or ()],
             top_logprobs=asked.top_logprobs or 0,
             top_p=sampling.top_p,
             truncation=asked.truncation or "disabled",

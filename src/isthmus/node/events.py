@@ -156,7 +156,7 @@ class Moved(msgspec.Struct, frozen=True, tag=True):
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
-    """An attempt cannot go on here. `distrust`: what it uses of the cache may be why; `final`: nor on any other node."""
+    """An attempt cannot go on here. `distrust`: what it uses of the cache may be why; `final`: nor on another."""
 
     key: RequestId
     reason: str

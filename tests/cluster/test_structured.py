@@ -130,7 +130,7 @@ def test_a_grammar_that_takes_too_much_fails_its_own_request_alone(monkeypatch: 
             "guided_grammar": ambiguous,
         }  # fmt: skip
         reply = cluster.http.post("/v1/completions", json=body)
-        assert reply.status_code == 503
+        assert reply.status_code == 400
         assert "the grammar cannot be followed: " in reply.json()["error"]["message"]
         for seed, tokens in enumerate(beside.result()):
             check(tokens, long_schema(seed))

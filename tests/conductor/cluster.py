@@ -302,7 +302,9 @@ class Cluster:
                 assert action.request in self.routes, "a request failed that does not live"
                 attempt, waits = self.routes[action.request].attempt, isinstance(event, HoldExpired)
                 failed = self.failures[action.request] == self.rules.max_attempts
-                assert failed or waits or attempt > MAX_LOSSES, "what it lost used up its attempts"
+                assert failed or waits or action.final or attempt > MAX_LOSSES, (
+                    "what it lost used up its attempts"
+                )
                 self._end(action.request, "failed")
 
     def _on_route(self, route: Route) -> None:

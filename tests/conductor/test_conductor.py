@@ -306,6 +306,16 @@ def test_after_its_last_attempt_a_request_fails() -> None:
     some.drain()
 
 
+def test_a_fault_of_the_request_itself_is_not_tried_again() -> None:
+    some = cluster("m1", "m2", rules=Rules(max_attempts=3))
+    some.route("a")
+    abort, fail = some.on(RequestFailed(RequestId("a"), 1, "no token may come", final=True))
+    assert isinstance(abort, Abort) and abort.attempt == 1
+    assert fail == Fail(RequestId("a"), "no token may come", final=True)
+    assert some.on(RequestFailed(RequestId("a"), 1, "no token may come", final=True)) == []
+    some.drain()
+
+
 def test_deaths_of_nodes_do_not_use_up_the_attempts_of_a_request() -> None:
     some = cluster("m1", rules=Rules(max_attempts=3))
     some.route("a")

@@ -93,6 +93,18 @@ def test_a_prefix_of_which_less_was_loaded_than_counted_on_fails_the_attempt() -
     node.check_idle()
 
 
+def test_what_no_node_could_go_on_with_is_final() -> None:
+    """The reason names no node, since none is at fault."""
+    node = node_of()
+    node.on(begin(Role.MIXED), 1)
+    actions = node.on(Broken(KEY, "no token may come", final=True), 2)
+    (failed,) = [action for action in actions if isinstance(action, RequestFailed)]
+    assert (failed.reason, failed.final) == ("no token may come", True)
+    node.on(Stepped(1), 3)
+    assert KEY not in node
+    node.check_idle()
+
+
 def distrusting() -> Node:
     """A later stage missed what this request took from the cache."""
     node = node_of(4)

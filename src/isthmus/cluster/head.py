@@ -221,7 +221,8 @@ class Head:
                 expired = conductor.HoldExpired(action.request, action.attempt)
                 asyncio.get_running_loop().call_later(self._rejoin_s, self._decide, expired)
             case conductor.Fail():
-                self._fail(action.request, UnavailableError(action.reason))
+                error = RequestError(action.reason) if action.final else UnavailableError(action.reason)
+                self._fail(action.request, error)
             case conductor.Convert():
                 self._send(action.node, Become(action.role))
             case conductor.ThresholdSet():

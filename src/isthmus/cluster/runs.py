@@ -255,7 +255,7 @@ class Runs:
     def _broken(self, execution: Execution) -> dict[RequestId, Broken]:
         objection = self.engine.constraints.objection
         reasons = [(piece.request, objection(attempt.row)) for attempt, piece in execution.sampled]
-        return {key: Broken(key, reason) for key, reason in reasons if reason}
+        return {key: Broken(key, reason, final=True) for key, reason in reasons if reason}
 
     @staticmethod
     def advance(execution: Execution) -> None:

@@ -246,7 +246,13 @@ class Conductor:
 
     def _failed(self, event: RequestFailed, now: int) -> list[Action]:
         request = self._attempt(event.request, event.attempt)
-        return [] if request is None else self._retry(request, event.reason, now)
+        if request is None:
+            return []
+        if not event.final or request.on_hold:
+            return self._retry(request, event.reason, now)
+        actions = self._abort(request, now)
+        del self.view.requests[event.request]
+        return [*actions, Fail(event.request, event.reason, final=True)]
 
     def _hold_expired(self, event: HoldExpired, now: int) -> list[Action]:
         request = self._attempt(event.request, event.attempt)
@@ -257,9 +263,7 @@ class Conductor:
         if request.on_hold:
             return []  # a second report of the attempt that ended
         name = request.arrived.request
-        nodes = self._alive(request)
-        actions: list[Action] = [Abort(name, request.attempt, nodes)] if nodes else []
-        self.view.unassign(request, now)
+        actions = self._abort(request, now)
         request.reason = reason
         if request.attempt >= self._max_attempts(request):
             return [*actions, self._fail(request)]
@@ -268,6 +272,13 @@ class Conductor:
             return [*actions, self._route(request, placement, now)]
         request.on_hold = True
         return [*actions, Hold(name, request.attempt, reason)]
+
+    def _abort(self, request: RequestView, now: int) -> list[Action]:
+        """Ends the current attempt everywhere."""
+        nodes = self._alive(request)
+        actions: list[Action] = [Abort(request.arrived.request, request.attempt, nodes)] if nodes else []
+        self.view.unassign(request, now)
+        return actions
 
     def _lost(self, request: RequestView, reason: str, now: int) -> list[Action]:
         """What it stood on is gone: that costs it none of its attempts."""

@@ -177,10 +177,11 @@ class Hold(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fail(msgspec.Struct, frozen=True, tag=True):
-    """End an accepted request with an error that the client sees."""
+    """End an accepted request with an error that the client sees. `final`: the fault is the request's own."""
 
     request: RequestId
     reason: str
+    final: bool = False
 
 
 class Convert(msgspec.Struct, frozen=True, tag=True):

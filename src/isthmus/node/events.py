@@ -156,11 +156,12 @@ class Moved(msgspec.Struct, frozen=True, tag=True):
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
-    """An attempt cannot go on here. `distrust`: what it uses of the cache may be why."""
+    """An attempt cannot go on here. `distrust`: what it uses of the cache may be why; `final`: nor on another."""
 
     key: RequestId
     reason: str
     distrust: bool = False
+    final: bool = False
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):

@@ -182,7 +182,12 @@ class Node:
             self._distrusted[attempt.begin.route.request] = None
             if len(self._distrusted) > MAX_DISTRUSTED:
                 del self._distrusted[next(iter(self._distrusted))]
-        self._fail(attempt, event.reason, now, actions)
+        if not event.final:
+            self._fail(attempt, event.reason, now, actions)
+            return
+        route = attempt.begin.route
+        self._end(attempt, now, actions)
+        actions.append(RequestFailed(route.request, route.attempt, event.reason, final=True))
 
     @staticmethod
     def _without_cache(begin: events.Begin) -> events.Begin:

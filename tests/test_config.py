@@ -456,5 +456,5 @@ def test_what_is_asked_with(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_formats_of_tools_are_those_there_are() -> None:
     assert get_args(Config.model_fields["tool_format"].annotation) == ("auto", *FORMATS)
-    with pytest.raises(ConfigError, match="tool_format: .*'hermes'"):
+    with pytest.raises(ConfigError, match=r"tool_format: .*'hermes'"):
         load_config(None, {"tool_format": "herms"})

@@ -233,7 +233,7 @@ LogitBias = Checked(
     _parse_logit_bias,
     {
         "type": "object",
-        "propertyNames": {"pattern": "^[0-9]{1,18}$", "format": "token-id"},
+        "propertyNames": {"pattern": "^[0-9]+$", "maxLength": 18, "format": "token-id"},
         "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
     },
 )

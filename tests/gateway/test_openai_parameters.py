@@ -116,6 +116,75 @@ COMPLETION: dict[str, list[dict[str, Any]]] = {
 }
 COMPLETION_REFUSED = {"suffix": {"suffix": "the end"}}
 
+FUNCTION = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+CALLED_ITEMS = [
+    {"role": "user", "content": [{"type": "input_text", "text": "How is the weather in Oslo?"}]},
+    {"type": "function_call", "call_id": "call_1", "name": "get_weather", "arguments": '{"city": "Oslo"}'},
+    {"type": "function_call_output", "call_id": "call_1", "output": "18 degrees"},
+]
+ALLOWED = {
+    "type": "allowed_tools",
+    "mode": "required",
+    "tools": [{"type": "function", "name": "get_weather"}],
+}
+RESPONSES: dict[str, list[dict[str, Any]]] = {
+    "model": [{}],
+    "input": [
+        {
+            "input": [
+                {"role": role, "content": "Be brief."},
+                {"type": "message", "role": "user", "content": "hi"},
+            ]
+        }
+        for role in ("system", "developer", "user", "assistant")
+    ]
+    + [{"input": CALLED_ITEMS}, {"input": CALLED_ITEMS, "tools": [FUNCTION]}],
+    "background": [{"background": False}],
+    "include": [{"include": []}, {"include": ["reasoning.encrypted_content"]}],
+    "instructions": [{"instructions": "Be brief."}],
+    "max_output_tokens": [{"max_output_tokens": 40}],
+    "max_tool_calls": [{"max_tool_calls": 3}],
+    "reasoning": [{"reasoning": {"effort": "low", "summary": "auto"}}],
+    "stream_options": [{"stream": True, "stream_options": {"include_obfuscation": False}}],
+    "text": [
+        {"text": {"format": {"type": "json_object"}, "verbosity": "low"}},
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}},
+    ],
+    "tool_choice": [
+        {"tools": [FUNCTION], "tool_choice": choice}
+        for choice in ("none", "auto", "required", {"type": "function", "name": "get_weather"}, ALLOWED)
+    ],
+    "tools": [{"tools": [FUNCTION]}, {"tools": [FUNCTION], "stream": True}],
+    "top_logprobs": [{"include": ["message.output_text.logprobs"], "top_logprobs": 2}],
+    "truncation": [{"truncation": "disabled"}, {"truncation": "auto"}],
+} | {
+    name: CHAT[name]
+    for name in (
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "stream",
+        "temperature",
+        "top_p",
+        "user",
+    )
+}
+RESPONSES_REFUSED: dict[str, dict[str, Any]] = {
+    "access_programs": {"access_programs": {"cyber": "standard"}},
+    "background_options": {"background_options": {"completion_window": "2h"}},
+    "context_management": {"context_management": [{"type": "compaction"}]},
+    "conversation": {"conversation": "conv_1"},
+    "image": {"image": {"context_compression": "auto"}},
+    "moderation": CHAT_REFUSED["moderation"],
+    "previous_response_id": {"previous_response_id": "resp_1"},
+    "prompt": {"prompt": {"id": "pmpt_1"}},
+}
+
 
 def _parameters(create: Callable[..., Any]) -> set[str]:
     return set(inspect.signature(create).parameters) - OF_THE_CLIENT
@@ -162,9 +231,15 @@ def create_completion(client: OpenAI) -> Callable[..., Any]:
     return lambda **fields: client.completions.create(**{"model": CARD.name, "prompt": "hi"} | fields)
 
 
+@pytest.fixture
+def create_response(client: OpenAI) -> Callable[..., Any]:
+    return lambda **fields: client.responses.create(**{"model": CARD.name, "input": "hi"} | fields)
+
+
 def test_every_parameter_has_its_place(client: OpenAI) -> None:
     assert _parameters(client.chat.completions.create) == CHAT.keys() | CHAT_REFUSED.keys()
     assert _parameters(client.completions.create) == COMPLETION.keys() | COMPLETION_REFUSED.keys()
+    assert _parameters(client.responses.create) == RESPONSES.keys() | RESPONSES_REFUSED.keys()
 
 
 @pytest.mark.parametrize("fields", _examples(CHAT))
@@ -188,4 +263,21 @@ def test_chat_refuses(create_chat: Callable[..., Any], name: str) -> None:
 def test_completion_refuses(create_completion: Callable[..., Any], name: str) -> None:
     with pytest.raises(openai.BadRequestError) as refusal:
         create_completion(**COMPLETION_REFUSED[name])
+    assert refusal.value.param == name
+
+
+@pytest.mark.parametrize("fields", _examples(RESPONSES))
+def test_response(create_response: Callable[..., Any], fields: dict[str, Any]) -> None:
+    answer = create_response(**fields)
+    if fields.get("stream"):
+        *_, last = answer
+        assert last.type in ("response.completed", "response.incomplete")
+        answer = last.response
+    assert answer.output
+
+
+@pytest.mark.parametrize("name", RESPONSES_REFUSED)
+def test_response_refuses(create_response: Callable[..., Any], name: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refusal:
+        create_response(**RESPONSES_REFUSED[name])
     assert refusal.value.param == name

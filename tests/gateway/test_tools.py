@@ -308,6 +308,27 @@ def test_no_grammar_where_the_model_may_choose(post: Poster, backend: FakeBacken
     assert [job.sampling.grammar for job in backend.jobs] == ["", ""]
 
 
+STRICT = {"type": "function", "function": FORCED | {"strict": True}}
+
+
+def test_calls_that_must_follow_their_schemas(
+    post: Poster, backend: FakeBackend, tokenizer: GatewayTokenizer
+) -> None:
+    """Where all functions are strict. What else says how the answer must look comes first."""
+    post.chat(tools=[STRICT])
+    grammar = backend.jobs[-1].sampling.grammar
+    for text, fits in (("Just text", True), (CHOSEN, True), (CHOSEN.replace("2", "3"), False)):
+        matcher = LLMatcher(tokenizer.for_grammars, grammar)
+        assert matcher.consume_tokens([*folder.byte_tokens(text), folder.EOS]) == fits
+    post.chat(tools=[STRICT, NOW])
+    assert backend.jobs[-1].sampling.grammar == ""
+    assert post.chat(tools=[STRICT], guided_choice=["a"]).status_code == 200
+    assert backend.jobs[-1].sampling.grammar not in ("", grammar)
+
+
+CHOSEN = 'Well.\n<tool_call>\n{"name": "choose", "arguments": {"n": 2}}\n</tool_call>'
+
+
 def with_parameters(**schema: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "parameters": schema}}
 

@@ -21,7 +21,7 @@ from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.structured import check_grammar, grammar_of
 from isthmus.gateway.terms import Terms
 from isthmus.gateway.tokenizer import GatewayTokenizer
-from isthmus.gateway.tool_use import ToolUse, definitions, forced_grammar, tool_use
+from isthmus.gateway.tool_use import ToolUse, call_grammar, definitions, tool_use
 from isthmus.gateway.tools.formats import Format
 from isthmus.types import Job, ModelCard, RequestId
 
@@ -91,10 +91,11 @@ class RequestPreparer:
         """`prefix`: of the answer's id. Raises RequestError."""
         self.check_model(request.model)
         tools = tool_use(request, self.tool_format)
-        forced = ""
-        if tools and tools.forced:
-            forced = await asyncio.to_thread(lambda: forced_grammar(request, tools, self.tokenizer))
-        sampler = await self._sampler(request, _chat_logprobs(request), request.prompt_logprobs, forced)
+        calls = ""
+        # What else says how the answer must look leaves no room for calls that are not forced.
+        if tools and (tools.forced or (tools.strict and not grammar_of(request)[0])):
+            calls = await asyncio.to_thread(lambda: call_grammar(request, tools, self.tokenizer))
+        sampler = await self._sampler(request, _chat_logprobs(request), request.prompt_logprobs, calls)
         asked, param = _chat_max_tokens(request)
         tokens = truncated(
             await self.chat_tokens(request, request.add_special_tokens), request, asked, self.card
@@ -146,9 +147,9 @@ class RequestPreparer:
         request: GenerationRequest,
         logprobs: int | None,
         prompt_logprobs: int | None,
-        forced: str = "",
+        calls: str = "",
     ) -> Sampler:
-        """`forced`: the grammar of calls, where there must be some. Raises RequestError."""
+        """`calls`: the grammar of an answer with calls, where there is one. Raises RequestError."""
         if request.best_of not in (None, request.n or 1):
             message = "'best_of' is supported only as equal to 'n': answers are not ranked"
             raise RequestError(message, param="best_of")
@@ -156,7 +157,7 @@ class RequestPreparer:
             message = "'prompt_logprobs' come in one piece: leave it out, or stream"
             raise RequestError(message, param="prompt_logprobs")
         grammar, param = grammar_of(request)
-        if forced and grammar:
+        if calls and grammar:
             message = f"{param!r} and 'tool_choice' each say how the answer must look: give one"
             raise RequestError(message, param=param)
         if grammar:
@@ -169,7 +170,7 @@ class RequestPreparer:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             bad_words=self.tokenizer.words_as_tokens(request.bad_words or ()),
-            grammar=forced or grammar,
+            grammar=calls or grammar,
         )
 
     def _prepared(

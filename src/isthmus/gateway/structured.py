@@ -166,8 +166,8 @@ def _grammar(grammar: str | None, param: str) -> Given:
 
 def _any_of(choices: tuple[str, ...]) -> str:
     """Lark for one of these texts, as one word of its lexer: of so many rules the parser would refuse to keep track.
-    JSON's string escapes are Lark's."""
-    return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    JSON's string escapes are Lark's; it takes some signs only so."""
+    return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, choices))
 
 
 def _lark(grammar: str, param: str) -> str:

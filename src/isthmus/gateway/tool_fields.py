@@ -19,7 +19,7 @@ class FunctionDefinition(Strict):
     description: str | None = f.text()
     parameters: dict[str, Any] | None = Field(default=None, description="a JSON schema, an object")
     strict: bool | None = f.boolean()
-    """Calls that are forced follow the schema, whatever this says; others are the model's own."""
+    """Where all functions are, calls follow their schemas. Calls that are forced do anyway."""
 
     def for_template(self) -> dict[str, Any]:
         """In the order that models were taught; with parameters even if there are none, which templates expect."""

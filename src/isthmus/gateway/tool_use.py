@@ -16,7 +16,7 @@ from isthmus.gateway.tokenizer import GatewayTokenizer
 from isthmus.gateway.tool_fields import NamedFunction
 from isthmus.gateway.tools.events import Content, Event
 from isthmus.gateway.tools.formats import FORMATS, Format, recognised
-from isthmus.gateway.tools.lark import UnfollowableError, parameters_alone
+from isthmus.gateway.tools.lark import Asked, UnfollowableError, parameters_alone
 from isthmus.gateway.tools.schemas import Schemas
 
 AUTO = "auto"
@@ -25,12 +25,13 @@ AUTO = "auto"
 @dataclass(frozen=True)
 class ToolUse:
     """How calls are read from an answer. `several`: there may be more than one; what comes after the first is dropped
-    otherwise, as the client asked. `forced`: the answer must be a call."""
+    otherwise, as the client asked. `forced`: the answer must be a call; `strict`: calls must follow their schemas."""
 
     format: Format
     schemas: Schemas
     several: bool
     forced: bool
+    strict: bool
 
     def reader(self) -> CallReader:
         return CallReader(self)
@@ -53,8 +54,8 @@ class CallReader:
         return [event for event in events if self._several or isinstance(event, Content) or event.index == 0]
 
 
-def forced_grammar(request: ChatRequest, use: ToolUse, tokenizer: GatewayTokenizer) -> str:
-    """Of an answer that is nothing but calls, where `use.forced`. May take a second for large schemas.
+def call_grammar(request: ChatRequest, use: ToolUse, tokenizer: GatewayTokenizer) -> str:
+    """Of an answer that must be a call, or in which calls must follow their schemas. May take a second for large ones.
 
     Raises RequestError naming the function whose parameters cannot be followed.
     """
@@ -68,7 +69,8 @@ def forced_grammar(request: ChatRequest, use: ToolUse, tokenizer: GatewayTokeniz
             raise RequestError(f"{param!r} must be the schema of an object", param=param)
         check_grammar(LLMatcher.grammar_from_lark(parameters_alone(schema)), param, tokenizer.for_grammars)
     try:
-        lark = use.format.grammar(schemas, tokenizer.special_token, several=use.several and named is None)
+        asked = Asked(use.several and named is None, use.forced, tokenizer.special_token)
+        lark = use.format.grammar(schemas, asked)
     except UnfollowableError as error:
         param = f"tools[{places[error.function]}].function.parameters"
         raise RequestError(f"{param!r}: {error}", param=param) from None
@@ -120,4 +122,10 @@ def tool_use(request: ChatRequest, form: Format | None) -> ToolUse | None:
         message = "'tools': how this model writes calls is not known; the server can be told (--tool-format)"
         raise RequestError(message, param="tools")
     schemas = {tool.function.name: tool.function.parameters or {} for tool in request.tools or ()}
-    return ToolUse(form, schemas, request.parallel_tool_calls is not False, choice not in (None, "auto"))
+    return ToolUse(
+        format=form,
+        schemas=schemas,
+        several=request.parallel_tool_calls is not False,
+        forced=choice not in (None, "auto"),
+        strict=all(tool.function.strict for tool in request.tools or ()),
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,17 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken
 
 from isthmus.gateway.tools.formats import FORMATS
-from isthmus.gateway.tools.lark import UnfollowableError, parameters_alone
+from isthmus.gateway.tools.lark import Asked, UnfollowableError, parameters_alone
 
 from .. import folder
 from .test_parsers import calls_of, content_of, parse
 
+CITIES = ["Paris", "Łódź", 'a"b', "😀\n"]
 SCHEMAS: dict[str, Any] = {
     "get_weather": {
         "type": "object",
         "properties": {
-            "city": {"type": "string", "enum": ["Paris", "Łódź", 'a"b']},
+            "city": {"type": "string", "enum": CITIES},
             "days": {"type": "integer", "minimum": 1, "maximum": 9},
             "exact": {"type": "boolean"},
             "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
@@ -45,17 +47,31 @@ def tokenizer(special: list[str]) -> tuple[LLTokenizer, dict[str, int]]:
     return LLTokenizer(built.to_str(), eos_token=folder.EOS), ids
 
 
-def grammar(name: str, schemas: Any = SCHEMAS, *, special: list[str] = (), several: bool = False) -> str:  # type: ignore[assignment]
-    _, ids = tokenizer(list(special))
-    return LLMatcher.grammar_from_lark(FORMATS[name].grammar(schemas, ids.get, several=several))
+def grammar(
+    name: str, schemas: Any = SCHEMAS, *, special: list[str], several: bool = False, forced: bool = True
+) -> str:
+    _, ids = tokenizer(special)
+    return LLMatcher.grammar_from_lark(FORMATS[name].grammar(schemas, Asked(several, forced, ids.get)))
 
 
-def follows(name: str, text: str, *, several: bool = False, schemas: Any = SCHEMAS) -> bool:
+def follows(
+    name: str,
+    text: str,
+    *,
+    several: bool = False,
+    schemas: Any = SCHEMAS,
+    forced: bool = True,
+    special: list[str] = (),  # type: ignore[assignment]
+) -> bool:
     """`text` is a whole answer that the grammar allows."""
-    reader, _ = tokenizer([])
-    matcher = LLMatcher(reader, grammar(name, schemas, several=several))
+    reader, ids = tokenizer(list(special))
+    matcher = LLMatcher(reader, grammar(name, schemas, special=list(special), several=several, forced=forced))
     assert not matcher.is_error(), matcher.get_error()
-    return matcher.consume_tokens([*folder.byte_tokens(text), folder.EOS])
+    pieces = re.split("(" + "|".join(map(re.escape, special)) + ")", text) if special else [text]
+    tokens = [
+        token for piece in pieces for token in ([ids[piece]] if piece in ids else folder.byte_tokens(piece))
+    ]
+    return matcher.consume_tokens([*tokens, folder.EOS])
 
 
 PARIS = '{"city": "Paris", "days": 2}'
@@ -84,6 +100,7 @@ def test_what_a_forced_call_may_be(name: str) -> None:
     assert follows(
         name, written(name, {"city": 'a"b', "days": 9, "exact": True, "tags": ["a"], "place": {"x": None}})
     )
+    assert follows(name, written(name, {"city": "😀\n", "days": 2}))
     assert not follows(name, written(name, {"city": "Rome", "days": 2}))
     assert not follows(name, written(name, {"city": "Paris"}))
     assert not follows(name, written(name, {"city": "Paris", "days": 2, "more": 1}))
@@ -102,6 +119,30 @@ def test_what_a_forced_call_may_be(name: str) -> None:
 def test_several_calls_only_where_they_may_be(name: str, text: str) -> None:
     assert follows(name, text.rstrip(), several=True)
     assert not follows(name, text.rstrip())
+
+
+@pytest.mark.parametrize("special", [[], SPECIAL], ids=["text", "special"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_where_the_model_may_choose(name: str, special: list[str]) -> None:
+    """Any text, and calls that follow their schemas wherever one begins."""
+
+    def may(text: str, *, several: bool = True) -> bool:
+        if name == "mistral" and special:
+            text = text.replace(
+                '[TOOL_CALLS] [{"name": "get_weather", "arguments": ', "[TOOL_CALLS]get_weather[ARGS]"
+            )
+            text = text.replace("}]", "}")
+        return follows(name, text, several=several, forced=False, special=special)
+
+    right, wrong = ({"city": city, "days": 2} for city in ("Paris", "Rome"))
+    assert may("") and may("Just text. <tool {} é\n\n") and may(written(name, right))
+    assert not may(written(name, wrong)) and not may(written(name, {}))
+    assert not may(written(name, right).replace("get_weather", "other"))
+    if name != "llama3":
+        assert may("Let me see.\n" + written(name, right))
+        assert not may("Let me see.\n" + written(name, wrong))
+        assert may(written(name, right) + "\n" + written(name, right)) == (name != "mistral" or bool(special))
+        assert not may(written(name, right) + written(name, right), several=False)
 
 
 def test_llama_never_writes_several() -> None:
@@ -140,7 +181,7 @@ def test_the_parser_reads_what_the_grammar_allows(name: str, special: list[str],
         assert len(calls) >= 1 and (several or len(calls) == 1)
         for called, arguments in calls:
             if called == "get_weather":
-                assert arguments["city"] in ("Paris", "Łódź", 'a"b') and 1 <= arguments["days"] <= 9
+                assert arguments["city"] in CITIES and 1 <= arguments["days"] <= 9
                 assert arguments.keys() <= SCHEMAS["get_weather"]["properties"].keys()
             else:
                 assert (called, arguments) == ("now", {})
@@ -153,6 +194,13 @@ def test_free_text_in_marks() -> None:
     assert calls_of(parse("qwen_coder", [text], schemas)) == (("write", {"text": "if a < b:\n\n  c"}),)
 
 
+def test_signs_that_lark_takes_only_escaped() -> None:
+    schemas = {"f": {"properties": {"a": {"enum": ["\x7f", "é\t"]}}, "required": ["a"]}}
+    for word in ("\x7f", "é\t"):
+        text = f"<tool_call>\n<function=f>\n<parameter=a>\n{word}\n</parameter>\n</function>\n</tool_call>"
+        assert follows("qwen_coder", text, schemas=schemas)
+
+
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [
@@ -162,7 +210,7 @@ def test_free_text_in_marks() -> None:
 )
 def test_what_marks_cannot_follow(schema: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnfollowableError, match=reason) as caught:
-        grammar("qwen_coder", {"f": schema})
+        grammar("qwen_coder", {"f": schema}, special=[])
     assert caught.value.function == "f"
 
 

@@ -91,6 +91,9 @@ RECORDED = {
         '<tool_call>{"name": "get_weather", "arguments": ' + json.dumps(json.dumps(PARIS)) + "}</tool_call>",
         (("get_weather", PARIS),),
     ),
+    "hermes-a-string": Recorded(
+        "hermes", '<tool_call>{"name": "now", "arguments": "hello"}</tool_call>', (("now", "hello"),)
+    ),
     "hermes-escaped-name": Recorded(
         "hermes", '<tool_call>{"name": "n\\u006fw", "arguments": null}</tool_call>', (("now", {}),)
     ),
@@ -172,9 +175,15 @@ RECORDED = {
     "llama3-json-answer-2": Recorded("llama3", '{"name": "now"}', (), '{"name": "now"}'),
     "llama3-text": Recorded(
         "llama3",
-        'Use {"name": "now", "parameters": {}} <|eot|>',
-        (),
-        'Use {"name": "now", "parameters": {}} <|eot|>',
+        'Here: {x} {"name": "now", "parameters": {}} Is {that} all?',
+        (("now", {}),),
+        "Here: {x} Is {that} all?",
+    ),
+    "llama3-braces": Recorded(
+        "llama3",
+        '{{"name": "now", "parameters": {}}; [1, {"name": "now", "parameters": {}}]',
+        (("now", {}), ("now", {})),
+        "{; [1,]",
     ),
     "llama3-code": Recorded("llama3", "<|python_tag|>print(1 < 2)", (), "<|python_tag|>print(1 < 2)"),
     # Mistral
@@ -241,6 +250,22 @@ RECORDED = {
     "qwen_coder-bare": Recorded("qwen_coder", "<function=now>\n</function>\n</tool_call>", (("now", {}),)),
     "qwen_coder-json": Recorded(
         "qwen_coder", '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', (("now", {}),)
+    ),
+    "qwen_coder-forgotten-ends": Recorded(
+        "qwen_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n<parameter=days>\n2\n</function>\n</tool_call>",
+        (("get_weather", PARIS),),
+    ),
+    "qwen_coder-marks-in-text": Recorded(
+        "qwen_coder",
+        "<function=write>\n<parameter=text>\na <parameter=b> </function>\n </para </parameter>\n</function>",
+        (("write", {"text": "a <parameter=b> </function>\n </para "}),),
+    ),
+    "qwen_coder-no-name": Recorded(
+        "qwen_coder",
+        "<tool_call>\n<function=now\n</function>\n</tool_call>\n<function=now>\n</function>",
+        (("now", {}),),
+        "<tool_call>\n<function=now\n</function>\n</tool_call>",
     ),
     "qwen_coder-broken": Recorded(
         "qwen_coder",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from isthmus.gateway.tools.hermes import HermesParser, hermes_grammar
-from isthmus.gateway.tools.lark import TokenOf
+from isthmus.gateway.tools.lark import Asked
 from isthmus.gateway.tools.llama3 import Llama3Parser, llama3_grammar
 from isthmus.gateway.tools.mistral import MistralParser, mistral_grammar
 from isthmus.gateway.tools.parser import CallParser
@@ -15,21 +14,16 @@ from isthmus.gateway.tools.qwen_coder import QwenCoderParser, qwen_coder_grammar
 from isthmus.gateway.tools.schemas import Schemas
 
 
-class Grammar(Protocol):
-    def __call__(self, schemas: Schemas, token_of: TokenOf, *, several: bool) -> str:
-        """Lark. Raises UnfollowableError."""
-        ...
-
-
 @dataclass(frozen=True)
 class Format:
     """`parser`: of one answer, in which functions with these parameters may be called. `markers`: texts that calls are
-    made of, which may be special tokens. `grammar`: of an answer that is nothing but calls of these functions."""
+    made of, which may be special tokens. `grammar`: Lark of an answer in which calls are of these functions, and follow
+    their schemas; raises UnfollowableError."""
 
     name: str
     parser: Callable[[Schemas], CallParser]
     markers: Sequence[str]
-    grammar: Grammar
+    grammar: Callable[[Schemas, Asked], str]
 
 
 FORMATS = {

@@ -6,7 +6,7 @@ What stands within may also be a list of calls, as SmolLM2 was taught.
 from __future__ import annotations
 
 from isthmus.gateway.tools.json_calls import JsonCallParser
-from isthmus.gateway.tools.lark import Rules, TokenOf, json_calls, repeated
+from isthmus.gateway.tools.lark import Asked, Rules, answer, json_calls
 from isthmus.gateway.tools.parser import MalformedError, Reading
 from isthmus.gateway.tools.schemas import Schemas
 
@@ -34,9 +34,8 @@ class HermesParser(JsonCallParser):
         yield from self.calls()
 
 
-def hermes_grammar(schemas: Schemas, token_of: TokenOf, *, several: bool) -> str:
+def hermes_grammar(schemas: Schemas, asked: Asked) -> str:
     """Calls of these functions as Qwen's templates show them, each on lines of its own."""
-    rules = Rules(token_of)
+    rules = Rules(asked.token_of)
     body = json_calls(rules, schemas, "arguments")
-    call = rules.rule(f'{rules.mark(OPEN)} "\\n" {body} "\\n" {rules.mark(CLOSE)}')
-    return rules.text(repeated(call, "\n", several=several))
+    return answer(rules, OPEN, f'"\\n" {body} "\\n" {rules.mark(CLOSE)}', "\n", asked)

@@ -148,10 +148,13 @@ class JsonCallParser(CallParser):
 
 
 def _as_object(text: str) -> str:
-    """Arguments that are written as a string hold JSON; null means there are none."""
+    """Arguments that are written as a string may hold an object; null means there are none."""
     if text == "null":
         return "{}"
+    if not text.startswith('"'):
+        return text
     try:
-        return str(json.loads(text, strict=False)) if text.startswith('"') else text
-    except ValueError:
-        raise MalformedError from None
+        inner = json.loads(text, strict=False)
+        return str(inner) if isinstance(json.loads(inner), dict) else text
+    except (ValueError, RecursionError):
+        return text

@@ -1,4 +1,5 @@
-"""Grammars of calls, in the Lark form that llguidance reads: what an answer must be where a call is forced.
+"""Grammars of calls, in the Lark form that llguidance reads: what an answer must be where a call is forced, or where
+calls must follow their schemas.
 
 They are of the format that the model writes by itself, so the parser that reads its own calls reads these.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 MAX_CALLS = 16
@@ -20,6 +22,19 @@ TokenOf = Callable[[str], int | None]
 """The id of a text that is a special token; such a token is never written as text."""
 
 
+TEXT = "TEXT"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What an answer is to be. `several`: there may be more than one call; `forced`: there is at least one, and nothing
+    else. `token_of`: as below."""
+
+    several: bool
+    forced: bool
+    token_of: TokenOf
+
+
 class UnfollowableError(Exception):
     """The schema of a function's parameters says what no grammar of this format can. Says which and why."""
 
@@ -29,7 +44,7 @@ class UnfollowableError(Exception):
 
 
 class Rules:
-    """Lark text, rule by rule. `start` is named by the caller."""
+    """Lark text, rule by rule."""
 
     def __init__(self, token_of: TokenOf) -> None:
         self._lines: list[str] = []
@@ -39,6 +54,12 @@ class Rules:
         """A text that may be a special token."""
         token = self._token_of(text)
         return literal(text) if token is None else f"<[{token}]>"
+
+    def text_until(self, mark: str) -> str:
+        """Any text up to the first of these marks, and that."""
+        if self._token_of(mark) is not None:
+            return f"{TEXT} {self.mark(mark)}"
+        return self.rule(f"{TEXT} {literal(mark)}", options="[lazy]")
 
     def rule(self, expression: str, *, options: str = "") -> str:
         """A rule of its own; its name."""
@@ -54,17 +75,25 @@ class Rules:
         return self.rule(" | ".join(expressions))
 
     def text(self, start: str) -> str:
-        return "\n".join((f"start: {start}", *self._lines))
+        return "\n".join((f"start: {start}", *self._lines, f"{TEXT}: /(?s:.*)/"))
 
 
 def literal(text: str) -> str:
-    """JSON's escapes are Lark's."""
-    return json.dumps(text, ensure_ascii=False)
+    """JSON's escapes are Lark's, which takes some signs only so."""
+    return json.dumps(text)
 
 
 def repeated(call: str, separator: str, *, several: bool) -> str:
     between = f"{literal(separator)} " if separator else ""
     return f"{call} ({between}{call}){{0,{MAX_CALLS - 1}}}" if several else call
+
+
+def answer(rules: Rules, mark: str, call: str, separator: str, asked: Asked) -> str:
+    """Lark of a whole answer: calls, each `mark` and then `call`, with text around them where they are not forced."""
+    if asked.forced:
+        return rules.text(repeated(rules.rule(f"{rules.mark(mark)} {call}"), separator, several=asked.several))
+    marked = f"{rules.text_until(mark)} {call}"
+    return rules.text(f"({marked}){{0,{MAX_CALLS}}} {TEXT}" if asked.several else f"{marked} | {TEXT}")
 
 
 def parameters(schema: Mapping[str, Any]) -> Mapping[str, Any]:

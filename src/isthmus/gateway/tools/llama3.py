@@ -1,7 +1,7 @@
-"""Llama 3 as JSON: an answer that is `{"name": ..., "parameters": {...}}`, or several with `;` between them.
+"""Llama 3 as JSON: `{"name": ..., "parameters": {...}}`, or several with `;` between them.
 
-`<|python_tag|>` may stand before. Without it an object is a call only if it names a function there is, and nothing
-was said before it: an answer may well be JSON that is no call.
+`<|python_tag|>` may stand before. Without it an object is a call only if it names a function there is, and has
+arguments: an answer may well be JSON that is no call. Some text may come first, as small models have it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from isthmus.gateway.tools.json_calls import JsonCallParser
-from isthmus.gateway.tools.lark import Rules, TokenOf, json_calls
+from isthmus.gateway.tools.lark import Asked, Rules, json_calls
 from isthmus.gateway.tools.parser import SPACE, MalformedError, Reading
 from isthmus.gateway.tools.schemas import Schemas
 
@@ -21,21 +21,26 @@ class Llama3Parser(JsonCallParser):
     markers = (TAG,)
 
     def read(self) -> Reading[None]:
-        tagged = False
+        mark = ""
         yield from self.span(SPACE)
         while True:
             try:
                 while (yield from self.peek()) in "{[":
-                    yield from self.calls(known=not tagged)
+                    yield from self.calls(known=mark != TAG)
                     yield from self.span(_SEPARATORS)
             except MalformedError:
                 self.spill()
-            yield from self.content_until(TAG)
-            tagged = True
+            mark = yield from self.content_until(TAG, before="{")
             yield from self.span(SPACE)
 
 
-def llama3_grammar(schemas: Schemas, token_of: TokenOf, *, several: bool) -> str:
-    """One call of these functions: more could not be shown to the model again, its templates refuse several."""
-    rules = Rules(token_of)
-    return rules.text(json_calls(rules, schemas, "parameters"))
+def llama3_grammar(schemas: Schemas, asked: Asked) -> str:
+    """One call of these functions: more could not be shown to the model again, its templates refuse several. Where none
+    is forced, an answer that begins like one is one."""
+    rules = Rules(asked.token_of)
+    call = json_calls(rules, schemas, "parameters")
+    if asked.forced:
+        return rules.text(call)
+    tagged = f" | {rules.mark(TAG)} {call}" if asked.token_of(TAG) is not None else ""
+    other = rules.rule(r"/[^{](?s:.*)/")
+    return rules.text(f"({call}{tagged} | {other})?")

@@ -6,9 +6,10 @@ Some of the latter put an id before the arguments, as `[CALL_ID]...`, or leave o
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from isthmus.gateway.tools.json_calls import JsonCallParser
-from isthmus.gateway.tools.lark import Rules, TokenOf, json_calls, literal, parameters, repeated
+from isthmus.gateway.tools.lark import Asked, Rules, answer, json_calls, literal, parameters, repeated
 from isthmus.gateway.tools.parser import SPACE, MalformedError, Reading
 from isthmus.gateway.tools.schemas import Schemas
 
@@ -44,14 +45,14 @@ class MistralParser(JsonCallParser):
         yield from self.streamed(self.value())
 
 
-def mistral_grammar(schemas: Schemas, token_of: TokenOf, *, several: bool) -> str:
+def mistral_grammar(schemas: Schemas, asked: Asked) -> str:
     """Calls of these functions, with names before the arguments if the model has the token for it."""
-    rules = Rules(token_of)
-    if token_of(ARGS) is None:
-        calls = repeated(json_calls(rules, schemas, "arguments"), ", ", several=several)
-        return rules.text(f'{rules.mark(CALLS)} " [" {calls} "]"')
+    rules = Rules(asked.token_of)
+    if asked.token_of(ARGS) is None:
+        calls = repeated(json_calls(rules, schemas, "arguments"), ", ", several=asked.several)
+        return answer(rules, CALLS, f'" [" {calls} "]"', "", replace(asked, several=False))
     named = [
-        f"{rules.mark(CALLS)} {literal(name)} {rules.mark(ARGS)} {rules.json(parameters(schema))}"
+        f"{literal(name)} {rules.mark(ARGS)} {rules.json(parameters(schema))}"
         for name, schema in schemas.items()
     ]
-    return rules.text(repeated(rules.any_of(named), "", several=several))
+    return answer(rules, CALLS, rules.any_of(named), "", asked)

@@ -113,12 +113,15 @@ class CallParser:
             if read in words:
                 return read
 
-    def content_until(self, *marks: str) -> Reading[str]:
-        """Content up to the next of `marks`, which is held, as is white space before it."""
-        starts = "".join(sorted({re.escape(mark[0]) for mark in marks}))
+    def content_until(self, *marks: str, before: str = "") -> Reading[str]:
+        """Content up to the next of `marks`, which is held, as is white space before it; or up to one of the characters
+        `before`, which is not: then ""."""
+        starts = "".join(sorted({re.escape(each[0]) for each in (*marks, *before)}))
         words = re.compile(rf"(?:[ \t\r\n]*+[^{starts} \t\r\n]++)*+")
         while True:
             char = yield from self.peek()
+            if char in before:
+                return ""
             if self._take_match(words):
                 self.spill()
             elif any(mark[0] == char for mark in marks):

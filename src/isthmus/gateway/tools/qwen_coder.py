@@ -14,7 +14,7 @@ from typing import Any
 
 from isthmus.gateway.tools.events import Event
 from isthmus.gateway.tools.hermes import CLOSE, OPEN, HermesParser
-from isthmus.gateway.tools.lark import Rules, TokenOf, UnfollowableError, literal, repeated
+from isthmus.gateway.tools.lark import TEXT, Asked, Rules, UnfollowableError, answer, literal
 from isthmus.gateway.tools.parser import SPACE, MalformedError, Reading
 from isthmus.gateway.tools.schemas import STRING, Schemas, as_json, kinds_of, properties_of, resolved
 
@@ -52,48 +52,55 @@ class QwenCoderParser(HermesParser):
     def _parameters(self, schema: Any) -> Reading[None]:
         """All of them, as one JSON object, which ends whatever comes then."""
         properties = properties_of(schema)
-        num_given = 0
+        num_given, word = 0, ""
         try:
             while True:
-                yield from self.span(SPACE)
-                word = yield from self.word(PARAMETER, END_FUNCTION)
+                if word not in (PARAMETER, END_FUNCTION):
+                    yield from self.span(SPACE)
+                    word = yield from self.word(PARAMETER, END_FUNCTION)
                 if word != PARAMETER:
                     break
                 key = yield from self._name()
                 self.drop()
                 self.argue(("{" if num_given == 0 else ", ") + json.dumps(key, ensure_ascii=False) + ": ")
                 num_given += 1
-                yield from self._value(kinds_of(properties.get(key), schema))
+                word = yield from self._value(kinds_of(properties.get(key), schema))
         finally:
             self.argue("}" if num_given else "{}")
         if not word:
             raise MalformedError
         self.drop()
 
-    def _value(self, kinds: frozenset[str]) -> Reading[None]:
+    def _value(self, kinds: frozenset[str]) -> Reading[str]:
+        """The value of one parameter; the mark that ended it."""
         if (yield from self.peek()) == "\n":
             self.take()
             self.drop()
         if kinds == STRING:
             self.argue('"')
             self._value_ends = self._argue_text
-            yield from self._lines(self._argue_text)
+            end = yield from self._lines(self._argue_text)
             self.argue('"')
         else:
             pieces: list[str] = []
             self._value_ends = lambda: self.argue("".join(pieces))
-            yield from self._lines(lambda: pieces.append(self.held()))
+            end = yield from self._lines(lambda: pieces.append(self.held()))
             self.argue(as_json("".join(pieces), kinds))
         self._value_ends = None
         self.drop()
+        return end
 
-    def _lines(self, put: Callable[[], None]) -> Reading[None]:
-        """The text up to the parameter's end and the line break before; `put` is told of each piece, which is held."""
+    def _lines(self, put: Callable[[], None]) -> Reading[str]:
+        """The text up to the parameter's end and the line break before; `put` is told of each piece, which is held.
+
+        The model may forget that end: where a line begins, the next parameter or the function's end is one, too.
+        """
         while True:
             char = yield from self.peek()
             if char == "<":
-                if (yield from self.word(END_PARAMETER)):
-                    return
+                others = (PARAMETER, END_FUNCTION) if self.held() == "\n" else ()
+                if end := (yield from self.word(END_PARAMETER, *others)):
+                    return end
             elif char == "\n":
                 if self.held():  # another line break, or what began like the end
                     put()
@@ -121,16 +128,15 @@ _CONSTRAINED = ("pattern", "minLength", "maxLength", "format")
 _COMBINED = ("allOf", "anyOf", "oneOf", "not", "if", "minProperties", "patternProperties", "propertyNames")
 
 
-def qwen_coder_grammar(schemas: Schemas, token_of: TokenOf, *, several: bool) -> str:
+def qwen_coder_grammar(schemas: Schemas, asked: Asked) -> str:
     """Calls of these functions, parameters in the order of the schema. Raises UnfollowableError: text within marks
     cannot be held to all that a schema can say of a string."""
-    rules = Rules(token_of)
+    rules = Rules(asked.token_of)
     functions = []
     for name, schema in schemas.items():
         inner = " ".join(_parameters_of(rules, name, schema))
         functions.append(f"{literal(f'{FUNCTION}{name}>' + chr(10))} {inner} {literal(END_FUNCTION)}")
-    call = rules.rule(f'{rules.mark(OPEN)} "\\n" {rules.any_of(functions)} "\\n" {rules.mark(CLOSE)}')
-    return rules.text(repeated(call, "\n", several=several))
+    return answer(rules, OPEN, f'"\\n" {rules.any_of(functions)} "\\n" {rules.mark(CLOSE)}', "\n", asked)
 
 
 def _parameters_of(rules: Rules, function: str, schema: Mapping[str, Any]) -> Sequence[str]:
@@ -162,4 +168,4 @@ def _value_of(rules: Rules, function: str, schema: Mapping[str, Any], root: Mapp
     for word in _CONSTRAINED:
         if word in schema:
             raise UnfollowableError(function, f"{word!r} of a string cannot be followed in this format")
-    return rules.rule(r"/(?s:.*)/", options=f"[suffix={literal(end)}]")
+    return rules.rule(TEXT, options=f"[suffix={literal(end)}]")

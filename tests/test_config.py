@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -21,6 +22,7 @@ from isthmus.config import (
     with_keys,
 )
 from isthmus.errors import ConfigError
+from isthmus.gateway.tools.formats import FORMATS
 
 # Adding an option means adding it here, and saying in the commit why it must exist.
 OPTIONS = """
@@ -450,3 +452,9 @@ def test_what_is_asked_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ISTHMUS_API_KEY", "sk-environment")
     assert (api_key("--api-key"), api_key("--api-key", "sk-flag")) == ("sk-environment", "sk-flag")
     assert "ISTHMUS_API_KEY" not in child_environment(1)
+
+
+def test_the_formats_of_tools_are_those_there_are() -> None:
+    assert get_args(Config.model_fields["tool_format"].annotation) == ("auto", *FORMATS)
+    with pytest.raises(ConfigError, match=r"tool_format: .*'hermes'"):
+        load_config(None, {"tool_format": "herms"})

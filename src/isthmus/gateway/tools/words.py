@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from itertools import groupby
 from typing import Any
 
 Message = Mapping[str, Any]
@@ -30,16 +31,11 @@ def in_words(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | N
     """The same conversation with the roles system, user and assistant alone. `tools`: definitions as clients send
     them; the arguments of past calls are objects."""
     written: list[dict[str, Any]] = []
-    after_result = False
-    for message in messages:
-        role = message.get("role")
-        if role == "tool" and after_result:
-            written[-1]["content"] += "\n" + _result(message)
-        elif role == "tool":
-            written.append({"role": "user", "content": _result(message)})
+    for are_results, some in groupby(messages, lambda message: message.get("role") == "tool"):
+        if are_results:
+            written.append({"role": "user", "content": "\n".join(map(_result, some))})
         else:
-            written.append(_with_calls(message))
-        after_result = role == "tool"
+            written += map(_with_calls, some)
     return _introduced(written, tools) if tools else written
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.gateway.tools.events import Arguments, CallBegun, Content, Event, put
+from isthmus.gateway.tools.events import Arguments, CallBegun, Content, Event, joined
 from isthmus.gateway.tools.formats import FORMATS
 
 SCHEMAS: dict[str, Any] = {
@@ -136,6 +136,17 @@ RECORDED = {
     ),
     "hermes-cut-at-end": Recorded(
         "hermes", '<tool_call>{"name": "now", "arguments": {}}\n</tool_', (("now", {}),)
+    ),
+    "hermes-half-a-pair": Recorded(
+        "hermes",
+        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+        (),
+        '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+    ),
+    "hermes-half-a-pair-in-a-string": Recorded(
+        "hermes",
+        r'<tool_call>{"name": "now", "arguments": "{\"a\": \"\ud800\"}"}</tool_call>',
+        (("now", '{"a": "\ud800"}'),),
     ),
     # Llama 3
     "llama3": Recorded(
@@ -288,11 +299,7 @@ RECORDED = {
 def parse(format_name: str, pieces: Sequence[str], schemas: Any = SCHEMAS) -> list[Event]:
     """All events, as if they had come at once."""
     parser = FORMATS[format_name].parser(schemas)
-    events: list[Event] = []
-    for found in (*(parser.push(piece) for piece in pieces), parser.flush()):
-        for event in found:
-            put(event, events)
-    return events
+    return joined([event for found in (*map(parser.push, pieces), parser.flush()) for event in found])
 
 
 def calls_of(events: Sequence[Event]) -> tuple[tuple[str, Any], ...]:
@@ -321,6 +328,7 @@ def test_recorded_answers(name: str) -> None:
     events = parse(recorded.format, [recorded.text])
     assert calls_of(events) == recorded.calls
     assert content_of(events) == recorded.content
+    assert all((event.name if isinstance(event, CallBegun) else event.text).encode() for event in events)
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -398,6 +406,15 @@ def test_the_time_grows_with_the_text() -> None:
     # A tenth of a second, if it grows so. With the square of the text it would be minutes.
     assert time.process_time() - started < 10
     assert parser.num_calls == 1
+
+
+@pytest.mark.parametrize("before", ["", "<function=write>\n<parameter=text>\n"])
+def test_the_time_grows_with_the_text_in_one_piece(before: str) -> None:
+    parser = FORMATS["qwen_coder"].parser(SCHEMAS)
+    started = time.process_time()
+    parser.push(before + ("\n<" + "x" * 998) * 20_000)
+    # A fifth of a second. With the square of the text it would be half a minute.
+    assert time.process_time() - started < 10
 
 
 def test_fields_that_are_no_part_of_a_call() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,20 @@ class Arguments:
 Event = Content | CallBegun | Arguments
 
 
-def put(event: Event, into: list[Event]) -> None:
-    """Adds `event`, as one with the last where both are pieces of the same text."""
-    last = into[-1] if into else None
-    if isinstance(last, Content) and isinstance(event, Content):
-        into[-1] = Content(last.text + event.text)
-    elif isinstance(last, Arguments) and isinstance(event, Arguments) and last.index == event.index:
-        into[-1] = Arguments(last.index, last.text + event.text)
-    else:
-        into.append(event)
+def joined(events: Sequence[Event]) -> list[Event]:
+    """The same with neighbours that are pieces of the same text as one."""
+    return [_one(list(pieces)) for _, pieces in groupby(events, _text_of)]
+
+
+def _text_of(event: Event) -> tuple[type, int]:
+    return type(event), 0 if isinstance(event, Content) else event.index
+
+
+def _one(pieces: list[Event]) -> Event:
+    match pieces:
+        case [Content(), _, *_]:
+            return Content("".join(each.text for each in pieces if isinstance(each, Content)))
+        case [Arguments(index), _, *_]:
+            return Arguments(index, "".join(each.text for each in pieces if isinstance(each, Arguments)))
+    [only] = pieces
+    return only

@@ -106,7 +106,7 @@ class JsonCallParser(CallParser):
             raise MalformedError
         text = yield from self.captured(self.value())
         try:
-            return str(json.loads(text, strict=False))
+            return _decoded(text)
         except ValueError:
             raise MalformedError from None
 
@@ -154,7 +154,14 @@ def _as_object(text: str) -> str:
     if not text.startswith('"'):
         return text
     try:
-        inner = json.loads(text, strict=False)
-        return str(inner) if isinstance(json.loads(inner), dict) else text
+        inner = _decoded(text)
+        return inner if isinstance(json.loads(inner), dict) else text
     except (ValueError, RecursionError):
         return text
+
+
+def _decoded(text: str) -> str:
+    """What a JSON string says. Raises ValueError, also where that is half a surrogate pair: no answer can hold one."""
+    decoded = str(json.loads(text, strict=False))
+    decoded.encode()
+    return decoded

@@ -15,7 +15,7 @@ import re
 from collections.abc import Generator, Sequence
 from typing import TypeVar
 
-from isthmus.gateway.tools.events import Arguments, CallBegun, Content, Event, put
+from isthmus.gateway.tools.events import Arguments, CallBegun, Content, Event, joined
 from isthmus.gateway.tools.schemas import Schemas
 
 T = TypeVar("T")
@@ -52,8 +52,7 @@ class CallParser:
         """What `text` settles."""
         self._text, self._at = text, 0
         next(self._reading)
-        found, self._found = self._found, []
-        return found
+        return self._settled()
 
     def flush(self) -> Sequence[Event]:
         """What is still held, at the end of the answer. Behind a call, white space and half a closing mark are not."""
@@ -61,8 +60,11 @@ class CallParser:
         if self.num_calls and any(marker.startswith(rest) for marker in ("", *self.closing)):
             self.drop()
         self.spill()
+        return self._settled()
+
+    def _settled(self) -> Sequence[Event]:
         found, self._found = self._found, []
-        return found
+        return joined(found)
 
     def read(self) -> Reading[None]:
         """Reads the answer; never ends."""
@@ -141,13 +143,13 @@ class CallParser:
     def spill(self) -> None:
         """What is held was content."""
         if text := self.held():
-            put(Content(text), self._found)
+            self._found.append(Content(text))
         self.drop()
 
     def begin(self, name: str) -> None:
         """A call has begun, with what is held."""
         self.drop()
-        put(CallBegun(self.num_calls, name), self._found)
+        self._found.append(CallBegun(self.num_calls, name))
         self.num_calls += 1
 
     def captured(self, reading: Reading[None]) -> Reading[str]:
@@ -168,7 +170,7 @@ class CallParser:
     def argue(self, text: str) -> None:
         """A piece of the latest call's arguments."""
         if text:
-            put(Arguments(self.num_calls - 1, text), self._found)
+            self._found.append(Arguments(self.num_calls - 1, text))
 
     def argue_held(self) -> None:
         """What is held is the next piece of the arguments."""

@@ -358,6 +358,37 @@ texts = st.lists(st.sampled_from(FRAGMENTS), max_size=24).map("".join) | st.samp
 )
 
 
+FURTHER = {
+    "hermes": ('<tool_call>{"name": "now", "arguments": {}}</tool_call>', "\n"),
+    "llama3": ('{"name": "now", "parameters": {}}', "; "),
+    "mistral": ("[TOOL_CALLS]now[ARGS]{}", ""),
+    "qwen_coder": ("<tool_call>\n<function=now>\n</function>\n</tool_call>", "\n"),
+}
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_the_head_of_a_further_call_that_was_cut_off_is_no_content(name: str) -> None:
+    call, between = FURTHER[name]
+    more = between + call
+    for at in range(len(more)):
+        events = parse(name, [call + more[:at]])
+        assert content_of(events) == ""
+        assert ("now", {}) in calls_of(events)
+
+
+def test_the_rest_of_a_list_that_was_cut_off_is_no_content() -> None:
+    text = RECORDED["mistral-several"].text
+    for at in range(text.index("}"), len(text)):
+        assert content_of(parse("mistral", [text[:at]])) == "Sure [1]."
+
+
+@pytest.mark.parametrize(
+    ("name", "mark"), [("hermes", "<"), ("llama3", "<|"), ("mistral", "["), ("qwen_coder", "<f")]
+)
+def test_half_a_mark_at_the_end_is_content_where_there_is_no_call(name: str, mark: str) -> None:
+    assert content_of(parse(name, [f"a {mark}"])) == f"a {mark}"
+
+
 @given(st.sampled_from(sorted(FORMATS)), texts, st.data())
 def test_cuts_change_nothing(name: str, text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
@@ -413,7 +444,7 @@ def test_the_time_grows_with_the_text_in_one_piece(before: str) -> None:
     parser = FORMATS["qwen_coder"].parser(SCHEMAS)
     started = time.process_time()
     parser.push(before + ("\n<" + "x" * 998) * 20_000)
-    # A fifth of a second. With the square of the text it would be half a minute.
+    # A fifth of a second. With the square of the text it would be minutes.
     assert time.process_time() - started < 10
 
 

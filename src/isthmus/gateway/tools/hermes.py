@@ -15,7 +15,6 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 class HermesParser(JsonCallParser):
     markers: tuple[str, ...] = (OPEN, CLOSE)
-    closing: tuple[str, ...] = (CLOSE,)
 
     def read(self) -> Reading[None]:
         while True:

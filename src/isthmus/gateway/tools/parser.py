@@ -34,8 +34,6 @@ class CallParser:
 
     markers: tuple[str, ...] = ()
     """Texts that the format is made of, which may be special tokens."""
-    closing: tuple[str, ...] = ()
-    """Of `markers` those that end a call."""
 
     def __init__(self, schemas: Schemas) -> None:
         self.num_calls = 0
@@ -55,9 +53,9 @@ class CallParser:
         return self._settled()
 
     def flush(self) -> Sequence[Event]:
-        """What is still held, at the end of the answer. Behind a call, white space and half a closing mark are not."""
-        rest = self.held().strip()
-        if self.num_calls and any(marker.startswith(rest) for marker in ("", *self.closing)):
+        """What is still held, at the end of the answer. Behind a call that is no content, but white space, half a mark
+        or the head of a further call that was cut off."""
+        if self.num_calls:
             self.drop()
         self.spill()
         return self._settled()

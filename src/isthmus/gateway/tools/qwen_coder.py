@@ -26,7 +26,6 @@ _LINE = re.compile(r"[^\n<]*")
 
 class QwenCoderParser(HermesParser):
     markers = (OPEN, CLOSE, FUNCTION)
-    closing = (END_FUNCTION, CLOSE)
 
     _value_ends: Callable[[], None] | None = None
     """What becomes of a value that is being read."""

@@ -104,6 +104,18 @@ def test_nothing_but_calls_has_no_content(post: Poster, backend: FakeBackend) ->
     assert len(choice["message"]["tool_calls"]) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_name_that_no_answer_can_hold_is_no_call(post: Poster, backend: FakeBackend, stream: bool) -> None:
+    text = r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>'
+    backend.script = lambda _: says([*folder.byte_tokens(text), folder.EOS])
+    if stream:
+        content, calls, *_ = streamed(post, tools=[NOW])
+        assert (content, calls) == (text, [])
+    else:
+        [choice] = post.chat(tools=[NOW]).json()["choices"]
+        assert choice["message"]["content"] == text
+
+
 def test_no_calls(post: Poster) -> None:
     [choice] = post.chat(tools=[NOW]).json()["choices"]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("hello", "stop")
@@ -308,6 +320,19 @@ def test_no_grammar_where_the_model_may_choose(post: Poster, backend: FakeBacken
     assert [job.sampling.grammar for job in backend.jobs] == ["", ""]
 
 
+@pytest.mark.parametrize("form", [None, {"type": "json_object"}])
+def test_no_call_is_read_from_an_answer_of_another_form(
+    tmp_path: Path, backend: FakeBackend, form: Any
+) -> None:
+    text = '{"name": "now", "parameters": {}}'
+    backend.script = lambda _: says([*folder.byte_tokens(text), folder.EOS])
+    post = poster(chat_templates.LLAMA31, tmp_path, backend)
+    described = {**NOW, "function": {"name": "now", "description": "The time"}}
+    [choice] = post.chat(tools=[described], response_format=form).json()["choices"]
+    assert choice["message"]["content"] == (text if form else None)
+    assert choice["finish_reason"] == ("stop" if form else "tool_calls")
+
+
 STRICT = {"type": "function", "function": FORCED | {"strict": True}}
 
 
@@ -349,6 +374,11 @@ def with_parameters(**schema: Any) -> dict[str, Any]:
         ),
         ({"tools": [with_parameters(properties=5)]}, "tools[0].function.parameters", "cannot be followed"),
         ({"tools": [with_parameters(required="a")]}, "tools[0].function.parameters", "cannot be followed"),
+        (
+            {"tools": [with_parameters(properties={}, required=["a"], additionalProperties=False)]},
+            "tools[0].function.parameters",
+            "cannot be followed",
+        ),
         ({"tools": [NOW], "guided_regex": "a"}, "guided_regex", "each say how the answer must look"),
     ],
 )

@@ -10,7 +10,7 @@ from llguidance import LLMatcher
 
 from isthmus.errors import ConfigError, RequestError
 from isthmus.gateway.requests import ChatRequest, TemplateFields
-from isthmus.gateway.structured import check_grammar
+from isthmus.gateway.structured import check_grammar, grammar_of
 from isthmus.gateway.template import ChatTemplate
 from isthmus.gateway.tokenizer import GatewayTokenizer
 from isthmus.gateway.tool_fields import NamedFunction
@@ -116,7 +116,9 @@ def tool_use(request: ChatRequest, form: Format | None) -> ToolUse | None:
         raise RequestError(f"'tools' has two functions of the name {twice!r}", param="tools")
     if isinstance(choice, NamedFunction) and choice.name not in names:
         raise RequestError(f"'tool_choice' names {choice.name!r}, which 'tools' has not", param="tool_choice")
-    if choice == "none":
+    forced = choice not in (None, "none", "auto")
+    # What else says how the answer must look leaves no room for calls that are not forced.
+    if choice == "none" or (not forced and grammar_of(request)[0]):
         return None
     if form is None:
         message = "'tools': how this model writes calls is not known; the server can be told (--tool-format)"
@@ -126,6 +128,6 @@ def tool_use(request: ChatRequest, form: Format | None) -> ToolUse | None:
         format=form,
         schemas=schemas,
         several=request.parallel_tool_calls is not False,
-        forced=choice not in (None, "auto"),
+        forced=forced,
         strict=all(tool.function.strict for tool in request.tools or ()),
     )

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from isthmus.gateway.tools.schemas import required_of
+
 MAX_CALLS = 16
 """In one answer, where there may be several: a small model that is free to go on does."""
 
@@ -117,10 +119,17 @@ def _closed(schema: Any) -> Any:
     closed = dict(schema)
     if isinstance(schema.get("properties"), Mapping):
         closed["properties"] = {name: _closed(inner) for name, inner in schema["properties"].items()}
-        closed.setdefault("additionalProperties", False)
+        if "additionalProperties" not in schema:
+            closed["properties"] = {**closed["properties"], **_only_required(schema)}
+            closed["additionalProperties"] = False
     if "items" in schema:
         closed["items"] = _closed(schema["items"])
     return closed
+
+
+def _only_required(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Properties that must be there, and of which nothing else is said."""
+    return {name: {} for name in required_of(schema) if name not in schema["properties"]}
 
 
 def json_calls(rules: Rules, schemas: Mapping[str, Mapping[str, Any]], arguments: str) -> str:

@@ -16,7 +16,15 @@ from isthmus.gateway.tools.events import Event
 from isthmus.gateway.tools.hermes import CLOSE, OPEN, HermesParser
 from isthmus.gateway.tools.lark import TEXT, Asked, Rules, UnfollowableError, answer, literal
 from isthmus.gateway.tools.parser import SPACE, MalformedError, Reading
-from isthmus.gateway.tools.schemas import STRING, Schemas, as_json, kinds_of, properties_of, resolved
+from isthmus.gateway.tools.schemas import (
+    STRING,
+    Schemas,
+    as_json,
+    kinds_of,
+    properties_of,
+    required_of,
+    resolved,
+)
 
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
@@ -143,7 +151,7 @@ def _parameters_of(rules: Rules, function: str, schema: Mapping[str, Any]) -> Se
     for word in _COMBINED:
         if word in root:
             raise UnfollowableError(function, f"{word!r} cannot be followed in this format")
-    required = root.get("required", [])
+    required = required_of(root)
     properties = {**{name: {} for name in required}, **properties_of(schema)}
     found = []
     for name, inner in properties.items():
@@ -161,7 +169,7 @@ def _value_of(rules: Rules, function: str, schema: Mapping[str, Any], root: Mapp
         definitions = {word: root[word] for word in ("$defs", "definitions") if word in root}
         return f"{rules.json({**schema, **definitions})} {literal(end)}"
     words = schema.get("enum", [schema["const"]] if "const" in schema else None)
-    if words is not None:
+    if isinstance(words, list):
         written = [word if isinstance(word, str) else json.dumps(word) for word in words]
         return f"{rules.any_of([literal(word) for word in written])} {literal(end)}"
     for word in _CONSTRAINED:

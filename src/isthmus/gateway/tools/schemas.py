@@ -35,6 +35,12 @@ def properties_of(schema: Any) -> Mapping[str, Any]:
     return properties if isinstance(properties, Mapping) else {}
 
 
+def required_of(schema: Mapping[str, Any]) -> list[str]:
+    """Names of the properties that an object must have."""
+    required = schema.get("required")
+    return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+
+
 def kinds_of(schema: Any, root: Any) -> frozenset[str]:
     """The JSON types a value may have; just a string where the schema says nothing of it."""
     kinds: set[str] = set()

@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_CHARS = 1 << 17
 LIMITS = LLParserLimits(
-    max_items_in_row=1_000,
+    max_items_in_row=2_000,
     step_max_items=20_000,
     max_lexer_states=50_000,
     max_grammar_size=200_000,

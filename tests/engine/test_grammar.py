@@ -5,6 +5,7 @@ import random
 import threading
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from isthmus.engine.recipe import recipe_of
 from isthmus.engine.sampling import sample
 from isthmus.files import end_tokens, open_files
 from isthmus.files import grammar as files_grammar
+from isthmus.files.grammar import GrammarError, compile_grammar, grammar_tokenizer
 from isthmus.types import Sampling
 from tests.models import EOS, make_model
 from tests.schemas import grammar, object_schema, validate
@@ -367,3 +369,42 @@ def test_the_emulated_engine_obeys() -> None:
         outputs = answer(engine, Sampling(grammar=grammar(wanted)), [seed, 3, 4])
         assert outputs[-1] == END
         validate(text_of(outputs), wanted)
+
+
+OF_BYTES = grammar_tokenizer(open_files(bytes_folder()).required("tokenizer.json"), [257])
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"multipleOf": 99_991},
+        {"multipleOf": 1e5 + 3},
+        {"multipleOf": 9.9991},
+        {"multipleOf": 10**18 + 1},
+        {"type": "object", "properties": {"a": {"items": {"multipleOf": -99_991}}}},
+        {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]},
+        {"$ref": "#/$defs/a", "multipleOf": 997, "$defs": {"a": {"type": "integer", "multipleOf": 991}}},
+    ],
+)
+def test_multiples_that_the_library_would_count_up_to_are_refused(schema: dict[str, Any]) -> None:
+    for text in (LLMatcher.grammar_from_json_schema(schema), f"start: %json {json.dumps(schema)}"):
+        for spelled in (text, text.replace("multipleOf", "multiple\\u004ff")):
+            with pytest.raises(GrammarError, match="'multipleOf' is followed up to"):
+                compile_grammar(spelled, OF_BYTES)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "number", "multipleOf": 0.01},
+        {"type": "integer", "multipleOf": 100_000},
+        {"type": "integer", "multipleOf": 9_973, "maximum": 99_999, "minimum": 0},
+        {
+            "type": "object",
+            "properties": {"a": {"type": "integer", "multipleOf": 97}, "b": {"multipleOf": 9_001}},
+        },
+        {"type": "string", "enum": ["multipleOf: 99991"]},
+    ],
+)
+def test_other_multiples_are_followed(schema: dict[str, Any]) -> None:
+    compile_grammar(LLMatcher.grammar_from_json_schema(schema), OF_BYTES)

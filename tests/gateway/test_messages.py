@@ -7,6 +7,9 @@ import pytest
 
 from isthmus.gateway.messages import Message
 
+from .fake import FakeBackend
+from .inprocess import Poster
+
 read: Any = pydantic.TypeAdapter(Message).validate_python
 
 
@@ -108,3 +111,21 @@ def test_an_assistant_may_have_said_nothing() -> None:
 def test_reasoning_reaches_the_template_by_its_names(name: str) -> None:
     message = shown(read({"role": "assistant", "content": "x", name: "hm"}))
     assert (message["reasoning_content"], message["thinking"]) == ("hm", "hm")
+
+
+@pytest.mark.parametrize("arguments", ['{"a": "\\ud800"}', '{"a": ' + "[" * 900 + "]" * 900 + "}"])
+def test_arguments_that_no_prompt_can_hold(post: Poster, arguments: str) -> None:
+    """Half a character is shown as it was written; what is nested too deep is refused, at whatever depth that is."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    said = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    response = post.chat(messages=[*said, {"role": "tool", "content": "1", "tool_call_id": "a"}])
+    assert response.status_code in (200, 400), response.text
+    if response.status_code == 400:
+        assert response.json()["error"]["param"] == "messages"
+
+
+def test_marks_for_other_servers_caches(post: Poster, backend: FakeBackend) -> None:
+    part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
+    assert post.chat(messages=[{"role": "user", "content": [part]}]).status_code == 200
+    assert post.chat().status_code == 200
+    assert backend.jobs[0].tokens == backend.jobs[1].tokens

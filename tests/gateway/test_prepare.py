@@ -13,6 +13,12 @@ from . import folder
 from .fake import FakeBackend
 from .inprocess import Poster
 
+MESSAGES = [{"role": "user", "content": "hi"}]
+CALL = {
+    "role": "assistant",
+    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": " " * 30_000}}],
+}
+
 
 def refused(response: Any, param: str, words: str) -> None:
     assert response.status_code == 400
@@ -106,3 +112,32 @@ def test_long_texts_are_tokenised_in_a_thread(
     assert post.complete(prompt="x" * 10).status_code == 200
     assert threads[0] is not threading.main_thread()
     assert threads[1] is threading.main_thread()
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "fields"),
+    [
+        ("encode_chat", "/v1/chat/completions", {"messages": MESSAGES, "documents": [{"text": "x" * 30_000}]}),
+        ("encode_chat", "/v1/chat/completions", {"messages": [*MESSAGES, CALL]}),
+        ("words_as_tokens", "/v1/completions", {"prompt": "x", "bad_words": ["x" * 200] * 200}),
+        ("token_bytes", "/tokenize", {"prompt": "x" * 30_000, "return_token_strs": True}),
+        ("decode", "/detokenize", {"tokens": [1] * 30_000}),
+    ],
+)
+def test_whatever_is_long_is_worked_on_in_a_thread(
+    post: Poster,
+    tokenizer: GatewayTokenizer,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    path: str,
+    fields: Any,
+) -> None:
+    threads, work = [], getattr(tokenizer, method)
+
+    def recording(*arguments: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread())
+        return work(*arguments, **options)
+
+    monkeypatch.setattr(tokenizer, method, recording)
+    post.post(path, **fields)
+    assert threads and threads[0] is not threading.main_thread()

@@ -82,7 +82,7 @@ BAD = {
     "model": [1],
     "min_tokens": [-1],
     "allowed_token_ids": [[], [-1], "x"],
-    "bad_words": [[""], "x", [1]],
+    "bad_words": [[""], "x", [1], ["x" * 257]],
     "prompt_logprobs": [-1, 21],
     "truncate_prompt_tokens": [-2, 0, 1.5],
     "truncation_side": ["middle"],

@@ -121,6 +121,8 @@ def open_engine(config: Config, folder: Path, threads: int, facts: NodeFacts, *,
     ConfigError or StartError."""
     make = _open_emulated if config.engine.kind == "emulated" else _open_torch
     engine = make(config, folder, threads, facts, stage)
+    if stage == facts.pipeline - 1:  # the one that samples
+        engine.constraints.read()
     if config.network.compression == "int8":  # then any block may have been through it, and its name says so
         engine.layout = msgspec.structs.replace(engine.layout, codec="int8")
     return engine

@@ -170,6 +170,7 @@ def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, An
         created_s=int(time.time()),
     )
     tokenizer = GatewayTokenizer.load(model.tokenizer)
+    tokenizer.read_for_grammars()
     cluster = LocalCluster(config, folder, card, launcher)
     settings = GatewaySettings(
         keys=tuple(ApiKey(key.tenant, bytes.fromhex(key.sha256)) for key in config.auth.keys),

@@ -254,7 +254,8 @@ class Runs:
 
     def _broken(self, execution: Execution) -> dict[RequestId, Broken]:
         objection = self.engine.constraints.objection
-        reasons = [(piece.request, objection(attempt.row)) for attempt, piece in execution.sampled]
+        followed = [(a, piece) for a, piece in execution.sampled if a.task.sampling.grammar]
+        reasons = [(piece.request, objection(attempt.row)) for attempt, piece in followed]
         return {key: Broken(key, reason, final=True) for key, reason in reasons if reason}
 
     @staticmethod

@@ -40,6 +40,11 @@ class Constraints:
         self._thread = ThreadPoolExecutor(1, "constraints")  # one: steps in their order
         self._listed: WeakKeyDictionary[Row, NDArray[np.bool_]] = WeakKeyDictionary()
 
+    def read(self) -> None:
+        """Reads the tokenizer, which nobody else in the process can do anything beside for a second or three: so before
+        anybody waits."""
+        self._grammars.read()
+
     def prepare(self, sampling: Sampling) -> None:
         """Begins with what a first token will need. From any thread."""
         if sampling.grammar:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -27,7 +28,7 @@ from isthmus.errors import ModelError
 from isthmus.files import end_tokens, open_files
 from isthmus.files.grammar import GrammarError, check, compile_grammar, grammar_tokenizer
 
-MAX_COMPILED = 32
+MAX_COMPILED = 128
 """So many grammars stay compiled."""
 
 
@@ -68,6 +69,11 @@ class Grammars:
         self._followed: WeakKeyDictionary[Row, _Followed] = WeakKeyDictionary()
         self._compiler = ThreadPoolExecutor(1, "grammar-compiler")
         self._executor: LLExecutor | None = None
+
+    def read(self) -> None:
+        """Reads the tokenizer, if there is one that serves; what is wrong with it is said of each grammar."""
+        with suppress(GrammarError, ModelError):
+            self._read_tokenizer()
 
     def prepare(self, grammar: str) -> None:
         """Begins to compile it, unless that was done."""
@@ -128,7 +134,7 @@ class Grammars:
     def _compile(self, grammar: str) -> _Followed:
         try:
             return _Followed(compile_grammar(grammar, self._read_tokenizer()), "")
-        except (GrammarError, ModelError) as error:
+        except (GrammarError, ModelError, RuntimeError) as error:  # the last where no thread can be started
             return _Followed(None, f"the grammar cannot be followed: {error}")
 
     def _read_tokenizer(self) -> LLTokenizer:

@@ -88,9 +88,9 @@ def _operations(
     completion = GenerationEndpoint(service, CompletionRequest, preparer.completion, CompletionDialect)
     responses = ResponsesPreparer(preparer)
     response = GenerationEndpoint(service, ResponsesRequest, responses.prepare, ResponsesDialect)
-    texts, limit = TokenizeEndpoints(preparer), settings.max_body_bytes
-    tokenize = JsonEndpoint(TokenizeRequest, texts.tokenize, limit)
-    detokenize = JsonEndpoint(DetokenizeRequest, texts.detokenize, limit)
+    texts = TokenizeEndpoints(preparer)
+    tokenize = JsonEndpoint(TokenizeRequest, texts.tokenize, settings)
+    detokenize = JsonEndpoint(DetokenizeRequest, texts.detokenize, settings)
     pages = _Pages(backend, meter)
     return [
         Operation(

@@ -201,16 +201,16 @@ TokenIds = Checked(parse_token_ids, {"type": "array", "items": TOKEN})
 SomeTokenIds = Checked(_parse_some_token_ids, {"type": "array", "items": TOKEN, "minItems": 1})
 
 
-def texts(least: int, most: int) -> Checked:
-    """A list of `least` to `most` strings that are not empty."""
+def texts(least: int, most: int, longest: int) -> Checked:
+    """A list of `least` to `most` strings of 1 to `longest` characters."""
 
     def check(value: Any) -> tuple[str, ...]:
         fine = isinstance(value, list) and least <= len(value) <= most
-        if not fine or not all(isinstance(each, str) and each for each in value):
-            raise refuse(f"must be a list of {least} to {most} strings, none of them empty")
+        if not fine or not all(isinstance(each, str) and 1 <= len(each) <= longest for each in value):
+            raise refuse(f"must be a list of {least} to {most} strings, each of 1 to {longest} characters")
         return tuple(value)
 
-    items = {"type": "string", "minLength": 1}
+    items = {"type": "string", "minLength": 1, "maxLength": longest}
     return Checked(check, {"type": "array", "items": items, "minItems": least, "maxItems": most})
 
 

@@ -15,7 +15,7 @@ from isthmus.errors import IsthmusError
 from isthmus.gateway.backend import Backend
 from isthmus.gateway.choice import Choice, Delta, joined
 from isthmus.gateway.flow import ClientGoneError, cancel_all, run
-from isthmus.gateway.http import JSON_HEADERS, EventWriter, read_body, send_body
+from isthmus.gateway.http import JSON_HEADERS, EventWriter, off_loop, read_body, send_body
 from isthmus.gateway.identity import hex_id
 from isthmus.gateway.metrics import ChoiceTimer, Meter
 from isthmus.gateway.prepare import PreparedRequest
@@ -46,13 +46,19 @@ class JsonEndpoint:
 
     kind: Any
     answer: Callable[[Any], Awaitable[msgspec.Struct]]
-    max_body_bytes: int
+    settings: GatewaySettings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises IsthmusError."""
         with suppress(ClientGoneError):
-            body = await read_body(scope, receive, self.max_body_bytes)
-            await send_body(send, encode(await self.answer(parse_body(self.kind, body))), JSON_HEADERS)
+            asked = await _read(self.kind, scope, receive, self.settings)
+            await send_body(send, encode(await self.answer(asked)), JSON_HEADERS)
+
+
+async def _read(kind: Any, scope: Scope, receive: Receive, settings: GatewaySettings) -> Any:
+    """The body as a `kind`. Raises RequestError."""
+    body = await read_body(scope, receive, settings.max_body_bytes)
+    return await off_loop(len(body) > settings.long_prompt_chars, lambda: parse_body(kind, body))
 
 
 @dataclass(frozen=True)
@@ -73,8 +79,8 @@ class GenerationEndpoint:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival_s = time.perf_counter()
-        body = await read_body(scope, receive, self.service.settings.max_body_bytes)
-        prepared = await self.plan(parse_body(self.kind, body), hex_id(scope), terms_of(scope))
+        asked = await _read(self.kind, scope, receive, self.service.settings)
+        prepared = await self.plan(asked, hex_id(scope), terms_of(scope))
         dialect = self.dialect(prepared, self.service.tokenizer.token_bytes)
         answer = self._stream if prepared.writing.stream else self._answer
         # From here to `run`, which cancels what is left, nothing may await or fail.

@@ -30,16 +30,17 @@ def _parse_part(part: Any, where: str) -> str:
         raise refuse(f"{where} has type {part['type'][:40]!r}; only 'text' is supported")
     if not isinstance(part.get("text"), str):
         raise refuse(f"{where} must have a string in its field 'text'")
-    extra = sorted(part.keys() - {"type", "text"})
+    extra = sorted(part.keys() - _PART["properties"].keys())
     if extra:
         raise refuse(f"{where} has an unknown field {extra[0][:40]!r}")
     text: str = part["text"]
     return text
 
 
-_PART = {
+_PART: dict[str, Any] = {
     "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    # What other servers are to cache up to here; no answer would be another.
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}, "cache_control": {}},
     "required": ["type", "text"],
     "additionalProperties": False,
 }
@@ -50,6 +51,12 @@ SomeContent = Annotated[Any, Checked(_parse_content, _CONTENT)]
 
 class _Message(Strict):
     name: str | None = label()
+    content: SomeContent = None
+
+    @property
+    def num_chars(self) -> int:
+        """About how long it is in a prompt."""
+        return 16 + len(self.content or "")
 
     def for_template(self) -> dict[str, Any]:
         """What of it a template may show; None where it has no such thing."""
@@ -83,6 +90,7 @@ class CalledFunction(Strict):
         """Templates want arguments as an object. What is none is shown as the model wrote it."""
         try:
             arguments = json.loads(self.arguments or "{}")
+            json.dumps(arguments, ensure_ascii=False).encode()  # half a character is no text
         except (ValueError, RecursionError):
             arguments = None
         return {"name": self.name, "arguments": arguments if isinstance(arguments, dict) else self.arguments}
@@ -101,7 +109,6 @@ class ToolCall(Strict):
 
 class AssistantMessage(_Message):
     role: Literal["assistant"]
-    content: SomeContent = None
     tool_calls: list[ToolCall] | None = Field(default=None, fail_fast=True, description="a list of calls")
     reasoning_content: str | None = text()
     reasoning: str | None = text()
@@ -111,6 +118,10 @@ class AssistantMessage(_Message):
     audio: Annotated[Any, Refused] = None
     annotations: Annotated[Any, only([])] = None
     function_call: Annotated[Any, Refused] = None
+
+    @property
+    def num_chars(self) -> int:
+        return super().num_chars + sum(16 + len(call.function.arguments) for call in self.tool_calls or ())
 
     def for_template(self) -> dict[str, Any]:
         shown = super().for_template()

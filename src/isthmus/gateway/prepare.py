@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from isthmus.errors import RequestError
 from isthmus.gateway.auth import salt_of
+from isthmus.gateway.http import off_loop
 from isthmus.gateway.limits import answer_tokens, check_prompt, truncated
 from isthmus.gateway.problems import UnknownModelError
 from isthmus.gateway.requests import ChatRequest, CompletionRequest, GenerationRequest, Prompt, TemplateFields
@@ -111,7 +112,7 @@ class RequestPreparer:
         asked = max((k for k in (request.prompt_logprobs, _echoed(request)) if k is not None), default=None)
         sampler = await self._sampler(request, request.logprobs, asked)
         self._check_count(len(request.prompt), request.n or 1)
-        prompts = await self._off_loop(
+        prompts = await self.off_loop(
             sum(len(prompt) for prompt in request.prompt if isinstance(prompt, str)),
             lambda: [self._prompt(prompt, request) for prompt in request.prompt],
         )
@@ -122,18 +123,19 @@ class RequestPreparer:
         if request.add_generation_prompt and request.continue_final_message:
             message = "'add_generation_prompt' and 'continue_final_message' contradict each other: give one"
             raise RequestError(message, param="continue_final_message")
-        options = _template_options(request)
-        messages = [message.for_template() for message in request.messages]
-        special = bool(add_special_tokens)
-        return await self._off_loop(
-            sum(len(str(value)) for message in messages for value in message.values()),
-            lambda: tuple(self.tokenizer.encode_chat(messages, add_special_tokens=special, **options)),
-        )
+        options, special = _template_options(request), bool(add_special_tokens)
+
+        def tokens() -> Tokens:
+            messages = [message.for_template() for message in request.messages]
+            return tuple(self.tokenizer.encode_chat(messages, add_special_tokens=special, **options))
+
+        num_chars = sum(message.num_chars for message in request.messages)
+        return await self.off_loop(num_chars + len(str(options)), tokens)
 
     async def text_tokens(self, text: str, add_special_tokens: bool | None) -> Tokens:
         """Tokens of a text."""
         special = add_special_tokens is not False
-        return await self._off_loop(
+        return await self.off_loop(
             len(text), lambda: tuple(self.tokenizer.encode_text(text, add_special_tokens=special))
         )
 
@@ -154,7 +156,7 @@ class RequestPreparer:
             message = "'best_of' is supported only as equal to 'n': answers are not ranked"
             raise RequestError(message, param="best_of")
         if request.stream and request.prompt_logprobs is not None:
-            message = "'prompt_logprobs' come in one piece: leave it out, or stream"
+            message = "'prompt_logprobs' come in one piece: leave it out, or do not stream"
             raise RequestError(message, param="prompt_logprobs")
         grammar, param = grammar_of(request)
         if calls and grammar:
@@ -163,13 +165,15 @@ class RequestPreparer:
         if grammar:
             # In a thread: a large schema takes its time, and the library lets others run meanwhile.
             await asyncio.to_thread(lambda: check_grammar(grammar, param, self.tokenizer.for_grammars))
+        words = request.bad_words or ()
+        bad_words = await self.off_loop(sum(map(len, words)), lambda: self.tokenizer.words_as_tokens(words))
         return sampler_of(
             request,
             self.tokenizer.generation,
             self.card,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            bad_words=self.tokenizer.words_as_tokens(request.bad_words or ()),
+            bad_words=bad_words,
             grammar=calls or grammar,
         )
 
@@ -240,11 +244,9 @@ class RequestPreparer:
         most = answer_tokens(len(kept), asked, self.card, param="max_tokens", default=default)
         return _Prompt(kept, max(1, most), text or "")  # no job is without a token; it is not shown
 
-    async def _off_loop(self, num_chars: int, tokenise: Callable[[], Result]) -> Result:
-        """Long texts are tokenised in a thread, so that other requests' tokens keep flowing."""
-        if num_chars > self.settings.long_prompt_chars:
-            return await asyncio.to_thread(tokenise)
-        return tokenise()
+    async def off_loop(self, num_chars: int, work: Callable[[], Result]) -> Result:
+        """Work on long texts is done in a thread."""
+        return await off_loop(num_chars > self.settings.long_prompt_chars, work)
 
 
 def _writing(request: GenerationRequest) -> Writing:

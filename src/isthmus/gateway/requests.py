@@ -71,7 +71,7 @@ class GenerationRequest(Strict):
     """llama.cpp's and Ollama's word for `repetition_penalty`."""
     logit_bias: Annotated[Any, LogitBias] = None
     allowed_token_ids: Annotated[Any, SomeTokenIds] = None
-    bad_words: Annotated[Any, f.texts(0, MAX_BAD_WORDS)] = None
+    bad_words: Annotated[Any, f.texts(0, MAX_BAD_WORDS, f.MAX_LABEL_CHARS)] = None
     max_tokens: int | None = f.num_tokens(1)
     min_tokens: int | None = f.integer(0, f.MAX_INT)
     n: int | None = f.integer(1, MAX_CHOICES)
@@ -100,7 +100,7 @@ class GenerationRequest(Strict):
     structured_outputs: StructuredOutputs | None = Field(default=None, description="an object")
     guided_json: Annotated[Any, Schema] = None
     guided_regex: str | None = f.regex()
-    guided_choice: Annotated[Any, f.texts(1, structured.MAX_CHOICES)] = None
+    guided_choice: Annotated[Any, f.texts(1, structured.MAX_CHOICES, f.MAX_STOP_CHARS)] = None
     guided_grammar: str | None = f.text()
     regex: str | None = f.regex()
     """SGLang's word for `guided_regex`."""

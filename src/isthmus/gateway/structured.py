@@ -70,7 +70,7 @@ class StructuredOutputs(Strict):
     json_: Annotated[Any, Schema] = Field(default=None, alias="json")
     json_object: bool | None = f.boolean()
     regex: str | None = f.regex()
-    choice: Annotated[Any, f.texts(1, MAX_CHOICES)] = None
+    choice: Annotated[Any, f.texts(1, MAX_CHOICES, f.MAX_STOP_CHARS)] = None
     grammar: str | None = f.text()
     disable_any_whitespace: bool | None = f.boolean()
     disable_additional_properties: Annotated[Any, only(False)] = None

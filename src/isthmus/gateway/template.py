@@ -54,17 +54,35 @@ class ChatTemplate:
         `tools`: definitions as clients send them; None and none at all are the same. Arguments of past calls are
         objects. Raises RequestError if the template refuses.
         """
+        try:
+            return self._rendered(
+                messages,
+                tools,
+                {
+                    **self._special_tokens,
+                    **_extra(chat_template_kwargs or {}),
+                    "tools": list(tools) if tools else None,
+                    "documents": documents,
+                    "add_generation_prompt": add_generation_prompt,
+                },
+                continue_final_message=continue_final_message,
+            )
+        except RecursionError:
+            message = "these messages and tools hold values nested too deep for the chat template"
+            raise RequestError(message, param="messages") from None
+
+    def _rendered(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        context: Mapping[str, Any],
+        *,
+        continue_final_message: bool,
+    ) -> str:
         template = self._tool_template if tools or any(map(_is_about_tools, messages)) else self._template
         adapted = [template.adapted(message) for message in messages]
         if not template.knows_tools:
             adapted = in_words(adapted, tools)
-        context = {
-            **self._special_tokens,
-            **_extra(chat_template_kwargs or {}),
-            "tools": list(tools) if tools else None,
-            "documents": documents,
-            "add_generation_prompt": add_generation_prompt,
-        }
         if continue_final_message:
             return _continued(template, adapted, context)
         return template.render(adapted, context)

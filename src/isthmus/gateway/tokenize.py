@@ -40,11 +40,16 @@ class TokenizeEndpoints:
             tokens = await preparer.text_tokens(request.prompt, special)
         texts: list[str] | UnsetType = UNSET
         if request.return_token_strs:
-            texts = [token_text(preparer.tokenizer.token_bytes(token)) for token in tokens]
+            token_bytes = preparer.tokenizer.token_bytes
+            texts = await preparer.off_loop(
+                len(tokens), lambda: [token_text(token_bytes(token)) for token in tokens]
+            )
         return TokenizeReply(len(tokens), preparer.card.max_length, tokens, texts)
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizeReply:
         """Raises RequestError."""
-        self.preparer.check_model(request.model)
-        check_vocabulary(request.tokens, self.preparer.card, "tokens")
-        return DetokenizeReply(self.preparer.tokenizer.decode(request.tokens, special=True))
+        preparer, tokens = self.preparer, request.tokens
+        preparer.check_model(request.model)
+        check_vocabulary(tokens, preparer.card, "tokens")
+        text = await preparer.off_loop(len(tokens), lambda: preparer.tokenizer.decode(tokens, special=True))
+        return DetokenizeReply(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,12 @@ class GatewayTokenizer:
             return grammar_tokenizer(self._tokenizer.to_str(), self.generation.eos)
         except GrammarError as error:
             raise RequestError(f"no grammar can be followed: {error}") from None
+
+    def read_for_grammars(self) -> None:
+        """Before anybody waits: for a second or three nothing else in the process runs. What is wrong is said of each
+        grammar."""
+        with suppress(RequestError):
+            _ = self.for_grammars
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes one token stands for by itself; they may be part of a character. Empty if no such token."""

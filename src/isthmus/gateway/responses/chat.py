@@ -62,7 +62,8 @@ class ResponsesPreparer:
         self, request: ResponsesRequest, hex_id: str, terms: Terms, error: RequestError
     ) -> PreparedResponse:
         """Without as many turns at the beginning as must go. Raises `error` where the last one is too long."""
-        turns, fitting = later_turns(request.input), None
+        # A turn is a token at least, so earlier ones need not be tried.
+        turns, fitting = later_turns(request.input)[-self.preparer.card.max_length :], None
         least, most = 0, len(turns)
         while least < most:
             at = (least + most) // 2

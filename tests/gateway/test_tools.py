@@ -41,7 +41,7 @@ CALLS = [("get_weather", '{"city": "Paris"}'), ("now", "{}")]
 @pytest.fixture
 def backend(backend: FakeBackend) -> FakeBackend:
     """One that reads longer prompts."""
-    backend.card = msgspec.structs.replace(backend.card, max_length=4096)
+    backend.card = msgspec.structs.replace(backend.card, max_length=1_000_000)
     return backend
 
 
@@ -349,6 +349,32 @@ def test_calls_that_must_follow_their_schemas(
     assert backend.jobs[-1].sampling.grammar == ""
     assert post.chat(tools=[STRICT], guided_choice=["a"]).status_code == 200
     assert backend.jobs[-1].sampling.grammar not in ("", grammar)
+
+
+def many(count: int, *, strict: bool = False) -> list[dict[str, Any]]:
+    """Functions with much to say of themselves, and little in their schemas."""
+    told = {"type": "integer", "description": "x" * 300}
+    functions: list[dict[str, Any]] = [
+        {"name": f"f{k}", "parameters": {"properties": {f"n{k}": told}}} for k in range(count)
+    ]
+    return [{"type": "function", "function": each | {"strict": strict}} for each in functions]
+
+
+def test_a_call_of_many_functions_is_forced_as_far_as_a_grammar_goes(
+    post: Poster, backend: FakeBackend
+) -> None:
+    assert post.chat(tools=many(400), tool_choice="required").status_code == 200
+    assert "f399" in backend.jobs[-1].sampling.grammar
+    error = post.chat(tools=many(1000), tool_choice="required").json()["error"]
+    assert (error["param"], "too many to force" in error["message"]) == ("tools", True)
+    named = {"type": "function", "function": {"name": "f7"}}
+    assert post.chat(tools=many(1000), tool_choice=named).status_code == 200
+    assert "n7" in backend.jobs[-1].sampling.grammar
+
+
+def test_too_many_strict_functions_are_called_without_a_grammar(post: Poster, backend: FakeBackend) -> None:
+    assert post.chat(tools=many(1000, strict=True)).status_code == 200
+    assert backend.jobs[-1].sampling.grammar == ""
 
 
 CHOSEN = 'Well.\n<tool_call>\n{"name": "choose", "arguments": {"n": 2}}\n</tool_call>'

@@ -9,6 +9,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from isthmus.errors import ConfigError, RequestError
+from isthmus.files.grammar import MAX_CHARS
 from isthmus.gateway.requests import ChatRequest, TemplateFields
 from isthmus.gateway.structured import check_grammar, grammar_of
 from isthmus.gateway.template import ChatTemplate
@@ -55,7 +56,8 @@ class CallReader:
 
 
 def call_grammar(request: ChatRequest, use: ToolUse, tokenizer: GatewayTokenizer) -> str:
-    """Of an answer that must be a call, or in which calls must follow their schemas. May take a second for large ones.
+    """Of an answer that must be a call, or in which calls must follow their schemas; "" where none must be and
+    there are too many functions for one grammar. May take seconds for large ones.
 
     Raises RequestError naming the function whose parameters cannot be followed.
     """
@@ -64,10 +66,9 @@ def call_grammar(request: ChatRequest, use: ToolUse, tokenizer: GatewayTokenizer
     schemas = {name: schema for name, schema in use.schemas.items() if named in (None, name)}
     places = {tool.function.name: index for index, tool in enumerate(request.tools or ())}
     for name, schema in schemas.items():
-        param = f"tools[{places[name]}].function.parameters"
         if schema.get("type", "object") != "object":
+            param = f"tools[{places[name]}].function.parameters"
             raise RequestError(f"{param!r} must be the schema of an object", param=param)
-        check_grammar(LLMatcher.grammar_from_lark(parameters_alone(schema)), param, tokenizer.for_grammars)
     try:
         asked = Asked(use.several and named is None, use.forced, tokenizer.special_token)
         lark = use.format.grammar(schemas, asked)
@@ -75,6 +76,14 @@ def call_grammar(request: ChatRequest, use: ToolUse, tokenizer: GatewayTokenizer
         param = f"tools[{places[error.function]}].function.parameters"
         raise RequestError(f"{param!r}: {error}", param=param) from None
     grammar = LLMatcher.grammar_from_lark(lark)
+    if len(grammar) > MAX_CHARS:  # before each schema is compiled, which takes long for so many
+        if use.forced:
+            message = f"'tools' are too many to force a call of: their grammar has {len(grammar)} characters"
+            raise RequestError(f"{message} of at most {MAX_CHARS}; name one, or send fewer", param="tools")
+        return ""
+    for name, schema in schemas.items():
+        param = f"tools[{places[name]}].function.parameters"
+        check_grammar(LLMatcher.grammar_from_lark(parameters_alone(schema)), param, tokenizer.for_grammars)
     check_grammar(grammar, "tools", tokenizer.for_grammars)
     return grammar
 

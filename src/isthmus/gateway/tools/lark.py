@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from isthmus.gateway.tools.schemas import required_of
+from isthmus.gateway.tools.schemas import bare, required_of
 
 MAX_CALLS = 16
 """In one answer, where there may be several: a small model that is free to go on does."""
@@ -50,6 +50,7 @@ class Rules:
 
     def __init__(self, token_of: TokenOf) -> None:
         self._lines: list[str] = []
+        self._json: dict[str, str] = {}  # the rules of schemas
         self._token_of = token_of
 
     def mark(self, text: str) -> str:
@@ -70,8 +71,12 @@ class Rules:
         return name
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """JSON that follows `schema`, spaced as templates space it."""
-        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': _SPACING})}")
+        """JSON that follows `schema`, spaced as templates space it. Equal schemas share a rule."""
+        spaced = {**bare(schema), "x-guidance": _SPACING}
+        expression = f"%json {json.dumps(spaced, separators=(',', ':'))}"
+        if expression not in self._json:
+            self._json[expression] = self.rule(expression)
+        return self._json[expression]
 
     def any_of(self, expressions: Sequence[str]) -> str:
         return self.rule(" | ".join(expressions))

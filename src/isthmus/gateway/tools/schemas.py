@@ -35,6 +35,31 @@ def properties_of(schema: Any) -> Mapping[str, Any]:
     return properties if isinstance(properties, Mapping) else {}
 
 
+def bare(schema: Any) -> Any:
+    """The schema without what it only tells a reader. Below words that are none of JSON Schema's, and in values, all
+    stays as it is: a property may well be called `title`."""
+    if not isinstance(schema, Mapping):
+        return schema
+    return {word: _bare_part(word, part) for word, part in schema.items() if word not in _TOLD}
+
+
+def _bare_part(word: str, part: Any) -> Any:
+    if word in _OF_SCHEMAS and isinstance(part, Mapping):
+        return {name: bare(inner) for name, inner in part.items()}
+    if word in _SCHEMAS:
+        return [bare(inner) for inner in part] if isinstance(part, list) else bare(part)
+    return part
+
+
+_TOLD = frozenset({"description", "title", "examples", "default", "$comment"})
+_OF_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_SCHEMAS = frozenset(
+    {"items", "prefixItems", "additionalItems", "contains", "unevaluatedItems"}
+    | {"additionalProperties", "propertyNames", "unevaluatedProperties"}
+    | {"allOf", "anyOf", "oneOf", "not", "if", "then", "else"}
+)
+
+
 def required_of(schema: Mapping[str, Any]) -> list[str]:
     """Names of the properties that an object must have."""
     required = schema.get("required")

@@ -33,7 +33,7 @@ class Allowed:
 
 
 class Constraints:
-    """Of one engine, whose model has tokenizer and end tokens in `model`, if it has any. Raises ModelError."""
+    """Of one engine, whose model has tokenizer and end tokens in `model`, if it has any."""
 
     def __init__(self, model: Path | None, vocab_size: int) -> None:
         self._grammars, self._vocab_size = Grammars(model, vocab_size), vocab_size
@@ -78,7 +78,8 @@ class Constraints:
             bits_MW.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little"
         ).view(np.bool_)
         for row, tokens_V in zip(rows, tokens_MV, strict=True):
-            self._restrict(tokens_V, row)
+            if not self.objection(row):
+                self._restrict(tokens_V, row)
         return Allowed(held, tokens_MV)
 
     def _restrict(self, tokens_V: NDArray[np.bool_], row: Row) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from weakref import WeakKeyDictionary
@@ -59,9 +60,8 @@ class Grammars:
     of compiled grammars the least recently used go first."""
 
     def __init__(self, model: Path | None, vocab_size: int) -> None:
-        """`model`: where tokenizer and end tokens are; None: every grammar is objected to. `vocab_size`: of the logits.
-        Raises ModelError."""
-        self.end_tokens = () if model is None else end_tokens(open_files(model))
+        """`model`: where tokenizer and end tokens are, if it has them; None, or without: every grammar is objected to.
+        `vocab_size`: of the logits."""
         self._model, self._vocab_size = model, vocab_size
         self._tokenizer: LLTokenizer | None = None
         self._reading, self._lock = Lock(), Lock()
@@ -69,6 +69,11 @@ class Grammars:
         self._followed: WeakKeyDictionary[Row, _Followed] = WeakKeyDictionary()
         self._compiler = ThreadPoolExecutor(1, "grammar-compiler")
         self._executor: LLExecutor | None = None
+
+    @cached_property
+    def end_tokens(self) -> tuple[int, ...]:
+        """Raises ModelError."""
+        return () if self._model is None else end_tokens(open_files(self._model))
 
     def read(self) -> None:
         """Reads the tokenizer, if there is one that serves; what is wrong with it is said of each grammar."""

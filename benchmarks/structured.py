@@ -1,8 +1,9 @@
 """Structured output on a real model: generated JSON schemas, whether every answer follows its own, and what that costs.
 
-Each schema is asked for in words and as `response_format`; then the same prompt again without it and as many tokens,
-in turns, so that the difference in time per token is what the schema takes. Last, a decode node is killed in the
-middle. All numbers and lengths in the schemas are bounded: a model this small would write digits without end.
+Each schema is asked for in words and as `response_format`, and without it for as many tokens, in turns of which every
+other begins with the one; the prompts are cached before. So the difference in time per token is what the schema takes:
+in the first turn with its compilation, later without. Last, a decode node is killed in the middle. All numbers and
+lengths in the schemas are bounded: a model this small would write digits without end.
 """
 
 from __future__ import annotations
@@ -161,13 +162,21 @@ def run(plan: Plan, side: Side, killed: Side | None, report: Report) -> list[Tur
     Raises BenchError, StartError.
     """
     plan.folder.mkdir(parents=True, exist_ok=True)
-    wanted, turns = schemas(plan.num_schemas, plan.seed), []
+    wanted = schemas(plan.num_schemas, plan.seed)
+    turns: list[Turn] = []
     with running(side, plan.folder / f"{side.name}.log") as server:
+
+        def turn(name: str, lengths: Sequence[int] | None = None) -> Turn:
+            return asyncio.run(_turn(server, name, wanted, plan.concurrency, lengths))
+
+        turn("none", [1] * len(wanted))
         for number in range(plan.rounds):
             report(f"round {number + 1} of {plan.rounds}")
-            schema = asyncio.run(_turn(server, "schema", wanted, plan.concurrency))
-            lengths = [each.tokens for each in schema.answers]
-            turns += [schema, asyncio.run(_turn(server, "none", wanted, plan.concurrency, lengths))]
+            if number % 2:
+                turns.append(turn("none", [each.tokens for each in turns[-1].answers]))
+            turns.append(turn("schema"))
+            if not number % 2:
+                turns.append(turn("none", [each.tokens for each in turns[-1].answers]))
     if killed is not None:
         report("a decode node is killed in the midst")
         with running(killed, plan.folder / f"{killed.name}.log") as server:

@@ -62,7 +62,7 @@ ROWS = st.lists(st.builds(Row, SAMPLINGS, st.lists(st.integers(0, 3), max_size=6
 @deterministic(300)
 @given(ROWS)
 def test_rows_may_go_on_as_the_reference_says(rows: list[Row]) -> None:
-    allowed = SMALL.begin(rows)()
+    allowed = SMALL.allowed(rows)
     for at, row in enumerate(rows):
         assert of(allowed, at) == reference(row, set(range(VOCABULARY)))
 
@@ -83,10 +83,10 @@ def test_so_they_may_beside_a_grammar(rows: list[Row], pattern: str) -> None:
             grammar=grammar,
         )
         while not outputs or outputs[-1] != END:
-            alone = of(BYTES.begin([Row(Sampling(grammar=grammar), outputs)])(), 0)
+            alone = of(BYTES.allowed([Row(Sampling(grammar=grammar), outputs)]), 0)
             constrained = Row(sampling, outputs)
             expected = reference(constrained, alone, [END])
-            assert of(BYTES.begin([constrained])(), 0) == expected
+            assert of(BYTES.allowed([constrained]), 0) == expected
             if len(outputs) > 6:
                 break
             outputs.append(min(expected))
@@ -100,8 +100,8 @@ def test_rows_without_any_are_free_and_not_waited_for() -> None:
         Sampling(min_tokens=2, stop_tokens=(3,)),
     ]
     rows = [Row(sampling, [1, 2]) for sampling in free]
-    assert SMALL.begin(rows)() is None
-    held = SMALL.begin([*rows, Row(Sampling(allowed_tokens=(4,)), [])])()
+    assert SMALL.allowed(rows) is None
+    held = SMALL.allowed([*rows, Row(Sampling(allowed_tokens=(4,)), [])])
     assert held is not None and list(held.rows) == [len(rows)]
 
 
@@ -109,7 +109,7 @@ def test_tokens_that_the_logits_do_not_have_do_nothing() -> None:
     beyond = Sampling(
         allowed_tokens=(3, 99), bad_words=((99,),), stop_tokens=(99, 12), min_tokens=9, grammar=""
     )
-    assert of(SMALL.begin([Row(beyond, [])])(), 0) == {3}
+    assert of(SMALL.allowed([Row(beyond, [])]), 0) == {3}
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_a_complete_grammar_ends_the_answer_whatever_least_length_there_is(min_t
     )
     row, found = Row(sampling, []), []
     while not row.outputs or not BYTES.ends(sampling, row.outputs[-1]):
-        (token,) = of(BYTES.begin([row])(), 0, 272)
+        (token,) = of(BYTES.allowed([row]), 0, 272)
         found.append(token)
         row.outputs.append(token)  # type: ignore[attr-defined]
     assert found == [*b"ab", END]

@@ -276,7 +276,7 @@ def test_every_answer_parses_and_validates(seed: int) -> None:
     generator, going = torch.Generator().manual_seed(seed), rows
     while going:
         logits = 8 * torch.randn(len(going), VOCABULARY, generator=generator)
-        tokens, _ = sample(logits, going, constraints.begin(going)())
+        tokens, _ = sample(logits, going, constraints.allowed(going))
         for row, token in zip(going, tokens, strict=True):
             row.outputs.append(token)  # type: ignore[attr-defined]
             assert not constraints.objection(row) and len(row.outputs) < 2000

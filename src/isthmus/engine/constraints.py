@@ -6,10 +6,8 @@ whatever `min_tokens` says. Legend: M rows that are not free, V vocabulary, W wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -37,7 +35,6 @@ class Constraints:
 
     def __init__(self, model: Path | None, vocab_size: int) -> None:
         self._grammars, self._vocab_size = Grammars(model, vocab_size), vocab_size
-        self._thread = ThreadPoolExecutor(1, "constraints")  # one: steps in their order
         self._listed: WeakKeyDictionary[Row, NDArray[np.bool_]] = WeakKeyDictionary()
 
     def read(self) -> None:
@@ -50,16 +47,11 @@ class Constraints:
         if sampling.grammar:
             self._grammars.prepare(sampling.grammar)
 
-    def begin(self, rows: Sequence[Row]) -> Callable[[], Allowed | None]:
-        """Grammars are followed while the caller computes something else; what this gives waits for the outcome. None:
-        all rows are free."""
+    def allowed(self, rows: Sequence[Row]) -> Allowed | None:
+        """None: all rows are free. To be asked after the layers: on a CPU they need its cores, and a GPU still computes
+        them meanwhile."""
         held = [at for at, row in enumerate(rows) if _holds(row)]
-        if not held:
-            return _nothing
-        task = partial(self._allowed, held, [rows[at] for at in held])
-        if any(rows[at].sampling.grammar for at in held):
-            return self._thread.submit(task).result
-        return task
+        return self._allowed(held, [rows[at] for at in held]) if held else None
 
     def objection(self, row: Row) -> str:
         """Why no token can be chosen for this row; empty where one can. Known once its `Allowed` is."""
@@ -127,7 +119,3 @@ def _endings(bad_words: Sequence[tuple[int, ...]], outputs: Sequence[int]) -> li
     return [
         word[-1] for word in bad_words if word and tuple(outputs[len(outputs) - len(word) + 1 :]) == word[:-1]
     ]
-
-
-def _nothing() -> None:
-    return None

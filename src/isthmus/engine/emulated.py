@@ -157,14 +157,13 @@ class EmulatedEngine:
         on_scores: OnScores | None = None,
     ) -> Sampled:
         assert self.layers[1] == self.layout.num_layers, "the last stage samples"
-        begun = self.constraints.begin(rows)
         computed, digests = self._compute(batch, self._unpack(batch, hidden), on_layer, before_layer)
         if on_scores is not None:
             for index, (chunk, kv) in enumerate(zip(batch.chunks, computed, strict=True)):
                 if chunk.targets:
                     on_scores(index, chunk.start + 1, self._scores(chunk, kv))
         tokens = [self.recipe.token(digest) for digest in digests]
-        for at, tokens_V in begun() or ():
+        for at, tokens_V in self.constraints.allowed(rows) or ():
             allowed = tokens_V.nonzero()[0]
             tokens[at] = int(allowed[digests[at] % len(allowed)])
         return tokens, [_certain(token, row.sampling) for token, row in zip(tokens, rows, strict=True)]

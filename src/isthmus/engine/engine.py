@@ -165,9 +165,8 @@ class Engine:
         hidden: Hidden | None = None,
         on_scores: OnScores | None = None,
     ) -> Sampled:
-        allowed = self.constraints.begin(rows)
         logits_SV = self.forward(batch, on_layer, before_layer, hidden, on_scores)
-        return sample(logits_SV, rows, allowed())
+        return sample(logits_SV, rows, self.constraints.allowed(rows))
 
     def relay(
         self,

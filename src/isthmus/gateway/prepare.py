@@ -93,8 +93,7 @@ class RequestPreparer:
         self.check_model(request.model)
         tools = tool_use(request, self.tool_format)
         calls = ""
-        # What else says how the answer must look leaves no room for calls that are not forced.
-        if tools and (tools.forced or (tools.strict and not grammar_of(request)[0])):
+        if tools and (tools.forced or tools.strict):
             calls = await asyncio.to_thread(lambda: call_grammar(request, tools, self.tokenizer))
         sampler = await self._sampler(request, _chat_logprobs(request), request.prompt_logprobs, calls)
         asked, param = _chat_max_tokens(request)

@@ -7,6 +7,7 @@ between its parts, but not without end: a small model would put out nothing else
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from llguidance import LLMatcher, LLTokenizer
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from isthmus.gateway.requests import GenerationRequest
 
 MAX_CHOICES = 1024
+MAX_CHECKED = 128
+"""So many grammars are known to be right: clients send the same again and again."""
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,16}"
 
 
@@ -90,6 +93,7 @@ def grammar_of(request: GenerationRequest) -> tuple[str, str]:
     return given[0] if given else ("", "")
 
 
+@lru_cache(MAX_CHECKED)
 def check_grammar(grammar: str, param: str, tokenizer: LLTokenizer) -> None:
     """Raises RequestError naming what the grammar's library cannot follow. May take a second for a large one."""
     try:

@@ -10,6 +10,7 @@ own rows; nothing is raised, and other rows do not notice.
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +32,8 @@ from isthmus.files.grammar import GrammarError, check, compile_grammar, grammar_
 
 MAX_COMPILED = 128
 """So many grammars stay compiled."""
+NUM_THREADS = len(os.sched_getaffinity(0)) // 2
+"""That share the rows of a batch. To hand a few to one other thread takes longer than to do them here."""
 
 
 @dataclass
@@ -91,12 +94,12 @@ class Grammars:
         found = [(at, self._follow(row)) for at, row in rows]
         pairs = [(each.matcher, at) for at, each in found if each.matcher is not None]
         address, width = bits_RW.ctypes.data, bits_RW.strides[0]
-        if len(pairs) == 1:
-            ((matcher, at),) = pairs
-            matcher.unsafe_compute_mask_ptr(address + at * width, width)
-        elif pairs:
-            self._executor = self._executor or LLExecutor()
+        if len(pairs) > 1 and NUM_THREADS > 1:
+            self._executor = self._executor or LLExecutor(NUM_THREADS)
             self._executor.unsafe_compute_mask_ptr(pairs, address, width, len(bits_RW))
+        else:
+            for matcher, at in pairs:
+                matcher.unsafe_compute_mask_ptr(address + at * width, width)
         for _, each in found:
             each.check()
 

@@ -52,10 +52,10 @@ def create_app(
     settings = settings or GatewaySettings()
     meter = Meter(backend)
     operations = _operations(backend, tokenizer, settings, meter)
-    opened = document(operations, backend.card, keys=bool(settings.keys))
+    description = document(operations, backend.card, keys=bool(settings.keys))
 
     async def described(request: Request) -> Response:
-        return Response(opened, media_type="application/json")
+        return Response(description, media_type="application/json")
 
     routes = [Route(each.path, each.endpoint, methods=[each.method]) for each in operations]
     return Starlette(

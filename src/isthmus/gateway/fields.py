@@ -151,11 +151,6 @@ def _same(value: Any, allowed: Any) -> bool:
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
-def one_of(*words: str) -> Checked:
-    """A string of these, none of which changes an answer of this server."""
-    return only(*words)
-
-
 def _refuse_any(value: Any) -> Any:
     raise refuse("is not supported by this server: leave it out")
 

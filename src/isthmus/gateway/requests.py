@@ -22,7 +22,6 @@ from isthmus.gateway.fields import (
     Stops,
     Strict,
     TokenIds,
-    one_of,
     only,
     refuse,
 )
@@ -112,7 +111,7 @@ class GenerationRequest(Strict):
     user: str | None = f.label()
     metadata: dict[str, Any] | None = f.free_object()
     store: bool | None = f.boolean()
-    service_tier: Annotated[Any, one_of("auto", "default", "flex", "scale", "priority", "fast")] = None
+    service_tier: Annotated[Any, only("auto", "default", "flex", "scale", "priority", "fast")] = None
     safety_identifier: str | None = f.label()
     prompt_cache_key: str | None = f.label()
     prompt_cache_retention: str | None = f.label()

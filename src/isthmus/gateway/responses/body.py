@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from isthmus.gateway import fields as f
-from isthmus.gateway.fields import NULL, Checked, Refused, Strict, one_of, only, refuse
+from isthmus.gateway.fields import NULL, Checked, Refused, Strict, only, refuse
 from isthmus.gateway.requests import MAX_LOGPROBS, GenerationRequest
 from isthmus.gateway.responses.items import Input
 from isthmus.gateway.structured import JsonObjectFormat, NamedSchema, Schema, TextFormat
@@ -52,10 +52,10 @@ class TextOptions(Strict):
 class ReasoningOptions(Strict):
     effort: str | None = f.label()
     """For the chat template, as it is."""
-    summary: Annotated[Any, one_of("auto", "concise", "detailed")] = None
-    generate_summary: Annotated[Any, one_of("auto", "concise", "detailed")] = None
+    summary: Annotated[Any, only("auto", "concise", "detailed")] = None
+    generate_summary: Annotated[Any, only("auto", "concise", "detailed")] = None
     """Its older name. Nothing is summarised: answers show what the model wrote."""
-    context: Annotated[Any, one_of("auto", "current_turn", "all_turns")] = None
+    context: Annotated[Any, only("auto", "current_turn", "all_turns")] = None
     mode: Annotated[Any, only("standard")] = None
 
 
@@ -108,7 +108,7 @@ class ResponsesRequest(GenerationRequest):
     input: Input
     instructions: str | None = f.text()
     max_output_tokens: int | None = f.num_tokens(1)
-    include: list[Annotated[Any, one_of(*INCLUDABLE)]] | None = Field(
+    include: list[Annotated[Any, only(*INCLUDABLE)]] | None = Field(
         default=None, fail_fast=True, description="a list of strings"
     )
     top_logprobs: int | None = f.integer(0, MAX_LOGPROBS)

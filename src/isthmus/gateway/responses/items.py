@@ -11,7 +11,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from isthmus.gateway import fields as f
-from isthmus.gateway.fields import Strict, one_of, only
+from isthmus.gateway.fields import Strict, only
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class _Item(Strict):
     """What items of answers carry besides; they are sent back as they came."""
 
     id: str | None = f.label()
-    status: Annotated[Any, one_of("in_progress", "completed", "incomplete")] = None
+    status: Annotated[Any, only("in_progress", "completed", "incomplete")] = None
 
 
 def _without_type(schema: JsonSchemaValue) -> None:
@@ -86,7 +86,7 @@ class MessageItem(_Item):
         description="one of user, assistant, system, developer"
     )
     content: Parts
-    phase: Annotated[Any, one_of("commentary", "final_answer")] = None
+    phase: Annotated[Any, only("commentary", "final_answer")] = None
 
 
 class FunctionCallItem(_Item):

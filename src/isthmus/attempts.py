@@ -30,6 +30,14 @@ class FetchOrder(msgspec.Struct, frozen=True):
     codec: str = "none"
 
 
+class Holding(msgspec.Struct, frozen=True):
+    """The next `num_blocks` of an attempt's leading blocks lie, or are to lie, in the engine's memory of `holder`, which
+    attends to them there."""
+
+    holder: NodeId
+    num_blocks: int
+
+
 class Route(msgspec.Struct, frozen=True, tag=True):
     """Prefill and decode a request on these nodes; the same node twice means that its KV does not move.
 
@@ -40,6 +48,8 @@ class Route(msgspec.Struct, frozen=True, tag=True):
 
     `handover_start`: leading blocks that are not handed over, since the decode node has them or gets them in its own
     cluster: with `recall`, from a node there, or its own cache where `recall.source` is itself.
+
+    `holdings`: where its leading blocks are to lie instead of on these two nodes, in the order of its tokens.
     """
 
     request: RequestId
@@ -53,6 +63,7 @@ class Route(msgspec.Struct, frozen=True, tag=True):
     codec: str = "none"
     handover_start: int = 0
     recall: FetchOrder | None = None
+    holdings: tuple[Holding, ...] = ()
 
 
 # What nodes report.

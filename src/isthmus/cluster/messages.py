@@ -256,11 +256,68 @@ class Enough(msgspec.Struct, frozen=True, tag=True):
     key: RequestId
 
 
+class Room(msgspec.Struct, frozen=True, tag=True):
+    """Keep room for so many blocks of an attempt's KV in the engine's memory, or go on keeping it for this node too.
+    The answer is `Kept`."""
+
+    key: RequestId
+    num_blocks: int
+
+
+class Kept(msgspec.Struct, frozen=True, tag=True):
+    """Whether there is room."""
+
+    key: RequestId
+    granted: bool
+
+
+class Shipment(msgspec.Struct, frozen=True, tag=True):
+    """One layer of blocks `[first, first + len(seals))` of those that there is room for. Payload: their bytes."""
+
+    key: RequestId
+    layer: int
+    first: int
+    seals: tuple[bytes, ...]
+
+
+class Stowed(msgspec.Struct, frozen=True, tag=True):
+    """The first `stop` blocks are there, in all layers, and their seals matched."""
+
+    key: RequestId
+    stop: int
+
+
+class Gone(msgspec.Struct, frozen=True, tag=True):
+    """The room for this attempt is needed no more by the node that says so."""
+
+    key: RequestId
+
+
+class Attend(msgspec.Struct, frozen=True, tag=True):
+    """Attend to what lies here. Payload: queries `[R, H, D]`, in the activations' type. `rows`: (attempt, how many of
+    them, tokens that they see, position of the first query in its request, position of the first token that lies
+    here)."""
+
+    number: int
+    layer: int
+    rows: tuple[tuple[RequestId, int, int, int, int], ...]
+
+
+class Attended(msgspec.Struct, frozen=True, tag=True):
+    """The answer to the `Attend` of this number. Payload: `out [R, H, D]`, then `lse [R, H]`, float32. Without one, it
+    could not be done: an attempt is not there."""
+
+    number: int
+
+
 class Probe(msgspec.Struct, frozen=True, tag=True):
     """Asks for nothing but to be acknowledged: the link between the clusters is there."""
 
 
-PeerMessage = Probe | PeerHello | Offer | Grant | Slices | Sent | Landed | Want | Lent | Given | Ended | Enough
+PeerMessage = (
+    Probe | PeerHello | Offer | Grant | Slices | Sent | Landed | Want | Lent | Given | Ended | Enough
+    | Room | Kept | Shipment | Stowed | Gone | Attend | Attended
+)  # fmt: skip
 
 # Along the chain that the stages of a pipeline group form. Downwards go the leader's own actions, as they are, and what
 # is to be computed: each stage passes them on in their order when it has carried them out itself. Upwards go facts for

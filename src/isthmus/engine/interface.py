@@ -34,10 +34,64 @@ and of the targets behind it. All targets of a chunk are told once a step, in th
 
 
 @dataclass(frozen=True)
+class Held:
+    """So many of a request's tokens lie with `holder`, in all layers that keep KV."""
+
+    holder: str
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Asking:
+    """Of one holder: what each of the flat tokens whose KV it has a part of asks, in their order. `chunks`: (index of the
+    chunk in the caller's order, its flat tokens, tokens there that it attends to, position of the first of those in the
+    request)."""
+
+    holder: str
+    chunks: tuple[tuple[int, int, int, int], ...]
+
+    @property
+    def num_rows(self) -> int:
+        return sum([rows for _, rows, _, _ in self.chunks])
+
+
+class Elsewhere(Protocol):
+    """Attention over KV that other engines hold. For one step; both are called by the engine's thread, layer by layer."""
+
+    def ask(self, layer: int, asking: Asking, q: memoryview) -> None:
+        """Sends the queries `[R, H, D]` of these rows, in the activations' type; does not wait."""
+
+    def answer(self, layer: int, asking: Asking) -> memoryview:
+        """`out [R, H, D]` and then `lse [R, H]`, both float32, natural logarithm. Raises HolderLost."""
+
+
+class HolderLost(Exception):
+    """A holder did not answer: the step ends, and may not be repeated with it."""
+
+    def __init__(self, holder: str, reason: str) -> None:
+        super().__init__(reason)
+        self.holder = holder
+
+
+@dataclass(frozen=True)
+class Asked:
+    """At the holder: the next `num_rows` queries attend to the first `num_tokens` tokens in `blocks`, which are those from
+    `position` on of a request. `first`: position of the first query, each further one follows it (for windows)."""
+
+    blocks: Sequence[int]
+    num_rows: int
+    num_tokens: int
+    position: int
+    first: int
+
+
+@dataclass(frozen=True)
 class Chunk:
     """Compute `tokens`, which stand at positions `[start, start + len(tokens))` of one request.
 
-    `blocks` cover at least those positions; KV of the positions before `start` is in place already.
+    `blocks` cover at least those positions; KV of the positions before `start` is in place already. Where `holdings` are
+    given, the first tokens lie elsewhere, so many with each in the order of their positions, and `blocks` begin with the
+    token behind them. They end at or before `start`, and are whole blocks.
     `samples`: the token after the last one is wanted. `decodes`: this is one token of an answer, not part of a
     prompt. `salt`: of the request's caches. `targets`: to be scored, the tokens that follow the first, second and so on
     of `tokens`; with the `num_top` most likely in place of each.
@@ -60,6 +114,7 @@ class Chunk:
     snapshots: tuple[tuple[int, tuple[int, ...]], ...] = ()
     targets: Sequence[int] = ()
     num_top: int = 0
+    holdings: tuple[Held, ...] = ()
 
     @property
     def stop(self) -> int:

@@ -96,6 +96,38 @@ class Enough(msgspec.Struct, frozen=True, tag=True):
     peer: NodeId
 
 
+class Asked(msgspec.Struct, frozen=True, tag=True):
+    """Another node asks for room for `num_blocks` blocks of an attempt's KV, or says that it too needs the room that was
+    given to its first node."""
+
+    key: RequestId
+    peer: NodeId
+    num_blocks: int
+
+
+class Left(msgspec.Struct, frozen=True, tag=True):
+    """A node needs the room for an attempt's KV no more, or is gone. Unknown ones are no error."""
+
+    key: RequestId
+    peer: NodeId
+
+
+class Reserved(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `Reserve`. Not `granted`: there is no room."""
+
+    key: RequestId
+    holder: NodeId
+    granted: bool
+
+
+class Shipped(msgspec.Struct, frozen=True, tag=True):
+    """Of what was to lie at `holder` the first `stop` blocks are there, every layer of them, and their seals matched."""
+
+    key: RequestId
+    holder: NodeId
+    stop: int
+
+
 class Severed(msgspec.Struct, frozen=True, tag=True):
     """The session is gone over which these attempts are handed over, or stood still for too long."""
 
@@ -183,6 +215,7 @@ class Woken(msgspec.Struct, frozen=True, tag=True):
 Event = (
     Begin | Forget | Become
     | Granted | Landed | Wanted | Enough | Severed
+    | Asked | Left | Reserved | Shipped
     | Stepped | Saved | Missing | Sampled | Came | FetchEnded | Loaded | Received | Moved | Broken | Lost | Recovered
     | Woken
 )  # fmt: skip
@@ -267,6 +300,46 @@ class Land(msgspec.Struct, frozen=True, tag=True):
     peer: NodeId
 
 
+class Reserve(msgspec.Struct, frozen=True, tag=True):
+    """Ask `holder` for room for so many of an attempt's blocks; say `Reserved`."""
+
+    key: RequestId
+    holder: NodeId
+    num_blocks: int
+
+
+class Ship(msgspec.Struct, frozen=True, tag=True):
+    """Copy these blocks of the engine to `holder`, where they are numbers `first` and following of what lies there of
+    the attempt; say `Shipped`. Their KV is in place, and stays until then or until `Release`."""
+
+    key: RequestId
+    holder: NodeId
+    first: int
+    blocks: tuple[int, ...]
+
+
+class Vacate(msgspec.Struct, frozen=True, tag=True):
+    """Tell `holder` that an attempt's KV is needed there no more, by this node."""
+
+    key: RequestId
+    holder: NodeId
+
+
+class Host(msgspec.Struct, frozen=True, tag=True):
+    """Tell `peer` that its attempt's KV may lie in these blocks of the engine, which others attend to from then on; or,
+    without any, that there is no room."""
+
+    key: RequestId
+    peer: NodeId
+    blocks: tuple[int, ...]
+
+
+class Unhost(msgspec.Struct, frozen=True, tag=True):
+    """Nothing is written to the blocks of an attempt that was hosted any more when this is done, nor read from them."""
+
+    key: RequestId
+
+
 class Shorten(msgspec.Struct, frozen=True, tag=True):
     """Of a cached prefix only the first `num_tokens` tokens are used: what follows is computed."""
 
@@ -290,6 +363,7 @@ class Wake(msgspec.Struct, frozen=True, tag=True):
 Action = (
     Run | Cut | Joined | Preempted
     | Admitted | Load | Read | Save | Adopt | Promote | Demote | Drop | Shorten
+    | Reserve | Ship | Vacate | Host | Unhost
     | Fetch | EndFetch | Give | Offer | Grant | Send | Finish | Land | Release | Wake
     | Report
 )  # fmt: skip

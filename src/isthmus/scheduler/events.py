@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from isthmus.attempts import Holding
 from isthmus.types import BlockName, RequestId
 
 
@@ -36,6 +37,8 @@ class Piece(msgspec.Struct, frozen=True):
 
     When `samples`, this piece reaches the end of the known tokens and yields the next one.
 
+    `holdings`: where its leading blocks lie if not here, in their order; `blocks` are those that follow.
+
     Of a model with recurrent layers: the live state is in `slot`. At `start` 0 it is zero; else it is what the blocks
     `restore` hold, if there are any; else it goes on. `snapshots`: (position, blocks to write the state after so many
     tokens to), those that this piece reaches.
@@ -49,6 +52,7 @@ class Piece(msgspec.Struct, frozen=True):
     slot: int = 0
     restore: tuple[int, ...] = ()
     snapshots: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    holdings: tuple[Holding, ...] = ()
 
 
 class Run:

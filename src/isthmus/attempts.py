@@ -31,8 +31,8 @@ class FetchOrder(msgspec.Struct, frozen=True):
 
 
 class Holding(msgspec.Struct, frozen=True):
-    """The next `num_blocks` of an attempt's leading blocks lie, or are to lie, in the engine's memory of `holder`, which
-    attends to them there."""
+    """The next `num_blocks` of an attempt's leading blocks lie, or are to lie, in the engine's memory of `holder`,
+    which attends to them there."""
 
     holder: NodeId
     num_blocks: int

@@ -43,9 +43,9 @@ class Held:
 
 @dataclass(frozen=True)
 class Asking:
-    """Of one holder: what each of the flat tokens whose KV it has a part of asks, in their order. `chunks`: (index of the
-    chunk in the caller's order, its flat tokens, tokens there that it attends to, position of the first of those in the
-    request)."""
+    """Of one holder: what each of the flat tokens whose KV it has a part of asks, in their order. `chunks`: (index of
+    the chunk in the caller's order, its flat tokens, tokens there that it attends to, position of the first of those in
+    the request)."""
 
     holder: str
     chunks: tuple[tuple[int, int, int, int], ...]
@@ -56,7 +56,7 @@ class Asking:
 
 
 class Elsewhere(Protocol):
-    """Attention over KV that other engines hold. For one step; both are called by the engine's thread, layer by layer."""
+    """Attention over KV that other engines hold. For one step; the engine's thread calls both, layer by layer."""
 
     def ask(self, layer: int, asking: Asking, q: memoryview) -> None:
         """Sends the queries `[R, H, D]` of these rows, in the activations' type; does not wait."""
@@ -75,8 +75,8 @@ class HolderLost(Exception):
 
 @dataclass(frozen=True)
 class Asked:
-    """At the holder: the next `num_rows` queries attend to the first `num_tokens` tokens in `blocks`, which are those from
-    `position` on of a request. `first`: position of the first query, each further one follows it (for windows)."""
+    """At the holder: the next `num_rows` queries attend to the first `num_tokens` tokens in `blocks`, which are those
+    from `position` on of a request. `first`: position of the first query, each further one follows it (for windows)."""
 
     blocks: Sequence[int]
     num_rows: int
@@ -89,9 +89,9 @@ class Asked:
 class Chunk:
     """Compute `tokens`, which stand at positions `[start, start + len(tokens))` of one request.
 
-    `blocks` cover at least those positions; KV of the positions before `start` is in place already. Where `holdings` are
-    given, the first tokens lie elsewhere, so many with each in the order of their positions, and `blocks` begin with the
-    token behind them. They end at or before `start`, and are whole blocks.
+    `blocks` cover at least those positions; KV of the positions before `start` is in place already. Where `holdings`
+    are given, the first tokens lie elsewhere, so many with each in the order of their positions, and `blocks` begin
+    with the token behind them. They end at or before `start`, and are whole blocks.
     `samples`: the token after the last one is wanted. `decodes`: this is one token of an answer, not part of a
     prompt. `salt`: of the request's caches. `targets`: to be scored, the tokens that follow the first, second and so on
     of `tokens`; with the `num_top` most likely in place of each.

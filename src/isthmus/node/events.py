@@ -97,8 +97,8 @@ class Enough(msgspec.Struct, frozen=True, tag=True):
 
 
 class Asked(msgspec.Struct, frozen=True, tag=True):
-    """Another node asks for room for `num_blocks` blocks of an attempt's KV, or says that it too needs the room that was
-    given to its first node."""
+    """Another node asks for room for `num_blocks` blocks of an attempt's KV, or says that it too needs the room that
+    was given to its first node."""
 
     key: RequestId
     peer: NodeId
@@ -121,7 +121,7 @@ class Reserved(msgspec.Struct, frozen=True, tag=True):
 
 
 class Shipped(msgspec.Struct, frozen=True, tag=True):
-    """Of what was to lie at `holder` the first `stop` blocks are there, every layer of them, and their seals matched."""
+    """Of what was to lie at `holder` the first `stop` blocks are there, all layers of them, and their seals matched."""
 
     key: RequestId
     holder: NodeId

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.attempts import RequestFailed, RoleChanged
+from isthmus.attempts import Holding, RequestFailed, RoleChanged
 from isthmus.node import Node
 from isthmus.node.events import (
     Become,
@@ -51,6 +51,9 @@ class Drawn:
 
     def __call__(self, below: int) -> int:
         return self._random.randrange(below)
+
+
+H0, H1 = NodeId("h0"), NodeId("h1")
 
 
 def world_of(draw: Drawn, *, dram: int, disk: int, state_blocks: int = 0, stages: int = 1) -> World:
@@ -106,6 +109,59 @@ def test_whatever_comes_all_ends_and_adds_up(
         elif kind == 2 and tiers[0]:
             world.lose((P0, P1, D0)[draw(3)], draw(3) * 1000 + draw(10))
     world.drain()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(0, 1 << 32),
+    st.sampled_from([(0, 0), (6, 0), (6, 8), (30, 30)]),
+    st.sampled_from([0, 0, 2]),
+    st.integers(6, 40),
+)
+def test_kv_lies_with_holders_whatever_comes(
+    seed: int, tiers: tuple[int, int], state_blocks: int, num_blocks: int
+) -> None:
+    """Every token that is computed finds all before it once, with its holders in order and at home."""
+    draw = Drawn(seed)
+    world = world_of(draw, dram=tiers[0], disk=tiers[1], state_blocks=state_blocks)
+    for name in (H0, H1):
+        world.places[name], world.index[name] = Place(name, num_blocks, None), {}
+    for number in range(10):
+        ask_with_holders(world, draw, number, state_blocks)
+        for _ in range(draw(24)):
+            world.step()
+        under_way = [asked for asked in world.asked.values() if not asked.over]
+        if not under_way:
+            continue
+        asked, kind = under_way[draw(len(under_way))], draw(12)
+        if kind < 3:
+            world.move(asked, (H0, H1, P0, D0)[draw(4)], 1 + draw(4))
+        elif kind == 3:
+            world.forget(asked)
+        elif kind == 4:
+            world.part(asked, (H0, H1)[draw(2)])
+        elif kind == 5:
+            world.sever(asked)
+    world.drain()
+
+
+def ask_with_holders(world: World, draw: Drawn, number: int, state_blocks: int) -> None:
+    """Some prompts are longer than the memory of any node."""
+    num_tokens = 1 + draw(240 if draw(3) else 40)
+    names = names_of(draw(3), num_tokens // SIZE)
+    prefill = (P0, P1)[draw(2)]
+    decode = (D0, prefill)[draw(2)]
+    most, holdings = (num_tokens - 1) // SIZE, []
+    least = max(0, -(-(num_tokens + 12) // SIZE) - 24)  # beside what goes there later and states
+    for holder in (H0, H1)[draw(2) :]:
+        count = min(most, max(least, draw(most + 1)))
+        if count:
+            holdings.append(Holding(holder, count))
+            most, least = most - count, max(0, least - count)
+    if least:
+        return  # nobody could take it
+    fields = {"num_cached": draw(len(names) + 1), "holdings": tuple(holdings)}
+    world.ask(Asked(route_of(f"r{number}", prefill, decode, **fields), num_tokens, 1 + draw(12), names))
 
 
 @pytest.mark.parametrize("late", [False, True])

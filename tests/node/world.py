@@ -22,7 +22,7 @@ from isthmus.attempts import (
     key_of,
 )
 from isthmus.blocks import state_names
-from isthmus.node import Node
+from isthmus.node import Node, events
 from isthmus.node.events import (
     Adopt,
     Begin,
@@ -39,22 +39,31 @@ from isthmus.node.events import (
     Give,
     Grant,
     Granted,
+    Host,
     Land,
     Landed,
+    Left,
     Load,
     Loaded,
     Lost,
     Missing,
+    Move,
     Offer,
     Promote,
     Read,
     Received,
     Release,
+    Reserve,
+    Reserved,
     Sampled,
     Save,
     Send,
     Severed,
+    Ship,
+    Shipped,
     Shorten,
+    Unhost,
+    Vacate,
     Wake,
     Wanted,
     Woken,
@@ -64,6 +73,7 @@ from isthmus.scheduler import (
     BlockPool,
     Joined,
     Limits,
+    Piece,
     Preempted,
     Run,
     Saved,
@@ -107,6 +117,10 @@ class Place:
         self.loading: dict[RequestId, Load] = {}
         self.whole: set[RequestId] = set()  # all of its KV came from another node, and that one was told
         self.fetching: dict[RequestId, Fetch] = {}
+        self.hosted: dict[RequestId, tuple[int, ...]] = {}
+        self.stowed: dict[RequestId, dict[int, int]] = {}  # number at the holder -> number in the request
+        self.holds: dict[RequestId, dict[NodeId, bool]] = {}  # at home: who was asked for room, and gave it
+        self.shipping: dict[RequestId, tuple[int, ...]] = {}
 
 
 class Asked:
@@ -172,6 +186,23 @@ class World:
             place.disk.discard(block)
             self.tell(place, Lost((block,)))
 
+    def move(self, asked: Asked, holder: NodeId, num_blocks: int) -> None:
+        self.tell(self.places[asked.route.decode], Move(asked.key, holder, num_blocks))
+
+    def part(self, asked: Asked, holder: NodeId) -> None:
+        """The sessions with a holder of it are gone."""
+        for name in dict.fromkeys((asked.route.prefill, asked.route.decode)):
+            place = self.places[name]
+            if holder in place.holds.get(asked.key, {}):
+                self.pending = [
+                    each for each in self.pending if each[0] not in ((name, holder), (holder, name))
+                    or getattr(each[2], "key", None) != asked.key
+                ]  # fmt: skip
+                self._later(holder, Left(asked.key, name), name)
+                place.shipping.pop(asked.key, None)
+                self.broken.add((name, asked.key, "parted"))
+                self.tell(place, Broken(asked.key, "parted"))
+
     def step(self) -> bool:
         """Something that may happen happens; False when nothing can."""
         self.now += 1
@@ -188,6 +219,14 @@ class World:
             _, place, fact = self.pending.pop(first)
             if isinstance(fact, Came):
                 fact = FetchEnded(fact.fetch.key, self._take_in(place, fact))
+            if isinstance(fact, Reserved) and fact.holder in place.holds.get(fact.key, {}):
+                place.holds[fact.key][fact.holder] |= fact.granted
+                if not fact.granted:
+                    self.broken.add((place.name, fact.key, f"{fact.holder} has no room for its KV"))
+                    if not place.holds[fact.key][fact.holder]:
+                        self._leave(place, fact.key, fact.holder)
+            if isinstance(fact, Shipped):
+                place.shipping.pop(fact.key, None)
             self.tell(place, fact)
         return True
 
@@ -206,6 +245,7 @@ class World:
         for place in self.places.values():
             place.node.check_idle()
             assert not (place.offered or place.sending or place.receiving or place.loading or place.fetching)
+            assert not (place.hosted or place.stowed or place.holds or place.shipping)
             tiers = place.node.tiers
             if tiers is not None:
                 assert place.dram == set(tiers.dram.held), "the tiers and the bytes in DRAM differ"
@@ -216,12 +256,13 @@ class World:
     # Carrying out.
 
     def tell(self, place: Place, fact: Any) -> None:
-        run, read = place.run, self._to_read(place, fact)
+        run, read, lined = place.run, self._to_read(place, fact), bool(place.node._line)
         frees = isinstance(fact, Forget) and fact.key in place.node
         landed = isinstance(fact, Landed) and fact.key in place.node
         asked = self.asked.get(fact.key) if isinstance(fact, FetchEnded) and fact.key in place.node else None
         actions = place.node.on(fact, self.now)
-        assert [action.names for action in actions if isinstance(action, Read)] == read
+        if not (lined or place.node._line):  # who waits for holders to answer reads when they have
+            assert [action.names for action in actions if isinstance(action, Read)] == read
         assert landed == any(isinstance(action, PrefillFinished) for action in actions), "who let go of what?"
         told = any(isinstance(action, FetchFinished) for action in actions)
         assert told == (asked is not None and asked.route.prefill == place.name), "whose fetch ended?"
@@ -229,6 +270,7 @@ class World:
             self._carry_out(place, action)
         place.node.check()
         waits = isinstance(fact, Begin) and fact.part is not Role.DECODE and fact.key in place.node
+        waits = waits and fact.key not in place.node._line
         if (
             waits
             or frees
@@ -240,7 +282,7 @@ class World:
 
     def _to_read(self, place: Place, fact: Any) -> list[tuple[BlockName, ...]]:
         """What a prompt that begins needs of the SSD, unless it waits for other nodes anyway."""
-        if not isinstance(fact, Begin) or fact.part is Role.DECODE or fact.route.fetch is not None:
+        if not isinstance(fact, Begin) or fact.part is Role.DECODE or fact.route.fetch or fact.route.holdings:
             return []
         names = fact.names[: fact.route.num_cached]
         states = place.node.scheduler.limits.state_blocks
@@ -329,6 +371,24 @@ class World:
                     self._later(place.name, Came(fetch, fetch.start))
             case Give():
                 self._give(place, action)
+            case Reserve():
+                place.holds.setdefault(action.key, {}).setdefault(action.holder, False)
+                asked_for = events.Asked(action.key, place.name, action.num_blocks)
+                self._later(action.holder, asked_for, place.name)
+            case Host():
+                if action.blocks:
+                    known = place.hosted.get(action.key, ())
+                    assert action.blocks[: len(known)] == known, "what lies here is elsewhere now"
+                    place.hosted[action.key] = action.blocks
+                    place.stowed.setdefault(action.key, {})
+                self._later(action.peer, Reserved(action.key, place.name, bool(action.blocks)), place.name)
+            case Ship():
+                self._ship(place, action)
+            case Vacate():
+                self._leave(place, action.key, action.holder)
+                self._later(action.holder, Left(action.key, place.name), place.name)
+            case Unhost():
+                del place.hosted[action.key], place.stowed[action.key]
             case Shorten():
                 pass
             case Preempted():
@@ -361,6 +421,41 @@ class World:
             self.broken.add((asked.route.decode, key, "damaged"))
         self._later(asked.route.decode, Broken(key, "damaged") if damaged else Received(key))
 
+    @staticmethod
+    def _leave(place: Place, key: RequestId, holder: NodeId) -> None:
+        place.holds.get(key, {}).pop(holder, None)
+        if not place.holds.get(key):
+            place.holds.pop(key, None)
+
+    def _ship(self, place: Place, ship: Ship) -> None:
+        """The bytes are there at once; that they are is heard later."""
+        key, holder = ship.key, self.places[ship.holder]
+        assert place.holds[key][ship.holder], "it has no room there"
+        assert key not in place.shipping, "one after the other"
+        place.shipping[key] = ship.blocks
+        stowed, before = holder.stowed[key], sum(len(each.stowed.get(key, ())) for each in self.places.values())
+        stop = ship.first + len(ship.blocks)
+        assert len(stowed) == ship.first and stop <= len(holder.hosted[key])
+        stowed.update(zip(range(ship.first, stop), range(before, before + len(ship.blocks)), strict=True))
+        assert before + len(ship.blocks) <= (self.asked[key].num_tokens + self.asked[key].generated - 1) // SIZE
+        self._later(place.name, Shipped(key, ship.holder, stop), ship.holder)
+
+    def _attends(self, place: Place, piece: Piece) -> None:
+        """All that a piece attends to is somewhere, once: at its holders in order, then here."""
+        if not piece.holdings or piece.request not in place.node:
+            return
+        count = 0
+        for holding in piece.holdings:
+            assert place.holds[piece.request][holding.holder], "a holder was left"
+            there = self.places[holding.holder].stowed[piece.request]
+            found = [there[number] for number in range(holding.num_blocks)]
+            assert found == list(range(count, count + holding.num_blocks)), "KV lies elsewhere than is said"
+            count += holding.num_blocks
+        assert count * SIZE <= piece.start, "what is computed is not at home"
+        assert (count + len(piece.blocks)) * SIZE >= piece.start + piece.count, "tokens without a block"
+        shipped = place.shipping.get(piece.request, ())
+        assert piece.blocks[: len(shipped)] == shipped, "what is shipped was let go of before it was there"
+
     def _give(self, place: Place, give: Give) -> None:
         target = self.places[give.peer]
         fetch = target.fetching.pop(give.key, None)
@@ -374,6 +469,7 @@ class World:
             books.pop(key, None)
         place.offered.discard(key)
         place.receiving.discard(key)
+        place.shipping.pop(key, None)
         fetch = place.fetching.pop(key, None)
         if fetch is not None:
             self._later(fetch.source, Enough(key, place.name), place.name)
@@ -388,7 +484,7 @@ class World:
     def _is_true(self, place: Place, report: RequestFailed, asked: Asked | None) -> bool:
         """Whether what a node says of an attempt that it gave up is so."""
         key, reason = key_of(report.request, report.attempt), report.reason.removeprefix(f"{place.name}: ")
-        if asked is None or reason in ("cut", "damaged"):
+        if asked is None or reason in ("cut", "damaged", "parted") or reason.endswith("has no room for its KV"):
             return (place.name, key, reason) in self.broken
         if reason == "a prefix it was to take from its cache is not there":
             recall, tiers = asked.route.recall, place.node.tiers
@@ -397,6 +493,8 @@ class World:
             return tiers.match(asked.names[:own])[0] < own
         if reason == "a prefix it counted on is not in its cache any more":
             return self.loaded[key] < asked.route.handover_start
+        if reason == "others needed its memory":
+            return bool(asked.route.holdings or place.holds.get(key))
         return reason.startswith("no KV came for ") and key in place.receiving
 
     def _end(self, asked: Asked, how: str) -> None:
@@ -438,6 +536,7 @@ class World:
             for piece in run.pieces:
                 asked = self.asked[piece.request]
                 route = asked.route
+                self._attends(place, piece)
                 if place.name == route.decode != route.prefill:
                     assert piece.request in place.whole, "it decodes with KV that is not there"
                 if piece.samples:

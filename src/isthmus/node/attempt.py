@@ -14,7 +14,7 @@ class Attempt(Sequence):
     gets itself, until that is in the engine."""
 
     __slots__ = (
-        "begin", "extent", "fetch", "given_up_ns", "granted", "moved_ns", "reason", "recalled", "received",
+        "begin", "extent", "fetch", "given_up_ns", "granted", "landed", "moved_ns", "reason", "recalled", "received",
         "sampled", "started",
     )  # fmt: skip
 
@@ -28,6 +28,7 @@ class Attempt(Sequence):
         self.started = False  # its first chunk was in a run
         self.granted = False  # its decode node has room
         self.sampled = False  # its first token is known
+        self.landed = False  # what is shipped is there, and a run may still use it here
         self.received = False  # what is handed over is in the engine
         self.recalled = not route.handover_start  # what of the prompt is not handed over is, too
         self.moved_ns = 0  # when bytes of it were last handed over, 0 before any
@@ -46,9 +47,14 @@ class Attempt(Sequence):
             self.fetch_start, self.fetch_until_ns = self.fetch.start, self.fetch.until_ns
             self.fetch_stop = min(self.fetch.stop, len(names))
 
+    @property
+    def is_whole(self) -> bool:
+        """Its prompt is computed, and all of it that is to lie elsewhere does."""
+        return self.sampled and self.num_held == self.num_away
+
     def reserved(self) -> Actions:
         """Its KV may be sent, and what is cached of its prompt is loaded."""
-        begin, extent, blocks = self.begin, self.extent, self.blocks
+        begin, extent, blocks = self.begin, self.extent, self.table
         if self.restore:
             blocks = blocks[: extent.states // extent.block_size] + self.restore
         actions: Actions = [Grant(begin.key, begin.peer, extent, blocks)]

@@ -58,6 +58,14 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
     key: RequestId
 
 
+class Move(msgspec.Struct, frozen=True, tag=True):
+    """So many more of an attempt's leading blocks are to lie with `holder` from now on, if that has room."""
+
+    key: RequestId
+    holder: NodeId
+    num_blocks: int
+
+
 class Become(msgspec.Struct, frozen=True, tag=True):
     """Take this role. Nothing of the old one is under way here."""
 
@@ -213,7 +221,7 @@ class Woken(msgspec.Struct, frozen=True, tag=True):
 
 
 Event = (
-    Begin | Forget | Become
+    Begin | Forget | Move | Become
     | Granted | Landed | Wanted | Enough | Severed
     | Asked | Left | Reserved | Shipped
     | Stepped | Saved | Missing | Sampled | Came | FetchEnded | Loaded | Received | Moved | Broken | Lost | Recovered

@@ -39,4 +39,5 @@ class Extent(msgspec.Struct, frozen=True):
 def extent_of(route: Route, num_tokens: int, block_size: int, state_blocks: int) -> Extent:
     states = -(-num_tokens // block_size) * block_size
     stop = states + state_blocks * block_size if state_blocks else num_tokens
-    return Extent(block_size, route.handover_start * block_size, num_tokens, states, stop, route.codec)
+    start = route.handover_start + sum([holding.num_blocks for holding in route.holdings])
+    return Extent(block_size, start * block_size, num_tokens, states, stop, route.codec)

@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
 from isthmus.attempts import FetchFinished, FetchOrder, PrefillFinished, RequestFailed, RoleChanged
 from isthmus.blocks import state_names
 from isthmus.node import events
 from isthmus.node.attempt import Attempt
+from isthmus.node.away import Away, Guests
 from isthmus.node.extent import extent_of
 from isthmus.scheduler import Limits, Saved, Scheduler, Stepped
 from isthmus.scheduler.sequence import DECODING, DEPARTING, JOINING, RECEIVING
@@ -51,6 +54,8 @@ class Node:
         # What is wanted, and when bytes of it last came, 0 before any.
         self._fetches: dict[RequestId, tuple[events.Fetch, int]] = {}
         self._loans: dict[tuple[RequestId, NodeId], Names] = {}
+        self._away, self._guests = Away(scheduler), Guests(scheduler)
+        self._line: dict[RequestId, Attempt] = {}  # they wait for holders to answer, or for who does
         self._forgotten: list[Attempt] = []  # while a run with them is out
         self._early: list[events.Sampled] = []  # told while a run with them is out
         self._distrusted: dict[RequestId, None] = {}
@@ -59,11 +64,16 @@ class Node:
         self._handlers: dict[type, Callable[[Any, int, list[events.Action]], None]] = {
             events.Begin: self._begin,
             events.Forget: self._forget,
+            events.Move: self._move,
             events.Become: self._become,
             events.Granted: self._granted,
             events.Landed: self._landed,
             events.Wanted: self._wanted,
             events.Enough: self._enough,
+            events.Asked: self._asked,
+            events.Left: self._left,
+            events.Reserved: self._reserved,
+            events.Shipped: self._shipped,
             events.Severed: self._severed,
             Stepped: self._stepped,
             Saved: self._saved,
@@ -109,6 +119,8 @@ class Node:
         scheduler = self.scheduler
         assert not self._attempts and not self._forgotten, "an attempt never ended"
         assert not self._fetches and not self._loans, "a fetch or a loan never ended"
+        self._away.check_idle()
+        self._guests.check_idle()
         assert scheduler.run is None and scheduler.num_waiting == scheduler.num_running == 0
         assert scheduler.pool.available == scheduler.pool.num_blocks, "blocks did not come back"
         assert self.tiers is None or not self.tiers.num_pinned, "a block is still pinned"
@@ -121,9 +133,32 @@ class Node:
         key, route, part = event.key, event.route, event.part
         extent = extent_of(route, event.num_tokens, self._block_size, self._state_blocks)
         attempt = Attempt(event, extent, part is PREFILL or self._stages > 1)
-        fetch, scheduler = attempt.fetch, self.scheduler
         assert key not in self._attempts, f"{key} began twice"
         self._attempts[key] = attempt
+        if not route.holdings and not self._line:
+            self._enter(attempt, now, actions)
+            return
+        self._line[key] = attempt
+        if not route.holdings:
+            return
+        reason = "a pipeline group lends and borrows no memory" if self._stages > 1 else ""
+        reason = reason or self._away.begin(attempt, actions)
+        if reason:
+            self._fail(attempt, reason, now, actions)
+
+    def _advance(self, now: int, actions: list[events.Action]) -> None:
+        """Who has all the room that it asked for enters, in the order in which they began: a decode node takes them in
+        that order too, and of two that overtake each other each would wait for memory that the other has."""
+        for attempt in list(self._line.values()):
+            if self._away.is_asking(attempt):
+                return
+            del self._line[attempt.request]
+            self._enter(attempt, now, actions)
+
+    def _enter(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
+        """It waits for blocks of the engine from now on."""
+        begin, fetch, scheduler = attempt.begin, attempt.fetch, self.scheduler
+        key, route, part = begin.key, begin.route, begin.part
         if part is DECODE:
             if route.handover_start and not self._pin_recalled(attempt):
                 self._fail(attempt, "a prefix it was to take from its cache is not there", now, actions)
@@ -133,7 +168,7 @@ class Node:
             scheduler.expect(attempt, actions)
         else:
             if part is PREFILL:
-                actions.append(events.Offer(key, route.decode, extent))
+                actions.append(events.Offer(key, route.decode, attempt.extent))
             self._cut(actions)
             if fetch is not None:
                 self._fetch(attempt, fetch, actions)
@@ -152,14 +187,24 @@ class Node:
         """The attempt is over, whatever it had come to."""
         key = attempt.begin.key
         del self._attempts[key]
+        self._away.stop(attempt)
+        waited = self._line.pop(key, None) is not None
         if key in self._fetches:
             actions.append(events.EndFetch(key))  # a run may wait for it
         if self.scheduler.computes(attempt):
             self._forgotten.append(attempt)
             self._cut(actions)
         else:
-            actions.append(events.Release(key))
+            self._release(attempt, actions)
             self._free(attempt, now, actions)
+        if waited:
+            self._advance(now, actions)
+
+    def _release(self, attempt: Attempt, actions: list[events.Action]) -> None:
+        """Nothing is under way for it any more, here and at holders."""
+        actions.append(events.Release(attempt.begin.key))
+        if attempt.begin.route.holdings or attempt.num_away or self._away.is_asking(attempt):
+            self._away.end(attempt, actions)
 
     def _free(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
         """Its blocks are free, and somebody may wait for them."""
@@ -192,11 +237,7 @@ class Node:
     @staticmethod
     def _without_cache(begin: events.Begin) -> events.Begin:
         """What it uses of a cache failed it before: now it uses none, and leaves nothing there."""
-        route = begin.route
-        alone = type(route)(
-            route.request, route.attempt, route.prefill, route.decode, None, 0, route.work_ns, route.deadline_ns,
-            route.codec, route.handover_start, route.recall,
-        )  # fmt: skip
+        alone = msgspec.structs.replace(begin.route, fetch=None, num_cached=0)
         return events.Begin(begin.key, begin.part, alone, begin.num_tokens, begin.stop_length)
 
     def _become(self, event: events.Become, now: int, actions: list[events.Action]) -> None:
@@ -244,12 +285,16 @@ class Node:
         if attempt is not None and not attempt.granted:
             attempt.granted = True
             if attempt.started:
-                actions.append(events.Send(event.key, attempt.sampled))
+                actions.append(events.Send(event.key, attempt.is_whole))
 
     def _prompt_computed(self, attempt: Attempt, actions: list[events.Action]) -> None:
         """Its prompt is computed and its first token is known."""
         attempt.sampled = True
-        if attempt.granted:
+        self._maybe_finish(attempt, actions)
+
+    def _maybe_finish(self, attempt: Attempt, actions: list[events.Action]) -> None:
+        """Its decode node attends to all of its KV: what is handed over follows what holders have."""
+        if attempt.granted and attempt.is_whole:
             actions.append(events.Finish(attempt.begin.key))
 
     def _landed(self, event: events.Landed, now: int, actions: list[events.Action]) -> None:
@@ -258,7 +303,8 @@ class Node:
             return  # nobody says so of what was not all sent
         del self._attempts[event.key]
         route = attempt.begin.route
-        actions += (PrefillFinished(route.request, route.attempt), events.Release(event.key))
+        actions.append(PrefillFinished(route.request, route.attempt))
+        self._release(attempt, actions)
         self._free(attempt, now, actions)
 
     # Receiving.
@@ -370,11 +416,67 @@ class Node:
         if self.tiers is not None:
             self.tiers.unpin(names)
 
+    # KV that lies on other nodes, and that of others here.
+
+    def _move(self, event: events.Move, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is not None and attempt.state is DECODING and self._stages == 1:
+            self._away.move(attempt, event.holder, event.num_blocks, actions)
+
+    def _reserved(self, event: events.Reserved, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is None or not self._away.is_asking(attempt):
+            return
+        self._away.reserved(attempt, event)
+        if event.key not in self._line:
+            return  # it decodes, and goes on either way
+        if not event.granted:
+            self._fail(attempt, f"{event.holder} has no room for its KV", now, actions)
+        else:
+            self._advance(now, actions)
+
+    def _shipped(self, event: events.Shipped, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is None:
+            return
+        self._away.shipped(attempt, event)
+        if self.scheduler.computes(attempt):
+            self._cut(actions)
+            return
+        self._ship(actions)
+        self._cut(actions)
+        if self.scheduler.run is None:
+            self._plan(now, actions)
+
+    def _ship(self, actions: list[events.Action]) -> None:
+        """What came to its holder is free here; what is full goes on its way; what has all there is handed over."""
+        through = self._away.settle()
+        for attempt in through:
+            self._maybe_finish(attempt, actions)
+        self._away.ship(actions)
+
+    def _drop(self, now: int, actions: list[events.Action]) -> None:
+        dropped, self.scheduler.dropped = self.scheduler.dropped, []
+        for attempt in dropped:
+            if attempt.request in self._attempts:  # else it was forgotten
+                self._fail(self._attempts[attempt.request], "others needed its memory", now, actions)
+
+    def _asked(self, event: events.Asked, now: int, actions: list[events.Action]) -> None:
+        self._guests.asked(event, actions)
+
+    def _left(self, event: events.Left, now: int, actions: list[events.Action]) -> None:
+        if self._guests.left(event, actions):
+            self._cut(actions)
+            if self.scheduler.run is None:
+                self._plan(now, actions)
+
     # Runs.
 
     def _plan(self, now: int, actions: list[events.Action]) -> None:
         """Plans the next run, if none is out. What was granted is sent from its first chunk on."""
         run = self.scheduler.plan(actions, now)
+        if self.scheduler.dropped:
+            self._drop(now, actions)
         if run is None:
             return
         for piece in run.chunks:
@@ -382,7 +484,7 @@ class Node:
             if attempt is not None and not attempt.started:
                 attempt.started = True
                 if attempt.granted:
-                    actions.append(events.Send(piece.request, attempt.sampled))
+                    actions.append(events.Send(piece.request, attempt.is_whole))
 
     def _cut(self, actions: list[events.Action]) -> None:
         """Asks once for the end of the run that is out: somebody waits for the next one."""
@@ -397,11 +499,12 @@ class Node:
         self._is_cut = False
         if self._forgotten:
             for attempt in self._forgotten:
-                actions.append(events.Release(attempt.begin.key))
+                self._release(attempt, actions)
                 scheduler.forget(attempt)
             self._forgotten.clear()
-        for key in event.ended:
-            self._attempts.pop(key, None)
+        over = [self._attempts.pop(key) for key in event.ended if key in self._attempts]
+        for attempt in over:
+            self._away.stop(attempt)
         if run.chunks and event.steps and self._stages == 1:
             for piece in run.chunks:
                 sampled = self._attempts.get(piece.request) if piece.samples else None
@@ -412,9 +515,10 @@ class Node:
             early, self._early = self._early, []
             for sampled_event in early:
                 self._sampled(sampled_event, now, actions)
+        self._ship(actions)
         self._plan(now, actions)
-        for key in event.ended:  # when what is saved of it has been taken over
-            actions.append(events.Release(key))
+        for attempt in over:  # when what is saved of it has been taken over
+            self._release(attempt, actions)
         if self._next_role is not None:
             self._maybe_switch(actions)
 
@@ -430,7 +534,7 @@ class Node:
                 self._prompt_computed(attempt, actions)
                 continue
             del self._attempts[key]
-            actions.append(events.Release(key))
+            self._release(attempt, actions)
             self._free(attempt, now, actions)
 
     def _missing(self, event: events.Missing, now: int, actions: list[events.Action]) -> None:

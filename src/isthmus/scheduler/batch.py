@@ -43,8 +43,9 @@ class Batch:
             self.prompts.remove(sequence)
 
     def youngest(self) -> Sequence:
-        """Admitted last of all that compute, prompts included."""
-        return max([*self.decoding.sequences, *self.prompts], key=lambda sequence: sequence.age)
+        """Admitted last of all that compute, prompts included; who has KV elsewhere only if there is nobody else."""
+        everybody = [*self.decoding.sequences, *self.prompts]
+        return max(everybody, key=lambda sequence: (not sequence.num_away, sequence.age))
 
     def check(self, sequences: abc.Iterable[Sequence]) -> None:
         """Of all `sequences`, those placed are where they belong, and no more than there are places."""

@@ -36,11 +36,11 @@ class Chunks:
             return budget.chunks
         prompts, admission = self._batch.prompts, self._admission
         for sequence in prompts:  # each waits until the one before it is through
-            if not _append(sequence, budget):
+            if not self._append(sequence, budget):
                 return budget.chunks
         most = min(budget.limit, limits.prompt_batch)
         while budget.taken < most and admission.waiting and admission.admit(actions, now):
-            if not _append(prompts[-1], budget):
+            if not self._append(prompts[-1], budget):
                 break
         return budget.chunks
 
@@ -52,7 +52,7 @@ class Chunks:
             return 1
         sequence = self._batch.prompts[0]
         assert sequence.request == piece.request
-        if piece.start and piece.start == sequence.cached:
+        if sequence.num_away or (piece.start and piece.start == sequence.cached):
             return 1
         return min(limits.max_chunks, (sequence.length - piece.start - 1) // piece.count)
 
@@ -71,7 +71,7 @@ class Chunks:
             count = budget.fit(oldest.computed, left)
             if count < left:
                 self._overtake(oldest, count // 2, budget, actions, now)
-            if not _append(oldest, budget):
+            if not self._append(oldest, budget):
                 return
 
     def _next_in_order(
@@ -109,18 +109,22 @@ class Chunks:
                 if not has_place or not self._admission.overtake(sequence, actions, now):
                     continue
             before = budget.taken
-            _append(sequence, budget, spare)
+            self._append(sequence, budget, spare)
             spare -= budget.taken - before
 
     def _num_partial(self, budget: TokenBudget) -> int:
         """Prompts that will be left unfinished by an iteration with these chunks."""
         return len(self._batch.prompts) - sum([piece.samples for piece in budget.chunks])
 
-
-def _append(sequence: Sequence, budget: TokenBudget, most: int = 1 << 30) -> bool:
-    """The next chunk of a prompt, at most `most` tokens, if there is room for any; whether it is the last."""
-    start, left = sequence.computed, sequence.length - sequence.computed
-    count = budget.fit(start, left if left < most else most)
-    if count:
-        budget.take(sequence.piece(start, count, count == left))
-    return count == left
+    def _append(self, sequence: Sequence, budget: TokenBudget, most: int = 1 << 30) -> bool:
+        """The next chunk of a prompt, at most `most` tokens, if there is room for any; whether others may follow: it is
+        the last, or has to wait until some of its blocks are elsewhere."""
+        start, left = sequence.computed, sequence.length - sequence.computed
+        has_blocks = left
+        if sequence.num_away:
+            blocks = sequence.num_held + len(sequence.blocks)
+            has_blocks = min(left, blocks * self._limits.block_size - start)
+        count = budget.fit(start, min(has_blocks, most)) if has_blocks else 0
+        if count:
+            budget.take(sequence.piece(start, count, count == left))
+        return count == has_blocks

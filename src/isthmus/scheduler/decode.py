@@ -92,7 +92,7 @@ class DecodeClock:
     def _grow(self, sequence: Sequence, steps: int, pool: Pool) -> bool:
         """Blocks for `steps` more tokens after the computed ones; False when the pool is empty."""
         wanted = -(-(self.now + sequence.offset + steps) // self._limits.block_size)
-        needed = wanted - len(sequence.blocks)
+        needed = wanted - sequence.num_held - len(sequence.blocks)
         if needed > pool.available:
             return False
         for _ in range(needed):
@@ -102,7 +102,8 @@ class DecodeClock:
 
     def _note_full(self, sequence: Sequence) -> None:
         """Only who has too few blocks for all its tokens will ever need one."""
-        kept, offset = len(sequence.blocks) * self._limits.block_size, sequence.offset
+        kept = (sequence.num_held + len(sequence.blocks)) * self._limits.block_size
+        offset = sequence.offset
         sequence.full_at = kept - offset
         if kept < sequence.stop_length - 1:
             heappush(self.fills, (kept - offset, sequence.age, sequence))
@@ -126,6 +127,7 @@ class DecodeClock:
             assert sequence.state is DECODING
             end, full_at = sequence.stop_length - 1 - sequence.offset, sequence.full_at
             assert self.now <= full_at, "computed tokens without a block"
-            assert full_at == len(sequence.blocks) * self._limits.block_size - sequence.offset
+            num_blocks = sequence.num_held + len(sequence.blocks)
+            assert full_at == num_blocks * self._limits.block_size - sequence.offset
             assert (end, sequence) in ends, "nobody will notice its end"
             assert full_at >= end or (full_at, sequence) in fills, "nobody will give it a block"

@@ -23,6 +23,11 @@ class Memory:
         if limits.state_blocks:
             self.states = States(limits.state_blocks, limits.block_size, pool)
         self._size = limits.block_size
+        # A prompt whose blocks go elsewhere fills some while others are on their way.
+        window = -(-limits.token_budget // limits.block_size) * 2
+        self._window = max(1, min(window, limits.num_blocks // 4))
+        self.guests: dict[RequestId, Blocks] = {}
+        """For KV of other nodes' requests."""
         self._saving: dict[RequestId, int] = {}  # how often `saved` is still to come
         self._unsaved: dict[RequestId, list[int]] = {}  # given back meanwhile
 
@@ -33,7 +38,7 @@ class Memory:
         positions = states.positions(
             sequence.length, len(sequence.names), prefix.num_tokens, prefix.num_found, departs=sequence.departs
         )
-        needed = -(-sequence.length // self._size) - len(prefix.blocks)
+        needed = self.at_home(sequence) - len(prefix.blocks)
         cached = prefix.blocks + prefix.state
         idle = pool.idle_among(cached) if cached else 0
         state_blocks = (len(positions) + prefix.loads) * states.num_blocks
@@ -47,9 +52,36 @@ class Memory:
         sequence.named = len(prefix.blocks)
         return True
 
+    def at_home(self, sequence: Sequence) -> int:
+        """Blocks with which it can compute its known tokens: all, or those that stay here and some for those that are
+        filled and go."""
+        whole, num_away = -(-sequence.length // self._size), sequence.num_away
+        return whole - num_away + min(num_away, self._window) if num_away else whole
+
+    def extend(self, sequence: Sequence) -> None:
+        """More blocks for a prompt in place of those that went, as far as there are any."""
+        left = -(-sequence.length // self._size) - sequence.num_held
+        wanted = min(self.at_home(sequence), left) - len(sequence.blocks)
+        if wanted > 0:
+            sequence.blocks += self.pool.allocate(min(wanted, self.pool.available))
+
+    def host(self, request: RequestId, num_blocks: int, headroom: int) -> Blocks:
+        """Room for so many blocks of another node's request in all; none where there is no room for them."""
+        blocks = self.guests.get(request, ())
+        more = num_blocks - len(blocks)
+        if more > 0:
+            if more + headroom > self.pool.available:
+                return ()
+            blocks = self.guests[request] = blocks + self.pool.allocate(more)
+        return blocks
+
+    def unhost(self, request: RequestId) -> None:
+        """That room is free."""
+        self.pool.release(self.guests.pop(request))
+
     def reserve(self, sequence: Sequence, headroom: int) -> bool:
         """Gives it blocks for the KV that is sent to it, its next token included; False as above."""
-        needed = -(-(sequence.length + 1) // self._size)
+        needed = -(-(sequence.length + 1) // self._size) - sequence.num_held
         if needed + self.states.num_blocks + headroom > self.pool.available:
             return False
         sequence.blocks = self.pool.allocate(needed)
@@ -85,7 +117,7 @@ class Memory:
         self.pool.check()
         self.states.check(sequences)
         assert self._unsaved.keys() <= self._saving.keys() and all(self._saving.values())
-        held = sum([len(blocks) for blocks in self._unsaved.values()])
+        held = sum([len(blocks) for blocks in (*self._unsaved.values(), *self.guests.values())])
         for each in sequences:
             held += len(each.blocks) + len(each.restore) + sum([len(shot.blocks) for shot in each.snapshots])
         assert held == self.pool.num_held, "requests and the pool do not agree on what is held"

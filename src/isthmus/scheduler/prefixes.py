@@ -28,7 +28,7 @@ class PoolPrefixes:
         """What it need not compute; never all of it, for the last token yields the logits. None: it is to wait for one
         of `prompts`, which are being computed."""
         memory = self._memory
-        found = memory.pool.match(sequence.names[: (sequence.length - 1) // self._size])
+        found = memory.pool.match(sequence.names[: memory.at_home(sequence) - 1])
         blocks, state = memory.states.in_pool(sequence.names, found)
         return Prefix(len(blocks) * self._size, len(found), blocks, state)
 
@@ -41,8 +41,9 @@ class PoolPrefixes:
         memory, pool, names, stored = self._memory, self._memory.pool, sequence.names, []
         if sequence.named < len(names):
             full = min(sequence.computed // self._size, len(names))
-            span = slice(sequence.named, full)
-            named = zip(sequence.blocks[span], names[span], strict=True)
+            span, here = slice(sequence.named, full), sequence.num_held
+            blocks = sequence.blocks[sequence.named - here : full - here]
+            named = zip(blocks, names[span], strict=True)
             stored = [name for block, name in named if pool.store(block, name)]
             sequence.named = full
         if samples and sequence.snapshots:
@@ -53,6 +54,7 @@ class PoolPrefixes:
         return tuple(stored)
 
     def keep(self, names: Names, actions: Actions, request: RequestId, blocks: Blocks = ()) -> None: ...
+    def answered(self, sequence: Sequence, names: Names, actions: Actions) -> None: ...
     def lose(self, names: Names, actions: Actions) -> None: ...
     def recover(self, chains: tuple[Names, ...], actions: Actions) -> None: ...
     def arrive(self, sequence: Sequence) -> None: ...
@@ -74,8 +76,10 @@ class TierPrefixes:
     def find(self, sequence: Sequence, prompts: list[Sequence]) -> Prefix | None:
         """As above; what a fetch under way will bring counts as here."""
         states, names, size = self._memory.states, sequence.names, self._size
+        if sequence.num_away:  # it is loaded into blocks of the engine
+            names = names[: self._memory.at_home(sequence) - 1]
         present, on_disk = self._tiers.match(names)
-        arrives = sequence.fetch_start <= present < sequence.fetch_stop
+        arrives = sequence.fetch_start <= present < sequence.fetch_stop <= len(names)
         if arrives and states.leaves_some(sequence.fetch_stop, sequence.length):
             found = usable = sequence.fetch_stop
         else:
@@ -83,7 +87,7 @@ class TierPrefixes:
             usable, on_disk = states.in_tiers(self._tiers, sequence, present, on_disk)
         if usable > sequence.num_pinned:
             self._pin(sequence, usable)
-        if usable < sequence.num_cached:
+        if usable < min(sequence.num_cached, len(names)):
             name = names[usable]
             if any(usable < len(prompt.names) and prompt.names[usable] == name for prompt in prompts):
                 return None
@@ -96,17 +100,32 @@ class TierPrefixes:
         return sequence.num_pinned >= wanted or self._tiers.match(sequence.names)[0] >= wanted
 
     def computed(self, sequence: Sequence, samples: bool, actions: Actions) -> Names:
-        """A chunk was. When it was the last one, the cache gets the prompt and its snapshots."""
+        """A chunk was. When it was the last one, the cache gets the prompt and its snapshots; what goes elsewhere is
+        kept before."""
+        request, blocks, memory, here = sequence.request, sequence.table, self._memory, sequence.num_held
+        if samples or sequence.num_away:
+            full = min(sequence.computed // self._size, len(sequence.names))
+            if self._holds(sequence.names[:here]):
+                self.keep(sequence.names[:full], actions, request, blocks)
         if samples:
-            request, blocks, memory = sequence.request, sequence.blocks, self._memory
-            self.keep(sequence.names, actions, request, blocks)
             self.unpin(sequence)
             if sequence.snapshots:
                 for snapshot in sequence.take_cached_snapshots():
-                    chain = memory.states.chain(sequence.names, snapshot.depth)
-                    self.keep(chain, actions, request, blocks[: snapshot.depth] + snapshot.blocks)
+                    depth = snapshot.depth
+                    if self._holds(sequence.names[: min(here, depth)]):
+                        chain = memory.states.chain(sequence.names, depth)
+                        self.keep(chain, actions, request, blocks[:depth] + snapshot.blocks)
                     memory.give_back(request, snapshot.blocks)
         return ()
+
+    def answered(self, sequence: Sequence, names: Names, actions: Actions) -> None:
+        """Its answer is complete: `names` are of all full blocks."""
+        if self._holds(names[: sequence.num_held]):
+            self.keep(names, actions, sequence.request, sequence.table)
+
+    def _holds(self, names: Names) -> bool:
+        """Whether the cache has these, which are not here to be saved any more."""
+        return not names or self._tiers.match(names)[0] == len(names)
 
     def keep(self, names: Names, actions: Actions, request: RequestId, blocks: Blocks = ()) -> None:
         """A prefix for the cache to keep. `blocks` of the engine hold it, computed for `request`; without, what is new

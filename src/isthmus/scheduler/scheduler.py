@@ -26,7 +26,7 @@ from isthmus.scheduler.events import Actions, Preempted, Run, Stepped
 from isthmus.scheduler.incoming import Incoming
 from isthmus.scheduler.limits import Limits
 from isthmus.scheduler.memory import Memory
-from isthmus.scheduler.pool import BlockPool, Pool
+from isthmus.scheduler.pool import BlockPool, Blocks, Pool
 from isthmus.scheduler.prefixes import PoolPrefixes, Prefixes, TierPrefixes
 from isthmus.scheduler.sequence import (
     COMPUTED,
@@ -71,6 +71,8 @@ class Scheduler:
         self._arrivals = count(1)
         self.run: Run | None = None
         """The run that is out."""
+        self.dropped: list[Sequence] = []
+        """Pre-empted with KV on other nodes: they are here no more, and whoever knows them takes them from here."""
         self.change(limits)
 
     def change(self, limits: Limits) -> None:
@@ -117,7 +119,7 @@ class Scheduler:
         self._incoming.check(sequences)
         assert len(self._admission.waiting) == sum([each.state is QUEUED for each in sequences])
         for each in sequences:
-            room = len(each.blocks) * self.limits.block_size
+            room = (each.num_held + len(each.blocks)) * self.limits.block_size
             assert each.state is DECODING or room >= each.computed, "computed tokens without a block"
 
     # Facts. What follows at once is added to `actions`; each may change what `plan` gives.
@@ -142,6 +144,35 @@ class Scheduler:
             self._incoming.reserve(actions)
             if self.pool.evicted:
                 actions.append(BlocksEvicted(self.node, self.pool.take_evicted()))
+
+    def shipped(self, sequence: Sequence, num_blocks: int) -> None:
+        """So many more of its blocks lie with their holder; those of the engine are free. No run touches it."""
+        assert not self.computes(sequence) and num_blocks <= sequence.num_shipping
+        sequence.num_shipping -= num_blocks
+        self._memory.give_back(sequence.request, sequence.moved(num_blocks))
+
+    def num_computed(self, sequence: Sequence) -> int:
+        """Tokens of it that have KV."""
+        if sequence.state is DECODING:
+            return self._batch.decoding.now + sequence.offset
+        return sequence.computed
+
+    def host(self, request: RequestId, num_blocks: int, actions: Actions) -> Blocks:
+        """Room for blocks of another node's request, beside one spare block for each that runs here; none if there is
+        not so much."""
+        blocks = self._memory.host(request, num_blocks, self._batch.headroom)
+        if self.pool.evicted:
+            actions.append(BlocksEvicted(self.node, self.pool.take_evicted()))
+        return blocks
+
+    def unhost(self, request: RequestId) -> None:
+        """That room is not needed any more."""
+        self._memory.unhost(request)
+
+    @property
+    def num_hosted(self) -> int:
+        """Blocks for KV of other nodes' requests."""
+        return sum([len(blocks) for blocks in self._memory.guests.values()])
 
     def imported(self, sequence: Sequence) -> None:
         """All KV of an expected request is here and checked; its first new token is known."""
@@ -213,7 +244,7 @@ class Scheduler:
         if event.answers:
             answers = dict(zip(event.ended, event.answers, strict=True))
             for sequence in ended:
-                self._prefixes.keep(answers[sequence.request], actions, sequence.request, sequence.blocks)
+                self._prefixes.answered(sequence, answers[sequence.request], actions)
         for sequence in ended:
             assert sequence.state in ENDED
             self.forget(sequence)
@@ -259,6 +290,9 @@ class Scheduler:
                 self._preempt(actions)
             if incoming.joining:  # who was pre-empted left a place; they have the blocks for this run
                 incoming.join(actions)
+        for prompt in prompts:
+            if prompt.num_away:
+                self._memory.extend(prompt)
         chunks = self._chunks.cut(actions, now) if prompts or waiting else []
         if incoming.expected and not waiting:
             incoming.reserve(actions)
@@ -275,9 +309,14 @@ class Scheduler:
         return run
 
     def _preempt(self, actions: Actions) -> None:
-        """The youngest of all that compute, prompts included, goes back to the head of the queue."""
+        """The youngest of all that compute, prompts included, goes back to the head of the queue; or is dropped, since
+        what of its KV lies elsewhere does not follow from what is computed here anew."""
         victim = self._batch.youngest()
-        self._batch.remove(victim)
-        self._memory.release(victim)
-        self._admission.put_back(victim)
+        if victim.num_away:
+            self.forget(victim)
+            self.dropped.append(victim)
+        else:
+            self._batch.remove(victim)
+            self._memory.release(victim)
+            self._admission.put_back(victim)
         actions.append(Preempted(victim.request))

@@ -6,6 +6,7 @@ from enum import Enum, auto
 
 import msgspec
 
+from isthmus.attempts import Holding
 from isthmus.scheduler.events import Actions, Piece
 from isthmus.scheduler.pool import Blocks
 from isthmus.types import BlockName, RequestId
@@ -79,14 +80,18 @@ class Sequence:
     is pre-empted first. `pinned`: in the tiers; by the scheduler, `num_pinned` leading blocks and the snapshot at their
     end.
 
+    Its leading `num_away` blocks are to lie with `holdings`; the first `num_held` of them do, with `held`, the next
+    `num_shipping` are on their way there, and `blocks` are those that follow what is held.
+
     With recurrent states: `slot` of the live one, -1 without; `restore`: blocks of a snapshot to go on from;
     `snapshots`: taken, or to be taken, of its prompt.
     """
 
     __slots__ = (
         "age", "arrival", "blocks", "cached", "computed", "deadline_ns", "departs", "fetch_start",
-        "fetch_stop", "fetch_until_ns", "fetches", "full_at", "length", "named", "names", "num_cached", "num_pinned",
-        "offset", "pinned", "request", "restore", "slot", "snapshots", "state", "stop_length", "work_ns",
+        "fetch_stop", "fetch_until_ns", "fetches", "full_at", "held", "holdings", "length", "named", "names",
+        "num_away", "num_cached", "num_held", "num_pinned", "num_shipping", "offset", "pinned", "request",
+        "restore", "slot", "snapshots", "state", "stop_length", "work_ns",
     )  # fmt: skip
 
     def __init__(
@@ -102,6 +107,9 @@ class Sequence:
         self.num_cached = self.fetch_start = self.fetch_stop = self.fetch_until_ns = 0
         self.cached = self.computed = self.named = self.offset = self.full_at = self.age = self.arrival = 0
         self.work_ns = self.deadline_ns = self.num_pinned = 0
+        self.num_away = self.num_held = self.num_shipping = 0
+        self.holdings: tuple[Holding, ...] = ()
+        self.held: tuple[Holding, ...] = ()
         self.slot = -1
         self.pinned: tuple[BlockName, ...] = ()
         self.blocks: Blocks = ()
@@ -111,10 +119,34 @@ class Sequence:
     def piece(self, start: int, count: int, samples: bool) -> Piece:
         """To compute these tokens in one iteration; with what it has of a recurrent state, if it has one."""
         if self.slot < 0:
-            return Piece(self.request, start, count, self.blocks, samples)
+            return Piece(self.request, start, count, self.blocks, samples, holdings=self.held)
         reached = [shot for shot in self.snapshots if start < shot.position <= start + count]
         snapshots = tuple([(shot.position, shot.blocks) for shot in reached])
-        return Piece(self.request, start, count, self.blocks, samples, self.slot, self.restore, snapshots)
+        slot, restore = self.slot, self.restore
+        return Piece(self.request, start, count, self.blocks, samples, slot, restore, snapshots, self.held)
+
+    def keep_away(self, holdings: tuple[Holding, ...]) -> None:
+        """Its leading blocks are to lie there; those that do already, where they are."""
+        self.holdings = holdings
+        self.num_away = sum([holding.num_blocks for holding in holdings])
+
+    def moved(self, num_blocks: int) -> Blocks:
+        """So many more of its leading blocks lie where they are to lie. Returns those that held them here."""
+        self.num_held += num_blocks
+        held, left = [], self.num_held
+        for holding in self.holdings:
+            there = min(left, holding.num_blocks)
+            if there:
+                held.append(Holding(holding.holder, there))
+            left -= there
+        gone, self.blocks = self.blocks[:num_blocks], self.blocks[num_blocks:]
+        self.held = tuple(held)
+        return gone
+
+    @property
+    def table(self) -> Blocks:
+        """`blocks` by the number of the block in the request; what stands for those elsewhere means nothing."""
+        return (0,) * self.num_held + self.blocks if self.num_held else self.blocks
 
     def take_cached_snapshots(self) -> list[Snapshot]:
         """Its prompt is computed: those that others may go on from. What is left travels with it."""

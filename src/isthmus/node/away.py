@@ -1,0 +1,168 @@
+"""KV of an attempt on other nodes: what its home asks of holders, and what a holder keeps for others.
+
+    home ──Reserve──> holder: Asked ──Host──> home: Reserved        at the start, or when it is to move while it decodes
+         ──Ship────>                                Shipped         whole blocks, in their order, as they are computed
+         ──Vacate──> holder: Left ──Unhost                          when the home is through with it
+
+A prefill node and the decode node that follows it each ask for the same room, and the holder keeps it until both left.
+"""
+
+from __future__ import annotations
+
+from isthmus.attempts import Holding
+from isthmus.node import events
+from isthmus.node.attempt import Attempt
+from isthmus.scheduler import Actions, Scheduler
+from isthmus.types import DECODE, NodeId, RequestId
+
+FREE_TOKENS = 16
+"""That are shipped in an iteration beside decodes: so much costs nothing, twice as much 8.6 % (Infinite-LLM, section on
+overlap)."""
+
+
+class Away:
+    """At home: attempts with KV elsewhere."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler, self._size = scheduler, scheduler.limits.block_size
+        self._asked: dict[RequestId, dict[NodeId, Holding]] = {}  # of whom no answer came yet
+        self._moving: dict[RequestId, Attempt] = {}  # not all that is to lie elsewhere does
+
+    def begin(self, attempt: Attempt, actions: Actions) -> str:
+        """Asks for the room that its route names. Returns why that cannot be, or nothing."""
+        holdings, key = attempt.begin.route.holdings, attempt.request
+        count = sum([holding.num_blocks for holding in holdings])
+        if len({holding.holder for holding in holdings}) < len(holdings):
+            return "a route names a holder twice"
+        if attempt.begin.route.handover_start:
+            return "a route recalls blocks and has holders for them"
+        if count > (attempt.length - 1) // self._size:
+            return f"a route has holders for {count} blocks, of {attempt.length} tokens, whose last block stays here"
+        attempt.keep_away(holdings)
+        if attempt.begin.part is DECODE:  # they lie there when it comes
+            attempt.moved(count)
+        self._asked[key] = {holding.holder: holding for holding in holdings}
+        actions += [events.Reserve(key, holding.holder, holding.num_blocks) for holding in holdings]
+        return ""
+
+    def move(self, attempt: Attempt, holder: NodeId, num_blocks: int, actions: Actions) -> None:
+        """Asks for room for so many more of its blocks, unless it has some with that holder before those of another:
+        what lies with a holder follows each other."""
+        key, holdings = attempt.request, attempt.holdings
+        most = self._scheduler.num_computed(attempt) // self._size - attempt.num_away
+        others = {holding.holder for holding in holdings[:-1]}
+        num_blocks = min(num_blocks, most)
+        if num_blocks <= 0 or holder in others or key in self._asked:
+            return
+        there = holdings[-1].num_blocks if holdings and holdings[-1].holder == holder else 0
+        self._asked[key] = {holder: Holding(holder, num_blocks)}
+        actions.append(events.Reserve(key, holder, there + num_blocks))
+
+    def reserved(self, attempt: Attempt, event: events.Reserved) -> None:
+        """An answer came; without room nothing changes."""
+        key, asked = event.key, self._asked[event.key]
+        holding = asked.pop(event.holder, None)
+        if not asked:
+            del self._asked[key]
+        if holding is None or not event.granted:
+            return
+        if holding not in attempt.holdings:  # it is to move while it decodes
+            last = attempt.holdings[-1:]
+            if last and last[0].holder == holding.holder:
+                more = Holding(holding.holder, last[0].num_blocks + holding.num_blocks)
+                attempt.keep_away((*attempt.holdings[:-1], more))
+            else:
+                attempt.keep_away((*attempt.holdings, holding))
+        if attempt.num_held < attempt.num_away:
+            self._moving[key] = attempt
+
+    def is_asking(self, attempt: Attempt) -> bool:
+        return attempt.request in self._asked
+
+    def ship(self, actions: Actions) -> None:
+        """The next full blocks of each go where they are to lie; at most `FREE_TOKENS` at a time beside decodes."""
+        for key, attempt in self._moving.items():
+            if attempt.num_shipping or attempt.landed:
+                continue
+            full = min(self._scheduler.num_computed(attempt) // self._size, attempt.num_away)
+            holder, first, stop = self._next(attempt)
+            count = min(full, stop) - attempt.num_held
+            if attempt.sampled and not attempt.departs:
+                count = min(count, max(1, FREE_TOKENS // self._size))
+            if count > 0:
+                attempt.num_shipping = count
+                actions.append(events.Ship(key, holder, first, attempt.blocks[:count]))
+
+    @staticmethod
+    def _next(attempt: Attempt) -> tuple[NodeId, int, int]:
+        """The holder of the next block, how many of the attempt it has, and the first block that is not for it."""
+        stop = 0
+        for holding in attempt.holdings:
+            start, stop = stop, stop + holding.num_blocks
+            if attempt.num_held < stop:
+                return holding.holder, attempt.num_held - start, stop
+        raise AssertionError("all that is to lie elsewhere does")
+
+    def shipped(self, attempt: Attempt, event: events.Shipped) -> None:
+        """What was on its way is there."""
+        if attempt.num_shipping and not attempt.landed:
+            holder, first, _ = self._next(attempt)
+            attempt.landed = holder == event.holder and event.stop >= first + attempt.num_shipping
+
+    def settle(self) -> list[Attempt]:
+        """Those whose shipped blocks no run uses are elsewhere now; returns who has nothing left to ship."""
+        if not self._moving:
+            return []
+        for attempt in self._moving.values():
+            if attempt.landed and not self._scheduler.computes(attempt):
+                attempt.landed = False
+                self._scheduler.shipped(attempt, attempt.num_shipping)
+        through = [attempt for attempt in self._moving.values() if attempt.num_held == attempt.num_away]
+        for attempt in through:
+            del self._moving[attempt.request]
+        return through
+
+    def stop(self, attempt: Attempt) -> None:
+        """Nothing more of it is shipped."""
+        self._moving.pop(attempt.request, None)
+
+    def end(self, attempt: Attempt, actions: Actions) -> None:
+        """It is over here; comes with its `Release`."""
+        asked = self._asked.pop(attempt.request, {})
+        self.stop(attempt)
+        holders = dict.fromkeys([*[holding.holder for holding in attempt.holdings], *asked])
+        actions += [events.Vacate(attempt.request, holder) for holder in holders]
+
+    def check_idle(self) -> None:
+        assert not self._asked and not self._moving, "KV is still on its way to another node"
+
+
+class Guests:
+    """At a holder: whose KV lies here, and who needs it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._needed: dict[RequestId, set[NodeId]] = {}
+
+    def asked(self, event: events.Asked, actions: Actions) -> None:
+        """Room that there is, is given at once; nobody waits for it."""
+        blocks = self._scheduler.host(event.key, event.num_blocks, actions)
+        if blocks:
+            self._needed.setdefault(event.key, set()).add(event.peer)
+        actions.append(events.Host(event.key, event.peer, blocks))
+
+    def left(self, event: events.Left, actions: Actions) -> bool:
+        """Whether nobody needs it any more, and its blocks are free."""
+        needed = self._needed.get(event.key, set())
+        if event.peer not in needed:
+            return False
+        needed.remove(event.peer)
+        if needed:
+            return False
+        del self._needed[event.key]
+        self._scheduler.unhost(event.key)
+        actions.append(events.Unhost(event.key))
+        return True
+
+    def check_idle(self) -> None:
+        assert not self._needed, "room for another node's KV was never left"

@@ -294,7 +294,7 @@ class Gone(msgspec.Struct, frozen=True, tag=True):
 
 
 class Attend(msgspec.Struct, frozen=True, tag=True):
-    """Attend to what lies here. Payload: queries `[R, H, D]`, in the activations' type. `rows`: (attempt, how many of
+    """Attend to what lies here. Payload: queries `[R, H, D]`, float32. `rows`: (attempt, how many of
     them, tokens that they see, position of the first query in its request, position of the first token that lies
     here)."""
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from isthmus.engine.interface import Chunk
+from isthmus.engine.remote import Rows, rows_of
 from isthmus.engine.states import LiveStates, Recurrence, steps
 
 ROW_TOKENS = 8
@@ -22,13 +23,15 @@ ROW_TOKENS = 8
 
 @dataclass
 class Prefill:
-    """A long chunk inside the flat batch: flat range `[first, last)`, positions `[start, stop)`."""
+    """A long chunk inside the flat batch: flat range `[first, last)`, positions `[start, stop)` of what lies here.
+    `asks`: there is more elsewhere."""
 
     first: int
     last: int
     start: int
     stop: int
     blocks: Sequence[int]
+    asks: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,10 @@ class Batch:
     scored: list[Scored]
     recurrence: Recurrence | None = None
     """What it does with live states, in models that have any."""
+    remote: tuple[Rows, ...] = ()
+    """Who is asked what of KV that lies elsewhere."""
+    before_R: Tensor | None = None
+    """Tokens of each row that lie elsewhere, if there are any."""
 
     @property
     def num_tokens(self) -> int:
@@ -80,7 +87,11 @@ class Batch:
         self.tokens_T = torch.tensor(tokens, device=self.tokens_T.device)
         self.positions_T += 1
         self.lens_R += 1
-        block_R = (self.positions_T // self.block_size).long()
+        here_R = self.positions_T
+        if self.before_R is not None:
+            here_R = here_R - self.before_R
+            self.remote = tuple([rows.advanced() for rows in self.remote])
+        block_R = (here_R // self.block_size).long()
         blocks_R = self.tables_RB.gather(1, block_R[:, None]).squeeze(1)
         self.slots_T = blocks_R * self.block_size + self.positions_T % self.block_size
         if self.recurrence is not None:
@@ -100,24 +111,31 @@ def build_batch(
     prefills: list[Prefill] = []
     sampled: list[tuple[int, int]] = []
     scored: list[Scored] = []
-    placed: list[tuple[int, Chunk]] = []
+    placed: list[tuple[int, int, Chunk]] = []
+    before: list[int] = []  # of each row, tokens elsewhere
     for index in by_rows + by_parts:
         chunk = chunks[index]
         first = len(tokens)
-        placed.append((first, chunk))
+        placed.append((first, index, chunk))
         tokens.extend(chunk.tokens)
         at = np.arange(chunk.start, chunk.stop)
         table = np.asarray(chunk.blocks)
         positions.append(at)
+        away = sum([held.num_tokens for held in chunk.holdings])
+        at = at - away if away else at
         slots.append(table[at // block_size] * block_size + at % block_size)
         if len(chunk.tokens) > ROW_TOKENS:
-            prefills.append(Prefill(first, len(tokens), chunk.start, chunk.stop, chunk.blocks))
+            start, stop = chunk.start - away, chunk.stop - away
+            prefills.append(Prefill(first, len(tokens), start, stop, chunk.blocks, away > 0))
+        else:
+            before += [away] * len(chunk.tokens)
         if chunk.samples:
             sampled.append((len(tokens) - 1, index))
         if chunk.targets:
             scored.append(Scored(index, first, chunk.start + 1, chunk.targets, chunk.num_top))
     flat_positions = np.concatenate(positions)
-    num_rows = sum(len(chunks[index].tokens) for index in by_rows)
+    num_rows = len(before)
+    away_R = np.asarray(before) if any(before) else None
 
     def place(values: Sequence[int] | np.ndarray, dtype: torch.dtype) -> Tensor:
         return torch.as_tensor(np.asarray(values), dtype=dtype).to(device)
@@ -127,13 +145,15 @@ def build_batch(
         positions_T=place(flat_positions, torch.int32),
         slots_T=place(np.concatenate(slots), torch.int32),
         tables_RB=place(_tables([chunks[index] for index in by_rows]), torch.int32),
-        lens_R=place(flat_positions[:num_rows] + 1, torch.int32),
+        lens_R=place(flat_positions[:num_rows] + 1 - (0 if away_R is None else away_R), torch.int32),
         prefills=prefills,
         sample_S=place([row for row, _ in sampled], torch.int64),
         order=[index for _, index in sampled],
         block_size=block_size,
         scored=scored,
-        recurrence=None if states is None else states.plan(placed),
+        recurrence=None if states is None else states.plan([(first, chunk) for first, _, chunk in placed]),
+        remote=rows_of(placed, device),
+        before_R=None if away_R is None else place(away_R, torch.int32),
     )
 
 

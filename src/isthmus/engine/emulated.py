@@ -4,7 +4,8 @@ All KV bytes up to a token's position, of every layer, are read anew from memory
 into the token (`recipe`), and so is the live state of its request, in models that have recurrent layers. A stale,
 foreign or damaged byte therefore changes the token that reads it and all that follow. Sampling parameters do not
 matter, but for what a token must not be: each is certain, so its log-probability is 0. A token of a prompt is scored
-with a digest of itself and of the KV bytes before it, put between -1 and 0.
+with a digest of itself and of the KV bytes before it, put between -1 and 0. Digests are of all bytes in their order, so
+another engine that has some of them answers with the bytes.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ from isthmus.cost import NodeCost
 from isthmus.engine.constraints import Constraints
 from isthmus.engine.emulated_memory import EmulatedMemory, EmulatedStates
 from isthmus.engine.interface import (
+    Asked,
+    Asking,
     BeforeLayer,
     Chunk,
+    Elsewhere,
     Hidden,
     OnLayer,
     OnScores,
@@ -77,7 +81,9 @@ class EmulatedBatch:
         """Moves a batch of decodes on by one position each, with the tokens just sampled."""
         assert len(self.order) == len(self.chunks), "only decodes advance in place"
         self.chunks = [
-            Chunk((token,), chunk.stop, chunk.blocks, True, True, chunk.salt, chunk.slot)
+            Chunk(
+                (token,), chunk.stop, chunk.blocks, True, True, chunk.salt, chunk.slot, holdings=chunk.holdings
+            )
             for chunk, token in zip(self.chunks, tokens, strict=True)
         ]
 
@@ -155,9 +161,11 @@ class EmulatedEngine:
         before_layer: BeforeLayer | None = None,
         hidden: Hidden | None = None,
         on_scores: OnScores | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> Sampled:
         assert self.layers[1] == self.layout.num_layers, "the last stage samples"
-        computed, digests = self._compute(batch, self._unpack(batch, hidden), on_layer, before_layer)
+        taken = self._unpack(batch, hidden)
+        computed, digests = self._compute(batch, taken, on_layer, before_layer, elsewhere)
         if on_scores is not None:
             for index, (chunk, kv) in enumerate(zip(batch.chunks, computed, strict=True)):
                 if chunk.targets:
@@ -190,13 +198,16 @@ class EmulatedEngine:
         taken: _States,
         on_layer: OnLayer | None,
         before_layer: BeforeLayer | None,
+        elsewhere: Elsewhere | None = None,
     ) -> _States:
         """Layer by layer: writes the batch's KV, then reads all of each chunk that samples. Live states and snapshots
         are as they were until the end."""
         below, digests = taken
         size, chunks = self.layout.block_size, batch.chunks
-        written = [list(runs_of(chunk.blocks, size, chunk.start, chunk.stop)) for chunk in chunks]
-        read = [list(runs_of(chunks[at].blocks, size, 0, chunks[at].stop)) for at in batch.order]
+        away = [sum([held.num_tokens for held in chunk.holdings]) for chunk in chunks]
+        placed = list(zip(chunks, away, strict=True))
+        written = [list(runs_of(chunk.blocks, size, chunk.start - a, chunk.stop - a)) for chunk, a in placed]
+        read = [list(runs_of(chunks[at].blocks, size, 0, chunks[at].stop - away[at])) for at in batch.order]
         layers = range(self.memory.layout.num_layers)
         if batch.restores and before_layer is not None:  # a state has a part in the blocks of every layer
             for layer in layers:
@@ -207,16 +218,28 @@ class EmulatedEngine:
             if before_layer is not None:
                 before_layer(layer)
             passed = [passage.recur(index, layer, each) for index, each in enumerate(below)]
-            below = [self._write(layer, *each) for each in zip(chunks, written, passed, strict=True)]
+            others = [_ask(elsewhere, layer, index, chunk) for index, chunk in enumerate(chunks)]
+            below = [self._write(layer, *each) for each in zip(chunks, others, written, passed, strict=True)]
             states = [passage.state(index, layer) for index in batch.order]
-            digests = [self._digest(layer, *each) for each in zip(read, digests, states, strict=True)]
+            theirs = [others[index] for index in batch.order]
+            digests = [self._digest(layer, *each) for each in zip(theirs, read, digests, states, strict=True)]
             if on_layer is not None:
                 on_layer(layer)
         self.states.finish(passage)
         return below, digests
 
-    def _write(self, layer: int, chunk: Chunk, runs: Runs, below: Sequence[bytes]) -> list[bytes]:
-        before = self._kv_at(layer, chunk, chunk.start - 1) if chunk.start else b""
+    def attend(self, layer: int, asked: Sequence[Asked], q: memoryview) -> memoryview:
+        """The bytes of what is asked for, one after the other."""
+        size, found = self.layout.block_size, bytearray()
+        for each in asked:
+            for run in runs_of(each.blocks, size, 0, each.num_tokens):
+                found += self.memory.export(layer, *run)
+        return memoryview(found)
+
+    def _write(self, layer: int, chunk: Chunk, other: bytes, runs: Runs, below: Sequence[bytes]) -> list[bytes]:
+        """`other`: the KV bytes that lie elsewhere, before those here."""
+        here = chunk.start - len(other) // TOKEN_BYTES
+        before = self._kv_at(layer, chunk, here - 1) if here else other[-TOKEN_BYTES:]
         kv = self.recipe.kv(before, below)
         new, at = b"".join(kv), 0
         for first, stop in runs:
@@ -230,8 +253,9 @@ class EmulatedEngine:
         slot = chunk.blocks[position // size] * size + position % size
         return bytes(self.memory.export(layer, slot, slot + 1))
 
-    def _digest(self, layer: int, runs: Runs, lower: int, state: bytes | bytearray) -> int:
-        return self.recipe.digest(lower, chain((self.memory.export(layer, *run) for run in runs), [state]))
+    def _digest(self, layer: int, other: bytes, runs: Runs, lower: int, state: bytes | bytearray) -> int:
+        parts = chain([other], (self.memory.export(layer, *run) for run in runs), [state])
+        return self.recipe.digest(lower, parts)
 
     def _unpack(self, batch: EmulatedBatch, hidden: Hidden | None) -> _States:
         """What the first layer here takes: from the tokens in the first stage, in others from the one before."""
@@ -257,6 +281,19 @@ Runs = Sequence[tuple[int, int]]
 _States = tuple[list[list[bytes]], list[int]]
 """Between layers: of each chunk what the next layer takes; of each chunk that samples the digest so far."""
 _DIGEST_BYTES = 8
+
+
+def _ask(elsewhere: Elsewhere | None, layer: int, index: int, chunk: Chunk) -> bytes:
+    """The KV bytes of a chunk that other engines have, in their order."""
+    found, position = b"", 0
+    for held in chunk.holdings:
+        assert elsewhere is not None, "KV lies elsewhere, and nobody to ask was named"
+        entry = index, len(chunk.tokens), held.num_tokens, chunk.start, position
+        asking = Asking(held.holder, (entry,))
+        elsewhere.ask(layer, asking, memoryview(b""))
+        found += elsewhere.answer(layer, asking)
+        position += held.num_tokens
+    return found
 
 
 def _pack(states: list[list[bytes]], digests: list[int]) -> Hidden:
@@ -287,6 +324,7 @@ class PacedEngine(EmulatedEngine):
         taken: _States,
         on_layer: OnLayer | None,
         before_layer: BeforeLayer | None,
+        elsewhere: Elsewhere | None = None,
     ) -> _States:
         step_ps, num_layers = self.step_ps(batch), self.memory.layout.num_layers
 
@@ -306,7 +344,7 @@ class PacedEngine(EmulatedEngine):
                 on_layer(layer)
 
         try:
-            states = super()._compute(batch, taken, after, before)
+            states = super()._compute(batch, taken, after, before, elsewhere)
         except BaseException:
             batch.started_ns = time.monotonic_ns() - batch.elapsed_ps // 1000  # its repetition begins now
             raise

@@ -17,8 +17,10 @@ from isthmus.engine import kernels
 from isthmus.engine.batch import Batch, build_batch
 from isthmus.engine.constraints import Constraints
 from isthmus.engine.interface import (
+    Asked,
     BeforeLayer,
     Chunk,
+    Elsewhere,
     Hidden,
     OnLayer,
     OnScores,
@@ -28,6 +30,7 @@ from isthmus.engine.interface import (
 )
 from isthmus.engine.kv import TORCH_DTYPES, KVMemory, bytes_of
 from isthmus.engine.model import Model, Residual
+from isthmus.engine.remote import answer_to, shapes_of
 from isthmus.engine.sampling import sample
 from isthmus.engine.scores import parts_of, score
 from isthmus.engine.spec import kv_layout, read_spec
@@ -86,6 +89,7 @@ class Engine:
         self.revision = weights.revision
         self.model = Model(self.spec, weights, self.kernels, self.max_length)
         self.memory = KVMemory(layout, num_blocks, self.device, self.kernels)
+        self._shapes = shapes_of(self.spec, self.layers)
         self.states = self._live_states(options.max_sequences)
         self.constraints = Constraints(model, self.spec.vocab_size)
 
@@ -137,12 +141,13 @@ class Engine:
         before_layer: BeforeLayer | None = None,
         hidden: Hidden | None = None,
         on_scores: OnScores | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> Tensor:
         """Logits `[S, V]`, float32, one row for each chunk that samples, in `batch.order`."""
         assert self.layers[1] == self.spec.num_layers, "the last stage samples"
         with self._iteration(batch):
             x_TN = self._taken(batch, hidden)
-            residual = self.model.run_layers(x_TN, batch, self.memory, on_layer, before_layer)
+            residual = self.model.run_layers(x_TN, batch, self.memory, on_layer, before_layer, elsewhere)
             logits_SV = self.model.logits(residual, batch)
             if on_scores is not None:
                 self._score(residual, batch, on_scores)
@@ -164,9 +169,18 @@ class Engine:
         before_layer: BeforeLayer | None = None,
         hidden: Hidden | None = None,
         on_scores: OnScores | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> Sampled:
-        logits_SV = self.forward(batch, on_layer, before_layer, hidden, on_scores)
+        logits_SV = self.forward(batch, on_layer, before_layer, hidden, on_scores, elsewhere)
         return sample(logits_SV, rows, self.constraints.allowed(rows))
+
+    def attend(self, layer: int, asked: Sequence[Asked], q: memoryview) -> memoryview:
+        """Reads `memory` alone, and has no buffers in common with a step."""
+        shape = self._shapes[layer]
+        with torch.inference_mode():
+            q_RHD = torch.frombuffer(q, dtype=torch.float32).view(-1, shape.num_heads, shape.head_dim)
+            size = self.layout.block_size
+            return answer_to(asked, q_RHD, self.memory.layers[layer], size, shape, self.kernels)
 
     def relay(
         self,

@@ -44,22 +44,22 @@ class Held:
 @dataclass(frozen=True)
 class Asking:
     """Of one holder: what each of the flat tokens whose KV it has a part of asks, in their order. `chunks`: (index of
-    the chunk in the caller's order, its flat tokens, tokens there that it attends to, position of the first of those in
-    the request)."""
+    the chunk in the caller's order, its flat tokens, tokens there that they attend to, position of its first flat
+    token, position of the first of those there)."""
 
     holder: str
-    chunks: tuple[tuple[int, int, int, int], ...]
+    chunks: tuple[tuple[int, int, int, int, int], ...]
 
     @property
     def num_rows(self) -> int:
-        return sum([rows for _, rows, _, _ in self.chunks])
+        return sum([rows for _, rows, *_ in self.chunks])
 
 
 class Elsewhere(Protocol):
     """Attention over KV that other engines hold. For one step; the engine's thread calls both, layer by layer."""
 
     def ask(self, layer: int, asking: Asking, q: memoryview) -> None:
-        """Sends the queries `[R, H, D]` of these rows, in the activations' type; does not wait."""
+        """Sends the queries `[R, H, D]` of these rows, float32; does not wait."""
 
     def answer(self, layer: int, asking: Asking) -> memoryview:
         """`out [R, H, D]` and then `lse [R, H]`, both float32, natural logarithm. Raises HolderLost."""
@@ -81,8 +81,8 @@ class Asked:
     blocks: Sequence[int]
     num_rows: int
     num_tokens: int
-    position: int
     first: int
+    position: int
 
 
 @dataclass(frozen=True)
@@ -227,6 +227,7 @@ class Engine(Protocol):
         before_layer: BeforeLayer | None = None,
         hidden: Hidden | None = None,
         on_scores: OnScores | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> Sampled:
         """One iteration: writes the new KV and chooses a token for each chunk that samples, in `batch.order`.
 
@@ -234,8 +235,13 @@ class Engine(Protocol):
         A step that `before_layer` broke off has announced the layers before to
         `on_layer`; repeated, it announces them again, with the same bytes in place. The last stage of a pipeline
         takes the `hidden` that the stage before gave, and leaves it unchanged; a whole model takes none. `on_scores`
-        is told after the last layer. Raises ProtocolError when `hidden` does not fit the batch.
+        is told after the last layer; `elsewhere` is asked where chunks have holdings. Raises ProtocolError when
+        `hidden` does not fit the batch, HolderLost.
         """
+
+    def attend(self, layer: int, asked: Sequence[Asked], q: memoryview) -> memoryview:
+        """What queries `[R, H, D]` of other engines get of KV that lies here: `out [R, H, D]` and then `lse [R, H]`,
+        all float32. From any thread, while a step runs; nobody writes to those blocks meanwhile."""
 
     def relay(
         self,

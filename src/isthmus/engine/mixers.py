@@ -17,12 +17,13 @@ from torch import Tensor
 from isthmus.engine import linear
 from isthmus.engine.attention import Part, merge, partial
 from isthmus.engine.batch import Batch, Prefill
-from isthmus.engine.interface import BeforeLayer, OnLayer, runs_of
+from isthmus.engine.interface import BeforeLayer, Elsewhere, OnLayer, runs_of
 from isthmus.engine.kernels import Kernels
 from isthmus.engine.kernels.plain import attend_parts
 from isthmus.engine.kv import KVMemory
 from isthmus.engine.layers import AttentionWeights, LatentWeights
 from isthmus.engine.linear import gdn, kda
+from isthmus.engine.remote import Remote
 from isthmus.engine.rope import rotate
 from isthmus.models import Attention, LatentAttention
 
@@ -40,6 +41,14 @@ class Pass:
     memory: KVMemory
     on_layer: OnLayer | None = None
     before_layer: BeforeLayer | None = None
+    elsewhere: Elsewhere | None = None
+
+    def remote(self, layer: int, window: int = 0) -> Remote | None:
+        """Whom to ask for the rest of a layer's sums, if KV of the batch lies elsewhere."""
+        if not self.batch.remote:
+            return None
+        assert self.elsewhere is not None, "KV lies elsewhere, and nobody to ask was named"
+        return Remote(self.elsewhere, self.batch.remote, layer, window)
 
     def enter(self, layer: int) -> Tensor:
         """The KV of a layer, once it may be read and written."""
@@ -87,7 +96,10 @@ class AttentionMixer:
             kv,
             shape.num_heads,
         )
-        out = attend(q_THD, kv, batch, kernels, window=shape.window, scale=shape.head_dim**-0.5)
+        remote = run.remote(self.index, shape.window)
+        if remote is not None:
+            remote.ask(q_THD)
+        out = attend(q_THD, kv, batch, kernels, remote, window=shape.window, scale=shape.head_dim**-0.5)
         out = out.reshape(batch.num_tokens, -1)
         if weights.gate is not None:
             out = out * kernels.linear(x_TN, weights.gate.weight, weights.gate.bias).sigmoid()
@@ -118,7 +130,7 @@ class LatentMixer:
             self._rotate(q_THD, kept_TD, self.cos_sin[batch.positions_T])
         kv = run.enter(self.index)
         kv[batch.slots_T, 0, 0] = kept_TD.to(kv.dtype)
-        out_THV = self._attend(q_THD, kv, batch)
+        out_THV = self._attend(q_THD, kv, batch, run.remote(self.index))
         y_TN = self.kernels.linear(out_THV.flatten(1), weights.output.weight, weights.output.bias)
         run.leave(self.index)
         return y_TN
@@ -145,10 +157,14 @@ class LatentMixer:
         for heads in (q_THD[..., self.shape.nope_dim :], kept_TD[:, None, self.shape.rank :]):
             heads.copy_(rotate(heads, angles_TE))
 
-    def _attend(self, q_THD: Tensor, kv: Tensor, batch: Batch) -> Tensor:
-        """`[T, H, V]`."""
+    def _attend(self, q_THD: Tensor, kv: Tensor, batch: Batch, remote: Remote | None) -> Tensor:
+        """`[T, H, V]`. What others are asked is in the latent space."""
         rows, scale = batch.num_rows, self.shape.scale
         both = kv.expand(-1, 2, -1, -1)
+        if remote is not None:
+            absorbed = self._absorb(q_THD).contiguous()
+            remote.ask(absorbed)
+            return self._values(attend(absorbed, kv, batch, self.kernels, remote, window=0, scale=scale))
         outs = []
         if rows:
             out, _ = self.kernels.attend_paged(
@@ -160,7 +176,9 @@ class LatentMixer:
             if self._expands(chunk.last - chunk.first):
                 outs.append(self._attend_expanded(q, kv, chunk, batch.block_size))
             else:
-                out = attend_parts(self._absorb(q), both, chunk.blocks, chunk.start, batch.block_size, 0, scale)
+                out, _ = attend_parts(
+                    self._absorb(q), both, chunk.blocks, chunk.start, batch.block_size, 0, scale
+                )
                 outs.append(self._values(out))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
@@ -236,15 +254,32 @@ class RecurrentMixer:
         return linear.layer_output(weights, out_THV, inputs.gate_THV, kernels)
 
 
-def attend(q_THD: Tensor, kv: Tensor, batch: Batch, kernels: Kernels, *, window: int, scale: float) -> Tensor:
-    """Attention of a batch over a layer's KV, its own in place: `[T, H, D]`."""
-    rows, outs = batch.num_rows, list[Tensor]()
+def attend(
+    q_THD: Tensor,
+    kv: Tensor,
+    batch: Batch,
+    kernels: Kernels,
+    remote: Remote | None,
+    *,
+    window: int,
+    scale: float,
+) -> Tensor:
+    """Attention of a batch over a layer's KV, its own in place: `[T, H, D]`. `remote`: was asked for the rest."""
+    rows, outs, lses = batch.num_rows, list[Tensor](), list[Tensor]()
     if rows:
-        out, _ = kernels.attend_paged(
+        out, lse = kernels.attend_paged(
             q_THD[:rows], kv, batch.tables_RB, batch.lens_R, batch.block_size, window, scale
         )
         outs.append(out)
+        lses.append(lse)
+    both = kv if kv.shape[1] == 2 else kv.expand(-1, 2, -1, -1)
     for chunk in batch.prefills:
-        q = q_THD[chunk.first : chunk.last]
-        outs.append(kernels.attend_chunk(q, kv, chunk.blocks, chunk.start, batch.block_size, window, scale))
-    return outs[0] if len(outs) == 1 else torch.cat(outs)
+        q, at = q_THD[chunk.first : chunk.last], (chunk.blocks, chunk.start, batch.block_size, window, scale)
+        if remote is None:
+            outs.append(kernels.attend_chunk(q, both, *at))
+        else:
+            out, lse = attend_parts(q, both, *at)
+            outs.append(out)
+            lses.append(lse)
+    out_THD = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return out_THD if remote is None else remote.add(out_THD, lses[0] if len(lses) == 1 else torch.cat(lses))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isthmus.engine.batch import Batch
 from isthmus.engine.experts import Mixture, mix
-from isthmus.engine.interface import BeforeLayer, OnLayer
+from isthmus.engine.interface import BeforeLayer, Elsewhere, OnLayer
 from isthmus.engine.kernels import Kernels
 from isthmus.engine.kv import KVMemory
 from isthmus.engine.layers import AttentionWeights, DenseWeights, LatentWeights, MixerWeights, MlpWeights
@@ -56,6 +56,7 @@ class Model:
         memory: KVMemory,
         on_layer: OnLayer | None = None,
         before_layer: BeforeLayer | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> Residual:
         """Writes the new KV of all layers. Changes `x_TN`. `on_layer(i)` runs when layer i's KV is in place."""
         kernels, eps, plan = self._kernels, self.spec.norm_eps, batch.recurrence
@@ -63,7 +64,7 @@ class Model:
             _all_before(before_layer, memory)
             before_layer = None
             plan.begin(memory)
-        run, delta = Pass(batch, memory, on_layer, before_layer), None
+        run, delta = Pass(batch, memory, on_layer, before_layer, elsewhere), None
         for layer in self._layers:
             delta = layer.mixer(kernels.add_rms_norm(x_TN, delta, layer.mixer_norm, eps), run)
             delta = layer.mlp(kernels.add_rms_norm(x_TN, delta, layer.mlp_norm, eps))

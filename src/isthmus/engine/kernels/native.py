@@ -262,7 +262,7 @@ class NativeKernels:
     ) -> Tensor:
         num_tokens, num_heads, head_dim = q_THD.shape
         if kv_S2KD.dtype != torch.bfloat16 or head_dim % LANES:
-            return attend_parts(q_THD, kv_S2KD, blocks, start, block_size, window, scale)
+            return attend_parts(q_THD, kv_S2KD, blocks, start, block_size, window, scale)[0]
         out, table = torch.empty_like(q_THD), np.asarray(blocks, np.int32)
         self._functions["attend_chunk_bf16", None](
             _pointer(q_THD),

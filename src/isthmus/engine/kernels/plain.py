@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isthmus.engine.attention import merge, partial
+from isthmus.engine.attention import Part, merge, partial
 from isthmus.engine.interface import runs_of
 from isthmus.engine.linear.conv import convolve, convolve_step
 from isthmus.engine.linear.rule import advance_rule, step_rule
@@ -67,8 +67,9 @@ def attend_parts(
     block_size: int,
     window: int,
     scale: float,
-) -> Tensor:
-    """`Kernels.attend_chunk` by parts: one for each run of slots before the chunk, merged with its own."""
+) -> Part:
+    """What `Kernels.attend_chunk` gives, by parts, and its weight: one for each run of slots before the chunk, merged
+    with its own."""
     stop = start + len(q_THD)
 
     def pieces(first: int, last: int) -> list[Tensor]:
@@ -81,10 +82,10 @@ def attend_parts(
 
     if window and stop > window:
         low = max(0, start - window + 1)
-        return partial(q_THD, joined(low, stop), scale=scale, causal_from=start - low, window=window)[0]
+        return partial(q_THD, joined(low, stop), scale=scale, causal_from=start - low, window=window)
     parts = [partial(q_THD, piece, scale=scale) for piece in pieces(0, start)]
     parts.append(partial(q_THD, joined(start, stop), scale=scale, causal_from=0))
-    return merge(parts)[0]
+    return merge(parts)
 
 
 class PlainKernels:
@@ -171,7 +172,17 @@ class PlainKernels:
         out = torch.einsum("rkgl,rlkd->rkgd", (scores - lse[..., None]).exp(), values)
         return out.reshape(rows, num_heads, head_dim).to(q_RHD.dtype), lse.reshape(rows, num_heads)
 
-    attend_chunk = staticmethod(attend_parts)
+    def attend_chunk(
+        self,
+        q_THD: Tensor,
+        kv_S2KD: Tensor,
+        blocks: Sequence[int],
+        start: int,
+        block_size: int,
+        window: int,
+        scale: float,
+    ) -> Tensor:
+        return attend_parts(q_THD, kv_S2KD, blocks, start, block_size, window, scale)[0]
 
     def delta_step(
         self,

@@ -1,0 +1,172 @@
+"""Attention over KV that lies in several engines: what home asks of the others, and what each of them answers.
+
+A layer's attention is a sum of parts (`attention.merge`; DistAttention of Infinite-LLM): queries go to whoever holds a
+part, what lies here is summed meanwhile, and sums come back with the logarithm of their weight. What travels is float32
+and does not depend on how much KV there is: `R H D` numbers there, `R H (D + 1)` back.
+
+Legend: T flat tokens, R rows of queries, H query heads, D head size, B blocks of the longest row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isthmus.engine.attention import Part, merge, partial
+from isthmus.engine.interface import Asked, Asking, Chunk, Elsewhere, runs_of
+from isthmus.engine.kernels import Kernels
+from isthmus.models import Attention, LatentAttention, ModelSpec
+
+FEW_ROWS = 8
+"""So many queries of one request read its KV one by one; more of them gather it once."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What attention of a layer is. A `window` of 0 is none."""
+
+    num_heads: int
+    head_dim: int
+    window: int
+    scale: float
+
+
+def shapes_of(spec: ModelSpec, layers: tuple[int, int]) -> tuple[Shape, ...]:
+    """Of those of a half-open range of layers that keep KV."""
+    found = []
+    for layer in spec.layers[slice(*layers)]:
+        mixer = layer.mixer
+        if isinstance(mixer, Attention):
+            found.append(Shape(mixer.num_heads, mixer.head_dim, mixer.window, mixer.head_dim**-0.5))
+        elif isinstance(mixer, LatentAttention):
+            found.append(Shape(mixer.num_heads, mixer.kept_dim, 0, mixer.scale))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Of a batch, the flat tokens that ask one holder."""
+
+    asking: Asking
+    flat: slice | Tensor
+
+    def advanced(self) -> Rows:
+        """One position on, in a batch of decodes."""
+        chunks = tuple(
+            [(at, rows, num, first + 1, there) for at, rows, num, first, there in self.asking.chunks]
+        )
+        return replace(self, asking=replace(self.asking, chunks=chunks))
+
+    def sees(self, window: int) -> bool:
+        """Whether a query sees anything there."""
+        if not window:
+            return True
+        return any(first - window < there + num - 1 for _, _, num, first, there in self.asking.chunks)
+
+
+def rows_of(placed: Sequence[tuple[int, int, Chunk]], device: torch.device) -> tuple[Rows, ...]:
+    """One for each holder. `placed`: first flat token and index of each chunk, in flat order."""
+    chunks: dict[str, list[tuple[int, int, int, int, int]]] = {}
+    flat: dict[str, list[range]] = {}
+    for first, index, chunk in placed:
+        position, count = 0, len(chunk.tokens)
+        for held in chunk.holdings:
+            entry = index, count, held.num_tokens, chunk.start, position
+            chunks.setdefault(held.holder, []).append(entry)
+            flat.setdefault(held.holder, []).append(range(first, first + count))
+            position += held.num_tokens
+    return tuple(
+        [Rows(Asking(holder, tuple(each)), _flat(flat[holder], device)) for holder, each in chunks.items()]
+    )
+
+
+def _flat(ranges: list[range], device: torch.device) -> slice | Tensor:
+    if all(one.stop == after.start for one, after in pairwise(ranges)):
+        return slice(ranges[0].start, ranges[-1].stop)
+    return torch.tensor([at for each in ranges for at in each], device=device)
+
+
+class Remote:
+    """One layer's questions to others. Nothing is asked of a holder whose part no query sees."""
+
+    def __init__(self, elsewhere: Elsewhere, rows: Sequence[Rows], layer: int, window: int) -> None:
+        self._elsewhere, self._layer = elsewhere, layer
+        self._rows = [each for each in rows if each.sees(window)]
+
+    def ask(self, q_THD: Tensor) -> None:
+        for each in self._rows:
+            q = q_THD[each.flat].to("cpu", torch.float32).contiguous()
+            self._elsewhere.ask(self._layer, each.asking, q.view(-1).view(torch.uint8).numpy().data)
+
+    def add(self, out_THD: Tensor, lse_TH: Tensor) -> Tensor:
+        """The sums here and there together. `lse` of rows that ask nobody may be anything."""
+        wide = out_THD.float()
+        for each in self._rows:
+            data = self._elsewhere.answer(self._layer, each.asking)
+            part = part_of(data, each.asking.num_rows, *wide.shape[1:])
+            here = wide[each.flat], lse_TH[each.flat]
+            there = part[0].to(wide.device), part[1].to(wide.device)
+            wide[each.flat], lse_TH[each.flat] = merge((here, there))
+        return wide.to(out_THD.dtype)
+
+
+def part_of(data: memoryview, num_rows: int, num_heads: int, head_dim: int) -> Part:
+    """`(out [R, H, D], lse [R, H])` from what an engine answered."""
+    numbers = torch.frombuffer(data, dtype=torch.float32)
+    split = num_rows * num_heads * head_dim
+    return numbers[:split].view(num_rows, num_heads, head_dim), numbers[split:].view(num_rows, num_heads)
+
+
+def answer_to(
+    asked: Sequence[Asked], q_RHD: Tensor, kv: Tensor, block_size: int, shape: Shape, kernels: Kernels
+) -> memoryview:
+    """What a layer's KV here adds to each query: `out [R, H, D]` and then `lse [R, H]`, float32."""
+    num_rows, num_heads, head_dim = q_RHD.shape
+    data = torch.empty(num_rows * num_heads * (head_dim + 1), dtype=torch.float32)
+    answer: memoryview = data.view(torch.uint8).numpy().data
+    out_RHD, lse_RH = part_of(answer, *q_RHD.shape)
+    few: list[tuple[int, Asked]] = []
+    first = 0
+    for each in asked:
+        if each.num_rows > FEW_ROWS or shape.window:
+            rows = slice(first, first + each.num_rows)
+            out, lse = _gathered(each, q_RHD[rows], kv, block_size, shape)
+            out_RHD[rows], lse_RH[rows] = out, lse
+        else:
+            few.append((first, each))
+        first += each.num_rows
+    if few:
+        at = _flat([range(start, start + each.num_rows) for start, each in few], q_RHD.device)
+        tables, lens = _tables([each for _, each in few], kv.device)
+        q = q_RHD[at].to(kv.device, kernels.activation_dtype(kv.dtype)).contiguous()
+        out, lse = kernels.attend_paged(q, kv, tables, lens, block_size, 0, shape.scale)
+        out_RHD[at], lse_RH[at] = out.to("cpu", torch.float32), lse.to("cpu")
+    return answer
+
+
+def _gathered(asked: Asked, q_RHD: Tensor, kv: Tensor, block_size: int, shape: Shape) -> Part:
+    """Of many queries of one request, or with a window, which each of them has elsewhere."""
+    if kv.shape[1] == 1:  # one vector that is key and value
+        kv = kv.expand(-1, 2, -1, -1)
+    q = q_RHD.to(kv.device)
+    pieces = [kv[low:high] for low, high in runs_of(asked.blocks, block_size, 0, asked.num_tokens)]
+    joined = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(q.dtype)
+    causal_from = asked.first - asked.position if shape.window else None
+    out, lse = partial(q, joined, scale=shape.scale, causal_from=causal_from, window=shape.window)
+    return out.to("cpu", torch.float32), lse.to("cpu")
+
+
+def _tables(asked: Sequence[Asked], device: torch.device) -> tuple[Tensor, Tensor]:
+    counts = [each.num_rows for each in asked]
+    tables = np.zeros((sum(counts), max(len(each.blocks) for each in asked)), np.int32)
+    row = 0
+    for each in asked:
+        tables[row : row + each.num_rows, : len(each.blocks)] = each.blocks
+        row += each.num_rows
+    lens = np.repeat(np.asarray([each.num_tokens for each in asked], np.int32), counts)
+    return torch.from_numpy(tables).to(device), torch.from_numpy(lens).to(device)

@@ -128,9 +128,11 @@ class Generated(msgspec.Struct, frozen=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """What clients may know of the served model. `max_length`: prompt and answer together, in tokens."""
+    """What clients may know of the served model. `max_length`: prompt and answer together, in tokens; `node_length`: so
+    much that one node has memory for it, 0 if that is as much."""
 
     name: str
     max_length: int
     vocab_size: int
     created_s: int
+    node_length: int = 0

@@ -60,6 +60,7 @@ class Side(Peers):
         self._tasks: set[asyncio.Task[None]] = set()
         self.mover = KVMover(
             memory=self.memory,
+            attends=lambda layer, asked, q: q,
             first_layer=0,
             cache=self.cache,
             peers=self,
@@ -67,6 +68,7 @@ class Side(Peers):
             tell=self._told,
             spawn=self._spawn,
             shares_memory=shares_memory,
+            answer_s=30.0,
             received=self.tokens.__setitem__,
         )
 

@@ -12,6 +12,7 @@ import msgspec
 from isthmus.blocks import KVLayout
 from isthmus.cli.models import bytes_folder
 from isthmus.cluster.process import OnLost
+from isthmus.conductor.holders import longest
 from isthmus.config import Config
 from isthmus.cost import compile_cost, facts_of
 from isthmus.deploy import Cluster, NodeFacts, cost_of, kv_memory_of, role_config, role_facts
@@ -29,23 +30,28 @@ from isthmus.types import NodeId, Role
 
 @dataclass(frozen=True)
 class Served:
-    """What is known of the served model before any node runs. `kv_tokens`: the longest request that every node's KV
-    memory holds, in whole blocks."""
+    """What is known of the served model before any node runs. `kv_tokens`: the longest request for which there is KV
+    memory, in whole blocks, of several nodes together; `node_tokens`: of every single node."""
 
     tokenizer: Path
     vocab_size: int
     max_length: int
     kv_tokens: int
+    node_tokens: int
 
 
 def served_model(config: Config, folder: Path, nodes: Sequence[NodeFacts]) -> Served:
     """Raises ModelError or ConfigError for a model that the engine cannot serve."""
-    kv_tokens = min(facts.limits(facts.role).capacity_tokens for facts in nodes)
+    each = min(facts.limits(facts.role).capacity_tokens for facts in nodes)
+    clusters = {facts.cluster for facts in nodes}
+    joined = [facts.joined() for facts in nodes]
+    together = [longest([node for node in joined if node.cluster == cluster]) for cluster in clusters]
+    lengths = max(each, *together), each
     if config.engine.kind == "emulated":
         tokenizer = tokenizer_folder(folder)
-        return Served(tokenizer, emulated.vocab_of(tokenizer), emulated.length_of(folder), kv_tokens)
+        return Served(tokenizer, emulated.vocab_of(tokenizer), emulated.length_of(folder), *lengths)
     spec = read_spec(folder)
-    return Served(folder, spec.vocab_size, spec.max_length, kv_tokens)
+    return Served(folder, spec.vocab_size, spec.max_length, *lengths)
 
 
 def as_computed(config: Config, folder: Path) -> Config:

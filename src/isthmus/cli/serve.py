@@ -163,11 +163,13 @@ def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, An
     needed = [[host_bytes(own[facts.cluster], folder, facts)] * facts.pipeline for facts in nodes]
     check_memory(config, [num_bytes for each in needed for num_bytes in each])
     model = served_model(config, folder, nodes)
+    length = _max_length(config, model)
     card = ModelCard(
         name=config.served_model_name or name,
-        max_length=_max_length(config, model),
+        max_length=length,
         vocab_size=model.vocab_size,
         created_s=int(time.time()),
+        node_length=model.node_tokens if model.node_tokens < length else 0,
     )
     tokenizer = GatewayTokenizer.load(model.tokenizer)
     tokenizer.read_for_grammars()
@@ -182,12 +184,12 @@ def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, An
 
 
 def _max_length(config: Config, model: Served) -> int:
-    """What the model can read, the operator allows and one node's KV memory holds, in tokens."""
+    """What the model can read, the operator allows and the nodes' KV memory holds, in tokens."""
     fits = model.kv_tokens
     allowed = min(model.max_length, config.engine.max_length or model.max_length)
     if 0 < fits < allowed:
         print(
-            f"isthmus: the KV memory of a node holds {fits} tokens of the {allowed} the model could read: "
+            f"isthmus: the KV memory holds {fits} tokens of the {allowed} the model could read: "
             "longer requests are refused (engine.kv_memory)",
             file=sys.stderr,
         )

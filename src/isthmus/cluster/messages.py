@@ -281,10 +281,11 @@ class Shipment(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stowed(msgspec.Struct, frozen=True, tag=True):
-    """The first `stop` blocks are there, in all layers, and their seals matched."""
+    """The first `stop` blocks are there, in all layers, and their seals matched. `damaged`: one did not."""
 
     key: RequestId
     stop: int
+    damaged: bool = False
 
 
 class Gone(msgspec.Struct, frozen=True, tag=True):

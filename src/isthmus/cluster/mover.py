@@ -18,6 +18,8 @@ from isthmus.cluster import messages
 from isthmus.cluster.cache import Loading, NodeCache, Staging
 from isthmus.cluster.fetches import Fetcher, Fetching
 from isthmus.cluster.handover import HandoverReceiver, HandoverSender, Outgoing
+from isthmus.cluster.holding import Holders
+from isthmus.cluster.hosting import Attends, Hosts
 from isthmus.cluster.lending import Lender
 from isthmus.cluster.sessions import NoPayloads, Peers, Spawn, Tell
 from isthmus.engine.interface import KVBytes
@@ -29,16 +31,17 @@ from isthmus.types import BlockName, NodeId, RequestId, Span
 
 
 class KVMover(NoPayloads):
-    """`first_layer`: of the model, that is the first in `memory`. `address_of`: raises OSError or LookupError for one
-    that is gone. `tell`: hears facts, in the event loop, and never from within `do`; `received` of the first token
-    that came with a hand-over, just before. `spawn` owns what it starts. `shares_memory`: reads blocks of nodes on this
-    host where they lie.
+    """`attends`: to KV in `memory`, for other nodes. `first_layer`: of the model, that is the first in `memory`.
+    `address_of`: raises OSError or LookupError for one that is gone. `tell`: hears facts, in the event loop, and never
+    from within `do`; `received` of the first token that came with a hand-over, just before. `spawn` owns what it
+    starts. `shares_memory`: reads blocks of nodes on this host where they lie.
     """
 
     def __init__(
         self,
         *,
         memory: KVBytes,
+        attends: Attends,
         first_layer: int,
         cache: NodeCache | None,
         peers: Peers,
@@ -46,6 +49,7 @@ class KVMover(NoPayloads):
         tell: Tell,
         spawn: Spawn,
         shares_memory: bool,
+        answer_s: float,
         received: Callable[[RequestId, int], None],
     ) -> None:
         self._cache, self._peers, self._address_of, self._spawn = cache, peers, address_of, spawn
@@ -55,6 +59,8 @@ class KVMover(NoPayloads):
         """Who opened a session."""
         self._sender = HandoverSender(memory, first_layer, self._reach, self._tell, spawn)
         self._receiver = HandoverReceiver(memory, self._tell, partial(self._later, received))
+        self.holders = Holders(memory, self._reach, self._tell, spawn, self._later, answer_s)
+        self._hosts = Hosts(memory, attends, self._tell, self._later)
         self._fetcher: Fetcher | None = None
         self._lender: Lender | None = None
         if cache is not None:
@@ -81,6 +87,11 @@ class KVMover(NoPayloads):
             events.Finish: lambda action: self._post(self._sender.on, action.key, Outgoing.computed),
             events.Grant: lambda action: self._post(self._receiver.grant, action),
             events.Land: lambda action: self._post(self._receiver.land, action.key),
+            events.Reserve: lambda action: self._post(self.holders.reserve, action),
+            events.Ship: lambda action: self._post(self.holders.ship, action),
+            events.Vacate: lambda action: self._post(self.holders.vacate, action),
+            events.Host: lambda action: self._post(self._hosts.host, action),
+            events.Unhost: lambda action: self._post(self._hosts.unhost, action.key),
             events.Release: self._release,
             Preempted: lambda action: self._let_go(action.request),
         }
@@ -95,6 +106,7 @@ class KVMover(NoPayloads):
             self._fetcher.close()
         if self._lender is not None:
             self._lender.close()
+        self._hosts.close()
 
     def do(self, action: events.Action) -> None:
         """Carries it out, or begins to. In the event loop or the worker's thread, one at a time."""
@@ -105,7 +117,13 @@ class KVMover(NoPayloads):
         found: dict[str, float] = {
             "kv_bytes_in_total": self._receiver.bytes_in,
             "kv_bytes_out_total": self._sender.bytes_out,
-            "seal_mismatches_total": self._receiver.seal_mismatches,
+            "seal_mismatches_total": self._receiver.seal_mismatches + self._hosts.seal_mismatches,
+            "kv_bytes_shipped_total": self.holders.bytes_shipped,
+            "kv_bytes_stowed_total": self._hosts.bytes_in,
+            "attention_asked_total": self.holders.num_asked,
+            "attention_bytes_asked_total": self.holders.bytes_asked,
+            "attention_bytes_answered_total": self.holders.bytes_answered,
+            "attention_answered_total": self._hosts.num_attended,
         }
         if self._cache is not None and self._fetcher is not None and self._lender is not None:
             found |= self._cache.store.stat().gauges()
@@ -244,6 +262,7 @@ class KVMover(NoPayloads):
         self._end_fetch(key)
         self._sender.release(key)
         self._receiver.release(key)
+        self.holders.release(key)
 
     def _fetch(self, order: events.Fetch) -> None:
         if self._fetcher is None:
@@ -327,6 +346,22 @@ class KVMover(NoPayloads):
                 self.lender.enough(session, message.key, self._names[session])
             case messages.Lent() | messages.Ended():
                 self.fetcher.answer(session, message)
+            case messages.Kept():
+                self.holders.kept(session, message)
+            case messages.Stowed():
+                self.holders.stowed(session, message)
+            case messages.Attended():
+                self.holders.answered(session, message)
+            case messages.Room():
+                if session not in self._names:
+                    raise ProtocolError("room is wanted over a session that was opened here")
+                self._hosts.room(session, self._names[session], message)
+            case messages.Gone() if session in self._names:
+                self._hosts.gone(session, self._names[session], message.key)
+            case messages.Shipment():
+                self._hosts.receive(session, message)
+            case messages.Attend():
+                self._hosts.attend(session, message)
 
     def place(self, session: Session, message: messages.PeerMessage, size: int) -> Sequence[memoryview]:
         match message:
@@ -334,6 +369,10 @@ class KVMover(NoPayloads):
                 return self._receiver.place(session, message, size)
             case messages.Given():
                 return self.fetcher.place(session, message, size)
+            case messages.Shipment() | messages.Attend():
+                return self._hosts.place(session, message, size)
+            case messages.Attended():
+                return self.holders.place(session, message, size)
         return super().place(session, message, size)
 
     def on_void(self, session: Session, message: messages.PeerMessage) -> None:
@@ -342,12 +381,18 @@ class KVMover(NoPayloads):
                 self._receiver.void(session, message)
             case messages.Given():
                 self.fetcher.void(session, message)
+            case messages.Shipment() | messages.Attend():
+                self._hosts.void(session, message)
+            case messages.Attended():
+                self.holders.void(message)
 
     def lost(self, session: Session, reason: str) -> None:
         """A session ended, and what was under way over it with it."""
         if self._fetcher is not None and self._lender is not None:
             self._fetcher.lost(session)
             self._lender.lost(session)
+        self.holders.lost(session, reason)
+        self._hosts.lost(session)
         keys = self._sender.lost(session) + self._receiver.lost(session)
         if keys:
             name = self._names.get(session, session.peer)

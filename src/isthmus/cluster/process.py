@@ -99,6 +99,7 @@ class EngineProcess(ABC):
         self._addresses: dict[str, Mapping[NodeId, str]] = {}
         self.mover = runtime.mover_of(
             memory=engine.memory,
+            attends=engine.attend,
             first_layer=engine.layers[0],
             cache=self._cache,
             peers=peers,
@@ -106,6 +107,7 @@ class EngineProcess(ABC):
             tell=self.fact,
             spawn=self.spawn,
             shares_memory=options.shares_memory,
+            answer_s=options.transfer_s,
             received=self.received,
         )
         self._head: Session | None = None

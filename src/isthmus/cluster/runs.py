@@ -16,7 +16,17 @@ from isthmus.cluster.cache import PrefixMissing, Staging
 from isthmus.cluster.messages import Output, Scores, StageSampled, Task
 from isthmus.cluster.mover import KVMover
 from isthmus.engine.constraints import Constraints
-from isthmus.engine.interface import Chunk, Engine, Hidden, OnLayer, OnScores, Row
+from isthmus.engine.interface import (
+    Chunk,
+    Elsewhere,
+    Engine,
+    Held,
+    Hidden,
+    HolderLost,
+    OnLayer,
+    OnScores,
+    Row,
+)
 from isthmus.node.events import Broken, Load, Missing, Release, Shorten
 from isthmus.scheduler import Admitted, Piece, Preempted, Run, Stepped
 from isthmus.types import BlockName, FinishReason, Generated, RequestId, Role, Span, TokenLogprobs
@@ -82,7 +92,8 @@ class _Attempt:
 @dataclass
 class Execution:
     """A run under way: its batch, and what it samples and announces. `missing`: a prefix turned out shorter in the
-    midst of an iteration, which therefore does not count; `broken`: no token can be chosen for these any more."""
+    midst of an iteration, which therefore does not count, or a holder of KV is `lost`; `broken`: no token can be chosen
+    for these any more. `elsewhere`: where more KV of its chunks lies."""
 
     run: Run
     batch: Any
@@ -90,7 +101,9 @@ class Execution:
     on_layer: OnLayer | None
     before_layer: OnLayer | None
     on_scores: OnScores | None
+    elsewhere: Elsewhere | None = None
     missing: Missing | None = None
+    lost: bool = False
     steps: int = 0
     tokens: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs | None] = ()
@@ -195,11 +208,14 @@ class Runs:
         on_scores: OnScores | None = None
         if any(chunk.targets for chunk in chunks):
             on_scores = lambda index, *found: self._scored(attempts[index], *found)  # noqa: E731
-        return Execution(run, batch, sampled, on_layer, before_layer, on_scores)
+        elsewhere: Elsewhere | None = None
+        if any(piece.holdings for piece in pieces):
+            elsewhere = self._mover.holders.remote([piece.request for piece in pieces])
+        return Execution(run, batch, sampled, on_layer, before_layer, on_scores, elsewhere)
 
     def add_tokens(self, execution: Execution) -> None:
         """Adds the tokens of an iteration to their attempts, and tells them."""
-        if execution.missing is not None or self._onward is not None:
+        if execution.missing is not None or execution.lost or self._onward is not None:
             return
         if self._state_blocks:
             self._note_states(execution.run)
@@ -242,7 +258,7 @@ class Runs:
         try:
             if self._onward is None:
                 rows, on_scores = [attempt.row for attempt, _ in execution.sampled], execution.on_scores
-                found = self.engine.step(execution.batch, rows, *inputs, on_scores)
+                found = self.engine.step(execution.batch, rows, *inputs, on_scores, execution.elsewhere)
                 execution.tokens, execution.logprobs = found
                 execution.broken = self._broken(execution)
             else:
@@ -250,7 +266,21 @@ class Runs:
             execution.steps += 1
         except PrefixMissing as missing:
             execution.missing = Missing(self._awaited, missing.num_blocks)
+        except HolderLost as lost:
+            execution.lost = True
+            execution.broken = self._lost(execution.run, lost)
         self.counters["engine_seconds"] += (self._clock_ns() - started_ns) / 1e9
+
+    def _lost(self, run: Run, lost: HolderLost) -> dict[RequestId, Broken]:
+        """The iteration is not over, and whose KV lies with this holder cannot go on. Live states, which had moved on,
+        are nobody's either."""
+        reason = f"{lost.holder} has its KV and did not attend to it: {lost}"
+        broken = [
+            piece.request
+            for piece in run.pieces
+            if self._state_blocks or any(holding.holder == lost.holder for holding in piece.holdings)
+        ]
+        return {key: Broken(key, reason) for key in broken}
 
     def _broken(self, execution: Execution) -> dict[RequestId, Broken]:
         objection = self.engine.constraints.objection
@@ -271,6 +301,7 @@ class Runs:
             attempt.tokens[start:stop], start, piece.blocks, piece.samples, decodes, attempt.task.salt,
             piece.slot, piece.restore, piece.snapshots,
             () if num_top is None else attempt.tokens[start + 1 : stop + 1], num_top or 0,
+            tuple([Held(each.holder, each.num_blocks * self._size) for each in piece.holdings]),
         )  # fmt: skip
 
     def _scored(self, attempt: _Attempt, position: int, found: Sequence[TokenLogprobs]) -> None:
@@ -284,7 +315,7 @@ class Runs:
         full = slice(
             piece.start // self._size, min((piece.start + piece.count) // self._size, len(attempt.names))
         )
-        return self._mover.stage(piece.request, attempt.names[full], piece.blocks[full])
+        return self._mover.stage(piece.request, attempt.names[full], piece.table[full])
 
     def _await_loads(self, layer: int, loading: Sequence[_Attempt]) -> None:
         """The engine needs this layer of all prefixes in its batch. Raises PrefixMissing when it will not get it of the
@@ -308,7 +339,7 @@ class Runs:
         end = piece.start + piece.count
         stop = end if piece.samples else end // self._size * self._size
         if stop:  # what came before it is here as well, and perhaps was not told yet
-            self._mover.kv_ready(piece.request, Span(layer, layer + 1), Span(0, stop), piece.blocks)
+            self._mover.kv_ready(piece.request, Span(layer, layer + 1), Span(0, stop), piece.table)
 
     def _note_states(self, run: Run) -> None:
         """Snapshots that the iteration took; of a departing prompt that is computed, the one that goes with it."""
@@ -317,7 +348,7 @@ class Runs:
             attempt.snapshots.update(piece.snapshots)
             if piece.samples and attempt.departs:
                 count = -(-len(attempt.tokens) // self._size)
-                blocks = piece.blocks[:count] + attempt.snapshots[len(attempt.tokens)]
+                blocks = piece.table[:count] + attempt.snapshots[len(attempt.tokens)]
                 layers = Span(0, self.engine.memory.layout.num_layers)
                 self._mover.kv_ready(
                     piece.request, layers, Span(count * self._size, len(blocks) * self._size), blocks

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from isthmus.blocks import KVLayout, seal
-from isthmus.cluster.messages import Given, Slices
+from isthmus.cluster.messages import Given, Shipment, Slices
 from isthmus.engine import codecs
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Session
@@ -38,6 +38,9 @@ def pack(
     return [memoryview(data)], tuple(map(seal, blocks))
 
 
+Head = Slices | Given | Shipment
+
+
 class _Frame(NamedTuple):
     session: Session
     codec: str
@@ -52,11 +55,11 @@ class Frames:
 
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
-        self._frames: dict[Slices | Given, _Frame] = {}
+        self._frames: dict[Head, _Frame] = {}
 
     def place(
         self,
-        head: Slices | Given,
+        head: Head,
         session: Session,
         codec: str,
         tokens: Span,
@@ -76,7 +79,7 @@ class Frames:
         self._frames[head] = _Frame(session, codec, tokens, targets, encoded)
         return targets if encoded is None else [encoded]
 
-    def take(self, head: Slices | Given) -> list[memoryview] | None:
+    def take(self, head: Head) -> list[memoryview] | None:
         """A whole frame, in its place; None for one without a payload, or that nobody encoded. Seals of the KV itself
         are the caller's to check, where the codec is exact."""
         frame = self._frames.pop(head, None)
@@ -93,7 +96,7 @@ class Frames:
             return None
         return frame.targets
 
-    def void(self, head: Slices | Given) -> None:
+    def void(self, head: Head) -> None:
         """It will not come."""
         self._frames.pop(head, None)
 

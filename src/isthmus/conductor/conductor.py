@@ -9,12 +9,13 @@ from isthmus.attempts import (
     BlocksEvicted,
     BlocksStored,
     FetchFinished,
+    Holding,
     PrefillFinished,
     RequestFailed,
     RoleChanged,
     Route,
 )
-from isthmus.conductor import copies
+from isthmus.conductor import copies, holders
 from isthmus.conductor.admission import Admission, Overload, limit_ns
 from isthmus.conductor.capacity import Capacity
 from isthmus.conductor.compression import encoded
@@ -145,6 +146,7 @@ class Conductor:
             codec,
             placement.handover_start,
             placement.recall,
+            tuple([Holding(node.node, count) for node, count in placement.held]),
         )
 
     def _fetched(self, event: FetchFinished, now: int) -> list[Action]:
@@ -203,14 +205,9 @@ class Conductor:
     def _refusal(self, event: RequestArrived) -> Refuse:
         """Too long for every node here, now and later; or no node here for one of its parts, for now."""
         length = event.num_tokens + event.max_tokens
-        largest = self.view.largest(Role.DECODE, Role.MIXED)
-        if 0 < largest < length:
-            reason = (
-                f"{length} tokens (prompt and answer) exceed the KV memory of every node ({largest} tokens)"
-            )
-            return Refuse(event.request, "too_long", reason)
-        largest = self.view.largest(Role.PREFILL, Role.MIXED)
-        if 0 < largest < length:  # a later attempt may prefill all but the last token
+        clusters = self.view.clusters.values()
+        together = max([holders.longest(self.view.members(cluster)) for cluster in clusters], default=0)
+        if together >= length > self.view.largest(*Role):
             reason = f"{length} tokens (prompt and answer) exceed the KV memory of every node that prefills"
             return Refuse(event.request, "too_long", reason)
         return Refuse(event.request, "unavailable", "no node can serve this now", self.rules.retry_after_ms)

@@ -40,7 +40,7 @@ class NodeJoined(msgspec.Struct, frozen=True, tag=True):
     `kv_dtype`: of its KV, "" when nobody knows; `cluster`: where it stands, "" if there is only one;
     `state_blocks`: how many blocks the recurrent state of a sequence fills, 0 for models without: a prefix is of use
     up to a block whose state is kept as well (`blocks.state_name`). `max_sequences`: so many decode there at once,
-    0 for no limit known.
+    0 for no limit known. `lends`: it may hold KV of requests that are computed elsewhere, and have others hold its own.
     """
 
     node: NodeId
@@ -54,6 +54,7 @@ class NodeJoined(msgspec.Struct, frozen=True, tag=True):
     cluster: str = ""
     state_blocks: int = 0
     max_sequences: int = 0
+    lends: bool = True
 
 
 class LinkState(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ from isthmus.attempts import FetchOrder
 from isthmus.conductor.clusters import Cluster
 from isthmus.conductor.estimates import Estimator, Matched, can_copy, least_sending, match
 from isthmus.conductor.events import RequestArrived
+from isthmus.conductor.holders import longest, spread
 from isthmus.conductor.index import Levels, bits
 from isthmus.conductor.offload import Decision, Prediction, abundant, guarded, scarce
 from isthmus.conductor.policies import FETCHING, POLICIES
@@ -40,14 +41,40 @@ class Router:
         alone = self._view.alone
         if alone is not None:
             found = self._place_in(request, alone, alone, now)
-            return None if found is None else found[0]
+            return self._place_across(request, alone, now) if found is None else found[0]
         caches = _Caches(self._view, request)
         for home in self._homes(request, caches):
             for cluster, foreign in self._prefill_clusters(request, home, caches, now, again):
                 found = self._place_in(request, home, cluster, now, foreign, caches.matched)
                 if found is not None:
                     return self._with_transfers(*found, home, caches)
+        for cluster in self._view.clusters.values():
+            placement = self._place_across(request, cluster, now)
+            if placement is not None:
+                return placement
         return None
+
+    def _place_across(self, request: RequestArrived, cluster: Cluster, now: int) -> Placement | None:
+        """For a request that is too long for any node: on the nodes that the policy says, and what does not fit there
+        with others of the cluster."""
+        nodes, decodes = cluster.prefills, [node for node in cluster.decodes if node.lends]
+        if request.num_tokens + request.max_tokens > longest(self._view.members(cluster)):
+            return None
+        nodes = [node for node in nodes if node.lends and (decodes or node.role is MIXED)]
+        if not nodes:
+            return None
+        estimator = Estimator(self._view, request, nodes, now, 0, None)
+        placement = self._policy(estimator, self._rules)
+        placement.deepest = estimator.deepest
+        placement.fetch = placement.source = placement.across = None
+        placement.fetch_bytes = 0
+        if request.max_tokens > 1 and placement.prefill.role is PREFILL:
+            placement.decode = _least_step(decodes, request.num_tokens)
+        held = spread(self._view, request, placement.prefill, placement.decode)
+        if held is None:
+            return None
+        placement.held = held
+        return placement
 
     # Clusters.
 

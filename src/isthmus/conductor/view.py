@@ -47,6 +47,8 @@ class NodeView:
         "hands_over_on_link",
         "kind",
         "kv_dtype",
+        "lends",
+        "lent_blocks",
         "link_in",
         "link_out",
         "max_sequences",
@@ -82,6 +84,7 @@ class NodeView:
         self.decodes: dict[RequestId, RequestView] = {}
         self.batch = self.context = 0  # requests placed here to decode, and their tokens
         self.evictions = 0
+        self.lends, self.lent_blocks = joined.lends, 0  # to requests that are computed elsewhere
 
 
 class Placement:
@@ -96,6 +99,7 @@ class Placement:
         "fetch",
         "fetch_bytes",
         "handover_start",
+        "held",
         "lender",
         "own",
         "prefill",
@@ -124,11 +128,14 @@ class Placement:
         self.handover_start = 0
         self.recall: FetchOrder | None = None
         self.lender: NodeView | None = None
+        # Where its leading blocks lie instead, and how many.
+        self.held: Sequence[tuple[NodeView, int]] = ()
 
     def handover_bytes(self, num_tokens: int) -> int:
         """What goes from the prefill node to the decode node, of so many tokens."""
         node = self.prefill
-        sent = num_tokens - self.handover_start * node.block_size
+        elsewhere = self.handover_start + sum([count for _, count in self.held])
+        sent = num_tokens - elsewhere * node.block_size
         return sent * node.cost.kv_token_bytes + node.state_bytes
 
 
@@ -147,6 +154,7 @@ class RequestView:
         "decode_ns",
         "expected_ns",
         "handing_over",
+        "held",
         "lender",
         "losses",
         "on_hold",
@@ -177,6 +185,12 @@ class RequestView:
         self.across: ClusterLink | None = None
         self.owed = 0
         self.lender: NodeView | None = None  # whom its decode node gets a part of the prefix from
+        self.held: Sequence[tuple[NodeView, int]] = ()  # holders of its leading blocks, and how many
+
+    @property
+    def away_tokens(self) -> int:
+        """Of its prompt, those that lie with holders."""
+        return sum([count * node.block_size for node, count in self.held])
 
     @property
     def nodes(self) -> tuple[NodeView, ...]:
@@ -270,6 +284,9 @@ class View:
         assert node is not None, "the index named a node that left"
         return node
 
+    def members(self, cluster: Cluster) -> list[NodeView]:
+        return [node for node in self.nodes.values() if node.cluster is cluster]
+
     def largest(self, *roles: Role) -> int:
         """Tokens that the largest node of these roles can hold; 0 without one."""
         return max((node.capacity_tokens for node in self.nodes.values() if node.role in roles), default=0)
@@ -295,6 +312,9 @@ class View:
         decode.context += facts.num_tokens
         if decode is not prefill:
             self._assign_handover(request, placement, now)
+        request.held = placement.held
+        for node, count in request.held:
+            node.lent_blocks += count
         self.num_routed += 1
 
     def _assign_handover(self, request: RequestView, placement: Placement, now: int) -> None:
@@ -349,7 +369,9 @@ class View:
             decode.context -= facts.num_tokens
         self.end_copy(request)
         self._crossed(request)
-        request.prefill = request.decode = None
+        for node, count in request.held:
+            node.lent_blocks -= count
+        request.prefill, request.decode, request.held = None, None, ()
 
     def _crossed(self, request: RequestView) -> None:
         """Nothing of it is on its way to where it decodes any more."""
@@ -371,10 +393,10 @@ class View:
 
     def requests_on(self, node: NodeView) -> Iterable[RequestView]:
         """Requests that need `node` still: its prefill, and whom a prefix is recalled from, until its KV is handed
-        over; its decode always."""
+        over; its decode and holders of its blocks always."""
         for request in list(self.requests.values()):
             handing = request.handing_over and (request.prefill is node or request.lender is node)
-            if request.decode is node or handing:
+            if request.decode is node or handing or any(holder is node for holder, _ in request.held):
                 yield request
 
     def check(self) -> None:
@@ -387,6 +409,8 @@ class View:
             assert node.work_ns == sum(request.work_ns for request in queued)
             assert node.batch == len(decoding) == len(node.decodes)
             assert node.context == sum(request.arrived.num_tokens for request in decoding)
+            lent = [count for r in self.requests.values() for holder, count in r.held if holder is node]
+            assert node.lent_blocks == sum(lent)
             for copy in (*node.link_in.copies, *node.link_out.copies):
                 assert any(r.copy is copy for r in self.requests.values()), "a copy that nobody wants"
         for link in self.links.values():

@@ -124,6 +124,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
             cluster=self.cluster,
             max_sequences=self.max_sequences,
             state_blocks=self.state_blocks,
+            lends=self.pipeline == 1,
         )
 
     def node_of(

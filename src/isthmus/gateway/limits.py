@@ -45,11 +45,14 @@ def answer_tokens(
 ) -> int:
     """Most tokens the answer may have. `asked`: by the client, in the field `param`.
 
-    `default` None: the rest of the context. Raises RequestError when `asked` does not fit behind the prompt.
+    `default` None: the rest of the context; but who does not ask for it gets no memory of other nodes for an answer,
+    which is a quarter of a node's at least. Raises RequestError when `asked` does not fit behind the prompt.
     """
     rest = card.max_length - num_prompt_tokens
     if asked is None:
-        return rest if default is None else min(default, rest)
+        here = max(card.node_length - num_prompt_tokens, card.node_length // 4)
+        most = min(rest, here) if card.node_length else rest
+        return most if default is None else min(default, rest)
     if asked > rest:
         message = (
             f"This model's maximum context length is {card.max_length} tokens; the prompt has "

@@ -462,7 +462,10 @@ class Node:
                 self._fail(self._attempts[attempt.request], "others needed its memory", now, actions)
 
     def _asked(self, event: events.Asked, now: int, actions: list[events.Action]) -> None:
-        self._guests.asked(event, actions)
+        if self._stages > 1:  # each has some of the layers
+            actions.append(events.Host(event.key, event.peer, ()))
+        else:
+            self._guests.asked(event, actions)
 
     def _left(self, event: events.Left, now: int, actions: list[events.Action]) -> None:
         if self._guests.left(event, actions):

@@ -54,6 +54,11 @@ class Piece(msgspec.Struct, frozen=True):
     snapshots: tuple[tuple[int, tuple[int, ...]], ...] = ()
     holdings: tuple[Holding, ...] = ()
 
+    @property
+    def table(self) -> tuple[int, ...]:
+        """`blocks` by the number of the block in the request; what stands for those elsewhere means nothing."""
+        return (0,) * sum([holding.num_blocks for holding in self.holdings]) + self.blocks
+
 
 class Run:
     """Execute this batch, unchanged, for up to `steps` iterations; decodes first.

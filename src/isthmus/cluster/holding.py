@@ -1,0 +1,240 @@
+"""KV of this node's attempts that lies with other nodes: asked for room, shipped there, attended to there.
+
+    home ──Room──> holder ──Kept──>        ──Shipment…──> ──Stowed──>        ──Attend──> ──Attended──>        ──Gone──>
+
+All of it goes over the session that this node opened to the holder; when it ends, what lies there is lost.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from isthmus.blocks import seal
+from isthmus.cluster.messages import Attend, Attended, Gone, Kept, Room, Shipment, Stowed
+from isthmus.cluster.sessions import Reach, Spawn, Tell
+from isthmus.engine.interface import Asking, HolderLost, KVBytes, runs_of
+from isthmus.errors import ProtocolError
+from isthmus.messenger import Priority, Sending, Session
+from isthmus.node import events
+from isthmus.types import NodeId, RequestId
+
+SHIPMENT_BLOCKS = 64
+"""Of one layer in a frame."""
+Posts = Callable[..., None]
+"""Calls a function with arguments in the event loop, from any thread, in the order of the calls."""
+
+
+class _Place:
+    """An attempt's room with one holder. `session`: None until it is open."""
+
+    def __init__(self) -> None:
+        self.session: Session | None = None
+        self.asked = True  # its answer is still to come
+        self.sendings: list[Sending] = []
+
+
+class Holders:
+    """For an event loop; `remote` gives what the engine's thread asks. `answer_s`: how long one may take."""
+
+    def __init__(
+        self, memory: KVBytes, reach: Reach, tell: Tell, spawn: Spawn, later: Posts, answer_s: float
+    ) -> None:
+        self._memory, self._reach, self._tell, self._spawn = memory, reach, tell, spawn
+        self._later, self._answer_s = later, answer_s
+        self._places: dict[RequestId, dict[NodeId, _Place]] = {}
+        self._answers: dict[int, _Answer] = {}
+        self._numbers = 0
+        self.bytes_shipped = self.bytes_asked = self.bytes_answered = self.num_asked = 0
+
+    # What the node decided.
+
+    def reserve(self, reserve: events.Reserve) -> None:
+        places = self._places.setdefault(reserve.key, {})
+        place = places.setdefault(reserve.holder, _Place())
+        place.asked = True
+        self._spawn(self._ask(reserve, place))
+
+    async def _ask(self, reserve: events.Reserve, place: _Place) -> None:
+        try:
+            session = place.session or await self._reach(reserve.holder)
+        except (OSError, TimeoutError):
+            session = None
+        if self._places.get(reserve.key, {}).get(reserve.holder) is not place:
+            return  # it was left meanwhile
+        if session is None or session.closed:
+            self._kept(reserve.key, reserve.holder, place, granted=False)
+            return
+        place.session = session
+        session.send(Room(reserve.key, reserve.num_blocks))
+
+    def _kept(self, key: RequestId, holder: NodeId, place: _Place, *, granted: bool) -> None:
+        place.asked = False
+        self._tell(events.Reserved(key, holder, granted))
+
+    def ship(self, ship: events.Ship) -> None:
+        place = self._places.get(ship.key, {}).get(ship.holder)
+        if place is None or place.session is None:
+            return
+        layout = self._memory.layout
+        for start in range(0, len(ship.blocks), SHIPMENT_BLOCKS):
+            blocks = ship.blocks[start : start + SHIPMENT_BLOCKS]
+            for layer in range(layout.num_layers):
+                runs = runs_of(blocks, layout.block_size, 0, len(blocks) * layout.block_size)
+                payload = [self._memory.export(layer, *run) for run in runs]
+                seals = tuple(
+                    [seal(self._memory.export(layer, *_slots(layout.block_size, at))) for at in blocks]
+                )
+                head = Shipment(ship.key, layer, ship.first + start, seals)
+                place.sendings.append(place.session.send(head, *payload))
+                self.bytes_shipped += len(blocks) * layout.slice_bytes
+
+    def release(self, key: RequestId) -> None:
+        """Nothing is read from its blocks any more when this returns."""
+        for place in self._places.get(key, {}).values():
+            for sending in place.sendings:
+                sending.cancel()
+
+    def vacate(self, vacate: events.Vacate) -> None:
+        places = self._places.get(vacate.key, {})
+        place = places.pop(vacate.holder, None)
+        if not places:
+            self._places.pop(vacate.key, None)
+        if place is not None and place.session is not None:
+            for sending in place.sendings:
+                sending.cancel()
+            place.session.send(Gone(vacate.key))
+
+    # What holders say.
+
+    def kept(self, session: Session, kept: Kept) -> None:
+        holder, place = self._place(session, kept.key)
+        if place is not None and place.asked:
+            self._kept(kept.key, holder, place, granted=kept.granted)
+
+    def stowed(self, session: Session, stowed: Stowed) -> None:
+        holder, place = self._place(session, stowed.key)
+        if place is None:
+            return
+        if stowed.damaged:
+            reason = f"a KV block came to {holder} damaged (seal mismatch)"
+            self._tell(events.Broken(stowed.key, reason))
+            return
+        place.sendings = [sending for sending in place.sendings if not sending.over]
+        self._tell(events.Shipped(stowed.key, holder, stowed.stop))
+
+    def _place(self, session: Session, key: RequestId) -> tuple[NodeId, _Place | None]:
+        """Whose place it is over this session; None: it was left."""
+        for holder, place in self._places.get(key, {}).items():
+            if place.session is session:
+                return holder, place
+        return NodeId(""), None
+
+    def lost(self, session: Session, reason: str) -> None:
+        for key, places in list(self._places.items()):
+            for holder, place in list(places.items()):
+                if place.session is not session:
+                    continue
+                place.session = None
+                if place.asked:
+                    self._kept(key, holder, place, granted=False)
+                else:
+                    self._tell(events.Broken(key, f"{holder}, which has its KV, is gone: {reason}"))
+        for number, answer in list(self._answers.items()):
+            if answer.session is session:
+                del self._answers[number]
+                answer.fail(reason)
+
+    # Attention there.
+
+    def remote(self, keys: Sequence[RequestId]) -> Remote:
+        """For one step over chunks of these attempts."""
+        return Remote(self, keys)
+
+    def ask(self, key: RequestId, head: Attend, q: memoryview, answer: _Answer) -> None:
+        """In the event loop."""
+        place = self._places.get(key, {}).get(NodeId(answer.holder))
+        if place is None or place.session is None or place.session.closed:
+            answer.fail("there is no session")
+            return
+        answer.session = place.session
+        self._answers[head.number] = answer
+        place.session.send(head, q, priority=Priority.URGENT)
+        self.num_asked += 1
+        self.bytes_asked += q.nbytes
+
+    def place(self, session: Session, attended: Attended, size: int) -> Sequence[memoryview]:
+        """Raises ProtocolError for what was not asked."""
+        answer = self._answers.get(attended.number)
+        if answer is None:
+            return [memoryview(bytearray(size))]  # nobody waits for it any more: read past it
+        if answer.session is not session:
+            raise ProtocolError(f"an answer to what another node was asked: {attended.number}")
+        answer.data = memoryview(bytearray(size))
+        return [answer.data]
+
+    def answered(self, session: Session, attended: Attended) -> None:
+        answer = self._answers.get(attended.number)
+        if answer is None or answer.session is not session:
+            return
+        del self._answers[attended.number]
+        if answer.data is None:
+            answer.fail("it has no KV of this attempt")
+            return
+        self.bytes_answered += answer.data.nbytes
+        answer.came.set()
+
+    def void(self, attended: Attended) -> None:
+        answer = self._answers.pop(attended.number, None)
+        if answer is not None:
+            answer.fail("it gave up in the midst of its answer")
+
+    def post(self, key: RequestId, layer: int, rows: tuple[Any, ...], q: memoryview, answer: _Answer) -> None:
+        """From the engine's thread."""
+        self._numbers += 1
+        self._later(self.ask, key, Attend(self._numbers, layer, rows), q, answer)
+
+    @property
+    def answer_s(self) -> float:
+        return self._answer_s
+
+
+class _Answer:
+    """What a holder was asked in one layer; set in the event loop, waited for in the engine's thread."""
+
+    def __init__(self, holder: str) -> None:
+        self.holder = holder
+        self.session: Session | None = None
+        self.data: memoryview | None = None
+        self.reason = ""
+        self.came = threading.Event()
+
+    def fail(self, reason: str) -> None:
+        self.reason = reason
+        self.came.set()
+
+
+class Remote:
+    """`isthmus.engine.interface.Elsewhere` over sessions. `keys`: of the step's chunks."""
+
+    def __init__(self, holders: Holders, keys: Sequence[RequestId]) -> None:
+        self._holders, self._keys = holders, keys
+        self._answers: dict[tuple[int, str, int], _Answer] = {}
+
+    def ask(self, layer: int, asking: Asking, q: memoryview) -> None:
+        answer = self._answers[layer, asking.holder, asking.chunks[0][0]] = _Answer(asking.holder)
+        rows = tuple([(self._keys[chunk], *rest) for chunk, *rest in asking.chunks])
+        self._holders.post(self._keys[asking.chunks[0][0]], layer, rows, q, answer)
+
+    def answer(self, layer: int, asking: Asking) -> memoryview:
+        answer = self._answers.pop((layer, asking.holder, asking.chunks[0][0]))
+        if not answer.came.wait(self._holders.answer_s):
+            raise HolderLost(asking.holder, f"no answer in {self._holders.answer_s:g} s")
+        if answer.reason or answer.data is None:
+            raise HolderLost(asking.holder, answer.reason)
+        return answer.data
+
+
+def _slots(block_size: int, block: int) -> tuple[int, int]:
+    return block * block_size, (block + 1) * block_size

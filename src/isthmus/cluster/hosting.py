@@ -1,0 +1,190 @@
+"""KV of other nodes' attempts that lies here: room for it, taken in, attended to. See `holding.py` for the other side.
+
+Attention is computed in a thread of its own, beside the iterations of this node's own attempts.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+
+from isthmus.blocks import seal
+from isthmus.cluster.messages import Attend, Attended, Kept, Room, Shipment, Stowed
+from isthmus.cluster.sessions import Tell
+from isthmus.cluster.wire import Frames
+from isthmus.engine.codecs import NONE
+from isthmus.engine.interface import Asked, KVBytes, runs_of
+from isthmus.errors import ProtocolError
+from isthmus.messenger import Priority, Session
+from isthmus.node import events
+from isthmus.types import NodeId, RequestId, Span
+
+Attends = Callable[[int, Sequence[Asked], memoryview], memoryview]
+"""`isthmus.engine.interface.Engine.attend`."""
+MAX_QUERIES = 256 << 20
+"""Bytes of queries in one message."""
+
+
+class _Guest:
+    """One attempt's KV here. `stops`: how much of each layer is here or on its way into its place; `stowed`: blocks
+    that are whole."""
+
+    def __init__(self, memory: KVBytes) -> None:
+        self.blocks: tuple[int, ...] = ()
+        self.frames = Frames(memory.layout)
+        self.stops = [0] * memory.layout.num_layers
+        self.stowed = 0
+        self.sessions: dict[NodeId, Session] = {}
+
+
+class Hosts:
+    """For an event loop. `later`: calls something in it, from any thread."""
+
+    def __init__(self, memory: KVBytes, attends: Attends, tell: Tell, later: Callable[..., None]) -> None:
+        self._memory, self._attends, self._tell, self._later = memory, attends, tell, later
+        self._guests: dict[RequestId, _Guest] = {}
+        self._queries: dict[tuple[Session, int], memoryview] = {}
+        self._jobs: queue.SimpleQueue[tuple[Session, Attend, memoryview] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.bytes_in = self.num_attended = self.seal_mismatches = 0
+
+    # Room.
+
+    def room(self, session: Session, peer: NodeId, room: Room) -> None:
+        """Raises ProtocolError for none."""
+        if room.num_blocks < 1:
+            raise ProtocolError(f"{peer} wants room for {room.num_blocks} blocks")
+        guest = self._guests.setdefault(room.key, _Guest(self._memory))
+        guest.sessions[peer] = session
+        self._tell(events.Asked(room.key, peer, room.num_blocks))
+
+    def host(self, host: events.Host) -> None:
+        guest = self._guests.get(host.key)
+        session = None if guest is None else guest.sessions.get(host.peer)
+        if guest is None or session is None:
+            return  # it left meanwhile
+        if host.blocks:
+            guest.blocks = host.blocks
+        elif not guest.blocks:
+            del guest.sessions[host.peer]
+            if not guest.sessions:
+                del self._guests[host.key]
+        session.send(Kept(host.key, bool(host.blocks)))
+
+    def gone(self, session: Session, peer: NodeId, key: RequestId) -> None:
+        guest = self._guests.get(key)
+        if guest is None or guest.sessions.get(peer) is not session:
+            return
+        del guest.sessions[peer]
+        if not guest.sessions and not guest.blocks:
+            del self._guests[key]
+        self._tell(events.Left(key, peer))
+
+    def unhost(self, key: RequestId) -> None:
+        """Nothing is written to its blocks any more when this returns; what is still read is for nobody."""
+        guest = self._guests.get(key)
+        if guest is None:
+            return
+        guest.frames.refuse()
+        if guest.sessions:  # asked for again since
+            again = self._guests[key] = _Guest(self._memory)
+            again.sessions = guest.sessions
+        else:
+            del self._guests[key]
+
+    def lost(self, session: Session) -> None:
+        for key, guest in list(self._guests.items()):
+            for peer, other in list(guest.sessions.items()):
+                if other is session:
+                    self.gone(session, peer, key)
+        for at in [at for at in self._queries if at[0] is session]:
+            del self._queries[at]
+
+    # KV.
+
+    def place(self, session: Session, head: Shipment | Attend, size: int) -> Sequence[memoryview]:
+        """Where the payload goes. Raises ProtocolError for what is not expected."""
+        if isinstance(head, Attend):
+            if size > MAX_QUERIES:
+                raise ProtocolError(f"{size} bytes of queries")
+            data = self._queries[session, head.number] = memoryview(bytearray(size))
+            return [data]
+        guest, layout = self._guests.get(head.key), self._memory.layout
+        if guest is None or session not in guest.sessions.values():
+            return [memoryview(bytearray(size))]  # its home left: read past it
+        stop = head.first + len(head.seals)
+        fits = 0 <= head.layer < layout.num_layers and head.first == guest.stops[head.layer]
+        if not (fits and head.first < stop <= len(guest.blocks)):
+            raise ProtocolError(f"KV of {head.key}, layer {head.layer}, is not what must come next")
+        tokens = Span(head.first * layout.block_size, stop * layout.block_size)
+        runs = runs_of(guest.blocks, layout.block_size, tokens.start, tokens.stop)
+        targets = [self._memory.landing(head.layer, *run) for run in runs]
+        placed = guest.frames.place(head, session, NONE, tokens, targets, size)
+        if placed is None:
+            raise ProtocolError(f"KV of {head.key}, layer {head.layer}, is not of its size")
+        guest.stops[head.layer] = stop
+        return placed
+
+    def receive(self, session: Session, head: Shipment) -> None:
+        guest = self._guests.get(head.key)
+        if guest is None or (targets := guest.frames.take(head)) is None:
+            return
+        layout, stop = self._memory.layout, head.first + len(head.seals)
+        runs = runs_of(
+            guest.blocks, layout.block_size, head.first * layout.block_size, stop * layout.block_size
+        )
+        for run, buffer in zip(runs, targets, strict=True):
+            self._memory.land(head.layer, *run, buffer)
+        self.bytes_in += len(head.seals) * layout.slice_bytes
+        for block, expected in zip(guest.blocks[head.first : stop], head.seals, strict=True):
+            slots = block * layout.block_size, (block + 1) * layout.block_size
+            if seal(self._memory.export(head.layer, *slots)) != expected:
+                self.seal_mismatches += 1
+                session.send(Stowed(head.key, 0, damaged=True))
+                return
+        if min(guest.stops) >= stop and head.layer == layout.num_layers - 1:  # layers come in their order
+            guest.stowed = stop
+            session.send(Stowed(head.key, stop))
+
+    def void(self, session: Session, head: Shipment | Attend) -> None:
+        """Its home gave up in the midst of it."""
+        if isinstance(head, Attend):
+            self._queries.pop((session, head.number), None)
+        elif head.key in self._guests:
+            self._guests[head.key].frames.void(head)
+
+    # Attention.
+
+    def attend(self, session: Session, head: Attend) -> None:
+        q = self._queries.pop((session, head.number), None)
+        if q is None:
+            raise ProtocolError("a question without queries")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._main, name="attention", daemon=True)
+            self._thread.start()
+        self._jobs.put((session, head, q))
+
+    def close(self) -> None:
+        self._jobs.put(None)
+
+    def _main(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            session, head, q = job
+            answer = self._answer(head, q)
+            self._later(self._send, session, head.number, answer)
+
+    def _send(self, session: Session, number: int, answer: memoryview | None) -> None:
+        payload = () if answer is None else (answer,)
+        session.send(Attended(number), *payload, priority=Priority.URGENT)
+
+    def _answer(self, head: Attend, q: memoryview) -> memoryview | None:
+        """None where an attempt has no KV here, or not so much."""
+        asked, size = list[Asked](), self._memory.layout.block_size
+        for key, num_rows, num_tokens, first, position in head.rows:
+            guest = self._guests.get(key)
+            if guest is None or not 0 < num_tokens <= guest.stowed * size or num_rows < 1:
+                return None
+            asked.append(Asked(guest.blocks[: -(-num_tokens // size)], num_rows, num_tokens, first, position))
+        self.num_attended += len(asked)
+        return self._attends(head.layer, asked, q)

@@ -1,0 +1,68 @@
+"""Requests whose KV lies on several nodes: through the API, with the tokens of transformers."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.test_exact_pool import SLOW, prompt_of
+from tests.inside import inside
+from tests.models import check_greedy, make_model
+from tests.served import Client
+
+BLOCK_BYTES = 16 * 3 * 2 * 2 * 16 * 4
+NODE_BLOCKS = 12
+"""Memory of a node: 192 tokens."""
+ROLES = {
+    "four": {"prefill": 0, "decode": 0, "mixed": 4},
+    "2P2D": {"prefill": 2, "decode": 2, "mixed": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("holders") / "model"
+    make_model(folder, "llama")
+    return folder
+
+
+def deployment(model: Path, roles: dict[str, int], **fields: Any) -> dict[str, Any]:
+    return {
+        "model": str(model),
+        "roles": roles,
+        "engine": {
+            "cost": SLOW, "token_budget": 64, "kv_memory": NODE_BLOCKS * BLOCK_BYTES, "max_sequences": 4
+        },
+        "cache": {"dram": 0},
+    } | fields  # fmt: skip
+
+
+def ask(served: Client, model: Path, prompt: list[int], num_tokens: int) -> None:
+    answer = served.tokens(prompt, num_tokens, ignore_eos=True)
+    assert len(answer) == num_tokens
+    check_greedy(model, prompt, answer)
+
+
+@pytest.mark.parametrize(("name", "length"), [("four", 3.5), ("2P2D", 2.6)])
+def test_the_longest_context_is_that_of_all_nodes_together(name: str, length: float, model: Path) -> None:
+    total = int(length * NODE_BLOCKS * 16)
+    with inside(deployment(model, ROLES[name])) as served:
+        ask(served, model, prompt_of(1, total - 30), 30)
+        served.wait_until(lambda: served.total("attention_asked_total") > 0, "questions")
+        ask(served, model, prompt_of(2, 40), 20)
+        for _ in range(3):
+            ask(served, model, prompt_of(3, total - 20), 8)
+        served.wait_until(
+            lambda: served.total("kv_blocks_available") == served.total("kv_blocks"), "all came back"
+        )
+
+
+@pytest.mark.parametrize("name", list(ROLES))
+def test_long_and_short_requests_together(name: str, model: Path) -> None:
+    prompts = [prompt_of(at, length) for at, length in enumerate((20, 300, 60, 100, 250, 33, 280, 90))]
+    with inside(deployment(model, ROLES[name])) as served, ThreadPoolExecutor(8) as pool:
+        for each in [pool.submit(ask, served, model, prompt, 24) for prompt in prompts]:
+            each.result()

@@ -85,12 +85,13 @@ class PrefillFinished(msgspec.Struct, frozen=True, tag=True):
 
 class RequestFailed(msgspec.Struct, frozen=True, tag=True):
     """A node could not go on with an attempt (transfer broken, seal wrong); another attempt may succeed, unless it is
-    `final`: the reason lies in the request."""
+    `final`: the reason lies in the request. `no_room`: it may when memory is free again."""
 
     request: RequestId
     attempt: int
     reason: str
     final: bool = False
+    no_room: bool = False
 
 
 class BlocksStored(msgspec.Struct, frozen=True, tag=True):

@@ -256,13 +256,12 @@ class World:
     # Carrying out.
 
     def tell(self, place: Place, fact: Any) -> None:
-        run, read, lined = place.run, self._to_read(place, fact), bool(place.node._line)
+        run, read = place.run, self._to_read(place, fact)
         frees = isinstance(fact, Forget) and fact.key in place.node
         landed = isinstance(fact, Landed) and fact.key in place.node
         asked = self.asked.get(fact.key) if isinstance(fact, FetchEnded) and fact.key in place.node else None
         actions = place.node.on(fact, self.now)
-        if not (lined or place.node._line):  # who waits for holders to answer reads when they have
-            assert [action.names for action in actions if isinstance(action, Read)] == read
+        assert [action.names for action in actions if isinstance(action, Read)] == read
         assert landed == any(isinstance(action, PrefillFinished) for action in actions), "who let go of what?"
         told = any(isinstance(action, FetchFinished) for action in actions)
         assert told == (asked is not None and asked.route.prefill == place.name), "whose fetch ended?"
@@ -270,7 +269,6 @@ class World:
             self._carry_out(place, action)
         place.node.check()
         waits = isinstance(fact, Begin) and fact.part is not Role.DECODE and fact.key in place.node
-        waits = waits and fact.key not in place.node._line
         if (
             waits
             or frees
@@ -282,7 +280,7 @@ class World:
 
     def _to_read(self, place: Place, fact: Any) -> list[tuple[BlockName, ...]]:
         """What a prompt that begins needs of the SSD, unless it waits for other nodes anyway."""
-        if not isinstance(fact, Begin) or fact.part is Role.DECODE or fact.route.fetch or fact.route.holdings:
+        if not isinstance(fact, Begin) or fact.part is Role.DECODE or fact.route.fetch is not None:
             return []
         names = fact.names[: fact.route.num_cached]
         states = place.node.scheduler.limits.state_blocks

@@ -63,6 +63,7 @@ class Conductor:
         self._learns_lengths = bool(rules.links) or rules.convert
         self._admission = Admission(rules)
         self._eviction_cost = EvictionCost(self.view)
+        self._short: dict[RequestId, None] = {}  # on hold until memory is free, of holders too
         self._handlers: dict[type, Callable[..., list[Action]]] = {
             RequestArrived: self._arrive,
             FetchFinished: self._fetched,
@@ -99,7 +100,7 @@ class Conductor:
                 return [Refuse(event.request, "overloaded", reason, self.rules.retry_after_ms, "prefill")]
         placement = self._router.place(event, now)
         if placement is None:
-            return [self._refusal(event)]
+            return self._unplaced(event, now)
         overload = self._admission.at_arrival(self.view, event, placement, now)
         if overload is not None:
             victims = self._victims(event, placement, overload, now)
@@ -188,7 +189,9 @@ class Conductor:
             return []
         nodes = self._alive(request)
         self.view.unassign(request, now)
-        return [Abort(name, request.attempt, nodes)] if nodes else []
+        actions: list[Action] = [Abort(name, request.attempt, nodes)] if nodes else []
+        self._short.pop(name, None)
+        return [*actions, *self._resume(now)] if self._short else actions
 
     def _attempt(self, request: RequestId, attempt: int) -> RequestView | None:
         """The request, if this is its current attempt: what comes late from an earlier one is void."""
@@ -202,12 +205,31 @@ class Conductor:
 
     # Refusals.
 
+    def _unplaced(self, event: RequestArrived, now: int) -> list[Action]:
+        """Nodes that have enough memory together have it not now: it waits for that."""
+        length, clusters = event.num_tokens + event.max_tokens, self.view.clusters.values()
+        together = max([holders.longest(self.view.members(cluster)) for cluster in clusters], default=0)
+        if not together >= length > self.view.largest(*Role):
+            return [self._refusal(event)]
+        request = self.view.requests[event.request] = RequestView(event, now)
+        return [self._wait_for_room(request, "no memory is free for it")]
+
+    def _wait_for_room(self, request: RequestView, reason: str) -> Hold:
+        request.on_hold, request.reason = True, reason
+        self._short[request.arrived.request] = None
+        return Hold(request.arrived.request, request.attempt, reason)
+
     def _refusal(self, event: RequestArrived) -> Refuse:
         """Too long for every node here, now and later; or no node here for one of its parts, for now."""
         length = event.num_tokens + event.max_tokens
-        clusters = self.view.clusters.values()
-        together = max([holders.longest(self.view.members(cluster)) for cluster in clusters], default=0)
-        if together >= length > self.view.largest(*Role):
+        largest = self.view.largest(Role.DECODE, Role.MIXED)
+        if 0 < largest < length:
+            reason = (
+                f"{length} tokens (prompt and answer) exceed the KV memory of every node ({largest} tokens)"
+            )
+            return Refuse(event.request, "too_long", reason)
+        largest = self.view.largest(Role.PREFILL, Role.MIXED)
+        if 0 < largest < length:  # a later attempt may prefill all but the last token
             reason = f"{length} tokens (prompt and answer) exceed the KV memory of every node that prefills"
             return Refuse(event.request, "too_long", reason)
         return Refuse(event.request, "unavailable", "no node can serve this now", self.rules.retry_after_ms)
@@ -245,6 +267,12 @@ class Conductor:
         request = self._attempt(event.request, event.attempt)
         if request is None:
             return []
+        if event.no_room and not request.on_hold:
+            request.refused += 1
+            actions = self._abort(request, now)
+            actions.append(self._wait_for_room(request, event.reason))
+            alone = all(other.on_hold for other in self.view.requests.values())
+            return [*actions, *self._resume(now)] if alone else actions
         if not event.final or request.on_hold:
             return self._retry(request, event.reason, now)
         actions = self._abort(request, now)
@@ -253,7 +281,14 @@ class Conductor:
 
     def _hold_expired(self, event: HoldExpired, now: int) -> list[Action]:
         request = self._attempt(event.request, event.attempt)
-        return [self._fail(request)] if request is not None and request.on_hold else []
+        if request is None or not request.on_hold:
+            return []
+        if event.request not in self._short:
+            return [self._fail(request)]
+        actions = self._resume(now)  # a holder may have had less than is known here
+        if request.on_hold and all(other.on_hold for other in self.view.requests.values()):
+            return [*actions, self._fail(request)]
+        return [*actions, self._wait_for_room(request, request.reason)] if request.on_hold else actions
 
     def _retry(self, request: RequestView, reason: str, now: int) -> list[Action]:
         """Ends the current attempt everywhere; then routes another, holds the request, or fails it."""
@@ -283,7 +318,7 @@ class Conductor:
         return self._retry(request, reason, now)
 
     def _max_attempts(self, request: RequestView) -> int:
-        return self.rules.max_attempts + min(request.losses, MAX_LOSSES)
+        return self.rules.max_attempts + min(request.losses, MAX_LOSSES) + request.refused
 
     def _resume(self, now: int) -> list[Action]:
         """Routes what is on hold, in the order of arrival, as far as the nodes now allow."""
@@ -292,11 +327,13 @@ class Conductor:
             placement = self._router.place(request.arrived, now, again=True) if request.on_hold else None
             if placement is not None:
                 request.on_hold = False
+                self._short.pop(request.arrived.request, None)
                 routes.append(self._route(request, placement, now))
         return routes
 
     def _fail(self, request: RequestView) -> Fail:
         name = request.arrived.request
+        self._short.pop(name, None)
         del self.view.requests[name]
         return Fail(name, f"{request.reason} (attempt {request.attempt} of {self._max_attempts(request)})")
 

@@ -162,6 +162,7 @@ class RequestView:
         "prefill",
         "prefilling",
         "reason",
+        "refused",
         "streaming",
         "work_ns",
     )
@@ -179,6 +180,7 @@ class RequestView:
         self.streaming = False
         self.on_hold = False  # its last attempt ended, for `reason`, and no node could take the next one yet
         self.reason = ""
+        self.refused = 0  # attempts that ended since a node had no memory for it
         self.copy: Copy | None = None  # what is fetched for its prefill
         self.coming: Sequence[BlockName] = ()  # blocks that its prefill node will have
         # The link between clusters that its hand-over crosses, with so many bytes.

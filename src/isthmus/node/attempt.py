@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from isthmus.attempts import FetchOrder
-from isthmus.node.events import Begin, Grant, Load
+from isthmus.attempts import FetchOrder, Holding
+from isthmus.node.events import Begin, Grant, Load, Reserve
 from isthmus.node.extent import Extent
 from isthmus.scheduler import Actions, Sequence
-from isthmus.types import DECODE
+from isthmus.types import DECODE, MIXED, NodeId
 
 
 class Attempt(Sequence):
@@ -14,8 +14,8 @@ class Attempt(Sequence):
     gets itself, until that is in the engine."""
 
     __slots__ = (
-        "begin", "extent", "fetch", "given_up_ns", "granted", "landed", "moved_ns", "reason", "recalled", "received",
-        "sampled", "started",
+        "asked", "begin", "extent", "fetch", "given_up_ns", "granted", "holders", "landed", "moved_ns",
+        "reason", "recalled", "received", "sampled", "started",
     )  # fmt: skip
 
     def __init__(self, begin: Begin, extent: Extent, departs: bool) -> None:
@@ -28,6 +28,8 @@ class Attempt(Sequence):
         self.started = False  # its first chunk was in a run
         self.granted = False  # its decode node has room
         self.sampled = False  # its first token is known
+        self.asked: dict[NodeId, Holding] = {}  # holders whose answer is still to come
+        self.holders: dict[NodeId, None] = {}  # all that were asked
         self.landed = False  # what is shipped is there, and a run may still use it here
         self.received = False  # what is handed over is in the engine
         self.recalled = not route.handover_start  # what of the prompt is not handed over is, too
@@ -47,6 +49,19 @@ class Attempt(Sequence):
             self.fetch_start, self.fetch_until_ns = self.fetch.start, self.fetch.until_ns
             self.fetch_stop = min(self.fetch.stop, len(names))
 
+    def ask(self) -> Actions:
+        """It has memory: its holders are asked for room, once."""
+        if not self.holdings or self.holders:
+            return []
+        self.asked = {holding.holder: holding for holding in self.holdings}
+        self.holders = dict.fromkeys(self.asked)
+        key = self.begin.key
+        return [Reserve(key, holding.holder, holding.num_blocks) for holding in self.holdings]
+
+    def admitted(self) -> Actions:
+        """Where it decodes there may be no memory yet."""
+        return self.ask() if self.granted or self.begin.part is MIXED else []
+
     @property
     def is_whole(self) -> bool:
         """Its prompt is computed, and all of it that is to lie elsewhere does."""
@@ -57,7 +72,7 @@ class Attempt(Sequence):
         begin, extent, blocks = self.begin, self.extent, self.table
         if self.restore:
             blocks = blocks[: extent.states // extent.block_size] + self.restore
-        actions: Actions = [Grant(begin.key, begin.peer, extent, blocks)]
+        actions: Actions = [Grant(begin.key, begin.peer, extent, blocks), *self.ask()]
         count = begin.route.handover_start
         if count:
             tokens = count * extent.block_size

@@ -1,10 +1,12 @@
 """KV of an attempt on other nodes: what its home asks of holders, and what a holder keeps for others.
 
-    home ──Reserve──> holder: Asked ──Host──> home: Reserved        at the start, or when it is to move while it decodes
+    home ──Reserve──> holder: Asked ──Host──> home: Reserved        when it has memory, or to move some while it decodes
          ──Ship────>                                Shipped         whole blocks, in their order, as they are computed
          ──Vacate──> holder: Left ──Unhost                          when the home is through with it
 
-A prefill node and the decode node that follows it each ask for the same room, and the holder keeps it until both left.
+A holder says at once whether there is room, and an attempt asks when it has memory where it is computed and where it
+decodes: so of two attempts neither waits for what the other has. A prefill node and the decode node that follows it
+each ask for the same room, and the holder keeps it until both left.
 """
 
 from __future__ import annotations
@@ -25,12 +27,11 @@ class Away:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler, self._size = scheduler, scheduler.limits.block_size
-        self._asked: dict[RequestId, dict[NodeId, Holding]] = {}  # of whom no answer came yet
         self._moving: dict[RequestId, Attempt] = {}  # not all that is to lie elsewhere does
 
-    def begin(self, attempt: Attempt, actions: Actions) -> str:
-        """Asks for the room that its route names. Returns why that cannot be, or nothing."""
-        holdings, key = attempt.begin.route.holdings, attempt.request
+    def begin(self, attempt: Attempt) -> str:
+        """Its leading blocks are to lie where its route says. Returns why that cannot be, or nothing."""
+        holdings = attempt.begin.route.holdings
         count = sum([holding.num_blocks for holding in holdings])
         if len({holding.holder for holding in holdings}) < len(holdings):
             return "a route names a holder twice"
@@ -41,8 +42,8 @@ class Away:
         attempt.keep_away(holdings)
         if attempt.begin.part is DECODE:  # they lie there when it comes
             attempt.moved(count)
-        self._asked[key] = {holding.holder: holding for holding in holdings}
-        actions += [events.Reserve(key, holding.holder, holding.num_blocks) for holding in holdings]
+        else:
+            attempt.waits = True
         return ""
 
     def move(self, attempt: Attempt, holder: NodeId, num_blocks: int, actions: Actions) -> None:
@@ -52,39 +53,39 @@ class Away:
         most = self._scheduler.num_computed(attempt) // self._size - attempt.num_away
         others = {holding.holder for holding in holdings[:-1]}
         num_blocks = min(num_blocks, most)
-        if num_blocks <= 0 or holder in others or key in self._asked:
+        if num_blocks <= 0 or holder in others or attempt.asked:
             return
         there = holdings[-1].num_blocks if holdings and holdings[-1].holder == holder else 0
-        self._asked[key] = {holder: Holding(holder, num_blocks)}
+        attempt.asked = {holder: Holding(holder, num_blocks)}
+        attempt.holders[holder] = None
         actions.append(events.Reserve(key, holder, there + num_blocks))
 
-    def reserved(self, attempt: Attempt, event: events.Reserved) -> None:
-        """An answer came; without room nothing changes."""
-        key, asked = event.key, self._asked[event.key]
-        holding = asked.pop(event.holder, None)
-        if not asked:
-            del self._asked[key]
-        if holding is None or not event.granted:
-            return
-        if holding not in attempt.holdings:  # it is to move while it decodes
+    def reserved(self, attempt: Attempt, event: events.Reserved) -> bool:
+        """An answer came; whether it goes on. Without room for more it does as it was."""
+        holding = attempt.asked.pop(event.holder)
+        is_more = holding not in attempt.holdings
+        if not event.granted:
+            return is_more
+        if is_more:
             last = attempt.holdings[-1:]
             if last and last[0].holder == holding.holder:
                 more = Holding(holding.holder, last[0].num_blocks + holding.num_blocks)
                 attempt.keep_away((*attempt.holdings[:-1], more))
             else:
                 attempt.keep_away((*attempt.holdings, holding))
-        if attempt.num_held < attempt.num_away:
-            self._moving[key] = attempt
-
-    def is_asking(self, attempt: Attempt) -> bool:
-        return attempt.request in self._asked
+        if not attempt.asked:
+            attempt.waits = False
+            if attempt.num_held < attempt.num_away:
+                self._moving[attempt.request] = attempt
+        return True
 
     def ship(self, actions: Actions) -> None:
         """The next full blocks of each go where they are to lie; at most `FREE_TOKENS` at a time beside decodes."""
         for key, attempt in self._moving.items():
-            if attempt.num_shipping or attempt.landed:
-                continue
-            full = min(self._scheduler.num_computed(attempt) // self._size, attempt.num_away)
+            computed = self._scheduler.num_computed(attempt)
+            if attempt.num_shipping or attempt.landed or computed <= attempt.cached:
+                continue  # what is cached of it is loaded with its first chunk
+            full = min(computed // self._size, attempt.num_away)
             holder, first, stop = self._next(attempt)
             count = min(full, stop) - attempt.num_held
             if attempt.sampled and not attempt.departs:
@@ -128,13 +129,11 @@ class Away:
 
     def end(self, attempt: Attempt, actions: Actions) -> None:
         """It is over here; comes with its `Release`."""
-        asked = self._asked.pop(attempt.request, {})
         self.stop(attempt)
-        holders = dict.fromkeys([*[holding.holder for holding in attempt.holdings], *asked])
-        actions += [events.Vacate(attempt.request, holder) for holder in holders]
+        actions += [events.Vacate(attempt.request, holder) for holder in attempt.holders]
 
     def check_idle(self) -> None:
-        assert not self._asked and not self._moving, "KV is still on its way to another node"
+        assert not self._moving, "KV is still on its way to another node"
 
 
 class Guests:

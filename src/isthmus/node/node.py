@@ -21,7 +21,7 @@ from isthmus.node.attempt import Attempt
 from isthmus.node.away import Away, Guests
 from isthmus.node.extent import extent_of
 from isthmus.scheduler import Limits, Saved, Scheduler, Stepped
-from isthmus.scheduler.sequence import DECODING, DEPARTING, JOINING, RECEIVING
+from isthmus.scheduler.sequence import COMPUTING, DECODING, DEPARTING, JOINING, RECEIVING
 from isthmus.types import DECODE, NS_PER_MS, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role
 
 SEVERED_NS = 250 * NS_PER_MS
@@ -55,7 +55,6 @@ class Node:
         self._fetches: dict[RequestId, tuple[events.Fetch, int]] = {}
         self._loans: dict[tuple[RequestId, NodeId], Names] = {}
         self._away, self._guests = Away(scheduler), Guests(scheduler)
-        self._line: dict[RequestId, Attempt] = {}  # they wait for holders to answer, or for who does
         self._forgotten: list[Attempt] = []  # while a run with them is out
         self._early: list[events.Sampled] = []  # told while a run with them is out
         self._distrusted: dict[RequestId, None] = {}
@@ -133,32 +132,15 @@ class Node:
         key, route, part = event.key, event.route, event.part
         extent = extent_of(route, event.num_tokens, self._block_size, self._state_blocks)
         attempt = Attempt(event, extent, part is PREFILL or self._stages > 1)
+        fetch, scheduler = attempt.fetch, self.scheduler
         assert key not in self._attempts, f"{key} began twice"
         self._attempts[key] = attempt
-        if not route.holdings and not self._line:
-            self._enter(attempt, now, actions)
-            return
-        self._line[key] = attempt
-        if not route.holdings:
-            return
-        reason = "a pipeline group lends and borrows no memory" if self._stages > 1 else ""
-        reason = reason or self._away.begin(attempt, actions)
+        reason = ""
+        if route.holdings:
+            reason = self._away.begin(attempt) if self._stages == 1 else "a pipeline group has no holders"
         if reason:
             self._fail(attempt, reason, now, actions)
-
-    def _advance(self, now: int, actions: list[events.Action]) -> None:
-        """Who has all the room that it asked for enters, in the order in which they began: a decode node takes them in
-        that order too, and of two that overtake each other each would wait for memory that the other has."""
-        for attempt in list(self._line.values()):
-            if self._away.is_asking(attempt):
-                return
-            del self._line[attempt.request]
-            self._enter(attempt, now, actions)
-
-    def _enter(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
-        """It waits for blocks of the engine from now on."""
-        begin, fetch, scheduler = attempt.begin, attempt.fetch, self.scheduler
-        key, route, part = begin.key, begin.route, begin.part
+            return
         if part is DECODE:
             if route.handover_start and not self._pin_recalled(attempt):
                 self._fail(attempt, "a prefix it was to take from its cache is not there", now, actions)
@@ -188,7 +170,6 @@ class Node:
         key = attempt.begin.key
         del self._attempts[key]
         self._away.stop(attempt)
-        waited = self._line.pop(key, None) is not None
         if key in self._fetches:
             actions.append(events.EndFetch(key))  # a run may wait for it
         if self.scheduler.computes(attempt):
@@ -197,13 +178,11 @@ class Node:
         else:
             self._release(attempt, actions)
             self._free(attempt, now, actions)
-        if waited:
-            self._advance(now, actions)
 
     def _release(self, attempt: Attempt, actions: list[events.Action]) -> None:
         """Nothing is under way for it any more, here and at holders."""
         actions.append(events.Release(attempt.begin.key))
-        if attempt.begin.route.holdings or attempt.num_away or self._away.is_asking(attempt):
+        if attempt.holders:
             self._away.end(attempt, actions)
 
     def _free(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
@@ -213,11 +192,19 @@ class Node:
         if self.scheduler.run is None:
             self._plan(now, actions)
 
-    def _fail(self, attempt: Attempt, reason: str, now: int, actions: list[events.Action]) -> None:
+    def _fail(
+        self,
+        attempt: Attempt,
+        reason: str,
+        now: int,
+        actions: list[events.Action],
+        *,
+        no_room: bool = False,
+    ) -> None:
         """Gives it up; the conductor may try again."""
         self._end(attempt, now, actions)
-        route = attempt.begin.route
-        actions.append(RequestFailed(route.request, route.attempt, f"{self.node}: {reason}"))
+        route, reason = attempt.begin.route, f"{self.node}: {reason}"
+        actions.append(RequestFailed(route.request, route.attempt, reason, no_room=no_room))
 
     def _broken(self, event: events.Broken, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
@@ -284,6 +271,8 @@ class Node:
         attempt = self._attempts.get(event.key)
         if attempt is not None and not attempt.granted:
             attempt.granted = True
+            if attempt.state is COMPUTING:
+                actions += attempt.ask()
             if attempt.started:
                 actions.append(events.Send(event.key, attempt.is_whole))
 
@@ -342,7 +331,7 @@ class Node:
 
     def _maybe_whole(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
         """Every KV group is whole: KV of all tokens and, if the model has one, the recurrent state."""
-        if attempt.received and attempt.recalled:
+        if attempt.received and attempt.recalled and not attempt.asked and attempt.state is RECEIVING:
             actions.append(events.Land(attempt.begin.key, attempt.begin.peer))
             self._cut(actions)
             self.scheduler.imported(attempt)
@@ -425,15 +414,16 @@ class Node:
 
     def _reserved(self, event: events.Reserved, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
-        if attempt is None or not self._away.is_asking(attempt):
+        if attempt is None or event.holder not in attempt.asked:
             return
-        self._away.reserved(attempt, event)
-        if event.key not in self._line:
-            return  # it decodes, and goes on either way
-        if not event.granted:
-            self._fail(attempt, f"{event.holder} has no room for its KV", now, actions)
-        else:
-            self._advance(now, actions)
+        if not self._away.reserved(attempt, event):
+            reason = f"{event.holder} has no room for its KV"
+            self._fail(attempt, reason, now, actions, no_room=True)
+            return
+        self._maybe_whole(attempt, now, actions)
+        self._cut(actions)
+        if self.scheduler.run is None:
+            self._plan(now, actions)
 
     def _shipped(self, event: events.Shipped, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
@@ -456,10 +446,11 @@ class Node:
         self._away.ship(actions)
 
     def _drop(self, now: int, actions: list[events.Action]) -> None:
-        dropped, self.scheduler.dropped = self.scheduler.dropped, []
-        for attempt in dropped:
+        gone, self.scheduler.dropped = self.scheduler.dropped, []
+        for attempt in gone:
             if attempt.request in self._attempts:  # else it was forgotten
-                self._fail(self._attempts[attempt.request], "others needed its memory", now, actions)
+                dropped = self._attempts[attempt.request]
+                self._fail(dropped, "others needed its memory", now, actions, no_room=True)
 
     def _asked(self, event: events.Asked, now: int, actions: list[events.Action]) -> None:
         if self._stages > 1:  # each has some of the layers

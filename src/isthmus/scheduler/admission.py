@@ -46,6 +46,7 @@ class Admission:
             count = -(-tokens // self._limits.block_size)
             names = self._memory.states.chain(sequence.names, count)
             actions.append(events.Load(sequence.request, names, held[:count] + state, tokens, sequence.fetches))
+        actions += sequence.admitted()
         return True
 
     def overtake(self, sequence: Sequence, actions: Actions, now: int) -> bool:

@@ -123,7 +123,7 @@ class Chunks:
         has_blocks = left
         if sequence.num_away:
             blocks = sequence.num_held + len(sequence.blocks)
-            has_blocks = min(left, blocks * self._limits.block_size - start)
+            has_blocks = 0 if sequence.waits else min(left, blocks * self._limits.block_size - start)
         count = budget.fit(start, min(has_blocks, most)) if has_blocks else 0
         if count:
             budget.take(sequence.piece(start, count, count == left))

@@ -27,6 +27,8 @@ class Away:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler, self._size = scheduler, scheduler.limits.block_size
+        self.attempts: dict[RequestId, Attempt] = {}
+        """All that have, or are to have, KV elsewhere."""
         self._moving: dict[RequestId, Attempt] = {}  # not all that is to lie elsewhere does
 
     def begin(self, attempt: Attempt) -> str:
@@ -40,6 +42,7 @@ class Away:
         if count > (attempt.length - 1) // self._size:
             return f"a route has holders for {count} blocks, of {attempt.length} tokens, whose last block stays here"
         attempt.keep_away(holdings)
+        self.attempts[attempt.request] = attempt
         if attempt.begin.part is DECODE:  # they lie there when it comes
             attempt.moved(count)
         else:
@@ -58,6 +61,7 @@ class Away:
         there = holdings[-1].num_blocks if holdings and holdings[-1].holder == holder else 0
         attempt.asked = {holder: Holding(holder, num_blocks)}
         attempt.holders[holder] = None
+        self.attempts[key] = attempt
         actions.append(events.Reserve(key, holder, there + num_blocks))
 
     def reserved(self, attempt: Attempt, event: events.Reserved) -> bool:
@@ -125,6 +129,7 @@ class Away:
 
     def stop(self, attempt: Attempt) -> None:
         """Nothing more of it is shipped."""
+        self.attempts.pop(attempt.request, None)
         self._moving.pop(attempt.request, None)
 
     def end(self, attempt: Attempt, actions: Actions) -> None:

@@ -100,6 +100,16 @@ class Node:
         """Whether it keeps answers: not of models with recurrent states, since nobody takes a snapshot at their end."""
         return self.tiers is not None and not self._state_blocks
 
+    @property
+    def has_holders(self) -> bool:
+        """Whether any attempt here has, or is to have, KV elsewhere."""
+        return bool(self._away.attempts)
+
+    def held_elsewhere(self) -> list[Attempt]:
+        """Attempts that decode here with KV elsewhere."""
+        attempts = self._away.attempts.values()
+        return [attempt for attempt in attempts if attempt.state is DECODING and attempt.held]
+
     def __contains__(self, key: RequestId) -> bool:
         return key in self._attempts
 

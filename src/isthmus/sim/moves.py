@@ -18,6 +18,7 @@ from isthmus.scheduler import Saved
 from isthmus.sim.clock import TRANSFER_ENDS, Call, Clock
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.disks import Disks
+from isthmus.sim.holding import Holding
 from isthmus.sim.job import SimJob
 from isthmus.sim.links import ClusterLink, Wiring
 from isthmus.sim.network import Flow
@@ -25,7 +26,7 @@ from isthmus.sim.node import SimNode
 from isthmus.sim.sessions import Sessions
 from isthmus.types import NS_PER_S, BlockName, NodeId, RequestId
 
-PURPOSES = ("handover", "recall", "fetch", "load", "disk_read", "disk_write")
+PURPOSES = ("handover", "recall", "fetch", "load", "disk_read", "disk_write", "shipment")
 
 Due = list[tuple[SimNode | None, Any]]
 """What nodes are told as soon as the present event is done, or the conductor (no node); None in place of an event: to
@@ -101,6 +102,13 @@ class Moves:
         self._severed: set[RequestId] = set()
         """Attempts whose hand-over lost its session."""
         self.sessions = Sessions(deployment.faults, clock, self.cut_off)
+        self._holding = Holding(
+            self._named,
+            self._say,
+            lambda node, event: due.append((node, event)),
+            self._ship,
+            self._stop_shipment,
+        )
         self.disks = Disks(deployment.faults)
         self._measured = [(0, 0)] * len(self.wiring.between)  # bytes and time of each link so far
         self.handlers: dict[type, Callable[[SimNode, Any], None]] = {
@@ -115,6 +123,7 @@ class Moves:
             events.Finish: self._finish,
             events.Land: self._land,
             events.Release: self._release,
+            **self._holding.handlers,
         }
         if self.sessions.are_at_risk:
             self.handlers[events.Offer] = self._offer
@@ -132,6 +141,7 @@ class Moves:
         assert self.network.next_finish() is None, "a flow is left"
         assert not self._fetches and not self._handovers and not self._reads, "a transfer is left"
         assert not self._recalled, "what was recalled was never loaded"
+        self._holding.check_idle()
 
     # From a node's own memory and disk, and to them.
 
@@ -349,7 +359,8 @@ class Moves:
         if job is None or key in self._severed:
             return
         cost, route = node.cost, job.route
-        kv = (job.length - route.handover_start * self._block_size) * cost.kv_token_bytes
+        elsewhere = route.handover_start + sum([holding.num_blocks for holding in route.holdings])
+        kv = (job.length - elsewhere * self._block_size) * cost.kv_token_bytes
         if route.codec != NONE:
             kv = int(kv * codec_speeds(node.facts.kv_dtype, self._block_size)[route.codec].kept)
         size, rest = kv + cost.state_bytes, 0
@@ -405,6 +416,7 @@ class Moves:
             if transfer is not None:
                 self._break_off(transfer)
             self._recalled.pop(key, None)
+        self._holding.release(node, key)
         if self.disks.are_at_risk:
             self.disks.over(node, key)
         if key in self._reads and self._reads[key][0] is node:
@@ -413,6 +425,16 @@ class Moves:
     def _stop_handover(self, handover: _Handover) -> None:
         del self._handovers[handover.key]
         self.network.cancel(handover.flow, self._clock.now)
+
+    # To holders.
+
+    def _ship(self, source: SimNode, target: SimNode, size: int, tag: tuple[Any, Any]) -> Flow:
+        self.bytes_moved["shipment"] += size
+        path = (source.links.net_out, *self.wiring.trunk(source.facts, target.facts), target.links.net_in)
+        return self.network.start(path, size, tag, self._clock.now)
+
+    def _stop_shipment(self, flow: Flow) -> None:
+        self.network.cancel(flow, self._clock.now)
 
     # What nodes say to each other.
 
@@ -437,6 +459,7 @@ class Moves:
 
     def cut_off(self, one: SimNode, other: SimNode) -> None:
         """The sessions of two nodes end, and what was on its way over them."""
+        self._holding.part(one, other)
         for transfer in list(self._fetches.values()):
             if transfer.source in (one, other) and transfer.target in (one, other):
                 self._break_off(transfer)
@@ -453,6 +476,7 @@ class Moves:
     def lose(self, node: SimNode) -> None:
         """The node is gone, and with it what was on its way from and to it."""
         name = node.facts.node
+        self._holding.lose(node)
         for transfer in list(self._fetches.values()):
             if node is transfer.source or node is transfer.target:
                 self._break_off(transfer)

@@ -19,10 +19,12 @@ from isthmus.sim.deployment import Deployment
 from isthmus.sim.job import SimJob
 from isthmus.sim.links import NodeLinks
 from isthmus.sim.records import NodeRecord
-from isthmus.types import RequestId, Role
+from isthmus.types import NodeId, RequestId, Role
 
 Gaps = tuple[int, int, int]
 """Gaps between tokens that grow evenly: minus the largest, growth per gap (both ps), and how many."""
+ROUND_TRIP_PS = 50_000_000
+"""A question to another node of a datacenter and its answer; queries and sums themselves are little beside it."""
 
 
 class SimNode:
@@ -48,10 +50,12 @@ class SimNode:
         "alive",
         "cost",
         "decider",
+        "elsewhere",
         "facts",
         "links",
         "loading",
         "missing",
+        "owed_ps",
         "record",
         "run",
         "run_gaps",
@@ -79,6 +83,9 @@ class SimNode:
             tuple[int, int, SimJob]
         ] = []  # (steps at its last token, age, who); some are out of date
         self._run_start = self._limit = self._first = self._growth = self._num_admitted = 0
+        self.owed_ps = 0
+        """What attention for other nodes' requests takes of the next iterations."""
+        self.elsewhere: dict[NodeId, int] = {}
         self.begin_anew(decider)
 
     @property
@@ -101,15 +108,35 @@ class SimNode:
         """Starts a run; returns when it ends if nothing cuts it short."""
         self.run, self._run_start = run, now
         self.version += 1
+        asks = self._asks_ps(run)
+        owed, self.owed_ps = self.owed_ps, 0
         if run.chunks:
-            self._limit, self._growth, self._first = 1, 0, self._chunks_ps(run)
+            chunks_ps = self._chunks_ps(run) + asks * run.steps + owed
+            self._limit, self._growth, self._first = 1, 0, chunks_ps
             return now + self._first // 1000
         steps, batch = run.steps, run.num_decodes
         fixed, slope = self.cost.decode_step_ps(batch)
         self._limit = steps
-        self._first = first = fixed + slope * run.context
+        context = run.context
+        if self.elsewhere:  # parts are summed at the same time, here and there
+            context = max(context - sum(self.elsewhere.values()), *self.elsewhere.values())
+        self._first = first = fixed + slope * context + asks + owed // steps
         self._growth = growth = slope * batch
         return now + (steps * first + growth * (steps * (steps - 1) // 2)) // 1000
+
+    def _asks_ps(self, run: Run) -> int:
+        """What an iteration spends on asking holders; `elsewhere` is then what each attends to, in tokens."""
+        if self.elsewhere:
+            self.elsewhere = {}
+        if not self.decider.has_holders:
+            return 0
+        for attempt in self.decider.held_elsewhere():
+            for holding in attempt.held:
+                tokens = holding.num_blocks * self.facts.block_size
+                self.elsewhere[holding.holder] = self.elsewhere.get(holding.holder, 0) + tokens
+        if self.elsewhere or any(piece.holdings for piece in run.chunks):
+            return self.cost.num_layers * ROUND_TRIP_PS
+        return 0
 
     def cut(self, now: int) -> int | None:
         """Ends a run of decodes with the iteration under way; None when it would not end sooner for that."""

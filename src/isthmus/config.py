@@ -69,7 +69,7 @@ class _Section(BaseModel):
 
 
 class RoleConfig(_Section):
-    """Nodes of one role. `hardware`, `gpus`, `max_sequences`: as in `engine`, for this role alone.
+    """Nodes of one role. `hardware`, `gpus`, `max_sequences`, `kv_memory`: as in `engine`, for this role alone.
 
     `pipeline`: so many prefill nodes share one prompt's layers (chunked pipeline parallelism): `count` is
     a multiple of it, and each such group works as one node.
@@ -79,6 +79,7 @@ class RoleConfig(_Section):
     hardware: str | None = None
     gpus: int | None = Field(None, ge=1, le=64)
     max_sequences: int | None = Field(None, ge=1, le=4096)
+    kv_memory: Bytes | None = Field(None, gt=0)
     pipeline: int = Field(1, ge=1, le=64)
 
 
@@ -103,6 +104,7 @@ class RolesConfig(_Section):
     prefill: Roles = RoleConfig(count=1)
     decode: Roles = RoleConfig(count=1)
     mixed: Roles = RoleConfig()
+    attention: Roles = RoleConfig()
 
 
 class ClusterRolesConfig(_Section):
@@ -111,6 +113,7 @@ class ClusterRolesConfig(_Section):
     prefill: Roles = RoleConfig()
     decode: Roles = RoleConfig()
     mixed: Roles = RoleConfig()
+    attention: Roles = RoleConfig()
 
 
 class ClusterConfig(_Section):

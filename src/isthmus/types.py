@@ -20,9 +20,11 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"
+    ATTENTION = "attention"
+    """Holds KV of requests that are computed elsewhere, and attends to it."""
 
 
-PREFILL, DECODE, MIXED = Role  # looking a member up in its class takes long
+PREFILL, DECODE, MIXED, ATTENTION = Role  # looking a member up in its class takes long
 
 
 class Tier(StrEnum):

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.test_exact_hybrid import layout_of
 from tests.cluster.test_exact_pool import SLOW, prompt_of
+from tests.engine.hybrids import save_tiny
 from tests.inside import inside
 from tests.models import check_greedy, make_model
 from tests.served import Client
@@ -66,3 +68,34 @@ def test_long_and_short_requests_together(name: str, model: Path) -> None:
     with inside(deployment(model, ROLES[name])) as served, ThreadPoolExecutor(8) as pool:
         for each in [pool.submit(ask, served, model, prompt, 24) for prompt in prompts]:
             each.result()
+
+
+@pytest.mark.parametrize("name", ["one", "2P2D"])
+def test_nodes_without_weights_attend(name: str, model: Path) -> None:
+    """Two of them have the KV of every prompt; the others' memory is small."""
+    roles = {"one": {"prefill": 0, "decode": 0, "mixed": 1}, "2P2D": {"prefill": 2, "decode": 2}}[name]
+    attention = {"count": 2, "kv_memory": 60 * BLOCK_BYTES}
+    prompts = [prompt_of(at, length) for at, length in enumerate((1, 16, 17, 400, 60, 700, 33, 280, 90))]
+    with inside(deployment(model, roles | {"attention": attention})) as served:
+        for prompt in prompts:
+            ask(served, model, prompt, 24)
+        asked = served.gauge("attention_answered_total")
+        assert asked["attention-0"] > 0 and asked["attention-1"] > 0
+        with ThreadPoolExecutor(8) as pool:
+            for each in [pool.submit(ask, served, model, prompt, 24) for prompt in prompts]:
+                each.result()
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3", "kimi_linear"])
+def test_hybrid_and_latent_models(family: str, tmp_path: Path) -> None:
+    """Only layers that keep KV ask; states stay at home and travel with the hand-over."""
+    save_tiny(family, tmp_path)
+    layout = layout_of(tmp_path)
+    memory = 14 * layout.block_bytes + 4 * layout.state_bytes + 6 * layout.state_blocks * layout.block_bytes
+    roles = {"prefill": 1, "decode": 1, "attention": {"count": 1, "kv_memory": 40 * layout.block_bytes}}
+    config = deployment(tmp_path, roles)
+    config["engine"] |= {"kv_memory": memory}
+    with inside(config) as served:
+        for at, length in enumerate((20, 150, 330)):
+            ask(served, tmp_path, prompt_of(at, length), 20)
+        served.wait_until(lambda: served.total("attention_answered_total") > 0, "answers")

@@ -71,7 +71,7 @@ def host_bytes(config: Config, folder: Path, facts: NodeFacts) -> int:
     if layout is None:
         layout = _recipe(config, folder, facts).layout
     else:
-        weights = _weight_bytes(config, folder)
+        weights = _weight_bytes(config, folder) if facts.role is not Role.ATTENTION else 0
     blocks = (facts.kv_blocks + facts.num_slots) * layout.block_bytes // facts.pipeline
     return weights + layout.state_bytes * facts.live_states + blocks
 
@@ -135,10 +135,12 @@ def open_engine(config: Config, folder: Path, threads: int, facts: NodeFacts, *,
 
 
 def _open_torch(config: Config, folder: Path, threads: int, facts: NodeFacts, stage: int) -> Engine:
+    from isthmus.engine import attending
     from isthmus.engine import engine as torch_engine
 
     stages = facts.pipeline
-    return torch_engine.Engine(
+    kind = attending.AttentionEngine if facts.role is Role.ATTENTION else torch_engine.Engine
+    return kind(
         folder,
         torch_engine.EngineOptions(
             dtype=config.engine.dtype,

@@ -41,7 +41,7 @@ def node(
         _run_launched()
         return
     if role is None or join is None:
-        raise ConfigError("isthmus node needs --role prefill|decode|mixed and --join HOST:PORT")
+        raise ConfigError("isthmus node needs --role prefill|decode|mixed|attention and --join HOST:PORT")
     from isthmus.config import cluster_token, load_config
     from isthmus.deploy import at_home
 

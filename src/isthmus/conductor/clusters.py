@@ -28,6 +28,7 @@ class Cluster:
     __slots__ = (
         "calibration",
         "decodes",
+        "has_attention",
         "has_mixed",
         "has_prefill",
         "lender_mask",
@@ -57,6 +58,7 @@ class Cluster:
         lenders = [node for node in nodes if node.role is Role.DECODE or node.draining]
         self.lender_mask = sum(node.bit for node in lenders if node.paths.network and node.cache_blocks)
         self.has_prefill = any(node.role is Role.PREFILL for node in self.prefills)
+        self.has_attention = any(node.role is Role.ATTENTION for node in working)
         self.has_mixed = any(node.role is Role.MIXED for node in self.prefills)
         self.prefills_alike = len({node.kind for node in self.prefills}) == 1
         self.smallest_prefill = min((node.capacity_tokens for node in self.prefills), default=0)

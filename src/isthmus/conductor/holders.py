@@ -1,12 +1,13 @@
 """Which nodes hold the leading blocks of a request whose KV does not all lie where it is computed (DistAttention).
 
 A prompt that is longer than the memory of its nodes goes to those that have most room in their cluster, as much of it
-as must. A holder may say no, since it knows better what it has: then the attempt fails and the next is placed anew.
+as must; with nodes of role attention every prompt goes to them (Lamina, but by tokens and not by heads). A holder may
+say no, since it knows better what it has: then the attempt fails and the next is placed anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from isthmus.conductor.events import NodeJoined, RequestArrived
 from isthmus.conductor.view import NodeView, View
@@ -38,25 +39,35 @@ def longest(nodes: Iterable[NodeJoined | NodeView]) -> int:
 
 
 def spread(view: View, request: RequestArrived, prefill: NodeView, decode: NodeView) -> Held | None:
-    """Where the blocks go for which there is no memory at home; None if there is no room for them now."""
+    """Where the blocks go for which there is no memory at home; where there are nodes of role attention, all full
+    blocks of the prompt, to each of these an equal part. None if there is no room for them now."""
     size, length = prefill.block_size, request.num_tokens + request.max_tokens
     least = max(length - at_home(prefill.capacity_tokens), length - decode.capacity_tokens)
-    blocks = -(-least // size)
-    if blocks > (request.num_tokens - 1) // size:
+    blocks, most = max(0, -(-least // size)), (request.num_tokens - 1) // size
+    if blocks > most:
         return None  # the answer lies at home, and is too long
     others = [
         (free_tokens(node) // size, node)
-        for node in view.nodes.values()
-        if node.cluster is decode.cluster and node.lends and node not in (prefill, decode) and not node.draining
+        for node in view.members(decode.cluster)
+        if node.lends and node not in (prefill, decode) and not node.draining
     ]
-    others.sort(key=lambda each: -each[0])
+    attending = sorted([each for each in others if each[1].role is Role.ATTENTION], key=lambda each: each[0])
     found: list[tuple[NodeView, int]] = []
-    for room, node in others:
-        count = min(room, blocks)
+    for at, (room, node) in enumerate(attending):
+        taken = num_blocks(found)
+        count = min(room, -(-(most - taken) // (len(attending) - at)))
         if count > 0:
             found.append((node, count))
-            blocks -= count
-    return tuple(found) if blocks <= 0 else None
+    lending = sorted([each for each in others if each[1].role is not Role.ATTENTION], key=lambda each: -each[0])
+    for room, node in lending:
+        count = min(room, blocks - num_blocks(found))
+        if count > 0:
+            found.append((node, count))
+    return tuple(found) if num_blocks(found) >= blocks else None
+
+
+def num_blocks(held: Sequence[tuple[NodeView, int]]) -> int:
+    return sum([count for _, count in held])
 
 
 def free_tokens(node: NodeView) -> int:

@@ -41,18 +41,29 @@ class Router:
         alone = self._view.alone
         if alone is not None:
             found = self._place_in(request, alone, alone, now)
-            return self._place_across(request, alone, now) if found is None else found[0]
+            return (
+                self._place_across(request, alone, now)
+                if found is None
+                else self._with_holders(found[0], request)
+            )
         caches = _Caches(self._view, request)
         for home in self._homes(request, caches):
             for cluster, foreign in self._prefill_clusters(request, home, caches, now, again):
                 found = self._place_in(request, home, cluster, now, foreign, caches.matched)
                 if found is not None:
-                    return self._with_transfers(*found, home, caches)
+                    return self._with_holders(self._with_transfers(*found, home, caches), request)
         for cluster in self._view.clusters.values():
             placement = self._place_across(request, cluster, now)
             if placement is not None:
                 return placement
         return None
+
+    def _with_holders(self, placement: Placement, request: RequestArrived) -> Placement:
+        """Where there are nodes of role attention, with KV there. What is recalled is at home."""
+        if placement.decode.cluster.has_attention and not placement.handover_start:
+            held = spread(self._view, request, placement.prefill, placement.decode)
+            placement.held = held or ()
+        return placement
 
     def _place_across(self, request: RequestArrived, cluster: Cluster, now: int) -> Placement | None:
         """For a request that is too long for any node: on the nodes that the policy says, and what does not fit there

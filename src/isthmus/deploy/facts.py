@@ -18,6 +18,7 @@ class Sequences(msgspec.Struct, frozen=True):
     prefill: int = 64
     decode: int = 64
     mixed: int = 64
+    attention: int = 64
 
     def of(self, role: Role) -> int:
         limit: int = getattr(self, role.value)

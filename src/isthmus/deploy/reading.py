@@ -62,12 +62,12 @@ def role_facts(
     """What all nodes of a role have in common; they have no name yet. Raises ConfigError for too little memory."""
     config, nodes = cluster.config, role_config(cluster.config, role)
     engine, sequences = config.engine, _sequences(config)
-    live = sequences.of(role)
+    live = sequences.of(role) if role is not Role.ATTENTION else 0  # which has no states
     if config.offload.convert != "none":  # then it may come to have any role
         live = max(sequences.prefill, sequences.decode, sequences.mixed)
     size = _Sizes.of(cost, block_size, layout, nodes.pipeline)
     kv_blocks = _kv_blocks(config, nodes, cost, size, live)
-    dram_slots, ssd_blocks = _cache_blocks(config.cache, size.block_bytes)
+    dram_slots, ssd_blocks = _cache_blocks(config.cache, size.block_bytes) if live else (0, 0)
     transit = max(1, dram_slots // TRANSIT) if dram_slots else 0
     return NodeFacts(
         node=NodeId(""),
@@ -102,6 +102,8 @@ def _sequences(config: Config) -> Sequences:
 def kv_memory_of(config: Config, nodes: RoleConfig, cost: Cost) -> int:
     """Bytes for KV on each machine of a role: as configured, else, on an accelerator, what weights and working memory
     leave. Raises ConfigError where that is not known."""
+    if nodes.kv_memory is not None:
+        return nodes.kv_memory
     hardware = hardware_of(config, nodes)
     if "kv_memory" in config.engine.model_fields_set or hardware is None or hardware.name == "cpu":
         return config.engine.kv_memory

@@ -30,7 +30,7 @@ from isthmus.engine.interface import (
 )
 from isthmus.engine.kv import TORCH_DTYPES, KVMemory, bytes_of
 from isthmus.engine.model import Model, Residual
-from isthmus.engine.remote import answer_to, shapes_of
+from isthmus.engine.remote import answer_to, queries_of, shapes_of
 from isthmus.engine.sampling import sample
 from isthmus.engine.scores import parts_of, score
 from isthmus.engine.spec import kv_layout, read_spec
@@ -63,7 +63,7 @@ class Engine:
         if options.threads:
             torch.set_num_threads(options.threads)
         self.spec: ModelSpec = read_spec(model)
-        self.device = _device(options.device)
+        self.device = device_of(options.device)
         threads = torch.get_num_threads() if self.device.type == "cpu" else 1
         self._team = Team(threads, torch.set_num_threads, time.perf_counter)
         self.max_length = min(options.max_length or self.spec.max_length, self.spec.max_length)
@@ -71,7 +71,7 @@ class Engine:
         self.layout: KVLayout = kv_layout(self.spec, dtype, options.block_size)
         self.layers = options.layers or (0, self.spec.num_layers)
         layout = self._own_layout()
-        num_blocks = _num_blocks(options, layout)
+        num_blocks = num_blocks_of(options, layout)
         self.kernels = kernels.select(self.device)
         stored = TORCH_DTYPES[dtype]
         activations = self.kernels.activation_dtype(stored)
@@ -178,9 +178,8 @@ class Engine:
         """Reads `memory` alone, and has no buffers in common with a step."""
         shape = self._shapes[layer]
         with torch.inference_mode():
-            q_RHD = torch.frombuffer(q, dtype=torch.float32).view(-1, shape.num_heads, shape.head_dim)
-            size = self.layout.block_size
-            return answer_to(asked, q_RHD, self.memory.layers[layer], size, shape, self.kernels)
+            size, kv = self.layout.block_size, self.memory.layers[layer]
+            return answer_to(asked, queries_of(q, shape), kv, size, shape, self.kernels)
 
     def relay(
         self,
@@ -230,7 +229,7 @@ class Engine:
         return x_TN.to(self.device)
 
 
-def _num_blocks(options: EngineOptions, layout: KVLayout) -> int:
+def num_blocks_of(options: EngineOptions, layout: KVLayout) -> int:
     """How many blocks there is memory for beside the live states. Raises StartError."""
     live_bytes = layout.state_bytes * options.max_sequences
     num_blocks = (options.kv_bytes - live_bytes) // layout.block_bytes
@@ -250,7 +249,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _device(name: str | None) -> torch.device:
+def device_of(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():

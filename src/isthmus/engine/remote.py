@@ -122,6 +122,11 @@ def part_of(data: memoryview, num_rows: int, num_heads: int, head_dim: int) -> P
     return numbers[:split].view(num_rows, num_heads, head_dim), numbers[split:].view(num_rows, num_heads)
 
 
+def queries_of(q: memoryview, shape: Shape) -> Tensor:
+    """`[R, H, D]`."""
+    return torch.frombuffer(q, dtype=torch.float32).view(-1, shape.num_heads, shape.head_dim)
+
+
 def answer_to(
     asked: Sequence[Asked], q_RHD: Tensor, kv: Tensor, block_size: int, shape: Shape, kernels: Kernels
 ) -> memoryview:

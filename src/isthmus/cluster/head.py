@@ -219,7 +219,8 @@ class Head:
             case conductor.Hold():
                 self._streams[action.request].end_attempt()
                 expired = conductor.HoldExpired(action.request, action.attempt)
-                asyncio.get_running_loop().call_later(self._rejoin_s, self._decide, expired)
+                wait_s = action.wait_ms / 1000 or self._rejoin_s
+                asyncio.get_running_loop().call_later(wait_s, self._decide, expired)
             case conductor.Fail():
                 error = RequestError(action.reason) if action.final else UnavailableError(action.reason)
                 self._fail(action.request, error)

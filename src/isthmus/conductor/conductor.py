@@ -45,6 +45,11 @@ from isthmus.conductor.view import Placement, RequestView, View
 from isthmus.cost.transfer import NONE
 from isthmus.types import MEMORY, NodeId, RequestId, Role
 
+LEAST_WAIT_MS, MOST_WAIT_MS = 10, 1000
+"""Before a node that had no memory for an attempt is asked again, unless another request ends: each time twice as long.
+It may have had some that was on its way back."""
+MAX_VAIN = 10
+"""So often a request finds no memory while no other has any."""
 MAX_LOSSES = 10
 """Nodes and links that may go from under one request, which says nothing of it; one that brings each of its nodes down
 has to end."""
@@ -217,7 +222,8 @@ class Conductor:
     def _wait_for_room(self, request: RequestView, reason: str) -> Hold:
         request.on_hold, request.reason = True, reason
         self._short[request.arrived.request] = None
-        return Hold(request.arrived.request, request.attempt, reason)
+        wait = min(MOST_WAIT_MS, LEAST_WAIT_MS << min(request.refused, 10))
+        return Hold(request.arrived.request, request.attempt, reason, wait)
 
     def _refusal(self, event: RequestArrived) -> Refuse:
         """Too long for every node here, now and later; or no node here for one of its parts, for now."""
@@ -271,8 +277,7 @@ class Conductor:
             request.refused += 1
             actions = self._abort(request, now)
             actions.append(self._wait_for_room(request, event.reason))
-            alone = all(other.on_hold for other in self.view.requests.values())
-            return [*actions, *self._resume(now)] if alone else actions
+            return actions
         if not event.final or request.on_hold:
             return self._retry(request, event.reason, now)
         actions = self._abort(request, now)
@@ -287,7 +292,9 @@ class Conductor:
             return [self._fail(request)]
         actions = self._resume(now)  # a holder may have had less than is known here
         if request.on_hold and all(other.on_hold for other in self.view.requests.values()):
-            return [*actions, self._fail(request)]
+            request.refused += 1
+            if request.refused > MAX_VAIN:
+                return [*actions, self._fail(request)]
         return [*actions, self._wait_for_room(request, request.reason)] if request.on_hold else actions
 
     def _retry(self, request: RequestView, reason: str, now: int) -> list[Action]:

@@ -170,11 +170,13 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hold(msgspec.Struct, frozen=True, tag=True):
-    """No node can go on with an accepted request now: wait for one to join, then say `HoldExpired`."""
+    """No node can go on with an accepted request now: wait for one to join, or `wait_ms` for memory if that is above 0,
+    then say `HoldExpired`."""
 
     request: RequestId
     attempt: int
     reason: str
+    wait_ms: int = 0
 
 
 class Fail(msgspec.Struct, frozen=True, tag=True):

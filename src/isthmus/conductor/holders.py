@@ -71,8 +71,13 @@ def num_blocks(held: Sequence[tuple[NodeView, int]]) -> int:
 
 
 def free_tokens(node: NodeView) -> int:
-    """Of a node's memory what no request is known to need; prompts that wait there count."""
-    own = [request for request in node.prefills.values() if request.arrived.request not in node.decodes]
-    placed = [*own, *node.decodes.values()]
-    used = sum([request.arrived.num_tokens - request.away_tokens for request in placed])
-    return max(0, node.capacity_tokens - used - node.lent_blocks * node.block_size)
+    """Of a node's memory what no request is known to need, or may come to need: answers count as long as they may be,
+    and of prompts that go elsewhere what is filled at a time."""
+    used, window = node.lent_blocks * node.block_size, node.capacity_tokens - at_home(node.capacity_tokens)
+    for request in node.prefills.values():
+        away = request.away_tokens
+        used += request.arrived.num_tokens - away + min(away, window)
+    for name, request in node.decodes.items():
+        if name not in node.prefills:
+            used += request.arrived.num_tokens + request.arrived.max_tokens - request.away_tokens
+    return max(0, node.capacity_tokens - used)

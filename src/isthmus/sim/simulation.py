@@ -206,7 +206,7 @@ class Simulation:
         job = self._job_of[hold.request]
         if job.attempt > 0:
             self._nodes.withdraw(job)
-        until = self._clock.now + self._deployment.rejoin_ns
+        until = self._clock.now + (hold.wait_ms * NS_PER_MS or self._deployment.rejoin_ns)
         self._clock.call(until, OTHERS, partial(self.decide, HoldExpired(hold.request, hold.attempt)))
 
     def _fail(self, fail: Fail) -> None:

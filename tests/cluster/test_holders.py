@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from isthmus.cli.models import bytes_folder
+from isthmus.engine.emulated import expected_tokens, recipe_of
+from tests.cluster.test_deaths import kill
 from tests.cluster.test_exact_hybrid import layout_of
 from tests.cluster.test_exact_pool import SLOW, prompt_of
 from tests.engine.hybrids import save_tiny
 from tests.inside import inside
 from tests.models import check_greedy, make_model
-from tests.served import Client
+from tests.served import Client, serve, streamed
 
 BLOCK_BYTES = 16 * 3 * 2 * 2 * 16 * 4
 NODE_BLOCKS = 12
@@ -99,3 +103,26 @@ def test_hybrid_and_latent_models(family: str, tmp_path: Path) -> None:
         for at, length in enumerate((20, 150, 330)):
             ask(served, tmp_path, prompt_of(at, length), 20)
         served.wait_until(lambda: served.total("attention_answered_total") > 0, "answers")
+
+
+CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 1e-4, "decode_fixed_s": 0.004}
+
+
+@pytest.mark.parametrize("victim", ["attention-0", "mixed-0"])
+def test_a_death_costs_an_attempt_and_no_token(victim: str, tmp_path: Path) -> None:
+    """kill -9 while answers go on: KV that was with a dead attention node is computed anew from prompt and answer."""
+    flight = tmp_path / "flight.jsonl"
+    roles = {"prefill": 0, "decode": 0, "mixed": 2, "attention": 2}
+    sections = {"roles": roles, "engine": {"kind": "emulated", "cost": CURVE, "token_budget": 256}}
+    recipe = recipe_of(bytes_folder(), bytes_folder(), 16)
+    prompts = [[at % 200 for at in range(seed, seed + 40 + 80 * seed)] for seed in range(8)]
+    with serve(tmp_path, sections, "--record", str(flight)) as served, ThreadPoolExecutor(8) as pool:
+        begun = [threading.Event() for _ in prompts]
+        asked = [pool.submit(streamed, served, *each) for each in zip(prompts, [150] * 8, begun, strict=True)]
+        for event in begun:
+            assert event.wait(60)
+        kill(served, victim, flight, 1)
+        answers = [each.result() for each in asked]
+        assert served.total("attention_answered_total") > 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer == expected_tokens(recipe, prompt, 150, stop_tokens=(257,))

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from benchmarks.models import gguf_reference
@@ -34,23 +36,51 @@ def asked(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def test_its_greedy_tokens_are_those_of_transformers() -> None:
-    """Twelve prompts at once, one as long as a document, handed over from a prefill to a decode node."""
-    path, _ = find_model(None)
-    tokenizer = GatewayTokenizer.load(path)
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Twelve, the last as long as a document."""
+    tokenizer = GatewayTokenizer.load(find_model(None)[0])
     licence = (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf8")
-    prompts = [tokenizer.encode_chat(asked(text)) for text in TEXTS]
-    prompts.append(tokenizer.encode_text(licence)[:LONG])
-    assert len(prompts[-1]) == LONG
+    found = [tokenizer.encode_chat(asked(text)) for text in TEXTS]
+    found.append(tokenizer.encode_text(licence)[:LONG])
+    assert len(found[-1]) == LONG
+    return found
+
+
+def check(prompts: list[list[int]], answers: list[list[int]]) -> None:
+    """The likeliest tokens by transformers."""
+    model = gguf_reference(find_model(None)[0], "sdpa")
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.inference_mode():
+            known = torch.tensor([[*prompt, *answer[:-1]]])
+            [logits] = model(known, logits_to_keep=NUM_TOKENS).logits
+        assert logits.argmax(-1).tolist() == answer
+
+
+def test_its_greedy_tokens_are_those_of_transformers(prompts: list[list[int]]) -> None:
+    """All at once, handed over from a prefill to a decode node."""
     with inside({"engine": {"dtype": "float32", "kv_memory": "256MiB"}}) as served:
         with ThreadPoolExecutor(len(prompts)) as pool:
             answers = list(pool.map(lambda ids: served.tokens(ids, NUM_TOKENS, ignore_eos=True), prompts))
         body = {"model": served.model, "messages": asked(TEXTS[0]), "temperature": 0}
         reply = served.http.post("/v1/chat/completions", json=body).json()
     assert reply["choices"][0]["message"]["content"] == "The capital of France is Paris."
-    model = gguf_reference(path, "sdpa")
-    for prompt, answer in zip(prompts, answers, strict=True):
-        with torch.inference_mode():
-            known = torch.tensor([[*prompt, *answer[:-1]]])
-            [logits] = model(known, logits_to_keep=NUM_TOKENS).logits
-        assert logits.argmax(-1).tolist() == answer
+    check(prompts, answers)
+
+
+@pytest.mark.parametrize(
+    ("roles", "kv_memory"),
+    [({"mixed": 3}, "32MiB"), ({"mixed": 1, "attention": {"count": 2, "kv_memory": "64MiB"}}, "40MiB")],
+    ids=["three nodes", "two attention nodes"],
+)
+def test_its_tokens_with_kv_on_three_nodes(
+    roles: dict[str, Any], kv_memory: str, prompts: list[list[int]]
+) -> None:
+    """The document is longer than the memory of any node that computes; attention nodes have every prompt."""
+    engine = {"dtype": "float32", "kv_memory": kv_memory, "max_sequences": 4}
+    with inside(
+        {"roles": {"prefill": 0, "decode": 0} | roles, "engine": engine, "cache": {"dram": 0}}
+    ) as served:
+        answers = [served.tokens(ids, NUM_TOKENS, ignore_eos=True) for ids in (prompts[0], prompts[-1])]
+        served.wait_until(lambda: served.total("attention_answered_total") > 0, "answers")
+    check([prompts[0], prompts[-1]], answers)

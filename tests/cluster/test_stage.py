@@ -22,7 +22,7 @@ from isthmus.cluster.sessions import Peers
 from isthmus.cluster.stage import StageStepper
 from isthmus.cost import Curve, compile_cost
 from isthmus.engine.emulated import EmulatedEngine, Recipe, layout_of
-from isthmus.engine.interface import BeforeLayer, Chunk, Hidden, OnLayer, OnScores, Row
+from isthmus.engine.interface import Chunk, Hidden, Row
 from isthmus.messenger import Session
 from isthmus.node.events import Action, Begin, Broken, Drop, Event, Load, Lost, Release, Save, Shorten
 from isthmus.scheduler import Piece, Preempted, Run, Saved
@@ -108,6 +108,7 @@ class Watched(KVMover):
     def __init__(self, engine: EmulatedEngine, cache: NodeCache, owner: Owner) -> None:
         super().__init__(
             memory=engine.memory,
+            attends=engine.attend,
             first_layer=engine.layers[0],
             cache=cache,
             peers=Nobody(),
@@ -115,6 +116,7 @@ class Watched(KVMover):
             tell=owner.fact,
             spawn=lambda work: work.close(),
             shares_memory=False,
+            answer_s=30.0,
             received=lambda key, token: None,
         )
         self.ready: list[RequestId] = []
@@ -305,14 +307,12 @@ class Held(EmulatedEngine):
         self,
         batch: Any,
         rows: Any,
-        on_layer: OnLayer | None = None,
-        before_layer: BeforeLayer | None = None,
-        hidden: Hidden | None = None,
-        on_scores: OnScores | None = None,
+        *hooks: Any,
+        **named: Any,
     ) -> Any:
         self.begun.set()
         assert self.go.wait(20)
-        return super().step(batch, rows, on_layer, before_layer, hidden, on_scores)
+        return super().step(batch, rows, *hooks, **named)
 
 
 class Loads:

@@ -105,6 +105,7 @@ class Cluster:
         cluster: str = "",
         state_blocks: int = 0,
         max_sequences: int = 0,
+        lends: bool = False,
     ) -> None:
         name, held = NodeId(node), set(self.held)
         joined = NodeJoined(
@@ -118,6 +119,7 @@ class Cluster:
             cluster=cluster,
             state_blocks=state_blocks,
             max_sequences=max_sequences,
+            lends=lends,
         )
         self.joined[name], self.stored[name] = joined, {}
         for action in self.on(joined):

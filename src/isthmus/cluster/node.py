@@ -198,6 +198,7 @@ class NodeProcess(EngineProcess):
             "kv_blocks_available": pool.available,
             "kv_blocks_cached": pool.cached,
             "kv_blocks_transfer": scheduler.num_transfer,
+            "kv_blocks_hosted": scheduler.num_hosted,
             "kv_blocks_evicted_total": self._blocks_evicted,
         }
         found |= super().gauges()

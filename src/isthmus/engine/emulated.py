@@ -290,7 +290,7 @@ def _ask(elsewhere: Elsewhere | None, layer: int, index: int, chunk: Chunk) -> b
         assert elsewhere is not None, "KV lies elsewhere, and nobody to ask was named"
         entry = index, len(chunk.tokens), held.num_tokens, chunk.start, position
         asking = Asking(held.holder, (entry,))
-        elsewhere.ask(layer, asking, memoryview(b""))
+        elsewhere.ask(layer, asking, memoryview(bytes(len(chunk.tokens))))
         found += elsewhere.answer(layer, asking)
         position += held.num_tokens
     return found

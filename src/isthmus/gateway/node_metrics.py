@@ -63,6 +63,13 @@ NODE_METRICS = {
     "kv_bytes_borrowed_total": "Cached KV read where it lies, in the DRAM of other nodes of this machine.",
     "kv_bytes_given_total": "Cached KV sent to other nodes.",
     "seal_mismatches_total": "Pieces of KV that came damaged from another node.",
+    "kv_blocks_hosted": "Blocks of the KV memory that hold KV of requests computed on other nodes.",
+    "kv_bytes_shipped_total": "KV sent to nodes that hold it for requests computed here.",
+    "kv_bytes_stowed_total": "KV taken in for requests computed on other nodes.",
+    "attention_asked_total": "Questions to holders of KV: one a holder, layer and iteration.",
+    "attention_bytes_asked_total": "Queries sent to holders of KV.",
+    "attention_bytes_answered_total": "Sums that came back from holders of KV.",
+    "attention_answered_total": "Attention computed here for other nodes: one a request, layer and iteration.",
 }
 """Metric -> what it is. A node may report others, which are shown without explanation."""
 

@@ -1,0 +1,184 @@
+"""Where KV goes for which there is no memory where it is computed."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.conductor import (
+    Abort,
+    Conductor,
+    Event,
+    Fail,
+    Hold,
+    HoldExpired,
+    NodeJoined,
+    NodeLeft,
+    Refuse,
+    RequestArrived,
+    RequestEnded,
+    RequestFailed,
+    Route,
+    Rules,
+)
+from isthmus.conductor.conductor import MAX_VAIN
+from isthmus.types import NodeId, RequestId, Role
+
+SIZE = 4
+
+
+class Nodes:
+    """Each has room for `capacity` tokens, and says what it lends when it is asked."""
+
+    def __init__(self, *roles: tuple[Role, int], rules: Rules | None = None) -> None:
+        self.conductor, self.now = Conductor(rules or Rules(policy="round_robin")), 0
+        self.capacity: dict[NodeId, int] = {}
+        self.routes: dict[RequestId, Route] = {}
+        self.lengths: dict[RequestId, tuple[int, int]] = {}
+        for at, (role, capacity) in enumerate(roles):
+            name = NodeId(f"{role.value}-{at}")
+            self.capacity[name] = capacity
+            self.on(NodeJoined(name, role, capacity, SIZE))
+
+    def on(self, event: Event) -> list[object]:
+        self.now += 1_000_000
+        actions = self.conductor.on(event, self.now)
+        self.conductor.check()
+        for action in actions:
+            if isinstance(action, Route):
+                self.judge(action)
+            elif isinstance(action, Refuse | Fail):
+                self.routes.pop(action.request, None)
+        return list(actions)
+
+    def judge(self, route: Route) -> None:
+        """Who computes has no part elsewhere twice; what it needs fits, and what is lent too."""
+        num_tokens, max_tokens = self.lengths[route.request]
+        self.routes[route.request] = route
+        homes = {route.prefill, route.decode}
+        names = [holding.holder for holding in route.holdings]
+        assert len(set(names)) == len(names) and not homes & set(names)
+        away = sum(holding.num_blocks for holding in route.holdings)
+        assert away <= (num_tokens - 1) // SIZE and all(holding.num_blocks > 0 for holding in route.holdings)
+        for home in homes:
+            assert num_tokens + max_tokens - away * SIZE <= self.capacity[home]
+        for name in names:
+            lent = sum(h.num_blocks for r in self.routes.values() for h in r.holdings if h.holder == name)
+            assert lent * SIZE <= self.capacity[name], "more is lent than there is"
+
+    def ask(self, name: str, num_tokens: int, max_tokens: int = 4) -> list[object]:
+        self.lengths[RequestId(name)] = num_tokens, max_tokens
+        return self.on(RequestArrived(RequestId(name), "", num_tokens, max_tokens, ()))
+
+    def end(self, name: str) -> list[object]:
+        self.routes.pop(RequestId(name), None)
+        return self.on(RequestEnded(RequestId(name), 1))
+
+
+FOUR = [(Role.MIXED, 100)] * 4
+
+
+def test_what_one_node_has_memory_for_stays_there() -> None:
+    [route] = Nodes(*FOUR).ask("r", 90)
+    assert isinstance(route, Route) and not route.holdings
+
+
+def test_a_longer_one_goes_to_those_with_most_room() -> None:
+    nodes = Nodes(*FOUR)
+    nodes.ask("short", 80)  # at mixed-0
+    [route] = nodes.ask("long", 200)
+    assert isinstance(route, Route) and (route.prefill, route.decode) == ("mixed-1", "mixed-1")
+    assert [(holding.holder, holding.num_blocks) for holding in route.holdings] == [
+        ("mixed-2", 25),
+        ("mixed-3", 8),
+    ]
+
+
+def test_all_nodes_together_and_not_more() -> None:
+    nodes = Nodes(*FOUR)
+    [route] = nodes.ask("long", 371)
+    assert isinstance(route, Route) and sum(holding.num_blocks for holding in route.holdings) == 75
+    [refused] = Nodes(*FOUR).ask("longer", 372)
+    assert isinstance(refused, Refuse) and refused.code == "too_long"
+
+
+def test_who_finds_no_room_waits_for_it() -> None:
+    nodes = Nodes(*FOUR)
+    nodes.ask("one", 300)
+    [hold] = nodes.ask("two", 300)
+    assert isinstance(hold, Hold)
+    [again] = nodes.on(HoldExpired(RequestId("two"), 0))
+    assert isinstance(again, Hold) and nodes.end("one")[-1].request == "two"  # type: ignore[attr-defined]
+    assert RequestId("two") in nodes.routes
+
+
+def test_a_holder_that_has_no_room_costs_no_attempt_and_is_asked_later_each_time() -> None:
+    nodes = Nodes(*FOUR, rules=Rules(policy="round_robin", max_attempts=1))
+    nodes.ask("r", 300)
+    waits = []
+    for attempt in range(1, 6):
+        *aborts, hold = nodes.on(RequestFailed(RequestId("r"), attempt, "no room", no_room=True))
+        assert all(isinstance(abort, Abort) for abort in aborts) and isinstance(hold, Hold)
+        waits.append(hold.wait_ms)
+        [route] = nodes.on(HoldExpired(RequestId("r"), attempt))
+        assert isinstance(route, Route) and route.attempt == attempt + 1
+    assert waits == [20, 40, 80, 160, 320]
+
+
+def test_in_the_end_it_fails() -> None:
+    """Where nobody else has the memory, waiting is in vain."""
+    nodes = Nodes((Role.MIXED, 100), (Role.MIXED, 100))
+    nodes.ask("r", 150)
+    nodes.on(RequestFailed(RequestId("r"), 1, "no room", no_room=True))
+    nodes.conductor.view.nodes[NodeId("mixed-1")].lent_blocks = 25  # as the node has it
+    nodes.conductor.view.nodes[NodeId("mixed-0")].lent_blocks = 25
+    nodes.conductor.check = lambda: None  # type: ignore[method-assign]
+    for _ in range(MAX_VAIN):
+        [action] = nodes.on(HoldExpired(RequestId("r"), 1))
+    assert isinstance(action, Fail)
+
+
+def test_a_holder_that_leaves_ends_the_attempt() -> None:
+    nodes = Nodes(*FOUR)
+    [route] = nodes.ask("r", 200)
+    assert isinstance(route, Route)
+    abort, again = nodes.on(NodeLeft(route.holdings[0].holder))
+    assert isinstance(abort, Abort) and isinstance(again, Route) and again.attempt == 2
+
+
+@pytest.mark.parametrize("roles", [[(Role.MIXED, 100)], [(Role.PREFILL, 100), (Role.DECODE, 60)]])
+def test_nodes_of_role_attention_have_every_prompt(roles: list[tuple[Role, int]]) -> None:
+    nodes = Nodes(*roles, (Role.ATTENTION, 200), (Role.ATTENTION, 400))
+    for name, length in (("a", 41), ("b", 201), ("c", 3)):
+        [route] = nodes.ask(name, length)
+        assert isinstance(route, Route)
+        assert sum(holding.num_blocks for holding in route.holdings) == (length - 1) // SIZE
+    a = nodes.routes[RequestId("a")].holdings
+    assert [holding.num_blocks for holding in a] == [5, 5]
+
+
+@given(st.integers(0, 1 << 32), st.booleans())
+def test_whatever_comes_no_memory_is_lent_twice(seed: int, attention: bool) -> None:
+    draw = Random(seed)
+    roles = draw.choice([[Role.MIXED] * 3, [Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE]])
+    some = [(role, draw.choice([60, 100, 200])) for role in [*roles, *[Role.ATTENTION] * (2 * attention)]]
+    nodes = Nodes(*some)
+    live: list[str] = []
+    for at in range(40):
+        kind = draw.randrange(4)
+        if kind < 2:
+            nodes.ask(f"r{at}", draw.randrange(1, 400), draw.randrange(1, 20))
+            live.append(f"r{at}")
+        elif kind == 2 and live:
+            nodes.end(live.pop(draw.randrange(len(live))))
+        elif nodes.routes:
+            route = draw.choice(list(nodes.routes.values()))
+            del nodes.routes[route.request]
+            nodes.on(RequestFailed(route.request, route.attempt, "no room", no_room=True))
+    for name in live:
+        nodes.end(name)
+    assert not nodes.conductor.view.requests
+    assert all(node.lent_blocks == 0 for node in nodes.conductor.view.nodes.values())

@@ -18,10 +18,10 @@ class Sequences(msgspec.Struct, frozen=True):
     prefill: int = 64
     decode: int = 64
     mixed: int = 64
-    attention: int = 64
 
     def of(self, role: Role) -> int:
-        limit: int = getattr(self, role.value)
+        """Nodes of role attention compute none; the scheduler wants a limit above 0."""
+        limit: int = getattr(self, role.value, 1)
         return limit
 
 

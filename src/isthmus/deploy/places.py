@@ -50,6 +50,10 @@ def _counts(cluster: Cluster) -> dict[Role, int]:
             raise ConfigError(
                 f"{where}.{role}.pipeline: offload.convert turns no pipeline groups into other nodes"
             )
+        if nodes.max_sequences is not None and role is Role.ATTENTION:
+            raise ConfigError(
+                f"{where}.{role}.max_sequences: attention nodes compute no requests; leave it out"
+            )
         if nodes.count % nodes.pipeline:
             raise ConfigError(
                 f"{where}.{role}: {nodes.count} nodes make no groups of {nodes.pipeline}; give a multiple of it"

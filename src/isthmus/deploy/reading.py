@@ -95,7 +95,8 @@ def role_facts(
 
 
 def _sequences(config: Config) -> Sequences:
-    limits = {role.value: role_config(config, role).max_sequences for role in Role}
+    roles = [role for role in Role if role is not Role.ATTENTION]
+    limits = {role.value: role_config(config, role).max_sequences for role in roles}
     return Sequences(**{role: limit or config.engine.max_sequences for role, limit in limits.items()})
 
 

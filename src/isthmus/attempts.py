@@ -31,10 +31,11 @@ class FetchOrder(msgspec.Struct, frozen=True):
 
 
 class Holding(msgspec.Struct, frozen=True):
-    """The next `num_blocks` of an attempt's leading blocks lie, or are to lie, in the engine's memory of `holder`,
-    which attends to them there."""
+    """The next `num_blocks` of an attempt's leading blocks lie, or are to lie, in the engines' memory of `holders`,
+    which attend to them there: all KV heads with one; of several each has an equal part of the heads, in their order
+    (Lamina, section on its attention workers)."""
 
-    holder: NodeId
+    holders: tuple[NodeId, ...]
     num_blocks: int
 
 

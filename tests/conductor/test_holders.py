@@ -33,7 +33,7 @@ SIZE = 4
 class Nodes:
     """Each has room for `capacity` tokens, and says what it lends when it is asked."""
 
-    def __init__(self, *roles: tuple[Role, int], rules: Rules | None = None) -> None:
+    def __init__(self, *roles: tuple[Role, int], rules: Rules | None = None, kv_heads: int = 1) -> None:
         self.conductor, self.now = Conductor(rules or Rules(policy="round_robin")), 0
         self.capacity: dict[NodeId, int] = {}
         self.routes: dict[RequestId, Route] = {}
@@ -41,7 +41,7 @@ class Nodes:
         for at, (role, capacity) in enumerate(roles):
             name = NodeId(f"{role.value}-{at}")
             self.capacity[name] = capacity
-            self.on(NodeJoined(name, role, capacity, SIZE))
+            self.on(NodeJoined(name, role, capacity, SIZE, kv_heads=kv_heads))
 
     def on(self, event: Event) -> list[object]:
         self.now += 1_000_000
@@ -59,14 +59,15 @@ class Nodes:
         num_tokens, max_tokens = self.lengths[route.request]
         self.routes[route.request] = route
         homes = {route.prefill, route.decode}
-        names = [holding.holder for holding in route.holdings]
+        names = [holder for holding in route.holdings for holder in holding.holders]
         assert len(set(names)) == len(names) and not homes & set(names)
         away = sum(holding.num_blocks for holding in route.holdings)
         assert away <= (num_tokens - 1) // SIZE and all(holding.num_blocks > 0 for holding in route.holdings)
         for home in homes:
             assert num_tokens + max_tokens - away * SIZE <= self.capacity[home]
         for name in names:
-            lent = sum(h.num_blocks for r in self.routes.values() for h in r.holdings if h.holder == name)
+            holdings = [h for r in self.routes.values() for h in r.holdings if name in h.holders]
+            lent = sum(-(-h.num_blocks // len(h.holders)) for h in holdings)
             assert lent * SIZE <= self.capacity[name], "more is lent than there is"
 
     def ask(self, name: str, num_tokens: int, max_tokens: int = 4) -> list[object]:
@@ -91,7 +92,7 @@ def test_a_longer_one_goes_to_those_with_most_room() -> None:
     nodes.ask("short", 80)  # at mixed-0
     [route] = nodes.ask("long", 200)
     assert isinstance(route, Route) and (route.prefill, route.decode) == ("mixed-1", "mixed-1")
-    assert [(holding.holder, holding.num_blocks) for holding in route.holdings] == [
+    assert [(*holding.holders, holding.num_blocks) for holding in route.holdings] == [
         ("mixed-2", 25),
         ("mixed-3", 8),
     ]
@@ -145,7 +146,7 @@ def test_a_holder_that_leaves_ends_the_attempt() -> None:
     nodes = Nodes(*FOUR)
     [route] = nodes.ask("r", 200)
     assert isinstance(route, Route)
-    abort, again = nodes.on(NodeLeft(route.holdings[0].holder))
+    abort, again = nodes.on(NodeLeft(route.holdings[0].holders[0]))
     assert isinstance(abort, Abort) and isinstance(again, Route) and again.attempt == 2
 
 
@@ -160,12 +161,28 @@ def test_nodes_of_role_attention_have_every_prompt(roles: list[tuple[Role, int]]
     assert [holding.num_blocks for holding in a] == [5, 5]
 
 
-@given(st.integers(0, 1 << 32), st.booleans())
-def test_whatever_comes_no_memory_is_lent_twice(seed: int, attention: bool) -> None:
+@pytest.mark.parametrize(("kv_heads", "shared"), [(8, [4]), (6, [3]), (5, [1] * 4), (1, [1] * 4)])
+def test_as_many_of_them_share_heads_as_can(kv_heads: int, shared: list[int]) -> None:
+    """Those with most room; of which each has as many blocks as its part of the heads takes."""
+    nodes = Nodes(
+        (Role.MIXED, 400), *[(Role.ATTENTION, size) for size in (100, 40, 120, 80)], kv_heads=kv_heads
+    )
+    [route] = nodes.ask("r", 161)
+    assert isinstance(route, Route)
+    assert [len(holding.holders) for holding in route.holdings] == shared
+    assert sum(holding.num_blocks for holding in route.holdings) == 40
+    if kv_heads == 6:
+        assert route.holdings[0].holders == ("attention-4", "attention-1", "attention-3")
+        lent = [nodes.conductor.view.nodes[holder].lent_blocks for holder in route.holdings[0].holders]
+        assert lent == [14, 14, 14]
+
+
+@given(st.integers(0, 1 << 32), st.booleans(), st.sampled_from([1, 2, 3]))
+def test_whatever_comes_no_memory_is_lent_twice(seed: int, attention: bool, kv_heads: int) -> None:
     draw = Random(seed)
     roles = draw.choice([[Role.MIXED] * 3, [Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE]])
-    some = [(role, draw.choice([60, 100, 200])) for role in [*roles, *[Role.ATTENTION] * (2 * attention)]]
-    nodes = Nodes(*some)
+    some = [(role, draw.choice([60, 100, 200])) for role in [*roles, *[Role.ATTENTION] * (3 * attention)]]
+    nodes = Nodes(*some, kv_heads=kv_heads)
     live: list[str] = []
     for at in range(40):
         kind = draw.randrange(4)

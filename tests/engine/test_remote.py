@@ -49,7 +49,7 @@ class Others:
             Asked(self.blocks[index][asking.holder], rows, num_tokens, first, position)
             for index, rows, num_tokens, first, position in asking.chunks
         ]
-        answer = self.engines[asking.holder].attend(layer, asked, memoryview(bytearray(q)))
+        answer = self.engines[asking.holder].attend(layer, asked, memoryview(bytearray(q)), asking.parts)
         self.received.append(answer.nbytes)
         return answer
 
@@ -115,24 +115,33 @@ class Request:
         self.there: dict[str, list[int]] = {}
         others.blocks = [self.there]
 
-    def move(self, holder: str, count: int) -> None:
-        """Copies the next `count` blocks that are computed and full."""
+    def move(self, holders: tuple[str, ...], count: int) -> None:
+        """Copies the next `count` blocks that are computed and full: to one holder, or a part of the heads to each."""
         away = sum(held.num_tokens for held in self.held) // SIZE
         count = min(count, self.computed // SIZE - away)
         if count <= 0:
             return
-        target, first = self.others.engines[holder], len(self.there.get(holder, []))
-        new = list(range(first, first + count))
+        for part, holder in enumerate(holders):
+            self._copy(holder, count, part, len(holders))
         data = self.home.memory.read_blocks(self.blocks[:count])
-        target.memory.write_blocks(new, data)
         poisoned = torch.full_like(data.view(torch.float32), float("nan")).view(torch.uint8)
         self.home.memory.write_blocks(self.blocks[:count], poisoned)
         self.blocks = self.blocks[count:] + self.blocks[:count]
-        self.there.setdefault(holder, []).extend(new)
-        if self.held and self.held[-1].holder == holder:
-            self.held[-1] = Held(holder, self.held[-1].num_tokens + count * SIZE)
+        if self.held and self.held[-1].holders == holders:
+            self.held[-1] = Held(holders, self.held[-1].num_tokens + count * SIZE)
         else:
-            self.held.append(Held(holder, count * SIZE))
+            self.held.append(Held(holders, count * SIZE))
+
+    def _copy(self, holder: str, count: int, part: int, parts: int) -> None:
+        """Next to what is there: of the same blocks of its engine others have the rest of the heads."""
+        memory, home = self.others.engines[holder].memory.split(parts), self.home.memory
+        there = self.there.setdefault(holder, [])
+        for block in self.blocks[:count]:
+            new = len(there)
+            for layer in range(home.layout.num_layers):
+                data = home.export_heads(layer, block * SIZE, (block + 1) * SIZE, part, parts)
+                memory.export(layer, new * SIZE, (new + 1) * SIZE)[:] = data
+            there.append(new)
 
     def compute(self, count: int) -> Tensor:
         start = self.computed
@@ -186,14 +195,43 @@ def test_tokens_are_those_of_one_engine(which: int, holders: int, made: dict[int
         logits = request.compute(count)
         at = next((at for at, name in enumerate(names) if name not in request.there), len(names) - 1)
         at = min(at, len(names) - 1)
-        request.move(names[at], int(torch.randint(1, 4, (), generator=draw)))
+        request.move((names[at],), int(torch.randint(1, 4, (), generator=draw)))
     request.tokens.append(int(logits.argmax()))
     for step in range(40):
         if step % 7 == 3:
-            request.move(names[-1], int(torch.randint(1, 4, (), generator=draw)))
+            request.move((names[-1],), int(torch.randint(1, 4, (), generator=draw)))
         request.decode()
     assert request.computed == len(request.tokens) - 1
     assert len(request.there) >= min(2, holders) and sum(held.num_tokens for held in request.held) >= 5 * SIZE
+    check_greedy(folder, prompt, request.tokens[len(prompt) :])
+
+
+SHARED = [(0, (2,)), (1, (2,)), (1, (4,)), (1, (2, 1)), (3, (2,)), (4, (2, 1, 1)), (5, (2,))]
+"""Which model, and how many share each holding."""
+
+
+@pytest.mark.parametrize(("which", "sizes"), SHARED)
+def test_holders_share_heads(which: int, sizes: tuple[int, ...], made: dict[int, Path]) -> None:
+    """One holding after the other, each shared by so many; queries of their heads alone are sent."""
+    folder, prompt = made[which], tokens_of(203, seed=which)
+    names = [tuple(f"h{at}{part}" for part in range(size)) for at, size in enumerate(sizes)]
+    others = Others({holder: engine_of(folder) for holders in names for holder in holders})
+    request, last = Request(engine_of(folder), others, prompt, 22), len(names) - 1
+    for at, count in enumerate((61, 5, 70, 67)):
+        logits = request.compute(count)
+        request.move(names[min(at, last)], 2)
+    request.tokens.append(int(logits.argmax()))
+    for step in range(40):
+        if step % 7 == 3:
+            request.move(names[-1], 2)
+        others.sent.clear()
+        others.received.clear()
+        request.decode()
+        if which in (0, 1):  # 4 heads of 16 numbers
+            num_layers = request.home.layout.num_layers
+            assert sum(others.sent) == num_layers * len(sizes) * 4 * 16 * 4
+            assert sum(others.received) == num_layers * len(sizes) * 4 * 17 * 4
+    assert len(request.held) == len(sizes) and sum(held.num_tokens for held in request.held) >= 8 * SIZE
     check_greedy(folder, prompt, request.tokens[len(prompt) :])
 
 
@@ -204,8 +242,8 @@ def test_bytes_do_not_depend_on_the_length(made: dict[int, Path]) -> None:
         others = Others({"h": engine_of(folder)})
         request = Request(engine_of(folder), others, tokens_of(length), 22)
         request.compute(length)
-        request.move("h", 2)
-        request.move("h", length)
+        request.move(("h",), 2)
+        request.move(("h",), length)
         request.tokens.append(7)
         request.compute(1)
         num_layers, heads, dim = request.home.layout.num_layers, 4, 16
@@ -222,7 +260,7 @@ def test_a_batch_of_decodes_advances_with_kv_elsewhere(made: dict[int, Path]) ->
     prompts = [tokens_of(60, seed=1), tokens_of(47, seed=2)]
     away = Request(home, others, prompts[0], 8)
     first = int(away.compute(60).argmax())
-    away.move("h", 2)
+    away.move(("h",), 2)
     own = list(range(10, 18))
     [logits] = home.forward(home.build([Chunk(prompts[1], 0, own, True)]))
     tokens = [[first], [int(logits.argmax())]]
@@ -254,9 +292,9 @@ def test_the_emulated_engine_reads_what_lies_elsewhere() -> None:
             target = other.memory.export(layer, there * 4, there * 4 + 4)
             target[:] = home.memory.export(layer, here * 4, here * 4 + 4)
             home.memory.export(layer, here * 4, here * 4 + 4)[:] = bytes(target.nbytes)
-    batch = home.build([Chunk(prompt[8:], 8, [5, 6, 7, 8], True, holdings=(Held("h", 8),))])
+    batch = home.build([Chunk(prompt[8:], 8, [5, 6, 7, 8], True, holdings=(Held(("h",), 8),))])
     found = home.step(batch, rows, elsewhere=others)[0]
-    batch = home.build([Chunk(found[:1], 19, [5, 6, 7, 8], True, True, holdings=(Held("h", 8),))])
+    batch = home.build([Chunk(found[:1], 19, [5, 6, 7, 8], True, True, holdings=(Held(("h",), 8),))])
     for _ in range(4):
         [token] = home.step(batch, rows, elsewhere=others)[0]
         found.append(token)

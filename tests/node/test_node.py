@@ -53,7 +53,7 @@ class Drawn:
         return self._random.randrange(below)
 
 
-H0, H1 = NodeId("h0"), NodeId("h1")
+H0, H1, H2 = NodeId("h0"), NodeId("h1"), NodeId("h2")
 
 
 def world_of(draw: Drawn, *, dram: int, disk: int, state_blocks: int = 0, stages: int = 1) -> World:
@@ -124,7 +124,7 @@ def test_kv_lies_with_holders_whatever_comes(
     """Every token that is computed finds all before it once, with its holders in order and at home."""
     draw = Drawn(seed)
     world = world_of(draw, dram=tiers[0], disk=tiers[1], state_blocks=state_blocks)
-    for name in (H0, H1):
+    for name in (H0, H1, H2):
         world.places[name], world.index[name] = Place(name, num_blocks, None), {}
     for number in range(10):
         ask_with_holders(world, draw, number, state_blocks)
@@ -135,11 +135,11 @@ def test_kv_lies_with_holders_whatever_comes(
             continue
         asked, kind = under_way[draw(len(under_way))], draw(12)
         if kind < 3:
-            world.move(asked, (H0, H1, P0, D0)[draw(4)], 1 + draw(4))
+            world.move(asked, (H0, H1, H2, P0, D0)[draw(5)], 1 + draw(4))
         elif kind == 3:
             world.forget(asked)
         elif kind == 4:
-            world.part(asked, (H0, H1)[draw(2)])
+            world.part(asked, (H0, H1, H2)[draw(3)])
         elif kind == 5:
             world.sever(asked)
     world.drain()
@@ -153,10 +153,10 @@ def ask_with_holders(world: World, draw: Drawn, number: int, state_blocks: int) 
     decode = (D0, prefill)[draw(2)]
     most, holdings = (num_tokens - 1) // SIZE, []
     least = max(0, -(-(num_tokens + 12) // SIZE) - 24)  # beside what goes there later and states
-    for holder in (H0, H1)[draw(2) :]:
+    for holders in [((H0,), (H1,)), ((H1,),), ((H0, H1),), ((H1, H2),), ((H0,), (H1, H2))][draw(5)]:
         count = min(most, max(least, draw(most + 1)))
         if count:
-            holdings.append(Holding(holder, count))
+            holdings.append(Holding(holders, count))
             most, least = most - count, max(0, least - count)
     if least:
         return  # nobody could take it

@@ -118,9 +118,33 @@ class Place:
         self.whole: set[RequestId] = set()  # all of its KV came from another node, and that one was told
         self.fetching: dict[RequestId, Fetch] = {}
         self.hosted: dict[RequestId, tuple[int, ...]] = {}
-        self.stowed: dict[RequestId, dict[int, int]] = {}  # number at the holder -> number in the request
-        self.holds: dict[RequestId, dict[NodeId, bool]] = {}  # at home: who was asked for room, and gave it
-        self.shipping: dict[RequestId, tuple[int, ...]] = {}
+        self.stowed: dict[RequestId, dict[int, Stowed]] = {}  # by the number at the holder
+        self.holds: dict[RequestId, dict[NodeId, Room]] = {}  # at home: who was asked for room, and gave it
+        self.shipping: dict[RequestId, Shipping] = {}
+
+
+class Stowed(NamedTuple):
+    """Block `number` of a request, a part of its heads."""
+
+    number: int
+    part: int
+    parts: int
+
+
+class Room:
+    """That a holder was asked for, and whether it gave it."""
+
+    def __init__(self, part: int, parts: int) -> None:
+        self.part, self.parts = part, parts
+        self.given = False
+
+
+class Shipping:
+    """Blocks of the engine on their way, the first of them number `start` of the request; `left`: to whom."""
+
+    def __init__(self, start: int, blocks: tuple[int, ...]) -> None:
+        self.start, self.blocks = start, blocks
+        self.left: set[NodeId] = set()
 
 
 class Asked:
@@ -220,13 +244,16 @@ class World:
             if isinstance(fact, Came):
                 fact = FetchEnded(fact.fetch.key, self._take_in(place, fact))
             if isinstance(fact, Reserved) and fact.holder in place.holds.get(fact.key, {}):
-                place.holds[fact.key][fact.holder] |= fact.granted
+                room = place.holds[fact.key][fact.holder]
+                room.given |= fact.granted
                 if not fact.granted:
                     self.broken.add((place.name, fact.key, f"{fact.holder} has no room for its KV"))
-                    if not place.holds[fact.key][fact.holder]:
+                    if not room.given:
                         self._leave(place, fact.key, fact.holder)
-            if isinstance(fact, Shipped):
-                place.shipping.pop(fact.key, None)
+            if isinstance(fact, Shipped) and fact.key in place.shipping:
+                place.shipping[fact.key].left.remove(fact.holder)
+                if not place.shipping[fact.key].left:
+                    del place.shipping[fact.key]
             self.tell(place, fact)
         return True
 
@@ -370,8 +397,10 @@ class World:
             case Give():
                 self._give(place, action)
             case Reserve():
-                place.holds.setdefault(action.key, {}).setdefault(action.holder, False)
-                asked_for = events.Asked(action.key, place.name, action.num_blocks)
+                holds = place.holds.setdefault(action.key, {})
+                room = holds.setdefault(action.holder, Room(action.part, action.parts))
+                assert (room.part, room.parts) == (action.part, action.parts), "it has other heads there"
+                asked_for = events.Asked(action.key, place.name, action.num_blocks, action.parts)
                 self._later(action.holder, asked_for, place.name)
             case Host():
                 if action.blocks:
@@ -427,15 +456,22 @@ class World:
 
     def _ship(self, place: Place, ship: Ship) -> None:
         """The bytes are there at once; that they are is heard later."""
-        key, holder = ship.key, self.places[ship.holder]
-        assert place.holds[key][ship.holder], "it has no room there"
-        assert key not in place.shipping, "one after the other"
-        place.shipping[key] = ship.blocks
-        stowed, before = holder.stowed[key], sum(len(each.stowed.get(key, ())) for each in self.places.values())
+        key, holder, room = ship.key, self.places[ship.holder], place.holds[ship.key][ship.holder]
+        assert room.given, "it has no room there"
+        if key not in place.shipping:
+            stowed_anywhere = [
+                each for other in self.places.values() for each in other.stowed.get(key, {}).values()
+            ]
+            place.shipping[key] = Shipping(len({each.number for each in stowed_anywhere}), ship.blocks)
+        shipping, stowed = place.shipping[key], holder.stowed[key]
+        assert shipping.blocks == ship.blocks and ship.holder not in shipping.left, "one after the other"
+        shipping.left.add(ship.holder)
         stop = ship.first + len(ship.blocks)
-        assert len(stowed) == ship.first and stop <= len(holder.hosted[key])
-        stowed.update(zip(range(ship.first, stop), range(before, before + len(ship.blocks)), strict=True))
-        assert before + len(ship.blocks) <= (self.asked[key].num_tokens + self.asked[key].generated - 1) // SIZE
+        assert len(stowed) == ship.first and stop <= len(holder.hosted[key]) * room.parts
+        for at in range(len(ship.blocks)):
+            stowed[ship.first + at] = Stowed(shipping.start + at, room.part, room.parts)
+        computed = self.asked[key].num_tokens + self.asked[key].generated - 1
+        assert shipping.start + len(ship.blocks) <= computed // SIZE, "it is not computed"
         self._later(place.name, Shipped(key, ship.holder, stop), ship.holder)
 
     def _attends(self, place: Place, piece: Piece) -> None:
@@ -444,14 +480,17 @@ class World:
             return
         count = 0
         for holding in piece.holdings:
-            assert place.holds[piece.request][holding.holder], "a holder was left"
-            there = self.places[holding.holder].stowed[piece.request]
-            found = [there[number] for number in range(holding.num_blocks)]
-            assert found == list(range(count, count + holding.num_blocks)), "KV lies elsewhere than is said"
+            for part, holder in enumerate(holding.holders):
+                assert place.holds[piece.request][holder].given, "a holder was left"
+                there = self.places[holder].stowed[piece.request]
+                found = [there[number] for number in range(holding.num_blocks)]
+                expected = [Stowed(count + at, part, len(holding.holders)) for at in range(holding.num_blocks)]
+                assert found == expected, "KV lies elsewhere than is said"
             count += holding.num_blocks
         assert count * SIZE <= piece.start, "what is computed is not at home"
         assert (count + len(piece.blocks)) * SIZE >= piece.start + piece.count, "tokens without a block"
-        shipped = place.shipping.get(piece.request, ())
+        shipping = place.shipping.get(piece.request)
+        shipped = shipping.blocks if shipping is not None else ()
         assert piece.blocks[: len(shipped)] == shipped, "what is shipped was let go of before it was there"
 
     def _give(self, place: Place, give: Give) -> None:

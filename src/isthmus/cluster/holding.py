@@ -27,9 +27,11 @@ Posts = Callable[..., None]
 
 
 class _Place:
-    """An attempt's room with one holder. `session`: None until it is open."""
+    """An attempt's room with one holder, for part number `part` of `parts` of the heads. `session`: None until it is
+    open."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: int, parts: int) -> None:
+        self.part, self.parts = part, parts
         self.session: Session | None = None
         self.asked = True  # its answer is still to come
         self.sendings: list[Sending] = []
@@ -52,7 +54,7 @@ class Holders:
 
     def reserve(self, reserve: events.Reserve) -> None:
         places = self._places.setdefault(reserve.key, {})
-        place = places.setdefault(reserve.holder, _Place())
+        place = places.setdefault(reserve.holder, _Place(reserve.part, reserve.parts))
         place.asked = True
         self._spawn(self._ask(reserve, place))
 
@@ -67,7 +69,7 @@ class Holders:
             self._kept(reserve.key, reserve.holder, place, granted=False)
             return
         place.session = session
-        session.send(Room(reserve.key, reserve.num_blocks))
+        session.send(Room(reserve.key, reserve.num_blocks, reserve.parts))
 
     def _kept(self, key: RequestId, holder: NodeId, place: _Place, *, granted: bool) -> None:
         place.asked = False
@@ -81,14 +83,25 @@ class Holders:
         for start in range(0, len(ship.blocks), SHIPMENT_BLOCKS):
             blocks = ship.blocks[start : start + SHIPMENT_BLOCKS]
             for layer in range(layout.num_layers):
-                runs = runs_of(blocks, layout.block_size, 0, len(blocks) * layout.block_size)
-                payload = [self._memory.export(layer, *run) for run in runs]
-                seals = tuple(
-                    [seal(self._memory.export(layer, *_slots(layout.block_size, at))) for at in blocks]
-                )
+                payload, seals = self._slices(layer, blocks, place)
                 head = Shipment(ship.key, layer, ship.first + start, seals)
                 place.sendings.append(place.session.send(head, *payload))
-                self.bytes_shipped += len(blocks) * layout.slice_bytes
+                self.bytes_shipped += len(blocks) * layout.slice_bytes // place.parts
+
+    def _slices(
+        self, layer: int, blocks: Sequence[int], place: _Place
+    ) -> tuple[list[memoryview], tuple[bytes, ...]]:
+        """What one holder gets of these blocks in a layer, and seals of that: all bytes from where they lie, or its
+        heads."""
+        memory, size = self._memory, self._memory.layout.block_size
+        if place.parts > 1:
+            heads = [
+                memory.export_heads(layer, at * size, (at + 1) * size, place.part, place.parts) for at in blocks
+            ]
+            return heads, tuple([seal(each) for each in heads])
+        runs = runs_of(blocks, size, 0, len(blocks) * size)
+        seals = [seal(memory.export(layer, at * size, (at + 1) * size)) for at in blocks]
+        return [memory.export(layer, *run) for run in runs], tuple(seals)
 
     def release(self, key: RequestId) -> None:
         """Nothing is read from its blocks any more when this returns."""
@@ -190,10 +203,12 @@ class Holders:
         if answer is not None:
             answer.fail("it gave up in the midst of its answer")
 
-    def post(self, key: RequestId, layer: int, rows: tuple[Any, ...], q: memoryview, answer: _Answer) -> None:
+    def post(
+        self, key: RequestId, layer: int, rows: tuple[Any, ...], parts: int, q: memoryview, answer: _Answer
+    ) -> None:
         """From the engine's thread."""
         self._numbers += 1
-        self._later(self.ask, key, Attend(self._numbers, layer, rows), q, answer)
+        self._later(self.ask, key, Attend(self._numbers, layer, rows, parts), q, answer)
 
     @property
     def answer_s(self) -> float:
@@ -225,7 +240,7 @@ class Remote:
     def ask(self, layer: int, asking: Asking, q: memoryview) -> None:
         answer = self._answers[layer, asking.holder, asking.chunks[0][0]] = _Answer(asking.holder)
         rows = tuple([(self._keys[chunk], *rest) for chunk, *rest in asking.chunks])
-        self._holders.post(self._keys[asking.chunks[0][0]], layer, rows, q, answer)
+        self._holders.post(self._keys[asking.chunks[0][0]], layer, rows, asking.parts, q, answer)
 
     def answer(self, layer: int, asking: Asking) -> memoryview:
         answer = self._answers.pop((layer, asking.holder, asking.chunks[0][0]))
@@ -234,7 +249,3 @@ class Remote:
         if answer.reason or answer.data is None:
             raise HolderLost(asking.holder, answer.reason)
         return answer.data
-
-
-def _slots(block_size: int, block: int) -> tuple[int, int]:
-    return block * block_size, (block + 1) * block_size

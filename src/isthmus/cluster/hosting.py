@@ -20,17 +20,18 @@ from isthmus.messenger import Priority, Session
 from isthmus.node import events
 from isthmus.types import NodeId, RequestId, Span
 
-Attends = Callable[[int, Sequence[Asked], memoryview], memoryview]
+Attends = Callable[[int, Sequence[Asked], memoryview, int], memoryview]
 """`isthmus.engine.interface.Engine.attend`."""
 MAX_QUERIES = 256 << 20
 """Bytes of queries in one message."""
 
 
 class _Guest:
-    """One attempt's KV here. `stops`: how much of each layer is here or on its way into its place; `stowed`: blocks
-    that are whole."""
+    """One attempt's KV here, a `parts`-th of its heads, in `blocks` of a `memory` whose blocks have no others. `stops`:
+    how much of each layer is here or on its way into its place; `stowed`: blocks that are whole."""
 
-    def __init__(self, memory: KVBytes) -> None:
+    def __init__(self, memory: KVBytes, parts: int) -> None:
+        self.memory, self.parts = memory, parts
         self.blocks: tuple[int, ...] = ()
         self.frames = Frames(memory.layout)
         self.stops = [0] * memory.layout.num_layers
@@ -43,6 +44,7 @@ class Hosts:
 
     def __init__(self, memory: KVBytes, attends: Attends, tell: Tell, later: Callable[..., None]) -> None:
         self._memory, self._attends, self._tell, self._later = memory, attends, tell, later
+        self._split: dict[int, KVBytes] = {1: memory}  # by the number of parts
         self._guests: dict[RequestId, _Guest] = {}
         self._queries: dict[tuple[Session, int], memoryview] = {}
         self._jobs: queue.SimpleQueue[tuple[Session, Attend, memoryview] | None] = queue.SimpleQueue()
@@ -55,9 +57,20 @@ class Hosts:
         """Raises ProtocolError for none."""
         if room.num_blocks < 1:
             raise ProtocolError(f"{peer} wants room for {room.num_blocks} blocks")
-        guest = self._guests.setdefault(room.key, _Guest(self._memory))
+        guest = self._guests.setdefault(room.key, _Guest(self._memory_of(room.parts), room.parts))
+        if guest.parts != room.parts:
+            raise ProtocolError(f"{peer} wants room for other heads of {room.key}")
         guest.sessions[peer] = session
-        self._tell(events.Asked(room.key, peer, room.num_blocks))
+        self._tell(events.Asked(room.key, peer, room.num_blocks, room.parts))
+
+    def _memory_of(self, parts: int) -> KVBytes:
+        """The memory as blocks with a `parts`-th of the heads. Raises ProtocolError."""
+        if parts not in self._split:
+            layout = self._memory.layout
+            if parts < 1 or layout.vectors == 1 or layout.num_kv_heads % parts:
+                raise ProtocolError(f"KV of {layout.num_kv_heads} heads has no {parts} parts")
+            self._split[parts] = self._memory.split(parts)
+        return self._split[parts]
 
     def host(self, host: events.Host) -> None:
         guest = self._guests.get(host.key)
@@ -65,7 +78,9 @@ class Hosts:
         if guest is None or session is None:
             return  # it left meanwhile
         if host.blocks:
-            guest.blocks = host.blocks
+            guest.blocks = tuple(
+                [block * guest.parts + at for block in host.blocks for at in range(guest.parts)]
+            )
         elif not guest.blocks:
             del guest.sessions[host.peer]
             if not guest.sessions:
@@ -88,7 +103,7 @@ class Hosts:
             return
         guest.frames.refuse()
         if guest.sessions:  # asked for again since
-            again = self._guests[key] = _Guest(self._memory)
+            again = self._guests[key] = _Guest(guest.memory, guest.parts)
             again.sessions = guest.sessions
         else:
             del self._guests[key]
@@ -110,16 +125,17 @@ class Hosts:
                 raise ProtocolError(f"{size} bytes of queries")
             data = self._queries[session, head.number] = memoryview(bytearray(size))
             return [data]
-        guest, layout = self._guests.get(head.key), self._memory.layout
+        guest = self._guests.get(head.key)
         if guest is None or session not in guest.sessions.values():
             return [memoryview(bytearray(size))]  # its home left: read past it
+        layout = guest.memory.layout
         stop = head.first + len(head.seals)
         fits = 0 <= head.layer < layout.num_layers and head.first == guest.stops[head.layer]
         if not (fits and head.first < stop <= len(guest.blocks)):
             raise ProtocolError(f"KV of {head.key}, layer {head.layer}, is not what must come next")
         tokens = Span(head.first * layout.block_size, stop * layout.block_size)
         runs = runs_of(guest.blocks, layout.block_size, tokens.start, tokens.stop)
-        targets = [self._memory.landing(head.layer, *run) for run in runs]
+        targets = [guest.memory.landing(head.layer, *run) for run in runs]
         placed = guest.frames.place(head, session, NONE, tokens, targets, size)
         if placed is None:
             raise ProtocolError(f"KV of {head.key}, layer {head.layer}, is not of its size")
@@ -130,16 +146,16 @@ class Hosts:
         guest = self._guests.get(head.key)
         if guest is None or (targets := guest.frames.take(head)) is None:
             return
-        layout, stop = self._memory.layout, head.first + len(head.seals)
+        memory, layout, stop = guest.memory, guest.memory.layout, head.first + len(head.seals)
         runs = runs_of(
             guest.blocks, layout.block_size, head.first * layout.block_size, stop * layout.block_size
         )
         for run, buffer in zip(runs, targets, strict=True):
-            self._memory.land(head.layer, *run, buffer)
+            memory.land(head.layer, *run, buffer)
         self.bytes_in += len(head.seals) * layout.slice_bytes
         for block, expected in zip(guest.blocks[head.first : stop], head.seals, strict=True):
             slots = block * layout.block_size, (block + 1) * layout.block_size
-            if seal(self._memory.export(head.layer, *slots)) != expected:
+            if seal(memory.export(head.layer, *slots)) != expected:
                 self.seal_mismatches += 1
                 session.send(Stowed(head.key, 0, damaged=True))
                 return
@@ -185,6 +201,8 @@ class Hosts:
             guest = self._guests.get(key)
             if guest is None or not 0 < num_tokens <= guest.stowed * size or num_rows < 1:
                 return None
+            if guest.parts != head.parts:
+                return None
             asked.append(Asked(guest.blocks[: -(-num_tokens // size)], num_rows, num_tokens, first, position))
         self.num_attended += len(asked)
-        return self._attends(head.layer, asked, q)
+        return self._attends(head.layer, asked, q, head.parts)

@@ -257,11 +257,12 @@ class Enough(msgspec.Struct, frozen=True, tag=True):
 
 
 class Room(msgspec.Struct, frozen=True, tag=True):
-    """Keep room for so many blocks of an attempt's KV in the engine's memory, or go on keeping it for this node too.
-    The answer is `Kept`."""
+    """Keep room for so many blocks of an attempt's KV in the engine's memory, of each a `parts`-th of the heads, or go
+    on keeping it for this node too. The answer is `Kept`."""
 
     key: RequestId
     num_blocks: int
+    parts: int = 1
 
 
 class Kept(msgspec.Struct, frozen=True, tag=True):
@@ -295,13 +296,14 @@ class Gone(msgspec.Struct, frozen=True, tag=True):
 
 
 class Attend(msgspec.Struct, frozen=True, tag=True):
-    """Attend to what lies here. Payload: queries `[R, H, D]`, float32. `rows`: (attempt, how many of
-    them, tokens that they see, position of the first query in its request, position of the first token that lies
-    here)."""
+    """Attend to what lies here, a `parts`-th of the heads. Payload: queries `[R, H, D]`, float32, of these heads alone.
+    `rows`: (attempt, how many of them, tokens that they see, position of the first query in its request, position of
+    the first token that lies here)."""
 
     number: int
     layer: int
     rows: tuple[tuple[RequestId, int, int, int, int], ...]
+    parts: int = 1
 
 
 class Attended(msgspec.Struct, frozen=True, tag=True):

@@ -278,7 +278,7 @@ class Runs:
         broken = [
             piece.request
             for piece in run.pieces
-            if self._state_blocks or any(holding.holder == lost.holder for holding in piece.holdings)
+            if self._state_blocks or any(lost.holder in holding.holders for holding in piece.holdings)
         ]
         return {key: Broken(key, reason) for key in broken}
 
@@ -301,7 +301,7 @@ class Runs:
             attempt.tokens[start:stop], start, piece.blocks, piece.samples, decodes, attempt.task.salt,
             piece.slot, piece.restore, piece.snapshots,
             () if num_top is None else attempt.tokens[start + 1 : stop + 1], num_top or 0,
-            tuple([Held(each.holder, each.num_blocks * self._size) for each in piece.holdings]),
+            tuple([Held(each.holders, each.num_blocks * self._size) for each in piece.holdings]),
         )  # fmt: skip
 
     def _scored(self, attempt: _Attempt, position: int, found: Sequence[TokenLogprobs]) -> None:

@@ -41,7 +41,7 @@ from isthmus.conductor.eviction_cost import EvictionCost
 from isthmus.conductor.routing import Router
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.shedding import to_replace, to_shorten, to_thin
-from isthmus.conductor.view import Placement, RequestView, View
+from isthmus.conductor.view import Held, Placement, RequestView, View
 from isthmus.cost.transfer import NONE
 from isthmus.types import MEMORY, NodeId, RequestId, Role
 
@@ -152,7 +152,7 @@ class Conductor:
             codec,
             placement.handover_start,
             placement.recall,
-            tuple([Holding(node.node, count) for node, count in placement.held]),
+            tuple([_holding(held) for held in placement.held]),
         )
 
     def _fetched(self, event: FetchFinished, now: int) -> list[Action]:
@@ -411,6 +411,10 @@ class Conductor:
             gone = self.view.index.evict(node.bit, event.names)
             self._eviction_cost.evicted(node, len(event.names), gone)
         return []
+
+
+def _holding(held: Held) -> Holding:
+    return Holding(tuple([node.node for node in held.holders]), held.num_blocks)
 
 
 def _overloaded(request: RequestId, overload: Overload) -> Refuse:

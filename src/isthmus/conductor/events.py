@@ -41,6 +41,7 @@ class NodeJoined(msgspec.Struct, frozen=True, tag=True):
     `state_blocks`: how many blocks the recurrent state of a sequence fills, 0 for models without: a prefix is of use
     up to a block whose state is kept as well (`blocks.state_name`). `max_sequences`: so many decode there at once,
     0 for no limit known. `lends`: it may hold KV of requests that are computed elsewhere, and have others hold its own.
+    `kv_heads`: into so many equal parts the KV of a token can be cut.
     """
 
     node: NodeId
@@ -55,6 +56,7 @@ class NodeJoined(msgspec.Struct, frozen=True, tag=True):
     state_blocks: int = 0
     max_sequences: int = 0
     lends: bool = True
+    kv_heads: int = 1
 
 
 class LinkState(msgspec.Struct, frozen=True):

@@ -1,8 +1,8 @@
 """Which nodes hold the leading blocks of a request whose KV does not all lie where it is computed (DistAttention).
 
 A prompt that is longer than the memory of its nodes goes to those that have most room in their cluster, as much of it
-as must; with nodes of role attention every prompt goes to them (Lamina, but by tokens and not by heads). A holder may
-say no, since it knows better what it has: then the attempt fails and the next is placed anew.
+as must; with nodes of role attention every prompt goes to them, shared by KV heads where there are enough (Lamina). A
+holder may say no, since it knows better what it has: then the attempt fails and the next is placed anew.
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from isthmus.conductor.events import NodeJoined, RequestArrived
-from isthmus.conductor.view import NodeView, View
+from isthmus.conductor.view import Held, NodeView, View
 from isthmus.types import Role
-
-Held = tuple[tuple[NodeView, int], ...]
-"""Holders in the order of the request's tokens, with so many blocks each."""
 
 
 def at_home(capacity_tokens: int) -> int:
@@ -38,9 +35,9 @@ def longest(nodes: Iterable[NodeJoined | NodeView]) -> int:
     return largest
 
 
-def spread(view: View, request: RequestArrived, prefill: NodeView, decode: NodeView) -> Held | None:
+def spread(view: View, request: RequestArrived, prefill: NodeView, decode: NodeView) -> tuple[Held, ...] | None:
     """Where the blocks go for which there is no memory at home; where there are nodes of role attention, all full
-    blocks of the prompt, to each of these an equal part. None if there is no room for them now."""
+    blocks of the prompt. None if there is no room for them now."""
     size, length = prefill.block_size, request.num_tokens + request.max_tokens
     least = max(length - at_home(prefill.capacity_tokens), length - decode.capacity_tokens)
     blocks, most = max(0, -(-least // size)), (request.num_tokens - 1) // size
@@ -51,23 +48,41 @@ def spread(view: View, request: RequestArrived, prefill: NodeView, decode: NodeV
         for node in view.members(decode.cluster)
         if node.lends and node not in (prefill, decode) and not node.draining
     ]
-    attending = sorted([each for each in others if each[1].role is Role.ATTENTION], key=lambda each: each[0])
-    found: list[tuple[NodeView, int]] = []
-    for at, (room, node) in enumerate(attending):
-        taken = num_blocks(found)
-        count = min(room, -(-(most - taken) // (len(attending) - at)))
-        if count > 0:
-            found.append((node, count))
+    found = _attending([each for each in others if each[1].role is Role.ATTENTION], most)
     lending = sorted([each for each in others if each[1].role is not Role.ATTENTION], key=lambda each: -each[0])
     for room, node in lending:
         count = min(room, blocks - num_blocks(found))
         if count > 0:
-            found.append((node, count))
+            found.append(Held((node,), count))
     return tuple(found) if num_blocks(found) >= blocks else None
 
 
-def num_blocks(held: Sequence[tuple[NodeView, int]]) -> int:
-    return sum([count for _, count in held])
+def _attending(nodes: list[tuple[int, NodeView]], most: int) -> list[Held]:
+    """With nodes of role attention and so much room each: to as many of them as the heads can be shared by, those with
+    most room, of each block a part; where heads cannot be shared, an equal part of the blocks to each."""
+    nodes = sorted(nodes, key=lambda each: each[0])
+    parts = _parts(nodes[0][1].kv_heads, len(nodes)) if nodes else 1
+    found: list[Held] = []
+    if parts > 1:
+        sharing = nodes[-parts:]
+        count = min(most, sharing[0][0] * parts)
+        if count > 0:
+            found.append(Held(tuple([node for _, node in sharing]), count))
+        return found
+    for at, (room, node) in enumerate(nodes):
+        count = min(room, -(-(most - num_blocks(found)) // (len(nodes) - at)))
+        if count > 0:
+            found.append(Held((node,), count))
+    return found
+
+
+def _parts(kv_heads: int, most: int) -> int:
+    """The most equal parts of the heads, for so many nodes."""
+    return max([parts for parts in range(1, most + 1) if kv_heads % parts == 0])
+
+
+def num_blocks(found: Sequence[Held]) -> int:
+    return sum([held.num_blocks for held in found])
 
 
 def free_tokens(node: NodeView) -> int:

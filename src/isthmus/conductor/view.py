@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from isthmus.attempts import FetchOrder
 from isthmus.blocks import state_name
@@ -47,6 +48,7 @@ class NodeView:
         "hands_over_on_link",
         "kind",
         "kv_dtype",
+        "kv_heads",
         "lends",
         "lent_blocks",
         "link_in",
@@ -85,6 +87,19 @@ class NodeView:
         self.batch = self.context = 0  # requests placed here to decode, and their tokens
         self.evictions = 0
         self.lends, self.lent_blocks = joined.lends, 0  # to requests that are computed elsewhere
+        self.kv_heads = joined.kv_heads
+
+
+class Held(NamedTuple):
+    """The next blocks of a request, which these nodes have: of several each an equal part of the heads."""
+
+    holders: tuple[NodeView, ...]
+    num_blocks: int
+
+    @property
+    def room(self) -> int:
+        """Blocks of the memory of each."""
+        return -(-self.num_blocks // len(self.holders))
 
 
 class Placement:
@@ -128,13 +143,12 @@ class Placement:
         self.handover_start = 0
         self.recall: FetchOrder | None = None
         self.lender: NodeView | None = None
-        # Where its leading blocks lie instead, and how many.
-        self.held: Sequence[tuple[NodeView, int]] = ()
+        self.held: Sequence[Held] = ()  # where its leading blocks lie instead
 
     def handover_bytes(self, num_tokens: int) -> int:
         """What goes from the prefill node to the decode node, of so many tokens."""
         node = self.prefill
-        elsewhere = self.handover_start + sum([count for _, count in self.held])
+        elsewhere = self.handover_start + sum([held.num_blocks for held in self.held])
         sent = num_tokens - elsewhere * node.block_size
         return sent * node.cost.kv_token_bytes + node.state_bytes
 
@@ -187,12 +201,12 @@ class RequestView:
         self.across: ClusterLink | None = None
         self.owed = 0
         self.lender: NodeView | None = None  # whom its decode node gets a part of the prefix from
-        self.held: Sequence[tuple[NodeView, int]] = ()  # holders of its leading blocks, and how many
+        self.held: Sequence[Held] = ()  # where its leading blocks lie
 
     @property
     def away_tokens(self) -> int:
         """Of its prompt, those that lie with holders."""
-        return sum([count * node.block_size for node, count in self.held])
+        return sum([held.num_blocks * held.holders[0].block_size for held in self.held])
 
     @property
     def nodes(self) -> tuple[NodeView, ...]:
@@ -315,8 +329,9 @@ class View:
         if decode is not prefill:
             self._assign_handover(request, placement, now)
         request.held = placement.held
-        for node, count in request.held:
-            node.lent_blocks += count
+        for held in request.held:
+            for node in held.holders:
+                node.lent_blocks += held.room
         self.num_routed += 1
 
     def _assign_handover(self, request: RequestView, placement: Placement, now: int) -> None:
@@ -371,8 +386,9 @@ class View:
             decode.context -= facts.num_tokens
         self.end_copy(request)
         self._crossed(request)
-        for node, count in request.held:
-            node.lent_blocks -= count
+        for held in request.held:
+            for node in held.holders:
+                node.lent_blocks -= held.room
         request.prefill, request.decode, request.held = None, None, ()
 
     def _crossed(self, request: RequestView) -> None:
@@ -398,7 +414,7 @@ class View:
         over; its decode and holders of its blocks always."""
         for request in list(self.requests.values()):
             handing = request.handing_over and (request.prefill is node or request.lender is node)
-            if request.decode is node or handing or any(holder is node for holder, _ in request.held):
+            if request.decode is node or handing or any(node in held.holders for held in request.held):
                 yield request
 
     def check(self) -> None:
@@ -411,7 +427,7 @@ class View:
             assert node.work_ns == sum(request.work_ns for request in queued)
             assert node.batch == len(decoding) == len(node.decodes)
             assert node.context == sum(request.arrived.num_tokens for request in decoding)
-            lent = [count for r in self.requests.values() for holder, count in r.held if holder is node]
+            lent = [held.room for r in self.requests.values() for held in r.held if node in held.holders]
             assert node.lent_blocks == sum(lent)
             for copy in (*node.link_in.copies, *node.link_out.copies):
                 assert any(r.copy is copy for r in self.requests.values()), "a copy that nobody wants"

@@ -31,8 +31,9 @@ class NodeFacts(msgspec.Struct, frozen=True):
     `kv_blocks`: of its engine's memory, beside the recurrent states of `live_states` requests. `dram_blocks`,
     `ssd_blocks`: that its cache keeps; `transit_blocks`: of DRAM for blocks on their way: being written, fetched, lent.
     `state_blocks`: that the recurrent state of a sequence fills. `pipeline`: machines of the group. `cluster`: where it
-    stands, "" if there is only one. `kv_dtype`: of its KV, for codecs; "" for what they do not take. `token_budget`,
-    `prompt_batch`, `order`, `max_steps`, `max_chunks`: as in the scheduler's `Limits`; the last for prefill alone.
+    stands, "" if there is only one. `kv_dtype`: of its KV, for codecs; "" for what they do not take. `kv_heads`: into
+    so many parts the KV of a token can be cut. `token_budget`, `prompt_batch`, `order`, `max_steps`, `max_chunks`: as
+    in the scheduler's `Limits`; the last for prefill alone.
     """
 
     node: NodeId
@@ -49,6 +50,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
     pipeline: int = 1
     cluster: str = ""
     kv_dtype: str = ""
+    kv_heads: int = 1
     chunking: Chunking = Chunking()
     token_budget: int = 512
     prompt_batch: int = 1 << 30
@@ -126,6 +128,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
             max_sequences=self.max_sequences,
             state_blocks=self.state_blocks,
             lends=self.pipeline == 1,
+            kv_heads=self.kv_heads,
         )
 
     def node_of(

@@ -28,6 +28,9 @@ TRANSIT = 8
 MAX_EMULATED_TOKENS = 1 << 23
 """That an emulated node holds when `engine.kv_memory` is not given, so that no small model fills the host's memory."""
 
+EMULATED_HEADS = 2
+"""KV heads of the emulated engine, where the model has as many that they can be cut in two."""
+
 
 def nodes_of(
     config: Config,
@@ -85,6 +88,7 @@ def role_facts(
         cluster=cluster.name,
         # A curve does not say; 16 bits are what it most likely was measured with.
         kv_dtype=layout.dtype if layout is not None else codec_dtype(cost, engine.dtype or "bfloat16"),
+        kv_heads=_kv_heads(config, cost, layout),
         chunking=chunking_of(config, nodes),
         token_budget=engine.token_budget,
         prompt_batch=engine.prompt_batch or engine.token_budget,
@@ -92,6 +96,16 @@ def role_facts(
         order=config.scheduling.order,
         eviction=config.cache.eviction,
     )
+
+
+def _kv_heads(config: Config, cost: Cost, layout: KVLayout | None) -> int:
+    """Into how many parts the KV of a token can be cut."""
+    if layout is not None:
+        return layout.num_kv_heads if layout.vectors == 2 else 1
+    heads = cost.model.kv_shards if isinstance(cost, Analytic) else 1
+    if config.engine.kind == "emulated":
+        return EMULATED_HEADS if heads % EMULATED_HEADS == 0 or not isinstance(cost, Analytic) else 1
+    return heads
 
 
 def _sequences(config: Config) -> Sequences:

@@ -14,7 +14,7 @@ from isthmus.engine.constraints import Constraints
 from isthmus.engine.engine import EngineOptions, device_of, num_blocks_of
 from isthmus.engine.interface import Asked
 from isthmus.engine.kv import TORCH_DTYPES, KVMemory
-from isthmus.engine.remote import answer_to, queries_of, shapes_of
+from isthmus.engine.remote import answer_to, queries_of, shapes_of, split_of
 from isthmus.engine.spec import kv_layout, read_spec
 from isthmus.engine.weights import load_weights
 
@@ -50,9 +50,9 @@ class AttentionEngine:
     def products(self) -> tuple[str, ...]:
         return ()
 
-    def attend(self, layer: int, asked: Sequence[Asked], q: memoryview) -> memoryview:
+    def attend(self, layer: int, asked: Sequence[Asked], q: memoryview, parts: int = 1) -> memoryview:
         """See `isthmus.engine.interface.Engine`."""
-        shape, kv = self._shapes[layer], self.memory.layers[layer]
+        kv, shape = split_of(self.memory.layers[layer], self._shapes[layer], parts)
         with torch.inference_mode():
             return answer_to(asked, queries_of(q, shape), kv, self.layout.block_size, shape, self._kernels)
 

@@ -20,7 +20,7 @@ import msgspec
 
 from isthmus.cost import NodeCost
 from isthmus.engine.constraints import Constraints
-from isthmus.engine.emulated_memory import EmulatedMemory, EmulatedStates
+from isthmus.engine.emulated_memory import EmulatedMemory, EmulatedStates, join_heads
 from isthmus.engine.interface import (
     Asked,
     Asking,
@@ -228,12 +228,13 @@ class EmulatedEngine:
         self.states.finish(passage)
         return below, digests
 
-    def attend(self, layer: int, asked: Sequence[Asked], q: memoryview) -> memoryview:
+    def attend(self, layer: int, asked: Sequence[Asked], q: memoryview, parts: int = 1) -> memoryview:
         """The bytes of what is asked for, one after the other."""
-        size, found = self.layout.block_size, bytearray()
+        size, found, memory = self.layout.block_size, bytearray(), self.memory
+        memory = memory.split(parts) if parts > 1 else memory
         for each in asked:
             for run in runs_of(each.blocks, size, 0, each.num_tokens):
-                found += self.memory.export(layer, *run)
+                found += memory.export(layer, *run)
         return memoryview(found)
 
     def _write(self, layer: int, chunk: Chunk, other: bytes, runs: Runs, below: Sequence[bytes]) -> list[bytes]:
@@ -288,10 +289,11 @@ def _ask(elsewhere: Elsewhere | None, layer: int, index: int, chunk: Chunk) -> b
     found, position = b"", 0
     for held in chunk.holdings:
         assert elsewhere is not None, "KV lies elsewhere, and nobody to ask was named"
-        entry = index, len(chunk.tokens), held.num_tokens, chunk.start, position
-        asking = Asking(held.holder, (entry,))
-        elsewhere.ask(layer, asking, memoryview(bytes(len(chunk.tokens))))
-        found += elsewhere.answer(layer, asking)
+        entry, parts = (index, len(chunk.tokens), held.num_tokens, chunk.start, position), len(held.holders)
+        askings = [Asking(holder, (entry,), part, parts) for part, holder in enumerate(held.holders)]
+        for asking in askings:
+            elsewhere.ask(layer, asking, memoryview(bytes(len(chunk.tokens))))
+        found += join_heads([elsewhere.answer(layer, asking) for asking in askings], TOKEN_BYTES // 2 // parts)
         position += held.num_tokens
     return found
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+import numpy as np
+
 from isthmus.blocks import KVLayout
 from isthmus.engine.interface import Chunk
 from isthmus.engine.recipe import Recipe
@@ -26,6 +29,17 @@ class EmulatedMemory:
         return self.layers[layer][first * width : stop * width]
 
     landing = export
+
+    def export_heads(self, layer: int, first: int, stop: int, part: int, parts: int) -> memoryview:
+        width = self.layout.token_bytes // self.layout.vectors // parts
+        vectors = np.frombuffer(self.export(layer, first, stop), np.uint8).reshape(-1, parts, width)
+        return memoryview(vectors[:, part].tobytes())
+
+    def split(self, parts: int) -> EmulatedMemory:
+        layout = msgspec.structs.replace(self.layout, num_kv_heads=self.layout.num_kv_heads // parts)
+        other = EmulatedMemory(layout, 0)
+        other.num_blocks, other.layers = self.num_blocks * parts, self.layers
+        return other
 
     def land(self, layer: int, first: int, stop: int, data: memoryview) -> None:
         """Nothing is left to do: the bytes were received in place."""
@@ -49,6 +63,12 @@ class EmulatedMemory:
         assert all(0 <= at <= arena.nbytes - size for at in offsets), "offsets lie outside the arena"
         assert len(blocks) == len(offsets), "each block has its place in the arena"
         return [(block * size, at) for block, at in zip(blocks, offsets, strict=True)]
+
+
+def join_heads(parts: Sequence[memoryview], width: int) -> bytes:
+    """What holders of parts of the heads answered, `width` bytes of each vector, as the bytes of all heads."""
+    found = [np.frombuffer(each, np.uint8).reshape(-1, width) for each in parts]
+    return np.stack(found, axis=1).tobytes()
 
 
 LayerStates = list[bytearray]

@@ -30,7 +30,7 @@ from isthmus.engine.interface import (
 )
 from isthmus.engine.kv import TORCH_DTYPES, KVMemory, bytes_of
 from isthmus.engine.model import Model, Residual
-from isthmus.engine.remote import answer_to, queries_of, shapes_of
+from isthmus.engine.remote import answer_to, queries_of, shapes_of, split_of
 from isthmus.engine.sampling import sample
 from isthmus.engine.scores import parts_of, score
 from isthmus.engine.spec import kv_layout, read_spec
@@ -174,12 +174,11 @@ class Engine:
         logits_SV = self.forward(batch, on_layer, before_layer, hidden, on_scores, elsewhere)
         return sample(logits_SV, rows, self.constraints.allowed(rows))
 
-    def attend(self, layer: int, asked: Sequence[Asked], q: memoryview) -> memoryview:
+    def attend(self, layer: int, asked: Sequence[Asked], q: memoryview, parts: int = 1) -> memoryview:
         """Reads `memory` alone, and has no buffers in common with a step."""
-        shape = self._shapes[layer]
+        kv, shape = split_of(self.memory.layers[layer], self._shapes[layer], parts)
         with torch.inference_mode():
-            size, kv = self.layout.block_size, self.memory.layers[layer]
-            return answer_to(asked, queries_of(q, shape), kv, size, shape, self.kernels)
+            return answer_to(asked, queries_of(q, shape), kv, self.layout.block_size, shape, self.kernels)
 
     def relay(
         self,

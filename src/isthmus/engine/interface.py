@@ -35,20 +35,23 @@ and of the targets behind it. All targets of a chunk are told once a step, in th
 
 @dataclass(frozen=True)
 class Held:
-    """So many of a request's tokens lie with `holder`, in all layers that keep KV."""
+    """So many of a request's tokens lie with `holders`, in all layers that keep KV; an equal part of the heads with
+    each, in their order."""
 
-    holder: str
+    holders: tuple[str, ...]
     num_tokens: int
 
 
 @dataclass(frozen=True)
 class Asking:
-    """Of one holder: what each of the flat tokens whose KV it has a part of asks, in their order. `chunks`: (index of
-    the chunk in the caller's order, its flat tokens, tokens there that they attend to, position of its first flat
-    token, position of the first of those there)."""
+    """Of one holder, that has part number `part` of `parts` of the heads: what each of the flat tokens whose KV it has
+    some of asks, in their order. `chunks`: (index of the chunk in the caller's order, its flat tokens, tokens there
+    that they attend to, position of its first flat token, position of the first of those there)."""
 
     holder: str
     chunks: tuple[tuple[int, int, int, int, int], ...]
+    part: int = 0
+    parts: int = 1
 
     @property
     def num_rows(self) -> int:
@@ -59,7 +62,7 @@ class Elsewhere(Protocol):
     """Attention over KV that other engines hold. For one step; the engine's thread calls both, layer by layer."""
 
     def ask(self, layer: int, asking: Asking, q: memoryview) -> None:
-        """Sends the queries `[R, H, D]` of these rows, float32; does not wait."""
+        """Sends the queries `[R, H, D]` of these rows, float32, H heads of this part; does not wait."""
 
     def answer(self, layer: int, asking: Asking) -> memoryview:
         """`out [R, H, D]` and then `lse [R, H]`, both float32, natural logarithm. Raises HolderLost."""
@@ -169,6 +172,13 @@ class KVBytes(Protocol):
     def export(self, layer: int, first: int, stop: int) -> memoryview:
         """The bytes of slots `[first, stop)` of a layer, to be read."""
 
+    def export_heads(self, layer: int, first: int, stop: int, part: int, parts: int) -> memoryview:
+        """A copy of part number `part` of `parts` of the KV heads of these slots, laid out as in `split(parts)`."""
+
+    def split(self, parts: int) -> KVBytes:
+        """The same memory as blocks with a `parts`-th of the KV heads each, `parts` times as many: block b of these is
+        blocks `[parts b, parts (b + 1))` of those."""
+
     def landing(self, layer: int, first: int, stop: int) -> memoryview:
         """A buffer to receive slots `[first, stop)` of a layer into; `land` makes its bytes the KV."""
 
@@ -239,9 +249,10 @@ class Engine(Protocol):
         `hidden` does not fit the batch, HolderLost.
         """
 
-    def attend(self, layer: int, asked: Sequence[Asked], q: memoryview) -> memoryview:
+    def attend(self, layer: int, asked: Sequence[Asked], q: memoryview, parts: int = 1) -> memoryview:
         """What queries `[R, H, D]` of other engines get of KV that lies here: `out [R, H, D]` and then `lse [R, H]`,
-        all float32. From any thread, while a step runs; nobody writes to those blocks meanwhile."""
+        all float32, H a `parts`-th of the model's heads; blocks are those of `memory.split(parts)`. From any thread,
+        while a step runs; nobody writes to those blocks meanwhile."""
 
     def relay(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,13 +21,19 @@ class KVMemory:
     """`layers[i]`: `[num_blocks * block_size, vectors, num_kv_heads, head_dim]`; two vectors are K, then V."""
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, device: torch.device, kernels: Kernels | None = None
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        device: torch.device,
+        kernels: Kernels | None = None,
+        layers: list[Tensor] | None = None,
     ) -> None:
+        """`layers`: memory that there is already."""
         shape = (num_blocks * layout.block_size, layout.vectors, layout.num_kv_heads, layout.head_dim)
         self.layout, self.num_blocks = layout, num_blocks
         self._kernels = kernels or PlainKernels()
         dtype = TORCH_DTYPES[layout.dtype]
-        self.layers: list[Tensor] = [
+        self.layers: list[Tensor] = layers or [
             torch.zeros(shape, dtype=dtype, device=device) for _ in range(layout.num_layers)
         ]
         self._raw = [layer.view(num_blocks, -1).view(torch.uint8) for layer in self.layers]
@@ -42,6 +49,19 @@ class KVMemory:
             width = self.layout.token_bytes
             return self._bytes[layer][first * width : stop * width]
         return bytes_of(self.layers[layer][first:stop].cpu())
+
+    def export_heads(self, layer: int, first: int, stop: int, part: int, parts: int) -> memoryview:
+        """See `KVBytes`."""
+        kv_SVKD = self.layers[layer][first:stop]
+        count = kv_SVKD.shape[2] // parts
+        return bytes_of(kv_SVKD[:, :, part * count : (part + 1) * count].cpu())
+
+    def split(self, parts: int) -> KVMemory:
+        """See `KVBytes`."""
+        heads = self.layout.num_kv_heads // parts
+        layout = msgspec.structs.replace(self.layout, num_kv_heads=heads)
+        layers = [layer.view(-1, layout.vectors, heads, layout.head_dim) for layer in self.layers]
+        return KVMemory(layout, self.num_blocks * parts, layers[0].device, self._kernels, layers)
 
     def landing(self, layer: int, first: int, stop: int) -> memoryview:
         """A buffer to receive slots `[first, stop)` of a layer into; `land` makes its bytes the KV."""

@@ -31,14 +31,14 @@ TOKEN_BYTES = 16
 
 
 def layout_of(block_size: int, *, layers: int = LAYERS, state_tokens: int = 0) -> KVLayout:
-    """An emulated KV layout: `TOKEN_BYTES` for each token and layer, K and V of one float32 being 8. Recurrent states,
-    if any, are as long as the KV of `state_tokens` tokens."""
+    """An emulated KV layout: `TOKEN_BYTES` for each token and layer, K and V of one float32 in each of two heads.
+    Recurrent states, if any, are as long as the KV of `state_tokens` tokens."""
     return KVLayout(
         "float32",
         block_size,
         num_layers=layers,
-        num_kv_heads=1,
-        head_dim=TOKEN_BYTES // 8,
+        num_kv_heads=2,
+        head_dim=TOKEN_BYTES // 16,
         state_bytes=layers * TOKEN_BYTES * state_tokens,
     )
 

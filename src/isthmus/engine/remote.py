@@ -50,10 +50,15 @@ def shapes_of(spec: ModelSpec, layers: tuple[int, int]) -> tuple[Shape, ...]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Of a batch, the flat tokens that ask one holder."""
+    """Of a batch, the flat tokens that ask one holder of the same part of their heads."""
 
     asking: Asking
     flat: slice | Tensor
+
+    def heads(self, num_heads: int) -> slice:
+        """Of all query heads, those whose KV the holder has."""
+        count = num_heads // self.asking.parts
+        return slice(self.asking.part * count, (self.asking.part + 1) * count)
 
     def advanced(self) -> Rows:
         """One position on, in a batch of decodes."""
@@ -70,18 +75,23 @@ class Rows:
 
 
 def rows_of(placed: Sequence[tuple[int, int, Chunk]], device: torch.device) -> tuple[Rows, ...]:
-    """One for each holder. `placed`: first flat token and index of each chunk, in flat order."""
-    chunks: dict[str, list[tuple[int, int, int, int, int]]] = {}
-    flat: dict[str, list[range]] = {}
+    """One for each holder and part. `placed`: first flat token and index of each chunk, in flat order."""
+    chunks: dict[tuple[str, int, int], list[tuple[int, int, int, int, int]]] = {}
+    flat: dict[tuple[str, int, int], list[range]] = {}
     for first, index, chunk in placed:
         position, count = 0, len(chunk.tokens)
         for held in chunk.holdings:
             entry = index, count, held.num_tokens, chunk.start, position
-            chunks.setdefault(held.holder, []).append(entry)
-            flat.setdefault(held.holder, []).append(range(first, first + count))
+            for part, holder in enumerate(held.holders):
+                at = holder, part, len(held.holders)
+                chunks.setdefault(at, []).append(entry)
+                flat.setdefault(at, []).append(range(first, first + count))
             position += held.num_tokens
     return tuple(
-        [Rows(Asking(holder, tuple(each)), _flat(flat[holder], device)) for holder, each in chunks.items()]
+        [
+            Rows(Asking(holder, tuple(each), part, parts), _flat(flat[holder, part, parts], device))
+            for (holder, part, parts), each in chunks.items()
+        ]
     )
 
 
@@ -100,18 +110,18 @@ class Remote:
 
     def ask(self, q_THD: Tensor) -> None:
         for each in self._rows:
-            q = q_THD[each.flat].to("cpu", torch.float32).contiguous()
+            q = q_THD[each.flat, each.heads(q_THD.shape[1])].to("cpu", torch.float32).contiguous()
             self._elsewhere.ask(self._layer, each.asking, q.view(-1).view(torch.uint8).numpy().data)
 
     def add(self, out_THD: Tensor, lse_TH: Tensor) -> Tensor:
         """The sums here and there together. `lse` of rows that ask nobody may be anything."""
         wide = out_THD.float()
+        _, num_heads, head_dim = wide.shape
         for each in self._rows:
-            data = self._elsewhere.answer(self._layer, each.asking)
-            part = part_of(data, each.asking.num_rows, *wide.shape[1:])
-            here = wide[each.flat], lse_TH[each.flat]
+            data, at = self._elsewhere.answer(self._layer, each.asking), (each.flat, each.heads(num_heads))
+            part = part_of(data, each.asking.num_rows, num_heads // each.asking.parts, head_dim)
             there = part[0].to(wide.device), part[1].to(wide.device)
-            wide[each.flat], lse_TH[each.flat] = merge((here, there))
+            wide[at], lse_TH[at] = merge(((wide[at], lse_TH[at]), there))
         return wide.to(out_THD.dtype)
 
 
@@ -120,6 +130,15 @@ def part_of(data: memoryview, num_rows: int, num_heads: int, head_dim: int) -> P
     numbers = torch.frombuffer(data, dtype=torch.float32)
     split = num_rows * num_heads * head_dim
     return numbers[:split].view(num_rows, num_heads, head_dim), numbers[split:].view(num_rows, num_heads)
+
+
+def split_of(kv: Tensor, shape: Shape, parts: int) -> tuple[Tensor, Shape]:
+    """A layer's KV `[S, 2, K, D]` as blocks with a `parts`-th of the heads each, and attention of so many heads."""
+    if parts == 1:
+        return kv, shape
+    _, vectors, num_kv_heads, head_dim = kv.shape
+    view = kv.view(-1, vectors, num_kv_heads // parts, head_dim)
+    return view, replace(shape, num_heads=shape.num_heads // parts)
 
 
 def queries_of(q: memoryview, shape: Shape) -> Tensor:

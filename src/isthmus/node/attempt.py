@@ -6,7 +6,13 @@ from isthmus.attempts import FetchOrder, Holding
 from isthmus.node.events import Begin, Grant, Load, Reserve
 from isthmus.node.extent import Extent
 from isthmus.scheduler import Actions, Sequence
-from isthmus.types import DECODE, MIXED, NodeId
+from isthmus.types import DECODE, MIXED, NodeId, RequestId
+
+
+def reserves(key: RequestId, holding: Holding) -> list[Reserve]:
+    """To ask for room for all of a holding."""
+    parts = len(holding.holders)
+    return [Reserve(key, holder, holding.num_blocks, at, parts) for at, holder in enumerate(holding.holders)]
 
 
 class Attempt(Sequence):
@@ -14,8 +20,8 @@ class Attempt(Sequence):
     gets itself, until that is in the engine."""
 
     __slots__ = (
-        "asked", "begin", "extent", "fetch", "given_up_ns", "granted", "holders", "landed", "moved_ns",
-        "reason", "recalled", "received", "sampled", "started",
+        "asked", "begin", "extent", "fetch", "given_up_ns", "granted", "holders", "landed", "more", "moved_ns",
+        "reason", "recalled", "received", "sampled", "shipping_to", "started",
     )  # fmt: skip
 
     def __init__(self, begin: Begin, extent: Extent, departs: bool) -> None:
@@ -28,8 +34,10 @@ class Attempt(Sequence):
         self.started = False  # its first chunk was in a run
         self.granted = False  # its decode node has room
         self.sampled = False  # its first token is known
-        self.asked: dict[NodeId, Holding] = {}  # holders whose answer is still to come
+        self.asked: dict[NodeId, None] = {}  # holders whose answer is still to come
+        self.more: Holding | None = None  # what they were asked for beside its holdings
         self.holders: dict[NodeId, None] = {}  # all that were asked
+        self.shipping_to: dict[NodeId, None] = {}  # who has not said that what is on its way there came
         self.landed = False  # what is shipped is there, and a run may still use it here
         self.received = False  # what is handed over is in the engine
         self.recalled = not route.handover_start  # what of the prompt is not handed over is, too
@@ -53,10 +61,10 @@ class Attempt(Sequence):
         """It has memory: its holders are asked for room, once."""
         if not self.holdings or self.holders:
             return []
-        self.asked = {holding.holder: holding for holding in self.holdings}
-        self.holders = dict.fromkeys(self.asked)
-        key = self.begin.key
-        return [Reserve(key, holding.holder, holding.num_blocks) for holding in self.holdings]
+        found = [action for holding in self.holdings for action in reserves(self.begin.key, holding)]
+        self.asked = {action.holder: None for action in found}
+        self.holders = dict(self.asked)
+        return [*found]
 
     def admitted(self) -> Actions:
         """Where it decodes there may be no memory yet."""

@@ -13,13 +13,17 @@ from __future__ import annotations
 
 from isthmus.attempts import Holding
 from isthmus.node import events
-from isthmus.node.attempt import Attempt
+from isthmus.node.attempt import Attempt, reserves
 from isthmus.scheduler import Actions, Scheduler
 from isthmus.types import DECODE, NodeId, RequestId
 
 FREE_TOKENS = 16
 """That are shipped in an iteration beside decodes: so much costs nothing, twice as much 8.6 % (Infinite-LLM, section on
 overlap)."""
+
+
+Holders = tuple[NodeId, ...]
+"""Who share the blocks of a holding."""
 
 
 class Away:
@@ -35,7 +39,8 @@ class Away:
         """Its leading blocks are to lie where its route says. Returns why that cannot be, or nothing."""
         holdings = attempt.begin.route.holdings
         count = sum([holding.num_blocks for holding in holdings])
-        if len({holding.holder for holding in holdings}) < len(holdings):
+        holders = [holder for holding in holdings for holder in holding.holders]
+        if len(set(holders)) < len(holders):
             return "a route names a holder twice"
         if attempt.begin.route.handover_start:
             return "a route recalls blocks and has holders for them"
@@ -49,38 +54,44 @@ class Away:
             attempt.waits = True
         return ""
 
-    def move(self, attempt: Attempt, holder: NodeId, num_blocks: int, actions: Actions) -> None:
-        """Asks for room for so many more of its blocks, unless it has some with that holder before those of another:
-        what lies with a holder follows each other."""
-        key, holdings = attempt.request, attempt.holdings
+    def move(self, attempt: Attempt, holders: Holders, num_blocks: int, actions: Actions) -> None:
+        """Asks for room for so many more of its blocks, unless one of these has some before those of another: what lies
+        with a holder follows each other."""
+        last = attempt.holdings[-1:]
+        others, there = attempt.holdings, 0
+        if last and last[0].holders == holders:
+            others, there = others[:-1], last[0].num_blocks
         most = self._scheduler.num_computed(attempt) // self._size - attempt.num_away
-        others = {holding.holder for holding in holdings[:-1]}
         num_blocks = min(num_blocks, most)
-        if num_blocks <= 0 or holder in others or attempt.asked:
+        taken = {holder for holding in others for holder in holding.holders}
+        if num_blocks <= 0 or attempt.asked or not taken.isdisjoint(holders):
             return
-        there = holdings[-1].num_blocks if holdings and holdings[-1].holder == holder else 0
-        attempt.asked = {holder: Holding(holder, num_blocks)}
-        attempt.holders[holder] = None
-        self.attempts[key] = attempt
-        actions.append(events.Reserve(key, holder, there + num_blocks))
+        attempt.asked = dict.fromkeys(holders)
+        attempt.more = Holding(holders, num_blocks)
+        attempt.holders |= attempt.asked
+        self.attempts[attempt.request] = attempt
+        actions += reserves(attempt.request, Holding(holders, there + num_blocks))
 
     def reserved(self, attempt: Attempt, event: events.Reserved) -> bool:
         """An answer came; whether it goes on. Without room for more it does as it was."""
-        holding = attempt.asked.pop(event.holder)
-        is_more = holding not in attempt.holdings
+        del attempt.asked[event.holder]
         if not event.granted:
-            return is_more
-        if is_more:
+            if attempt.more is None:
+                return False
+            attempt.more = Holding(attempt.more.holders, 0)
+        if attempt.asked:
+            return True
+        more, attempt.more = attempt.more, None
+        if more is not None and more.num_blocks:
             last = attempt.holdings[-1:]
-            if last and last[0].holder == holding.holder:
-                more = Holding(holding.holder, last[0].num_blocks + holding.num_blocks)
+            if last and last[0].holders == more.holders:
+                more = Holding(more.holders, last[0].num_blocks + more.num_blocks)
                 attempt.keep_away((*attempt.holdings[:-1], more))
             else:
-                attempt.keep_away((*attempt.holdings, holding))
-        if not attempt.asked:
-            attempt.waits = False
-            if attempt.num_held < attempt.num_away:
-                self._moving[attempt.request] = attempt
+                attempt.keep_away((*attempt.holdings, more))
+        attempt.waits = False
+        if attempt.num_held < attempt.num_away:
+            self._moving[attempt.request] = attempt
         return True
 
     def ship(self, actions: Actions) -> None:
@@ -90,29 +101,32 @@ class Away:
             if attempt.num_shipping or attempt.landed or computed <= attempt.cached:
                 continue  # what is cached of it is loaded with its first chunk
             full = min(computed // self._size, attempt.num_away)
-            holder, first, stop = self._next(attempt)
+            holders, first, stop = self._next(attempt)
             count = min(full, stop) - attempt.num_held
             if attempt.sampled and not attempt.departs:
                 count = min(count, max(1, FREE_TOKENS // self._size))
             if count > 0:
-                attempt.num_shipping = count
-                actions.append(events.Ship(key, holder, first, attempt.blocks[:count]))
+                attempt.num_shipping, blocks = count, attempt.blocks[:count]
+                attempt.shipping_to = dict.fromkeys(holders)
+                actions += [events.Ship(key, holder, first, blocks) for holder in holders]
 
     @staticmethod
-    def _next(attempt: Attempt) -> tuple[NodeId, int, int]:
-        """The holder of the next block, how many of the attempt it has, and the first block that is not for it."""
+    def _next(attempt: Attempt) -> tuple[Holders, int, int]:
+        """Holders of the next block, how many of the attempt they have, and the first block that is not for them."""
         stop = 0
         for holding in attempt.holdings:
             start, stop = stop, stop + holding.num_blocks
             if attempt.num_held < stop:
-                return holding.holder, attempt.num_held - start, stop
+                return holding.holders, attempt.num_held - start, stop
         raise AssertionError("all that is to lie elsewhere does")
 
     def shipped(self, attempt: Attempt, event: events.Shipped) -> None:
-        """What was on its way is there."""
-        if attempt.num_shipping and not attempt.landed:
-            holder, first, _ = self._next(attempt)
-            attempt.landed = holder == event.holder and event.stop >= first + attempt.num_shipping
+        """What was on its way to one of its holders is there."""
+        if event.holder in attempt.shipping_to:
+            _, first, _ = self._next(attempt)
+            if event.stop >= first + attempt.num_shipping:
+                del attempt.shipping_to[event.holder]
+                attempt.landed = not attempt.shipping_to
 
     def settle(self) -> list[Attempt]:
         """Those whose shipped blocks no run uses are elsewhere now; returns who has nothing left to ship."""
@@ -149,8 +163,9 @@ class Guests:
         self._needed: dict[RequestId, set[NodeId]] = {}
 
     def asked(self, event: events.Asked, actions: Actions) -> None:
-        """Room that there is, is given at once; nobody waits for it."""
-        blocks = self._scheduler.host(event.key, event.num_blocks, actions)
+        """Room that there is, is given at once; nobody waits for it. Where a block has all heads there is room for as
+        many with a part of them as there are parts."""
+        blocks = self._scheduler.host(event.key, -(-event.num_blocks // event.parts), actions)
         if blocks:
             self._needed.setdefault(event.key, set()).add(event.peer)
         actions.append(events.Host(event.key, event.peer, blocks))

@@ -105,12 +105,13 @@ class Enough(msgspec.Struct, frozen=True, tag=True):
 
 
 class Asked(msgspec.Struct, frozen=True, tag=True):
-    """Another node asks for room for `num_blocks` blocks of an attempt's KV, or says that it too needs the room that
-    was given to its first node."""
+    """Another node asks for room for `num_blocks` blocks of an attempt's KV, of each a `parts`-th of the heads, or says
+    that it too needs the room that was given to its first node."""
 
     key: RequestId
     peer: NodeId
     num_blocks: int
+    parts: int = 1
 
 
 class Left(msgspec.Struct, frozen=True, tag=True):
@@ -309,16 +310,19 @@ class Land(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True):
-    """Ask `holder` for room for so many of an attempt's blocks; say `Reserved`."""
+    """Ask `holder` for room for so many of an attempt's blocks in all, of each for part number `part` of `parts` of the
+    heads; say `Reserved`."""
 
     key: RequestId
     holder: NodeId
     num_blocks: int
+    part: int = 0
+    parts: int = 1
 
 
 class Ship(msgspec.Struct, frozen=True, tag=True):
-    """Copy these blocks of the engine to `holder`, where they are numbers `first` and following of what lies there of
-    the attempt; say `Shipped`. Their KV is in place, and stays until then or until `Release`."""
+    """Copy these blocks of the engine to `holder`, its part of the heads, where they are numbers `first` and following
+    of what lies there of the attempt; say `Shipped`. Their KV is in place, and stays until then or until `Release`."""
 
     key: RequestId
     holder: NodeId

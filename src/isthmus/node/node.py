@@ -420,7 +420,7 @@ class Node:
     def _move(self, event: events.Move, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
         if attempt is not None and attempt.state is DECODING and self._stages == 1:
-            self._away.move(attempt, event.holder, event.num_blocks, actions)
+            self._away.move(attempt, (event.holder,), event.num_blocks, actions)
 
     def _reserved(self, event: events.Reserved, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)

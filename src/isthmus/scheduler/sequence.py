@@ -137,7 +137,7 @@ class Sequence:
         for holding in self.holdings:
             there = min(left, holding.num_blocks)
             if there:
-                held.append(Holding(holding.holder, there))
+                held.append(Holding(holding.holders, there))
             left -= there
         gone, self.blocks = self.blocks[:num_blocks], self.blocks[num_blocks:]
         self.held = tuple(held)

@@ -27,7 +27,9 @@ class Holding:
         cancel: Callable[[Flow], None],
     ) -> None:
         self._named, self._say, self._tell, self._start, self._cancel = named, say, tell, start, cancel
-        self._flows: dict[tuple[RequestId, int], Flow] = {}
+        self._flows: dict[tuple[RequestId, int], dict[NodeId, Flow]] = {}
+        self._parts: dict[tuple[RequestId, NodeId], int] = {}
+        """Into how many parts the heads are cut of which a holder has one."""
         self._askers: dict[tuple[RequestId, NodeId], dict[NodeId, None]] = {}
         """Of an attempt and a holder, who asked it for room and has not left."""
         self.handlers: dict[type, Callable[[SimNode, Any], None]] = {
@@ -44,7 +46,8 @@ class Holding:
             self._tell(node, events.Reserved(reserve.key, reserve.holder, False))
             return
         self._askers.setdefault((reserve.key, reserve.holder), {})[name] = None
-        self._say(node, holder, events.Asked(reserve.key, name, reserve.num_blocks))
+        self._parts[reserve.key, reserve.holder] = reserve.parts
+        self._say(node, holder, events.Asked(reserve.key, name, reserve.num_blocks, reserve.parts))
 
     def _host(self, node: SimNode, host: events.Host) -> None:
         self._say(node, self._named[host.peer], events.Reserved(host.key, node.facts.node, bool(host.blocks)))
@@ -52,13 +55,17 @@ class Holding:
     def _ship(self, node: SimNode, ship: events.Ship) -> None:
         holder = self._named[ship.holder]
         size = len(ship.blocks) * node.facts.block_size * node.cost.kv_token_bytes
+        size //= self._parts[ship.key, ship.holder]
         there = partial(
             self._stowed, node, holder, events.Shipped(ship.key, ship.holder, ship.first + len(ship.blocks))
         )
-        self._flows[ship.key, node.slot] = self._start(node, holder, size, (_call, there))
+        flows = self._flows.setdefault((ship.key, node.slot), {})
+        flows[ship.holder] = self._start(node, holder, size, (_call, there))
 
     def _stowed(self, node: SimNode, holder: SimNode, shipped: events.Shipped) -> None:
-        del self._flows[shipped.key, node.slot]
+        del self._flows[shipped.key, node.slot][shipped.holder]
+        if not self._flows[shipped.key, node.slot]:
+            del self._flows[shipped.key, node.slot]
         self._say(holder, node, shipped)
 
     def _vacate(self, node: SimNode, vacate: events.Vacate) -> None:
@@ -67,13 +74,12 @@ class Holding:
         if name in askers:
             del askers[name]
             if not askers:
-                del self._askers[vacate.key, vacate.holder]
+                del self._askers[vacate.key, vacate.holder], self._parts[vacate.key, vacate.holder]
             self._say(node, holder, events.Left(vacate.key, name))
 
     def release(self, node: SimNode, key: RequestId) -> None:
         """Nothing more is read from its blocks here."""
-        flow = self._flows.pop((key, node.slot), None)
-        if flow is not None:
+        for flow in self._flows.pop((key, node.slot), {}).values():
             self._cancel(flow)
 
     def part(self, one: SimNode, other: SimNode) -> None:
@@ -96,7 +102,7 @@ class Holding:
         askers = self._askers[key, holder.facts.node]
         del askers[home.facts.node]
         if not askers:
-            del self._askers[key, holder.facts.node]
+            del self._askers[key, holder.facts.node], self._parts[key, holder.facts.node]
         self.release(home, key)
         if holder.alive:
             self._tell(holder, events.Left(key, home.facts.node))

@@ -132,8 +132,9 @@ class SimNode:
             return 0
         for attempt in self.decider.held_elsewhere():
             for holding in attempt.held:
-                tokens = holding.num_blocks * self.facts.block_size
-                self.elsewhere[holding.holder] = self.elsewhere.get(holding.holder, 0) + tokens
+                tokens = holding.num_blocks * self.facts.block_size // len(holding.holders)
+                for holder in holding.holders:  # a part of the heads is as little to read as of the tokens
+                    self.elsewhere[holder] = self.elsewhere.get(holder, 0) + tokens
         if self.elsewhere or any(piece.holdings for piece in run.chunks):
             return self.cost.num_layers * ROUND_TRIP_PS
         return 0

@@ -33,6 +33,8 @@ roles.attention.count roles.attention.hardware roles.attention.gpus roles.attent
 roles.attention.pipeline
 roles.decode.count roles.decode.hardware roles.decode.gpus roles.decode.max_sequences roles.decode.pipeline
 roles.mixed.count roles.mixed.hardware roles.mixed.gpus roles.mixed.max_sequences roles.mixed.pipeline
+roles.attention.count roles.attention.hardware roles.attention.gpus roles.attention.max_sequences
+roles.attention.pipeline roles.prefill.kv_memory roles.decode.kv_memory roles.mixed.kv_memory roles.attention.kv_memory
 links offload.routing offload.threshold offload.cache offload.control offload.convert offload.cool_down_s
 offload.period_s
 clusters.east.hardware clusters.east.gpus clusters.east.cost clusters.east.price
@@ -43,7 +45,7 @@ scheduling.admission scheduling.order scheduling.chunking scheduling.partial_pre
 scheduling.reserve scheduling.sticky_blocks scheduling.balancing_threshold
 scheduling.decode_s scheduling.load_limit scheduling.seed
 slo.ttft_ms slo.tbt_ms cache.dram cache.ssd cache.folder cache.share cache.eviction
-network.node_gbps network.handover_gbps network.spine_gbps network.connections network.resume_s
+network.node_gbps network.handover_gbps network.spine_gbps network.rtt_us network.connections network.resume_s
 network.compression tls.certificate tls.key tls.authority
 limits.max_requests limits.max_attempts limits.start_s limits.drain_s limits.silence_s limits.rejoin_s
 limits.transfer_s limits.link_s auth.keys

@@ -213,14 +213,16 @@ class CacheConfig(_Section):
 class NetworkConfig(_Section):
     """Links between nodes. `node_gbps`: of a node, each way, None as the hardware has; `handover_gbps`: a rail of its
     own for KV from prefill to decode, None shares the node's; `spine_gbps`: joins all nodes, None no limit (simulated
-    only). `connections`: of each session; `resume_s`: how long a session outlives its last connection;
-    `compression`: of KV where a link, not computing, would be waited for (`int8` loses precision, so that its blocks
-    have names of their own).
+    only). `rtt_us`: of a question to another node and its answer what does not depend on their size (simulated and
+    planned only; the default is NCCL's between two H100 in Lamina). `connections`: of each session; `resume_s`: how
+    long a session outlives its last connection; `compression`: of KV where a link, not computing, would be waited for
+    (`int8` loses precision, so that its blocks have names of their own).
     """
 
     node_gbps: float | None = Field(None, gt=0)
     handover_gbps: float | None = Field(None, gt=0)
     spine_gbps: float | None = Field(None, gt=0)
+    rtt_us: float = Field(66.6, ge=0, le=1_000_000)
     connections: int = Field(2, ge=1, le=64)
     resume_s: float = Field(0.0, ge=0, le=60)
     compression: Literal["none", "lossless", "int8"] = "none"

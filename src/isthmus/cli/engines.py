@@ -147,7 +147,7 @@ def _open_torch(config: Config, folder: Path, threads: int, facts: NodeFacts, st
             device=config.engine.device,
             threads=threads,
             block_size=config.engine.block_size,
-            kv_bytes=kv_memory_of(config, role_config(config, facts.role), facts.cost),
+            kv_bytes=kv_memory_of(config, facts.role, facts.cost),
             max_length=config.engine.max_length,
             layers=split_layers(read_spec(folder).num_layers, stages)[stage] if stages > 1 else None,
             max_sequences=facts.live_states,

@@ -6,6 +6,7 @@
 from isthmus.cost.analytic import Analytic
 from isthmus.cost.coefficients import ENGINES, Coefficients, engine_coefficients
 from isthmus.cost.curve import Curve, curve_of, to_mapping
+from isthmus.cost.elsewhere import Part, Path, Queries, least_bandwidth, slowest_ps
 from isthmus.cost.facts import ModelFacts, facts_of
 from isthmus.cost.hardware import HARDWARE, Hardware, hardware_named
 from isthmus.cost.lengths import Lengths, LogNormal, Sample
@@ -25,6 +26,9 @@ __all__ = [
     "LogNormal",
     "ModelFacts",
     "NodeCost",
+    "Part",
+    "Path",
+    "Queries",
     "Sample",
     "compile_cost",
     "curve_of",
@@ -32,7 +36,9 @@ __all__ = [
     "expected_error",
     "facts_of",
     "hardware_named",
+    "least_bandwidth",
     "outside",
     "pipeline",
+    "slowest_ps",
     "to_mapping",
 ]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from isthmus.cost.coefficients import Coefficients
+from isthmus.cost.elsewhere import Queries
 from isthmus.cost.facts import ModelFacts
 from isthmus.cost.hardware import Hardware
 from isthmus.errors import ConfigError
@@ -88,16 +89,27 @@ class Analytic(msgspec.Struct, frozen=True, tag=True):
     @property
     def kv_capacity_tokens(self) -> int:
         """Tokens of KV that fit beside the weights. Raises ConfigError when none does."""
+        return self._tokens_in(
+            self.free_bytes, f"{self.weight_bytes / 1e9:.1f} GB of {self.weight_dtype} weights"
+        )
+
+    def _tokens_in(self, num_bytes: float, what: str) -> int:
         # On more GPUs than there are parts to cut it into, the KV of a token is held more than once.
         replicas = max(1.0, self.num_gpus / self.model.kv_shards)
-        tokens = int(self.free_bytes / (max(self.kv_token_bytes, 1) * replicas))
+        tokens = int(num_bytes / (max(self.kv_token_bytes, 1) * replicas))
         if tokens < 1:
             raise ConfigError(
-                f"{self.model.architecture} with {self.weight_bytes / 1e9:.1f} GB of {self.weight_dtype} "
-                f"weights does not fit {self.num_gpus} x {self.hardware.name} "
+                f"{self.model.architecture} with {what} does not fit {self.num_gpus} x {self.hardware.name} "
                 f"({self._usable_bytes / 1e9:.1f} GB usable); give it more GPUs"
             )
         return tokens
+
+    @property
+    def lent_capacity_tokens(self) -> int:
+        """Tokens of KV on as many accelerators that have no weights, and attend for others. Raises ConfigError when
+        none fits."""
+        room = self._usable_bytes - _RESERVED_BYTES * self.num_gpus
+        return self._tokens_in(room, "KV")
 
     @property
     def _usable_bytes(self) -> float:
@@ -110,7 +122,7 @@ class AnalyticCost:
     __slots__ = (
         "_attention", "_context", "_cover", "_decode_token", "_expert_flop", "_expert_read", "_fixed", "_head",
         "_kv_read", "_memo", "_moe", "_prefill_token", "_sequence", "_state", "_weight_flop", "_weight_read",
-        "kv_token_bytes", "num_layers", "state_bytes",
+        "kv_token_bytes", "num_layers", "queries", "state_bytes",
     )  # fmt: skip
 
     def __init__(self, cost: Analytic) -> None:
@@ -118,6 +130,7 @@ class AnalyticCost:
         self.kv_token_bytes: int = cost.kv_token_bytes
         self.state_bytes: int = cost.state_bytes
         self.num_layers: int = model.num_layers
+        self.queries = Queries(model.query_elements, model.query_heads, model.kv_layers)
 
         weight, flops = WEIGHT_BYTES[cost.weight_dtype], cost.matmul_flops
         read, matmul = gpus * by.weight_read * gpu.memory_bw, gpus * by.matmul * flops
@@ -207,3 +220,7 @@ class AnalyticCost:
         work = self._gemm(num_tokens + num_decodes) + num_tokens * self._prefill_token + attention + self._fixed
         work += self._sequence * len(chunks) + num_decodes * (self._sequence + self._state + self._decode_token)
         return math.ceil(work) + self._context * context
+
+    def attend_ps(self, num_queries: int, num_tokens: float) -> float:
+        """Every KV is read once, and meets every query."""
+        return max(self._attention * num_queries, self._kv_read) * num_tokens

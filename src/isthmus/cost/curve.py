@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from isthmus.cost.elsewhere import SENT_BYTES, Queries
 from isthmus.errors import ConfigError
 
 _PS = 1e12
@@ -35,7 +36,8 @@ class Curve(msgspec.Struct, frozen=True, tag=True):
     """Times in seconds, none negative. Raises ConfigError for a bad value.
 
     `origin`: who measured what. `error`: mean relative error against the measurements, None if not known.
-    `measured_batch`, `measured_tokens`: the largest batch and context among them, 0 if not known.
+    `measured_batch`, `measured_tokens`: the largest batch and context among them, 0 if not known. `query_elements`,
+    `query_heads`: of a token's queries, all layers; where they are 0, queries count as many bytes as keys and values.
     """
 
     kv_token_bytes: int
@@ -54,6 +56,8 @@ class Curve(msgspec.Struct, frozen=True, tag=True):
     measured_batch: int = 0
     measured_tokens: int = 0
     prefill_points: tuple[tuple[int, float], ...] = ()
+    query_elements: int = 0
+    query_heads: int = 0
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -126,13 +130,15 @@ class CurveCost:
     """A `Curve` in picoseconds. Immutable but for a memo of batch sizes."""
 
     __slots__ = (
-        "_base", "_curve", "_fixed", "_memo", "_work", "kv_token_bytes", "num_layers", "state_bytes"
+        "_base", "_curve", "_fixed", "_memo", "_work", "kv_token_bytes", "num_layers", "queries", "state_bytes"
     )  # fmt: skip
 
     def __init__(self, curve: Curve) -> None:
         self.kv_token_bytes: int = curve.kv_token_bytes
         self.state_bytes: int = curve.state_bytes
         self.num_layers: int = curve.num_layers
+        elements = curve.query_elements or -(-curve.kv_token_bytes // SENT_BYTES)
+        self.queries = Queries(elements, curve.query_heads, curve.num_layers)
         self._curve = curve
         self._fixed, self._work = _prefill(curve)
         self._base = round(_PS * (curve.decode_points[0][1] if curve.decode_points else curve.decode_fixed_s))
@@ -173,6 +179,14 @@ class CurveCost:
         if not num_decodes:
             return round(prefill)
         return decode - self._base + max(round(prefill), self._base)
+
+    def attend_ps(self, num_queries: int, num_tokens: float) -> float:
+        """What the tokens add to an iteration, of decodes or of a prompt behind them."""
+        read = self.decode_step_ps(1)[1] * num_tokens
+        if num_queries == 1:
+            return read
+        tokens = round(num_tokens)
+        return max(read, self._work(num_queries, tokens) - self._work(num_queries, 0))
 
 
 def curve_of(mapping: Mapping[str, Any]) -> Curve:

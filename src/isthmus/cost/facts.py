@@ -21,7 +21,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     `kv_elements` are per token; `window_elements` and `state_bytes` are per sequence, whatever its length.
     `attention_flops` is FLOP for each (query, key) pair; `token_flops` is attention work for each token that
     does not depend on its position (windowed and recurrent layers). `kv_shards`: into how many parts tensor
-    parallelism can cut the KV of a token; beyond that it is replicated (1 for MLA).
+    parallelism can cut the KV of a token; beyond that it is replicated (1 for MLA). `kv_layers`: whose KV grows with a
+    sequence, with so many `query_heads` and `query_elements` a token in sum, those of MLA as they meet the vector kept.
     """
 
     architecture: str
@@ -41,6 +42,9 @@ class ModelFacts(msgspec.Struct, frozen=True):
     experts_per_token: int = 0
     expert_params: int = 0
     weight_dtype: str = "bf16"
+    kv_layers: int = 0
+    query_heads: int = 0
+    query_elements: int = 0
 
     @property
     def num_params(self) -> int:
@@ -85,7 +89,10 @@ def facts_of(config: Mapping[str, Any], where: str = "config.json") -> ModelFact
     )
 
 
-_SUMS = ("dense_params", "kv_elements", "attention_flops", "window_elements", "state_bytes", "token_flops")
+_SUMS = (
+    *("dense_params", "kv_elements", "attention_flops", "window_elements", "state_bytes", "token_flops"),
+    *("kv_layers", "query_heads", "query_elements"),
+)
 
 
 def _kv_shards(model: ModelSpec) -> int:

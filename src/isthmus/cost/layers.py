@@ -51,7 +51,8 @@ def _attention(mixer: Attention, hidden: int) -> Amounts:
             "window_elements": kv_elements * mixer.window,
             "token_flops": pair_flops * mixer.window,
         }
-    return params | {"kv_elements": kv_elements, "attention_flops": pair_flops}
+    asks = {"query_elements": queries * max(size, value_size), "query_heads": queries, "kv_layers": 1}
+    return params | {"kv_elements": kv_elements, "attention_flops": pair_flops} | asks
 
 
 def _latent_attention(mixer: LatentAttention, hidden: int) -> Amounts:
@@ -66,6 +67,9 @@ def _latent_attention(mixer: LatentAttention, hidden: int) -> Amounts:
         "dense_params": params,
         "kv_elements": mixer.kept_dim,
         "attention_flops": 2 * heads * (nope + rope + value),
+        "query_elements": heads * mixer.kept_dim,
+        "query_heads": heads,
+        "kv_layers": 1,
     }
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from isthmus.cost.analytic import Analytic, AnalyticCost
 from isthmus.cost.curve import Curve, CurveCost
+from isthmus.cost.elsewhere import Queries
 
 Cost = Analytic | Curve
 """What travels in messages and is written by the flight recorder: a tagged union."""
@@ -23,6 +24,8 @@ class NodeCost(Protocol):
     state_bytes: int
     """Bytes of a sequence that do not grow with it (recurrent states, short windows); 0 for most models."""
     num_layers: int
+    queries: Queries
+    """What a token asks of KV that lies elsewhere."""
 
     def prefill_ns(self, num_tokens: int, cached: int) -> int:
         """One prompt alone, computed in one go. 0 for no tokens."""
@@ -36,6 +39,11 @@ class NodeCost(Protocol):
     def step_ps(self, chunks: Sequence[tuple[int, int]], num_decodes: int, context: int) -> int:
         """A mixed iteration. `step_ps((), B, C)` is the decode step; `step_ps([(n, p)], 0, 0) // 1000` equals
         `prefill_ns(n, p)`."""
+        ...
+
+    def attend_ps(self, num_queries: int, num_tokens: float) -> float:
+        """Attention alone, of queries of one sequence, all of which see so many tokens; it is part of an iteration's
+        time. With one query, `num_tokens` may be of many sequences."""
         ...
 
 

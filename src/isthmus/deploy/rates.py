@@ -13,13 +13,17 @@ UNLIMITED = 1 << 50
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """One node's links in bytes per second. `handover`: its own rail for prefill to decode, 0 shares `network`."""
+    """One node's links in bytes per second. `handover`: its own rail for prefill to decode, 0 shares `network`.
+
+    `rtt_ns`: of a question to another node of its cluster and the answer, what does not depend on their size.
+    """
 
     network: int = UNLIMITED
     handover: int = 0
     memory: int = UNLIMITED
     disk_read: int = UNLIMITED
     disk_write: int = UNLIMITED
+    rtt_ns: int = 66_600
 
 
 def rates_of(config: Config, nodes: RoleConfig) -> Rates:
@@ -32,6 +36,7 @@ def rates_of(config: Config, nodes: RoleConfig) -> Rates:
         memory=int(hardware.pcie_bw * gpus) * nodes.pipeline,
         disk_read=int(hardware.ssd_read_bw) * nodes.pipeline,
         disk_write=int(hardware.ssd_write_bw) * nodes.pipeline,
+        rtt_ns=round(1000 * network.rtt_us),
     )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from isthmus.blocks import MAX_SNAPSHOTS, KVLayout
-from isthmus.config import CacheConfig, Config, RoleConfig
+from isthmus.config import CacheConfig, Config
 from isthmus.cost import Analytic, Cost, compile_cost
 from isthmus.deploy.clusters import Cluster, role_config
 from isthmus.deploy.costs import chunking_of, codec_dtype, cost_of, hardware_of
@@ -69,7 +69,7 @@ def role_facts(
     if config.offload.convert != "none":  # then it may come to have any role
         live = max(sequences.prefill, sequences.decode, sequences.mixed)
     size = _Sizes.of(cost, block_size, layout, nodes.pipeline)
-    kv_blocks = _kv_blocks(config, nodes, cost, size, live)
+    kv_blocks = _kv_blocks(config, role, cost, size, live)
     dram_slots, ssd_blocks = _cache_blocks(config.cache, size.block_bytes) if live else (0, 0)
     transit = max(1, dram_slots // TRANSIT) if dram_slots else 0
     return NodeFacts(
@@ -114,16 +114,18 @@ def _sequences(config: Config) -> Sequences:
     return Sequences(**{role: limit or config.engine.max_sequences for role, limit in limits.items()})
 
 
-def kv_memory_of(config: Config, nodes: RoleConfig, cost: Cost) -> int:
-    """Bytes for KV on each machine of a role: as configured, else, on an accelerator, what weights and working memory
-    leave. Raises ConfigError where that is not known."""
+def kv_memory_of(config: Config, role: Role, cost: Cost) -> int:
+    """Bytes for KV on each machine of a role: as configured, else, on an accelerator, what working memory and, but on
+    nodes of role attention, weights leave. Raises ConfigError where that is not known."""
+    nodes = role_config(config, role)
     if nodes.kv_memory is not None:
         return nodes.kv_memory
     hardware = hardware_of(config, nodes)
     if "kv_memory" in config.engine.model_fields_set or hardware is None or hardware.name == "cpu":
         return config.engine.kv_memory
     if isinstance(cost, Analytic):
-        return cost.kv_capacity_tokens * cost.kv_token_bytes
+        tokens = cost.lent_capacity_tokens if role is Role.ATTENTION else cost.kv_capacity_tokens
+        return tokens * cost.kv_token_bytes
     raise ConfigError(
         "engine.kv_memory: give it, for a cost curve does not say how much memory the weights leave"
     )
@@ -153,9 +155,9 @@ class _Sizes(msgspec.Struct, frozen=True):
         return _Sizes(block_size, own[0], own[1], -(-state_bytes // block_bytes))
 
 
-def _kv_blocks(config: Config, nodes: RoleConfig, cost: Cost, size: _Sizes, live: int) -> int:
+def _kv_blocks(config: Config, role: Role, cost: Cost, size: _Sizes, live: int) -> int:
     """Blocks that the KV memory of a node holds beside the states of `live` requests."""
-    memory = kv_memory_of(config, nodes, cost)
+    memory = kv_memory_of(config, role, cost)
     live_bytes = size.state_bytes * live
     num_blocks, least = (memory - live_bytes) // size.block_bytes, 2 + MAX_SNAPSHOTS * size.state_blocks
     if num_blocks < least:

@@ -15,6 +15,7 @@ from isthmus.conductor import LinkState
 from isthmus.cost.transfer import NONE, codec_speeds
 from isthmus.node import events
 from isthmus.scheduler import Saved
+from isthmus.sim.attending import Attending
 from isthmus.sim.clock import TRANSFER_ENDS, Call, Clock
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.disks import Disks
@@ -26,7 +27,7 @@ from isthmus.sim.node import SimNode
 from isthmus.sim.sessions import Sessions
 from isthmus.types import NS_PER_S, BlockName, NodeId, RequestId
 
-PURPOSES = ("handover", "recall", "fetch", "load", "disk_read", "disk_write", "shipment")
+PURPOSES = ("handover", "recall", "fetch", "load", "disk_read", "disk_write", "shipment", "queries")
 
 Due = list[tuple[SimNode | None, Any]]
 """What nodes are told as soon as the present event is done, or the conductor (no node); None in place of an event: to
@@ -91,6 +92,9 @@ class Moves:
         for node in nodes:
             node.links = self.wiring.connect(node.facts)
             self._named[node.facts.node] = node
+        attending = Attending(self._named, self.wiring, self.bytes_moved)
+        for node in nodes:
+            node.attending = attending
         self._nodes = nodes
         self._state_blocks = nodes[0].facts.state_blocks if nodes else 0
         self._legs: dict[tuple[int, int], _Leg] = {}

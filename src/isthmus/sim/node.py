@@ -15,16 +15,15 @@ from isthmus.cost import NodeCost, compile_cost, pipeline
 from isthmus.deploy import NodeFacts
 from isthmus.node import Node
 from isthmus.scheduler import BlockPool, CountingPool, Run
+from isthmus.sim.attending import LOOK_STEPS, Asked, Attending, Guests
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.job import SimJob
 from isthmus.sim.links import NodeLinks
 from isthmus.sim.records import NodeRecord
-from isthmus.types import NodeId, RequestId, Role
+from isthmus.types import RequestId, Role
 
 Gaps = tuple[int, int, int]
 """Gaps between tokens that grow evenly: minus the largest, growth per gap (both ps), and how many."""
-ROUND_TRIP_PS = 50_000_000
-"""A question to another node of a datacenter and its answer; queries and sums themselves are little beside it."""
 
 
 class SimNode:
@@ -35,23 +34,28 @@ class SimNode:
     compute is done but KV of these is not here, since `stalled_since`.
     `missing`: prompts with a cached prefix of which less came than they were started with, and how many blocks.
     `tail_ns`: how long the last chunk of a run goes on in a pipeline group. `alive`: it has not failed.
+    `owed_ps`: what attention for other nodes takes of its next iterations; `guests`: for whom it attends.
 
     `steps`: iterations with decodes so far. `run_*`: one entry for each run with decodes: iterations before it, its
     start (ns), and its iterations as gaps between tokens.
     """
 
     __slots__ = (
+        "_asked",
         "_ends",
         "_first",
         "_growth",
         "_limit",
         "_num_admitted",
+        "_owed",
+        "_owed_part",
         "_run_start",
         "alive",
+        "attending",
         "cost",
         "decider",
-        "elsewhere",
         "facts",
+        "guests",
         "links",
         "loading",
         "missing",
@@ -71,6 +75,7 @@ class SimNode:
     )  # fmt: skip
 
     links: NodeLinks
+    attending: Attending
 
     def __init__(self, facts: NodeFacts, slot: int, decider: Node, cost: NodeCost) -> None:
         self.facts, self.slot, self.cost = facts, slot, cost
@@ -83,9 +88,7 @@ class SimNode:
             tuple[int, int, SimJob]
         ] = []  # (steps at its last token, age, who); some are out of date
         self._run_start = self._limit = self._first = self._growth = self._num_admitted = 0
-        self.owed_ps = 0
-        """What attention for other nodes' requests takes of the next iterations."""
-        self.elsewhere: dict[NodeId, int] = {}
+        self.guests = Guests()
         self.begin_anew(decider)
 
     @property
@@ -100,6 +103,10 @@ class SimNode:
         self.sampling: list[SimJob] = []
         self.loading: list[SimJob] = []
         self.missing: dict[RequestId, int] = {}
+        self._asked: Asked | None = None  # of holders, in each iteration of the run
+        self.owed_ps = self._owed = self._owed_part = (
+            0  # to be paid; with this run, and with each iteration of it
+        )
         self.stalled = False
         self.alive = True
         self.version += 1
@@ -108,36 +115,33 @@ class SimNode:
         """Starts a run; returns when it ends if nothing cuts it short."""
         self.run, self._run_start = run, now
         self.version += 1
-        asks = self._asks_ps(run)
-        owed, self.owed_ps = self.owed_ps, 0
+        if self.decider.has_holders:
+            self._asked = self.attending.asks(self, run)
         if run.chunks:
-            chunks_ps = self._chunks_ps(run) + asks * run.steps + owed
-            self._limit, self._growth, self._first = 1, 0, chunks_ps
-            return now + self._first // 1000
-        steps, batch = run.steps, run.num_decodes
-        fixed, slope = self.cost.decode_step_ps(batch)
-        self._limit = steps
-        context = run.context
-        if self.elsewhere:  # parts are summed at the same time, here and there
-            context = max(context - sum(self.elsewhere.values()), *self.elsewhere.values())
-        self._first = first = fixed + slope * context + asks + owed // steps
-        self._growth = growth = slope * batch
-        return now + (steps * first + growth * (steps * (steps - 1) // 2)) // 1000
+            self._limit, self._growth, self._first = 1, 0, self._chunks_ps(run)
+        else:
+            self._limit, batch = run.steps, run.num_decodes
+            fixed, slope = self.cost.decode_step_ps(batch)
+            self._first, self._growth = fixed + slope * run.context, slope * batch
+            if self._asked is not None:
+                self._wait_for_holders(self._asked, fixed, slope * (run.context - self._asked.away))
+        if self.owed_ps:
+            self._owed, self.owed_ps = self.owed_ps, 0
+            self._owed_part = self._owed // self._limit
+            self._first += self._owed_part
+        if self._asked is not None:
+            self.attending.began(self, self._asked, self._first)
+        return now + self._after(self._limit) // 1000
 
-    def _asks_ps(self, run: Run) -> int:
-        """What an iteration spends on asking holders; `elsewhere` is then what each attends to, in tokens."""
-        if self.elsewhere:
-            self.elsewhere = {}
-        if not self.decider.has_holders:
-            return 0
-        for attempt in self.decider.held_elsewhere():
-            for holding in attempt.held:
-                tokens = holding.num_blocks * self.facts.block_size // len(holding.holders)
-                for holder in holding.holders:  # a part of the heads is as little to read as of the tokens
-                    self.elsewhere[holder] = self.elsewhere.get(holder, 0) + tokens
-        if self.elsewhere or any(piece.holdings for piece in run.chunks):
-            return self.cost.num_layers * ROUND_TRIP_PS
-        return 0
+    def _wait_for_holders(self, asked: Asked, fixed: int, here: int) -> None:
+        """An iteration of decodes lasts as long as the slower of the parts here and elsewhere; a run of them, not
+        longer than this is the same one."""
+        self._limit = min(self._limit, LOOK_STEPS)
+        if here < asked.waits_ps:
+            if self._growth:
+                self._limit = min(self._limit, -(-(asked.waits_ps - here) // self._growth))
+            here, self._growth = asked.waits_ps, 0
+        self._first = fixed + here
 
     def cut(self, now: int) -> int | None:
         """Ends a run of decodes with the iteration under way; None when it would not end sooner for that."""
@@ -157,6 +161,8 @@ class SimNode:
         assert run is not None
         self.run = None
         record.busy_ns += now - start
+        if self._asked is not None or self._owed:
+            self._settle(run.steps if run.chunks else self._limit, self._limit)
         if not run.num_decodes:
             record.iterations += run.steps
             return run.steps, []
@@ -174,6 +180,15 @@ class SimNode:
                 ended.append(job)
         return steps, ended
 
+    def _settle(self, asked: int, paid: int) -> None:
+        """So many iterations asked holders, so many parts of what is owed are paid; the next run pays the rest."""
+        if self._asked is not None:
+            self.attending.ended(self, self._asked, asked)
+            self._asked = None
+        if self._owed:
+            self.owed_ps += self._owed - paid * self._owed_part
+            self._owed = 0
+
     def _count_tokens(self, run: Run, steps: int) -> None:
         """So many iterations of a run with decodes gave a token each."""
         record, growth = self.record, self._growth
@@ -187,6 +202,7 @@ class SimNode:
     def break_off(self, now: int) -> None:
         """The run that was out gave nothing."""
         self.run = None
+        self._settle(0, 0)
         self.record.busy_ns += now - self._run_start
         self.sampling, self.loading = [], []
         self.stalled = False
@@ -195,6 +211,7 @@ class SimNode:
     def die(self, now: int) -> None:
         """Ends whatever it does. Requests that decode here have the tokens of the iterations that were over."""
         run = self.run
+        self._settle(0, 0)
         if run is not None:
             self.record.busy_ns += now - self._run_start
         if run is not None and run.num_decodes and not run.chunks:
@@ -222,15 +239,24 @@ class SimNode:
 
     def _chunks_ps(self, run: Run) -> int:
         """How long a run with prompts keeps the node: a mixed iteration, or one prompt's chunks in turn."""
-        step_ps, pieces = self.cost.step_ps, []
+        step_ps, pieces, context, asked = self.cost.step_ps, [], run.context, self._asked
         for piece in run.chunks:
             count, start = piece.count, piece.start
             self.record.tokens_prefilled += run.steps * count
+            if piece.holdings:
+                start -= self.facts.block_size * sum([holding.num_blocks for holding in piece.holdings])
             pieces.append((count, start))
+        if asked is not None:
+            context -= asked.away
         if run.steps == 1:
-            times = [step_ps(pieces, run.num_decodes, run.context)]
+            times = [step_ps(pieces, run.num_decodes, context)]
         else:
+            [(count, start)] = pieces
             times = [step_ps(((count, start + at * count),), 0, 0) for at in range(run.steps)]
+        if asked is not None:  # what attention here does not cover
+            here = self.cost.decode_step_ps(1)[1] * context
+            here += sum([round(self.cost.attend_ps(count, start + count / 2)) for count, start in pieces])
+            times = [time + max(0, asked.waits_ps - here) for time in times]
         if self.facts.pipeline == 1:
             return sum(times)
         # The group is free for the next prompt when its first stage is; the last chunk still passes the others.

@@ -242,9 +242,6 @@ class Nodes:
                 self._failing.over(node, piece.request)
         tail_ns = node.tail_ns  # the next run begins before this one has left the group
         steps, done = node.end(now)
-        for holder, tokens in node.elsewhere.items():  # attends beside its own iterations
-            other = self.by_name[NodeId(holder)]
-            other.owed_ps += steps * tokens * other.cost.decode_step_ps(1)[1]
         if not done and not node.sampling:
             self._carry_out(node, decider.on(Stepped(steps), now))
             return

@@ -1,0 +1,139 @@
+"""Attention that other nodes compute, in virtual time: each iteration lasts as long as its slowest part."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.cost import compile_cost
+from isthmus.deploy import Rates
+from isthmus.scheduler import Run
+from isthmus.sim.attending import LOOK_STEPS, Asked, Guests
+from isthmus.sim.node import SimNode, build_node
+from isthmus.sim.records import COMPLETED, NodeRecord, Result
+from isthmus.sim.simulation import Simulation
+from isthmus.sim.workloads import Request
+from isthmus.types import NodeId, Role
+
+from .cluster import BLOCK_SIZE, CURVE, deployment, nodes, workload
+
+COST = compile_cost(CURVE)
+
+
+class _Asks:
+    """Stands for all holders: each iteration asks the same."""
+
+    def __init__(self, waits_ps: int, away: int) -> None:
+        self.asked, self.steps = Asked(waits_ps, away, {}, 0), 0
+
+    def asks(self, home: SimNode, run: Run) -> Asked:
+        return self.asked
+
+    def began(self, home: SimNode, asked: Asked, iteration_ps: int) -> None:
+        pass
+
+    def ended(self, home: SimNode, asked: Asked, steps: int) -> None:
+        self.steps += steps
+
+
+def a_home(asks: _Asks) -> SimNode:
+    node = build_node(deployment(nodes(Role.DECODE, 1)), 0)
+    changed: Any = node
+    changed.decider, changed.attending = SimpleNamespace(has_holders=True), asks
+    return node
+
+
+@given(
+    st.integers(1, 20), st.integers(1, 3000), st.integers(0, 3000), st.integers(0, 10**10), st.integers(1, 200)
+)
+def test_iterations_one_by_one(batch: int, here: int, away: int, waits_ps: int, steps: int) -> None:
+    node = a_home(asks := _Asks(waits_ps, away))
+    fixed, slope = COST.decode_step_ps(batch)
+    now = done = total = 0
+    while done < steps:
+        end = node.begin(Run((), batch, here + away + done * batch, steps - done, list), now)
+        count, _ = node.end(end)
+        assert 1 <= count <= LOOK_STEPS
+        spent = sum(fixed + max(slope * (here + (done + at) * batch), waits_ps) for at in range(count))
+        assert end == now + spent // 1000
+        now, done, total = end, done + count, total + count
+    assert asks.steps == steps
+
+
+def test_what_attention_for_others_takes_is_paid_once() -> None:
+    node = build_node(deployment(nodes(Role.DECODE, 1)), 0)
+    node.owed_ps = 7_000_000_000
+    run = Run((), 1, 100, 100, list)
+    alone = build_node(deployment(nodes(Role.DECODE, 1)), 0).begin(run, 0)
+    assert node.begin(run, 0) == alone + 7_000_000
+    end = node.cut(1)
+    assert end is not None
+    node.end(end)
+    assert node.owed_ps == 7_000_000_000 * 99 // 100
+
+
+def test_homes_share_a_holder() -> None:
+    guests = Guests()
+    assert guests.factor(0) == 1
+    guests.shares[1] = 0.25
+    assert guests.factor(0) == pytest.approx(4 / 3) and guests.factor(1) == 1
+    guests.shares |= {2: 1.0, 3: 1.0}
+    assert guests.factor(0) == pytest.approx(4), "one of four"
+
+
+def simulated(roles: dict[Role, int], requests: list[tuple[int, int]], **fields: Any) -> Result:
+    """Nodes that decode have 40 blocks, the others 600. Requests of so many tokens come at once."""
+    made = [each for role, count in roles.items() for each in nodes(role, count, **fields)]
+    small = [msgspec.structs.replace(each, kv_blocks=40 if each.role is Role.DECODE else 600) for each in made]
+    come = [Request(arrival_ns=0, num_tokens=tokens, output_tokens=out) for tokens, out in requests]
+    return Simulation(deployment(small), workload(come), check=True).run()
+
+
+def node(result: Result, name: str) -> NodeRecord:
+    return next(each for each in result.nodes if each.node == NodeId(name))
+
+
+SPLIT = {Role.PREFILL: 1, Role.DECODE: 1, Role.ATTENTION: 2}
+MANY = [(1500, 60)] * 6
+
+
+def test_a_batch_that_attention_nodes_hold_decodes_on_a_small_node() -> None:
+    """Six requests of 98 blocks on a node of 40: their KV lies with others, whose time is used."""
+    found = simulated(SPLIT, MANY)
+    assert {record.status for record in found.records} == {COMPLETED}
+    assert 40 * BLOCK_SIZE < 6 * 1500, "more than its memory"
+    for name in ("attention-0", "attention-1"):
+        busy = node(found, name).busy_ns
+        assert 0 < busy < found.end_ns
+        assert node(found, name).iterations == 0
+    assert found.bytes_moved["queries"] > 0
+    assert {record.status for record in simulated({Role.PREFILL: 1, Role.DECODE: 1}, MANY).records} == {
+        "refused"
+    }
+
+
+def test_bytes_of_queries_do_not_depend_on_the_context() -> None:
+    def of_answer(tokens: int) -> int:
+        longer, shorter = (simulated(SPLIT, [(tokens, out)]).bytes_moved["queries"] for out in (60, 20))
+        return longer - shorter
+
+    assert of_answer(800) == of_answer(1600) == 40 * COST.queries.num_bytes(1) * 2, "of two holders"
+
+
+@pytest.mark.parametrize("slower", [Rates(network=10**6), Rates(rtt_ns=10**7)])
+def test_a_slower_link_makes_slower_tokens(slower: Rates) -> None:
+    quick, slow = simulated(SPLIT, MANY[:1]), simulated(SPLIT, MANY[:1], rates=slower)
+    assert slow.records[0].tbt_ns > 1.2 * quick.records[0].tbt_ns
+
+
+def test_two_homes_share_attention_nodes() -> None:
+    """Attention nodes are never busier than there is time, and do the same work for two homes as for one."""
+    one, two = simulated(SPLIT, MANY), simulated(SPLIT | {Role.DECODE: 2}, MANY)
+    for name in ("attention-0", "attention-1"):
+        assert node(two, name).busy_ns == pytest.approx(node(one, name).busy_ns, rel=0.02)
+    assert two.end_ns < one.end_ns

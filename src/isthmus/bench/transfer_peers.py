@@ -109,7 +109,7 @@ def _stripe(memory: memoryview, size: int, piece: int, index: int, count: int) -
         yield memory[start : min(size, start + piece)]
 
 
-def _receive_into(link: socket.socket, part: memoryview) -> None:
+def receive_into(link: socket.socket, part: memoryview) -> None:
     while len(part):
         count = link.recv_into(part)
         if count == 0:
@@ -121,14 +121,14 @@ def _serve_link(link: socket.socket, memory: memoryview, index: int, count: int)
     head = memoryview(bytearray(_HEAD.size))
     with contextlib.suppress(BenchError, OSError):  # the parent is done
         while True:
-            _receive_into(link, head)
+            receive_into(link, head)
             what, size, piece = _HEAD.unpack(head)
             if what == b"<":
                 for part in _stripe(memory, size, piece, index, count):
                     link.sendall(part)
                 continue
             for part in _stripe(memory, size, piece, index, count):
-                _receive_into(link, part)
+                receive_into(link, part)
             link.sendall(b"!")
 
 
@@ -180,7 +180,7 @@ class Sockets:
         link = self._links[index]
         link.sendall(_HEAD.pack(b"<", size, piece))
         for part in _stripe(self.memory, size, piece, index, len(self._links)):
-            _receive_into(link, part)
+            receive_into(link, part)
 
     def echo(self, size: int) -> float:
         """Seconds from sending one message of `size` bytes until its answer of one byte is here."""

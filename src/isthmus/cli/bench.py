@@ -107,6 +107,48 @@ def messenger(
 
 
 @app.command()
+def attention(
+    models: Annotated[
+        str, typer.Option(help="Whose layers, by shape: smollm2-135m, llama-3.1-8b.")
+    ] = "smollm2-135m,llama-3.1-8b",
+    batches: Annotated[str, typer.Option(help="Requests of a step.")] = "1,8,32",
+    contexts: Annotated[str, typer.Option(help="Tokens of each that lie elsewhere.")] = "512,2048,8192",
+    holders: Annotated[str, typer.Option(help="Nodes that they lie with, in equal parts.")] = "1,2,4",
+    dtype: Annotated[str, typer.Option(help="Of the KV: float32 or bfloat16.")] = "float32",
+    layers: Annotated[int, typer.Option(min=1, help="Layers of a step.")] = 8,
+    threads: Annotated[int, typer.Option(min=1, help="Threads that compute, here and at each holder.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each side.")] = 5,
+    json_file: JsonFile = None,
+) -> None:
+    """Attention over KV that lies with other nodes, on loopback, beside bare sockets and one memory: time, bytes."""
+    from isthmus.bench import attention as bench
+    from isthmus.cli import amounts
+    from isthmus.cli.outputs import check_writable, write_json
+    from isthmus.cli.tables import show
+    from isthmus.errors import ConfigError
+
+    check_writable("--json", json_file)
+    names = models.split(",")
+    if unknown := [name for name in names if name not in bench.MODELS]:
+        raise ConfigError(f"--models {unknown[0]}: known are {', '.join(bench.MODELS)}")
+    if dtype not in bench.LIMITS:
+        raise ConfigError(f"--dtype {dtype}: known are {', '.join(bench.LIMITS)}")
+    plan = bench.Plan(
+        tuple([bench.MODELS[name] for name in names]),
+        dtype,
+        amounts.counts("--batches", batches),
+        amounts.counts("--contexts", contexts),
+        amounts.counts("--holders", holders),
+        layers,
+        threads,
+        rounds,
+    )
+    rows = bench.run(plan, lambda line: print(line, flush=True))
+    show(bench.table(rows))
+    write_json(json_file, bench.as_json(rows))
+
+
+@app.command()
 def store(
     sizes: Annotated[str, typer.Option(help="Bytes of a block.")] = "256KiB,1MiB,16MiB",
     total: Annotated[str, typer.Option(help="Bytes of all blocks of a case.")] = "256MiB",

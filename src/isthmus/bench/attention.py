@@ -1,0 +1,263 @@
+"""`isthmus bench attention`: what a layer's attention costs when the KV lies with other nodes, on one machine.
+
+A step is the attention of some layers, one after another, for one new token of each request, whose context lies in
+equal parts with the holders and whose last block lies here. All sides take turns within a round; a figure is the median
+over the rounds. Sums of every side that computes them are compared with those of one memory first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from isthmus.bench import BenchError
+from isthmus.bench.attention_peers import ECHO, SWITCH_S, Bare, Live, Memory
+from isthmus.blocks import KVLayout
+from isthmus.engine.batch import Batch, build_batch
+from isthmus.engine.interface import Chunk, Elsewhere, Held
+from isthmus.engine.mixers import attend
+from isthmus.engine.remote import Remote
+from isthmus.types import Span
+
+BLOCK = 16
+SAMPLE_S = 0.25
+"""Steps are repeated until a sample takes about so long."""
+LIMITS = {"float32": 1e-5, "bfloat16": 2e-2}
+"""Largest difference between sums here and elsewhere."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """Heads of a layer, for queries and for KV, and how many layers are measured."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+MODELS = {
+    each.name: each
+    for each in (Model("smollm2-135m", 9, 3, 64), Model("llama-3.1-8b", 32, 8, 128))
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`most_tokens`: cases with more KV than that are left out. `num_layers`: the model's first ones; a layer costs the
+    same in any of them."""
+
+    models: tuple[Model, ...] = tuple(MODELS.values())
+    dtype: str = "float32"
+    batches: tuple[int, ...] = (1, 8, 32)
+    contexts: tuple[int, ...] = (512, 2048, 8192)
+    holders: tuple[int, ...] = (1, 2, 4)
+    num_layers: int = 8
+    threads: int = 1
+    rounds: int = 5
+    most_tokens: int = 16384
+
+
+@dataclass(frozen=True)
+class Row:
+    """Microseconds of one layer. `home`: attention to the last block alone; `local`: to everything, in one memory;
+    `live`: with the rest elsewhere; `bare`: the same over blocking sockets; `echo`: of which the bytes alone.
+    `payload`: bytes there and back for one token and layer and holder, `wire` with all that goes around them."""
+
+    model: str
+    batch: int
+    context: int
+    holders: int
+    home: float
+    local: float
+    live: float
+    bare: float
+    echo: float
+    payload: float
+    wire: float
+
+    @property
+    def added(self) -> float:
+        """What attention elsewhere adds to a layer."""
+        return self.live - self.home
+
+    @property
+    def least(self) -> float:
+        """What it adds at least."""
+        return self.bare - self.home
+
+
+def run(plan: Plan, report: Callable[[str], None] = lambda line: None) -> list[Row]:
+    """All cases. Raises BenchError when sums differ or a holder fails, StartError when one does not start."""
+    interval, threads = sys.getswitchinterval(), torch.get_num_threads()
+    sys.setswitchinterval(SWITCH_S)
+    rows: list[Row] = []
+    try:
+        for model in plan.models:
+            memory = _memory(plan, model)
+            for holders in plan.holders:
+                arguments = memory, holders, model.num_heads, plan.threads
+                with contextlib.closing(Live(*arguments)) as live, contextlib.closing(Bare(*arguments)) as bare:
+                    for batch, context in _cases(plan, holders):
+                        rows.append(_measure(plan, model.name, memory, live, bare, (batch, context, holders)))
+                        report(_line(rows[-1]))
+    finally:
+        sys.setswitchinterval(interval)
+        torch.set_num_threads(threads)
+    return rows
+
+
+def _cases(plan: Plan, holders: int) -> Iterator[tuple[int, int]]:
+    for batch in plan.batches:
+        for context in plan.contexts:
+            if context >= holders * BLOCK and batch * context <= plan.most_tokens:
+                yield batch, context
+
+
+def _memory(plan: Plan, model: Model) -> Memory:
+    layout = KVLayout(plan.dtype, BLOCK, plan.num_layers, model.num_kv_heads, model.head_dim)
+    num_blocks = plan.most_tokens // BLOCK + max(plan.batches)
+    memory = Memory(layout, num_blocks, model.num_heads, plan.threads)
+    generator = torch.Generator().manual_seed(0)
+    for layer in memory.kv.layers:
+        layer.copy_(torch.randn(layer.shape, generator=generator))
+    return memory
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One step, in its three forms: everything here, the last blocks alone, and the rest elsewhere. `parts`: of each
+    row, the blocks of each holder."""
+
+    memory: Memory
+    parts: list[list[Span]]
+    q_THD: Tensor
+
+    def chunks(self, context: int) -> Iterator[tuple[int, Sequence[Span], list[int]]]:
+        """Of each row its last block, what lies elsewhere, and its whole table."""
+        away = context // BLOCK
+        for row, spans in enumerate(self.parts):
+            tail = len(self.parts) * away + row
+            yield tail, spans, [*range(row * away, (row + 1) * away), tail]
+
+    def layers(self, batch: Batch, elsewhere: Elsewhere | None = None) -> list[Tensor]:
+        """The attention of each layer, as a layer's mixer does it."""
+        found, memory = [], self.memory
+        with torch.inference_mode():
+            for layer, kv in enumerate(memory.kv.layers):
+                remote = None
+                if elsewhere is not None:
+                    remote = Remote(elsewhere, batch.remote, layer, 0)
+                    remote.ask(self.q_THD)
+                found.append(
+                    attend(self.q_THD, kv, batch, memory.kernels, remote, window=0, scale=memory.shape.scale)
+                )
+        return found
+
+
+def _case_of(memory: Memory, batch: int, context: int, holders: int) -> _Case:
+    away = context // BLOCK
+    parts = [[_share(row * away, away, at, holders) for at in range(holders)] for row in range(batch)]
+    dtype = memory.kernels.activation_dtype(memory.kv.layers[0].dtype)
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(batch, memory.shape.num_heads, memory.shape.head_dim, generator=generator)
+    return _Case(memory, parts, q.to(dtype))
+
+
+def _measure(plan: Plan, name: str, memory: Memory, live: Live, bare: Bare, at: tuple[int, int, int]) -> Row:
+    """`at`: batch, context and holders of the case."""
+    case, context = _case_of(memory, *at), at[1]
+    live.place(case.parts)
+    bare.place(case.parts)
+    rows = list(case.chunks(context))
+    whole = _batch([Chunk([0], context, table, True) for _, _, table in rows])
+    home = _batch([Chunk([0], 0, [tail], True) for tail, _, _ in rows])
+    split = _batch([Chunk([0], context, [tail], True, holdings=_held(spans)) for tail, spans, _ in rows])
+    sides: dict[str, Callable[[], list[Tensor]]] = {
+        "home": lambda: case.layers(home),
+        "local": lambda: case.layers(whole),
+        "live": lambda: case.layers(split, live.elsewhere()),
+        "bare": lambda: case.layers(split, bare.elsewhere()),
+        "echo": lambda: case.layers(split, bare.elsewhere(ECHO)),
+    }
+    _verify(LIMITS[plan.dtype], *[sides[side]() for side in ("local", "live", "bare")])
+    counts = _count(live, sides["live"], plan.num_layers * at[0] * at[2])
+    found: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(plan.rounds):
+        for side, step in sides.items():
+            found[side].append(_seconds(step) / plan.num_layers * 1e6)
+    home_us, local, live_us, bare_us, echo = (statistics.median(each) for each in found.values())
+    return Row(name, *at, home_us, local, live_us, bare_us, echo, *counts)
+
+
+def _count(live: Live, step: Callable[[], object], parts: int) -> tuple[float, float]:
+    """Bytes of one of so many parts of a step: queries and sums, and all that goes over the sessions."""
+    payload, wire = live.payload_bytes(), live.wire_bytes()
+    step()
+    return (live.payload_bytes() - payload) / parts, (live.wire_bytes() - wire) / parts
+
+
+def _share(first: int, count: int, at: int, holders: int) -> Span:
+    """Of `count` blocks from `first` on, those of one holder."""
+    return Span(first + count * at // holders, first + count * (at + 1) // holders)
+
+
+def _held(spans: Sequence[Span]) -> tuple[Held, ...]:
+    return tuple([Held(f"holder-{at}", len(span) * BLOCK) for at, span in enumerate(spans)])
+
+
+def _batch(chunks: Sequence[Chunk]) -> Batch:
+    return build_batch(chunks, BLOCK, torch.device("cpu"))
+
+
+def _verify(limit: float, expected: list[Tensor], *others: list[Tensor]) -> None:
+    for found in others:
+        worst = max((a - b).abs().max().item() for a, b in zip(expected, found, strict=True))
+        if not worst < limit:
+            raise BenchError(f"attention elsewhere is not attention: a difference of {worst:g}")
+
+
+def _seconds(step: Callable[[], object]) -> float:
+    """Of one step, in the mean of a sample."""
+    count, started = 0, time.perf_counter()
+    while (took := time.perf_counter() - started) < SAMPLE_S or not count:
+        step()
+        count += 1
+    return took / count
+
+
+def _line(row: Row) -> str:
+    return (
+        f"{row.model}, batch {row.batch}, context {row.context}, {row.holders} holders: a layer takes "
+        f"{row.local:.0f} us in one memory, {row.live:.0f} live, {row.bare:.0f} over bare sockets"
+    )
+
+
+def table(rows: list[Row]) -> Table:
+    found = Table(
+        "model", "batch", "context", "holders", "last block", "one memory", "live", "bare", "bytes alone",
+        "added", "least", "added / least", "bytes", "on the wire",
+        title="isthmus bench attention: us of one layer; bytes of a token, layer and holder",
+    )  # fmt: skip
+    for row in rows:
+        times = (row.home, row.local, row.live, row.bare, row.echo, row.added, row.least)
+        shown = [f"{each:.0f}" for each in times]
+        counts = [f"{each:.0f}" for each in (row.payload, row.wire)]
+        found.add_row(
+            row.model, str(row.batch), str(row.context), str(row.holders), *shown,
+            f"{row.added / row.least:.2f}", *counts,
+        )  # fmt: skip
+    return found
+
+
+def as_json(rows: list[Row]) -> list[dict[str, Any]]:
+    return [vars(row) | {"added": row.added, "least": row.least} for row in rows]

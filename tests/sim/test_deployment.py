@@ -65,7 +65,7 @@ def test_without_clusters_names_are_plain_and_nothing_is_joined() -> None:
 
 def test_a_limit_of_a_role_goes_with_the_role() -> None:
     made = two(offload={"convert": "auto"})
-    assert {node.sequences for node in made.nodes[2:]} == {Sequences(40, 20, 40, 40)}
+    assert {node.sequences for node in made.nodes[2:]} == {Sequences(40, 20, 40)}
     assert made.nodes[3].max_sequences == 20
     assert made.nodes[2].max_sequences == 40 and made.nodes[2].limits(Role.DECODE).max_sequences == 20
 

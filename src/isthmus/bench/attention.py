@@ -212,7 +212,7 @@ def _share(first: int, count: int, at: int, holders: int) -> Span:
 
 
 def _held(spans: Sequence[Span]) -> tuple[Held, ...]:
-    return tuple([Held(f"holder-{at}", len(span) * BLOCK) for at, span in enumerate(spans)])
+    return tuple([Held((f"holder-{at}",), len(span) * BLOCK) for at, span in enumerate(spans)])
 
 
 def _batch(chunks: Sequence[Chunk]) -> Batch:

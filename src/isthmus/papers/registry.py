@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 
 from isthmus.errors import ConfigError
-from isthmus.papers import mooncake, prfaas, sarathi
+from isthmus.papers import lamina, mooncake, prfaas, sarathi
 from isthmus.papers.table import Table
 
 PAPERS: dict[str, tuple[Table, ...]] = {
+    "lamina": lamina.TABLES,
     "mooncake": mooncake.TABLES,
     "prfaas": prfaas.TABLES,
     "sarathi": sarathi.TABLES,

@@ -19,9 +19,10 @@ from isthmus.cost import (
 )
 
 
-def _llama(
+def llama(
     layers: int, heads: int, hidden: int, intermediate: int, vocab: int, kv_heads: int
 ) -> dict[str, object]:
+    """What the `config.json` of a Llama says."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -35,9 +36,9 @@ def _llama(
     }
 
 
-LLAMA_33B = _llama(60, 52, 6_656, 17_920, 32_000, 52)
-YI_34B = _llama(60, 56, 7_168, 20_480, 64_000, 8)
-GPT_3 = _llama(96, 96, 12_288, 32_768, 50_257, 96)
+LLAMA_33B = llama(60, 52, 6_656, 17_920, 32_000, 52)
+YI_34B = llama(60, 56, 7_168, 20_480, 64_000, 8)
+GPT_3 = llama(96, 96, 12_288, 32_768, 50_257, 96)
 
 _A100 = hardware_named("a100")
 

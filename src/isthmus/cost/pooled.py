@@ -1,7 +1,7 @@
 """Decode where all KV, and so all attention, is with a pool of other nodes (model-attention disaggregation, Lamina).
 
-Every token of a batch sends its queries, its new key and value, and gets sums back; a batch may be cut into some that take
-turns (`turns`). Times are of all layers: a period of each layer, summed.
+Every token of a batch sends its queries, its new key and value, and gets sums back; a batch may be cut into some that
+take turns (`turns`). Times are of all layers: a period of each layer, summed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Pooled(NamedTuple):
         return self.model.queries.layers * self.rtt_s + self.sent_bytes(batch) / self.bytes_per_s
 
     def step_s(self, batch: int, context: float, turns: int = 1) -> float:
-        """Until each of `batch` sequences of `context` tokens has its next token, in so many batches that take turns."""
+        """Until each of `batch` sequences of `context` tokens has its next token, in `turns` batches that take turns."""
         part = -(-batch // turns)
         times = (self.model_s(part), self.attention_s(part, context), self.network_s(part))
         return period_ps(turns, *[round(_PS * time) for time in times]) / _PS

@@ -28,17 +28,11 @@ def _measure(lab: Lab) -> Iterator[Cell]:
         before = 0.0
         for memory in DEVICES:
             batch, rate, bound = at(memory, trace)
-            row = f"{trace}, {memory} H20"
-            published = 800.0 if (trace, memory) == (_TRACE, 4) else None
-            yield Cell(row, "batch", published, batch, "" if published else _UNPUBLISHED)
+            row, printed = f"{trace}, {memory} H20", (trace, memory) == (_TRACE, 4)
+            reason = "" if printed else _UNPUBLISHED
+            yield Cell(row, "batch", 800 if printed else None, batch, reason)
             yield Cell(row, "tokens/s", None, rate, _UNPUBLISHED)
-            yield Cell(
-                row,
-                "compute-bound",
-                1.0 if published else None,
-                float(bound),
-                "" if published else _UNPUBLISHED,
-            )
+            yield Cell(row, "compute-bound", 1 if printed else None, int(bound), reason)
             if before:
                 yield Cell(row, "% more than half as many", None, 100 * (rate / before - 1), _UNPUBLISHED)
             before = rate
@@ -50,8 +44,8 @@ TABLE = Table(
     source="Lamina v2, evaluation",
     setup=(
         "In words: with (2, 4) the batch reaches 800 and compute is saturated, so that more memory brings little. "
-        "Compute-bound (1) is where twice the batch would take more than half as long again. By the roofline, with half "
-        "of the batch at a time where two take turns."
+        "Compute-bound (1) is where twice the batch would take more than half as long again. By the roofline, with "
+        "half of the batch at a time where two take turns."
     ),
     measure=_measure,
 )

@@ -124,8 +124,8 @@ TABLE = Table(
     title="What is compared: prices and sizes",
     source="Lamina v2 (arXiv 2405.01814v2), tables of hardware and models",
     setup=(
-        "33B: one H100 and two H20 against two H100; 65B and 70B: two and four against four. The price of an H20 is the "
-        "paper's estimate. Weights are counted from the models' shapes, 16 bits. The first version of the paper "
+        "33B: one H100 and two H20 against two H100; 65B and 70B: two and four against four. The price of an H20 is "
+        "the paper's estimate. Weights are counted from the models' shapes, 16 bits. The first version of the paper "
         "(1.48 to 12.1 times per dollar) is not reproduced: its prices are not known."
     ),
     measure=_measure,

@@ -58,9 +58,9 @@ TABLE = Table(
     setup=(
         "Decode alone, mean lengths, largest batches. Both by one roofline (60 % of the peak, 80 % of the bandwidths), "
         "Lamina as one batch or two that take turns; the second column has overheads of vLLM as fitted elsewhere, on "
-        "both sides. The range is not reproduced: its upper end lies above any of ours, for vLLM is as good here as its "
-        "roofline, and the paper's measured times of operators are not printed. 70B on Azure-Conv is bound by compute, "
-        "of which Lamina has half. The last rows show what a less efficient vLLM would give; no value is a fit."
+        "both sides. The range is not reproduced: its upper end lies above any of ours, for vLLM is as good here as "
+        "its roofline, and the paper's measured times of operators are not printed. 70B on Azure-Conv is bound by "
+        "compute, of which Lamina has half. The last rows show what a less efficient vLLM would give; none is a fit."
     ),
     measure=_measure,
 )

@@ -44,7 +44,7 @@ class Pooled(NamedTuple):
         return self.model.queries.layers * self.rtt_s + self.sent_bytes(batch) / self.bytes_per_s
 
     def step_s(self, batch: int, context: float, turns: int = 1) -> float:
-        """Until each of `batch` sequences of `context` tokens has its next token, in `turns` batches that take turns."""
+        """Until each of `batch` sequences of so many tokens has its next one; in `turns` batches that take turns."""
         part = -(-batch // turns)
         times = (self.model_s(part), self.attention_s(part, context), self.network_s(part))
         return period_ps(turns, *[round(_PS * time) for time in times]) / _PS

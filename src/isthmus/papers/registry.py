@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 
 from isthmus.errors import ConfigError
-from isthmus.papers import lamina, mooncake, prfaas, sarathi
+from isthmus.papers import infinite_llm, lamina, mooncake, prfaas, sarathi
 from isthmus.papers.table import Table
 
 PAPERS: dict[str, tuple[Table, ...]] = {
+    "infinite-llm": infinite_llm.TABLES,
     "lamina": lamina.TABLES,
     "mooncake": mooncake.TABLES,
     "prfaas": prfaas.TABLES,

@@ -1,0 +1,65 @@
+"""Instances of LLaMA2 on A100, as the paper serves them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from isthmus.config import Config
+from isthmus.cost import Analytic, Coefficients, facts_of, hardware_named
+from isthmus.deploy import nodes_of, rules_of
+from isthmus.papers.sarathi.models import llama
+from isthmus.sim.deployment import FAR, Deployment
+from isthmus.types import Role
+
+A100 = hardware_named("a100")
+NUM_GPUS = 32
+BLOCK_SIZE = 16
+ETHERNET = 125e6
+"""Bytes per second between the nodes of eight, as printed."""
+MODELS = {
+    "7B": llama(32, 32, 4_096, 11_008, 32_000, 32),
+    "13B": llama(40, 40, 5_120, 13_824, 32_000, 40),
+    "70B": llama(80, 64, 8_192, 28_672, 32_000, 8),
+}
+ROOFLINE = Coefficients(
+    matmul=0.6,
+    weight_read=0.8,
+    kv_read=0.8,
+    link=1.0,
+    layer_s=0.0,
+    sequence_s=0.0,
+    allreduce_s=0.0,
+    step_s=0.0,
+    origin="60 % of the peak, 80 % of the bandwidth, no overhead; chosen once, for all systems",
+)
+
+
+@cache
+def instance(model: str, num_gpus: int = 1) -> Analytic:
+    return Analytic(facts_of(MODELS[model]), A100, ROOFLINE, num_gpus=num_gpus)
+
+
+def least_gpus(model: str) -> int:
+    """Of an instance: the fewest, a power of two, that leave memory for KV."""
+    num_gpus = 1
+    while not instance(model, num_gpus).fits:
+        num_gpus *= 2
+    return num_gpus
+
+
+def cluster(model: str, count: int, **changed: Any) -> Deployment:
+    """So many instances as small as hold the model, each of which computes and answers. `changed`: sections of the
+    configuration."""
+    config = Config.model_validate(
+        {
+            "roles": {"prefill": 0, "decode": 0, "mixed": count},
+            "engine": {"hardware": "a100", "gpus": least_gpus(model), "token_budget": 2048},
+            **changed,
+        }
+    )
+    made = nodes_of(config, BLOCK_SIZE, costs={Role.MIXED: instance(model, least_gpus(model))})
+    nodes = tuple(msgspec.structs.replace(facts, max_steps=FAR, max_chunks=FAR) for facts in made)
+    return Deployment(nodes=nodes, rules=rules_of(config), has_names=False)

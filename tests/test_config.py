@@ -30,6 +30,9 @@ model served_model_name tool_format host port policy record join_host join_port 
 roles.prefill.count roles.prefill.hardware roles.prefill.gpus roles.prefill.max_sequences roles.prefill.pipeline
 roles.decode.count roles.decode.hardware roles.decode.gpus roles.decode.max_sequences roles.decode.pipeline
 roles.mixed.count roles.mixed.hardware roles.mixed.gpus roles.mixed.max_sequences roles.mixed.pipeline
+roles.attention.count roles.attention.hardware roles.attention.gpus roles.attention.max_sequences
+roles.attention.pipeline roles.prefill.kv_memory roles.decode.kv_memory roles.mixed.kv_memory roles.attention.kv_memory
+roles.prefill.price roles.decode.price roles.mixed.price roles.attention.price
 links offload.routing offload.threshold offload.cache offload.control offload.convert offload.cool_down_s
 offload.period_s
 clusters.east.hardware clusters.east.gpus clusters.east.cost clusters.east.price

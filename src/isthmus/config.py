@@ -70,6 +70,7 @@ class _Section(BaseModel):
 
 class RoleConfig(_Section):
     """Nodes of one role. `hardware`, `gpus`, `max_sequences`, `kv_memory`: as in `engine`, for this role alone.
+    `price`: of one of them, as of a cluster's nodes.
 
     `pipeline`: so many prefill nodes share one prompt's layers (chunked pipeline parallelism): `count` is
     a multiple of it, and each such group works as one node.
@@ -81,6 +82,7 @@ class RoleConfig(_Section):
     max_sequences: int | None = Field(None, ge=1, le=4096)
     kv_memory: Bytes | None = Field(None, gt=0)
     pipeline: int = Field(1, ge=1, le=64)
+    price: float | None = Field(None, gt=0)
 
 
 Roles = Annotated[RoleConfig, BeforeValidator(_count)]

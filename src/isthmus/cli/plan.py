@@ -27,6 +27,9 @@ def plan(
         ),
     ] = None,
     output_tokens: Annotated[int | None, typer.Option(help="Tokens of every answer, with --lengths.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Folder, GGUF file or config.json in place of the file's model.")
+    ] = None,
     bandwidth: Annotated[str | None, typer.Option(help="Gbps of the links to try: 1,2,5,10.")] = None,
     top: Annotated[int, typer.Option(help="Show so many plans.", min=1)] = 3,
     simulate: Annotated[
@@ -57,7 +60,7 @@ def plan(
         raise ConfigError("--requests and --goodput are of simulations; give --simulate too, or leave them out")
     if goodput is not None and not 0 < goodput <= 1:
         raise ConfigError(f"--goodput {goodput}: is a share of requests, above 0 and at most 1")
-    settings = load_config(config, {})
+    settings = load_config(config, {"model": None if model is None else str(model.absolute())})
     fleet = fleet_of(settings, config.parent)
     tried = _bandwidths(bandwidth, fleet)
     demand = _demand(settings, fleet, trace, lengths, output_tokens)

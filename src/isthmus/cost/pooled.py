@@ -18,13 +18,16 @@ ONE_OR_TWO = (1, 2)
 
 
 class Pooled(NamedTuple):
-    """One copy of the model's layers and its pool. `holders`: equal nodes, each with the cost `holder`, among which
-    each sequence's KV is spread evenly; `bytes_per_s`: between the two sides, all links together; `rtt_s`: of a
-    question and its answer; `element_bytes`: of what is sent."""
+    """One copy of the model's layers and its pool.
+
+    `holders`: equal nodes, each with the cost `holder`, among which each sequence's KV is spread evenly (a part of one,
+    where several copies share them). `bytes_per_s`: between the two sides, all links together; `rtt_s`: of a question
+    and its answer; `element_bytes`: of what is sent.
+    """
 
     model: NodeCost
     holder: NodeCost
-    holders: int
+    holders: float
     bytes_per_s: float
     rtt_s: float
     element_bytes: int = SENT_BYTES
@@ -50,10 +53,14 @@ class Pooled(NamedTuple):
         return period_ps(turns, *[round(_PS * time) for time in times]) / _PS
 
     def rate(self, batch: int, context: float) -> tuple[float, int]:
-        """Tokens a second, and in how many batches that take turns, where one or two are best."""
+        """Tokens a second, and in how many batches that take turns: one or two, whichever are quicker."""
         return max(
             [(batch / self.step_s(batch, context, turns), turns) for turns in ONE_OR_TWO if turns <= batch]
         )
+
+    def best_step_s(self, batch: int, context: float) -> float:
+        """Until each sequence has its next token, at that rate."""
+        return batch / self.rate(batch, context)[0]
 
 
 def is_compute_bound(cost: NodeCost, batch: int) -> bool:

@@ -47,7 +47,8 @@ def clusters_of(config: Config) -> list[Cluster]:
 
 
 def at_home(config: Config, folder: Path) -> Config:
-    """The same with each `cost` that names a file found from the folder of the configuration file."""
+    """The same with each `cost` that names a file, and a `model` that is one there, found from the folder of the
+    configuration file."""
 
     def placed(section: Any) -> Any:
         if not isinstance(section.cost, str) or is_shipped(section.cost):
@@ -55,4 +56,7 @@ def at_home(config: Config, folder: Path) -> Config:
         return section.model_copy(update={"cost": str(folder / Path(section.cost).expanduser())})
 
     clusters = {name: placed(cluster) for name, cluster in config.clusters.items()}
-    return config.model_copy(update={"engine": placed(config.engine), "clusters": clusters})
+    changed: dict[str, Any] = {"engine": placed(config.engine), "clusters": clusters}
+    if config.model is not None and (folder / config.model).is_file():
+        changed["model"] = str(folder / config.model)
+    return config.model_copy(update=changed)

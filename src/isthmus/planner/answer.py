@@ -62,7 +62,8 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Needs(msgspec.Struct, frozen=True):
-    """The cheapest fleet for a rate, by its number of nodes where there are no prices. `egress_gbps`: at that rate."""
+    """The cheapest fleet for a rate, by its number of nodes where there are no prices. `egress_gbps`: at that rate;
+    `attention`: nodes that hold KV, as many for each decode node as there are now."""
 
     rate: float
     threshold: int | None
@@ -71,6 +72,7 @@ class Needs(msgspec.Struct, frozen=True):
     decode: int
     egress_gbps: float
     cost: float
+    attention: int = 0
 
 
 class BandwidthPoint(msgspec.Struct, frozen=True):
@@ -183,6 +185,30 @@ class DecodeBatch(msgspec.Struct, frozen=True):
     binds: str
 
 
+class Side(msgspec.Struct, frozen=True):
+    """One way to decode. `rate`: tokens a second; `per_price`: tokens for a unit of the price; `binds`: what limits the
+    batch; `turns`: as how many batches it is computed; `compute_bound`: a larger batch would bring little."""
+
+    nodes: str
+    price: float
+    batch: int
+    step_ms: float
+    rate: float
+    per_price: float
+    binds: str
+    turns: int
+    compute_bound: bool
+
+
+class Offload(msgspec.Struct, frozen=True):
+    """Attention elsewhere, and the same money without. `ratio`: of tokens for the price; `reason`: of that in words."""
+
+    elsewhere: Side
+    alone: Side
+    ratio: float
+    reason: str
+
+
 class Demand(msgspec.Struct, frozen=True):
     source: str
     mean_uncached: float
@@ -194,17 +220,20 @@ class Demand(msgspec.Struct, frozen=True):
 
 
 class Cluster(msgspec.Struct, frozen=True):
-    """`gbps`: of its link to the home, None for the home itself; `price`: of a node, None without prices."""
+    """`gbps`: of its link to the home, None for the home itself; `price`: of a node, None without prices;
+    `attention`: nodes beside them that hold KV."""
 
     name: str
     nodes: int
     home: bool
     gbps: float | None
     price: float | None
+    attention: int = 0
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """`plans`: the best splits, each with its best threshold, best first; `baselines`: the same demand otherwise."""
+    """`plans`: the best splits, each with its best threshold, best first; `baselines`: the same demand otherwise;
+    `attention`: where there are attention nodes, what they bring."""
 
     demand: Demand
     clusters: list[Cluster]
@@ -215,6 +244,7 @@ class Answer(msgspec.Struct, frozen=True):
     what_if: WhatIf
     simulated: Simulated | None
     notes: list[str]
+    attention: Offload | None = None
 
     def distinct(self) -> list[tuple[Plan, str]]:
         """Plans, the paper's and baselines, each once, with the names of all that are the same."""

@@ -19,7 +19,9 @@ def deployed(config: Config, plan: Plan, home: str) -> Config:
         [only] = [each for each in clusters_of(config) if each.name == home]
         roles = only.config.roles
         split = RolesConfig(
-            prefill=_count(roles.prefill, plan.prefill), decode=_count(roles.decode, plan.decode)
+            prefill=_count(roles.prefill, plan.prefill),
+            decode=_count(roles.decode, plan.decode),
+            attention=roles.attention,
         )
         return only.config.model_copy(update={"roles": split})
     clusters = dict(config.clusters)

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from isthmus.config import Config
-from isthmus.cost import compile_cost
+from isthmus.cost import Analytic, compile_cost
 from isthmus.cost.transfer import INT8, ZSTD, codec_speeds
 from isthmus.deploy import Cluster, NodeFacts, at_home, clusters_of, cost_of, role_config, role_facts
 from isthmus.errors import ConfigError
@@ -27,11 +27,27 @@ def step_s(facts: NodeFacts, batch: int, context: float) -> float:
     return (fixed + per_token * batch * context) / _PS_PER_S
 
 
+class Attending(msgspec.Struct, frozen=True):
+    """Nodes that hold the KV of all that decodes, and attend to it. `share`: of them for each decode node. `price`: of
+    one; `decode_price`: of a decode node.
+
+    `alone`: what a decode node and its share would buy of the decode nodes' accelerators, as so many copies of a node.
+    """
+
+    nodes: int
+    share: float
+    price: float
+    decode_price: float
+    facts: NodeFacts
+    alone: tuple[tuple[int, NodeFacts], ...]
+
+
 class Home(msgspec.Struct, frozen=True):
     """The cluster where requests decode. `nodes`: instances to be split between prefill and decode.
 
     `configured`: of them, prefill nodes in the configuration; `fixed`: they cannot become decode nodes, since the
-    two roles run on different hardware; `mixed`: some did both there. `price`: of an instance.
+    two roles run on different hardware; `mixed`: some did both there. `price`: of an instance, the mean where roles
+    have prices of their own. `attending`: beside them, if there are any.
     """
 
     name: str
@@ -42,6 +58,12 @@ class Home(msgspec.Struct, frozen=True):
     price: float
     prefill: NodeFacts
     decode: NodeFacts
+    attending: Attending | None = None
+
+    @property
+    def beside_cost(self) -> float:
+        """Of attention nodes, in the unit of the prices."""
+        return self.attending.nodes * self.attending.price if self.attending else 0.0
 
 
 class Remote(msgspec.Struct, frozen=True):
@@ -71,12 +93,14 @@ class Fleet(msgspec.Struct, frozen=True):
 
     @property
     def num_nodes(self) -> int:
+        """That prefill or decode."""
         return self.home.nodes + sum(remote.nodes for remote in self.remotes)
 
     @property
     def cost(self) -> float:
         """Of all instances, in the unit of the prices."""
-        return self.home.nodes * self.home.price + sum(each.nodes * each.price for each in self.remotes)
+        remote = sum(each.nodes * each.price for each in self.remotes)
+        return self.home.nodes * self.home.price + self.home.beside_cost + remote
 
 
 def fleet_of(config: Config, folder: Path = Path()) -> Fleet:
@@ -88,6 +112,8 @@ def fleet_of(config: Config, folder: Path = Path()) -> Fleet:
     clusters = clusters_of(at_home(config, folder))
     home = _home_of(clusters)
     found = _home(home)
+    if found.attending is not None and len(clusters) > 1:
+        raise ConfigError("clusters: attention nodes are planned for one cluster; leave the others out")
     remotes = tuple(_remote(config, each, home.name) for each in clusters if each is not home)
     deployment_of(config, PLAIN_BLOCK_SIZE, folder)  # what cannot be simulated is not planned either
     notes = (
@@ -95,9 +121,14 @@ def fleet_of(config: Config, folder: Path = Path()) -> Fleet:
         if not home.config.roles.mixed.count
         else [f"{_named(home)}mixed nodes are planned as nodes that either prefill or decode"]
     )
-    if found.fixed:
+    if found.fixed and found.attending is None:
         notes.append(
             f"{_named(home)}prefill and decode nodes differ in hardware, so the split is as configured"
+        )
+    if found.attending is not None:
+        notes.append(
+            "attention nodes hold the KV of the decode nodes as configured, so the split is as configured; what "
+            "prompts take of their memory and time is not asked"
         )
     if remotes and config.network.compression != "none":
         notes.append(
@@ -106,12 +137,20 @@ def fleet_of(config: Config, folder: Path = Path()) -> Fleet:
     return Fleet(
         home=found,
         remotes=remotes,
-        priced=any("price" in cluster.model_fields_set for cluster in config.clusters.values()),
+        priced=_is_priced(config),
         ttft_ms=config.slo.ttft_ms,
         tbt_ms=config.slo.tbt_ms,
         codec=config.network.compression,
         notes=tuple(notes),
     )
+
+
+def _is_priced(config: Config) -> bool:
+    clusters = config.clusters.values()
+    roles = [
+        getattr(each, role.value) for each in (config.roles, *(one.roles for one in clusters)) for role in Role
+    ]
+    return any("price" in each.model_fields_set for each in (*clusters, *roles))
 
 
 def kept(instance: NodeFacts, codec: str) -> float:
@@ -149,16 +188,49 @@ def _home(cluster: Cluster) -> Home:
     if nodes < 2 and not cluster.name:
         raise ConfigError("roles: one node cannot be split; plan with at least 2")
     same = (roles.prefill.hardware, roles.prefill.gpus) == (roles.decode.hardware, roles.decode.gpus)
+    attending = _attending(cluster) if roles.attention.count else None
+    counted = [(role.count, role.price or cluster.price) for role in (roles.prefill, roles.decode, roles.mixed)]
     return Home(
         name=cluster.name,
         nodes=nodes,
         configured=roles.prefill.count,
-        fixed=not same,
+        fixed=not same or attending is not None,
         mixed=roles.mixed.count > 0,
-        price=cluster.price,
+        price=sum([count * price for count, price in counted]) / nodes,
         prefill=prefill,
         decode=decode,
+        attending=attending,
     )
+
+
+def _attending(cluster: Cluster) -> Attending:
+    """Its attention nodes, which serve those that only decode."""
+    roles = cluster.config.roles
+    if roles.mixed.count or not roles.decode.count:
+        raise ConfigError(
+            f"{_named(cluster)}roles.attention: is planned beside decode nodes; give it these, and no mixed nodes"
+        )
+    share, facts = roles.attention.count / roles.decode.count, _instance(cluster, Role.ATTENTION)
+    price, decode_price = roles.attention.price or cluster.price, roles.decode.price or cluster.price
+    alone = _alone(cluster, (decode_price + share * price) / decode_price)
+    return Attending(roles.attention.count, share, price, decode_price, facts, alone)
+
+
+def _alone(cluster: Cluster, times: float) -> tuple[tuple[int, NodeFacts], ...]:
+    """What so many times the price of a decode node buys of its kind, to the nearest accelerator, grouped in any way in
+    which the weights fit. A measured curve is of the nodes as they are."""
+    config, decode = cluster.config, _instance(cluster, Role.DECODE)
+    if not isinstance(decode.cost, Analytic):
+        return ((max(1, round(times)), decode),)
+    total = max(1, round(times * decode.cost.num_gpus))
+    found = []
+    for gpus in [each for each in range(1, total + 1) if total % each == 0]:
+        nodes = config.roles.decode.model_copy(update={"gpus": gpus})
+        roles = config.roles.model_copy(update={"decode": nodes})
+        changed = msgspec.structs.replace(cluster, config=config.model_copy(update={"roles": roles}))
+        if msgspec.structs.replace(decode.cost, num_gpus=gpus).fits:
+            found.append((total // gpus, _instance(changed, Role.DECODE)))
+    return tuple(found)
 
 
 def _remote(config: Config, cluster: Cluster, home: str) -> Remote:

@@ -9,6 +9,7 @@ from isthmus.config import Config
 from isthmus.cost.lengths import mean_of
 from isthmus.cost.offload import Solution, decode_imbalance, prefill_imbalance
 from isthmus.planner import answer as say
+from isthmus.planner.attention import offload_of
 from isthmus.planner.demand import Demand
 from isthmus.planner.fleet import Fleet
 from isthmus.planner.solve import GBPS, Method, Shape, Solver, tokens
@@ -34,6 +35,7 @@ def answer(
         what_if=what_if(solver, found[0], bandwidths),
         simulated=None,
         notes=list(fleet.notes),
+        attention=offload_of(fleet, demand.context),
     )
 
 
@@ -163,7 +165,14 @@ def _clusters(fleet: Fleet) -> list[say.Cluster]:
     home = fleet.home
     priced = fleet.priced
     return [
-        say.Cluster(home.name, home.nodes, True, None, home.price if priced else None),
+        say.Cluster(
+            home.name,
+            home.nodes,
+            True,
+            None,
+            home.price if priced else None,
+            home.attending.nodes if home.attending else 0,
+        ),
         *(
             say.Cluster(each.name, each.nodes, False, each.egress / GBPS, each.price if priced else None)
             for each in fleet.remotes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from isthmus.planner.answer import Answer, Needs, Plan, Simulated
+from isthmus.planner.answer import Answer, Needs, Offload, Plan, Simulated
 from isthmus.sim.spread import Spread
 
 NONE = "–"
@@ -25,6 +25,8 @@ def analytic(answer: Answer) -> list[Sheet]:
     """All but the simulations."""
     what_if = answer.what_if
     sheets = [_question(answer), _plans(answer), _stages(answer), _splits(answer)]
+    if answer.attention is not None:
+        sheets.append(_attention(answer.attention))
     if what_if.bandwidth:
         sheets.append(_bandwidths(answer))
     return [*sheets, _others(answer)]
@@ -54,6 +56,8 @@ def _question(answer: Answer) -> Sheet:
         link = "" if each.gbps is None else f", {each.gbps:g} Gbps to the home"
         name = f"cluster {each.name}" if each.name else "nodes"
         rows.append((name + (" (home)" if each.home and each.name else ""), f"{each.nodes} nodes{link}{price}"))
+        if each.attention:
+            rows.append(("attention nodes", f"{each.attention} nodes, which hold what decodes"))
     rows.append(
         (
             "a decode node",
@@ -95,7 +99,8 @@ def _plans(answer: Answer) -> Sheet:
 
 def _nodes(plan: Plan | Needs) -> str:
     remote = " + ".join(str(nodes) for nodes in plan.remote.values() if nodes) or NONE
-    return f"{remote} / {plan.prefill} / {plan.decode}"
+    beside = f" + {plan.attention} attention" if isinstance(plan, Needs) and plan.attention else ""
+    return f"{remote} / {plan.prefill} / {plan.decode}{beside}"
 
 
 def _stages(answer: Answer) -> Sheet:
@@ -191,6 +196,31 @@ def _others(answer: Answer) -> Sheet:
 
 def _needed(name: str, needs: Needs) -> tuple[str, ...]:
     return name, threshold(needs.threshold), _nodes(needs), f"{needs.rate:.3f}"
+
+
+def _attention(found: Offload) -> Sheet:
+    rows = [
+        (
+            side.nodes,
+            f"{side.price:g}",
+            f"{side.batch:,}",
+            f"{side.step_ms:.1f}",
+            f"{side.rate:,.0f}",
+            f"{side.per_price:,.0f}",
+            "computing" if side.compute_bound else "memory",
+            side.binds,
+        )
+        for side in (found.alone, found.elsewhere)
+    ]
+    head = (
+        *("decode by", "price", "batch", "step (ms)", "tokens/s", "tokens for the price"),
+        *("bound by", "batch limited by"),
+    )
+    verdict = "it pays" if found.ratio > 1 else "it does not pay"
+    caption = (
+        f"{found.ratio:.2f} times the tokens for the price with attention elsewhere: {verdict}. {found.reason}"
+    )
+    return Sheet("Attention on nodes of its own", caption, head, rows)
 
 
 def _sustained(found: Simulated) -> Sheet:

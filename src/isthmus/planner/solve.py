@@ -13,7 +13,7 @@ from functools import cached_property
 
 import msgspec
 
-from isthmus.cost import compile_cost, offload
+from isthmus.cost import compile_cost
 from isthmus.cost.offload import (
     Classes,
     Solution,
@@ -28,9 +28,9 @@ from isthmus.cost.offload import (
 )
 from isthmus.cost.offload import Fleet as Stages
 from isthmus.deploy import NodeFacts
-from isthmus.errors import ConfigError
+from isthmus.planner.decode import decode_batch
 from isthmus.planner.demand import Demand
-from isthmus.planner.fleet import Fleet, kept, step_s
+from isthmus.planner.fleet import Fleet, kept
 from isthmus.types import NS_PER_S
 
 GBPS = 1e9 / 8
@@ -57,14 +57,6 @@ class Shape(msgspec.Struct, frozen=True):
     egress: tuple[float, ...]
 
 
-class DecodeBatch(msgspec.Struct, frozen=True):
-    """What an instance decodes at once: the largest batch whose step, of `step_s`, is inside the limit on TBT."""
-
-    size: int
-    step_s: float
-    binds: str
-
-
 class Column(msgspec.Struct, frozen=True):
     """One threshold: its classes, and what a request above it takes in each remote cluster, in seconds."""
 
@@ -83,7 +75,7 @@ class Solver:
             tuple(remote.egress for remote in fleet.remotes),
         )
         self.codec = fleet.codec if codec is None else codec
-        self.batch = decode_batch(fleet.home.decode, demand.context, fleet.tbt_ms)
+        self.batch = decode_batch(fleet.home.decode, demand.context, fleet.tbt_ms, fleet.home.attending)
         self._made_columns: dict[Method, list[Column]] = {}
 
     @cached_property
@@ -204,34 +196,6 @@ class Service:
 def _prefill(solution: Solution) -> float:
     """What both prefill stages bear together: (6) without decode."""
     return highest_rate(solution.remote, solution.local, math.inf, solution.classes.share)
-
-
-def decode_batch(decode: NodeFacts, context: float, tbt_ms: int | None) -> DecodeBatch:
-    """BS_max and T_decode of equation (5), of sequences with `context` tokens each.
-
-    Raises ConfigError if not even one sequence meets the limit or fits the memory, and where steps take no time.
-    """
-    cost = compile_cost(decode.cost)
-    kv_bytes = decode.kv_blocks * decode.block_size * cost.kv_token_bytes
-    fit = int(kv_bytes / (context * cost.kv_token_bytes))  # their live states have room of their own
-    if not fit:
-        raise ConfigError(
-            f"engine.kv_memory: {kv_bytes / 1e9:.1f} GB hold no sequence of {context:,.0f} tokens; give nodes more"
-        )
-    one_s = step_s(decode, 1, context)
-    if not one_s:
-        raise ConfigError(
-            "cost: the profile of the nodes that decode says nothing of decode; give it decode_points or decode_fixed_s"
-        )
-    most = min(decode.max_sequences, fit)
-    size = offload.largest_batch(cost, context, most, tbt_ms)
-    if not size:
-        raise ConfigError(
-            f"slo.tbt_ms: a step of one sequence of {context:,.0f} tokens takes {1000 * one_s:.1f} ms, "
-            f"above the limit of {tbt_ms} ms"
-        )
-    binds = "slo.tbt_ms" if size < most else "max_sequences" if most == decode.max_sequences else "kv_memory"
-    return DecodeBatch(size, step_s(decode, size, context), binds)
 
 
 def tokens(threshold: float) -> int | None:

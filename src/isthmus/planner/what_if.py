@@ -41,9 +41,9 @@ def needs(solver: Solver, rate: float, *, offload: bool = True) -> say.Needs:
 
 
 def cost_of_nodes(fleet: Fleet, shape: Shape) -> float:
-    """Of so many instances, in the unit of the prices."""
+    """Of so many instances, and the attention nodes that there are, in the unit of the prices."""
     remote = sum(each.price * nodes for each, nodes in zip(fleet.remotes, shape.remotes, strict=False))
-    return shape.home * fleet.home.price + remote
+    return shape.home * fleet.home.price + fleet.home.beside_cost + remote
 
 
 def _needs(solver: Solver, rate: float, threshold: float) -> say.Needs | None:
@@ -64,6 +64,10 @@ def _needs(solver: Solver, rate: float, threshold: float) -> say.Needs | None:
     if left > 1e-9 * rate:
         return None
     shape = Shape(prefill + decode, tuple(remotes), solver.shape.egress)
+    cost, beside, attending = cost_of_nodes(fleet, shape), 0, fleet.home.attending
+    if attending is not None:
+        beside = _whole(decode * attending.share)
+        cost += beside * attending.price - fleet.home.beside_cost
     return say.Needs(
         rate=rate,
         threshold=tokens(threshold),
@@ -71,7 +75,8 @@ def _needs(solver: Solver, rate: float, threshold: float) -> say.Needs | None:
         prefill=prefill,
         decode=decode,
         egress_gbps=rate * classes.share * classes.kv_bytes / GBPS,
-        cost=cost_of_nodes(fleet, shape),
+        cost=cost,
+        attention=beside,
     )
 
 

@@ -104,7 +104,18 @@ def test_what_is_printed_and_written(isthmus: Command, config: Path, tmp_path: P
     assert "| plan 1" in out and "Highest rate with queues" in out
     found = json.loads(figures.read_bytes())
     assert list(found) == [
-        *("demand", "clusters", "batch", "plans", "paper", "baselines", "what_if", "simulated", "notes")
+        *(
+            "demand",
+            "clusters",
+            "batch",
+            "plans",
+            "paper",
+            "baselines",
+            "what_if",
+            "simulated",
+            "notes",
+            "attention",
+        )
     ]
     assert len(found["plans"]) == 3 and found["clusters"][0]["nodes"] == 5
     simulated = found["simulated"]

@@ -14,7 +14,6 @@ from isthmus.errors import ConfigError
 from isthmus.planner import answer as say
 from isthmus.planner.decode import decode_batch, pooled
 from isthmus.planner.fleet import Attending, Fleet
-from isthmus.types import Role
 
 _S_PER_HOUR = 3600
 """Prices are of an hour."""
@@ -85,17 +84,16 @@ def _gpus(facts: NodeFacts) -> int:
 def _named(count: float, facts: NodeFacts) -> str:
     if not isinstance(facts.cost, Analytic):
         return f"{count:g} {facts.role} nodes"
-    copies = "" if count == 1 and facts.role is not Role.ATTENTION else f"{count:g} x "
-    return f"{copies}{facts.cost.num_gpus} {facts.cost.hardware.name}"
+    group = f" x {facts.cost.num_gpus}" if facts.cost.num_gpus > 1 else ""
+    return f"{count:g}{group} {facts.cost.hardware.name}"
 
 
 def _reason(elsewhere: say.Side, alone: say.Side, ratio: float) -> str:
     times = f"{elsewhere.batch / alone.batch:.2f} times the batch"
+    if ratio > 1 and alone.compute_bound:
+        return "Compute-bound on either side, but attention elsewhere takes none of its time."
     if ratio > 1:
-        why = (
-            "reading weights and KV takes the time" if not elsewhere.compute_bound else "the rest is computing"
-        )
-        return f"Memory-bound alone: {times}, and {why}." if not alone.compute_bound else f"{times}: {why}."
+        return f"Memory-bound alone: {times}, for which weights are read as often."
     if elsewhere.compute_bound:
-        return f"Compute-bound: {times} brings little where there is less to compute with."
-    return f"Memory-bound, but {times} costs more in reading and waiting than it brings."
+        return f"Compute-bound: {times} brings little, and there is less to compute with."
+    return f"Memory-bound, but {times} does not make up for what the attention nodes cost."

@@ -218,7 +218,8 @@ def _attention(found: Offload) -> Sheet:
     )
     verdict = "it pays" if found.ratio > 1 else "it does not pay"
     caption = (
-        f"{found.ratio:.2f} times the tokens for the price with attention elsewhere: {verdict}. {found.reason}"
+        f"{found.ratio:.2f} times the tokens for the price with attention elsewhere: {verdict}. {found.reason} "
+        "A x B: A groups of B."
     )
     return Sheet("Attention on nodes of its own", caption, head, rows)
 

@@ -35,9 +35,12 @@ def completes(model: str, count: int, num_tokens: int) -> bool:
 
 
 def longest(model: str, count: int) -> int:
-    """The longest prompt that is served, to a thousand tokens."""
-    steps = range(1, pool_tokens(model, count * least_gpus(model)) // _STEP + 1)
-    return _STEP * bisect_left(steps, True, key=lambda step: not completes(model, count, _STEP * step))
+    """The longest prompt that is served, to a thousand tokens; what all instances but one hold always is."""
+    one = pool_tokens(model, least_gpus(model)) // _STEP
+    steps = range((count - 1) * one, count * one + 1)
+    return _STEP * (
+        steps[0] + bisect_left(steps, True, key=lambda step: not completes(model, count, _STEP * step)) - 1
+    )
 
 
 def _measure(lab: Lab) -> Iterator[Cell]:

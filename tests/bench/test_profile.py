@@ -72,5 +72,6 @@ def test_a_real_engine_is_measured(tmp_path: Path) -> None:
     assert all(case.seconds > 0 for case in found.cases)
     assert {case.num_tokens for case in found.cases} == {0, 64, 128, 256}
     assert (found.curve.num_layers, found.curve.kv_token_bytes) == (2, 2 * 2 * 16 * 4)
+    assert (found.curve.query_elements, found.curve.query_heads) == (2 * 2 * 16, 2 * 2)
     assert compile_cost(found.curve).prefill_ns(64, 0) > 0
     assert tmp_path.name in found.curve.origin

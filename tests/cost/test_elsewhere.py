@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.cost import Curve, Part, Path, Queries, compile_cost, least_bandwidth, slowest_ps
-from isthmus.cost.elsewhere import SENT_BYTES
+from isthmus.cost import Curve, Part, Path, Queries, Wait, compile_cost, least_bandwidth, slowest
+from isthmus.cost.elsewhere import SENT_BYTES, lines
 from isthmus.cost.facts import facts_of
+from isthmus.cost.turns import period_ps
 from tests.cost.models import CONFIGS, DEEPSEEK_V3, LLAMA_70B, QWEN3_NEXT, instance
 
 RATES = st.floats(1e6, 1e12)
@@ -65,18 +66,37 @@ def test_attention_of_a_curve_is_what_it_measured() -> None:
 def test_one_part_by_hand() -> None:
     """3 layers of 5 us, 1 MB at 1 GB/s, 2 ms of attention."""
     part = Part(Path(5_000_000, 1e9), 1e6, 2e9)
-    assert slowest_ps([part], 3, 1e12) == 15_000_000 + 1_000_000_000 + 2_000_000_000
-    assert slowest_ps([part], 3, 1e8) == 15_000_000 + 10_000_000_000 + 2_000_000_000, "the home's own link"
-    assert slowest_ps([part, part], 3, 1e9) == 15_000_000 + 2_000_000_000 + 2_000_000_000
+    assert slowest([part], 3, 1e12) == (15_000_000, 1_000_000_000, 2_000_000_000)
+    assert slowest([part], 3, 1e8) == (15_000_000, 10_000_000_000, 2_000_000_000), "the home's own link"
+    assert slowest([part, part], 3, 1e9) == (15_000_000, 2_000_000_000, 2_000_000_000)
 
 
 @given(PARTS, st.integers(1, 100), RATES)
 def test_the_slowest_is_waited_for(parts: list[Part], layers: int, home: float) -> None:
-    found = slowest_ps(parts, layers, home)
-    alone = max(slowest_ps([part], layers, home) for part in parts)
+    found = slowest(parts, layers, home).whole
+    alone = max(slowest([part], layers, home).whole for part in parts)
     together = 1e12 * sum(part.num_bytes for part in parts) / home
     assert alone - 1 <= found <= alone + together + 1
-    assert slowest_ps(parts, layers, 2 * home) <= found
+    assert slowest(parts, layers, 2 * home).whole <= found
+
+
+PS = st.integers(0, 10**12)
+
+
+@given(st.integers(2, 8), PS, PS, PS, st.builds(Wait, PS, PS, PS))
+def test_turns_are_those_of_the_closed_form(
+    batches: int, model: int, own: int, growth: int, wait: Wait
+) -> None:
+    """With two batches exactly; more have no further device here, so that they are no quicker than with replicas."""
+    bound = max(first for first, _ in lines(batches, model, own, growth, wait))
+    part = [-(-each // batches) for each in (own, wait.wire, wait.attend)]
+    replica = period_ps(batches, model + part[0], part[2], wait.rtt + part[1])
+    assert bound == replica if batches == 2 else bound >= replica
+
+
+@given(PS, PS, PS, st.builds(Wait, PS, PS, PS))
+def test_one_batch_lasts_as_long_as_the_slower_part(model: int, own: int, growth: int, wait: Wait) -> None:
+    assert lines(1, model, own, growth, wait) == [(model + own, growth), (model + sum(wait), 0)]
 
 
 def test_the_least_bandwidth_of_lamina() -> None:

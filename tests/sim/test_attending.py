@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.cost import compile_cost
+from isthmus.cost import Wait, compile_cost
+from isthmus.cost.elsewhere import lines
 from isthmus.deploy import Rates
 from isthmus.scheduler import Run
 from isthmus.sim.attending import LOOK_STEPS, Asked, Guests
@@ -28,8 +29,8 @@ COST = compile_cost(CURVE)
 class _Asks:
     """Stands for all holders: each iteration asks the same."""
 
-    def __init__(self, waits_ps: int, away: int) -> None:
-        self.asked, self.steps = Asked(waits_ps, away, {}, 0), 0
+    def __init__(self, wait: Wait, away: int) -> None:
+        self.asked, self.steps = Asked(wait, away, {}, 0), 0
 
     def asks(self, home: SimNode, run: Run) -> Asked:
         return self.asked
@@ -41,27 +42,39 @@ class _Asks:
         self.steps += steps
 
 
-def a_home(asks: _Asks) -> SimNode:
-    node = build_node(deployment(nodes(Role.DECODE, 1)), 0)
+def a_home(asks: _Asks, batches: int) -> SimNode:
+    node = build_node(deployment(nodes(Role.DECODE, 1, batches=batches)), 0)
     changed: Any = node
     changed.decider, changed.attending = SimpleNamespace(has_holders=True), asks
     return node
 
 
+PS = st.integers(0, 10**10)
+
+
 @given(
-    st.integers(1, 20), st.integers(1, 3000), st.integers(0, 3000), st.integers(0, 10**10), st.integers(1, 200)
+    st.integers(1, 20),
+    st.integers(1, 3000),
+    st.integers(0, 3000),
+    st.builds(Wait, PS, PS, PS),
+    st.integers(1, 200),
+    st.sampled_from([1, 2, 3]),
 )
-def test_iterations_one_by_one(batch: int, here: int, away: int, waits_ps: int, steps: int) -> None:
-    node = a_home(asks := _Asks(waits_ps, away))
-    fixed, slope = COST.decode_step_ps(batch)
-    now = done = total = 0
+def test_iterations_one_by_one(batch: int, here: int, away: int, wait: Wait, steps: int, batches: int) -> None:
+    """A folded run takes the sum of its iterations, of which each is as long as the longest of what bounds it."""
+    node = a_home(asks := _Asks(wait, away), batches)
+    batches = min(batches, batch)
+    model, _ = COST.decode_step_ps(-(-batch // batches))
+    _, slope = COST.decode_step_ps(batch)
+    now = done = 0
     while done < steps:
         end = node.begin(Run((), batch, here + away + done * batch, steps - done, list), now)
         count, _ = node.end(end)
         assert 1 <= count <= LOOK_STEPS
-        spent = sum(fixed + max(slope * (here + (done + at) * batch), waits_ps) for at in range(count))
+        bounds = lines(batches, model, slope * (here + done * batch), slope * batch, wait)
+        spent = sum(max(first + growth * at for first, growth in bounds) for at in range(count))
         assert end == now + spent // 1000
-        now, done, total = end, done + count, total + count
+        now, done = end, done + count
     assert asks.steps == steps
 
 
@@ -137,3 +150,15 @@ def test_two_homes_share_attention_nodes() -> None:
     for name in ("attention-0", "attention-1"):
         assert node(two, name).busy_ns == pytest.approx(node(one, name).busy_ns, rel=0.02)
     assert two.end_ns < one.end_ns
+
+
+def test_batches_that_take_turns_are_quicker_where_others_attend() -> None:
+    """Attention of a context that is long for this model takes about as long as its layers."""
+    slow = {
+        "cost": msgspec.structs.replace(
+            CURVE, decode_context_s=3e-6, decode_sequence_s=1e-5, decode_fixed_s=1e-3
+        )
+    }
+    one, two = (simulated(SPLIT, MANY, batches=batches, **slow) for batches in (1, 2))
+    assert two.end_ns < one.end_ns
+    assert two.bytes_moved["queries"] == one.bytes_moved["queries"]

@@ -21,6 +21,7 @@ from isthmus.cost import Curve, NodeCost, compile_cost
 from isthmus.cost.fit import least_squares
 from isthmus.engine.engine import Engine, EngineOptions
 from isthmus.engine.interface import Chunk, Row
+from isthmus.engine.remote import shapes_of
 from isthmus.types import Sampling
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -97,7 +98,13 @@ def profile_engine(
     ]
     layout = engine.layout
     origin = f"isthmus profile: {folder.name}, {layout.dtype}, {engine.kernels.name} kernels"
-    return fit_profile(measured, layout.num_layers * layout.token_bytes, layout.num_layers, origin)
+    profile = fit_profile(measured, layout.num_layers * layout.token_bytes, layout.num_layers, origin)
+    shapes = shapes_of(engine.spec, (0, engine.spec.num_layers))
+    asks = {
+        "query_elements": sum([shape.num_heads * shape.head_dim for shape in shapes]),
+        "query_heads": sum([shape.num_heads for shape in shapes]),
+    }
+    return replace(profile, curve=msgspec.structs.replace(profile.curve, **asks))
 
 
 def cases_of(max_length: int, kv_tokens: int) -> list[Case]:

@@ -6,7 +6,7 @@
 from isthmus.cost.analytic import Analytic
 from isthmus.cost.coefficients import ENGINES, Coefficients, engine_coefficients
 from isthmus.cost.curve import Curve, curve_of, to_mapping
-from isthmus.cost.elsewhere import Part, Path, Queries, least_bandwidth, slowest_ps
+from isthmus.cost.elsewhere import Part, Path, Queries, Wait, least_bandwidth, slowest
 from isthmus.cost.facts import ModelFacts, facts_of
 from isthmus.cost.hardware import HARDWARE, Hardware, hardware_named
 from isthmus.cost.lengths import Lengths, LogNormal, Sample
@@ -30,6 +30,7 @@ __all__ = [
     "Path",
     "Queries",
     "Sample",
+    "Wait",
     "compile_cost",
     "curve_of",
     "engine_coefficients",
@@ -39,6 +40,6 @@ __all__ = [
     "least_bandwidth",
     "outside",
     "pipeline",
-    "slowest_ps",
+    "slowest",
     "to_mapping",
 ]

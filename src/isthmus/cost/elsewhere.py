@@ -6,13 +6,15 @@ In each layer that keeps KV (DistAttention, Infinite-LLM; model-attention disagg
     a part     = layers rtt + bytes / link + attention there
     iteration  = all but attention + max(attention at home, the slowest part)
 
-The parts of several holders run at the same time, and what is at home is attended to meanwhile; their bytes share the
-home's link. Nothing of this depends on how much KV lies elsewhere but the attention there.
+With n batches that take turns, it is the longest of n times one's layers, n times one's attention elsewhere, and one's
+whole way. The parts of several holders run at the same time, and what is at home is attended to meanwhile; their bytes
+share the home's link. Nothing of this depends on how much KV lies elsewhere but the attention there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 
@@ -50,15 +52,45 @@ class Part(msgspec.Struct, frozen=True):
     attend_ps: float
 
 
-def slowest_ps(parts: Iterable[Part], layers: int, home_bytes_per_s: float) -> int:
-    """From the first question of an iteration to its last answer, without what happens at home between them."""
+class Wait(NamedTuple):
+    """From the first question of an iteration to its last answer, without what happens at home meanwhile, in ps:
+    `rtt`, and bytes on the `wire` and attention, which are less for a part of the batch."""
+
+    rtt: int
+    wire: int
+    attend: int
+
+    @property
+    def whole(self) -> int:
+        return sum(self)
+
+
+def slowest(parts: Iterable[Part], layers: int, home_bytes_per_s: float) -> Wait:
+    """Of all holders that an iteration asks, the one that is waited for."""
     asked = list(parts)
     total = sum([part.num_bytes for part in asked])
-    longest = 0.0
+    waits = []
     for part in asked:
         wire = max(part.num_bytes / part.path.bytes_per_s, total / home_bytes_per_s)
-        longest = max(longest, layers * part.path.rtt_ps + _PS * wire + part.attend_ps)
-    return round(longest)
+        waits.append(Wait(layers * part.path.rtt_ps, round(_PS * wire), round(part.attend_ps)))
+    return max(waits, key=sum)
+
+
+def lines(batches: int, model: int, own: int, growth: int, wait: Wait) -> list[tuple[int, int]]:
+    """(picoseconds, more in each next iteration) of all that bounds an iteration of decodes whose batch is cut into so
+    many that take turns on one device: the longest counts (`turns.period_ps`, with no second device).
+
+    `model`: all but attention, of one of the batches; `own`: attention at home, of all of them, with its `growth`.
+    """
+    if batches == 1:
+        return [(model + own, growth), (model + wait.whole, 0)]
+    layers, more = model + -(-own // batches), -(-growth // batches)
+    wire, attend = -(-wait.wire // batches), -(-wait.attend // batches)
+    return [
+        (batches * layers, batches * more),
+        (batches * attend, 0),
+        (layers + wait.rtt + wire + attend, more),
+    ]
 
 
 def least_bandwidth(num_bytes: float, model_s: float, attention_s: float, slack: float) -> float:

@@ -59,6 +59,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
     eviction: str = "lru"
     max_steps: int = 16
     max_chunks: int = 1
+    batches: int = 1
 
     @property
     def max_sequences(self) -> int:

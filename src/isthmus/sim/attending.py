@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from isthmus.attempts import Holding
-from isthmus.cost import Part, Path, slowest_ps
+from isthmus.cost import Part, Path, Wait, slowest
 from isthmus.deploy import NodeFacts
 from isthmus.scheduler import Run
 from isthmus.types import NodeId
@@ -24,10 +24,10 @@ LOOK_STEPS = 16
 
 
 class Asked(NamedTuple):
-    """What an iteration of a home asks: `waits_ps`, from its first question to its last answer; `away`: tokens of its
-    decodes that lie elsewhere; `work`: what each holder takes for it, in ps; `num_bytes`: there and back."""
+    """What an iteration of a home asks: how long it would wait for the slowest holder; `away`: tokens of its decodes
+    that lie elsewhere; `work`: what each holder takes for it, in ps; `num_bytes`: there and back."""
 
-    waits_ps: int
+    wait: Wait
     away: int
     work: dict[NodeId, float]
     num_bytes: int
@@ -60,8 +60,8 @@ class Attending:
             size += num_bytes
             takes = work[name] * there.guests.factor(home.slot)
             parts.append(Part(self.path(home.facts, there.facts), num_bytes, takes))
-        waits = slowest_ps(parts, queries.layers, home.facts.rates.network)
-        return Asked(waits, away, work, size)
+        wait = slowest(parts, queries.layers, home.facts.rates.network)
+        return Asked(wait, away, work, size)
 
     def _add(
         self, rows: dict[NodeId, float], work: dict[NodeId, float], holding: Holding, count: int, tokens: int

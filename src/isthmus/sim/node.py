@@ -12,6 +12,7 @@ from heapq import heappop, heappush
 from math import sqrt
 
 from isthmus.cost import NodeCost, compile_cost, pipeline
+from isthmus.cost.elsewhere import lines
 from isthmus.deploy import NodeFacts
 from isthmus.node import Node
 from isthmus.scheduler import BlockPool, CountingPool, Run
@@ -124,7 +125,7 @@ class SimNode:
             fixed, slope = self.cost.decode_step_ps(batch)
             self._first, self._growth = fixed + slope * run.context, slope * batch
             if self._asked is not None:
-                self._wait_for_holders(self._asked, fixed, slope * (run.context - self._asked.away))
+                self._wait_for_holders(self._asked, batch, slope * (run.context - self._asked.away))
         if self.owed_ps:
             self._owed, self.owed_ps = self.owed_ps, 0
             self._owed_part = self._owed // self._limit
@@ -133,15 +134,18 @@ class SimNode:
             self.attending.began(self, self._asked, self._first)
         return now + self._after(self._limit) // 1000
 
-    def _wait_for_holders(self, asked: Asked, fixed: int, here: int) -> None:
-        """An iteration of decodes lasts as long as the slower of the parts here and elsewhere; a run of them, not
-        longer than this is the same one."""
+    def _wait_for_holders(self, asked: Asked, batch: int, here: int) -> None:
+        """An iteration lasts as long as the longest of what bounds it. Of these each grows evenly, so a run lasts no
+        longer than the same one does, and not much longer than others' use of holders stays as it is."""
+        batches = min(self.facts.batches, batch)
+        model, _ = self.cost.decode_step_ps(-(-batch // batches))
+        bounds = lines(batches, model, here, self._growth, asked.wait)
+        first, growth = max(bounds)
         self._limit = min(self._limit, LOOK_STEPS)
-        if here < asked.waits_ps:
-            if self._growth:
-                self._limit = min(self._limit, -(-(asked.waits_ps - here) // self._growth))
-            here, self._growth = asked.waits_ps, 0
-        self._first = fixed + here
+        for other, more in bounds:
+            if more > growth:
+                self._limit = min(self._limit, (first - other) // (more - growth) + 1)
+        self._first, self._growth = first, growth
 
     def cut(self, now: int) -> int | None:
         """Ends a run of decodes with the iteration under way; None when it would not end sooner for that."""
@@ -256,7 +260,7 @@ class SimNode:
         if asked is not None:  # what attention here does not cover
             here = self.cost.decode_step_ps(1)[1] * context
             here += sum([round(self.cost.attend_ps(count, start + count / 2)) for count, start in pieces])
-            times = [time + max(0, asked.waits_ps - here) for time in times]
+            times = [time + max(0, asked.wait.whole - here) for time in times]
         if self.facts.pipeline == 1:
             return sum(times)
         # The group is free for the next prompt when its first stage is; the last chunk still passes the others.

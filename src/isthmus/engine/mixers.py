@@ -72,7 +72,7 @@ class Asked:
 
 
 Sums = tuple[Tensor, Tensor | None]
-"""Of the KV here: out [T, H, D], and lse [T, H] where there is more elsewhere."""
+"""Of the KV here: out [T, H, D], and lse [T, H] where others were asked for the rest."""
 
 
 class AttendingMixer(Protocol):
@@ -85,10 +85,10 @@ class AttendingMixer(Protocol):
         """None where all KV is here."""
 
     def attend(self, q_THD: Tensor, kv: Tensor, run: Pass, asked: Asked | None) -> Sums:
-        """`kv`: of the layer, the batch's own in place."""
+        """`kv`: of the layer, the batch's own in place. Where nobody was asked, that is all: `out [T, H, V]`."""
 
-    def add(self, sums: Sums, asked: Asked | None) -> Tensor:
-        """`[T, H, V]`. Waits for those who were asked; raises HolderLost."""
+    def add(self, sums: Sums, asked: Asked) -> Tensor:
+        """`[T, H, V]`, with what those who were asked answer. Waits for them; raises HolderLost."""
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,11 @@ class AttentionMixer:
         )
         return q_THD, kv
 
-    def gate(self, run: Pass, x_TN: Tensor) -> tuple[Tensor]:
+    def gate(self, run: Pass, x_TN: Tensor) -> Tensor:
         """`[T, H D]`."""
         gate = self.weights.gate
         assert gate is not None, "the model's layers are gated, or they are not"
-        return (self.kernels.linear(x_TN, gate.weight, gate.bias).sigmoid(),)
+        return self.kernels.linear(x_TN, gate.weight, gate.bias).sigmoid()
 
     def ask(self, q_THD: Tensor, run: Pass) -> Asked | None:
         remote = run.remote(self.index, self.shape.window)
@@ -137,16 +137,16 @@ class AttentionMixer:
         window, scale = self.shape.window, self.shape.head_dim**-0.5
         return sum_here(q_THD, kv, run.batch, self.kernels, asked, window=window, scale=scale)
 
-    def add(self, sums: Sums, asked: Asked | None) -> Tensor:
+    def add(self, sums: Sums, asked: Asked) -> Tensor:
         return sum_all(sums, asked)
 
-    def output(self, run: Pass, out_THD: Tensor, gate: Tensor | None = None) -> tuple[Tensor]:
+    def output(self, run: Pass, out_THD: Tensor, gate: Tensor | None = None) -> Tensor:
         """`[T, N]`."""
         out = out_THD.reshape(out_THD.shape[0], -1)
         if gate is not None:
             out = out * gate
         output = self.weights.output
-        return (self.kernels.linear(out, output.weight, output.bias),)
+        return self.kernels.linear(out, output.weight, output.bias)
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class LatentMixer:
     kernels: Kernels
     cos_sin: Tensor | None
 
-    def queries(self, run: Pass, x_TN: Tensor) -> tuple[Tensor]:
+    def queries(self, run: Pass, x_TN: Tensor) -> Tensor:
         """`[T, H, P + E]`."""
         weights, kernels = self.weights, self.kernels
         if weights.query_down is not None and weights.query_norm is not None:
@@ -173,9 +173,9 @@ class LatentMixer:
         q = kernels.linear(x_TN, weights.query.weight, weights.query.bias)
         q_THD = q.unflatten(1, (self.shape.num_heads, -1))
         self._rotate(q_THD[..., self.shape.nope_dim :], run)
-        return (q_THD,)
+        return q_THD
 
-    def keep(self, run: Pass, x_TN: Tensor) -> tuple[Tensor]:
+    def keep(self, run: Pass, x_TN: Tensor) -> Tensor:
         """Puts what is kept of each token in its place: the layer's KV."""
         weights, rank = self.weights, self.shape.rank
         kept = self.kernels.linear(x_TN, weights.down.weight, weights.down.bias)
@@ -184,7 +184,7 @@ class LatentMixer:
         self._rotate(kept[:, None, rank:], run)
         kv = run.enter(self.index)
         kv[run.batch.slots_T, 0, 0] = kept.to(kv.dtype)
-        return (kv,)
+        return kv
 
     def _rotate(self, heads: Tensor, run: Pass) -> None:
         """The E shared numbers of queries or keys, in place."""
@@ -205,13 +205,13 @@ class LatentMixer:
             return self._attend(q_THD, kv, run.batch), None
         return sum_here(asked.q_THD, kv, run.batch, self.kernels, asked, window=0, scale=self.shape.scale)
 
-    def add(self, sums: Sums, asked: Asked | None) -> Tensor:
-        return sums[0] if asked is None else self._values(sum_all(sums, asked))
+    def add(self, sums: Sums, asked: Asked) -> Tensor:
+        return self._values(sum_all(sums, asked))
 
-    def output(self, run: Pass, out_THV: Tensor) -> tuple[Tensor]:
+    def output(self, run: Pass, out_THV: Tensor) -> Tensor:
         """`[T, N]`."""
         output = self.weights.output
-        return (self.kernels.linear(out_THV.flatten(1), output.weight, output.bias),)
+        return self.kernels.linear(out_THV.flatten(1), output.weight, output.bias)
 
     def _attend(self, q_THD: Tensor, kv: Tensor, batch: Batch) -> Tensor:
         """`[T, H, V]`, of KV that is all here."""
@@ -287,7 +287,7 @@ class RecurrentMixer:
     weights: linear.GatedDeltaNet | linear.KimiDelta
     kernels: Kernels
 
-    def recur(self, run: Pass, x_TN: Tensor) -> tuple[Tensor]:
+    def recur(self, run: Pass, x_TN: Tensor) -> Tensor:
         """`[T, N]`."""
         weights, plan, kernels = self.weights, run.batch.recurrence, self.kernels
         assert plan is not None, "a model with recurrent layers plans its batches' states"
@@ -304,7 +304,7 @@ class RecurrentMixer:
             if stretch.snapshot is not None:
                 plan.states.take(stretch.snapshot, self.index, stretch.slot)
         out_THV = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return (linear.layer_output(weights, out_THV, inputs.gate_THV, kernels),)
+        return linear.layer_output(weights, out_THV, inputs.gate_THV, kernels)
 
 
 def sum_here(
@@ -340,9 +340,8 @@ def sum_here(
     return out_THD, lses[0] if len(lses) == 1 else torch.cat(lses)
 
 
-def sum_all(sums: Sums, asked: Asked | None) -> Tensor:
-    """`[T, H, D]`: what is here and what others answered."""
+def sum_all(sums: Sums, asked: Asked) -> Tensor:
+    """`[T, H, D]`: of what is here and what others answer."""
     out_THD, lse_TH = sums
-    if asked is None or lse_TH is None:
-        return out_THD
+    assert lse_TH is not None, "what was asked for comes to a weight"
     return asked.remote.add(out_THD, lse_TH)

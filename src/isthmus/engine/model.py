@@ -139,8 +139,8 @@ class _Builder:
     def _mlp(self, weights: MlpWeights) -> Compute:
         kernels = self._kernels
         if isinstance(weights, Mixture):
-            return lambda run, x_TN: (mix(weights, x_TN, kernels),)
-        return lambda run, x_TN: (_dense(weights, x_TN, kernels),)
+            return lambda run, x_TN: mix(weights, x_TN, kernels)
+        return lambda run, x_TN: _dense(weights, x_TN, kernels)
 
 
 def _dense(weights: DenseWeights, x_TN: Tensor, kernels: Kernels) -> Tensor:

@@ -1,4 +1,4 @@
-"""Parts of a batch of decodes that take turns while others attend: the tokens of one, in the order of the schedule."""
+"""Batches that take turns while others attend: the tokens of one batch, in the order of the schedule."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Others:
             Asked(self.tables[index][asking.holder], rows, num_tokens, first, position)
             for index, rows, num_tokens, first, position in asking.chunks
         ]
-        return self.engines[asking.holder].attend(layer, asked, memoryview(bytearray(q)))
+        return self.engines[asking.holder].attend(layer, asked, memoryview(bytearray(q)), asking.parts)
 
 
 def engine_of(folder: Path, batches: int = 1) -> Engine:
@@ -113,16 +113,32 @@ class Run:
         prompt, blocks = self.prompts[index], list(range(index * BLOCKS, (index + 1) * BLOCKS))
         [logits] = self.home.forward(self.home.build([Chunk(prompt, 0, blocks, True, slot=index)]))
         held = []
-        for holder, count in (("one", (len(prompt) - 1) // (2 * SIZE)), ("two", index % 2)):
-            if index != 2 and count:  # the third request has all its KV at home
-                there = list(range(index * BLOCKS, index * BLOCKS + count))
-                data = self.home.memory.read_blocks(blocks[:count])
-                self.others.engines[holder].memory.write_blocks(there, data)
-                self.others.tables[index][holder] = there
-                held.append(Held(holder, count * SIZE))
-                blocks = blocks[count:] + blocks[:count]
+        for holders, count in self._holdings(index):
+            for part, holder in enumerate(holders):
+                self._copy(index, blocks[:count], holder, part, len(holders))
+            held.append(Held(holders, count * SIZE))
+            blocks = blocks[count:] + blocks[:count]
         token = int(logits.argmax())
         return Chunk([token], len(prompt), blocks, True, True, slot=index, holdings=tuple(held))
+
+    def _holdings(self, index: int) -> list[tuple[tuple[str, ...], int]]:
+        """Of a request, blocks to go: one after the other, by heads of each, or, of the third, none."""
+        count = (len(self.prompts[index]) - 1) // (2 * SIZE)
+        if index == 2 or not count:
+            return []
+        if index % 2 and self.home.layout.num_kv_heads == 2:
+            return [(("two", "one"), count)]
+        return [(("one",), count), (("two",), 1)]
+
+    def _copy(self, index: int, blocks: Sequence[int], holder: str, part: int, parts: int) -> None:
+        """Each request has a place of its own there, wherever it lies at home."""
+        memory, home = self.others.engines[holder].memory.split(parts), self.home.memory
+        there = [index * BLOCKS * parts + at for at in range(len(blocks))]
+        for block, new in zip(blocks, there, strict=True):
+            for layer in range(home.layout.num_layers):
+                data = home.export_heads(layer, block * SIZE, (block + 1) * SIZE, part, parts)
+                memory.export(layer, new * SIZE, (new + 1) * SIZE)[:] = data
+        self.others.tables[index][holder] = there
 
     def step(self) -> None:
         found, _ = self.home.step(self.batch, self.rows, elsewhere=self.others)
@@ -163,17 +179,17 @@ def threads_of(batches: int) -> set[str]:
 
 def test_two_take_turns_at_each_attention(folders: dict[str, Path]) -> None:
     """The answer for one is waited for when the other's questions are on their way."""
-    run = Run(folders["llama"], 2, (40, 20))
+    run = Run(folders["llama"], 2, (40, 50))
     run.step()
-    order = [each[:3] for each in run.others.log]
-    turns = [[("answer", layer - 1, part), ("ask", layer, part)] for layer in range(1, 3) for part in (0, 1)]
+    order = list(dict.fromkeys([each[:3] for each in run.others.log]))  # two holders are asked each time
+    turns = [[("answer", layer - 1, batch), ("ask", layer, batch)] for layer in range(1, 3) for batch in (0, 1)]
     last = [("answer", 2, 0), ("answer", 2, 1)]
     assert order == [("ask", 0, 0), ("ask", 0, 1), *chain.from_iterable(turns), *last]
 
 
 @pytest.mark.parametrize("batches", [2, 3, 4])
 def test_answers_may_wait_for_the_questions_of_all(batches: int, folders: dict[str, Path]) -> None:
-    """No part waits for its sums before the others' queries of that layer are sent."""
+    """None waits for its sums before the others' queries of that layer are sent."""
     expected, run = Run(folders["llama"], 1), Run(folders["llama"], batches)
     run.others.late = run.others.await_all
     run.step()
@@ -185,8 +201,8 @@ def test_answers_may_wait_for_the_questions_of_all(batches: int, folders: dict[s
 def test_each_slice_runs_on_the_replica_of_the_schedule(batches: int, folders: dict[str, Path]) -> None:
     run = Run(folders["llama"], batches, (40,) * batches)
     run.step()
-    for what, layer, part, thread in run.others.log:
-        at = replica_of(part, layer + (what == "answer"), batches)
+    for what, layer, batch, thread in run.others.log:
+        at = replica_of(batch, layer + (what == "answer"), batches)
         assert thread == f"replica-{at}_0"
 
 
@@ -216,7 +232,7 @@ def test_queries_are_sent_before_keys_and_values(family: str, folders: dict[str,
     run.home.step(run.batch, run.rows, note("kv"), note("enter"), elsewhere=run.others)
     layers = range(run.home.memory.layout.num_layers)
     for layer in layers:
-        events = [what for what, at, *_ in log if at == layer]
+        events = list(dict.fromkeys([what for what, at, *_ in log if at == layer]))
         first = ["ask", "enter"] if family == "deepseek_v3" else ["enter", "ask"]
         assert events == [*first, "kv", "answer"]
 
@@ -226,25 +242,25 @@ def test_what_stays_one_batch(folders: dict[str, Path]) -> None:
     run, turns = Run(folders["llama"], 4), Turns(4)
     memory = run.home.memory
 
-    def parts(batch: Batch, **fields: Any) -> list[int]:
-        return [rows.stop - rows.start for rows, _ in turns.parts(Pass(batch, memory, **fields))]
+    def sizes(batch: Batch, **fields: Any) -> list[int]:
+        return [rows.stop - rows.start for rows, _ in turns.split(Pass(batch, memory, **fields))]
 
     home = Chunk([7], 48, range(16, 24), True, True)
     prompt = Chunk(tokens_of(20), 0, range(24, 32), True)
-    away = Chunk([7], 60, range(4), True, True, holdings=(Held("one", SIZE),))
+    away = Chunk([7], 60, range(4), True, True, holdings=(Held(("one",), SIZE),))
     build = run.home.build
-    assert parts(run.batch) == [1, 2, 2, 2]
-    assert parts(build([away, home])) == [1, 1]
-    assert not parts(run.batch, on_layer=id) and not parts(run.batch, before_layer=id)
-    assert not parts(build([home, home])) and not parts(build([away])) and not parts(build([away, prompt]))
-    assert not Turns(1).parts(Pass(run.batch, memory))
+    assert sizes(run.batch) == [1, 2, 2, 2]
+    assert sizes(build([away, home])) == [1, 1]
+    assert not sizes(run.batch, on_layer=id) and not sizes(run.batch, before_layer=id)
+    assert not sizes(build([home, home])) and not sizes(build([away])) and not sizes(build([away, prompt]))
+    assert not Turns(1).split(Pass(run.batch, memory))
 
 
 def test_states_stay_whole_until_they_only_step(folders: dict[str, Path]) -> None:
     run, turns = Run(folders["qwen3_next"], 2), Turns(2)
-    chunk = Chunk([7], 60, range(4), True, True, holdings=(Held("one", SIZE),))
+    chunk = Chunk([7], 60, range(4), True, True, holdings=(Held(("one",), SIZE),))
     snapshot = replace(chunk, snapshots=((61, tuple(range(run.home.layout.state_blocks))),))
     restore = replace(chunk, restore=tuple(range(run.home.layout.state_blocks)))
     for first, count in ((chunk, 2), (snapshot, 0), (restore, 0)):
         batch = run.home.build([first, replace(chunk, slot=1)])
-        assert len(turns.parts(Pass(batch, run.home.memory))) == count
+        assert len(turns.split(Pass(batch, run.home.memory))) == count

@@ -80,22 +80,22 @@ class Batch:
     def only_decodes(self) -> bool:
         return not self.prefills and self.num_rows == len(self.order)
 
-    def part(self, first: int, stop: int) -> Batch:
+    def within(self, first: int, stop: int) -> Batch:
         """Rows `[first, stop)` of a batch of decodes, for one iteration. Nothing is copied."""
         assert self.only_decodes, "rows of a prompt stay together"
-        rows = slice(first, stop)
+        at = slice(first, stop)
         return replace(
             self,
-            tokens_T=self.tokens_T[rows],
-            positions_T=self.positions_T[rows],
-            slots_T=self.slots_T[rows],
-            tables_RB=self.tables_RB[rows],
-            lens_R=self.lens_R[rows],
+            tokens_T=self.tokens_T[at],
+            positions_T=self.positions_T[at],
+            slots_T=self.slots_T[at],
+            tables_RB=self.tables_RB[at],
+            lens_R=self.lens_R[at],
             sample_S=self.sample_S[: stop - first],
-            order=self.order[rows],
-            recurrence=None if self.recurrence is None else self.recurrence.part(first, stop),
-            remote=tuple([part for each in self.remote if (part := each.part(first, stop)) is not None]),
-            before_R=None if self.before_R is None else self.before_R[rows],
+            order=self.order[at],
+            recurrence=None if self.recurrence is None else self.recurrence.within(first, stop),
+            remote=tuple([rows for each in self.remote if (rows := each.within(first, stop)) is not None]),
+            before_R=None if self.before_R is None else self.before_R[at],
         )
 
     def advance(self, tokens: Sequence[int]) -> None:

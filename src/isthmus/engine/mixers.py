@@ -135,10 +135,11 @@ class AttentionMixer:
 
     def attend(self, q_THD: Tensor, kv: Tensor, run: Pass, asked: Asked | None) -> Sums:
         window, scale = self.shape.window, self.shape.head_dim**-0.5
-        return sum_here(q_THD, kv, run.batch, self.kernels, asked, window=window, scale=scale)
+        remote = None if asked is None else asked.remote
+        return sum_here(q_THD, kv, run.batch, self.kernels, remote, window=window, scale=scale)
 
     def add(self, sums: Sums, asked: Asked) -> Tensor:
-        return sum_all(sums, asked)
+        return sum_all(sums, asked.remote)
 
     def output(self, run: Pass, out_THD: Tensor, gate: Tensor | None = None) -> Tensor:
         """`[T, N]`."""
@@ -203,10 +204,11 @@ class LatentMixer:
         """In the latent space if others were asked, in that of the values otherwise."""
         if asked is None:
             return self._attend(q_THD, kv, run.batch), None
-        return sum_here(asked.q_THD, kv, run.batch, self.kernels, asked, window=0, scale=self.shape.scale)
+        scale = self.shape.scale
+        return sum_here(asked.q_THD, kv, run.batch, self.kernels, asked.remote, window=0, scale=scale)
 
     def add(self, sums: Sums, asked: Asked) -> Tensor:
-        return self._values(sum_all(sums, asked))
+        return self._values(sum_all(sums, asked.remote))
 
     def output(self, run: Pass, out_THV: Tensor) -> Tensor:
         """`[T, N]`."""
@@ -312,12 +314,12 @@ def sum_here(
     kv: Tensor,
     batch: Batch,
     kernels: Kernels,
-    asked: Asked | None,
+    remote: Remote | None,
     *,
     window: int,
     scale: float,
 ) -> Sums:
-    """Attention of a batch over what is here of a layer's KV, its own in place."""
+    """Attention of a batch over what is here of a layer's KV, its own in place. `remote`: was asked for the rest."""
     rows, outs, lses = batch.num_rows, list[Tensor](), list[Tensor]()
     if rows:
         out, lse = kernels.attend_paged(
@@ -328,20 +330,20 @@ def sum_here(
     both = kv if kv.shape[1] == 2 else kv.expand(-1, 2, -1, -1)
     for chunk in batch.prefills:
         q, at = q_THD[chunk.first : chunk.last], (chunk.blocks, chunk.start, batch.block_size, window, scale)
-        if asked is None:
+        if remote is None:
             outs.append(kernels.attend_chunk(q, both, *at))
         else:
             out, lse = attend_parts(q, both, *at)
             outs.append(out)
             lses.append(lse)
     out_THD = outs[0] if len(outs) == 1 else torch.cat(outs)
-    if asked is None:
+    if remote is None:
         return out_THD, None
     return out_THD, lses[0] if len(lses) == 1 else torch.cat(lses)
 
 
-def sum_all(sums: Sums, asked: Asked) -> Tensor:
+def sum_all(sums: Sums, remote: Remote) -> Tensor:
     """`[T, H, D]`: of what is here and what others answer."""
     out_THD, lse_TH = sums
     assert lse_TH is not None, "what was asked for comes to a weight"
-    return asked.remote.add(out_THD, lse_TH)
+    return remote.add(out_THD, lse_TH)

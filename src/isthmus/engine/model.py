@@ -45,13 +45,13 @@ class Model:
         return rows_of(self._weights.embedding, batch.tokens_T).to(self.activations)
 
     def run_layers(self, x_TN: Tensor, run: Pass, turns: Turns | None = None) -> Residual:
-        """Writes the new KV of all layers. Changes `x_TN`. Where KV of a batch of decodes lies elsewhere, it goes in as
-        many parts as `turns` says."""
-        parts = turns.parts(run) if turns is not None else ()
-        if turns is not None and len(parts) > 1:
-            passings = [self._program.passing(x_TN[rows], part) for rows, part in parts]
-            deltas = [delta for _, delta in turns.take(passings, self._program.num_slices)]
-            return x_TN, torch.cat(deltas)
+        """Writes the new KV of all layers. Changes `x_TN`. `turns`: how a batch of decodes may be split whose KV lies
+        elsewhere; None: it is not."""
+        split = () if turns is None else turns.split(run)
+        if turns is not None and split:
+            passings = [self._program.passing(x_TN[rows], each) for rows, each in split]
+            residuals = turns.take(passings, self._program.num_slices)
+            return x_TN, torch.cat([delta for _, delta in residuals])
         plan, memory = run.batch.recurrence, run.memory
         if plan is not None:
             _all_before(run.before_layer, memory)

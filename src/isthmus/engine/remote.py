@@ -67,7 +67,7 @@ class Rows:
         )
         return replace(self, asking=replace(self.asking, chunks=chunks))
 
-    def part(self, first: int, stop: int) -> Rows | None:
+    def within(self, first: int, stop: int) -> Rows | None:
         """Those among the flat tokens `[first, stop)` of a batch of decodes, counted from `first`; None for none."""
         flat = range(self.flat.start, self.flat.stop) if isinstance(self.flat, slice) else self.flat.tolist()
         found = [

@@ -141,7 +141,7 @@ class Recurrence:
         """Whether each token goes one step from its live state, and that is all."""
         return not (self.stretches or self.fresh or self.restores)
 
-    def part(self, first: int, stop: int) -> Recurrence:
+    def within(self, first: int, stop: int) -> Recurrence:
         """Of these flat tokens, where there are only steps."""
         assert self.only_steps, "a prompt's tokens stay together"
         return Recurrence(self.states, self.slots_R[first:stop])

@@ -38,7 +38,7 @@ offload.period_s
 clusters.east.hardware clusters.east.gpus clusters.east.cost clusters.east.price
 engine.kind engine.hardware engine.gpus engine.runtime engine.cost
 engine.dtype engine.device engine.threads engine.block_size engine.kv_memory engine.token_budget
-engine.prompt_batch engine.max_sequences engine.max_length
+engine.prompt_batch engine.max_sequences engine.max_length engine.batches
 scheduling.admission scheduling.order scheduling.chunking scheduling.partial_prefills
 scheduling.reserve scheduling.sticky_blocks scheduling.balancing_threshold
 scheduling.decode_s scheduling.load_limit scheduling.seed

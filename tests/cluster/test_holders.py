@@ -6,11 +6,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from isthmus.cli.models import bytes_folder
 from isthmus.engine.emulated import expected_tokens, recipe_of
+from isthmus.engine.turns import Turns
 from tests.cluster.test_deaths import kill
 from tests.cluster.test_exact_hybrid import layout_of
 from tests.cluster.test_exact_pool import SLOW, prompt_of
@@ -88,6 +90,20 @@ def test_nodes_without_weights_attend(name: str, model: Path) -> None:
         with ThreadPoolExecutor(8) as pool:
             for each in [pool.submit(ask, served, model, prompt, 24) for prompt in prompts]:
                 each.result()
+
+
+@pytest.mark.parametrize("batches", [2, 3])
+def test_batches_take_turns(batches: int, model: Path) -> None:
+    """Of several answers together, most with KV at both attention nodes."""
+    attention = {"count": 2, "kv_memory": 60 * BLOCK_BYTES}
+    prompts = [prompt_of(at, length) for at, length in enumerate((20, 300, 60, 100, 250, 33))]
+    config = deployment(model, {"prefill": 0, "decode": 0, "mixed": 1, "attention": attention})
+    config["engine"] |= {"batches": batches, "max_sequences": 6, "kv_memory": 40 * BLOCK_BYTES}
+    taken = mock.patch.object(Turns, "take", autospec=True, side_effect=Turns.take)
+    with taken as take, inside(config) as served, ThreadPoolExecutor(6) as pool:
+        for each in [pool.submit(ask, served, model, prompt, 24) for prompt in prompts]:
+            each.result()
+    assert max(len(call.args[1]) for call in take.call_args_list) == batches
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v3", "kimi_linear"])

@@ -24,7 +24,7 @@ from isthmus.bench.attention_peers import ECHO, SWITCH_S, Bare, Live, Memory
 from isthmus.blocks import KVLayout
 from isthmus.engine.batch import Batch, build_batch
 from isthmus.engine.interface import Chunk, Elsewhere, Held
-from isthmus.engine.mixers import attend
+from isthmus.engine.mixers import sum_all, sum_here
 from isthmus.engine.remote import Remote
 from isthmus.types import Span
 
@@ -158,9 +158,9 @@ class _Case:
                 if elsewhere is not None:
                     remote = Remote(elsewhere, batch.remote, layer, 0)
                     remote.ask(self.q_THD)
-                found.append(
-                    attend(self.q_THD, kv, batch, memory.kernels, remote, window=0, scale=memory.shape.scale)
-                )
+                scale = memory.shape.scale
+                sums = sum_here(self.q_THD, kv, batch, memory.kernels, remote, window=0, scale=scale)
+                found.append(sums[0] if remote is None else sum_all(sums, remote))
         return found
 
 

@@ -151,6 +151,7 @@ def _open_torch(config: Config, folder: Path, threads: int, facts: NodeFacts, st
             max_length=config.engine.max_length,
             layers=split_layers(read_spec(folder).num_layers, stages)[stage] if stages > 1 else None,
             max_sequences=facts.live_states,
+            batches=config.engine.batches,
         ),
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 from isthmus.blocks import seal
@@ -47,7 +48,7 @@ class Holders:
         self._later, self._answer_s = later, answer_s
         self._places: dict[RequestId, dict[NodeId, _Place]] = {}
         self._answers: dict[int, _Answer] = {}
-        self._numbers = 0
+        self._numbers = count(1)  # of more than one thread
         self.bytes_shipped = self.bytes_asked = self.bytes_answered = self.num_asked = 0
 
     # What the node decided.
@@ -206,9 +207,8 @@ class Holders:
     def post(
         self, key: RequestId, layer: int, rows: tuple[Any, ...], parts: int, q: memoryview, answer: _Answer
     ) -> None:
-        """From the engine's thread."""
-        self._numbers += 1
-        self._later(self.ask, key, Attend(self._numbers, layer, rows, parts), q, answer)
+        """From the engine's threads."""
+        self._later(self.ask, key, Attend(next(self._numbers), layer, rows, parts), q, answer)
 
     @property
     def answer_s(self) -> float:

@@ -7,7 +7,7 @@ Rows come first in the flat order, chunks after them; of the rows first those th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -79,6 +79,24 @@ class Batch:
     @property
     def only_decodes(self) -> bool:
         return not self.prefills and self.num_rows == len(self.order)
+
+    def within(self, first: int, stop: int) -> Batch:
+        """Rows `[first, stop)` of a batch of decodes, for one iteration. Nothing is copied."""
+        assert self.only_decodes, "rows of a prompt stay together"
+        at = slice(first, stop)
+        return replace(
+            self,
+            tokens_T=self.tokens_T[at],
+            positions_T=self.positions_T[at],
+            slots_T=self.slots_T[at],
+            tables_RB=self.tables_RB[at],
+            lens_R=self.lens_R[at],
+            sample_S=self.sample_S[: stop - first],
+            order=self.order[at],
+            recurrence=None if self.recurrence is None else self.recurrence.within(first, stop),
+            remote=tuple([rows for each in self.remote if (rows := each.within(first, stop)) is not None]),
+            before_R=None if self.before_R is None else self.before_R[at],
+        )
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Moves a batch of decodes on by one position each, with the tokens just sampled."""

@@ -29,13 +29,16 @@ from isthmus.engine.interface import (
     stage_layout,
 )
 from isthmus.engine.kv import TORCH_DTYPES, KVMemory, bytes_of
-from isthmus.engine.model import Model, Residual
+from isthmus.engine.mixers import Pass
+from isthmus.engine.model import Model
+from isthmus.engine.program import Residual
 from isthmus.engine.remote import answer_to, queries_of, shapes_of, split_of
 from isthmus.engine.sampling import sample
 from isthmus.engine.scores import parts_of, score
 from isthmus.engine.spec import kv_layout, read_spec
 from isthmus.engine.states import LiveStates
 from isthmus.engine.team import Team
+from isthmus.engine.turns import Turns
 from isthmus.engine.weights import Weights, load_weights
 from isthmus.errors import ConfigError, ProtocolError, StartError
 from isthmus.models import ModelSpec
@@ -53,6 +56,7 @@ class EngineOptions:
     max_length: int | None = None
     layers: tuple[int, int] | None = None  # half-open, of a pipeline stage (`split_layers`); None: all
     max_sequences: int = 64  # slots for live states, in models with recurrent layers
+    batches: int = 1  # a batch of decodes whose KV lies elsewhere takes turns in so many parts
 
 
 class Engine:
@@ -66,6 +70,7 @@ class Engine:
         self.device = device_of(options.device)
         threads = torch.get_num_threads() if self.device.type == "cpu" else 1
         self._team = Team(threads, torch.set_num_threads, time.perf_counter)
+        self._turns = Turns(options.batches)
         self.max_length = min(options.max_length or self.spec.max_length, self.spec.max_length)
         dtype = options.dtype or self.spec.dtype
         self.layout: KVLayout = kv_layout(self.spec, dtype, options.block_size)
@@ -147,7 +152,8 @@ class Engine:
         assert self.layers[1] == self.spec.num_layers, "the last stage samples"
         with self._iteration(batch):
             x_TN = self._taken(batch, hidden)
-            residual = self.model.run_layers(x_TN, batch, self.memory, on_layer, before_layer, elsewhere)
+            run = Pass(batch, self.memory, on_layer, before_layer, elsewhere)
+            residual = self.model.run_layers(x_TN, run, self._turns)
             logits_SV = self.model.logits(residual, batch)
             if on_scores is not None:
                 self._score(residual, batch, on_scores)
@@ -191,7 +197,7 @@ class Engine:
         assert self.layers[1] < self.spec.num_layers, "the last stage samples"
         with self._iteration(batch):
             x_TN = self._taken(batch, hidden)
-            residual = self.model.run_layers(x_TN, batch, self.memory, on_layer, before_layer)
+            residual = self.model.run_layers(x_TN, Pass(batch, self.memory, on_layer, before_layer))
             x_TN = self.model.add(residual).cpu()
         return Hidden(tuple(x_TN.shape), _name(x_TN.dtype), bytes_of(x_TN))
 

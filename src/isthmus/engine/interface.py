@@ -59,7 +59,8 @@ class Asking:
 
 
 class Elsewhere(Protocol):
-    """Attention over KV that other engines hold. For one step; the engine's thread calls both, layer by layer."""
+    """Attention over KV that other engines hold. For one step; each flat token goes layer by layer. Where parts of a
+    batch take turns, each asks for tokens of its own, perhaps from several threads."""
 
     def ask(self, layer: int, asking: Asking, q: memoryview) -> None:
         """Sends the queries `[R, H, D]` of these rows, float32, H heads of this part; does not wait."""

@@ -1,5 +1,5 @@
 """What the tokens of a batch exchange: by attention over K and V of each head or over latent vectors, or by a recurrent
-state. One object a layer.
+state. One object a layer, whose operators (`isthmus.models.graph`) are its methods.
 
 Legend: T flat tokens, N hidden size, H query heads, D head size, L tokens of KV; of latent attention R rank, E shared
 numbers of a key, P its others, V numbers of a value.
@@ -63,11 +63,32 @@ class Pass:
             self.on_layer(layer)
 
 
-class Mixer(Protocol):
-    """The first half of a layer. `index`: which of the layers of its group (KV, or recurrent states) it is."""
+@dataclass(frozen=True)
+class Asked:
+    """Queries of a layer as they were sent to all who have more of its KV."""
 
-    def __call__(self, x_TN: Tensor, run: Pass) -> Tensor:
-        """`[T, N]`, from the normed hidden states."""
+    remote: Remote
+    q_THD: Tensor
+
+
+Sums = tuple[Tensor, Tensor | None]
+"""Of the KV here: out [T, H, D], and lse [T, H] where others were asked for the rest."""
+
+
+class AttendingMixer(Protocol):
+    """Attention of a layer, in the three parts between which others may run: queries are sent, what is here is summed,
+    and what came back is added. `index`: which of the layers that keep KV it is."""
+
+    index: int
+
+    def ask(self, q_THD: Tensor, run: Pass) -> Asked | None:
+        """None where all KV is here."""
+
+    def attend(self, q_THD: Tensor, kv: Tensor, run: Pass, asked: Asked | None) -> Sums:
+        """`kv`: of the layer, the batch's own in place. Where nobody was asked, that is all: `out [T, H, V]`."""
+
+    def add(self, sums: Sums, asked: Asked) -> Tensor:
+        """`[T, H, V]`, with what those who were asked answer. Waits for them; raises HolderLost."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +102,12 @@ class AttentionMixer:
     cos_sin: Tensor
     eps: float
 
-    def __call__(self, x_TN: Tensor, run: Pass) -> Tensor:
-        weights, shape, batch, kernels = self.weights, self.shape, run.batch, self.kernels
-        qkv = kernels.linear(x_TN, weights.qkv.weight, weights.qkv.bias)
+    def project(self, run: Pass, x_TN: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries `[T, H, D]`; keys and values are put in their place in the layer's KV, which is returned."""
+        weights, batch = self.weights, run.batch
+        qkv = self.kernels.linear(x_TN, weights.qkv.weight, weights.qkv.bias)
         kv = run.enter(self.index)
-        q_THD = kernels.rope_store(
+        q_THD = self.kernels.rope_store(
             qkv,
             batch.positions_T,
             batch.slots_T,
@@ -94,18 +116,38 @@ class AttentionMixer:
             weights.k_norm,
             self.eps,
             kv,
-            shape.num_heads,
+            self.shape.num_heads,
         )
-        remote = run.remote(self.index, shape.window)
-        if remote is not None:
-            remote.ask(q_THD)
-        out = attend(q_THD, kv, batch, kernels, remote, window=shape.window, scale=shape.head_dim**-0.5)
-        out = out.reshape(batch.num_tokens, -1)
-        if weights.gate is not None:
-            out = out * kernels.linear(x_TN, weights.gate.weight, weights.gate.bias).sigmoid()
-        y_TN = kernels.linear(out, weights.output.weight, weights.output.bias)
-        run.leave(self.index)
-        return y_TN
+        return q_THD, kv
+
+    def gate(self, run: Pass, x_TN: Tensor) -> Tensor:
+        """`[T, H D]`."""
+        gate = self.weights.gate
+        assert gate is not None, "the model's layers are gated, or they are not"
+        return self.kernels.linear(x_TN, gate.weight, gate.bias).sigmoid()
+
+    def ask(self, q_THD: Tensor, run: Pass) -> Asked | None:
+        remote = run.remote(self.index, self.shape.window)
+        if remote is None:
+            return None
+        remote.ask(q_THD)
+        return Asked(remote, q_THD)
+
+    def attend(self, q_THD: Tensor, kv: Tensor, run: Pass, asked: Asked | None) -> Sums:
+        window, scale = self.shape.window, self.shape.head_dim**-0.5
+        remote = None if asked is None else asked.remote
+        return sum_here(q_THD, kv, run.batch, self.kernels, remote, window=window, scale=scale)
+
+    def add(self, sums: Sums, asked: Asked) -> Tensor:
+        return sum_all(sums, asked.remote)
+
+    def output(self, run: Pass, out_THD: Tensor, gate: Tensor | None = None) -> Tensor:
+        """`[T, N]`."""
+        out = out_THD.reshape(out_THD.shape[0], -1)
+        if gate is not None:
+            out = out * gate
+        output = self.weights.output
+        return self.kernels.linear(out, output.weight, output.bias)
 
 
 @dataclass(frozen=True)
@@ -114,7 +156,7 @@ class LatentMixer:
 
     Two forms of one sum: *absorbed*, where queries are brought into the latent space and all heads read the kept
     vectors as they are (one KV head whose V is its K); *expanded*, where K and V of each head are projected from them
-    first. The second does less work for long chunks, the first for few tokens.
+    first. The second does less work for long chunks, the first for few tokens. Others are asked in the first.
     """
 
     index: int
@@ -123,48 +165,60 @@ class LatentMixer:
     kernels: Kernels
     cos_sin: Tensor | None
 
-    def __call__(self, x_TN: Tensor, run: Pass) -> Tensor:
-        weights, batch = self.weights, run.batch
-        q_THD, kept_TD = self._queries(x_TN), self._kept(x_TN)
-        if self.cos_sin is not None:
-            self._rotate(q_THD, kept_TD, self.cos_sin[batch.positions_T])
-        kv = run.enter(self.index)
-        kv[batch.slots_T, 0, 0] = kept_TD.to(kv.dtype)
-        out_THV = self._attend(q_THD, kv, batch, run.remote(self.index))
-        y_TN = self.kernels.linear(out_THV.flatten(1), weights.output.weight, weights.output.bias)
-        run.leave(self.index)
-        return y_TN
-
-    def _queries(self, x_TN: Tensor) -> Tensor:
+    def queries(self, run: Pass, x_TN: Tensor) -> Tensor:
         """`[T, H, P + E]`."""
         weights, kernels = self.weights, self.kernels
         if weights.query_down is not None and weights.query_norm is not None:
             down = kernels.linear(x_TN, weights.query_down.weight, weights.query_down.bias)
             x_TN = kernels.add_rms_norm(down, None, weights.query_norm, LATENT_EPS)
         q = kernels.linear(x_TN, weights.query.weight, weights.query.bias)
-        return q.unflatten(1, (self.shape.num_heads, -1))
+        q_THD = q.unflatten(1, (self.shape.num_heads, -1))
+        self._rotate(q_THD[..., self.shape.nope_dim :], run)
+        return q_THD
 
-    def _kept(self, x_TN: Tensor) -> Tensor:
-        """`[T, R + E]`, the latent part normed."""
+    def keep(self, run: Pass, x_TN: Tensor) -> Tensor:
+        """Puts what is kept of each token in its place: the layer's KV."""
         weights, rank = self.weights, self.shape.rank
         kept = self.kernels.linear(x_TN, weights.down.weight, weights.down.bias)
         latent = kept[:, :rank].contiguous()
         kept[:, :rank] = self.kernels.add_rms_norm(latent, None, weights.norm, LATENT_EPS)
-        return kept
+        self._rotate(kept[:, None, rank:], run)
+        kv = run.enter(self.index)
+        kv[run.batch.slots_T, 0, 0] = kept.to(kv.dtype)
+        return kv
 
-    def _rotate(self, q_THD: Tensor, kept_TD: Tensor, angles_TE: Tensor) -> None:
-        """The E shared numbers of queries and keys, in place."""
-        for heads in (q_THD[..., self.shape.nope_dim :], kept_TD[:, None, self.shape.rank :]):
-            heads.copy_(rotate(heads, angles_TE))
+    def _rotate(self, heads: Tensor, run: Pass) -> None:
+        """The E shared numbers of queries or keys, in place."""
+        if self.cos_sin is not None:
+            heads.copy_(rotate(heads, self.cos_sin[run.batch.positions_T]))
 
-    def _attend(self, q_THD: Tensor, kv: Tensor, batch: Batch, remote: Remote | None) -> Tensor:
-        """`[T, H, V]`. What others are asked is in the latent space."""
+    def ask(self, q_THD: Tensor, run: Pass) -> Asked | None:
+        remote = run.remote(self.index)
+        if remote is None:
+            return None
+        absorbed = self._absorb(q_THD).contiguous()
+        remote.ask(absorbed)
+        return Asked(remote, absorbed)
+
+    def attend(self, q_THD: Tensor, kv: Tensor, run: Pass, asked: Asked | None) -> Sums:
+        """In the latent space if others were asked, in that of the values otherwise."""
+        if asked is None:
+            return self._attend(q_THD, kv, run.batch), None
+        scale = self.shape.scale
+        return sum_here(asked.q_THD, kv, run.batch, self.kernels, asked.remote, window=0, scale=scale)
+
+    def add(self, sums: Sums, asked: Asked) -> Tensor:
+        return self._values(sum_all(sums, asked.remote))
+
+    def output(self, run: Pass, out_THV: Tensor) -> Tensor:
+        """`[T, N]`."""
+        output = self.weights.output
+        return self.kernels.linear(out_THV.flatten(1), output.weight, output.bias)
+
+    def _attend(self, q_THD: Tensor, kv: Tensor, batch: Batch) -> Tensor:
+        """`[T, H, V]`, of KV that is all here."""
         rows, scale = batch.num_rows, self.shape.scale
         both = kv.expand(-1, 2, -1, -1)
-        if remote is not None:
-            absorbed = self._absorb(q_THD).contiguous()
-            remote.ask(absorbed)
-            return self._values(attend(absorbed, kv, batch, self.kernels, remote, window=0, scale=scale))
         outs = []
         if rows:
             out, _ = self.kernels.attend_paged(
@@ -235,7 +289,8 @@ class RecurrentMixer:
     weights: linear.GatedDeltaNet | linear.KimiDelta
     kernels: Kernels
 
-    def __call__(self, x_TN: Tensor, run: Pass) -> Tensor:
+    def recur(self, run: Pass, x_TN: Tensor) -> Tensor:
+        """`[T, N]`."""
         weights, plan, kernels = self.weights, run.batch.recurrence, self.kernels
         assert plan is not None, "a model with recurrent layers plans its batches' states"
         if isinstance(weights, linear.GatedDeltaNet):
@@ -254,7 +309,7 @@ class RecurrentMixer:
         return linear.layer_output(weights, out_THV, inputs.gate_THV, kernels)
 
 
-def attend(
+def sum_here(
     q_THD: Tensor,
     kv: Tensor,
     batch: Batch,
@@ -263,8 +318,8 @@ def attend(
     *,
     window: int,
     scale: float,
-) -> Tensor:
-    """Attention of a batch over a layer's KV, its own in place: `[T, H, D]`. `remote`: was asked for the rest."""
+) -> Sums:
+    """Attention of a batch over what is here of a layer's KV, its own in place. `remote`: was asked for the rest."""
     rows, outs, lses = batch.num_rows, list[Tensor](), list[Tensor]()
     if rows:
         out, lse = kernels.attend_paged(
@@ -282,4 +337,13 @@ def attend(
             outs.append(out)
             lses.append(lse)
     out_THD = outs[0] if len(outs) == 1 else torch.cat(outs)
-    return out_THD if remote is None else remote.add(out_THD, lses[0] if len(lses) == 1 else torch.cat(lses))
+    if remote is None:
+        return out_THD, None
+    return out_THD, lses[0] if len(lses) == 1 else torch.cat(lses)
+
+
+def sum_all(sums: Sums, remote: Remote) -> Tensor:
+    """`[T, H, D]`: of what is here and what others answer."""
+    out_THD, lse_TH = sums
+    assert lse_TH is not None, "what was asked for comes to a weight"
+    return remote.add(out_THD, lse_TH)

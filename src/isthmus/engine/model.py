@@ -1,38 +1,32 @@
 """The network: one pass of a flat batch through its layers, or through those that one pipeline stage has.
 
-Each layer is a mixer and an MLP, of kinds chosen once when the model is built. Legend: T flat tokens, N hidden size,
-S sampled tokens, V vocabulary.
+Each layer is a mixer and an MLP, of kinds chosen once when the model is built; what comes in which order, and what is
+kept while attention is elsewhere, is the program's (`isthmus.models.slices`). Legend: T flat tokens, N hidden size, S
+sampled tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from isthmus.engine.batch import Batch
 from isthmus.engine.experts import Mixture, mix
-from isthmus.engine.interface import BeforeLayer, Elsewhere, OnLayer
+from isthmus.engine.interface import BeforeLayer
 from isthmus.engine.kernels import Kernels
 from isthmus.engine.kv import KVMemory
 from isthmus.engine.layers import AttentionWeights, DenseWeights, LatentWeights, MixerWeights, MlpWeights
-from isthmus.engine.mixers import AttentionMixer, LatentMixer, Mixer, Pass, RecurrentMixer
+from isthmus.engine.mixers import AttentionMixer, LatentMixer, Pass, RecurrentMixer
+from isthmus.engine.program import Compute, Program, Residual, through
 from isthmus.engine.rope import cos_sin_table, padded
 from isthmus.engine.tiles import rows_of
+from isthmus.engine.turns import Turns
 from isthmus.engine.weights import Weights
 from isthmus.models import Attention, LatentAttention, LayerSpec, ModelSpec
-
-Residual = tuple[Tensor, Tensor]
-"""(x [T, N], delta [T, N]): their sum is what the next layer takes. The norm that comes first there adds them up."""
-
-
-@dataclass(frozen=True)
-class _Layer:
-    mixer_norm: Tensor
-    mixer: Mixer
-    mlp_norm: Tensor
-    mlp: Callable[[Tensor], Tensor]
+from isthmus.models.graph import ATTEND, graph_of
 
 
 class Model:
@@ -42,36 +36,31 @@ class Model:
     def __init__(self, spec: ModelSpec, weights: Weights, kernels: Kernels, max_length: int) -> None:
         self.spec, self._weights, self._kernels = spec, weights, kernels
         self.activations = kernels.activation_dtype(weights.dtype)
-        self._layers = _Builder(spec, weights, kernels, max_length).layers()
+        graph = graph_of(spec, weights.range, self.activations.itemsize)
+        self._program = Program(graph, _Builder(spec, weights, kernels, max_length).computes())
 
     def embed(self, batch: Batch) -> Tensor:
         """`[T, N]`, for the first layer."""
         assert self._weights.embedding is not None, "only the first stage has the embedding"
         return rows_of(self._weights.embedding, batch.tokens_T).to(self.activations)
 
-    def run_layers(
-        self,
-        x_TN: Tensor,
-        batch: Batch,
-        memory: KVMemory,
-        on_layer: OnLayer | None = None,
-        before_layer: BeforeLayer | None = None,
-        elsewhere: Elsewhere | None = None,
-    ) -> Residual:
-        """Writes the new KV of all layers. Changes `x_TN`. `on_layer(i)` runs when layer i's KV is in place."""
-        kernels, eps, plan = self._kernels, self.spec.norm_eps, batch.recurrence
+    def run_layers(self, x_TN: Tensor, run: Pass, turns: Turns | None = None) -> Residual:
+        """Writes the new KV of all layers. Changes `x_TN`. `turns`: how a batch of decodes may be split whose KV lies
+        elsewhere; None: it is not."""
+        split = () if turns is None else turns.split(run)
+        if turns is not None and split:
+            passings = [self._program.passing(x_TN[rows], each) for rows, each in split]
+            residuals = turns.take(passings, self._program.num_slices)
+            return x_TN, torch.cat([delta for _, delta in residuals])
+        plan, memory = run.batch.recurrence, run.memory
         if plan is not None:
-            _all_before(before_layer, memory)
-            before_layer = None
+            _all_before(run.before_layer, memory)
+            run = replace(run, before_layer=None)
             plan.begin(memory)
-        run, delta = Pass(batch, memory, on_layer, before_layer, elsewhere), None
-        for layer in self._layers:
-            delta = layer.mixer(kernels.add_rms_norm(x_TN, delta, layer.mixer_norm, eps), run)
-            delta = layer.mlp(kernels.add_rms_norm(x_TN, delta, layer.mlp_norm, eps))
+        residual = through(self._program.passing(x_TN, run))
         if plan is not None:
             plan.finish(memory)
-        assert delta is not None
-        return x_TN, delta
+        return residual
 
     def add(self, residual: Residual) -> Tensor:
         """`[T, N]`, for the next layer, which may be in another stage: bit for bit what it would add up itself."""
@@ -112,34 +101,46 @@ class _Builder:
             if isinstance(spec.kv_mixer, Attention) and spec.rope.dim < spec.head_dim:
                 self._cos_sin = padded(self._cos_sin, spec.head_dim)
 
-    def layers(self) -> tuple[_Layer, ...]:
-        found, num_kv = [], 0
+    def computes(self) -> dict[tuple[int, str], Any]:
+        """Of every operator of `graph_of`, by layer and kind."""
+        found, num_kv = dict[tuple[int, str], Any](), 0
         first, stop = self._weights.range
-        for place, (shape, layer) in enumerate(
-            zip(self._spec.layers[first:stop], self._weights.layers, strict=True)
-        ):
+        for place, index in enumerate(range(first, stop)):
+            layer = self._weights.layers[place]
             keeps_kv = isinstance(layer.mixer, AttentionWeights | LatentWeights)
-            mixer = self._mixer(num_kv if keeps_kv else place - num_kv, shape, layer.mixer)
-            found.append(_Layer(layer.mixer_norm, mixer, layer.mlp_norm, self._mlp(layer.mlp)))
+            kinds = self._mixer(num_kv if keeps_kv else place - num_kv, self._spec.layers[index], layer.mixer)
+            kinds |= {"norm": self._norm(layer.mixer_norm), "mlp_norm": self._norm(layer.mlp_norm)}
+            kinds["mlp"] = self._mlp(layer.mlp)
+            found |= {(index, kind): compute for kind, compute in kinds.items()}
             num_kv += keeps_kv
-        return tuple(found)
+        return found
 
-    def _mixer(self, index: int, shape: LayerSpec, weights: MixerWeights) -> Mixer:
+    def _norm(self, weight_N: Tensor) -> Compute:
+        add_rms_norm, eps = self._kernels.add_rms_norm, self._spec.norm_eps
+
+        def norm(run: Pass, x_TN: Tensor, delta_TN: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            return x_TN, add_rms_norm(x_TN, delta_TN, weight_N, eps)
+
+        return norm
+
+    def _mixer(self, index: int, shape: LayerSpec, weights: MixerWeights) -> dict[str, Any]:
         """`index`: among the layers of its group."""
         kernels, cos_sin = self._kernels, self._cos_sin
         if isinstance(weights, AttentionWeights):
             assert isinstance(shape.mixer, Attention) and cos_sin is not None
-            return AttentionMixer(index, shape.mixer, weights, kernels, cos_sin, self._spec.norm_eps)
+            plain = AttentionMixer(index, shape.mixer, weights, kernels, cos_sin, self._spec.norm_eps)
+            return {"project": plain.project, "gate": plain.gate, ATTEND: plain, "output": plain.output}
         if isinstance(weights, LatentWeights):
             assert isinstance(shape.mixer, LatentAttention)
-            return LatentMixer(index, shape.mixer, weights, kernels, cos_sin)
-        return RecurrentMixer(index, weights, kernels)
+            latent = LatentMixer(index, shape.mixer, weights, kernels, cos_sin)
+            return {"queries": latent.queries, "keep": latent.keep, ATTEND: latent, "output": latent.output}
+        return {"recur": RecurrentMixer(index, weights, kernels).recur}
 
-    def _mlp(self, weights: MlpWeights) -> Callable[[Tensor], Tensor]:
+    def _mlp(self, weights: MlpWeights) -> Compute:
         kernels = self._kernels
         if isinstance(weights, Mixture):
-            return lambda x_TN: mix(weights, x_TN, kernels)
-        return lambda x_TN: _dense(weights, x_TN, kernels)
+            return lambda run, x_TN: mix(weights, x_TN, kernels)
+        return lambda run, x_TN: _dense(weights, x_TN, kernels)
 
 
 def _dense(weights: DenseWeights, x_TN: Tensor, kernels: Kernels) -> Tensor:

@@ -67,6 +67,20 @@ class Rows:
         )
         return replace(self, asking=replace(self.asking, chunks=chunks))
 
+    def within(self, first: int, stop: int) -> Rows | None:
+        """Those among the flat tokens `[first, stop)` of a batch of decodes, counted from `first`; None for none."""
+        flat = range(self.flat.start, self.flat.stop) if isinstance(self.flat, slice) else self.flat.tolist()
+        found = [
+            (range(at - first, at - first + 1), chunk)
+            for at, chunk in zip(flat, self.asking.chunks, strict=True)
+            if first <= at < stop
+        ]
+        if not found:
+            return None
+        device = torch.device("cpu") if isinstance(self.flat, slice) else self.flat.device
+        asking = replace(self.asking, chunks=tuple([chunk for _, chunk in found]))
+        return Rows(asking, _flat([rows for rows, _ in found], device))
+
     def sees(self, window: int) -> bool:
         """Whether a query sees anything there."""
         if not window:

@@ -136,6 +136,16 @@ class Recurrence:
             if stretch.snapshot is not None:
                 memory.write_blocks(stretch.snapshot.blocks, stretch.snapshot.data)
 
+    @property
+    def only_steps(self) -> bool:
+        """Whether each token goes one step from its live state, and that is all."""
+        return not (self.stretches or self.fresh or self.restores)
+
+    def within(self, first: int, stop: int) -> Recurrence:
+        """Of these flat tokens, where there are only steps."""
+        assert self.only_steps, "a prompt's tokens stay together"
+        return Recurrence(self.states, self.slots_R[first:stop])
+
     def advance(self) -> None:
         """The next iteration of a batch of decodes: each goes on from its own state, and none is written out."""
         if self.stretches:

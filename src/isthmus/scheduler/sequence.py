@@ -82,6 +82,7 @@ class Sequence:
 
     Its leading `num_away` blocks are to lie with `holdings`; the first `num_held` of them do, with `held`, the next
     `num_shipping` are on their way there, and `blocks` are those that follow what is held. `waits`: for their answers.
+    While it waits for memory it may hold what an attempt before it computed.
 
     With recurrent states: `slot` of the live one, -1 without; `restore`: blocks of a snapshot to go on from;
     `snapshots`: taken, or to be taken, of its prompt.

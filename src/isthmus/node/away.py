@@ -50,7 +50,7 @@ class Away:
         """Its leading blocks are to lie where its route says. Returns why that cannot be, or nothing."""
         route = attempt.begin.route
         if route.growth and attempt.begin.part is not PREFILL:
-            self._growing[attempt.request] = attempt
+            self._growing[attempt.request], attempt.grows = attempt, True
         holdings = holdings_of(route, attempt.length, self._size)
         if not holdings:
             return ""

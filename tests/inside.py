@@ -78,6 +78,19 @@ class Inside(Client):
 
         return asyncio.run_coroutine_threadsafe(work(), self._loop).result(LIMIT_S)
 
+    def kill(self, name: str) -> None:
+        """Ends a node at once: nothing of it is heard any more. It does not come back."""
+        process = next(each for each in self.processes if each._facts.node == name)
+        self.processes.remove(process)
+
+        def end() -> None:
+            incoming, outgoing = list(process.mover._names), list(process.mover._peers._open.values())
+            assert process._head is not None
+            for session in [*incoming, *outgoing, process._head]:
+                session.abort("killed")
+
+        self.call(end)
+
     def check_idle(self) -> None:
         """All that requests took comes back, on every node; and the conductor knows what each node has, by tier."""
         until = time.monotonic() + IDLE_S

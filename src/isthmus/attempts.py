@@ -39,6 +39,15 @@ class Holding(msgspec.Struct, frozen=True):
     num_blocks: int
 
 
+class Share(msgspec.Struct, frozen=True):
+    """What a holder has of an attempt: blocks from number `first` of the request on, of each part number `part` of
+    `parts` of the heads."""
+
+    first: int = 0
+    part: int = 0
+    parts: int = 1
+
+
 class Route(msgspec.Struct, frozen=True, tag=True):
     """Prefill and decode a request on these nodes; the same node twice means that its KV does not move.
 
@@ -50,7 +59,10 @@ class Route(msgspec.Struct, frozen=True, tag=True):
     `handover_start`: leading blocks that are not handed over, since the decode node has them or gets them in its own
     cluster: with `recall`, from a node there, or its own cache where `recall.source` is itself.
 
-    `holdings`: where its leading blocks are to lie instead of on these two nodes, in the order of its tokens.
+    `holdings`: where its leading blocks are to lie instead of on these two nodes, in the order of its tokens. Where
+    there is `growth`, these nodes are to have all full blocks behind those of others, also what fills while it decodes.
+
+    `taken`: an earlier attempt whose home is gone, 0 for none: what its holders keep is gone on with.
     """
 
     request: RequestId
@@ -65,6 +77,8 @@ class Route(msgspec.Struct, frozen=True, tag=True):
     handover_start: int = 0
     recall: FetchOrder | None = None
     holdings: tuple[Holding, ...] = ()
+    growth: tuple[NodeId, ...] = ()
+    taken: int = 0
 
 
 # What nodes report.

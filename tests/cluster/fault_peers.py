@@ -60,7 +60,7 @@ class Side(Peers):
         self._tasks: set[asyncio.Task[None]] = set()
         self.mover = KVMover(
             memory=self.memory,
-            attends=lambda layer, asked, q: q,
+            attends=lambda layer, asked, q, parts: q,
             first_layer=0,
             cache=self.cache,
             peers=self,

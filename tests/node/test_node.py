@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.attempts import Holding, RequestFailed, RoleChanged
+from isthmus.attempts import Holding, RequestFailed, RoleChanged, Route
 from isthmus.node import Node
 from isthmus.node.events import (
     Become,
@@ -142,7 +142,24 @@ def test_kv_lies_with_holders_whatever_comes(
             world.part(asked, (H0, H1, H2)[draw(3)])
         elif kind == 5:
             world.sever(asked)
+        elif kind == 6:
+            for lost in world.die((P0, P1, D0)[draw(3)]):
+                ask_again(world, draw, lost)
     world.drain()
+
+
+def ask_again(world: World, draw: Drawn, lost: Asked) -> None:
+    """Its last tokens may be known to nobody; others may have been computed in their place."""
+    old, known = lost.route, max(0, lost.generated - draw(4))
+    if lost.answer == known:
+        return
+    prefill = (P0, P1)[draw(2)]
+    decode = (D0, prefill)[draw(2)]
+    again = Route(
+        old.request, old.attempt + 1, prefill, decode, holdings=old.holdings, growth=old.growth,
+        taken=old.attempt,
+    )  # fmt: skip
+    world.ask(Asked(again, lost.num_tokens + known, lost.answer - known, lost.names))
 
 
 def ask_with_holders(world: World, draw: Drawn, number: int, state_blocks: int) -> None:
@@ -160,7 +177,11 @@ def ask_with_holders(world: World, draw: Drawn, number: int, state_blocks: int) 
             most, least = most - count, max(0, least - count)
     if least:
         return  # nobody could take it
-    fields = {"num_cached": draw(len(names) + 1), "holdings": tuple(holdings)}
+    fields: dict[str, object] = {"num_cached": draw(len(names) + 1), "holdings": tuple(holdings)}
+    if holdings and not most:
+        fields["growth"] = holdings[-1].holders
+    elif not holdings and draw(2):
+        fields["growth"] = (H1, H2)
     world.ask(Asked(route_of(f"r{number}", prefill, decode, **fields), num_tokens, 1 + draw(12), names))
 
 

@@ -19,6 +19,7 @@ from isthmus.attempts import (
     PrefillFinished,
     RequestFailed,
     Route,
+    Share,
     key_of,
 )
 from isthmus.blocks import state_names
@@ -27,6 +28,7 @@ from isthmus.node.events import (
     Adopt,
     Begin,
     Broken,
+    Claim,
     Cut,
     Demote,
     Drop,
@@ -36,6 +38,7 @@ from isthmus.node.events import (
     FetchEnded,
     Finish,
     Forget,
+    Found,
     Give,
     Grant,
     Granted,
@@ -102,6 +105,7 @@ class Place:
         stages: int = 1,
     ) -> None:
         self.name, self.stages = name, stages
+        self.made = num_blocks, tiers, state_blocks, stages
         limits = limits_of(num_blocks, state_blocks)
         scheduler = Scheduler(limits, TierCache(*tiers) if tiers else None, BlockPool(num_blocks), node=name)
         group = {"stages": stages} if stages > 1 else {}
@@ -121,10 +125,17 @@ class Place:
         self.stowed: dict[RequestId, dict[int, Stowed]] = {}  # by the number at the holder
         self.holds: dict[RequestId, dict[NodeId, Room]] = {}  # at home: who was asked for room, and gave it
         self.shipping: dict[RequestId, Shipping] = {}
+        self.shares: dict[RequestId, Share] = {}  # of those that are hosted
+        self.content: dict[
+            RequestId, dict[int, int]
+        ] = {}  # which block of a request is in a block of the engine
+
+
+VOID = -1
 
 
 class Stowed(NamedTuple):
-    """Block `number` of a request, a part of its heads."""
+    """Block `number` of a request, a part of its heads; VOID: of tokens that it never had."""
 
     number: int
     part: int
@@ -134,16 +145,16 @@ class Stowed(NamedTuple):
 class Room:
     """That a holder was asked for, and whether it gave it."""
 
-    def __init__(self, part: int, parts: int) -> None:
-        self.part, self.parts = part, parts
+    def __init__(self, share: Share) -> None:
+        self.share = share
         self.given = False
 
 
 class Shipping:
-    """Blocks of the engine on their way, the first of them number `start` of the request; `left`: to whom."""
+    """Blocks of the engine on their way; `left`: to whom."""
 
-    def __init__(self, start: int, blocks: tuple[int, ...]) -> None:
-        self.start, self.blocks = start, blocks
+    def __init__(self, blocks: tuple[int, ...]) -> None:
+        self.blocks = blocks
         self.left: set[NodeId] = set()
 
 
@@ -222,10 +233,38 @@ class World:
                     each for each in self.pending if each[0] not in ((name, holder), (holder, name))
                     or getattr(each[2], "key", None) != asked.key
                 ]  # fmt: skip
-                self._later(holder, Left(asked.key, name), name)
+                self._later(holder, Left(asked.key, name, lost=True), name)
                 place.shipping.pop(asked.key, None)
                 self.broken.add((name, asked.key, "parted"))
                 self.tell(place, Broken(asked.key, "parted"))
+
+    def die(self, name: NodeId) -> list[Asked]:
+        """A node is gone, and another of its name is there. Returns the attempts that it cost."""
+        gone, fresh = self.places[name], Place(name, *self.places[name].made)
+        self.places[name], self.index[name] = fresh, {}
+        said, self.pending = [each for each in self.pending if each[1] is not gone], []
+        for channel, place, fact in said:  # what it said is not heard, but what follows from its end
+            if not isinstance(channel, tuple) or channel[0] != name or isinstance(fact, Enough):
+                self.pending.append((channel, place, fact))
+            elif isinstance(fact, Left):
+                self.pending.append((channel, place, Left(fact.key, name, lost=True)))
+        for key, rooms in gone.holds.items():
+            for holder in rooms:
+                self._later(holder, Left(key, name, lost=True), name)
+        for key, fetch in gone.fetching.items():
+            self._later(fetch.source, Enough(key, name), name)
+        for place in self.places.values():
+            for key in [key for key, fetch in place.fetching.items() if fetch.source == name]:
+                fetch = place.fetching.pop(key)
+                self._later(place.name, Came(fetch, fetch.start))
+        cost = []
+        for asked in self.asked.values():
+            route = asked.route
+            handed_over = asked.key in self.places[route.decode].whole
+            if not asked.over and (route.decode == name or (route.prefill == name and not handed_over)):
+                self._end(asked, "its node is gone")
+                cost.append(asked)
+        return cost
 
     def step(self) -> bool:
         """Something that may happen happens; False when nothing can."""
@@ -251,7 +290,7 @@ class World:
                     if not room.given:
                         self._leave(place, fact.key, fact.holder)
             if isinstance(fact, Shipped) and fact.key in place.shipping:
-                place.shipping[fact.key].left.remove(fact.holder)
+                place.shipping[fact.key].left.discard(fact.holder)
                 if not place.shipping[fact.key].left:
                     del place.shipping[fact.key]
             self.tell(place, fact)
@@ -263,11 +302,12 @@ class World:
                 break
         else:
             raise AssertionError("it never comes to rest")
-        self.now += 10**12  # every time-out is over
-        for place in self.places.values():
-            self.tell(place, Woken())
-        while self.step():
-            pass
+        for _ in range(2):
+            self.now += 10**12  # every time-out is over
+            for place in self.places.values():
+                self.tell(place, Woken())
+            while self.step():
+                pass
         assert all(asked.over for asked in self.asked.values()), "a request never ended"
         for place in self.places.values():
             place.node.check_idle()
@@ -296,6 +336,7 @@ class World:
             self._carry_out(place, action)
         place.node.check()
         waits = isinstance(fact, Begin) and fact.part is not Role.DECODE and fact.key in place.node
+        waits = waits and not any(isinstance(action, Claim) for action in actions)
         if (
             waits
             or frees
@@ -342,6 +383,7 @@ class World:
             case Grant():
                 assert action.key not in place.receiving
                 place.receiving.add(action.key)
+                place.content[action.key] = {block: number for number, block in enumerate(action.blocks)}
                 self._later(action.peer, Granted(action.key), place.name)
             case Send():
                 assert action.key in place.offered, "what was not offered is sent"
@@ -398,9 +440,9 @@ class World:
                 self._give(place, action)
             case Reserve():
                 holds = place.holds.setdefault(action.key, {})
-                room = holds.setdefault(action.holder, Room(action.part, action.parts))
-                assert (room.part, room.parts) == (action.part, action.parts), "it has other heads there"
-                asked_for = events.Asked(action.key, place.name, action.num_blocks, action.parts)
+                room = holds.setdefault(action.holder, Room(action.share))
+                assert room.share == action.share, "it has something else there"
+                asked_for = events.Asked(action.key, place.name, action.num_blocks, action.share)
                 self._later(action.holder, asked_for, place.name)
             case Host():
                 if action.blocks:
@@ -408,7 +450,15 @@ class World:
                     assert action.blocks[: len(known)] == known, "what lies here is elsewhere now"
                     place.hosted[action.key] = action.blocks
                     place.stowed.setdefault(action.key, {})
+                    rooms = self.places[action.peer].holds.get(action.key, {})
+                    if place.name in rooms:  # else who asked is gone
+                        place.shares.setdefault(action.key, rooms[place.name].share)
                 self._later(action.peer, Reserved(action.key, place.name, bool(action.blocks)), place.name)
+            case Claim():
+                place.holds.setdefault(action.key, {})[action.holder] = Room(action.share)
+                self._later(action.holder, events.Claimed(action.key, place.name, action.old), place.name)
+            case events.Rekey():
+                self._rekey(place, action)
             case Ship():
                 self._ship(place, action)
             case Vacate():
@@ -416,6 +466,7 @@ class World:
                 self._later(action.holder, Left(action.key, place.name), place.name)
             case Unhost():
                 del place.hosted[action.key], place.stowed[action.key]
+                place.shares.pop(action.key, None)
             case Shorten():
                 pass
             case Preempted():
@@ -459,29 +510,55 @@ class World:
         key, holder, room = ship.key, self.places[ship.holder], place.holds[ship.key][ship.holder]
         assert room.given, "it has no room there"
         if key not in place.shipping:
-            stowed_anywhere = [
-                each for other in self.places.values() for each in other.stowed.get(key, {}).values()
-            ]
-            place.shipping[key] = Shipping(len({each.number for each in stowed_anywhere}), ship.blocks)
+            place.shipping[key] = Shipping(ship.blocks)
+        if key not in holder.stowed:  # another attempt has it
+            assert self.asked[key].over, "its room is gone"
+            return
         shipping, stowed = place.shipping[key], holder.stowed[key]
         assert shipping.blocks == ship.blocks and ship.holder not in shipping.left, "one after the other"
         shipping.left.add(ship.holder)
         stop = ship.first + len(ship.blocks)
-        assert len(stowed) == ship.first and stop <= len(holder.hosted[key]) * room.parts
-        for at in range(len(ship.blocks)):
-            stowed[ship.first + at] = Stowed(shipping.start + at, room.part, room.parts)
-        computed = self.asked[key].num_tokens + self.asked[key].generated - 1
-        assert shipping.start + len(ship.blocks) <= computed // SIZE, "it is not computed"
+        assert len(stowed) >= ship.first and stop <= len(holder.hosted[key]) * room.share.parts
+        for at in range(ship.first, len(stowed)):  # what was there is void
+            del stowed[at]
+        computed = (self.asked[key].num_tokens + self.asked[key].generated - 1) // SIZE
+        for at, block in enumerate(ship.blocks, ship.first):
+            number = place.content[key][block]
+            assert number == room.share.first + at, "it is no share of that"
+            assert number < computed, "it is not computed"
+            stowed[at] = Stowed(number, room.share.part, room.share.parts)
         self._later(place.name, Shipped(key, ship.holder, stop), ship.holder)
+
+    def _rekey(self, place: Place, rekey: events.Rekey) -> None:
+        """It does not know of what tokens it has KV; here that is known."""
+        key = rekey.key
+        if rekey.old:
+            stowed = place.stowed[key] = place.stowed.pop(rekey.old)
+            place.hosted[key] = place.hosted.pop(rekey.old)
+            share = place.shares.pop(rekey.old, None)
+            rooms = self.places[rekey.peer].holds.get(key, {})
+            if place.name in rooms:
+                if share != rooms[place.name].share:
+                    stowed.clear()
+                place.shares[key] = rooms[place.name].share
+            known = self.asked[key].num_tokens // SIZE
+            for at, each in stowed.items():
+                if each.number >= known:
+                    stowed[at] = each._replace(number=VOID)
+        self._later(rekey.peer, Found(key, place.name, len(place.stowed.get(key, ()))), place.name)
 
     def _attends(self, place: Place, piece: Piece) -> None:
         """All that a piece attends to is somewhere, once: at its holders in order, then here."""
+        count = sum(holding.num_blocks for holding in piece.holdings)
+        place.content[piece.request] = {block: number for number, block in enumerate(piece.blocks, count)}
         if not piece.holdings or piece.request not in place.node:
             return
         count = 0
         for holding in piece.holdings:
             for part, holder in enumerate(holding.holders):
                 assert place.holds[piece.request][holder].given, "a holder was left"
+                if self.asked[piece.request].over and piece.request not in self.places[holder].stowed:
+                    return  # another attempt has it: nobody hears what comes of this one
                 there = self.places[holder].stowed[piece.request]
                 found = [there[number] for number in range(holding.num_blocks)]
                 expected = [Stowed(count + at, part, len(holding.holders)) for at in range(holding.num_blocks)]

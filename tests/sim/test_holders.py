@@ -8,12 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.sim.deployment import Deployment
+from isthmus.sim.faults import Faults, NodeFault
 from isthmus.sim.records import COMPLETED, REFUSED, Result
 from isthmus.sim.simulation import Simulation
 from isthmus.sim.workloads import Request
 from isthmus.types import NS_PER_MS, Role
 
-from .cluster import BLOCK_SIZE, deployment, nodes, workload
+from .cluster import BLOCK_SIZE, CURVE, deployment, nodes, workload
 
 NODE_BLOCKS = 64
 
@@ -48,4 +49,68 @@ def test_nodes_together_hold_what_none_does(roles: dict[Role, int]) -> None:
 )
 def test_long_and_short_together_all_end(requests: list[tuple[int, int, int]], roles: dict[Role, int]) -> None:
     found = run(cluster_of(roles), *sorted(requests))
+    assert all(record.status in (COMPLETED, REFUSED) for record in found.records)
+
+
+BLOCK_BYTES = BLOCK_SIZE * CURVE.kv_token_bytes
+
+
+def attended(homes: int, attending: int, kv_heads: int, **fields: object) -> Deployment:
+    """Homes with little memory, beside nodes of role attention."""
+    small = nodes(Role.MIXED, homes, kv_blocks=24, token_budget=128, kv_heads=kv_heads)
+    large = nodes(Role.ATTENTION, attending, kv_blocks=600, kv_heads=kv_heads)
+    return deployment((*small, *large), token_budget=128, **fields)
+
+
+def full_bytes(*requests: tuple[int, int, int]) -> int:
+    """Of all full blocks, the last token's having no KV and the last block staying at home."""
+    return sum((tokens + out - 2) // BLOCK_SIZE for _, tokens, out in requests) * BLOCK_BYTES
+
+
+ANSWERS = ((0, 900, 400), (0, 30, 700), (1, 500, 300), (2, 15, 500), (2, 1, 90))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_what_is_full_goes_to_nodes_of_role_attention(kv_heads: int) -> None:
+    """Every block goes once, of prompts and of answers, and a home with 24 blocks answers with 2,300 tokens at once."""
+    found = run(attended(1, 2, kv_heads), *ANSWERS)
+    assert [record.status for record in found.records] == [COMPLETED] * 5
+    assert not sum(node.preemptions for node in found.nodes)
+    missing = full_bytes(*ANSWERS) - found.bytes_moved["shipment"]
+    assert 0 <= missing <= 2 * len(ANSWERS) * BLOCK_BYTES  # what filled last was still to go when it ended
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 3])
+@pytest.mark.parametrize("at_s", [0.02, 1.0, 2.5])
+def test_a_home_is_replaced_and_no_kv_moves(kv_heads: int, at_s: float) -> None:
+    faults = Faults(nodes=(NodeFault("mixed-0", at_s, 1000.0),))
+    alone, found = (run(attended(2, 3, kv_heads, **more), *ANSWERS) for more in ({}, {"faults": faults}))
+    assert [record.status for record in found.records] == [COMPLETED] * 5
+    assert max(record.attempts for record in found.records) == 2
+    shipped, before = found.bytes_moved["shipment"], alone.bytes_moved["shipment"]
+    on_its_way = 5 * 8 * BLOCK_BYTES  # of prompts, a window at a time
+    assert shipped <= max(before, full_bytes(*ANSWERS)) + on_its_way * (at_s < 1)
+
+
+def test_kv_of_a_holder_that_is_gone_is_computed_anew() -> None:
+    faults = Faults(nodes=(NodeFault("attention-1", 1.0, 1.5),))
+    found = run(attended(2, 2, 2, faults=faults), *ANSWERS)
+    assert [record.status for record in found.records] == [COMPLETED] * 5
+    assert found.bytes_moved["shipment"] > full_bytes(*ANSWERS) * 1.2
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 400), st.integers(1, 400), st.integers(1, 400)), min_size=1, max_size=20),
+    st.sampled_from([1, 2, 3]),
+    st.lists(
+        st.tuples(st.sampled_from(["mixed-0", "mixed-1", "attention-0", "attention-2"]), st.integers(1, 900)),
+        max_size=4,
+    ),
+)
+def test_whoever_dies_all_end(
+    requests: list[tuple[int, int, int]], kv_heads: int, deaths: list[tuple[str, int]]
+) -> None:
+    faults = Faults(nodes=tuple(NodeFault(name, at / 100, at / 100 + 0.5) for name, at in deaths))
+    found = run(attended(2, 3, kv_heads, faults=faults, rejoin_ns=60 * 1000 * NS_PER_MS), *sorted(requests))
     assert all(record.status in (COMPLETED, REFUSED) for record in found.records)

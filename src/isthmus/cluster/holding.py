@@ -1,8 +1,9 @@
 """KV of this node's attempts that lies with other nodes: asked for room, shipped there, attended to there.
 
     home ──Room──> holder ──Kept──>        ──Shipment…──> ──Stowed──>        ──Attend──> ──Attended──>        ──Gone──>
+         ──Claim──>       ──Found──>
 
-All of it goes over the session that this node opened to the holder; when it ends, what lies there is lost.
+All of it goes over the session that this node opened to the holder; when it ends, what lies there is lost to this node.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
+from isthmus.attempts import Share
 from isthmus.blocks import seal
-from isthmus.cluster.messages import Attend, Attended, Gone, Kept, Room, Shipment, Stowed
+from isthmus.cluster.messages import Attend, Attended, Claim, Found, Gone, Kept, Room, Shipment, Stowed
 from isthmus.cluster.sessions import Reach, Spawn, Tell
 from isthmus.engine.interface import Asking, HolderLost, KVBytes, runs_of
 from isthmus.errors import ProtocolError
@@ -28,13 +30,12 @@ Posts = Callable[..., None]
 
 
 class _Place:
-    """An attempt's room with one holder, for part number `part` of `parts` of the heads. `session`: None until it is
-    open."""
+    """An attempt's share with one holder. `session`: None until it is open."""
 
-    def __init__(self, part: int, parts: int) -> None:
-        self.part, self.parts = part, parts
+    def __init__(self, share: Share) -> None:
+        self.share = share
         self.session: Session | None = None
-        self.asked = True  # its answer is still to come
+        self.asked = self.claimed = False  # its answer is still to come
         self.sendings: list[Sending] = []
 
 
@@ -54,23 +55,41 @@ class Holders:
     # What the node decided.
 
     def reserve(self, reserve: events.Reserve) -> None:
-        places = self._places.setdefault(reserve.key, {})
-        place = places.setdefault(reserve.holder, _Place(reserve.part, reserve.parts))
+        place = self._place_of(reserve)
         place.asked = True
-        self._spawn(self._ask(reserve, place))
+        self._spawn(self._ask(reserve, place, Room(reserve.key, reserve.num_blocks, reserve.share)))
 
-    async def _ask(self, reserve: events.Reserve, place: _Place) -> None:
+    def claim(self, claim: events.Claim) -> None:
+        place = self._place_of(claim)
+        place.claimed = True
+        self._spawn(self._ask(claim, place, Claim(claim.key, claim.old, claim.share)))
+
+    def _place_of(self, action: events.Reserve | events.Claim) -> _Place:
+        return self._places.setdefault(action.key, {}).setdefault(action.holder, _Place(action.share))
+
+    async def _ask(self, action: events.Reserve | events.Claim, place: _Place, message: Room | Claim) -> None:
         try:
-            session = place.session or await self._reach(reserve.holder)
+            session = place.session or await self._reach(action.holder)
         except (OSError, TimeoutError):
             session = None
-        if self._places.get(reserve.key, {}).get(reserve.holder) is not place:
+        if self._places.get(action.key, {}).get(action.holder) is not place:
             return  # it was left meanwhile
         if session is None or session.closed:
-            self._kept(reserve.key, reserve.holder, place, granted=False)
+            self._unanswered(action.key, action.holder, place)
             return
         place.session = session
-        session.send(Room(reserve.key, reserve.num_blocks, reserve.parts))
+        session.send(message)
+
+    def _unanswered(self, key: RequestId, holder: NodeId, place: _Place) -> None:
+        """There is no session for what it was asked."""
+        if place.claimed:
+            self._found(key, holder, place, 0)
+        if place.asked:
+            self._kept(key, holder, place, granted=False)
+
+    def _found(self, key: RequestId, holder: NodeId, place: _Place, num_blocks: int) -> None:
+        place.claimed = False
+        self._tell(events.Found(key, holder, num_blocks))
 
     def _kept(self, key: RequestId, holder: NodeId, place: _Place, *, granted: bool) -> None:
         place.asked = False
@@ -87,17 +106,17 @@ class Holders:
                 payload, seals = self._slices(layer, blocks, place)
                 head = Shipment(ship.key, layer, ship.first + start, seals)
                 place.sendings.append(place.session.send(head, *payload))
-                self.bytes_shipped += len(blocks) * layout.slice_bytes // place.parts
+                self.bytes_shipped += len(blocks) * layout.slice_bytes // place.share.parts
 
     def _slices(
         self, layer: int, blocks: Sequence[int], place: _Place
     ) -> tuple[list[memoryview], tuple[bytes, ...]]:
         """What one holder gets of these blocks in a layer, and seals of that: all bytes from where they lie, or its
         heads."""
-        memory, size = self._memory, self._memory.layout.block_size
-        if place.parts > 1:
+        memory, size, share = self._memory, self._memory.layout.block_size, place.share
+        if share.parts > 1:
             heads = [
-                memory.export_heads(layer, at * size, (at + 1) * size, place.part, place.parts) for at in blocks
+                memory.export_heads(layer, at * size, (at + 1) * size, share.part, share.parts) for at in blocks
             ]
             return heads, tuple([seal(each) for each in heads])
         runs = runs_of(blocks, size, 0, len(blocks) * size)
@@ -127,6 +146,11 @@ class Holders:
         if place is not None and place.asked:
             self._kept(kept.key, holder, place, granted=kept.granted)
 
+    def found(self, session: Session, found: Found) -> None:
+        holder, place = self._place(session, found.key)
+        if place is not None and place.claimed:
+            self._found(found.key, holder, place, found.num_blocks)
+
     def stowed(self, session: Session, stowed: Stowed) -> None:
         holder, place = self._place(session, stowed.key)
         if place is None:
@@ -151,8 +175,8 @@ class Holders:
                 if place.session is not session:
                     continue
                 place.session = None
-                if place.asked:
-                    self._kept(key, holder, place, granted=False)
+                if place.asked or place.claimed:
+                    self._unanswered(key, holder, place)
                 else:
                     self._tell(events.Broken(key, f"{holder}, which has its KV, is gone: {reason}"))
         for number, answer in list(self._answers.items()):

@@ -9,8 +9,9 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
+from isthmus.attempts import Share
 from isthmus.blocks import seal
-from isthmus.cluster.messages import Attend, Attended, Kept, Room, Shipment, Stowed
+from isthmus.cluster.messages import Attend, Attended, Claim, Found, Kept, Room, Shipment, Stowed
 from isthmus.cluster.sessions import Tell
 from isthmus.cluster.wire import Frames
 from isthmus.engine.codecs import NONE
@@ -27,16 +28,23 @@ MAX_QUERIES = 256 << 20
 
 
 class _Guest:
-    """One attempt's KV here, a `parts`-th of its heads, in `blocks` of a `memory` whose blocks have no others. `stops`:
-    how much of each layer is here or on its way into its place; `stowed`: blocks that are whole."""
+    """A share of one attempt's KV here, in `blocks` of a `memory` whose blocks have no other heads. `stops`: how much
+    of each layer is here or on its way into its place; `stowed`: blocks that are whole."""
 
-    def __init__(self, memory: KVBytes, parts: int) -> None:
-        self.memory, self.parts = memory, parts
-        self.blocks: tuple[int, ...] = ()
+    def __init__(self, memory: KVBytes, share: Share, room: tuple[int, ...] = ()) -> None:
+        """`room`: blocks of all heads."""
+        self.memory, self.share = memory, share
+        self.give(room)
         self.frames = Frames(memory.layout)
         self.stops = [0] * memory.layout.num_layers
         self.stowed = 0
         self.sessions: dict[NodeId, Session] = {}
+
+    def give(self, room: tuple[int, ...]) -> None:
+        """Blocks of all heads, those that it has already first."""
+        parts = self.share.parts
+        self.room = room
+        self.blocks = tuple([block * parts + at for block in room for at in range(parts)])
 
 
 class Hosts:
@@ -46,6 +54,7 @@ class Hosts:
         self._memory, self._attends, self._tell, self._later = memory, attends, tell, later
         self._split: dict[int, KVBytes] = {1: memory}  # by the number of parts
         self._guests: dict[RequestId, _Guest] = {}
+        self._claims: dict[tuple[RequestId, NodeId], tuple[Session, Claim]] = {}
         self._queries: dict[tuple[Session, int], memoryview] = {}
         self._jobs: queue.SimpleQueue[tuple[Session, Attend, memoryview] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -57,11 +66,13 @@ class Hosts:
         """Raises ProtocolError for none."""
         if room.num_blocks < 1:
             raise ProtocolError(f"{peer} wants room for {room.num_blocks} blocks")
-        guest = self._guests.setdefault(room.key, _Guest(self._memory_of(room.parts), room.parts))
-        if guest.parts != room.parts:
-            raise ProtocolError(f"{peer} wants room for other heads of {room.key}")
+        guest = self._guests.get(room.key)
+        if guest is None:
+            guest = self._guests[room.key] = _Guest(self._memory_of(room.share.parts), room.share)
+        if guest.share != room.share:
+            raise ProtocolError(f"{peer} wants room for another share of {room.key}")
         guest.sessions[peer] = session
-        self._tell(events.Asked(room.key, peer, room.num_blocks, room.parts))
+        self._tell(events.Asked(room.key, peer, room.num_blocks, room.share))
 
     def _memory_of(self, parts: int) -> KVBytes:
         """The memory as blocks with a `parts`-th of the heads. Raises ProtocolError."""
@@ -78,23 +89,50 @@ class Hosts:
         if guest is None or session is None:
             return  # it left meanwhile
         if host.blocks:
-            guest.blocks = tuple(
-                [block * guest.parts + at for block in host.blocks for at in range(guest.parts)]
-            )
+            guest.give(host.blocks)
         elif not guest.blocks:
             del guest.sessions[host.peer]
             if not guest.sessions:
                 del self._guests[host.key]
         session.send(Kept(host.key, bool(host.blocks)))
 
-    def gone(self, session: Session, peer: NodeId, key: RequestId) -> None:
+    def claim(self, session: Session, peer: NodeId, claim: Claim) -> None:
+        """Raises ProtocolError for what nobody can have."""
+        self._memory_of(claim.share.parts)
+        self._claims[claim.key, peer] = session, claim
+        self._tell(events.Claimed(claim.key, peer, claim.old))
+
+    def rekey(self, rekey: events.Rekey) -> None:
+        """Nothing is written in the name of the old attempt any more when this returns."""
+        session, claim = self._claims.pop((rekey.key, rekey.peer), (None, None))
+        if session is None or claim is None:
+            return  # it was claimed twice
+        if rekey.old in self._guests:
+            self._guests[rekey.key] = self._taken(self._guests.pop(rekey.old), claim.share)
+        guest = self._guests.get(rekey.key)
+        session.send(Found(rekey.key, 0 if guest is None else guest.stowed))
+        if guest is not None:
+            guest.sessions[rekey.peer] = session
+            if session.closed:
+                self.gone(session, rekey.peer, rekey.key, lost=True)
+
+    def _taken(self, guest: _Guest, share: Share) -> _Guest:
+        """With what is whole of it; of another share than is looked for, with nothing."""
+        guest.frames.refuse()
+        if guest.share != share:
+            return _Guest(self._memory_of(share.parts), share, guest.room)
+        guest.stops = [guest.stowed] * len(guest.stops)
+        guest.sessions.clear()
+        return guest
+
+    def gone(self, session: Session, peer: NodeId, key: RequestId, *, lost: bool = False) -> None:
         guest = self._guests.get(key)
         if guest is None or guest.sessions.get(peer) is not session:
             return
         del guest.sessions[peer]
         if not guest.sessions and not guest.blocks:
             del self._guests[key]
-        self._tell(events.Left(key, peer))
+        self._tell(events.Left(key, peer, lost))
 
     def unhost(self, key: RequestId) -> None:
         """Nothing is written to its blocks any more when this returns; what is still read is for nobody."""
@@ -103,7 +141,7 @@ class Hosts:
             return
         guest.frames.refuse()
         if guest.sessions:  # asked for again since
-            again = self._guests[key] = _Guest(guest.memory, guest.parts)
+            again = self._guests[key] = _Guest(guest.memory, guest.share)
             again.sessions = guest.sessions
         else:
             del self._guests[key]
@@ -112,7 +150,7 @@ class Hosts:
         for key, guest in list(self._guests.items()):
             for peer, other in list(guest.sessions.items()):
                 if other is session:
-                    self.gone(session, peer, key)
+                    self.gone(session, peer, key, lost=True)
         for at in [at for at in self._queries if at[0] is session]:
             del self._queries[at]
 
@@ -130,7 +168,7 @@ class Hosts:
             return [memoryview(bytearray(size))]  # its home left: read past it
         layout = guest.memory.layout
         stop = head.first + len(head.seals)
-        fits = 0 <= head.layer < layout.num_layers and head.first == guest.stops[head.layer]
+        fits = 0 <= head.layer < layout.num_layers and 0 <= head.first <= guest.stops[head.layer]
         if not (fits and head.first < stop <= len(guest.blocks)):
             raise ProtocolError(f"KV of {head.key}, layer {head.layer}, is not what must come next")
         tokens = Span(head.first * layout.block_size, stop * layout.block_size)
@@ -139,7 +177,7 @@ class Hosts:
         placed = guest.frames.place(head, session, NONE, tokens, targets, size)
         if placed is None:
             raise ProtocolError(f"KV of {head.key}, layer {head.layer}, is not of its size")
-        guest.stops[head.layer] = stop
+        guest.stops[head.layer], guest.stowed = stop, min(guest.stowed, head.first)
         return placed
 
     def receive(self, session: Session, head: Shipment) -> None:
@@ -201,7 +239,7 @@ class Hosts:
             guest = self._guests.get(key)
             if guest is None or not 0 < num_tokens <= guest.stowed * size or num_rows < 1:
                 return None
-            if guest.parts != head.parts:
+            if guest.share.parts != head.parts:
                 return None
             asked.append(Asked(guest.blocks[: -(-num_tokens // size)], num_rows, num_tokens, first, position))
         self.num_attended += len(asked)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import msgspec
 
-from isthmus.attempts import Report
+from isthmus.attempts import Report, Share
 from isthmus.blocks import KVLayout
 from isthmus.conductor import NodeJoined
 from isthmus.node import events
@@ -20,7 +20,7 @@ from isthmus.scheduler import Piece, Preempted
 from isthmus.store import ArenaHandle
 from isthmus.types import BlockName, Generated, NodeId, RequestId, Sampling, TokenLogprobs
 
-PROTOCOL = 7
+PROTOCOL = 8
 MAX_NAMES = 1 << 16
 """In one message: far from the limit of its length."""
 
@@ -257,12 +257,12 @@ class Enough(msgspec.Struct, frozen=True, tag=True):
 
 
 class Room(msgspec.Struct, frozen=True, tag=True):
-    """Keep room for so many blocks of an attempt's KV in the engine's memory, of each a `parts`-th of the heads, or go
-    on keeping it for this node too. The answer is `Kept`."""
+    """Keep room for so many blocks of an attempt's KV in the engine's memory, or go on keeping it for this node too.
+    The answer is `Kept`."""
 
     key: RequestId
     num_blocks: int
-    parts: int = 1
+    share: Share
 
 
 class Kept(msgspec.Struct, frozen=True, tag=True):
@@ -272,8 +272,25 @@ class Kept(msgspec.Struct, frozen=True, tag=True):
     granted: bool
 
 
+class Claim(msgspec.Struct, frozen=True, tag=True):
+    """What lies here of the attempt `old`, whose home is gone, is `key`'s from now on, if it is this share. The answer
+    is `Found`."""
+
+    key: RequestId
+    old: RequestId
+    share: Share
+
+
+class Found(msgspec.Struct, frozen=True, tag=True):
+    """So many blocks of that lie here, in all layers, and their seals matched."""
+
+    key: RequestId
+    num_blocks: int
+
+
 class Shipment(msgspec.Struct, frozen=True, tag=True):
-    """One layer of blocks `[first, first + len(seals))` of those that there is room for. Payload: their bytes."""
+    """One layer of blocks `[first, first + len(seals))` of those that there is room for; what was there from `first` on
+    is void. Payload: their bytes."""
 
     key: RequestId
     layer: int
@@ -319,7 +336,7 @@ class Probe(msgspec.Struct, frozen=True, tag=True):
 
 PeerMessage = (
     Probe | PeerHello | Offer | Grant | Slices | Sent | Landed | Want | Lent | Given | Ended | Enough
-    | Room | Kept | Shipment | Stowed | Gone | Attend | Attended
+    | Room | Kept | Claim | Found | Shipment | Stowed | Gone | Attend | Attended
 )  # fmt: skip
 
 # Along the chain that the stages of a pipeline group form. Downwards go the leader's own actions, as they are, and what

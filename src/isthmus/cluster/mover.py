@@ -88,9 +88,11 @@ class KVMover(NoPayloads):
             events.Grant: lambda action: self._post(self._receiver.grant, action),
             events.Land: lambda action: self._post(self._receiver.land, action.key),
             events.Reserve: lambda action: self._post(self.holders.reserve, action),
+            events.Claim: lambda action: self._post(self.holders.claim, action),
             events.Ship: lambda action: self._post(self.holders.ship, action),
             events.Vacate: lambda action: self._post(self.holders.vacate, action),
             events.Host: lambda action: self._post(self._hosts.host, action),
+            events.Rekey: lambda action: self._post(self._hosts.rekey, action),
             events.Unhost: lambda action: self._post(self._hosts.unhost, action.key),
             events.Release: self._release,
             Preempted: lambda action: self._let_go(action.request),
@@ -348,6 +350,8 @@ class KVMover(NoPayloads):
                 self.fetcher.answer(session, message)
             case messages.Kept():
                 self.holders.kept(session, message)
+            case messages.Found():
+                self.holders.found(session, message)
             case messages.Stowed():
                 self.holders.stowed(session, message)
             case messages.Attended():
@@ -356,6 +360,10 @@ class KVMover(NoPayloads):
                 if session not in self._names:
                     raise ProtocolError("room is wanted over a session that was opened here")
                 self._hosts.room(session, self._names[session], message)
+            case messages.Claim():
+                if session not in self._names:
+                    raise ProtocolError("KV is claimed over a session that was opened here")
+                self._hosts.claim(session, self._names[session], message)
             case messages.Gone() if session in self._names:
                 self._hosts.gone(session, self._names[session], message.key)
             case messages.Shipment():

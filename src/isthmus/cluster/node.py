@@ -51,7 +51,6 @@ class NodeProcess(EngineProcess):
         facts = options.facts
         assert engine.num_blocks >= facts.kv_blocks, "its memory holds less than its facts say"
         assert engine.layout.state_blocks == facts.state_blocks, "its states are others than its facts say"
-        assert engine.layout.num_kv_heads % facts.kv_heads == 0, "its KV has other heads than its facts say"
         super().__init__(engine, options, runtime, store_of)
         self._clock_ns, self._tape = runtime.clock_ns, tape
         self.node = facts.node_of(BlockPool(facts.kv_blocks), transfer_ns=int(options.transfer_s * NS_PER_S))

@@ -41,7 +41,7 @@ from isthmus.conductor.eviction_cost import EvictionCost
 from isthmus.conductor.routing import Router
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.shedding import to_replace, to_shorten, to_thin
-from isthmus.conductor.view import Held, Placement, RequestView, View
+from isthmus.conductor.view import Held, Kept, NodeView, Placement, RequestView, View
 from isthmus.cost.transfer import NONE
 from isthmus.types import MEMORY, NodeId, RequestId, Role
 
@@ -130,6 +130,7 @@ class Conductor:
         event = request.arrived
         placement.prefill.cluster.recent.insert(len(event.names) - placement.own, now)
         self.view.assign(request, placement, now)
+        request.kept = None
         if placement.source is not None:
             source, target = placement.source, placement.prefill
             request.copy = copies.begin(
@@ -153,6 +154,8 @@ class Conductor:
             placement.handover_start,
             placement.recall,
             tuple([_holding(held) for held in placement.held]),
+            tuple([node.node for node in placement.growth]),
+            placement.taken,
         )
 
     def _fetched(self, event: FetchFinished, now: int) -> list[Action]:
@@ -214,7 +217,7 @@ class Conductor:
         """Nodes that have enough memory together have it not now: it waits for that."""
         length, clusters = event.num_tokens + event.max_tokens, self.view.clusters.values()
         together = max([holders.longest(self.view.members(cluster)) for cluster in clusters], default=0)
-        if not together >= length > self.view.largest(*Role):
+        if not together >= length > self.view.largest(Role.PREFILL, Role.DECODE, Role.MIXED):
             return [self._refusal(event)]
         request = self.view.requests[event.request] = RequestView(event, now)
         return [self._wait_for_room(request, "no memory is free for it")]
@@ -306,11 +309,19 @@ class Conductor:
         request.reason = reason
         if request.attempt >= self._max_attempts(request):
             return [*actions, self._fail(request)]
-        placement = self._router.place(request.arrived, now, again=True)
+        placement = self._place_again(request, now)
         if placement is not None:
             return [*actions, self._route(request, placement, now)]
         request.on_hold = True
         return [*actions, Hold(name, request.attempt, reason)]
+
+    def _place_again(self, request: RequestView, now: int) -> Placement | None:
+        """Where KV is kept of it, so that only the rest is computed."""
+        if request.kept is not None:
+            placement = self._router.place_with(request.arrived, request.kept, now)
+            if placement is not None:
+                return placement
+        return self._router.place(request.arrived, now, again=True)
 
     def _abort(self, request: RequestView, now: int) -> list[Action]:
         """Ends the current attempt everywhere."""
@@ -331,7 +342,7 @@ class Conductor:
         """Routes what is on hold, in the order of arrival, as far as the nodes now allow."""
         routes: list[Action] = []
         for request in self.view.requests.values():
-            placement = self._router.place(request.arrived, now, again=True) if request.on_hold else None
+            placement = self._place_again(request, now) if request.on_hold else None
             if placement is not None:
                 request.on_hold = False
                 self._short.pop(request.arrived.request, None)
@@ -355,6 +366,8 @@ class Conductor:
         if node is None:
             return []
         affected = list(self.view.requests_on(node))
+        for request in affected:
+            request.kept = _kept(request, node)
         fetching = [
             r for r in self.view.requests.values() if r.copy is not None and r.copy.link_out is node.link_out
         ]
@@ -411,6 +424,16 @@ class Conductor:
             gone = self.view.index.evict(node.bit, event.names)
             self._eviction_cost.evicted(node, len(event.names), gone)
         return []
+
+
+def _kept(request: RequestView, gone: NodeView) -> Kept | None:
+    """What holders keep of a request when one of its nodes goes. A model's recurrent state went with its home, and then
+    all is computed; so is a prompt without names, unless it was."""
+    kept = Kept(request.attempt, request.held, request.growth)
+    is_known = request.arrived.names or request.streaming
+    if not is_known or gone.state_blocks or not kept.holders or gone in kept.holders:
+        return None
+    return kept
 
 
 def _holding(held: Held) -> Holding:

@@ -16,7 +16,7 @@ from isthmus.attempts import (
 from isthmus.cost import Cost
 from isthmus.types import BlockName, NodeId, RequestId, Role
 
-RECORDING_FORMAT = 3
+RECORDING_FORMAT = 4
 """Of flight recordings: changes whenever an event or an action of conductor or nodes does."""
 
 

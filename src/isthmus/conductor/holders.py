@@ -13,6 +13,9 @@ from isthmus.conductor.events import NodeJoined, RequestArrived
 from isthmus.conductor.view import Held, NodeView, View
 from isthmus.types import Role
 
+Spread = tuple[tuple[Held, ...], tuple[NodeView, ...]]
+"""Where blocks lie, and with whom what fills later."""
+
 
 def at_home(capacity_tokens: int) -> int:
     """Tokens of a prompt that a node can have while it computes it: a part of its memory is for what is filled and
@@ -24,7 +27,9 @@ def longest(nodes: Iterable[NodeJoined | NodeView]) -> int:
     """Tokens of the longest request, prompt and answer, for which nodes of one cluster have memory together; 0 where
     none is computed and answered."""
     lending = [node for node in nodes if node.lends]
-    total, largest = sum([node.capacity_tokens for node in lending]), 0
+    total = sum([node.capacity_tokens for node in lending if node.role is not Role.ATTENTION])
+    total += _shared_tokens([node for node in lending if node.role is Role.ATTENTION])
+    largest = 0
     for first in lending:
         if first.role is Role.MIXED:
             largest = max(largest, total - first.capacity_tokens + at_home(first.capacity_tokens))
@@ -35,45 +40,65 @@ def longest(nodes: Iterable[NodeJoined | NodeView]) -> int:
     return largest
 
 
-def spread(view: View, request: RequestArrived, prefill: NodeView, decode: NodeView) -> tuple[Held, ...] | None:
+def _shared_tokens(nodes: list[NodeJoined | NodeView]) -> int:
+    """Tokens of one request for which these have memory: where they share heads, as many as the smallest has."""
+    parts = _parts(nodes[0].kv_heads, len(nodes)) if nodes else 1
+    rooms = sorted([node.capacity_tokens for node in nodes])
+    return rooms[-parts] * parts if parts > 1 else sum(rooms)
+
+
+def spread(view: View, request: RequestArrived, prefill: NodeView, decode: NodeView) -> Spread | None:
     """Where the blocks go for which there is no memory at home; where there are nodes of role attention, all full
-    blocks of the prompt. None if there is no room for them now."""
-    size, length = prefill.block_size, request.num_tokens + request.max_tokens
-    least = max(length - at_home(prefill.capacity_tokens), length - decode.capacity_tokens)
-    blocks, most = max(0, -(-least // size)), (request.num_tokens - 1) // size
-    if blocks > most:
-        return None  # the answer lies at home, and is too long
+    blocks, of the answer too. None if there is no room for them now."""
+    size, most = prefill.block_size, (request.num_tokens - 1) // prefill.block_size
     others = [
         (free_tokens(node) // size, node)
         for node in view.members(decode.cluster)
         if node.lends and node not in (prefill, decode) and not node.draining
     ]
-    found = _attending([each for each in others if each[1].role is Role.ATTENTION], most)
+    found, growth = _attending([each for each in others if each[1].role is Role.ATTENTION], most)
+    if growth:
+        return tuple(found), growth
+    blocks = blocks_away(request, prefill, decode)
+    if blocks > most:
+        return None  # the answer lies at home, and is too long
     lending = sorted([each for each in others if each[1].role is not Role.ATTENTION], key=lambda each: -each[0])
     for room, node in lending:
         count = min(room, blocks - num_blocks(found))
         if count > 0:
             found.append(Held((node,), count))
-    return tuple(found) if num_blocks(found) >= blocks else None
+    return (tuple(found), ()) if num_blocks(found) >= blocks else None
 
 
-def _attending(nodes: list[tuple[int, NodeView]], most: int) -> list[Held]:
-    """With nodes of role attention and so much room each: to as many of them as the heads can be shared by, those with
-    most room, of each block a part; where heads cannot be shared, an equal part of the blocks to each."""
-    nodes = sorted(nodes, key=lambda each: each[0])
-    parts = _parts(nodes[0][1].kv_heads, len(nodes)) if nodes else 1
+def blocks_away(request: RequestArrived, prefill: NodeView, decode: NodeView) -> int:
+    """So many blocks cannot lie at home, if the answer does."""
+    length = request.num_tokens + request.max_tokens
+    least = max(length - at_home(prefill.capacity_tokens), length - decode.capacity_tokens)
+    return max(0, -(-least // prefill.block_size))
+
+
+def _attending(nodes: list[tuple[int, NodeView]], most: int) -> tuple[list[Held], tuple[NodeView, ...]]:
+    """So many blocks with nodes of role attention, of which the room is given; and, if all could be placed, with whom
+    goes what follows them.
+
+    Where heads can be shared, with as many as that goes for, those with most room, of each block a part; else an equal
+    part of the blocks with each, and what follows with the one that has most room.
+    """
+    if not nodes:
+        return [], ()
     found: list[Held] = []
+    nodes = sorted(nodes, key=lambda each: each[0])
+    parts = _parts(nodes[0][1].kv_heads, len(nodes))
+    last = tuple([node for _, node in nodes[-parts:]])
     if parts > 1:
-        sharing = nodes[-parts:]
-        count = min(most, sharing[0][0] * parts)
-        if count > 0:
-            found.append(Held(tuple([node for _, node in sharing]), count))
-        return found
-    for at, (room, node) in enumerate(nodes):
-        count = min(room, -(-(most - num_blocks(found)) // (len(nodes) - at)))
-        if count > 0:
-            found.append(Held((node,), count))
-    return found
+        count = min(most, nodes[-parts][0] * parts)
+        found = [Held(last, count)] if count else []
+    else:
+        for at, (room, node) in enumerate(nodes):
+            count = min(room, -(-(most - num_blocks(found)) // (len(nodes) - at)))
+            if count > 0:
+                found.append(Held((node,), count))
+    return found, last if num_blocks(found) == most else ()
 
 
 def _parts(kv_heads: int, most: int) -> int:
@@ -93,6 +118,8 @@ def free_tokens(node: NodeView) -> int:
         away = request.away_tokens
         used += request.arrived.num_tokens - away + min(away, window)
     for name, request in node.decodes.items():
-        if name not in node.prefills:
-            used += request.arrived.num_tokens + request.arrived.max_tokens - request.away_tokens
+        if name in node.prefills:
+            continue
+        length = request.arrived.num_tokens + request.arrived.max_tokens
+        used += 2 * node.block_size if request.growth else length - request.away_tokens
     return max(0, node.capacity_tokens - used)

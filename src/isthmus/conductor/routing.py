@@ -9,19 +9,19 @@ home first. A further attempt, after a failure, is prefilled at home if any node
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from operator import attrgetter
 
 from isthmus.attempts import FetchOrder
 from isthmus.conductor.clusters import Cluster
 from isthmus.conductor.estimates import Estimator, Matched, can_copy, least_sending, match
 from isthmus.conductor.events import RequestArrived
-from isthmus.conductor.holders import longest, spread
+from isthmus.conductor.holders import blocks_away, longest, num_blocks, spread
 from isthmus.conductor.index import Levels, bits
 from isthmus.conductor.offload import Decision, Prediction, abundant, guarded, scarce
 from isthmus.conductor.policies import FETCHING, POLICIES
 from isthmus.conductor.rules import Rules
-from isthmus.conductor.view import NodeView, Placement, View
+from isthmus.conductor.view import Kept, NodeView, Placement, View
 from isthmus.types import MIXED, PREFILL
 
 
@@ -60,18 +60,53 @@ class Router:
 
     def _with_holders(self, placement: Placement, request: RequestArrived) -> Placement:
         """Where there are nodes of role attention, with KV there. What is recalled is at home."""
-        if placement.decode.cluster.has_attention and not placement.handover_start:
-            held = spread(self._view, request, placement.prefill, placement.decode)
-            placement.held = held or ()
+        prefill, decode = placement.prefill, placement.decode
+        if decode.cluster.has_attention and not placement.handover_start and prefill.lends and decode.lends:
+            found = spread(self._view, request, prefill, decode)
+            if found is not None:
+                placement.held, placement.growth = found
+        return placement
+
+    def place_with(self, request: RequestArrived, kept: Kept, now: int) -> Placement | None:
+        """On other nodes than before, what holders keep of it being where it is; None where that cannot be."""
+        holders, num_kept = kept.holders, num_blocks(kept.held)
+        if any(self._view.nodes.get(node.node) is not node or node.draining for node in holders):
+            return None
+        placement = self._place_beside(request, next(iter(holders)).cluster, holders, now)
+        if placement is None:
+            return None
+        prefill, decode = placement.prefill, placement.decode
+        if not kept.growth and num_kept < blocks_away(request, prefill, decode):
+            return None
+        placement.held, placement.growth, placement.taken = kept.held, kept.growth, kept.attempt
+        cached, wait = num_kept * prefill.block_size, placement.ttft_ns - placement.work_ns
+        placement.work_ns = prefill.cost.prefill_ns(request.num_tokens - cached, cached)
+        placement.ttft_ns, placement.compute_ns = wait + placement.work_ns, 0
+        placement.cached = placement.own = 0
         return placement
 
     def _place_across(self, request: RequestArrived, cluster: Cluster, now: int) -> Placement | None:
         """For a request that is too long for any node: on the nodes that the policy says, and what does not fit there
         with others of the cluster."""
-        nodes, decodes = cluster.prefills, [node for node in cluster.decodes if node.lends]
         if request.num_tokens + request.max_tokens > longest(self._view.members(cluster)):
             return None
-        nodes = [node for node in nodes if node.lends and (decodes or node.role is MIXED)]
+        placement = self._place_beside(request, cluster, (), now)
+        found = None if placement is None else spread(self._view, request, placement.prefill, placement.decode)
+        if placement is None or found is None:
+            return None
+        placement.held, placement.growth = found
+        return placement
+
+    def _place_beside(
+        self, request: RequestArrived, cluster: Cluster, holders: Collection[NodeView], now: int
+    ) -> Placement | None:
+        """On nodes of a cluster that are no holders, as the policy says; nothing is fetched."""
+        decodes = [node for node in cluster.decodes if node.lends and node not in holders]
+        nodes = [
+            node
+            for node in cluster.prefills
+            if node.lends and node not in holders and (decodes or node.role is MIXED)
+        ]
         if not nodes:
             return None
         estimator = Estimator(self._view, request, nodes, now, 0, None)
@@ -81,10 +116,6 @@ class Router:
         placement.fetch_bytes = 0
         if request.max_tokens > 1 and placement.prefill.role is PREFILL:
             placement.decode = _least_step(decodes, request.num_tokens)
-        held = spread(self._view, request, placement.prefill, placement.decode)
-        if held is None:
-            return None
-        placement.held = held
         return placement
 
     # Clusters.

@@ -102,6 +102,19 @@ class Held(NamedTuple):
         return -(-self.num_blocks // len(self.holders))
 
 
+class Kept(NamedTuple):
+    """What holders keep for a while of an attempt whose home is gone."""
+
+    attempt: int
+    held: Sequence[Held]
+    growth: tuple[NodeView, ...]
+
+    @property
+    def holders(self) -> dict[NodeView, None]:
+        """Each once, in order."""
+        return dict.fromkeys([*self.growth, *[node for held in self.held for node in held.holders]])
+
+
 class Placement:
     """Where a request shall go, and what that is predicted to take: what a policy answers."""
 
@@ -113,6 +126,7 @@ class Placement:
         "deepest",
         "fetch",
         "fetch_bytes",
+        "growth",
         "handover_start",
         "held",
         "lender",
@@ -120,6 +134,7 @@ class Placement:
         "prefill",
         "recall",
         "source",
+        "taken",
         "ttft_ns",
         "uncached",
         "work_ns",
@@ -144,6 +159,8 @@ class Placement:
         self.recall: FetchOrder | None = None
         self.lender: NodeView | None = None
         self.held: Sequence[Held] = ()  # where its leading blocks lie instead
+        self.growth: tuple[NodeView, ...] = ()  # where all that fills is to lie
+        self.taken = 0  # which attempt's KV there is gone on with
 
     def handover_bytes(self, num_tokens: int) -> int:
         """What goes from the prefill node to the decode node, of so many tokens."""
@@ -167,8 +184,10 @@ class RequestView:
         "decode",
         "decode_ns",
         "expected_ns",
+        "growth",
         "handing_over",
         "held",
+        "kept",
         "lender",
         "losses",
         "on_hold",
@@ -202,6 +221,8 @@ class RequestView:
         self.owed = 0
         self.lender: NodeView | None = None  # whom its decode node gets a part of the prefix from
         self.held: Sequence[Held] = ()  # where its leading blocks lie
+        self.growth: tuple[NodeView, ...] = ()  # where all that fills is to lie
+        self.kept: Kept | None = None  # what is left of an attempt whose home is gone
 
     @property
     def away_tokens(self) -> int:
@@ -328,7 +349,7 @@ class View:
         decode.context += facts.num_tokens
         if decode is not prefill:
             self._assign_handover(request, placement, now)
-        request.held = placement.held
+        request.held, request.growth = placement.held, placement.growth
         for held in request.held:
             for node in held.holders:
                 node.lent_blocks += held.room
@@ -389,7 +410,7 @@ class View:
         for held in request.held:
             for node in held.holders:
                 node.lent_blocks -= held.room
-        request.prefill, request.decode, request.held = None, None, ()
+        request.prefill, request.decode, request.held, request.growth = None, None, (), ()
 
     def _crossed(self, request: RequestView) -> None:
         """Nothing of it is on its way to where it decodes any more."""
@@ -414,7 +435,8 @@ class View:
         over; its decode and holders of its blocks always."""
         for request in list(self.requests.values()):
             handing = request.handing_over and (request.prefill is node or request.lender is node)
-            if request.decode is node or handing or any(node in held.holders for held in request.held):
+            holds = node in request.growth or any(node in held.holders for held in request.held)
+            if request.decode is node or handing or holds:
                 yield request
 
     def check(self) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from isthmus.attempts import FetchOrder, Holding
+from collections.abc import Iterator
+from collections.abc import Sequence as Many
+
+from isthmus.attempts import FetchOrder, Holding, Share
 from isthmus.node.events import Begin, Grant, Load, Reserve
 from isthmus.node.extent import Extent
 from isthmus.scheduler import Actions, Sequence
-from isthmus.types import DECODE, MIXED, NodeId, RequestId
+from isthmus.types import DECODE, MIXED, NodeId
 
 
-def reserves(key: RequestId, holding: Holding) -> list[Reserve]:
-    """To ask for room for all of a holding."""
-    parts = len(holding.holders)
-    return [Reserve(key, holder, holding.num_blocks, at, parts) for at, holder in enumerate(holding.holders)]
+def shares(holdings: Many[Holding]) -> Iterator[tuple[NodeId, int, Share]]:
+    """Each holder, how many blocks it is to have, and which share that is."""
+    first = 0
+    for holding in holdings:
+        for part, holder in enumerate(holding.holders):
+            yield holder, holding.num_blocks, Share(first, part, len(holding.holders))
+        first += holding.num_blocks
 
 
 class Attempt(Sequence):
@@ -20,8 +26,8 @@ class Attempt(Sequence):
     gets itself, until that is in the engine."""
 
     __slots__ = (
-        "asked", "begin", "extent", "fetch", "given_up_ns", "granted", "holders", "landed", "more", "moved_ns",
-        "reason", "recalled", "received", "sampled", "shipping_to", "started",
+        "ask_again_ns", "asked", "begin", "claimed", "extent", "fetch", "given_up_ns", "granted", "has_asked",
+        "holders", "landed", "more", "moved_ns", "reason", "recalled", "received", "sampled", "shipping_to", "started",
     )  # fmt: skip
 
     def __init__(self, begin: Begin, extent: Extent, departs: bool) -> None:
@@ -36,6 +42,11 @@ class Attempt(Sequence):
         self.sampled = False  # its first token is known
         self.asked: dict[NodeId, None] = {}  # holders whose answer is still to come
         self.more: Holding | None = None  # what they were asked for beside its holdings
+        self.has_asked = False  # for the room that it begins with
+        self.ask_again_ns = 0  # for more, after somebody had none
+        self.claimed: dict[
+            NodeId, int | None
+        ] = {}  # what each keeps of the attempt before, None: is still to say
         self.holders: dict[NodeId, None] = {}  # all that were asked
         self.shipping_to: dict[NodeId, None] = {}  # who has not said that what is on its way there came
         self.landed = False  # what is shipped is there, and a run may still use it here
@@ -59,11 +70,12 @@ class Attempt(Sequence):
 
     def ask(self) -> Actions:
         """It has memory: its holders are asked for room, once."""
-        if not self.holdings or self.holders:
+        if not self.holdings or self.has_asked:
             return []
-        found = [action for holding in self.holdings for action in reserves(self.begin.key, holding)]
+        self.has_asked = True
+        found = [Reserve(self.begin.key, *each) for each in shares(self.holdings)]
         self.asked = {action.holder: None for action in found}
-        self.holders = dict(self.asked)
+        self.holders |= self.asked
         return [*found]
 
     def admitted(self) -> Actions:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
-from isthmus.attempts import FetchOrder, Report, Route
+from isthmus.attempts import FetchOrder, Report, Route, Share
 from isthmus.node.extent import Extent
 from isthmus.scheduler import Admitted, Joined, Preempted, Run, Saved, Stepped
 from isthmus.scheduler import Adopt as Adopt
@@ -105,20 +105,29 @@ class Enough(msgspec.Struct, frozen=True, tag=True):
 
 
 class Asked(msgspec.Struct, frozen=True, tag=True):
-    """Another node asks for room for `num_blocks` blocks of an attempt's KV, of each a `parts`-th of the heads, or says
-    that it too needs the room that was given to its first node."""
+    """Another node asks for room for `num_blocks` blocks of an attempt's KV, or says that it too needs the room that
+    was given to its first node."""
 
     key: RequestId
     peer: NodeId
     num_blocks: int
-    parts: int = 1
+    share: Share = Share()
 
 
-class Left(msgspec.Struct, frozen=True, tag=True):
-    """A node needs the room for an attempt's KV no more, or is gone. Unknown ones are no error."""
+class Claimed(msgspec.Struct, frozen=True, tag=True):
+    """Another node goes on with what lies here of an attempt `old`, whose home is gone, as `key`."""
 
     key: RequestId
     peer: NodeId
+    old: RequestId
+
+
+class Left(msgspec.Struct, frozen=True, tag=True):
+    """A node needs the room for an attempt's KV no more, or, `lost`, is gone. Unknown ones are no error."""
+
+    key: RequestId
+    peer: NodeId
+    lost: bool = False
 
 
 class Reserved(msgspec.Struct, frozen=True, tag=True):
@@ -127,6 +136,14 @@ class Reserved(msgspec.Struct, frozen=True, tag=True):
     key: RequestId
     holder: NodeId
     granted: bool
+
+
+class Found(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `Claim`: of the share that was named `num_blocks` blocks are there whole."""
+
+    key: RequestId
+    holder: NodeId
+    num_blocks: int
 
 
 class Shipped(msgspec.Struct, frozen=True, tag=True):
@@ -224,7 +241,7 @@ class Woken(msgspec.Struct, frozen=True, tag=True):
 Event = (
     Begin | Forget | Move | Become
     | Granted | Landed | Wanted | Enough | Severed
-    | Asked | Left | Reserved | Shipped
+    | Asked | Left | Claimed | Reserved | Found | Shipped
     | Stepped | Saved | Missing | Sampled | Came | FetchEnded | Loaded | Received | Moved | Broken | Lost | Recovered
     | Woken
 )  # fmt: skip
@@ -310,14 +327,22 @@ class Land(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True):
-    """Ask `holder` for room for so many of an attempt's blocks in all, of each for part number `part` of `parts` of the
-    heads; say `Reserved`."""
+    """Ask `holder` for room for so many of an attempt's blocks in all; say `Reserved`."""
 
     key: RequestId
     holder: NodeId
     num_blocks: int
-    part: int = 0
-    parts: int = 1
+    share: Share = Share()
+
+
+class Claim(msgspec.Struct, frozen=True, tag=True):
+    """Ask `holder` for what it keeps of the attempt `old`, if it is this share, to go on with it as `key`; say
+    `Found`."""
+
+    key: RequestId
+    holder: NodeId
+    old: RequestId
+    share: Share
 
 
 class Ship(msgspec.Struct, frozen=True, tag=True):
@@ -344,6 +369,15 @@ class Host(msgspec.Struct, frozen=True, tag=True):
     key: RequestId
     peer: NodeId
     blocks: tuple[int, ...]
+
+
+class Rekey(msgspec.Struct, frozen=True, tag=True):
+    """What lies here of `old` is of `key` from now on, and nobody else's, if there is an `old`; tell `peer` how much of
+    `key` is whole."""
+
+    old: RequestId
+    key: RequestId
+    peer: NodeId
 
 
 class Unhost(msgspec.Struct, frozen=True, tag=True):
@@ -375,7 +409,7 @@ class Wake(msgspec.Struct, frozen=True, tag=True):
 Action = (
     Run | Cut | Joined | Preempted
     | Admitted | Load | Read | Save | Adopt | Promote | Demote | Drop | Shorten
-    | Reserve | Ship | Vacate | Host | Unhost
+    | Reserve | Claim | Ship | Vacate | Host | Rekey | Unhost
     | Fetch | EndFetch | Give | Offer | Grant | Send | Finish | Land | Release | Wake
     | Report
 )  # fmt: skip

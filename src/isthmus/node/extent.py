@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from isthmus.attempts import Route
+from isthmus.attempts import Holding, Route
 
 NONE = "none"
 
@@ -39,5 +39,18 @@ class Extent(msgspec.Struct, frozen=True):
 def extent_of(route: Route, num_tokens: int, block_size: int, state_blocks: int) -> Extent:
     states = -(-num_tokens // block_size) * block_size
     stop = states + state_blocks * block_size if state_blocks else num_tokens
-    start = route.handover_start + sum([holding.num_blocks for holding in route.holdings])
+    away = sum([holding.num_blocks for holding in holdings_of(route, num_tokens, block_size)])
+    start = route.handover_start + away
     return Extent(block_size, start * block_size, num_tokens, states, stop, route.codec)
+
+
+def holdings_of(route: Route, num_tokens: int, block_size: int) -> tuple[Holding, ...]:
+    """Where an attempt's leading blocks are to lie when it begins with so many tokens: with growth all full ones but
+    the last token's, whatever of them an earlier attempt generated."""
+    holdings, growth = route.holdings, route.growth
+    if not growth:
+        return holdings
+    if holdings and holdings[-1].holders == growth:
+        holdings = holdings[:-1]
+    rest = (num_tokens - 1) // block_size - sum([holding.num_blocks for holding in holdings])
+    return (*holdings, Holding(growth, rest)) if rest else holdings

@@ -71,6 +71,8 @@ class Node:
             events.Enough: self._enough,
             events.Asked: self._asked,
             events.Left: self._left,
+            events.Claimed: self._claimed,
+            events.Found: self._found,
             events.Reserved: self._reserved,
             events.Shipped: self._shipped,
             events.Severed: self._severed,
@@ -142,15 +144,23 @@ class Node:
         key, route, part = event.key, event.route, event.part
         extent = extent_of(route, event.num_tokens, self._block_size, self._state_blocks)
         attempt = Attempt(event, extent, part is PREFILL or self._stages > 1)
-        fetch, scheduler = attempt.fetch, self.scheduler
         assert key not in self._attempts, f"{key} began twice"
         self._attempts[key] = attempt
         reason = ""
-        if route.holdings:
+        if route.holdings or route.growth:
             reason = self._away.begin(attempt) if self._stages == 1 else "a pipeline group has no holders"
         if reason:
             self._fail(attempt, reason, now, actions)
             return
+        if route.taken and attempt.holdings and not self._state_blocks:
+            actions += self._away.claim(attempt)
+            return
+        self._enter(attempt, now, actions)
+
+    def _enter(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
+        """It waits for memory from now on."""
+        key, route, part = attempt.request, attempt.begin.route, attempt.begin.part
+        fetch, scheduler = attempt.fetch, self.scheduler
         if part is DECODE:
             if route.handover_start and not self._pin_recalled(attempt):
                 self._fail(attempt, "a prefix it was to take from its cache is not there", now, actions)
@@ -274,6 +284,8 @@ class Node:
             elif 0 < attempt.moved_ns < late and attempt.state is RECEIVING and not attempt.received:
                 self._fail(attempt, f"no KV came for {self._transfer_ns / NS_PER_S:g} s", now, actions)
         actions += [events.EndFetch(key) for key, (_, moved_ns) in self._fetches.items() if 0 < moved_ns < late]
+        if self._guests.expire(now, actions):
+            self._replan(now, actions)
 
     # Handing over.
 
@@ -426,7 +438,7 @@ class Node:
         attempt = self._attempts.get(event.key)
         if attempt is None or event.holder not in attempt.asked:
             return
-        if not self._away.reserved(attempt, event):
+        if not self._away.reserved(attempt, event, now):
             reason = f"{event.holder} has no room for its KV"
             self._fail(attempt, reason, now, actions, no_room=True)
             return
@@ -434,6 +446,11 @@ class Node:
         self._cut(actions)
         if self.scheduler.run is None:
             self._plan(now, actions)
+
+    def _found(self, event: events.Found, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is not None and self._away.found(attempt, event):
+            self._enter(attempt, now, actions)
 
     def _shipped(self, event: events.Shipped, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
@@ -443,17 +460,18 @@ class Node:
         if self.scheduler.computes(attempt):
             self._cut(actions)
             return
-        self._ship(actions)
+        self._ship(now, actions)
         self._cut(actions)
         if self.scheduler.run is None:
             self._plan(now, actions)
 
-    def _ship(self, actions: list[events.Action]) -> None:
+    def _ship(self, now: int, actions: list[events.Action]) -> None:
         """What came to its holder is free here; what is full goes on its way; what has all there is handed over."""
         through = self._away.settle()
         for attempt in through:
             self._maybe_finish(attempt, actions)
         self._away.ship(actions)
+        self._away.grow(now, actions)
 
     def _drop(self, now: int, actions: list[events.Action]) -> None:
         gone, self.scheduler.dropped = self.scheduler.dropped, []
@@ -469,10 +487,17 @@ class Node:
             self._guests.asked(event, actions)
 
     def _left(self, event: events.Left, now: int, actions: list[events.Action]) -> None:
-        if self._guests.left(event, actions):
-            self._cut(actions)
-            if self.scheduler.run is None:
-                self._plan(now, actions)
+        if self._guests.left(event, now, actions):
+            self._replan(now, actions)
+
+    def _claimed(self, event: events.Claimed, now: int, actions: list[events.Action]) -> None:
+        self._guests.claimed(event, actions)
+
+    def _replan(self, now: int, actions: list[events.Action]) -> None:
+        """Blocks are free for which somebody may wait."""
+        self._cut(actions)
+        if self.scheduler.run is None:
+            self._plan(now, actions)
 
     # Runs.
 
@@ -519,7 +544,7 @@ class Node:
             early, self._early = self._early, []
             for sampled_event in early:
                 self._sampled(sampled_event, now, actions)
-        self._ship(actions)
+        self._ship(now, actions)
         self._plan(now, actions)
         for attempt in over:  # when what is saved of it has been taken over
             self._release(attempt, actions)

@@ -33,7 +33,11 @@ class Admission:
         if index is None:
             index = 0 if self._in_order or len(self.waiting) == 1 else self._choose(now)
         sequence = self.waiting[index]
-        prefix = self._prefixes.find(sequence, batch.prompts) if sequence.names else _NOTHING
+        prefix: Prefix | None = _NOTHING
+        if sequence.num_held:  # by those who had it of an attempt before
+            prefix = Prefix(sequence.num_held * self._limits.block_size)
+        elif sequence.names:
+            prefix = self._prefixes.find(sequence, batch.prompts)
         if prefix is None or not self._memory.admit(sequence, prefix, batch.headroom):
             return False
         del self.waiting[index]

@@ -75,7 +75,8 @@ class DecodeClock:
 
     def make_room(self, pool: Pool) -> bool:
         """A block for each that needs one now; while half the pool is left, also those of the next `max_steps`
-        iterations. False: the pool is empty, and somebody has to give blocks back first."""
+        iterations, but for who gives full ones away. False: the pool is empty, and somebody has to give blocks back
+        first."""
         limits, first = self._limits, self._first_full()
         while first is not None and first.full_at <= self.now:
             if not self._grow(first, 1, pool):
@@ -83,6 +84,8 @@ class DecodeClock:
             first = self._first_full()
         ahead = self.now + limits.max_steps
         while first is not None and first.full_at < ahead and pool.available > limits.num_blocks // 2:
+            if first.grows:
+                break
             end = first.stop_length - 1 - first.offset
             if not self._grow(first, min(ahead, end) - self.now, pool):
                 break

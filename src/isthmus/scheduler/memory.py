@@ -49,19 +49,18 @@ class Memory:
         sequence.blocks = prefix.blocks + pool.allocate(needed)
         states.admit(sequence, prefix, positions)
         sequence.cached = sequence.computed = prefix.num_tokens
-        sequence.named = len(prefix.blocks)
+        sequence.named = max(len(prefix.blocks), sequence.num_held)
         return True
 
     def at_home(self, sequence: Sequence) -> int:
         """Blocks with which it can compute its known tokens: all, or those that stay here and some for those that are
         filled and go."""
         whole, num_away = -(-sequence.length // self._size), sequence.num_away
-        return whole - num_away + min(num_away, self._window) if num_away else whole
+        return whole - num_away + min(num_away - sequence.num_held, self._window) if num_away else whole
 
     def extend(self, sequence: Sequence) -> None:
         """More blocks for a prompt in place of those that went, as far as there are any."""
-        left = -(-sequence.length // self._size) - sequence.num_held
-        wanted = min(self.at_home(sequence), left) - len(sequence.blocks)
+        wanted = self.at_home(sequence) - len(sequence.blocks)
         if wanted > 0:
             sequence.blocks += self.pool.allocate(min(wanted, self.pool.available))
 
@@ -69,11 +68,18 @@ class Memory:
         """Room for so many blocks of another node's request in all; none where there is no room for them."""
         blocks = self.guests.get(request, ())
         more = num_blocks - len(blocks)
+        if not blocks:  # one spare block for each guest, which may grow
+            headroom = max(headroom, min(len(self.guests), self.pool.num_blocks // 8))
         if more > 0:
             if more + headroom > self.pool.available:
                 return ()
             blocks = self.guests[request] = blocks + self.pool.allocate(more)
         return blocks
+
+    def rekey(self, old: RequestId, request: RequestId) -> None:
+        """That room is another request's, which has none."""
+        assert request not in self.guests
+        self.guests[request] = self.guests.pop(old)
 
     def unhost(self, request: RequestId) -> None:
         """That room is free."""

@@ -165,6 +165,10 @@ class Scheduler:
             actions.append(BlocksEvicted(self.node, self.pool.take_evicted()))
         return blocks
 
+    def rekey(self, old: RequestId, request: RequestId) -> None:
+        """What lies here of one request of another node is another's."""
+        self._memory.rekey(old, request)
+
     def unhost(self, request: RequestId) -> None:
         """That room is not needed any more."""
         self._memory.unhost(request)

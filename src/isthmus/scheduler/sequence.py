@@ -82,6 +82,8 @@ class Sequence:
 
     Its leading `num_away` blocks are to lie with `holdings`; the first `num_held` of them do, with `held`, the next
     `num_shipping` are on their way there, and `blocks` are those that follow what is held. `waits`: for their answers.
+    While it waits for memory it may hold what an attempt before it computed. If it `grows`, what fills while it decodes
+    goes elsewhere, too.
 
     With recurrent states: `slot` of the live one, -1 without; `restore`: blocks of a snapshot to go on from;
     `snapshots`: taken, or to be taken, of its prompt.
@@ -89,7 +91,7 @@ class Sequence:
 
     __slots__ = (
         "age", "arrival", "blocks", "cached", "computed", "deadline_ns", "departs", "fetch_start",
-        "fetch_stop", "fetch_until_ns", "fetches", "full_at", "held", "holdings", "length", "named", "names",
+        "fetch_stop", "fetch_until_ns", "fetches", "full_at", "grows", "held", "holdings", "length", "named", "names",
         "num_away", "num_cached", "num_held", "num_pinned", "num_shipping", "offset", "pinned", "request",
         "restore", "slot", "snapshots", "state", "stop_length", "waits", "work_ns",
     )  # fmt: skip
@@ -103,7 +105,7 @@ class Sequence:
     ) -> None:
         self.request, self.length, self.stop_length, self.names = request, num_tokens, stop_length, names
         self.state = QUEUED
-        self.departs = self.fetches = self.waits = False
+        self.departs = self.fetches = self.waits = self.grows = False
         self.num_cached = self.fetch_start = self.fetch_stop = self.fetch_until_ns = 0
         self.cached = self.computed = self.named = self.offset = self.full_at = self.age = self.arrival = 0
         self.work_ns = self.deadline_ns = self.num_pinned = 0

@@ -8,10 +8,23 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from isthmus.attempts import Share
 from isthmus.node import events
 from isthmus.sim.network import Flow
 from isthmus.sim.node import SimNode
 from isthmus.types import NodeId, RequestId
+
+
+class _Guest:
+    """A share of an attempt's KV with one holder: how much of it is there, who asked for room and has not left, and
+    whether there is any."""
+
+    __slots__ = ("askers", "hosted", "share", "stowed")
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+        self.stowed, self.hosted = 0, False
+        self.askers: dict[NodeId, None] = {}
 
 
 class Holding:
@@ -28,16 +41,16 @@ class Holding:
     ) -> None:
         self._named, self._say, self._tell, self._start, self._cancel = named, say, tell, start, cancel
         self._flows: dict[tuple[RequestId, int], dict[NodeId, Flow]] = {}
-        self._parts: dict[tuple[RequestId, NodeId], int] = {}
-        """Into how many parts the heads are cut of which a holder has one."""
-        self._askers: dict[tuple[RequestId, NodeId], dict[NodeId, None]] = {}
-        """Of an attempt and a holder, who asked it for room and has not left."""
+        self._guests: dict[tuple[RequestId, NodeId], _Guest] = {}
+        """Of an attempt and a holder."""
         self.handlers: dict[type, Callable[[SimNode, Any], None]] = {
             events.Reserve: self._reserve,
+            events.Claim: self._claim,
             events.Host: self._host,
+            events.Rekey: self._rekey,
             events.Ship: self._ship,
             events.Vacate: self._vacate,
-            events.Unhost: lambda node, action: None,
+            events.Unhost: self._unhost,
         }
 
     def _reserve(self, node: SimNode, reserve: events.Reserve) -> None:
@@ -45,17 +58,43 @@ class Holding:
         if not holder.alive:
             self._tell(node, events.Reserved(reserve.key, reserve.holder, False))
             return
-        self._askers.setdefault((reserve.key, reserve.holder), {})[name] = None
-        self._parts[reserve.key, reserve.holder] = reserve.parts
-        self._say(node, holder, events.Asked(reserve.key, name, reserve.num_blocks, reserve.parts))
+        self._guest(reserve).askers[name] = None
+        self._say(node, holder, events.Asked(reserve.key, name, reserve.num_blocks, reserve.share))
+
+    def _guest(self, action: events.Reserve | events.Claim) -> _Guest:
+        at = action.key, action.holder
+        if at not in self._guests:
+            self._guests[at] = _Guest(action.share)
+        return self._guests[at]
+
+    def _claim(self, node: SimNode, claim: events.Claim) -> None:
+        holder, name = self._named[claim.holder], node.facts.node
+        if not holder.alive:
+            self._tell(node, events.Found(claim.key, claim.holder, 0))
+            return
+        self._guest(claim).askers[name] = None
+        self._say(node, holder, events.Claimed(claim.key, name, claim.old))
+
+    def _rekey(self, node: SimNode, rekey: events.Rekey) -> None:
+        name = node.facts.node
+        guest, old = self._guests.get((rekey.key, name)), self._guests.pop((rekey.old, name), None)
+        if guest is None:
+            return  # who claimed it left
+        if old is not None and old.share == guest.share:
+            guest.stowed = old.stowed
+        guest.hosted |= old is not None
+        self._say(node, self._named[rekey.peer], events.Found(rekey.key, name, guest.stowed))
 
     def _host(self, node: SimNode, host: events.Host) -> None:
+        guest = self._guests.get((host.key, node.facts.node))
+        if guest is not None and host.blocks:
+            guest.hosted = True
         self._say(node, self._named[host.peer], events.Reserved(host.key, node.facts.node, bool(host.blocks)))
 
     def _ship(self, node: SimNode, ship: events.Ship) -> None:
-        holder = self._named[ship.holder]
-        size = len(ship.blocks) * node.facts.block_size * node.cost.kv_token_bytes
-        size //= self._parts[ship.key, ship.holder]
+        holder, guest = self._named[ship.holder], self._guests[ship.key, ship.holder]
+        guest.stowed = min(guest.stowed, ship.first)
+        size = len(ship.blocks) * node.facts.block_size * node.cost.kv_token_bytes // guest.share.parts
         there = partial(
             self._stowed, node, holder, events.Shipped(ship.key, ship.holder, ship.first + len(ship.blocks))
         )
@@ -63,19 +102,32 @@ class Holding:
         flows[ship.holder] = self._start(node, holder, size, (_call, there))
 
     def _stowed(self, node: SimNode, holder: SimNode, shipped: events.Shipped) -> None:
-        del self._flows[shipped.key, node.slot][shipped.holder]
-        if not self._flows[shipped.key, node.slot]:
+        flows = self._flows[shipped.key, node.slot]
+        del flows[shipped.holder]
+        if not flows:
             del self._flows[shipped.key, node.slot]
+        self._guests[shipped.key, shipped.holder].stowed = shipped.stop
         self._say(holder, node, shipped)
 
     def _vacate(self, node: SimNode, vacate: events.Vacate) -> None:
-        holder, name = self._named[vacate.holder], node.facts.node
-        askers = self._askers.get((vacate.key, vacate.holder), {})
-        if name in askers:
-            del askers[name]
-            if not askers:
-                del self._askers[vacate.key, vacate.holder], self._parts[vacate.key, vacate.holder]
-            self._say(node, holder, events.Left(vacate.key, name))
+        name, guest = node.facts.node, self._guests.get((vacate.key, vacate.holder))
+        if guest is not None and name in guest.askers:
+            self._left(vacate.key, vacate.holder, name)
+            self._say(node, self._named[vacate.holder], events.Left(vacate.key, name))
+
+    def _left(self, key: RequestId, holder: NodeId, asker: NodeId) -> None:
+        guest = self._guests[key, holder]
+        del guest.askers[asker]
+        if not guest.askers and not guest.hosted:
+            del self._guests[key, holder]
+
+    def _unhost(self, node: SimNode, unhost: events.Unhost) -> None:
+        guest = self._guests.get((unhost.key, node.facts.node))
+        if guest is None:
+            return
+        guest.hosted, guest.stowed = False, 0
+        if not guest.askers:  # else it was asked for again since
+            del self._guests[unhost.key, node.facts.node]
 
     def release(self, node: SimNode, key: RequestId) -> None:
         """Nothing more is read from its blocks here."""
@@ -85,32 +137,31 @@ class Holding:
     def part(self, one: SimNode, other: SimNode) -> None:
         """The sessions of two nodes ended: what lies with one of them is lost to the other."""
         names = {one.facts.node: other, other.facts.node: one}
-        for (key, holder), askers in list(self._askers.items()):
+        for (key, holder), guest in list(self._guests.items()):
             home = names.get(holder)
-            if home is not None and home.facts.node in askers:
+            if home is not None and home.facts.node in guest.askers:
                 self._lost(key, self._named[holder], home)
 
     def lose(self, node: SimNode) -> None:
         """It is gone, with what it held and what it had elsewhere."""
         name = node.facts.node
-        for (key, holder), askers in list(self._askers.items()):
-            for asker in list(askers):
+        for (key, holder), guest in list(self._guests.items()):
+            for asker in list(guest.askers):
                 if name in (holder, asker):
                     self._lost(key, self._named[holder], self._named[asker])
+            if holder == name:
+                self._guests.pop((key, holder), None)
 
     def _lost(self, key: RequestId, holder: SimNode, home: SimNode) -> None:
-        askers = self._askers[key, holder.facts.node]
-        del askers[home.facts.node]
-        if not askers:
-            del self._askers[key, holder.facts.node], self._parts[key, holder.facts.node]
+        self._left(key, holder.facts.node, home.facts.node)
         self.release(home, key)
         if holder.alive:
-            self._tell(holder, events.Left(key, home.facts.node))
+            self._tell(holder, events.Left(key, home.facts.node, lost=True))
         if home.alive:
             self._tell(home, events.Broken(key, f"{holder.facts.node}, which has its KV, is gone"))
 
     def check_idle(self) -> None:
-        assert not self._flows and not self._askers, "KV is left with a holder"
+        assert not self._flows and not self._guests, "KV is left with a holder"
 
 
 def _call(there: Callable[[], None]) -> None:

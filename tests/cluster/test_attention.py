@@ -196,3 +196,41 @@ def test_a_home_that_dies_is_replaced_and_no_kv_moves(
                 assert all(first >= whole for first, _ in seen.shipped.get(key, ())), (
                     "what was kept is not shipped"
                 )
+
+
+def test_a_holder_that_dies_costs_no_token(models: dict[int, Path]) -> None:
+    """What it had is computed anew from prompt and answer, with those that are left."""
+    model, prompts = models[4], [prompt_of(at, length) for at, length in enumerate((400, 60, 280, 150))]
+    with inside(deployment(model, 4, 4, {"mixed": 2})) as served, ThreadPoolExecutor(4) as pool:
+        begun = [threading.Event() for _ in prompts]
+        asked = [
+            pool.submit(streamed, served, prompt, 120, event, ignore_eos=True)
+            for prompt, event in zip(prompts, begun, strict=True)
+        ]
+        for event in begun:
+            assert event.wait(60)
+        served.kill("attention-2")
+        for prompt, each in zip(prompts, asked, strict=True):
+            answer = each.result()
+            assert len(answer) == 120
+            check_greedy(model, prompt, answer)
+
+
+def test_a_home_whose_kv_lies_with_other_homes_is_replaced(models: dict[int, Path]) -> None:
+    """By tokens, with mixed nodes that had memory; the one that goes on had none of it."""
+    model, prompt = models[2], prompt_of(1, 560)
+    config = deployment(model, 2, 0, {"mixed": 4}, policy="round_robin")
+    with inside(config) as served, ThreadPoolExecutor(1) as pool:
+        begun, watched = threading.Event(), {}
+        for at in range(4):
+            watched[f"mixed-{at}"] = Watched(process_of(served, f"mixed-{at}"))
+        asked = pool.submit(streamed, served, prompt, 40, begun, ignore_eos=True)
+        assert begun.wait(60)
+        [victim] = [name for name, seen in watched.items() if seen.begun]
+        served.kill(victim)
+        answer = asked.result()
+        assert len(answer) == 40
+        check_greedy(model, prompt, answer)
+        [seen] = [seen for seen in watched.values() if seen.found]
+        [key] = seen.found
+        assert seen.begun[key] == 16 * sum(seen.found[key]) > 0

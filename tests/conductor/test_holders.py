@@ -13,6 +13,7 @@ from isthmus.conductor import (
     Conductor,
     Event,
     Fail,
+    FirstToken,
     Hold,
     HoldExpired,
     NodeJoined,
@@ -33,15 +34,21 @@ SIZE = 4
 class Nodes:
     """Each has room for `capacity` tokens, and says what it lends when it is asked."""
 
-    def __init__(self, *roles: tuple[Role, int], rules: Rules | None = None, kv_heads: int = 1) -> None:
+    def __init__(
+        self, *roles: tuple[Role, int], rules: Rules | None = None, kv_heads: int = 1, state_blocks: int = 0
+    ) -> None:
         self.conductor, self.now = Conductor(rules or Rules(policy="round_robin")), 0
         self.capacity: dict[NodeId, int] = {}
+        self.joined: list[NodeJoined] = []
         self.routes: dict[RequestId, Route] = {}
         self.lengths: dict[RequestId, tuple[int, int]] = {}
         for at, (role, capacity) in enumerate(roles):
             name = NodeId(f"{role.value}-{at}")
             self.capacity[name] = capacity
-            self.on(NodeJoined(name, role, capacity, SIZE, kv_heads=kv_heads))
+            self.joined.append(
+                NodeJoined(name, role, capacity, SIZE, kv_heads=kv_heads, state_blocks=state_blocks)
+            )
+            self.on(self.joined[-1])
 
     def on(self, event: Event) -> list[object]:
         self.now += 1_000_000
@@ -50,7 +57,7 @@ class Nodes:
         for action in actions:
             if isinstance(action, Route):
                 self.judge(action)
-            elif isinstance(action, Refuse | Fail):
+            elif isinstance(action, Refuse | Fail | Hold):
                 self.routes.pop(action.request, None)
         return list(actions)
 
@@ -64,15 +71,20 @@ class Nodes:
         away = sum(holding.num_blocks for holding in route.holdings)
         assert away <= (num_tokens - 1) // SIZE and all(holding.num_blocks > 0 for holding in route.holdings)
         for home in homes:
-            assert num_tokens + max_tokens - away * SIZE <= self.capacity[home]
+            needed = num_tokens + max_tokens - away * SIZE
+            assert needed <= self.capacity[home] or route.growth, "what stays there does not fit"
+        if route.growth:
+            assert away == (num_tokens - 1) // SIZE, "what follows does not follow"
+            assert not away or route.holdings[-1].holders == route.growth or len(route.growth) == 1
         for name in names:
             holdings = [h for r in self.routes.values() for h in r.holdings if name in h.holders]
             lent = sum(-(-h.num_blocks // len(h.holders)) for h in holdings)
             assert lent * SIZE <= self.capacity[name], "more is lent than there is"
 
-    def ask(self, name: str, num_tokens: int, max_tokens: int = 4) -> list[object]:
+    def ask(self, name: str, num_tokens: int, max_tokens: int = 4, names: bool = False) -> list[object]:
         self.lengths[RequestId(name)] = num_tokens, max_tokens
-        return self.on(RequestArrived(RequestId(name), "", num_tokens, max_tokens, ()))
+        known = tuple(range(num_tokens // SIZE)) if names else ()
+        return self.on(RequestArrived(RequestId(name), "", num_tokens, max_tokens, known))
 
     def end(self, name: str) -> list[object]:
         self.routes.pop(RequestId(name), None)
@@ -177,6 +189,80 @@ def test_as_many_of_them_share_heads_as_can(kv_heads: int, shared: list[int]) ->
         assert lent == [14, 14, 14]
 
 
+def test_what_follows_goes_to_nodes_of_role_attention_if_all_does() -> None:
+    """So a home with little memory is enough for any answer, and one that has no room there waits."""
+    nodes = Nodes((Role.MIXED, 40), (Role.ATTENTION, 200), (Role.ATTENTION, 200), kv_heads=2)
+    [route] = nodes.ask("a", 3, 300)
+    assert (
+        isinstance(route, Route) and not route.holdings and set(route.growth) == {"attention-1", "attention-2"}
+    )
+    [route] = nodes.ask("b", 301, 70)
+    assert isinstance(route, Route) and route.growth == route.holdings[0].holders
+    assert isinstance(nodes.ask("c", 250, 70)[0], Hold)
+    [refused] = nodes.ask("d", 401, 40)
+    assert isinstance(refused, Refuse) and refused.code == "too_long"
+    [route] = Nodes((Role.MIXED, 400), (Role.ATTENTION, 100), kv_heads=2).ask("a", 200, 20)
+    assert isinstance(route, Route) and route.holdings[0].num_blocks == 25 and not route.growth
+
+
+PAIR = [(Role.ATTENTION, 400), (Role.ATTENTION, 400)]
+
+
+@pytest.mark.parametrize("roles", [[(Role.MIXED, 100)] * 2, [(Role.PREFILL, 100), *[(Role.DECODE, 100)] * 2]])
+def test_the_next_attempt_goes_on_with_what_holders_keep(roles: list[tuple[Role, int]]) -> None:
+    nodes = Nodes(*roles, *PAIR, kv_heads=2)
+    [route] = nodes.ask("r", 300, names=True)
+    assert isinstance(route, Route) and not route.taken
+    nodes.on(FirstToken(RequestId("r"), 1))
+    *_, again = nodes.on(NodeLeft(route.decode))
+    assert isinstance(again, Route) and again.taken == 1 and again.decode != route.decode
+    assert (again.holdings, again.growth) == (route.holdings, route.growth)
+    nodes.on(NodeJoined(route.decode, roles[-1][0], 100, SIZE, kv_heads=2))
+    *_, third = nodes.on(NodeLeft(again.decode))
+    assert isinstance(third, Route) and third.taken == 2
+    *_, anew = nodes.on(NodeLeft(third.holdings[0].holders[0]))
+    assert not isinstance(anew, Route) or not anew.taken, "a part of it is gone"
+
+
+def test_it_waits_for_a_home_and_then_goes_on_with_what_is_kept() -> None:
+    nodes = Nodes((Role.MIXED, 100), *PAIR, kv_heads=2)
+    [route] = nodes.ask("r", 300, names=True)
+    assert isinstance(route, Route)
+    hold = nodes.on(NodeLeft(route.prefill))[-1]
+    assert isinstance(hold, Hold)
+    [again] = nodes.on(NodeJoined(route.prefill, Role.MIXED, 100, SIZE, kv_heads=2))
+    assert isinstance(again, Route) and again.taken == 1
+
+
+def test_kv_with_mixed_nodes_is_gone_on_with_by_one_that_has_none() -> None:
+    nodes = Nodes(*[(Role.MIXED, 100)] * 4)
+    [route] = nodes.ask("r", 200, names=True)
+    assert isinstance(route, Route)
+    holders = {holder for holding in route.holdings for holder in holding.holders}
+    *_, again = nodes.on(NodeLeft(route.prefill))
+    assert isinstance(again, Route) and again.taken == 1 and again.holdings == route.holdings
+    assert again.prefill not in holders
+    three = Nodes(*[(Role.MIXED, 100)] * 3)
+    [route] = three.ask("r", 200, names=True)
+    assert isinstance(route, Route) and len(route.holdings) == 2
+    *_, last = three.on(NodeLeft(route.prefill))
+    assert not (isinstance(last, Route) and last.taken), "nobody is left beside its holders"
+
+
+@pytest.mark.parametrize("state_blocks", [0, 1])
+def test_what_a_home_alone_had_is_computed_anew(state_blocks: int) -> None:
+    """A recurrent state; and the scores of a prompt, which has no names, until they are out."""
+    nodes = Nodes(*[(Role.MIXED, 100)] * 2, *PAIR, kv_heads=2, state_blocks=state_blocks)
+    [route] = nodes.ask("r", 300)
+    assert isinstance(route, Route)
+    *_, again = nodes.on(NodeLeft(route.prefill))
+    assert isinstance(again, Route) and not again.taken
+    nodes.on(FirstToken(RequestId("r"), 2))
+    nodes.on(NodeJoined(route.prefill, Role.MIXED, 100, SIZE, kv_heads=2, state_blocks=state_blocks))
+    *_, third = nodes.on(NodeLeft(again.prefill))
+    assert isinstance(third, Route) and third.taken == (0 if state_blocks else 2)
+
+
 @given(st.integers(0, 1 << 32), st.booleans(), st.sampled_from([1, 2, 3]))
 def test_whatever_comes_no_memory_is_lent_twice(seed: int, attention: bool, kv_heads: int) -> None:
     draw = Random(seed)
@@ -185,12 +271,16 @@ def test_whatever_comes_no_memory_is_lent_twice(seed: int, attention: bool, kv_h
     nodes = Nodes(*some, kv_heads=kv_heads)
     live: list[str] = []
     for at in range(40):
-        kind = draw.randrange(4)
+        kind = draw.randrange(5)
         if kind < 2:
-            nodes.ask(f"r{at}", draw.randrange(1, 400), draw.randrange(1, 20))
+            nodes.ask(f"r{at}", draw.randrange(1, 400), draw.randrange(1, 20), names=draw.random() < 0.5)
             live.append(f"r{at}")
         elif kind == 2 and live:
             nodes.end(live.pop(draw.randrange(len(live))))
+        elif kind == 3:
+            joined = draw.choice(nodes.joined)
+            nodes.on(NodeLeft(joined.node))
+            nodes.on(joined)
         elif nodes.routes:
             route = draw.choice(list(nodes.routes.values()))
             del nodes.routes[route.request]

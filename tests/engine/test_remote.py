@@ -235,6 +235,23 @@ def test_holders_share_heads(which: int, sizes: tuple[int, ...], made: dict[int,
     check_greedy(folder, prompt, request.tokens[len(prompt) :])
 
 
+@pytest.mark.parametrize("which", [0, 5, 6], ids=["llama", "qwen3_next", "deepseek_v3"])
+def test_queries_go_before_kv(which: int, made: dict[int, Path]) -> None:
+    """In every layer, and the sums are waited for when the KV here was attended to."""
+    others, order = Others({"h": engine_of(made[which])}), list[tuple[str, int]]()
+    request = Request(engine_of(made[which]), others, tokens_of(80), 22)
+    request.compute(80)
+    request.move(("h",), 3)
+    ask, answer = others.ask, others.answer
+    others.ask = lambda layer, *rest: (order.append(("asked", layer)), ask(layer, *rest))[1]  # type: ignore[method-assign]
+    others.answer = lambda layer, *rest: (order.append(("answered", layer)), answer(layer, *rest))[1]  # type: ignore[method-assign]
+    chunk = Chunk((7,), 80, request.blocks, True, slot=1, holdings=tuple(request.held))
+    home = request.home
+    home.forward(home.build([chunk]), lambda layer: order.append(("kv", layer)), elsewhere=others)
+    layers = range(home.layout.num_layers)
+    assert order == [(what, layer) for layer in layers for what in ("asked", "answered", "kv")]
+
+
 def test_bytes_do_not_depend_on_the_length(made: dict[int, Path]) -> None:
     """Of a token and layer: its queries there, as many numbers and one a head back."""
     folder, found = made[0], set()

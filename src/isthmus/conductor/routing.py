@@ -16,7 +16,7 @@ from isthmus.attempts import FetchOrder
 from isthmus.conductor.clusters import Cluster
 from isthmus.conductor.estimates import Estimator, Matched, can_copy, least_sending, match
 from isthmus.conductor.events import RequestArrived
-from isthmus.conductor.holders import blocks_away, longest, num_blocks, spread
+from isthmus.conductor.holders import blocks_away, free_tokens, longest, num_blocks, spread
 from isthmus.conductor.index import Levels, bits
 from isthmus.conductor.offload import Decision, Prediction, abundant, guarded, scarce
 from isthmus.conductor.policies import FETCHING, POLICIES
@@ -72,6 +72,9 @@ class Router:
         holders, num_kept = kept.holders, num_blocks(kept.held)
         if any(self._view.nodes.get(node.node) is not node or node.draining for node in holders):
             return None
+        rooms = [(node, held.room * node.block_size) for held in kept.held for node in held.holders]
+        if any(free_tokens(node) < room for node, room in rooms):
+            return None  # it waited for long, and others have that memory
         placement = self._place_beside(request, next(iter(holders)).cluster, holders, now)
         if placement is None:
             return None

@@ -159,3 +159,11 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
 def test_wrong_values_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         msgspec.structs.replace(instance(), **changes)
+
+
+def test_without_weights_all_but_working_memory_is_for_kv() -> None:
+    cost = instance(LLAMA_70B, "h20", 2, weight_dtype="bf16")
+    room = 0.9 * 2 * cost.hardware.memory_bytes - 2 * 3e9
+    assert cost.lent_capacity_tokens == int(room / cost.kv_token_bytes) > cost.kv_capacity_tokens
+    assert not instance(LLAMA_70B, "h20", 1, weight_dtype="bf16").fits
+    assert instance(LLAMA_70B, "h20", 1, weight_dtype="bf16").lent_capacity_tokens > 0

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from isthmus.conductor import Paths
-from isthmus.config import Config
+from isthmus.config import Config, load_config
+from isthmus.cost import Analytic
 from isthmus.deploy import UNLIMITED, NodeFacts, Sequences, nodes_of
 from isthmus.errors import ConfigError
 from isthmus.types import Role
@@ -93,3 +95,20 @@ def test_a_group_holds_what_its_machine_with_the_most_layers_does() -> None:
     assert facts(roles=groups(2))[0].kv_blocks == 2000
     assert facts(roles=groups(3))[0].kv_blocks == 2000
     assert facts(roles=groups(4))[0].kv_blocks == 4000
+
+
+def test_attention_nodes_have_the_room_that_weights_take_elsewhere() -> None:
+    """LLaMA-33B, 65 GB: one H100 has little beside them, an H20 that only attends all but working memory."""
+    example = Path(__file__).parents[2] / "examples" / "plan"
+    config = load_config(example / "attention.yaml", {"model": str(example / "models" / "llama-33b.json")})
+    by_role = {node.role: node for node in nodes_of(config, 16, model=Path(str(config.model)))}
+    decode, attention = by_role[Role.DECODE], by_role[Role.ATTENTION]
+    assert isinstance(attention.cost, Analytic) and attention.cost.hardware.name == "h20"
+    assert attention.kv_blocks == attention.cost.lent_capacity_tokens // 16
+    assert decode.kv_blocks * 5 < attention.kv_blocks
+    assert attention.live_states == 0 and attention.rates.rtt_ns == 33_000
+
+
+def test_batches_that_take_turns_are_a_nodes() -> None:
+    assert facts(engine={"cost": CURVE, "kv_memory": 1000 * BLOCK, "batches": 2})[0].batches == 2
+    assert facts()[0].batches == 1

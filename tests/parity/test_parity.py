@@ -429,7 +429,8 @@ def test_any_configuration_is_the_same(knobs: dict[str, Any], shape: str, faults
     same_logs({**knobs, **where}, chats(30, 4 * MS, seed=seed, longest=300), faults)
 
 
-EXAMPLES = sorted(path for path in Path("examples").rglob("*.yaml"))
+EXAMPLES = sorted(set(Path("examples").rglob("*.yaml")) - {Path("examples/plan/attention.yaml")})
+"""All but that with attention nodes: an engine of the live nodes in virtual time has nobody to ask."""
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: str(path.relative_to("examples")))

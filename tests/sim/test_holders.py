@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.sim.deployment import Deployment
-from isthmus.sim.faults import Faults, NodeFault
+from isthmus.sim.faults import Faults, NodeFault, SessionFault
 from isthmus.sim.records import COMPLETED, REFUSED, Result
 from isthmus.sim.simulation import Simulation
 from isthmus.sim.workloads import Request
@@ -107,10 +107,22 @@ def test_kv_of_a_holder_that_is_gone_is_computed_anew() -> None:
         st.tuples(st.sampled_from(["mixed-0", "mixed-1", "attention-0", "attention-2"]), st.integers(1, 900)),
         max_size=4,
     ),
+    st.lists(
+        st.tuples(st.sampled_from(["mixed-0", "mixed-1"]), st.integers(0, 2), st.integers(1, 900)), max_size=2
+    ),
 )
 def test_whoever_dies_all_end(
-    requests: list[tuple[int, int, int]], kv_heads: int, deaths: list[tuple[str, int]]
+    requests: list[tuple[int, int, int]],
+    kv_heads: int,
+    deaths: list[tuple[str, int]],
+    cuts: list[tuple[str, int, int]],
 ) -> None:
-    faults = Faults(nodes=tuple(NodeFault(name, at / 100, at / 100 + 0.5) for name, at in deaths))
+    """Or whichever sessions end."""
+    faults = Faults(
+        nodes=tuple(NodeFault(name, at / 100, at / 100 + 0.5) for name, at in deaths),
+        sessions=tuple(
+            SessionFault(one, f"attention-{other}", at / 100, at / 100 + 0.1) for one, other, at in cuts
+        ),
+    )
     found = run(attended(2, 3, kv_heads, faults=faults, rejoin_ns=60 * 1000 * NS_PER_MS), *sorted(requests))
     assert all(record.status in (COMPLETED, REFUSED) for record in found.records)

@@ -28,8 +28,8 @@ class _Guest:
 
 
 class Holding:
-    """Carries out what nodes decide about it. `say`: tells a node what another one says; `start`, `cancel`: flows from
-    one node's memory to another's."""
+    """Carries out what nodes decide about it. `say`: tells a node what another one says, if they are not cut off;
+    `start`, `cancel`: flows from one node's memory to another's."""
 
     def __init__(
         self,
@@ -38,8 +38,10 @@ class Holding:
         tell: Callable[[SimNode, events.Event], None],
         start: Callable[[SimNode, SimNode, int, tuple[Any, Any]], Flow],
         cancel: Callable[[Flow], None],
+        are_cut: Callable[[SimNode, SimNode], bool],
     ) -> None:
         self._named, self._say, self._tell, self._start, self._cancel = named, say, tell, start, cancel
+        self._are_cut = are_cut
         self._flows: dict[tuple[RequestId, int], dict[NodeId, Flow]] = {}
         self._guests: dict[tuple[RequestId, NodeId], _Guest] = {}
         """Of an attempt and a holder."""
@@ -55,7 +57,7 @@ class Holding:
 
     def _reserve(self, node: SimNode, reserve: events.Reserve) -> None:
         holder, name = self._named[reserve.holder], node.facts.node
-        if not holder.alive:
+        if not holder.alive or self._are_cut(node, holder):
             self._tell(node, events.Reserved(reserve.key, reserve.holder, False))
             return
         self._guest(reserve).askers[name] = None
@@ -69,7 +71,7 @@ class Holding:
 
     def _claim(self, node: SimNode, claim: events.Claim) -> None:
         holder, name = self._named[claim.holder], node.facts.node
-        if not holder.alive:
+        if not holder.alive or self._are_cut(node, holder):
             self._tell(node, events.Found(claim.key, claim.holder, 0))
             return
         self._guest(claim).askers[name] = None

@@ -112,6 +112,7 @@ class Moves:
             lambda node, event: due.append((node, event)),
             self._ship,
             self._stop_shipment,
+            self.sessions.are_cut,
         )
         self.disks = Disks(deployment.faults)
         self._measured = [(0, 0)] * len(self.wiring.between)  # bytes and time of each link so far

@@ -1,9 +1,10 @@
 """`python -m benchmarks turns`: a decode step whose KV lies with a holder, as one batch and as several that take turns.
 
 The holder is a process, asked over sessions as nodes ask each other (`isthmus.bench.attention_peers`). It has this
-machine's cores, so its answers are held back for as long as one that has its own would take. All numbers of batches
-take turns within a round on one engine, and medians count. Beside each stands what `isthmus.cost.turns` says of the
-layers' time, measured alone for as many rows, and of the holder's; it knows nothing of what a message costs.
+machine's cores, so its answers are held back for as long as one that has its own would take. Beside that, nobody is
+asked and zeros are the answer: a wait that takes no core and no message at all. All of these take turns within a round
+on one engine, and medians count. Next to each stands what `isthmus.cost.turns` says of the layers' time, measured alone
+for as many rows, and of the holder's; it knows nothing of what a message costs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 from rich.table import Table
 
 from isthmus.bench.attention_peers import SWITCH_S, Live, Memory
-from isthmus.cost.turns import step_ps
+from isthmus.cost import turns as cost
 from isthmus.engine.batch import Batch
 from isthmus.engine.engine import Engine, EngineOptions
 from isthmus.engine.interface import Asking, Chunk, Elsewhere, Held
@@ -49,9 +50,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Row:
-    """Milliseconds of a step as so many batches, and what the cost model says."""
+    """Milliseconds of a step as so many batches, and what the cost model says. `asks`: "a process" or "nobody"."""
 
     attention_ms: float
+    asks: str
     batches: int
     layers_ms: float
     step_ms: float
@@ -79,6 +81,18 @@ class Late:
         if left_s > 0:
             time.sleep(left_s)
         return answer
+
+
+class Nobody:
+    """`Elsewhere` that attends to nothing, for free."""
+
+    def __init__(self, num_heads: int, head_dim: int) -> None:
+        self._row_bytes = num_heads * (head_dim + 1) * 4
+
+    def ask(self, layer: int, asking: Asking, q: memoryview) -> None: ...
+
+    def answer(self, layer: int, asking: Asking) -> memoryview:
+        return memoryview(bytearray(asking.num_rows * self._row_bytes))
 
 
 def run(folder: Path, plan: Plan, report: Callable[[str], None] = lambda line: None) -> list[Row]:
@@ -110,60 +124,62 @@ class _Bench:
         mixer: Any = self._engine.spec.kv_mixer
         memory = Memory(layout, 1, mixer.num_heads, plan.threads)
         memory.kv = self._engine.memory
-        self._live = stack.enter_context(contextlib.closing(Live(memory, 1, mixer.num_heads, plan.threads)))
-        self._live.place([[Span(row * away, (row + 1) * away)] for row in range(plan.rows)])
+        live = stack.enter_context(contextlib.closing(Live(memory, 1, mixer.num_heads, plan.threads)))
+        live.place([[Span(row * away, (row + 1) * away)] for row in range(plan.rows)])
+        self._sides: dict[str, Callable[[], Elsewhere]] = {
+            "a process": live.elsewhere,
+            "nobody": lambda: Nobody(mixer.num_heads, mixer.head_dim),
+        }
         held = (Held(("holder-0",), away * SIZE),)
         self._tails = [[plan.rows * away + row] for row in range(plan.rows)]
         chunks = [Chunk([7], away * SIZE + TAIL, each, True, True, holdings=held) for each in self._tails]
         self._batch = self._engine.build(chunks)
 
     def measure(self, attention_ms: float) -> list[Row]:
-        plan = self._plan
-        layers: dict[int, list[float]] = {each: [] for each in plan.batches}
-        steps: dict[int, list[float]] = {each: [] for each in plan.batches}
-        for turn in range(plan.rounds + 1):
-            for each in plan.batches:
-                home_ms, step_ms = self._home_ms(each), self._step_ms(each, attention_ms)
+        cases = [(asks, batches) for asks in self._sides for batches in self._plan.batches]
+        found: dict[tuple[str, int], list[tuple[float, float]]] = {case: [] for case in cases}
+        for turn in range(self._plan.rounds + 1):
+            for (asks, batches), times in found.items():
+                pair = self._home_ms(batches), self._step_ms(self._sides[asks](), batches, attention_ms)
                 if turn:  # the first warms up
-                    layers[each].append(home_ms)
-                    steps[each].append(step_ms)
-        return [self._row(each, attention_ms, layers[each], steps[each]) for each in plan.batches]
+                    times.append(pair)
+        return [self._row(attention_ms, *case, found[case]) for case in cases]
 
     def _home_ms(self, batches: int) -> float:
         """Of a batch as large as one of so many, whose KV is all here."""
         tails = self._tails[: -(-self._plan.rows // batches)]
         return self._timed_ms(self._engine.build([Chunk([7], TAIL, tail, True, True) for tail in tails]))
 
-    def _step_ms(self, batches: int, attention_ms: float) -> float:
+    def _step_ms(self, elsewhere: Elsewhere, batches: int, attention_ms: float) -> float:
         self._engine._turns = self._turns[batches]
-        elsewhere = Late(self._live.elsewhere(), attention_ms / 1e3, self._plan.net_ms / 1e3)
-        return self._timed_ms(self._batch, elsewhere)
+        late = Late(elsewhere, attention_ms / 1e3, self._plan.net_ms / 1e3)
+        return self._timed_ms(self._batch, late)
 
     def _timed_ms(self, batch: Batch, elsewhere: Elsewhere | None = None) -> float:
         started = time.perf_counter()
         self._engine.forward(batch, elsewhere=elsewhere)
         return (time.perf_counter() - started) * 1e3
 
-    def _row(self, batches: int, attention_ms: float, layers: list[float], steps: list[float]) -> Row:
-        num_layers, layers_ms = self._engine.layout.num_layers, statistics.median(layers)
-        own_ms = attention_ms * self._plan.rows / batches
-        times = [round(each * 1e9) for each in (layers_ms / (num_layers + 1), own_ms, self._plan.net_ms)]
-        predicted_ms = step_ps(batches, num_layers, *times) / 1e9
-        return Row(attention_ms, batches, layers_ms, statistics.median(steps), predicted_ms)
+    def _row(self, attention_ms: float, asks: str, batches: int, times: list[tuple[float, float]]) -> Row:
+        layers_ms, step_ms = (statistics.median(each) for each in zip(*times, strict=True))
+        num_layers, own_ms = self._engine.layout.num_layers, attention_ms * self._plan.rows / batches
+        parts = [round(each * 1e9) for each in (layers_ms / (num_layers + 1), own_ms, self._plan.net_ms)]
+        predicted_ms = cost.step_ps(batches, num_layers, *parts) / 1e9
+        return Row(attention_ms, asks, batches, layers_ms, step_ms, predicted_ms)
 
 
 def _line(row: Row) -> str:
     return (
-        f"{row.attention_ms:g} ms a row and layer elsewhere, {row.batches} batches: {row.step_ms:.1f} ms, "
-        f"predicted {row.predicted_ms:.1f}; layers of one alone {row.layers_ms:.1f}"
+        f"{row.attention_ms:g} ms a row and layer elsewhere, {row.asks} asked, {row.batches} batches: "
+        f"{row.step_ms:.1f} ms, predicted {row.predicted_ms:.1f}"
     )
 
 
 def table(rows: list[Row]) -> Table:
-    found = Table("ms a row and layer elsewhere", "batches", "layers of one ms", "step ms", "predicted ms")
+    found = Table("ms a row and layer", "asked", "batches", "layers of one ms", "step ms", "predicted ms")
     for row in rows:
         times = [f"{each:.1f}" for each in (row.layers_ms, row.step_ms, row.predicted_ms)]
-        found.add_row(f"{row.attention_ms:g}", str(row.batches), *times)
+        found.add_row(f"{row.attention_ms:g}", row.asks, str(row.batches), *times)
     return found
 
 

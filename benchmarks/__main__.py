@@ -259,6 +259,29 @@ def cost(
 
 
 @app.command()
+def turns(
+    model: Annotated[Path, typer.Option(help="Model folder.")],
+    rows: Annotated[int, typer.Option(min=2, help="Requests of the batch.")] = 16,
+    attention: Annotated[
+        str, typer.Option(help="Milliseconds that a holder takes for a layer of one row.")
+    ] = "0,0.1,0.3,1",
+    net: Annotated[float, typer.Option(min=0, help="Milliseconds to the holder and back.")] = 0.0,
+    threads: Annotated[int, typer.Option(min=1, help="Threads that compute.")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each number.")] = 7,
+    json_file: JsonFile = None,
+) -> None:
+    """A decode step whose KV lies elsewhere, as one batch and as several that take turns."""
+    from benchmarks import turns as bench
+
+    check_writable("--json", json_file)
+    times = amounts.numbers("--attention", attention, float)
+    plan = bench.Plan(rows=rows, attention_ms=times, net_ms=net, threads=threads, rounds=rounds)
+    results = bench.run(model, plan, _say)
+    show(bench.table(results))
+    write_json(json_file, bench.as_json(results))
+
+
+@app.command()
 def layerwise(
     model: Annotated[Path, typer.Option(help="Model folder.")],
     prefix: Annotated[int, typer.Option(min=1, help="Tokens whose KV is loaded.")] = 4000,

@@ -166,7 +166,7 @@ class EngineConfig(_Section):
 
     `emulated` sleeps as long as `gpus` of `hardware` would compute. `cost`: a measured curve, a file of
     `isthmus profile` or its values, in place of the analytic model of `hardware` with `runtime`'s coefficients.
-    `batches`: so many parts of a batch of decodes take turns where KV of it lies with other nodes.
+    `batches`: so many take turns in a step whose KV lies with other nodes.
     """
 
     kind: Literal["torch", "emulated"] = "torch"
@@ -183,7 +183,7 @@ class EngineConfig(_Section):
     prompt_batch: int | None = Field(None, ge=1)
     max_sequences: int = Field(64, ge=1, le=4096)
     max_length: int | None = Field(None, ge=2)
-    batches: int = Field(1, ge=1, le=16)
+    batches: int | None = Field(None, ge=1, le=16)
 
 
 class LimitsConfig(_Section):

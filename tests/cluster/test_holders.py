@@ -99,8 +99,8 @@ def test_batches_take_turns(batches: int, model: Path) -> None:
     prompts = [prompt_of(at, length) for at, length in enumerate((20, 300, 60, 100, 250, 33))]
     config = deployment(model, {"prefill": 0, "decode": 0, "mixed": 1, "attention": attention})
     config["engine"] |= {"batches": batches, "max_sequences": 6, "kv_memory": 40 * BLOCK_BYTES}
-    taken = mock.patch.object(Turns, "take", autospec=True, side_effect=Turns.take)
-    with taken as take, inside(config) as served, ThreadPoolExecutor(6) as pool:
+    took = mock.patch.object(Turns, "_take", autospec=True, side_effect=Turns._take)
+    with took as take, inside(config) as served, ThreadPoolExecutor(6) as pool:
         for each in [pool.submit(ask, served, model, prompt, 24) for prompt in prompts]:
             each.result()
     assert max(len(call.args[1]) for call in take.call_args_list) == batches

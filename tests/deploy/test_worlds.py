@@ -107,7 +107,7 @@ GENERATED: dict[str, dict[str, Any]] = {
     "weights": {"engine": {"kind": "emulated", "hardware": "h200", "gpus": 2}},
     "weights on a CPU": {"engine": {"kind": "emulated", "hardware": "cpu"}},
     "limits": changed(
-        engine=EMULATED | {"prompt_batch": 1, "token_budget": 96},
+        engine=EMULATED | {"prompt_batch": 1, "token_budget": 96, "batches": 2},
         slo={"tbt_ms": 50},
         scheduling={"chunking": "tbt", "partial_prefills": 2},
     ),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from isthmus.engine.team import RARELY, SELDOM, Team
+from isthmus.engine.choice import RARELY, SELDOM
+from isthmus.engine.team import Team
 
 
 class Machine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,13 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from isthmus.cost.turns import replica_of
 from isthmus.engine.batch import Batch
+from isthmus.engine.choice import SELDOM
 from isthmus.engine.engine import Engine, EngineOptions
 from isthmus.engine.interface import Asked, Asking, Chunk, Held, HolderLost, Row
 from isthmus.engine.mixers import Pass
-from isthmus.engine.turns import Turns
+from isthmus.engine.program import Passing
+from isthmus.engine.turns import Turns, rows_of
 from isthmus.types import Sampling
 from tests.engine.hybrids import save_tiny
 from tests.models import check_greedy, make_model
@@ -239,28 +244,62 @@ def test_queries_are_sent_before_keys_and_values(family: str, folders: dict[str,
 
 def test_what_stays_one_batch(folders: dict[str, Path]) -> None:
     """One that waits for nobody, has prompts in it or a single row, or is followed layer by layer."""
-    run, turns = Run(folders["llama"], 4), Turns(4)
-    memory = run.home.memory
+    run, turns = Run(folders["llama"], 4), Turns(4, time.perf_counter)
 
-    def sizes(batch: Batch, **fields: Any) -> list[int]:
-        return [rows.stop - rows.start for rows, _ in turns.split(Pass(batch, memory, **fields))]
+    def splits(batch: Batch, **fields: Any) -> bool:
+        return turns.splits(Pass(batch, run.home.memory, **fields))
 
     home = Chunk([7], 48, range(16, 24), True, True)
     prompt = Chunk(tokens_of(20), 0, range(24, 32), True)
     away = Chunk([7], 60, range(4), True, True, holdings=(Held(("one",), SIZE),))
     build = run.home.build
-    assert sizes(run.batch) == [1, 2, 2, 2]
-    assert sizes(build([away, home])) == [1, 1]
-    assert not sizes(run.batch, on_layer=id) and not sizes(run.batch, before_layer=id)
-    assert not sizes(build([home, home])) and not sizes(build([away])) and not sizes(build([away, prompt]))
-    assert not Turns(1).split(Pass(run.batch, memory))
+    assert splits(run.batch) and splits(build([away, home]))
+    assert not splits(run.batch, on_layer=id) and not splits(run.batch, before_layer=id)
+    assert not splits(build([home, home])) and not splits(build([away])) and not splits(build([away, prompt]))
+    assert [each.stop - each.start for each in rows_of(7, 4)] == [1, 2, 2, 2]
+    assert [each.stop - each.start for each in rows_of(2, 4)] == [1, 1]
 
 
 def test_states_stay_whole_until_they_only_step(folders: dict[str, Path]) -> None:
-    run, turns = Run(folders["qwen3_next"], 2), Turns(2)
+    run, turns = Run(folders["qwen3_next"], 2), Turns(2, time.perf_counter)
     chunk = Chunk([7], 60, range(4), True, True, holdings=(Held(("one",), SIZE),))
-    snapshot = replace(chunk, snapshots=((61, tuple(range(run.home.layout.state_blocks))),))
-    restore = replace(chunk, restore=tuple(range(run.home.layout.state_blocks)))
-    for first, count in ((chunk, 2), (snapshot, 0), (restore, 0)):
+    blocks = tuple(range(run.home.layout.state_blocks))
+    for first, splits in (
+        (chunk, True), (replace(chunk, snapshots=((61, blocks),)), False), (replace(chunk, restore=blocks), False)
+    ):  # fmt: skip
         batch = run.home.build([first, replace(chunk, slot=1)])
-        assert len(turns.split(Pass(batch, run.home.memory))) == count
+        assert turns.splits(Pass(batch, run.home.memory)) is splits
+
+
+class Paced:
+    """A program whose passes take no more than their time: of the layers, and of those who are asked meanwhile."""
+
+    num_slices = 3
+
+    def __init__(self, layers_s: float, others_s: float) -> None:
+        self.layers_s, self.others_s, self.now_s, self.sizes = layers_s, others_s, 0.0, list[int]()
+
+    def passing(self, x_TN: Tensor, run: Pass) -> Passing:
+        self.sizes.append(run.batch.num_rows)
+        for _ in range(self.num_slices - 1):
+            self.now_s += self.layers_s
+            came_s = self.now_s + self.others_s * run.batch.num_rows
+            yield
+            self.now_s = max(self.now_s, came_s)
+        self.now_s += self.layers_s
+        return x_TN, x_TN
+
+
+@pytest.mark.parametrize(("others_s", "batches"), [(0.1, 1), (3.0, 2)])
+def test_two_take_turns_where_that_is_quicker(others_s: float, batches: int, folders: dict[str, Path]) -> None:
+    """Layers take a second however few rows they are for, so two batches pay where others take longer."""
+    run, program = Run(folders["llama"], 1), Paced(1.0, others_s)
+    turns, x_TN = Turns(None, lambda: program.now_s), torch.zeros(len(LENGTHS), 2)
+    asked = Pass(run.batch, run.home.memory, elsewhere=run.others)
+    found = []
+    for _ in range(12 * SELDOM):
+        program.sizes.clear()
+        turns.run(program, x_TN, asked)  # type: ignore[arg-type]
+        found.append(len(program.sizes))
+    assert found[0] == 1 and {1, 2} == set(found)
+    assert found[-SELDOM:].count(batches) >= SELDOM - 1

@@ -95,7 +95,7 @@ def role_facts(
         sequences=sequences,
         order=config.scheduling.order,
         eviction=config.cache.eviction,
-        batches=engine.batches,
+        batches=engine.batches or 1,
     )
 
 

@@ -56,7 +56,7 @@ class EngineOptions:
     max_length: int | None = None
     layers: tuple[int, int] | None = None  # half-open, of a pipeline stage (`split_layers`); None: all
     max_sequences: int = 64  # slots for live states, in models with recurrent layers
-    batches: int = 1  # a batch of decodes whose KV lies elsewhere takes turns in so many parts
+    batches: int | None = None  # take turns where KV lies elsewhere (`Turns`)
 
 
 class Engine:
@@ -70,7 +70,7 @@ class Engine:
         self.device = device_of(options.device)
         threads = torch.get_num_threads() if self.device.type == "cpu" else 1
         self._team = Team(threads, torch.set_num_threads, time.perf_counter)
-        self._turns = Turns(options.batches)
+        self._turns = Turns(options.batches, time.perf_counter)
         self.max_length = min(options.max_length or self.spec.max_length, self.spec.max_length)
         dtype = options.dtype or self.spec.dtype
         self.layout: KVLayout = kv_layout(self.spec, dtype, options.block_size)

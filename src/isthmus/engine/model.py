@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from isthmus.engine.batch import Batch
@@ -47,11 +46,8 @@ class Model:
     def run_layers(self, x_TN: Tensor, run: Pass, turns: Turns | None = None) -> Residual:
         """Writes the new KV of all layers. Changes `x_TN`. `turns`: how a batch of decodes may be split whose KV lies
         elsewhere; None: it is not."""
-        split = () if turns is None else turns.split(run)
-        if turns is not None and split:
-            passings = [self._program.passing(x_TN[rows], each) for rows, each in split]
-            residuals = turns.take(passings, self._program.num_slices)
-            return x_TN, torch.cat([delta for _, delta in residuals])
+        if turns is not None and turns.splits(run):
+            return turns.run(self._program, x_TN, run)
         plan, memory = run.batch.recurrence, run.memory
         if plan is not None:
             _all_before(run.before_layer, memory)

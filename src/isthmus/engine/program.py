@@ -36,7 +36,8 @@ class _Step(NamedTuple):
 
 class _Attention(NamedTuple):
     mixer: AttendingMixer
-    takes: tuple[str, ...]
+    queries: str
+    kv: str
     gives: str
     carried: tuple[str, ...]
 
@@ -56,17 +57,17 @@ class Program:
     def passing(self, x_TN: Tensor, run: Pass) -> Passing:
         """Writes the new KV of all layers. Changes `x_TN`."""
         values = {INPUT: x_TN}
-        for first, rest, (mixer, takes, gives, carried) in self._slices:
+        for first, rest, (mixer, queries, kv, gives, carried) in self._slices:
             _compute(first, values, run)
-            queries = values[takes[0]]
-            asked = None if run.elsewhere is None else mixer.ask(queries, run)
+            asked = None if run.elsewhere is None else mixer.ask(values[queries], run)
             _compute(rest, values, run)
             run.leave(mixer.index)
-            sums = mixer.attend(queries, values[takes[1]], run, asked)
+            sums = mixer.attend(values[queries], values[kv], run, asked)
             values = {name: values[name] for name in carried}
             if run.elsewhere is not None:
                 yield
             values[gives] = sums[0] if asked is None else mixer.add(sums, asked)
+            del sums, asked  # which may be large
         _compute(self._last, values, run)
         x, delta = [values[name] for name in self._gives]
         return x, delta
@@ -104,8 +105,8 @@ def _compute(steps: Sequence[_Step], values: dict[str, Tensor], run: Pass) -> No
 def _attention(piece: Slice, computes: Mapping[tuple[int, str], Any]) -> _Attention:
     attention = piece.attention
     assert attention is not None, "only the last slice has none"
-    (gives,) = attention.gives
-    return _Attention(computes[attention.layer, attention.kind], attention.takes, gives, piece.carried)
+    (queries, kv), (gives,) = attention.takes, attention.gives
+    return _Attention(computes[attention.layer, attention.kind], queries, kv, gives, piece.carried)
 
 
 def _steps(piece: Slice, computes: Mapping[tuple[int, str], Any]) -> tuple[list[_Step], list[_Step]]:

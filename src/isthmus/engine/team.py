@@ -8,18 +8,10 @@ the number. Prompts are worth all threads always, and are not timed.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from statistics import median
 
-TRIALS = 5
-"""So many decide: their median, since any step may be disturbed."""
-MORE, FEWER = 0.92, 1.0
-"""Twice as many threads are taken where a step then takes at most so many times as long, half as many where it takes no
-longer: a thread that brings next to nothing is better left to others."""
-SELDOM, RARELY = 16, 128
-"""One step in so many is a trial: often at first, half as often after every series that changed nothing."""
+from isthmus.engine.choice import Choice
 
 
 class Team:
@@ -27,12 +19,12 @@ class Team:
 
     def __init__(self, threads: int, set_threads: Callable[[int], None], clock_s: Callable[[], float]) -> None:
         self._threads, self._set_threads, self._clock_s = threads, set_threads, clock_s
-        self._set, self._choices = threads, dict[int, _Choice]()
+        self._set, self._choices = threads, dict[int, Choice]()
 
     @contextmanager
     def step(self, num_rows: int) -> Iterator[None]:
         """Takes a decode step of so many rows with the number of threads that is right, and times it."""
-        choice = self._choices.setdefault(num_rows.bit_length(), _Choice(self._threads))
+        choice = self._choices.setdefault(num_rows.bit_length(), Choice(self._threads, self._threads))
         threads = choice.next()
         self._take(threads)
         started_s = self._clock_s()
@@ -50,43 +42,3 @@ class Team:
         if threads != self._set:
             self._set_threads(threads)
             self._set = threads
-
-
-class _Choice:
-    """For steps of about as many rows. `threads`: those with which most are taken."""
-
-    def __init__(self, most: int) -> None:
-        self._most = self.threads = most
-        self._begin(SELDOM)
-
-    def next(self) -> int:
-        """Of the next step. Trials take turns: with half as many threads, with twice as many."""
-        self._steps += 1
-        if self._steps % self._every or len(self._usual_s) < TRIALS:
-            return self.threads
-        others = self._others()
-        return others[self._steps // self._every % len(others)] if others else self.threads
-
-    def took(self, threads: int, seconds: float) -> None:
-        if threads == self.threads:
-            self._usual_s.append(seconds)
-            return
-        ratios = self._ratios.setdefault(threads, [])
-        ratios.append(seconds / median(self._usual_s))
-        if len(ratios) < TRIALS:
-            return
-        if median(ratios) <= (MORE if threads > self.threads else FEWER):
-            self.threads = threads
-            self._begin(SELDOM)
-        elif all(len(self._ratios.get(other, ())) >= TRIALS for other in self._others()):
-            self._begin(min(2 * self._every, RARELY))
-
-    def _begin(self, every: int) -> None:
-        """A new series of trials."""
-        self._steps, self._every = 0, every
-        self._usual_s: deque[float] = deque(maxlen=TRIALS)
-        self._ratios: dict[int, list[float]] = {}
-
-    def _others(self) -> list[int]:
-        near = {max(1, self.threads // 2), min(2 * self.threads, self._most)}
-        return sorted(near - {self.threads})

@@ -7,46 +7,70 @@ this engine's weights and device: on a CPU they share its cores, too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from queue import SimpleQueue
 
 import torch
+from torch import Tensor
 
 from isthmus.cost.turns import jobs_of, replica_of, replicas_of
+from isthmus.engine.choice import SELDOM, Choice
 from isthmus.engine.mixers import Pass
-from isthmus.engine.program import Passing, Residual, onward
+from isthmus.engine.program import Passing, Program, Residual, onward, through
+
+MOST_UNASKED = 2
+"""More need replicas of the layers on other devices, to be of use."""
 
 
 class Turns:
-    """`batches`: into so many a batch is split, or fewer if it has fewer rows."""
+    """`batches`: into so many a batch is split, or fewer if it has fewer rows; None: into two where steps are quicker
+    then. Whether they are depends on how long others take, and is tried now and then."""
 
-    def __init__(self, batches: int) -> None:
-        self._batches = batches
+    def __init__(self, batches: int | None, clock_s: Callable[[], float]) -> None:
+        self._batches, self._clock_s = batches, clock_s
+        self._choices: dict[int, Choice] = {}
         # A new thread counts on as many threads as the process was told to take once torch was asked in it.
         self._threads = [
-            ThreadPoolExecutor(1, f"replica-{at}", torch.get_num_threads) for at in range(replicas_of(batches))
+            ThreadPoolExecutor(1, f"replica-{at}", torch.get_num_threads)
+            for at in range(replicas_of(batches or MOST_UNASKED))
         ]
 
-    def split(self, run: Pass) -> list[tuple[slice, Pass]]:
-        """Rows, and the pass of these alone. None for a pass that stays whole: one that waits for nobody or computes
-        prompts, and one that somebody follows layer by layer."""
+    def splits(self, run: Pass) -> bool:
+        """Not if a pass waits for nobody or computes prompts, and not if somebody follows it layer by layer."""
         batch = run.batch
-        count = min(self._batches, batch.num_rows)
-        if count < 2 or not batch.remote or not batch.only_decodes or run.on_layer or run.before_layer:
-            return []
-        if batch.recurrence is not None and not batch.recurrence.only_steps:
-            return []
-        bounds = [batch.num_rows * at // count for at in range(count + 1)]
-        return [
-            (slice(first, stop), replace(run, batch=batch.within(first, stop)))
-            for first, stop in pairwise(bounds)
-        ]
+        if (
+            not batch.remote
+            or not batch.only_decodes
+            or run.on_layer is not None
+            or run.before_layer is not None
+        ):
+            return False
+        return batch.num_rows > 1 and (batch.recurrence is None or batch.recurrence.only_steps)
 
-    def take(self, passings: Sequence[Passing], num_slices: int) -> list[Residual]:
-        """Runs all to their end. Raises HolderLost."""
+    def run(self, program: Program, x_TN: Tensor, run: Pass) -> Residual:
+        """`program` for a pass that splits. Raises HolderLost."""
+        if self._batches is not None:
+            return self._run(program, x_TN, run, self._batches)
+        choice = self._choices.setdefault(run.batch.num_rows.bit_length(), Choice(MOST_UNASKED, 1, SELDOM // 2))
+        batches, started_s = choice.next(), self._clock_s()
+        residual = self._run(program, x_TN, run, batches)
+        choice.took(batches, self._clock_s() - started_s)
+        return residual
+
+    def _run(self, program: Program, x_TN: Tensor, run: Pass, batches: int) -> Residual:
+        if batches == 1:
+            return through(program.passing(x_TN, run))
+        passings = [
+            program.passing(x_TN[at], replace(run, batch=run.batch.within(at.start, at.stop)))
+            for at in rows_of(run.batch.num_rows, batches)
+        ]
+        deltas = [delta for _, delta in self._take(passings, program.num_slices)]
+        return x_TN, torch.cat(deltas)  # each has changed its own rows of x
+
+    def _take(self, passings: Sequence[Passing], num_slices: int) -> list[Residual]:
         if replicas_of(len(passings)) > 1:
             return _Rotation(passings, num_slices).run(self._threads)
         found: dict[int, Residual] = {}
@@ -55,6 +79,13 @@ class Turns:
             if residual is not None:
                 found[batch] = residual
         return [found[batch] for batch in range(len(passings))]
+
+
+def rows_of(num_rows: int, batches: int) -> list[slice]:
+    """As even as can be, and none empty."""
+    batches = min(batches, num_rows)
+    bounds = [num_rows * at // batches for at in range(batches + 1)]
+    return [slice(first, stop) for first, stop in pairwise(bounds)]
 
 
 class _Rotation:

@@ -205,6 +205,16 @@ def test_what_follows_goes_to_nodes_of_role_attention_if_all_does() -> None:
     assert isinstance(route, Route) and route.holdings[0].num_blocks == 25 and not route.growth
 
 
+def test_an_answer_that_no_single_node_has_memory_for_stays_at_home() -> None:
+    """Where heads cannot be shared."""
+    attending = [(Role.ATTENTION, 100), (Role.ATTENTION, 100)]
+    [route] = Nodes((Role.MIXED, 400), *attending).ask("a", 41, 90)
+    assert isinstance(route, Route) and len(route.holdings) == 2 and not route.growth
+    [route] = Nodes((Role.MIXED, 40), *attending).ask("a", 41, 70)
+    assert isinstance(route, Route) and route.growth == route.holdings[-1].holders
+    assert not isinstance(Nodes((Role.MIXED, 40), *attending).ask("a", 41, 90)[0], Route)
+
+
 PAIR = [(Role.ATTENTION, 400), (Role.ATTENTION, 400)]
 
 

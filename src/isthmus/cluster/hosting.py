@@ -107,9 +107,11 @@ class Hosts:
         session, claim = self._claims.pop((rekey.key, rekey.peer), (None, None))
         if session is None or claim is None:
             return  # it was claimed twice
-        if rekey.old in self._guests:
-            self._guests[rekey.key] = self._taken(self._guests.pop(rekey.old), claim.share)
         guest = self._guests.get(rekey.key)
+        if rekey.old in self._guests:
+            others = {} if guest is None else guest.sessions  # who wants room and was not heard yet
+            guest = self._guests[rekey.key] = self._taken(self._guests.pop(rekey.old), claim.share)
+            guest.sessions |= others
         session.send(Found(rekey.key, 0 if guest is None else guest.stowed))
         if guest is not None:
             guest.sessions[rekey.peer] = session

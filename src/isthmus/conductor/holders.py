@@ -56,7 +56,8 @@ def spread(view: View, request: RequestArrived, prefill: NodeView, decode: NodeV
         for node in view.members(decode.cluster)
         if node.lends and node not in (prefill, decode) and not node.draining
     ]
-    found, growth = _attending([each for each in others if each[1].role is Role.ATTENTION], most)
+    attending = [each for each in others if each[1].role is Role.ATTENTION]
+    found, growth = _attending(attending, most, -(-request.max_tokens // size))
     if growth:
         return tuple(found), growth
     blocks = blocks_away(request, prefill, decode)
@@ -77,12 +78,14 @@ def blocks_away(request: RequestArrived, prefill: NodeView, decode: NodeView) ->
     return max(0, -(-least // prefill.block_size))
 
 
-def _attending(nodes: list[tuple[int, NodeView]], most: int) -> tuple[list[Held], tuple[NodeView, ...]]:
+def _attending(
+    nodes: list[tuple[int, NodeView]], most: int, answer: int
+) -> tuple[list[Held], tuple[NodeView, ...]]:
     """So many blocks with nodes of role attention, of which the room is given; and, if all could be placed, with whom
-    goes what follows them.
+    goes what follows them, up to `answer` blocks.
 
     Where heads can be shared, with as many as that goes for, those with most room, of each block a part; else an equal
-    part of the blocks with each, and what follows with the one that has most room.
+    part of the blocks with each, and what follows with the one that has most room, if its memory is large enough.
     """
     if not nodes:
         return [], ()
@@ -98,6 +101,10 @@ def _attending(nodes: list[tuple[int, NodeView]], most: int) -> tuple[list[Held]
             count = min(room, -(-(most - num_blocks(found)) // (len(nodes) - at)))
             if count > 0:
                 found.append(Held((node,), count))
+        _, largest = nodes[-1]
+        there = found[-1].num_blocks if found and found[-1].holders == last else 0
+        if (there + answer) * largest.block_size > largest.capacity_tokens:
+            return found, ()
     return found, last if num_blocks(found) == most else ()
 
 

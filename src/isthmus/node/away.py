@@ -27,11 +27,10 @@ LEASE_NS = 5 * NS_PER_S
 FREE_TOKENS = 16
 """That are shipped in an iteration beside decodes: so much costs nothing, twice as much 8.6 % (Infinite-LLM, section on
 overlap)."""
-
-
-NOBODY = RequestId("")
 GROWTH = 8
 """Blocks of an answer for which holders are asked at a time, at most."""
+NOBODY = RequestId("")
+
 Holders = tuple[NodeId, ...]
 """Who share the blocks of a holding."""
 

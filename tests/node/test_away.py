@@ -168,3 +168,18 @@ def test_room_that_was_refused_is_asked_for_again_and_not_at_once() -> None:
     again = of_kind(steps(home, 1, now + AGAIN_NS), events.Reserve)
     assert [each.num_blocks for each in again] == [2, 2]
     assert not of_kind(home.on(events.Woken(), now), events.Ship)
+
+
+def test_a_chunk_goes_while_the_next_is_computed() -> None:
+    """Its full blocks, to each of those that share them; nothing waits until they are there."""
+    home = node(HOME)
+    begin(home, 40, 0, Holding((A0, A1), 9))
+    home.on(events.Reserved(KEY, A0, True), 11)
+    [run] = of_kind(home.on(events.Reserved(KEY, A1, True), 12), Run)
+    assert (run.chunks[0].start, run.chunks[0].count) == (0, 16)
+    actions = home.on(Stepped(1), 13)
+    [first, second] = of_kind(actions, events.Ship)
+    assert (first.holder, second.holder) == (A0, A1)
+    assert first.blocks == second.blocks == run.chunks[0].blocks[:4]
+    [after] = of_kind(actions, Run)
+    assert after.chunks[0].start == 16 and not after.chunks[0].holdings

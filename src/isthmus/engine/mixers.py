@@ -320,16 +320,19 @@ def sum_here(
     scale: float,
 ) -> Sums:
     """Attention of a batch over what is here of a layer's KV, its own in place. `remote`: was asked for the rest."""
-    rows, outs, lses = batch.num_rows, list[Tensor](), list[Tensor]()
-    if rows:
-        out, lse = kernels.attend_paged(
-            q_THD[:rows], kv, batch.tables_RB, batch.lens_R, batch.block_size, window, scale
-        )
+    tables, lens, size = batch.tables_RB, batch.lens_R, batch.block_size
+    if not batch.prefills:  # rows are all there is
+        out, lse = kernels.attend_paged(q_THD, kv, tables, lens, size, window, scale)
+        return out, None if remote is None else lse
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    if rows := batch.num_rows:
+        out, lse = kernels.attend_paged(q_THD[:rows], kv, tables, lens, size, window, scale)
         outs.append(out)
         lses.append(lse)
     both = kv if kv.shape[1] == 2 else kv.expand(-1, 2, -1, -1)
     for chunk in batch.prefills:
-        q, at = q_THD[chunk.first : chunk.last], (chunk.blocks, chunk.start, batch.block_size, window, scale)
+        q, at = q_THD[chunk.first : chunk.last], (chunk.blocks, chunk.start, size, window, scale)
         if remote is None:
             outs.append(kernels.attend_chunk(q, both, *at))
         else:

@@ -3,7 +3,7 @@ an attention between each two. A pass may stop at each of these, for another bat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -22,6 +22,8 @@ were asked and what is here is summed."""
 Compute = Callable[..., Any]
 """Takes the pass and an operator's one or two values, gives its one, or its two as a tuple."""
 
+Computes = Mapping[tuple[int, str], Any]
+
 
 class _Step(NamedTuple):
     """`two`, `also`: of operators that take or give a second value. `last`: values that nobody takes after it."""
@@ -34,21 +36,29 @@ class _Step(NamedTuple):
     also: str | None
 
 
-class _Attention(NamedTuple):
+class _Slice(NamedTuple):
+    """`dropped`: what is there at its end beside what is carried."""
+
+    first: Sequence[_Step]
+    rest: Sequence[_Step]
+    whole: Sequence[_Step]
     mixer: AttendingMixer
     queries: str
     kv: str
+    dropped: tuple[str, ...]
     gives: str
-    carried: tuple[str, ...]
 
 
 class Program:
     """`computes`: of every operator, by layer and kind; of an attention, its mixer instead."""
 
-    def __init__(self, graph: Graph, computes: Mapping[tuple[int, str], Any]) -> None:
+    def __init__(self, graph: Graph, computes: Computes) -> None:
         *slices, last = slices_of(graph)
-        self._slices = [(*_steps(each, computes), _attention(each, computes)) for each in slices]
-        self._last, self._gives = _steps(last, computes)[1], graph.gives
+        self._slices, there = list[_Slice](), {INPUT}
+        for each in slices:
+            self._slices.append(_slice(each, computes, there))
+            there = {*each.carried, self._slices[-1].gives}
+        self._last, self._gives = _steps(last, computes), graph.gives
 
     @property
     def num_slices(self) -> int:
@@ -56,15 +66,20 @@ class Program:
 
     def passing(self, x_TN: Tensor, run: Pass) -> Passing:
         """Writes the new KV of all layers. Changes `x_TN`."""
-        values = {INPUT: x_TN}
-        for first, rest, (mixer, queries, kv, gives, carried) in self._slices:
-            _compute(first, values, run)
-            asked = None if run.elsewhere is None else mixer.ask(values[queries], run)
-            _compute(rest, values, run)
+        values, asks = {INPUT: x_TN}, run.elsewhere is not None
+        for first, rest, whole, mixer, queries, kv, dropped, gives in self._slices:
+            asked = None
+            if asks:
+                _compute(first, values, run)
+                asked = mixer.ask(values[queries], run)
+                _compute(rest, values, run)
+            else:
+                _compute(whole, values, run)
             run.leave(mixer.index)
             sums = mixer.attend(values[queries], values[kv], run, asked)
-            values = {name: values[name] for name in carried}
-            if run.elsewhere is not None:
+            for name in dropped:
+                del values[name]
+            if asks:
                 yield
             values[gives] = sums[0] if asked is None else mixer.add(sums, asked)
             del sums, asked  # which may be large
@@ -102,14 +117,18 @@ def _compute(steps: Sequence[_Step], values: dict[str, Tensor], run: Pass) -> No
             values[gives], values[also] = found
 
 
-def _attention(piece: Slice, computes: Mapping[tuple[int, str], Any]) -> _Attention:
+def _slice(piece: Slice, computes: Computes, there: Set[str]) -> _Slice:
+    """`there`: values before it."""
     attention = piece.attention
     assert attention is not None, "only the last slice has none"
-    (queries, kv), (gives,) = attention.takes, attention.gives
-    return _Attention(computes[attention.layer, attention.kind], queries, kv, gives, piece.carried)
+    steps, (queries, kv), (gives,) = _steps(piece, computes), attention.takes, attention.gives
+    given = there | {value for each in (*piece.first, *piece.rest) for value in each.gives}
+    left = given - {value for step in steps for value in step.last} - set(piece.carried)
+    mixer, split = computes[attention.layer, attention.kind], len(piece.first)
+    return _Slice(steps[:split], steps[split:], steps, mixer, queries, kv, tuple(sorted(left)), gives)
 
 
-def _steps(piece: Slice, computes: Mapping[tuple[int, str], Any]) -> tuple[list[_Step], list[_Step]]:
+def _steps(piece: Slice, computes: Computes) -> list[_Step]:
     """Values go as soon as nobody takes them any more: those of a long prompt are large."""
     kept = {*piece.carried, *(piece.attention.takes if piece.attention else ())}
     found = []
@@ -118,8 +137,7 @@ def _steps(piece: Slice, computes: Mapping[tuple[int, str], Any]) -> tuple[list[
         kept.update(last)
         compute = computes[operator.layer, operator.kind]
         found.append(_Step(compute, *_two(operator.takes), last, *_two(operator.gives)))
-    steps = found[::-1]
-    return steps[: len(piece.first)], steps[len(piece.first) :]
+    return found[::-1]
 
 
 def _two(values: tuple[str, ...]) -> tuple[str, str | None]:

@@ -218,3 +218,16 @@ def test_neither_torch_nor_a_web_framework_is_loaded(config: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_whether_attention_nodes_pay_for_given_prices(isthmus: Command, tmp_path: Path) -> None:
+    example, figures = EXAMPLE.parent / "attention.yaml", tmp_path / "plan.json"
+    lengths = ("--lengths", 1155, "--output-tokens", 211, "--json", figures)
+    status, out, err = isthmus("plan", "--config", example, *lengths)
+    assert (status, err) == (0, "") and "it pays" in out and "Memory-bound" in out
+    found = json.loads(figures.read_bytes())["attention"]
+    assert found["elsewhere"]["price"] == pytest.approx(20.32) and found["alone"]["price"] == 22.12
+    assert found["ratio"] == pytest.approx(found["elsewhere"]["per_price"] / found["alone"]["per_price"])
+    model = EXAMPLE.parent / "models" / "llama-65b.json"
+    status, _, err = isthmus("plan", "--config", example, *lengths, "--model", model)
+    assert status == 2 and "does not fit 1 x h100" in err and err.count("\n") == 1

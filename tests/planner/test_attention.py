@@ -9,7 +9,6 @@ import pytest
 
 from isthmus.config import Config, load_config
 from isthmus.errors import ConfigError
-from isthmus.papers.lamina.setup import MODELS, batches, pool
 from isthmus.planner.attention import offload_of
 from isthmus.planner.decode import decode_batch
 from isthmus.planner.deployed import deployed
@@ -38,7 +37,7 @@ def by_hand(**roles: Any) -> Config:
     given = {"prefill": 1, "decode": {"count": 1, "price": 2.0}, "attention": {"count": 2, "price": 0.5}}
     values = {
         "roles": given | roles,
-        "engine": {"cost": cost, "kv_memory": "64MB", "max_sequences": 100},
+        "engine": {"cost": cost, "kv_memory": "64MB", "max_sequences": 100, "batches": 2},
         "network": {"rtt_us": 0.0, "node_gbps": 1e9},
     }
     return Config.model_validate(values)
@@ -98,13 +97,13 @@ def test_the_answer_has_it_and_what_is_simulated_too() -> None:
     assert answer(plain, fleet_of(plain), demand([900], 200)).attention is None
 
 
-def test_it_agrees_with_the_published_table_s_code() -> None:
-    """Same functions: with Lamina's batch and shares of peaks the plan's step is the table's."""
-    model = "33B"
-    _, batch = batches(model, 1260)
-    found = pool(model)
-    assert MODELS[model].compute == 1
-    assert found.best_step_s(batch, 1260) == batch / found.rate(batch, 1260)[0]
+def test_batches_are_as_configured() -> None:
+    one = fleet_of(by_hand().model_copy(update={"engine": by_hand().engine.model_copy(update={"batches": 1})}))
+    found = decode_batch(one.home.decode, 1000, None, one.home.attending)
+    # One batch of 63 waits: 73 ms of layers and 31.5 ms of attention on two nodes.
+    assert found.step_s == pytest.approx(0.1045)
+    many = fleet_of(by_hand().model_copy(update={"engine": by_hand().engine.model_copy(update={"batches": 8})}))
+    assert decode_batch(many.home.decode, 1000, None, many.home.attending).step_s == pytest.approx(0.084)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.cost import Wait, compile_cost
@@ -16,7 +16,7 @@ from isthmus.deploy import Rates
 from isthmus.scheduler import Run
 from isthmus.sim.attending import LOOK_STEPS, Asked, Guests
 from isthmus.sim.node import SimNode, build_node
-from isthmus.sim.records import COMPLETED, NodeRecord, Result
+from isthmus.sim.records import COMPLETED, REFUSED, NodeRecord, Result
 from isthmus.sim.simulation import Simulation
 from isthmus.sim.workloads import Request
 from isthmus.types import NodeId, Role
@@ -162,3 +162,24 @@ def test_batches_that_take_turns_are_quicker_where_others_attend() -> None:
     one, two = (simulated(SPLIT, MANY, batches=batches, **slow) for batches in (1, 2))
     assert two.end_ns < one.end_ns
     assert two.bytes_moved["queries"] == one.bytes_moved["queries"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 90 * BLOCK_SIZE), st.integers(1, 60)), max_size=30),
+    st.integers(1, 2),
+    st.integers(1, 3),
+)
+def test_prompts_of_any_length_together_all_end(
+    requests: list[tuple[int, int, int]], batches: int, holders: int
+) -> None:
+    """Of prompts that are computed together, one may wait for its holders while the next goes on."""
+    roles = {Role.PREFILL: 1, Role.DECODE: 1, Role.ATTENTION: holders}
+    made = [each for role, count in roles.items() for each in nodes(role, count, batches=batches)]
+    small = [
+        msgspec.structs.replace(each, kv_blocks=100 if each.role is not Role.ATTENTION else 60) for each in made
+    ]
+    come = [Request(at * 10**6, tokens, out) for at, tokens, out in sorted(requests)]
+    cluster = deployment(small, prompt_batch=1 << 30, token_budget=96)
+    found = Simulation(cluster, workload(come), check=True).run()
+    assert {record.status for record in found.records} <= {COMPLETED, REFUSED}

@@ -48,6 +48,7 @@ class Pooled(NamedTuple):
 
     def step_s(self, batch: int, context: float, turns: int = 1) -> float:
         """Until each of `batch` sequences of so many tokens has its next one; in `turns` batches that take turns."""
+        turns = min(turns, batch)
         part = -(-batch // turns)
         times = (self.model_s(part), self.attention_s(part, context), self.network_s(part))
         return period_ps(turns, *[round(_PS * time) for time in times]) / _PS
@@ -57,10 +58,6 @@ class Pooled(NamedTuple):
         return max(
             [(batch / self.step_s(batch, context, turns), turns) for turns in ONE_OR_TWO if turns <= batch]
         )
-
-    def best_step_s(self, batch: int, context: float) -> float:
-        """Until each sequence has its next token, at that rate."""
-        return batch / self.rate(batch, context)[0]
 
 
 def is_compute_bound(cost: NodeCost, batch: int) -> bool:

@@ -12,7 +12,7 @@ from isthmus.cost.pooled import is_compute_bound
 from isthmus.deploy import NodeFacts
 from isthmus.errors import ConfigError
 from isthmus.planner import answer as say
-from isthmus.planner.decode import decode_batch, pooled
+from isthmus.planner.decode import decode_batch, pooled, turns_of
 from isthmus.planner.fleet import Attending, Fleet
 
 _S_PER_HOUR = 3600
@@ -45,7 +45,7 @@ def _elsewhere(fleet: Fleet, attending: Attending, context: float) -> say.Side:
     decode = fleet.home.decode
     batch = decode_batch(decode, context, fleet.tbt_ms, attending)
     found = pooled(decode, attending)
-    rate, turns = found.rate(batch.size, context)
+    rate, turns = batch.size / batch.step_s, min(turns_of(decode), batch.size)
     price = attending.decode_price + attending.share * attending.price
     return say.Side(
         nodes=f"{_named(1, decode)} + {_named(attending.share, attending.facts)}",

@@ -36,6 +36,11 @@ def pooled(decode: NodeFacts, attending: Attending) -> Pooled:
     )
 
 
+def turns_of(decode: NodeFacts) -> int:
+    """Batches that take turns on one copy of the layers: with more than two nothing is quicker there."""
+    return min(decode.batches, 2)
+
+
 def decode_batch(
     decode: NodeFacts, context: float, tbt_ms: int | None, attending: Attending | None = None
 ) -> DecodeBatch:
@@ -47,7 +52,7 @@ def decode_batch(
     kv_tokens: float = decode.kv_blocks * decode.block_size
     took: Callable[[int], float] = partial(step_s, decode, context=context)
     if attending is not None:
-        took = partial(pooled(decode, attending).best_step_s, context=context)
+        took = partial(pooled(decode, attending).step_s, context=context, turns=turns_of(decode))
         kv_tokens = attending.share * attending.facts.kv_blocks * attending.facts.block_size
     fit = int(kv_tokens / context)  # their live states have room of their own
     if not fit:

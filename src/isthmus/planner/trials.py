@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from isthmus.config import Config
+from isthmus.deploy import clusters_of
 from isthmus.planner import answer as say
 from isthmus.planner.demand import Demand
 from isthmus.planner.deployed import deployed
@@ -46,7 +47,7 @@ class Trials:
     ) -> None:
         self._config, self._folder, self._demand = config, folder, demand
         self._goodput = goodput
-        self._workload = _requests(demand, num_requests)
+        self._workload = _requests(demand, num_requests, _block_size(config))
         count = len(self._workload.requests)
         self._gaps = {"Poisson": _gaps(count, 1.0)}
         if demand.workload is None:
@@ -188,14 +189,21 @@ def _trial(plan: say.Plan, arrivals: str, fraction: float, rate: float, result: 
     )
 
 
-def _requests(demand: Demand, count: int) -> Workload:
+def _block_size(config: Config) -> int:
+    """Tokens a block where nothing is shared: that of live nodes if attention nodes hold what is full, for what a home
+    keeps of each request is counted in blocks; else what makes fewer of them."""
+    attending = any(cluster.config.roles.attention.count for cluster in clusters_of(config))
+    return config.engine.block_size if attending else PLAIN_BLOCK_SIZE
+
+
+def _requests(demand: Demand, count: int, block_size: int) -> Workload:
     """The first of a trace, or made from a distribution."""
     if demand.workload is not None:
         return msgspec.structs.replace(demand.workload, requests=demand.workload.requests[:count])
     lengths = [max(1, round(demand.lengths.quantile((index + 0.5) / count))) for index in range(count)]
     random.Random(_SEED).shuffle(lengths)
     output = max(1, round(demand.output_tokens))
-    return Workload(demand.source, PLAIN_BLOCK_SIZE, [Request(0, length, output) for length in lengths])
+    return Workload(demand.source, block_size, [Request(0, length, output) for length in lengths])
 
 
 def _gaps(count: int, cv: float) -> list[float]:

@@ -51,7 +51,11 @@ class Chunks:
         if limits.max_chunks == 1 or limits.partial_prefills > 1 or piece.samples:
             return 1
         sequence = self._batch.prompts[0]
-        assert sequence.request == piece.request
+        if (
+            sequence.request != piece.request
+        ):  # which goes on as soon as there is room elsewhere for what it has here
+            assert sequence.num_away
+            return 1
         if sequence.num_away or (piece.start and piece.start == sequence.cached):
             return 1
         return min(limits.max_chunks, (sequence.length - piece.start - 1) // piece.count)

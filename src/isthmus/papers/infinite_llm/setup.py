@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from isthmus.config import Config
-from isthmus.cost import Analytic, Coefficients, facts_of, hardware_named
+from isthmus.cost import Analytic, Coefficients, engine_coefficients, facts_of, hardware_named
 from isthmus.deploy import nodes_of, rules_of
 from isthmus.papers.sarathi.models import llama
 from isthmus.sim.deployment import FAR, Deployment
@@ -37,9 +37,14 @@ ROOFLINE = Coefficients(
 )
 
 
+def measured() -> Coefficients:
+    """Of vLLM on an A100 with weights and KV of 16 bits, fitted elsewhere (docs/cost-model.md)."""
+    return engine_coefficients("vllm", A100, weight_dtype="bf16", kv_dtype="bf16")
+
+
 @cache
-def instance(model: str, num_gpus: int = 1) -> Analytic:
-    return Analytic(facts_of(MODELS[model]), A100, ROOFLINE, num_gpus=num_gpus)
+def instance(model: str, num_gpus: int = 1, by: Coefficients = ROOFLINE) -> Analytic:
+    return Analytic(facts_of(MODELS[model]), A100, by, num_gpus=num_gpus)
 
 
 def least_gpus(model: str) -> int:
@@ -50,16 +55,31 @@ def least_gpus(model: str) -> int:
     return num_gpus
 
 
-def cluster(model: str, count: int, **changed: Any) -> Deployment:
-    """So many instances as small as hold the model, each of which computes and answers. `changed`: sections of the
-    configuration."""
+def cluster(model: str, count: int, by: Coefficients = ROOFLINE, **changed: Any) -> Deployment:
+    """So many instances as small as hold the model. `changed`: sections of the configuration."""
+    return _mixed(instance(model, least_gpus(model), by), count, changed)
+
+
+def single(model: str, num_gpus: int, by: Coefficients = ROOFLINE) -> Deployment:
+    """One instance on all of them."""
+    return _mixed(instance(model, num_gpus, by), 1, {})
+
+
+def _mixed(cost: Analytic, count: int, changed: dict[str, Any]) -> Deployment:
+    """Each computes and answers, as many requests at once as its memory holds."""
     config = Config.model_validate(
         {
             "roles": {"prefill": 0, "decode": 0, "mixed": count},
-            "engine": {"hardware": "a100", "gpus": least_gpus(model), "token_budget": 2048},
+            "engine": {
+                "hardware": "a100",
+                "gpus": cost.num_gpus,
+                "token_budget": 2048,
+                "max_sequences": 4096,
+            },
+            "limits": {"max_requests": 1_000_000},
             **changed,
         }
     )
-    made = nodes_of(config, BLOCK_SIZE, costs={Role.MIXED: instance(model, least_gpus(model))})
+    made = nodes_of(config, BLOCK_SIZE, costs={Role.MIXED: cost})
     nodes = tuple(msgspec.structs.replace(facts, max_steps=FAR, max_chunks=FAR) for facts in made)
     return Deployment(nodes=nodes, rules=rules_of(config), has_names=False)

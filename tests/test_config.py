@@ -47,6 +47,7 @@ network.node_gbps network.handover_gbps network.spine_gbps network.rtt_us networ
 network.compression tls.certificate tls.key tls.authority
 limits.max_requests limits.max_attempts limits.start_s limits.drain_s limits.silence_s limits.rejoin_s
 limits.transfer_s limits.link_s auth.keys
+lending.policy lending.reserve lending.period_s
 """.split()
 OPTIONS += [f"clusters.east.{option}" for option in OPTIONS if option.startswith("roles.")]
 

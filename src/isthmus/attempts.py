@@ -131,4 +131,49 @@ class RoleChanged(msgspec.Struct, frozen=True, tag=True):
     role: Role
 
 
-Report = FetchFinished | PrefillFinished | RequestFailed | BlocksStored | BlocksEvicted | RoleChanged
+class Spread(msgspec.Struct, frozen=True, tag=True):
+    """Where the leading blocks of an attempt lie now, or are on their way to: what a `Lend` or a `Repay` came to. If it
+    came to nothing, as they lay before."""
+
+    request: RequestId
+    attempt: int
+    holdings: tuple[Holding, ...]
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """What an attempt has of its home's memory: `num_blocks`, of which `num_moving` are on their way to holders; none
+    when it is over there. `decodes`: some of them may go elsewhere, or come back."""
+
+    request: RequestId
+    attempt: int
+    num_blocks: int = 0
+    num_moving: int = 0
+    decodes: bool = False
+    holdings: tuple[Holding, ...] = ()
+
+
+class MemoryUsed(msgspec.Struct, frozen=True, tag=True):
+    """What a node's memory is used for, where that changed since the last report.
+
+    `num_available`: blocks that nobody has, `num_spare` of them kept for requests that run; `num_wanted`: by
+    `num_waiting` requests that wait for memory; `entries`: of attempts, those that changed.
+    """
+
+    node: NodeId
+    num_available: int
+    num_spare: int
+    num_wanted: int
+    num_waiting: int
+    entries: tuple[Entry, ...] = ()
+
+
+Report = (
+    FetchFinished
+    | PrefillFinished
+    | RequestFailed
+    | BlocksStored
+    | BlocksEvicted
+    | RoleChanged
+    | Spread
+    | MemoryUsed
+)

@@ -186,6 +186,18 @@ class EngineConfig(_Section):
     batches: int | None = Field(None, ge=1, le=16)
 
 
+class LendingConfig(_Section):
+    """Whether nodes lend each other KV memory for requests that decode, and by which rule that is decided.
+
+    `reserve`: of its memory, what a node keeps free when it lends or takes back; `period_s`: how often a node says at
+    most what its memory is used for.
+    """
+
+    policy: Literal["off", "ledger", "greedy", "isthmus"] = "off"
+    reserve: float = Field(0.1, ge=0, lt=1)
+    period_s: float = Field(0.25, gt=0, le=60)
+
+
 class LimitsConfig(_Section):
     """What is accepted at once, how often a request is re-routed, and how long waits may last.
 
@@ -315,6 +327,7 @@ class Config(_Section):
     cache: CacheConfig = CacheConfig()
     network: NetworkConfig = NetworkConfig()
     tls: TlsConfig = TlsConfig()
+    lending: LendingConfig = LendingConfig()
     limits: LimitsConfig = LimitsConfig()
     record: str | None = None
     join_host: str = "127.0.0.1"

@@ -56,11 +56,14 @@ class Drawn:
 H0, H1, H2 = NodeId("h0"), NodeId("h1"), NodeId("h2")
 
 
-def world_of(draw: Drawn, *, dram: int, disk: int, state_blocks: int = 0, stages: int = 1) -> World:
+def world_of(
+    draw: Drawn, *, dram: int, disk: int, state_blocks: int = 0, stages: int = 1, report_ns: int = 0
+) -> World:
     """`stages`: of the nodes that prefill."""
     tiers = (dram, disk) if dram else None
     return World(
-        [Place(name, 40, tiers, state_blocks, stages if name != D0 else 1) for name in (P0, P1, D0)], draw
+        [Place(name, 40, tiers, state_blocks, stages if name != D0 else 1, report_ns) for name in (P0, P1, D0)],
+        draw,
     )
 
 
@@ -123,9 +126,9 @@ def test_kv_lies_with_holders_whatever_comes(
 ) -> None:
     """Every token that is computed finds all before it once, with its holders in order and at home."""
     draw = Drawn(seed)
-    world = world_of(draw, dram=tiers[0], disk=tiers[1], state_blocks=state_blocks)
+    world = world_of(draw, dram=tiers[0], disk=tiers[1], state_blocks=state_blocks, report_ns=7)
     for name in (H0, H1, H2):
-        world.places[name], world.index[name] = Place(name, num_blocks, None), {}
+        world.places[name], world.index[name] = Place(name, num_blocks, None, report_ns=7), {}
     for number in range(10):
         ask_with_holders(world, draw, number, state_blocks)
         for _ in range(draw(24)):
@@ -133,9 +136,11 @@ def test_kv_lies_with_holders_whatever_comes(
         under_way = [asked for asked in world.asked.values() if not asked.over]
         if not under_way:
             continue
-        asked, kind = under_way[draw(len(under_way))], draw(12)
+        asked, kind = under_way[draw(len(under_way))], draw(16)
         if kind < 3:
             world.move(asked, (H0, H1, H2, P0, D0)[draw(5)], 1 + draw(4))
+        elif kind > 11:
+            world.take_back(asked, (H0, H1, H2, P0, D0)[draw(5)], 1 + draw(4))
         elif kind == 3:
             world.forget(asked)
         elif kind == 4:
@@ -160,6 +165,38 @@ def ask_again(world: World, draw: Drawn, lost: Asked) -> None:
         taken=old.attempt,
     )  # fmt: skip
     world.ask(Asked(again, lost.num_tokens + known, lost.answer - known, lost.names))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 1 << 32), st.sampled_from([(0, 0), (6, 8)]), st.sampled_from([0, 0, 2]))
+def test_blocks_go_and_come_back_at_any_step(seed: int, tiers: tuple[int, int], state_blocks: int) -> None:
+    """Among many that decode: none is lost, had twice, or attended to where it is not; a refusal changes nothing."""
+    draw = Drawn(seed)
+    world = world_of(draw, dram=tiers[0], disk=tiers[1], state_blocks=state_blocks, report_ns=7)
+    for name in (H0, H1):
+        world.places[name], world.index[name] = Place(name, 16, None, report_ns=7), {}
+    for number in range(60):
+        under_way = [asked for asked in world.asked.values() if not asked.over]
+        if len(under_way) < 3:
+            num_tokens, decode = 1 + draw(60), (D0, P0)[draw(2)]
+            route = route_of(f"r{number}", P0, decode)
+            asked = Asked(route, num_tokens, 1 + draw(60), names_of(draw(3), num_tokens // SIZE))
+            world.ask(asked)
+            under_way.append(asked)
+        asked = under_way[draw(len(under_way))]
+        holdings = world.places[asked.route.decode].spread.get(asked.key, ())
+        kind = draw(20)
+        if kind < 8:
+            world.move(asked, (H0, H1)[draw(2)], 1 + draw(6))
+        elif kind < 16 and holdings:
+            world.take_back(asked, holdings[-1].holders[0], 1 + draw(6))
+        elif kind == 16:
+            world.forget(asked)
+        elif kind == 17:
+            world.part(asked, (H0, H1)[draw(2)])
+        for _ in range(draw(12)):
+            world.step()
+    world.drain()
 
 
 def ask_with_holders(world: World, draw: Drawn, number: int, state_blocks: int) -> None:

@@ -14,12 +14,16 @@ from typing import Any, NamedTuple
 from isthmus.attempts import (
     BlocksEvicted,
     BlocksStored,
+    Entry,
     FetchFinished,
     FetchOrder,
+    Holding,
+    MemoryUsed,
     PrefillFinished,
     RequestFailed,
     Route,
     Share,
+    Spread,
     key_of,
 )
 from isthmus.blocks import state_names
@@ -55,9 +59,12 @@ from isthmus.node.events import (
     Promote,
     Read,
     Received,
+    Reclaim,
+    Reclaimed,
     Release,
     Reserve,
     Reserved,
+    Return,
     Sampled,
     Save,
     Send,
@@ -65,6 +72,9 @@ from isthmus.node.events import (
     Ship,
     Shipped,
     Shorten,
+    Shrink,
+    Shrunk,
+    Trim,
     Unhost,
     Vacate,
     Wake,
@@ -103,13 +113,14 @@ class Place:
         tiers: tuple[int, int] | None,
         state_blocks: int = 0,
         stages: int = 1,
+        report_ns: int = 0,
     ) -> None:
         self.name, self.stages = name, stages
-        self.made = num_blocks, tiers, state_blocks, stages
+        self.made = num_blocks, tiers, state_blocks, stages, report_ns
         limits = limits_of(num_blocks, state_blocks)
         scheduler = Scheduler(limits, TierCache(*tiers) if tiers else None, BlockPool(num_blocks), node=name)
         group = {"stages": stages} if stages > 1 else {}
-        self.node = Node(dict.fromkeys(Role, limits), scheduler, **group)
+        self.node = Node(dict.fromkeys(Role, limits), scheduler, report_ns=report_ns, **group)
         self.run: Run | None = None
         self.is_cut = False
         self.dram: set[BlockName] = set()
@@ -125,6 +136,9 @@ class Place:
         self.stowed: dict[RequestId, dict[int, Stowed]] = {}  # by the number at the holder
         self.holds: dict[RequestId, dict[NodeId, Room]] = {}  # at home: who was asked for room, and gave it
         self.shipping: dict[RequestId, Shipping] = {}
+        self.coming: dict[RequestId, tuple[int, ...]] = {}  # what is written there comes back
+        self.spread: dict[RequestId, tuple[Holding, ...]] = {}  # as the conductor was told
+        self.usage: dict[RequestId, Entry] = {}  # and what it was told of memory
         self.shares: dict[RequestId, Share] = {}  # of those that are hosted
         self.content: dict[
             RequestId, dict[int, int]
@@ -178,6 +192,14 @@ class Came(NamedTuple):
     stop: int
 
 
+class WantedBack(NamedTuple):
+    """A `Reclaim`, at the holder."""
+
+    key: RequestId
+    reclaim: Reclaim
+    home: Place
+
+
 class World:
     """`choose(n)` draws a number below n. `log`: reports, in order."""
 
@@ -189,6 +211,7 @@ class World:
         self.asked: dict[RequestId, Asked] = {}
         self.log: list[Any] = []
         self.loaded: dict[RequestId, int] = {}
+        self.spread: set[RequestId] = set()  # whose KV was to lie with others, ever
         self.broken: set[tuple[NodeId, RequestId, str]] = set()  # where what was said to be broken
         self.index: dict[NodeId, dict[BlockName, Tier]] = {place.name: {} for place in places}
 
@@ -224,6 +247,9 @@ class World:
     def move(self, asked: Asked, holder: NodeId, num_blocks: int) -> None:
         self.tell(self.places[asked.route.decode], Move(asked.key, holder, num_blocks))
 
+    def take_back(self, asked: Asked, holder: NodeId, num_blocks: int) -> None:
+        self.tell(self.places[asked.route.decode], Return(asked.key, holder, num_blocks))
+
     def part(self, asked: Asked, holder: NodeId) -> None:
         """The sessions with a holder of it are gone."""
         for name in dict.fromkeys((asked.route.prefill, asked.route.decode)):
@@ -235,6 +261,8 @@ class World:
                 ]  # fmt: skip
                 self._later(holder, Left(asked.key, name, lost=True), name)
                 place.shipping.pop(asked.key, None)
+                if asked.key in place.coming:
+                    self._later(name, Reclaimed(asked.key, whole=False))
                 self.broken.add((name, asked.key, "parted"))
                 self.tell(place, Broken(asked.key, "parted"))
 
@@ -280,6 +308,9 @@ class World:
             channel = self.pending[drawn - len(runs)][0]
             first = next(at for at, (other, _, _) in enumerate(self.pending) if other == channel)
             _, place, fact = self.pending.pop(first)
+            if isinstance(fact, WantedBack):
+                self._give_back(place, fact)
+                return True
             if isinstance(fact, Came):
                 fact = FetchEnded(fact.fetch.key, self._take_in(place, fact))
             if isinstance(fact, Reserved) and fact.holder in place.holds.get(fact.key, {}):
@@ -293,6 +324,10 @@ class World:
                 place.shipping[fact.key].left.discard(fact.holder)
                 if not place.shipping[fact.key].left:
                     del place.shipping[fact.key]
+            if isinstance(fact, Reclaimed):
+                if fact.key not in place.coming:
+                    return True  # it was over before
+                del place.coming[fact.key]
             self.tell(place, fact)
         return True
 
@@ -312,7 +347,8 @@ class World:
         for place in self.places.values():
             place.node.check_idle()
             assert not (place.offered or place.sending or place.receiving or place.loading or place.fetching)
-            assert not (place.hosted or place.stowed or place.holds or place.shipping)
+            assert not (place.hosted or place.stowed or place.holds or place.shipping or place.coming)
+            assert not place.usage, "the conductor believes in memory that is free"
             tiers = place.node.tiers
             if tiers is not None:
                 assert place.dram == set(tiers.dram.held), "the tiers and the bytes in DRAM differ"
@@ -442,6 +478,7 @@ class World:
                 holds = place.holds.setdefault(action.key, {})
                 room = holds.setdefault(action.holder, Room(action.share))
                 assert room.share == action.share, "it has something else there"
+                self.spread.add(action.key)
                 asked_for = events.Asked(action.key, place.name, action.num_blocks, action.share)
                 self._later(action.holder, asked_for, place.name)
             case Host():
@@ -464,6 +501,15 @@ class World:
             case Vacate():
                 self._leave(place, action.key, action.holder)
                 self._later(action.holder, Left(action.key, place.name), place.name)
+            case Reclaim():
+                self._reclaim(place, action)
+            case Shrink():
+                shrunk = Shrunk(action.key, place.name, action.num_blocks)
+                self._later(action.holder, shrunk, place.name)
+            case Trim():
+                place.hosted[action.key] = place.hosted[action.key][: action.num_blocks]
+                stowed = place.stowed[action.key]
+                place.stowed[action.key] = {at: stowed[at] for at in range(action.num_blocks)}
             case Unhost():
                 del place.hosted[action.key], place.stowed[action.key]
                 place.shares.pop(action.key, None)
@@ -486,6 +532,10 @@ class World:
                 self._failed(place, action)
             case FetchFinished() | PrefillFinished():
                 self.log.append(action)
+            case Spread():
+                place.spread[key_of(action.request, action.attempt)] = action.holdings
+            case MemoryUsed():
+                self._used(place, action)
             case Admitted() | Joined():
                 pass
             case _:
@@ -547,6 +597,34 @@ class World:
                     stowed[at] = each._replace(number=VOID)
         self._later(rekey.peer, Found(key, place.name, len(place.stowed.get(key, ()))), place.name)
 
+    def _reclaim(self, place: Place, reclaim: Reclaim) -> None:
+        """The bytes come at once; that they did is heard later, if they all were right."""
+        key = reclaim.key
+        assert place.holds[key][reclaim.holder].given and key not in place.coming
+        place.coming[key] = reclaim.blocks
+        self._later(reclaim.holder, WantedBack(key, reclaim, place), place.name)
+
+    def _give_back(self, holder: Place, wanted: WantedBack) -> None:
+        key, reclaim, home = wanted
+        if home.coming.get(key) != reclaim.blocks or holder.name not in home.holds.get(key, {}):
+            return  # it was released
+        if key not in holder.stowed:  # another attempt has it
+            assert self.asked[key].over, "its room is gone"
+            return
+        assert reclaim.first + len(reclaim.blocks) == len(holder.stowed[key]), "only the last comes back"
+        first = home.holds[key][holder.name].share.first + reclaim.first
+        home.content[key] |= {block: first + at for at, block in enumerate(reclaim.blocks)}
+        self._later(home.name, Reclaimed(key, whole=bool(self._choose(6))), holder.name)
+
+    def _used(self, place: Place, used: MemoryUsed) -> None:
+        """What is told of a node's memory is so, and adds up."""
+        for entry in used.entries:
+            place.usage[key_of(entry.request, entry.attempt)] = entry
+        scheduler = place.node.scheduler
+        assert used.num_available == scheduler.pool.available
+        owned = {key: entry for key, entry in place.usage.items() if entry.num_blocks or entry.holdings}
+        place.usage = owned
+
     def _attends(self, place: Place, piece: Piece) -> None:
         """All that a piece attends to is somewhere, once: at its holders in order, then here."""
         count = sum(holding.num_blocks for holding in piece.holdings)
@@ -569,6 +647,8 @@ class World:
         shipping = place.shipping.get(piece.request)
         shipped = shipping.blocks if shipping is not None else ()
         assert piece.blocks[: len(shipped)] == shipped, "what is shipped was let go of before it was there"
+        coming = place.coming.get(piece.request, ())
+        assert not set(coming) & set(piece.blocks), "what is not back is attended to"
 
     def _give(self, place: Place, give: Give) -> None:
         target = self.places[give.peer]
@@ -584,6 +664,8 @@ class World:
         place.offered.discard(key)
         place.receiving.discard(key)
         place.shipping.pop(key, None)
+        if key in place.coming:  # nothing more is written there
+            self._later(place.name, Reclaimed(key, whole=False))
         fetch = place.fetching.pop(key, None)
         if fetch is not None:
             self._later(fetch.source, Enough(key, place.name), place.name)
@@ -608,7 +690,7 @@ class World:
         if reason == "a prefix it counted on is not in its cache any more":
             return self.loaded[key] < asked.route.handover_start
         if reason == "others needed its memory":
-            return bool(asked.route.holdings or place.holds.get(key))
+            return key in self.spread
         return reason.startswith("no KV came for ") and key in place.receiving
 
     def _end(self, asked: Asked, how: str) -> None:
@@ -689,7 +771,11 @@ class World:
         place.loading.pop(missing.key, None)
         states = place.node.scheduler.limits.state_blocks
         expected = [Shorten(missing.key, 0 if states else missing.num_blocks * SIZE)]
-        assert place.node.on(missing, self.now) == expected
+        shorten, *reports = place.node.on(missing, self.now)
+        assert [shorten] == expected
+        for report in reports:
+            assert isinstance(report, MemoryUsed | Wake)
+            self._carry_out(place, report)
         self.tell(place, Stepped(0))
 
     def _answer(self, asked: Asked) -> tuple[BlockName, ...]:

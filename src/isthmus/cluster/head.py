@@ -27,7 +27,7 @@ from isthmus.cluster.sessions import NoPayloads
 from isthmus.cluster.streams import Stream
 from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
 from isthmus.messenger import Network, Session, TcpNetwork
-from isthmus.node.events import Become, Begin, Forget
+from isthmus.node.events import Become, Begin, Forget, Move, Return
 from isthmus.types import NS_PER_MS, NS_PER_S, Job, ModelCard, NodeId, RequestId, Role
 
 log = logging.getLogger(__name__)
@@ -226,6 +226,12 @@ class Head:
                 self._fail(action.request, error)
             case conductor.Convert():
                 self._send(action.node, Become(action.role))
+            case conductor.Lend():
+                key = key_of(action.request, action.attempt)
+                self._send(action.home, Move(key, action.holder, action.num_blocks))
+            case conductor.Repay():
+                key = key_of(action.request, action.attempt)
+                self._send(action.home, Return(key, action.holder, action.num_blocks))
             case conductor.ThresholdSet():
                 self._offload.threshold, self._offload.reason = action.threshold, action.reason
                 self._offload.changes += 1

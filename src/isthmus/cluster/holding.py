@@ -3,6 +3,8 @@
     home ──Room──> holder ──Kept──>        ──Shipment…──> ──Stowed──>        ──Attend──> ──Attended──>        ──Gone──>
          ──Claim──>       ──Found──>
 
+What comes back is in `returning.py`.
+
 All of it goes over the session that this node opened to the holder; when it ends, what lies there is lost to this node.
 """
 
@@ -15,9 +17,11 @@ from typing import Any
 
 from isthmus.attempts import Share
 from isthmus.blocks import seal
-from isthmus.cluster.messages import Attend, Attended, Claim, Found, Gone, Kept, Room, Shipment, Stowed
+from isthmus.cluster.messages import Attend, Attended, Claim, Found, Gone, Kept, Room, Shipment, Shrink, Stowed
+from isthmus.cluster.returning import Returning
 from isthmus.cluster.sessions import Reach, Spawn, Tell
-from isthmus.engine.interface import Asking, HolderLost, KVBytes, runs_of
+from isthmus.cluster.wire import sealed
+from isthmus.engine.interface import Asking, HolderLost, KVBytes
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Priority, Sending, Session
 from isthmus.node import events
@@ -48,6 +52,7 @@ class Holders:
         self._memory, self._reach, self._tell, self._spawn = memory, reach, tell, spawn
         self._later, self._answer_s = later, answer_s
         self._places: dict[RequestId, dict[NodeId, _Place]] = {}
+        self.returning = Returning(memory, tell)
         self._answers: dict[int, _Answer] = {}
         self._numbers = count(1)  # of more than one thread
         self.bytes_shipped = self.bytes_asked = self.bytes_answered = self.num_asked = 0
@@ -110,7 +115,7 @@ class Holders:
 
     def _slices(
         self, layer: int, blocks: Sequence[int], place: _Place
-    ) -> tuple[list[memoryview], tuple[bytes, ...]]:
+    ) -> tuple[Sequence[memoryview], tuple[bytes, ...]]:
         """What one holder gets of these blocks in a layer, and seals of that: all bytes from where they lie, or its
         heads."""
         memory, size, share = self._memory, self._memory.layout.block_size, place.share
@@ -119,12 +124,11 @@ class Holders:
                 memory.export_heads(layer, at * size, (at + 1) * size, share.part, share.parts) for at in blocks
             ]
             return heads, tuple([seal(each) for each in heads])
-        runs = runs_of(blocks, size, 0, len(blocks) * size)
-        seals = [seal(memory.export(layer, at * size, (at + 1) * size)) for at in blocks]
-        return [memory.export(layer, *run) for run in runs], tuple(seals)
+        return sealed(memory, layer, blocks)
 
     def release(self, key: RequestId) -> None:
-        """Nothing is read from its blocks any more when this returns."""
+        """Nothing is read from its blocks any more, nor written to those that come back, when this returns."""
+        self.returning.end(key)
         for place in self._places.get(key, {}).values():
             for sending in place.sendings:
                 sending.cancel()
@@ -138,6 +142,15 @@ class Holders:
             for sending in place.sendings:
                 sending.cancel()
             place.session.send(Gone(vacate.key))
+
+    def reclaim(self, reclaim: events.Reclaim) -> None:
+        place = self._places.get(reclaim.key, {}).get(reclaim.holder)
+        self.returning.reclaim(reclaim, place.session if place is not None else None)
+
+    def shrink(self, shrink: events.Shrink) -> None:
+        place = self._places.get(shrink.key, {}).get(shrink.holder)
+        if place is not None and place.session is not None:
+            place.session.send(Shrink(shrink.key, shrink.num_blocks))
 
     # What holders say.
 
@@ -170,6 +183,7 @@ class Holders:
         return NodeId(""), None
 
     def lost(self, session: Session, reason: str) -> None:
+        self.returning.lost(session)
         for key, places in list(self._places.items()):
             for holder, place in list(places.items()):
                 if place.session is not session:

@@ -11,18 +11,32 @@ from collections.abc import Callable, Sequence
 
 from isthmus.attempts import Share
 from isthmus.blocks import seal
-from isthmus.cluster.messages import Attend, Attended, Claim, Found, Kept, Room, Shipment, Stowed
+from isthmus.cluster.messages import (
+    Attend,
+    Attended,
+    Claim,
+    Found,
+    Kept,
+    Reclaim,
+    Reclaimed,
+    Room,
+    Shipment,
+    Shrink,
+    Stowed,
+)
 from isthmus.cluster.sessions import Tell
-from isthmus.cluster.wire import Frames
+from isthmus.cluster.wire import Frames, sealed
 from isthmus.engine.codecs import NONE
 from isthmus.engine.interface import Asked, KVBytes, runs_of
 from isthmus.errors import ProtocolError
-from isthmus.messenger import Priority, Session
+from isthmus.messenger import Priority, Sending, Session
 from isthmus.node import events
 from isthmus.types import NodeId, RequestId, Span
 
 Attends = Callable[[int, Sequence[Asked], memoryview, int], memoryview]
 """`isthmus.engine.interface.Engine.attend`."""
+RETURN_BLOCKS = 64
+"""Of one layer in a frame."""
 MAX_QUERIES = 256 << 20
 """Bytes of queries in one message."""
 
@@ -39,6 +53,7 @@ class _Guest:
         self.stops = [0] * memory.layout.num_layers
         self.stowed = 0
         self.sessions: dict[NodeId, Session] = {}
+        self.sendings: list[Sending] = []
 
     def give(self, room: tuple[int, ...]) -> None:
         """Blocks of all heads, those that it has already first."""
@@ -121,6 +136,8 @@ class Hosts:
     def _taken(self, guest: _Guest, share: Share) -> _Guest:
         """With what is whole of it; of another share than is looked for, with nothing."""
         guest.frames.refuse()
+        for sending in guest.sendings:
+            sending.cancel()
         if guest.share != share:
             return _Guest(self._memory_of(share.parts), share, guest.room)
         guest.stops = [guest.stowed] * len(guest.stops)
@@ -136,12 +153,27 @@ class Hosts:
             del self._guests[key]
         self._tell(events.Left(key, peer, lost))
 
+    def shrunk(self, session: Session, peer: NodeId, shrink: Shrink) -> None:
+        guest = self._guests.get(shrink.key)
+        if guest is not None and guest.sessions.get(peer) is session:
+            self._tell(events.Shrunk(shrink.key, peer, shrink.num_blocks))
+
+    def trim(self, trim: events.Trim) -> None:
+        """The blocks behind these were sent back, and their home attends to them there."""
+        guest, count = self._guests.get(trim.key), trim.num_blocks
+        if guest is not None:
+            guest.give(guest.room[:count])
+            guest.stowed = min(guest.stowed, count)
+            guest.stops = [min(stop, count) for stop in guest.stops]
+
     def unhost(self, key: RequestId) -> None:
         """Nothing is written to its blocks any more when this returns; what is still read is for nobody."""
         guest = self._guests.get(key)
         if guest is None:
             return
         guest.frames.refuse()
+        for sending in guest.sendings:
+            sending.cancel()
         if guest.sessions:  # asked for again since
             again = self._guests[key] = _Guest(guest.memory, guest.share)
             again.sessions = guest.sessions
@@ -209,6 +241,20 @@ class Hosts:
             self._queries.pop((session, head.number), None)
         elif head.key in self._guests:
             self._guests[head.key].frames.void(head)
+
+    def reclaim(self, session: Session, head: Reclaim) -> None:
+        """Sends blocks back to the home that asks for them. Raises ProtocolError for some that are not here."""
+        guest, layout, stop = self._guests.get(head.key), self._memory.layout, head.first + head.num_blocks
+        if guest is None or session not in guest.sessions.values():
+            return  # it left meanwhile
+        if guest.share.parts > 1 or not 0 <= head.first < stop <= guest.stowed:
+            raise ProtocolError(f"blocks [{head.first}, {stop}) of {head.key} are wanted back and not here")
+        guest.sendings = [sending for sending in guest.sendings if not sending.over]
+        for start in range(head.first, stop, RETURN_BLOCKS):
+            blocks = guest.blocks[start : min(stop, start + RETURN_BLOCKS)]
+            for layer in range(layout.num_layers):
+                payload, seals = sealed(self._memory, layer, blocks)
+                guest.sendings.append(session.send(Reclaimed(head.key, layer, start, seals), *payload))
 
     # Attention.
 

@@ -151,7 +151,18 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Leave: the cluster shuts down."""
 
 
-NodeBound = Welcome | Gathered | Turned | Neighbours | Stop | Task | events.Forget | events.Become
+NodeBound = (
+    Welcome
+    | Gathered
+    | Turned
+    | Neighbours
+    | Stop
+    | Task
+    | events.Forget
+    | events.Become
+    | events.Move
+    | events.Return
+)
 
 
 class PeerHello(msgspec.Struct, frozen=True, tag=True):
@@ -306,6 +317,30 @@ class Stowed(msgspec.Struct, frozen=True, tag=True):
     damaged: bool = False
 
 
+class Reclaim(msgspec.Struct, frozen=True, tag=True):
+    """Send blocks `[first, first + num_blocks)` of an attempt's KV back; they stay until `Shrink` or `Gone`."""
+
+    key: RequestId
+    first: int
+    num_blocks: int
+
+
+class Reclaimed(msgspec.Struct, frozen=True, tag=True):
+    """One layer of the blocks that were asked back. Payload: their bytes."""
+
+    key: RequestId
+    layer: int
+    first: int
+    seals: tuple[bytes, ...]
+
+
+class Shrink(msgspec.Struct, frozen=True, tag=True):
+    """Of the room for this attempt only that for the first `num_blocks` blocks is needed."""
+
+    key: RequestId
+    num_blocks: int
+
+
 class Gone(msgspec.Struct, frozen=True, tag=True):
     """The room for this attempt is needed no more by the node that says so."""
 
@@ -336,7 +371,7 @@ class Probe(msgspec.Struct, frozen=True, tag=True):
 
 PeerMessage = (
     Probe | PeerHello | Offer | Grant | Slices | Sent | Landed | Want | Lent | Given | Ended | Enough
-    | Room | Kept | Claim | Found | Shipment | Stowed | Gone | Attend | Attended
+    | Room | Kept | Claim | Found | Shipment | Stowed | Reclaim | Reclaimed | Shrink | Gone | Attend | Attended
 )  # fmt: skip
 
 # Along the chain that the stages of a pipeline group form. Downwards go the leader's own actions, as they are, and what

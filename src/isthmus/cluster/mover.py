@@ -90,9 +90,12 @@ class KVMover(NoPayloads):
             events.Reserve: lambda action: self._post(self.holders.reserve, action),
             events.Claim: lambda action: self._post(self.holders.claim, action),
             events.Ship: lambda action: self._post(self.holders.ship, action),
+            events.Reclaim: lambda action: self._post(self.holders.reclaim, action),
+            events.Shrink: lambda action: self._post(self.holders.shrink, action),
             events.Vacate: lambda action: self._post(self.holders.vacate, action),
             events.Host: lambda action: self._post(self._hosts.host, action),
             events.Rekey: lambda action: self._post(self._hosts.rekey, action),
+            events.Trim: lambda action: self._post(self._hosts.trim, action),
             events.Unhost: lambda action: self._post(self._hosts.unhost, action.key),
             events.Release: self._release,
             Preempted: lambda action: self._let_go(action.request),
@@ -119,9 +122,12 @@ class KVMover(NoPayloads):
         found: dict[str, float] = {
             "kv_bytes_in_total": self._receiver.bytes_in,
             "kv_bytes_out_total": self._sender.bytes_out,
-            "seal_mismatches_total": self._receiver.seal_mismatches + self._hosts.seal_mismatches,
+            "seal_mismatches_total": self._receiver.seal_mismatches
+            + self._hosts.seal_mismatches
+            + self.holders.returning.seal_mismatches,
             "kv_bytes_shipped_total": self.holders.bytes_shipped,
             "kv_bytes_stowed_total": self._hosts.bytes_in,
+            "kv_bytes_returned_total": self.holders.returning.bytes_in,
             "attention_asked_total": self.holders.num_asked,
             "attention_bytes_asked_total": self.holders.bytes_asked,
             "attention_bytes_answered_total": self.holders.bytes_answered,
@@ -368,6 +374,12 @@ class KVMover(NoPayloads):
                 self._hosts.gone(session, self._names[session], message.key)
             case messages.Shipment():
                 self._hosts.receive(session, message)
+            case messages.Reclaim():
+                self._hosts.reclaim(session, message)
+            case messages.Reclaimed():
+                self.holders.returning.receive(session, message)
+            case messages.Shrink() if session in self._names:
+                self._hosts.shrunk(session, self._names[session], message)
             case messages.Attend():
                 self._hosts.attend(session, message)
 
@@ -379,6 +391,8 @@ class KVMover(NoPayloads):
                 return self.fetcher.place(session, message, size)
             case messages.Shipment() | messages.Attend():
                 return self._hosts.place(session, message, size)
+            case messages.Reclaimed():
+                return self.holders.returning.place(session, message, size)
             case messages.Attended():
                 return self.holders.place(session, message, size)
         return super().place(session, message, size)
@@ -391,6 +405,8 @@ class KVMover(NoPayloads):
                 self.fetcher.void(session, message)
             case messages.Shipment() | messages.Attend():
                 self._hosts.void(session, message)
+            case messages.Reclaimed():
+                self.holders.returning.void(message)
             case messages.Attended():
                 self.holders.void(message)
 

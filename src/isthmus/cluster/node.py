@@ -173,7 +173,7 @@ class NodeProcess(EngineProcess):
         match message:
             case messages.Task():
                 self.task(message)
-            case events.Forget() | events.Become():
+            case events.Forget() | events.Become() | events.Move() | events.Return():
                 self.tell(message)
             case messages.Gathered():
                 self._gathered(message.addresses)

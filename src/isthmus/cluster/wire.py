@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from isthmus.blocks import KVLayout, seal
-from isthmus.cluster.messages import Given, Shipment, Slices
+from isthmus.cluster.messages import Given, Reclaimed, Shipment, Slices
 from isthmus.engine import codecs
+from isthmus.engine.interface import KVBytes, runs_of
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Session
 from isthmus.types import Span
@@ -38,7 +39,16 @@ def pack(
     return [memoryview(data)], tuple(map(seal, blocks))
 
 
-Head = Slices | Given | Shipment
+def sealed(
+    memory: KVBytes, layer: int, blocks: Sequence[int]
+) -> tuple[Sequence[memoryview], tuple[bytes, ...]]:
+    """Bytes of these whole blocks in one layer, where they lie, and the seal of each."""
+    size = memory.layout.block_size
+    payload = [memory.export(layer, *run) for run in runs_of(blocks, size, 0, len(blocks) * size)]
+    return payload, tuple([seal(memory.export(layer, at * size, (at + 1) * size)) for at in blocks])
+
+
+Head = Slices | Given | Shipment | Reclaimed
 
 
 class _Frame(NamedTuple):

@@ -10,10 +10,12 @@ from isthmus.attempts import (
     BlocksStored,
     FetchFinished,
     Holding,
+    MemoryUsed,
     PrefillFinished,
     RequestFailed,
     RoleChanged,
     Route,
+    Spread,
 )
 from isthmus.conductor import copies, holders
 from isthmus.conductor.admission import Admission, Overload, limit_ns
@@ -38,6 +40,7 @@ from isthmus.conductor.events import (
     RequestEnded,
 )
 from isthmus.conductor.eviction_cost import EvictionCost
+from isthmus.conductor.lending import Lending
 from isthmus.conductor.routing import Router
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.shedding import to_replace, to_shorten, to_thin
@@ -68,6 +71,7 @@ class Conductor:
         self._learns_lengths = bool(rules.links) or rules.convert
         self._admission = Admission(rules)
         self._eviction_cost = EvictionCost(self.view)
+        self._lending = Lending(self.view, rules)
         self._short: dict[RequestId, None] = {}  # on hold until memory is free, of holders too
         self._handlers: dict[type, Callable[..., list[Action]]] = {
             RequestArrived: self._arrive,
@@ -84,6 +88,8 @@ class Conductor:
             BlocksEvicted: self._evicted,
             RoleChanged: self._role_changed,
             LinksMeasured: self._measured,
+            Spread: self._spread,
+            MemoryUsed: self._memory_used,
         }
 
     def on(self, event: Event, now: int) -> list[Action]:
@@ -373,6 +379,7 @@ class Conductor:
         ]
         self.view.leave(node)
         self._conversion.left(node, now)
+        self._lending.left(node)
         for request in fetching:  # its node computes what does not come
             self.view.end_copy(request)
         return [
@@ -417,6 +424,18 @@ class Conductor:
             else:
                 self.view.index.demote(node.bit, event.names)
         return []
+
+    # Lent memory.
+
+    def _memory_used(self, event: MemoryUsed, now: int) -> list[Action]:
+        node = self.view.nodes.get(event.node)
+        return [*self._lending.used(node, event)] if node is not None else []
+
+    def _spread(self, event: Spread, now: int) -> list[Action]:
+        request = self._attempt(event.request, event.attempt)
+        if request is not None:
+            self._lending.spread(request, event.holdings)
+        return self._resume(now) if self._short else []
 
     def _evicted(self, event: BlocksEvicted, now: int) -> list[Action]:
         node = self.view.nodes.get(event.node)

@@ -8,10 +8,12 @@ from isthmus.attempts import (
     BlocksEvicted,
     BlocksStored,
     FetchFinished,
+    MemoryUsed,
     PrefillFinished,
     RequestFailed,
     RoleChanged,
     Route,
+    Spread,
 )
 from isthmus.cost import Cost
 from isthmus.types import BlockName, NodeId, RequestId, Role
@@ -24,13 +26,15 @@ class Paths(msgspec.Struct, frozen=True):
     """How fast KV moves to and from one node, in bytes per second; 0: not at all.
 
     `network`: between its cache and another node's, each way; `memory`: from its DRAM to its device;
-    `disk`: from its SSD; `handover`: between prefill and decode, 0 when that shares `network`.
+    `disk`: from its SSD; `handover`: between prefill and decode, 0 when that shares `network`. `rtt_ns`: of a question
+    to another node of its cluster and the answer, what does not depend on their size.
     """
 
     network: int = 0
     memory: int = 0
     disk: int = 0
     handover: int = 0
+    rtt_ns: int = 0
 
 
 class NodeJoined(msgspec.Struct, frozen=True, tag=True):
@@ -147,6 +151,8 @@ Event = (
     | BlocksEvicted
     | RoleChanged
     | LinksMeasured
+    | Spread
+    | MemoryUsed
 )
 
 
@@ -196,6 +202,27 @@ class Convert(msgspec.Struct, frozen=True, tag=True):
     role: Role
 
 
+class Lend(msgspec.Struct, frozen=True, tag=True):
+    """So many more blocks of an attempt are to lie with `holder`: tell its `home`, which says `Spread`."""
+
+    request: RequestId
+    attempt: int
+    home: NodeId
+    holder: NodeId
+    num_blocks: int
+
+
+class Repay(msgspec.Struct, frozen=True, tag=True):
+    """The last `num_blocks` of what an attempt has with `holder`, its last one, are to come home: tell `home`, which
+    says `Spread` when they have, or cannot."""
+
+    request: RequestId
+    attempt: int
+    home: NodeId
+    holder: NodeId
+    num_blocks: int
+
+
 class ThresholdSet(msgspec.Struct, frozen=True, tag=True):
     """From now on prompts with more uncached tokens are prefilled in another cluster; None: no prompt is."""
 
@@ -203,4 +230,4 @@ class ThresholdSet(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Action = Route | Refuse | Abort | Hold | Fail | Convert | ThresholdSet
+Action = Route | Refuse | Abort | Hold | Fail | Convert | ThresholdSet | Lend | Repay

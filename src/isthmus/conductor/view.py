@@ -178,6 +178,7 @@ class RequestView:
         "arrived",
         "arrived_ns",
         "attempt",
+        "borrows",
         "coming",
         "compute_ns",
         "copy",
@@ -196,6 +197,7 @@ class RequestView:
         "prefilling",
         "reason",
         "refused",
+        "returns",
         "streaming",
         "work_ns",
     )
@@ -223,6 +225,13 @@ class RequestView:
         self.held: Sequence[Held] = ()  # where its leading blocks lie
         self.growth: tuple[NodeView, ...] = ()  # where all that fills is to lie
         self.kept: Kept | None = None  # what is left of an attempt whose home is gone
+        self.borrows: Held | None = None  # whom it asks for more, and for how much
+        self.returns = False  # some of it comes home
+
+    @property
+    def lent(self) -> tuple[Held, ...]:
+        """What it has elsewhere, or asks for."""
+        return (*self.held, self.borrows) if self.borrows is not None else tuple(self.held)
 
     @property
     def away_tokens(self) -> int:
@@ -355,6 +364,26 @@ class View:
                 node.lent_blocks += held.room
         self.num_routed += 1
 
+    def borrow(self, request: RequestView, node: NodeView, num_blocks: int) -> None:
+        """It is to ask for so much more; until the answer that counts as lent."""
+        assert request.borrows is None
+        request.borrows = Held((node,), num_blocks)
+        node.lent_blocks += num_blocks
+
+    def spread(self, request: RequestView, held: Sequence[Held]) -> None:
+        """Its leading blocks lie there now, and it asks nobody for more."""
+        self._vacate(request)
+        request.held = held
+        for each in held:
+            for node in each.holders:
+                node.lent_blocks += each.room
+
+    def _vacate(self, request: RequestView) -> None:
+        for each in request.lent:
+            for node in each.holders:
+                node.lent_blocks -= each.room
+        request.held, request.borrows, request.returns = (), None, False
+
     def _assign_handover(self, request: RequestView, placement: Placement, now: int) -> None:
         prefill, decode, lender = placement.prefill, placement.decode, placement.lender
         num_bytes = placement.handover_bytes(request.arrived.num_tokens)
@@ -407,10 +436,8 @@ class View:
             decode.context -= facts.num_tokens
         self.end_copy(request)
         self._crossed(request)
-        for held in request.held:
-            for node in held.holders:
-                node.lent_blocks -= held.room
-        request.prefill, request.decode, request.held, request.growth = None, None, (), ()
+        self._vacate(request)
+        request.prefill, request.decode, request.growth = None, None, ()
 
     def _crossed(self, request: RequestView) -> None:
         """Nothing of it is on its way to where it decodes any more."""
@@ -449,8 +476,8 @@ class View:
             assert node.work_ns == sum(request.work_ns for request in queued)
             assert node.batch == len(decoding) == len(node.decodes)
             assert node.context == sum(request.arrived.num_tokens for request in decoding)
-            lent = [held.room for r in self.requests.values() for held in r.held if node in held.holders]
-            assert node.lent_blocks == sum(lent)
+            held = [each for r in self.requests.values() for each in r.lent if node in each.holders]
+            assert node.lent_blocks == sum([each.room for each in held])
             for copy in (*node.link_in.copies, *node.link_out.copies):
                 assert any(r.copy is copy for r in self.requests.values()), "a copy that nobody wants"
         for link in self.links.values():

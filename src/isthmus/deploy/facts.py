@@ -33,7 +33,8 @@ class NodeFacts(msgspec.Struct, frozen=True):
     `state_blocks`: that the recurrent state of a sequence fills. `pipeline`: machines of the group. `cluster`: where it
     stands, "" if there is only one. `kv_dtype`: of its KV, for codecs; "" for what they do not take. `kv_heads`: into
     so many parts the KV of a token can be cut. `token_budget`, `prompt_batch`, `order`, `max_steps`, `max_chunks`: as
-    in the scheduler's `Limits`; the last for prefill alone.
+    in the scheduler's `Limits`; the last for prefill alone. `report_ns`: how often it says at most what its memory is
+    used for, 0 for never.
     """
 
     node: NodeId
@@ -60,6 +61,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
     max_steps: int = 16
     max_chunks: int = 1
     batches: int = 1
+    report_ns: int = 0
 
     @property
     def max_sequences(self) -> int:
@@ -83,12 +85,13 @@ class NodeFacts(msgspec.Struct, frozen=True):
         rates = self.rates
         rail = rates.handover or rates.network
         if not self.cache_blocks:
-            return Paths(handover=rail)
+            return Paths(handover=rail, rtt_ns=rates.rtt_ns)
         disk = rates.disk_read if self.ssd_blocks else 0
         if self.pipeline > 1:
-            return Paths(0, rates.memory, disk, rail)
+            return Paths(0, rates.memory, disk, rail, rates.rtt_ns)
         # A link that is limited is shared with what is fetched.
-        return Paths(rates.network, rates.memory, disk, rates.handover if rates.network < UNLIMITED else rail)
+        own_rail = rates.handover if rates.network < UNLIMITED else rail
+        return Paths(rates.network, rates.memory, disk, own_rail, rates.rtt_ns)
 
     @property
     def target(self) -> TbtTarget | None:
@@ -140,4 +143,4 @@ class NodeFacts(msgspec.Struct, frozen=True):
         tiers = self.tiers() if cached else None
         scheduler = Scheduler(self.limits(self.role), tiers, pool, self.target, self.node)
         limits = {role: self.limits(role) for role in Role}
-        return Node(limits, scheduler, stages=self.pipeline, transfer_ns=transfer_ns)
+        return Node(limits, scheduler, stages=self.pipeline, transfer_ns=transfer_ns, report_ns=self.report_ns)

@@ -20,7 +20,7 @@ from isthmus.deploy.facts import NodeFacts, Sequences
 from isthmus.deploy.places import places_of
 from isthmus.deploy.rates import rates_of
 from isthmus.errors import ConfigError
-from isthmus.types import NodeId, Role
+from isthmus.types import NS_PER_S, NodeId, Role
 
 MIN_SLOTS = 8
 TRANSIT = 8
@@ -96,6 +96,7 @@ def role_facts(
         order=config.scheduling.order,
         eviction=config.cache.eviction,
         batches=engine.batches or 1,
+        report_ns=_report_ns(config, nodes.pipeline),
     )
 
 
@@ -107,6 +108,13 @@ def _kv_heads(config: Config, cost: Cost, layout: KVLayout | None) -> int:
     if config.engine.kind == "emulated":
         return EMULATED_HEADS if heads % EMULATED_HEADS == 0 or not isinstance(cost, Analytic) else 1
     return heads
+
+
+def _report_ns(config: Config, pipeline: int) -> int:
+    """Where nothing is lent nobody asks; a pipeline group lends nothing."""
+    if config.lending.policy == "off" or pipeline > 1:
+        return 0
+    return max(1, int(config.lending.period_s * NS_PER_S))
 
 
 def _sequences(config: Config) -> Sequences:

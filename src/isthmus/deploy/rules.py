@@ -39,6 +39,8 @@ def rules_of(config: Config) -> Rules:
         convert=config.offload.convert == "auto",
         cool_down_s=config.offload.cool_down_s,
         period_ns=int(config.offload.period_s * NS_PER_S),
+        lending=config.lending.policy,
+        lending_reserve=config.lending.reserve,
     )
 
 

@@ -65,6 +65,7 @@ NODE_METRICS = {
     "seal_mismatches_total": "Pieces of KV that came damaged from another node.",
     "kv_blocks_hosted": "Blocks of the KV memory that hold KV of requests computed on other nodes.",
     "kv_bytes_shipped_total": "KV sent to nodes that hold it for requests computed here.",
+    "kv_bytes_returned_total": "KV that came back from nodes that held it.",
     "kv_bytes_stowed_total": "KV taken in for requests computed on other nodes.",
     "attention_asked_total": "Questions to holders of KV: one a holder, layer and iteration.",
     "attention_bytes_asked_total": "Queries sent to holders of KV.",

@@ -27,7 +27,8 @@ class Attempt(Sequence):
 
     __slots__ = (
         "ask_again_ns", "asked", "begin", "claimed", "extent", "fetch", "given_up_ns", "granted", "has_asked",
-        "holders", "landed", "more", "moved_ns", "reason", "recalled", "received", "sampled", "shipping_to", "started",
+        "holders", "is_back", "landed", "more", "moved_ns", "reason", "recalled", "received", "returning", "sampled",
+        "shipping_to", "started",
     )  # fmt: skip
 
     def __init__(self, begin: Begin, extent: Extent, departs: bool) -> None:
@@ -50,6 +51,8 @@ class Attempt(Sequence):
         self.holders: dict[NodeId, None] = {}  # all that were asked
         self.shipping_to: dict[NodeId, None] = {}  # who has not said that what is on its way there came
         self.landed = False  # what is shipped is there, and a run may still use it here
+        self.returning = 0  # blocks that come back from its last holder
+        self.is_back = False  # they are here, and a run may still use those there
         self.received = False  # what is handed over is in the engine
         self.recalled = not route.handover_start  # what of the prompt is not handed over is, too
         self.moved_ns = 0  # when bytes of it were last handed over, 0 before any

@@ -103,16 +103,16 @@ class Away:
             if attempt.state is DECODING and not attempt.asked and now >= attempt.ask_again_ns:
                 self.move(attempt, attempt.begin.route.growth, GROWTH, actions)
 
-    def move(self, attempt: Attempt, holders: Holders, num_blocks: int, actions: Actions) -> None:
-        """Asks for room for so many more of its blocks, unless one of these has some before those of another: what lies
-        with a holder follows each other."""
+    def move(self, attempt: Attempt, holders: Holders, num_blocks: int, actions: Actions) -> bool:
+        """Asks for room for so many more of its blocks. False if it has not so many, some are coming back, or one of
+        these has some before those of another: what lies with a holder follows each other."""
         most = self._scheduler.num_computed(attempt) // self._size - attempt.num_away
         num_blocks = min(num_blocks, most)
-        if num_blocks <= 0 or attempt.asked:
-            return
+        if num_blocks <= 0 or attempt.asked or attempt.returning:
+            return False
         holdings = _with(attempt.holdings, Holding(holders, num_blocks))
         if not {holder for holding in holdings[:-1] for holder in holding.holders}.isdisjoint(holders):
-            return
+            return False
         attempt.asked, attempt.has_asked = dict.fromkeys(holders), True
         attempt.more = Holding(holders, num_blocks)
         attempt.holders |= attempt.asked
@@ -120,6 +120,7 @@ class Away:
         actions += [
             events.Reserve(attempt.request, *each) for each in shares(holdings) if each[0] in attempt.asked
         ]
+        return True
 
     def reserved(self, attempt: Attempt, event: events.Reserved, now: int) -> bool:
         """An answer came; whether it goes on. Without room for more it does as it was."""
@@ -237,6 +238,15 @@ class Guests:
         if key in needed:
             needed[key].add(event.peer)
         actions.append(events.Rekey(old if is_new else NOBODY, key, event.peer))
+
+    def shrunk(self, event: events.Shrunk, actions: Actions) -> bool:
+        """Whether some of its room is free: who asks decodes, and so is the last that needs it."""
+        blocks = self._scheduler.num_hosted_of(event.key)
+        if event.peer not in self._needed.get(event.key, ()) or not 0 < event.num_blocks < blocks:
+            return False
+        self._scheduler.shrink(event.key, event.num_blocks)
+        actions.append(events.Trim(event.key, event.num_blocks))
+        return True
 
     def left(self, event: events.Left, now: int, actions: Actions) -> bool:
         """Whether nobody needs it any more, and its blocks are free. If one was lost it stays for a while: another may

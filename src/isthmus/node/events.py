@@ -66,6 +66,15 @@ class Move(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
 
 
+class Return(msgspec.Struct, frozen=True, tag=True):
+    """The last `num_blocks` of an attempt's blocks that lie with `holder`, which has the last of its holdings, are to
+    come home, if there is memory for them here."""
+
+    key: RequestId
+    holder: NodeId
+    num_blocks: int
+
+
 class Become(msgspec.Struct, frozen=True, tag=True):
     """Take this role. Nothing of the old one is under way here."""
 
@@ -154,6 +163,22 @@ class Shipped(msgspec.Struct, frozen=True, tag=True):
     stop: int
 
 
+class Shrunk(msgspec.Struct, frozen=True, tag=True):
+    """Of the room for an attempt's KV a node needs only that for the first `num_blocks` blocks."""
+
+    key: RequestId
+    peer: NodeId
+    num_blocks: int
+
+
+class Reclaimed(msgspec.Struct, frozen=True, tag=True):
+    """A `Reclaim` is over: all is in the engine and its seals matched, or not `whole`. Nothing is written there any
+    more."""
+
+    key: RequestId
+    whole: bool
+
+
 class Severed(msgspec.Struct, frozen=True, tag=True):
     """The session is gone over which these attempts are handed over, or stood still for too long."""
 
@@ -239,9 +264,9 @@ class Woken(msgspec.Struct, frozen=True, tag=True):
 
 
 Event = (
-    Begin | Forget | Move | Become
+    Begin | Forget | Move | Return | Become
     | Granted | Landed | Wanted | Enough | Severed
-    | Asked | Left | Claimed | Reserved | Found | Shipped
+    | Asked | Left | Shrunk | Claimed | Reserved | Found | Shipped | Reclaimed
     | Stepped | Saved | Missing | Sampled | Came | FetchEnded | Loaded | Received | Moved | Broken | Lost | Recovered
     | Woken
 )  # fmt: skip
@@ -355,6 +380,24 @@ class Ship(msgspec.Struct, frozen=True, tag=True):
     blocks: tuple[int, ...]
 
 
+class Reclaim(msgspec.Struct, frozen=True, tag=True):
+    """Copy what `holder` has of an attempt, from block number `first` of it on, into these blocks of the engine; say
+    `Reclaimed` once in any case, even after `Release`. It stays there as it is until `Shrink` or `Vacate`."""
+
+    key: RequestId
+    holder: NodeId
+    first: int
+    blocks: tuple[int, ...]
+
+
+class Shrink(msgspec.Struct, frozen=True, tag=True):
+    """Tell `holder` that of the room for an attempt's KV only that for the first `num_blocks` blocks is needed."""
+
+    key: RequestId
+    holder: NodeId
+    num_blocks: int
+
+
 class Vacate(msgspec.Struct, frozen=True, tag=True):
     """Tell `holder` that an attempt's KV is needed there no more, by this node."""
 
@@ -378,6 +421,13 @@ class Rekey(msgspec.Struct, frozen=True, tag=True):
     old: RequestId
     key: RequestId
     peer: NodeId
+
+
+class Trim(msgspec.Struct, frozen=True, tag=True):
+    """Of the blocks of an attempt that is hosted only the first `num_blocks` are for it any more."""
+
+    key: RequestId
+    num_blocks: int
 
 
 class Unhost(msgspec.Struct, frozen=True, tag=True):
@@ -409,7 +459,7 @@ class Wake(msgspec.Struct, frozen=True, tag=True):
 Action = (
     Run | Cut | Joined | Preempted
     | Admitted | Load | Read | Save | Adopt | Promote | Demote | Drop | Shorten
-    | Reserve | Claim | Ship | Vacate | Host | Rekey | Unhost
+    | Reserve | Claim | Ship | Reclaim | Shrink | Vacate | Host | Rekey | Trim | Unhost
     | Fetch | EndFetch | Give | Offer | Grant | Send | Finish | Land | Release | Wake
     | Report
 )  # fmt: skip

@@ -14,12 +14,14 @@ from typing import Any
 
 import msgspec
 
-from isthmus.attempts import FetchFinished, FetchOrder, PrefillFinished, RequestFailed, RoleChanged
+from isthmus.attempts import FetchFinished, FetchOrder, PrefillFinished, RequestFailed, RoleChanged, Spread
 from isthmus.blocks import state_names
 from isthmus.node import events
 from isthmus.node.attempt import Attempt
 from isthmus.node.away import Away, Guests
 from isthmus.node.extent import extent_of
+from isthmus.node.returns import Returns
+from isthmus.node.usage import Usage
 from isthmus.scheduler import Limits, Saved, Scheduler, Stepped
 from isthmus.scheduler.sequence import COMPUTING, DECODING, DEPARTING, JOINING, RECEIVING
 from isthmus.types import DECODE, NS_PER_MS, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role
@@ -37,6 +39,7 @@ class Node:
 
     `limits`: of each role that it may be given. `stages`: of the pipeline group that it is; with several, the first
     tokens of prompts come by `Sampled`. `transfer_ns`: how long a hand-over or a fetch that began may bring nothing.
+    `report_ns`: how often it says at most what its memory is used for, 0 for never.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Node:
         *,
         stages: int = 1,
         transfer_ns: int = TRANSFER_NS,
+        report_ns: int = 0,
     ) -> None:
         self.node, self.scheduler, self.tiers = scheduler.node, scheduler, scheduler.tiers
         self._limits, self._stages, self._transfer_ns = limits, stages, transfer_ns
@@ -54,7 +58,8 @@ class Node:
         # What is wanted, and when bytes of it last came, 0 before any.
         self._fetches: dict[RequestId, tuple[events.Fetch, int]] = {}
         self._loans: dict[tuple[RequestId, NodeId], Names] = {}
-        self._away, self._guests = Away(scheduler), Guests(scheduler)
+        self._away, self._returns, self._guests = Away(scheduler), Returns(scheduler), Guests(scheduler)
+        self._usage = Usage(scheduler, report_ns) if report_ns else None
         self._forgotten: list[Attempt] = []  # while a run with them is out
         self._early: list[events.Sampled] = []  # told while a run with them is out
         self._distrusted: dict[RequestId, None] = {}
@@ -64,6 +69,7 @@ class Node:
             events.Begin: self._begin,
             events.Forget: self._forget,
             events.Move: self._move,
+            events.Return: self._return,
             events.Become: self._become,
             events.Granted: self._granted,
             events.Landed: self._landed,
@@ -73,8 +79,10 @@ class Node:
             events.Left: self._left,
             events.Claimed: self._claimed,
             events.Found: self._found,
+            events.Shrunk: self._shrunk,
             events.Reserved: self._reserved,
             events.Shipped: self._shipped,
+            events.Reclaimed: self._reclaimed,
             events.Severed: self._severed,
             Stepped: self._stepped,
             Saved: self._saved,
@@ -95,6 +103,8 @@ class Node:
         """Takes one fact, returns what follows from it, in order. Mutates. `now`: ns, never goes back."""
         actions: list[events.Action] = []
         self._handlers[type(event)](event, now, actions)
+        if self._usage is not None:
+            self._usage.tell(self._attempts, now, actions)
         return actions
 
     @property
@@ -131,6 +141,7 @@ class Node:
         assert not self._attempts and not self._forgotten, "an attempt never ended"
         assert not self._fetches and not self._loans, "a fetch or a loan never ended"
         self._away.check_idle()
+        self._returns.check_idle()
         self._guests.check_idle()
         assert scheduler.run is None and scheduler.num_waiting == scheduler.num_running == 0
         assert scheduler.pool.available == scheduler.pool.num_blocks, "blocks did not come back"
@@ -189,7 +200,7 @@ class Node:
         """The attempt is over, whatever it had come to."""
         key = attempt.begin.key
         del self._attempts[key]
-        self._away.stop(attempt)
+        self._stop_moving(attempt)
         if key in self._fetches:
             actions.append(events.EndFetch(key))  # a run may wait for it
         if self.scheduler.computes(attempt):
@@ -198,6 +209,10 @@ class Node:
         else:
             self._release(attempt, actions)
             self._free(attempt, now, actions)
+
+    def _stop_moving(self, attempt: Attempt) -> None:
+        self._away.stop(attempt)
+        self._returns.stop(attempt)
 
     def _release(self, attempt: Attempt, actions: list[events.Action]) -> None:
         """Nothing is under way for it any more, here and at holders."""
@@ -431,17 +446,30 @@ class Node:
 
     def _move(self, event: events.Move, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
-        if attempt is not None and attempt.state is DECODING and self._stages == 1:
-            self._away.move(attempt, (event.holder,), event.num_blocks, actions)
+        if attempt is None:
+            return  # the conductor hears why
+        moves = attempt.state is DECODING and self._stages == 1
+        if not (moves and self._away.move(attempt, (event.holder,), event.num_blocks, actions)):
+            actions.append(_spread(attempt))
+
+    def _return(self, event: events.Return, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is None:
+            return
+        if not (attempt.state is DECODING and self._returns.begin(attempt, event, actions)):
+            actions.append(_spread(attempt))
 
     def _reserved(self, event: events.Reserved, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
         if attempt is None or event.holder not in attempt.asked:
             return
+        is_ordered = attempt.more is not None and not attempt.grows
         if not self._away.reserved(attempt, event, now):
             reason = f"{event.holder} has no room for its KV"
             self._fail(attempt, reason, now, actions, no_room=True)
             return
+        if is_ordered and not attempt.asked:
+            actions.append(_spread(attempt))
         self._maybe_whole(attempt, now, actions)
         self._cut(actions)
         if self.scheduler.run is None:
@@ -454,9 +482,21 @@ class Node:
 
     def _shipped(self, event: events.Shipped, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
-        if attempt is None:
-            return
-        self._away.shipped(attempt, event)
+        if attempt is not None:
+            self._away.shipped(attempt, event)
+            self._arrived(attempt, now, actions)
+
+    def _reclaimed(self, event: events.Reclaimed, now: int, actions: list[events.Action]) -> None:
+        attempt = self._returns.reclaimed(event)
+        if attempt is None or not event.whole:  # its blocks are free
+            if attempt is not None:
+                actions.append(_spread(attempt))
+            self._replan(now, actions)
+        else:
+            self._arrived(attempt, now, actions)
+
+    def _arrived(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
+        """Some of its KV is where it was to go."""
         if self.scheduler.computes(attempt):
             self._cut(actions)
             return
@@ -466,11 +506,16 @@ class Node:
             self._plan(now, actions)
 
     def _ship(self, now: int, actions: list[events.Action]) -> None:
-        """What came to its holder is free here; what is full goes on its way; what has all there is handed over."""
+        """What came to its holder is free here, what came back is not there any more; what is full goes on its way;
+        what has all there is handed over."""
         through = self._away.settle()
         for attempt in through:
             self._maybe_finish(attempt, actions)
         self._away.ship(actions)
+        for attempt in self._returns.settle(actions):
+            actions.append(_spread(attempt))
+            if not attempt.holdings:
+                self._away.stop(attempt)
         self._away.grow(now, actions)
 
     def _drop(self, now: int, actions: list[events.Action]) -> None:
@@ -488,6 +533,10 @@ class Node:
 
     def _left(self, event: events.Left, now: int, actions: list[events.Action]) -> None:
         if self._guests.left(event, now, actions):
+            self._replan(now, actions)
+
+    def _shrunk(self, event: events.Shrunk, now: int, actions: list[events.Action]) -> None:
+        if self._guests.shrunk(event, actions):
             self._replan(now, actions)
 
     def _claimed(self, event: events.Claimed, now: int, actions: list[events.Action]) -> None:
@@ -533,7 +582,7 @@ class Node:
             self._forgotten.clear()
         over = [self._attempts.pop(key) for key in event.ended if key in self._attempts]
         for attempt in over:
-            self._away.stop(attempt)
+            self._stop_moving(attempt)
         if run.chunks and event.steps and self._stages == 1:
             for piece in run.chunks:
                 sampled = self._attempts.get(piece.request) if piece.samples else None
@@ -604,3 +653,8 @@ class Node:
             useless = [name for chain in event.chains for name in chain if not tiers.holds(name)]
             if useless:
                 actions.append(events.Drop(tuple(dict.fromkeys(useless))))
+
+
+def _spread(attempt: Attempt) -> Spread:
+    route = attempt.begin.route
+    return Spread(route.request, route.attempt, attempt.holdings)

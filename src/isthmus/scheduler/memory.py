@@ -28,6 +28,8 @@ class Memory:
         self._window = max(1, min(window, limits.num_blocks // 4))
         self.guests: dict[RequestId, Blocks] = {}
         """For KV of other nodes' requests."""
+        self.reclaiming: dict[RequestId, Blocks] = {}
+        """Into which KV comes back from holders: nobody's until that is over, whatever became of their request."""
         self._saving: dict[RequestId, int] = {}  # how often `saved` is still to come
         self._unsaved: dict[RequestId, list[int]] = {}  # given back meanwhile
 
@@ -81,18 +83,39 @@ class Memory:
         assert request not in self.guests
         self.guests[request] = self.guests.pop(old)
 
+    def shrink(self, request: RequestId, num_blocks: int) -> None:
+        """Of that room so much is left; the rest is free."""
+        blocks = self.guests[request]
+        self.guests[request] = blocks[:num_blocks]
+        self.pool.release(blocks[num_blocks:])
+
     def unhost(self, request: RequestId) -> None:
         """That room is free."""
         self.pool.release(self.guests.pop(request))
 
+    def reclaim(self, request: RequestId, num_blocks: int, headroom: int) -> Blocks:
+        """Blocks for KV that comes back; none where there are not so many."""
+        if num_blocks + headroom > self.pool.available:
+            return ()
+        blocks = self.reclaiming[request] = self.pool.allocate(num_blocks)
+        return blocks
+
+    def unclaim(self, request: RequestId) -> None:
+        """It did not come, or is not needed."""
+        self.pool.release(self.reclaiming.pop(request, ()))
+
     def reserve(self, sequence: Sequence, headroom: int) -> bool:
         """Gives it blocks for the KV that is sent to it, its next token included; False as above."""
-        needed = -(-(sequence.length + 1) // self._size) - sequence.num_held
+        needed = self.to_receive(sequence)
         if needed + self.states.num_blocks + headroom > self.pool.available:
             return False
         sequence.blocks = self.pool.allocate(needed)
         self.states.reserve(sequence)
         return True
+
+    def to_receive(self, sequence: Sequence) -> int:
+        """Blocks for the KV that is sent to it, its next token included."""
+        return -(-(sequence.length + 1) // self._size) - sequence.num_held
 
     def release(self, sequence: Sequence) -> None:
         """Takes back all that it holds."""
@@ -123,7 +146,8 @@ class Memory:
         self.pool.check()
         self.states.check(sequences)
         assert self._unsaved.keys() <= self._saving.keys() and all(self._saving.values())
-        held = sum([len(blocks) for blocks in (*self._unsaved.values(), *self.guests.values())])
+        others = *self._unsaved.values(), *self.guests.values(), *self.reclaiming.values()
+        held = sum([len(blocks) for blocks in others])
         for each in sequences:
             held += len(each.blocks) + len(each.restore) + sum([len(shot.blocks) for shot in each.snapshots])
         assert held == self.pool.num_held, "requests and the pool do not agree on what is held"

@@ -169,9 +169,49 @@ class Scheduler:
         """What lies here of one request of another node is another's."""
         self._memory.rekey(old, request)
 
+    def shrink(self, request: RequestId, num_blocks: int) -> None:
+        """Of that room only so much is needed."""
+        self._memory.shrink(request, num_blocks)
+
     def unhost(self, request: RequestId) -> None:
         """That room is not needed any more."""
         self._memory.unhost(request)
+
+    def fits(self, sequence: Sequence, num_away: int) -> bool:
+        """Whether all of it, at its end, has room here when so many blocks lie elsewhere."""
+        return sequence.stop_length - num_away * self.limits.block_size <= self.limits.capacity_tokens
+
+    def reclaim(self, sequence: Sequence, num_blocks: int, actions: Actions) -> Blocks:
+        """Blocks for what comes back of its KV, beside one spare block for each that runs here; none if there are not
+        so many. Until `reclaimed` or `unclaim` they are nobody's."""
+        blocks = self._memory.reclaim(sequence.request, num_blocks, self._batch.headroom)
+        if self.pool.evicted:
+            actions.append(BlocksEvicted(self.node, self.pool.take_evicted()))
+        return blocks
+
+    def reclaimed(self, sequence: Sequence) -> None:
+        """It is back. No run touches it."""
+        assert not self.computes(sequence)
+        sequence.returned(self._memory.reclaiming.pop(sequence.request))
+
+    def unclaim(self, request: RequestId) -> None:
+        """What was to come back did not, or is not needed. Unknown ones are no error."""
+        self._memory.unclaim(request)
+
+    @property
+    def num_spare(self) -> int:
+        """Blocks that are kept free for requests that run."""
+        return self._batch.headroom
+
+    @property
+    def num_wanted(self) -> int:
+        """Blocks of all that wait for memory."""
+        wanted = sum([self._memory.at_home(each) for each in self._admission.waiting])
+        return wanted + sum([self._memory.to_receive(each) for each in self._incoming.expected])
+
+    def num_hosted_of(self, request: RequestId) -> int:
+        """Blocks for KV of this request of another node."""
+        return len(self._memory.guests.get(request, ()))
 
     @property
     def num_hosted(self) -> int:

@@ -145,6 +145,19 @@ class Sequence:
         self.held = tuple(held)
         return gone
 
+    def returned(self, blocks: Blocks) -> None:
+        """The last that lay elsewhere lie in these now. Nothing was on its way there."""
+        assert self.num_held == self.num_away and not self.num_shipping
+        left = self.num_held = self.num_away = self.num_held - len(blocks)
+        held: list[Holding] = []
+        for holding in self.holdings:
+            there = min(left, holding.num_blocks)
+            if there:
+                held.append(Holding(holding.holders, there))
+            left -= there
+        self.holdings = self.held = tuple(held)
+        self.blocks = blocks + self.blocks
+
     @property
     def table(self) -> Blocks:
         """`blocks` by the number of the block in the request; what stands for those elsewhere means nothing."""

@@ -43,6 +43,8 @@ class Holding:
         self._named, self._say, self._tell, self._start, self._cancel = named, say, tell, start, cancel
         self._are_cut = are_cut
         self._flows: dict[tuple[RequestId, int], dict[NodeId, Flow]] = {}
+        self._back: dict[RequestId, tuple[SimNode, Flow]] = {}
+        """What comes back, and to which home."""
         self._guests: dict[tuple[RequestId, NodeId], _Guest] = {}
         """Of an attempt and a holder."""
         self.handlers: dict[type, Callable[[SimNode, Any], None]] = {
@@ -51,7 +53,10 @@ class Holding:
             events.Host: self._host,
             events.Rekey: self._rekey,
             events.Ship: self._ship,
+            events.Reclaim: self._reclaim,
+            events.Shrink: self._shrink,
             events.Vacate: self._vacate,
+            events.Trim: self._trim,
             events.Unhost: self._unhost,
         }
 
@@ -111,6 +116,24 @@ class Holding:
         self._guests[shipped.key, shipped.holder].stowed = shipped.stop
         self._say(holder, node, shipped)
 
+    def _reclaim(self, node: SimNode, reclaim: events.Reclaim) -> None:
+        holder, key = self._named[reclaim.holder], reclaim.key
+        if not holder.alive:
+            self._tell(node, events.Reclaimed(key, whole=False))
+            return
+        size = len(reclaim.blocks) * node.facts.block_size * node.cost.kv_token_bytes
+        flow = self._start(holder, node, size, (_call, partial(self._came_back, node, key)))
+        self._back[key] = node, flow
+
+    def _came_back(self, node: SimNode, key: RequestId) -> None:
+        del self._back[key]
+        self._tell(node, events.Reclaimed(key, whole=True))
+
+    def _shrink(self, node: SimNode, shrink: events.Shrink) -> None:
+        holder = self._named[shrink.holder]
+        if holder.alive:
+            self._say(node, holder, events.Shrunk(shrink.key, node.facts.node, shrink.num_blocks))
+
     def _vacate(self, node: SimNode, vacate: events.Vacate) -> None:
         name, guest = node.facts.node, self._guests.get((vacate.key, vacate.holder))
         if guest is not None and name in guest.askers:
@@ -123,6 +146,11 @@ class Holding:
         if not guest.askers and not guest.hosted:
             del self._guests[key, holder]
 
+    def _trim(self, node: SimNode, trim: events.Trim) -> None:
+        guest = self._guests.get((trim.key, node.facts.node))
+        if guest is not None:
+            guest.stowed = min(guest.stowed, trim.num_blocks)
+
     def _unhost(self, node: SimNode, unhost: events.Unhost) -> None:
         guest = self._guests.get((unhost.key, node.facts.node))
         if guest is None:
@@ -132,9 +160,12 @@ class Holding:
             del self._guests[unhost.key, node.facts.node]
 
     def release(self, node: SimNode, key: RequestId) -> None:
-        """Nothing more is read from its blocks here."""
+        """Nothing more is read from its blocks here, or written to what comes back."""
         for flow in self._flows.pop((key, node.slot), {}).values():
             self._cancel(flow)
+        if key in self._back and self._back[key][0] is node:
+            self._cancel(self._back.pop(key)[1])
+            self._tell(node, events.Reclaimed(key, whole=False))
 
     def part(self, one: SimNode, other: SimNode) -> None:
         """The sessions of two nodes ended: what lies with one of them is lost to the other."""
@@ -163,7 +194,7 @@ class Holding:
             self._tell(home, events.Broken(key, f"{holder.facts.node}, which has its KV, is gone"))
 
     def check_idle(self) -> None:
-        assert not self._flows and not self._guests, "KV is left with a holder"
+        assert not self._flows and not self._back and not self._guests, "KV is left with a holder"
 
 
 def _call(there: Callable[[], None]) -> None:

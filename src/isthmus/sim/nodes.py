@@ -15,11 +15,13 @@ from isthmus.attempts import (
     BlocksEvicted,
     BlocksStored,
     FetchFinished,
+    MemoryUsed,
     PrefillFinished,
     Report,
     RequestFailed,
     RoleChanged,
     Route,
+    Spread,
 )
 from isthmus.conductor import Event as ConductorEvent
 from isthmus.conductor import FirstToken
@@ -70,7 +72,9 @@ class Nodes:
             Preempted: self._preempted,
             events.Shorten: self._shorten,
             events.Wake: self._wake,
-            **dict.fromkeys((BlocksStored, FetchFinished, PrefillFinished, RequestFailed), self._report),
+            **dict.fromkeys(
+                (BlocksStored, FetchFinished, PrefillFinished, RequestFailed, Spread, MemoryUsed), self._report
+            ),
             BlocksEvicted: self._evicted,
             RoleChanged: self._role_changed,
             **self.moves.handlers,

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from isthmus.attempts import key_of
 from isthmus.conductor import (
     Abort,
     Action,
@@ -25,15 +26,17 @@ from isthmus.conductor import (
     Fail,
     Hold,
     HoldExpired,
+    Lend,
     LinksMeasured,
     NodeLeft,
     Refuse,
+    Repay,
     RequestArrived,
     RequestEnded,
     Route,
     ThresholdSet,
 )
-from isthmus.node.events import Become
+from isthmus.node.events import Become, Move, Return
 from isthmus.sim.clock import OTHERS, TRANSFER_ENDS, Clock
 from isthmus.sim.cycles import no_cycles
 from isthmus.sim.deployment import Deployment
@@ -81,6 +84,8 @@ class Simulation:
             Hold: self._hold,
             Convert: self._convert,
             ThresholdSet: self._threshold_set,
+            Lend: self._lend,
+            Repay: self._repay,
         }
 
     # The loop.
@@ -227,6 +232,14 @@ class Simulation:
 
     def _convert(self, order: Convert) -> None:
         self._nodes.tell(self._nodes.by_name[order.node], Become(order.role))
+
+    def _lend(self, order: Lend) -> None:
+        key = key_of(order.request, order.attempt)
+        self._nodes.tell(self._nodes.by_name[order.home], Move(key, order.holder, order.num_blocks))
+
+    def _repay(self, order: Repay) -> None:
+        key = key_of(order.request, order.attempt)
+        self._nodes.tell(self._nodes.by_name[order.home], Return(key, order.holder, order.num_blocks))
 
     def _threshold_set(self, order: ThresholdSet) -> None:
         self._thresholds.append(ThresholdChange(self._clock.now, order.threshold, order.reason))

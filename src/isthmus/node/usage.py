@@ -1,0 +1,53 @@
+"""What a node says of its memory while memory is lent: what changed, once in a while (Infinite-LLM, heartbeats).
+
+The next report is due a period after the one before. Where nothing is under way there is none until something happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from isthmus.attempts import Entry, MemoryUsed
+from isthmus.node import events
+from isthmus.node.attempt import Attempt
+from isthmus.scheduler import Actions, Scheduler
+from isthmus.scheduler.sequence import DECODING
+from isthmus.types import RequestId
+
+
+class Usage:
+    """What was said, and when the next is due."""
+
+    def __init__(self, scheduler: Scheduler, period_ns: int) -> None:
+        self._scheduler, self._period_ns = scheduler, period_ns
+        self._due_ns = 0
+        self._told: dict[RequestId, Entry] = {}
+        self._told_node = (0, 0, 0, 0)
+
+    def tell(self, attempts: Mapping[RequestId, Attempt], now: int, actions: Actions) -> None:
+        """After each event."""
+        if now < self._due_ns:
+            return
+        scheduler = self._scheduler
+        entries = {key: _entry(attempt) for key, attempt in attempts.items()}
+        changed = [entry for key, entry in entries.items() if self._told.get(key) != entry]
+        gone = [Entry(each.request, each.attempt) for key, each in self._told.items() if key not in entries]
+        node = (
+            scheduler.pool.available,
+            scheduler.num_spare,
+            scheduler.num_wanted,
+            scheduler.num_waiting,
+        )
+        if changed or gone or node != self._told_node:
+            self._told, self._told_node = entries, node
+            actions.append(MemoryUsed(scheduler.node, *node, (*gone, *changed)))
+        self._due_ns = now + self._period_ns
+        if entries or scheduler.num_hosted:
+            actions.append(events.Wake(self._due_ns))
+
+
+def _entry(attempt: Attempt) -> Entry:
+    route = attempt.begin.route
+    decodes = attempt.state is DECODING
+    moving = attempt.num_away - attempt.num_held
+    return Entry(route.request, route.attempt, len(attempt.blocks), moving, decodes, attempt.holdings)

@@ -187,10 +187,10 @@ def test_a_home_that_dies_is_replaced_and_no_kv_moves(
             assert len(answer) == num_tokens
             check_greedy(model, prompt, answer)
         again = [(seen, key) for seen in watched for key in seen.found]
-        assert again, "the node that died had none"
+        assert any(max(seen.found[key]) > 0 for seen, key in again), "the node that died had none"
         for seen, key in again:
             whole = sum(seen.found[key]) if kv_heads == 1 else min(seen.found[key])
-            assert key.endswith("#2") and whole > 0
+            assert key.endswith("#2")
             assert seen.begun[key] == 16 * whole, "what was kept is not computed"
             if kv_heads > 1:
                 assert all(first >= whole for first, _ in seen.shipped.get(key, ())), (

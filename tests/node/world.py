@@ -292,6 +292,13 @@ class World:
             if not asked.over and (route.decode == name or (route.prefill == name and not handed_over)):
                 self._end(asked, "its node is gone")
                 cost.append(asked)
+        for place in self.places.values():
+            for key in [key for key, rooms in place.holds.items() if name in rooms]:
+                place.shipping.pop(key, None)
+                if key in place.coming:
+                    self._later(place.name, Reclaimed(key, whole=False))
+                self.broken.add((place.name, key, "parted"))
+                self.tell(place, Broken(key, "parted"))
         return cost
 
     def step(self) -> bool:

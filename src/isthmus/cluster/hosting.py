@@ -82,7 +82,7 @@ class Hosts:
         if room.num_blocks < 1:
             raise ProtocolError(f"{peer} wants room for {room.num_blocks} blocks")
         guest = self._guests.get(room.key)
-        if guest is None:
+        if guest is None or (guest.share != room.share and not guest.sessions):  # who had the other left
             guest = self._guests[room.key] = _Guest(self._memory_of(room.share.parts), room.share)
         if guest.share != room.share:
             raise ProtocolError(f"{peer} wants room for another share of {room.key}")

@@ -6,6 +6,7 @@ import pytest
 
 from isthmus.papers import infinite_llm
 from isthmus.papers.infinite_llm.context import completes, longest, pool_tokens
+from isthmus.papers.infinite_llm.gain import LOADS, served
 from isthmus.papers.infinite_llm.moves import lost
 from isthmus.papers.infinite_llm.setup import A100, ETHERNET
 from isthmus.papers.infinite_llm.traffic import MEASURED_MS, kv_bytes, query_bytes, times_ms
@@ -48,3 +49,18 @@ def test_moves_are_free_on_nvlink_and_not_between_the_paper_s_nodes() -> None:
     for tokens in (16, 32):
         assert lost("7B", tokens, A100.link_bw) == 0
         assert lost("7B", tokens, ETHERNET) > 50
+
+
+@pytest.mark.parametrize("load", ["all alike, none waits", "all alike"])
+def test_nothing_moves_and_nothing_is_gained_where_all_are_alike(load: str) -> None:
+    off, lent = (served(LOADS[load], lending) for lending in ("off", "greedy"))
+    assert off.rate == lent.rate and lent.moved == 0
+
+
+def test_lending_gains_more_the_longer_the_long_request_is() -> None:
+    gains = []
+    for length in ("30,000", "60,000", "90,000"):
+        off, lent = (served(LOADS[f"1 of {length}"], lending) for lending in ("off", "greedy"))
+        gains.append(lent.rate / off.rate)
+        assert off.moved == 0 < lent.moved
+    assert 1 < gains[0] < gains[1] < gains[2]

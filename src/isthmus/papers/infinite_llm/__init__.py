@@ -6,7 +6,7 @@ Two versions have different headlines. The first (DistKV-LLM, January 2024) borr
 
 from __future__ import annotations
 
-from isthmus.papers.infinite_llm import context, moves, traffic
+from isthmus.papers.infinite_llm import context, gain, moves, traffic
 from isthmus.papers.table import Table
 
-TABLES: tuple[Table, ...] = (context.TABLE, traffic.TABLE, moves.TABLE)
+TABLES: tuple[Table, ...] = (context.TABLE, traffic.TABLE, gain.TABLE, moves.TABLE)

@@ -106,7 +106,7 @@ class Debts(Simulation):
             assert not (node.lent_blocks and node in owing), "who borrowed lends"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 3000), st.integers(1, 1500), st.integers(1, 500)), min_size=10, max_size=50

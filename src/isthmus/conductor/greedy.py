@@ -34,7 +34,7 @@ def greedy(memories: Sequence[Memory], reserve: float) -> Plan:
             creditor, room = most_room(memories, debtor, resident, reserve)
             if creditor is None:
                 continue
-            count, admitted = best(debtor, creditor, resident, min(room, resident.movable))
+            count, admitted = best(debtor, creditor, min(room, resident.movable))
             if count:
                 moves.append(move(debtor, creditor, resident, count, admitted))
         if not moves:
@@ -42,7 +42,7 @@ def greedy(memories: Sequence[Memory], reserve: float) -> Plan:
         plan += moves
 
 
-def best(debtor: Memory, creditor: Memory, resident: Resident, most: int) -> tuple[int, int]:
+def best(debtor: Memory, creditor: Memory, most: int) -> tuple[int, int]:
     """Of up to `most` blocks, how many to move, and how many requests the debtor then admits; (0, 0) for none.
 
     Between two admissions every further block only makes the creditor slower than the debtor faster, or the other way

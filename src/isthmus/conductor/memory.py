@@ -1,6 +1,7 @@
 """The KV memory of each node as policies of lending see it: what is free, who lacks some, whose KV lies where.
 
-All counts are blocks. A `Memory` is made for one plan and changes with it: what is planned counts as done.
+All counts are blocks. A `Memory` is made for one plan and changes with it: what is to go counts as gone, and what is to
+come home has its room there and is still where it was.
 """
 
 from __future__ import annotations
@@ -83,16 +84,10 @@ class Memory:
         return Lend(request.arrived.request, request.attempt, self.node.node, holder.node.node, count)
 
     def repay(self, resident: Resident, count: int) -> Repay:
-        """So many of its resident's blocks come home from the last of its holders."""
+        """So many of its resident's blocks come home from the last of its holders. Until they have, it owes them."""
         holder, there = resident.holders[-1]
         assert 0 < count <= resident.returnable <= there and count <= self.free
         self.residents.remove(resident)
-        self.here += count
         self.free -= count
-        holder.free += count
-        holder.lent -= count
-        self.owed[holder] -= count
-        if not self.owed[holder]:
-            del self.owed[holder]
         request = resident.request
         return Repay(request.arrived.request, request.attempt, self.node.node, holder.node.node, count)

@@ -247,3 +247,19 @@ def test_a_truncated_lognormal_is_the_published_workload() -> None:
 def test_a_truncated_lognormal_that_is_none_is_refused(given: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         generate(f"even:rate=1,num=1,input=truncated_lognormal({given}),output=1")
+
+
+def test_few_requests_may_be_very_long_and_the_others_stay_as_they_are() -> None:
+    plain = generate("poisson:rate=8,num=4000,input=uniform(low=100,high=300),output=20")
+    mixed = generate(
+        "poisson:rate=8,num=4000,input=uniform(low=100,high=300),output=20,few=0.02,few_input=60000,few_output=1000"
+    )
+    few = [each for each in mixed.requests if each.num_tokens == 60000]
+    assert all(each.output_tokens == 1000 for each in few) and 40 < len(few) < 130
+    assert [each.arrival_ns for each in plain.requests] == [each.arrival_ns for each in mixed.requests]
+    with pytest.raises(ConfigError, match="few needs few_input"):
+        generate("poisson:rate=8,num=4,input=1,output=1,few=0.1,few_output=3")
+    with pytest.raises(ConfigError, match="neither prefixes nor turns"):
+        generate("poisson:rate=8,num=4,input=1,output=1,few=0.1,few_input=9,few_output=3,turns=2,think_s=1")
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        generate("poisson:rate=8,num=4,input=1,output=1,few=1,few_input=9,few_output=3")

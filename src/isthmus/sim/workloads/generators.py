@@ -7,6 +7,8 @@ A specification is one line, `poisson:rate=8,num=10000,input=1024,output=128`, o
   or all equal; with `turns`, between the starts of conversations.
 * `rate`, requests per second in the mean, and `num`, how many.
 * `input`, `output`: tokens in and out, each a number or a distribution (`lengths.py`).
+* `few=0.01,few_input=60000,few_output=1000`: so large a share of the requests, drawn at random, have these lengths
+  in place of the others: many short requests and few very long ones. Not with `prefixes` or `turns`.
 * `seed` of all that is drawn, 0 if not given; `block_size`, tokens per block id, 512 if not given.
 * `prefixes=100,prefix_tokens=4096`: each conversation starts with one of so many shared prefixes of so many
   tokens, which come before `input`; the i-th most popular is chosen in proportion to i ** -`zipf`, 1 if not
@@ -61,6 +63,9 @@ class _Spec(msgspec.Struct, frozen=True, kw_only=True):
     zipf: float = 1.0
     turns: float = 1.0
     think_s: float = 0.0
+    few: float = 0.0
+    few_input: Lengths | None = None
+    few_output: Lengths | None = None
 
 
 def is_spec(text: str) -> bool:
@@ -75,6 +80,8 @@ def generate(source: str | Mapping[str, Any]) -> Workload:
     spec = _checked(kind, fields)
     gap = _gap(kind, spec.cv, random.Random(f"{spec.seed}/arrivals"))
     plain = spec.prefixes == 0 and spec.turns == 1.0
+    if spec.few and not plain:
+        raise ConfigError("workload: few goes with neither prefixes nor turns")
     requests = list(_plain(spec, gap) if plain else _conversations(spec, gap))
     return Workload(name, spec.block_size, requests)
 
@@ -94,9 +101,13 @@ def _plain(spec: _Spec, gap: Callable[[], float]) -> Iterator[Request]:
     inputs, outputs = random.Random(f"{spec.seed}/input"), random.Random(f"{spec.seed}/output")
     draw_input, draw_output = spec.input.draw, spec.output.draw
     ns_per_gap = 1e9 / spec.rate
+    is_one_of_few, few = random.Random(f"{spec.seed}/few"), random.Random(f"{spec.seed}/few lengths")
     time = 0.0
     for _ in range(spec.num):
         time += gap()
+        if spec.few_input and spec.few_output and is_one_of_few.random() < spec.few:
+            yield Request(int(time * ns_per_gap), spec.few_input.draw(few), spec.few_output.draw(few))
+            continue
         yield Request(int(time * ns_per_gap), draw_input(inputs), draw_output(outputs))
 
 
@@ -232,6 +243,13 @@ def _number(least: float, *, above: bool = False) -> Callable[[str], float]:
     return read
 
 
+def _share(text: str) -> float:
+    value = _number(0.0, above=True)(text)
+    if value >= 1:
+        raise ValueError(f"{text!r} is not a number between 0 and 1")
+    return value
+
+
 _OPTIONS: dict[str, Callable[[str], Any]] = {
     "rate": _number(0.0, above=True),
     "num": _whole,
@@ -245,6 +263,9 @@ _OPTIONS: dict[str, Callable[[str], Any]] = {
     "zipf": _number(0.0),
     "turns": _number(1.0),
     "think_s": _number(0.0),
+    "few": _share,
+    "few_input": parse_lengths,
+    "few_output": parse_lengths,
 }
 
 _NEEDS = [
@@ -255,6 +276,10 @@ _NEEDS = [
     ("zipf", "prefixes"),
     ("turns", "think_s"),
     ("think_s", "turns"),
+    ("few", "few_input"),
+    ("few", "few_output"),
+    ("few_input", "few"),
+    ("few_output", "few"),
 ]
 
 _EXAMPLES = {
@@ -267,4 +292,7 @@ _EXAMPLES = {
     "prefix_tokens": "4096",
     "turns": "5",
     "think_s": "30",
+    "few": "0.01",
+    "few_input": "60000",
+    "few_output": "1000",
 }

@@ -288,6 +288,8 @@ class Hosts:
             if num_rows < 1 or num_tokens < 1:
                 raise ProtocolError(f"{num_rows} queries of {num_tokens} tokens")
             guest, num_blocks = self._guests.get(key), -(-num_tokens // size)
+            if guest is not None and len(guest.blocks) < num_blocks:
+                guest = None
             blocks = () if guest is None else guest.blocks[:num_blocks]
             guests.append((key, guest, num_blocks))
             rows.append(Asked(blocks, num_rows, num_tokens, first, position))

@@ -54,7 +54,7 @@ class Memory:
         self.shape = Shape(num_heads, layout.head_dim, 0, layout.head_dim**-0.5)
 
     def attend(self, layer: int, asked: Sequence[Asked], q: memoryview, parts: int = 1) -> memoryview:
-        """`parts`: of the heads are not split here."""
+        assert parts == 1, "holders here have all heads"
         with torch.inference_mode():
             queries, kv = queries_of(q, self.shape), self.kv.layers[layer]
             return answer_to(asked, queries, kv, self.layout.block_size, self.shape, self.kernels)

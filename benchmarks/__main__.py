@@ -245,6 +245,29 @@ def conductor(
 
 
 @app.command()
+def context(
+    model: Annotated[
+        str | None, typer.Option(help="Model folder, GGUF file or hub id; default: isthmus serve's.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=64, help="Tokens that each node has KV memory for.")] = 512,
+    nodes: Annotated[str, typer.Option(help="Nodes of each cluster.")] = "1,4",
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of the answer.")] = 16,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each node.")] = 1,
+    json_file: JsonFile = None,
+) -> None:
+    """The longest request that one node of small memory takes, and several: by asking, and with exact tokens."""
+    from benchmarks import context as bench
+
+    check_writable("--json", json_file)
+    plan = bench.Plan(find_model(model)[0], tokens, amounts.counts("--nodes", nodes), answer, threads)
+    rows = bench.run(plan, _say)
+    show(bench.table(plan, rows))
+    write_json(json_file, msgspec.to_builtins(rows))
+    for row in rows:
+        print(f"{row.nodes}: {row.refusal}")
+
+
+@app.command()
 def cost(
     profiles: Annotated[
         Path, typer.Option(help="Folder with the published measurements (docs/cost-model.md).")

@@ -15,6 +15,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -69,7 +70,7 @@ class _Line:
     def ask(self, layer: int, asking: Asking, keys: Sequence[RequestId], q: memoryview) -> Question:
         """`keys`: of the chunks. Raises LineLost."""
         with self._lock:
-            number, rows = self._number_of(asking), ()
+            number, rows = self._number_of(asking), tuple[Any, ...]()
             if number is None:
                 number, self._next = self._next, (self._next + 1) % KNOWN_ROWS
                 rows = tuple([(keys[chunk], *rest) for chunk, *rest in asking.chunks])
@@ -205,7 +206,9 @@ class Holders:
         if place is not None and place.claimed:
             told = partial(self._found, found.key, holder, place)
             there = found.num_blocks > 0
-            self._with_line(session, found.key, place, there, lambda there: told(found.num_blocks if there else 0))
+            self._with_line(
+                session, found.key, place, there, lambda there: told(found.num_blocks if there else 0)
+            )
 
     def _with_line(
         self, session: Session, key: RequestId, place: _Place, there: bool, told: Callable[[bool], None]
@@ -216,7 +219,9 @@ class Holders:
         else:
             told(there)
 
-    async def _open(self, session: Session, key: RequestId, place: _Place, told: Callable[[bool], None]) -> None:
+    async def _open(
+        self, session: Session, key: RequestId, place: _Place, told: Callable[[bool], None]
+    ) -> None:
         try:
             place.line = await self._line(session)
         except (OSError, TimeoutError):

@@ -32,12 +32,13 @@ class LineLost(Exception):
 
 
 class _End:
-    """What both ends do, one thread at a time. `limit_s`: how long nothing may happen; None: for ever."""
+    """What both ends do. `limit_s`: how long nothing may happen; None: for ever."""
 
     def __init__(self, stream: Stream, limit_s: float | None) -> None:
         self._stream, self._limit_s = stream, limit_s
-        self._poll = select.poll()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._using = threading.Lock()  # the stream; TLS reads and writes with one state
+        self._waiting = 0
         self._is_over = False
         self.bytes_in = self.bytes_out = 0
 
@@ -49,25 +50,44 @@ class _End:
         """Both ends hear of it, whoever waits at once. From any thread; idempotent."""
         self._is_over = True
         self._stream.hang_up()
-        with self._lock:
-            self._stream.close()
+        with self._changed:
+            self._changed.notify_all()
+            self._close()
+
+    def _close(self) -> None:
+        """Once nobody waits for it: its number may be another's then."""
+        if self._is_over and not self._waiting:
+            with self._using:
+                self._stream.close()
 
     def _wait(self, events: int) -> int:
         """What happened of these. Raises LineLost."""
-        if events & select.POLLIN and self._stream.pending:
-            return select.POLLIN
-        self._poll.register(self._stream.fileno(), events)
-        found = self._poll.poll(None if self._limit_s is None else self._limit_s * 1000)
+        with self._changed:
+            if self._is_over:
+                raise LineLost("it was hung up")
+            self._waiting += 1
+            poll = select.poll()
+            poll.register(self._stream.fileno(), events)
+        try:
+            with self._using:
+                if events & select.POLLIN and self._stream.pending:
+                    return select.POLLIN
+            found = poll.poll(None if self._limit_s is None else self._limit_s * 1000)
+        finally:
+            with self._changed:
+                self._waiting -= 1
+                self._close()
         if not found:
             raise LineLost(f"nothing came in {self._limit_s:g} s")
         return found[0][1]
 
     def _receive(self, buffer: memoryview) -> int:
         """How much of it is there, perhaps nothing. Raises LineLost."""
-        try:
-            count = None if self._is_over else self._stream.receive([buffer])
-        except OSError as error:
-            raise LineLost(str(error)) from None
+        with self._using:
+            try:
+                count = None if self._is_over else self._stream.receive([buffer])
+            except OSError as error:
+                raise LineLost(str(error)) from None
         if self._is_over:  # what came after that may be anything
             raise LineLost("it was hung up")
         if count == 0:
@@ -77,10 +97,11 @@ class _End:
 
     def _send(self, views: list[memoryview]) -> list[memoryview]:
         """What is left of these. Raises LineLost."""
-        try:
-            count = None if self._is_over else self._stream.send(views)
-        except OSError as error:
-            raise LineLost(str(error)) from None
+        with self._using:
+            try:
+                count = None if self._is_over else self._stream.send(views)
+            except OSError as error:
+                raise LineLost(str(error)) from None
         if self._is_over:
             raise LineLost("it was hung up")
         if count is None:
@@ -101,38 +122,63 @@ class Question:
 
 
 class Asker(_End):
-    """The end that asks."""
+    """The end that asks, for several threads. One of those who wait reads, for all of them."""
 
     def __init__(self, stream: Stream, limit_s: float | None) -> None:
         super().__init__(stream, limit_s)
         self._asked: deque[Question] = deque()
+        self._is_read = False
+        self._writing = threading.Lock()
 
     def ask(self, head: bytes, payload: memoryview) -> Question:
         """Returns when all is on its way. Answers are read meanwhile, so that two who send much to each other do not
         wait for one another. Raises LineLost."""
-        with self._lock:
+        question = Question()
+        with self._writing:
+            with self._changed:
+                self._asked.append(question)
             views = [memoryview(_QUESTION.pack(len(head), payload.nbytes) + head), payload]
             while views := self._send(views):
-                if self._wait(select.POLLIN | select.POLLOUT) & ~select.POLLOUT:
-                    self._read()
-            self._asked.append(question := Question())
-            return question
+                self._advance(select.POLLIN | select.POLLOUT)
+        return question
 
     def answer(self, question: Question) -> memoryview | None:
         """Waits for it. None: it cannot be answered. Raises LineLost."""
-        with self._lock:
-            while not question.is_over:
-                if not self._read():
-                    self._wait(select.POLLIN)
-            return question.answer
+        while not question.is_over:
+            self._advance(select.POLLIN, question)
+        return question.answer
+
+    def _advance(self, events: int, question: Question | None = None) -> None:
+        """Reads what is there; if that is nothing, waits for one of the events, or for who reads already."""
+        with self._changed:
+            if question is not None and question.is_over:
+                return
+            reads = not self._is_read
+            if reads and self._read():
+                self._changed.notify_all()
+                return
+            if not reads and not events & select.POLLOUT:
+                self._changed.wait()
+                return
+            self._is_read = True
+        try:
+            found = self._wait(events)
+        finally:
+            if reads:
+                with self._changed:
+                    self._is_read = False
+                    self._changed.notify_all()
+        if not reads and not found & select.POLLOUT:  # who reads is about to
+            with self._changed:
+                self._changed.wait(0.001)
 
     def _read(self) -> bool:
         """More of the first answer. False where nothing is there."""
-        if not self._asked:
+        question = self._asked[0] if self._asked else None
+        if question is None:
             if self._receive(memoryview(bytearray(1))):
                 raise LineLost("an answer to nothing")
             return False
-        question = self._asked[0]
         count = self._receive(question.left)
         if count < len(question.left):
             question.left = question.left[count:]
@@ -153,27 +199,25 @@ class Asker(_End):
 
 
 class Answerer(_End):
-    """The end that answers."""
+    """The end that answers, for one thread."""
 
     def __init__(self, stream: Stream) -> None:
         super().__init__(stream, None)
 
     def next(self) -> tuple[memoryview, memoryview]:
         """Head and payload of the next question. Waits for it; raises LineLost at the end."""
-        with self._lock:
-            head_bytes, payload_bytes = _QUESTION.unpack(self._whole(_QUESTION.size))
-            if head_bytes > MAX_HEAD or payload_bytes > MAX_PAYLOAD:
-                raise LineLost("a question too long")
-            return self._whole(head_bytes), self._whole(payload_bytes)
+        head_bytes, payload_bytes = _QUESTION.unpack(self._whole(_QUESTION.size))
+        if head_bytes > MAX_HEAD or payload_bytes > MAX_PAYLOAD:
+            raise LineLost("a question too long")
+        return self._whole(head_bytes), self._whole(payload_bytes)
 
     def answer(self, data: memoryview | None) -> None:
         """None: it cannot be answered. Raises LineLost."""
-        with self._lock:
-            views = [memoryview(_ANSWER.pack(0 if data is None else data.nbytes))]
-            if data is not None:
-                views.append(data)
-            while views := self._send(views):
-                self._wait(select.POLLOUT)
+        views = [memoryview(_ANSWER.pack(0 if data is None else data.nbytes))]
+        if data is not None:
+            views.append(data)
+        while views := self._send(views):
+            self._wait(select.POLLOUT)
 
     def _whole(self, size: int) -> memoryview:
         data = left = memoryview(bytearray(size))

@@ -166,8 +166,9 @@ def _config(plan: Plan, home: Path, policy: str) -> Path:
         "engine": engine
         | {"block_size": BLOCK_SIZE, "kv_memory": plan.tokens * token_bytes, "max_sequences": 64},
         "cache": {"dram": 0},
-        "lending": {"policy": policy},
     }
+    if policy != "off":
+        values["lending"] = {"policy": policy}
     if plan.model is not None:
         values["model"] = str(plan.model)
     path = home / "lending.yaml"

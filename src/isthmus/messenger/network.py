@@ -253,10 +253,12 @@ class Listener:
     def _port_of(self, hello: greeting.Hello, peer: str) -> TcpPort:
         tcp = self._ports.get(hello.session)
         if tcp is not None and tcp.session is not None and not hello.first:
+            if hello.is_line:
+                if not tcp.session.takes_lines:
+                    raise ProtocolError("nobody here answers on a line")
+                return tcp
             numbers = [lane.number for lane in tcp.session.lanes]
-            if hello.is_line and not tcp.session.takes_lines:
-                raise ProtocolError("nobody here answers on a line")
-            if not hello.is_line and (hello.lane in numbers or len(numbers) >= MAX_CONNECTIONS):
+            if hello.lane in numbers or len(numbers) >= MAX_CONNECTIONS:
                 raise ProtocolError("this session has that connection already, or too many")
             return tcp
         if tcp is not None or not hello.first:

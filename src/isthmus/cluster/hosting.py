@@ -283,11 +283,8 @@ class Hosts:
 
     def _asked(self, head: Attend) -> _Asked:
         """What is asked for may not be here; that is found with each question."""
-        guests, rows, size = (
-            list[tuple[RequestId, _Guest | None, int]](),
-            list[Asked](),
-            self._memory.layout.block_size,
-        )
+        guests: list[tuple[RequestId, _Guest | None, int]] = []
+        rows, size = list[Asked](), self._memory.layout.block_size
         for key, num_rows, num_tokens, first, position in head.rows:
             if num_rows < 1 or num_tokens < 1:
                 raise ProtocolError(f"{num_rows} queries of {num_tokens} tokens")

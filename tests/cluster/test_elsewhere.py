@@ -215,6 +215,9 @@ def test_what_no_nodes_have_memory_for_is_refused_in_a_line(model: Path) -> None
         reply = served.http.post("/v1/completions", json=body)
         assert reply.status_code == 400
         assert f"maximum context length is {longest} tokens" in reply.json()["error"]["message"]
+        reply = served.http.post("/v1/completions", json=body | {"prompt": prompt_of(1, 60), "max_tokens": 200})
+        assert reply.status_code == 400
+        assert "no node has KV memory for an answer of 200 tokens" in reply.json()["error"]["message"]
 
 
 # Faults.

@@ -245,6 +245,29 @@ def conductor(
 
 
 @app.command()
+def context(
+    model: Annotated[
+        str | None, typer.Option(help="Model folder, GGUF file or hub id; default: isthmus serve's.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=64, help="Tokens that each node has KV memory for.")] = 512,
+    nodes: Annotated[str, typer.Option(help="Nodes of each cluster.")] = "1,4",
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of the answer.")] = 16,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of each node.")] = 1,
+    json_file: JsonFile = None,
+) -> None:
+    """The longest request that one node of small memory takes, and several: by asking, and with exact tokens."""
+    from benchmarks import context as bench
+
+    check_writable("--json", json_file)
+    plan = bench.Plan(find_model(model)[0], tokens, amounts.counts("--nodes", nodes), answer, threads)
+    rows = bench.run(plan, _say)
+    show(bench.table(plan, rows))
+    write_json(json_file, msgspec.to_builtins(rows))
+    for row in rows:
+        print(f"{row.nodes}: {row.refusal}")
+
+
+@app.command()
 def cost(
     profiles: Annotated[
         Path, typer.Option(help="Folder with the published measurements (docs/cost-model.md).")
@@ -312,6 +335,39 @@ def layerwise(
     )
     show(bench.table(results))
     write_json(json_file, bench.as_json(results))
+
+
+@app.command()
+def lending(
+    policies: Annotated[str, typer.Option(help="The first one is what the others are set against.")] = (
+        "off,ledger,greedy,isthmus"
+    ),
+    loads: Annotated[str, typer.Option(help="mixed (many short, few very long), equal.")] = "mixed,equal",
+    nodes: Annotated[int, typer.Option(min=1, help="Of role mixed.")] = 4,
+    tokens: Annotated[int, typer.Option(min=512, help="KV memory of each.")] = 2048,
+    rate: Annotated[float, typer.Option(min=0.01, help="Requests a second, in the mean.")] = 12.0,
+    long_share: Annotated[float, typer.Option(min=0, max=1, help="Of the requests of the mixed load.")] = 0.03,
+    seconds: Annotated[float, typer.Option(min=1, help="Of arrivals in each turn.")] = 20.0,
+    ttft_s: Annotated[float, typer.Option(help="A request's limit.")] = 1.5,
+    tbt_s: Annotated[float, typer.Option(help="Its limit for the mean time between tokens.")] = 0.1,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each policy and load.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of arrivals and lengths.")] = 0,
+    model: Annotated[
+        str | None, typer.Option(help="Model folder, GGUF file or hub id; default: an emulated engine.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Requests within their limits on nodes that lend each other KV memory, and on nodes that do not, live."""
+    from benchmarks import lending as bench
+
+    check_writable("--json", json_file)
+    plan = bench.Plan(
+        tuple(policies.split(",")), tuple(loads.split(",")), nodes, tokens, rate, long_share, seconds, ttft_s, tbt_s,
+        rounds, seed, find_model(model)[0] if model else None,
+    )  # fmt: skip
+    turns = bench.run(plan, _say)
+    show(bench.table(plan, turns))
+    write_json(json_file, msgspec.to_builtins(turns))
 
 
 @app.command()

@@ -171,6 +171,8 @@ def test_a_claim_over_no_session_finds_nothing() -> None:
 
 
 def test_questions_overtake_shipments() -> None:
+    """They go over a line of their own."""
+
     async def test(pair: Pair) -> None:
         sent: list[tuple[type, Priority]] = []
         session = pair.home.session
@@ -192,6 +194,6 @@ def test_questions_overtake_shipments() -> None:
         assert [each for each in sent if each[0] is messages.Shipment] == [
             (messages.Shipment, Priority.NORMAL)
         ] * LAYERS
-        assert sent[-1] == (messages.Attend, Priority.URGENT)
+        assert messages.Attend not in [kind for kind, _ in sent]
 
     with_pair(test)

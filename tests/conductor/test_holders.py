@@ -118,6 +118,16 @@ def test_all_nodes_together_and_not_more() -> None:
     assert isinstance(refused, Refuse) and refused.code == "too_long"
 
 
+@pytest.mark.parametrize("roles", [FOUR, [(Role.PREFILL, 100)] * 2 + [(Role.DECODE, 100)] * 2])
+def test_an_answer_longer_than_its_node_is_refused(roles: list[tuple[Role, int]]) -> None:
+    """Though all nodes together have memory for it: they would never have it for the answer."""
+    [refused] = Nodes(*roles).ask("r", 60, 110)
+    assert isinstance(refused, Refuse) and refused.code == "too_long"
+    assert "no node has KV memory for an answer of 110 tokens" in refused.reason
+    [route] = Nodes(*roles).ask("r", 60, 70)
+    assert isinstance(route, Route) and route.holdings
+
+
 def test_who_finds_no_room_waits_for_it() -> None:
     nodes = Nodes(*FOUR)
     nodes.ask("one", 300)

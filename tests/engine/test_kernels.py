@@ -396,6 +396,35 @@ def test_a_row_of_zeros_is_normed_to_zeros(form: Form) -> None:
     assert torch.equal(out, torch.zeros(2, 48, dtype=form.dtype))
 
 
+# ---- add_part
+
+
+@pytest.mark.parametrize("rows", [slice(1, 4), torch.tensor([4, 0, 2])], ids=["slice", "named"])
+@pytest.mark.parametrize(("head", "count", "head_dim"), [(0, 6, 64), (2, 2, 20), (5, 1, 128)])
+def test_a_part_is_added(form: Form, rows: slice | Tensor, head: int, count: int, head_dim: int) -> None:
+    """Weighed exactly, though exponentials of the weights overflow; of other rows and heads nothing changes."""
+    out, lse = randn(5, 6, head_dim), 90 * randn(5, 6, seed=1)
+    part, weight = randn(3, count, head_dim, seed=2), 90 * randn(3, count, seed=3)
+    heads = slice(head, head + count)
+    lse[rows, heads][0] = weight[0] = lse[rows, heads][0].clone() + 0.5
+    expected, total = out.double(), lse.double()
+    both = torch.stack((total[rows, heads], weight.double()))
+    shares = both.softmax(0)[..., None]
+    expected[rows, heads] = shares[0] * expected[rows, heads] + shares[1] * part
+    total[rows, heads] = both.logsumexp(0)
+    form.kernels.add_part(out, lse, rows, heads, (part, weight))
+    assert largest_error(out, expected) < 1e-5 and relative_error(lse, total) < 1e-6
+
+
+def test_parts_of_nothing_add_nothing(form: Form) -> None:
+    """Neither here nor there: 0 of no weight, never NaN."""
+    nothing = float("-inf")
+    out, lse = torch.tensor([[[1.0]], [[0.0]], [[0.0]]]), torch.tensor([[2.0], [nothing], [nothing]])
+    part = torch.tensor([[[0.0]], [[3.0]], [[0.0]]]), torch.tensor([[nothing], [4.0], [nothing]])
+    form.kernels.add_part(out, lse, slice(0, 3), slice(0, 1), part)
+    assert out.flatten().tolist() == [1.0, 3.0, 0.0] and lse.flatten().tolist() == [2.0, 4.0, nothing]
+
+
 # ---- silu_mul
 
 

@@ -24,7 +24,6 @@ from isthmus.bench.attention_peers import ECHO, SWITCH_S, Bare, Live, Memory
 from isthmus.blocks import KVLayout
 from isthmus.engine.batch import Batch, build_batch
 from isthmus.engine.interface import Chunk, Elsewhere, Held
-from isthmus.engine.mixers import sum_all, sum_here
 from isthmus.engine.remote import Remote
 from isthmus.types import Span
 
@@ -156,11 +155,11 @@ class _Case:
             for layer, kv in enumerate(memory.kv.layers):
                 remote = None
                 if elsewhere is not None:
-                    remote = Remote(elsewhere, batch.remote, layer, 0)
+                    remote = Remote(elsewhere, batch.remote, layer, 0, memory.kernels)
                     remote.ask(self.q_THD)
-                scale = memory.shape.scale
-                sums = sum_here(self.q_THD, kv, batch, memory.kernels, remote, window=0, scale=scale)
-                found.append(sums[0] if remote is None else sum_all(sums, remote))
+                tables, lens, scale = batch.tables_RB, batch.lens_R, memory.shape.scale
+                out, lse = memory.kernels.attend_paged(self.q_THD, kv, tables, lens, BLOCK, 0, scale)
+                found.append(out if remote is None else remote.add(out, lse))
         return found
 
 

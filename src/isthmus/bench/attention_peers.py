@@ -208,7 +208,8 @@ class Live:
 
     def _count(self) -> int:
         sessions = [self._node.peers.open_to(address) for address in self._addresses.values()]
-        return sum([each.bytes_in + each.bytes_out for each in sessions if each is not None])
+        stats = [each.stat() for each in sessions if each is not None]
+        return sum([stat.bytes_in + stat.bytes_out for stat in stats])
 
     def _wait_for(self, expected: Any) -> None:
         """Raises BenchError when something else happens."""

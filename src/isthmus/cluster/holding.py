@@ -1,60 +1,101 @@
 """KV of this node's attempts that lies with other nodes: asked for room, shipped there, attended to there.
 
-    home ──Room──> holder ──Kept──>        ──Shipment…──> ──Stowed──>        ──Attend──> ──Attended──>        ──Gone──>
+    home ──Room──> holder ──Kept──>        ──Shipment…──> ──Stowed──>        ──Attend──> ──sums──>        ──Gone──>
          ──Claim──>       ──Found──>
 
 What comes back is in `returning.py`.
 
-All of it goes over the session that this node opened to the holder; when it ends, what lies there is lost to this node.
+All of it goes over the session that this node opened to the holder, and what is asked over a line beside it, by threads
+that compute; when the session ends, what lies there is lost to this node.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Sequence
-from itertools import count
+from functools import partial
 from typing import Any
+
+import msgspec
 
 from isthmus.attempts import Share
 from isthmus.blocks import seal
-from isthmus.cluster.messages import Attend, Attended, Claim, Found, Gone, Kept, Room, Shipment, Shrink, Stowed
+from isthmus.cluster.messages import (
+    KNOWN_ROWS,
+    Attend,
+    Claim,
+    Found,
+    Gone,
+    Kept,
+    Room,
+    Shipment,
+    Shrink,
+    Stowed,
+)
 from isthmus.cluster.returning import Returning
 from isthmus.cluster.sessions import Reach, Spawn, Tell
 from isthmus.cluster.wire import sealed
 from isthmus.engine.interface import Asking, HolderLost, KVBytes
-from isthmus.errors import ProtocolError
-from isthmus.messenger import Priority, Sending, Session
+from isthmus.messenger import Asker, LineLost, Question, Sending, Session
 from isthmus.node import events
 from isthmus.types import NodeId, RequestId
 
 SHIPMENT_BLOCKS = 64
 """Of one layer in a frame."""
-Posts = Callable[..., None]
-"""Calls a function with arguments in the event loop, from any thread, in the order of the calls."""
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class _Place:
-    """An attempt's share with one holder. `session`: None until it is open."""
+    """An attempt's share with one holder. `session`, `line`: None until they are open."""
 
     def __init__(self, share: Share) -> None:
         self.share = share
         self.session: Session | None = None
+        self.line: _Line | None = None
         self.asked = self.claimed = False  # its answer is still to come
         self.sendings: list[Sending] = []
+
+
+class _Line:
+    """Where one holder is asked, by several threads."""
+
+    def __init__(self, asker: Asker) -> None:
+        self.asker = asker
+        self._lock = threading.Lock()
+        self._told: dict[int, Asking] = {}
+        """Whose rows it knows, by number."""
+        self._next = 0
+
+    def ask(self, layer: int, asking: Asking, keys: Sequence[RequestId], q: memoryview) -> Question:
+        """`keys`: of the chunks. Raises LineLost."""
+        with self._lock:
+            number, rows = self._number_of(asking), tuple[Any, ...]()
+            if number is None:
+                number, self._next = self._next, (self._next + 1) % KNOWN_ROWS
+                rows = tuple([(keys[chunk], *rest) for chunk, *rest in asking.chunks])
+            question = self.asker.ask(_encode(Attend(layer, number, rows, asking.parts)), q)
+            self._told[number] = asking
+            return question
+
+    def _number_of(self, asking: Asking) -> int | None:
+        """Of the very rows, for those that are equal may be of other requests."""
+        for number, known in self._told.items():
+            if known is asking:
+                return number
+        return None
 
 
 class Holders:
     """For an event loop; `remote` gives what the engine's thread asks. `answer_s`: how long one may take."""
 
-    def __init__(
-        self, memory: KVBytes, reach: Reach, tell: Tell, spawn: Spawn, later: Posts, answer_s: float
-    ) -> None:
+    def __init__(self, memory: KVBytes, reach: Reach, tell: Tell, spawn: Spawn, answer_s: float) -> None:
         self._memory, self._reach, self._tell, self._spawn = memory, reach, tell, spawn
-        self._later, self._answer_s = later, answer_s
+        self._answer_s = answer_s
         self._places: dict[RequestId, dict[NodeId, _Place]] = {}
         self.returning = Returning(memory, tell)
-        self._answers: dict[int, _Answer] = {}
-        self._numbers = count(1)  # of more than one thread
+        self._lines: dict[Session, _Line] = {}
+        self._opening = asyncio.Lock()
         self.bytes_shipped = self.bytes_asked = self.bytes_answered = self.num_asked = 0
 
     # What the node decided.
@@ -157,12 +198,44 @@ class Holders:
     def kept(self, session: Session, kept: Kept) -> None:
         holder, place = self._place(session, kept.key)
         if place is not None and place.asked:
-            self._kept(kept.key, holder, place, granted=kept.granted)
+            told = partial(self._kept, kept.key, holder, place)
+            self._with_line(session, kept.key, place, kept.granted, lambda there: told(granted=there))
 
     def found(self, session: Session, found: Found) -> None:
         holder, place = self._place(session, found.key)
         if place is not None and place.claimed:
-            self._found(found.key, holder, place, found.num_blocks)
+            told = partial(self._found, found.key, holder, place)
+            there = found.num_blocks > 0
+            self._with_line(
+                session, found.key, place, there, lambda there: told(found.num_blocks if there else 0)
+            )
+
+    def _with_line(
+        self, session: Session, key: RequestId, place: _Place, there: bool, told: Callable[[bool], None]
+    ) -> None:
+        """What is there is of use once there is a line."""
+        if there and place.line is None:
+            self._spawn(self._open(session, key, place, told))
+        else:
+            told(there)
+
+    async def _open(
+        self, session: Session, key: RequestId, place: _Place, told: Callable[[bool], None]
+    ) -> None:
+        try:
+            place.line = await self._line(session)
+        except (OSError, TimeoutError):
+            session.send(Gone(key))
+        if place.session is session and place in self._places.get(key, {}).values():
+            told(place.line is not None)
+
+    async def _line(self, session: Session) -> _Line:
+        """One for each session. Raises OSError, TimeoutError."""
+        async with self._opening:
+            line = self._lines.get(session)
+            if line is None or line.asker.is_over:
+                line = self._lines[session] = _Line(await session.line(self._answer_s))
+            return line
 
     def stowed(self, session: Session, stowed: Stowed) -> None:
         holder, place = self._place(session, stowed.key)
@@ -193,97 +266,52 @@ class Holders:
                     self._unanswered(key, holder, place)
                 else:
                     self._tell(events.Broken(key, f"{holder}, which has its KV, is gone: {reason}"))
-        for number, answer in list(self._answers.items()):
-            if answer.session is session:
-                del self._answers[number]
-                answer.fail(reason)
+        self._lines.pop(session, None)  # it was hung up
 
     # Attention there.
 
     def remote(self, keys: Sequence[RequestId]) -> Remote:
-        """For one step over chunks of these attempts."""
+        """For one run over chunks of these attempts."""
         return Remote(self, keys)
 
-    def ask(self, key: RequestId, head: Attend, q: memoryview, answer: _Answer) -> None:
-        """In the event loop."""
-        place = self._places.get(key, {}).get(NodeId(answer.holder))
-        if place is None or place.session is None or place.session.closed:
-            answer.fail("there is no session")
-            return
-        answer.session = place.session
-        self._answers[head.number] = answer
-        place.session.send(head, q, priority=Priority.URGENT)
-        self.num_asked += 1
-        self.bytes_asked += q.nbytes
-
-    def place(self, session: Session, attended: Attended, size: int) -> Sequence[memoryview]:
-        """Raises ProtocolError for what was not asked."""
-        answer = self._answers.get(attended.number)
-        if answer is None:
-            return [memoryview(bytearray(size))]  # nobody waits for it any more: read past it
-        if answer.session is not session:
-            raise ProtocolError(f"an answer to what another node was asked: {attended.number}")
-        answer.data = memoryview(bytearray(size))
-        return [answer.data]
-
-    def answered(self, session: Session, attended: Attended) -> None:
-        answer = self._answers.get(attended.number)
-        if answer is None or answer.session is not session:
-            return
-        del self._answers[attended.number]
-        if answer.data is None:
-            answer.fail("it has no KV of this attempt")
-            return
-        self.bytes_answered += answer.data.nbytes
-        answer.came.set()
-
-    def void(self, attended: Attended) -> None:
-        answer = self._answers.pop(attended.number, None)
-        if answer is not None:
-            answer.fail("it gave up in the midst of its answer")
-
-    def post(
-        self, key: RequestId, layer: int, rows: tuple[Any, ...], parts: int, q: memoryview, answer: _Answer
-    ) -> None:
-        """From the engine's threads."""
-        self._later(self.ask, key, Attend(next(self._numbers), layer, rows, parts), q, answer)
-
-    @property
-    def answer_s(self) -> float:
-        return self._answer_s
-
-
-class _Answer:
-    """What a holder was asked in one layer; set in the event loop, waited for in the engine's thread."""
-
-    def __init__(self, holder: str) -> None:
-        self.holder = holder
-        self.session: Session | None = None
-        self.data: memoryview | None = None
-        self.reason = ""
-        self.came = threading.Event()
-
-    def fail(self, reason: str) -> None:
-        self.reason = reason
-        self.came.set()
+    def line_of(self, key: RequestId, holder: str) -> _Line:
+        """From the engine's thread. Raises HolderLost."""
+        place = self._places.get(key, {}).get(NodeId(holder))
+        if place is None or place.line is None:
+            raise HolderLost(holder, "there is no session")
+        return place.line
 
 
 class Remote:
-    """`isthmus.engine.interface.Elsewhere` over sessions. `keys`: of the step's chunks."""
+    """`isthmus.engine.interface.Elsewhere` over lines. `keys`: of the run's chunks."""
 
     def __init__(self, holders: Holders, keys: Sequence[RequestId]) -> None:
         self._holders, self._keys = holders, keys
-        self._answers: dict[tuple[int, str, int], _Answer] = {}
+        self._asked: dict[tuple[int, str, int, int], tuple[Asker, Question]] = {}
 
     def ask(self, layer: int, asking: Asking, q: memoryview) -> None:
-        answer = self._answers[layer, asking.holder, asking.chunks[0][0]] = _Answer(asking.holder)
-        rows = tuple([(self._keys[chunk], *rest) for chunk, *rest in asking.chunks])
-        self._holders.post(self._keys[asking.chunks[0][0]], layer, rows, asking.parts, q, answer)
+        holder, first = asking.holder, asking.chunks[0][0]
+        line = self._holders.line_of(self._keys[first], holder)
+        try:
+            question = line.ask(layer, asking, self._keys, q)
+        except LineLost as lost:
+            raise self._lost(line.asker, holder, lost) from None
+        self._asked[layer, holder, asking.part, first] = line.asker, question
+        self._holders.num_asked += 1
+        self._holders.bytes_asked += q.nbytes
 
     def answer(self, layer: int, asking: Asking) -> memoryview:
-        answer = self._answers.pop((layer, asking.holder, asking.chunks[0][0]))
-        if not answer.came.wait(self._holders.answer_s):
-            raise HolderLost(asking.holder, f"no answer in {self._holders.answer_s:g} s")
-        if answer.reason or answer.data is None:
-            raise HolderLost(asking.holder, answer.reason)
-        return answer.data
+        asker, question = self._asked.pop((layer, asking.holder, asking.part, asking.chunks[0][0]))
+        try:
+            data = asker.answer(question)
+        except LineLost as lost:
+            raise self._lost(asker, asking.holder, lost) from None
+        if data is None:
+            raise HolderLost(asking.holder, "it has no KV of this attempt")
+        self._holders.bytes_answered += data.nbytes
+        return data
+
+    @staticmethod
+    def _lost(asker: Asker, holder: str, lost: LineLost) -> HolderLost:
+        asker.hang_up()
+        return HolderLost(holder, str(lost))

@@ -1,19 +1,23 @@
 """KV of other nodes' attempts that lies here: room for it, taken in, attended to. See `holding.py` for the other side.
 
-Attention is computed in a thread of its own, beside the iterations of this node's own attempts.
+Each node that asks has a line, and a thread here that computes what comes over it, beside the iterations of this node's
+own attempts.
 """
 
 from __future__ import annotations
 
-import queue
+import logging
 import threading
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
 
 from isthmus.attempts import Share
 from isthmus.blocks import seal
 from isthmus.cluster.messages import (
+    KNOWN_ROWS,
     Attend,
-    Attended,
     Claim,
     Found,
     Kept,
@@ -29,7 +33,7 @@ from isthmus.cluster.wire import Frames, sealed
 from isthmus.engine.codecs import NONE
 from isthmus.engine.interface import Asked, KVBytes, runs_of
 from isthmus.errors import ProtocolError
-from isthmus.messenger import Priority, Sending, Session
+from isthmus.messenger import Answerer, LineLost, Sending, Session
 from isthmus.node import events
 from isthmus.types import NodeId, RequestId, Span
 
@@ -37,8 +41,8 @@ Attends = Callable[[int, Sequence[Asked], memoryview, int], memoryview]
 """`isthmus.engine.interface.Engine.attend`."""
 RETURN_BLOCKS = 64
 """Of one layer in a frame."""
-MAX_QUERIES = 256 << 20
-"""Bytes of queries in one message."""
+log = logging.getLogger(__name__)
+_decode = msgspec.msgpack.Decoder(Attend).decode
 
 
 class _Guest:
@@ -62,17 +66,22 @@ class _Guest:
         self.blocks = tuple([block * parts + at for block in room for at in range(parts)])
 
 
-class Hosts:
-    """For an event loop. `later`: calls something in it, from any thread."""
+class _Asked(NamedTuple):
+    """What the rows of a step are here, if these guests are still there with so many blocks."""
 
-    def __init__(self, memory: KVBytes, attends: Attends, tell: Tell, later: Callable[..., None]) -> None:
-        self._memory, self._attends, self._tell, self._later = memory, attends, tell, later
+    guests: list[tuple[RequestId, _Guest | None, int]]
+    rows: list[Asked]
+    num_rows: int
+
+
+class Hosts:
+    """For an event loop, but for what is said."""
+
+    def __init__(self, memory: KVBytes, attends: Attends, tell: Tell) -> None:
+        self._memory, self._attends, self._tell = memory, attends, tell
         self._split: dict[int, KVBytes] = {1: memory}  # by the number of parts
         self._guests: dict[RequestId, _Guest] = {}
         self._claims: dict[tuple[RequestId, NodeId], tuple[Session, Claim]] = {}
-        self._queries: dict[tuple[Session, int], memoryview] = {}
-        self._jobs: queue.SimpleQueue[tuple[Session, Attend, memoryview] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
         self.bytes_in = self.num_attended = self.seal_mismatches = 0
 
     # Room.
@@ -87,6 +96,7 @@ class Hosts:
         if guest.share != room.share:
             raise ProtocolError(f"{peer} wants room for another share of {room.key}")
         guest.sessions[peer] = session
+        session.answer_lines(self.answer)
         self._tell(events.Asked(room.key, peer, room.num_blocks, room.share))
 
     def _memory_of(self, parts: int) -> KVBytes:
@@ -114,6 +124,7 @@ class Hosts:
     def claim(self, session: Session, peer: NodeId, claim: Claim) -> None:
         """Raises ProtocolError for what nobody can have."""
         self._memory_of(claim.share.parts)
+        session.answer_lines(self.answer)
         self._claims[claim.key, peer] = session, claim
         self._tell(events.Claimed(claim.key, peer, claim.old))
 
@@ -185,18 +196,11 @@ class Hosts:
             for peer, other in list(guest.sessions.items()):
                 if other is session:
                     self.gone(session, peer, key, lost=True)
-        for at in [at for at in self._queries if at[0] is session]:
-            del self._queries[at]
 
     # KV.
 
-    def place(self, session: Session, head: Shipment | Attend, size: int) -> Sequence[memoryview]:
+    def place(self, session: Session, head: Shipment, size: int) -> Sequence[memoryview]:
         """Where the payload goes. Raises ProtocolError for what is not expected."""
-        if isinstance(head, Attend):
-            if size > MAX_QUERIES:
-                raise ProtocolError(f"{size} bytes of queries")
-            data = self._queries[session, head.number] = memoryview(bytearray(size))
-            return [data]
         guest = self._guests.get(head.key)
         if guest is None or session not in guest.sessions.values():
             return [memoryview(bytearray(size))]  # its home left: read past it
@@ -235,11 +239,9 @@ class Hosts:
             guest.stowed = stop
             session.send(Stowed(head.key, stop))
 
-    def void(self, session: Session, head: Shipment | Attend) -> None:
+    def void(self, head: Shipment) -> None:
         """Its home gave up in the midst of it."""
-        if isinstance(head, Attend):
-            self._queries.pop((session, head.number), None)
-        elif head.key in self._guests:
+        if head.key in self._guests:
             self._guests[head.key].frames.void(head)
 
     def reclaim(self, session: Session, head: Reclaim) -> None:
@@ -258,37 +260,52 @@ class Hosts:
 
     # Attention.
 
-    def attend(self, session: Session, head: Attend) -> None:
-        q = self._queries.pop((session, head.number), None)
-        if q is None:
-            raise ProtocolError("a question without queries")
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._main, name="attention", daemon=True)
-            self._thread.start()
-        self._jobs.put((session, head, q))
+    def answer(self, line: Answerer) -> None:
+        """Questions come over this line from now on."""
+        threading.Thread(target=self._serve, args=(line,), name="attention", daemon=True).start()
 
-    def close(self) -> None:
-        self._jobs.put(None)
+    def _serve(self, line: Answerer) -> None:
+        """In a thread of its own, until the line ends."""
+        known: dict[int, _Asked] = {}
+        try:
+            while True:
+                data, q = line.next()
+                head = _decode(data)
+                if head.rows:
+                    known[head.number % KNOWN_ROWS] = self._asked(head)
+                line.answer(self._answer(head, known.get(head.number), q))
+        except LineLost as lost:
+            log.debug("a line for attention is over: %s", lost)
+        except (msgspec.DecodeError, ProtocolError) as error:
+            log.warning("a line for attention ends: %s", error)
+        finally:
+            line.hang_up()
 
-    def _main(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            session, head, q = job
-            answer = self._answer(head, q)
-            self._later(self._send, session, head.number, answer)
-
-    def _send(self, session: Session, number: int, answer: memoryview | None) -> None:
-        payload = () if answer is None else (answer,)
-        session.send(Attended(number), *payload, priority=Priority.URGENT)
-
-    def _answer(self, head: Attend, q: memoryview) -> memoryview | None:
-        """None where an attempt has no KV here, or not so much."""
-        asked, size = list[Asked](), self._memory.layout.block_size
+    def _asked(self, head: Attend) -> _Asked:
+        """What is asked for may not be here; that is found with each question."""
+        guests: list[tuple[RequestId, _Guest | None, int]] = []
+        rows, size = list[Asked](), self._memory.layout.block_size
         for key, num_rows, num_tokens, first, position in head.rows:
-            guest = self._guests.get(key)
-            if guest is None or not 0 < num_tokens <= guest.stowed * size or num_rows < 1:
+            if num_rows < 1 or num_tokens < 1:
+                raise ProtocolError(f"{num_rows} queries of {num_tokens} tokens")
+            guest, num_blocks = self._guests.get(key), -(-num_tokens // size)
+            if guest is not None and len(guest.blocks) < num_blocks:
+                guest = None
+            blocks = () if guest is None else guest.blocks[:num_blocks]
+            guests.append((key, guest, num_blocks))
+            rows.append(Asked(blocks, num_rows, num_tokens, first, position))
+        return _Asked(guests, rows, sum([each.num_rows for each in rows]))
+
+    def _answer(self, head: Attend, asked: _Asked | None, q: memoryview) -> memoryview | None:
+        """None where an attempt has no KV here, or not so much."""
+        if asked is None:
+            raise ProtocolError(f"rows of number {head.number} were never told")
+        for key, guest, num_blocks in asked.guests:
+            if guest is None or self._guests.get(key) is not guest or guest.share.parts != head.parts:
                 return None
-            if guest.share.parts != head.parts:
+            if num_blocks > guest.stowed:
                 return None
-            asked.append(Asked(guest.blocks[: -(-num_tokens // size)], num_rows, num_tokens, first, position))
-        self.num_attended += len(asked)
-        return self._attends(head.layer, asked, q, head.parts)
+        if not 0 <= head.layer < self._memory.layout.num_layers or q.nbytes % asked.num_rows:
+            raise ProtocolError(f"{q.nbytes} bytes of queries for {asked.num_rows} rows in layer {head.layer}")
+        self.num_attended += len(asked.rows)
+        return self._attends(head.layer, asked.rows, q, head.parts)

@@ -347,22 +347,21 @@ class Gone(msgspec.Struct, frozen=True, tag=True):
     key: RequestId
 
 
+KNOWN_ROWS = 16
+
+
 class Attend(msgspec.Struct, frozen=True, tag=True):
-    """Attend to what lies here, a `parts`-th of the heads. Payload: queries `[R, H, D]`, float32, of these heads alone.
-    `rows`: (attempt, how many of them, tokens that they see, position of the first query in its request, position of
-    the first token that lies here)."""
+    """On a line (`messenger/line.py`): attend to what lies here, a `parts`-th of the heads. Payload: queries
+    `[R, H, D]`, float32, of these heads alone. `rows`: (attempt, how many of them, tokens that they see, position of
+    the first query in its request, position of the first token that lies here). They are the same in all layers of a
+    step, and so have a number below KNOWN_ROWS: none means those that had it last.
 
-    number: int
+    Answered by `out [R, H, D]`, then `lse [R, H]`, float32; by nothing where an attempt has no KV, or not so much."""
+
     layer: int
-    rows: tuple[tuple[RequestId, int, int, int, int], ...]
-    parts: int = 1
-
-
-class Attended(msgspec.Struct, frozen=True, tag=True):
-    """The answer to the `Attend` of this number. Payload: `out [R, H, D]`, then `lse [R, H]`, float32. Without one, it
-    could not be done: an attempt is not there."""
-
     number: int
+    rows: tuple[tuple[RequestId, int, int, int, int], ...] = ()
+    parts: int = 1
 
 
 class Probe(msgspec.Struct, frozen=True, tag=True):
@@ -371,7 +370,7 @@ class Probe(msgspec.Struct, frozen=True, tag=True):
 
 PeerMessage = (
     Probe | PeerHello | Offer | Grant | Slices | Sent | Landed | Want | Lent | Given | Ended | Enough
-    | Room | Kept | Claim | Found | Shipment | Stowed | Reclaim | Reclaimed | Shrink | Gone | Attend | Attended
+    | Room | Kept | Claim | Found | Shipment | Stowed | Reclaim | Reclaimed | Shrink | Gone
 )  # fmt: skip
 
 # Along the chain that the stages of a pipeline group form. Downwards go the leader's own actions, as they are, and what

@@ -59,8 +59,8 @@ class KVMover(NoPayloads):
         """Who opened a session."""
         self._sender = HandoverSender(memory, first_layer, self._reach, self._tell, spawn)
         self._receiver = HandoverReceiver(memory, self._tell, partial(self._later, received))
-        self.holders = Holders(memory, self._reach, self._tell, spawn, self._later, answer_s)
-        self._hosts = Hosts(memory, attends, self._tell, self._later)
+        self.holders = Holders(memory, self._reach, self._tell, spawn, answer_s)
+        self._hosts = Hosts(memory, attends, self._tell)
         self._fetcher: Fetcher | None = None
         self._lender: Lender | None = None
         if cache is not None:
@@ -111,7 +111,6 @@ class KVMover(NoPayloads):
             self._fetcher.close()
         if self._lender is not None:
             self._lender.close()
-        self._hosts.close()
 
     def do(self, action: events.Action) -> None:
         """Carries it out, or begins to. In the event loop or the worker's thread, one at a time."""
@@ -360,8 +359,6 @@ class KVMover(NoPayloads):
                 self.holders.found(session, message)
             case messages.Stowed():
                 self.holders.stowed(session, message)
-            case messages.Attended():
-                self.holders.answered(session, message)
             case messages.Room():
                 if session not in self._names:
                     raise ProtocolError("room is wanted over a session that was opened here")
@@ -380,8 +377,6 @@ class KVMover(NoPayloads):
                 self.holders.returning.receive(session, message)
             case messages.Shrink() if session in self._names:
                 self._hosts.shrunk(session, self._names[session], message)
-            case messages.Attend():
-                self._hosts.attend(session, message)
 
     def place(self, session: Session, message: messages.PeerMessage, size: int) -> Sequence[memoryview]:
         match message:
@@ -389,12 +384,10 @@ class KVMover(NoPayloads):
                 return self._receiver.place(session, message, size)
             case messages.Given():
                 return self.fetcher.place(session, message, size)
-            case messages.Shipment() | messages.Attend():
+            case messages.Shipment():
                 return self._hosts.place(session, message, size)
             case messages.Reclaimed():
                 return self.holders.returning.place(session, message, size)
-            case messages.Attended():
-                return self.holders.place(session, message, size)
         return super().place(session, message, size)
 
     def on_void(self, session: Session, message: messages.PeerMessage) -> None:
@@ -403,12 +396,10 @@ class KVMover(NoPayloads):
                 self._receiver.void(session, message)
             case messages.Given():
                 self.fetcher.void(session, message)
-            case messages.Shipment() | messages.Attend():
-                self._hosts.void(session, message)
+            case messages.Shipment():
+                self._hosts.void(message)
             case messages.Reclaimed():
                 self.holders.returning.void(message)
-            case messages.Attended():
-                self.holders.void(message)
 
     def lost(self, session: Session, reason: str) -> None:
         """A session ended, and what was under way over it with it."""

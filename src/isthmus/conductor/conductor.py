@@ -225,6 +225,9 @@ class Conductor:
         together = max([holders.longest(self.view.members(cluster)) for cluster in clusters], default=0)
         if not together >= length > self.view.largest(Role.PREFILL, Role.DECODE, Role.MIXED):
             return [self._refusal(event)]
+        if not any(holders.leaves_room(self.view.members(cluster), event) for cluster in clusters):
+            reason = f"no node has KV memory for an answer of {event.max_tokens} tokens"
+            return [Refuse(event.request, "too_long", f"{reason}: only prompts lie on several nodes here")]
         request = self.view.requests[event.request] = RequestView(event, now)
         return [self._wait_for_room(request, "no memory is free for it")]
 

@@ -78,6 +78,18 @@ def blocks_away(request: RequestArrived, prefill: NodeView, decode: NodeView) ->
     return max(0, -(-least // prefill.block_size))
 
 
+def leaves_room(nodes: Sequence[NodeView], request: RequestArrived) -> bool:
+    """Whether there is, in one cluster, memory for what must lie at home, if nothing else is there: without nodes of
+    role attention that is the answer."""
+    lending = [node for node in nodes if node.lends]
+    if any(node.role is Role.ATTENTION for node in lending):
+        return True
+    pairs = [(node, node) for node in lending if node.role is Role.MIXED]
+    decodes = [node for node in lending if node.role is Role.DECODE]
+    pairs += [(node, then) for node in lending if node.role is Role.PREFILL for then in decodes]
+    return any(blocks_away(request, *each) <= (request.num_tokens - 1) // each[0].block_size for each in pairs)
+
+
 def _attending(
     nodes: list[tuple[int, NodeView]], most: int, answer: int
 ) -> tuple[list[Held], tuple[NodeView, ...]]:

@@ -31,7 +31,7 @@ class KVMemory:
         """`layers`: memory that there is already."""
         shape = (num_blocks * layout.block_size, layout.vectors, layout.num_kv_heads, layout.head_dim)
         self.layout, self.num_blocks = layout, num_blocks
-        self._kernels = kernels or PlainKernels()
+        self.kernels = kernels or PlainKernels()
         dtype = TORCH_DTYPES[layout.dtype]
         self.layers: list[Tensor] = layers or [
             torch.zeros(shape, dtype=dtype, device=device) for _ in range(layout.num_layers)
@@ -41,7 +41,7 @@ class KVMemory:
         if self._on_host:
             self._bytes = [bytes_of(layer) for layer in self.layers]
         else:
-            self._loads, self._stores = (Staging(self._raw, self._kernels) for _ in range(2))
+            self._loads, self._stores = (Staging(self._raw, self.kernels) for _ in range(2))
 
     def export(self, layer: int, first: int, stop: int) -> memoryview:
         """The bytes of slots `[first, stop)` of a layer, to be read; on the host a view, not a copy."""
@@ -61,7 +61,7 @@ class KVMemory:
         heads = self.layout.num_kv_heads // parts
         layout = msgspec.structs.replace(self.layout, num_kv_heads=heads)
         layers = [layer.view(-1, layout.vectors, heads, layout.head_dim) for layer in self.layers]
-        return KVMemory(layout, self.num_blocks * parts, layers[0].device, self._kernels, layers)
+        return KVMemory(layout, self.num_blocks * parts, layers[0].device, self.kernels, layers)
 
     def landing(self, layer: int, first: int, stop: int) -> memoryview:
         """A buffer to receive slots `[first, stop)` of a layer into; `land` makes its bytes the KV."""
@@ -81,7 +81,7 @@ class KVMemory:
         source = np.frombuffer(arena, np.uint8)
         if self._on_host:
             size, target = self.layout.slice_bytes, np.frombuffer(self._bytes[layer], np.uint8)
-            self._kernels.copy_slices(target, numbers * size, source, at, size)
+            self.kernels.copy_slices(target, numbers * size, source, at, size)
         else:
             self._loads.fill(layer, numbers, source, at)
 
@@ -92,7 +92,7 @@ class KVMemory:
         target = np.frombuffer(arena, np.uint8)
         if self._on_host:
             size, source = self.layout.slice_bytes, np.frombuffer(self._bytes[layer], np.uint8)
-            self._kernels.copy_slices(target, at, source, numbers * size, size)
+            self.kernels.copy_slices(target, at, source, numbers * size, size)
         else:
             self._stores.save(layer, numbers, target, at)
 

@@ -48,7 +48,7 @@ class Pass:
         if not self.batch.remote:
             return None
         assert self.elsewhere is not None, "KV lies elsewhere, and nobody to ask was named"
-        return Remote(self.elsewhere, self.batch.remote, layer, window)
+        return Remote(self.elsewhere, self.batch.remote, layer, window, self.memory.kernels)
 
     def enter(self, layer: int) -> Tensor:
         """The KV of a layer, once it may be read and written."""

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from isthmus.engine.attention import Part, merge, partial
+from isthmus.engine.attention import Part, partial
 from isthmus.engine.interface import Asked, Asking, Chunk, Elsewhere, runs_of
 from isthmus.engine.kernels import Kernels
 from isthmus.models import Attention, LatentAttention, ModelSpec
@@ -118,8 +118,10 @@ def _flat(ranges: list[range], device: torch.device) -> slice | Tensor:
 class Remote:
     """One layer's questions to others. Nothing is asked of a holder whose part no query sees."""
 
-    def __init__(self, elsewhere: Elsewhere, rows: Sequence[Rows], layer: int, window: int) -> None:
-        self._elsewhere, self._layer = elsewhere, layer
+    def __init__(
+        self, elsewhere: Elsewhere, rows: Sequence[Rows], layer: int, window: int, kernels: Kernels
+    ) -> None:
+        self._elsewhere, self._layer, self._kernels = elsewhere, layer, kernels
         self._rows = [each for each in rows if each.sees(window)]
 
     def ask(self, q_THD: Tensor) -> None:
@@ -129,13 +131,13 @@ class Remote:
 
     def add(self, out_THD: Tensor, lse_TH: Tensor) -> Tensor:
         """The sums here and there together. `lse` of rows that ask nobody may be anything."""
-        wide = out_THD.float()
+        wide, lse_TH = out_THD.float().contiguous(), lse_TH.contiguous()
         _, num_heads, head_dim = wide.shape
         for each in self._rows:
-            data, at = self._elsewhere.answer(self._layer, each.asking), (each.flat, each.heads(num_heads))
-            part = part_of(data, each.asking.num_rows, num_heads // each.asking.parts, head_dim)
-            there = part[0].to(wide.device), part[1].to(wide.device)
-            wide[at], lse_TH[at] = merge(((wide[at], lse_TH[at]), there))
+            data, heads = self._elsewhere.answer(self._layer, each.asking), each.heads(num_heads)
+            out, lse = part_of(data, each.asking.num_rows, num_heads // each.asking.parts, head_dim)
+            there = out.to(wide.device), lse.to(wide.device)
+            self._kernels.add_part(wide, lse_TH, each.flat, heads, there)
         return wide.to(out_THD.dtype)
 
 
@@ -164,26 +166,25 @@ def answer_to(
     asked: Sequence[Asked], q_RHD: Tensor, kv: Tensor, block_size: int, shape: Shape, kernels: Kernels
 ) -> memoryview:
     """What a layer's KV here adds to each query: `out [R, H, D]` and then `lse [R, H]`, float32."""
-    num_rows, num_heads, head_dim = q_RHD.shape
-    data = torch.empty(num_rows * num_heads * (head_dim + 1), dtype=torch.float32)
+    parts, first = [], 0
+    for are_few, group in groupby(asked, lambda each: each.num_rows <= FEW_ROWS and not shape.window):
+        for each in [list(group)] if are_few else [[one] for one in group]:
+            stop = first + sum([one.num_rows for one in each])
+            q = q_RHD[first:stop].to(kv.device, kernels.activation_dtype(kv.dtype))
+            if are_few:
+                tables, lens = _tables(each, kv.device)
+                parts.append(kernels.attend_paged(q, kv, tables, lens, block_size, 0, shape.scale))
+            else:
+                parts.append(_gathered(each[0], q, kv, block_size, shape))
+            first = stop
+    return _answer_of(parts)
+
+
+def _answer_of(parts: Sequence[Part]) -> memoryview:
+    """Of rows one after the other."""
+    outs, lses = [out.reshape(-1) for out, _ in parts], [lse.reshape(-1) for _, lse in parts]
+    data = torch.cat([each.to("cpu", torch.float32) for each in (*outs, *lses)])
     answer: memoryview = data.view(torch.uint8).numpy().data
-    out_RHD, lse_RH = part_of(answer, *q_RHD.shape)
-    few: list[tuple[int, Asked]] = []
-    first = 0
-    for each in asked:
-        if each.num_rows > FEW_ROWS or shape.window:
-            rows = slice(first, first + each.num_rows)
-            out, lse = _gathered(each, q_RHD[rows], kv, block_size, shape)
-            out_RHD[rows], lse_RH[rows] = out, lse
-        else:
-            few.append((first, each))
-        first += each.num_rows
-    if few:
-        at = _flat([range(start, start + each.num_rows) for start, each in few], q_RHD.device)
-        tables, lens = _tables([each for _, each in few], kv.device)
-        q = q_RHD[at].to(kv.device, kernels.activation_dtype(kv.dtype)).contiguous()
-        out, lse = kernels.attend_paged(q, kv, tables, lens, block_size, 0, shape.scale)
-        out_RHD[at], lse_RH[at] = out.to("cpu", torch.float32), lse.to("cpu")
     return answer
 
 
@@ -191,12 +192,10 @@ def _gathered(asked: Asked, q_RHD: Tensor, kv: Tensor, block_size: int, shape: S
     """Of many queries of one request, or with a window, which each of them has elsewhere."""
     if kv.shape[1] == 1:  # one vector that is key and value
         kv = kv.expand(-1, 2, -1, -1)
-    q = q_RHD.to(kv.device)
     pieces = [kv[low:high] for low, high in runs_of(asked.blocks, block_size, 0, asked.num_tokens)]
-    joined = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(q.dtype)
+    joined = (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).to(q_RHD.dtype)
     causal_from = asked.first - asked.position if shape.window else None
-    out, lse = partial(q, joined, scale=shape.scale, causal_from=causal_from, window=shape.window)
-    return out.to("cpu", torch.float32), lse.to("cpu")
+    return partial(q_RHD, joined, scale=shape.scale, causal_from=causal_from, window=shape.window)
 
 
 def _tables(asked: Sequence[Asked], device: torch.device) -> tuple[Tensor, Tensor]:

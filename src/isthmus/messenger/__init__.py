@@ -3,6 +3,7 @@
 Knows nothing of engines or stores: a payload is memory to send from or to receive into.
 """
 
+from isthmus.messenger.line import Answerer, Asker, LineLost, Question
 from isthmus.messenger.memory import MemoryNetwork
 from isthmus.messenger.network import Network, Server, TcpNetwork
 from isthmus.messenger.outbox import Priority, Sending
@@ -12,10 +13,14 @@ from isthmus.messenger.streams import Tls
 from isthmus.messenger.terms import Stat, Terms
 
 __all__ = [
+    "Answerer",
+    "Asker",
     "Handler",
+    "LineLost",
     "MemoryNetwork",
     "Network",
     "Priority",
+    "Question",
     "Sending",
     "Server",
     "Session",

@@ -21,7 +21,7 @@ SESSION_BYTES = 16
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
     """`session` is chosen at random by who opens it, and is all that is needed to join it; `lane` numbers its
-    connections; `first`: the session begins with this one."""
+    connections; `first`: the session begins with this one; `is_line`: it is not the session's own (`line.py`)."""
 
     oldest: int
     newest: int
@@ -29,6 +29,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     lane: int
     first: bool
     terms: Terms
+    is_line: bool = False
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True):
@@ -42,6 +43,10 @@ Body = TypeVar("Body", Hello, Welcome, Close)
 
 def hello(session: bytes, lane: int, terms: Terms, *, first: bool) -> bytes:
     return _frame(Kind.HELLO, Hello(OLDEST, NEWEST, session, lane, first, terms))
+
+
+def line(session: bytes, terms: Terms) -> bytes:
+    return _frame(Kind.HELLO, Hello(OLDEST, NEWEST, session, 0, False, terms, is_line=True))
 
 
 def welcome(terms: Terms) -> bytes:

@@ -7,6 +7,7 @@ What is sent is delivered by the loop in the order of sending, never inside `sen
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from isthmus.messenger.lane import Lane
 from isthmus.messenger.network import Server
 from isthmus.messenger.ports import Handler, Timer
 from isthmus.messenger.session import Session
+from isthmus.messenger.streams import PlainStream, Stream
 from isthmus.messenger.terms import STANDARD, Terms
 from isthmus.types import NS_PER_S
 
@@ -66,6 +68,7 @@ class MemoryNetwork:
         here.agree(self._terms)
         there.agree(self._terms)
         ports[0].session, ports[1].session = here, there
+        ports[0].other = ports[1]
         for number in range(self._connections):
             self._link(ports[0], ports[1], number)
         if self._connections > 1 or self._terms.resume_s:
@@ -144,6 +147,8 @@ class MemoryPort:
         self.deliver = deliver
         self.session: Session | None = None
         self.redial: Callable[[int], None] | None = None
+        self.other: MemoryPort | None = None
+        """On the side that opened the session."""
         self.next_number = 0
         self._ends: dict[Lane, _End] = {}
 
@@ -181,7 +186,18 @@ class MemoryPort:
             end.leave()
 
     def ended(self) -> None:
-        self.redial = None
+        self.redial = self.other = None
+
+    async def line(self) -> Stream:
+        """A socket all the same: threads wait for it."""
+        session = None if self.other is None else self.other.session
+        if session is None or session.closed or not session.takes_lines:
+            raise ConnectionError("there is nobody who answers on a line")
+        here, there = socket.socketpair()
+        for end in (here, there):
+            end.setblocking(False)
+        session.take_line(PlainStream(there))
+        return PlainStream(here)
 
     def add(self, end: _End, number: int) -> Lane:
         assert self.session is not None

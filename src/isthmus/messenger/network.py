@@ -89,6 +89,7 @@ class TcpNetwork:
         session = tcp.session = Session(types, handler, tcp, self._terms)
         session.peer = address
         session.agree(terms)
+        tcp.dial_line = dialler.dial_line
         tcp.add(stream, 0)
         dialler.keep(tcp, session, self._connections)
         return session
@@ -104,9 +105,18 @@ class _Dialler:
 
     async def dial(self, lane: int, *, first: bool = False) -> tuple[Stream, Terms]:
         """One connection, greeted. Raises OSError."""
+        return await self._greeted(greeting.hello(self._name, lane, self._terms, first=first))
+
+    async def dial_line(self) -> Stream:
+        """Raises OSError, TimeoutError."""
+        async with asyncio.timeout(GREETING_S):
+            stream, _ = await self._greeted(greeting.line(self._name, self._terms))
+        return stream
+
+    async def _greeted(self, hello: bytes) -> tuple[Stream, Terms]:
         stream = await open_stream(await _connected(self._host, self._port), self._context, server=False)
         try:
-            await write_all(stream, greeting.hello(self._name, lane, self._terms, first=first))
+            await write_all(stream, hello)
             answer = greeting.read_welcome(*await _read_greeting(stream))
         except ProtocolError as error:
             stream.close()
@@ -222,7 +232,10 @@ class Listener:
                 await write_all(stream, greeting.welcome(self._terms))
             if session is None or session.closed:
                 raise ConnectionError("its session ended meanwhile")
-            tcp.add(stream, hello.lane)
+            if hello.is_line:
+                session.take_line(stream)
+            else:
+                tcp.add(stream, hello.lane)
         except ProtocolError as error:
             log.warning("a connection from %s was turned away: %s", peer, error)
             with contextlib.suppress(OSError):
@@ -240,6 +253,10 @@ class Listener:
     def _port_of(self, hello: greeting.Hello, peer: str) -> TcpPort:
         tcp = self._ports.get(hello.session)
         if tcp is not None and tcp.session is not None and not hello.first:
+            if hello.is_line:
+                if not tcp.session.takes_lines:
+                    raise ProtocolError("nobody here answers on a line")
+                return tcp
             numbers = [lane.number for lane in tcp.session.lanes]
             if hello.lane in numbers or len(numbers) >= MAX_CONNECTIONS:
                 raise ProtocolError("this session has that connection already, or too many")

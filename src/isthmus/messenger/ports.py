@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from isthmus.messenger.lane import Lane
+from isthmus.messenger.streams import Stream
 
 if TYPE_CHECKING:
     from isthmus.messenger.session import Session
@@ -61,6 +62,9 @@ class Port(Protocol):
 
     def ended(self) -> None:
         """The session is over: give up what belongs to it."""
+
+    async def line(self) -> Stream:
+        """A connection that begins in this session's name and is not the session's. Raises OSError, TimeoutError."""
 
 
 class Timers:

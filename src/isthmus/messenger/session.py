@@ -11,7 +11,7 @@ what goes over which lane, when the peer hears what arrived, and when everything
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,11 @@ from isthmus.messenger.acks import Ack, Arrivals, Close, close_frame, read_ack, 
 from isthmus.messenger.frames import ACK_SOON, GOOD, MAX_HEADER, PREFIX_BYTES, Kind, Prefix
 from isthmus.messenger.inbox import Inbox
 from isthmus.messenger.lane import Lane
+from isthmus.messenger.line import Answerer, Asker
 from isthmus.messenger.outbox import Done, Frame, Outbox, Priority, Sending
 from isthmus.messenger.pieces import Pieces, scratch
 from isthmus.messenger.ports import Handler, Port, Timers
+from isthmus.messenger.streams import Stream
 from isthmus.messenger.terms import STANDARD, Stat, Terms
 from isthmus.types import NS_PER_S
 
@@ -58,6 +60,8 @@ class Session:
         self._room: asyncio.Event | None = None
         self._finals: tuple[int, ...] | None = None  # the peer's, when it closed
         self._lanes_lost = self._resent = self._messages_in = self._messages_out = 0
+        self._on_line: Callable[[Answerer], None] | None = None
+        self._lines: list[Asker | Answerer] = []
         self.peer = "unconnected"
         self.capabilities: tuple[str, ...] = ()
         self.bytes_in = 0
@@ -118,6 +122,23 @@ class Session:
         self._acknowledge()  # messages that waited behind it are through
         return True
 
+    async def line(self, patience_s: float) -> Asker:
+        """Opens a line, for another thread. Only who opened the session can. Raises OSError, TimeoutError."""
+        asker = Asker(await self._port.line(), patience_s)
+        self._lines = [line for line in self._lines if not line.is_over] + [asker]
+        if self._ended:
+            asker.hang_up()
+            raise ConnectionError("its session ended meanwhile")
+        return asker
+
+    def answer_lines(self, on_line: Callable[[Answerer], None]) -> None:
+        """The peer may open lines from now on."""
+        self._on_line = on_line
+
+    @property
+    def takes_lines(self) -> bool:
+        return self._on_line is not None
+
     def close(self, reason: str = CLOSED_HERE) -> None:
         """Ends the session after what is queued is sent. Idempotent."""
         if self.closed:
@@ -158,8 +179,8 @@ class Session:
         return Stat(
             lanes=len(self.lanes),
             lanes_lost=self._lanes_lost,
-            bytes_in=self.bytes_in,
-            bytes_out=self.bytes_out,
+            bytes_in=self.bytes_in + sum([line.bytes_in for line in self._lines]),
+            bytes_out=self.bytes_out + sum([line.bytes_out for line in self._lines]),
             messages_in=self._messages_in,
             messages_out=self._messages_out,
             queued_bytes=self._outbox.queued_bytes + self._outbox.queued_headers,
@@ -187,6 +208,13 @@ class Session:
             self._arrivals.is_due = True  # what arrived over lanes that were lost need not come again
         self._port.soon(self._port.wake)
         return lane
+
+    def take_line(self, stream: Stream) -> None:
+        """The peer opened a line."""
+        assert self._on_line is not None, "a line that nobody takes is turned away"
+        answerer = Answerer(stream)
+        self._lines = [line for line in self._lines if not line.is_over] + [answerer]
+        self._on_line(answerer)
 
     def lane_down(self, lane: Lane, reason: str) -> None:
         """A connection ended, in whatever way. What was on it goes over the others."""
@@ -395,6 +423,8 @@ class Session:
             return
         self._ended = self._closing = self._inbox.stopped = True
         self._drop_lanes()
+        for line in self._lines:
+            line.hang_up()
         self._tell_room()
         self._timers.stop_all()
         self._inbox.end_all()

@@ -75,6 +75,9 @@ class Stream(Protocol):
     def finish(self) -> None:
         """Nothing more is sent; the peer sees the end of the stream."""
 
+    def hang_up(self) -> None:
+        """Nothing more goes either way: who waits for it sees the end. From any thread."""
+
     def close(self) -> None: ...
 
 
@@ -107,6 +110,10 @@ class PlainStream:
     def finish(self) -> None:
         with contextlib.suppress(OSError):  # the peer was first
             self._sock.shutdown(socket.SHUT_WR)
+
+    def hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._sock.close()
@@ -159,6 +166,10 @@ class TlsStream:
     def finish(self) -> None:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
+
+    def hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._sock.close()

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from isthmus.errors import ProtocolError
 from isthmus.messenger.lane import Lane
@@ -40,6 +40,8 @@ class TcpPort:
         self.loop = asyncio.get_running_loop()
         self.session: Session | None = None
         self.lane_lost = asyncio.Event()
+        self.dial_line: Callable[[], Awaitable[Stream]] | None = None
+        """On the side that opened the session."""
         self._on_ended = on_ended
         self._wires: dict[Lane, _Wire] = {}
         self._drains: set[asyncio.Task[None]] = set()
@@ -94,6 +96,11 @@ class TcpPort:
     def ended(self) -> None:
         self.lane_lost.set()
         self._on_ended()
+
+    async def line(self) -> Stream:
+        if self.dial_line is None:
+            raise ConnectionError("a line is opened by who opened the session")
+        return await self.dial_line()
 
     def _pump(self) -> None:
         """Lanes take turns, a batch each, as long as they can write. Small messages stay on one lane."""

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isthmus.engine.attention import Part
 from isthmus.engine.tiles import Weight
 
 _L = TypeVar("_L")
@@ -81,6 +82,10 @@ class Kernels(Protocol):
 
         Returns (out [R, H, D], lse [R, H], natural log).
         """
+
+    def add_part(self, out_THD: Tensor, lse_TH: Tensor, rows: Tensor | slice, heads: slice, part: Part) -> None:
+        """Adds attention over other keys, `part`, to that of these rows and heads, in place and exactly
+        (`attention.merge`). All float32; rows are distinct, int64, or a slice with a start."""
 
     def attend_chunk(
         self,

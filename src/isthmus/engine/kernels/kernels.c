@@ -207,6 +207,43 @@ API void silu_mul(const float *gate_up, float *out, int64_t T, int64_t N) {
     each_task((T + call.range - 1) / call.range, silu_rows, &call);
 }
 
+struct part_call {
+    float *out_THD, *lse_TH;
+    const float *part_RJD, *part_lse_RJ;
+    const int64_t *rows;
+    int64_t first, R, H, J, head, D, range;
+};
+
+/* The sum over two sets of keys from the sums over each, weighed by the exponentials of their lse. */
+static void part_rows(const void *context, int64_t task) {
+    const struct part_call *c = context;
+    int64_t D = c->D;
+    for (int64_t r = task * c->range; r < c->R && r < (task + 1) * c->range; r++) {
+        int64_t row = c->rows ? c->rows[r] : c->first + r;
+        for (int64_t j = 0; j < c->J; j++) {
+            int64_t at = row * c->H + c->head + j;
+            float here = c->lse_TH[at], there = c->part_lse_RJ[r * c->J + j];
+            if (there == -INFINITY) continue;
+            float most = here > there ? here : there;
+            float a = expf(here - most), b = expf(there - most), total = a + b;
+            float *o = c->out_THD + at * D;
+            const float *p = c->part_RJD + (r * c->J + j) * D;
+            a /= total;
+            b /= total;
+            for (int64_t i = 0; i < D; i++) o[i] = o[i] * a + p[i] * b;
+            c->lse_TH[at] = most + logf(total);
+        }
+    }
+}
+
+/* out[row, head + j] and lse of R rows, named or from `first` on, take in those of a part with heads [head, head + J). */
+API void add_part(float *out_THD, float *lse_TH, const float *part_RJD, const float *part_lse_RJ, const int64_t *rows,
+                  int64_t first, int64_t R, int64_t H, int64_t J, int64_t head, int64_t D) {
+    struct part_call call = {out_THD, lse_TH, part_RJD, part_lse_RJ, rows,
+                             first,   R,      H,        J,           head, D, rows_at_once(R, J * D)};
+    each_task((R + call.range - 1) / call.range, part_rows, &call);
+}
+
 /* One head: optional RMS norm (weight w), then rotate the two halves by the angles of its position. */
 INLINE void rotate(const float *restrict in, float *restrict out, const float *restrict w, float eps,
                    const float *restrict cs, int64_t D) {

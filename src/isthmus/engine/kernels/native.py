@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from isthmus.config import cache_dir
+from isthmus.engine.attention import Part
 from isthmus.engine.compiled import library, machine_name
 from isthmus.engine.kernels.plain import attend_parts, each_expert
 from isthmus.engine.products import Products, described
@@ -39,6 +40,7 @@ _ARGUMENTS = {
     "add_rms_norm": (_P, _P, _P, _P, _I, _I, _F),
     "silu_mul": (_P, _P, _I, _I),
     "copy_slices": (_P, _P, _P, _P, _I, _I),
+    "add_part": (_P,) * 5 + (_I,) * 6,
     "attend_chunk_bf16": (_P,) * 4 + (_I,) * 7 + (_F,),
     "linear_tiles": (_P,) * 4 + (_I,) * 4,
     "linear_groups": (_P,) * 4 + (_I,) * 4,
@@ -249,6 +251,24 @@ class NativeKernels:
             scale,
         )
         return out, lse
+
+    def add_part(self, out_THD: Tensor, lse_TH: Tensor, rows: Tensor | slice, heads: slice, part: Part) -> None:
+        assert out_THD.dtype == torch.float32, "native kernels take float32 activations"
+        out_RJD, lse_RJ = part
+        num_rows, num_heads, head_dim = out_RJD.shape
+        self._functions["add_part", None](
+            _pointer(out_THD),
+            _pointer(lse_TH),
+            _pointer(out_RJD),
+            _pointer(lse_RJ),
+            _pointer(rows) if isinstance(rows, Tensor) else None,
+            0 if isinstance(rows, Tensor) else rows.start,
+            num_rows,
+            out_THD.shape[1],
+            num_heads,
+            heads.start,
+            head_dim,
+        )
 
     def attend_chunk(
         self,

@@ -172,6 +172,10 @@ class PlainKernels:
         out = torch.einsum("rkgl,rlkd->rkgd", (scores - lse[..., None]).exp(), values)
         return out.reshape(rows, num_heads, head_dim).to(q_RHD.dtype), lse.reshape(rows, num_heads)
 
+    def add_part(self, out_THD: Tensor, lse_TH: Tensor, rows: Tensor | slice, heads: slice, part: Part) -> None:
+        at = rows, heads
+        out_THD[at], lse_TH[at] = merge(((out_THD[at], lse_TH[at]), part))
+
     def attend_chunk(
         self,
         q_THD: Tensor,

@@ -65,13 +65,14 @@ def test_kv_moves_as_a_nodes_cache_and_links_allow() -> None:
     cache = {"dram": "1GB", "ssd": "1GB"}
     node = facts(network=NETWORK, cache=cache)[0]
     memory, disk = node.rates.memory, node.rates.disk_read
-    assert node.paths == Paths(RATE, memory, disk, 0)
-    assert facts(network=NETWORK, cache={"dram": "1GB"})[1].paths == Paths(RATE, memory, 0, 0)
+    rtt_ns = node.rates.rtt_ns
+    assert node.paths == Paths(RATE, memory, disk, 0, rtt_ns)
+    assert facts(network=NETWORK, cache={"dram": "1GB"})[1].paths == Paths(RATE, memory, 0, 0, rtt_ns)
     railed = NETWORK | {"handover_gbps": 16}
-    assert facts(network=railed, cache=cache)[0].paths == Paths(RATE, memory, disk, 2 * RATE)
-    assert [node.paths for node in facts(network=NETWORK)] == 2 * [Paths(handover=RATE)]
+    assert facts(network=railed, cache=cache)[0].paths == Paths(RATE, memory, disk, 2 * RATE, rtt_ns)
+    assert [node.paths for node in facts(network=NETWORK)] == 2 * [Paths(handover=RATE, rtt_ns=rtt_ns)]
     group, alone = facts(network=NETWORK, cache=cache, roles=groups(2))
-    assert group.paths == Paths(0, 2 * memory, 2 * disk, 2 * RATE)
+    assert group.paths == Paths(0, 2 * memory, 2 * disk, 2 * RATE, rtt_ns)
     assert alone.paths == node.paths
     assert NodeFacts(node.node, Role.DECODE, node.cost, 9, 16, 9).paths.handover == UNLIMITED
 

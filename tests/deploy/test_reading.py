@@ -113,3 +113,10 @@ def test_attention_nodes_have_the_room_that_weights_take_elsewhere() -> None:
 def test_batches_that_take_turns_are_a_nodes() -> None:
     assert facts(engine={"cost": CURVE, "kv_memory": 1000 * BLOCK, "batches": 2})[0].batches == 2
     assert facts()[0].batches == 1
+
+
+def test_nodes_say_what_their_memory_is_used_for_only_where_some_is_lent() -> None:
+    assert [node.report_ns for node in facts()] == [0, 0]
+    lending = {"policy": "ledger", "period_s": 0.5}
+    assert [node.report_ns for node in facts(lending=lending)] == [500_000_000] * 2
+    assert [node.report_ns for node in facts(lending=lending, roles=groups(2))] == [0, 500_000_000]

@@ -66,6 +66,8 @@ def test_every_rule_comes_from_the_configuration() -> None:
             "offload.convert": "auto",
             "offload.cool_down_s": 5.0,
             "offload.period_s": 2.0,
+            "lending.policy": "greedy",
+            "lending.reserve": 0.2,
         },
     )
     rules, default = rules_of(config), Rules()

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus.attempts import Holding, RequestFailed, RoleChanged, Route
+from isthmus.attempts import Holding, RequestFailed, RoleChanged, Route, Share, Spread
 from isthmus.node import Node
+from isthmus.node.events import Asked as NodeAsked
 from isthmus.node.events import (
     Become,
     Begin,
@@ -22,13 +23,19 @@ from isthmus.node.events import (
     Give,
     Granted,
     Landed,
+    Left,
     Loaded,
+    Move,
     Moved,
     Received,
+    Reclaimed,
     Recovered,
     Release,
+    Return,
     Sampled,
     Severed,
+    Shrunk,
+    Trim,
     Wanted,
     Woken,
 )
@@ -351,3 +358,41 @@ def test_of_first_tokens_of_several_those_of_requests_that_are_gone_are_passed_o
     node.on(Begin(key, Role.PREFILL, route_of("r", P0, D0), 10, 11, names_of(1, 2)), 1)
     node.on(Stepped(1), 2)
     assert Release(key) in node.on(Sampled((RequestId("gone#1"), key), (key,)), 3)
+
+
+def test_of_two_that_want_the_same_room_one_gets_it_and_a_refusal_changes_nothing() -> None:
+    """What the conductor knows may be old: both were told that there is room."""
+    holder = Node(
+        dict.fromkeys(Role, limits_of(10, 0)), Scheduler(limits_of(10, 0), pool=BlockPool(10), node=H0)
+    )
+    share, hosts = Share(0, 0, 1), []
+    for key, home in (("a#1", P0), ("b#1", P1)):
+        hosts += holder.on(NodeAsked(RequestId(key), home, 7, share), 0)
+    assert [len(host.blocks) for host in hosts] == [7, 0]
+    assert holder.scheduler.num_hosted == 7 and holder.scheduler.pool.available == 3
+    assert holder.on(Left(RequestId("b#1"), P1), 1) == []
+    [trim] = holder.on(Shrunk(RequestId("a#1"), P0, 2), 2)
+    assert trim == Trim(RequestId("a#1"), 2) and holder.scheduler.pool.available == 8
+    for vain in (
+        Shrunk(RequestId("a#1"), P1, 1),
+        Shrunk(RequestId("a#1"), P0, 2),
+        Shrunk(RequestId("c#1"), P0, 1),
+    ):
+        assert holder.on(vain, 3) == [] and holder.scheduler.pool.available == 8
+    holder.on(Left(RequestId("a#1"), P0), 4)
+    holder.check_idle()
+
+
+def test_a_move_or_a_return_that_cannot_be_is_answered_with_what_lies_where() -> None:
+    node, key = node_of(), RequestId("r#1")
+    node.on(Begin(key, Role.MIXED, route_of("r", D0, D0), 9, 20), 0)
+    node.on(Stepped(1), 1)
+    before = node.scheduler.pool.available
+    for order in (Return(key, H0, 1), Move(key, H0, 0)):
+        assert [each for each in node.on(order, 2) if not isinstance(each, Run)] == [
+            Spread(RequestId("r"), 1, ())
+        ]
+    for unknown in (Return(RequestId("s#1"), H0, 1), Move(RequestId("s#1"), H0, 1)):
+        assert node.on(unknown, 3) == []
+    node.on(Reclaimed(RequestId("s#1"), whole=True), 4)
+    assert node.scheduler.pool.available == before

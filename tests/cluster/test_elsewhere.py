@@ -93,7 +93,7 @@ def test_so_many_holders(holders: int, heads: str, models: dict[str, Path]) -> N
         ask(served, models[heads], prompt_of(2, total - 20))
         served.wait_until(lambda: len(attended(served)) == holders, f"questions to {holders}")
         ask(served, models[heads], prompt_of(3, total - 3), 3)
-        assert set(served.gauge("kv_blocks_hosted").values()) == {0}
+        served.wait_until(lambda: not any(served.gauge("kv_blocks_hosted").values()), "room comes back")
 
 
 def test_what_travels(model: Path) -> None:

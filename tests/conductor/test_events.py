@@ -5,6 +5,7 @@ from typing import get_args
 import msgspec
 import pytest
 
+from isthmus.attempts import Entry, Holding, MemoryUsed, Spread
 from isthmus.conductor import (
     Abort,
     Action,
@@ -33,6 +34,7 @@ from isthmus.conductor import (
     Route,
     ThresholdSet,
 )
+from isthmus.conductor.events import Lend, Repay
 from isthmus.cost import HARDWARE, Analytic, Curve, ModelFacts, engine_coefficients
 from isthmus.types import NodeId, RequestId, Role, Tier
 
@@ -69,6 +71,9 @@ EVENTS = [
     LinksMeasured(
         (LinkState("there", "home", True, 10**9, 10**8, 10**7, 3, 10**7), LinkState("home", "there", False))
     ),
+    RequestFailed(A, 1, "no room", no_room=True),
+    Spread(A, 1, (Holding((N, NodeId("decode-1")), 3),)),
+    MemoryUsed(N, 7, 2, 9, 1, (Entry(A, 1, 5, 2, True, (Holding((N,), 3),)), Entry(A, 2))),
 ]
 ACTIONS = [
     Route(A, 1, N, NodeId("decode-0")),
@@ -82,6 +87,10 @@ ACTIONS = [
     Convert(N, Role.DECODE),
     ThresholdSet(19_400, "solved again"),
     ThresholdSet(None, "the link is down"),
+    Route(A, 3, N, N, holdings=(Holding((NodeId("mixed-1"),), 4),), growth=(NodeId("mixed-1"),), taken=2),
+    Hold(A, 1, "no memory", 10),
+    Lend(A, 1, N, NodeId("mixed-1"), 3),
+    Repay(A, 1, N, NodeId("mixed-1"), 2),
 ]
 
 

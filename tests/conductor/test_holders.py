@@ -148,7 +148,7 @@ def test_a_holder_that_has_no_room_costs_no_attempt_and_is_asked_later_each_time
         waits.append(hold.wait_ms)
         [route] = nodes.on(HoldExpired(RequestId("r"), attempt))
         assert isinstance(route, Route) and route.attempt == attempt + 1
-    assert waits == [20, 40, 80, 160, 320]
+    assert waits == [10, 20, 40, 80, 160]
 
 
 def test_in_the_end_it_fails() -> None:
@@ -213,6 +213,26 @@ def test_what_follows_goes_to_nodes_of_role_attention_if_all_does() -> None:
     assert isinstance(refused, Refuse) and refused.code == "too_long"
     [route] = Nodes((Role.MIXED, 400), (Role.ATTENTION, 100), kv_heads=2).ask("a", 200, 20)
     assert isinstance(route, Route) and route.holdings[0].num_blocks == 25 and not route.growth
+
+
+def test_while_nodes_of_role_attention_are_full_only_what_fits_at_home_now_goes_there() -> None:
+    """It would wait in its home's queue, before others that have room elsewhere. Who came first is first; a few that
+    came later may go before it if there is memory for these alone."""
+    nodes = Nodes((Role.MIXED, 60), (Role.ATTENTION, 100), kv_heads=2)
+    [full] = nodes.ask("a", 101, 8)
+    assert isinstance(full, Route) and full.holdings[0].num_blocks == 25
+    [home] = nodes.ask("b", 30, 10)
+    assert isinstance(home, Route) and not home.holdings and not home.growth
+    [first], [second], *others = (nodes.ask(name, 50, 10) for name in "cdefghijk")
+    assert isinstance(first, Hold) and first.wait_ms == 10
+    assert isinstance(second, Hold) and second.wait_ms == 1000
+    assert all(isinstance(hold, Hold) for [hold] in others)
+    [again] = nodes.on(HoldExpired(RequestId("d"), 0))
+    assert isinstance(again, Hold) and again.wait_ms == 1000
+    gone_on = nodes.end("a")
+    routes = [action for action in gone_on if isinstance(action, Route)]
+    assert [route.request for route in routes] == ["c", "d"]
+    assert all(route.growth and route.holdings[0].num_blocks == 12 for route in routes)
 
 
 def test_an_answer_that_no_single_node_has_memory_for_stays_at_home() -> None:

@@ -51,6 +51,8 @@ from isthmus.types import MEMORY, NodeId, RequestId, Role
 LEAST_WAIT_MS, MOST_WAIT_MS = 10, 1000
 """Before a node that had no memory for an attempt is asked again, unless another request ends: each time twice as long.
 It may have had some that was on its way back."""
+LOOK_BEHIND = 4
+"""So many behind one that finds no memory are tried when some is free."""
 MAX_VAIN = 10
 """So often a request finds no memory while no other has any."""
 MAX_LOSSES = 10
@@ -205,7 +207,7 @@ class Conductor:
         self.view.unassign(request, now)
         actions: list[Action] = [Abort(name, request.attempt, nodes)] if nodes else []
         self._short.pop(name, None)
-        return [*actions, *self._resume(now)] if self._short else actions
+        return [*actions, *self._admit(now)]
 
     def _attempt(self, request: RequestId, attempt: int) -> RequestView | None:
         """The request, if this is its current attempt: what comes late from an earlier one is void."""
@@ -223,7 +225,8 @@ class Conductor:
         """Nodes that have enough memory together have it not now: it waits for that."""
         length, clusters = event.num_tokens + event.max_tokens, self.view.clusters.values()
         together = max([holders.longest(self.view.members(cluster)) for cluster in clusters], default=0)
-        if not together >= length > self.view.largest(Role.PREFILL, Role.DECODE, Role.MIXED):
+        is_long = length > self.view.largest(Role.PREFILL, Role.DECODE, Role.MIXED)
+        if not (together >= length if is_long else self._router.awaits_holders(event)):
             return [self._refusal(event)]
         if not any(holders.leaves_room(self.view.members(cluster), event) for cluster in clusters):
             reason = f"no node has KV memory for an answer of {event.max_tokens} tokens"
@@ -233,9 +236,13 @@ class Conductor:
 
     def _wait_for_room(self, request: RequestView, reason: str) -> Hold:
         request.on_hold, request.reason = True, reason
-        self._short[request.arrived.request] = None
-        wait = min(MOST_WAIT_MS, LEAST_WAIT_MS << min(request.refused, 10))
-        return Hold(request.arrived.request, request.attempt, reason, wait)
+        name = request.arrived.request
+        self._short[name] = None
+        wait = MOST_WAIT_MS
+        if name == next(iter(self._short)):  # nobody waits before it
+            wait = min(MOST_WAIT_MS, LEAST_WAIT_MS << min(request.waits, 10))
+            request.waits += 1
+        return Hold(name, request.attempt, reason, wait)
 
     def _refusal(self, event: RequestArrived) -> Refuse:
         """Too long for every node here, now and later; or no node here for one of its parts, for now."""
@@ -302,7 +309,9 @@ class Conductor:
             return []
         if event.request not in self._short:
             return [self._fail(request)]
-        actions = self._resume(now)  # a holder may have had less than is known here
+        if event.request != next(iter(self._short)):
+            return [self._wait_for_room(request, request.reason)]
+        actions = self._admit(now)  # a holder may have had less than is known here
         if request.on_hold and all(other.on_hold for other in self.view.requests.values()):
             request.refused += 1
             if request.refused > MAX_VAIN:
@@ -321,6 +330,8 @@ class Conductor:
         placement = self._place_again(request, now)
         if placement is not None:
             return [*actions, self._route(request, placement, now)]
+        if self._router.awaits_holders(request.arrived):
+            return [*actions, self._wait_for_room(request, reason)]
         request.on_hold = True
         return [*actions, Hold(name, request.attempt, reason)]
 
@@ -349,14 +360,28 @@ class Conductor:
 
     def _resume(self, now: int) -> list[Action]:
         """Routes what is on hold, in the order of arrival, as far as the nodes now allow."""
+        on_hold = [request for request in self.view.requests.values() if request.on_hold]
+        return [route for request in on_hold for route in self._go_on(request, now)]
+
+    def _admit(self, now: int) -> list[Action]:
+        """Routes those that wait for memory, as far as there is any: who came first, and few of those behind it."""
         routes: list[Action] = []
-        for request in self.view.requests.values():
-            placement = self._place_again(request, now) if request.on_hold else None
-            if placement is not None:
-                request.on_hold = False
-                self._short.pop(request.arrived.request, None)
-                routes.append(self._route(request, placement, now))
+        left = 1 + LOOK_BEHIND
+        for name in list(self._short):
+            gone = self._go_on(self.view.requests[name], now)
+            routes += gone
+            left -= not gone
+            if not left:
+                break
         return routes
+
+    def _go_on(self, request: RequestView, now: int) -> list[Action]:
+        placement = self._place_again(request, now)
+        if placement is None:
+            return []
+        request.on_hold = False
+        self._short.pop(request.arrived.request, None)
+        return [self._route(request, placement, now)]
 
     def _fail(self, request: RequestView) -> Fail:
         name = request.arrived.request
@@ -438,7 +463,7 @@ class Conductor:
         request = self._attempt(event.request, event.attempt)
         if request is not None:
             self._lending.spread(request, event.holdings)
-        return self._resume(now) if self._short else []
+        return self._admit(now)
 
     def _evicted(self, event: BlocksEvicted, now: int) -> list[Action]:
         node = self.view.nodes.get(event.node)

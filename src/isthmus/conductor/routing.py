@@ -50,22 +50,42 @@ class Router:
         for home in self._homes(request, caches):
             for cluster, foreign in self._prefill_clusters(request, home, caches, now, again):
                 found = self._place_in(request, home, cluster, now, foreign, caches.matched)
+                placement = None
                 if found is not None:
-                    return self._with_holders(self._with_transfers(*found, home, caches), request)
+                    placement = self._with_holders(self._with_transfers(*found, home, caches), request)
+                if placement is not None:
+                    return placement
         for cluster in self._view.clusters.values():
             placement = self._place_across(request, cluster, now)
             if placement is not None:
                 return placement
         return None
 
-    def _with_holders(self, placement: Placement, request: RequestArrived) -> Placement:
-        """Where there are nodes of role attention, with KV there. What is recalled is at home."""
+    def _with_holders(self, placement: Placement, request: RequestArrived) -> Placement | None:
+        """Where there are nodes of role attention, with KV there; None while neither they have room for it nor, for
+        what they have none for, the node where it decodes: that node's memory may be small, and whoever waits there
+        keeps it from others. What is recalled is at home."""
         prefill, decode = placement.prefill, placement.decode
-        if decode.cluster.has_attention and not placement.handover_start and prefill.lends and decode.lends:
-            found = spread(self._view, request, prefill, decode)
-            if found is not None:
-                placement.held, placement.growth = found
+        if not decode.cluster.has_attention or placement.handover_start or not (prefill.lends and decode.lends):
+            return placement
+        found = spread(self._view, request, prefill, decode)
+        if found is not None:
+            placement.held, placement.growth = found
+        away = num_blocks(placement.held) * decode.block_size
+        length = request.num_tokens + request.max_tokens
+        if not placement.growth and length - away > free_tokens(decode):
+            return None
         return placement
+
+    def awaits_holders(self, request: RequestArrived) -> bool:
+        """Whether a request that found no place fits a cluster's nodes, and waits for nodes of role attention there."""
+        return any(
+            cluster.has_attention
+            and (
+                _that_fit(cluster.mixed, request) or (cluster.prefills and _that_fit(cluster.decodes, request))
+            )
+            for cluster in self._view.clusters.values()
+        )
 
     def place_with(self, request: RequestArrived, kept: Kept, now: int) -> Placement | None:
         """On other nodes than before, what holders keep of it being where it is; None where that cannot be."""

@@ -199,6 +199,7 @@ class RequestView:
         "refused",
         "returns",
         "streaming",
+        "waits",
         "work_ns",
     )
 
@@ -216,6 +217,7 @@ class RequestView:
         self.on_hold = False  # its last attempt ended, for `reason`, and no node could take the next one yet
         self.reason = ""
         self.refused = 0  # attempts that ended since a node had no memory for it
+        self.waits = 0  # how often it began to wait for memory, with nobody before it
         self.copy: Copy | None = None  # what is fetched for its prefill
         self.coming: Sequence[BlockName] = ()  # blocks that its prefill node will have
         # The link between clusters that its hand-over crosses, with so many bytes.

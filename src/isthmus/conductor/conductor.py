@@ -223,16 +223,21 @@ class Conductor:
 
     def _unplaced(self, event: RequestArrived, now: int) -> list[Action]:
         """Nodes that have enough memory together have it not now: it waits for that."""
-        length, clusters = event.num_tokens + event.max_tokens, self.view.clusters.values()
-        together = max([holders.longest(self.view.members(cluster)) for cluster in clusters], default=0)
-        is_long = length > self.view.largest(Role.PREFILL, Role.DECODE, Role.MIXED)
-        if not (together >= length if is_long else self._router.awaits_holders(event)):
+        if not self._waits_for_room(event):
             return [self._refusal(event)]
+        clusters = self.view.clusters.values()
         if not any(holders.leaves_room(self.view.members(cluster), event) for cluster in clusters):
             reason = f"no node has KV memory for an answer of {event.max_tokens} tokens"
             return [Refuse(event.request, "too_long", f"{reason}: only prompts lie on several nodes here")]
         request = self.view.requests[event.request] = RequestView(event, now)
         return [self._wait_for_room(request, "no memory is free for it")]
+
+    def _waits_for_room(self, event: RequestArrived) -> bool:
+        """Whether nodes of a cluster have memory for it, together and with nothing else there."""
+        nodes = [node for node in self.view.nodes.values() if not node.draining]
+        members = [[node for node in nodes if node.cluster is each] for each in self.view.clusters.values()]
+        length = event.num_tokens + event.max_tokens
+        return any(holders.longest(each) >= length for each in members)
 
     def _wait_for_room(self, request: RequestView, reason: str) -> Hold:
         request.on_hold, request.reason = True, reason
@@ -330,7 +335,7 @@ class Conductor:
         placement = self._place_again(request, now)
         if placement is not None:
             return [*actions, self._route(request, placement, now)]
-        if self._router.awaits_holders(request.arrived):
+        if self._waits_for_room(request.arrived):
             return [*actions, self._wait_for_room(request, reason)]
         request.on_hold = True
         return [*actions, Hold(name, request.attempt, reason)]

@@ -131,8 +131,10 @@ def num_blocks(found: Sequence[Held]) -> int:
 
 def free_tokens(node: NodeView) -> int:
     """Of a node's memory what no request is known to need, or may come to need: answers count as long as they may be,
-    and of prompts that go elsewhere what is filled at a time."""
-    used, window = node.lent_blocks * node.block_size, node.capacity_tokens - at_home(node.capacity_tokens)
+    those that go elsewhere there as long as answers are in the mean; of prompts that go elsewhere what is filled at a
+    time."""
+    used = (node.lent_blocks + node.expected_blocks) * node.block_size
+    window = node.capacity_tokens - at_home(node.capacity_tokens)
     for request in node.prefills.values():
         away = request.away_tokens
         used += request.arrived.num_tokens - away + min(away, window)

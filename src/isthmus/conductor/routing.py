@@ -77,16 +77,6 @@ class Router:
             return None
         return placement
 
-    def awaits_holders(self, request: RequestArrived) -> bool:
-        """Whether a request that found no place fits a cluster's nodes, and waits for nodes of role attention there."""
-        return any(
-            cluster.has_attention
-            and (
-                _that_fit(cluster.mixed, request) or (cluster.prefills and _that_fit(cluster.decodes, request))
-            )
-            for cluster in self._view.clusters.values()
-        )
-
     def place_with(self, request: RequestArrived, kept: Kept, now: int) -> Placement | None:
         """On other nodes than before, what holders keep of it being where it is; None where that cannot be."""
         holders, num_kept = kept.holders, num_blocks(kept.held)

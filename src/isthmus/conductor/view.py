@@ -44,6 +44,7 @@ class NodeView:
         "decodes",
         "draining",
         "evictions",
+        "expected_blocks",
         "free_ns",
         "hands_over_on_link",
         "kind",
@@ -87,6 +88,7 @@ class NodeView:
         self.batch = self.context = 0  # requests placed here to decode, and their tokens
         self.evictions = 0
         self.lends, self.lent_blocks = joined.lends, 0  # to requests that are computed elsewhere
+        self.expected_blocks = 0  # that their answers will add
         self.kv_heads = joined.kv_heads
 
 
@@ -184,6 +186,7 @@ class RequestView:
         "copy",
         "decode",
         "decode_ns",
+        "expected_blocks",
         "expected_ns",
         "growth",
         "handing_over",
@@ -226,6 +229,7 @@ class RequestView:
         self.lender: NodeView | None = None  # whom its decode node gets a part of the prefix from
         self.held: Sequence[Held] = ()  # where its leading blocks lie
         self.growth: tuple[NodeView, ...] = ()  # where all that fills is to lie
+        self.expected_blocks = 0  # that its answer is expected to add at each of these
         self.kept: Kept | None = None  # what is left of an attempt whose home is gone
         self.borrows: Held | None = None  # whom it asks for more, and for how much
         self.returns = False  # some of it comes home
@@ -364,6 +368,11 @@ class View:
         for held in request.held:
             for node in held.holders:
                 node.lent_blocks += held.room
+        if request.growth:
+            answer = min(facts.max_tokens, round(self.outputs.mean))
+            request.expected_blocks = -(-answer // (decode.block_size * len(request.growth)))
+            for node in request.growth:
+                node.expected_blocks += request.expected_blocks
         self.num_routed += 1
 
     def borrow(self, request: RequestView, node: NodeView, num_blocks: int) -> None:
@@ -439,6 +448,8 @@ class View:
         self.end_copy(request)
         self._crossed(request)
         self._vacate(request)
+        for node in request.growth:
+            node.expected_blocks -= request.expected_blocks
         request.prefill, request.decode, request.growth = None, None, ()
 
     def _crossed(self, request: RequestView) -> None:
@@ -480,6 +491,8 @@ class View:
             assert node.context == sum(request.arrived.num_tokens for request in decoding)
             held = [each for r in self.requests.values() for each in r.lent if node in each.holders]
             assert node.lent_blocks == sum([each.room for each in held])
+            growing = [r.expected_blocks for r in self.requests.values() if node in r.growth]
+            assert node.expected_blocks == sum(growing)
             for copy in (*node.link_in.copies, *node.link_out.copies):
                 assert any(r.copy is copy for r in self.requests.values()), "a copy that nobody wants"
         for link in self.links.values():

@@ -235,6 +235,34 @@ def test_while_nodes_of_role_attention_are_full_only_what_fits_at_home_now_goes_
     assert all(route.growth and route.holdings[0].num_blocks == 12 for route in routes)
 
 
+def test_what_answers_will_add_there_is_counted_as_they_are_in_the_mean() -> None:
+    nodes = Nodes((Role.MIXED, 40), (Role.ATTENTION, 100), (Role.ATTENTION, 100), kv_heads=2)
+    nodes.ask("short", 3, 30)
+    nodes.routes.clear()
+    nodes.on(RequestEnded(RequestId("short"), 16))
+    held = [nodes.conductor.view.nodes[holder] for holder in (NodeId("attention-1"), NodeId("attention-2"))]
+    [route] = nodes.ask("a", 81, 30)
+    assert isinstance(route, Route) and [node.lent_blocks for node in held] == [10, 10]
+    assert [node.expected_blocks for node in held] == [2, 2], "half of four blocks each"
+    assert isinstance(nodes.ask("b", 109, 30)[0], Hold), (
+        "27 blocks would fit beside 20 of 50, but for the answer of a"
+    )
+    assert isinstance(nodes.ask("c", 101, 30)[0], Route)
+    for name in "acb":
+        nodes.end(name)
+    assert [node.expected_blocks for node in held] == [0, 0]
+
+
+def test_who_is_too_long_for_the_decode_node_alone_waits_while_holders_are_full() -> None:
+    """Though the prefill node could take all of it."""
+    nodes = Nodes((Role.PREFILL, 200), (Role.DECODE, 60), (Role.ATTENTION, 200), kv_heads=2)
+    [full] = nodes.ask("a", 190, 8)
+    assert isinstance(full, Route)
+    [hold] = nodes.ask("b", 100, 8)
+    assert isinstance(hold, Hold)
+    assert [action for action in nodes.end("a") if isinstance(action, Route)]
+
+
 def test_an_answer_that_no_single_node_has_memory_for_stays_at_home() -> None:
     """Where heads cannot be shared."""
     attending = [(Role.ATTENTION, 100), (Role.ATTENTION, 100)]

@@ -132,7 +132,7 @@ def test_a_prefix_is_used_again(tier: str, model: Path, tmp_path: Path) -> None:
 def test_who_is_pre_empted_begins_anew(model: Path) -> None:
     """Answers that grow beyond the memory that there is, at home and elsewhere."""
     with inside(attending(model, blocks=12)) as served:
-        ask_all(served, model, [prompt_of(at, 100) for at in range(6)], 90)
+        ask_all(served, model, [prompt_of(at, 30) for at in range(6)], 150)
         served.wait_until(
             lambda: attended(served) and served.total("num_preemptions_total") > 0, "pre-emptions"
         )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from isthmus.attempts import MemoryUsed
 from isthmus.cluster.recorder import Entry
 from isthmus.conductor import Action, Event, HoldExpired, LinksMeasured
 from isthmus.config import Config
@@ -47,9 +48,13 @@ def simulated(config: Config, deployment: Deployment, requests: Sequence[Virtual
 
 
 def until_over(log: Sequence[Entry]) -> list[Entry]:
-    """Without what was measured, and which waits were up, after the last request had ended."""
+    """Without what was measured or is in use, and which waits were up, after the last request had ended."""
     last = max(
-        (at for at, entry in enumerate(log) if not isinstance(entry.event, LinksMeasured | HoldExpired)),
+        (
+            at
+            for at, entry in enumerate(log)
+            if not isinstance(entry.event, LinksMeasured | MemoryUsed | HoldExpired)
+        ),
         default=-1,
     )
     return list(log[: last + 1])

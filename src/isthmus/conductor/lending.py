@@ -31,8 +31,8 @@ class _Node:
     little memory at the report before."""
 
     def __init__(self, node: NodeView) -> None:
-        self.node = node
-        self.available = self.spare = self.wanted = self.waiting = 0
+        self.node, self.available = node, node.capacity_tokens // node.block_size  # until it says otherwise
+        self.spare = self.wanted = self.waiting = 0
         self.entries: dict[tuple[RequestId, int], Entry] = {}
         self.planned = self.lacked = False
 
@@ -102,15 +102,15 @@ class Lending:
         self._nodes[holder].available -= step.num_blocks
 
     def _memories(self, cluster: Cluster) -> list[Memory]:
-        """Of those nodes that have said what they have."""
+        """Of all nodes that may lend; who has said nothing yet has had no request."""
         memories = {
-            each.node: Memory(each.node)
-            for each in self._nodes.values()
-            if each.node.cluster is cluster and each.node.lends and each.node.role is not Role.ATTENTION
+            node: Memory(node)
+            for node in self._view.members(cluster)
+            if node.lends and node.role is not Role.ATTENTION
         }
         for node, memory in memories.items():
             if not node.draining:
-                self._fill(memory, self._nodes[node], memories)
+                self._fill(memory, self._nodes.setdefault(node, _Node(node)), memories)
         return [memory for node, memory in memories.items() if not node.draining]
 
     def _fill(self, memory: Memory, said: _Node, memories: dict[NodeView, Memory]) -> None:

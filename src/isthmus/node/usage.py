@@ -22,28 +22,27 @@ class Usage:
         self._scheduler, self._period_ns = scheduler, period_ns
         self._due_ns = 0
         self._told: dict[RequestId, Entry] = {}
-        self._told_node = (0, 0, 0, 0)
+        self._told_node = self._node()  # which follows from its capacity
 
     def tell(self, attempts: Mapping[RequestId, Attempt], now: int, actions: Actions) -> None:
         """After each event."""
         if now < self._due_ns:
             return
-        scheduler = self._scheduler
         entries = {key: _entry(attempt) for key, attempt in attempts.items()}
         changed = [entry for key, entry in entries.items() if self._told.get(key) != entry]
         gone = [Entry(each.request, each.attempt) for key, each in self._told.items() if key not in entries]
-        node = (
-            scheduler.pool.available,
-            scheduler.num_spare,
-            scheduler.num_wanted,
-            scheduler.num_waiting,
-        )
-        if changed or gone or node != self._told_node:
-            self._told, self._told_node = entries, node
-            actions.append(MemoryUsed(scheduler.node, *node, (*gone, *changed)))
+        node = self._node()
+        if not (changed or gone or node != self._told_node):
+            return
+        self._told, self._told_node = entries, node
+        actions.append(MemoryUsed(self._scheduler.node, *node, (*gone, *changed)))
         self._due_ns = now + self._period_ns
-        if entries or scheduler.num_hosted:
+        if entries or self._scheduler.num_hosted:
             actions.append(events.Wake(self._due_ns))
+
+    def _node(self) -> tuple[int, int, int, int]:
+        scheduler = self._scheduler
+        return scheduler.pool.available, scheduler.num_spare, scheduler.num_wanted, scheduler.num_waiting
 
 
 def _entry(attempt: Attempt) -> Entry:

@@ -170,6 +170,25 @@ def test_a_claim_over_no_session_finds_nothing() -> None:
     with_pair(test)
 
 
+def test_who_leaves_before_its_claim_is_heard_has_left() -> None:
+    """Else what it claimed would stay until its session ends."""
+
+    async def test(pair: Pair) -> None:
+        await pair.reserve(OLD, 6, HALF)
+        await pair.ship(OLD, 0, (5, 1, 7))
+        pair.home.mover.do(events.Claim(KEY, OTHER, OLD, HALF))
+        await pair.told(pair.holder, events.Claimed)
+        pair.home.mover.do(events.Vacate(KEY, OTHER))
+        pair.home.mover.do(events.Reserve(RequestId("other#1"), OTHER, 1, HALF))  # comes after that
+        await pair.told(pair.holder, events.Asked, 2)
+        pair.holder.mover.do(events.Rekey(OLD, KEY, OTHER))
+        assert await pair.told(pair.holder, events.Left) == events.Left(KEY, OTHER, lost=False)
+        pair.holder.mover.do(events.Unhost(KEY))
+        assert KEY not in pair.holder.mover._hosts._guests and OLD not in pair.holder.mover._hosts._guests
+
+    with_pair(test)
+
+
 def test_questions_overtake_shipments() -> None:
     """They go over a line of their own."""
 

@@ -189,6 +189,21 @@ def test_who_leaves_before_its_claim_is_heard_has_left() -> None:
     with_pair(test)
 
 
+def test_room_that_nobody_heard_of_is_claimed_and_left() -> None:
+    """Its home was gone before it was told of it."""
+
+    async def test(pair: Pair) -> None:
+        pair.home.mover.do(events.Claim(KEY, OTHER, OLD, HALF))
+        await pair.told(pair.holder, events.Claimed)
+        pair.holder.mover.do(events.Rekey(OLD, KEY, OTHER))
+        assert (await pair.told(pair.home, events.Found)).num_blocks == 0
+        pair.home.mover.do(events.Vacate(KEY, OTHER))
+        assert await pair.told(pair.holder, events.Left) == events.Left(KEY, OTHER, lost=False)
+        assert KEY not in pair.holder.mover._hosts._guests
+
+    with_pair(test)
+
+
 def test_questions_overtake_shipments() -> None:
     """They go over a line of their own."""
 

@@ -147,6 +147,8 @@ class Hosts:
             others = {} if guest is None else guest.sessions  # who wants room and was not heard yet
             guest = self._guests[rekey.key] = self._taken(self._guests.pop(rekey.old), share)
             guest.sessions |= others
+        elif rekey.old and guest is None:  # its home was gone before it was told of its room
+            guest = self._guests[rekey.key] = _Guest(self._memory_of(share.parts), share)
         session.send(Found(rekey.key, 0 if guest is None else guest.stowed))
         if guest is not None:
             guest.sessions[rekey.peer] = session

@@ -204,6 +204,19 @@ def test_room_that_nobody_heard_of_is_claimed_and_left() -> None:
     with_pair(test)
 
 
+def test_a_session_that_ends_while_more_room_is_wanted_takes_what_is_there_with_it() -> None:
+    async def test(pair: Pair) -> None:
+        await pair.reserve(OLD, 6, HALF)
+        await pair.ship(OLD, 0, (5, 1, 7))
+        pair.home.mover.do(events.Reserve(OLD, OTHER, 8, HALF))
+        await pair.told(pair.holder, events.Asked, 2)
+        assert pair.home.session is not None
+        pair.home.session.abort("gone")
+        assert (await pair.told(pair.home, events.Broken)).key == OLD
+
+    with_pair(test)
+
+
 def test_questions_overtake_shipments() -> None:
     """They go over a line of their own."""
 

@@ -217,6 +217,25 @@ def test_a_session_that_ends_while_more_room_is_wanted_takes_what_is_there_with_
     with_pair(test)
 
 
+def test_nothing_is_written_to_blocks_that_were_trimmed() -> None:
+    """By a home that ships there and says that it needs them no more."""
+
+    async def test(pair: Pair) -> None:
+        await pair.reserve(OLD, 6, HALF)
+        await pair.ship(OLD, 0, (5, 1))
+        hosts, session = pair.holder.mover._hosts, pair.holder.session
+        assert session is not None
+        head = messages.Shipment(OLD, 0, 2, (b"", b""))
+        hosts.place(session, head, TWO_HEADS.slice_bytes)
+        hosts.trim(events.Trim(OLD, 1))
+        hosts.receive(session, head)
+        assert (
+            not hosts._guests[OLD].frames._frames and hosts.bytes_in == 2 * LAYERS * TWO_HEADS.slice_bytes // 2
+        )
+
+    with_pair(test)
+
+
 def test_questions_overtake_shipments() -> None:
     """They go over a line of their own."""
 

@@ -183,9 +183,11 @@ class Hosts:
             self._tell(events.Shrunk(shrink.key, peer, shrink.num_blocks))
 
     def trim(self, trim: events.Trim) -> None:
-        """The blocks behind these were sent back, and their home attends to them there."""
+        """The blocks behind these were sent back, and their home attends to them there. Nothing is written to them any
+        more when this returns."""
         guest, count = self._guests.get(trim.key), trim.num_blocks
         if guest is not None:
+            guest.frames.refuse()
             guest.give(guest.room[:count])
             guest.stowed = min(guest.stowed, count)
             guest.stops = [min(stop, count) for stop in guest.stops]

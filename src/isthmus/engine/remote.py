@@ -20,10 +20,12 @@ from torch import Tensor
 from isthmus.engine.attention import Part, partial
 from isthmus.engine.interface import Asked, Asking, Chunk, Elsewhere, runs_of
 from isthmus.engine.kernels import Kernels
+from isthmus.errors import ProtocolError
 from isthmus.models import Attention, LatentAttention, ModelSpec
 
 FEW_ROWS = 8
 """So many queries of one request read its KV one by one; more of them gather it once."""
+_NUMBER_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -157,8 +159,12 @@ def split_of(kv: Tensor, shape: Shape, parts: int) -> tuple[Tensor, Shape]:
     return view, replace(shape, num_heads=shape.num_heads // parts)
 
 
-def queries_of(q: memoryview, shape: Shape) -> Tensor:
-    """`[R, H, D]`."""
+def queries_of(q: memoryview, shape: Shape, asked: Sequence[Asked]) -> Tensor:
+    """`[R, H, D]`, one for each row that is asked. Raises ProtocolError for more or fewer."""
+    num_rows = sum([each.num_rows for each in asked])
+    if q.nbytes != num_rows * shape.num_heads * shape.head_dim * _NUMBER_BYTES:
+        heads = f"{shape.num_heads} heads of {shape.head_dim} numbers"
+        raise ProtocolError(f"{q.nbytes} bytes are not the queries of {num_rows} rows, {heads}")
     return torch.frombuffer(q, dtype=torch.float32).view(-1, shape.num_heads, shape.head_dim)
 
 

@@ -15,7 +15,7 @@ from isthmus.cost import compile_cost
 from isthmus.engine.attention import merge, partial
 from isthmus.engine.emulated import EmulatedEngine, expected_tokens
 from isthmus.engine.engine import Engine, EngineOptions
-from isthmus.engine.interface import Asked, Asking, Chunk, Held, Row
+from isthmus.engine.interface import Asked, Asking, Chunk, Held, HolderLost, Row
 from isthmus.engine.recipe import Recipe, layout_of
 from isthmus.errors import ProtocolError
 from isthmus.models import Attention
@@ -272,6 +272,24 @@ def test_bytes_do_not_depend_on_the_length(made: dict[int, Path]) -> None:
         assert others.received == [heads * (dim + 1) * 4] * num_layers
         found.add((tuple(others.sent), tuple(others.received)))
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("change", [-4, 4, -1])
+def test_an_answer_of_another_size_is_none(change: int, made: dict[int, Path]) -> None:
+    others = Others({"h": engine_of(made[0])})
+    request = Request(engine_of(made[0]), others, tokens_of(41), 22)
+    request.compute(40)
+    request.move(("h",), 1)
+    answer = others.answer
+
+    def changed(layer: int, asking: Asking) -> memoryview:
+        data = bytes(answer(layer, asking)) + bytes(8)
+        return memoryview(bytearray(data[: len(data) - 8 + change]))
+
+    others.answer = changed  # type: ignore[method-assign]
+    with pytest.raises(HolderLost, match=r"it answered \d+ bytes, not \d+") as lost:
+        request.compute(1)
+    assert lost.value.holder == "h"
 
 
 @pytest.mark.parametrize("num_bytes", [0, 4, 1, -1])

@@ -12,8 +12,8 @@ import pytest
 from isthmus.attempts import Share
 from isthmus.cluster import messages
 from isthmus.engine.emulated import EmulatedMemory
-from isthmus.engine.interface import Asking
-from isthmus.messenger import MemoryNetwork, Priority
+from isthmus.engine.interface import Asking, HolderLost
+from isthmus.messenger import MemoryNetwork, Priority, Session
 from isthmus.node import events
 from isthmus.types import RequestId
 from tests.cluster.fault_peers import LAYOUT, OTHER, Side, join, kv_block, store_of
@@ -232,6 +232,86 @@ def test_nothing_is_written_to_blocks_that_were_trimmed() -> None:
         assert (
             not hosts._guests[OLD].frames._frames and hosts.bytes_in == 2 * LAYERS * TWO_HEADS.slice_bytes // 2
         )
+
+    with_pair(test)
+
+
+async def asked(pair: Pair, key: RequestId, num_tokens: int, parts: int = HALF.parts) -> str:
+    """What comes of a question; nothing if it is answered."""
+    remote, loop = pair.home.mover.holders.remote([key]), asyncio.get_running_loop()
+    asking = Asking(OTHER, ((0, 1, num_tokens, 40, 12),), HALF.part, parts)
+    try:
+        await loop.run_in_executor(None, remote.ask, 1, asking, memoryview(b"queries!"))
+        assert bytes(await loop.run_in_executor(None, remote.answer, 1, asking)) == b"queries!"
+    except HolderLost as lost:
+        return str(lost)
+    return ""
+
+
+NONE_HERE = "it has no KV of this attempt"
+
+
+def test_nobody_attends_to_what_is_not_whole_or_another_share() -> None:
+    async def test(pair: Pair) -> None:
+        await pair.reserve(OLD, 6, HALF)
+        await pair.ship(OLD, 0, (5, 1))
+        assert not await asked(pair, OLD, 2 * SIZE)
+        assert await asked(pair, OLD, 2 * SIZE + 1) == NONE_HERE
+        assert await asked(pair, OLD, 2 * SIZE, parts=1) == NONE_HERE
+        assert not await asked(pair, OLD, 1)
+
+    with_pair(test)
+
+
+def test_nobody_attends_to_blocks_that_are_free() -> None:
+    """Rows that are known by their number are of the guest that was there."""
+
+    async def test(pair: Pair) -> None:
+        await pair.reserve(OLD, 6, HALF)
+        await pair.ship(OLD, 0, (5, 1))
+        remote, loop = pair.home.mover.holders.remote([OLD]), asyncio.get_running_loop()
+        asking = Asking(OTHER, ((0, 1, SIZE, 40, 12),), HALF.part, HALF.parts)
+        for is_there in (True, False):
+            await loop.run_in_executor(None, remote.ask, 1, asking, memoryview(b"queries!"))
+            if is_there:
+                await loop.run_in_executor(None, remote.answer, 1, asking)
+                pair.holder.mover.do(events.Unhost(OLD))
+            else:
+                with pytest.raises(HolderLost, match=NONE_HERE):
+                    await loop.run_in_executor(None, remote.answer, 1, asking)
+
+    with_pair(test)
+
+
+@pytest.mark.parametrize("damaged", range(LAYERS))
+def test_what_comes_back_damaged_is_not_taken(damaged: int) -> None:
+    """And may be asked back again at once."""
+    whole = Share(0, 0, 1)
+
+    async def test(pair: Pair) -> None:
+        await pair.reserve(OLD, 3, whole)
+        await pair.ship(OLD, 0, (5, 1, 7))
+        returning = pair.home.mover.holders.returning
+        tell = returning._tell
+        receive, damages = returning.receive, [damaged]
+
+        def received(session: Session, head: messages.Reclaimed) -> None:
+            if damages and head.layer == damages[0]:
+                damages.clear()
+                pair.home.memory.export(damaged, 3 * SIZE, 4 * SIZE)[7] ^= 1
+            receive(session, head)
+
+        def told(fact: events.Event) -> None:
+            tell(fact)
+            if fact == events.Reclaimed(OLD, whole=False) and not pair.home.reasons:
+                pair.home.mover.do(events.Reclaim(OLD, OTHER, 1, (3, 0)))
+
+        returning.receive = received  # type: ignore[method-assign]
+        returning._tell = told
+        pair.home.mover.do(events.Reclaim(OLD, OTHER, 1, (3, 0)))
+        assert await pair.told(pair.home, events.Reclaimed, 2) == events.Reclaimed(OLD, whole=True)
+        assert returning.seal_mismatches == 1 and not pair.home.reasons
+        assert [pair.here(block, whole) for block in (3, 0)] == [pair.here(block, whole) for block in (1, 7)]
 
     with_pair(test)
 

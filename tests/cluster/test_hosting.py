@@ -12,8 +12,8 @@ import pytest
 from isthmus.attempts import Share
 from isthmus.cluster import messages
 from isthmus.engine.emulated import EmulatedMemory
-from isthmus.engine.interface import Asking
-from isthmus.messenger import MemoryNetwork, Priority
+from isthmus.engine.interface import Asking, HolderLost
+from isthmus.messenger import MemoryNetwork, Priority, Session
 from isthmus.node import events
 from isthmus.types import RequestId
 from tests.cluster.fault_peers import LAYOUT, OTHER, Side, join, kv_block, store_of
@@ -166,6 +166,152 @@ def test_a_claim_over_no_session_finds_nothing() -> None:
         session.abort("gone")
         pair.home.mover.do(events.Claim(KEY, OTHER, OLD, HALF))
         assert (await pair.told(pair.home, events.Found)).num_blocks == 0
+
+    with_pair(test)
+
+
+def test_who_leaves_before_its_claim_is_heard_has_left() -> None:
+    """Else what it claimed would stay until its session ends."""
+
+    async def test(pair: Pair) -> None:
+        await pair.reserve(OLD, 6, HALF)
+        await pair.ship(OLD, 0, (5, 1, 7))
+        pair.home.mover.do(events.Claim(KEY, OTHER, OLD, HALF))
+        await pair.told(pair.holder, events.Claimed)
+        pair.home.mover.do(events.Vacate(KEY, OTHER))
+        pair.home.mover.do(events.Reserve(RequestId("other#1"), OTHER, 1, HALF))  # comes after that
+        await pair.told(pair.holder, events.Asked, 2)
+        pair.holder.mover.do(events.Rekey(OLD, KEY, OTHER))
+        assert await pair.told(pair.holder, events.Left) == events.Left(KEY, OTHER, lost=False)
+        pair.holder.mover.do(events.Unhost(KEY))
+        assert KEY not in pair.holder.mover._hosts._guests and OLD not in pair.holder.mover._hosts._guests
+
+    with_pair(test)
+
+
+def test_room_that_nobody_heard_of_is_claimed_and_left() -> None:
+    """Its home was gone before it was told of it."""
+
+    async def test(pair: Pair) -> None:
+        pair.home.mover.do(events.Claim(KEY, OTHER, OLD, HALF))
+        await pair.told(pair.holder, events.Claimed)
+        pair.holder.mover.do(events.Rekey(OLD, KEY, OTHER))
+        assert (await pair.told(pair.home, events.Found)).num_blocks == 0
+        pair.home.mover.do(events.Vacate(KEY, OTHER))
+        assert await pair.told(pair.holder, events.Left) == events.Left(KEY, OTHER, lost=False)
+        assert KEY not in pair.holder.mover._hosts._guests
+
+    with_pair(test)
+
+
+def test_a_session_that_ends_while_more_room_is_wanted_takes_what_is_there_with_it() -> None:
+    async def test(pair: Pair) -> None:
+        await pair.reserve(OLD, 6, HALF)
+        await pair.ship(OLD, 0, (5, 1, 7))
+        pair.home.mover.do(events.Reserve(OLD, OTHER, 8, HALF))
+        await pair.told(pair.holder, events.Asked, 2)
+        assert pair.home.session is not None
+        pair.home.session.abort("gone")
+        assert (await pair.told(pair.home, events.Broken)).key == OLD
+
+    with_pair(test)
+
+
+def test_nothing_is_written_to_blocks_that_were_trimmed() -> None:
+    """By a home that ships there and says that it needs them no more."""
+
+    async def test(pair: Pair) -> None:
+        await pair.reserve(OLD, 6, HALF)
+        await pair.ship(OLD, 0, (5, 1))
+        hosts, session = pair.holder.mover._hosts, pair.holder.session
+        assert session is not None
+        head = messages.Shipment(OLD, 0, 2, (b"", b""))
+        hosts.place(session, head, TWO_HEADS.slice_bytes)
+        hosts.trim(events.Trim(OLD, 1))
+        hosts.receive(session, head)
+        assert (
+            not hosts._guests[OLD].frames._frames and hosts.bytes_in == 2 * LAYERS * TWO_HEADS.slice_bytes // 2
+        )
+
+    with_pair(test)
+
+
+async def asked(pair: Pair, key: RequestId, num_tokens: int, parts: int = HALF.parts) -> str:
+    """What comes of a question; nothing if it is answered."""
+    remote, loop = pair.home.mover.holders.remote([key]), asyncio.get_running_loop()
+    asking = Asking(OTHER, ((0, 1, num_tokens, 40, 12),), HALF.part, parts)
+    try:
+        await loop.run_in_executor(None, remote.ask, 1, asking, memoryview(b"queries!"))
+        assert bytes(await loop.run_in_executor(None, remote.answer, 1, asking)) == b"queries!"
+    except HolderLost as lost:
+        return str(lost)
+    return ""
+
+
+NONE_HERE = "it has no KV of this attempt"
+
+
+def test_nobody_attends_to_what_is_not_whole_or_another_share() -> None:
+    async def test(pair: Pair) -> None:
+        await pair.reserve(OLD, 6, HALF)
+        await pair.ship(OLD, 0, (5, 1))
+        assert not await asked(pair, OLD, 2 * SIZE)
+        assert await asked(pair, OLD, 2 * SIZE + 1) == NONE_HERE
+        assert await asked(pair, OLD, 2 * SIZE, parts=1) == NONE_HERE
+        assert not await asked(pair, OLD, 1)
+
+    with_pair(test)
+
+
+def test_nobody_attends_to_blocks_that_are_free() -> None:
+    """Rows that are known by their number are of the guest that was there."""
+
+    async def test(pair: Pair) -> None:
+        await pair.reserve(OLD, 6, HALF)
+        await pair.ship(OLD, 0, (5, 1))
+        remote, loop = pair.home.mover.holders.remote([OLD]), asyncio.get_running_loop()
+        asking = Asking(OTHER, ((0, 1, SIZE, 40, 12),), HALF.part, HALF.parts)
+        for is_there in (True, False):
+            await loop.run_in_executor(None, remote.ask, 1, asking, memoryview(b"queries!"))
+            if is_there:
+                await loop.run_in_executor(None, remote.answer, 1, asking)
+                pair.holder.mover.do(events.Unhost(OLD))
+            else:
+                with pytest.raises(HolderLost, match=NONE_HERE):
+                    await loop.run_in_executor(None, remote.answer, 1, asking)
+
+    with_pair(test)
+
+
+@pytest.mark.parametrize("damaged", range(LAYERS))
+def test_what_comes_back_damaged_is_not_taken(damaged: int) -> None:
+    """And may be asked back again at once."""
+    whole = Share(0, 0, 1)
+
+    async def test(pair: Pair) -> None:
+        await pair.reserve(OLD, 3, whole)
+        await pair.ship(OLD, 0, (5, 1, 7))
+        returning = pair.home.mover.holders.returning
+        tell = returning._tell
+        receive, damages = returning.receive, [damaged]
+
+        def received(session: Session, head: messages.Reclaimed) -> None:
+            if damages and head.layer == damages[0]:
+                damages.clear()
+                pair.home.memory.export(damaged, 3 * SIZE, 4 * SIZE)[7] ^= 1
+            receive(session, head)
+
+        def told(fact: events.Event) -> None:
+            tell(fact)
+            if fact == events.Reclaimed(OLD, whole=False) and not pair.home.reasons:
+                pair.home.mover.do(events.Reclaim(OLD, OTHER, 1, (3, 0)))
+
+        returning.receive = received  # type: ignore[method-assign]
+        returning._tell = told
+        pair.home.mover.do(events.Reclaim(OLD, OTHER, 1, (3, 0)))
+        assert await pair.told(pair.home, events.Reclaimed, 2) == events.Reclaimed(OLD, whole=True)
+        assert returning.seal_mismatches == 1 and not pair.home.reasons
+        assert [pair.here(block, whole) for block in (3, 0)] == [pair.here(block, whole) for block in (1, 7)]
 
     with_pair(test)
 

@@ -138,6 +138,20 @@ def test_who_finds_no_room_waits_for_it() -> None:
     assert RequestId("two") in nodes.routes
 
 
+def test_who_waits_for_room_counts_where_so_many_requests_may_be() -> None:
+    """At that limit one of lower priority goes for it, or it does."""
+    roles = [(Role.PREFILL, 100), *[(Role.DECODE, 100)] * 3]
+    nodes = Nodes(*roles, rules=Rules(policy="round_robin", max_requests=3))
+    nodes.ask("one", 250)
+    nodes.ask("a", 8)
+    nodes.ask("b", 8)
+    makes_room = ["Abort", "Refuse", "Hold"]
+    for name, expected in (("x", makes_room), ("y", makes_room), ("z", ["Refuse"])):
+        arrived = RequestArrived(RequestId(name), "", 250, 4, (), priority=1)
+        assert [type(action).__name__ for action in nodes.on(arrived)] == expected
+        assert len(nodes.conductor.view.requests) == 3
+
+
 def test_a_holder_that_has_no_room_costs_no_attempt_and_is_asked_later_each_time() -> None:
     nodes = Nodes(*FOUR, rules=Rules(policy="round_robin", max_attempts=1))
     nodes.ask("r", 300)

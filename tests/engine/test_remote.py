@@ -15,8 +15,10 @@ from isthmus.cost import compile_cost
 from isthmus.engine.attention import merge, partial
 from isthmus.engine.emulated import EmulatedEngine, expected_tokens
 from isthmus.engine.engine import Engine, EngineOptions
-from isthmus.engine.interface import Asked, Asking, Chunk, Held, Row
+from isthmus.engine.interface import Asked, Asking, Chunk, Held, HolderLost, Row
 from isthmus.engine.recipe import Recipe, layout_of
+from isthmus.errors import ProtocolError
+from isthmus.models import Attention
 from isthmus.types import Sampling
 from tests.engine.hybrids import save_tiny
 from tests.engine.test_emulated import CURVE
@@ -270,6 +272,39 @@ def test_bytes_do_not_depend_on_the_length(made: dict[int, Path]) -> None:
         assert others.received == [heads * (dim + 1) * 4] * num_layers
         found.add((tuple(others.sent), tuple(others.received)))
     assert len(found) == 1
+
+
+@pytest.mark.parametrize("change", [-4, 4, -1])
+def test_an_answer_of_another_size_is_none(change: int, made: dict[int, Path]) -> None:
+    others = Others({"h": engine_of(made[0])})
+    request = Request(engine_of(made[0]), others, tokens_of(41), 22)
+    request.compute(40)
+    request.move(("h",), 1)
+    answer = others.answer
+
+    def changed(layer: int, asking: Asking) -> memoryview:
+        data = bytes(answer(layer, asking)) + bytes(8)
+        return memoryview(bytearray(data[: len(data) - 8 + change]))
+
+    others.answer = changed  # type: ignore[method-assign]
+    with pytest.raises(HolderLost, match=r"it answered \d+ bytes, not \d+") as lost:
+        request.compute(1)
+    assert lost.value.holder == "h"
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4, 1, -1])
+@pytest.mark.parametrize("which", [0, 3])
+def test_queries_of_other_rows_are_refused(which: int, num_bytes: int, made: dict[int, Path]) -> None:
+    """Too few would be read past their end. `num_bytes`: fewer than that for negative ones."""
+    engine = engine_of(made[which])
+    row = engine.spec.layers[0].mixer
+    assert isinstance(row, Attention)
+    whole = 4 * row.num_heads * row.head_dim
+    asked = [Asked((0,), 3, SIZE, 40, 0), Asked((1,), 1, SIZE, 40, 0)]
+    q = memoryview(bytearray(num_bytes if num_bytes >= 0 else 4 * whole + num_bytes * whole))
+    with pytest.raises(ProtocolError, match=f"{q.nbytes} bytes are not the queries of 4 rows"):
+        engine.attend(0, asked, q)
+    assert engine.attend(0, asked, memoryview(bytearray(4 * whole))).nbytes == 4 * (whole + 4 * row.num_heads)
 
 
 def test_a_batch_of_decodes_advances_with_kv_elsewhere(made: dict[int, Path]) -> None:

@@ -56,7 +56,7 @@ class Memory:
     def attend(self, layer: int, asked: Sequence[Asked], q: memoryview, parts: int = 1) -> memoryview:
         assert parts == 1, "holders here have all heads"
         with torch.inference_mode():
-            queries, kv = queries_of(q, self.shape), self.kv.layers[layer]
+            queries, kv = queries_of(q, self.shape, asked), self.kv.layers[layer]
             return answer_to(asked, queries, kv, self.layout.block_size, self.shape, self.kernels)
 
 

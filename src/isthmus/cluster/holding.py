@@ -262,7 +262,7 @@ class Holders:
                 if place.session is not session:
                     continue
                 place.session = None
-                if place.asked or place.claimed:
+                if place.line is None and (place.asked or place.claimed):  # nothing lies there yet
                     self._unanswered(key, holder, place)
                 else:
                     self._tell(events.Broken(key, f"{holder}, which has its KV, is gone: {reason}"))

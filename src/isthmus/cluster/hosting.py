@@ -66,6 +66,14 @@ class _Guest:
         self.blocks = tuple([block * parts + at for block in room for at in range(parts)])
 
 
+class _Claimed(NamedTuple):
+    """What was claimed over a session, until it is heard. `has_left`: it is not wanted any more."""
+
+    session: Session
+    share: Share
+    has_left: bool = False
+
+
 class _Asked(NamedTuple):
     """What the rows of a step are here, if these guests are still there with so many blocks."""
 
@@ -81,7 +89,7 @@ class Hosts:
         self._memory, self._attends, self._tell = memory, attends, tell
         self._split: dict[int, KVBytes] = {1: memory}  # by the number of parts
         self._guests: dict[RequestId, _Guest] = {}
-        self._claims: dict[tuple[RequestId, NodeId], tuple[Session, Claim]] = {}
+        self._claims: dict[tuple[RequestId, NodeId], _Claimed] = {}
         self.bytes_in = self.num_attended = self.seal_mismatches = 0
 
     # Room.
@@ -125,24 +133,27 @@ class Hosts:
         """Raises ProtocolError for what nobody can have."""
         self._memory_of(claim.share.parts)
         session.answer_lines(self.answer)
-        self._claims[claim.key, peer] = session, claim
+        self._claims[claim.key, peer] = _Claimed(session, claim.share)
         self._tell(events.Claimed(claim.key, peer, claim.old))
 
     def rekey(self, rekey: events.Rekey) -> None:
         """Nothing is written in the name of the old attempt any more when this returns."""
-        session, claim = self._claims.pop((rekey.key, rekey.peer), (None, None))
-        if session is None or claim is None:
+        claimed = self._claims.pop((rekey.key, rekey.peer), None)
+        if claimed is None:
             return  # it was claimed twice
+        session, share, has_left = claimed
         guest = self._guests.get(rekey.key)
         if rekey.old in self._guests:
             others = {} if guest is None else guest.sessions  # who wants room and was not heard yet
-            guest = self._guests[rekey.key] = self._taken(self._guests.pop(rekey.old), claim.share)
+            guest = self._guests[rekey.key] = self._taken(self._guests.pop(rekey.old), share)
             guest.sessions |= others
+        elif rekey.old and guest is None:  # its home was gone before it was told of its room
+            guest = self._guests[rekey.key] = _Guest(self._memory_of(share.parts), share)
         session.send(Found(rekey.key, 0 if guest is None else guest.stowed))
         if guest is not None:
             guest.sessions[rekey.peer] = session
-            if session.closed:
-                self.gone(session, rekey.peer, rekey.key, lost=True)
+            if session.closed or has_left:
+                self.gone(session, rekey.peer, rekey.key, lost=not has_left)
 
     def _taken(self, guest: _Guest, share: Share) -> _Guest:
         """With what is whole of it; of another share than is looked for, with nothing."""
@@ -156,7 +167,9 @@ class Hosts:
         return guest
 
     def gone(self, session: Session, peer: NodeId, key: RequestId, *, lost: bool = False) -> None:
-        guest = self._guests.get(key)
+        guest, claimed = self._guests.get(key), self._claims.get((key, peer))
+        if claimed is not None and claimed.session is session and not lost:
+            self._claims[key, peer] = claimed._replace(has_left=True)
         if guest is None or guest.sessions.get(peer) is not session:
             return
         del guest.sessions[peer]
@@ -170,9 +183,11 @@ class Hosts:
             self._tell(events.Shrunk(shrink.key, peer, shrink.num_blocks))
 
     def trim(self, trim: events.Trim) -> None:
-        """The blocks behind these were sent back, and their home attends to them there."""
+        """The blocks behind these were sent back, and their home attends to them there. Nothing is written to them any
+        more when this returns."""
         guest, count = self._guests.get(trim.key), trim.num_blocks
         if guest is not None:
+            guest.frames.refuse()
             guest.give(guest.room[:count])
             guest.stowed = min(guest.stowed, count)
             guest.stops = [min(stop, count) for stop in guest.stops]

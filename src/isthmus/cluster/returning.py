@@ -20,12 +20,14 @@ from isthmus.types import RequestId, Span
 
 
 class _Return:
-    """`first`: of its blocks, at the holder. `stops`: how many of each layer are here or on their way into place."""
+    """`first`: of its blocks, at the holder. `stops`: how many of each layer are here or on their way into place;
+    `is_damaged`: a seal did not match, and what follows is awaited, so that it is not taken for another return."""
 
     def __init__(self, reclaim: events.Reclaim, session: Session, memory: KVBytes) -> None:
         self.blocks, self.first, self.session = reclaim.blocks, reclaim.first, session
         self.frames = Frames(memory.layout)
         self.stops = [0] * memory.layout.num_layers
+        self.is_damaged = False
 
 
 class Returning:
@@ -87,12 +89,11 @@ class Returning:
         self.bytes_in += len(head.seals) * layout.slice_bytes
         for block, expected in zip(found.blocks[start:stop], head.seals, strict=True):
             slots = block * layout.block_size, (block + 1) * layout.block_size
-            if seal(self._memory.export(head.layer, *slots)) != expected:
+            if not found.is_damaged and seal(self._memory.export(head.layer, *slots)) != expected:
                 self.seal_mismatches += 1
-                self.end(head.key)  # it lies with its holder still
-                return
+                found.is_damaged = True  # it lies with its holder still
         if min(found.stops) == stop == len(found.blocks) and head.layer == layout.num_layers - 1:
-            self.end(head.key, whole=True)  # layers come in their order
+            self.end(head.key, whole=not found.is_damaged)  # layers come in their order
 
     def void(self, head: Reclaimed) -> None:
         """The holder gave up in the midst of it."""

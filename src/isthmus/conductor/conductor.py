@@ -113,7 +113,7 @@ class Conductor:
                 return [Refuse(event.request, "overloaded", reason, self.rules.retry_after_ms, "prefill")]
         placement = self._router.place(event, now)
         if placement is None:
-            return self._unplaced(event, now)
+            return self._unplaced(event, victims, now)
         overload = self._admission.at_arrival(self.view, event, placement, now)
         if overload is not None:
             victims = self._victims(event, placement, overload, now)
@@ -221,16 +221,17 @@ class Conductor:
 
     # Refusals.
 
-    def _unplaced(self, event: RequestArrived, now: int) -> list[Action]:
-        """Nodes that have enough memory together have it not now: it waits for that."""
+    def _unplaced(self, event: RequestArrived, victims: list[RequestView], now: int) -> list[Action]:
+        """Nodes that have enough memory together have it not now: it waits for that, in place of others if need be."""
         if not self._waits_for_room(event):
             return [self._refusal(event)]
         clusters = self.view.clusters.values()
         if not any(holders.leaves_room(self.view.members(cluster), event) for cluster in clusters):
             reason = f"no node has KV memory for an answer of {event.max_tokens} tokens"
             return [Refuse(event.request, "too_long", f"{reason}: only prompts lie on several nodes here")]
+        actions = self._turn_away(victims, event, now)
         request = self.view.requests[event.request] = RequestView(event, now)
-        return [self._wait_for_room(request, "no memory is free for it")]
+        return [*actions, self._wait_for_room(request, "no memory is free for it")]
 
     def _waits_for_room(self, event: RequestArrived) -> bool:
         """Whether nodes of a cluster have memory for it, together and with nothing else there."""

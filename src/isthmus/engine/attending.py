@@ -54,7 +54,9 @@ class AttentionEngine:
         """See `isthmus.engine.interface.Engine`."""
         kv, shape = split_of(self.memory.layers[layer], self._shapes[layer], parts)
         with torch.inference_mode():
-            return answer_to(asked, queries_of(q, shape), kv, self.layout.block_size, shape, self._kernels)
+            return answer_to(
+                asked, queries_of(q, shape, asked), kv, self.layout.block_size, shape, self._kernels
+            )
 
     def build(self, *_: object) -> NoReturn:
         raise AssertionError("a node of role attention computes no tokens")

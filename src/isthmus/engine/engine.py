@@ -184,7 +184,9 @@ class Engine:
         """Reads `memory` alone, and has no buffers in common with a step."""
         kv, shape = split_of(self.memory.layers[layer], self._shapes[layer], parts)
         with torch.inference_mode():
-            return answer_to(asked, queries_of(q, shape), kv, self.layout.block_size, shape, self.kernels)
+            return answer_to(
+                asked, queries_of(q, shape, asked), kv, self.layout.block_size, shape, self.kernels
+            )
 
     def relay(
         self,

@@ -253,7 +253,7 @@ class Engine(Protocol):
     def attend(self, layer: int, asked: Sequence[Asked], q: memoryview, parts: int = 1) -> memoryview:
         """What queries `[R, H, D]` of other engines get of KV that lies here: `out [R, H, D]` and then `lse [R, H]`,
         all float32, H a `parts`-th of the model's heads; blocks are those of `memory.split(parts)`. From any thread,
-        while a step runs; nobody writes to those blocks meanwhile."""
+        while a step runs; nobody writes to those blocks meanwhile. Raises ProtocolError for queries of other rows."""
 
     def relay(
         self,

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from isthmus.engine.attention import Part, partial
-from isthmus.engine.interface import Asked, Asking, Chunk, Elsewhere, runs_of
+from isthmus.engine.interface import Asked, Asking, Chunk, Elsewhere, HolderLost, runs_of
 from isthmus.engine.kernels import Kernels
+from isthmus.errors import ProtocolError
 from isthmus.models import Attention, LatentAttention, ModelSpec
 
 FEW_ROWS = 8
 """So many queries of one request read its KV one by one; more of them gather it once."""
+_NUMBER_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -130,12 +132,20 @@ class Remote:
             self._elsewhere.ask(self._layer, each.asking, q.view(-1).view(torch.uint8).numpy().data)
 
     def add(self, out_THD: Tensor, lse_TH: Tensor) -> Tensor:
-        """The sums here and there together. `lse` of rows that ask nobody may be anything."""
+        """The sums here and there together. `lse` of rows that ask nobody may be anything. Raises HolderLost, also for
+        an answer of another size."""
         wide, lse_TH = out_THD.float().contiguous(), lse_TH.contiguous()
         _, num_heads, head_dim = wide.shape
         for each in self._rows:
-            data, heads = self._elsewhere.answer(self._layer, each.asking), each.heads(num_heads)
-            out, lse = part_of(data, each.asking.num_rows, num_heads // each.asking.parts, head_dim)
+            data, heads, asking = (
+                self._elsewhere.answer(self._layer, each.asking),
+                each.heads(num_heads),
+                each.asking,
+            )
+            size = asking.num_rows * (num_heads // asking.parts) * (head_dim + 1) * _NUMBER_BYTES
+            if data.nbytes != size:
+                raise HolderLost(asking.holder, f"it answered {data.nbytes} bytes, not {size}")
+            out, lse = part_of(data, asking.num_rows, num_heads // asking.parts, head_dim)
             there = out.to(wide.device), lse.to(wide.device)
             self._kernels.add_part(wide, lse_TH, each.flat, heads, there)
         return wide.to(out_THD.dtype)
@@ -157,8 +167,12 @@ def split_of(kv: Tensor, shape: Shape, parts: int) -> tuple[Tensor, Shape]:
     return view, replace(shape, num_heads=shape.num_heads // parts)
 
 
-def queries_of(q: memoryview, shape: Shape) -> Tensor:
-    """`[R, H, D]`."""
+def queries_of(q: memoryview, shape: Shape, asked: Sequence[Asked]) -> Tensor:
+    """`[R, H, D]`, one for each row that is asked. Raises ProtocolError for more or fewer."""
+    num_rows = sum([each.num_rows for each in asked])
+    if q.nbytes != num_rows * shape.num_heads * shape.head_dim * _NUMBER_BYTES:
+        heads = f"{shape.num_heads} heads of {shape.head_dim} numbers"
+        raise ProtocolError(f"{q.nbytes} bytes are not the queries of {num_rows} rows, {heads}")
     return torch.frombuffer(q, dtype=torch.float32).view(-1, shape.num_heads, shape.head_dim)
 
 

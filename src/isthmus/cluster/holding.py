@@ -1,7 +1,7 @@
 """KV of this node's attempts that lies with other nodes: asked for room, shipped there, attended to there.
 
-    home ──Room──> holder ──Kept──>        ──Shipment…──> ──Stowed──>        ──Attend──> ──sums──>        ──Gone──>
-         ──Claim──>       ──Found──>
+    home ──Reserve──> holder ──Reserved──>   ──Shipment…──> ──Stowed──>   ──Attend──> ──sums──>   ──Vacate──>
+         ──Claim────>        ──Found─────>
 
 What comes back is in `returning.py`.
 
@@ -21,17 +21,18 @@ import msgspec
 
 from isthmus.attempts import Share
 from isthmus.blocks import seal
+from isthmus.cluster.landing import framed
 from isthmus.cluster.messages import (
     KNOWN_ROWS,
     Attend,
     Claim,
     Found,
-    Gone,
-    Kept,
-    Room,
+    Reserve,
+    Reserved,
     Shipment,
     Shrink,
     Stowed,
+    Vacate,
 )
 from isthmus.cluster.returning import Returning
 from isthmus.cluster.sessions import Reach, Spawn, Tell
@@ -41,8 +42,6 @@ from isthmus.messenger import Asker, LineLost, Question, Sending, Session
 from isthmus.node import events
 from isthmus.types import NodeId, RequestId
 
-SHIPMENT_BLOCKS = 64
-"""Of one layer in a frame."""
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -103,7 +102,7 @@ class Holders:
     def reserve(self, reserve: events.Reserve) -> None:
         place = self._place_of(reserve)
         place.asked = True
-        self._spawn(self._ask(reserve, place, Room(reserve.key, reserve.num_blocks, reserve.share)))
+        self._spawn(self._ask(reserve, place, Reserve(reserve.key, reserve.num_blocks, reserve.share)))
 
     def claim(self, claim: events.Claim) -> None:
         place = self._place_of(claim)
@@ -113,7 +112,9 @@ class Holders:
     def _place_of(self, action: events.Reserve | events.Claim) -> _Place:
         return self._places.setdefault(action.key, {}).setdefault(action.holder, _Place(action.share))
 
-    async def _ask(self, action: events.Reserve | events.Claim, place: _Place, message: Room | Claim) -> None:
+    async def _ask(
+        self, action: events.Reserve | events.Claim, place: _Place, message: Reserve | Claim
+    ) -> None:
         try:
             session = place.session or await self._reach(action.holder)
         except (OSError, TimeoutError):
@@ -131,13 +132,13 @@ class Holders:
         if place.claimed:
             self._found(key, holder, place, 0)
         if place.asked:
-            self._kept(key, holder, place, granted=False)
+            self._reserved(key, holder, place, granted=False)
 
     def _found(self, key: RequestId, holder: NodeId, place: _Place, num_blocks: int) -> None:
         place.claimed = False
         self._tell(events.Found(key, holder, num_blocks))
 
-    def _kept(self, key: RequestId, holder: NodeId, place: _Place, *, granted: bool) -> None:
+    def _reserved(self, key: RequestId, holder: NodeId, place: _Place, *, granted: bool) -> None:
         place.asked = False
         self._tell(events.Reserved(key, holder, granted))
 
@@ -146,13 +147,11 @@ class Holders:
         if place is None or place.session is None:
             return
         layout = self._memory.layout
-        for start in range(0, len(ship.blocks), SHIPMENT_BLOCKS):
-            blocks = ship.blocks[start : start + SHIPMENT_BLOCKS]
-            for layer in range(layout.num_layers):
-                payload, seals = self._slices(layer, blocks, place)
-                head = Shipment(ship.key, layer, ship.first + start, seals)
-                place.sendings.append(place.session.send(head, *payload))
-                self.bytes_shipped += len(blocks) * layout.slice_bytes // place.share.parts
+        for layer, start, blocks in framed(ship.blocks, layout.num_layers):
+            payload, seals = self._slices(layer, blocks, place)
+            head = Shipment(ship.key, layer, ship.first + start, seals)
+            place.sendings.append(place.session.send(head, *payload))
+            self.bytes_shipped += len(blocks) * layout.slice_bytes // place.share.parts
 
     def _slices(
         self, layer: int, blocks: Sequence[int], place: _Place
@@ -182,7 +181,7 @@ class Holders:
         if place is not None and place.session is not None:
             for sending in place.sendings:
                 sending.cancel()
-            place.session.send(Gone(vacate.key))
+            place.session.send(Vacate(vacate.key))
 
     def reclaim(self, reclaim: events.Reclaim) -> None:
         place = self._places.get(reclaim.key, {}).get(reclaim.holder)
@@ -195,11 +194,11 @@ class Holders:
 
     # What holders say.
 
-    def kept(self, session: Session, kept: Kept) -> None:
-        holder, place = self._place(session, kept.key)
+    def reserved(self, session: Session, reserved: Reserved) -> None:
+        holder, place = self._place(session, reserved.key)
         if place is not None and place.asked:
-            told = partial(self._kept, kept.key, holder, place)
-            self._with_line(session, kept.key, place, kept.granted, lambda there: told(granted=there))
+            told = partial(self._reserved, reserved.key, holder, place)
+            self._with_line(session, reserved.key, place, reserved.granted, lambda there: told(granted=there))
 
     def found(self, session: Session, found: Found) -> None:
         holder, place = self._place(session, found.key)
@@ -225,7 +224,7 @@ class Holders:
         try:
             place.line = await self._line(session)
         except (OSError, TimeoutError):
-            session.send(Gone(key))
+            session.send(Vacate(key))
         if place.session is session and place in self._places.get(key, {}).values():
             told(place.line is not None)
 

@@ -14,56 +14,66 @@ from typing import NamedTuple
 import msgspec
 
 from isthmus.attempts import Share
-from isthmus.blocks import seal
+from isthmus.cluster.landing import Landing, framed
 from isthmus.cluster.messages import (
     KNOWN_ROWS,
     Attend,
     Claim,
     Found,
-    Kept,
     Reclaim,
     Reclaimed,
-    Room,
+    Reserve,
+    Reserved,
     Shipment,
     Shrink,
     Stowed,
 )
 from isthmus.cluster.sessions import Tell
-from isthmus.cluster.wire import Frames, sealed
-from isthmus.engine.codecs import NONE
-from isthmus.engine.interface import Asked, KVBytes, runs_of
+from isthmus.cluster.wire import sealed
+from isthmus.engine.interface import Asked, KVBytes
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Answerer, LineLost, Sending, Session
 from isthmus.node import events
-from isthmus.types import NodeId, RequestId, Span
+from isthmus.types import NodeId, RequestId
 
 Attends = Callable[[int, Sequence[Asked], memoryview, int], memoryview]
 """`isthmus.engine.interface.Engine.attend`."""
-RETURN_BLOCKS = 64
-"""Of one layer in a frame."""
 log = logging.getLogger(__name__)
 _decode = msgspec.msgpack.Decoder(Attend).decode
 
 
 class _Guest:
-    """A share of one attempt's KV here, in `blocks` of a `memory` whose blocks have no other heads. `stops`: how much
-    of each layer is here or on its way into its place; `stowed`: blocks that are whole."""
+    """A share of one attempt's KV here, in a memory whose blocks have no other heads. `stowed`: blocks that are
+    whole."""
 
     def __init__(self, memory: KVBytes, share: Share, room: tuple[int, ...] = ()) -> None:
         """`room`: blocks of all heads."""
-        self.memory, self.share = memory, share
+        self.share, self.landing = share, Landing(memory, ())
         self.give(room)
-        self.frames = Frames(memory.layout)
-        self.stops = [0] * memory.layout.num_layers
         self.stowed = 0
         self.sessions: dict[NodeId, Session] = {}
         self.sendings: list[Sending] = []
+
+    @property
+    def blocks(self) -> Sequence[int]:
+        return self.landing.blocks
 
     def give(self, room: tuple[int, ...]) -> None:
         """Blocks of all heads, those that it has already first."""
         parts = self.share.parts
         self.room = room
-        self.blocks = tuple([block * parts + at for block in room for at in range(parts)])
+        self.landing.blocks = [block * parts + at for block in room for at in range(parts)]
+
+    def keep(self, count: int) -> None:
+        """Only so many blocks are of use."""
+        self.stowed = min(self.stowed, count)
+        self.landing.stops = [min(stop, count) for stop in self.landing.stops]
+
+    def stop(self) -> None:
+        """Nothing more is written to its blocks when this returns, or read from them for anybody."""
+        self.landing.refuse()
+        for sending in self.sendings:
+            sending.cancel()
 
 
 class _Claimed(NamedTuple):
@@ -74,7 +84,7 @@ class _Claimed(NamedTuple):
     has_left: bool = False
 
 
-class _Asked(NamedTuple):
+class _Known(NamedTuple):
     """What the rows of a step are here, if these guests are still there with so many blocks."""
 
     guests: list[tuple[RequestId, _Guest | None, int]]
@@ -94,18 +104,18 @@ class Hosts:
 
     # Room.
 
-    def room(self, session: Session, peer: NodeId, room: Room) -> None:
+    def reserve(self, session: Session, peer: NodeId, wanted: Reserve) -> None:
         """Raises ProtocolError for none."""
-        if room.num_blocks < 1:
-            raise ProtocolError(f"{peer} wants room for {room.num_blocks} blocks")
-        guest = self._guests.get(room.key)
-        if guest is None or (guest.share != room.share and not guest.sessions):  # who had the other left
-            guest = self._guests[room.key] = _Guest(self._memory_of(room.share.parts), room.share)
-        if guest.share != room.share:
-            raise ProtocolError(f"{peer} wants room for another share of {room.key}")
+        if wanted.num_blocks < 1:
+            raise ProtocolError(f"{peer} wants room for {wanted.num_blocks} blocks")
+        guest = self._guests.get(wanted.key)
+        if guest is None or (guest.share != wanted.share and not guest.sessions):  # who had the other left
+            guest = self._guests[wanted.key] = _Guest(self._memory_of(wanted.share.parts), wanted.share)
+        if guest.share != wanted.share:
+            raise ProtocolError(f"{peer} wants room for another share of {wanted.key}")
         guest.sessions[peer] = session
         session.answer_lines(self.answer)
-        self._tell(events.Asked(room.key, peer, room.num_blocks, room.share))
+        self._tell(events.Asked(wanted.key, peer, wanted.num_blocks, wanted.share))
 
     def _memory_of(self, parts: int) -> KVBytes:
         """The memory as blocks with a `parts`-th of the heads. Raises ProtocolError."""
@@ -127,7 +137,7 @@ class Hosts:
             del guest.sessions[host.peer]
             if not guest.sessions:
                 del self._guests[host.key]
-        session.send(Kept(host.key, bool(host.blocks)))
+        session.send(Reserved(host.key, bool(host.blocks)))
 
     def claim(self, session: Session, peer: NodeId, claim: Claim) -> None:
         """Raises ProtocolError for what nobody can have."""
@@ -157,12 +167,10 @@ class Hosts:
 
     def _taken(self, guest: _Guest, share: Share) -> _Guest:
         """With what is whole of it; of another share than is looked for, with nothing."""
-        guest.frames.refuse()
-        for sending in guest.sendings:
-            sending.cancel()
+        guest.stop()
         if guest.share != share:
             return _Guest(self._memory_of(share.parts), share, guest.room)
-        guest.stops = [guest.stowed] * len(guest.stops)
+        guest.keep(guest.stowed)
         guest.sessions.clear()
         return guest
 
@@ -187,21 +195,18 @@ class Hosts:
         more when this returns."""
         guest, count = self._guests.get(trim.key), trim.num_blocks
         if guest is not None:
-            guest.frames.refuse()
+            guest.landing.refuse()
             guest.give(guest.room[:count])
-            guest.stowed = min(guest.stowed, count)
-            guest.stops = [min(stop, count) for stop in guest.stops]
+            guest.keep(count)
 
     def unhost(self, key: RequestId) -> None:
         """Nothing is written to its blocks any more when this returns; what is still read is for nobody."""
         guest = self._guests.get(key)
         if guest is None:
             return
-        guest.frames.refuse()
-        for sending in guest.sendings:
-            sending.cancel()
+        guest.stop()
         if guest.sessions:  # asked for again since
-            again = self._guests[key] = _Guest(guest.memory, guest.share)
+            again = self._guests[key] = _Guest(guest.landing.memory, guest.share)
             again.sessions = guest.sessions
         else:
             del self._guests[key]
@@ -219,45 +224,27 @@ class Hosts:
         guest = self._guests.get(head.key)
         if guest is None or session not in guest.sessions.values():
             return [memoryview(bytearray(size))]  # its home left: read past it
-        layout = guest.memory.layout
-        stop = head.first + len(head.seals)
-        fits = 0 <= head.layer < layout.num_layers and 0 <= head.first <= guest.stops[head.layer]
-        if not (fits and head.first < stop <= len(guest.blocks)):
-            raise ProtocolError(f"KV of {head.key}, layer {head.layer}, is not what must come next")
-        tokens = Span(head.first * layout.block_size, stop * layout.block_size)
-        runs = runs_of(guest.blocks, layout.block_size, tokens.start, tokens.stop)
-        targets = [guest.memory.landing(head.layer, *run) for run in runs]
-        placed = guest.frames.place(head, session, NONE, tokens, targets, size)
-        if placed is None:
-            raise ProtocolError(f"KV of {head.key}, layer {head.layer}, is not of its size")
-        guest.stops[head.layer], guest.stowed = stop, min(guest.stowed, head.first)
+        placed = guest.landing.place(session, head, head.first, size)
+        guest.stowed = min(guest.stowed, head.first)
         return placed
 
     def receive(self, session: Session, head: Shipment) -> None:
         guest = self._guests.get(head.key)
-        if guest is None or (targets := guest.frames.take(head)) is None:
+        if guest is None or (matches := guest.landing.take(head, head.first)) is None:
             return
-        memory, layout, stop = guest.memory, guest.memory.layout, head.first + len(head.seals)
-        runs = runs_of(
-            guest.blocks, layout.block_size, head.first * layout.block_size, stop * layout.block_size
-        )
-        for run, buffer in zip(runs, targets, strict=True):
-            memory.land(head.layer, *run, buffer)
-        self.bytes_in += len(head.seals) * layout.slice_bytes
-        for block, expected in zip(guest.blocks[head.first : stop], head.seals, strict=True):
-            slots = block * layout.block_size, (block + 1) * layout.block_size
-            if seal(memory.export(head.layer, *slots)) != expected:
-                self.seal_mismatches += 1
-                session.send(Stowed(head.key, 0, damaged=True))
-                return
-        if min(guest.stops) >= stop and head.layer == layout.num_layers - 1:  # layers come in their order
+        landing, stop = guest.landing, head.first + len(head.seals)
+        self.bytes_in += len(head.seals) * landing.memory.layout.slice_bytes
+        if not matches:
+            self.seal_mismatches += 1
+            session.send(Stowed(head.key, 0, damaged=True))
+        elif landing.is_whole(head.layer, stop):
             guest.stowed = stop
             session.send(Stowed(head.key, stop))
 
     def void(self, head: Shipment) -> None:
         """Its home gave up in the midst of it."""
         if head.key in self._guests:
-            self._guests[head.key].frames.void(head)
+            self._guests[head.key].landing.void(head)
 
     def reclaim(self, session: Session, head: Reclaim) -> None:
         """Sends blocks back to the home that asks for them. Raises ProtocolError for some that are not here."""
@@ -267,11 +254,9 @@ class Hosts:
         if guest.share.parts > 1 or not 0 <= head.first < stop <= guest.stowed:
             raise ProtocolError(f"blocks [{head.first}, {stop}) of {head.key} are wanted back and not here")
         guest.sendings = [sending for sending in guest.sendings if not sending.over]
-        for start in range(head.first, stop, RETURN_BLOCKS):
-            blocks = guest.blocks[start : min(stop, start + RETURN_BLOCKS)]
-            for layer in range(layout.num_layers):
-                payload, seals = sealed(self._memory, layer, blocks)
-                guest.sendings.append(session.send(Reclaimed(head.key, layer, start, seals), *payload))
+        for layer, start, blocks in framed(guest.blocks[head.first : stop], layout.num_layers):
+            payload, seals = sealed(self._memory, layer, blocks)
+            guest.sendings.append(session.send(Reclaimed(head.key, layer, head.first + start, seals), *payload))
 
     # Attention.
 
@@ -281,7 +266,7 @@ class Hosts:
 
     def _serve(self, line: Answerer) -> None:
         """In a thread of its own, until the line ends."""
-        known: dict[int, _Asked] = {}
+        known: dict[int, _Known] = {}
         try:
             while True:
                 data, q = line.next()
@@ -296,7 +281,7 @@ class Hosts:
         finally:
             line.hang_up()
 
-    def _asked(self, head: Attend) -> _Asked:
+    def _asked(self, head: Attend) -> _Known:
         """What is asked for may not be here; that is found with each question."""
         guests: list[tuple[RequestId, _Guest | None, int]] = []
         rows, size = list[Asked](), self._memory.layout.block_size
@@ -309,9 +294,9 @@ class Hosts:
             blocks = () if guest is None else guest.blocks[:num_blocks]
             guests.append((key, guest, num_blocks))
             rows.append(Asked(blocks, num_rows, num_tokens, first, position))
-        return _Asked(guests, rows, sum([each.num_rows for each in rows]))
+        return _Known(guests, rows, sum([each.num_rows for each in rows]))
 
-    def _answer(self, head: Attend, asked: _Asked | None, q: memoryview) -> memoryview | None:
+    def _answer(self, head: Attend, asked: _Known | None, q: memoryview) -> memoryview | None:
         """None where an attempt has no KV here, or not so much."""
         if asked is None:
             raise ProtocolError(f"rows of number {head.number} were never told")

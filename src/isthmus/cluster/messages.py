@@ -267,16 +267,16 @@ class Enough(msgspec.Struct, frozen=True, tag=True):
     key: RequestId
 
 
-class Room(msgspec.Struct, frozen=True, tag=True):
+class Reserve(msgspec.Struct, frozen=True, tag=True):
     """Keep room for so many blocks of an attempt's KV in the engine's memory, or go on keeping it for this node too.
-    The answer is `Kept`."""
+    The answer is `Reserved`."""
 
     key: RequestId
     num_blocks: int
     share: Share
 
 
-class Kept(msgspec.Struct, frozen=True, tag=True):
+class Reserved(msgspec.Struct, frozen=True, tag=True):
     """Whether there is room."""
 
     key: RequestId
@@ -318,7 +318,7 @@ class Stowed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Reclaim(msgspec.Struct, frozen=True, tag=True):
-    """Send blocks `[first, first + num_blocks)` of an attempt's KV back; they stay until `Shrink` or `Gone`."""
+    """Send blocks `[first, first + num_blocks)` of an attempt's KV back; they stay until `Shrink` or `Vacate`."""
 
     key: RequestId
     first: int
@@ -341,7 +341,7 @@ class Shrink(msgspec.Struct, frozen=True, tag=True):
     num_blocks: int
 
 
-class Gone(msgspec.Struct, frozen=True, tag=True):
+class Vacate(msgspec.Struct, frozen=True, tag=True):
     """The room for this attempt is needed no more by the node that says so."""
 
     key: RequestId
@@ -370,7 +370,7 @@ class Probe(msgspec.Struct, frozen=True, tag=True):
 
 PeerMessage = (
     Probe | PeerHello | Offer | Grant | Slices | Sent | Landed | Want | Lent | Given | Ended | Enough
-    | Room | Kept | Claim | Found | Shipment | Stowed | Reclaim | Reclaimed | Shrink | Gone
+    | Reserve | Reserved | Claim | Found | Shipment | Stowed | Reclaim | Reclaimed | Shrink | Vacate
 )  # fmt: skip
 
 # Along the chain that the stages of a pipeline group form. Downwards go the leader's own actions, as they are, and what

@@ -353,21 +353,21 @@ class KVMover(NoPayloads):
                 self.lender.enough(session, message.key, self._names[session])
             case messages.Lent() | messages.Ended():
                 self.fetcher.answer(session, message)
-            case messages.Kept():
-                self.holders.kept(session, message)
+            case messages.Reserved():
+                self.holders.reserved(session, message)
             case messages.Found():
                 self.holders.found(session, message)
             case messages.Stowed():
                 self.holders.stowed(session, message)
-            case messages.Room():
+            case messages.Reserve():
                 if session not in self._names:
                     raise ProtocolError("room is wanted over a session that was opened here")
-                self._hosts.room(session, self._names[session], message)
+                self._hosts.reserve(session, self._names[session], message)
             case messages.Claim():
                 if session not in self._names:
                     raise ProtocolError("KV is claimed over a session that was opened here")
                 self._hosts.claim(session, self._names[session], message)
-            case messages.Gone() if session in self._names:
+            case messages.Vacate() if session in self._names:
                 self._hosts.gone(session, self._names[session], message.key)
             case messages.Shipment():
                 self._hosts.receive(session, message)

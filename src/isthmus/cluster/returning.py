@@ -1,33 +1,29 @@
 """KV of this node's attempts on its way back from holders, into blocks of the engine that are nobody's meanwhile.
 
-home ──Reclaim──> holder ──Reclaimed…──> home ──Shrink or Gone──> holder
+home ──Reclaim──> holder ──Reclaimed…──> home ──Shrink or Vacate──> holder
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from isthmus.blocks import seal
+from isthmus.cluster.landing import Landing
 from isthmus.cluster.messages import Reclaim, Reclaimed
 from isthmus.cluster.sessions import Tell
-from isthmus.cluster.wire import Frames
-from isthmus.engine.codecs import NONE
-from isthmus.engine.interface import KVBytes, runs_of
+from isthmus.engine.interface import KVBytes
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Session
 from isthmus.node import events
-from isthmus.types import RequestId, Span
+from isthmus.types import RequestId
 
 
 class _Return:
-    """`first`: of its blocks, at the holder. `stops`: how many of each layer are here or on their way into place;
-    `is_damaged`: a seal did not match, and what follows is awaited, so that it is not taken for another return."""
+    """`first`: of its blocks, at the holder. `is_damaged`: a seal did not match, and what follows is awaited, so that
+    it is not taken for another return."""
 
     def __init__(self, reclaim: events.Reclaim, session: Session, memory: KVBytes) -> None:
-        self.blocks, self.first, self.session = reclaim.blocks, reclaim.first, session
-        self.frames = Frames(memory.layout)
-        self.stops = [0] * memory.layout.num_layers
-        self.is_damaged = False
+        self.landing = Landing(memory, reclaim.blocks)
+        self.first, self.session, self.is_damaged = reclaim.first, session, False
 
 
 class Returning:
@@ -51,7 +47,7 @@ class Returning:
         """Nothing more is written to its blocks when this returns."""
         found = self._returns.pop(key, None)
         if found is not None:
-            found.frames.refuse()
+            found.landing.refuse()
             self._tell(events.Reclaimed(key, whole))
 
     def lost(self, session: Session) -> None:
@@ -60,40 +56,29 @@ class Returning:
 
     def place(self, session: Session, head: Reclaimed, size: int) -> Sequence[memoryview]:
         """Where the payload goes. Raises ProtocolError for what was not asked for."""
-        found, layout = self._returns.get(head.key), self._memory.layout
+        found = self._returns.get(head.key)
         if found is None or found.session is not session:
             return [memoryview(bytearray(size))]  # nobody waits for it any more: read past it
         start = head.first - found.first
-        stop = start + len(head.seals)
-        fits = 0 <= head.layer < layout.num_layers and start == found.stops[head.layer]
-        if not (fits and start < stop <= len(found.blocks)):
+        if found.landing.stops[head.layer : head.layer + 1] != [start]:
             raise ProtocolError(f"KV of {head.key}, layer {head.layer}, is not what must come back next")
-        tokens = Span(start * layout.block_size, stop * layout.block_size)
-        runs = runs_of(found.blocks, layout.block_size, tokens.start, tokens.stop)
-        targets = [self._memory.landing(head.layer, *run) for run in runs]
-        placed = found.frames.place(head, session, NONE, tokens, targets, size)
-        if placed is None:
-            raise ProtocolError(f"KV of {head.key}, layer {head.layer}, is not of its size")
-        found.stops[head.layer] = stop
-        return placed
+        return found.landing.place(session, head, start, size)
 
     def receive(self, session: Session, head: Reclaimed) -> None:
-        found, layout = self._returns.get(head.key), self._memory.layout
-        if found is None or found.session is not session or (targets := found.frames.take(head)) is None:
+        found = self._returns.get(head.key)
+        if found is None or found.session is not session:
             return
-        start = head.first - found.first
+        landing, start = found.landing, head.first - found.first
+        matches = landing.take(head, start)
+        if matches is None:
+            return
+        self.bytes_in += len(head.seals) * self._memory.layout.slice_bytes
+        if not matches and not found.is_damaged:
+            self.seal_mismatches += 1
+            found.is_damaged = True  # it lies with its holder still
         stop = start + len(head.seals)
-        runs = runs_of(found.blocks, layout.block_size, start * layout.block_size, stop * layout.block_size)
-        for run, buffer in zip(runs, targets, strict=True):
-            self._memory.land(head.layer, *run, buffer)
-        self.bytes_in += len(head.seals) * layout.slice_bytes
-        for block, expected in zip(found.blocks[start:stop], head.seals, strict=True):
-            slots = block * layout.block_size, (block + 1) * layout.block_size
-            if not found.is_damaged and seal(self._memory.export(head.layer, *slots)) != expected:
-                self.seal_mismatches += 1
-                found.is_damaged = True  # it lies with its holder still
-        if min(found.stops) == stop == len(found.blocks) and head.layer == layout.num_layers - 1:
-            self.end(head.key, whole=not found.is_damaged)  # layers come in their order
+        if stop == len(landing.blocks) and landing.is_whole(head.layer, stop):
+            self.end(head.key, whole=not found.is_damaged)
 
     def void(self, head: Reclaimed) -> None:
         """The holder gave up in the midst of it."""

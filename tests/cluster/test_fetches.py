@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from isthmus.blocks import KVLayout, seal
-from isthmus.cluster import fetches, lending
+from isthmus.cluster import fetches, loans
 from isthmus.cluster.cache import LOADERS, PrefixMissing
 from isthmus.cluster.fetches import Fetching
 from isthmus.cluster.messages import Ended, Enough, Given, Lent, Want
@@ -146,7 +146,7 @@ def held(fetch: Fetching) -> Iterator[None]:
 @pytest.mark.parametrize("codec", [codecs.NONE, codecs.ZSTD])
 def test_blocks_arrive_as_they_are(network: str, codec: str) -> None:
     """More than are looked up at once."""
-    pair = Pair(2 * lending.GIVE_BLOCKS + 3)
+    pair = Pair(2 * loans.GIVE_BLOCKS + 3)
 
     async def work() -> None:
         with held(fetch := pair.fetch(codec)):
@@ -507,7 +507,7 @@ def test_a_fetch_cancelled_before_its_session_is_there_asks_for_nothing() -> Non
             there.set()
             await task
             assert fetch.num_whole == 0
-        assert pair.source.mover.lender.bytes_out == 0
+        assert pair.source.mover.loans.bytes_out == 0
 
     run(pair, MemoryNetwork(), work)
 
@@ -629,7 +629,7 @@ def test_lies_end_the_fetch_and_leave_nothing(lie: str) -> None:
     pair = Pair(4, room=2)
 
     async def work() -> None:
-        pair.source.mover._lender = Liar(LIES[lie])  # type: ignore[assignment]
+        pair.source.mover._loans = Liar(LIES[lie])  # type: ignore[assignment]
         with held(fetch := pair.fetch()):
             async with asyncio.timeout(WAIT_S):
                 await pair.target.fetching(fetch)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.cluster.lending import Lease
+from isthmus.cluster.loans import Lease
 from isthmus.conductor.index import PrefixIndex
 from isthmus.engine.emulated import expected_tokens
 from tests import inside as room

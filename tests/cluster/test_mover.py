@@ -405,7 +405,7 @@ def test_what_was_not_decided_for_these_blocks_gives_nothing(run: Callable[..., 
         await kit.told(there, events.Wanted)
         there.mover.do(events.Give(KEY, OTHER, NAMES[:2], 0, 2, 0))
         await asyncio.sleep(0.01)
-        assert there.mover.lender.bytes_out == 0
+        assert there.mover.loans.bytes_out == 0
 
     run(work)
 

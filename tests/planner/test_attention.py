@@ -111,9 +111,16 @@ def test_batches_are_as_configured() -> None:
     [
         ({"mixed": 1}, "roles.attention: is planned beside decode nodes"),
         ({"decode": 0, "mixed": 2}, "roles.attention: is planned beside decode nodes"),
+        ({"decode": 1}, "roles.decode.price: attention nodes have one"),
+        ({"attention": 2}, "roles.attention.price: decode nodes have one"),
     ],
 )
 def test_what_cannot_be_planned(roles: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         fleet_of(by_hand(**roles))
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_where_no_price_is_given_it_says_so() -> None:
+    said = "no prices are given: every node costs 1"
+    assert said in fleet_of(by_hand(decode=1, attention=2)).notes and said not in fleet_of(by_hand()).notes

@@ -14,7 +14,7 @@ from isthmus.cost import Wait, compile_cost
 from isthmus.cost.elsewhere import lines
 from isthmus.deploy import Rates
 from isthmus.scheduler import Run
-from isthmus.sim.attending import LOOK_STEPS, Asked, Guests
+from isthmus.sim.attending import LOOK_STEPS, Occupancy, Questions
 from isthmus.sim.node import SimNode, build_node
 from isthmus.sim.records import COMPLETED, REFUSED, NodeRecord, Result
 from isthmus.sim.simulation import Simulation
@@ -30,15 +30,15 @@ class _Asks:
     """Stands for all holders: each iteration asks the same."""
 
     def __init__(self, wait: Wait, away: int) -> None:
-        self.asked, self.steps = Asked(wait, away, {}, 0), 0
+        self.asked, self.steps = Questions(wait, away, {}, 0), 0
 
-    def asks(self, home: SimNode, run: Run) -> Asked:
+    def asks(self, home: SimNode, run: Run) -> Questions:
         return self.asked
 
-    def began(self, home: SimNode, asked: Asked, iteration_ps: int) -> None:
+    def began(self, home: SimNode, asked: Questions, iteration_ps: int) -> None:
         pass
 
-    def ended(self, home: SimNode, asked: Asked, steps: int) -> None:
+    def ended(self, home: SimNode, asked: Questions, steps: int) -> None:
         self.steps += steps
 
 
@@ -91,12 +91,12 @@ def test_what_attention_for_others_takes_is_paid_once() -> None:
 
 
 def test_homes_share_a_holder() -> None:
-    guests = Guests()
-    assert guests.factor(0) == 1
-    guests.shares[1] = 0.25
-    assert guests.factor(0) == pytest.approx(4 / 3) and guests.factor(1) == 1
-    guests.shares |= {2: 1.0, 3: 1.0}
-    assert guests.factor(0) == pytest.approx(4), "one of four"
+    occupancy = Occupancy()
+    assert occupancy.factor(0) == 1
+    occupancy.by_home[1] = 0.25
+    assert occupancy.factor(0) == pytest.approx(4 / 3) and occupancy.factor(1) == 1
+    occupancy.by_home |= {2: 1.0, 3: 1.0}
+    assert occupancy.factor(0) == pytest.approx(4), "one of four"
 
 
 def simulated(roles: dict[Role, int], requests: list[tuple[int, int]], **fields: Any) -> Result:

@@ -4,7 +4,7 @@
     Want ──> Given, Given, … Ended      layer by layer into this node's arena, seals checked slice by slice
 
 The node that wants asks for as many blocks as it has empty slots, and again when its node has had those adopted. The
-other side is in `lending.py`.
+other side is in `loans.py`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from isthmus.cluster.fetches import Fetcher, Fetching
 from isthmus.cluster.handover import HandoverReceiver, HandoverSender, Outgoing
 from isthmus.cluster.holding import Holders
 from isthmus.cluster.hosting import Attends, Hosts
-from isthmus.cluster.lending import Lender
+from isthmus.cluster.loans import Loans
 from isthmus.cluster.sessions import NoPayloads, Peers, Spawn, Tell
 from isthmus.engine.interface import KVBytes
 from isthmus.errors import ProtocolError
@@ -62,10 +62,10 @@ class KVMover(NoPayloads):
         self.holders = Holders(memory, self._reach, self._tell, spawn, answer_s)
         self._hosts = Hosts(memory, attends, self._tell)
         self._fetcher: Fetcher | None = None
-        self._lender: Lender | None = None
+        self._loans: Loans | None = None
         if cache is not None:
             self._fetcher = Fetcher(cache, self._reach, self._tell, shares_memory=shares_memory)
-            self._lender = Lender(cache, self._tell, spawn)
+            self._loans = Loans(cache, self._tell, spawn)
         self._fetches: dict[RequestId, Fetching] = {}  # whose end the node does not know
         self._loads: dict[RequestId, Loading] = {}
         self._read: dict[RequestId, Sequence[BlockName]] = {}  # ahead of a load
@@ -81,7 +81,7 @@ class KVMover(NoPayloads):
             events.Shorten: self._shorten,
             events.Fetch: self._fetch,
             events.EndFetch: lambda action: self._post(self._end_fetch, action.key),
-            events.Give: lambda action: self._post(self.lender.give, action),
+            events.Give: lambda action: self._post(self.loans.give, action),
             events.Offer: lambda action: self._post(self._sender.offer, action),
             events.Send: lambda action: self._post(self._sender.send, action),
             events.Finish: lambda action: self._post(self._sender.on, action.key, Outgoing.computed),
@@ -109,8 +109,8 @@ class KVMover(NoPayloads):
         """Answers no other node any more, and lets no load wait for one. Cache and store stay open."""
         if self._fetcher is not None:
             self._fetcher.close()
-        if self._lender is not None:
-            self._lender.close()
+        if self._loans is not None:
+            self._loans.close()
 
     def do(self, action: events.Action) -> None:
         """Carries it out, or begins to. In the event loop or the worker's thread, one at a time."""
@@ -132,11 +132,11 @@ class KVMover(NoPayloads):
             "attention_bytes_answered_total": self.holders.bytes_answered,
             "attention_answered_total": self._hosts.num_attended,
         }
-        if self._cache is not None and self._fetcher is not None and self._lender is not None:
+        if self._cache is not None and self._fetcher is not None and self._loans is not None:
             found |= self._cache.store.stat().gauges()
             found["kv_bytes_fetched_total"] = self._fetcher.bytes_in
             found["kv_bytes_borrowed_total"] = self._fetcher.bytes_lent
-            found["kv_bytes_given_total"] = self._lender.bytes_out
+            found["kv_bytes_given_total"] = self._loans.bytes_out
             found["seal_mismatches_total"] += self._fetcher.seal_mismatches
         return found
 
@@ -322,10 +322,10 @@ class KVMover(NoPayloads):
         return self._fetcher
 
     @property
-    def lender(self) -> Lender:
-        if self._lender is None:
+    def loans(self) -> Loans:
+        if self._loans is None:
             raise ProtocolError("blocks are wanted from a node without a cache")
-        return self._lender
+        return self._loans
 
     def introduced(self, session: Session, node: NodeId) -> None:
         """It opened this session."""
@@ -348,9 +348,9 @@ class KVMover(NoPayloads):
             case messages.Want():
                 if session not in self._names:
                     raise ProtocolError("blocks are wanted over a session that was opened here")
-                self.lender.wanted(session, self._names[session], message)
+                self.loans.wanted(session, self._names[session], message)
             case messages.Enough() if session in self._names:
-                self.lender.enough(session, message.key, self._names[session])
+                self.loans.enough(session, message.key, self._names[session])
             case messages.Lent() | messages.Ended():
                 self.fetcher.answer(session, message)
             case messages.Reserved():
@@ -403,9 +403,9 @@ class KVMover(NoPayloads):
 
     def lost(self, session: Session, reason: str) -> None:
         """A session ended, and what was under way over it with it."""
-        if self._fetcher is not None and self._lender is not None:
+        if self._fetcher is not None and self._loans is not None:
             self._fetcher.lost(session)
-            self._lender.lost(session)
+            self._loans.lost(session)
         self.holders.lost(session, reason)
         self._hosts.lost(session)
         keys = self._sender.lost(session) + self._receiver.lost(session)

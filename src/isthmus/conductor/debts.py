@@ -36,17 +36,17 @@ def longest(memory: Memory) -> Resident:
 def most_room(
     memories: Sequence[Memory], debtor: Memory, resident: Resident, reserve: float
 ) -> tuple[Memory | None, int]:
-    """Who can lend most for this request, and how much; what it keeps is for its own requests to grow."""
+    """Who can lend most for this request, and how much; its reserve is for its own requests to grow."""
     found, most = None, 0
     for memory in memories:
         if memory is not debtor and resident.may_go_to(memory):
-            room = memory.room(kept(memory, reserve))
+            room = memory.room(reserve_of(memory, reserve))
             if room > most:
                 found, most = memory, room
     return found, most
 
 
-def kept(memory: Memory, reserve: float) -> int:
+def reserve_of(memory: Memory, reserve: float) -> int:
     return int(memory.capacity * reserve)
 
 
@@ -60,7 +60,7 @@ def repayments(memories: Sequence[Memory], reserve: float) -> Plan:
     for debtor in memories:
         if not debtor.owed or debtor.lacking:
             continue
-        least = debtor.spare + kept(debtor, reserve)
+        least = debtor.spare + reserve_of(debtor, reserve)
         for resident in [each for each in debtor.residents if each.returnable]:
             count = min(resident.returnable, debtor.free - least)
             if count >= min(resident.returnable, max(1, least)):

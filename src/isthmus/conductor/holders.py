@@ -13,9 +13,6 @@ from isthmus.conductor.events import NodeJoined, RequestArrived
 from isthmus.conductor.view import Held, NodeView, View
 from isthmus.types import Role
 
-Spread = tuple[tuple[Held, ...], tuple[NodeView, ...]]
-"""Where blocks lie, and with whom what fills later."""
-
 
 def at_home(capacity_tokens: int) -> int:
     """Tokens of a prompt that a node can have while it computes it: a part of its memory is for what is filled and
@@ -47,9 +44,11 @@ def _shared_tokens(nodes: list[NodeJoined | NodeView]) -> int:
     return rooms[-parts] * parts if parts > 1 else sum(rooms)
 
 
-def spread(view: View, request: RequestArrived, prefill: NodeView, decode: NodeView) -> Spread | None:
-    """Where the blocks go for which there is no memory at home; where there are nodes of role attention, all full
-    blocks, of the answer too. None if there is no room for them now."""
+def spread(
+    view: View, request: RequestArrived, prefill: NodeView, decode: NodeView
+) -> tuple[tuple[Held, ...], tuple[NodeView, ...]] | None:
+    """Where the blocks go for which there is no memory at home, or with nodes of role attention all full ones, and with
+    whom what fills later. None if there is no room for them now."""
     size, most = prefill.block_size, (request.num_tokens - 1) // prefill.block_size
     others = [
         (free_tokens(node) // size, node)

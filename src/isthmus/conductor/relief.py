@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from isthmus.conductor.debts import Plan, kept, longest, repayments
+from isthmus.conductor.debts import Plan, longest, repayments, reserve_of
 from isthmus.conductor.greedy import needs
 from isthmus.conductor.memory import Memory, Resident
 from isthmus.cost import Part, Path, slowest
@@ -37,7 +37,7 @@ def _best(
     best, gain = None, 0.0
     for creditor in memories:
         if creditor is not debtor and resident.may_go_to(creditor):
-            count = min(debtor.lacking, creditor.room(kept(creditor, reserve)), resident.movable)
+            count = min(debtor.lacking, creditor.room(reserve_of(creditor, reserve)), resident.movable)
             more = gained(debtor, creditor, count) if count > 0 else 0.0
             if more > gain:
                 best, gain = (creditor, count), more

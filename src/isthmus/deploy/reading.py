@@ -171,8 +171,10 @@ def _kv_blocks(config: Config, role: Role, cost: Cost, size: _Sizes, live: int) 
     num_blocks, least = (memory - live_bytes) // size.block_bytes, 2 + MAX_SNAPSHOTS * size.state_blocks
     if num_blocks < least:
         beside = f" beside the states of {live} sequences ({live_bytes} bytes)" if live_bytes else ""
+        own = "kv_memory" in getattr(config.roles, role.value).model_fields_set
+        key = f"roles.{role.value}.kv_memory" if own else "engine.kv_memory"
         raise ConfigError(
-            f"engine.kv_memory {memory} bytes holds fewer than {least} blocks of {size.block_bytes} bytes{beside}; "
+            f"{key} {memory} bytes holds fewer than {least} blocks of {size.block_bytes} bytes{beside}; "
             f"give at least {live_bytes + least * size.block_bytes}"
         )
     if config.engine.kind == "emulated" and "kv_memory" not in config.engine.model_fields_set:

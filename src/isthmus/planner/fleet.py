@@ -130,6 +130,8 @@ def fleet_of(config: Config, folder: Path = Path()) -> Fleet:
             "attention nodes hold the KV of the decode nodes as configured, so the split is as configured; what "
             "prompts take of their memory and time is not asked"
         )
+        if not _is_priced(config):
+            notes.append("no prices are given: every node costs 1")
     if remotes and config.network.compression != "none":
         notes.append(
             "the equations take all KV on a link as encoded; a running cluster encodes what a link would be waited for"
@@ -210,6 +212,9 @@ def _attending(cluster: Cluster) -> Attending:
         raise ConfigError(
             f"{_named(cluster)}roles.attention: is planned beside decode nodes; give it these, and no mixed nodes"
         )
+    if not cluster.name and (roles.decode.price is None) != (roles.attention.price is None):
+        without, other = ("decode", "attention") if roles.decode.price is None else ("attention", "decode")
+        raise ConfigError(f"roles.{without}.price: {other} nodes have one; give these one too, or none to both")
     share, facts = roles.attention.count / roles.decode.count, _instance(cluster, Role.ATTENTION)
     price, decode_price = roles.attention.price or cluster.price, roles.decode.price or cluster.price
     alone = _alone(cluster, (decode_price + share * price) / decode_price)

@@ -23,7 +23,7 @@ LOOK_STEPS = 16
 """So long a live node's run lasts at most."""
 
 
-class Asked(NamedTuple):
+class Questions(NamedTuple):
     """What an iteration of a home asks: how long it would wait for the slowest holder; `away`: tokens of its decodes
     that lie elsewhere; `work`: what each holder takes for it, in ps; `num_bytes`: there and back."""
 
@@ -39,7 +39,7 @@ class Attending:
     def __init__(self, named: dict[NodeId, SimNode], wiring: Wiring, bytes_moved: dict[str, int]) -> None:
         self._named, self._wiring, self._bytes_moved = named, wiring, bytes_moved
 
-    def asks(self, home: SimNode, run: Run) -> Asked | None:
+    def asks(self, home: SimNode, run: Run) -> Questions | None:
         """What an iteration of this run asks of holders, if anything."""
         rows: dict[NodeId, float] = {}
         work: dict[NodeId, float] = {}
@@ -58,10 +58,10 @@ class Attending:
         for name, count in rows.items():
             there, num_bytes = self._named[name], round(queries.num_bytes(count))
             size += num_bytes
-            takes = work[name] * there.guests.factor(home.slot)
+            takes = work[name] * there.occupancy.factor(home.slot)
             parts.append(Part(self.path(home.facts, there.facts), num_bytes, takes))
         wait = slowest(parts, queries.layers, home.facts.rates.network)
-        return Asked(wait, away, work, size)
+        return Questions(wait, away, work, size)
 
     def _add(
         self, rows: dict[NodeId, float], work: dict[NodeId, float], holding: Holding, count: int, tokens: int
@@ -81,32 +81,32 @@ class Attending:
             rtt_ns, rate = rtt_ns + link.rule.rtt_ns, min(rate, link.rule.bytes_per_s * max(link.factor, 1e-6))
         return Path(1000 * rtt_ns, rate)
 
-    def began(self, home: SimNode, asked: Asked, iteration_ps: int) -> None:
+    def began(self, home: SimNode, asked: Questions, iteration_ps: int) -> None:
         """From now on holders give it so much of their time."""
         for name, work_ps in asked.work.items():
-            self._named[name].guests.shares[home.slot] = min(1.0, work_ps / max(1, iteration_ps))
+            self._named[name].occupancy.by_home[home.slot] = min(1.0, work_ps / max(1, iteration_ps))
 
-    def ended(self, home: SimNode, asked: Asked, steps: int) -> None:
+    def ended(self, home: SimNode, asked: Questions, steps: int) -> None:
         """So many iterations. A holder's own run that is out takes longer for it."""
         self._bytes_moved["queries"] += steps * asked.num_bytes
         for name, each_ps in asked.work.items():
             holder, work_ps = self._named[name], round(steps * each_ps)
-            holder.guests.shares.pop(home.slot, None)
+            holder.occupancy.by_home.pop(home.slot, None)
             if holder.run is None:
                 holder.record.busy_ns += work_ps // 1000
             else:
                 holder.owed_ps += work_ps
 
 
-class Guests:
-    """At a holder. `shares`: of its time, what each home takes now."""
+class Occupancy:
+    """Of a holder, by attention for others. `by_home`: the part of its time that each home takes now."""
 
-    __slots__ = ("shares",)
+    __slots__ = ("by_home",)
 
     def __init__(self) -> None:
-        self.shares: dict[int, float] = {}
+        self.by_home: dict[int, float] = {}
 
     def factor(self, home: int) -> float:
         """By how much attention for one more home takes longer than alone; never less than an equal part is left."""
-        others = [share for slot, share in self.shares.items() if slot != home]
+        others = [part for slot, part in self.by_home.items() if slot != home]
         return 1 / max(1 - sum(others), 1 / (1 + len(others))) if others else 1.0

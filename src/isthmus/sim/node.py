@@ -16,7 +16,7 @@ from isthmus.cost.elsewhere import lines
 from isthmus.deploy import NodeFacts
 from isthmus.node import Node
 from isthmus.scheduler import BlockPool, CountingPool, Run
-from isthmus.sim.attending import LOOK_STEPS, Asked, Attending, Guests
+from isthmus.sim.attending import LOOK_STEPS, Attending, Occupancy, Questions
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.job import SimJob
 from isthmus.sim.links import NodeLinks
@@ -35,7 +35,7 @@ class SimNode:
     compute is done but KV of these is not here, since `stalled_since`.
     `missing`: prompts with a cached prefix of which less came than they were started with, and how many blocks.
     `tail_ns`: how long the last chunk of a run goes on in a pipeline group. `alive`: it has not failed.
-    `owed_ps`: what attention for other nodes takes of its next iterations; `guests`: for whom it attends.
+    `owed_ps`: what attention for other nodes takes of its next iterations; `occupancy`: by whose attention.
 
     `steps`: iterations with decodes so far. `run_*`: one entry for each run with decodes: iterations before it, its
     start (ns), and its iterations as gaps between tokens.
@@ -56,10 +56,10 @@ class SimNode:
         "cost",
         "decider",
         "facts",
-        "guests",
         "links",
         "loading",
         "missing",
+        "occupancy",
         "owed_ps",
         "record",
         "run",
@@ -89,7 +89,7 @@ class SimNode:
             tuple[int, int, SimJob]
         ] = []  # (steps at its last token, age, who); some are out of date
         self._run_start = self._limit = self._first = self._growth = self._num_admitted = 0
-        self.guests = Guests()
+        self.occupancy = Occupancy()
         self.begin_anew(decider)
 
     @property
@@ -104,7 +104,7 @@ class SimNode:
         self.sampling: list[SimJob] = []
         self.loading: list[SimJob] = []
         self.missing: dict[RequestId, int] = {}
-        self._asked: Asked | None = None  # of holders, in each iteration of the run
+        self._asked: Questions | None = None  # of holders, in each iteration of the run
         self.owed_ps = self._owed = self._owed_part = (
             0  # to be paid; with this run, and with each iteration of it
         )
@@ -134,7 +134,7 @@ class SimNode:
             self.attending.began(self, self._asked, self._first)
         return now + self._after(self._limit) // 1000
 
-    def _wait_for_holders(self, asked: Asked, batch: int, here: int) -> None:
+    def _wait_for_holders(self, asked: Questions, batch: int, here: int) -> None:
         """An iteration lasts as long as the longest of what bounds it. Of these each grows evenly, so a run lasts no
         longer than the same one does, and not much longer than others' use of holders stays as it is."""
         batches = min(self.facts.batches, batch)

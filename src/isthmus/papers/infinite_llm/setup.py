@@ -10,6 +10,7 @@ import msgspec
 from isthmus.config import Config
 from isthmus.cost import Analytic, Coefficients, engine_coefficients, facts_of, hardware_named
 from isthmus.deploy import nodes_of, rules_of
+from isthmus.papers.roofline import ROOFLINE
 from isthmus.papers.sarathi.models import llama
 from isthmus.sim.deployment import FAR, Deployment
 from isthmus.types import Role
@@ -24,17 +25,6 @@ MODELS = {
     "13B": llama(40, 40, 5_120, 13_824, 32_000, 40),
     "70B": llama(80, 64, 8_192, 28_672, 32_000, 8),
 }
-ROOFLINE = Coefficients(
-    matmul=0.6,
-    weight_read=0.8,
-    kv_read=0.8,
-    link=1.0,
-    layer_s=0.0,
-    sequence_s=0.0,
-    allreduce_s=0.0,
-    step_s=0.0,
-    origin="60 % of the peak, 80 % of the bandwidth, no overhead; chosen once, for all systems",
-)
 
 
 def measured() -> Coefficients:

@@ -10,6 +10,7 @@ import msgspec
 from isthmus.cost import Analytic, Coefficients, Hardware, compile_cost, facts_of, hardware_named
 from isthmus.cost.pooled import Pooled
 from isthmus.papers.lab import Lab
+from isthmus.papers.roofline import ROOFLINE
 from isthmus.papers.sarathi.models import LLAMA_33B, llama
 from isthmus.papers.table import Cell, Table
 
@@ -19,18 +20,6 @@ LINK, RTT_S = 45.7e9, 33.0e-6
 """Peak of one link in bytes per second, and a ping-pong, both past the host."""
 NCCL_LINK, NCCL_RTT_S = 35.5e9, 66.6e-6
 _SENT_BYTES = 2
-
-ROOFLINE = Coefficients(
-    matmul=0.6,
-    weight_read=0.8,
-    kv_read=0.8,
-    link=1.0,
-    layer_s=0.0,
-    sequence_s=0.0,
-    allreduce_s=0.0,
-    step_s=0.0,
-    origin="60 % of the peak, 80 % of the bandwidth, no overhead; chosen once, for both systems",
-)
 
 
 class Model(msgspec.Struct, frozen=True):

@@ -10,9 +10,9 @@ import pytest
 from msgspec.structs import replace
 
 from isthmus.blocks import seal
-from isthmus.cluster import lending
+from isthmus.cluster import loans
 from isthmus.cluster.cache import NodeCache
-from isthmus.cluster.lending import Lender
+from isthmus.cluster.loans import Loans
 from isthmus.cluster.messages import Ended, Given, Lent, Want
 from isthmus.engine.emulated import EmulatedMemory
 from isthmus.errors import ProtocolError
@@ -61,7 +61,7 @@ class Line:
 
 
 class Kit:
-    """A lender, and what it told its node."""
+    """Loans, and what it told its node."""
 
     def __init__(self) -> None:
         self.store = store_of(LAYOUT, COUNT + 2)
@@ -69,7 +69,7 @@ class Kit:
         self.cache = NodeCache(EmulatedMemory(LAYOUT, 4), self.store)
         self.told: list[events.Event] = []
         self.tasks: list[asyncio.Task[None]] = []
-        self.lender = Lender(self.cache, self.told.append, self._spawn)
+        self.loans = Loans(self.cache, self.told.append, self._spawn)
 
     def _spawn(self, work: Any) -> asyncio.Task[None]:
         self.tasks.append(asyncio.get_running_loop().create_task(work))
@@ -77,11 +77,11 @@ class Kit:
 
     def ask(self, line: Line, want: Want = WANT, peer: NodeId = PEER, stop: int = COUNT) -> None:
         """And the node decides to give blocks up to `stop`."""
-        self.lender.wanted(line, peer, want)  # type: ignore[arg-type]
-        self.lender.give(events.Give(want.key, peer, want.names, want.start, stop, 0))
+        self.loans.wanted(line, peer, want)  # type: ignore[arg-type]
+        self.loans.give(events.Give(want.key, peer, want.names, want.start, stop, 0))
 
     def enough(self, line: Line, key: RequestId = KEY, peer: NodeId = PEER) -> None:
-        self.lender.enough(line, key, peer)  # type: ignore[arg-type]
+        self.loans.enough(line, key, peer)  # type: ignore[arg-type]
 
     async def until(self, is_so: Callable[[], object]) -> None:
         async with asyncio.timeout(20):
@@ -104,8 +104,8 @@ def run() -> Callable[[Work], None]:
         async def whole() -> None:
             kit, line = Kit(), Line()
             await work(kit, line)
-            for at, loan in list(kit.lender._loans.items()):
-                kit.lender.enough(loan.session, *at)
+            for at, loan in list(kit.loans._loans.items()):
+                kit.loans.enough(loan.session, *at)
             line.deliver(arrived=False)
             await asyncio.gather(*kit.tasks, return_exceptions=True)
             assert kit.held() == (0, 0)
@@ -132,7 +132,7 @@ def test_what_is_given_is_what_was_decided_in_one_form(run: Callable[[Work], Non
         assert kit.held() == (3, 0), "its peer has not got it"
         line.deliver()
         assert kit.held() == (0, 0)
-        assert kit.lender.bytes_out == 3 * LAYOUT.block_bytes
+        assert kit.loans.bytes_out == 3 * LAYOUT.block_bytes
 
     run(work)
 
@@ -148,7 +148,7 @@ def test_what_cannot_be_wanted_is_refused_and_nobody_is_told(
     async def work(kit: Kit, line: Line) -> None:
         with pytest.raises(ProtocolError):
             kit.ask(line, replace(WANT, **changes))
-        assert not kit.told and not line.sent and not kit.lender._loans
+        assert not kit.told and not line.sent and not kit.loans._loans
 
     run(work)
 
@@ -157,11 +157,11 @@ def test_one_want_at_a_time_and_of_the_same_prefix(run: Callable[[Work], None]) 
     async def work(kit: Kit, line: Line) -> None:
         kit.ask(line, replace(WANT, room=2))
         with pytest.raises(ProtocolError, match="a second Want"):
-            kit.lender.wanted(line, PEER, WANT)  # type: ignore[arg-type]
+            kit.loans.wanted(line, PEER, WANT)  # type: ignore[arg-type]
         await kit.until(lambda: line.of(Ended))
         with pytest.raises(ProtocolError):
-            kit.lender.wanted(line, PEER, replace(WANT, names=NAMES[::-1]))  # type: ignore[arg-type]
-        kit.lender.wanted(line, PEER, replace(WANT, start=2))  # type: ignore[arg-type]
+            kit.loans.wanted(line, PEER, replace(WANT, names=NAMES[::-1]))  # type: ignore[arg-type]
+        kit.loans.wanted(line, PEER, replace(WANT, start=2))  # type: ignore[arg-type]
         await kit.until(lambda: len(line.of(Ended)) == 2)
         assert line.of(Ended) == [Ended(KEY, 2), Ended(KEY, COUNT - 2)]
         assert [fact for fact in kit.told if isinstance(fact, events.Wanted)] == [
@@ -173,12 +173,12 @@ def test_one_want_at_a_time_and_of_the_same_prefix(run: Callable[[Work], None]) 
 
 def test_a_decision_about_other_blocks_or_a_second_one_gives_nothing(run: Callable[[Work], None]) -> None:
     async def work(kit: Kit, line: Line) -> None:
-        kit.lender.wanted(line, PEER, WANT)  # type: ignore[arg-type]
-        kit.lender.give(events.Give(KEY, OTHER, NAMES, 0, COUNT, 0))
-        kit.lender.give(events.Give(KEY, PEER, NAMES[:2], 0, 2, 0))
+        kit.loans.wanted(line, PEER, WANT)  # type: ignore[arg-type]
+        kit.loans.give(events.Give(KEY, OTHER, NAMES, 0, COUNT, 0))
+        kit.loans.give(events.Give(KEY, PEER, NAMES[:2], 0, 2, 0))
         assert not kit.tasks
         for _ in range(2):
-            kit.lender.give(events.Give(KEY, PEER, NAMES, 0, COUNT, 0))
+            kit.loans.give(events.Give(KEY, PEER, NAMES, 0, COUNT, 0))
         assert len(kit.tasks) == 1
 
     run(work)
@@ -191,11 +191,11 @@ def test_only_who_wanted_it_has_enough_of_it(run: Callable[[Work], None]) -> Non
         kit.enough(stranger)
         kit.enough(line, OTHER_KEY)
         kit.enough(line, KEY, OTHER)
-        kit.lender.lost(stranger)  # type: ignore[arg-type]
+        kit.loans.lost(stranger)  # type: ignore[arg-type]
         await kit.until(lambda: line.of(Ended))
-        assert len(kit.lender._loans) == 1 and not any(isinstance(fact, events.Enough) for fact in kit.told)
-        kit.lender.lost(line)  # type: ignore[arg-type]
-        assert not kit.lender._loans and kit.told[-1] == events.Enough(KEY, PEER)
+        assert len(kit.loans._loans) == 1 and not any(isinstance(fact, events.Enough) for fact in kit.told)
+        kit.loans.lost(line)  # type: ignore[arg-type]
+        assert not kit.loans._loans and kit.told[-1] == events.Enough(KEY, PEER)
 
     run(work)
 
@@ -209,7 +209,7 @@ def test_who_comes_back_over_another_session_begins_anew(run: Callable[[Work], N
         kinds = [type(fact).__name__ for fact in kit.told]
         assert kinds == ["Wanted", "Enough", "Wanted"]
         kit.enough(line)
-        assert kit.lender._loans, "the old session says nothing of the new loan"
+        assert kit.loans._loans, "the old session says nothing of the new loan"
         again.deliver()
 
     run(work)
@@ -218,7 +218,7 @@ def test_who_comes_back_over_another_session_begins_anew(run: Callable[[Work], N
 def test_no_more_than_two_batches_wait_for_a_peer_that_takes_nothing(
     run: Callable[[Work], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lending, "GIVE_BLOCKS", 1)
+    monkeypatch.setattr(loans, "GIVE_BLOCKS", 1)
 
     async def work(kit: Kit, line: Line) -> None:
         kit.ask(line)
@@ -245,9 +245,9 @@ def test_a_borrower_that_goes_leaves_nothing_pinned(run: Callable[[Work], None],
         if how == "enough":
             kit.enough(line)
         elif how == "lost":
-            kit.lender.lost(line)  # type: ignore[arg-type]
+            kit.loans.lost(line)  # type: ignore[arg-type]
         else:
-            kit.lender.close()
+            kit.loans.close()
         await kit.until(lambda: kit.tasks[0].done())
         assert line.num_cancelled == len(line.of(Given))
         line.deliver(arrived=False)
@@ -258,7 +258,7 @@ def test_a_borrower_that_goes_leaves_nothing_pinned(run: Callable[[Work], None],
 
 def test_what_is_lent_stays_until_it_is_given_back(run: Callable[[Work], None]) -> None:
     async def work(kit: Kit, line: Line) -> None:
-        kit.lender._host = "this one"
+        kit.loans._host = "this one"
         kit.ask(line, replace(WANT, host="this one"))
         await kit.until(lambda: line.of(Lent))
         (lent,) = line.of(Lent)
@@ -280,7 +280,7 @@ def test_what_is_lent_stays_until_it_is_given_back(run: Callable[[Work], None]) 
 
 def test_to_another_host_nothing_is_lent(run: Callable[[Work], None]) -> None:
     async def work(kit: Kit, line: Line) -> None:
-        kit.lender._host = "this one"
+        kit.loans._host = "this one"
         kit.ask(line, replace(WANT, host="another"))
         await kit.until(lambda: line.of(Ended))
         assert not line.of(Lent)

@@ -78,7 +78,7 @@ class _Loan:
     task: asyncio.Task[None] | None = None
 
 
-class Lender:
+class Loans:
     """Answers other nodes. For the node's event loop."""
 
     def __init__(self, cache: NodeCache, tell: Tell, spawn: Spawn) -> None:

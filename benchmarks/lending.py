@@ -40,7 +40,7 @@ class Plan(msgspec.Struct, frozen=True):
     a `long_share` of which are long in the mixed load; `ttft_s`, `tbt_s`: a request's limits, the second for the mean
     time between its tokens."""
 
-    policies: tuple[str, ...] = ("off", "ledger", "greedy", "isthmus")
+    policies: tuple[str, ...] = ("none", "ledger", "greedy", "isthmus")
     loads: tuple[str, ...] = LOADS
     nodes: int = 4
     tokens: int = 2048
@@ -167,7 +167,7 @@ def _config(plan: Plan, home: Path, policy: str) -> Path:
         | {"block_size": BLOCK_SIZE, "kv_memory": plan.tokens * token_bytes, "max_sequences": 64},
         "cache": {"dram": 0},
     }
-    if policy != "off":
+    if policy != "none":
         values["lending"] = {"policy": policy}
     if plan.model is not None:
         values["model"] = str(plan.model)

@@ -193,7 +193,7 @@ class LendingConfig(_Section):
     most what its memory is used for.
     """
 
-    policy: Literal["off", "ledger", "greedy", "isthmus"] = "off"
+    policy: Literal["none", "ledger", "greedy", "isthmus"] = "none"
     reserve: float = Field(0.1, ge=0, lt=1)
     period_s: float = Field(0.25, gt=0, le=60)
 

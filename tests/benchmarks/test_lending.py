@@ -12,13 +12,13 @@ from benchmarks import lending
 from benchmarks.lending import Answer, Plan, Turn, arrivals, ratios, table, total, within
 from isthmus.bench import BenchError
 
-PLAN = Plan(policies=("off", "other"), loads=("mixed",), rounds=2, ttft_s=1.0, tbt_s=0.1)
+PLAN = Plan(policies=("none", "other"), loads=("mixed",), rounds=2, ttft_s=1.0, tbt_s=0.1)
 
 
 def test_arrivals_are_the_same_for_all() -> None:
     plan = Plan(seconds=200, long_share=0.1)
     found = arrivals(plan, "mixed", 0)
-    assert found == arrivals(replace(plan, policies=("off",)), "mixed", 0) != arrivals(plan, "mixed", 1)
+    assert found == arrivals(replace(plan, policies=("none",)), "mixed", 0) != arrivals(plan, "mixed", 1)
     assert 0.8 < len(found) / (plan.rate * plan.seconds) < 1.2
     assert 0.07 < sum(each.is_long for each in found) / len(found) < 0.13
     assert max(each.prompt + each.output for each in found) <= 0.9 * plan.tokens, "a node alone takes them all"
@@ -39,9 +39,9 @@ def test_late_slow_and_failed_do_not_count() -> None:
 def test_policies_are_set_against_the_first_round_by_round() -> None:
     good, late = Answer(False, 0.5, 0.05), Answer(True, 5.0, 0.05)
     turns = [
-        Turn("mixed", "off", [good, late], 2.0, 20, 0, 1),
+        Turn("mixed", "none", [good, late], 2.0, 20, 0, 1),
         Turn("mixed", "other", [good, good], 2.0, 20, 9, 0),
-        Turn("mixed", "off", [good, good], 2.0, 20, 0, 0),
+        Turn("mixed", "none", [good, good], 2.0, 20, 0, 0),
         Turn("mixed", "other", [good, good], 2.0, 20, 9, 0),
     ]
     assert ratios(PLAN, turns, "mixed", "other") == [2.0, 1.0]
@@ -64,14 +64,14 @@ def test_a_load_that_is_not_there() -> None:
 def test_a_turn_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A live cluster, for a second."""
     monkeypatch.setattr(lending, "CURVE", lending.CURVE | {"decode_fixed_s": 0.001})
-    plan = Plan(("off",), ("equal",), nodes=2, rate=8, seconds=1, rounds=1, ttft_s=60, tbt_s=60)
+    plan = Plan(("none",), ("equal",), nodes=2, rate=8, seconds=1, rounds=1, ttft_s=60, tbt_s=60)
     said: list[str] = []
     [turn] = lending.run(plan, said.append)
     count = len(arrivals(plan, "equal", 0))
     assert [each.error for each in turn.answers] == [""] * count and turn.tokens == 64 * count
-    assert said == [f"equal, off: {count} of {count} within their limits"]
+    assert said == [f"equal, none: {count} of {count} within their limits"]
 
 
 def test_the_configuration_names_the_policy(tmp_path: Path) -> None:
     assert "policy: greedy" in lending._config(Plan(), tmp_path, "greedy").read_text()
-    assert "policy" not in lending._config(Plan(), tmp_path, "off").read_text()
+    assert "policy" not in lending._config(Plan(), tmp_path, "none").read_text()

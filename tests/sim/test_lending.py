@@ -34,7 +34,7 @@ def cluster_of(
     made = [each for role, count in roles.items() for each in nodes(role, count)]
     small = [msgspec.structs.replace(facts, kv_blocks=num_blocks, token_budget=512) for facts in made]
     rules = Rules(policy="round_robin", lending=policy, max_requests=1 << 30)
-    report_ns = 0 if policy == "off" else 100 * NS_PER_MS
+    report_ns = 0 if policy == "none" else 100 * NS_PER_MS
     return deployment(tuple(small), rules, report_ns=report_ns, **fields)
 
 
@@ -61,7 +61,7 @@ def short(every_ms: float, count: int = 600) -> list[Request]:
 @pytest.mark.parametrize("every_ms", [20, 8, 4])
 def test_where_all_requests_are_alike_nothing_moves_and_nothing_changes(policy: str, every_ms: int) -> None:
     """In the last case they come faster than they are answered, and all nodes are full."""
-    before, _ = run(cluster_of("off", {Role.MIXED: 4}), short(every_ms))
+    before, _ = run(cluster_of("none", {Role.MIXED: 4}), short(every_ms))
     after, acted = run(cluster_of(policy, {Role.MIXED: 4}), short(every_ms))
     assert acted[Lend] == acted[Repay] == 0
     assert before.records == after.records
@@ -77,7 +77,7 @@ def latency(policy: str, length: int, every_ms: int) -> float:
 
 
 def gain(policy: str, length: int, every_ms: int) -> float:
-    return latency("off", length, every_ms) / latency(policy, length, every_ms)
+    return latency("none", length, every_ms) / latency(policy, length, every_ms)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

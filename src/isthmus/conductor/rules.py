@@ -42,7 +42,7 @@ class Rules(msgspec.Struct, frozen=True):
     convert: bool = False
     cool_down_s: float = 60.0
     period_ns: int = NS_PER_S  # how often the driver says `LinksMeasured`
-    lending: str = "off"
+    lending: str = "none"
     lending_reserve: float = 0.1
 
     @property

@@ -112,7 +112,7 @@ def _kv_heads(config: Config, cost: Cost, layout: KVLayout | None) -> int:
 
 def _report_ns(config: Config, pipeline: int) -> int:
     """Where nothing is lent nobody asks; a pipeline group lends nothing."""
-    if config.lending.policy == "off" or pipeline > 1:
+    if config.lending.policy == "none" or pipeline > 1:
         return 0
     return max(1, int(config.lending.period_s * NS_PER_S))
 

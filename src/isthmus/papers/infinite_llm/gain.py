@@ -75,14 +75,14 @@ def _measure(lab: Lab) -> Iterator[Cell]:
     multi, one = [], []
     for row, load in LOADS.items():
         lab.report(f"lending, {row}")
-        off, greedy, ours = served(load, "off"), served(load, "greedy"), served(load, "isthmus", "isthmus")
+        off, greedy, ours = served(load, "none"), served(load, "greedy"), served(load, "isthmus", "isthmus")
         multi.append(greedy.rate / off.rate)
         one.append(greedy.rate / served_by_one(load).rate)
         figures = {
             "times vLLM-M": multi[-1],
             "moved (GB)": greedy.moved / 1e9,
             "times vLLM-S": one[-1],
-            "our placement, times vLLM-M": served(load, "off", "isthmus").rate / off.rate,
+            "our placement, times vLLM-M": served(load, "none", "isthmus").rate / off.rate,
             "our placement and lending, times vLLM-M": ours.rate / off.rate,
         }
         for column, figure in figures.items():

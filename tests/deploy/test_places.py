@@ -66,6 +66,14 @@ def test_a_cluster_may_leave_a_part_to_those_it_is_linked_to(clusters: dict[str,
             "clusters.west.roles.prefill: 3 nodes make no groups of 2",
         ),
         (
+            Config.model_validate({"roles": {"prefill": 0, "decode": 0, "attention": 2}}),
+            "roles: no request could be served",
+        ),
+        (
+            Config.model_validate({"roles": {"attention": {"count": 2, "pipeline": 2}}}),
+            "roles.attention.pipeline: only prefill nodes form pipeline groups",
+        ),
+        (
             config_of({"east": {"roles": {"mixed": 1, "attention": {"count": 2, "max_sequences": 8}}}}, []),
             "clusters.east.roles.attention.max_sequences: attention nodes compute no requests",
         ),

@@ -187,6 +187,16 @@ class Bank:
             assert node.lent_blocks == self.hosted(name)
 
 
+def crowded(policy: str) -> Bank:
+    """One node of four is nearly full of a long request, and all have said so."""
+    bank = Bank(policy)
+    for name, count in (("long", 90), ("a", 5), ("b", 5), ("c", 5)):
+        bank.ask(name, count)
+    for name in NAMES:
+        bank.report(name)
+    return bank
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_borrowed_is_paid_back_when_there_is_room_and_then_nobody_owes_anything(policy: str) -> None:
     bank = Bank(policy)
@@ -207,11 +217,7 @@ def test_what_is_borrowed_is_paid_back_when_there_is_room_and_then_nobody_owes_a
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_refusal_is_forgotten_until_the_next_plan(policy: str) -> None:
-    bank = Bank(policy)
-    for name, count in (("long", 90), ("a", 5), ("b", 5), ("c", 5)):
-        bank.ask(name, count)
-    for name in NAMES:
-        bank.report(name)
+    bank = crowded(policy)
     bank.refuses = True
     bank.report(NAMES[0], wanted=30)
     assert bank.report(NAMES[0], wanted=30)
@@ -223,11 +229,7 @@ def test_a_refusal_is_forgotten_until_the_next_plan(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_who_needs_its_own_memory_has_it_back(policy: str) -> None:
-    bank = Bank(policy)
-    for name, count in (("long", 90), ("a", 5), ("b", 5), ("c", 5)):
-        bank.ask(name, count)
-    for name in NAMES:
-        bank.report(name)
+    bank = crowded(policy)
     for _ in range(2):
         bank.report(NAMES[0], wanted=30)
     [holding] = bank.holdings[RequestId("long")]
@@ -261,11 +263,7 @@ def test_whatever_comes_debts_are_the_sum_of_what_requests_have_elsewhere(seed: 
 
 
 def test_a_node_that_leaves_is_lent_to_no_more() -> None:
-    bank = Bank("ledger")
-    for name, count in (("long", 90), ("a", 5), ("b", 5), ("c", 5)):
-        bank.ask(name, count)
-    for name in NAMES:
-        bank.report(name)
+    bank = crowded("ledger")
     for name in NAMES[1:]:
         bank.on(NodeLeft(name))
     for _ in range(3):

@@ -139,7 +139,7 @@ def left_of(process: EngineProcess) -> list[str]:
     mover = process.mover
     if mover._loads or mover._read or mover._staged or mover._fetches:
         found.append("loads, reads, stagings or fetches")
-    if mover._lender is not None and mover._lender._loans:
+    if mover._loans is not None and mover._loans._loans:
         found.append("loans")
     if process._cache is not None:
         stat = process._cache.store.stat()

@@ -230,7 +230,8 @@ def test_nothing_is_written_to_blocks_that_were_trimmed() -> None:
         hosts.trim(events.Trim(OLD, 1))
         hosts.receive(session, head)
         assert (
-            not hosts._guests[OLD].frames._frames and hosts.bytes_in == 2 * LAYERS * TWO_HEADS.slice_bytes // 2
+            not hosts._guests[OLD].landing._frames._frames
+            and hosts.bytes_in == 2 * LAYERS * TWO_HEADS.slice_bytes // 2
         )
 
     with_pair(test)

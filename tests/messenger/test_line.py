@@ -91,6 +91,21 @@ def test_questions_are_answered_in_their_order(net: Network) -> None:
     asyncio.run(work())
 
 
+def test_bytes_of_lines_that_ended_count_still(net: Network) -> None:
+    async def work() -> None:
+        async with session(net) as (ours, _, theirs):
+            told = [(0, 0, 0)]
+            for _ in range(3):
+                line = await ours.line(LIMIT_S)
+                await asyncio.to_thread(lambda: line.answer(line.ask(b"q" * 1000, memoryview(b""))))  # noqa: B023
+                here, there = ours.stat(), theirs.stat()
+                told.append((here.bytes_in, here.bytes_out, there.bytes_in))
+                assert all(now >= before + 1000 for before, now in zip(told[-2], told[-1], strict=True))
+                line.hang_up()
+
+    asyncio.run(work())
+
+
 def test_much_goes_both_ways_at_once(net: Network) -> None:
     """More than the sockets hold: who asks reads while it writes."""
     data = memoryview(os.urandom(3 << 20))

@@ -44,6 +44,20 @@ def test_it_admits_what_fits_with_the_headroom_and_nothing_else(
     held.check([])
 
 
+@given(num_blocks=st.integers(1, 20), headroom=st.integers(0, 6), more=st.integers(1, 8))
+def test_guests_leave_what_is_kept_for_those_that_run(num_blocks: int, headroom: int, more: int) -> None:
+    """When they come, and when they grow."""
+    held = memory(24)
+    assert bool(held.host(A, num_blocks, headroom)) == (num_blocks + headroom <= 24)
+    if A in held.guests:
+        there = held.guests[A]
+        blocks = held.host(A, num_blocks + more, headroom)
+        assert blocks[:num_blocks] == there if num_blocks + more + headroom <= 24 else blocks == ()
+        assert held.pool.available >= headroom
+        held.unhost(A)
+    assert held.pool.available == 24
+
+
 def test_what_is_expected_has_room_for_its_next_token_and_its_state() -> None:
     held, sequence = memory(5, STATE), Sequence(A, 8, 20)
     assert not held.reserve(sequence, 1)

@@ -62,6 +62,7 @@ class Session:
         self._lanes_lost = self._resent = self._messages_in = self._messages_out = 0
         self._on_line: Callable[[Answerer], None] | None = None
         self._lines: list[Asker | Answerer] = []
+        self._line_bytes_in = self._line_bytes_out = 0  # of those that ended and are not in the list any more
         self.peer = "unconnected"
         self.capabilities: tuple[str, ...] = ()
         self.bytes_in = 0
@@ -125,7 +126,7 @@ class Session:
     async def line(self, patience_s: float) -> Asker:
         """Opens a line, for another thread. Only who opened the session can. Raises OSError, TimeoutError."""
         asker = Asker(await self._port.line(), patience_s)
-        self._lines = [line for line in self._lines if not line.is_over] + [asker]
+        self._add_line(asker)
         if self._ended:
             asker.hang_up()
             raise ConnectionError("its session ended meanwhile")
@@ -179,8 +180,8 @@ class Session:
         return Stat(
             lanes=len(self.lanes),
             lanes_lost=self._lanes_lost,
-            bytes_in=self.bytes_in + sum([line.bytes_in for line in self._lines]),
-            bytes_out=self.bytes_out + sum([line.bytes_out for line in self._lines]),
+            bytes_in=self.bytes_in + self._line_bytes_in + sum([line.bytes_in for line in self._lines]),
+            bytes_out=self.bytes_out + self._line_bytes_out + sum([line.bytes_out for line in self._lines]),
             messages_in=self._messages_in,
             messages_out=self._messages_out,
             queued_bytes=self._outbox.queued_bytes + self._outbox.queued_headers,
@@ -213,8 +214,15 @@ class Session:
         """The peer opened a line."""
         assert self._on_line is not None, "a line that nobody takes is turned away"
         answerer = Answerer(stream)
-        self._lines = [line for line in self._lines if not line.is_over] + [answerer]
+        self._add_line(answerer)
         self._on_line(answerer)
+
+    def _add_line(self, line: Asker | Answerer) -> None:
+        """Of those that ended only the bytes are kept."""
+        over = [each for each in self._lines if each.is_over]
+        self._line_bytes_in += sum([each.bytes_in for each in over])
+        self._line_bytes_out += sum([each.bytes_out for each in over])
+        self._lines = [each for each in self._lines if each not in over] + [line]
 
     def lane_down(self, lane: Lane, reason: str) -> None:
         """A connection ended, in whatever way. What was on it goes over the others."""

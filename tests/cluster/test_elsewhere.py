@@ -239,9 +239,9 @@ def test_damaged_kv_is_never_attended_to(model: Path, monkeypatch: pytest.Monkey
     def flip(self: hosting.Hosts, session: Session, head: Any) -> None:
         guest = self._guests.get(head.key)
         if guest is not None and head.layer == 1 and not damaged:
-            size = guest.memory.layout.block_size
+            size = guest.landing.memory.layout.block_size
             block = guest.blocks[head.first]
-            guest.memory.export(head.layer, block * size, (block + 1) * size)[7] ^= 1
+            guest.landing.memory.export(head.layer, block * size, (block + 1) * size)[7] ^= 1
             damaged.append(head.first)
         receive(self, session, head)
 

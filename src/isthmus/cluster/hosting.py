@@ -196,8 +196,8 @@ class Hosts:
         guest, count = self._guests.get(trim.key), trim.num_blocks
         if guest is not None:
             guest.landing.refuse()
-            guest.keep(count)  # first: whoever asks meanwhile finds no block that is not in the table
-            guest.give(guest.room[:count])
+            guest.keep(count)
+            guest.give(guest.room[:count])  # last: who asks meanwhile is to find every block in the table
 
     def unhost(self, key: RequestId) -> None:
         """Nothing is written to its blocks any more when this returns; what is still read is for nobody."""

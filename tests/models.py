@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -82,6 +83,10 @@ MODEL_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Name -> (family, overrides), for `make_model(folder, family, **overrides)`."""
+
+_LOADING = threading.Lock()
+"""transformers takes the tying of weights away from a class while it loads a model: of two threads that load at once
+the second puts back what the first took away, and no model of the process is tied any more."""
 
 
 def make_model(
@@ -182,8 +187,13 @@ def _swayed(folder: Path, seed: int) -> transformers.PreTrainedModel:
     return model
 
 
-@lru_cache(maxsize=4)
 def _reference(folder: Path) -> transformers.PreTrainedModel:
+    with _LOADING:
+        return _loaded(folder)
+
+
+@lru_cache(maxsize=4)
+def _loaded(folder: Path) -> transformers.PreTrainedModel:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0

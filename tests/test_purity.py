@@ -16,7 +16,7 @@ import pytest
 from isthmus.types import NodeId, Role
 
 SRC = Path(__file__).parent.parent / "src" / "isthmus"
-PURE = ("attempts", "blocks", "conductor", "cost", "errors", "models", "node", "scheduler", "types")
+PURE = ("attempts", "blocks", "conductor", "cost", "errors", "models", "node", "reuse", "scheduler", "types")
 IMPURE = {
     "asyncio", "datetime", "io", "logging", "multiprocessing", "numpy", "os", "pathlib", "pydantic", "random",
     "secrets", "socket", "subprocess", "tempfile", "threading", "time", "torch", "uuid",

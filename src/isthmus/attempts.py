@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
+from isthmus.reuse import Packing, Selection
+from isthmus.reuse.passages import Passage
 from isthmus.types import BlockName, NodeId, RequestId, Role, Tier
 
 
@@ -48,6 +50,29 @@ class Share(msgspec.Struct, frozen=True):
     parts: int = 1
 
 
+class Donor(msgspec.Struct, frozen=True):
+    """A prompt whose KV another one is assembled from: the one of request `request`, the first of whose blocks are
+    `names`; of these `[first, len(names))` are needed. `fetch`: where they are fetched from, unless the prefill node
+    has them."""
+
+    request: RequestId
+    names: tuple[BlockName, ...]
+    first: int = 0
+    fetch: FetchOrder | None = None
+
+
+class Assembly(msgspec.Struct, frozen=True):
+    """Of a prompt what is not cached is assembled from donors' KV: as `selection` says. `passages`: the same text, where
+    it stands in both; without, the engine looks for tokens of the one donor that are alike (SemShareKV). `num_reused`:
+    tokens that the conductor counts on. `packing`: what of the prompt's KV is kept."""
+
+    selection: Selection
+    donors: tuple[Donor, ...]
+    passages: tuple[Passage, ...] = ()
+    num_reused: int = 0
+    packing: Packing | None = None
+
+
 class Route(msgspec.Struct, frozen=True, tag=True):
     """Prefill and decode a request on these nodes; the same node twice means that its KV does not move.
 
@@ -63,6 +88,9 @@ class Route(msgspec.Struct, frozen=True, tag=True):
     there is `growth`, these nodes are to have all full blocks behind those of others, also what fills while it decodes.
 
     `taken`: an earlier attempt whose home is gone, 0 for none: what its holders keep is gone on with.
+
+    `assembly`: what follows its cached blocks is put together from other prompts' KV; then `num_cached` blocks, and no
+    others, have a name.
     """
 
     request: RequestId
@@ -79,6 +107,7 @@ class Route(msgspec.Struct, frozen=True, tag=True):
     holdings: tuple[Holding, ...] = ()
     growth: tuple[NodeId, ...] = ()
     taken: int = 0
+    assembly: Assembly | None = None
 
 
 # What nodes report.

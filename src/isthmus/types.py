@@ -96,11 +96,31 @@ class Span(msgspec.Struct, frozen=True):
         return self.stop - self.start
 
 
+class Reuse(StrEnum):
+    """Which KV of earlier prompts a request may be computed with. EXACT: of the same prefix, so that nothing changes;
+    CHUNKS: of the same text at another place, too; SEMANTIC: of a prompt that means nearly the same, too."""
+
+    EXACT = "exact"
+    CHUNKS = "chunks"
+    SEMANTIC = "semantic"
+
+
+class Reused(msgspec.Struct, frozen=True, array_like=True):
+    """Where the KV of a prompt's tokens came from: the cache of the same prefix, the same text elsewhere, a prompt that
+    is alike; or they were computed. Candidates that were computed all the same count as `recomputed`."""
+
+    exact: int
+    moved: int
+    similar: int
+    recomputed: int
+
+
 class Job(msgspec.Struct, frozen=True):
     """One sequence to generate, as the gateway hands it to the cluster.
 
     `salt` separates caches: blocks of different salts never match. `tenant` is a label for accounting. A higher
-    `priority` is refused last; `ttft_ms`, `tbt_ms`: its own limits, None takes the deployment's.
+    `priority` is refused last; `ttft_ms`, `tbt_ms`: its own limits, None takes the deployment's. `reuse`: which KV it
+    may be computed with.
     """
 
     request: RequestId
@@ -112,13 +132,15 @@ class Job(msgspec.Struct, frozen=True):
     priority: int = 0
     ttft_ms: int | None = None
     tbt_ms: int | None = None
+    reuse: Reuse = Reuse.EXACT
 
 
 class Generated(msgspec.Struct, frozen=True):
     """Output token number `index` (0-based) of a request. `finish` is set on the last one only.
 
     `cached_tokens`: prompt tokens served from cache; known with the first output token, None on later ones.
-    `prompt_logprobs`, if asked for, come with the first output token: of each prompt token but the first.
+    `prompt_logprobs`, if asked for, come with the first output token: of each prompt token but the first. `reused`: of a
+    request that may be computed with more than its own prefix, with the first output token.
     """
 
     index: int
@@ -127,14 +149,17 @@ class Generated(msgspec.Struct, frozen=True):
     logprobs: TokenLogprobs | None = None
     cached_tokens: int | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    reused: Reused | None = None
 
 
 class ModelCard(msgspec.Struct, frozen=True):
     """What clients may know of the served model. `max_length`: prompt and answer together, in tokens; `node_length`: so
-    much that one node has memory for it, 0 if that is as much."""
+    much that one node has memory for it, 0 if that is as much. `no_reuse`: why KV of its prompts cannot be moved, "" if
+    it can."""
 
     name: str
     max_length: int
     vocab_size: int
     created_s: int
     node_length: int = 0
+    no_reuse: str = ""

@@ -14,13 +14,17 @@ import msgspec
 
 from isthmus.blocks import KVLayout
 from isthmus.errors import ConfigError
-from isthmus.types import Sampling, TokenLogprobs
+from isthmus.reuse import Packing, Selection
+from isthmus.reuse.passages import Passage
+from isthmus.types import Reused, Sampling, TokenLogprobs
 
 if TYPE_CHECKING:
     from isthmus.engine.constraints import Constraints
 
 OnLayer = Callable[[int], None]
 """Called with the number of a layer as soon as the batch's KV of that layer is in place."""
+
+SIGNATURE_BITS = 256
 
 BeforeLayer = Callable[[int], None]
 """Called with the number of a layer before anything of its KV is read or written. It may block, which holds up
@@ -90,6 +94,28 @@ class Asked:
 
 
 @dataclass(frozen=True)
+class Donated:
+    """KV of another prompt, for one that is assembled: `tokens` from `position` on, in these blocks of the engine."""
+
+    tokens: Sequence[int]
+    blocks: Sequence[int]
+    position: int = 0
+
+
+@dataclass(frozen=True)
+class Assembling:
+    """How a chunk, which is then all that is left of its prompt, is computed with donors' KV: as `selection` says
+    (`isthmus.reuse`). `passages`: what is the same text; without, tokens of the only donor that are alike are looked
+    for. `packed`: blocks to pack into what `packing` keeps of the prompt; no donor needs them when the step is over."""
+
+    selection: Selection
+    donors: tuple[Donated, ...]
+    passages: tuple[Passage, ...] = ()
+    packing: Packing | None = None
+    packed: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
 class Chunk:
     """Compute `tokens`, which stand at positions `[start, start + len(tokens))` of one request.
 
@@ -105,6 +131,9 @@ class Chunk:
     `restore` names the `layout.state_blocks` blocks whose snapshot, taken at position `start`, becomes the live
     state first. `snapshots`: (position, blocks), ascending and in `(start, stop]`: the live state after the token
     at `position - 1` is written to those blocks, and is there when the step returns.
+
+    `assembling`: see there. `packing`: of a prompt that was packed, what is kept of its first blocks: `blocks` begin with
+    the packed ones, and those that are dropped are a holding without holders.
     """
 
     tokens: Sequence[int]
@@ -119,6 +148,8 @@ class Chunk:
     targets: Sequence[int] = ()
     num_top: int = 0
     holdings: tuple[Held, ...] = ()
+    assembling: Assembling | None = None
+    packing: Packing | None = None
 
     @property
     def stop(self) -> int:
@@ -159,6 +190,8 @@ class Batch(Protocol):
 
     order: list[int]
     """Index of the chunk, in the caller's order, that each sampled token belongs to."""
+    reused: dict[int, Reused]
+    """After a step, of each chunk that was assembled: where its KV came from; `exact` tokens are those before it."""
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Moves a batch of decodes on by one position each, with the tokens just sampled."""
@@ -225,6 +258,14 @@ class Engine(Protocol):
     def products(self) -> tuple[str, ...]:
         """Which product was the fastest for each shape of its weights, where that was timed, a line each:
         "576x1536 bfloat16: native to 2, torch bfloat16 beyond"."""
+
+    @property
+    def no_reuse(self) -> str:
+        """Why it assembles no prompts, "" if it does."""
+
+    def directions(self) -> bytes:
+        """`[vocab_size, SIGNATURE_BITS]` int8: what each token adds to a prompt's embedding in so many random directions,
+        the same in every engine of the model. The signs of their sum over a prompt are its signature."""
 
     def build(self, chunks: Sequence[Chunk]) -> Any:
         """A `Batch` of this engine's own kind. The stages of a pipeline build theirs from the same chunks in the

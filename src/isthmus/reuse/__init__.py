@@ -1,0 +1,30 @@
+"""KV of other prompts, moved and mended: which tokens are computed anyway, what is kept, which prompts are alike. Pure."""
+
+from isthmus.reuse.likeness import SIMILAR, similarity
+from isthmus.reuse.passages import MIN_PASSAGE, cut, passages
+from isthmus.reuse.selection import (
+    CACHEBLEND,
+    EPIC,
+    SELECTIONS,
+    SEMANTIC,
+    Packing,
+    Selection,
+    pack,
+    rows_per_layer,
+)
+
+__all__ = [
+    "CACHEBLEND",
+    "EPIC",
+    "MIN_PASSAGE",
+    "SELECTIONS",
+    "SEMANTIC",
+    "SIMILAR",
+    "Packing",
+    "Selection",
+    "cut",
+    "pack",
+    "passages",
+    "rows_per_layer",
+    "similarity",
+]

@@ -3,6 +3,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -211,7 +212,9 @@ def test_a_chunk_attends_to_what_is_before_it_and_to_itself(
         visible &= keys > positions - window
     for group in (1, 2, 3, 5, 12):
         q = randn(count, 2 * group, head_dim, seed=group, dtype=form.dtype)
-        out = form.kernels.attend_chunk(q, kv, blocks, start, BLOCK_SIZE, window, scale)
+        out = form.kernels.attend_chunk(
+            q, kv, blocks, np.arange(start, start + len(q), dtype=np.int32), BLOCK_SIZE, window, scale
+        )
         expected, _ = attention(q, kv[seen], visible, scale)
         tolerance = TOLERANCE[BF16 if form.stored == BF16 else form.dtype]
         assert out.dtype == form.dtype
@@ -226,7 +229,7 @@ def test_large_scores_of_a_chunk_do_not_overflow(native_kernels: Kernels) -> Non
     kv = torch.zeros(16, 2, 1, 16, dtype=BF16)
     kv[:9, 0, 0, 0] = torch.arange(9) // 2 * 2
     kv[:9, 1, 0] = torch.arange(9)[:, None]
-    out = native_kernels.attend_chunk(q, kv, [0], 0, 16, 0, 0.25)
+    out = native_kernels.attend_chunk(q, kv, [0], np.arange(len(q), dtype=np.int32), 16, 0, 0.25)
     assert out[:, 0, 0].tolist() == [0, 0.5, 2, 2.5, 4, 4.5, 6, 6.5, 8]
 
 

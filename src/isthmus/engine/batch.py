@@ -7,15 +7,21 @@ Rows come first in the flat order, chunks after them; of the rows first those th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from isthmus.engine.interface import Chunk
+from isthmus.engine.packed import PackedRows
 from isthmus.engine.remote import Rows, rows_of
 from isthmus.engine.states import LiveStates, Recurrence, steps
+from isthmus.types import Reused
+
+if TYPE_CHECKING:
+    from isthmus.engine.assembling import Assembled
 
 ROW_TOKENS = 8
 """A chunk of at most so many tokens is computed as rows of the paged kernel."""
@@ -23,15 +29,22 @@ ROW_TOKENS = 8
 
 @dataclass
 class Prefill:
-    """A long chunk inside the flat batch: flat range `[first, last)`, positions `[start, stop)` of what lies here.
-    `asks`: there is more elsewhere."""
+    """A long chunk inside the flat batch: flat range `[first, last)`, `positions` (int32, ascending) in what lies here,
+    from `start` on. `asks`: there is more elsewhere."""
 
     first: int
     last: int
-    start: int
-    stop: int
     blocks: Sequence[int]
+    positions: np.ndarray
     asks: bool = False
+
+    @property
+    def start(self) -> int:
+        return int(self.positions[0])
+
+    @property
+    def stop(self) -> int:
+        return int(self.positions[-1]) + 1
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,11 @@ class Batch:
     """Who is asked what of KV that lies elsewhere."""
     before_R: Tensor | None = None
     """Tokens of each row that lie elsewhere, if there are any."""
+    packed: PackedRows | None = None
+    """Where the rows' KV is, in each layer, if any of them was packed."""
+    assembled: tuple[Assembled, ...] = ()
+    """Prompts put together from others' KV, each of which passes alone."""
+    reused: dict[int, Reused] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -96,6 +114,20 @@ class Batch:
             recurrence=None if self.recurrence is None else self.recurrence.within(first, stop),
             remote=tuple([rows for each in self.remote if (rows := each.within(first, stop)) is not None]),
             before_R=None if self.before_R is None else self.before_R[at],
+            packed=None if self.packed is None else self.packed.within(at),
+        )
+
+    def thinned(self, rows_S: Tensor) -> Batch:
+        """Of a batch that is one long chunk, these tokens, ascending; the others are through."""
+        (chunk,), device = self.prefills, self.slots_T.device
+        positions = chunk.positions[rows_S.cpu().numpy()]
+        return replace(
+            self,
+            tokens_T=self.tokens_T[rows_S],
+            positions_T=self.positions_T[rows_S],
+            slots_T=self.slots_T[rows_S],
+            prefills=[replace(chunk, last=len(positions), positions=positions)],
+            sample_S=torch.tensor([len(positions) - 1], device=device),
         )
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -117,9 +149,15 @@ class Batch:
 
 
 def build_batch(
-    chunks: Sequence[Chunk], block_size: int, device: torch.device, states: LiveStates | None = None
+    chunks: Sequence[Chunk],
+    block_size: int,
+    device: torch.device,
+    states: LiveStates | None = None,
+    *,
+    num_blocks: int = 0,
 ) -> Batch:
-    """Lays out chunks (in any order) as one flat batch. Mutates nothing. `states`: of the model, if it has any."""
+    """Lays out chunks (in any order) as one flat batch. Mutates nothing. `states`: of the model, if it has any;
+    `num_blocks`: of the KV memory, for what is packed."""
     by_rows = [index for index, chunk in enumerate(chunks) if len(chunk.tokens) <= ROW_TOKENS]
     by_rows.sort(key=lambda index: not steps(chunks[index]))
     by_parts = [index for index, chunk in enumerate(chunks) if len(chunk.tokens) > ROW_TOKENS]
@@ -131,6 +169,8 @@ def build_batch(
     scored: list[Scored] = []
     placed: list[tuple[int, int, Chunk]] = []
     before: list[int] = []  # of each row, tokens elsewhere
+    by_parts = [index for index in by_parts if chunks[index].assembling is None]
+    by_rows = [index for index in by_rows if chunks[index].assembling is None]
     for index in by_rows + by_parts:
         chunk = chunks[index]
         first = len(tokens)
@@ -143,27 +183,33 @@ def build_batch(
         at = at - away if away else at
         slots.append(table[at // block_size] * block_size + at % block_size)
         if len(chunk.tokens) > ROW_TOKENS:
-            start, stop = chunk.start - away, chunk.stop - away
-            prefills.append(Prefill(first, len(tokens), start, stop, chunk.blocks, away > 0))
+            assert chunk.packing is None, "what is packed decodes"
+            prefills.append(Prefill(first, len(tokens), chunk.blocks, at.astype(np.int32), away > 0))
         else:
             before += [away] * len(chunk.tokens)
         if chunk.samples:
             sampled.append((len(tokens) - 1, index))
         if chunk.targets:
             scored.append(Scored(index, first, chunk.start + 1, chunk.targets, chunk.num_top))
-    flat_positions = np.concatenate(positions)
+    nothing = np.empty(0, np.int64)
+    flat_positions = np.concatenate([nothing, *positions])
     num_rows = len(before)
     away_R = np.asarray(before) if any(before) else None
 
     def place(values: Sequence[int] | np.ndarray, dtype: torch.dtype) -> Tensor:
         return torch.as_tensor(np.asarray(values), dtype=dtype).to(device)
 
+    row_chunks = [chunks[index] for index in by_rows]
+    lens_R = place(flat_positions[:num_rows] + 1 - (0 if away_R is None else away_R), torch.int32)
+    packed = None
+    if any(chunk.packing is not None for chunk in row_chunks):
+        packed = PackedRows(row_chunks, num_blocks, block_size, lens_R)
     return Batch(
         tokens_T=place(tokens, torch.int64),
         positions_T=place(flat_positions, torch.int32),
-        slots_T=place(np.concatenate(slots), torch.int32),
-        tables_RB=place(_tables([chunks[index] for index in by_rows]), torch.int32),
-        lens_R=place(flat_positions[:num_rows] + 1 - (0 if away_R is None else away_R), torch.int32),
+        slots_T=place(np.concatenate([nothing, *slots]), torch.int32),
+        tables_RB=place(_tables(row_chunks), torch.int32),
+        lens_R=lens_R,
         prefills=prefills,
         sample_S=place([row for row, _ in sampled], torch.int64),
         order=[index for _, index in sampled],
@@ -172,6 +218,7 @@ def build_batch(
         recurrence=None if states is None else states.plan([(first, chunk) for first, _, chunk in placed]),
         remote=rows_of(placed, device),
         before_R=None if away_R is None else place(away_R, torch.int32),
+        packed=packed,
     )
 
 

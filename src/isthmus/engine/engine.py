@@ -14,6 +14,8 @@ from torch import Tensor
 
 from isthmus.blocks import KVLayout
 from isthmus.engine import kernels
+from isthmus.engine.alike import directions
+from isthmus.engine.assembling import Assembled
 from isthmus.engine.batch import Batch, build_batch
 from isthmus.engine.constraints import Constraints
 from isthmus.engine.interface import (
@@ -137,7 +139,27 @@ class Engine:
         return self.kernels.described()
 
     def build(self, chunks: Sequence[Chunk]) -> Batch:
-        return build_batch(chunks, self.layout.block_size, self.device, self.states)
+        size, blocks = self.layout.block_size, self.memory.num_blocks
+        batch = build_batch(chunks, size, self.device, self.states, num_blocks=blocks)
+        assembled = [index for index, chunk in enumerate(chunks) if chunk.assembling is not None]
+        if assembled:
+            batch.assembled = tuple([self._assembled(index, chunks[index]) for index in assembled])
+            batch.order += [index for index in assembled if chunks[index].samples]
+        return batch
+
+    @property
+    def no_reuse(self) -> str:
+        """See `isthmus.engine.interface.Engine`."""
+        return self.spec.no_reuse
+
+    def directions(self) -> bytes:
+        """See `isthmus.engine.interface.Engine`."""
+        with torch.inference_mode():
+            return directions(self.model.embed(torch.arange(self.vocab_size, device=self.device)))
+
+    def _assembled(self, index: int, chunk: Chunk) -> Assembled:
+        assert not self.no_reuse and self.model.cos_sin is not None, "prompts of this model are not assembled"
+        return Assembled(index, chunk, self.memory, self.model.cos_sin, self.model.embed)
 
     def forward(
         self,
@@ -150,14 +172,23 @@ class Engine:
     ) -> Tensor:
         """Logits `[S, V]`, float32, one row for each chunk that samples, in `batch.order`."""
         assert self.layers[1] == self.spec.num_layers, "the last stage samples"
+        found = list[Tensor]()
         with self._iteration(batch):
-            x_TN = self._taken(batch, hidden)
-            run = Pass(batch, self.memory, on_layer, before_layer, elsewhere)
-            residual = self.model.run_layers(x_TN, run, self._turns)
-            logits_SV = self.model.logits(residual, batch)
-            if on_scores is not None:
-                self._score(residual, batch, on_scores)
-            return logits_SV
+            if batch.num_tokens:
+                x_TN = self._taken(batch, hidden)
+                # A layer is in place when it is so of all that pass.
+                run = Pass(batch, self.memory, None if batch.assembled else on_layer, before_layer, elsewhere)
+                residual = self.model.run_layers(x_TN, run, self._turns)
+                found.append(self.model.logits(residual, batch))
+                if on_scores is not None:
+                    self._score(residual, batch, on_scores)
+            for each in batch.assembled:
+                last = each is batch.assembled[-1]
+                run = each.begin(Pass(batch, self.memory, on_layer if last else None, before_layer))
+                x_TN, delta_TN = self.model.run_layers(self.model.embed(run.batch.tokens_T), run)
+                batch.reused[each.index] = each.finish()
+                found.append(self.model.logits_of((x_TN[-1:].contiguous(), delta_TN[-1:].contiguous())))
+            return found[0] if len(found) == 1 else torch.cat(found)
 
     def _score(self, residual: Residual, batch: Batch, on_scores: OnScores) -> None:
         """The head is put on so many tokens at a time as bounds the memory. Changes `residual`."""
@@ -215,7 +246,7 @@ class Engine:
                 torch.cuda.current_stream(self.device).synchronize()
 
     def _threads(self, batch: Batch) -> AbstractContextManager[None]:
-        if batch.only_decodes:
+        if batch.only_decodes and not batch.assembled:
             return self._team.step(batch.num_rows)
         self._team.all()
         return nullcontext()
@@ -224,7 +255,7 @@ class Engine:
         """What the first layer here takes, as a tensor that may be changed."""
         assert (hidden is None) == (self.layers[0] == 0), "the first stage takes no hidden states, others do"
         if hidden is None:
-            return self.model.embed(batch)
+            return self.model.embed(batch.tokens_T)
         x_TN = torch.empty(batch.num_tokens, self.spec.hidden_size, dtype=self.model.activations)
         expected = tuple(x_TN.shape), _name(x_TN.dtype), x_TN.nbytes
         if (hidden.shape, hidden.dtype, hidden.data.nbytes) != expected:

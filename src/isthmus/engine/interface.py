@@ -132,8 +132,8 @@ class Chunk:
     state first. `snapshots`: (position, blocks), ascending and in `(start, stop]`: the live state after the token
     at `position - 1` is written to those blocks, and is there when the step returns.
 
-    `assembling`: see there. `packing`: of a prompt that was packed, what is kept of its first blocks: `blocks` begin with
-    the packed ones, and those that are dropped are a holding without holders.
+    `assembling`: see there. `packing`: of a prompt that was packed, what is kept of its first blocks: `blocks` begin
+    with the packed ones, and those that are dropped are a holding without holders.
     """
 
     tokens: Sequence[int]
@@ -264,8 +264,8 @@ class Engine(Protocol):
         """Why it assembles no prompts, "" if it does."""
 
     def directions(self) -> bytes:
-        """`[vocab_size, SIGNATURE_BITS]` int8: what each token adds to a prompt's embedding in so many random directions,
-        the same in every engine of the model. The signs of their sum over a prompt are its signature."""
+        """`[vocab_size, SIGNATURE_BITS]` int8: what each token adds to a prompt's embedding in so many random
+        directions, the same in every engine of the model. The signs of their sum over a prompt are its signature."""
 
     def build(self, chunks: Sequence[Chunk]) -> Any:
         """A `Batch` of this engine's own kind. The stages of a pipeline build theirs from the same chunks in the

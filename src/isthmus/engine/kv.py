@@ -18,7 +18,8 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 
 class KVMemory:
-    """`layers[i]`: `[num_blocks * block_size, vectors, num_kv_heads, head_dim]`; two vectors are K, then V."""
+    """`layers[i]`: `[num_blocks * block_size, vectors, num_kv_heads, head_dim]`; two vectors are K, then V. `whole`:
+    one layer after the other as one memory, unless it was `split`."""
 
     def __init__(
         self,
@@ -32,10 +33,11 @@ class KVMemory:
         shape = (num_blocks * layout.block_size, layout.vectors, layout.num_kv_heads, layout.head_dim)
         self.layout, self.num_blocks = layout, num_blocks
         self.kernels = kernels or PlainKernels()
-        dtype = TORCH_DTYPES[layout.dtype]
-        self.layers: list[Tensor] = layers or [
-            torch.zeros(shape, dtype=dtype, device=device) for _ in range(layout.num_layers)
-        ]
+        if layers is None:
+            whole = torch.zeros((layout.num_layers, *shape), dtype=TORCH_DTYPES[layout.dtype], device=device)
+            self.whole: Tensor = whole.flatten(0, 1)
+            layers = list(whole.unbind())
+        self.layers: list[Tensor] = layers
         self._raw = [layer.view(num_blocks, -1).view(torch.uint8) for layer in self.layers]
         self._on_host = device.type == "cpu"
         if self._on_host:

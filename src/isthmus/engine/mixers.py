@@ -33,6 +33,18 @@ LATENT_EPS = 1e-6
 """Of the norms inside latent attention, whatever the model's other norms have."""
 
 
+class Thinning(Protocol):
+    """A pass that loses tokens on its way: from some layer on only those go on that must be computed."""
+
+    def enter(self, layer: int) -> None:
+        """The KV of this layer is about to be written: what is not computed comes first."""
+
+    def thin(
+        self, layer: int, values: dict[str, Tensor], queries: str, kv: str, run: Pass
+    ) -> tuple[dict[str, Tensor], Pass]:
+        """Between the keys and values of a layer and its attention: what is left of the values, and of the pass."""
+
+
 @dataclass(frozen=True)
 class Pass:
     """A batch on its way through the layers; KV layers say when they touch their KV and when it is in place."""
@@ -42,6 +54,7 @@ class Pass:
     on_layer: OnLayer | None = None
     before_layer: BeforeLayer | None = None
     elsewhere: Elsewhere | None = None
+    thinning: Thinning | None = None
 
     def remote(self, layer: int, window: int = 0) -> Remote | None:
         """Whom to ask for the rest of a layer's sums, if KV of the batch lies elsewhere."""
@@ -54,7 +67,16 @@ class Pass:
         """The KV of a layer, once it may be read and written."""
         if self.before_layer is not None:
             self.before_layer(layer)
+        if self.thinning is not None:
+            self.thinning.enter(layer)
         return self.memory.layers[layer]
+
+    def rows(self, layer: int, kv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """KV, tables and lengths of the batch's rows in a layer."""
+        batch = self.batch
+        if batch.packed is None:
+            return kv, batch.tables_RB, batch.lens_R
+        return self.memory.whole, *batch.packed.at(layer, batch.lens_R)
 
     def leave(self, layer: int) -> None:
         """The batch's KV of a layer is in place."""
@@ -136,7 +158,8 @@ class AttentionMixer:
     def attend(self, q_THD: Tensor, kv: Tensor, run: Pass, asked: Asked | None) -> Sums:
         window, scale = self.shape.window, self.shape.head_dim**-0.5
         remote = None if asked is None else asked.remote
-        return sum_here(q_THD, kv, run.batch, self.kernels, remote, window=window, scale=scale)
+        rows = run.rows(self.index, kv)
+        return sum_here(q_THD, kv, run.batch, self.kernels, remote, rows, window=window, scale=scale)
 
     def add(self, sums: Sums, asked: Asked) -> Tensor:
         return sum_all(sums, asked.remote)
@@ -205,7 +228,8 @@ class LatentMixer:
         if asked is None:
             return self._attend(q_THD, kv, run.batch), None
         scale = self.shape.scale
-        return sum_here(asked.q_THD, kv, run.batch, self.kernels, asked.remote, window=0, scale=scale)
+        rows = run.rows(self.index, kv)
+        return sum_here(asked.q_THD, kv, run.batch, self.kernels, asked.remote, rows, window=0, scale=scale)
 
     def add(self, sums: Sums, asked: Asked) -> Tensor:
         return self._values(sum_all(sums, asked.remote))
@@ -315,28 +339,30 @@ def sum_here(
     batch: Batch,
     kernels: Kernels,
     remote: Remote | None,
+    rows_in: tuple[Tensor, Tensor, Tensor],
     *,
     window: int,
     scale: float,
 ) -> Sums:
-    """Attention of a batch over what is here of a layer's KV, its own in place. `remote`: was asked for the rest."""
-    tables, lens, size = batch.tables_RB, batch.lens_R, batch.block_size
+    """Attention of a batch over what is here of a layer's KV, its own in place. `remote`: was asked for the rest;
+    `rows_in`: memory, tables and lengths of its rows."""
+    (memory, tables, lens), size = rows_in, batch.block_size
     if not batch.prefills:  # rows are all there is
-        out, lse = kernels.attend_paged(q_THD, kv, tables, lens, size, window, scale)
+        out, lse = kernels.attend_paged(q_THD, memory, tables, lens, size, window, scale)
         return out, None if remote is None else lse
     outs: list[Tensor] = []
     lses: list[Tensor] = []
     if rows := batch.num_rows:
-        out, lse = kernels.attend_paged(q_THD[:rows], kv, tables, lens, size, window, scale)
+        out, lse = kernels.attend_paged(q_THD[:rows], memory, tables, lens, size, window, scale)
         outs.append(out)
         lses.append(lse)
     both = kv if kv.shape[1] == 2 else kv.expand(-1, 2, -1, -1)
     for chunk in batch.prefills:
-        q, at = q_THD[chunk.first : chunk.last], (chunk.blocks, chunk.start, size, window, scale)
+        q, where = q_THD[chunk.first : chunk.last], (size, window, scale)
         if remote is None:
-            outs.append(kernels.attend_chunk(q, both, *at))
+            outs.append(kernels.attend_chunk(q, both, chunk.blocks, chunk.positions, *where))
         else:
-            out, lse = attend_parts(q, both, *at)
+            out, lse = attend_parts(q, both, chunk.blocks, chunk.start, *where)
             outs.append(out)
             lses.append(lse)
     out_THD = outs[0] if len(outs) == 1 else torch.cat(outs)

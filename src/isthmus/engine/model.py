@@ -36,12 +36,14 @@ class Model:
         self.spec, self._weights, self._kernels = spec, weights, kernels
         self.activations = kernels.activation_dtype(weights.dtype)
         graph = graph_of(spec, weights.range, self.activations.itemsize)
-        self._program = Program(graph, _Builder(spec, weights, kernels, max_length).computes())
+        builder = _Builder(spec, weights, kernels, max_length)
+        self.cos_sin = builder.cos_sin
+        self._program = Program(graph, builder.computes())
 
-    def embed(self, batch: Batch) -> Tensor:
+    def embed(self, tokens_T: Tensor) -> Tensor:
         """`[T, N]`, for the first layer."""
         assert self._weights.embedding is not None, "only the first stage has the embedding"
-        return rows_of(self._weights.embedding, batch.tokens_T).to(self.activations)
+        return rows_of(self._weights.embedding, tokens_T).to(self.activations)
 
     def run_layers(self, x_TN: Tensor, run: Pass, turns: Turns | None = None) -> Residual:
         """Writes the new KV of all layers. Changes `x_TN`. `turns`: how a batch of decodes may be split whose KV lies
@@ -91,11 +93,11 @@ class _Builder:
 
     def __init__(self, spec: ModelSpec, weights: Weights, kernels: Kernels, max_length: int) -> None:
         self._spec, self._weights, self._kernels = spec, weights, kernels
-        self._cos_sin: Tensor | None = None
+        self.cos_sin: Tensor | None = None
         if spec.rope is not None:
-            self._cos_sin = cos_sin_table(spec.rope, max_length).to(weights.layers[0].mixer_norm.device)
+            self.cos_sin = cos_sin_table(spec.rope, max_length).to(weights.layers[0].mixer_norm.device)
             if isinstance(spec.kv_mixer, Attention) and spec.rope.dim < spec.head_dim:
-                self._cos_sin = padded(self._cos_sin, spec.head_dim)
+                self.cos_sin = padded(self.cos_sin, spec.head_dim)
 
     def computes(self) -> dict[tuple[int, str], Any]:
         """Of every operator of `graph_of`, by layer and kind."""
@@ -121,7 +123,7 @@ class _Builder:
 
     def _mixer(self, index: int, shape: LayerSpec, weights: MixerWeights) -> dict[str, Any]:
         """`index`: among the layers of its group."""
-        kernels, cos_sin = self._kernels, self._cos_sin
+        kernels, cos_sin = self._kernels, self.cos_sin
         if isinstance(weights, AttentionWeights):
             assert isinstance(shape.mixer, Attention) and cos_sin is not None
             plain = AttentionMixer(index, shape.mixer, weights, kernels, cos_sin, self._spec.norm_eps)

@@ -76,6 +76,8 @@ class Program:
             else:
                 _compute(whole, values, run)
             run.leave(mixer.index)
+            if run.thinning is not None:
+                values, run = run.thinning.thin(mixer.index, values, queries, kv, run)
             sums = mixer.attend(values[queries], values[kv], run, asked)
             for name in dropped:
                 del values[name]

@@ -161,6 +161,17 @@ class ModelSpec(msgspec.Struct, frozen=True):
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Delta))
 
     @property
+    def no_reuse(self) -> str:
+        """Why KV of its prompts cannot be moved to other positions, "" if it can."""
+        if self.recurrent:
+            return f"{self.architecture} has recurrent layers, whose states hold at one position only"
+        if not isinstance(self.kv_mixer, Attention) or self.rope is None:
+            return f"{self.architecture} keeps latent vectors, which are not moved yet"
+        if any(isinstance(layer.mixer, Attention) and layer.mixer.window for layer in self.layers):
+            return f"{self.architecture} has sliding windows, which need every token's position"
+        return ""
+
+    @property
     def num_kv_heads(self) -> int:
         mixer = self.kv_mixer
         return mixer.num_kv_heads if isinstance(mixer, Attention) else 1

@@ -1,4 +1,4 @@
-"""KV of other prompts, moved and mended: which tokens are computed anyway, what is kept, which prompts are alike. Pure."""
+"""KV of other prompts, moved and mended: which tokens are computed anyway, what is kept, which prompts are alike."""
 
 from isthmus.reuse.likeness import SIMILAR, similarity
 from isthmus.reuse.passages import MIN_PASSAGE, cut, passages

@@ -55,8 +55,8 @@ def passages(
     *,
     start: int = 0,
 ) -> tuple[Passage, ...]:
-    """Passages of a prompt, from token `start` on, that donors have. `known`: of a piece's digest, the donor's number and
-    where the piece starts there. Pieces that follow each other in both become one passage."""
+    """Passages of a prompt, from token `start` on, that donors have. `known`: of a piece's digest, the donor's number
+    and where the piece starts there. Pieces that follow each other in both become one passage."""
     found = list[Passage]()
     first = 0
     for digest, stop in zip(digests, stops, strict=True):

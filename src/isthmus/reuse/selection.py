@@ -56,8 +56,8 @@ SELECTIONS = {each.name: each for each in (SEMANTIC, CACHEBLEND, EPIC)}
 
 
 class Packing(msgspec.Struct, frozen=True):
-    """What is kept of a prompt's first `num_blocks` blocks: `kept[i]` blocks of layer i. They lie in `num_packed` blocks
-    of the engine, layer by layer, one slice after the other; the blocks behind follow as ever."""
+    """What is kept of a prompt's first `num_blocks` blocks: `kept[i]` blocks of layer i. They lie in `num_packed`
+    blocks of the engine, layer by layer, one slice after the other; the blocks behind follow as ever."""
 
     num_blocks: int
     kept: tuple[int, ...]
@@ -82,7 +82,9 @@ def pack(selection: Selection, num_tokens: int, num_layers: int, block_size: int
     return packing if packing.num_dropped else None
 
 
-def rows_per_layer(selection: Selection, num_candidates: int, num_others: int, num_layers: int) -> tuple[int, ...]:
+def rows_per_layer(
+    selection: Selection, num_candidates: int, num_others: int, num_layers: int
+) -> tuple[int, ...]:
     """Tokens computed in each layer of a prompt with so many candidates and so many others."""
     shares = [selection.computed(layer) for layer in range(num_layers)]
     return tuple([num_others + math.ceil(num_candidates * share) for share in shares])

@@ -92,13 +92,13 @@ class Kernels(Protocol):
         q_THD: Tensor,
         kv_S2KD: Tensor,
         blocks: Sequence[int],
-        start: int,
+        positions_T: np.ndarray,
         block_size: int,
         window: int,
         scale: float,
     ) -> Tensor:
-        """Tokens at positions `[start, start + T)` of the request with these blocks attend to those up to their own, or
-        the last `window` (0: all) of them: `[T, H, D]`. Their KV is in place."""
+        """Tokens at these positions (int32, ascending, on the host) of the request with these blocks attend to those up
+        to their own, or the last `window` (0: all) of them: `[T, H, D]`. All KV up to the last of them is in place."""
 
     def delta_step(
         self,

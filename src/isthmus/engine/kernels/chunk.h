@@ -1,4 +1,4 @@
-/* Attention of a chunk of one request over its KV, bfloat16 as stored, products summed in float32. Included by kernels.c
+/* Attention of a chunk of one request, or of some tokens of it, over its KV, bfloat16 as stored, products summed in float32. Included by kernels.c
  * only.
  *
  * As in FlashAttention-2 (section 3.1) keys come in blocks, with a running maximum and sum for each query; the queries of
@@ -160,8 +160,8 @@ INLINE float chunk_weights(const float *restrict scores, int64_t low, int64_t hi
 /* Tokens [first, stop) of the chunk, for the G heads that share these keys. packed: [blocks][D * KEYS] pairs, the keys'
  * half of each before the values'. */
 static void chunk_tile(const float *restrict q_THD, const uint32_t *restrict packed, float *restrict out_THD,
-                       int64_t first, int64_t stop, int64_t start, int64_t head, int64_t H, int64_t G, int64_t D,
-                       int64_t window, float scale) {
+                       int64_t first, int64_t stop, const int32_t *restrict at_T, int64_t head, int64_t H, int64_t G,
+                       int64_t D, int64_t window, float scale) {
     int64_t half = D / 2, rows = (stop - first) * G;
     int64_t padded = (rows + TILE_GROUP - 1) / TILE_GROUP * TILE_GROUP;
     float *scores = scratch_of((size_t)(padded * (half + KEYS / 2 + D + 2) + TILE_GROUP * (KEYS + 1)));
@@ -177,13 +177,14 @@ static void chunk_tile(const float *restrict q_THD, const uint32_t *restrict pac
             q[r * half + i] = low | high << 16;
         }
     }
-    int64_t from = window > 0 && start + first + 1 > window ? start + first + 1 - window : 0;
-    for (int64_t key = from / KEYS * KEYS; key < start + stop; key += KEYS) {
+    int64_t from = window > 0 && at_T[first] + 1 > window ? at_T[first] + 1 - window : 0;
+    for (int64_t key = from / KEYS * KEYS; key <= at_T[stop - 1]; key += KEYS) {
         const uint32_t *keys = packed + key * D, *values = keys + KEYS * half;
         for (int64_t r = 0; r < padded; r += TILE_GROUP) {
             chunk_scores(q + r * half, keys, scores, half);
             for (int64_t n = 0; n < TILE_GROUP; n++) {
-                int64_t last = start + first + (r + n) / G - key, low = window > 0 ? last - window + 1 : 0;
+                int64_t token = first + (r + n) / G; /* what fills up the last group sees what the last token does */
+                int64_t last = at_T[token < stop ? token : stop - 1] - key, low = window > 0 ? last - window + 1 : 0;
                 keep[n] = chunk_weights(scores + n * KEYS, low, last + 1, (bf16 *)(p + n * (KEYS / 2)), top + r + n,
                                         sum + r + n);
             }
@@ -204,13 +205,14 @@ struct chunk_call {
     const int32_t *table;
     uint32_t *packed;
     float *out_THD;
-    int64_t T, start, H, K, D, block, window, low, blocks, tokens;
+    const int32_t *at_T;
+    int64_t T, length, H, K, D, block, window, low, blocks, tokens;
     float scale;
 };
 
 static void pack_block(const void *context, int64_t task) {
     const struct chunk_call *c = context;
-    int64_t seen = c->low / KEYS, D = c->D, L = c->start + c->T;
+    int64_t seen = c->low / KEYS, D = c->D, L = c->length;
     int64_t head = task / (c->blocks - seen), first = (seen + task % (c->blocks - seen)) * KEYS;
     Pages pages = {c->kv, c->table, c->block, 2 * c->K * D, head * D, D};
     uint32_t *to = c->packed + (head * c->blocks * KEYS + first) * D;
@@ -223,19 +225,21 @@ static void chunk_task(const void *context, int64_t task) {
     int64_t tiles = (c->T + c->tokens - 1) / c->tokens, head = task % c->K;
     int64_t first = (tiles - 1 - task / c->K) * c->tokens; /* the longest come first */
     int64_t stop = first + c->tokens < c->T ? first + c->tokens : c->T;
-    chunk_tile(c->q_THD, c->packed + head * c->blocks * KEYS * c->D, c->out_THD, first, stop, c->start, head, c->H,
+    chunk_tile(c->q_THD, c->packed + head * c->blocks * KEYS * c->D, c->out_THD, first, stop, c->at_T, head, c->H,
                c->H / c->K, c->D, c->window, c->scale);
 }
 
-/* Tokens at positions [start, start + T) of one request attend to those up to their own, or the last `window` of them
+/* Tokens at the ascending positions at_T of one request attend to those up to their own, or the last `window` of them
  * (0: all). q, out: [T, H, D]; kv: [slots, 2, K, D]; table: the request's blocks. D is a multiple of 16. */
 API void attend_chunk_bf16(const float *restrict q_THD, const bf16 *restrict kv, const int32_t *restrict table,
-                           float *restrict out_THD, int64_t T, int64_t start, int64_t H, int64_t K, int64_t D,
-                           int64_t block, int64_t window, float scale) {
-    int64_t blocks = (start + T + KEYS - 1) / KEYS, tokens = TILE_ROWS / (H / K) > 0 ? TILE_ROWS / (H / K) : 1;
-    int64_t low = window > 0 && start + 1 > window ? start + 1 - window : 0;
+                           float *restrict out_THD, const int32_t *restrict at_T, int64_t T, int64_t H, int64_t K,
+                           int64_t D, int64_t block, int64_t window, float scale) {
+    int64_t length = at_T[T - 1] + 1, blocks = (length + KEYS - 1) / KEYS;
+    int64_t tokens = TILE_ROWS / (H / K) > 0 ? TILE_ROWS / (H / K) : 1;
+    int64_t low = window > 0 && at_T[0] + 1 > window ? at_T[0] + 1 - window : 0;
     uint32_t *packed = room_of(1, (size_t)(K * blocks * KEYS * D));
-    struct chunk_call call = {q_THD, kv, table, packed, out_THD, T, start, H, K, D, block, window, low, blocks, tokens, scale};
+    struct chunk_call call = {q_THD, kv,    table,  packed, out_THD, at_T,   T,      length, H,
+                              K,     D,     block,  window, low,     blocks, tokens, scale};
     each_task(K * (blocks - low / KEYS), pack_block, &call);
     each_task(K * ((T + tokens - 1) / tokens), chunk_task, &call);
 }

@@ -16,7 +16,7 @@ from torch import Tensor
 from isthmus.config import cache_dir
 from isthmus.engine.attention import Part
 from isthmus.engine.compiled import library, machine_name
-from isthmus.engine.kernels.plain import attend_parts, each_expert
+from isthmus.engine.kernels.plain import attend_positions, each_expert
 from isthmus.engine.products import Products, described
 from isthmus.engine.tiles import TILES, Tiled, Weight
 
@@ -41,7 +41,7 @@ _ARGUMENTS = {
     "silu_mul": (_P, _P, _I, _I),
     "copy_slices": (_P, _P, _P, _P, _I, _I),
     "add_part": (_P,) * 5 + (_I,) * 6,
-    "attend_chunk_bf16": (_P,) * 4 + (_I,) * 7 + (_F,),
+    "attend_chunk_bf16": (_P,) * 5 + (_I,) * 6 + (_F,),
     "linear_tiles": (_P,) * 4 + (_I,) * 4,
     "linear_groups": (_P,) * 4 + (_I,) * 4,
     "delta_run": (_P,) * 7 + (_I,) * 8,
@@ -275,22 +275,23 @@ class NativeKernels:
         q_THD: Tensor,
         kv_S2KD: Tensor,
         blocks: Sequence[int],
-        start: int,
+        positions_T: np.ndarray,
         block_size: int,
         window: int,
         scale: float,
     ) -> Tensor:
         num_tokens, num_heads, head_dim = q_THD.shape
         if kv_S2KD.dtype != torch.bfloat16 or head_dim % LANES:
-            return attend_parts(q_THD, kv_S2KD, blocks, start, block_size, window, scale)[0]
+            return attend_positions(q_THD, kv_S2KD, blocks, positions_T, block_size, window, scale)
+        assert positions_T.dtype == np.int32 and len(positions_T) == num_tokens
         out, table = torch.empty_like(q_THD), np.asarray(blocks, np.int32)
         self._functions["attend_chunk_bf16", None](
             _pointer(q_THD),
             _pointer(kv_S2KD),
             table.ctypes.data,
             _pointer(out),
+            positions_T.ctypes.data,
             num_tokens,
-            start,
             num_heads,
             kv_S2KD.shape[2],
             head_dim,

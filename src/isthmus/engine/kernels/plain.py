@@ -18,6 +18,8 @@ from isthmus.engine.tiles import Weight
 
 _L = TypeVar("_L")
 _H = TypeVar("_H")
+MASKED_ROWS = 256
+"""So many queries at a time have a mask of their own."""
 MAX_PARTS = 8
 """More pieces of KV than this are gathered into one: each part costs a call."""
 
@@ -86,6 +88,38 @@ def attend_parts(
     parts = [partial(q_THD, piece, scale=scale) for piece in pieces(0, start)]
     parts.append(partial(q_THD, joined(start, stop), scale=scale, causal_from=0))
     return merge(parts)
+
+
+def attend_positions(
+    q_THD: Tensor,
+    kv_S2KD: Tensor,
+    blocks: Sequence[int],
+    positions_T: np.ndarray,
+    block_size: int,
+    window: int,
+    scale: float,
+) -> Tensor:
+    """`Kernels.attend_chunk`: by parts where the tokens follow each other, else some at a time under a mask."""
+    start, last = int(positions_T[0]), int(positions_T[-1])
+    if last - start + 1 == len(positions_T):
+        return attend_parts(q_THD, kv_S2KD, blocks, start, block_size, window, scale)[0]
+    device, num_kv_heads = q_THD.device, kv_S2KD.shape[2]
+    kv_L2KD = torch.cat([kv_S2KD[low:high] for low, high in runs_of(blocks, block_size, 0, last + 1)])
+    k_KLD, v_KLD = kv_L2KD.to(q_THD.dtype).permute(1, 2, 0, 3)
+    at_T, keys_L = torch.as_tensor(positions_T, device=device), torch.arange(last + 1, device=device)
+    outs = []
+    for first in range(0, len(positions_T), MASKED_ROWS):
+        at = at_T[first : first + MASKED_ROWS, None]
+        stop = int(positions_T[min(first + MASKED_ROWS, len(positions_T)) - 1]) + 1
+        seen_TL = keys_L[:stop] <= at
+        if window:
+            seen_TL &= keys_L[:stop] > at - window
+        q_KGTD = q_THD[first : first + MASKED_ROWS].unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+        shape = (-1, q_KGTD.shape[1], -1, -1)
+        k, v = (each[:, None, :stop].expand(shape) for each in (k_KLD, v_KLD))
+        out = torch.nn.functional.scaled_dot_product_attention(q_KGTD, k, v, attn_mask=seen_TL, scale=scale)
+        outs.append(out.permute(2, 0, 1, 3).flatten(1, 2))
+    return torch.cat(outs)
 
 
 class PlainKernels:
@@ -181,12 +215,12 @@ class PlainKernels:
         q_THD: Tensor,
         kv_S2KD: Tensor,
         blocks: Sequence[int],
-        start: int,
+        positions_T: np.ndarray,
         block_size: int,
         window: int,
         scale: float,
     ) -> Tensor:
-        return attend_parts(q_THD, kv_S2KD, blocks, start, block_size, window, scale)[0]
+        return attend_positions(q_THD, kv_S2KD, blocks, positions_T, block_size, window, scale)
 
     def delta_step(
         self,

@@ -6,6 +6,9 @@ from isthmus.errors import ConfigError
 from isthmus.papers.lab import Lab
 from isthmus.papers.registry import PAPERS, TABLES, named
 
+PUBLISHED_ONLY = {"semsharekv-quality"}
+"""Tables that say why nothing of ours stands beside what is published."""
+
 
 def test_names_lead_to_tables() -> None:
     assert named("mooncake") == PAPERS["mooncake"]
@@ -25,5 +28,5 @@ def test_without_traces_every_cell_is_there_with_the_reason() -> None:
         assert len({(row["row"], row["column"]) for row in rows}) == len(rows)
         for row in rows:
             assert row["table"] == table.name
-            assert (row["ours"] is None) == bool(table.traces)
+            assert (row["ours"] is None) == (bool(table.traces) or table.name in PUBLISHED_ONLY)
             assert ("reason" in row) == (row["published"] is None or row["ours"] is None)

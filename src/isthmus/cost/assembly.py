@@ -10,9 +10,9 @@ and as such that keep KV.
 
 Left out: the layer in which candidates are chosen projects keys and values of those it does not compute. That is at
 most a sixth of one layer's matrices (2 of 12 h^2 without grouped heads; a 26th for Mistral-7B), so at most 1 / (6 L) of
-a full prefill: 0.5 % at 32 layers. Of donors' KV reads do not go below p + (n + r) / 2 tokens, half of what is there;
-where so few rows are computed, weights are read longer than KV. To bring that KV here, and to turn its keys, is not a
-matter of this file.
+a full prefill: 0.5 % at 32 layers. Where r is so small that reading KV takes longer than attending to it,
+p + (n + r) / 2 tokens are read instead of p + n: with a 7B model that is less than reading the weights, up to 200,000
+tokens. To bring donors' KV here, and to turn its keys, is not a matter of this file.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 
 from isthmus.errors import ConfigError
-from isthmus.papers import infinite_llm, lamina, mooncake, prfaas, sarathi
+from isthmus.papers import infinite_llm, lamina, mooncake, prfaas, sarathi, semsharekv
 from isthmus.papers.table import Table
 
 PAPERS: dict[str, tuple[Table, ...]] = {
@@ -14,6 +14,7 @@ PAPERS: dict[str, tuple[Table, ...]] = {
     "mooncake": mooncake.TABLES,
     "prfaas": prfaas.TABLES,
     "sarathi": sarathi.TABLES,
+    "semsharekv": semsharekv.TABLES,
 }
 """Paper -> its tables, each named `<paper>-<table>`."""
 

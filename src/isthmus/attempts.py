@@ -64,12 +64,13 @@ class Donor(msgspec.Struct, frozen=True):
 class Assembly(msgspec.Struct, frozen=True):
     """Of a prompt what is not cached is assembled from donors' KV: as `selection` says. `passages`: the same text, where
     it stands in both; without, the engine looks for tokens of the one donor that are alike (SemShareKV). `num_reused`:
-    tokens that the conductor counts on. `packing`: what of the prompt's KV is kept."""
+    tokens that the conductor counts on; `num_layers`: that keep KV. `packing`: what of the prompt's KV is kept."""
 
     selection: Selection
     donors: tuple[Donor, ...]
     passages: tuple[Passage, ...] = ()
     num_reused: int = 0
+    num_layers: int = 0
     packing: Packing | None = None
 
 

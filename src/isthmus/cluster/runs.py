@@ -17,7 +17,9 @@ from isthmus.cluster.messages import Output, Scores, StageSampled, Task
 from isthmus.cluster.mover import KVMover
 from isthmus.engine.constraints import Constraints
 from isthmus.engine.interface import (
+    Assembling,
     Chunk,
+    Donated,
     Elsewhere,
     Engine,
     Held,
@@ -29,7 +31,7 @@ from isthmus.engine.interface import (
 )
 from isthmus.node.events import Broken, Load, Missing, Release, Shorten
 from isthmus.scheduler import Admitted, Piece, Preempted, Run, Stepped
-from isthmus.types import BlockName, FinishReason, Generated, RequestId, Role, Span, TokenLogprobs
+from isthmus.types import BlockName, FinishReason, Generated, RequestId, Reused, Role, Span, TokenLogprobs
 
 COUNTERS = (
     "engine_seconds",
@@ -52,11 +54,12 @@ class _Attempt:
     its cached prefix, blocks that are waited for; `snapshots` of its recurrent state that were taken, by position.
     """
 
-    __slots__ = ("_outputs", "cached", "num_loading", "row", "snapshots", "task", "tokens")
+    __slots__ = ("_outputs", "cached", "num_loading", "reused", "row", "snapshots", "task", "tokens")
 
     def __init__(self, task: Task) -> None:
         self.task = task
         self.num_loading = 0
+        self.reused: Reused | None = None
         self.snapshots: dict[int, tuple[int, ...]] = {}
         self.tokens = list(task.tokens)
         self._outputs = list(task.tokens[task.num_prompt :])
@@ -198,7 +201,7 @@ class Runs:
         sampled = [(attempts[index], pieces[index]) for index in batch.order]
         prompts = list(zip(attempts[run.num_decodes :], run.chunks, strict=True))
         staged = [each for attempt, piece in prompts if (each := self._stage(attempt, piece)) is not None]
-        departing = [piece for attempt, piece in prompts if attempt.departs]
+        departing = [piece for attempt, piece in prompts if attempt.departs and not _packs(piece)]
         on_layer = before_layer = None
         if departing or staged:
             on_layer = lambda layer: self._layer_done(layer, departing, staged)  # noqa: E731
@@ -209,7 +212,7 @@ class Runs:
         if any(chunk.targets for chunk in chunks):
             on_scores = lambda index, *found: self._scored(attempts[index], *found)  # noqa: E731
         elsewhere: Elsewhere | None = None
-        if any(piece.holdings for piece in pieces):
+        if any(holding.holders for piece in pieces for holding in piece.holdings):
             elsewhere = self._mover.holders.remote([piece.request for piece in pieces])
         return Execution(run, batch, sampled, on_layer, before_layer, on_scores, elsewhere)
 
@@ -219,6 +222,8 @@ class Runs:
             return
         if self._state_blocks:
             self._note_states(execution.run)
+        if any(piece.assembly is not None for piece in execution.run.chunks):
+            self._note_assembled(execution)
         sampled = zip(execution.sampled, execution.tokens, execution.logprobs, strict=True)
         execution.ended += self._emit(
             (attempt, token, chosen)
@@ -302,7 +307,21 @@ class Runs:
             piece.slot, piece.restore, piece.snapshots,
             () if num_top is None else attempt.tokens[start + 1 : stop + 1], num_top or 0,
             tuple([Held(each.holders, each.num_blocks * self._size) for each in piece.holdings]),
+            self._assembling(attempt.task, piece), piece.packing,
         )  # fmt: skip
+
+    def _assembling(self, task: Task, piece: Piece) -> Assembling | None:
+        assembly = piece.assembly
+        if assembly is None:
+            return None
+        donated, first = list[Donated](), 0
+        for donor, tokens in zip(assembly.donors, task.donors, strict=True):
+            count = len(donor.names) - donor.first
+            donated.append(Donated(tokens, piece.scratch[first : first + count], donor.first * self._size))
+            first += count
+        packing = assembly.packing
+        packed = () if packing is None else piece.scratch[: packing.num_packed]
+        return Assembling(assembly.selection, tuple(donated), assembly.passages, packing, packed)
 
     def _scored(self, attempt: _Attempt, position: int, found: Sequence[TokenLogprobs]) -> None:
         route = attempt.task.begin.route
@@ -310,7 +329,7 @@ class Runs:
 
     def _stage(self, attempt: _Attempt, piece: Piece) -> Staging | None:
         """Blocks that a chunk completes go to the store while it is computed."""
-        if not self.saves:
+        if not self.saves or piece.assembly is not None:
             return None
         full = slice(
             piece.start // self._size, min((piece.start + piece.count) // self._size, len(attempt.names))
@@ -354,6 +373,22 @@ class Runs:
                     piece.request, layers, Span(count * self._size, len(blocks) * self._size), blocks
                 )
 
+    def _note_assembled(self, execution: Execution) -> None:
+        """Where the KV of prompts came from that were assembled; of a departing one that was packed, what goes."""
+        num_decodes = execution.run.num_decodes
+        for at, piece in enumerate(execution.run.chunks, num_decodes):
+            if piece.assembly is None:
+                continue
+            attempt = self._attempts[piece.request]
+            attempt.reused = execution.batch.reused[at]
+            packing = piece.assembly.packing
+            if attempt.departs and packing is not None:
+                dropped = packing.num_dropped
+                kept = piece.scratch[: packing.num_packed] + piece.blocks[packing.num_blocks :]
+                layers = Span(0, self.engine.memory.layout.num_layers)
+                tokens = Span(dropped * self._size, len(attempt.tokens))
+                self._mover.kv_ready(piece.request, layers, tokens, (0,) * dropped + kept)
+
     def _emit(self, sampled: Iterable[tuple[_Attempt, int, TokenLogprobs | None]]) -> list[_Attempt]:
         """Adds sampled tokens to their attempts and tells them; returns the attempts that are over."""
         outputs, ended = [], []
@@ -363,7 +398,8 @@ class Runs:
             attempt.append(token)
             finish = attempt.finish_reason(token, self.engine.constraints)
             cached = attempt.cached if first else None
-            generated = Generated(len(attempt.tokens) - 1 - task.num_prompt, token, finish, logprobs, cached)
+            index, reused = len(attempt.tokens) - 1 - task.num_prompt, attempt.reused if first else None
+            generated = Generated(index, token, finish, logprobs, cached, reused=reused)
             outputs.append(Output(route.request, route.attempt, generated))
             if finish is not None:
                 ended.append(attempt)
@@ -375,6 +411,8 @@ class Runs:
 
     def _all_names(self, attempt: _Attempt) -> Names:
         """Of all full blocks of prompt and answer. The last token has no KV."""
+        if attempt.task.begin.route.assembly is not None:
+            return ()  # it follows from more than its tokens
         known, tokens, salt = attempt.names, attempt.tokens, attempt.task.salt
         full = (len(tokens) - 1) // self._size
         if full <= len(known):
@@ -388,3 +426,8 @@ class Runs:
 
     def _new_namer(self, salt: str) -> BlockNamer:
         return BlockNamer(revision=self.engine.revision, layout=self.engine.layout, salt=salt)
+
+
+def _packs(piece: Piece) -> bool:
+    """Whether its KV lies elsewhere in the engine when it is computed."""
+    return piece.assembly is not None and piece.assembly.packing is not None

@@ -29,7 +29,7 @@ def nearest(
     target_TN: Tensor, donor_RN: Tensor, first: int, donor_first: int, *, rotated: bool = True
 ) -> Tensor:
     """For each token of the target the one of the donor that is most alike, or -1: `[T]` int64. Several may have the
-    same one. Of equals the one whose position is nearest counts. `first`, `donor_first`: positions of the first tokens."""
+    same one. Of equals the one whose position is nearest counts. `first`, `donor_first`: of the first tokens."""
     num_targets, num_donors, device = len(target_TN), len(donor_RN), target_TN.device
     target, donor = _hashed(target_TN, first, rotated), _hashed(donor_RN, donor_first, rotated)
     at_R = torch.arange(donor_first, donor_first + num_donors, device=device)

@@ -62,8 +62,14 @@ class Attempt(Sequence):
             self.fetch = begin.fetch
             self.fetches = self.fetch is not None
         if begin.part is DECODE:  # what it has cached is loaded as it is received
+            if route.assembly is not None and route.assembly.packing is not None:
+                self.pack(route.assembly.packing)
             return
         names = self.names = begin.names
+        if route.assembly is not None and not route.holdings:
+            # What is assembled is not what its tokens are in the cache, so it has no name.
+            self.assembly, names = route.assembly, begin.names[: route.num_cached]
+            self.names = names
         self.departs, self.work_ns, self.deadline_ns = departs, route.work_ns, route.deadline_ns
         # Of a later attempt fewer blocks may have a name than the route, which is about the prompt alone, counts on.
         self.num_cached = min(route.num_cached, len(names))

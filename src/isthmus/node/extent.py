@@ -40,6 +40,8 @@ def extent_of(route: Route, num_tokens: int, block_size: int, state_blocks: int)
     states = -(-num_tokens // block_size) * block_size
     stop = states + state_blocks * block_size if state_blocks else num_tokens
     away = sum([holding.num_blocks for holding in holdings_of(route, num_tokens, block_size)])
+    if route.assembly is not None and route.assembly.packing is not None:
+        away += route.assembly.packing.num_dropped
     start = route.handover_start + away
     return Extent(block_size, start * block_size, num_tokens, states, stop, route.codec)
 

@@ -19,6 +19,7 @@ from isthmus.blocks import state_names
 from isthmus.node import events
 from isthmus.node.attempt import Attempt
 from isthmus.node.away import Away, Guests
+from isthmus.node.donors import Donors
 from isthmus.node.extent import extent_of
 from isthmus.node.returns import Returns
 from isthmus.node.usage import Usage
@@ -59,6 +60,7 @@ class Node:
         self._fetches: dict[RequestId, tuple[events.Fetch, int]] = {}
         self._loans: dict[tuple[RequestId, NodeId], Names] = {}
         self._away, self._returns, self._guests = Away(scheduler), Returns(scheduler), Guests(scheduler)
+        self._donors = Donors(scheduler)
         self._usage = Usage(scheduler, report_ns) if report_ns else None
         self._forgotten: list[Attempt] = []  # while a run with them is out
         self._early: list[events.Sampled] = []  # told while a run with them is out
@@ -143,6 +145,7 @@ class Node:
         self._away.check_idle()
         self._returns.check_idle()
         self._guests.check_idle()
+        self._donors.check_idle()
         assert scheduler.run is None and scheduler.num_waiting == scheduler.num_running == 0
         assert scheduler.pool.available == scheduler.pool.num_blocks, "blocks did not come back"
         assert self.tiers is None or not self.tiers.num_pinned, "a block is still pinned"
@@ -166,12 +169,30 @@ class Node:
         if route.taken and attempt.holdings and not self._state_blocks:
             actions += self._away.claim(attempt)
             return
+        if attempt.assembly is not None:
+            if self._stages > 1 or self._state_blocks:
+                self._disassemble(attempt)
+            fetches = self._donors.begin(attempt)
+            for fetch in fetches:
+                self._fetches[fetch.key] = fetch, 0
+            actions += fetches
+            if fetches:
+                return
         self._enter(attempt, now, actions)
+
+    def _disassemble(self, attempt: Attempt) -> None:
+        """A donor is not here, or of no use: all that is not cached is computed."""
+        self.scheduler.disassemble(attempt, attempt.begin.names)
 
     def _enter(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
         """It waits for memory from now on."""
         key, route, part = attempt.request, attempt.begin.route, attempt.begin.part
         fetch, scheduler = attempt.fetch, self.scheduler
+        if attempt.assembly is not None and not self._donors.enter(attempt):
+            if self._expects_packed(attempt):
+                self._fail(attempt, "a donor of its KV is gone", now, actions)
+                return
+            self._disassemble(attempt)
         if part is DECODE:
             if route.handover_start and not self._pin_recalled(attempt):
                 self._fail(attempt, "a prefix it was to take from its cache is not there", now, actions)
@@ -191,6 +212,12 @@ class Node:
         if scheduler.run is None:
             self._plan(now, actions)
 
+    @staticmethod
+    def _expects_packed(attempt: Attempt) -> bool:
+        """Whether its decode node has room for what is packed, and no more."""
+        assembly = attempt.assembly
+        return attempt.begin.part is PREFILL and assembly is not None and assembly.packing is not None
+
     def _forget(self, event: events.Forget, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
         if attempt is not None:
@@ -201,6 +228,7 @@ class Node:
         key = attempt.begin.key
         del self._attempts[key]
         self._stop_moving(attempt)
+        actions += self._donors.end(attempt)
         if key in self._fetches:
             actions.append(events.EndFetch(key))  # a run may wait for it
         if self.scheduler.computes(attempt):
@@ -259,7 +287,7 @@ class Node:
     @staticmethod
     def _without_cache(begin: events.Begin) -> events.Begin:
         """What it uses of a cache failed it before: now it uses none, and leaves nothing there."""
-        alone = msgspec.structs.replace(begin.route, fetch=None, num_cached=0)
+        alone = msgspec.structs.replace(begin.route, fetch=None, num_cached=0, assembly=None)
         return events.Begin(begin.key, begin.part, alone, begin.num_tokens, begin.stop_length)
 
     def _become(self, event: events.Become, now: int, actions: list[events.Action]) -> None:
@@ -316,6 +344,7 @@ class Node:
     def _prompt_computed(self, attempt: Attempt, actions: list[events.Action]) -> None:
         """Its prompt is computed and its first token is known."""
         attempt.sampled = True
+        self._donors.end(attempt)
         self._maybe_finish(attempt, actions)
 
     def _maybe_finish(self, attempt: Attempt, actions: list[events.Action]) -> None:
@@ -404,6 +433,13 @@ class Node:
         if fetch is None:
             return  # a node of this name asked for it that is gone
         attempt, stop = self._attempts.get(event.key), self._num_present(fetch, event.stop)
+        waited = self._donors.fetched(event.key)
+        if waited is not None:
+            self._keep_fetched(fetch, stop, now, actions)
+            self._enter(waited, now, actions)
+            route = waited.begin.route
+            actions.append(FetchFinished(route.request, route.attempt))
+            return
         if attempt is not None:
             attempt.fetches = False
         if attempt is None or attempt.begin.part is DECODE:
@@ -448,7 +484,7 @@ class Node:
         attempt = self._attempts.get(event.key)
         if attempt is None:
             return  # the conductor hears why
-        moves = attempt.state is DECODING and self._stages == 1
+        moves = attempt.state is DECODING and self._stages == 1 and attempt.packing is None
         if not (moves and self._away.move(attempt, (event.holder,), event.num_blocks, actions)):
             actions.append(_spread(attempt))
 
@@ -617,11 +653,17 @@ class Node:
 
     def _missing(self, event: events.Missing, now: int, actions: list[events.Action]) -> None:
         """What could not be loaded is computed. Without its end a recurrent state is none."""
-        num_tokens = 0 if self._state_blocks else event.num_blocks * self._block_size
+        attempt, num_blocks = self._attempts.get(event.key), event.num_blocks
+        if attempt is not None and attempt.assembly is not None:
+            if self._expects_packed(attempt):
+                self._fail(attempt, "a donor of its KV is gone", now, actions)
+                return
+            self._disassemble(attempt)
+            num_blocks = min(num_blocks, attempt.cached // self._block_size)
+        num_tokens = 0 if self._state_blocks else num_blocks * self._block_size
         actions.append(events.Shorten(event.key, num_tokens))
-        attempt = self._attempts.get(event.key)
         if attempt is not None:
-            self.scheduler.missing(attempt, event.num_blocks)
+            self.scheduler.missing(attempt, num_blocks)
 
     # What is kept.
 

@@ -46,10 +46,11 @@ class Admission:
         batch.prompts.append(sequence)
         tokens, held, state = prefix.num_tokens, sequence.blocks, sequence.restore
         actions.append(events.Admitted(sequence.request, tokens, held, prefix.num_on_disk, state))
-        if prefix.loads:
-            count = -(-tokens // self._limits.block_size)
-            names = self._memory.states.chain(sequence.names, count)
-            actions.append(events.Load(sequence.request, names, held[:count] + state, tokens, sequence.fetches))
+        if prefix.loads or sequence.assembly is not None:
+            count, donated = -(-tokens // self._limits.block_size), sequence.donated
+            names = self._memory.states.chain(sequence.names, count) + donated
+            blocks = held[:count] + state + sequence.scratch[: len(donated)]
+            actions.append(events.Load(sequence.request, names, blocks, tokens, sequence.fetches))
         actions += sequence.admitted()
         return True
 
@@ -91,4 +92,5 @@ class Admission:
         """Who waits for blocks holds none."""
         for each in self.waiting:
             assert each.state is QUEUED
-            assert not (each.blocks or each.restore or each.snapshots), "a waiting request holds blocks"
+            held = each.blocks or each.scratch or each.restore or each.snapshots
+            assert not held, "a waiting request holds blocks"

@@ -43,10 +43,10 @@ class TokenBudget:
         rest = self.limit - self.taken
         return left if left < rest else rest
 
-    def take(self, chunk: Piece) -> None:
-        """Adds a chunk, of at most `fit` tokens."""
+    def take(self, chunk: Piece, weight: int = 0) -> None:
+        """Adds a chunk, of at most `fit` tokens; or one that comes to `weight` tokens."""
         self.chunks.append(chunk)
-        self.taken += chunk.count
+        self.taken += weight or chunk.count
 
 
 class TbtTarget:
@@ -104,9 +104,9 @@ class TimedBudget(TokenBudget):
         surplus = (self._num_decodes + self.taken + fitting) % self._target.tile
         return fitting - surplus if fitting > surplus else fitting
 
-    def take(self, chunk: Piece) -> None:
-        super().take(chunk)
-        self._sizes.append((chunk.count, chunk.start))
+    def take(self, chunk: Piece, weight: int = 0) -> None:
+        super().take(chunk, weight)
+        self._sizes.append((weight or chunk.count, chunk.start))
 
     def _largest(self, low: int, high: int, start: int) -> int:
         """The largest count that meets the target, from `low`, which need not, to below `high`, which does not."""

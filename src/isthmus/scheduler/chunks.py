@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from itertools import islice
 
+from isthmus.cost.assembly import assembled_weight
 from isthmus.scheduler.admission import Admission
 from isthmus.scheduler.batch import Batch
 from isthmus.scheduler.budget import TbtTarget, TimedBudget, TokenBudget
@@ -124,6 +125,8 @@ class Chunks:
         """The next chunk of a prompt, at most `most` tokens, if there is room for any; whether others may follow: it is
         the last, or has to wait until some of its blocks are elsewhere."""
         start, left = sequence.computed, sequence.length - sequence.computed
+        if sequence.assembly is not None:
+            return self._append_whole(sequence, budget)
         has_blocks = left
         if sequence.num_away:
             blocks = sequence.num_held + len(sequence.blocks)
@@ -132,3 +135,16 @@ class Chunks:
         if count:
             budget.take(sequence.piece(start, count, count == left))
         return count == has_blocks
+
+    def _append_whole(self, sequence: Sequence, budget: TokenBudget) -> bool:
+        """What is assembled is computed in one piece, alone if need be, for which tokens are computed is chosen among
+        all of them. It takes as much of the budget as it computes."""
+        assembly, start = sequence.assembly, sequence.computed
+        assert assembly is not None
+        count = sequence.length - start
+        candidates = min(assembly.num_reused, count)
+        weight = assembled_weight(assembly.selection, count, candidates, max(1, assembly.num_layers))
+        if budget.taken and budget.fit(start, weight) < weight:
+            return False
+        budget.take(sequence.piece(start, count, True), min(weight, budget.limit))
+        return True

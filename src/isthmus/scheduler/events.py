@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from isthmus.attempts import Holding
+from isthmus.attempts import Assembly, Holding
+from isthmus.reuse import Packing
 from isthmus.types import BlockName, RequestId
 
 
@@ -37,7 +38,11 @@ class Piece(msgspec.Struct, frozen=True):
 
     When `samples`, this piece reaches the end of the known tokens and yields the next one.
 
-    `holdings`: where its leading blocks lie if not here, in their order; `blocks` are those that follow.
+    `holdings`: where its leading blocks lie if not here, in their order; `blocks` are those that follow. Of a prompt
+    that was packed they begin with what `packing` keeps, and what it drops lies with nobody.
+
+    `assembly`: it is put together from its donors' KV, whose blocks lie in `scratch`, in their order, and then packed
+    into the first of these.
 
     Of a model with recurrent layers: the live state is in `slot`. At `start` 0 it is zero; else it is what the blocks
     `restore` hold, if there are any; else it goes on. `snapshots`: (position, blocks to write the state after so many
@@ -53,6 +58,9 @@ class Piece(msgspec.Struct, frozen=True):
     restore: tuple[int, ...] = ()
     snapshots: tuple[tuple[int, tuple[int, ...]], ...] = ()
     holdings: tuple[Holding, ...] = ()
+    packing: Packing | None = None
+    assembly: Assembly | None = None
+    scratch: tuple[int, ...] = ()
 
     @property
     def table(self) -> tuple[int, ...]:
@@ -121,7 +129,7 @@ class Preempted(msgspec.Struct, frozen=True, tag=True):
 class Load(msgspec.Struct, frozen=True, tag=True):
     """Bring cached blocks, the first of a prompt and perhaps the recurrent state after them, into these blocks of the
     engine; of them the fetch of this key brings some if `arriving`. A run that needs them waits. `num_tokens`: that
-    need no computing. `told`: say so when they are there."""
+    need no computing. `told`: say so when they are there. Blocks of donors may follow those of the prompt."""
 
     key: RequestId
     names: tuple[BlockName, ...]

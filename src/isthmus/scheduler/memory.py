@@ -40,7 +40,7 @@ class Memory:
         positions = states.positions(
             sequence.length, len(sequence.names), prefix.num_tokens, prefix.num_found, departs=sequence.departs
         )
-        needed = self.at_home(sequence) - len(prefix.blocks)
+        needed = self.at_home(sequence) - len(prefix.blocks) + sequence.num_scratch
         cached = prefix.blocks + prefix.state
         idle = pool.idle_among(cached) if cached else 0
         state_blocks = (len(positions) + prefix.loads) * states.num_blocks
@@ -48,7 +48,8 @@ class Memory:
             return False
         if cached:
             pool.acquire(cached)
-        sequence.blocks = prefix.blocks + pool.allocate(needed)
+        sequence.scratch = pool.allocate(sequence.num_scratch)
+        sequence.blocks = prefix.blocks + pool.allocate(needed - sequence.num_scratch)
         states.admit(sequence, prefix, positions)
         sequence.cached = sequence.computed = prefix.num_tokens
         sequence.named = max(len(prefix.blocks), sequence.num_held)
@@ -117,9 +118,17 @@ class Memory:
         """Blocks for the KV that is sent to it, its next token included."""
         return -(-(sequence.length + 1) // self._size) - sequence.num_held
 
+    def assembled(self, sequence: Sequence) -> None:
+        """Its prompt is computed; what it had for donors is free."""
+        gone, sequence.scratch = sequence.scratch, ()
+        if sequence.assembly is not None:
+            sequence.scratch = gone
+            gone = sequence.assembled()
+        self.give_back(sequence.request, gone)
+
     def release(self, sequence: Sequence) -> None:
         """Takes back all that it holds."""
-        self.give_back(sequence.request, sequence.blocks)
+        self.give_back(sequence.request, sequence.blocks + sequence.scratch)
         for snapshot in self.states.release(sequence):
             self.give_back(sequence.request, snapshot.blocks)
 
@@ -149,5 +158,10 @@ class Memory:
         others = *self._unsaved.values(), *self.guests.values(), *self.reclaiming.values()
         held = sum([len(blocks) for blocks in others])
         for each in sequences:
-            held += len(each.blocks) + len(each.restore) + sum([len(shot.blocks) for shot in each.snapshots])
+            held += (
+                len(each.blocks)
+                + len(each.scratch)
+                + len(each.restore)
+                + sum([len(shot.blocks) for shot in each.snapshots])
+            )
         assert held == self.pool.num_held, "requests and the pool do not agree on what is held"

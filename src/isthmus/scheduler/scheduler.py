@@ -181,6 +181,16 @@ class Scheduler:
         """Whether all of it, at its end, has room here when so many blocks lie elsewhere."""
         return sequence.stop_length - num_away * self.limits.block_size <= self.limits.capacity_tokens
 
+    def has_room(self, sequence: Sequence) -> bool:
+        """Whether there is ever memory for it and its scratch."""
+        whole = -(-sequence.length // self.limits.block_size) + sequence.num_scratch
+        return whole <= self.pool.num_blocks
+
+    def disassemble(self, sequence: Sequence, names: Names) -> None:
+        """It is computed as any other: no donor is needed. Its scratch it keeps until then, for something may still be
+        loaded there. `names`: of all its blocks."""
+        sequence.assembly, sequence.names = None, names
+
     def reclaim(self, sequence: Sequence, num_blocks: int, actions: Actions) -> Blocks:
         """Blocks for what comes back of its KV, beside one spare block for each that runs here; none if there are not
         so many. Until `reclaimed` or `unclaim` they are nobody's."""
@@ -306,6 +316,8 @@ class Scheduler:
             if sequence.names:
                 stored += self._prefixes.computed(sequence, piece.samples, actions)
             if piece.samples:
+                if sequence.assembly is not None or sequence.scratch:
+                    self._memory.assembled(sequence)
                 self._batch.prompts.remove(sequence)
                 if sequence.departs:  # what has no name leaves with it, and is free when it is gone
                     sequence.state = DEPARTS[sequence.state]

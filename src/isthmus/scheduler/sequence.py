@@ -6,7 +6,8 @@ from enum import Enum, auto
 
 import msgspec
 
-from isthmus.attempts import Holding
+from isthmus.attempts import Assembly, Holding
+from isthmus.reuse import Packing
 from isthmus.scheduler.events import Actions, Piece
 from isthmus.scheduler.pool import Blocks
 from isthmus.types import BlockName, RequestId
@@ -85,15 +86,18 @@ class Sequence:
     While it waits for memory it may hold what an attempt before it computed. If it `grows`, what fills while it decodes
     goes elsewhere, too.
 
+    `assembly`: what is not cached of its prompt is put together from donors' KV, in one piece; `scratch`: blocks for
+    that. `packing`: what is kept of its first blocks since; those that were dropped are held by nobody.
+
     With recurrent states: `slot` of the live one, -1 without; `restore`: blocks of a snapshot to go on from;
     `snapshots`: taken, or to be taken, of its prompt.
     """
 
     __slots__ = (
-        "age", "arrival", "blocks", "cached", "computed", "deadline_ns", "departs", "fetch_start",
+        "age", "arrival", "assembly", "blocks", "cached", "computed", "deadline_ns", "departs", "fetch_start",
         "fetch_stop", "fetch_until_ns", "fetches", "full_at", "grows", "held", "holdings", "length", "named", "names",
-        "num_away", "num_cached", "num_held", "num_pinned", "num_shipping", "offset", "pinned", "request",
-        "restore", "slot", "snapshots", "state", "stop_length", "waits", "work_ns",
+        "num_away", "num_cached", "num_held", "num_pinned", "num_shipping", "offset", "packing", "pinned",
+        "request", "restore", "scratch", "slot", "snapshots", "state", "stop_length", "waits", "work_ns",
     )  # fmt: skip
 
     def __init__(
@@ -117,11 +121,40 @@ class Sequence:
         self.blocks: Blocks = ()
         self.restore: Blocks = ()
         self.snapshots: list[Snapshot] = []
+        self.assembly: Assembly | None = None
+        self.scratch: Blocks = ()
+        self.packing: Packing | None = None
+
+    @property
+    def donated(self) -> tuple[BlockName, ...]:
+        """Names of its donors' blocks that are needed, in order."""
+        donors = self.assembly.donors if self.assembly is not None else ()
+        return tuple([name for donor in donors for name in donor.names[donor.first :]])
+
+    @property
+    def num_scratch(self) -> int:
+        if self.assembly is None:
+            return 0
+        needed = sum([len(donor.names) - donor.first for donor in self.assembly.donors])
+        packing = self.assembly.packing
+        return needed if packing is None else max(needed, packing.num_packed)
 
     def piece(self, start: int, count: int, samples: bool) -> Piece:
         """To compute these tokens in one iteration; with what it has of a recurrent state, if it has one."""
         if self.slot < 0:
-            return Piece(self.request, start, count, self.blocks, samples, holdings=self.held)
+            if self.assembly is not None:
+                return Piece(
+                    self.request,
+                    start,
+                    count,
+                    self.blocks,
+                    samples,
+                    assembly=self.assembly,
+                    scratch=self.scratch,
+                )
+            return Piece(
+                self.request, start, count, self.blocks, samples, holdings=self.held, packing=self.packing
+            )
         reached = [shot for shot in self.snapshots if start < shot.position <= start + count]
         snapshots = tuple([(shot.position, shot.blocks) for shot in reached])
         slot, restore = self.slot, self.restore
@@ -144,6 +177,24 @@ class Sequence:
         gone, self.blocks = self.blocks[:num_blocks], self.blocks[num_blocks:]
         self.held = tuple(held)
         return gone
+
+    def assembled(self) -> Blocks:
+        """Its prompt is put together and, if it is to be, packed. Returns blocks that it needs no more."""
+        assert self.assembly is not None
+        packing, gone = self.assembly.packing, self.scratch
+        if packing is not None:
+            packed, gone = self.scratch[: packing.num_packed], self.scratch[packing.num_packed :]
+            gone += self.blocks[: packing.num_blocks]
+            self.blocks = packed + self.blocks[packing.num_blocks :]
+            self.pack(packing)
+        self.assembly, self.scratch = None, ()
+        return gone
+
+    def pack(self, packing: Packing) -> None:
+        """Of its first blocks only so much is kept."""
+        self.packing = packing
+        self.num_away = self.num_held = packing.num_dropped
+        self.holdings = self.held = (Holding((), packing.num_dropped),)
 
     def returned(self, blocks: Blocks) -> None:
         """The last that lay elsewhere lie in these now. Nothing was on its way there."""
@@ -171,7 +222,7 @@ class Sequence:
 
     def start_over(self) -> None:
         """Its blocks are somebody else's now."""
-        self.blocks, self.computed, self.named = (), 0, 0
+        self.blocks, self.scratch, self.computed, self.named = (), (), 0, 0
 
     def admitted(self) -> Actions:
         """What follows when its prompt may be computed in its blocks."""

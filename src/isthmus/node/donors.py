@@ -1,0 +1,65 @@
+"""Prompts that are assembled from other prompts' KV: what a node needs of these before, and keeps until it is through.
+
+Donors' blocks come into the node's cache first, fetched under keys of their own; then the prompt queues, and what it
+needs of them is loaded into blocks of the engine beside its own (`Sequence.scratch`).
+"""
+
+from __future__ import annotations
+
+from isthmus.node import events
+from isthmus.node.attempt import Attempt
+from isthmus.scheduler import Scheduler
+from isthmus.types import BlockName, RequestId
+
+
+class Donors:
+    """Of the attempts of one node."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._fetches: dict[RequestId, Attempt] = {}  # by the key of the fetch
+        self._pinned: dict[RequestId, list[tuple[BlockName, ...]]] = {}
+
+    def begin(self, attempt: Attempt) -> list[events.Fetch]:
+        """What is fetched of its donors first."""
+        assembly, found = attempt.assembly, list[events.Fetch]()
+        for number, donor in enumerate(assembly.donors if assembly is not None else ()):
+            if donor.fetch is not None:
+                key = RequestId(f"{attempt.request}~{number}")
+                order = donor.fetch
+                found.append(events.Fetch(key, order.source, donor.names[: order.stop], order.start))
+                self._fetches[key] = attempt
+        return found
+
+    def fetched(self, key: RequestId) -> Attempt | None:
+        """A fetch is over. Returns the attempt that waited for it last."""
+        attempt = self._fetches.pop(key, None)
+        return None if attempt is None or attempt in self._fetches.values() else attempt
+
+    def enter(self, attempt: Attempt) -> bool:
+        """Its donors stay from now on. False: not all of them are here, or there can be no memory for them."""
+        assembly, tiers, scheduler = attempt.assembly, self._scheduler.tiers, self._scheduler
+        assert assembly is not None
+        if tiers is None or not scheduler.has_room(attempt):
+            return False
+        chains = [donor.names for donor in assembly.donors]
+        if any(tiers.match(names)[0] < len(names) for names in chains):
+            return False
+        for names in chains:
+            tiers.pin(names)
+        self._pinned[attempt.request] = chains
+        return True
+
+    def end(self, attempt: Attempt) -> list[events.EndFetch]:
+        """It needs none of them any more. Idempotent."""
+        tiers = self._scheduler.tiers
+        for names in self._pinned.pop(attempt.request, ()):
+            assert tiers is not None
+            tiers.unpin(names)
+        waited = [key for key, waits in self._fetches.items() if waits is attempt]
+        for key in waited:
+            del self._fetches[key]
+        return [events.EndFetch(key) for key in waited]
+
+    def check_idle(self) -> None:
+        assert not self._fetches and not self._pinned, "an attempt's donors were not let go of"

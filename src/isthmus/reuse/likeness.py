@@ -14,7 +14,7 @@ SIMILAR = 0.8
 
 
 def similarity(one: bytes, other: bytes) -> float:
-    """The cosine that two signatures of one length stand for, 0 at least. Exactly 1 for equal ones; 0 where there are none."""
+    """The cosine that two signatures of one length stand for, at least 0. Exactly 1 for equal ones, 0 without any."""
     if len(one) != len(other):
         return 0.0
     differing = (int.from_bytes(one, "little") ^ int.from_bytes(other, "little")).bit_count()

@@ -15,32 +15,40 @@ import torch
 from torch import Tensor
 
 from isthmus.engine.interface import SIGNATURE_BITS
-from isthmus.engine.rope import cos_sin_table, rotate
-from isthmus.models import RopeSpec
+from isthmus.engine.rope import rotate
 
 PLANES = 256
 LEAST_COSINE = 0.4
 """What is less alike has no counterpart, and is computed."""
 _SEED = 2509_24832
-_TILE = 1024
+REACH = 512
+"""So far from its own place a token is looked for. Rotation makes even the same word unlike itself before that."""
+THETA = 10_000.0
+_TILE = 512
 
 
 def nearest(
-    target_TN: Tensor, donor_RN: Tensor, first: int, donor_first: int, *, rotated: bool = True
+    target_TN: Tensor, donor_RN: Tensor, target_at_T: Tensor, donor_at_R: Tensor, *, rotated: bool = True
 ) -> Tensor:
     """For each token of the target the one of the donor that is most alike, or -1: `[T]` int64. Several may have the
-    same one. Of equals the one whose position is nearest counts. `first`, `donor_first`: of the first tokens."""
-    num_targets, num_donors, device = len(target_TN), len(donor_RN), target_TN.device
-    target, donor = _hashed(target_TN, first, rotated), _hashed(donor_RN, donor_first, rotated)
-    at_R = torch.arange(donor_first, donor_first + num_donors, device=device)
-    found, least = torch.empty(num_targets, dtype=torch.int64, device=device), _agreement(LEAST_COSINE)
-    for start in range(0, num_targets, _TILE):
-        rows = target[start : start + _TILE]
-        score_TR = rows @ donor.T  # bits that agree less those that do not: whole numbers, two apart
-        at_T = torch.arange(first + start, first + start + len(rows), device=device)
-        score_TR -= (at_T[:, None] - at_R).abs_().to(score_TR.dtype) / (num_targets + num_donors + first)
+    same one. Of equals the nearest counts. `..._at`: ascending positions; of the donor they may be between the target's
+    (float), for a rewritten prompt drifts away from the one it was."""
+    device = target_TN.device
+    target, donor = (
+        _hashed(rows, at if rotated else None)
+        for rows, at in ((target_TN, target_at_T), (donor_RN, donor_at_R))
+    )
+    target_at_T, donor_at_R = target_at_T.float(), donor_at_R.float()
+    found, least = torch.full((len(target),), -1, device=device), _agreement(LEAST_COSINE)
+    for start in range(0, len(target), _TILE):
+        rows, at_T = target[start : start + _TILE], target_at_T[start : start + _TILE]
+        low, high = torch.searchsorted(donor_at_R, torch.stack((at_T[0] - REACH, at_T[-1] + REACH))).tolist()
+        if low == high:
+            continue
+        score_TR = rows @ donor[low:high].T  # bits that agree less those that do not: whole numbers, two apart
+        score_TR -= (at_T[:, None] - donor_at_R[low:high]).abs_().mul_(1 / (2 * REACH + 2 * _TILE))
         best, index = score_TR.max(dim=1)
-        found[start : start + _TILE] = torch.where(best > least, index, -1)
+        found[start : start + _TILE] = torch.where(best > least, index + low, -1)
     return found
 
 
@@ -62,12 +70,12 @@ def _agreement(cosine: float) -> float:
     return PLANES * (1 - 2 * math.acos(cosine) / math.pi)
 
 
-def _hashed(rows_TN: Tensor, first: int, rotated: bool) -> Tensor:
+def _hashed(rows_TN: Tensor, at_T: Tensor | None) -> Tensor:
     """1 or -1 for each plane, `[T, P]`."""
-    num_tokens, hidden = rows_TN.shape
-    if rotated:
-        table = cos_sin_table(RopeSpec(dim=hidden), first + num_tokens)[first:].to(rows_TN.device)
-        rows_TN = rotate(rows_TN[:, None], table)[:, 0]
-    generator = torch.Generator().manual_seed(_SEED)
-    planes_NP = torch.randn(hidden, PLANES, generator=generator).to(rows_TN.device)
-    return torch.where(rows_TN.float() @ planes_NP > 0, 1.0, -1.0)
+    hidden, device = rows_TN.shape[1], rows_TN.device
+    if at_T is not None:
+        turns = THETA ** (-torch.arange(0, hidden, 2, device=device) / hidden)
+        angles = at_T[:, None].float() * turns
+        rows_TN = rotate(rows_TN[:, None], torch.cat((angles.cos(), angles.sin()), 1))[:, 0]
+    planes_NP = torch.randn(hidden, PLANES, generator=torch.Generator().manual_seed(_SEED)).to(device)
+    return (rows_TN.float() @ planes_NP).sign_()

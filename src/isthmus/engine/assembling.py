@@ -103,7 +103,12 @@ class Assembled:
             own, other = (
                 self._embed(torch.tensor(tokens, device=device)) for tokens in (chunk.tokens, donors[0].tokens)
             )
-            found = nearest(own, other, start, donors[0].position).cpu().numpy()
+            at = torch.arange(start, chunk.stop, device=device)
+            there = torch.arange(len(other), device=device) + donors[0].position
+            stretch = chunk.stop / (donors[0].position + len(other))
+            if not 1 <= stretch < 1 + self._memory.layout.block_size / len(other):  # the donor's last block may lack
+                there = there * stretch
+            found = nearest(own, other, at, there).cpu().numpy()
             here = np.flatnonzero(found >= 0)
             take(here, 0, found[here])
         must |= slots < 0
@@ -198,15 +203,15 @@ class Assembled:
 
     def _attended(self, q_SHD: Tensor, kv: Tensor, batch: Batch) -> Tensor:
         """What the last tokens attend to in this layer: mean weights over them and all heads, `[L]`."""
-        q = q_SHD[-TAIL:].float()
-        k_LKD = kv[self._slots_L, 0].float()
-        q_KRD = q.unflatten(1, (k_LKD.shape[1], -1)).permute(1, 0, 2, 3)
-        scores = torch.einsum("ktgd,lkd->ktgl", q_KRD, k_LKD) * q.shape[-1] ** -0.5
-        length = len(self._slots_L)
+        q, length = q_SHD[-TAIL:].float() * q_SHD.shape[-1] ** -0.5, len(self._slots_L)
+        k_KDL = kv[self._slots_L, 0].float().permute(1, 2, 0)
+        q_KRD = q.unflatten(1, (len(k_KDL), -1)).permute(1, 2, 0, 3).flatten(1, 2)
+        scores_RTL = (q_KRD @ k_KDL).view(-1, len(q), length)
         at_T = batch.positions_T[-TAIL:].to(q.device)
-        hidden = torch.arange(length, device=q.device) > at_T[:, None]
-        weights = scores.masked_fill_(hidden[:, None], float("-inf")).softmax(-1)
-        return weights.mean(dim=(0, 1, 2))
+        first = int(at_T[0])
+        later = torch.arange(first, length, device=q.device) > at_T[:, None]
+        scores_RTL[:, :, first:].masked_fill_(later, float("-inf"))
+        return scores_RTL.softmax(-1).flatten(0, 1).mean(0)
 
     def _donated(self, layer: int, rows_C: Tensor) -> Tensor:
         """KV of candidates as their donors had it, moved: `[C, 2, K, D]`."""

@@ -10,7 +10,10 @@ Legend: T tokens of the target, R tokens of the donor, N hidden size, P planes.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,12 +21,15 @@ from isthmus.engine.interface import SIGNATURE_BITS
 from isthmus.engine.rope import rotate
 
 PLANES = 256
-LEAST_COSINE = 0.4
+LEAST_COSINE = 0.6
 """What is less alike has no counterpart, and is computed."""
 _SEED = 2509_24832
 REACH = 512
 """So far from its own place a token is looked for. Rotation makes even the same word unlike itself before that."""
 THETA = 10_000.0
+RUN = 4
+SPARSE = 64
+"""Two prompts that have fewer runs in common than one in so many tokens are not put beside each other."""
 _TILE = 512
 
 
@@ -50,6 +56,48 @@ def nearest(
         best, index = score_TR.max(dim=1)
         found[start : start + _TILE] = torch.where(best > least, index + low, -1)
     return found
+
+
+def warped(
+    target: Sequence[int], target_at: np.ndarray, donor: Sequence[int], donor_at: np.ndarray
+) -> np.ndarray:
+    """Positions of the donor's tokens in the target: a sentence more, and all that follows stands elsewhere. Runs of
+    `RUN` tokens that both have once are where they are in the target, as far as they are in the same order; what is
+    between them keeps its distances."""
+    runs, places = zip(*[_unique_runs(tokens) for tokens in (target, donor)], strict=True)
+    _, mine, other = np.intersect1d(*runs, assume_unique=True, return_indices=True)
+    pairs = sorted(zip(places[0][mine].tolist(), places[1][other].tolist(), strict=True))
+    here, there = _increasing(pairs)
+    if len(here) < len(donor) // SPARSE + 1:
+        return donor_at.astype(float)
+    offsets = target_at[here] - donor_at[there]
+    return donor_at + np.interp(np.arange(len(donor)), there, offsets)
+
+
+def _unique_runs(tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Hashes of the runs that occur once, ascending, and where they begin."""
+    known = np.asarray(tokens, np.uint64)
+    count = max(0, len(known) - RUN + 1)
+    hashes = np.zeros(count, np.uint64)
+    for step in range(RUN):
+        hashes = (hashes ^ known[step : step + count]) * np.uint64(0x9E3779B97F4A7C15)
+    values, first, times = np.unique(hashes, return_index=True, return_counts=True)
+    return values[times == 1], first[times == 1]
+
+
+def _increasing(pairs: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """The longest part of pairs, sorted by their first numbers, whose second numbers ascend too."""
+    ends, tails, before = list[int](), list[int](), list[int]()
+    for at, (_, second) in enumerate(pairs):
+        length = bisect_left(ends, second)
+        ends[length : length + 1] = [second]
+        tails[length : length + 1] = [at]
+        before.append(tails[length - 1] if length else -1)
+    found, at = list[tuple[int, int]](), tails[-1] if tails else -1
+    while at >= 0:
+        found.append(pairs[at])
+        at = before[at]
+    return [first for first, _ in found[::-1]], [second for _, second in found[::-1]]
 
 
 def directions(embedding_VN: Tensor) -> bytes:

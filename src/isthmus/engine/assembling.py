@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isthmus.engine.alike import nearest
+from isthmus.engine.alike import nearest, warped
 from isthmus.engine.batch import Batch, build_batch
 from isthmus.engine.interface import Assembling, Chunk
 from isthmus.engine.kv import KVMemory
@@ -58,14 +58,15 @@ class Assembled:
         self._slots_L = torch.as_tensor(table[at // size] * size + at % size).to(device)
         # Tokens that are left, in order; None: all.
         self._left_S: Tensor | None = None
-        self._num_chosen = 0
+        self._chosen_T: Tensor | None = None
         self._kept: dict[int, Tensor] = {}
         self._is_matched = False
 
     def _match(self) -> None:
         """Finds out which tokens have KV of a donor, once."""
         chunk, device = self._chunk, self._slots_L.device
-        slots, old, must = self._sources(chunk)
+        slots, old, must, similar = self._sources(chunk)
+        self._similar_T = torch.as_tensor(similar).to(device)
         self._must_T = torch.as_tensor(must).to(device)
         self._slots_of_donor_T = torch.as_tensor(slots).to(device)
         self._candidate_T = self._slots_of_donor_T >= 0
@@ -77,12 +78,12 @@ class Assembled:
             self._cos_sin_TD = _between(self._cos_sin, *places)
         self._is_matched = True
 
-    def _sources(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _sources(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Of each token where its donor's KV lies, -1 for none; the position it had there; whether it is computed in
-        any case."""
+        any case; whether its KV is of another text."""
         start, num_tokens, size = chunk.start, len(chunk.tokens), self._memory.layout.block_size
         slots, old = np.full(num_tokens, -1, np.int64), np.zeros(num_tokens, np.int64)
-        must = np.zeros(num_tokens, bool)
+        must, similar = np.zeros(num_tokens, bool), np.zeros(num_tokens, bool)
         donors = self.assembling.donors
 
         def take(here: np.ndarray, donor: int, there: np.ndarray) -> None:
@@ -98,23 +99,24 @@ class Assembled:
             inside = (here >= start) & (here < chunk.stop) & (there >= 0) & (there < len(donor.tokens))
             take(here[inside] - start, passage.donor, there[inside])
             must[here[inside][: self._selection.first] - start] = True
-        if not self.assembling.passages:
+        if self._selection.alike:
             device = self._slots_L.device
             own, other = (
                 self._embed(torch.tensor(tokens, device=device)) for tokens in (chunk.tokens, donors[0].tokens)
             )
-            at = torch.arange(start, chunk.stop, device=device)
-            there = torch.arange(len(other), device=device) + donors[0].position
-            stretch = chunk.stop / (donors[0].position + len(other))
-            if not 1 <= stretch < 1 + self._memory.layout.block_size / len(other):  # the donor's last block may lack
-                there = there * stretch
-            found = nearest(own, other, at, there).cpu().numpy()
-            here = np.flatnonzero(found >= 0)
+            at, there = (
+                first + np.arange(len(rows)) for first, rows in ((start, own), (donors[0].position, other))
+            )
+            there = warped(chunk.tokens, at, donors[0].tokens, there)
+            places = (torch.as_tensor(each).to(device) for each in (at, there))
+            found = nearest(own, other, *places).cpu().numpy()
+            here = np.flatnonzero((found >= 0) & (slots < 0))
             take(here, 0, found[here])
+            similar[here] = True
         must |= slots < 0
         must[max(0, num_tokens - TAIL) :] = True
         slots[must] = -1
-        return slots, old, must
+        return slots, old, must, similar
 
     @property
     def whole(self) -> bool:
@@ -125,7 +127,7 @@ class Assembled:
         """The pass with which it begins. It may be begun anew."""
         if not self._is_matched:
             self._match()
-        self._left_S, self._num_chosen = None, 0
+        self._left_S = self._chosen_T = None
         self._kept.clear()
         batch = self._batch
         if not self._selection.full_layers and not self.whole:
@@ -166,7 +168,7 @@ class Assembled:
             before_S = torch.arange(len(self._slots_T), device=self._slots_T.device)
         stays = self._chosen(layer, before_S, quota, scores_L)
         if layer == selection.full_layers:
-            self._num_chosen = int((stays & self._candidate_T[before_S]).sum())
+            self._chosen_T = stays
         if bool(stays.all()):
             return values, run
         rows = stays.nonzero()[:, 0]
@@ -232,11 +234,11 @@ class Assembled:
                 memory.whole[to] = memory.layers[layer][self._slots_L[self._kept[layer]]]
             for layer in range(memory.layout.num_layers):
                 memory.written(layer)
-        total, start = len(self._slots_T), self._start
-        used = 0 if self.whole else self._num_candidates - self._num_chosen
-        if self.assembling.passages:
-            return Reused(start, used, 0, total - used)
-        return Reused(start, 0, used, total - used)
+        used_T = torch.zeros_like(self._candidate_T) if self.whole else self._candidate_T
+        if self._chosen_T is not None:
+            used_T = used_T & ~self._chosen_T
+        used, similar = int(used_T.sum()), int((used_T & self._similar_T).sum())
+        return Reused(self._start, used - similar, similar, len(used_T) - used)
 
 
 def _between(cos_sin: Tensor, old_T: Tensor, new_T: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from isthmus.engine.interface import Chunk
 from isthmus.reuse import Packing
 
 
-def slices_of(packing: Packing, packed: Sequence[int], num_blocks: int) -> list[np.ndarray]:
+def slices_of(packing: Packing, packed: Sequence[int] | np.ndarray, num_blocks: int) -> list[np.ndarray]:
     """Of each layer, where the blocks that it keeps lie in all of the memory, which has `num_blocks` a layer."""
     num_layers, blocks = len(packing.kept), np.asarray(packed)
     stops = np.cumsum(packing.kept)

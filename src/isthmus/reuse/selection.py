@@ -22,7 +22,8 @@ class Selection(msgspec.Struct, frozen=True):
     candidates are chosen by how far their donors' are off; 0: none is chosen. In layer i of those behind, the share
     `recompute * decay ** (i - full_layers)` of the candidates, at least `floor`, is computed; of these the share `hot`
     by what the tail attends to, the others by deviation. `first`: of each passage so many tokens are computed in any
-    case. In layer i of n the share `keep * exp(-fade * i / (n - 1))` of the prompt is kept for the answer."""
+    case. In layer i of n the share `keep * exp(-fade * i / (n - 1))` of the prompt is kept for the answer. `alike`: tokens outside of
+    passages have KV of the first donor's tokens that are like them."""
 
     name: str
     full_layers: int = 1
@@ -33,6 +34,7 @@ class Selection(msgspec.Struct, frozen=True):
     first: int = 0
     keep: float = 1.0
     fade: float = 0.0
+    alike: bool = False
 
     def computed(self, layer: int) -> float:
         """The share of the candidates that goes through attention and MLP of this layer. Never grows with it."""
@@ -49,7 +51,7 @@ class Selection(msgspec.Struct, frozen=True):
         return self.keep < 1.0 or self.fade > 0.0
 
 
-SEMANTIC = Selection("semantic", recompute=0.4, decay=0.85, floor=0.02, hot=0.5, keep=0.8, fade=0.7)
+SEMANTIC = Selection("semantic", recompute=0.4, decay=0.85, floor=0.02, hot=0.5, keep=0.8, fade=0.7, alike=True)
 CACHEBLEND = Selection("cacheblend", recompute=0.15, decay=1.0)
 EPIC = Selection("epic", full_layers=0, first=16)
 SELECTIONS = {each.name: each for each in (SEMANTIC, CACHEBLEND, EPIC)}

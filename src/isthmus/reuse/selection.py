@@ -22,8 +22,8 @@ class Selection(msgspec.Struct, frozen=True):
     candidates are chosen by how far their donors' are off; 0: none is chosen. In layer i of those behind, the share
     `recompute * decay ** (i - full_layers)` of the candidates, at least `floor`, is computed; of these the share `hot`
     by what the tail attends to, the others by deviation. `first`: of each passage so many tokens are computed in any
-    case. In layer i of n the share `keep * exp(-fade * i / (n - 1))` of the prompt is kept for the answer. `alike`: tokens outside of
-    passages have KV of the first donor's tokens that are like them."""
+    case. In layer i of n the share `keep * exp(-fade * i / (n - 1))` of the prompt is kept for the answer.
+    `alike`: tokens outside of passages have KV of the first donor's tokens that are like them."""
 
     name: str
     full_layers: int = 1

@@ -132,6 +132,7 @@ class Place:
         self.loading: dict[RequestId, Load] = {}
         self.whole: set[RequestId] = set()  # all of its KV came from another node, and that one was told
         self.fetching: dict[RequestId, Fetch] = {}
+        self.ordered: set[RequestId] = set()  # fetches that are not over
         self.hosted: dict[RequestId, tuple[int, ...]] = {}
         self.stowed: dict[RequestId, dict[int, Stowed]] = {}  # by the number at the holder
         self.holds: dict[RequestId, dict[NodeId, Room]] = {}  # at home: who was asked for room, and gave it
@@ -369,12 +370,12 @@ class World:
         run, read = place.run, self._to_read(place, fact)
         frees = isinstance(fact, Forget) and fact.key in place.node
         landed = isinstance(fact, Landed) and fact.key in place.node
-        asked = self.asked.get(fact.key) if isinstance(fact, FetchEnded) and fact.key in place.node else None
+        ends = isinstance(fact, FetchEnded) and self._ends_fetches(place, fact.key)
         actions = place.node.on(fact, self.now)
         assert [action.names for action in actions if isinstance(action, Read)] == read
         assert landed == any(isinstance(action, PrefillFinished) for action in actions), "who let go of what?"
         told = any(isinstance(action, FetchFinished) for action in actions)
-        assert told == (asked is not None and asked.route.prefill == place.name), "whose fetch ended?"
+        assert told == ends, "whose fetch ended?"
         for action in actions:
             self._carry_out(place, action)
         place.node.check()
@@ -388,6 +389,15 @@ class World:
             assert place.run is not run or run is None or run.steps == 1 or place.is_cut, (
                 "somebody waits for a run"
             )
+
+    def _ends_fetches(self, place: Place, key: RequestId) -> bool:
+        """Whether with this fetch all are over of a prompt that is computed here."""
+        place.ordered.discard(key)
+        owner = RequestId(key.partition("~")[0])
+        asked = self.asked.get(owner)
+        if asked is None or asked.route.prefill != place.name or owner not in place.node:
+            return False
+        return not any(other.partition("~")[0] == owner for other in place.ordered)
 
     def _to_read(self, place: Place, fact: Any) -> list[tuple[BlockName, ...]]:
         """What a prompt that begins needs of the SSD, unless it waits for other nodes anyway."""
@@ -472,6 +482,7 @@ class World:
                 prompt = asked is not None and place.name == asked.route.prefill
                 assert action.whole == bool(prompt and states), "a state is of no use in parts"
                 place.fetching[action.key] = action
+                place.ordered.add(action.key)
                 wanted = Wanted(action.key, place.name, action.names, action.start, action.whole)
                 self._later(action.source, wanted, place.name)
             case EndFetch():

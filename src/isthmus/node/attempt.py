@@ -7,7 +7,7 @@ from collections.abc import Sequence as Many
 
 from isthmus.attempts import FetchOrder, Holding, Share
 from isthmus.node.events import Begin, Grant, Load, Reserve
-from isthmus.node.extent import Extent
+from isthmus.node.extent import Extent, assembly_of
 from isthmus.scheduler import Actions, Sequence
 from isthmus.types import DECODE, MIXED, NodeId
 
@@ -61,15 +61,16 @@ class Attempt(Sequence):
         if route.fetch is not None or route.recall is not None:
             self.fetch = begin.fetch
             self.fetches = self.fetch is not None
+        assembly = assembly_of(route)
+        self.is_exact = assembly is None
         if begin.part is DECODE:  # what it has cached is loaded as it is received
-            if route.assembly is not None and route.assembly.packing is not None:
-                self.pack(route.assembly.packing)
+            if assembly is not None and assembly.packing is not None:
+                self.pack(assembly.packing)
             return
-        names = self.names = begin.names
-        if route.assembly is not None and not route.holdings:
-            # What is assembled is not what its tokens are in the cache, so it has no name.
-            self.assembly, names = route.assembly, begin.names[: route.num_cached]
-            self.names = names
+        names = begin.names
+        if assembly is not None:  # what is assembled is not what its tokens are in the cache, so it has no name
+            self.assembly, names = assembly, names[: route.num_cached]
+        self.names = names
         self.departs, self.work_ns, self.deadline_ns = departs, route.work_ns, route.deadline_ns
         # Of a later attempt fewer blocks may have a name than the route, which is about the prompt alone, counts on.
         self.num_cached = min(route.num_cached, len(names))
@@ -90,6 +91,11 @@ class Attempt(Sequence):
     def admitted(self) -> Actions:
         """Where it decodes there may be no memory yet."""
         return self.ask() if self.granted or self.begin.part is MIXED else []
+
+    @property
+    def lent(self) -> tuple[Holding, ...]:
+        """What of its KV lies elsewhere, or is to. What was dropped when it was packed lies nowhere."""
+        return self.holdings if self.packing is None else ()
 
     @property
     def is_whole(self) -> bool:

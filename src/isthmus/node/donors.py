@@ -1,7 +1,7 @@
 """Prompts that are assembled from other prompts' KV: what a node needs of these before, and keeps until it is through.
 
-Donors' blocks come into the node's cache first, fetched under keys of their own; then the prompt queues, and what it
-needs of them is loaded into blocks of the engine beside its own (`Sequence.scratch`).
+Donors' blocks come into the node's cache first, fetched under keys of their own, while the prompt keeps its place in
+the queue; what it needs of them is then loaded into blocks of the engine beside its own (`Sequence.scratch`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Donors:
             if donor.fetch is not None:
                 key = RequestId(f"{attempt.request}~{number}")
                 order = donor.fetch
-                found.append(events.Fetch(key, order.source, donor.names[: order.stop], order.start))
+                names = donor.names[: order.stop]
+                found.append(events.Fetch(key, order.source, names, order.start, codec=order.codec))
                 self._fetches[key] = attempt
         return found
 
@@ -37,11 +38,9 @@ class Donors:
         return None if attempt is None or attempt in self._fetches.values() else attempt
 
     def enter(self, attempt: Attempt) -> bool:
-        """Its donors stay from now on. False: not all of them are here, or there can be no memory for them."""
-        assembly, tiers, scheduler = attempt.assembly, self._scheduler.tiers, self._scheduler
-        assert assembly is not None
-        if tiers is None or not scheduler.has_room(attempt):
-            return False
+        """Its donors stay from now on. False: not all of them are here."""
+        assembly, tiers = attempt.assembly, self._scheduler.tiers
+        assert assembly is not None and tiers is not None
         chains = [donor.names for donor in assembly.donors]
         if any(tiers.match(names)[0] < len(names) for names in chains):
             return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from isthmus.attempts import Holding, Route
+from isthmus.attempts import Assembly, Holding, Route
 
 NONE = "none"
 
@@ -40,10 +40,20 @@ def extent_of(route: Route, num_tokens: int, block_size: int, state_blocks: int)
     states = -(-num_tokens // block_size) * block_size
     stop = states + state_blocks * block_size if state_blocks else num_tokens
     away = sum([holding.num_blocks for holding in holdings_of(route, num_tokens, block_size)])
-    if route.assembly is not None and route.assembly.packing is not None:
-        away += route.assembly.packing.num_dropped
+    assembly = assembly_of(route)
+    if assembly is not None and assembly.packing is not None:
+        away += assembly.packing.num_dropped
     start = route.handover_start + away
     return Extent(block_size, start * block_size, num_tokens, states, stop, route.codec)
+
+
+def assembly_of(route: Route) -> Assembly | None:
+    """How a prompt is assembled, as both its nodes see it. With KV at holders it is not; nor is one to be packed where
+    some of it is recalled, for that is not packed."""
+    assembly = route.assembly
+    if assembly is None or route.holdings or route.growth or route.taken:
+        return None
+    return None if assembly.packing is not None and route.handover_start else assembly
 
 
 def holdings_of(route: Route, num_tokens: int, block_size: int) -> tuple[Holding, ...]:

@@ -20,7 +20,7 @@ from isthmus.node import events
 from isthmus.node.attempt import Attempt
 from isthmus.node.away import Away, Guests
 from isthmus.node.donors import Donors
-from isthmus.node.extent import extent_of
+from isthmus.node.extent import assembly_of, extent_of
 from isthmus.node.returns import Returns
 from isthmus.node.usage import Usage
 from isthmus.scheduler import Limits, Saved, Scheduler, Stepped
@@ -153,7 +153,8 @@ class Node:
     # An attempt begins and ends.
 
     def _begin(self, event: events.Begin, now: int, actions: list[events.Action]) -> None:
-        if self._distrusted and event.route.request in self._distrusted:
+        distrusts = event.route.request in self._distrusted
+        if distrusts:
             event = self._without_cache(event)
         key, route, part = event.key, event.route, event.part
         extent = extent_of(route, event.num_tokens, self._block_size, self._state_blocks)
@@ -170,29 +171,36 @@ class Node:
             actions += self._away.claim(attempt)
             return
         if attempt.assembly is not None:
-            if self._stages > 1 or self._state_blocks:
-                self._disassemble(attempt)
-            fetches = self._donors.begin(attempt)
-            for fetch in fetches:
-                self._fetches[fetch.key] = fetch, 0
-            actions += fetches
-            if fetches:
+            can = self.tiers is not None and self._stages == 1 and not self._state_blocks and not distrusts
+            if not (can and self.scheduler.has_room(attempt)) and not self._disassemble(attempt, now, actions):
                 return
+            fetches = self._donors.begin(attempt)
+            self._fetches |= {fetch.key: (fetch, 0) for fetch in fetches}
+            attempt.awaits = bool(fetches)
+            actions += fetches
         self._enter(attempt, now, actions)
 
-    def _disassemble(self, attempt: Attempt) -> None:
-        """A donor is not here, or of no use: all that is not cached is computed."""
+    def _gather(self, attempt: Attempt, now: int, actions: list[events.Action]) -> bool:
+        """What was fetched for it is here: its donors stay until it has them. Whether it goes on."""
+        return self._donors.enter(attempt) or self._disassemble(attempt, now, actions)
+
+    def _disassemble(self, attempt: Attempt, now: int, actions: list[events.Action]) -> bool:
+        """A donor is not here, or of no use: all that is not cached is computed. Or it is over, if its decode node has
+        room for what is packed, and no more. Whether it goes on."""
+        assembly = assembly_of(attempt.begin.route)
+        if attempt.begin.part is PREFILL and assembly is not None and assembly.packing is not None:
+            self._fail(attempt, "it cannot be assembled of its donors' KV", now, actions)
+            return False
         self.scheduler.disassemble(attempt, attempt.begin.names)
+        return True
 
     def _enter(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
         """It waits for memory from now on."""
         key, route, part = attempt.request, attempt.begin.route, attempt.begin.part
         fetch, scheduler = attempt.fetch, self.scheduler
-        if attempt.assembly is not None and not self._donors.enter(attempt):
-            if self._expects_packed(attempt):
-                self._fail(attempt, "a donor of its KV is gone", now, actions)
-                return
-            self._disassemble(attempt)
+        gathers = attempt.assembly is not None and not attempt.awaits
+        if gathers and not self._gather(attempt, now, actions):
+            return
         if part is DECODE:
             if route.handover_start and not self._pin_recalled(attempt):
                 self._fail(attempt, "a prefix it was to take from its cache is not there", now, actions)
@@ -211,12 +219,6 @@ class Node:
                 self._read(attempt, attempt.num_cached, actions)  # before the load that may follow at once
         if scheduler.run is None:
             self._plan(now, actions)
-
-    @staticmethod
-    def _expects_packed(attempt: Attempt) -> bool:
-        """Whether its decode node has room for what is packed, and no more."""
-        assembly = attempt.assembly
-        return attempt.begin.part is PREFILL and assembly is not None and assembly.packing is not None
 
     def _forget(self, event: events.Forget, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
@@ -287,7 +289,7 @@ class Node:
     @staticmethod
     def _without_cache(begin: events.Begin) -> events.Begin:
         """What it uses of a cache failed it before: now it uses none, and leaves nothing there."""
-        alone = msgspec.structs.replace(begin.route, fetch=None, num_cached=0, assembly=None)
+        alone = msgspec.structs.replace(begin.route, fetch=None, num_cached=0)
         return events.Begin(begin.key, begin.part, alone, begin.num_tokens, begin.stop_length)
 
     def _become(self, event: events.Become, now: int, actions: list[events.Action]) -> None:
@@ -433,25 +435,33 @@ class Node:
         if fetch is None:
             return  # a node of this name asked for it that is gone
         attempt, stop = self._attempts.get(event.key), self._num_present(fetch, event.stop)
-        waited = self._donors.fetched(event.key)
-        if waited is not None:
-            self._keep_fetched(fetch, stop, now, actions)
-            self._enter(waited, now, actions)
-            route = waited.begin.route
-            actions.append(FetchFinished(route.request, route.attempt))
-            return
         if attempt is not None:
             attempt.fetches = False
         if attempt is None or attempt.begin.part is DECODE:
             self._keep_fetched(fetch, stop, now, actions)
+            waited = self._donors.fetched(event.key)
+            if waited is not None:
+                self._donors_came(waited, now, actions)
             return
         if fetch.whole:
             count = len(fetch.names) - self._state_blocks
             stop = count if stop == len(fetch.names) else min(stop, count - 1)
         self.scheduler.fetched(attempt, stop, actions)
         self._plan(now, actions)
-        route = attempt.begin.route
-        actions.append(FetchFinished(route.request, route.attempt))
+        self._tell_fetched(attempt, actions)
+
+    def _donors_came(self, attempt: Attempt, now: int, actions: list[events.Action]) -> None:
+        """Whatever of them did: no more will."""
+        attempt.awaits = False
+        self._tell_fetched(attempt, actions)
+        if self._gather(attempt, now, actions):
+            self._replan(now, actions)
+
+    @staticmethod
+    def _tell_fetched(attempt: Attempt, actions: list[events.Action]) -> None:
+        if not (attempt.fetches or attempt.awaits):
+            route = attempt.begin.route
+            actions.append(FetchFinished(route.request, route.attempt))
 
     def _keep_fetched(self, fetch: events.Fetch, stop: int, now: int, actions: list[events.Action]) -> None:
         """The cache gets a prefix that is here, a part of it from another node."""
@@ -619,6 +629,7 @@ class Node:
         over = [self._attempts.pop(key) for key in event.ended if key in self._attempts]
         for attempt in over:
             self._stop_moving(attempt)
+            self._donors.end(attempt)
         if run.chunks and event.steps and self._stages == 1:
             for piece in run.chunks:
                 sampled = self._attempts.get(piece.request) if piece.samples else None
@@ -655,10 +666,8 @@ class Node:
         """What could not be loaded is computed. Without its end a recurrent state is none."""
         attempt, num_blocks = self._attempts.get(event.key), event.num_blocks
         if attempt is not None and attempt.assembly is not None:
-            if self._expects_packed(attempt):
-                self._fail(attempt, "a donor of its KV is gone", now, actions)
+            if not self._disassemble(attempt, now, actions):
                 return
-            self._disassemble(attempt)
             num_blocks = min(num_blocks, attempt.cached // self._block_size)
         num_tokens = 0 if self._state_blocks else num_blocks * self._block_size
         actions.append(events.Shorten(event.key, num_tokens))
@@ -699,4 +708,4 @@ class Node:
 
 def _spread(attempt: Attempt) -> Spread:
     route = attempt.begin.route
-    return Spread(route.request, route.attempt, attempt.holdings)
+    return Spread(route.request, route.attempt, attempt.lent)

@@ -47,6 +47,7 @@ class Usage:
 
 def _entry(attempt: Attempt) -> Entry:
     route = attempt.begin.route
-    decodes = attempt.state is DECODING
+    movable = attempt.state is DECODING and attempt.packing is None
     moving = attempt.num_away - attempt.num_held
-    return Entry(route.request, route.attempt, len(attempt.blocks), moving, decodes, attempt.holdings)
+    num_blocks = len(attempt.blocks) + len(attempt.scratch)
+    return Entry(route.request, route.attempt, num_blocks, moving, movable, attempt.lent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 
 from isthmus.scheduler import events
 from isthmus.scheduler.batch import Batch
@@ -32,6 +33,10 @@ class Admission:
             return False
         if index is None:
             index = 0 if self._in_order or len(self.waiting) == 1 else self._choose(now)
+            if self.waiting[index].awaits:
+                index = self._pass_by()
+        if index is None:
+            return False
         sequence = self.waiting[index]
         prefix: Prefix | None = _NOTHING
         if sequence.num_held:  # by those who had it of an attempt before
@@ -57,6 +62,8 @@ class Admission:
     def overtake(self, sequence: Sequence, actions: Actions, now: int) -> bool:
         """Admits a request out of order if that takes no memory which those before it wait for."""
         index = self.waiting.index(sequence)
+        if sequence.awaits:
+            return False
         if index and not (self._is_ready(sequence, now) and self._leaves_enough(index)):
             return False
         return self.admit(actions, now, index)
@@ -74,18 +81,24 @@ class Admission:
         waits = index and self.waiting[index].departs and not self._leaves_enough(index)
         return 0 if waits else index
 
+    def _pass_by(self) -> int | None:
+        """The next whose donors are here, if that takes no memory which those before it wait for."""
+        ready = [at for at, each in enumerate(self.waiting) if not each.awaits]
+        return ready[0] if ready and (not ready[0] or self._leaves_enough(ready[0])) else None
+
     def _is_ready(self, sequence: Sequence, now: int) -> bool:
         """Its fetch ends while it computes, and what it was sent here for is here."""
+        if sequence.awaits:
+            return False
         if sequence.fetch_stop:
             return sequence.fetch_until_ns <= now + sequence.work_ns
         return not sequence.num_cached or self._prefixes.is_here(sequence)
 
     def _leaves_enough(self, index: int) -> bool:
         """When this waiting request is admitted, any single one of those before it still could be."""
-        overtaken = max([self.waiting[at].length for at in range(index)])
         batch, size = self._batch, self._limits.block_size
-        needed = -(-self.waiting[index].length // size) - (-overtaken // size)
-        fits = needed + batch.headroom <= self._memory.pool.available
+        needed = [-(-each.length // size) + each.num_scratch for each in islice(self.waiting, index + 1)]
+        fits = needed.pop() + max(needed) + batch.headroom <= self._memory.pool.available
         return fits and batch.num_placed + 1 < self._limits.max_sequences
 
     def check(self) -> None:

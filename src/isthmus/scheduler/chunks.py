@@ -74,7 +74,7 @@ class Chunks:
                 return
             left = oldest.length - oldest.computed
             count = budget.fit(oldest.computed, left)
-            if count < left:
+            if count < left and oldest.assembly is None:  # else it would never fit
                 self._overtake(oldest, count // 2, budget, actions, now)
             if not self._append(oldest, budget):
                 return
@@ -107,8 +107,8 @@ class Chunks:
         for left, _, sequence in sorted(others):
             if left >= longest or not spare:
                 return
-            if sequence.request in served:
-                continue
+            if sequence.request in served or sequence.assembly is not None:
+                continue  # what is assembled is not cut
             if sequence.state is QUEUED:
                 has_place = left <= spare or self._num_partial(budget) < limits.partial_prefills
                 if not has_place or not self._admission.overtake(sequence, actions, now):

@@ -18,6 +18,12 @@ from isthmus.types import DISK, BlockName, NodeId, RequestId
 Names = tuple[BlockName, ...]
 
 
+def _num_full(sequence: Sequence, size: int) -> int:
+    """Leading blocks that are what their names say: full, and of an assembled prompt those that were cached."""
+    exact = sequence.computed if sequence.assembly is None else sequence.cached
+    return min(exact // size, len(sequence.names))
+
+
 class PoolPrefixes:
     """A block keeps its name in the pool until somebody else needs it. There is no cache to tell anything."""
 
@@ -40,7 +46,7 @@ class PoolPrefixes:
         """A chunk was, the last one if it `samples`. Returns what got a name: full blocks, at the end snapshots."""
         memory, pool, names, stored = self._memory, self._memory.pool, sequence.names, []
         if sequence.named < len(names):
-            full = min(sequence.computed // self._size, len(names))
+            full = _num_full(sequence, self._size)
             span, here = slice(sequence.named, full), sequence.num_held
             blocks = sequence.blocks[sequence.named - here : full - here]
             named = zip(blocks, names[span], strict=True)
@@ -104,7 +110,7 @@ class TierPrefixes:
         kept before."""
         request, blocks, memory, here = sequence.request, sequence.table, self._memory, sequence.num_held
         if samples or sequence.num_away:
-            full = min(sequence.computed // self._size, len(sequence.names))
+            full = _num_full(sequence, self._size)
             if self._holds(sequence.names[:here]):
                 self.keep(sequence.names[:full], actions, request, blocks)
         if samples:

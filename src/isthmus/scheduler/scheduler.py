@@ -189,7 +189,7 @@ class Scheduler:
     def disassemble(self, sequence: Sequence, names: Names) -> None:
         """It is computed as any other: no donor is needed. Its scratch it keeps until then, for something may still be
         loaded there. `names`: of all its blocks."""
-        sequence.assembly, sequence.names = None, names
+        sequence.assembly, sequence.names, sequence.is_exact = None, names, True
 
     def reclaim(self, sequence: Sequence, num_blocks: int, actions: Actions) -> Blocks:
         """Blocks for what comes back of its KV, beside one spare block for each that runs here; none if there are not
@@ -216,7 +216,8 @@ class Scheduler:
     @property
     def num_wanted(self) -> int:
         """Blocks of all that wait for memory."""
-        wanted = sum([self._memory.at_home(each) for each in self._admission.waiting])
+        waiting = self._admission.waiting
+        wanted = sum([self._memory.at_home(each) + each.num_scratch for each in waiting])
         return wanted + sum([self._memory.to_receive(each) for each in self._incoming.expected])
 
     def num_hosted_of(self, request: RequestId) -> int:
@@ -298,7 +299,8 @@ class Scheduler:
         if event.answers:
             answers = dict(zip(event.ended, event.answers, strict=True))
             for sequence in ended:
-                self._prefixes.answered(sequence, answers[sequence.request], actions)
+                if sequence.is_exact:
+                    self._prefixes.answered(sequence, answers[sequence.request], actions)
         for sequence in ended:
             assert sequence.state in ENDED
             self.forget(sequence)

@@ -87,17 +87,18 @@ class Sequence:
     goes elsewhere, too.
 
     `assembly`: what is not cached of its prompt is put together from donors' KV, in one piece; `scratch`: blocks for
-    that. `packing`: what is kept of its first blocks since; those that were dropped are held by nobody.
+    that; `awaits`: donors on their way, while it keeps its place in the queue. `packing`: what is kept of its first
+    blocks since; those that were dropped are held by nobody. `is_exact`: else its answer's blocks get no names.
 
     With recurrent states: `slot` of the live one, -1 without; `restore`: blocks of a snapshot to go on from;
     `snapshots`: taken, or to be taken, of its prompt.
     """
 
     __slots__ = (
-        "age", "arrival", "assembly", "blocks", "cached", "computed", "deadline_ns", "departs", "fetch_start",
-        "fetch_stop", "fetch_until_ns", "fetches", "full_at", "grows", "held", "holdings", "length", "named", "names",
-        "num_away", "num_cached", "num_held", "num_pinned", "num_shipping", "offset", "packing", "pinned",
-        "request", "restore", "scratch", "slot", "snapshots", "state", "stop_length", "waits", "work_ns",
+        "age", "arrival", "assembly", "awaits", "blocks", "cached", "computed", "deadline_ns", "departs", "fetch_start",
+        "fetch_stop", "fetch_until_ns", "fetches", "full_at", "grows", "held", "holdings", "is_exact", "length",
+        "named", "names", "num_away", "num_cached", "num_held", "num_pinned", "num_shipping", "offset", "packing",
+        "pinned", "request", "restore", "scratch", "slot", "snapshots", "state", "stop_length", "waits", "work_ns",
     )  # fmt: skip
 
     def __init__(
@@ -109,7 +110,8 @@ class Sequence:
     ) -> None:
         self.request, self.length, self.stop_length, self.names = request, num_tokens, stop_length, names
         self.state = QUEUED
-        self.departs = self.fetches = self.waits = self.grows = False
+        self.departs = self.fetches = self.waits = self.grows = self.awaits = False
+        self.is_exact = True
         self.num_cached = self.fetch_start = self.fetch_stop = self.fetch_until_ns = 0
         self.cached = self.computed = self.named = self.offset = self.full_at = self.age = self.arrival = 0
         self.work_ns = self.deadline_ns = self.num_pinned = 0

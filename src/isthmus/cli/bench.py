@@ -149,6 +149,40 @@ def attention(
 
 
 @app.command()
+def reuse(
+    model: Annotated[
+        str | None, typer.Option(help="Model folder, GGUF file or hub id; default: SmolLM2.")
+    ] = None,
+    texts: Annotated[
+        Path | None,
+        typer.Option(help="Folder of prose in .txt, .md, .rst or .py; default: what is installed with Python."),
+    ] = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Prompts of each kind; half as many are summarised.")] = 8,
+    tokens: Annotated[int, typer.Option(min=200, help="Of such a prompt, about.")] = 700,
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompts that are timed.")] = "1000,2000,5000",
+    rounds: Annotated[int, typer.Option(min=1, help="Measured turns of each of those.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of texts and facts.")] = 0,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute.")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Answers to prompts assembled of other prompts' KV, against the same in full: facts, ROUGE-L, KL, time."""
+    from isthmus.bench import reuse as bench
+    from isthmus.cli import amounts
+    from isthmus.cli.models import find_model
+    from isthmus.cli.outputs import check_writable, write_json
+    from isthmus.cli.tables import show
+
+    check_writable("--json", json_file)
+    plan = bench.Plan(
+        texts, pairs, tokens, lengths=amounts.counts("--lengths", lengths), rounds=rounds, seed=seed
+    )
+    path, name = find_model(model)
+    result = bench.run(path, plan, threads, lambda line: print(line, flush=True))
+    show(*bench.tables(result))
+    write_json(json_file, bench.as_json(plan, name, result))
+
+
+@app.command()
 def store(
     sizes: Annotated[str, typer.Option(help="Bytes of a block.")] = "256KiB,1MiB,16MiB",
     total: Annotated[str, typer.Option(help="Bytes of all blocks of a case.")] = "256MiB",

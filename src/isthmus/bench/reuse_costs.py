@@ -1,0 +1,112 @@
+"""How soon the first token of an assembled prompt comes, against the same in full; and how tokens are matched."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from isthmus.bench.reuse_runs import Prompts, Setting
+from isthmus.engine.alike import nearest, warped
+
+
+@dataclass(frozen=True)
+class Cost:
+    """`ratio`: the assembled step's time over that of the prompt in full, median over the rounds; `kept`: KV blocks
+    left for the answer, of the whole."""
+
+    num_tokens: int
+    setting: str
+    kind: str
+    full_ms: float
+    ratio: float
+    recomputed: float
+    kept: float
+
+
+@dataclass(frozen=True)
+class Matching:
+    """Tokens that found a counterpart, and of these: the same word, several with one counterpart. `off`: values of
+    the counterpart against the token's own, the norm of the difference over the norm, all layers."""
+
+    kind: str
+    how: str
+    found: float
+    same: float
+    shared: float
+    off: float
+
+
+def costs(
+    prompts: Prompts,
+    kind: str,
+    donor: Sequence[int],
+    target: Sequence[int],
+    settings: Sequence[Setting],
+    rounds: int,
+) -> list[Cost]:
+    """Full and assembled steps in turns, after one of each that does not count."""
+    prompts.donate(donor)
+    times: dict[str, list[float]] = {}
+    shares: dict[str, tuple[float, float]] = {}
+    for turn in range(rounds + 1):
+        started = time.perf_counter()
+        prompts.full(target, 1)
+        full = time.perf_counter() - started
+        times.setdefault("", []).append(full)
+        for setting in settings:
+            started = time.perf_counter()
+            shares[setting.name] = _shares(prompts, target, setting)
+            took = time.perf_counter() - started
+            if turn:
+                times.setdefault(setting.name, []).append(took / full)
+    full_ms = statistics.median(times.pop("")[1:]) * 1e3
+    return [
+        Cost(len(target), name, kind, full_ms, statistics.median(ratios), *shares[name])
+        for name, ratios in times.items()
+    ]
+
+
+def _shares(prompts: Prompts, target: Sequence[int], setting: Setting) -> tuple[float, float]:
+    _, reused, packing = prompts.prefill(target, setting)
+    blocks = -(-len(target) // prompts.block_size)
+    return reused.recomputed / len(target), 1 - (packing.num_dropped if packing else 0) / blocks
+
+
+def matchings(prompts: Prompts, kind: str, donor: Sequence[int], target: Sequence[int]) -> list[Matching]:
+    """The engine's matching, and what it is without its parts: the donor's positions as they are, and no positions."""
+    prompts.donate(donor)
+    donor = donor[: len(donor) // prompts.block_size * prompts.block_size]
+    theirs = [each[:, 1] for each in prompts.donor_kv()]
+    prompts.full(target, 1)
+    own = [each[:, 1] for each in prompts.target_kv(len(target))]
+    at, there = np.arange(len(target)), np.arange(len(donor))
+    ways = {
+        "as served": (warped(target, at, donor, there), True),
+        "at their own positions": (there.astype(float), True),
+        "without positions": (there.astype(float), False),
+    }
+    embed = prompts.engine.model.embed
+    with torch.inference_mode():
+        rows, others = (embed(torch.tensor(tokens, device=own[0].device)) for tokens in (target, donor))
+    found = list[Matching]()
+    for how, (places, rotated) in ways.items():
+        pairs = (torch.as_tensor(each).to(rows.device) for each in (at, places))
+        matched = nearest(rows, others, *pairs, rotated=rotated)
+        here = (matched >= 0).nonzero()[:, 0]
+        to = matched[here]
+        count = max(1, len(here))
+        same = sum(target[a] == donor[b] for a, b in zip(here.tolist(), to.tolist(), strict=True))
+        off = sum(
+            float((a[here].float() - b[to].float()).square().sum()) for a, b in zip(own, theirs, strict=True)
+        )
+        whole = sum(float(each[here].float().square().sum()) for each in own)
+        shared = 1 - len(set(to.tolist())) / count
+        found.append(
+            Matching(kind, how, len(here) / len(target), same / count, shared, (off / max(whole, 1e-9)) ** 0.5)
+        )
+    return found

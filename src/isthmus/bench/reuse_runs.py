@@ -1,0 +1,198 @@
+"""Prompts on an engine, in full and assembled of a donor's KV: logits of their answers, and what was computed.
+
+The engine's memory is cut into regions: the donor's prompt, the target's (computed in full, then assembled in its
+place), and blocks to pack into. An answer is judged teacher-forced: all of its positions go through the engine as rows
+of one batch, each of which attends to those before it.
+
+Legend: N positions of an answer, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from isthmus.bench import BenchError
+from isthmus.engine.engine import Engine
+from isthmus.engine.interface import Assembling, Chunk, Donated, Held
+from isthmus.reuse import Packing, Selection, cut, pack, passages
+from isthmus.types import Reused
+
+_PIECE = 2048
+"""A prompt in full is computed in pieces of so many tokens."""
+_SALT = "bench"
+
+
+class Spoil(StrEnum):
+    """What becomes of a donor's KV before a prompt is assembled of it: nothing, or a control."""
+
+    NONE = "its own"
+    ZEROED = "zeroed"
+    RANDOM = "random"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to compute a prompt. `packs`: what the selection drops is dropped."""
+
+    name: str
+    selection: Selection
+    packs: bool = True
+    spoil: Spoil = Spoil.NONE
+
+    @property
+    def swept(self) -> float:
+        """The number that is swept: the share recomputed, or tokens of each passage where none is chosen."""
+        return self.selection.recompute if self.selection.full_layers else self.selection.first
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """Greedy tokens, and the logits of the positions they were chosen at, `[N, V]`."""
+
+    tokens: list[int]
+    logits_NV: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Assembled:
+    """`forced_NV`: logits at the positions of another answer, given that answer; `tokens`: its own greedy one.
+    `kept`: KV of the prompt that is left for the answer, of the whole."""
+
+    tokens: list[int]
+    forced_NV: Tensor
+    reused: Reused
+    kept: float
+
+
+class Prompts:
+    """An engine whose memory holds one donor and one target at a time."""
+
+    def __init__(self, engine: Engine, ends: Sequence[int] = ()) -> None:
+        """`ends`: tokens that end an answer. Raises BenchError for a model whose prompts are not assembled."""
+        if engine.no_reuse:
+            raise BenchError(f"prompts of this model are not assembled: {engine.no_reuse}")
+        self.engine, self._ends = engine, frozenset(ends)
+        self.block_size = engine.layout.block_size
+        self.most_tokens = min(engine.num_blocks // 3 * self.block_size, engine.max_length)
+        count = self.most_tokens // self.block_size
+        self._donor_blocks, self._blocks, self._packed = (
+            list(range(part * count, (part + 1) * count)) for part in range(3)
+        )
+        self._donor: list[int] = []
+        self._own: list[Tensor] = []
+        self._known: dict[bytes, tuple[int, int]] = {}
+
+    def donate(self, tokens: Sequence[int]) -> None:
+        """Computes a donor in full, in place of the one before."""
+        self._fit(len(tokens))
+        self._donor = list(tokens[: len(tokens) // self.block_size * self.block_size])
+        self._prefill(tokens, self._donor_blocks)
+        self._own = [layer[self._slots].clone() for layer in self.engine.memory.layers]
+        digests, stops = cut(self._donor, _SALT)
+        starts = (0, *stops)
+        self._known = {digest: (0, start) for digest, start in zip(digests, starts, strict=False)}
+
+    def spoil(self, how: Spoil, seed: int = 0) -> None:
+        """Overwrites the donor's KV, or brings it back. Random numbers vary as each layer's keys and values do."""
+        generator = torch.Generator().manual_seed(seed)
+        for layer, own in zip(self.engine.memory.layers, self._own, strict=True):
+            if how is Spoil.ZEROED:
+                layer[self._slots] = 0
+            elif how is Spoil.RANDOM:
+                noise = torch.randn(own.shape, generator=generator).to(own.device)
+                scale = own.float().std(dim=(0, 2, 3), keepdim=True)
+                layer[self._slots] = (noise * scale).to(own.dtype)
+            else:
+                layer[self._slots] = own
+
+    def full(self, tokens: Sequence[int], num_answers: int) -> Answer:
+        """The prompt as ever, and its greedy answer of at most so many tokens."""
+        self._fit(len(tokens) + num_answers)
+        logits_1V = self._prefill(tokens, self._blocks)
+        chosen, logits = self._greedy(logits_1V, len(tokens), num_answers, self._blocks, None)
+        return Answer(chosen, torch.cat(logits))
+
+    def assembled(
+        self, tokens: Sequence[int], setting: Setting, answer: Sequence[int], num_answers: int
+    ) -> Assembled:
+        """The prompt of the donor's KV; logits along `answer`, and a greedy answer of its own."""
+        self._fit(len(tokens) + max(num_answers, len(answer)))
+        self.spoil(setting.spoil)
+        logits_1V, reused, packing = self.prefill(tokens, setting)
+        blocks = self._blocks
+        if packing is not None:
+            blocks = self._packed[: packing.num_packed] + blocks[packing.num_blocks :]
+        forced = [logits_1V]
+        if len(answer) > 1:
+            places = enumerate(answer[:-1], len(tokens))
+            forced.append(self._run([self._decode(token, at, blocks, packing) for at, token in places]))
+        chosen, _ = self._greedy(logits_1V, len(tokens), num_answers, blocks, packing)
+        dropped = 0 if packing is None else packing.num_dropped * self.block_size
+        return Assembled(chosen, torch.cat(forced), reused, 1 - dropped / len(tokens))
+
+    def prefill(self, tokens: Sequence[int], setting: Setting) -> tuple[Tensor, Reused, Packing | None]:
+        """One assembled step: the first token's logits."""
+        assert self._donor, "there is a donor"
+        selection = setting.selection
+        found = () if selection.alike else passages(*cut(tokens, _SALT), self._known)
+        packing = None
+        if setting.packs:
+            packing = pack(selection, len(tokens), self.engine.memory.layout.num_layers, self.block_size)
+        packed = self._packed[: packing.num_packed] if packing is not None else ()
+        donor = Donated(self._donor, self._donor_blocks[: len(self._donor) // self.block_size])
+        assembling = Assembling(selection, (donor,), found, packing, packed)
+        batch = self.engine.build([Chunk(tokens, 0, self._blocks, True, assembling=assembling)])
+        return self.engine.forward(batch), batch.reused[0], packing
+
+    def donor_kv(self) -> list[Tensor]:
+        """Of its full blocks, as they were computed; a layer each, `[T, 2, K, D]`."""
+        return self._own
+
+    def target_kv(self, num_tokens: int) -> list[Tensor]:
+        """Of the prompt that was computed or assembled last."""
+        return [layer[self._first : self._first + num_tokens].clone() for layer in self.engine.memory.layers]
+
+    @property
+    def _first(self) -> int:
+        return self._blocks[0] * self.block_size
+
+    @property
+    def _slots(self) -> slice:
+        return slice(0, len(self._donor))
+
+    def _fit(self, count: int) -> None:
+        if count > self.most_tokens:
+            raise BenchError(
+                f"a prompt and its answer have {count} tokens, and there is room for {self.most_tokens}"
+            )
+
+    def _run(self, chunks: Sequence[Chunk]) -> Tensor:
+        return self.engine.forward(self.engine.build(chunks))
+
+    def _prefill(self, tokens: Sequence[int], blocks: Sequence[int]) -> Tensor:
+        for start in range(0, len(tokens), _PIECE):
+            piece = tokens[start : start + _PIECE]
+            logits = self._run([Chunk(piece, start, blocks, True)])
+        return logits
+
+    def _decode(self, token: int, at: int, blocks: Sequence[int], packing: Packing | None) -> Chunk:
+        held = () if packing is None else (Held((), packing.num_dropped * self.block_size),)
+        return Chunk((token,), at, blocks, True, True, holdings=held, packing=packing)
+
+    def _greedy(
+        self, logits_1V: Tensor, at: int, count: int, blocks: Sequence[int], packing: Packing | None
+    ) -> tuple[list[int], list[Tensor]]:
+        """Tokens up to an end token, which is among them, and the logits that each was chosen from."""
+        tokens, logits = list[int](), list[Tensor]()
+        while len(tokens) < count:
+            tokens.append(int(logits_1V.argmax()))
+            logits.append(logits_1V)
+            if tokens[-1] in self._ends or len(tokens) == count:
+                break
+            logits_1V = self._run([self._decode(tokens[-1], at + len(tokens) - 1, blocks, packing)])
+        return tokens, logits

@@ -1,0 +1,195 @@
+"""What the benchmark of assembled prompts is made of, without a model: scores, texts, pairs and tables."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from isthmus.bench import reuse
+from isthmus.bench.reuse_costs import Cost, Matching
+from isthmus.bench.reuse_measures import SHARES, Row, all_settings
+from isthmus.bench.reuse_pairs import DONORS, KINDS, NUM_FACTS, Maker
+from isthmus.bench.reuse_runs import Spoil
+from isthmus.bench.reuse_scores import agreement, common, divergence, perplexity_ratio, rouge_l, says
+from isthmus.bench.reuse_texts import Passage, digest, paragraphs, prose
+from isthmus.bench.reuse_words import OPPOSITE, SAME, contradicted, paraphrased
+from isthmus.errors import ConfigError
+
+SOME: list[Passage] = [
+    (
+        f"The miller of village {number} begins his work before the sun is up.",
+        "He returns home when the last bag is full.",
+    )
+    for number in range(40)
+]
+
+
+def test_the_longest_common_subsequence_by_hand() -> None:
+    assert common("ABCBDAB", "BDCABA") == 4
+    assert common([], [1, 2]) == 0
+    assert common([3, 1, 2], [1, 2, 3]) == 2
+
+
+def test_rouge_l_by_hand() -> None:
+    # Lin's example: "police killed the gunman" against these two, by its longest common subsequence.
+    assert rouge_l("police kill the gunman", "Police killed the gunman.") == pytest.approx(3 / 4)
+    assert rouge_l("the gunman kill police", "Police killed the gunman.") == pytest.approx(2 / 4)
+    assert rouge_l("the gunman", "Police killed the gunman.") == pytest.approx(2 * 1 * 0.5 / 1.5)
+    assert rouge_l("", "") == 1.0
+    assert rouge_l("", "word") == 0.0
+
+
+def test_distances_of_distributions_by_hand() -> None:
+    full = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
+    other = torch.tensor([[0.25, 0.75], [0.4, 0.6]]).log()
+    first = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
+    second = 0.9 * math.log(0.9 / 0.4) + 0.1 * math.log(0.1 / 0.6)
+    assert divergence(full, other) == pytest.approx((first + second) / 2, rel=1e-5)
+    assert divergence(full, full + 3) == pytest.approx(0, abs=1e-6), "logits may be shifted"
+    assert agreement(full[1:], other[1:]) == 0.0
+    ratio = perplexity_ratio(full, other, [0, 0])
+    assert ratio == pytest.approx(math.sqrt(0.5 * 0.9 / (0.25 * 0.4)), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("answer", "fact", "said"),
+    [
+        (" maple.", "maple", True),
+        ("Maple, of course", "maple", True),
+        (" maples", "maple", False),
+        (" the maple", "maple", False),
+        (" not open.", "not open", True),
+        (" open.", "not open", False),
+        (" not open", "open", False),
+        ("", "open", False),
+    ],
+)
+def test_an_answer_says_a_fact(answer: str, fact: str, said: bool) -> None:
+    assert says(answer, fact) is said
+
+
+def test_words_are_replaced_by_rules() -> None:
+    assert paraphrased("When the list is empty, this method returns its default.") == (
+        "This method gives back its default, whenever the list is blank."
+    )
+    assert paraphrased("It cannot be changed.") == "It can't be altered."
+    assert contradicted("It is empty before 12 calls.") == "It is not full before 43 calls."
+    assert len(SAME) >= 150
+    assert all(word == word.lower() and word != other for word, other in [*SAME.items(), *OPPOSITE.items()])
+
+
+def test_what_is_installed_is_prose() -> None:
+    found = prose(None)
+    assert sum(len(" ".join(each).split()) for each in found) > 10_000
+    assert len(set(found)) == len(found)
+    assert digest(found) == digest(prose(None)) != digest(found[1:])
+
+
+def test_code_headings_and_lists_are_no_prose() -> None:
+    good = "Here is a sentence of some words. And here is another one of them."
+    text = f"{good}\n\nA heading\n\n>>> run()\n{good}\n\n* one\n* two\n\nx = 3. {good}\n\n{good}"
+    first, second = paragraphs(text)
+    assert first == second == ("Here is a sentence of some words.", "And here is another one of them.")
+
+
+def test_texts_of_a_folder(tmp_path: Path) -> None:
+    good = "Here is a sentence of some words. And here is another one of them."
+    (tmp_path / "a.txt").write_text(good)
+    (tmp_path / "b.bin").write_text(good.replace("Here", "There"))
+    assert prose(tmp_path) == [next(iter(paragraphs(good)))]
+
+
+def test_a_folder_without_prose_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        prose(tmp_path / "none")
+    with pytest.raises(ConfigError, match="no paragraph of prose"):
+        prose(tmp_path)
+
+
+@pytest.mark.parametrize("kind", DONORS)
+def test_pairs_follow_their_seed(kind: str) -> None:
+    one, same, other = (Maker(SOME, 120, seed).pair(kind, 3) for seed in (0, 0, 1))
+    assert one == same
+    assert one.target != other.target
+
+
+@pytest.mark.parametrize("kind", DONORS)
+@pytest.mark.parametrize("number", range(4))
+def test_facts_are_in_the_target_and_their_opposites_in_the_donor(kind: str, number: int) -> None:
+    pair = Maker(SOME, 120, 0).pair(kind, number)
+    assert len(pair.facts) == len(pair.others) == NUM_FACTS
+    assert len({fact.place for fact in pair.facts}) == NUM_FACTS
+    for fact, other in zip(pair.facts, pair.others, strict=True):
+        assert pair.target.count(fact.text) == 1
+        assert fact.text.startswith(fact.lead) and fact.text == f"{fact.lead} {fact.value}."
+        assert other != fact.value
+        if other:
+            assert f"{fact.lead} {other}." in pair.donor
+    assert pair.facts[0].kind == list(KINDS)[number]
+
+
+def test_what_makes_the_kinds_of_donors() -> None:
+    pairs = {kind: Maker(SOME, 120, 0).pair(kind, 0) for kind in DONORS}
+    target = pairs["identical"].target
+    assert all(pair.target == target for pair in pairs.values())
+    assert pairs["identical"].donor == target
+    parts = target.split("\n\n")
+    reordered = pairs["reordered"].donor.split("\n\n")
+    assert reordered != parts and sorted(reordered) == sorted(parts)
+    assert all(pairs["false"].others), "a false donor contradicts every fact"
+    assert not any(pairs["reordered"].others + pairs["paraphrased"].others)
+
+    def common_sentences(kind: str) -> float:
+        mine, theirs = (text.replace("\n\n", " ").split(". ") for text in (target, pairs[kind].donor))
+        return sum(each in theirs for each in mine) / len(mine)
+
+    assert common_sentences("20 % changed") > common_sentences("50 % changed") > 0.2
+    assert 0.3 < common_sentences("paraphrased") < 0.8
+    assert common_sentences("false") < 0.2
+
+
+def test_settings_have_names_of_their_own() -> None:
+    swept, served = all_settings(swept=True), all_settings(swept=False)
+    assert [each.name for each in served] == ["semantic", "semantic, whole", "cacheblend", "epic"]
+    assert len({each.name for each in swept}) == len(swept)
+    assert {each.spoil for each in swept} == set(Spoil)
+    assert [each.swept for each in swept if each.name.startswith("epic ")] == list(SHARES["epic"])
+
+
+def test_tables_show_what_there_is() -> None:
+    row = Row(
+        "false",
+        "semantic",
+        "semantic",
+        0.4,
+        "its own",
+        True,
+        3,
+        0.5,
+        0.6,
+        0.01,
+        1.0,
+        1.02,
+        None,
+        1.0,
+        0.5,
+        0.25,
+    )
+    other = Row(
+        "false", "epic", "epic", 16, "its own", False, 3, 0.5, 1.0, 0.01, 1.0, 2e6, None, 1.0, 0.5, None
+    )
+    result = reuse.Result(
+        "abc",
+        [row, other],
+        [],
+        [Cost(1000, "epic", "reordered", 12.0, 0.5, 0.1, 1.0)],
+        [Matching("x", "y", 1, 1, 0, 0)],
+    )
+    served, swept, _, matched, cost = reuse.tables(result)
+    assert [column.header for column in served.columns][5:8] == ["right in full", "right", "as the donor"]
+    assert served.row_count == 2 and swept.row_count == 1 and matched.row_count == cost.row_count == 1
+    found = reuse.as_json(reuse.Plan(), "m", result)
+    assert found["recall"][0]["wrong"] == 0.25 and found["plan"]["lengths"] == (1000, 2000, 5000)

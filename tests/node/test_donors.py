@@ -229,10 +229,10 @@ def test_what_comes_for_one_that_is_over_is_kept(how: str) -> None:
     node.check_idle()
 
 
-@pytest.mark.parametrize("part", [Role.MIXED, Role.PREFILL])
-def test_whose_first_token_is_the_last_lets_go_of_its_donors(part: Role) -> None:
+@pytest.mark.parametrize(("part", "packed"), PARTS)
+def test_whose_first_token_is_the_last_lets_go_of_its_donors(part: Role, packed: bool) -> None:
     node = node_of(DONOR)
-    node.on(begin(part, donor()), 1)
+    node.on(begin(part, donor(), packed=packed), 1)
     node.on(Stepped(1, (KEY,), ((*NAMES, 70),)), 2)
     assert node.tiers is not None and not node.tiers.holds(NAMES[0]), "what it left has no name"
     node.check_idle()

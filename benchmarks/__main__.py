@@ -387,6 +387,25 @@ def offload(
 
 
 @app.command()
+def recall(
+    folder: Annotated[
+        Path, typer.Option(help="Of the model, which is trained and written there if it is not.")
+    ],
+    cases: Annotated[int, typer.Option(min=1, help="Prompts of each kind.")] = 60,
+    threads: Annotated[int, typer.Option(min=1, help="Threads that train and compute.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of weights and texts.")] = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Recall of a small model whose prompts are assembled: by selector, share recomputed and kind of donor."""
+    from benchmarks import recall as bench
+
+    check_writable("--json", json_file)
+    rows = bench.run(bench.Plan(folder, cases, threads, seed), _say)
+    show(bench.table(rows))
+    write_json(json_file, msgspec.to_builtins(rows))
+
+
+@app.command()
 def reuse(
     model: Annotated[
         Path | None, typer.Option(help="Model folder; default: the bench model, written now.")

@@ -54,9 +54,9 @@ class Training(msgspec.Struct, frozen=True):
     """`stages`: tokens of a text, pairs in it, texts of a step, steps."""
 
     seed: int = 0
-    threads: int = 2
+    threads: int = 1
     learning_rate: float = 3e-3
-    stages: tuple[tuple[int, int, int, int], ...] = ((24, 8, 64, 300), (128, 16, 32, 600), (416, 24, 12, 250))
+    stages: tuple[tuple[int, int, int, int], ...] = ((24, 8, 64, 900), (128, 16, 24, 350), (416, 24, 8, 200))
 
 
 def text_of(pairs: Sequence[tuple[int, int]], num_tokens: int, rng: random.Random) -> list[int]:

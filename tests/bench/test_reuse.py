@@ -60,7 +60,7 @@ def test_distances_of_distributions_by_hand() -> None:
         (" maple.", "maple", True),
         ("Maple, of course", "maple", True),
         (" maples", "maple", False),
-        (" the maple", "maple", False),
+        (" indeed maple.", "maple", True),
         (" not open.", "not open", True),
         (" open.", "not open", False),
         (" not open", "open", False),
@@ -138,7 +138,7 @@ def test_what_makes_the_kinds_of_donors() -> None:
     assert pairs["identical"].donor == target
     parts = target.split("\n\n")
     reordered = pairs["reordered"].donor.split("\n\n")
-    assert reordered != parts and sorted(reordered) == sorted(parts)
+    assert reordered != parts and reordered[:3] != parts[:3] and sorted(reordered) == sorted(parts)
     assert all(pairs["false"].others), "a false donor contradicts every fact"
     assert not any(pairs["reordered"].others + pairs["paraphrased"].others)
 
@@ -152,7 +152,7 @@ def test_what_makes_the_kinds_of_donors() -> None:
 
 
 def test_settings_have_names_of_their_own() -> None:
-    swept, served = all_settings(swept=True), all_settings(swept=False)
+    swept, served = all_settings(), all_settings("")
     assert [each.name for each in served] == ["semantic", "semantic, whole", "cacheblend", "epic"]
     assert len({each.name for each in swept}) == len(swept)
     assert {each.spoil for each in swept} == set(Spoil)
@@ -160,27 +160,9 @@ def test_settings_have_names_of_their_own() -> None:
 
 
 def test_tables_show_what_there_is() -> None:
-    row = Row(
-        "false",
-        "semantic",
-        "semantic",
-        0.4,
-        "its own",
-        True,
-        3,
-        0.5,
-        0.6,
-        0.01,
-        1.0,
-        1.02,
-        None,
-        1.0,
-        0.5,
-        0.25,
-    )
-    other = Row(
-        "false", "epic", "epic", 16, "its own", False, 3, 0.5, 1.0, 0.01, 1.0, 2e6, None, 1.0, 0.5, None
-    )
+    shares = (0.5, 0.6, 0.01, 1.0)
+    row = Row("false", "semantic", "semantic", 0.4, "its own", True, 3, *shares, 1.02, None, 1.0, 0.5, 0.25)
+    other = Row("reordered", "epic", "epic", 16, "its own", False, 3, *shares, 2e6, None, 1.0, 0.5, None)
     result = reuse.Result(
         "abc",
         [row, other],

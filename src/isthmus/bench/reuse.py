@@ -15,7 +15,7 @@ from rich.table import Table
 
 from isthmus.bench import BenchError
 from isthmus.bench.reuse_costs import Cost, Matching, costs, matchings
-from isthmus.bench.reuse_measures import Case, Row, all_settings, measure
+from isthmus.bench.reuse_measures import SWEPT, Case, Row, all_settings, measure
 from isthmus.bench.reuse_pairs import DONORS, INSTRUCTION, SUMMARY, Fact, Maker, Pair
 from isthmus.bench.reuse_runs import Prompts, Setting, Spoil
 from isthmus.bench.reuse_scores import says
@@ -25,8 +25,6 @@ from isthmus.errors import RequestError
 from isthmus.gateway.tokenizer import GatewayTokenizer
 from isthmus.reuse import CACHEBLEND, EPIC, SELECTIONS, SEMANTIC
 
-SWEPT = ("paraphrased", "reordered", "50 % changed", "false")
-"""Kinds of pairs with sweeps and controls; the others are measured with what is served."""
 RECALL_TOKENS = 8
 _WORDS_PER_TOKEN = 0.6
 """Of this prose, about."""
@@ -125,12 +123,13 @@ def run(
 ) -> Result:
     """Raises ConfigError, ModelError and BenchError."""
     bench = Bench(model, plan, threads)
-    swept, served = all_settings(swept=True), all_settings(swept=False)
-
-    def settings_of(case: Case) -> list[Setting]:
-        return swept if case.kind in SWEPT else served
-
-    recall = measure(bench.prompts, bench.recall(), settings_of, lambda line: report(f"facts, {line}"))
+    served = all_settings("")
+    recall = measure(
+        bench.prompts,
+        bench.recall(),
+        lambda case: all_settings(case.kind),
+        lambda line: report(f"facts, {line}"),
+    )
     summaries = measure(
         bench.prompts, bench.summaries(), lambda case: served, lambda line: report(f"summaries, {line}")
     )
@@ -157,23 +156,23 @@ def tables(result: Result) -> list[Table]:
 
 
 def _served(rows: Sequence[Row]) -> list[Row]:
-    names = {setting.name for setting in all_settings(swept=False)}
+    names = {setting.name for setting in all_settings("")}
     return [row for row in rows if row.setting in names]
 
 
 def _others(rows: Sequence[Row]) -> list[Row]:
     """The sweeps, each with its selector's own share in its place; controls behind."""
-    selectors = list(SELECTIONS)
+    selectors, kinds = list(SELECTIONS), list(DONORS)
 
     def place(row: Row) -> tuple[int, int, bool, float]:
-        return SWEPT.index(row.kind), selectors.index(row.selector), row.donor != Spoil.NONE, row.share
+        return selectors.index(row.selector), kinds.index(row.kind), row.donor != Spoil.NONE, row.share
 
-    return sorted([row for row in rows if row.kind in SWEPT and not row.packs], key=place)
+    return sorted([row for row in rows if row.kind in SWEPT[row.selector] and not row.packs], key=place)
 
 
 def rows_table(title: str, rows: Sequence[Row]) -> Table:
     """Columns that no row has a figure for are left out."""
-    shares = {"recomputed": "computed", "kept": "KV kept"}
+    shares = {"computed": "computed", "kept": "KV kept"}
     figures = {
         "full_right": "right in full", "right": "right", "wrong": "as the donor", "rouge": "ROUGE-L",
         "agreement": "equal tokens", "kl": "KL", "perplexity": "perplexity ratio",
@@ -213,7 +212,7 @@ def cost_table(rows: Sequence[Cost]) -> Table:
     for row in rows:
         found.add_row(
             f"{row.num_tokens:,}", row.setting, row.kind, f"{row.full_ms:.0f}", f"{row.ratio:.2f}",
-            _percent(row.recomputed), _percent(row.kept),
+            _percent(row.computed), _percent(row.kept),
         )  # fmt: skip
     return found
 

@@ -16,15 +16,15 @@ from isthmus.engine.alike import nearest, warped
 
 @dataclass(frozen=True)
 class Cost:
-    """`ratio`: the assembled step's time over that of the prompt in full, median over the rounds; `kept`: KV blocks
-    left for the answer, of the whole."""
+    """`ratio`: the assembled step's time over that of the prompt in full, median over the rounds; `computed`: of the
+    tokens, mean over the layers; `kept`: KV blocks left for the answer, of the whole."""
 
     num_tokens: int
     setting: str
     kind: str
     full_ms: float
     ratio: float
-    recomputed: float
+    computed: float
     kept: float
 
 
@@ -51,30 +51,31 @@ def costs(
 ) -> list[Cost]:
     """Full and assembled steps in turns, after one of each that does not count."""
     prompts.donate(donor)
-    times: dict[str, list[float]] = {}
+    full = list[float]()
+    ratios: dict[str, list[float]] = {setting.name: [] for setting in settings}
     shares: dict[str, tuple[float, float]] = {}
-    for turn in range(rounds + 1):
+    for _ in range(rounds + 1):
         started = time.perf_counter()
         prompts.full(target, 1)
-        full = time.perf_counter() - started
-        times.setdefault("", []).append(full)
+        full.append(time.perf_counter() - started)
         for setting in settings:
             started = time.perf_counter()
-            shares[setting.name] = _shares(prompts, target, setting)
-            took = time.perf_counter() - started
-            if turn:
-                times.setdefault(setting.name, []).append(took / full)
-    full_ms = statistics.median(times.pop("")[1:]) * 1e3
+            _, reused, packing = prompts.prefill(target, setting)
+            ratios[setting.name].append((time.perf_counter() - started) / full[-1])
+            dropped = packing.num_dropped * prompts.block_size if packing is not None else 0
+            computed = prompts.computed(target, setting.selection, reused)
+            shares[setting.name] = computed, 1 - dropped / len(target)
     return [
-        Cost(len(target), name, kind, full_ms, statistics.median(ratios), *shares[name])
-        for name, ratios in times.items()
+        Cost(
+            len(target),
+            name,
+            kind,
+            statistics.median(full[1:]) * 1e3,
+            statistics.median(found[1:]),
+            *shares[name],
+        )
+        for name, found in ratios.items()
     ]
-
-
-def _shares(prompts: Prompts, target: Sequence[int], setting: Setting) -> tuple[float, float]:
-    _, reused, packing = prompts.prefill(target, setting)
-    blocks = -(-len(target) // prompts.block_size)
-    return reused.recomputed / len(target), 1 - (packing.num_dropped if packing else 0) / blocks
 
 
 def matchings(prompts: Prompts, kind: str, donor: Sequence[int], target: Sequence[int]) -> list[Matching]:

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from isthmus.bench.reuse_runs import Answer, Assembled, Prompts, Setting, Spoil
 from isthmus.bench.reuse_scores import agreement, divergence, perplexity_ratio, rouge_l
-from isthmus.reuse import CACHEBLEND, EPIC, SELECTIONS, SEMANTIC, Selection
+from isthmus.reuse import SELECTIONS, Selection
 
 SHARES = {
     "semantic": (0.0, 0.1, 0.2, 0.7, 1.0),
@@ -22,6 +22,12 @@ SHARES = {
     "epic": (0, 1, 4, 64),
 }
 """What is swept beside each selector's own: the share recomputed, or of each passage the first tokens."""
+SWEPT = {
+    "semantic": ("paraphrased", "50 % changed", "false"),
+    "cacheblend": ("reordered", "20 % changed"),
+    "epic": ("reordered", "20 % changed"),
+}
+"""Kinds of donors with which shares are swept, and controls measured: those that a selector is for, and false ones."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """Means over the cases of a kind. `share`: what was swept; `recomputed`, `kept`: of the prompt's tokens; `right`,
+    """Means over the cases of a kind. `share`: what was swept; `computed`: of the
+    prompt's tokens, mean over the layers; `kept`: of its KV; `right`,
     `full_right`, `wrong`: of the answers, where it can be said; `rouge`: ROUGE-L against the answer in full."""
 
     kind: str
@@ -49,7 +56,7 @@ class Row:
     donor: str
     packs: bool
     num_cases: int
-    recomputed: float
+    computed: float
     kept: float
     kl: float
     agreement: float
@@ -78,10 +85,14 @@ def sweep(selection: Selection) -> list[Setting]:
     return [*found, *[Setting(f"{name}, {how}", selection, False, how) for how in (Spoil.ZEROED, Spoil.RANDOM)]]
 
 
-def all_settings(*, swept: bool) -> list[Setting]:
-    selections = SELECTIONS.values()
-    assert set(SHARES) == {each.name for each in selections} == {SEMANTIC.name, CACHEBLEND.name, EPIC.name}
-    return [setting for each in selections for setting in (*settings(each), *(sweep(each) if swept else ()))]
+def all_settings(kind: str | None = None) -> list[Setting]:
+    """What is served, of every selector; and what is swept with donors of this kind. None: all."""
+    found = list[Setting]()
+    for selection in SELECTIONS.values():
+        found += settings(selection)
+        if kind is None or kind in SWEPT[selection.name]:
+            found += sweep(selection)
+    return found
 
 
 @dataclass
@@ -92,7 +103,7 @@ class _Sums:
 
     def add(self, case: Case, full: Answer, other: Assembled) -> None:
         values: dict[str, float] = {
-            "recomputed": other.reused.recomputed / len(case.target),
+            "computed": other.computed,
             "kept": other.kept,
             "kl": divergence(full.logits_NV, other.forced_NV),
             "agreement": agreement(full.logits_NV, other.forced_NV),

@@ -14,6 +14,8 @@ from isthmus.bench.reuse_texts import Passage
 from isthmus.bench.reuse_words import contradicted, paraphrased
 
 NUM_FACTS = 6
+DOCUMENT = 3
+"""Passages that stay together where a text is reordered."""
 REWRITTEN = 0.5
 """The share of the sentences that are put in other words where a text is paraphrased."""
 INSTRUCTION = "Read these notes. A question about them follows."
@@ -193,10 +195,12 @@ def _reworded(text: Text, used: list[Passage], maker: Maker, rng: random.Random)
 
 
 def _reordered(text: Text, used: list[Passage], maker: Maker, rng: random.Random) -> Text:
-    parts = list(text)
-    while len(parts) > 1 and tuple(parts) == text:
-        rng.shuffle(parts)
-    return tuple(parts)
+    """As documents that were found for another question come in another order."""
+    documents = [text[at : at + DOCUMENT] for at in range(0, len(text), DOCUMENT)]
+    moved = list(documents)
+    while len(documents) > 1 and moved == documents:
+        rng.shuffle(moved)
+    return tuple([part for document in moved for part in document])
 
 
 def _changed(share: float) -> Change:

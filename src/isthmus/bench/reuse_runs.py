@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from isthmus.bench import BenchError
 from isthmus.engine.engine import Engine
 from isthmus.engine.interface import Assembling, Chunk, Donated, Held
-from isthmus.reuse import Packing, Selection, cut, pack, passages
+from isthmus.reuse import Packing, Selection, cut, pack, passages, rows_per_layer
 from isthmus.types import Reused
 
 _PIECE = 2048
@@ -52,7 +53,7 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """Greedy tokens, and the logits of the positions they were chosen at, `[N, V]`."""
+    """Greedy tokens, and logits of their positions `[N, V]`, computed as those of other prompts along these tokens."""
 
     tokens: list[int]
     logits_NV: Tensor
@@ -61,11 +62,11 @@ class Answer:
 @dataclass(frozen=True, eq=False)
 class Assembled:
     """`forced_NV`: logits at the positions of another answer, given that answer; `tokens`: its own greedy one.
-    `kept`: KV of the prompt that is left for the answer, of the whole."""
+    `computed`: of the prompt's tokens, mean over the layers; `kept`: of its KV, left for the answer."""
 
     tokens: list[int]
     forced_NV: Tensor
-    reused: Reused
+    computed: float
     kept: float
 
 
@@ -86,12 +87,14 @@ class Prompts:
         self._donor: list[int] = []
         self._own: list[Tensor] = []
         self._known: dict[bytes, tuple[int, int]] = {}
+        self._candidates: dict[str, int] = {}  # by selector, of the target that the donor is there for
 
     def donate(self, tokens: Sequence[int]) -> None:
         """Computes a donor in full, in place of the one before."""
         self._fit(len(tokens))
         self._donor = list(tokens[: len(tokens) // self.block_size * self.block_size])
         self._prefill(tokens, self._donor_blocks)
+        self._candidates.clear()
         self._own = [layer[self._slots].clone() for layer in self.engine.memory.layers]
         digests, stops = cut(self._donor, _SALT)
         starts = (0, *stops)
@@ -114,8 +117,8 @@ class Prompts:
         """The prompt as ever, and its greedy answer of at most so many tokens."""
         self._fit(len(tokens) + num_answers)
         logits_1V = self._prefill(tokens, self._blocks)
-        chosen, logits = self._greedy(logits_1V, len(tokens), num_answers, self._blocks, None)
-        return Answer(chosen, torch.cat(logits))
+        chosen = self._greedy(logits_1V, len(tokens), num_answers, self._blocks, None)
+        return Answer(chosen, self._forced(logits_1V, chosen, len(tokens), self._blocks, None))
 
     def assembled(
         self, tokens: Sequence[int], setting: Setting, answer: Sequence[int], num_answers: int
@@ -127,13 +130,25 @@ class Prompts:
         blocks = self._blocks
         if packing is not None:
             blocks = self._packed[: packing.num_packed] + blocks[packing.num_blocks :]
-        forced = [logits_1V]
-        if len(answer) > 1:
-            places = enumerate(answer[:-1], len(tokens))
-            forced.append(self._run([self._decode(token, at, blocks, packing) for at, token in places]))
-        chosen, _ = self._greedy(logits_1V, len(tokens), num_answers, blocks, packing)
+        forced_NV = self._forced(logits_1V, answer, len(tokens), blocks, packing)
+        chosen = self._greedy(logits_1V, len(tokens), num_answers, blocks, packing)
         dropped = 0 if packing is None else packing.num_dropped * self.block_size
-        return Assembled(chosen, torch.cat(forced), reused, 1 - dropped / len(tokens))
+        computed = self.computed(tokens, setting.selection, reused)
+        return Assembled(chosen, forced_NV, computed, 1 - dropped / len(tokens))
+
+    def computed(self, tokens: Sequence[int], selection: Selection, reused: Reused) -> float:
+        """The share of the tokens that a layer computes, mean over the layers. Spoils what was assembled last, unless
+        it is known how many tokens are candidates: a step that chooses none of them says so."""
+        count = reused.moved + reused.similar
+        if selection.full_layers:
+            if selection.name not in self._candidates:
+                none = Setting(selection.name, replace(selection, recompute=0.0, floor=0.0), packs=False)
+                _, found, _ = self.prefill(tokens, none)
+                self._candidates[selection.name] = found.moved + found.similar
+            count = self._candidates[selection.name]
+        num_layers = self.engine.memory.layout.num_layers
+        rows = rows_per_layer(selection, count, len(tokens) - count, num_layers)
+        return sum(rows) / (num_layers * len(tokens))
 
     def prefill(self, tokens: Sequence[int], setting: Setting) -> tuple[Tensor, Reused, Packing | None]:
         """One assembled step: the first token's logits."""
@@ -184,15 +199,19 @@ class Prompts:
         held = () if packing is None else (Held((), packing.num_dropped * self.block_size),)
         return Chunk((token,), at, blocks, True, True, holdings=held, packing=packing)
 
+    def _forced(
+        self, logits_1V: Tensor, answer: Sequence[int], at: int, blocks: Sequence[int], packing: Packing | None
+    ) -> Tensor:
+        """Logits at all positions of an answer, the first of which there are already."""
+        chunks = [self._decode(token, place, blocks, packing) for place, token in enumerate(answer[:-1], at)]
+        return torch.cat((logits_1V, self._run(chunks))) if chunks else logits_1V
+
     def _greedy(
         self, logits_1V: Tensor, at: int, count: int, blocks: Sequence[int], packing: Packing | None
-    ) -> tuple[list[int], list[Tensor]]:
-        """Tokens up to an end token, which is among them, and the logits that each was chosen from."""
-        tokens, logits = list[int](), list[Tensor]()
-        while len(tokens) < count:
-            tokens.append(int(logits_1V.argmax()))
-            logits.append(logits_1V)
-            if tokens[-1] in self._ends or len(tokens) == count:
-                break
+    ) -> list[int]:
+        """Tokens up to an end token, which is among them."""
+        tokens = [int(logits_1V.argmax())]
+        while len(tokens) < count and tokens[-1] not in self._ends:
             logits_1V = self._run([self._decode(tokens[-1], at + len(tokens) - 1, blocks, packing)])
-        return tokens, logits
+            tokens.append(int(logits_1V.argmax()))
+        return tokens

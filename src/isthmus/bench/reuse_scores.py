@@ -53,6 +53,7 @@ def perplexity_ratio(full_NV: Tensor, other_NV: Tensor, tokens: Sequence[int]) -
 
 
 def says(answer: str, fact: str) -> bool:
-    """The answer begins with the fact, word for word, case aside."""
+    """The fact is in the answer, word for word, case aside, and nothing denies it."""
     words, wanted = (_WORD.findall(text.lower()) for text in (answer, fact))
-    return words[: len(wanted)] == wanted
+    found = [at for at in range(len(words)) if words[at : at + len(wanted)] == wanted]
+    return any(not at or words[at - 1] != "not" for at in found)

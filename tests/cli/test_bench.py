@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Command
+from tests.models import make_model
 
 KIB = 1024
 
@@ -66,3 +67,15 @@ def test_store(isthmus: Command, tmp_path: Path) -> None:
 def test_bad_options_give_one_line(isthmus: Command, command: str, options: tuple[str, str], said: str) -> None:
     status, _, err = isthmus("bench", command, *options)
     assert status == 2 and said in err and "Traceback" not in err
+
+
+def test_reuse_without_texts_gives_one_line(isthmus: Command, tmp_path: Path) -> None:
+    status, _, err = isthmus("bench", "reuse", "--model", tmp_path, "--texts", tmp_path / "none")
+    assert status == 2 and f"--texts {tmp_path / 'none'}: no such folder" in err and "Traceback" not in err
+
+
+def test_reuse_of_a_model_that_cannot_gives_one_line(isthmus: Command, tmp_path: Path) -> None:
+    make_model(tmp_path, "mistral", sliding_window=40)
+    status, _, err = isthmus("bench", "reuse", "--model", tmp_path)
+    assert status == 1 and "prompts of this model are not assembled: " in err and "sliding windows" in err
+    assert "Traceback" not in err

@@ -62,10 +62,10 @@ class Donor(msgspec.Struct, frozen=True):
 
 
 class Assembly(msgspec.Struct, frozen=True):
-    """Of a prompt what is not cached is assembled from donors' KV: as `selection` says. `passages`: the same text, where
-    it stands in both; of what is not in any the engine looks for tokens of the first donor that are alike, if the
-    selection says so (SemShareKV). `num_reused`:
-    tokens that the conductor counts on; `num_layers`: that keep KV. `packing`: what of the prompt's KV is kept."""
+    """Of a prompt what is not cached is assembled from donors' KV: as `selection` says. `passages`: the same text,
+    where it stands in both; of what is not in any the engine looks for tokens of the first donor that are alike, if the
+    selection says so (SemShareKV). `num_reused`: tokens that the conductor counts on; `num_layers`: that keep KV.
+    `packing`: what of the prompt's KV is kept."""
 
     selection: Selection
     donors: tuple[Donor, ...]

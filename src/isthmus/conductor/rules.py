@@ -44,6 +44,10 @@ class Rules(msgspec.Struct, frozen=True):
     period_ns: int = NS_PER_S  # how often the driver says `LinksMeasured`
     lending: str = "none"
     lending_reserve: float = 0.1
+    # Of prompts that may be computed with more than their own prefix; see `reuse` in docs/configuration.md.
+    reuse_selector: str = "cacheblend"
+    reuse_prompts: int = 1024
+    reuse_tokens: int = 700
 
     @property
     def decode_ns(self) -> int:

@@ -99,6 +99,12 @@ class Backend(Protocol):
         """Starts a job. Raises RequestError, OverloadedError or UnavailableError."""
         ...
 
+    async def ready_to_reuse(self) -> None:
+        """To be awaited before jobs that may be computed with more than their own prefix: returns when prompts can be
+        told apart by what they mean. The first time that may take as long as reading the model's embeddings. Raises
+        UnavailableError."""
+        ...
+
     def gauges(self) -> dict[str, dict[str, float]]:
         """Metric name -> node id -> value, for /metrics and /status. May be empty."""
         ...

@@ -75,8 +75,8 @@ class Prompts:
 
     def __init__(self, engine: Engine, ends: Sequence[int] = ()) -> None:
         """`ends`: tokens that end an answer. Raises BenchError for a model whose prompts are not assembled."""
-        if engine.no_reuse:
-            raise BenchError(f"prompts of this model are not assembled: {engine.no_reuse}")
+        if engine.spec.no_reuse:
+            raise BenchError(f"prompts of this model are not assembled: {engine.spec.no_reuse}")
         self.engine, self._ends = engine, frozenset(ends)
         self.block_size = engine.layout.block_size
         self.most_tokens = min(engine.num_blocks // 3 * self.block_size, engine.max_length)

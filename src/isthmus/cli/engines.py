@@ -31,13 +31,15 @@ from isthmus.types import NodeId, Role
 @dataclass(frozen=True)
 class Served:
     """What is known of the served model before any node runs. `kv_tokens`: the longest request for which there is KV
-    memory, in whole blocks, of several nodes together; `node_tokens`: of every single node."""
+    memory, in whole blocks, of several nodes together; `node_tokens`: of every single node. `no_reuse`: why KV of its
+    prompts cannot be moved to other positions here, "" if it can."""
 
     tokenizer: Path
     vocab_size: int
     max_length: int
     kv_tokens: int
     node_tokens: int
+    no_reuse: str = ""
 
 
 def served_model(config: Config, folder: Path, nodes: Sequence[NodeFacts]) -> Served:
@@ -49,9 +51,13 @@ def served_model(config: Config, folder: Path, nodes: Sequence[NodeFacts]) -> Se
     lengths = max(each, *together), each
     if config.engine.kind == "emulated":
         tokenizer = tokenizer_folder(folder)
-        return Served(tokenizer, emulated.vocab_of(tokenizer), emulated.length_of(folder), *lengths)
+        why = "the emulated engine has no KV that could be moved"
+        return Served(tokenizer, emulated.vocab_of(tokenizer), emulated.length_of(folder), *lengths, why)
     spec = read_spec(folder)
-    return Served(folder, spec.vocab_size, spec.max_length, *lengths)
+    no_reuse = spec.no_reuse
+    if not no_reuse and not any(facts.reuse_layers for facts in nodes):
+        no_reuse = "nodes keep no computed KV here; give cache.dram"
+    return Served(folder, spec.vocab_size, spec.max_length, *lengths, no_reuse)
 
 
 def as_computed(config: Config, folder: Path) -> Config:

@@ -170,6 +170,7 @@ def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, An
         vocab_size=model.vocab_size,
         created_s=int(time.time()),
         node_length=model.node_tokens if model.node_tokens < length else 0,
+        no_reuse=model.no_reuse,
     )
     tokenizer = GatewayTokenizer.load(model.tokenizer)
     tokenizer.read_for_grammars()

@@ -20,6 +20,7 @@ from isthmus.attempts import key_of
 from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster import messages
 from isthmus.cluster.addresses import AddressBook
+from isthmus.cluster.donors import Donors
 from isthmus.cluster.link_stats import LinkStats, Offload
 from isthmus.cluster.pipeline import Groups, Stage
 from isthmus.cluster.recorder import Tape
@@ -80,6 +81,7 @@ class Head:
         self._layout: KVLayout | None = None
         self._revision = ""
         self._namer = lru_cache(MAX_NAMERS)(self._new_namer)
+        self._donors = Donors(card)
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
@@ -162,6 +164,7 @@ class Head:
         if job.request in self._streams:
             raise RequestError(f"a request with id {job.request} is in progress", param=None)
         stream = Stream(job, self._names(job), self._cancel)
+        content = self._donors.content_of(job) if stream.names else None
         self._streams[job.request] = stream
         self._decide(
             conductor.RequestArrived(
@@ -173,11 +176,27 @@ class Head:
                 priority=job.priority,
                 ttft_ms=job.ttft_ms,
                 tbt_ms=job.tbt_ms,
+                content=content,
             )
         )
         if stream.error is not None:
             raise stream.error
         return stream
+
+    async def ready_to_reuse(self) -> None:
+        """See `isthmus.gateway.backend.Backend`. Asks one node after the other, should some leave meanwhile."""
+        asked: NodeId | None = None
+        while not self._donors.ready:
+            if asked not in self._members:
+                able = [node for node, member in self._members.items() if member.hello.joined.reuse_layers]
+                if not able:
+                    raise UnavailableError("no node is here that could say what prompts mean; try again soon")
+                asked = self._donors.asked if self._donors.asked in able else able[0]
+                if asked != self._donors.asked:
+                    self._donors.asked = asked
+                    self._send(asked, messages.TellDirections())
+            self._changed.clear()
+            await self._changed.wait()
 
     def _names(self, job: Job) -> tuple[Any, ...]:
         """Of the prompt's blocks; none where its tokens are to be scored. What has no name is in no cache, so all of it
@@ -235,6 +254,11 @@ class Head:
             case conductor.ThresholdSet():
                 self._offload.threshold, self._offload.reason = action.threshold, action.reason
                 self._offload.changes += 1
+            case conductor.Remember():
+                stream = self._streams[action.request]
+                self._donors.keep(stream.job, len(stream.names))
+            case conductor.Unremember():
+                self._donors.drop(action.request)
 
     def _fail(self, request: RequestId, error: IsthmusError) -> None:
         stream = self._streams.pop(request, None)
@@ -258,7 +282,8 @@ class Head:
                 stop_length=len(job.tokens) + job.max_tokens,
                 names=stream.names,
             )
-            self._send(node, messages.Task(begin, now, tokens, len(job.tokens), job.sampling, job.salt))
+            donors = self._donors.of(route, job) if part is not Role.DECODE else ()
+            self._send(node, messages.Task(begin, now, tokens, len(job.tokens), job.sampling, job.salt, donors))
         self._offload.requests += self._addresses.crosses(route.prefill, route.decode)
 
     def _send(self, node: NodeId, message: Any) -> None:
@@ -282,6 +307,7 @@ class Head:
             return None
         if self._layout is None:
             self._layout, self._revision = hello.layout, hello.revision
+            self._donors.block_size = hello.layout.block_size
         self._members[joined.node] = _Member(hello, session, self._clock_ns())
         session.send(messages.Welcome(self._beat_ms))
         self._tell_neighbours(joined.cluster)
@@ -378,6 +404,10 @@ class Head:
             case messages.Beat():
                 member.gauges = message.gauges
                 self._link_stats.heard(node, member.cluster, message.link_reports, member.heard_ns)
+            case messages.Directions():
+                if node == self._donors.asked:
+                    self._donors.take(message)
+                    self._changed.set()
             case messages.Hello() | messages.StageHello():
                 raise ProtocolError("a second Hello")
             case _:

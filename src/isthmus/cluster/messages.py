@@ -20,7 +20,7 @@ from isthmus.scheduler import Piece, Preempted
 from isthmus.store import ArenaHandle
 from isthmus.types import BlockName, Generated, NodeId, RequestId, Sampling, TokenLogprobs
 
-PROTOCOL = 8
+PROTOCOL = 9
 MAX_NAMES = 1 << 16
 """In one message: far from the limit of its length."""
 
@@ -104,7 +104,15 @@ class StageHello(msgspec.Struct, frozen=True, tag=True):
     address: str
 
 
-HeadBound = Hello | StageHello | Outputs | Scores | Beat | Report
+class Directions(msgspec.Struct, frozen=True, tag=True):
+    """Rows of the table that signatures of prompts are made of (`engine.interface.Engine.directions`), from number
+    `first` on. In their order, until all are told."""
+
+    first: int
+    rows: bytes
+
+
+HeadBound = Hello | StageHello | Outputs | Scores | Beat | Directions | Report
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -129,7 +137,8 @@ class Task(msgspec.Struct, frozen=True, tag=True):
     """Take part in an attempt: `begin` for who decides, the rest for who computes.
 
     `now_ns`: the head's clock, of which the times of the route are. `tokens`: prompt and what earlier attempts
-    generated; the first `num_prompt` are the client's prompt. `salt`: of the request's caches.
+    generated; the first `num_prompt` are the client's prompt. `salt`: of the request's caches. `donors`: to assemble
+    the prompt, of each of the route's donors the tokens of the blocks that are needed.
     """
 
     begin: events.Begin
@@ -138,6 +147,11 @@ class Task(msgspec.Struct, frozen=True, tag=True):
     num_prompt: int
     sampling: Sampling
     salt: str = ""
+    donors: tuple[tuple[int, ...], ...] = ()
+
+
+class TellDirections(msgspec.Struct, frozen=True, tag=True):
+    """Say what signatures are made of, as `Directions`."""
 
 
 class Neighbours(msgspec.Struct, frozen=True, tag=True):
@@ -158,6 +172,7 @@ NodeBound = (
     | Neighbours
     | Stop
     | Task
+    | TellDirections
     | events.Forget
     | events.Become
     | events.Move

@@ -21,6 +21,7 @@ from msgspec.structs import replace
 from isthmus.attempts import BlocksEvicted, Report, RoleChanged
 from isthmus.cluster import messages
 from isthmus.cluster.cache import chains_of
+from isthmus.cluster.donors import parts_of
 from isthmus.cluster.pipeline import Group
 from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost, Runtime
 from isthmus.cluster.recorder import Tape
@@ -173,6 +174,8 @@ class NodeProcess(EngineProcess):
         match message:
             case messages.Task():
                 self.task(message)
+            case messages.TellDirections():
+                self.spawn(self._tell_directions())
             case events.Forget() | events.Become() | events.Move() | events.Return():
                 self.tell(message)
             case messages.Gathered():
@@ -218,6 +221,10 @@ class NodeProcess(EngineProcess):
             if self._group is not None:
                 self._group.begin(task)
             self.tell(begin)
+
+    async def _tell_directions(self) -> None:
+        for part in parts_of(await asyncio.to_thread(self._engine.directions)):
+            self._send(part)
 
     # The later stages of a pipeline group.
 

@@ -20,6 +20,7 @@ from isthmus.conductor.conductor import Conductor
 from isthmus.conductor.events import (
     Abort,
     Action,
+    Content,
     Convert,
     Event,
     Fail,
@@ -33,11 +34,13 @@ from isthmus.conductor.events import (
     NodeLeft,
     Paths,
     Refuse,
+    Remember,
     Repay,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
     ThresholdSet,
+    Unremember,
 )
 from isthmus.conductor.rules import LinkRule, Rules
 
@@ -47,6 +50,7 @@ __all__ = [
     "BlocksEvicted",
     "BlocksStored",
     "Conductor",
+    "Content",
     "Convert",
     "Event",
     "Fail",
@@ -65,6 +69,7 @@ __all__ = [
     "Paths",
     "PrefillFinished",
     "Refuse",
+    "Remember",
     "Repay",
     "RequestArrived",
     "RequestCancelled",
@@ -75,4 +80,5 @@ __all__ = [
     "Rules",
     "Spread",
     "ThresholdSet",
+    "Unremember",
 ]

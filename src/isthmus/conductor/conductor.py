@@ -23,6 +23,7 @@ from isthmus.conductor.capacity import Capacity
 from isthmus.conductor.compression import encoded
 from isthmus.conductor.control import OffloadControl
 from isthmus.conductor.conversion import Conversion
+from isthmus.conductor.donors import Donors
 from isthmus.conductor.events import (
     Abort,
     Action,
@@ -66,7 +67,8 @@ class Conductor:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.view = View(rules.links)
-        self._router = Router(self.view, rules)
+        self._donors = Donors(self.view, rules)
+        self._router = Router(self.view, rules, self._donors)
         self._capacity = Capacity(self.view, rules)
         self._control = OffloadControl(self.view, rules, self._router, self._capacity)
         self._conversion = Conversion(self.view, rules, self._capacity)
@@ -101,6 +103,7 @@ class Conductor:
     def check(self) -> None:
         self.view.check()
         self._conversion.check()
+        self._donors.check()
 
     # A request's way.
 
@@ -132,18 +135,22 @@ class Conductor:
             self._capacity.add(event.num_tokens, placement)
         self._eviction_cost.asked(event, cluster, placement.deepest, now)
         actions.append(self._route(request, placement, now))
-        return actions
+        return [*actions, *self._donors.forget_gone()] if event.content is not None else actions
 
     def _route(self, request: RequestView, placement: Placement, now: int) -> Route:
         event = request.arrived
-        placement.prefill.cluster.recent.insert(len(event.names) - placement.own, now)
+        placement.prefill.cluster.recent.insert(min(len(event.names), placement.named) - placement.own, now)
         self.view.assign(request, placement, now)
         request.kept = None
+        target, fetched = placement.prefill, list(placement.donated)
         if placement.source is not None:
-            source, target = placement.source, placement.prefill
-            request.copy = copies.begin(
-                source.link_out, target.link_in, placement.fetch_bytes, now, placement.across
-            )
+            fetched.append((placement.source, placement.fetch_bytes))
+        request.copies = tuple(
+            [
+                copies.begin(source.link_out, target.link_in, num_bytes, now, self.view.across(source, target))
+                for source, num_bytes in fetched
+            ]
+        )
         request.attempt += 1
         fetch, codec = placement.fetch, NONE
         if self.rules.codecs:
@@ -164,6 +171,7 @@ class Conductor:
             tuple([_holding(held) for held in placement.held]),
             tuple([node.node for node in placement.growth]),
             placement.taken,
+            placement.assembly,
         )
 
     def _fetched(self, event: FetchFinished, now: int) -> list[Action]:
@@ -182,7 +190,7 @@ class Conductor:
             if overload is not None:
                 return self._withdraw(request, _overloaded(event.request, overload), now)
         request.streaming = True
-        return []
+        return [*self._donors.remember(request)]
 
     def _handed_over(self, event: PrefillFinished, now: int) -> list[Action]:
         request = self._attempt(event.request, event.attempt)
@@ -409,7 +417,7 @@ class Conductor:
         for request in affected:
             request.kept = _kept(request, node)
         fetching = [
-            r for r in self.view.requests.values() if r.copy is not None and r.copy.link_out is node.link_out
+            r for r in self.view.requests.values() if any(copy.link_out is node.link_out for copy in r.copies)
         ]
         self.view.leave(node)
         self._conversion.left(node, now)
@@ -444,7 +452,7 @@ class Conductor:
         for request in list(self.view.requests.values()):
             if link is None:
                 break
-            if request.copy is not None and request.copy.across is link:
+            if any(copy.across is link for copy in request.copies):
                 self.view.end_copy(request)  # its node computes what does not come
             if request.across is link:
                 actions += self._lost(request, f"the link from {source} to {target} is down", now)

@@ -16,9 +16,9 @@ from isthmus.attempts import (
     Spread,
 )
 from isthmus.cost import Cost
-from isthmus.types import BlockName, NodeId, RequestId, Role
+from isthmus.types import BlockName, NodeId, RequestId, Reuse, Role
 
-RECORDING_FORMAT = 4
+RECORDING_FORMAT = 5
 """Of flight recordings: changes whenever an event or an action of conductor or nodes does."""
 
 
@@ -45,7 +45,8 @@ class NodeJoined(msgspec.Struct, frozen=True, tag=True):
     `state_blocks`: how many blocks the recurrent state of a sequence fills, 0 for models without: a prefix is of use
     up to a block whose state is kept as well (`blocks.state_name`). `max_sequences`: so many decode there at once,
     0 for no limit known. `lends`: it may hold KV of requests that are computed elsewhere, and have others hold its own.
-    `kv_heads`: into so many equal parts the KV of a token can be cut.
+    `kv_heads`: into so many equal parts the KV of a token can be cut. `reuse_layers`: those that keep KV, where prompts
+    can be assembled from others' KV; else 0.
     """
 
     node: NodeId
@@ -61,6 +62,7 @@ class NodeJoined(msgspec.Struct, frozen=True, tag=True):
     max_sequences: int = 0
     lends: bool = True
     kv_heads: int = 1
+    reuse_layers: int = 0
 
 
 class LinkState(msgspec.Struct, frozen=True):
@@ -93,6 +95,18 @@ class NodeLeft(msgspec.Struct, frozen=True, tag=True):
     node: NodeId
 
 
+class Content(msgspec.Struct, frozen=True):
+    """What a prompt says, as far as others with the same can be found: only of requests that may be computed with more
+    than their own prefix, as `reuse` says. Digests `pieces` of what it is cut into (`isthmus.reuse.cut`), where each
+    ends, and the `signature` of its embedding. `scope`: prompts of other scopes are none of its business."""
+
+    reuse: Reuse
+    scope: bytes
+    pieces: tuple[bytes, ...]
+    stops: tuple[int, ...]
+    signature: bytes = b""
+
+
 class RequestArrived(msgspec.Struct, frozen=True, tag=True):
     """A request of `num_tokens` prompt tokens whose full blocks have `names`.
 
@@ -107,6 +121,7 @@ class RequestArrived(msgspec.Struct, frozen=True, tag=True):
     priority: int = 0
     ttft_ms: int | None = None
     tbt_ms: int | None = None
+    content: Content | None = None
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True):
@@ -230,4 +245,16 @@ class ThresholdSet(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Action = Route | Refuse | Abort | Hold | Fail | Convert | ThresholdSet | Lend | Repay
+class Remember(msgspec.Struct, frozen=True, tag=True):
+    """Other prompts may be assembled from this request's: keep the tokens of its full blocks, until `Unremember`."""
+
+    request: RequestId
+
+
+class Unremember(msgspec.Struct, frozen=True, tag=True):
+    """No route will name this request as a donor any more."""
+
+    request: RequestId
+
+
+Action = Route | Refuse | Abort | Hold | Fail | Convert | ThresholdSet | Lend | Repay | Remember | Unremember

@@ -14,6 +14,7 @@ from operator import attrgetter
 
 from isthmus.attempts import FetchOrder
 from isthmus.conductor.clusters import Cluster
+from isthmus.conductor.donors import Donors
 from isthmus.conductor.estimates import Estimator, Matched, can_copy, least_sending, match
 from isthmus.conductor.events import RequestArrived
 from isthmus.conductor.holders import blocks_away, free_tokens, longest, num_blocks, spread
@@ -28,8 +29,8 @@ from isthmus.types import MIXED, PREFILL
 class Router:
     """Places requests by a view that it only reads. How offloading is decided is set from outside: `OffloadControl`."""
 
-    def __init__(self, view: View, rules: Rules) -> None:
-        self._view, self._rules = view, rules
+    def __init__(self, view: View, rules: Rules, donors: Donors) -> None:
+        self._view, self._rules, self._donors = view, rules, donors
         self._links = view.links
         self._policy = POLICIES[rules.policy]
         self.threshold = rules.threshold  # uncached tokens, None while nothing is offloaded
@@ -41,11 +42,9 @@ class Router:
         alone = self._view.alone
         if alone is not None:
             found = self._place_in(request, alone, alone, now)
-            return (
-                self._place_across(request, alone, now)
-                if found is None
-                else self._with_holders(found[0], request)
-            )
+            if found is None:
+                return self._place_across(request, alone, now)
+            return self._with_donors(self._with_holders(found[0], request), found[1], again)
         caches = _Caches(self._view, request)
         for home in self._homes(request, caches):
             for cluster, foreign in self._prefill_clusters(request, home, caches, now, again):
@@ -53,6 +52,7 @@ class Router:
                 placement = None
                 if found is not None:
                     placement = self._with_holders(self._with_transfers(*found, home, caches), request)
+                    placement = self._with_donors(placement, found[1], again)
                 if placement is not None:
                     return placement
         for cluster in self._view.clusters.values():
@@ -76,6 +76,12 @@ class Router:
         if not placement.growth and length - away > free_tokens(decode):
             return None
         return placement
+
+    def _with_donors(self, placement: Placement | None, estimator: Estimator, again: bool) -> Placement | None:
+        """Assembled of others' KV, where that is asked for and pays; what failed once is computed."""
+        if placement is None or again or estimator.request.content is None:
+            return placement
+        return self._donors.assembled(estimator, placement) or placement
 
     def place_with(self, request: RequestArrived, kept: Kept, now: int) -> Placement | None:
         """On other nodes than before, what holders keep of it being where it is; None where that cannot be."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from isthmus.attempts import FetchOrder
+from isthmus.attempts import Assembly, FetchOrder
 from isthmus.blocks import state_name
 from isthmus.conductor.clusters import Cluster
 from isthmus.conductor.copies import ClusterLink, Copy, Link, end
@@ -58,6 +58,7 @@ class NodeView:
         "node",
         "paths",
         "prefills",
+        "reuse_layers",
         "role",
         "service_ns",
         "slot",
@@ -89,7 +90,7 @@ class NodeView:
         self.evictions = 0
         self.lends, self.lent_blocks = joined.lends, 0  # to requests that are computed elsewhere
         self.expected_blocks = 0  # that their answers will add
-        self.kv_heads = joined.kv_heads
+        self.kv_heads, self.reuse_layers = joined.kv_heads, joined.reuse_layers
 
 
 class Held(NamedTuple):
@@ -122,10 +123,12 @@ class Placement:
 
     __slots__ = (
         "across",
+        "assembly",
         "cached",
         "compute_ns",
         "decode",
         "deepest",
+        "donated",
         "fetch",
         "fetch_bytes",
         "growth",
@@ -163,11 +166,20 @@ class Placement:
         self.held: Sequence[Held] = ()  # where its leading blocks lie instead
         self.growth: tuple[NodeView, ...] = ()  # where all that fills is to lie
         self.taken = 0  # which attempt's KV there is gone on with
+        self.assembly: Assembly | None = None  # of other prompts' KV; then what it is made of has no names
+        self.donated: Sequence[tuple[NodeView, int]] = ()  # whom that is fetched from, and bytes
+
+    @property
+    def named(self) -> int:
+        """Blocks that will have names where it is prefilled: all, or what is cached of an assembled prompt."""
+        return 1 << 62 if self.assembly is None else self.cached
 
     def handover_bytes(self, num_tokens: int) -> int:
         """What goes from the prefill node to the decode node, of so many tokens."""
         node = self.prefill
         elsewhere = self.handover_start + sum([held.num_blocks for held in self.held])
+        if self.assembly is not None and self.assembly.packing is not None:
+            elsewhere += self.assembly.packing.num_dropped
         sent = num_tokens - elsewhere * node.block_size
         return sent * node.cost.kv_token_bytes + node.state_bytes
 
@@ -183,7 +195,7 @@ class RequestView:
         "borrows",
         "coming",
         "compute_ns",
-        "copy",
+        "copies",
         "decode",
         "decode_ns",
         "expected_blocks",
@@ -191,6 +203,7 @@ class RequestView:
         "growth",
         "handing_over",
         "held",
+        "is_exact",
         "kept",
         "lender",
         "losses",
@@ -221,7 +234,8 @@ class RequestView:
         self.reason = ""
         self.refused = 0  # attempts that ended since a node had no memory for it
         self.waits = 0  # how often it began to wait for memory, with nobody before it
-        self.copy: Copy | None = None  # what is fetched for its prefill
+        self.copies: tuple[Copy, ...] = ()  # what is fetched for its prefill
+        self.is_exact = True  # nothing of its KV is another prompt's
         self.coming: Sequence[BlockName] = ()  # blocks that its prefill node will have
         # The link between clusters that its hand-over crosses, with so many bytes.
         self.across: ClusterLink | None = None
@@ -357,6 +371,7 @@ class View:
         prefill.prefills[facts.request] = request
         prefill.work_ns += request.work_ns
         prefill.free_ns = (prefill.free_ns if prefill.free_ns > now else now) + request.work_ns
+        request.is_exact = placement.assembly is None
         request.coming = _coming(facts, placement)
         self.index.expect(prefill.bit, request.coming)
         decode.decodes[facts.request] = request
@@ -459,9 +474,9 @@ class View:
         request.across, request.owed, request.lender = None, 0, None
 
     def end_copy(self, request: RequestView) -> None:
-        if request.copy is not None:
-            end(request.copy)
-            request.copy = None
+        for copy in request.copies:
+            end(copy)
+        request.copies = ()
 
     def _leave_queue(self, request: RequestView, node: NodeView) -> None:
         request.prefilling = False
@@ -494,18 +509,18 @@ class View:
             growing = [r.expected_blocks for r in self.requests.values() if node in r.growth]
             assert node.expected_blocks == sum(growing)
             for copy in (*node.link_in.copies, *node.link_out.copies):
-                assert any(r.copy is copy for r in self.requests.values()), "a copy that nobody wants"
+                assert any(copy in r.copies for r in self.requests.values()), "a copy that nobody wants"
         for link in self.links.values():
             crossing = [r for r in self.requests.values() if r.across is link]
             assert all(request.handing_over for request in crossing)
             assert link.owed == sum(request.owed for request in crossing)
-            assert all(any(r.copy is copy for r in self.requests.values()) for copy in link.copies)
+            assert all(any(copy in r.copies for r in self.requests.values()) for copy in link.copies)
 
 
 def _coming(request: RequestArrived, placement: Placement) -> Sequence[BlockName]:
     """Names of blocks that its prefill node has not yet and will have: of a hybrid model also the snapshot that its
     scheduler takes at the end of the last block with a token after it."""
-    names, node = request.names[placement.own :], placement.prefill
+    names, node = request.names[placement.own : placement.named], placement.prefill
     last = (request.num_tokens - 1) // node.block_size
     if not node.state_blocks or last <= placement.own or last > len(request.names):
         return names

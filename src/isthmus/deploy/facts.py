@@ -34,7 +34,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
     stands, "" if there is only one. `kv_dtype`: of its KV, for codecs; "" for what they do not take. `kv_heads`: into
     so many parts the KV of a token can be cut. `token_budget`, `prompt_batch`, `order`, `max_steps`, `max_chunks`: as
     in the scheduler's `Limits`; the last for prefill alone. `report_ns`: how often it says at most what its memory is
-    used for, 0 for never.
+    used for, 0 for never. `reuse_layers`: that keep KV, if prompts are assembled from others' KV, else 0.
     """
 
     node: NodeId
@@ -62,6 +62,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
     max_chunks: int = 1
     batches: int = 1
     report_ns: int = 0
+    reuse_layers: int = 0
 
     @property
     def max_sequences(self) -> int:
@@ -133,6 +134,7 @@ class NodeFacts(msgspec.Struct, frozen=True):
             state_blocks=self.state_blocks,
             lends=self.pipeline == 1,
             kv_heads=self.kv_heads,
+            reuse_layers=self.reuse_layers,
         )
 
     def node_of(

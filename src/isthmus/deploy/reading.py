@@ -97,6 +97,7 @@ def role_facts(
         eviction=config.cache.eviction,
         batches=engine.batches or 1,
         report_ns=_report_ns(config, nodes.pipeline),
+        reuse_layers=_reuse_layers(cost, layout) if dram_slots and nodes.pipeline == 1 else 0,
     )
 
 
@@ -108,6 +109,17 @@ def _kv_heads(config: Config, cost: Cost, layout: KVLayout | None) -> int:
     if config.engine.kind == "emulated":
         return EMULATED_HEADS if heads % EMULATED_HEADS == 0 or not isinstance(cost, Analytic) else 1
     return heads
+
+
+def _reuse_layers(cost: Cost, layout: KVLayout | None) -> int:
+    """Layers whose K and V can be moved to other positions: all that keep KV, or none."""
+    if layout is not None:
+        return layout.num_layers if layout.vectors == 2 and not layout.state_blocks else 0
+    if not isinstance(cost, Analytic):
+        return compile_cost(cost).num_layers
+    model = cost.model
+    moves = not (model.latent or model.state_bytes or model.window_elements)
+    return (model.kv_layers or model.num_layers) if moves else 0
 
 
 def _report_ns(config: Config, pipeline: int) -> int:

@@ -61,4 +61,4 @@ class AttentionEngine:
     def build(self, *_: object) -> NoReturn:
         raise AssertionError("a node of role attention computes no tokens")
 
-    step = relay = build
+    step = relay = directions = build

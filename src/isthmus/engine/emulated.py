@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -46,7 +47,7 @@ from isthmus.engine.recipe import (
     vocab_of,
 )
 from isthmus.errors import ProtocolError, StartError
-from isthmus.types import Sampling, TokenLogprobs
+from isthmus.types import Reused, Sampling, TokenLogprobs
 
 __all__ = [
     "LAYERS",
@@ -71,6 +72,7 @@ class EmulatedBatch:
     order: list[int]
     started_ns: int = 0
     elapsed_ps: int = 0
+    reused: dict[int, Reused] = field(default_factory=dict)
 
     @property
     def restores(self) -> bool:
@@ -134,6 +136,9 @@ class EmulatedEngine:
     @property
     def products(self) -> tuple[str, ...]:
         return ()
+
+    def directions(self) -> NoReturn:
+        raise AssertionError("the emulated engine has no KV that could be moved")
 
     def build(self, chunks: Sequence[Chunk]) -> EmulatedBatch:
         order = [index for index, chunk in enumerate(chunks) if chunk.samples]

@@ -147,18 +147,15 @@ class Engine:
             batch.order += [index for index in assembled if chunks[index].samples]
         return batch
 
-    @property
-    def no_reuse(self) -> str:
-        """See `isthmus.engine.interface.Engine`."""
-        return self.spec.no_reuse
-
     def directions(self) -> bytes:
         """See `isthmus.engine.interface.Engine`."""
         with torch.inference_mode():
             return directions(self.model.embed(torch.arange(self.vocab_size, device=self.device)))
 
     def _assembled(self, index: int, chunk: Chunk) -> Assembled:
-        assert not self.no_reuse and self.model.cos_sin is not None, "prompts of this model are not assembled"
+        assert not self.spec.no_reuse and self.model.cos_sin is not None, (
+            "prompts of this model are not assembled"
+        )
         return Assembled(index, chunk, self.memory, self.model.cos_sin, self.model.embed)
 
     def forward(

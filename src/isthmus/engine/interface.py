@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 OnLayer = Callable[[int], None]
 """Called with the number of a layer as soon as the batch's KV of that layer is in place."""
 
-SIGNATURE_BITS = 256
+SIGNATURE_BITS = 512
 
 BeforeLayer = Callable[[int], None]
 """Called with the number of a layer before anything of its KV is read or written. It may block, which holds up
@@ -259,13 +259,10 @@ class Engine(Protocol):
         """Which product was the fastest for each shape of its weights, where that was timed, a line each:
         "576x1536 bfloat16: native to 2, torch bfloat16 beyond"."""
 
-    @property
-    def no_reuse(self) -> str:
-        """Why it assembles no prompts, "" if it does."""
-
     def directions(self) -> bytes:
         """`[vocab_size, SIGNATURE_BITS]` int8: what each token adds to a prompt's embedding in so many random
-        directions, the same in every engine of the model. The signs of their sum over a prompt are its signature."""
+        directions. The signs of the sum over a prompt's distinct tokens are its signature. From any thread, while a
+        step runs; only engines that assemble prompts are asked."""
 
     def build(self, chunks: Sequence[Chunk]) -> Any:
         """A `Batch` of this engine's own kind. The stages of a pipeline build theirs from the same chunks in the

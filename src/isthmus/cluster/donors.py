@@ -1,0 +1,108 @@
+"""What the head knows of prompts that others may be assembled from, which the conductor does not: their tokens, and
+what signatures are made of.
+
+The table of signatures is the engine's: a node tells it, in parts, when the first prompt wants one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+import blake3
+import numpy as np
+
+from isthmus.attempts import Route
+from isthmus.cluster.messages import Directions
+from isthmus.conductor import Content
+from isthmus.engine.interface import SIGNATURE_BITS
+from isthmus.errors import ProtocolError
+from isthmus.reuse import cut
+from isthmus.types import Job, ModelCard, NodeId, RequestId, Reuse
+
+PART_ROWS = 8192
+
+
+class Donors:
+    """`asked`: the node that is to tell the table; `ready`: it has."""
+
+    def __init__(self, card: ModelCard) -> None:
+        self.asked: NodeId | None = None
+        self.block_size = 1
+        self._no_reuse, self._signer = card.no_reuse, Signer(card.vocab_size)
+        self._kept: dict[RequestId, tuple[str, array[int]]] = {}
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._no_reuse) or self._signer.ready
+
+    def take(self, part: Directions) -> None:
+        """Raises ProtocolError for rows that are not the next ones."""
+        self._signer.take(part)
+
+    def content_of(self, job: Job) -> Content | None:
+        """What the conductor is told of a prompt; None for one that is computed as ever."""
+        if job.reuse is Reuse.EXACT or self._no_reuse:
+            return None
+        pieces, stops = cut(job.tokens, job.salt)
+        signature = self._signer.sign(job.tokens) if self._signer.ready else b""
+        return Content(job.reuse, scope_of(job.tenant, job.salt), pieces, stops, signature)
+
+    def keep(self, job: Job, num_blocks: int) -> None:
+        """The tokens of a prompt's first blocks."""
+        self._kept[job.request] = job.salt, array("I", job.tokens[: num_blocks * self.block_size])
+
+    def drop(self, request: RequestId) -> None:
+        del self._kept[request]
+
+    def of(self, route: Route, job: Job) -> tuple[tuple[int, ...], ...]:
+        """Tokens of the blocks that a route needs of each of its donors."""
+        if route.assembly is None:
+            return ()
+        found = list[tuple[int, ...]]()
+        for donor in route.assembly.donors:
+            salt, tokens = self._kept[donor.request]
+            assert salt == job.salt, "a prompt of another tenant"
+            found.append(tuple(tokens[donor.first * self.block_size : len(donor.names) * self.block_size]))
+        return tuple(found)
+
+
+def scope_of(tenant: str, salt: str) -> bytes:
+    """Of prompts that may know of each other: those of one tenant and one salt. Says neither."""
+    key = blake3.blake3(salt.encode(), derive_key_context="isthmus 2026 scope of prompts").digest()
+    return blake3.blake3(tenant.encode(), key=key).digest(length=16)
+
+
+def parts_of(table: bytes) -> Iterator[Directions]:
+    """A table, `[vocab_size, SIGNATURE_BITS]` int8, as what is said of it."""
+    step = PART_ROWS * SIGNATURE_BITS
+    for start in range(0, len(table), step):
+        yield Directions(start // SIGNATURE_BITS, table[start : start + step])
+
+
+class Signer:
+    """Signs prompts of a model once it is `ready`: all rows of the table are here."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._size, self._known = vocab_size, 0
+        self._table = np.empty((0, SIGNATURE_BITS), np.int8)
+
+    @property
+    def ready(self) -> bool:
+        return self._known == self._size
+
+    def take(self, part: Directions) -> None:
+        """The next rows, or the first again, of a table that is told anew. Raises ProtocolError for others."""
+        rows, rest = divmod(len(part.rows), SIGNATURE_BITS)
+        if part.first == 0:
+            self._known, self._table = 0, np.empty((self._size, SIGNATURE_BITS), np.int8)
+        if rest or not rows or part.first != self._known or part.first + rows > self._size:
+            raise ProtocolError(f"rows of signatures from {part.first} on follow {self._known}")
+        table = np.frombuffer(part.rows, np.int8).reshape(rows, SIGNATURE_BITS)
+        self._table[part.first : part.first + rows] = table
+        self._known += rows
+
+    def sign(self, tokens: Sequence[int]) -> bytes:
+        """Of the distinct tokens: a word that comes often says no more than that it is there."""
+        sums = self._table[np.unique(np.asarray(tokens))].sum(0, dtype=np.int32)
+        return np.packbits(sums > 0, bitorder="little").tobytes()

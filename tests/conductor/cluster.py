@@ -142,12 +142,14 @@ class Cluster:
         for link in links:
             self.links_up[link.source, link.target] = link.up
         requests = self.conductor.view.requests
-        copying = [(request, request.copy, request.attempt) for request in requests.values() if request.copy]
+        copying = [(request, copy, request.attempt) for request in requests.values() for copy in request.copies]
         actions = self.on(LinksMeasured(links))
         for request, copy, attempt in copying:
             if requests.get(request.arrived.request) is request and request.attempt == attempt:
                 cut = request.on_hold or (copy.across is not None and not copy.across.up)
-                assert (request.copy is None) == cut, "a fetch goes on over a link that is down, or is given up"
+                assert (copy not in request.copies) == cut, (
+                    "a fetch goes on over a link that is down, or is given up"
+                )
         return actions
 
     def convert(self, node: str) -> list[Action]:

@@ -5,12 +5,13 @@ from typing import get_args
 import msgspec
 import pytest
 
-from isthmus.attempts import Entry, Holding, MemoryUsed, Spread
+from isthmus.attempts import Assembly, Donor, Entry, Holding, MemoryUsed, Spread
 from isthmus.conductor import (
     Abort,
     Action,
     BlocksEvicted,
     BlocksStored,
+    Content,
     Convert,
     Event,
     Fail,
@@ -26,6 +27,7 @@ from isthmus.conductor import (
     Paths,
     PrefillFinished,
     Refuse,
+    Remember,
     RequestArrived,
     RequestCancelled,
     RequestEnded,
@@ -33,10 +35,13 @@ from isthmus.conductor import (
     RoleChanged,
     Route,
     ThresholdSet,
+    Unremember,
 )
 from isthmus.conductor.events import Lend, Repay
 from isthmus.cost import HARDWARE, Analytic, Curve, ModelFacts, engine_coefficients
-from isthmus.types import NodeId, RequestId, Role, Tier
+from isthmus.reuse import SEMANTIC, Packing
+from isthmus.reuse.passages import Passage
+from isthmus.types import NodeId, RequestId, Reuse, Role, Tier
 
 A, N = RequestId("a"), NodeId("prefill-0")
 NAMES = (b"\x00\xff" * 8, bytes(16))
@@ -51,8 +56,17 @@ EVENTS = [
     NodeJoined(N, Role.MIXED, 4096, 16),
     NodeJoined(N, Role.PREFILL, 4096, 16, CURVE, Paths(10**9, 10**10, 10**8), 500),
     NodeJoined(N, Role.PREFILL, 4096, 16, ANALYTIC),
+    NodeJoined(N, Role.MIXED, 4096, 16, reuse_layers=30),
     NodeLeft(N),
     RequestArrived(A, "tenant", 100, 20, NAMES),
+    RequestArrived(
+        A,
+        "tenant",
+        100,
+        20,
+        NAMES,
+        content=Content(Reuse.SEMANTIC, bytes(16), (b"\xff" * 8, bytes(8)), (60, 100), b"\xff" * 64),
+    ),
     RequestArrived(A, "tenant", 100, 20, (1, 2, 2**40), -3, 500, 50),
     FirstToken(A, 1),
     FetchFinished(A, 1),
@@ -75,7 +89,17 @@ EVENTS = [
     Spread(A, 1, (Holding((N, NodeId("decode-1")), 3),)),
     MemoryUsed(N, 7, 2, 9, 1, (Entry(A, 1, 5, 2, True, (Holding((N,), 3),)), Entry(A, 2))),
 ]
+DONORS = (Donor(RequestId("b"), NAMES, 1), Donor(RequestId("c"), NAMES, 0, FetchOrder(N, 1, 2, 10**9)))
 ACTIONS = [
+    Route(
+        A,
+        1,
+        N,
+        N,
+        assembly=Assembly(SEMANTIC, DONORS, (Passage(32, 40, 1, 7),), 60, 2, Packing(5, (4, 3))),
+    ),
+    Remember(A),
+    Unremember(A),
     Route(A, 1, N, NodeId("decode-0")),
     Route(A, 2, N, N, FetchOrder(NodeId("prefill-1"), 2, 5, 10**15), 5, 10**9, 10**16),
     Refuse(A, "overloaded", "too many", 1000),

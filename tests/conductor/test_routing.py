@@ -319,7 +319,7 @@ def test_a_fetch_brings_the_state() -> None:
     route = routed(some, "r", 41, NAMES)
     assert route.prefill == "near-p2" and route.fetch is not None and route.fetch.stop == 10
     request = some.conductor.view.requests[RequestId("r")]
-    assert request.copy is not None and request.copy.num_bytes == 10 * 1000 + 2500
+    assert [copy.num_bytes for copy in request.copies] == [10 * 1000 + 2500]
     some.drain()
 
 

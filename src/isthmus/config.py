@@ -68,6 +68,9 @@ class _Section(BaseModel):
         return value
 
 
+ReuseMode = Literal["exact", "chunks", "semantic"]
+
+
 class RoleConfig(_Section):
     """Nodes of one role. `hardware`, `gpus`, `max_sequences`, `kv_memory`: as in `engine`, for this role alone.
     `price`: of one of them, as of a cluster's nodes.
@@ -273,6 +276,22 @@ class AuthConfig(_Section):
         return self
 
 
+class ReuseConfig(_Section):
+    """Which KV a prompt may be computed with: of the same prefix (`exact`), of the same text elsewhere (`chunks`), of a
+    prompt that means nearly the same (`semantic`). `default`: of requests that do not say, `tenants`: in its place, for
+    some of those that have keys.
+
+    `selector`: how prompts are mended whose passages are moved; `max_prompts`: that are remembered for it;
+    `min_tokens`: with fewer tokens to compute a prompt is computed as ever.
+    """
+
+    default: ReuseMode = "exact"
+    tenants: dict[str, ReuseMode] = Field(default_factory=dict)
+    selector: Literal["cacheblend", "epic"] = "cacheblend"
+    max_prompts: int = Field(1024, ge=1, le=1 << 20)
+    min_tokens: int = Field(700, ge=1)
+
+
 class SloConfig(_Section):
     """What a request is promised: time to first token, and the mean of its longest tenth of token gaps."""
 
@@ -325,6 +344,7 @@ class Config(_Section):
     scheduling: SchedulingConfig = SchedulingConfig()
     slo: SloConfig = SloConfig()
     cache: CacheConfig = CacheConfig()
+    reuse: ReuseConfig = ReuseConfig()
     network: NetworkConfig = NetworkConfig()
     tls: TlsConfig = TlsConfig()
     lending: LendingConfig = LendingConfig()
@@ -469,6 +489,11 @@ def with_keys(config: Config, given: Sequence[str]) -> Config:
     known = {key.sha256: key for key in config.auth.keys}
     for digest in map(key_digest, plain):
         known.setdefault(digest, KeyConfig(tenant=DEFAULT_TENANT, sha256=digest))
+    tenants = sorted({key.tenant for key in known.values()})
+    for tenant in config.reuse.tenants:
+        if tenant not in tenants:
+            there = f"keys are of {', '.join(tenants)}" if tenants else "there are no keys (auth.keys)"
+            raise ConfigError(f"reuse.tenants: {tenant!r} has no key; {there}")
     return config.model_copy(update={"auth": AuthConfig(keys=tuple(known.values()))})
 
 

@@ -75,6 +75,7 @@ class FakeBackend:
         self.members: dict[NodeId, tuple[Role, KVLayout, str]] = {}
         self.multiplied: dict[NodeId, tuple[str, ...]] = {}
         self.offloaded: Any = None
+        self.num_readied, self.unready = 0, None
 
     def submit(self, job: Job) -> FakeStream:
         steps = self.script(job)
@@ -82,6 +83,11 @@ class FakeBackend:
             self.jobs.append(job)
             self.changed.notify_all()
         return FakeStream(self, job, steps)
+
+    async def ready_to_reuse(self) -> None:
+        self.num_readied += 1
+        if self.unready is not None:
+            raise self.unready
 
     def gauges(self) -> dict[str, dict[str, float]]:
         return self.node_gauges

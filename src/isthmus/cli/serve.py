@@ -151,7 +151,7 @@ def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, An
     from isthmus.gateway.app import create_app
     from isthmus.gateway.settings import ApiKey, GatewaySettings
     from isthmus.gateway.tokenizer import GatewayTokenizer
-    from isthmus.types import ModelCard
+    from isthmus.types import ModelCard, Reuse
 
     places_of(config)  # what makes no sense is said before a model is looked for
     if idle := _simulated_only(config):
@@ -180,7 +180,13 @@ def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, An
         tool_format=config.tool_format,
         ttft_ms=config.slo.ttft_ms,
         tbt_ms=config.slo.tbt_ms,
+        reuse=Reuse(config.reuse.default),
+        tenant_reuse={tenant: Reuse(mode) for tenant, mode in config.reuse.tenants.items()},
     )
+    if card.no_reuse and any(
+        mode != "exact" for mode in (config.reuse.default, *config.reuse.tenants.values())
+    ):
+        print(f"isthmus: reuse: only exact, for {card.no_reuse}", file=sys.stderr)
     return cluster, create_app(cluster.head, tokenizer, settings)
 
 

@@ -20,11 +20,11 @@ from isthmus.gateway.requests import ChatRequest, CompletionRequest, GenerationR
 from isthmus.gateway.sampling import Sampler, check_vocabulary, sampler_of
 from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.structured import check_grammar, grammar_of
-from isthmus.gateway.terms import Terms
+from isthmus.gateway.terms import REUSE, Terms
 from isthmus.gateway.tokenizer import GatewayTokenizer
 from isthmus.gateway.tool_use import ToolUse, call_grammar, definitions, tool_use
 from isthmus.gateway.tools.formats import Format
-from isthmus.types import Job, ModelCard, RequestId
+from isthmus.types import Job, ModelCard, RequestId, Reuse
 
 DEFAULT_COMPLETION_TOKENS = 16
 Tokens = tuple[int, ...]
@@ -185,7 +185,7 @@ class RequestPreparer:
         prompts: list[_Prompt],
         tools: ToolUse | None = None,
     ) -> PreparedRequest:
-        n = request.n or 1
+        n, reuse = request.n or 1, self._reuse(terms, sampler)
         jobs: list[Job] = []
         for prompt in prompts:
             for sampling in sampler.for_prompt(n):
@@ -200,6 +200,7 @@ class RequestPreparer:
                         priority=terms.priority,
                         ttft_ms=terms.ttft_ms,
                         tbt_ms=terms.tbt_ms,
+                        reuse=reuse,
                     )
                 )
         return PreparedRequest(
@@ -213,6 +214,19 @@ class RequestPreparer:
             writing=_writing(request),
             tools=tools,
         )
+
+    def _reuse(self, terms: Terms, sampler: Sampler) -> Reuse:
+        """Which KV a request may be computed with. Raises RequestError where it asks for what there is not."""
+        settings, refused = self.settings, self.card.no_reuse
+        if not refused and sampler.base.prompt_logprobs is not None:
+            refused = "log-probabilities of a prompt ('prompt_logprobs', 'echo') need all of it computed"
+        if refused:
+            if terms.reuse not in (None, Reuse.EXACT):
+                raise RequestError(f"the header {REUSE!r} must be exact: {refused}", param=REUSE)
+            return Reuse.EXACT
+        if terms.reuse is not None:
+            return terms.reuse
+        return settings.tenant_reuse.get(terms.tenant or "", settings.reuse)
 
     def _check_count(self, num_prompts: int, n: int) -> None:
         most = self.settings.max_sequences

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 from isthmus.gateway.choice import Choice, Delta
 from isthmus.gateway.prepare import PreparedRequest
 from isthmus.gateway.problems import problem_json
+from isthmus.types import Reuse, Reused
 
 DONE = b"data: [DONE]\n\n"
 # JSON has no infinities. OpenAI writes this for tokens that cannot be.
@@ -22,8 +23,16 @@ TokenBytes = Callable[[int], bytes]
 """The bytes that a token id stands for."""
 
 
-class PromptDetails(msgspec.Struct, frozen=True):
+class PromptDetails(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Of a request that may be computed with more than its own prefix, where its KV came from: `exact_tokens` from the
+    same prefix, `moved_tokens` from the same text elsewhere, `similar_tokens` from a prompt that is alike. The four sum
+    to the prompt."""
+
     cached_tokens: int
+    exact_tokens: int | UnsetType = UNSET
+    moved_tokens: int | UnsetType = UNSET
+    similar_tokens: int | UnsetType = UNSET
+    recomputed_tokens: int | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -81,10 +90,17 @@ def usage_of(prepared: PreparedRequest, choices: Sequence[Choice]) -> Usage:
     """Each prompt counts once, however many choices continue it; its cached tokens are the first choice's."""
     prompt_tokens = sum(len(prompt) for prompt in prepared.prompts)
     completion_tokens = sum(choice.num_tokens for choice in choices)
-    cached_tokens = sum(choice.cached_tokens for choice in choices[:: prepared.n])
-    return Usage(
-        prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptDetails(cached_tokens)
-    )
+    leading = choices[:: prepared.n]
+    details = PromptDetails(sum(choice.cached_tokens for choice in leading), *_reused(leading))
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+
+
+def _reused(choices: Sequence[Choice]) -> Iterator[int]:
+    """Where prompts' KV came from, in sum; nothing if that can be their own prefix only."""
+    if all(choice.job.reuse is Reuse.EXACT for choice in choices):
+        return
+    for field in Reused.__struct_fields__:
+        yield sum(getattr(choice.reused, field) for choice in choices)
 
 
 def usage_field(prepared: PreparedRequest, usage: Usage | None) -> Usage | UnsetType | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from isthmus.gateway.logprobs import TokenLogprob
 
@@ -37,9 +38,15 @@ OutputItem = OutputMessage | OutputCall
 
 
 class InputDetails(msgspec.Struct, frozen=True):
+    """The last four are as in `isthmus.gateway.wire.PromptDetails`."""
+
     cached_tokens: int
     cache_write_tokens: int = 0
     """OpenAI bills these apart from others; here nothing is."""
+    exact_tokens: int | UnsetType = UNSET
+    moved_tokens: int | UnsetType = UNSET
+    similar_tokens: int | UnsetType = UNSET
+    recomputed_tokens: int | UnsetType = UNSET
 
 
 class OutputDetails(msgspec.Struct, frozen=True):

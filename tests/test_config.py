@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -48,6 +49,7 @@ network.compression tls.certificate tls.key tls.authority
 limits.max_requests limits.max_attempts limits.start_s limits.drain_s limits.silence_s limits.rejoin_s
 limits.transfer_s limits.link_s auth.keys
 lending.policy lending.reserve lending.period_s
+reuse.default reuse.tenants reuse.selector reuse.max_prompts reuse.min_tokens
 """.split()
 OPTIONS += [f"clusters.east.{option}" for option in OPTIONS if option.startswith("roles.")]
 
@@ -252,7 +254,7 @@ def test_every_option_refuses_what_makes_no_sense_by_its_name(file: Path, option
     nested: dict = {name: {"no": "sense"}}
     for section in reversed(sections):
         nested = {section: nested}
-    assert complaint(file, repr(nested)).startswith(f"{option}: ")
+    assert complaint(file, repr(nested)).startswith((f"{option}: ", f"{option}.no: "))
 
 
 def test_a_cost_curve_is_a_file_or_its_values(file: Path) -> None:
@@ -404,6 +406,38 @@ def test_keys_of_file_flags_and_environment_are_all_known(file: Path, monkeypatc
         (DEFAULT_TENANT, key_digest("sk-flag")),
         (DEFAULT_TENANT, key_digest("sk-environment")),
     ]
+
+
+def test_a_tenant_whose_reuse_is_set_has_a_key(file: Path) -> None:
+    file.write_text("reuse: {tenants: {acme: semantic, globx: chunks}}")
+    config = load_config(file, {})
+    with pytest.raises(ConfigError, match=r"reuse.tenants: 'acme' has no key; there are no keys \(auth.keys\)"):
+        with_keys(config, [])
+    keys = [{"tenant": tenant, "sha256": key_digest(tenant)} for tenant in ("globex", "acme")]
+    with pytest.raises(ConfigError, match=r"reuse.tenants: 'globx' has no key; keys are of acme, globex"):
+        with_keys(load_config(file, {"auth.keys": keys}), [])
+    assert with_keys(
+        load_config(None, {"reuse.tenants": {"acme": "chunks"}, "auth.keys": keys}), []
+    ).reuse.tenants
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "reuse: {default: all}",
+            "reuse.default: Input should be 'exact', 'chunks' or 'semantic' (found 'all')",
+        ),
+        ("reuse: {tenant: {acme: chunks}}", "unknown key 'reuse.tenant'; did you mean 'tenants'?"),
+        ("reuse: {tenants: {acme: chunk}}", "reuse.tenants.acme: Input should be"),
+        ("reuse: {selector: semantic}", "reuse.selector: Input should be 'cacheblend' or 'epic'"),
+        ("reuse: {max_prompts: 0}", "reuse.max_prompts: Input should be greater than or equal to 1"),
+    ],
+)
+def test_a_mistake_about_reuse_is_one_line(file: Path, text: str, said: str) -> None:
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_config(file, {})
 
 
 def test_keys_are_in_no_dump_of_a_configuration(file: Path) -> None:

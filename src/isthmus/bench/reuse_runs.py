@@ -154,7 +154,7 @@ class Prompts:
         """One assembled step: the first token's logits."""
         assert self._donor, "there is a donor"
         selection = setting.selection
-        found = () if selection.alike else passages(*cut(tokens, _SALT), self._known)
+        found = passages(*cut(tokens, _SALT), self._known)
         packing = None
         if setting.packs:
             packing = pack(selection, len(tokens), self.engine.memory.layout.num_layers, self.block_size)

@@ -124,7 +124,12 @@ def test_other_scopes_do_not_exist() -> None:
 def test_without_a_good_donor_the_route_is_the_one_without_the_header() -> None:
     """Byte for byte: nothing like it, too short, or no gain."""
     asks, asks_not = cluster("ppd"), cluster("ppd")
-    prompts = [(HEAD + A + B, ONE), (text(11, 300), FAR), (B[:40] + QUESTION[:19], ONE), (text(12, LEAST - 1), ONE)]
+    prompts = [
+        (HEAD + A + B, ONE),
+        (text(11, 300), FAR),
+        (B[:40] + QUESTION[:19], ONE),
+        (text(12, LEAST - 1), ONE),
+    ]
     for number, (tokens, signature) in enumerate(prompts):
         found = [
             each.reads(f"r{number}", tokens, reuse, signature=signature)

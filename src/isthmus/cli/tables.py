@@ -254,7 +254,9 @@ def _by_stage(rejected: Mapping[str, int]) -> str:
 
 
 def _sources(summary: Summary) -> str:
-    return f"{_percent(summary.hits_by_source.fetched)}, {_percent(summary.hits_by_source.disk)}"
+    hits = summary.hits_by_source
+    reused = f", {_percent(hits.reused)} of other prompts" if hits.reused else ""
+    return f"{_percent(hits.fetched)}, {_percent(hits.disk)}{reused}"
 
 
 def _loss(loss: Loss) -> str:

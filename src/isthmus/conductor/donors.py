@@ -24,6 +24,8 @@ from isthmus.types import MIXED, NS_PER_S, BlockName, RequestId, Reuse
 
 GAIN = 0.9
 """A prompt is assembled where its first token is predicted to come at most so many times as late."""
+BEYOND = 32
+"""Tokens beyond a passage that are loaded with it: more than a piece has in the mean."""
 MAX_DONORS = 8
 """Of one prompt: each is a chain that has to stay in a cache meanwhile."""
 
@@ -55,7 +57,8 @@ class _Found(msgspec.Struct, frozen=True):
             return self.first, self.donors[0].depth
         taken = [each for each in self.passages if each.donor == number]
         first, stop = min([each.start for each in taken]), max([each.start + each.count for each in taken])
-        return first // size, -(-stop // size)
+        # The same text goes on beyond what it is known by: see `reuse.extended`.
+        return max(0, first - BEYOND) // size, min(-(-(stop + BEYOND) // size), self.donors[number].depth)
 
 
 class Donors:

@@ -26,7 +26,7 @@ class DecodeClock:
         self.now = 0  # iterations so far
         self.sequences: dict[Sequence, None] = {}  # in the order in which they began
         self._limits = limits
-        self._offsets = 0  # sum over `sequences`
+        self._offsets = 0  # sum over `sequences`, less what was dropped of them
         self._ends: list[Entry] = []  # at its last token
         self.fills: list[Entry] = []  # with its blocks full; only of who needs more blocks to reach its end
 
@@ -38,7 +38,7 @@ class DecodeClock:
     def start(self, sequence: Sequence) -> None:
         """Its prompt is computed and its next token is known."""
         sequence.offset = offset = sequence.computed - self.now
-        self._offsets += offset
+        self._offsets += offset - self._dropped(sequence)
         self.sequences[sequence] = None
         heappush(self._ends, (sequence.stop_length - 1 - offset, sequence.age, sequence))
         self._note_full(sequence)
@@ -47,8 +47,13 @@ class DecodeClock:
         """Whether it is at its end or not. What it has come to is settled."""
         sequence.computed = self.now + sequence.offset
         sequence.length = sequence.computed + 1
-        self._offsets -= sequence.offset
+        self._offsets -= sequence.offset - self._dropped(sequence)
         del self.sequences[sequence]
+
+    def _dropped(self, sequence: Sequence) -> int:
+        """Tokens of its prompt that were dropped when it was packed."""
+        packing = sequence.packing
+        return 0 if packing is None else packing.num_dropped * self._limits.block_size
 
     def run(self, chunks: list[Piece]) -> Run:
         """Of all that decode, beside these chunks. Needs somebody who decodes."""
@@ -123,7 +128,7 @@ class DecodeClock:
 
     def check(self) -> None:
         """Each that decodes is in the sum and in the heaps, with blocks for what it has computed."""
-        assert self._offsets == sum([sequence.offset for sequence in self.sequences])
+        assert self._offsets == sum([each.offset - self._dropped(each) for each in self.sequences])
         ends = {(at, sequence) for at, age, sequence in self._ends if age == sequence.age}
         fills = {(at, sequence) for at, age, sequence in self.fills if age == sequence.age}
         for sequence in self.sequences:

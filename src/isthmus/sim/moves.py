@@ -69,7 +69,7 @@ class _Transfer:
 
     @property
     def purpose(self) -> str:
-        return "fetch" if self.is_prompts else "recall"
+        return "recall" if self.job is not None and not self.is_prompts else "fetch"
 
 
 class Moves:
@@ -155,7 +155,11 @@ class Moves:
         job, now = self._attempts.get(load.key), self._clock.now
         if job is None:
             return
-        size = load.num_tokens * node.cost.kv_token_bytes + (0 if load.told else node.cost.state_bytes)
+        donated = len(load.names) - -(-load.num_tokens // self._block_size)
+        if load.told or job.route.assembly is None or donated < 0:
+            donated = 0  # what follows the prompt's own blocks is a state
+        size = (load.num_tokens + donated * self._block_size) * node.cost.kv_token_bytes
+        size += 0 if load.told else node.cost.state_bytes
         self.bytes_moved["load"] += size
         serial = node.links.load or self.wiring.load_link(node.links, node.facts)
         ends = serial.take(size, now)
@@ -365,6 +369,8 @@ class Moves:
             return
         cost, route = node.cost, job.route
         elsewhere = route.handover_start + sum([holding.num_blocks for holding in route.holdings])
+        if route.assembly is not None and route.assembly.packing is not None:
+            elsewhere += route.assembly.packing.num_dropped
         kv = (job.length - elsewhere * self._block_size) * cost.kv_token_bytes
         if route.codec != NONE:
             kv = int(kv * codec_speeds(node.facts.kv_dtype, self._block_size)[route.codec].kept)

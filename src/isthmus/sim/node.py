@@ -11,11 +11,13 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from math import sqrt
 
+from isthmus.attempts import Assembly
 from isthmus.cost import NodeCost, compile_cost, pipeline
+from isthmus.cost.assembly import AssembledChunk, assembled_step_ps
 from isthmus.cost.elsewhere import lines
 from isthmus.deploy import NodeFacts
 from isthmus.node import Node
-from isthmus.scheduler import BlockPool, CountingPool, Run
+from isthmus.scheduler import BlockPool, CountingPool, Piece, Run
 from isthmus.sim.attending import LOOK_STEPS, Attending, Occupancy, Questions
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.job import SimJob
@@ -244,15 +246,21 @@ class SimNode:
     def _chunks_ps(self, run: Run) -> int:
         """How long a run with prompts keeps the node: a mixed iteration, or one prompt's chunks in turn."""
         step_ps, pieces, context, asked = self.cost.step_ps, [], run.context, self._asked
+        assembled = list[AssembledChunk]()
         for piece in run.chunks:
             count, start = piece.count, piece.start
             self.record.tokens_prefilled += run.steps * count
+            if piece.assembly is not None:
+                assembled.append(_assembled(piece, piece.assembly))
+                continue
             if piece.holdings:
                 start -= self.facts.block_size * sum([holding.num_blocks for holding in piece.holdings])
             pieces.append((count, start))
         if asked is not None:
             context -= asked.away
-        if run.steps == 1:
+        if assembled:
+            times = [assembled_step_ps(self.cost, assembled, pieces, run.num_decodes, context)]
+        elif run.steps == 1:
             times = [step_ps(pieces, run.num_decodes, context)]
         else:
             [(count, start)] = pieces
@@ -285,6 +293,10 @@ class SimNode:
         while steps > 0 and self._after(steps - 1) // 1000 >= elapsed:
             steps -= 1
         return steps
+
+
+def _assembled(piece: Piece, assembly: Assembly) -> AssembledChunk:
+    return AssembledChunk(assembly.selection, piece.count, piece.start, assembly.num_reused)
 
 
 def build_node(deployment: Deployment, slot: int) -> SimNode:

@@ -178,6 +178,8 @@ class Nodes:
                 node.sampling.append(job)
             if job.pending or job.loaded_ns > self._clock.now:
                 node.loading.append(job)
+            if piece.assembly is not None and job.record.first_token_ns < 0:
+                job.record.reused_tokens = piece.assembly.num_reused
             if not job.started:
                 job.started = True
                 if job.record.first_token_ns < 0:

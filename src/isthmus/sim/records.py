@@ -30,7 +30,8 @@ class RequestRecord:
     output token.
     `prefill_ns`: from the start of its prefill to its first token; `stalled_ns`: part of that in which its node only
     waited for KV. `ttft_limit_ns`, `tbt_limit_ns`: what it was promised, 0: nothing. `attempts`: how often it was
-    routed; times up to the first token are those of the attempt that gave it.
+    routed; times up to the first token are those of the attempt that gave it. `reused_tokens`: that other prompts' KV
+    was there for, as the conductor counts on it.
     """
 
     index: int
@@ -53,6 +54,7 @@ class RequestRecord:
     fetched_tokens: int = 0
     fetch_ns: int = 0
     disk_tokens: int = 0
+    reused_tokens: int = 0
     tbt_ns: float = 0.0
     ttft_limit_ns: int = 0
     tbt_limit_ns: int = 0

@@ -30,11 +30,13 @@ from isthmus.conductor import (
     LinksMeasured,
     NodeLeft,
     Refuse,
+    Remember,
     Repay,
     RequestArrived,
     RequestEnded,
     Route,
     ThresholdSet,
+    Unremember,
 )
 from isthmus.node.events import Become, Move, Return
 from isthmus.sim.clock import OTHERS, TRANSFER_ENDS, Clock
@@ -86,6 +88,7 @@ class Simulation:
             ThresholdSet: self._threshold_set,
             Lend: self._lend,
             Repay: self._repay,
+            **dict.fromkeys((Remember, Unremember), lambda _: None),  # nobody reads prompts here
         }
 
     # The loop.
@@ -185,6 +188,7 @@ class Simulation:
                 request.priority,
                 request.ttft_slo_ms,
                 request.tbt_slo_ms,
+                request.content,
             )
         )
 

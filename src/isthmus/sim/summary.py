@@ -52,11 +52,13 @@ class Waste(msgspec.Struct, frozen=True):
 
 
 class Hits(msgspec.Struct, frozen=True):
-    """Share of the prompt tokens taken from the node's own memory, from another node, and from its SSD."""
+    """Share of the prompt tokens taken from the node's own memory, from another node, and from its SSD. `reused`:
+    beside these, that other prompts' KV was there for, as the conductor counted on it."""
 
     memory: float
     fetched: float
     disk: float
+    reused: float
 
 
 class PoolUse(msgspec.Struct, frozen=True):
@@ -172,6 +174,7 @@ class Summary(msgspec.Struct, frozen=True):
     failed: int
     unfinished: int
     retried: int
+    assembled: int
     waste: Waste
     bytes_moved: dict[str, int]
     utilisation: dict[str, PoolUse]
@@ -212,6 +215,7 @@ def summarize(result: Result) -> Summary:
         ),
         hits_by_source=_hits(all_requests),
         retried=sum([each.attempts > 1 for each in result.records]),
+        assembled=sum([each.reused_tokens > 0 for each in all_requests.started]),
         waste=_waste(all_requests),
         bytes_moved=dict(result.bytes_moved),
         utilisation=_pools(result.nodes, span_ns),
@@ -302,7 +306,8 @@ def _hits(requests: _Requests) -> Hits:
     fetched = sum([each.fetched_tokens for each in requests.started])
     disk = sum([each.disk_tokens for each in requests.started])
     memory = max(0, requests.cached_tokens - fetched - disk)
-    return Hits(*(share(part, requests.prompt_tokens) for part in (memory, fetched, disk)))
+    reused = sum([each.reused_tokens for each in requests.started])
+    return Hits(*(share(part, requests.prompt_tokens) for part in (memory, fetched, disk, reused)))
 
 
 def _waste(requests: _Requests) -> Waste:

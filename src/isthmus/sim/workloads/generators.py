@@ -18,6 +18,10 @@ A specification is one line, `poisson:rate=8,num=10000,input=1024,output=128`, o
   after the one before, whether that was answered or not. `rate` counts requests once conversations end as
   often as they start; before that there are fewer, since the first start at time 0.
 
+* `documents=200,document_tokens=800,per_prompt=4`: each prompt is so many documents of a corpus, in any order, and
+  `input` more tokens (`documents.py`); the i-th most popular is chosen in proportion to i ** -`zipf`. Not with
+  `prefixes`, `turns` or `few`. `reuse=chunks` or `semantic`: what these requests may be computed with (docs/reuse.md).
+
 What is drawn for one purpose does not depend on what is drawn for another: another `output` leaves the
 arrivals as they are, and so does another number of prefixes.
 """
@@ -37,8 +41,10 @@ from typing import Any
 import msgspec
 
 from isthmus.errors import ConfigError
+from isthmus.sim.workloads.documents import Documents
 from isthmus.sim.workloads.lengths import Lengths, parse_lengths
 from isthmus.sim.workloads.workload import PLAIN_BLOCK_SIZE, Request, Workload
+from isthmus.types import Reuse
 
 ARRIVALS = ("poisson", "gamma", "even")
 
@@ -66,6 +72,10 @@ class _Spec(msgspec.Struct, frozen=True, kw_only=True):
     few: float = 0.0
     few_input: Lengths | None = None
     few_output: Lengths | None = None
+    documents: int = 0
+    document_tokens: Lengths | None = None
+    per_prompt: int = 1
+    reuse: Reuse = Reuse.EXACT
 
 
 def is_spec(text: str) -> bool:
@@ -82,7 +92,10 @@ def generate(source: str | Mapping[str, Any]) -> Workload:
     plain = spec.prefixes == 0 and spec.turns == 1.0
     if spec.few and not plain:
         raise ConfigError("workload: few goes with neither prefixes nor turns")
-    requests = list(_plain(spec, gap) if plain else _conversations(spec, gap))
+    if spec.documents and (spec.few or not plain):
+        raise ConfigError("workload: documents goes with neither few, prefixes nor turns")
+    made = _reading(spec, gap) if spec.documents else _plain(spec, gap) if plain else _conversations(spec, gap)
+    requests = list(made)
     return Workload(name, spec.block_size, requests)
 
 
@@ -109,6 +122,19 @@ def _plain(spec: _Spec, gap: Callable[[], float]) -> Iterator[Request]:
             yield Request(int(time * ns_per_gap), spec.few_input.draw(few), spec.few_output.draw(few))
             continue
         yield Request(int(time * ns_per_gap), draw_input(inputs), draw_output(outputs))
+
+
+def _reading(spec: _Spec, gap: Callable[[], float]) -> Iterator[Request]:
+    """Requests with documents of a corpus."""
+    assert spec.document_tokens is not None
+    inputs, outputs = random.Random(f"{spec.seed}/input"), random.Random(f"{spec.seed}/output")
+    corpus = Documents(
+        spec.documents, spec.document_tokens, spec.per_prompt, spec.zipf, spec.block_size, spec.seed
+    )
+    ids, time = count(), 0.0
+    for _ in range(spec.num):
+        time += gap() * 1e9 / spec.rate
+        yield corpus.request(int(time), spec.input.draw(inputs), spec.output.draw(outputs), spec.reuse, ids)
 
 
 class _Conversation:
@@ -212,6 +238,8 @@ def _checked(kind: str, fields: Mapping[str, str]) -> _Spec:
     for name, needs in _NEEDS:
         if name in given and needs not in given:
             raise ConfigError(f"workload: {name} needs {needs} too; write e.g. {needs}={_EXAMPLES[needs]}")
+    if "zipf" in given and not {"prefixes", "documents"} & given:
+        raise ConfigError("workload: zipf needs prefixes or documents too; write e.g. prefixes=100")
     return _Spec(**values)
 
 
@@ -243,6 +271,12 @@ def _number(least: float, *, above: bool = False) -> Callable[[str], float]:
     return read
 
 
+def _reuse(text: str) -> Reuse:
+    if text not in list(Reuse):
+        raise ValueError(f"{text!r} is none of {', '.join(Reuse)}")
+    return Reuse(text)
+
+
 def _share(text: str) -> float:
     value = _number(0.0, above=True)(text)
     if value >= 1:
@@ -266,6 +300,10 @@ _OPTIONS: dict[str, Callable[[str], Any]] = {
     "few": _share,
     "few_input": parse_lengths,
     "few_output": parse_lengths,
+    "documents": _whole,
+    "document_tokens": parse_lengths,
+    "per_prompt": _whole,
+    "reuse": _reuse,
 }
 
 _NEEDS = [
@@ -273,13 +311,17 @@ _NEEDS = [
     ("gamma", "cv"),
     ("prefixes", "prefix_tokens"),
     ("prefix_tokens", "prefixes"),
-    ("zipf", "prefixes"),
     ("turns", "think_s"),
     ("think_s", "turns"),
     ("few", "few_input"),
     ("few", "few_output"),
     ("few_input", "few"),
     ("few_output", "few"),
+    ("documents", "document_tokens"),
+    ("documents", "per_prompt"),
+    ("document_tokens", "documents"),
+    ("per_prompt", "documents"),
+    ("reuse", "documents"),
 ]
 
 _EXAMPLES = {
@@ -295,4 +337,7 @@ _EXAMPLES = {
     "few": "0.01",
     "few_input": "60000",
     "few_output": "1000",
+    "documents": "200",
+    "document_tokens": "800",
+    "per_prompt": "4",
 }

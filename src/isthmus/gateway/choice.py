@@ -10,7 +10,7 @@ from isthmus.errors import ProtocolError
 from isthmus.gateway.backend import TokenStream
 from isthmus.gateway.detokenizer import Detokenizer
 from isthmus.gateway.stops import StopMatcher
-from isthmus.types import FinishReason, Generated, Job, TokenLogprobs
+from isthmus.types import FinishReason, Generated, Job, Reused, TokenLogprobs
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -51,6 +51,7 @@ class Choice:
         self.stream = stream
         self.num_tokens = 0
         self.cached_tokens = 0
+        self._reused: Reused | None = None
         self.finish: FinishReason | None = None
         self._num_chars = 0
         self._detokenizer = detokenizer
@@ -66,6 +67,8 @@ class Choice:
         for generated in batch:
             if generated.cached_tokens is not None:
                 self.cached_tokens = generated.cached_tokens
+            if generated.reused is not None:
+                self._reused = generated.reused
             if generated.index == 0 and self.job.sampling.prompt_logprobs is not None:
                 delta.prompt_scores = self._prompt_scores(generated)
             if self._silent:
@@ -81,6 +84,12 @@ class Choice:
                 break
         delta.finish = self.finish
         return delta
+
+    @property
+    def reused(self) -> Reused:
+        """Where the prompt's KV came from. What is not known to come from elsewhere is computed."""
+        computed = len(self.job.tokens) - self.cached_tokens
+        return self._reused or Reused(self.cached_tokens, 0, 0, computed)
 
     @property
     def stopped(self) -> bool:

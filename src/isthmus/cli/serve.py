@@ -210,7 +210,7 @@ def say_if_exact(config: Config, why: str) -> None:
     from isthmus.types import Reuse
 
     if why and {config.reuse.default, *config.reuse.tenants.values()} != {Reuse.EXACT}:
-        print(f"isthmus: reuse stays exact, whatever `reuse` says: {why}", file=sys.stderr)
+        print(f"isthmus: reuse stays exact, whatever the section reuse says: {why}", file=sys.stderr)
 
 
 def say_if_open(config: Config, bound: tuple[Any, ...]) -> None:

@@ -69,8 +69,8 @@ def test_every_rule_comes_from_the_configuration() -> None:
             "lending.policy": "greedy",
             "lending.reserve": 0.2,
             "reuse.selector": "epic",
-            "reuse.max_prompts": 9,
-            "reuse.min_tokens": 100,
+            "reuse.max_prompts": 10,
+            "reuse.min_tokens": 20,
         },
     )
     rules, default = rules_of(config), Rules()

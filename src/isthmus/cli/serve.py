@@ -151,7 +151,7 @@ def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, An
     from isthmus.gateway.app import create_app
     from isthmus.gateway.settings import ApiKey, GatewaySettings
     from isthmus.gateway.tokenizer import GatewayTokenizer
-    from isthmus.types import ModelCard, Reuse
+    from isthmus.types import ModelCard
 
     places_of(config)  # what makes no sense is said before a model is looked for
     if idle := _simulated_only(config):
@@ -180,13 +180,10 @@ def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, An
         tool_format=config.tool_format,
         ttft_ms=config.slo.ttft_ms,
         tbt_ms=config.slo.tbt_ms,
-        reuse=Reuse(config.reuse.default),
-        tenant_reuse={tenant: Reuse(mode) for tenant, mode in config.reuse.tenants.items()},
+        reuse=config.reuse.default,
+        tenant_reuse=config.reuse.tenants,
     )
-    if card.no_reuse and any(
-        mode != "exact" for mode in (config.reuse.default, *config.reuse.tenants.values())
-    ):
-        print(f"isthmus: reuse: only exact, for {card.no_reuse}", file=sys.stderr)
+    say_if_exact(config, card.no_reuse)
     return cluster, create_app(cluster.head, tokenizer, settings)
 
 
@@ -206,6 +203,14 @@ def _max_length(config: Config, model: Served) -> int:
 def _simulated_only(config: Config) -> list[str]:
     """The options given that have no effect on a live cluster."""
     return ["network.spine_gbps"] if config.network.spine_gbps is not None else []
+
+
+def say_if_exact(config: Config, why: str) -> None:
+    """`why`: as `ModelCard.no_reuse`. Requests are computed all the same, and nobody is told with each."""
+    from isthmus.types import Reuse
+
+    if why and {config.reuse.default, *config.reuse.tenants.values()} != {Reuse.EXACT}:
+        print(f"isthmus: reuse stays exact, whatever the section reuse says: {why}", file=sys.stderr)
 
 
 def say_if_open(config: Config, bound: tuple[Any, ...]) -> None:

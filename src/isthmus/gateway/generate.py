@@ -83,9 +83,9 @@ class GenerationEndpoint:
         asked = await _read(self.kind, scope, receive, self.service.settings)
         prepared = await self.plan(asked, hex_id(scope), terms_of(scope))
         dialect = self.dialect(prepared, self.service.tokenizer.token_bytes)
-        answer = self._stream if prepared.writing.stream else self._answer
-        if any(job.reuse is not Reuse.EXACT for job in prepared.jobs):
+        if prepared.reuse is not Reuse.EXACT:
             await self.service.backend.ready_to_reuse()
+        answer = self._stream if prepared.writing.stream else self._answer
         # From here to `run`, which cancels what is left, nothing may await or fail.
         choices = self._submit(prepared, arrival_s)
         running = self.service.meter.running

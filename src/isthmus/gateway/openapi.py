@@ -59,7 +59,7 @@ def document(operations: Sequence[Operation], card: ModelCard, *, keys: bool) ->
     problem, reply_of = replies[0], dict(zip(map(id, kinds), replies, strict=True))
     paths: dict[str, Schema] = {}
     for each in operations:
-        described = _described(each, card, bodies.get(repr(each.body)), reply_of.get(id(each.reply)), problem)
+        described = _described(each, bodies.get(repr(each.body)), reply_of.get(id(each.reply)), problem)
         if keys and not each.open:
             described["security"] = [{"key": []}]
             described["responses"]["401"] = _answer("No key, or one that is not known.", {JSON: problem})
@@ -83,9 +83,7 @@ def _bodies(kinds: Sequence[Any]) -> tuple[dict[str, Schema], dict[str, Schema]]
     return {str(key): found for (key, _), found in references.items()}, schema.get("$defs", {})
 
 
-def _described(
-    operation: Operation, card: ModelCard, body: Schema | None, reply: Schema | None, problem: Schema
-) -> Schema:
+def _described(operation: Operation, body: Schema | None, reply: Schema | None, problem: Schema) -> Schema:
     content = {JSON: reply} if reply is not None else {}
     if operation.media:
         content = {operation.media: {"type": "string"}}
@@ -100,12 +98,7 @@ def _described(
         refusals = _REFUSALS if operation.streams else {code: _REFUSALS[code] for code in ("400", "404", "413")}
         found["responses"] |= {code: _answer(text, {JSON: problem}) for code, text in refusals.items()}
     if operation.streams:
-        found["parameters"] = [
-            _header(name, {"type": "integer", "minimum": low, "maximum": high})
-            for name, (low, high) in HEADERS.items()
-        ]
-        allowed = [Reuse.EXACT.value] if card.no_reuse else [each.value for each in Reuse]
-        found["parameters"].append(_header(REUSE, {"type": "string", "enum": allowed}))
+        found["parameters"] = _headers()
     if "{name" in operation.path:
         name = {"type": "string", "format": "model-name"}
         found["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": name}]
@@ -122,8 +115,13 @@ def _answer(text: str, content: dict[str, Schema]) -> Schema:
     return found
 
 
-def _header(name: str, schema: Schema) -> Schema:
-    return {"name": name, "in": "header", "schema": schema}
+def _headers() -> list[Schema]:
+    """A request's terms."""
+    schemas: dict[str, Schema] = {
+        name: {"type": "integer", "minimum": low, "maximum": high} for name, (low, high) in HEADERS.items()
+    }
+    schemas[REUSE] = {"type": "string", "format": "reuse", "enum": list(Reuse)}
+    return [{"name": name, "in": "header", "schema": schema} for name, schema in schemas.items()]
 
 
 def _bound(node: Any, card: ModelCard) -> None:
@@ -140,6 +138,8 @@ def _bound(node: Any, card: ModelCard) -> None:
             node["pattern"] = f"^0*({_decimals(str(card.vocab_size - 1))})$"
         case "num-tokens":
             node["maximum"] = card.max_length
+        case "reuse" if card.no_reuse:
+            node["enum"] = [Reuse.EXACT]
         case "model-name":
             node["enum"] = [card.name] if node.get("type") == "string" else [card.name, None]
     for each in node.values():

@@ -17,10 +17,11 @@ from isthmus.gateway.http import off_loop
 from isthmus.gateway.limits import answer_tokens, check_prompt, truncated
 from isthmus.gateway.problems import UnknownModelError
 from isthmus.gateway.requests import ChatRequest, CompletionRequest, GenerationRequest, Prompt, TemplateFields
+from isthmus.gateway.reuse import reuse_of
 from isthmus.gateway.sampling import Sampler, check_vocabulary, sampler_of
 from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.structured import check_grammar, grammar_of
-from isthmus.gateway.terms import REUSE, Terms
+from isthmus.gateway.terms import Terms
 from isthmus.gateway.tokenizer import GatewayTokenizer
 from isthmus.gateway.tool_use import ToolUse, call_grammar, definitions, tool_use
 from isthmus.gateway.tools.formats import Format
@@ -65,6 +66,11 @@ class PreparedRequest:
     jobs: tuple[Job, ...]
     writing: Writing
     tools: ToolUse | None = None
+
+    @property
+    def reuse(self) -> Reuse:
+        """Which KV its prompts may be computed with; all of its jobs say the same."""
+        return self.jobs[0].reuse
 
 
 @dataclass(frozen=True)
@@ -185,7 +191,9 @@ class RequestPreparer:
         prompts: list[_Prompt],
         tools: ToolUse | None = None,
     ) -> PreparedRequest:
-        n, reuse = request.n or 1, self._reuse(terms, sampler)
+        """Raises RequestError."""
+        n = request.n or 1
+        reuse = reuse_of(terms, _scored(request), self.settings, self.card)
         jobs: list[Job] = []
         for prompt in prompts:
             for sampling in sampler.for_prompt(n):
@@ -214,19 +222,6 @@ class RequestPreparer:
             writing=_writing(request),
             tools=tools,
         )
-
-    def _reuse(self, terms: Terms, sampler: Sampler) -> Reuse:
-        """Which KV a request may be computed with. Raises RequestError where it asks for what there is not."""
-        settings, refused = self.settings, self.card.no_reuse
-        if not refused and sampler.base.prompt_logprobs is not None:
-            refused = "log-probabilities of a prompt ('prompt_logprobs', 'echo') need all of it computed"
-        if refused:
-            if terms.reuse not in (None, Reuse.EXACT):
-                raise RequestError(f"the header {REUSE!r} must be exact: {refused}", param=REUSE)
-            return Reuse.EXACT
-        if terms.reuse is not None:
-            return terms.reuse
-        return settings.tenant_reuse.get(terms.tenant or "", settings.reuse)
 
     def _check_count(self, num_prompts: int, n: int) -> None:
         most = self.settings.max_sequences
@@ -293,6 +288,14 @@ def _template_options(request: TemplateFields) -> dict[str, Any]:
         "documents": request.documents,
         "tools": definitions(request),
     }
+
+
+def _scored(request: GenerationRequest) -> str:
+    """What asks for log-probabilities of the prompt, "" if nothing does."""
+    if request.prompt_logprobs is not None:
+        return "'prompt_logprobs'"
+    echoed = isinstance(request, CompletionRequest) and _echoed(request) is not None
+    return "'echo' with 'logprobs'" if echoed else ""
 
 
 def _echoed(request: CompletionRequest) -> int | None:

@@ -30,4 +30,4 @@ class GatewaySettings:
     ttft_ms: int | None = None
     tbt_ms: int | None = None
     reuse: Reuse = Reuse.EXACT
-    tenant_reuse: Mapping[str, Reuse] = field(default_factory=dict)  # in place of `reuse`, for some
+    tenant_reuse: Mapping[str, Reuse] = field(default_factory=dict)  # of tenants that have another

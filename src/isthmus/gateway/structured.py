@@ -40,7 +40,7 @@ def _parse_schema(value: Any) -> Any:
     return value
 
 
-Schema = Checked(_parse_schema, {"type": "object"})
+Schema = Checked(_parse_schema, {"type": ["object", "boolean"], "not": {"const": False}})  # `false` fits nothing
 
 
 class TextFormat(Strict):

@@ -1,4 +1,4 @@
-"""What a request's headers say: its own limits, its priority, what KV it may be computed with, and whose it is."""
+"""What a request's headers say: its own limits, its priority, what it may be computed with, and whose it is."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ REUSE = "x-isthmus-reuse"
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """`ttft_ms`, `tbt_ms`, `reuse`: None takes the deployment's. A higher `priority` is refused last. `tenant`: whose
-    key came, None where nobody needs one."""
+    """`ttft_ms`, `tbt_ms`: None takes the deployment's. A higher `priority` is refused last. `tenant`: whose key came,
+    None where nobody needs one. `reuse`: which KV it may be computed with, None if that is not said."""
 
     priority: int = 0
     ttft_ms: int | None = None
@@ -32,7 +32,7 @@ class Terms(msgspec.Struct, frozen=True):
 
 
 def terms_of(scope: Scope) -> Terms:
-    """Raises RequestError naming a header that is no such value, or given twice."""
+    """Raises RequestError naming a header that is none of its values, or given twice."""
     return Terms(
         priority=_integer(scope, PRIORITY) or 0,
         ttft_ms=_integer(scope, SLO_TTFT),
@@ -44,31 +44,33 @@ def terms_of(scope: Scope) -> Terms:
 
 def _integer(scope: Scope, name: str) -> int | None:
     low, high = HEADERS[name]
-    text = _only(scope, name)
+    text = _value(scope, name)
     if text is None:
         return None
     if not _INTEGER.fullmatch(text) or not low <= int(text) <= high:
-        shown = text.decode("latin-1")[:40]
-        raise RequestError(
-            f"the header {name!r} must be an integer from {low} to {high}, got {shown!r}", param=name
-        )
+        raise _wrong(name, f"an integer from {low} to {high}", text)
     return int(text)
 
 
 def _reuse(scope: Scope) -> Reuse | None:
-    text = _only(scope, REUSE)
-    known = {each.value.encode(): each for each in Reuse}
-    if text is not None and text not in known:
-        shown = text.decode("latin-1")[:40]
-        raise RequestError(
-            f"the header {REUSE!r} must be one of {', '.join(Reuse)}, got {shown!r}", param=REUSE
-        )
-    return None if text is None else known[text]
+    text = _value(scope, REUSE)
+    if text is None:
+        return None
+    try:
+        return Reuse(text.decode("latin-1"))
+    except ValueError:
+        *words, last = Reuse
+        raise _wrong(REUSE, f"{', '.join(words)} or {last}", text) from None
 
 
-def _only(scope: Scope, name: str) -> bytes | None:
-    """The header's value, None without one."""
-    values: list[bytes] = [value for header, value in scope["headers"] if header == name.encode()]
+def _value(scope: Scope, name: str) -> bytes | None:
+    """Raises RequestError when the header is given more than once."""
+    values = [value for header, value in scope["headers"] if header == name.encode()]
     if len(values) > 1:
         raise RequestError(f"the header {name!r} is given {len(values)} times", param=name)
     return values[0].strip() if values else None
+
+
+def _wrong(name: str, expected: str, text: bytes) -> RequestError:
+    shown = text.decode("latin-1")[:40]
+    return RequestError(f"the header {name!r} must be {expected}, got {shown!r}", param=name)

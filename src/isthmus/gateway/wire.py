@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 from isthmus.gateway.choice import Choice, Delta
 from isthmus.gateway.prepare import PreparedRequest
 from isthmus.gateway.problems import problem_json
-from isthmus.types import Reuse, Reused
+from isthmus.types import Reuse
 
 DONE = b"data: [DONE]\n\n"
 # JSON has no infinities. OpenAI writes this for tokens that cannot be.
@@ -23,10 +23,9 @@ TokenBytes = Callable[[int], bytes]
 """The bytes that a token id stands for."""
 
 
-class PromptDetails(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Of a request that may be computed with more than its own prefix, where its KV came from: `exact_tokens` from the
-    same prefix, `moved_tokens` from the same text elsewhere, `similar_tokens` from a prompt that is alike. The four sum
-    to the prompt."""
+class PromptDetails(msgspec.Struct, frozen=True):
+    """`cached_tokens`: of the same prefix. The others, whose sum is the prompt, only of a request that may be computed
+    with more than that: as in `isthmus.types.Reused`."""
 
     cached_tokens: int
     exact_tokens: int | UnsetType = UNSET
@@ -87,20 +86,26 @@ def event(data: bytes) -> bytes:
 
 
 def usage_of(prepared: PreparedRequest, choices: Sequence[Choice]) -> Usage:
-    """Each prompt counts once, however many choices continue it; its cached tokens are the first choice's."""
+    """Each prompt counts once, however many choices continue it; where its KV came from is the first choice's."""
     prompt_tokens = sum(len(prompt) for prompt in prepared.prompts)
     completion_tokens = sum(choice.num_tokens for choice in choices)
-    leading = choices[:: prepared.n]
-    details = PromptDetails(sum(choice.cached_tokens for choice in leading), *_reused(leading))
+    details = _prompt_details(choices[:: prepared.n], prepared.reuse)
     return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
 
 
-def _reused(choices: Sequence[Choice]) -> Iterator[int]:
-    """Where prompts' KV came from, in sum; nothing if that can be their own prefix only."""
-    if all(choice.job.reuse is Reuse.EXACT for choice in choices):
-        return
-    for field in Reused.__struct_fields__:
-        yield sum(getattr(choice.reused, field) for choice in choices)
+def _prompt_details(choices: Sequence[Choice], reuse: Reuse) -> PromptDetails:
+    """`choices`: one of each prompt."""
+    cached_tokens = sum(choice.cached_tokens for choice in choices)
+    if reuse is Reuse.EXACT:
+        return PromptDetails(cached_tokens)
+    reused = [choice.reused for choice in choices]
+    return PromptDetails(
+        cached_tokens,
+        exact_tokens=sum(each.exact for each in reused),
+        moved_tokens=sum(each.moved for each in reused),
+        similar_tokens=sum(each.similar for each in reused),
+        recomputed_tokens=sum(each.recomputed for each in reused),
+    )
 
 
 def usage_field(prepared: PreparedRequest, usage: Usage | None) -> Usage | UnsetType | None:

@@ -38,11 +38,10 @@ OutputItem = OutputMessage | OutputCall
 
 
 class InputDetails(msgspec.Struct, frozen=True):
-    """The last four are as in `isthmus.gateway.wire.PromptDetails`."""
-
     cached_tokens: int
     cache_write_tokens: int = 0
     """OpenAI bills these apart from others; here nothing is."""
+    # As in other answers' usage, and like these only where more than the same prefix may be reused.
     exact_tokens: int | UnsetType = UNSET
     moved_tokens: int | UnsetType = UNSET
     similar_tokens: int | UnsetType = UNSET

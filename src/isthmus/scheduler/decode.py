@@ -26,19 +26,19 @@ class DecodeClock:
         self.now = 0  # iterations so far
         self.sequences: dict[Sequence, None] = {}  # in the order in which they began
         self._limits = limits
-        self._offsets = 0  # sum over `sequences`
+        self._offsets = 0  # sum over `sequences`, less what was dropped of those that were packed
         self._ends: list[Entry] = []  # at its last token
         self.fills: list[Entry] = []  # with its blocks full; only of who needs more blocks to reach its end
 
     @property
     def context(self) -> int:
-        """Tokens that the next iteration attends to, all requests together."""
+        """Tokens that the next iteration attends to, all requests together: of packed ones those that were kept."""
         return self._offsets + len(self.sequences) * (self.now + 1)
 
     def start(self, sequence: Sequence) -> None:
         """Its prompt is computed and its next token is known."""
         sequence.offset = offset = sequence.computed - self.now
-        self._offsets += offset
+        self._offsets += offset if sequence.packing is None else offset - self._dropped(sequence)
         self.sequences[sequence] = None
         heappush(self._ends, (sequence.stop_length - 1 - offset, sequence.age, sequence))
         self._note_full(sequence)
@@ -47,8 +47,13 @@ class DecodeClock:
         """Whether it is at its end or not. What it has come to is settled."""
         sequence.computed = self.now + sequence.offset
         sequence.length = sequence.computed + 1
-        self._offsets -= sequence.offset
+        self._offsets -= (
+            sequence.offset if sequence.packing is None else sequence.offset - self._dropped(sequence)
+        )
         del self.sequences[sequence]
+
+    def _dropped(self, sequence: Sequence) -> int:
+        return sequence.packing.num_dropped * self._limits.block_size if sequence.packing is not None else 0
 
     def run(self, chunks: list[Piece]) -> Run:
         """Of all that decode, beside these chunks. Needs somebody who decodes."""
@@ -123,7 +128,7 @@ class DecodeClock:
 
     def check(self) -> None:
         """Each that decodes is in the sum and in the heaps, with blocks for what it has computed."""
-        assert self._offsets == sum([sequence.offset for sequence in self.sequences])
+        assert self._offsets == sum([each.offset - self._dropped(each) for each in self.sequences])
         ends = {(at, sequence) for at, age, sequence in self._ends if age == sequence.age}
         fills = {(at, sequence) for at, age, sequence in self.fills if age == sequence.age}
         for sequence in self.sequences:

@@ -12,10 +12,11 @@ from heapq import heappop, heappush
 from math import sqrt
 
 from isthmus.cost import NodeCost, compile_cost, pipeline
+from isthmus.cost.assembly import AssembledChunk, assembled_step_ps, assembled_weight
 from isthmus.cost.elsewhere import lines
 from isthmus.deploy import NodeFacts
 from isthmus.node import Node
-from isthmus.scheduler import BlockPool, CountingPool, Run
+from isthmus.scheduler import BlockPool, CountingPool, Piece, Run
 from isthmus.sim.attending import LOOK_STEPS, Attending, Occupancy, Questions
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.job import SimJob
@@ -244,15 +245,21 @@ class SimNode:
     def _chunks_ps(self, run: Run) -> int:
         """How long a run with prompts keeps the node: a mixed iteration, or one prompt's chunks in turn."""
         step_ps, pieces, context, asked = self.cost.step_ps, [], run.context, self._asked
+        assembled: list[AssembledChunk] = []
         for piece in run.chunks:
             count, start = piece.count, piece.start
+            if piece.assembly is not None:
+                assembled.append(self._assembled(piece))
+                continue
             self.record.tokens_prefilled += run.steps * count
             if piece.holdings:
                 start -= self.facts.block_size * sum([holding.num_blocks for holding in piece.holdings])
             pieces.append((count, start))
         if asked is not None:
             context -= asked.away
-        if run.steps == 1:
+        if assembled:
+            times = [assembled_step_ps(self.cost, assembled, pieces, run.num_decodes, context)]
+        elif run.steps == 1:
             times = [step_ps(pieces, run.num_decodes, context)]
         else:
             [(count, start)] = pieces
@@ -267,6 +274,16 @@ class SimNode:
         occupancy, latency = pipeline(times, self.facts.pipeline)
         self.tail_ns = (latency - occupancy) // 1000
         return occupancy
+
+    def _assembled(self, piece: Piece) -> AssembledChunk:
+        """A piece that is put together from donors' KV: of its tokens fewer are computed from layer to layer."""
+        assembly = piece.assembly
+        assert assembly is not None
+        chunk = AssembledChunk(assembly.selection, piece.count, piece.start, assembly.num_reused)
+        self.record.tokens_prefilled += assembled_weight(
+            assembly.selection, piece.count, assembly.num_reused, self.cost.num_layers
+        )
+        return chunk
 
     def _after(self, steps: int) -> int:
         """Picoseconds that the first `steps` iterations take."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from isthmus.conductor import Content
 from isthmus.conductor.events import RECORDING_FORMAT
 from isthmus.errors import ConfigError
 from isthmus.sim.workloads.lines import read_lines, wrong_line
@@ -44,6 +45,7 @@ class _Arrived(msgspec.Struct, frozen=True):
     priority: int = 0
     ttft_ms: int | None = None
     tbt_ms: int | None = None
+    content: Content | None = None
 
 
 class _Ended(msgspec.Struct, frozen=True):
@@ -161,6 +163,7 @@ class _Recording:
                     event.priority,
                     event.ttft_ms,
                     event.tbt_ms,
+                    content=event.content,
                 )
             )
         return Workload(path.stem, size, requests)

@@ -60,8 +60,8 @@ class _Handover:
 
 class _Transfer:
     """Blocks `[start, stop)` on their way from one node's cache to another's. `until_ns`: when all that was to be
-    loaded beside them is. `is_prompts`: a prefill waits for it. Donors' blocks are nobody's: they come before their prompt
-    queues."""
+    loaded beside them is. `is_prompts`: a prefill waits for it. Donors' blocks are nobody's: they come
+    before their prompt queues."""
 
     __slots__ = ("asked", "flow", "is_prompts", "job", "source", "stop", "target", "until_ns")
 

@@ -59,6 +59,18 @@ class Hits(msgspec.Struct, frozen=True):
     disk: float
 
 
+class ReuseUse(msgspec.Struct, frozen=True):
+    """Of requests that may be computed with more than their own prefix: how many, how many `assembled`, and tokens of
+    their prompts by where their KV came from; what was computed all the same is `recomputed`."""
+
+    requests: int
+    assembled: int
+    exact_tokens: int
+    moved_tokens: int
+    similar_tokens: int
+    recomputed_tokens: int
+
+
 class PoolUse(msgspec.Struct, frozen=True):
     """All nodes of one role. Shares of node time from start to end; `busy_share` includes `stalled_share`."""
 
@@ -168,6 +180,7 @@ class Summary(msgspec.Struct, frozen=True):
     hit_rate_tokens: float
     hit_rate_blocks: float
     hits_by_source: Hits
+    reuse: ReuseUse | None
     rejected: dict[str, int]
     failed: int
     unfinished: int
@@ -211,6 +224,7 @@ def summarize(result: Result) -> Summary:
             sum([each.cached_blocks for each in started]), sum([len(each.request.blocks) for each in started])
         ),
         hits_by_source=_hits(all_requests),
+        reuse=_reuse(started),
         retried=sum([each.attempts > 1 for each in result.records]),
         waste=_waste(all_requests),
         bytes_moved=dict(result.bytes_moved),
@@ -303,6 +317,18 @@ def _hits(requests: _Requests) -> Hits:
     disk = sum([each.disk_tokens for each in requests.started])
     memory = max(0, requests.cached_tokens - fetched - disk)
     return Hits(*(share(part, requests.prompt_tokens) for part in (memory, fetched, disk)))
+
+
+def _reuse(started: Sequence[RequestRecord]) -> ReuseUse | None:
+    """None where no request asked for it."""
+    asked = [each for each in started if each.request.content is not None]
+    if not asked:
+        return None
+    exact = sum([each.cached_tokens for each in asked])
+    moved, similar = sum([each.moved_tokens for each in asked]), sum([each.similar_tokens for each in asked])
+    whole = sum([each.request.num_tokens for each in asked])
+    assembled = sum([each.moved_tokens + each.similar_tokens > 0 for each in asked])
+    return ReuseUse(len(asked), assembled, exact, moved, similar, max(0, whole - exact - moved - similar))
 
 
 def _waste(requests: _Requests) -> Waste:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from isthmus.sim.summary import Loss, Parts, Spread, Summary, ThresholdUse
+from isthmus.sim.summary import Loss, Parts, ReuseUse, Spread, Summary, ThresholdUse
 
 _NONE = "–"
 _PLAIN_WIDTH = 1000
@@ -41,6 +41,8 @@ def _markdown(table: Table) -> str:
 def summary_tables(summary: Summary) -> list[Table]:
     """A simulation on one screen: totals, times, pools, links; with several clusters also what went between them."""
     tables = [_totals(summary), _times(summary)]
+    if summary.reuse is not None:
+        tables.append(_reuse(summary.reuse))
     if summary.by_route:
         tables.append(_routes(summary))
     tables.append(_pools(summary))
@@ -126,6 +128,16 @@ def _times(summary: Summary) -> Table:
         for name, mean in _part_means(summary.ttft_parts)[1:]:
             table.add_row(f"{name} (s)", f"{mean:,.3f}", *[_NONE] * 3)
     _add_times(table, "first token to decode (ms)", summary.transfer_s, 1000)
+    return table
+
+
+def _reuse(reuse: ReuseUse) -> Table:
+    title = f"Prompts that may be assembled: {reuse.requests:,}, of which {reuse.assembled:,} were"
+    table = _table(title, "KV of their tokens", "tokens", "%")
+    kinds = ("exact", "moved", "similar", "recomputed")
+    counts = [getattr(reuse, f"{kind}_tokens") for kind in kinds]
+    for kind, count in zip(kinds, counts, strict=True):
+        table.add_row(kind, f"{count:,}", _percent(count / max(1, sum(counts))))
     return table
 
 
@@ -254,9 +266,7 @@ def _by_stage(rejected: Mapping[str, int]) -> str:
 
 
 def _sources(summary: Summary) -> str:
-    hits = summary.hits_by_source
-    reused = f", {_percent(hits.reused)} of other prompts" if hits.reused else ""
-    return f"{_percent(hits.fetched)}, {_percent(hits.disk)}{reused}"
+    return f"{_percent(summary.hits_by_source.fetched)}, {_percent(summary.hits_by_source.disk)}"
 
 
 def _loss(loss: Loss) -> str:

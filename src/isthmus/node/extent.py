@@ -40,10 +40,7 @@ def extent_of(route: Route, num_tokens: int, block_size: int, state_blocks: int)
     states = -(-num_tokens // block_size) * block_size
     stop = states + state_blocks * block_size if state_blocks else num_tokens
     away = sum([holding.num_blocks for holding in holdings_of(route, num_tokens, block_size)])
-    assembly = assembly_of(route)
-    if assembly is not None and assembly.packing is not None:
-        away += assembly.packing.num_dropped
-    start = route.handover_start + away
+    start = route.handover_start + away + num_dropped(route)
     return Extent(block_size, start * block_size, num_tokens, states, stop, route.codec)
 
 
@@ -54,6 +51,12 @@ def assembly_of(route: Route) -> Assembly | None:
     if assembly is None or route.holdings or route.growth or route.taken:
         return None
     return None if assembly.packing is not None and route.handover_start else assembly
+
+
+def num_dropped(route: Route) -> int:
+    """Blocks of the prompt that are not handed over, since it is packed."""
+    assembly = assembly_of(route)
+    return assembly.packing.num_dropped if assembly is not None and assembly.packing is not None else 0
 
 
 def holdings_of(route: Route, num_tokens: int, block_size: int) -> tuple[Holding, ...]:

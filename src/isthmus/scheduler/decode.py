@@ -26,19 +26,19 @@ class DecodeClock:
         self.now = 0  # iterations so far
         self.sequences: dict[Sequence, None] = {}  # in the order in which they began
         self._limits = limits
-        self._offsets = 0  # sum over `sequences`, less what was dropped of them
+        self._offsets = 0  # sum over `sequences`, less what was dropped of those that were packed
         self._ends: list[Entry] = []  # at its last token
         self.fills: list[Entry] = []  # with its blocks full; only of who needs more blocks to reach its end
 
     @property
     def context(self) -> int:
-        """Tokens that the next iteration attends to, all requests together."""
+        """Tokens that the next iteration attends to, all requests together: of packed ones those that were kept."""
         return self._offsets + len(self.sequences) * (self.now + 1)
 
     def start(self, sequence: Sequence) -> None:
         """Its prompt is computed and its next token is known."""
         sequence.offset = offset = sequence.computed - self.now
-        self._offsets += offset - self._dropped(sequence)
+        self._offsets += offset if sequence.packing is None else offset - self._dropped(sequence)
         self.sequences[sequence] = None
         heappush(self._ends, (sequence.stop_length - 1 - offset, sequence.age, sequence))
         self._note_full(sequence)
@@ -47,13 +47,13 @@ class DecodeClock:
         """Whether it is at its end or not. What it has come to is settled."""
         sequence.computed = self.now + sequence.offset
         sequence.length = sequence.computed + 1
-        self._offsets -= sequence.offset - self._dropped(sequence)
+        self._offsets -= (
+            sequence.offset if sequence.packing is None else sequence.offset - self._dropped(sequence)
+        )
         del self.sequences[sequence]
 
     def _dropped(self, sequence: Sequence) -> int:
-        """Tokens of its prompt that were dropped when it was packed."""
-        packing = sequence.packing
-        return 0 if packing is None else packing.num_dropped * self._limits.block_size
+        return sequence.packing.num_dropped * self._limits.block_size if sequence.packing is not None else 0
 
     def run(self, chunks: list[Piece]) -> Run:
         """Of all that decode, beside these chunks. Needs somebody who decodes."""

@@ -65,6 +65,7 @@ class SimJob:
         self.started = self.prefilled = False
         if self.record.first_token_ns < 0:
             self.record.prefill_start_ns, self.record.stalled_ns = -1, 0
+            self.record.moved_tokens = self.record.similar_tokens = 0
 
     def withdraw(self) -> None:
         """Its attempt is over, whatever it had come to. It decodes nowhere."""

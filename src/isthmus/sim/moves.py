@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from isthmus.conductor import LinkState
 from isthmus.cost.transfer import NONE, codec_speeds
 from isthmus.node import events
+from isthmus.node.extent import num_dropped
 from isthmus.scheduler import Saved
 from isthmus.sim.attending import Attending
 from isthmus.sim.clock import TRANSFER_ENDS, Call, Clock
@@ -28,6 +29,9 @@ from isthmus.sim.sessions import Sessions
 from isthmus.types import NS_PER_S, BlockName, NodeId, RequestId
 
 PURPOSES = ("handover", "recall", "fetch", "load", "disk_read", "disk_write", "shipment", "queries")
+
+Reads = dict[RequestId, tuple[SimNode, Flow]]
+"""By attempt: which node reads."""
 
 Due = list[tuple[SimNode | None, Any]]
 """What nodes are told as soon as the present event is done, or the conductor (no node); None in place of an event: to
@@ -56,7 +60,8 @@ class _Handover:
 
 class _Transfer:
     """Blocks `[start, stop)` on their way from one node's cache to another's. `until_ns`: when all that was to be
-    loaded beside them is. `is_prompts`: a prefill waits for it."""
+    loaded beside them is. `is_prompts`: a prefill waits for it. Donors' blocks are nobody's: they come
+    before their prompt queues."""
 
     __slots__ = ("asked", "flow", "is_prompts", "job", "source", "stop", "target", "until_ns")
 
@@ -69,7 +74,7 @@ class _Transfer:
 
     @property
     def purpose(self) -> str:
-        return "recall" if self.job is not None and not self.is_prompts else "fetch"
+        return "fetch" if self.is_prompts or self.job is None else "recall"
 
 
 class Moves:
@@ -99,7 +104,9 @@ class Moves:
         self._state_blocks = nodes[0].facts.state_blocks if nodes else 0
         self._legs: dict[tuple[int, int], _Leg] = {}
         self._handovers: dict[RequestId, _Handover] = {}
-        self._reads: dict[RequestId, tuple[SimNode, Flow]] = {}
+        self._reads: Reads = {}
+        self._donor_reads: Reads = {}
+        """What is read for a prompt that waits, and of its donors for one that is loaded."""
         self._fetches: dict[tuple[RequestId, int], _Transfer] = {}
         self._recalled: dict[RequestId, tuple[Sequence[BlockName], int]] = {}
         """What a decode node has itself, and how much it has now that the rest was fetched, before its load."""
@@ -144,7 +151,8 @@ class Moves:
 
     def check_idle(self) -> None:
         assert self.network.next_finish() is None, "a flow is left"
-        assert not self._fetches and not self._handovers and not self._reads, "a transfer is left"
+        assert not self._fetches and not self._handovers, "a transfer is left"
+        assert not self._reads and not self._donor_reads, "a read is left"
         assert not self._recalled, "what was recalled was never loaded"
         self._holding.check_idle()
 
@@ -155,11 +163,11 @@ class Moves:
         job, now = self._attempts.get(load.key), self._clock.now
         if job is None:
             return
-        donated = len(load.names) - -(-load.num_tokens // self._block_size)
-        if load.told or job.route.assembly is None or donated < 0:
-            donated = 0  # what follows the prompt's own blocks is a state
-        size = (load.num_tokens + donated * self._block_size) * node.cost.kv_token_bytes
-        size += 0 if load.told else node.cost.state_bytes
+        size = load.num_tokens * node.cost.kv_token_bytes + (0 if load.told else node.cost.state_bytes)
+        donated = _donated(load, job, self._block_size)
+        if donated:
+            size += self._bytes(node, donated)
+            self._read_donors(node, job, donated)
         self.bytes_moved["load"] += size
         serial = node.links.load or self.wiring.load_link(node.links, node.facts)
         ends = serial.take(size, now)
@@ -167,7 +175,7 @@ class Moves:
         if not load.told:
             job.loaded_ns, names = ends, load.names
             if load.arriving and transfer is not None:
-                job.arriving, names = load.num_tokens, names[: transfer.asked.start]
+                job.arriving, names = load.num_tokens, names[: transfer.asked.start] + donated
             self.disks.load(node, load.key, names)
         elif transfer is not None:
             transfer.until_ns = ends
@@ -196,22 +204,36 @@ class Moves:
         if lost:
             self._lose(node, lost)
             return
-        job, num_blocks = self._attempts[read.key], len(read.names)
-        job.record.disk_tokens = num_blocks * self._block_size
-        job.pending += 1
-        size = num_blocks * self._block_size * node.cost.kv_token_bytes
-        self.bytes_moved["disk_read"] += size
-        tag = self._read_ends, (read.key, node)
-        flow = self.network.start((node.links.disk_read,), size, tag, self._clock.now)
-        self._reads[read.key] = node, flow
+        job = self._attempts[read.key]
+        job.record.disk_tokens = len(read.names) * self._block_size
+        self._begin_read(node, job, read.names, self._reads)
 
-    def _read_ends(self, what: tuple[RequestId, SimNode]) -> None:
-        key, node = what
-        del self._reads[key]
+    def _begin_read(self, node: SimNode, job: SimJob, names: Sequence[BlockName], reads: Reads) -> None:
+        job.pending += 1
+        size = self._bytes(node, names)
+        self.bytes_moved["disk_read"] += size
+        tag = self._read_ends, (job.key, node, reads)
+        reads[job.key] = node, self.network.start((node.links.disk_read,), size, tag, self._clock.now)
+
+    def _read_ends(self, what: tuple[RequestId, SimNode, Reads]) -> None:
+        key, node, reads = what
+        del reads[key]
         self._came(self._attempts.get(key), node)
 
-    def _stop_read(self, key: RequestId) -> None:
-        self.network.cancel(self._reads.pop(key)[1], self._clock.now)
+    def _stop_reads(self, node: SimNode, key: RequestId) -> None:
+        for reads in (self._reads, self._donor_reads):
+            if key in reads and reads[key][0] is node:
+                self.network.cancel(reads.pop(key)[1], self._clock.now)
+
+    def _read_donors(self, node: SimNode, job: SimJob, names: Sequence[BlockName]) -> None:
+        """What of donors lies on the disk alone is read when it is loaded; once, if the prompt is pre-empted."""
+        tiers = node.decider.tiers
+        on_disk = [name for name in names if name not in tiers.dram.held] if tiers is not None else []
+        if on_disk and job.key not in self._donor_reads and not self.disks.fails(node):
+            self._begin_read(node, job, on_disk, self._donor_reads)
+
+    def _bytes(self, node: SimNode, names: Sequence[BlockName]) -> int:
+        return len(names) * self._block_size * node.cost.kv_token_bytes
 
     def _came(self, job: SimJob | None, node: SimNode) -> None:
         """Something that a prefill waited for is there."""
@@ -233,7 +255,7 @@ class Moves:
         if self.disks.fails(node):
             self.disks.unwritten[node.slot].update(names)
             return
-        size = len(names) * self._block_size * node.cost.kv_token_bytes
+        size = self._bytes(node, names)
         self.bytes_moved["disk_write"] += size
         node.links.disk_write.take(size, self._clock.now)
 
@@ -362,22 +384,23 @@ class Moves:
             self._say(node, self._named[grant.peer], events.Granted(grant.key))
 
     def _send(self, node: SimNode, send: events.Send) -> None:
-        """All layers but the last stream while the prefill computes; after it, whatever was not sent."""
+        """All layers but the last stream while the prefill computes; after it, whatever was not sent. What is packed is
+        when all is computed."""
         key = send.key
         job = self._attempts.get(key)
         if job is None or key in self._severed:
             return
         cost, route = node.cost, job.route
         elsewhere = route.handover_start + sum([holding.num_blocks for holding in route.holdings])
-        if route.assembly is not None and route.assembly.packing is not None:
-            elsewhere += route.assembly.packing.num_dropped
+        dropped = num_dropped(route)
+        elsewhere += dropped
         kv = (job.length - elsewhere * self._block_size) * cost.kv_token_bytes
         if route.codec != NONE:
             kv = int(kv * codec_speeds(node.facts.kv_dtype, self._block_size)[route.codec].kept)
         size, rest = kv + cost.state_bytes, 0
         self.bytes_moved["handover"] += size
         if not send.computed:
-            rest = kv // cost.num_layers + cost.state_bytes
+            rest = kv if dropped else kv // cost.num_layers + cost.state_bytes
         leg = self._legs.get((node.slot, job.decode_slot)) or self._leg(node, job.decode_slot)
         handover = self._handovers[key] = _Handover(key, job, leg, rest)
         tag = self._handed_over, handover
@@ -430,8 +453,8 @@ class Moves:
         self._holding.release(node, key)
         if self.disks.are_at_risk:
             self.disks.over(node, key)
-        if key in self._reads and self._reads[key][0] is node:
-            self._stop_read(key)
+        if key in self._reads or key in self._donor_reads:
+            self._stop_reads(node, key)
 
     def _stop_handover(self, handover: _Handover) -> None:
         del self._handovers[handover.key]
@@ -494,9 +517,8 @@ class Moves:
         for handover in list(self._handovers.values()):
             if node is handover.leg.source or node is handover.leg.target:
                 self._stop_handover(handover)
-        for key, (reader, _) in list(self._reads.items()):
-            if reader is node:
-                self._stop_read(key)
+        for key in [*self._reads, *self._donor_reads]:
+            self._stop_reads(node, key)
         for key, job in self._attempts.items():
             ends = self._nodes[job.prefill_slot], self._nodes[job.decode_slot]
             if node in ends and ends[0] is not ends[1]:
@@ -565,3 +587,8 @@ class Moves:
         sent = flow.num_bytes - left
         computed = min(1.0, (now - flow.started_ns) / max(1, tag[1].job.route.work_ns))
         return max(0, int(flow.num_bytes * computed) - sent)
+
+
+def _donated(load: events.Load, job: SimJob, block_size: int) -> tuple[BlockName, ...]:
+    """What a load brings of donors, behind what is cached of the prompt. Models with states have no donors."""
+    return load.names[-(-load.num_tokens // block_size) :] if job.route.assembly is not None else ()

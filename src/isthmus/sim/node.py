@@ -11,9 +11,8 @@ from __future__ import annotations
 from heapq import heappop, heappush
 from math import sqrt
 
-from isthmus.attempts import Assembly
 from isthmus.cost import NodeCost, compile_cost, pipeline
-from isthmus.cost.assembly import AssembledChunk, assembled_step_ps
+from isthmus.cost.assembly import AssembledChunk, assembled_step_ps, assembled_weight
 from isthmus.cost.elsewhere import lines
 from isthmus.deploy import NodeFacts
 from isthmus.node import Node
@@ -246,13 +245,13 @@ class SimNode:
     def _chunks_ps(self, run: Run) -> int:
         """How long a run with prompts keeps the node: a mixed iteration, or one prompt's chunks in turn."""
         step_ps, pieces, context, asked = self.cost.step_ps, [], run.context, self._asked
-        assembled = list[AssembledChunk]()
+        assembled: list[AssembledChunk] = []
         for piece in run.chunks:
             count, start = piece.count, piece.start
-            self.record.tokens_prefilled += run.steps * count
             if piece.assembly is not None:
-                assembled.append(_assembled(piece, piece.assembly))
+                assembled.append(self._assembled(piece))
                 continue
+            self.record.tokens_prefilled += run.steps * count
             if piece.holdings:
                 start -= self.facts.block_size * sum([holding.num_blocks for holding in piece.holdings])
             pieces.append((count, start))
@@ -276,6 +275,16 @@ class SimNode:
         self.tail_ns = (latency - occupancy) // 1000
         return occupancy
 
+    def _assembled(self, piece: Piece) -> AssembledChunk:
+        """A piece that is put together from donors' KV: of its tokens fewer are computed from layer to layer."""
+        assembly = piece.assembly
+        assert assembly is not None
+        chunk = AssembledChunk(assembly.selection, piece.count, piece.start, assembly.num_reused)
+        self.record.tokens_prefilled += assembled_weight(
+            assembly.selection, piece.count, assembly.num_reused, self.cost.num_layers
+        )
+        return chunk
+
     def _after(self, steps: int) -> int:
         """Picoseconds that the first `steps` iterations take."""
         return steps * self._first + self._growth * (steps * (steps - 1) // 2)
@@ -293,10 +302,6 @@ class SimNode:
         while steps > 0 and self._after(steps - 1) // 1000 >= elapsed:
             steps -= 1
         return steps
-
-
-def _assembled(piece: Piece, assembly: Assembly) -> AssembledChunk:
-    return AssembledChunk(assembly.selection, piece.count, piece.start, assembly.num_reused)
 
 
 def build_node(deployment: Deployment, slot: int) -> SimNode:

@@ -25,8 +25,9 @@ from isthmus.attempts import (
 )
 from isthmus.conductor import Event as ConductorEvent
 from isthmus.conductor import FirstToken
+from isthmus.cost.assembly import assembled_weight
 from isthmus.node import events
-from isthmus.scheduler import Admitted, Joined, Preempted, Run, Stepped
+from isthmus.scheduler import Admitted, Joined, Piece, Preempted, Run, Stepped
 from isthmus.sim.clock import OTHERS, PREFILL_ENDS, STEP_ENDS, TRANSFER_ENDS, Clock
 from isthmus.sim.deployment import Deployment
 from isthmus.sim.job import SimJob
@@ -178,12 +179,22 @@ class Nodes:
                 node.sampling.append(job)
             if job.pending or job.loaded_ns > self._clock.now:
                 node.loading.append(job)
-            if piece.assembly is not None and job.record.first_token_ns < 0:
-                job.record.reused_tokens = piece.assembly.num_reused
             if not job.started:
                 job.started = True
                 if job.record.first_token_ns < 0:
                     job.record.prefill_start_ns = self._clock.now
+            if piece.assembly is not None and job.record.first_token_ns < 0:
+                self._reuses(node, job, piece)
+
+    def _reuses(self, node: SimNode, job: SimJob, piece: Piece) -> None:
+        """A candidate counts as reused as far as it is not computed: in the mean over the layers."""
+        assembly, record = piece.assembly, job.record
+        assert assembly is not None
+        selection, most = assembly.selection, assembly.num_reused
+        passed = sum([max(0, each.count - selection.first) for each in assembly.passages])
+        reused = piece.count - assembled_weight(selection, piece.count, most, node.cost.num_layers)
+        record.moved_tokens = reused * min(passed, most) // max(1, most)
+        record.similar_tokens = reused - record.moved_tokens
 
     def _cut(self, node: SimNode, cut: events.Cut) -> None:
         ends = node.cut(self._clock.now)
@@ -329,6 +340,7 @@ class Nodes:
     def _uses(self, job: SimJob, cached_tokens: int) -> None:
         job.record.cached_tokens = cached_tokens
         job.record.cached_blocks = -(-cached_tokens // self._block_size)
+        job.record.moved_tokens = job.record.similar_tokens = 0  # until it is assembled
 
     def _joined(self, node: SimNode, action: Joined) -> None:
         job = self.attempts.get(action.request)

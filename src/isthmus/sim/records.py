@@ -25,13 +25,13 @@ class RequestRecord:
     """One request's way; a time is -1 for a station it did not reach. `index`: its place in the workload.
 
     `stage`: where it was refused, `prefill` or `decode`; `cached_tokens`: prompt tokens that needed no computing,
-    of which `fetched_tokens` came from another node, in `fetch_ns`, and `disk_tokens` from SSD.
+    of which `fetched_tokens` came from another node, in `fetch_ns`, and `disk_tokens` from SSD. `moved_tokens`,
+    `similar_tokens`: that were not computed since they are those of donors, by passages and by likeness.
     `tbt_ns`: mean of the longest tenth of its token gaps (Mooncake, FAST'25, 5.1), the first gap included; 0 with one
     output token.
     `prefill_ns`: from the start of its prefill to its first token; `stalled_ns`: part of that in which its node only
     waited for KV. `ttft_limit_ns`, `tbt_limit_ns`: what it was promised, 0: nothing. `attempts`: how often it was
-    routed; times up to the first token are those of the attempt that gave it. `reused_tokens`: that other prompts' KV
-    was there for, as the conductor counts on it.
+    routed; times up to the first token are those of the attempt that gave it.
     """
 
     index: int
@@ -54,10 +54,11 @@ class RequestRecord:
     fetched_tokens: int = 0
     fetch_ns: int = 0
     disk_tokens: int = 0
-    reused_tokens: int = 0
     tbt_ns: float = 0.0
     ttft_limit_ns: int = 0
     tbt_limit_ns: int = 0
+    moved_tokens: int = 0
+    similar_tokens: int = 0
 
 
 @dataclass(slots=True)

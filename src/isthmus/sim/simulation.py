@@ -88,7 +88,7 @@ class Simulation:
             ThresholdSet: self._threshold_set,
             Lend: self._lend,
             Repay: self._repay,
-            **dict.fromkeys((Remember, Unremember), lambda _: None),  # nobody reads prompts here
+            **dict.fromkeys((Remember, Unremember), _keeps_no_tokens),
         }
 
     # The loop.
@@ -178,17 +178,20 @@ class Simulation:
         record.ttft_limit_ns = (ttft_ms or 0) * NS_PER_MS
         record.tbt_limit_ns = (tbt_ms or 0) * NS_PER_MS
         self._job_of[job.name] = job
+        names, content = request.blocks, request.content
+        if content is not None:  # live, full blocks alone have names: the last one tells donors apart
+            names = names[: request.num_tokens // self._deployment.block_size]
         self.decide(
             RequestArrived(
                 job.name,
                 request.tenant,
                 request.num_tokens,
                 request.output_tokens,
-                request.blocks,
+                names,
                 request.priority,
                 request.ttft_slo_ms,
                 request.tbt_slo_ms,
-                request.content,
+                content,
             )
         )
 
@@ -307,3 +310,7 @@ class Simulation:
             link_samples=self._samples,
             num_events=num_events,
         )
+
+
+def _keeps_no_tokens(order: Remember | Unremember) -> None:
+    """Live, the head keeps a donor's tokens; here nobody has any."""

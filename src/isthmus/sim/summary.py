@@ -52,13 +52,23 @@ class Waste(msgspec.Struct, frozen=True):
 
 
 class Hits(msgspec.Struct, frozen=True):
-    """Share of the prompt tokens taken from the node's own memory, from another node, and from its SSD. `reused`:
-    beside these, that other prompts' KV was there for, as the conductor counted on it."""
+    """Share of the prompt tokens taken from the node's own memory, from another node, and from its SSD."""
 
     memory: float
     fetched: float
     disk: float
-    reused: float
+
+
+class ReuseUse(msgspec.Struct, frozen=True):
+    """Of requests that may be computed with more than their own prefix: how many, how many `assembled`, and tokens of
+    their prompts by where their KV came from; what was computed all the same is `recomputed`."""
+
+    requests: int
+    assembled: int
+    exact_tokens: int
+    moved_tokens: int
+    similar_tokens: int
+    recomputed_tokens: int
 
 
 class PoolUse(msgspec.Struct, frozen=True):
@@ -170,11 +180,11 @@ class Summary(msgspec.Struct, frozen=True):
     hit_rate_tokens: float
     hit_rate_blocks: float
     hits_by_source: Hits
+    reuse: ReuseUse | None
     rejected: dict[str, int]
     failed: int
     unfinished: int
     retried: int
-    assembled: int
     waste: Waste
     bytes_moved: dict[str, int]
     utilisation: dict[str, PoolUse]
@@ -214,8 +224,8 @@ def summarize(result: Result) -> Summary:
             sum([each.cached_blocks for each in started]), sum([len(each.request.blocks) for each in started])
         ),
         hits_by_source=_hits(all_requests),
+        reuse=_reuse(started),
         retried=sum([each.attempts > 1 for each in result.records]),
-        assembled=sum([each.reused_tokens > 0 for each in all_requests.started]),
         waste=_waste(all_requests),
         bytes_moved=dict(result.bytes_moved),
         utilisation=_pools(result.nodes, span_ns),
@@ -306,8 +316,19 @@ def _hits(requests: _Requests) -> Hits:
     fetched = sum([each.fetched_tokens for each in requests.started])
     disk = sum([each.disk_tokens for each in requests.started])
     memory = max(0, requests.cached_tokens - fetched - disk)
-    reused = sum([each.reused_tokens for each in requests.started])
-    return Hits(*(share(part, requests.prompt_tokens) for part in (memory, fetched, disk, reused)))
+    return Hits(*(share(part, requests.prompt_tokens) for part in (memory, fetched, disk)))
+
+
+def _reuse(started: Sequence[RequestRecord]) -> ReuseUse | None:
+    """None where no request asked for it."""
+    asked = [each for each in started if each.request.content is not None]
+    if not asked:
+        return None
+    exact = sum([each.cached_tokens for each in asked])
+    moved, similar = sum([each.moved_tokens for each in asked]), sum([each.similar_tokens for each in asked])
+    whole = sum([each.request.num_tokens for each in asked])
+    assembled = sum([each.moved_tokens + each.similar_tokens > 0 for each in asked])
+    return ReuseUse(len(asked), assembled, exact, moved, similar, max(0, whole - exact - moved - similar))
 
 
 def _waste(requests: _Requests) -> Waste:

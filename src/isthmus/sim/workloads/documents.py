@@ -1,90 +1,128 @@
-"""Prompts that are documents in any order, and a question: what is retrieved for one user after another.
+"""Prompts that are made of documents, as retrieval makes them: a common beginning, documents in any order, a question.
 
-Whether two prompts begin alike is a matter of chance, so a prefix cache is of little use; that they have documents in
-common is not. Each document is cut into pieces that are the same wherever it stands. A prompt's signature is the sum of
-its documents' random directions, so that two prompts with the share s of their documents in common are alike by s.
+Tokens are drawn, so that block names, pieces and their ends are those of a real prompt: names are a chain over blocks
+of tokens, pieces are cut by the code that cuts them live.
+
+A paraphrase says what an earlier prompt says in other words: nothing but the beginning is equal, and its signature is
+alike. Those of any two other prompts are not, whatever documents both have.
 """
 
 from __future__ import annotations
 
+import math
 import random
+from array import array
 from bisect import bisect_left
-from collections.abc import Iterator
 from itertools import accumulate
+from typing import NamedTuple
 
-import blake3
+import msgspec
 
 from isthmus.conductor import Content
-from isthmus.reuse.passages import DIGEST_BYTES
+from isthmus.reuse import cut
 from isthmus.sim.workloads.lengths import Lengths
-from isthmus.sim.workloads.workload import Request
 from isthmus.types import Reuse
 
-PIECE = 32
-"""Tokens of a piece: as many as passages have in the mean, by and large."""
+VOCABULARY = 1 << 17
 SIGNATURE_BITS = 256
-SCOPE = b""
 
 
-class Documents:
-    """A corpus, and prompts made of it. `most`: documents of a prompt, fewer where one is drawn twice."""
+class Documents(msgspec.Struct, frozen=True):
+    """What prompts are made of; the names are those of a specification (`generators.py`), `question` is its `input`."""
 
-    def __init__(self, num: int, tokens: Lengths, most: int, zipf: float, block_size: int, seed: int) -> None:
-        lengths = random.Random(f"{seed}/documents")
-        self._lengths = [tokens.draw(lengths) for _ in range(num)]
-        self._popularity = list(accumulate(rank**-zipf for rank in range(1, num + 1)))
-        self._most, self._size, self._seed = most, block_size, seed
-        self._rng = random.Random(f"{seed}/chosen documents")
-        self._blocks: dict[tuple[tuple[int, ...], int], int] = {}
-        self._directions: dict[int, list[float]] = {}
+    question: Lengths
+    documents: int
+    document_tokens: Lengths
+    retrieved: int
+    prefixes: int = 0
+    prefix_tokens: int = 0
+    zipf: float = 1.0
+    paraphrases: float = 0.0
+    alike: float = 0.9
+    reuse: Reuse = Reuse.EXACT
+    seed: int = 0
+    block_size: int = 1
 
-    def request(self, arrival_ns: int, question: int, output: int, reuse: Reuse, ids: Iterator[int]) -> Request:
-        """With a question of so many tokens, which nobody asked before."""
-        chosen = tuple(dict.fromkeys(self._draw() for _ in range(self._most)))
-        stops = list(accumulate(self._lengths[each] for each in chosen))
-        num_tokens = stops[-1] + question
-        blocks = tuple([self._block(chosen, stops, stop, ids) for stop in self._block_stops(num_tokens)])
-        content = None if reuse is Reuse.EXACT else self._content(chosen, num_tokens, reuse, next(ids))
-        return Request(arrival_ns, num_tokens, output, blocks, content=content)
 
-    def _draw(self) -> int:
-        return bisect_left(self._popularity, self._rng.random() * self._popularity[-1])
+class Prompt(NamedTuple):
+    """Names of its full blocks, and what it says if it may be computed with more than its own prefix."""
 
-    def _block_stops(self, num_tokens: int) -> list[int]:
-        return [*range(self._size, num_tokens, self._size), num_tokens]
+    num_tokens: int
+    blocks: tuple[int, ...]
+    content: Content | None
 
-    def _block(self, chosen: tuple[int, ...], stops: list[int], stop: int, ids: Iterator[int]) -> int:
-        """A block is known by all documents up to its end; one with something of the question is new."""
-        if stop > stops[-1]:
-            return next(ids)
-        key = chosen[: bisect_left(stops, stop) + 1], stop
-        if key not in self._blocks:
-            self._blocks[key] = next(ids)
-        return self._blocks[key]
 
-    def _content(self, chosen: tuple[int, ...], num_tokens: int, reuse: Reuse, number: int) -> Content:
-        pieces, stops, at = list[bytes](), list[int](), 0
-        for each in chosen:
-            length = self._lengths[each]
-            for start in range(0, length, PIECE):
-                pieces.append(self._digest(f"{each} {start}"))
-                stops.append(at + min(start + PIECE, length))
-            at += length
-        if at < num_tokens:
-            pieces.append(self._digest(f"question {number}"))
-            stops.append(num_tokens)
-        return Content(reuse, SCOPE, tuple(pieces), tuple(stops), self._signature(chosen))
+class _Said(NamedTuple):
+    """A prompt that may be said in other words: tokens after its `beginning`."""
 
-    def _digest(self, what: str) -> bytes:
-        return blake3.blake3(what.encode()).digest(length=DIGEST_BYTES)
+    beginning: list[int]
+    num_more: int
+    signature: bytes
 
-    def _signature(self, chosen: tuple[int, ...]) -> bytes:
-        sums = map(sum, zip(*map(self._direction, chosen), strict=True))
-        signs = sum([1 << bit for bit, value in enumerate(sums) if value > 0])
-        return signs.to_bytes(SIGNATURE_BITS // 8, "little")
 
-    def _direction(self, document: int) -> list[float]:
-        if document not in self._directions:
-            rng = random.Random(f"{self._seed}/direction {document}")
-            self._directions[document] = [rng.gauss(0.0, 1.0) for _ in range(SIGNATURE_BITS)]
-        return self._directions[document]
+class Prompts:
+    """`draw` gives one after the other. The `reuse` of a specification changes nothing but what they ask for."""
+
+    def __init__(self, made: Documents) -> None:
+        self._made = made
+        self._picks, self._words, self._others = (
+            random.Random(f"{made.seed}/{purpose}") for purpose in ("documents", "words", "paraphrases")
+        )
+        texts = random.Random(f"{made.seed}/texts")
+        self._beginnings = [_tokens(texts, made.prefix_tokens) for _ in range(made.prefixes)] or [[]]
+        self._documents = [_tokens(texts, made.document_tokens.draw(texts)) for _ in range(made.documents)]
+        self._of_beginnings = _popularity(len(self._beginnings), made.zipf)
+        self._of_documents = _popularity(made.documents, made.zipf)
+        self._said: list[_Said] = []
+        self._ids: dict[tuple[int, bytes], int] = {}
+
+    def draw(self) -> Prompt:
+        made = self._made
+        if self._said and self._others.random() < made.paraphrases:
+            said = self._said[int(self._others.random() * len(self._said))]
+            tokens = said.beginning + _tokens(self._words, said.num_more)
+            return self._prompt(tokens, self._alike(said.signature))
+        beginning = self._beginnings[self._choose(self._of_beginnings)]
+        chosen: dict[int, None] = {}
+        while len(chosen) < made.retrieved:
+            chosen[self._choose(self._of_documents)] = None
+        order = list(chosen)
+        self._picks.shuffle(order)
+        more = [token for number in order for token in self._documents[number]]
+        more += _tokens(self._words, made.question.draw(self._words))
+        signature = self._words.randbytes(SIGNATURE_BITS // 8)
+        if made.paraphrases:
+            self._said.append(_Said(beginning, len(more), signature))
+        return self._prompt(beginning + more, signature)
+
+    def _choose(self, popularity: list[float]) -> int:
+        return bisect_left(popularity, self._picks.random() * popularity[-1])
+
+    def _alike(self, signature: bytes) -> bytes:
+        """One whose bits differ in as many places as stand for that cosine."""
+        differing = round(math.acos(self._made.alike) / math.pi * SIGNATURE_BITS)
+        flipped = sum([1 << bit for bit in self._others.sample(range(SIGNATURE_BITS), differing)])
+        return (int.from_bytes(signature, "little") ^ flipped).to_bytes(len(signature), "little")
+
+    def _prompt(self, tokens: list[int], signature: bytes) -> Prompt:
+        made, content = self._made, None
+        if made.reuse is not Reuse.EXACT:
+            content = Content(made.reuse, b"", *cut(tokens, ""), signature)
+        return Prompt(len(tokens), self._names(tokens), content)
+
+    def _names(self, tokens: list[int]) -> tuple[int, ...]:
+        """A number for each full block, the same for the same tokens up to its end."""
+        ids, size, names = self._ids, self._made.block_size, list[int]()
+        for at in range(0, len(tokens) - size + 1, size):
+            key = names[-1] if names else -1, array("I", tokens[at : at + size]).tobytes()
+            names.append(ids.setdefault(key, len(ids)))
+        return tuple(names)
+
+
+def _popularity(count: int, zipf: float) -> list[float]:
+    """The i-th most popular of so many is chosen in proportion to i ** -zipf."""
+    return list(accumulate([rank**-zipf for rank in range(1, count + 1)]))
+
+
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    return rng.choices(range(VOCABULARY), k=count)

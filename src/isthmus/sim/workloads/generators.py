@@ -18,9 +18,12 @@ A specification is one line, `poisson:rate=8,num=10000,input=1024,output=128`, o
   after the one before, whether that was answered or not. `rate` counts requests once conversations end as
   often as they start; before that there are fewer, since the first start at time 0.
 
-* `documents=200,document_tokens=800,per_prompt=4`: each prompt is so many documents of a corpus, in any order, and
-  `input` more tokens (`documents.py`); the i-th most popular is chosen in proportion to i ** -`zipf`. Not with
-  `prefixes`, `turns` or `few`. `reuse=chunks` or `semantic`: what these requests may be computed with (docs/reuse.md).
+* `documents=500,document_tokens=1024,retrieved=8`: each prompt has so many different documents of a corpus in any order
+  (the i-th most popular in proportion to i ** -`zipf`), after its shared prefix if there is one and before a question
+  of `input` tokens. Not with `turns` or `few`.
+* `reuse=chunks` or `semantic`, `exact` if not given: the KV such prompts may be computed with (docs/reuse.md).
+  `paraphrases=0.3,alike=0.9`: so large a share of them say in other words what an earlier one says, and their
+  embeddings have this cosine.
 
 What is drawn for one purpose does not depend on what is drawn for another: another `output` leaves the
 arrivals as they are, and so does another number of prefixes.
@@ -41,7 +44,7 @@ from typing import Any
 import msgspec
 
 from isthmus.errors import ConfigError
-from isthmus.sim.workloads.documents import Documents
+from isthmus.sim.workloads.documents import Documents, Prompts
 from isthmus.sim.workloads.lengths import Lengths, parse_lengths
 from isthmus.sim.workloads.workload import PLAIN_BLOCK_SIZE, Request, Workload
 from isthmus.types import Reuse
@@ -74,8 +77,10 @@ class _Spec(msgspec.Struct, frozen=True, kw_only=True):
     few_output: Lengths | None = None
     documents: int = 0
     document_tokens: Lengths | None = None
-    per_prompt: int = 1
+    retrieved: int = 0
     reuse: Reuse = Reuse.EXACT
+    paraphrases: float = 0.0
+    alike: float = 1.0
 
 
 def is_spec(text: str) -> bool:
@@ -92,10 +97,10 @@ def generate(source: str | Mapping[str, Any]) -> Workload:
     plain = spec.prefixes == 0 and spec.turns == 1.0
     if spec.few and not plain:
         raise ConfigError("workload: few goes with neither prefixes nor turns")
-    if spec.documents and (spec.few or not plain):
-        raise ConfigError("workload: documents goes with neither few, prefixes nor turns")
-    made = _reading(spec, gap) if spec.documents else _plain(spec, gap) if plain else _conversations(spec, gap)
-    requests = list(made)
+    if spec.documents:
+        requests = list(_retrieved(spec, gap))
+    else:
+        requests = list(_plain(spec, gap) if plain else _conversations(spec, gap))
     return Workload(name, spec.block_size, requests)
 
 
@@ -124,17 +129,33 @@ def _plain(spec: _Spec, gap: Callable[[], float]) -> Iterator[Request]:
         yield Request(int(time * ns_per_gap), draw_input(inputs), draw_output(outputs))
 
 
-def _reading(spec: _Spec, gap: Callable[[], float]) -> Iterator[Request]:
-    """Requests with documents of a corpus."""
+def _retrieved(spec: _Spec, gap: Callable[[], float]) -> Iterator[Request]:
+    """Requests that are made of documents."""
+    if spec.few or spec.turns != 1.0:
+        raise ConfigError("workload: documents go with neither few nor turns")
+    if spec.retrieved > spec.documents:
+        raise ConfigError(f"workload: retrieved: there are not {spec.retrieved} of {spec.documents} documents")
     assert spec.document_tokens is not None
-    inputs, outputs = random.Random(f"{spec.seed}/input"), random.Random(f"{spec.seed}/output")
-    corpus = Documents(
-        spec.documents, spec.document_tokens, spec.per_prompt, spec.zipf, spec.block_size, spec.seed
+    made = Documents(
+        spec.input,
+        spec.documents,
+        spec.document_tokens,
+        spec.retrieved,
+        spec.prefixes,
+        spec.prefix_tokens,
+        spec.zipf,
+        spec.paraphrases,
+        spec.alike,
+        spec.reuse,
+        spec.seed,
+        spec.block_size,
     )
-    ids, time = count(), 0.0
+    prompts, outputs, time = Prompts(made), random.Random(f"{spec.seed}/output"), 0.0
     for _ in range(spec.num):
-        time += gap() * 1e9 / spec.rate
-        yield corpus.request(int(time), spec.input.draw(inputs), spec.output.draw(outputs), spec.reuse, ids)
+        time += gap()
+        num_tokens, blocks, content = prompts.draw()
+        arrival_ns, output = int(time * (1e9 / spec.rate)), spec.output.draw(outputs)
+        yield Request(arrival_ns, num_tokens, output, blocks, content=content)
 
 
 class _Conversation:
@@ -235,11 +256,10 @@ def _checked(kind: str, fields: Mapping[str, str]) -> _Spec:
     if "cv" in values and kind != "gamma":
         raise ConfigError(f"workload: cv belongs to gamma arrivals; leave it out with {kind}")
     given = {kind, *values}
-    for name, needs in _NEEDS:
+    needed = _NEEDS if "documents" in given else [*_NEEDS, ("zipf", "prefixes")]
+    for name, needs in needed:
         if name in given and needs not in given:
             raise ConfigError(f"workload: {name} needs {needs} too; write e.g. {needs}={_EXAMPLES[needs]}")
-    if "zipf" in given and not {"prefixes", "documents"} & given:
-        raise ConfigError("workload: zipf needs prefixes or documents too; write e.g. prefixes=100")
     return _Spec(**values)
 
 
@@ -271,17 +291,17 @@ def _number(least: float, *, above: bool = False) -> Callable[[str], float]:
     return read
 
 
-def _reuse(text: str) -> Reuse:
-    if text not in list(Reuse):
-        raise ValueError(f"{text!r} is none of {', '.join(Reuse)}")
-    return Reuse(text)
-
-
 def _share(text: str) -> float:
     value = _number(0.0, above=True)(text)
     if value >= 1:
         raise ValueError(f"{text!r} is not a number between 0 and 1")
     return value
+
+
+def _reuse(text: str) -> Reuse:
+    if text not in list(Reuse):
+        raise ValueError(f"{text!r} is none of {', '.join(Reuse)}")
+    return Reuse(text)
 
 
 _OPTIONS: dict[str, Callable[[str], Any]] = {
@@ -302,8 +322,10 @@ _OPTIONS: dict[str, Callable[[str], Any]] = {
     "few_output": parse_lengths,
     "documents": _whole,
     "document_tokens": parse_lengths,
-    "per_prompt": _whole,
+    "retrieved": _whole,
     "reuse": _reuse,
+    "paraphrases": _share,
+    "alike": _share,
 }
 
 _NEEDS = [
@@ -318,10 +340,13 @@ _NEEDS = [
     ("few_input", "few"),
     ("few_output", "few"),
     ("documents", "document_tokens"),
-    ("documents", "per_prompt"),
+    ("documents", "retrieved"),
     ("document_tokens", "documents"),
-    ("per_prompt", "documents"),
+    ("retrieved", "documents"),
     ("reuse", "documents"),
+    ("paraphrases", "documents"),
+    ("paraphrases", "alike"),
+    ("alike", "paraphrases"),
 ]
 
 _EXAMPLES = {
@@ -337,7 +362,9 @@ _EXAMPLES = {
     "few": "0.01",
     "few_input": "60000",
     "few_output": "1000",
-    "documents": "200",
-    "document_tokens": "800",
-    "per_prompt": "4",
+    "documents": "500",
+    "document_tokens": "1024",
+    "retrieved": "8",
+    "paraphrases": "0.3",
+    "alike": "0.9",
 }

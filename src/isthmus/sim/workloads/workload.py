@@ -23,8 +23,8 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     `blocks`: ids of the prompt's blocks, the last one perhaps partial; equal ids mean an equal prefix up to and
     including that block. Empty: the prompt shares nothing. `answer`: ids of the full blocks that prompt and answer have
     beyond the prompt's full ones; None where nobody knows them. A higher `priority` is refused last.
-    `ttft_slo_ms`, `tbt_slo_ms`: the request's own limits, None takes the deployment's. `content`: of one that may be
-    computed with more than its own prefix.
+    `ttft_slo_ms`, `tbt_slo_ms`: the request's own limits, None takes the deployment's. `content`: what the prompt says,
+    of one that may be computed with more than its own prefix.
     """
 
     arrival_ns: int

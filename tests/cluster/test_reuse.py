@@ -23,8 +23,8 @@ from tests.models import check_greedy, make_model
 
 NUM_TOKENS = 12
 BLOCK_BYTES = 16 * 3 * 2 * 2 * 16 * 4
-SLOW = {"kv_token_bytes": 768, "num_layers": 3, "prefill_token_s": 1e-3, "decode_fixed_s": 1e-3}
-"""What the conductor is told of the engine: so slow that moving KV always pays."""
+SLOW = {"kv_token_bytes": 768, "num_layers": 24, "prefill_token_s": 1e-3, "decode_fixed_s": 1e-3}
+"""What the conductor is told of the engine: so slow, and with so many layers, that moving KV always pays."""
 FIELDS = ("exact_tokens", "moved_tokens", "similar_tokens", "recomputed_tokens")
 ROLES = [{"mixed": 1}, {"prefill": 1, "decode": 1}, {"prefill": 2, "decode": 1}]
 
@@ -127,7 +127,7 @@ def test_its_tokens_are_those_of_one_engine_that_does_the_same(
 
 def test_several_donors_of_two_nodes(model: Path) -> None:
     """Each of four documents was read on one of two nodes; a prompt of all four is put together of them."""
-    documents = [text(10 + number, 200) for number in range(4)]
+    documents = [text(10 + number, 300) for number in range(4)]
     with inside(deployment(model, {"prefill": 2, "decode": 1}, policy="round_robin")) as served:
         for number, document in enumerate(documents):
             ask(served, document + text(20 + number, 16), "chunks")
@@ -168,7 +168,7 @@ def test_no_tenant_is_helped_by_another(model: Path) -> None:
     config = deployment(
         model, {"prefill": 1, "decode": 1}, auth={"keys": keys}, reuse={"tenants": {"globex": "semantic"}}
     )
-    documents = [text(70 + number, 150) for number in range(5)]
+    documents = [text(70 + number, 400) for number in range(5)]
     with inside(config, key="acme") as served:
         for document in documents:
             ask(served, document, "semantic")

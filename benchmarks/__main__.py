@@ -431,6 +431,25 @@ def reuse(
 
 
 @app.command()
+def reuse_simulated(
+    config: Annotated[Path, typer.Option(help="Deployment file.")] = Path("examples/reuse.yaml"),
+    rates: Annotated[str, typer.Option(help="Requests a second.")] = "4,6,8",
+    workload: Annotated[str, typer.Option(help="As of isthmus simulate, without rate and reuse.")] = (
+        "poisson:num=1000,input=64,output=128,block_size=16,prefixes=1,prefix_tokens=256,"
+        "documents=500,document_tokens=1000,retrieved=8,paraphrases=0.3,alike=0.9"
+    ),
+    json_file: JsonFile = None,
+) -> None:
+    """What KV of other prompts is worth to a deployment, in virtual time."""
+    from benchmarks import reuse_simulated as bench
+
+    check_writable("--json", json_file)
+    turns = bench.run(bench.Plan(config, tuple([float(rate) for rate in rates.split(",")]), workload), _say)
+    show(bench.table(turns))
+    write_json(json_file, msgspec.to_builtins(turns))
+
+
+@app.command()
 def serving(
     model: Annotated[Path, typer.Option(help="Model folder in bfloat16.")],
     vllm_python: Annotated[str, typer.Option(help="A Python with vLLM, which the client is part of.")],

@@ -10,12 +10,15 @@ from collections import Counter
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.errors import ConfigError
+from isthmus.reuse import similarity
 from isthmus.sim.workloads import Request, Workload, generate
+from isthmus.types import Reuse
 
 PLAIN = "poisson:rate=8,num=4000,input=1024,output=128"
 
@@ -263,3 +266,78 @@ def test_few_requests_may_be_very_long_and_the_others_stay_as_they_are() -> None
         generate("poisson:rate=8,num=4,input=1,output=1,few=0.1,few_input=9,few_output=3,turns=2,think_s=1")
     with pytest.raises(ConfigError, match="between 0 and 1"):
         generate("poisson:rate=8,num=4,input=1,output=1,few=1,few_input=9,few_output=3")
+
+
+DOCUMENTS = (
+    "poisson:rate=8,num=300,input=40,output=12,block_size=16,prefixes=2,prefix_tokens=70,documents=20,"
+    "document_tokens=uniform(low=100,high=200),retrieved=4"
+)
+
+
+def test_prompts_of_documents_have_blocks_as_any_and_pieces_of_them() -> None:
+    """Some have the first document in common too; and all have the pieces of what they have in common."""
+    workload = generate(f"{DOCUMENTS},reuse=chunks")
+    check_blocks(workload)
+    begun: set[tuple[int, ...]] = set()
+    owners: Counter[bytes] = Counter()
+    for request in workload.requests:
+        begun.add(request.blocks[:4])
+        content = request.content
+        assert content is not None and content.reuse is Reuse.CHUNKS
+        assert content.stops[-1] == request.num_tokens and len(content.stops) == len(content.pieces)
+        owners.update(set(content.pieces))
+    assert len(begun) == 2, "each starts with one of two prefixes"
+    assert len({request.blocks[:8] for request in workload.requests}) < 100
+    shared = sum([count for count in owners.values() if count > 10]) / owners.total()
+    assert shared > 0.7
+
+
+def test_what_prompts_ask_for_changes_nothing_else() -> None:
+    exact, chunks = (generate(f"{DOCUMENTS},reuse={reuse}") for reuse in ("exact", "chunks"))
+    assert all(request.content is None for request in exact.requests)
+    assert generate(DOCUMENTS).requests == exact.requests
+    assert [msgspec.structs.replace(each, content=None) for each in chunks.requests] == exact.requests
+
+
+def test_paraphrases_are_alike_as_asked_for_and_have_only_the_beginning_in_common() -> None:
+    workload = generate(f"{DOCUMENTS},reuse=semantic,paraphrases=0.3,alike=0.9")
+    said: list[Request] = []
+    num_paraphrases = 0
+    for request in workload.requests:
+        assert request.content is not None
+        found = [
+            (each, alike)
+            for each in said
+            if each.content and (alike := similarity(request.content.signature, each.content.signature)) > 0.5
+        ]
+        said.append(request)
+        if found:
+            num_paraphrases += 1
+            original, alike = found[0]
+            assert alike == pytest.approx(0.9, abs=0.01)
+            assert original.num_tokens == request.num_tokens and original.blocks[:4] == request.blocks[:4]
+            assert not set(original.blocks[5:]) & set(request.blocks)
+    assert 60 < num_paraphrases < 120
+
+
+@pytest.mark.parametrize(
+    ("more", "complaint"),
+    [
+        (",turns=2,think_s=1", "documents go with neither few nor turns"),
+        (",reuse=all", "reuse: 'all' is none of exact, chunks, semantic"),
+        (",paraphrases=0.3", "paraphrases needs alike too"),
+        (",alike=1", "is not a number between 0 and 1"),
+    ],
+)
+def test_what_documents_cannot_be_is_refused(more: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        generate(DOCUMENTS + more)
+
+
+def test_more_documents_than_there_are_cannot_be_retrieved() -> None:
+    with pytest.raises(ConfigError, match="there are not 4 of 3 documents"):
+        generate(DOCUMENTS.replace("documents=20", "documents=3"))
+    with pytest.raises(ConfigError, match="reuse needs documents too"):
+        generate(f"{PLAIN},reuse=chunks")
+    with pytest.raises(ConfigError, match="zipf needs prefixes too"):
+        generate(f"{PLAIN},zipf=1")

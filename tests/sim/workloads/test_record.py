@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from isthmus.cluster.recorder import Header, Recorder
-from isthmus.conductor import Event, FirstToken, NodeJoined, RequestArrived, RequestEnded, Rules
+from isthmus.conductor import Content, Event, FirstToken, NodeJoined, RequestArrived, RequestEnded, Rules
 from isthmus.conductor.events import RECORDING_FORMAT
 from isthmus.errors import ConfigError
 from isthmus.sim.workloads import Replay, Request, load
-from isthmus.types import NodeId, RequestId, Role
+from isthmus.types import NodeId, RequestId, Reuse, Role
 from tests.sim.workloads.trace import write
 
 NODE = NodeJoined(NodeId("p0"), Role.MIXED, 10_000, 16)
@@ -129,3 +129,15 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "r.jsonl", [json.dumps({"format": 1, "rules": {}}), "{}"])
     with pytest.raises(ConfigError, match=r"r\.jsonl:1: recording format 1; this version reads 5"):
         load(path)
+
+
+def test_what_prompts_say_is_replayed(tmp_path: Path) -> None:
+    """So that reuse beyond the prefix is simulated as it was asked for live."""
+    content = Content(Reuse.SEMANTIC, b"salt", (b"piece", b"other"), (20, 33), b"signature")
+    events: list[tuple[int, Event]] = [
+        (5, NODE),
+        (7, arrived("r1", 33, (A, B), content=content)),
+        (9, ended("r1", 2)),
+    ]
+    [request] = load(record(tmp_path / "live.jsonl", events)).requests
+    assert request == Request(0, 33, 2, (0, 1, 2), "t", content=content)

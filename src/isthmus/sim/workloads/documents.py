@@ -13,7 +13,7 @@ import math
 import random
 from array import array
 from bisect import bisect_left
-from itertools import accumulate
+from itertools import accumulate, count
 from typing import NamedTuple
 
 import msgspec
@@ -45,7 +45,7 @@ class Documents(msgspec.Struct, frozen=True):
 
 
 class Prompt(NamedTuple):
-    """Names of its full blocks, and what it says if it may be computed with more than its own prefix."""
+    """Ids of its blocks, and what it says if it may be computed with more than its own prefix."""
 
     num_tokens: int
     blocks: tuple[int, ...]
@@ -75,6 +75,7 @@ class Prompts:
         self._of_documents = _popularity(made.documents, made.zipf)
         self._said: list[_Said] = []
         self._ids: dict[tuple[int, bytes], int] = {}
+        self._numbers = count()
 
     def draw(self) -> Prompt:
         made = self._made
@@ -111,18 +112,23 @@ class Prompts:
         return Prompt(len(tokens), self._names(tokens), content)
 
     def _names(self, tokens: list[int]) -> tuple[int, ...]:
-        """A number for each full block, the same for the same tokens up to its end."""
+        """A number for each block, the same for the same tokens up to its end; one of its own for the last if it is not
+        full."""
         ids, size, names = self._ids, self._made.block_size, list[int]()
         for at in range(0, len(tokens) - size + 1, size):
             key = names[-1] if names else -1, array("I", tokens[at : at + size]).tobytes()
-            names.append(ids.setdefault(key, len(ids)))
+            if key not in ids:
+                ids[key] = next(self._numbers)
+            names.append(ids[key])
+        if len(tokens) % size:
+            names.append(next(self._numbers))
         return tuple(names)
 
 
-def _popularity(count: int, zipf: float) -> list[float]:
+def _popularity(number: int, zipf: float) -> list[float]:
     """The i-th most popular of so many is chosen in proportion to i ** -zipf."""
-    return list(accumulate([rank**-zipf for rank in range(1, count + 1)]))
+    return list(accumulate([rank**-zipf for rank in range(1, number + 1)]))
 
 
-def _tokens(rng: random.Random, count: int) -> list[int]:
-    return rng.choices(range(VOCABULARY), k=count)
+def _tokens(rng: random.Random, number: int) -> list[int]:
+    return rng.choices(range(VOCABULARY), k=number)

@@ -23,4 +23,4 @@ def test_all_that_follows_is_told() -> None:
     assert 0.1 < found.matched_share < 0.9
     view = cluster.conductor.view
     assert found.events > 3 * (found.decisions - len(view.requests))
-    assert all(request.copy is None for request in view.requests.values() if not request.prefilling)
+    assert all(not request.copies for request in view.requests.values() if not request.prefilling)

@@ -166,12 +166,16 @@ def test_no_tenant_is_helped_by_another(model: Path) -> None:
     tenant's own are found."""
     keys = [{"tenant": tenant, "sha256": key_digest(tenant)} for tenant in ("acme", "globex")]
     config = deployment(
-        model, {"prefill": 1, "decode": 1}, auth={"keys": keys}, reuse={"tenants": {"globex": "semantic"}}
+        model,
+        {"prefill": 1, "decode": 1},
+        auth={"keys": keys},
+        reuse={"tenants": {"globex": "semantic"}},
+        cache={"dram": 8000 * BLOCK_BYTES},
     )
     documents = [text(70 + number, 400) for number in range(5)]
     with inside(config, key="acme") as served:
         for document in documents:
-            ask(served, document, "semantic")
+            ask(served, document, "chunks")
         rng = random.Random(80)
         with ThreadPoolExecutor(4) as pool:
             probes = []

@@ -184,8 +184,8 @@ class Head:
         return stream
 
     async def ready_to_reuse(self) -> None:
-        """See `isthmus.gateway.backend.Backend`. Asks one node after the other, should some leave meanwhile. Where there
-        is none nothing is assembled either."""
+        """See `isthmus.gateway.backend.Backend`. Asks one node after the other, should some leave meanwhile. Where
+        there is none nothing is assembled either."""
         while not self._donors.ready:
             if self._donors.asked is None:
                 able = [node for node, member in self._members.items() if member.hello.joined.reuse_layers]

@@ -101,8 +101,7 @@ class Backend(Protocol):
 
     async def ready_to_reuse(self) -> None:
         """To be awaited before jobs that may be computed with more than their own prefix: returns when prompts can be
-        told apart by what they mean. The first time that may take as long as reading the model's embeddings. Raises
-        UnavailableError."""
+        told apart by what they mean. The first time that may take as long as reading the model's embeddings."""
         ...
 
     def gauges(self) -> dict[str, dict[str, float]]:

@@ -17,6 +17,7 @@ from isthmus.engine.interface import Assembling, Chunk, Donated, Held
 from isthmus.engine.packed import slices_of
 from isthmus.reuse import CACHEBLEND, EPIC, SELECTIONS, SEMANTIC, Packing, Selection, pack
 from isthmus.reuse.passages import Passage
+from isthmus.reuse.selection import TAIL
 from isthmus.types import Reused
 
 from .conftest import FolderOf
@@ -121,7 +122,9 @@ def test_a_moved_key_is_the_key_at_its_new_place(folder_of: FolderOf, case: str)
     own = prompts.blocks(len(target))
     assembling = Assembling(EPIC, (donated(text + after, blocks),), (Passage(70, 120, 0, 0),))
     _, reused = prompts.assembled(Chunk(target, 0, own, True, assembling=assembling))
-    assert reused == Reused(0, 120 - EPIC.first, 0, len(target) - 120 + EPIC.first)
+    # The passage goes on as far as both texts do, up to the prompt's last tokens.
+    count = 120 + 40 - TAIL
+    assert reused == Reused(0, count - EPIC.first, 0, len(target) - count + EPIC.first)
     computed, moved = (prompts.kv(0, each, len(target)) for each in (fresh, own))
     assert largest_error(moved, computed) < 2e-6
     assert torch.equal(moved[:, 1], computed[:, 1]), "values are not rotated"

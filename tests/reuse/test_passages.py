@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.reuse import MIN_PASSAGE, cut, passages
+from isthmus.reuse import MIN_PASSAGE, cut, extended, passages
 from isthmus.reuse.passages import LEAST, MOST, WINDOW, Passage
 
 texts = st.lists(st.integers(0, 200_000), max_size=400) | st.builds(
@@ -145,3 +145,30 @@ def test_pieces_are_as_long_as_was_meant() -> None:
     for words in (300, 50_000, 250_000):
         _, stops = cut(text(9, 100_000, words), "")
         assert 100_000 / len(stops) == pytest.approx(LEAST + 15, rel=0.1)
+
+
+@given(texts, texts, texts, st.integers(0, 40))
+def test_extended_passages_are_the_same_text_and_lie_apart(
+    one: list[int], other: list[int], common: list[int], start: int
+) -> None:
+    target, donors = one + common + other, [other + common + one[:50], common + common]
+    found = found_in(target, donors, start=start)
+    grown = extended(found, target, donors, start=start)
+    assert len(grown) == len(found)
+    for each, was in zip(grown, found, strict=True):
+        there = donors[each.donor][each.start : each.start + each.count]
+        assert target[each.at : each.at + each.count] == there
+        assert each.at <= was.at and each.at + each.count >= was.at + was.count
+        assert each.start - each.at == was.start - was.at
+    ends = [start, *[each.at + each.count for each in grown]]
+    assert all(each.at >= end for each, end in zip(grown, ends, strict=False))
+
+
+def test_a_passage_reaches_as_far_as_the_texts_are_equal() -> None:
+    """Its pieces do not: the first and the last of them have something else in them."""
+    common, donor = text(1, 300), text(2, 90)
+    target = text(3, 70) + common + text(4, 60)
+    donor = donor + common + text(5, 80)
+    (found,) = found_in(target, [donor])
+    assert found.count < 300
+    assert extended([found], target, [donor]) == (Passage(70, 300, 0, 90),)

@@ -17,7 +17,7 @@ key/value heads, D head size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -31,6 +31,7 @@ from isthmus.engine.kv import KVMemory
 from isthmus.engine.mixers import Pass
 from isthmus.engine.packed import slices_of
 from isthmus.engine.rope import rotate
+from isthmus.reuse.passages import Passage, extended
 from isthmus.reuse.selection import TAIL
 from isthmus.types import Reused
 
@@ -92,13 +93,10 @@ class Assembled:
             slots[here] = table[there // size] * size + there % size
             old[here] = there + donors[donor].position
 
-        for passage in self.assembling.passages:
-            donor = donors[passage.donor]
-            here = np.arange(passage.at, passage.at + passage.count)
-            there = here - passage.at + passage.start - donor.position
-            inside = (here >= start) & (here < chunk.stop) & (there >= 0) & (there < len(donor.tokens))
-            take(here[inside] - start, passage.donor, there[inside])
-            must[here[inside][: self._selection.first] - start] = True
+        for at, count, donor, first in self._passages(chunk):
+            here = np.arange(at, at + count)
+            take(here, donor, here - at + first)
+            must[here[: self._selection.first]] = True
         if self._selection.alike:
             device = self._slots_L.device
             own, other = (
@@ -117,6 +115,20 @@ class Assembled:
         must[max(0, num_tokens - TAIL) :] = True
         slots[must] = -1
         return slots, old, must, similar
+
+    def _passages(self, chunk: Chunk) -> Iterator[tuple[int, int, int, int]]:
+        """Where each begins in the chunk, its length, its donor, where it begins in what the donor has here: as far as
+        they are the same, for those who found them know pieces and no tokens."""
+        donors, own = self.assembling.donors, len(chunk.tokens)
+        inside = list[Passage]()
+        for each in self.assembling.passages:
+            at, first = each.at - chunk.start, each.start - donors[each.donor].position
+            skipped = max(0, -at, -first)
+            count = min(each.count, own - at, len(donors[each.donor].tokens) - first) - skipped
+            if count > 0:
+                inside.append(Passage(at + skipped, count, each.donor, first + skipped))
+        for each in extended(inside, chunk.tokens, [donor.tokens for donor in donors]):
+            yield each.at, each.count, each.donor, each.start
 
     @property
     def whole(self) -> bool:

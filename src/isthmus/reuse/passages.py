@@ -72,3 +72,23 @@ def passages(
                 continue
         found.append(Passage(at, stop - at, donor, origin))
     return tuple([each for each in found if each.count >= MIN_PASSAGE])
+
+
+def extended(
+    found: Sequence[Passage], tokens: Sequence[int], donors: Sequence[Sequence[int]], *, start: int = 0
+) -> tuple[Passage, ...]:
+    """The same passages, with what is equal before and behind them: pieces end where their content says, and not where
+    the text does that two prompts have in common. `found`: in order, none over another. `donors`: the tokens of each,
+    from its first. Tokens before `start` are in no passage."""
+    grown = list[Passage]()
+    for number, each in enumerate(found):
+        theirs, shift = donors[each.donor], each.start - each.at
+        first, stop = each.at, each.at + each.count
+        before = grown[-1].at + grown[-1].count if grown else start
+        behind = found[number + 1].at if number + 1 < len(found) else len(tokens)
+        while first > before and first + shift > 0 and tokens[first - 1] == theirs[first + shift - 1]:
+            first -= 1
+        while stop < behind and stop + shift < len(theirs) and tokens[stop] == theirs[stop + shift]:
+            stop += 1
+        grown.append(Passage(first, stop - first, each.donor, first + shift))
+    return tuple(grown)

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from isthmus.engine.alike import nearest, warped
+from isthmus.engine.assembling import Assembled
 from isthmus.engine.batch import PackedRows
 from isthmus.engine.engine import Engine, EngineOptions
 from isthmus.engine.interface import Assembling, Chunk, Donated, Held
@@ -142,6 +143,33 @@ def test_a_passage_at_its_old_place_is_a_cached_prefix(prompts: Prompts, selecti
     )  # fmt: skip
     found, _ = prompts.assembled(chunk)
     assert largest_error(found, expected) < 1e-5
+
+
+def test_another_word_at_the_same_place_is_computed(prompts: Prompts) -> None:
+    """However alike the two words are: the donor's KV would say its own word there."""
+    donor = tokens_of(200, 62)
+    target, others = list(donor), range(40, 48)
+    for at in others:
+        target[at] = donor[at] % 200 + 1
+    table = prompts.engine.model.embed
+    with torch.inference_mode():
+        one, other = (table(torch.tensor(each)) for each in (donor, target))
+        other[others] = one[others]  # as if they were embedded alike
+    _, blocks = prompts.computed(donor)
+    chunk = Chunk(
+        target, 0, prompts.blocks(200), True, assembling=Assembling(SEMANTIC, (donated(donor, blocks),))
+    )
+    rows = {tuple(donor[:192]): one[:192], tuple(target): other}
+    made = Assembled(
+        0,
+        chunk,
+        prompts.engine.memory,
+        prompts.engine.model.cos_sin,
+        lambda tokens: rows[tuple(tokens.tolist())],
+    )
+    found = made._counterparts(chunk)
+    assert found[40:48].tolist() == [-1] * 8
+    assert np.delete(found[:192], others).tolist() == [at for at in range(192) if at not in others]
 
 
 def test_it_follows_a_cached_prefix(prompts: Prompts) -> None:

@@ -82,7 +82,7 @@ class Assembled:
     def _sources(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Of each token where its donor's KV lies, -1 for none; the position it had there; whether it is computed in
         any case; whether its KV is of another text."""
-        start, num_tokens, size = chunk.start, len(chunk.tokens), self._memory.layout.block_size
+        num_tokens, size = len(chunk.tokens), self._memory.layout.block_size
         slots, old = np.full(num_tokens, -1, np.int64), np.zeros(num_tokens, np.int64)
         must, similar = np.zeros(num_tokens, bool), np.zeros(num_tokens, bool)
         donors = self.assembling.donors
@@ -98,16 +98,7 @@ class Assembled:
             take(here, donor, here - at + first)
             must[here[: self._selection.first]] = True
         if self._selection.alike:
-            device = self._slots_L.device
-            own, other = (
-                self._embed(torch.tensor(tokens, device=device)) for tokens in (chunk.tokens, donors[0].tokens)
-            )
-            at, there = (
-                first + np.arange(len(rows)) for first, rows in ((start, own), (donors[0].position, other))
-            )
-            there = warped(chunk.tokens, at, donors[0].tokens, there)
-            places = (torch.as_tensor(each).to(device) for each in (at, there))
-            found = nearest(own, other, *places).cpu().numpy()
+            found = self._counterparts(chunk)
             here = np.flatnonzero((found >= 0) & (slots < 0))
             take(here, 0, found[here])
             similar[here] = True
@@ -115,6 +106,21 @@ class Assembled:
         must[max(0, num_tokens - TAIL) :] = True
         slots[must] = -1
         return slots, old, must, similar
+
+    def _counterparts(self, chunk: Chunk) -> np.ndarray:
+        """For each token the first donor's that is most like it, -1 for none. Another word is none, however much alike:
+        its KV says what the donor said there, and answers follow it where the two texts contradict each other."""
+        donor, device = self.assembling.donors[0], self._slots_L.device
+        own, other = (self._embed(torch.tensor(each, device=device)) for each in (chunk.tokens, donor.tokens))
+        at, there = (
+            first + np.arange(len(rows)) for first, rows in ((chunk.start, own), (donor.position, other))
+        )
+        there = warped(chunk.tokens, at, donor.tokens, there)
+        places = (torch.as_tensor(each).to(device) for each in (at, there))
+        found = nearest(own, other, *places).cpu().numpy()
+        # Of what was not found the last is taken, and stays not found.
+        is_same = np.asarray(donor.tokens)[found] == np.asarray(chunk.tokens)
+        return np.where(is_same, found, -1)
 
     def _passages(self, chunk: Chunk) -> Iterator[tuple[int, int, int, int]]:
         """Where each begins in the chunk, its length, its donor, where it begins in what the donor has here: as far as

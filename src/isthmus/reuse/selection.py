@@ -23,7 +23,7 @@ class Selection(msgspec.Struct, frozen=True):
     `recompute * decay ** (i - full_layers)` of the candidates, at least `floor`, is computed; of these the share `hot`
     by what the tail attends to, the others by deviation. `first`: of each passage so many tokens are computed in any
     case. In layer i of n the share `keep * exp(-fade * i / (n - 1))` of the prompt is kept for the answer.
-    `alike`: tokens outside of passages have KV of the first donor's tokens that are like them."""
+    `alike`: tokens outside of passages have KV of the same words at about their places in the first donor."""
 
     name: str
     full_layers: int = 1

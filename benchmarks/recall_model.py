@@ -56,7 +56,7 @@ class Training(msgspec.Struct, frozen=True):
     seed: int = 0
     threads: int = 1
     learning_rate: float = 3e-3
-    stages: tuple[tuple[int, int, int, int], ...] = ((24, 8, 64, 900), (128, 16, 24, 350), (416, 24, 8, 200))
+    stages: tuple[tuple[int, int, int, int], ...] = ((24, 8, 64, 500), (128, 16, 24, 1100), (416, 24, 8, 250))
 
 
 def text_of(pairs: Sequence[tuple[int, int]], num_tokens: int, rng: random.Random) -> list[int]:

@@ -11,12 +11,14 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from isthmus.engine.alike import nearest, warped
+from isthmus.engine.assembling import Assembled
 from isthmus.engine.batch import PackedRows
 from isthmus.engine.engine import Engine, EngineOptions
 from isthmus.engine.interface import Assembling, Chunk, Donated, Held
 from isthmus.engine.packed import slices_of
 from isthmus.reuse import CACHEBLEND, EPIC, SELECTIONS, SEMANTIC, Packing, Selection, pack
 from isthmus.reuse.passages import Passage
+from isthmus.reuse.selection import TAIL
 from isthmus.types import Reused
 
 from .conftest import FolderOf
@@ -116,12 +118,14 @@ def test_a_moved_key_is_the_key_at_its_new_place(folder_of: FolderOf, case: str)
     prompts = of_model(folder_of, case)
     text, before, after = tokens_of(120, 4), tokens_of(70, 5), tokens_of(50, 6)
     _, blocks = prompts.computed(text + after)
-    target = before + text + tokens_of(40, 7)
+    target = before + text + after[:40]
     _, fresh = prompts.computed(target)
     own = prompts.blocks(len(target))
     assembling = Assembling(EPIC, (donated(text + after, blocks),), (Passage(70, 120, 0, 0),))
     _, reused = prompts.assembled(Chunk(target, 0, own, True, assembling=assembling))
-    assert reused == Reused(0, 120 - EPIC.first, 0, len(target) - 120 + EPIC.first)
+    # The passage goes on as far as both texts do, up to the prompt's last tokens.
+    count = 120 + 40 - TAIL
+    assert reused == Reused(0, count - EPIC.first, 0, len(target) - count + EPIC.first)
     computed, moved = (prompts.kv(0, each, len(target)) for each in (fresh, own))
     assert largest_error(moved, computed) < 2e-6
     assert torch.equal(moved[:, 1], computed[:, 1]), "values are not rotated"
@@ -139,6 +143,33 @@ def test_a_passage_at_its_old_place_is_a_cached_prefix(prompts: Prompts, selecti
     )  # fmt: skip
     found, _ = prompts.assembled(chunk)
     assert largest_error(found, expected) < 1e-5
+
+
+def test_another_word_at_the_same_place_is_computed(prompts: Prompts) -> None:
+    """However alike the two words are: the donor's KV would say its own word there."""
+    donor = tokens_of(200, 62)
+    target, others = list(donor), range(40, 48)
+    for at in others:
+        target[at] = donor[at] % 200 + 1
+    table = prompts.engine.model.embed
+    with torch.inference_mode():
+        one, other = (table(torch.tensor(each)) for each in (donor, target))
+        other[others] = one[others]  # as if they were embedded alike
+    _, blocks = prompts.computed(donor)
+    chunk = Chunk(
+        target, 0, prompts.blocks(200), True, assembling=Assembling(SEMANTIC, (donated(donor, blocks),))
+    )
+    rows = {tuple(donor[:192]): one[:192], tuple(target): other}
+    made = Assembled(
+        0,
+        chunk,
+        prompts.engine.memory,
+        prompts.engine.model.cos_sin,
+        lambda tokens: rows[tuple(tokens.tolist())],
+    )
+    found = made._counterparts(chunk)
+    assert found[40:48].tolist() == [-1] * 8
+    assert np.delete(found[:192], others).tolist() == [at for at in range(192) if at not in others]
 
 
 def test_it_follows_a_cached_prefix(prompts: Prompts) -> None:

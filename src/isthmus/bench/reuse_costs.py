@@ -88,7 +88,7 @@ def matchings(prompts: Prompts, kind: str, donor: Sequence[int], target: Sequenc
     own = [each[:, 1] for each in prompts.target_kv(len(target))]
     at, there = np.arange(len(target)), np.arange(len(donor))
     ways = {
-        "as served": (warped(target, at, donor, there), True),
+        "as engines match": (warped(target, at, donor, there), True),
         "at their own positions": (there.astype(float), True),
         "without positions": (there.astype(float), False),
     }

@@ -82,8 +82,9 @@ def sweep(selection: Selection) -> list[Setting]:
         else:
             changed = replace(selection, first=int(share))
         found.append(Setting(f"{name} {share:g}", changed, packs=False))
-    if selection.alike:  # as the paper has it
-        found.append(Setting(f"{name}, all matched", replace(selection, least=-1.0), packs=False))
+    if selection.alike:  # as re-implementations have it, and as the paper does
+        found.append(Setting(f"{name}, other words", replace(selection, same=False), packs=False))
+        found.append(Setting(f"{name}, all matched", replace(selection, least=-1.0, same=False), packs=False))
     return [*found, *[Setting(f"{name}, {how}", selection, False, how) for how in (Spoil.ZEROED, Spoil.RANDOM)]]
 
 

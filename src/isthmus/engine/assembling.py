@@ -101,16 +101,7 @@ class Assembled:
             take(here, passage.donor, there)
             must[here[: self._selection.first]] = True
         if self._selection.alike:
-            device = self._slots_L.device
-            own, other = (
-                self._embed(torch.tensor(tokens, device=device)) for tokens in (chunk.tokens, donors[0].tokens)
-            )
-            at, there = (
-                first + np.arange(len(rows)) for first, rows in ((start, own), (donors[0].position, other))
-            )
-            there = warped(chunk.tokens, at, donors[0].tokens, there)
-            places = (torch.as_tensor(each).to(device) for each in (at, there))
-            found = nearest(own, other, *places, least=self._selection.least).cpu().numpy()
+            found = self._counterparts(chunk)
             here = np.flatnonzero((found >= 0) & (slots < 0))
             take(here, 0, found[here])
             similar[here] = True
@@ -118,6 +109,24 @@ class Assembled:
         must[max(0, num_tokens - TAIL) :] = True
         slots[must] = -1
         return slots, old, must, similar
+
+    def _counterparts(self, chunk: Chunk) -> np.ndarray:
+        """For each token the first donor's that is most like it, -1 for none. As a rule another word is none, however
+        much alike: its KV says what the donor said there, and answers follow it where the two texts contradict each
+        other (measured: docs/reuse.md)."""
+        donor, device, selection = self.assembling.donors[0], self._slots_L.device, self._selection
+        own, other = (self._embed(torch.tensor(each, device=device)) for each in (chunk.tokens, donor.tokens))
+        at, there = (
+            first + np.arange(len(rows)) for first, rows in ((chunk.start, own), (donor.position, other))
+        )
+        there = warped(chunk.tokens, at, donor.tokens, there)
+        places = (torch.as_tensor(each).to(device) for each in (at, there))
+        found = nearest(own, other, *places, least=selection.least).cpu().numpy()
+        if selection.same and len(donor.tokens):
+            # Of what was not found the last is taken, and stays not found.
+            is_same = np.asarray(donor.tokens)[found] == np.asarray(chunk.tokens)
+            found = np.where(is_same, found, -1)
+        return found
 
     @property
     def whole(self) -> bool:

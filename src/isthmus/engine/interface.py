@@ -105,8 +105,8 @@ class Donated:
 @dataclass(frozen=True)
 class Assembling:
     """How a chunk, which is then all that is left of its prompt, is computed with donors' KV: as `selection` says
-    (`isthmus.reuse`). `passages`: what is the same text. `packed`: blocks to pack into what `packing` keeps of the
-    prompt; no donor needs them when the step is over."""
+    (`isthmus.reuse`). `passages`: what is the same text, or some of it. `packed`: blocks to pack into what `packing`
+    keeps of the prompt; no donor needs them when the step is over."""
 
     selection: Selection
     donors: tuple[Donated, ...]

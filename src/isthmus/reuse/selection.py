@@ -24,7 +24,7 @@ class Selection(msgspec.Struct, frozen=True):
     by what the tail attends to, the others by deviation. `first`: of each passage so many tokens are computed in any
     case. In layer i of n the share `keep * exp(-fade * i / (n - 1))` of the prompt is kept for the answer.
     `alike`: tokens outside of passages have KV of the first donor's tokens that are most like them, unless the cosine
-    of the two is below `least`."""
+    of the two is below `least`, or, if `same`, they are other words."""
 
     name: str
     full_layers: int = 1
@@ -37,6 +37,7 @@ class Selection(msgspec.Struct, frozen=True):
     fade: float = 0.0
     alike: bool = False
     least: float = 0.6
+    same: bool = True
 
     def computed(self, layer: int) -> float:
         """The share of the candidates that goes through attention and MLP of this layer. Never grows with it."""

@@ -181,6 +181,8 @@ static void chunk_tile(const float *restrict q_THD, const uint32_t *restrict pac
     for (int64_t key = from / KEYS * KEYS; key <= at_T[stop - 1]; key += KEYS) {
         const uint32_t *keys = packed + key * D, *values = keys + KEYS * half;
         for (int64_t r = 0; r < padded; r += TILE_GROUP) {
+            int64_t latest = first + (r + TILE_GROUP - 1) / G;
+            if (key > at_T[latest < stop ? latest : stop - 1]) continue; /* scattered tokens end far apart */
             chunk_scores(q + r * half, keys, scores, half);
             for (int64_t n = 0; n < TILE_GROUP; n++) {
                 int64_t token = first + (r + n) / G; /* what fills up the last group sees what the last token does */

@@ -12,6 +12,7 @@ from isthmus.config import (
     DEFAULT_TENANT,
     ClusterConfig,
     Config,
+    ReuseConfig,
     api_key,
     cache_dir,
     child_environment,
@@ -23,6 +24,8 @@ from isthmus.config import (
 )
 from isthmus.errors import ConfigError
 from isthmus.gateway.tools.formats import FORMATS
+from isthmus.reuse import SELECTIONS, SEMANTIC
+from isthmus.types import Reuse
 
 # Adding an option means adding it here, and saying in the commit why it must exist.
 OPTIONS = """
@@ -48,6 +51,7 @@ network.compression tls.certificate tls.key tls.authority
 limits.max_requests limits.max_attempts limits.start_s limits.drain_s limits.silence_s limits.rejoin_s
 limits.transfer_s limits.link_s auth.keys
 lending.policy lending.reserve lending.period_s
+reuse.default reuse.tenants reuse.selector reuse.max_prompts reuse.min_tokens
 """.split()
 OPTIONS += [f"clusters.east.{option}" for option in OPTIONS if option.startswith("roles.")]
 
@@ -199,6 +203,20 @@ def test_a_number_of_bytes_is_itself(size: int) -> None:
         ("engine: {threads: on}", "engine.threads: yes or no"),
         ("roles: {mixed: true}", "roles.mixed: yes or no"),
         ("lending: {policy: greddy}", "lending.policy: Input should be 'none', 'ledger', "),
+        ("reuse: {default: semantics}", "reuse.default: Input should be 'exact', 'chunks' or 'semantic' "
+                                        "(found 'semantics'); did you mean 'semantic'?"),
+        ("reuse: {default: 1}", "reuse.default: Input should be 'exact', 'chunks' or 'semantic' (found 1)"),
+        ("reuse: {tenants: {acme: chunk}}", "reuse.tenants.acme: Input should be 'exact', 'chunks' or 'semantic' "
+                                            "(found 'chunk'); did you mean 'chunks'?"),
+        ("reuse: {tenants: {1: chunks}}", "reuse.tenants.1.[key]: Input should be a valid string (found 1)"),
+        ("reuse: {tenants: {\"a\\nb\": chunk}}", "'reuse.tenants.a\\nb': Input should be 'exact', 'chunks' or"),
+        ("reuse: {tenants: [acme]}", "reuse.tenants: Input should be a valid dictionary"),
+        ("reuse: {selector: semantic}", "reuse.selector: Input should be 'cacheblend' or 'epic' (found 'semantic')"),
+        ("reuse: {selector: cacheblnd}", "reuse.selector: Input should be 'cacheblend' or 'epic' "
+                                         "(found 'cacheblnd'); did you mean 'cacheblend'?"),
+        ("reuse: {max_prompts: 0}", "reuse.max_prompts: Input should be greater than or equal to 1 (found 0)"),
+        ("reuse: {min_tokens: 0}", "reuse.min_tokens: Input should be greater than or equal to 1 (found 0)"),
+        ("reuse: {tenant: {}}", "unknown key 'reuse.tenant'; did you mean 'tenants'?"),
         ("engine: {batches: 0}", "engine.batches: Input should be greater than or equal to 1 (found 0)"),
         ("network: {rtt_us: -1}", "network.rtt_us: Input should be greater than or equal to 0 (found -1)"),
         ("model: 5", "model: Input should be a valid string (found 5)"),
@@ -252,7 +270,8 @@ def test_every_option_refuses_what_makes_no_sense_by_its_name(file: Path, option
     nested: dict = {name: {"no": "sense"}}
     for section in reversed(sections):
         nested = {section: nested}
-    assert complaint(file, repr(nested)).startswith(f"{option}: ")
+    names_it = (f"{option}: ", f"{option}.no: ")  # of options that are names and values, the name, too
+    assert complaint(file, repr(nested)).startswith(names_it if option == "reuse.tenants" else names_it[0])
 
 
 def test_a_cost_curve_is_a_file_or_its_values(file: Path) -> None:
@@ -459,6 +478,62 @@ def test_what_is_asked_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ISTHMUS_API_KEY", "sk-environment")
     assert (api_key("--api-key"), api_key("--api-key", "sk-flag")) == ("sk-environment", "sk-flag")
     assert "ISTHMUS_API_KEY" not in child_environment(1)
+
+
+# Whom prompts of others are reused for.
+
+
+def test_tenants_choose_what_their_prompts_are_computed_with(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ISTHMUS_API_KEY", raising=False)
+    reuse = "\nreuse: {default: chunks, tenants: {acme: semantic, default: exact}}"
+    config = with_keys(loaded(file, ACME + reuse), ["sk-flag"])
+    assert (config.reuse.default, config.reuse.tenants) == (
+        Reuse.CHUNKS,
+        {"acme": Reuse.SEMANTIC, DEFAULT_TENANT: Reuse.EXACT},
+    )
+    told = config.model_dump_json(exclude_unset=True)
+    assert "acme" not in told, "nodes need no tenants"
+    assert Config.model_validate_json(told).reuse.default is Reuse.CHUNKS
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "reuse: {tenants: {acme: semantic}}",
+            "reuse.tenants: without API keys nobody knows whose a request is; give auth.keys, or reuse.default for all",
+        ),
+        (
+            ACME + "\nreuse: {tenants: {amce: semantic}}",
+            "reuse.tenants: 'amce' has no key; did you mean 'acme'?",
+        ),
+        (
+            ACME + "\nreuse: {tenants: {globex: exact}}",
+            "reuse.tenants: 'globex' has no key; tenants with keys: acme",
+        ),
+        (ACME + "\nreuse: {tenants: {default: exact}}", "reuse.tenants: 'default' has no key"),
+    ],
+)
+def test_a_tenant_without_a_key_is_one_line(
+    file: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: str
+) -> None:
+    """Known only once all keys are there; who takes no notice of keys takes none of tenants."""
+    monkeypatch.delenv("ISTHMUS_API_KEY", raising=False)
+    config = loaded(file, text)
+    with pytest.raises(ConfigError) as caught:
+        with_keys(config, [])
+    assert str(caught.value).startswith(expected) and "\n" not in str(caught.value)
+
+
+def test_reuse_by_default_needs_no_keys(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ISTHMUS_API_KEY", raising=False)
+    assert with_keys(loaded(file, "reuse: {default: semantic}"), []).reuse.default is Reuse.SEMANTIC
+
+
+def test_the_selectors_are_those_there_are() -> None:
+    assert {*get_args(ReuseConfig.model_fields["selector"].annotation), SEMANTIC.name} == SELECTIONS.keys()
 
 
 def test_the_formats_of_tools_are_those_there_are() -> None:

@@ -68,6 +68,9 @@ def test_every_rule_comes_from_the_configuration() -> None:
             "offload.period_s": 2.0,
             "lending.policy": "greedy",
             "lending.reserve": 0.2,
+            "reuse.selector": "epic",
+            "reuse.max_prompts": 10,
+            "reuse.min_tokens": 20,
         },
     )
     rules, default = rules_of(config), Rules()

@@ -24,8 +24,10 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import ErrorDetails
 
 from isthmus.errors import ConfigError
+from isthmus.types import Reuse
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
 POLICIES = ("random", "round_robin", "least_loaded", "sticky", "local_aware", "mooncake", "isthmus")
@@ -226,6 +228,21 @@ class CacheConfig(_Section):
     eviction: Literal["lru", "lfu", "fifo", "length_aware", "length_aware_early"] = "lru"
 
 
+class ReuseConfig(_Section):
+    """Which KV of earlier prompts requests may be computed with (docs/reuse.md). `default`: those that say nothing, of
+    tenants that are not in `tenants`, which are of `auth.keys`; like these, `tenants` are the gateway's alone.
+
+    `selector`: how prompts of `chunks` are mended; `max_prompts`: so many are remembered; `min_tokens`: a prompt with
+    fewer tokens to compute is computed as ever.
+    """
+
+    default: Reuse = Reuse.EXACT
+    tenants: dict[str, Reuse] = Field(default_factory=dict, exclude=True)
+    selector: Literal["cacheblend", "epic"] = "cacheblend"
+    max_prompts: int = Field(1024, ge=1)
+    min_tokens: int = Field(700, ge=1)
+
+
 class NetworkConfig(_Section):
     """Links between nodes. `node_gbps`: of a node, each way, None as the hardware has; `handover_gbps`: a rail of its
     own for KV from prefill to decode, None shares the node's; `spine_gbps`: joins all nodes, None no limit (simulated
@@ -325,6 +342,7 @@ class Config(_Section):
     scheduling: SchedulingConfig = SchedulingConfig()
     slo: SloConfig = SloConfig()
     cache: CacheConfig = CacheConfig()
+    reuse: ReuseConfig = ReuseConfig()
     network: NetworkConfig = NetworkConfig()
     tls: TlsConfig = TlsConfig()
     lending: LendingConfig = LendingConfig()
@@ -422,12 +440,23 @@ def _explain(source: str, error: ValidationError) -> str:
         near = difflib.get_close_matches(str(problem["loc"][-1]), _keys_beside(problem["loc"]), n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]!r}?" if near else f"; valid: {', '.join(_keys_beside(problem['loc']))}"
         return f"{source}: unknown key {where!r}{hint}"
+    if not where.isprintable():  # a name that the user chose
+        where = repr(where)
     message = problem["msg"].removeprefix("Value error, ")
     if not where:
         return f"{source}: {message}"
     if problem["loc"][0] in _SECRETS:
         return f"{source}: {where}: {message}"
-    return f"{source}: {where}: {message} (found {problem['input']!r})"
+    return f"{source}: {where}: {message} (found {problem['input']!r}){_nearest_word(problem)}"
+
+
+def _nearest_word(problem: ErrorDetails) -> str:
+    """What was meant, where an option is one of some words."""
+    if problem["type"] not in ("enum", "literal_error"):
+        return ""
+    words = re.findall(r"'([^']*)'", problem["ctx"]["expected"])
+    near = difflib.get_close_matches(str(problem["input"]), words, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
@@ -462,14 +491,29 @@ def api_key(option: str, given: str | None = None) -> str | None:
 def with_keys(config: Config, given: Sequence[str]) -> Config:
     """With the keys of `--api-key` and the environment beside those of the file, which says whose its own are.
 
-    Raises ConfigError.
+    All tenants are known then, so that `reuse.tenants` is checked here. Raises ConfigError.
     """
     keys = [api_key("--api-key", key) for key in given]
     plain = [key for key in [*keys, api_key("--api-key")] if key is not None]
     known = {key.sha256: key for key in config.auth.keys}
     for digest in map(key_digest, plain):
         known.setdefault(digest, KeyConfig(tenant=DEFAULT_TENANT, sha256=digest))
+    tenants = list(dict.fromkeys(key.tenant for key in known.values()))
+    for tenant in config.reuse.tenants:
+        _check_tenant(tenant, tenants)
     return config.model_copy(update={"auth": AuthConfig(keys=tuple(known.values()))})
+
+
+def _check_tenant(tenant: str, known: Sequence[str]) -> None:
+    """`known`: who has a key. A name that nobody's key has would have no effect, so it is a mistake."""
+    if not known:
+        raise ConfigError(
+            "reuse.tenants: without API keys nobody knows whose a request is; give auth.keys, or reuse.default for all"
+        )
+    if tenant not in known:
+        near = difflib.get_close_matches(tenant, known, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; tenants with keys: {', '.join(known)}"
+        raise ConfigError(f"reuse.tenants: {tenant!r} has no key{hint}")
 
 
 def key_digest(key: str) -> str:

@@ -106,6 +106,7 @@ class Cluster:
         state_blocks: int = 0,
         max_sequences: int = 0,
         lends: bool = False,
+        reuse_layers: int = 0,
     ) -> None:
         name, held = NodeId(node), set(self.held)
         joined = NodeJoined(
@@ -120,6 +121,7 @@ class Cluster:
             state_blocks=state_blocks,
             max_sequences=max_sequences,
             lends=lends,
+            reuse_layers=reuse_layers,
         )
         self.joined[name], self.stored[name] = joined, {}
         for action in self.on(joined):
@@ -205,7 +207,7 @@ class Cluster:
         name = RequestId(request)
         route = self.routes.get(name)
         if route is not None and route.attempt == attempt and name in self.prefilling:
-            self.store(route.prefill, *_chain(self.arrived[name][0], self.joined[route.prefill]))
+            self.store(route.prefill, *self._stores(route))
             del self.prefilling[name]
             self.streaming.add(name)
         return self.on(FirstToken(name, attempt))
@@ -347,7 +349,7 @@ class Cluster:
         mine = set(self.stored[route.prefill])
         for other in self.prefilling.values():
             if other.prefill == route.prefill and other.request != route.request:
-                mine |= set(_chain(self.arrived[other.request][0], self.joined[route.prefill]))
+                mine |= set(self._stores(other))
         fetch = route.fetch
         at_hand = route.num_cached if fetch is None else fetch.start
         node = self.joined[route.prefill]
@@ -363,6 +365,11 @@ class Cluster:
                 assert self.rules.cache_mode != "scarce" and self.links_up[source.cluster, node.cluster]
             assert self.joined[fetch.source].paths.network and self.joined[route.prefill].paths.network
             assert fetch.until_ns > self.now
+
+    def _stores(self, route: Route) -> tuple[BlockName, ...]:
+        """What its prefill node has of a prompt in the end: of an assembled one what it had of it."""
+        facts, node = self.arrived[route.request][0], self.joined[route.prefill]
+        return _chain(facts, node) if route.assembly is None else _prefix(facts, route.num_cached, node)
 
     def _judge_recall(self, route: Route, facts: RequestArrived) -> None:
         """What is not handed over is at the decode node, or comes to it within its cluster; a token always crosses."""

@@ -35,6 +35,9 @@ def map_case(context: schemathesis.HookContext, case: schemathesis.Case) -> sche
     mode = case.meta.generation.mode if case.meta else schemathesis.GenerationMode.POSITIVE
     if mode.is_positive and isinstance(case.body, dict):
         case.body = meant(case.body)
+        if (case.headers or {}).get("x-isthmus-reuse", "exact") != "exact":
+            for name in ("prompt_logprobs", "echo"):  # prompts that are scored are computed whole
+                case.body.pop(name, None)
     return case
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from isthmus.blocks import KVLayout
-from isthmus.types import FinishReason, Generated, Job, ModelCard, NodeId, Role, TokenLogprobs
+from isthmus.types import FinishReason, Generated, Job, ModelCard, NodeId, Reused, Role, TokenLogprobs
 
 from . import folder
 
@@ -75,6 +75,9 @@ class FakeBackend:
         self.members: dict[NodeId, tuple[Role, KVLayout, str]] = {}
         self.multiplied: dict[NodeId, tuple[str, ...]] = {}
         self.offloaded: Any = None
+        self.waits_before_reuse: list[int] = []
+        """How many jobs there were each time when it was asked to get ready."""
+        self.not_ready: Exception | None = None
 
     def submit(self, job: Job) -> FakeStream:
         steps = self.script(job)
@@ -82,6 +85,12 @@ class FakeBackend:
             self.jobs.append(job)
             self.changed.notify_all()
         return FakeStream(self, job, steps)
+
+    async def ready_to_reuse(self) -> None:
+        self.waits_before_reuse.append(len(self.jobs))
+        await asyncio.sleep(0)
+        if self.not_ready is not None:
+            raise self.not_ready
 
     def gauges(self) -> dict[str, dict[str, float]]:
         return self.node_gauges
@@ -115,6 +124,7 @@ def says(
     *,
     per_batch: int = 1,
     cached_tokens: int = 0,
+    reused: Reused | None = None,
 ) -> list[Step]:
     """Steps that produce `tokens`, the last with `finish` (None: the stream goes on with what is added).
 
@@ -127,6 +137,7 @@ def says(
             token=token,
             finish=finish if i == len(tokens) - 1 else None,
             cached_tokens=cached_tokens if i == 0 else None,
+            reused=reused if i == 0 else None,
         )
         for i, token in enumerate(tokens)
     ]

@@ -1,11 +1,12 @@
-"""Priority and limits of a request, from its headers to the jobs."""
+"""Priority, limits and reuse of a request, from its headers to the jobs."""
 
 from __future__ import annotations
 
 import pytest
 
 from isthmus.errors import RequestError
-from isthmus.gateway.terms import Terms, terms_of
+from isthmus.gateway.terms import REUSE, Terms, terms_of
+from isthmus.types import Reuse
 
 from .fake import FakeBackend
 from .inprocess import Poster
@@ -43,9 +44,25 @@ def test_what_is_no_integer_in_range_is_refused_by_its_name(name: str, value: by
     assert caught.value.param == name
 
 
-def test_a_header_given_twice_is_refused() -> None:
-    with pytest.raises(RequestError, match="given 2 times"):
-        terms((NAMES[2].encode(), b"1"), (NAMES[2].encode(), b"1"))
+@pytest.mark.parametrize(("name", "value"), [(NAMES[2], b"1"), (REUSE, b"exact")])
+def test_a_header_given_twice_is_refused(name: str, value: bytes) -> None:
+    with pytest.raises(RequestError, match=f"'{name}' is given 2 times"):
+        terms((name.encode(), value), (name.encode(), value))
+
+
+@pytest.mark.parametrize("reuse", list(Reuse))
+def test_what_may_be_reused_is_one_of_three_words(reuse: Reuse) -> None:
+    assert terms((REUSE.encode(), f" {reuse} ".encode())) == Terms(reuse=reuse)
+
+
+@pytest.mark.parametrize("value", [b"", b"Exact", b"semantics", b"chunks, exact", b"1", b"\xff\r", b"x" * 500])
+def test_no_other_word_is(value: bytes) -> None:
+    with pytest.raises(RequestError) as caught:
+        terms((REUSE.encode(), value))
+    said = str(caught.value)
+    assert said.startswith("the header 'x-isthmus-reuse' must be exact, chunks or semantic, got '")
+    assert "\n" not in said and "\r" not in said and len(said) < 130
+    assert caught.value.param == REUSE
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.reuse import MIN_PASSAGE, cut, passages
+from isthmus.reuse import MIN_PASSAGE, cut, extended, passages
 from isthmus.reuse.passages import LEAST, MOST, WINDOW, Passage
 
 texts = st.lists(st.integers(0, 200_000), max_size=400) | st.builds(
@@ -145,3 +145,44 @@ def test_pieces_are_as_long_as_was_meant() -> None:
     for words in (300, 50_000, 250_000):
         _, stops = cut(text(9, 100_000, words), "")
         assert 100_000 / len(stops) == pytest.approx(LEAST + 15, rel=0.1)
+
+
+@given(texts, st.lists(texts, min_size=1, max_size=3), st.data())
+def test_extended_passages_are_the_same_text_and_cannot_be_longer(
+    prompt: list[int], donors: list[list[int]], data: st.DataObject
+) -> None:
+    """Of donors only a part is there; of the prompt what follows its cached tokens."""
+    donors = [*donors, prompt[len(prompt) // 2 :] + prompt[: len(prompt) // 2]]
+    start = data.draw(st.integers(0, len(prompt)))
+    firsts = [data.draw(st.integers(0, len(donor))) for donor in donors]
+    found = found_in(prompt, donors, start=start)
+    there = [(first, donor[first:]) for first, donor in zip(firsts, donors, strict=True)]
+    grown = extended(found, prompt[start:], there, start=start)
+    last = start
+    for number, each in enumerate(grown):
+        donor = donors[each.donor]
+        assert each.at >= last and each.count > 0, "in order, none over another"
+        last = each.at + each.count
+        assert each.start >= firsts[each.donor] and each.start + each.count <= len(donor), "what is not there"
+        assert prompt[each.at : last] == donor[each.start : each.start + each.count]
+        after = grown[number + 1].at if number + 1 < len(grown) else len(prompt)
+        ends = last == after or each.start + each.count == len(donor)
+        assert ends or prompt[last] != donor[each.start + each.count], "the text goes on"
+    assert last <= len(prompt)
+    for each in found:
+        have = sum([min(each.at + each.count, one.at + one.count) - max(each.at, one.at) for one in grown
+                    if one.at < each.at + each.count and each.at < one.at + one.count])  # fmt: skip
+        low = max(each.start, firsts[each.donor])
+        assert have >= each.start + each.count - low, "something was lost"
+
+
+def test_a_passage_between_other_texts_is_found_with_its_ends() -> None:
+    """And not more of it than there is at the donor."""
+    passage = text(1, 600)
+    front, behind = text(2, 50), text(3, 70)
+    donor = text(4, 40) + passage + text(5, 30)
+    prompt = front + passage + behind
+    found = found_in(prompt, [donor])
+    assert extended(found, prompt, [(0, donor)]) == (Passage(50, 600, 0, 40),)
+    assert extended(found, prompt, [(60, donor[60:500])]) == (Passage(70, 440, 0, 60),)
+    assert extended(found, prompt[80:], [(0, donor)], start=80) == (Passage(80, 570, 0, 70),)

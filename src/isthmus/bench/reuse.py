@@ -19,7 +19,7 @@ from isthmus.bench.reuse_measures import SWEPT, Case, Row, all_settings, measure
 from isthmus.bench.reuse_pairs import DONORS, INSTRUCTION, SUMMARY, Fact, Maker, Pair
 from isthmus.bench.reuse_runs import Prompts, Setting, Spoil
 from isthmus.bench.reuse_scores import says
-from isthmus.bench.reuse_texts import digest, prose
+from isthmus.bench.reuse_texts import Passage, digest, prose
 from isthmus.engine.engine import Engine, EngineOptions
 from isthmus.errors import RequestError
 from isthmus.gateway.tokenizer import GatewayTokenizer
@@ -30,6 +30,7 @@ _WORDS_PER_TOKEN = 0.6
 """Of this prose, about."""
 _COST_TAIL = 48
 """The question's tokens, which stay where a prompt is cut to a length."""
+_TIMED = (("paraphrased", (SEMANTIC,)), ("reordered", (CACHEBLEND, EPIC)))
 
 
 @dataclass(frozen=True)
@@ -107,15 +108,28 @@ class Bench:
         return lambda tokens: says(self._tokenizer.decode(tokens), value)
 
     def cut(self, kind: str, num_tokens: int) -> tuple[list[int], list[int]]:
-        """Donor and target of exactly so many tokens, where there is prose enough."""
-        maker = Maker(self._prose, round(num_tokens * _WORDS_PER_TOKEN * 1.1), self.plan.seed)
-        pair = maker.pair(kind, 0)
-        asked: list[tuple[str, Fact]] = [(pair.donor, pair.about), (pair.target, pair.facts[0])]
-        donor, target = (self.prompt(text, fact.question, fact.lead) for text, fact in asked)
-        if len(target) < num_tokens:
-            raise BenchError(f"the texts make prompts of {len(target)} tokens, and not of {num_tokens}")
+        """Donor and target of exactly so many tokens. Raises BenchError where there is not prose enough, or no room."""
+        self.prompts.fit(num_tokens + 1)
+        num_words, most = round(num_tokens * _WORDS_PER_TOKEN), sum(map(_words, self._prose))
+        donor, target = self._pair(kind, num_words)
+        while len(target) < num_tokens:
+            if num_words > most:
+                raise BenchError(f"the texts make prompts of {len(target)} tokens, and not of {num_tokens}")
+            # Little more than is needed: what is cut off of one of the two is missing for the other.
+            num_words += max(1, num_words // 50)
+            donor, target = self._pair(kind, num_words)
         donor, target = (each[: num_tokens - _COST_TAIL] + each[-_COST_TAIL:] for each in (donor, target))
         return donor, target
+
+    def _pair(self, kind: str, num_words: int) -> tuple[list[int], list[int]]:
+        pair = Maker(self._prose, num_words, self.plan.seed).pair(kind, 0)
+        asked: list[tuple[str, Fact]] = [(pair.donor, pair.about), (pair.target, pair.facts[0])]
+        donor, target = [self.prompt(text, fact.question, fact.lead) for text, fact in asked]
+        return donor, target
+
+
+def _words(passage: Passage) -> int:
+    return sum(len(sentence.split()) for sentence in passage)
 
 
 def run(
@@ -124,6 +138,8 @@ def run(
     """Raises ConfigError, ModelError and BenchError."""
     bench = Bench(model, plan, threads)
     served = all_settings("")
+    # Made first: that there is no prompt of some length is said before anything is measured.
+    timed = [(kind, chosen, bench.cut(kind, length)) for length in plan.lengths for kind, chosen in _TIMED]
     recall = measure(
         bench.prompts,
         bench.recall(),
@@ -137,11 +153,10 @@ def run(
     for kind in ("paraphrased", "20 % changed", "50 % changed"):
         matched += matchings(bench.prompts, kind, *bench.cut(kind, plan.tokens))
     found = list[Cost]()
-    for length in plan.lengths:
-        for kind, selections in (("paraphrased", (SEMANTIC,)), ("reordered", (CACHEBLEND, EPIC))):
-            settings = [Setting(each.name, each) for each in selections]
-            found += costs(bench.prompts, kind, *bench.cut(kind, length), settings, plan.rounds)
-        report(f"time to the first token: {length} tokens")
+    for kind, chosen, (donor, target) in timed:
+        settings = [Setting(each.name, each) for each in chosen]
+        found += costs(bench.prompts, kind, donor, target, settings, plan.rounds)
+        report(f"time to the first token, {kind}: {len(target)} tokens")
     return Result(bench.texts, recall, summaries, found, matched)
 
 

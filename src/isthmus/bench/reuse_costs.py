@@ -12,6 +12,7 @@ import torch
 
 from isthmus.bench.reuse_runs import Prompts, Setting
 from isthmus.engine.alike import nearest, warped
+from isthmus.reuse import SEMANTIC
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def matchings(prompts: Prompts, kind: str, donor: Sequence[int], target: Sequenc
     found = list[Matching]()
     for how, (places, rotated) in ways.items():
         pairs = (torch.as_tensor(each).to(rows.device) for each in (at, places))
-        matched = nearest(rows, others, *pairs, rotated=rotated)
+        matched = nearest(rows, others, *pairs, least=SEMANTIC.least, rotated=rotated)
         here = (matched >= 0).nonzero()[:, 0]
         to = matched[here]
         count = max(1, len(here))

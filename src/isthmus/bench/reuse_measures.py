@@ -82,6 +82,8 @@ def sweep(selection: Selection) -> list[Setting]:
         else:
             changed = replace(selection, first=int(share))
         found.append(Setting(f"{name} {share:g}", changed, packs=False))
+    if selection.alike:  # as the paper has it
+        found.append(Setting(f"{name}, all matched", replace(selection, least=-1.0), packs=False))
     return [*found, *[Setting(f"{name}, {how}", selection, False, how) for how in (Spoil.ZEROED, Spoil.RANDOM)]]
 
 

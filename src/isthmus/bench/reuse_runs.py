@@ -91,7 +91,7 @@ class Prompts:
 
     def donate(self, tokens: Sequence[int]) -> None:
         """Computes a donor in full, in place of the one before."""
-        self._fit(len(tokens))
+        self.fit(len(tokens))
         self._donor = list(tokens[: len(tokens) // self.block_size * self.block_size])
         self._prefill(tokens, self._donor_blocks)
         self._candidates.clear()
@@ -115,7 +115,7 @@ class Prompts:
 
     def full(self, tokens: Sequence[int], num_answers: int) -> Answer:
         """The prompt as ever, and its greedy answer of at most so many tokens."""
-        self._fit(len(tokens) + num_answers)
+        self.fit(len(tokens) + num_answers)
         logits_1V = self._prefill(tokens, self._blocks)
         chosen = self._greedy(logits_1V, len(tokens), num_answers, self._blocks, None)
         return Answer(chosen, self._forced(logits_1V, chosen, len(tokens), self._blocks, None))
@@ -124,7 +124,7 @@ class Prompts:
         self, tokens: Sequence[int], setting: Setting, answer: Sequence[int], num_answers: int
     ) -> Assembled:
         """The prompt of the donor's KV; logits along `answer`, and a greedy answer of its own."""
-        self._fit(len(tokens) + max(num_answers, len(answer)))
+        self.fit(len(tokens) + max(num_answers, len(answer)))
         self.spoil(setting.spoil)
         logits_1V, reused, packing = self.prefill(tokens, setting)
         blocks = self._blocks
@@ -154,7 +154,7 @@ class Prompts:
         """One assembled step: the first token's logits."""
         assert self._donor, "there is a donor"
         selection = setting.selection
-        found = () if selection.alike else passages(*cut(tokens, _SALT), self._known)
+        found = passages(*cut(tokens, _SALT), self._known)
         packing = None
         if setting.packs:
             packing = pack(selection, len(tokens), self.engine.memory.layout.num_layers, self.block_size)
@@ -180,7 +180,8 @@ class Prompts:
     def _slots(self) -> slice:
         return slice(0, len(self._donor))
 
-    def _fit(self, count: int) -> None:
+    def fit(self, count: int) -> None:
+        """Raises BenchError where so many tokens do not fit."""
         if count > self.most_tokens:
             raise BenchError(
                 f"a prompt and its answer have {count} tokens, and there is room for {self.most_tokens}"

@@ -180,7 +180,10 @@ def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, An
         tool_format=config.tool_format,
         ttft_ms=config.slo.ttft_ms,
         tbt_ms=config.slo.tbt_ms,
+        reuse=config.reuse.default,
+        tenant_reuse=config.reuse.tenants,
     )
+    say_if_exact(config, card.no_reuse)
     return cluster, create_app(cluster.head, tokenizer, settings)
 
 
@@ -200,6 +203,14 @@ def _max_length(config: Config, model: Served) -> int:
 def _simulated_only(config: Config) -> list[str]:
     """The options given that have no effect on a live cluster."""
     return ["network.spine_gbps"] if config.network.spine_gbps is not None else []
+
+
+def say_if_exact(config: Config, why: str) -> None:
+    """`why`: as `ModelCard.no_reuse`. Requests are computed all the same, and nobody is told with each."""
+    from isthmus.types import Reuse
+
+    if why and {config.reuse.default, *config.reuse.tenants.values()} != {Reuse.EXACT}:
+        print(f"isthmus: reuse stays exact, whatever the section reuse says: {why}", file=sys.stderr)
 
 
 def say_if_open(config: Config, bound: tuple[Any, ...]) -> None:

@@ -36,6 +36,11 @@ class Donors:
     def ready(self) -> bool:
         return bool(self._no_reuse) or self._signer.ready
 
+    def left(self, node: NodeId) -> None:
+        """Somebody else is to be asked, should it not have told all."""
+        if node == self.asked:
+            self.asked = None
+
     def take(self, part: Directions) -> None:
         """Raises ProtocolError for rows that are not the next ones."""
         self._signer.take(part)

@@ -184,17 +184,15 @@ class Head:
         return stream
 
     async def ready_to_reuse(self) -> None:
-        """See `isthmus.gateway.backend.Backend`. Asks one node after the other, should some leave meanwhile."""
-        asked: NodeId | None = None
+        """See `isthmus.gateway.backend.Backend`. Asks one node after the other, should some leave meanwhile. Where there
+        is none nothing is assembled either."""
         while not self._donors.ready:
-            if asked not in self._members:
+            if self._donors.asked is None:
                 able = [node for node, member in self._members.items() if member.hello.joined.reuse_layers]
                 if not able:
-                    raise UnavailableError("no node is here that could say what prompts mean; try again soon")
-                asked = self._donors.asked if self._donors.asked in able else able[0]
-                if asked != self._donors.asked:
-                    self._donors.asked = asked
-                    self._send(asked, messages.TellDirections())
+                    return
+                self._donors.asked = able[0]
+                self._send(able[0], messages.TellDirections())
             self._changed.clear()
             await self._changed.wait()
 
@@ -384,6 +382,7 @@ class Head:
             log.log(logging.DEBUG if self._closing else logging.WARNING, "%s left: %s", node, reason)
             self._addresses.close(node)
             self._link_stats.left(node)
+            self._donors.left(node)
             self._tell_neighbours(member.cluster)
             self._decide(conductor.NodeLeft(node))
             self._changed.set()

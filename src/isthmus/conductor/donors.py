@@ -22,8 +22,12 @@ from isthmus.reuse import MIN_PASSAGE, SELECTIONS, SEMANTIC, Selection, pack, pa
 from isthmus.reuse.passages import Passage
 from isthmus.types import MIXED, NS_PER_S, BlockName, RequestId, Reuse
 
-GAIN = 0.9
-"""A prompt is assembled where its first token is predicted to come at most so many times as late."""
+GAIN = 0.5
+"""A prompt is assembled where that is predicted to take at most so many times the node time. Where it gains less it is
+worth more whole: then others can be assembled from it (measured: docs/reuse.md). What waits in the queue has no part in
+this, or nothing would be assembled where that is needed most."""
+BEYOND = 32
+"""Tokens beyond a passage that are loaded with it: more than a piece has in the mean."""
 MAX_DONORS = 8
 """Of one prompt: each is a chain that has to stay in a cache meanwhile."""
 
@@ -55,7 +59,8 @@ class _Found(msgspec.Struct, frozen=True):
             return self.first, self.donors[0].depth
         taken = [each for each in self.passages if each.donor == number]
         first, stop = min([each.start for each in taken]), max([each.start + each.count for each in taken])
-        return first // size, -(-stop // size)
+        # The same text goes on beyond what it is known by: see `reuse.extended`.
+        return max(0, first - BEYOND) // size, min(-(-(stop + BEYOND) // size), self.donors[number].depth)
 
 
 class Donors:
@@ -88,7 +93,7 @@ class Donors:
         if most is not None:
             options.append(self._on(most, finder, exact))
         best = min([each for each in options if each is not None], key=lambda each: each.ttft_ns, default=None)
-        if best is None or best.ttft_ns > GAIN * exact.ttft_ns:
+        if best is None or best.ttft_ns > exact.ttft_ns or best.work_ns > GAIN * exact.work_ns:
             return None
         assert best.assembly is not None
         for donor in best.assembly.donors:

@@ -41,6 +41,9 @@ def rules_of(config: Config) -> Rules:
         period_ns=int(config.offload.period_s * NS_PER_S),
         lending=config.lending.policy,
         lending_reserve=config.lending.reserve,
+        reuse_selector=config.reuse.selector,
+        reuse_prompts=config.reuse.max_prompts,
+        reuse_tokens=config.reuse.min_tokens,
     )
 
 

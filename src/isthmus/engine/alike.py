@@ -21,8 +21,6 @@ from isthmus.engine.interface import SIGNATURE_BITS
 from isthmus.engine.rope import rotate
 
 PLANES = 256
-LEAST_COSINE = 0.6
-"""What is less alike has no counterpart, and is computed."""
 _SEED = 2509_24832
 REACH = 512
 """So far from its own place a token is looked for. Rotation makes even the same word unlike itself before that."""
@@ -35,18 +33,24 @@ _COMMON, _TURNS, _FREQUENT = 32768, 8, 1e-3
 
 
 def nearest(
-    target_TN: Tensor, donor_RN: Tensor, target_at_T: Tensor, donor_at_R: Tensor, *, rotated: bool = True
+    target_TN: Tensor,
+    donor_RN: Tensor,
+    target_at_T: Tensor,
+    donor_at_R: Tensor,
+    *,
+    least: float,
+    rotated: bool = True,
 ) -> Tensor:
     """For each token of the target the one of the donor that is most alike, or -1: `[T]` int64. Several may have the
-    same one. Of equals the nearest counts. `..._at`: ascending positions; of the donor they may be between the target's
-    (float), for a rewritten prompt drifts away from the one it was."""
+    same one. Of equals the nearest counts; `least`: a cosine below which none is alike. `..._at`: ascending positions;
+    of the donor they may be between the target's (float), for a rewritten prompt drifts away from the one it was."""
     device = target_TN.device
     target, donor = (
         _hashed(rows, at if rotated else None)
         for rows, at in ((target_TN, target_at_T), (donor_RN, donor_at_R))
     )
     target_at_T, donor_at_R = target_at_T.float(), donor_at_R.float()
-    found, least = torch.full((len(target),), -1, device=device), _agreement(LEAST_COSINE)
+    found, agreement = torch.full((len(target),), -1, device=device), _agreement(least)
     for start in range(0, len(target), _TILE):
         rows, at_T = target[start : start + _TILE], target_at_T[start : start + _TILE]
         low, high = torch.searchsorted(donor_at_R, torch.stack((at_T[0] - REACH, at_T[-1] + REACH))).tolist()
@@ -55,7 +59,7 @@ def nearest(
         score_TR = rows @ donor[low:high].T  # bits that agree less those that do not: whole numbers, two apart
         score_TR -= (at_T[:, None] - donor_at_R[low:high]).abs_().mul_(1 / (2 * REACH + 2 * _TILE))
         best, index = score_TR.max(dim=1)
-        found[start : start + _TILE] = torch.where(best > least, index + low, -1)
+        found[start : start + _TILE] = torch.where(best > agreement, index + low, -1)
     return found
 
 

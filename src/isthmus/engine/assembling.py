@@ -31,6 +31,7 @@ from isthmus.engine.kv import KVMemory
 from isthmus.engine.mixers import Pass
 from isthmus.engine.packed import slices_of
 from isthmus.engine.rope import rotate
+from isthmus.reuse import extended
 from isthmus.reuse.selection import TAIL
 from isthmus.types import Reused
 
@@ -85,6 +86,8 @@ class Assembled:
         slots, old = np.full(num_tokens, -1, np.int64), np.zeros(num_tokens, np.int64)
         must, similar = np.zeros(num_tokens, bool), np.zeros(num_tokens, bool)
         donors = self.assembling.donors
+        there_is = [(donor.position, donor.tokens) for donor in donors]
+        whole = extended(self.assembling.passages, chunk.tokens, there_is, start=start)
 
         def take(here: np.ndarray, donor: int, there: np.ndarray) -> None:
             """`there`: counted from the first token that the donor has here."""
@@ -92,13 +95,11 @@ class Assembled:
             slots[here] = table[there // size] * size + there % size
             old[here] = there + donors[donor].position
 
-        for passage in self.assembling.passages:
-            donor = donors[passage.donor]
-            here = np.arange(passage.at, passage.at + passage.count)
-            there = here - passage.at + passage.start - donor.position
-            inside = (here >= start) & (here < chunk.stop) & (there >= 0) & (there < len(donor.tokens))
-            take(here[inside] - start, passage.donor, there[inside])
-            must[here[inside][: self._selection.first] - start] = True
+        for passage in whole:
+            here = np.arange(passage.at, passage.at + passage.count) - start
+            there = here + start - passage.at + passage.start - donors[passage.donor].position
+            take(here, passage.donor, there)
+            must[here[: self._selection.first]] = True
         if self._selection.alike:
             device = self._slots_L.device
             own, other = (
@@ -109,7 +110,7 @@ class Assembled:
             )
             there = warped(chunk.tokens, at, donors[0].tokens, there)
             places = (torch.as_tensor(each).to(device) for each in (at, there))
-            found = nearest(own, other, *places).cpu().numpy()
+            found = nearest(own, other, *places, least=self._selection.least).cpu().numpy()
             here = np.flatnonzero((found >= 0) & (slots < 0))
             take(here, 0, found[here])
             similar[here] = True

@@ -10,7 +10,7 @@ from isthmus.errors import ProtocolError
 from isthmus.gateway.backend import TokenStream
 from isthmus.gateway.detokenizer import Detokenizer
 from isthmus.gateway.stops import StopMatcher
-from isthmus.types import FinishReason, Generated, Job, TokenLogprobs
+from isthmus.types import FinishReason, Generated, Job, Reused, TokenLogprobs
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -51,6 +51,7 @@ class Choice:
         self.stream = stream
         self.num_tokens = 0
         self.cached_tokens = 0
+        self.reused = Reused(0, 0, 0, len(job.tokens))  # where the KV of its prompt came from
         self.finish: FinishReason | None = None
         self._num_chars = 0
         self._detokenizer = detokenizer
@@ -66,6 +67,8 @@ class Choice:
         for generated in batch:
             if generated.cached_tokens is not None:
                 self.cached_tokens = generated.cached_tokens
+            if generated.index == 0:  # a further attempt finds the answer so far in its cache, too
+                self.reused = generated.reused or self._all_exact()
             if generated.index == 0 and self.job.sampling.prompt_logprobs is not None:
                 delta.prompt_scores = self._prompt_scores(generated)
             if self._silent:
@@ -86,6 +89,9 @@ class Choice:
     def stopped(self) -> bool:
         """It ended at a stop string, of which the cluster knows nothing."""
         return self._stops.matched
+
+    def _all_exact(self) -> Reused:
+        return Reused(self.cached_tokens, 0, 0, len(self.job.tokens) - self.cached_tokens)
 
     def _text(self, generated: Generated) -> str:
         # A token that ends the answer, as eos does, is counted but gives no text.

@@ -26,6 +26,7 @@ from isthmus.gateway.stops import StopMatcher
 from isthmus.gateway.terms import Terms, terms_of
 from isthmus.gateway.tokenizer import GatewayTokenizer
 from isthmus.gateway.wire import Dialect, encode, usage_of
+from isthmus.types import Reuse
 
 TimedChoices = list[tuple[Choice, ChoiceTimer]]
 
@@ -82,6 +83,8 @@ class GenerationEndpoint:
         asked = await _read(self.kind, scope, receive, self.service.settings)
         prepared = await self.plan(asked, hex_id(scope), terms_of(scope))
         dialect = self.dialect(prepared, self.service.tokenizer.token_bytes)
+        if prepared.reuse is not Reuse.EXACT:
+            await self.service.backend.ready_to_reuse()
         answer = self._stream if prepared.writing.stream else self._answer
         # From here to `run`, which cancels what is left, nothing may await or fail.
         choices = self._submit(prepared, arrival_s)

@@ -46,6 +46,12 @@ class Meter:
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that started.")
         self.cached_tokens = self._counter("prompt_tokens_cached", "Prompt tokens that came from the cache.")
+        self.moved_tokens = self._counter(
+            "prompt_tokens_moved", "Prompt tokens whose KV came from the same text at another place."
+        )
+        self.similar_tokens = self._counter(
+            "prompt_tokens_similar", "Prompt tokens whose KV came from a prompt that means nearly the same."
+        )
         self.generated_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.succeeded = self._counter("request_success", "Requests that ended well.", "finished_reason")
         self.within_slo = self._counter("requests_within_slo", "Requests that ended well inside their limits.")
@@ -114,6 +120,8 @@ class ChoiceTimer:
         if self._leads:
             self._meter.prompt_tokens.inc(len(self._choice.job.tokens))
             self._meter.cached_tokens.inc(self._choice.cached_tokens)
+            self._meter.moved_tokens.inc(self._choice.reused.moved)
+            self._meter.similar_tokens.inc(self._choice.reused.similar)
 
 
 class _Slo:

@@ -13,8 +13,8 @@ from pydantic import TypeAdapter
 
 import isthmus
 from isthmus.gateway.problems import ProblemBody
-from isthmus.gateway.terms import HEADERS
-from isthmus.types import ModelCard
+from isthmus.gateway.terms import HEADERS, REUSE
+from isthmus.types import ModelCard, Reuse
 
 REF = "#/components/schemas/"
 JSON = "application/json"
@@ -98,7 +98,7 @@ def _described(operation: Operation, body: Schema | None, reply: Schema | None, 
         refusals = _REFUSALS if operation.streams else {code: _REFUSALS[code] for code in ("400", "404", "413")}
         found["responses"] |= {code: _answer(text, {JSON: problem}) for code, text in refusals.items()}
     if operation.streams:
-        found["parameters"] = [_header(name, low, high) for name, (low, high) in HEADERS.items()]
+        found["parameters"] = _headers()
     if "{name" in operation.path:
         name = {"type": "string", "format": "model-name"}
         found["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": name}]
@@ -115,8 +115,13 @@ def _answer(text: str, content: dict[str, Schema]) -> Schema:
     return found
 
 
-def _header(name: str, low: int, high: int) -> Schema:
-    return {"name": name, "in": "header", "schema": {"type": "integer", "minimum": low, "maximum": high}}
+def _headers() -> list[Schema]:
+    """A request's terms."""
+    schemas: dict[str, Schema] = {
+        name: {"type": "integer", "minimum": low, "maximum": high} for name, (low, high) in HEADERS.items()
+    }
+    schemas[REUSE] = {"type": "string", "format": "reuse", "enum": list(Reuse)}
+    return [{"name": name, "in": "header", "schema": schema} for name, schema in schemas.items()]
 
 
 def _bound(node: Any, card: ModelCard) -> None:
@@ -133,6 +138,8 @@ def _bound(node: Any, card: ModelCard) -> None:
             node["pattern"] = f"^0*({_decimals(str(card.vocab_size - 1))})$"
         case "num-tokens":
             node["maximum"] = card.max_length
+        case "reuse" if card.no_reuse:
+            node["enum"] = [Reuse.EXACT]
         case "model-name":
             node["enum"] = [card.name] if node.get("type") == "string" else [card.name, None]
     for each in node.values():

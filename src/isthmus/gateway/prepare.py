@@ -17,6 +17,7 @@ from isthmus.gateway.http import off_loop
 from isthmus.gateway.limits import answer_tokens, check_prompt, truncated
 from isthmus.gateway.problems import UnknownModelError
 from isthmus.gateway.requests import ChatRequest, CompletionRequest, GenerationRequest, Prompt, TemplateFields
+from isthmus.gateway.reuse import reuse_of
 from isthmus.gateway.sampling import Sampler, check_vocabulary, sampler_of
 from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.structured import check_grammar, grammar_of
@@ -24,7 +25,7 @@ from isthmus.gateway.terms import Terms
 from isthmus.gateway.tokenizer import GatewayTokenizer
 from isthmus.gateway.tool_use import ToolUse, call_grammar, definitions, tool_use
 from isthmus.gateway.tools.formats import Format
-from isthmus.types import Job, ModelCard, RequestId
+from isthmus.types import Job, ModelCard, RequestId, Reuse
 
 DEFAULT_COMPLETION_TOKENS = 16
 Tokens = tuple[int, ...]
@@ -65,6 +66,11 @@ class PreparedRequest:
     jobs: tuple[Job, ...]
     writing: Writing
     tools: ToolUse | None = None
+
+    @property
+    def reuse(self) -> Reuse:
+        """Which KV its prompts may be computed with; all of its jobs say the same."""
+        return self.jobs[0].reuse
 
 
 @dataclass(frozen=True)
@@ -185,7 +191,9 @@ class RequestPreparer:
         prompts: list[_Prompt],
         tools: ToolUse | None = None,
     ) -> PreparedRequest:
+        """Raises RequestError."""
         n = request.n or 1
+        reuse = reuse_of(terms, _scored(request), self.settings, self.card)
         jobs: list[Job] = []
         for prompt in prompts:
             for sampling in sampler.for_prompt(n):
@@ -200,6 +208,7 @@ class RequestPreparer:
                         priority=terms.priority,
                         ttft_ms=terms.ttft_ms,
                         tbt_ms=terms.tbt_ms,
+                        reuse=reuse,
                     )
                 )
         return PreparedRequest(
@@ -279,6 +288,14 @@ def _template_options(request: TemplateFields) -> dict[str, Any]:
         "documents": request.documents,
         "tools": definitions(request),
     }
+
+
+def _scored(request: GenerationRequest) -> str:
+    """What asks for log-probabilities of the prompt, "" if nothing does."""
+    if request.prompt_logprobs is not None:
+        return "'prompt_logprobs'"
+    echoed = isinstance(request, CompletionRequest) and _echoed(request) is not None
+    return "'echo' with 'logprobs'" if echoed else ""
 
 
 def _echoed(request: CompletionRequest) -> int | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from isthmus.types import Reuse
 
 
 @dataclass(frozen=True)
@@ -26,3 +29,5 @@ class GatewaySettings:
     # Of requests that bring none.
     ttft_ms: int | None = None
     tbt_ms: int | None = None
+    reuse: Reuse = Reuse.EXACT
+    tenant_reuse: Mapping[str, Reuse] = field(default_factory=dict)  # of tenants that have another

@@ -40,7 +40,8 @@ def _parse_schema(value: Any) -> Any:
     return value
 
 
-Schema = Checked(_parse_schema, {"type": "object"})
+# Nothing fits `false`.
+Schema = Checked(_parse_schema, {"type": ["object", "boolean"], "not": {"const": False}})
 
 
 class TextFormat(Strict):

@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 from isthmus.gateway.choice import Choice, Delta
 from isthmus.gateway.prepare import PreparedRequest
 from isthmus.gateway.problems import problem_json
+from isthmus.types import Reuse
 
 DONE = b"data: [DONE]\n\n"
 # JSON has no infinities. OpenAI writes this for tokens that cannot be.
@@ -23,7 +24,14 @@ TokenBytes = Callable[[int], bytes]
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
+    """`cached_tokens`: of the same prefix. The others, whose sum is the prompt, only of a request that may be computed
+    with more than that: as in `isthmus.types.Reused`."""
+
     cached_tokens: int
+    exact_tokens: int | UnsetType = UNSET
+    moved_tokens: int | UnsetType = UNSET
+    similar_tokens: int | UnsetType = UNSET
+    recomputed_tokens: int | UnsetType = UNSET
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -78,12 +86,25 @@ def event(data: bytes) -> bytes:
 
 
 def usage_of(prepared: PreparedRequest, choices: Sequence[Choice]) -> Usage:
-    """Each prompt counts once, however many choices continue it; its cached tokens are the first choice's."""
+    """Each prompt counts once, however many choices continue it; where its KV came from is the first choice's."""
     prompt_tokens = sum(len(prompt) for prompt in prepared.prompts)
     completion_tokens = sum(choice.num_tokens for choice in choices)
-    cached_tokens = sum(choice.cached_tokens for choice in choices[:: prepared.n])
-    return Usage(
-        prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, PromptDetails(cached_tokens)
+    details = _prompt_details(choices[:: prepared.n], prepared.reuse)
+    return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, details)
+
+
+def _prompt_details(choices: Sequence[Choice], reuse: Reuse) -> PromptDetails:
+    """`choices`: one of each prompt."""
+    cached_tokens = sum(choice.cached_tokens for choice in choices)
+    if reuse is Reuse.EXACT:
+        return PromptDetails(cached_tokens)
+    reused = [choice.reused for choice in choices]
+    return PromptDetails(
+        cached_tokens,
+        exact_tokens=sum(each.exact for each in reused),
+        moved_tokens=sum(each.moved for each in reused),
+        similar_tokens=sum(each.similar for each in reused),
+        recomputed_tokens=sum(each.recomputed for each in reused),
     )
 
 

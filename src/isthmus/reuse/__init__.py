@@ -1,7 +1,7 @@
 """KV of other prompts, moved and mended: which tokens are computed anyway, what is kept, which prompts are alike."""
 
 from isthmus.reuse.likeness import SIMILAR, similarity
-from isthmus.reuse.passages import MIN_PASSAGE, cut, passages
+from isthmus.reuse.passages import MIN_PASSAGE, cut, extended, passages
 from isthmus.reuse.selection import (
     CACHEBLEND,
     EPIC,
@@ -23,6 +23,7 @@ __all__ = [
     "Packing",
     "Selection",
     "cut",
+    "extended",
     "pack",
     "passages",
     "rows_per_layer",

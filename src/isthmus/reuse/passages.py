@@ -65,10 +65,47 @@ def passages(
         if there is None or at < start:
             continue
         donor, origin = there
-        if found:
-            last = found[-1]
-            if (last.donor, last.at + last.count, last.start + last.count) == (donor, at, origin):
-                found[-1] = Passage(last.at, last.count + stop - at, donor, last.start)
-                continue
-        found.append(Passage(at, stop - at, donor, origin))
+        _add(found, Passage(at, stop - at, donor, origin))
     return tuple([each for each in found if each.count >= MIN_PASSAGE])
+
+
+def extended(
+    found: Sequence[Passage],
+    tokens: Sequence[int],
+    donors: Sequence[tuple[int, Sequence[int]]],
+    *,
+    start: int = 0,
+) -> tuple[Passage, ...]:
+    """The same passages as far as the text is the same: found by pieces, they end where pieces do. `tokens`: of the
+    prompt, and of each of the `donors`, from a position on; the prompt's is `start`. What of a passage is not there is
+    left out. None overlaps another."""
+    grown = list[Passage]()
+    for number, each in enumerate(found):
+        first, theirs = donors[each.donor]
+        # In places of `tokens`; `shift` further it is in `theirs`.
+        shift = each.start - each.at - first + start
+        least = max(0, -shift, grown[-1].at + grown[-1].count - start if grown else 0)
+        most = found[number + 1].at - start if number + 1 < len(found) else len(tokens)
+        most = min(most, len(theirs) - shift)
+        low, high = max(each.at - start, least), min(each.at + each.count - start, most)
+        if low >= high:
+            continue
+        while low > least and tokens[low - 1] == theirs[low - 1 + shift]:
+            low -= 1
+        while high < most and tokens[high] == theirs[high + shift]:
+            high += 1
+        _add(grown, Passage(low + start, high - low, each.donor, low + shift + first))
+    return tuple(grown)
+
+
+def _add(found: list[Passage], new: Passage) -> None:
+    """Behind the last, or as a part of it where both go on in both prompts."""
+    last = found[-1] if found else None
+    if last is not None and (last.donor, last.at + last.count, last.start + last.count) == (
+        new.donor,
+        new.at,
+        new.start,
+    ):
+        found[-1] = Passage(last.at, last.count + new.count, last.donor, last.start)
+    else:
+        found.append(new)

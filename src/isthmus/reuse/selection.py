@@ -23,7 +23,8 @@ class Selection(msgspec.Struct, frozen=True):
     `recompute * decay ** (i - full_layers)` of the candidates, at least `floor`, is computed; of these the share `hot`
     by what the tail attends to, the others by deviation. `first`: of each passage so many tokens are computed in any
     case. In layer i of n the share `keep * exp(-fade * i / (n - 1))` of the prompt is kept for the answer.
-    `alike`: tokens outside of passages have KV of the first donor's tokens that are like them."""
+    `alike`: tokens outside of passages have KV of the first donor's tokens that are most like them, unless the cosine
+    of the two is below `least`."""
 
     name: str
     full_layers: int = 1
@@ -35,6 +36,7 @@ class Selection(msgspec.Struct, frozen=True):
     keep: float = 1.0
     fade: float = 0.0
     alike: bool = False
+    least: float = 0.6
 
     def computed(self, layer: int) -> float:
         """The share of the candidates that goes through attention and MLP of this layer. Never grows with it."""

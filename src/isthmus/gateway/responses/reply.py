@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from isthmus.gateway.logprobs import TokenLogprob
 
@@ -40,6 +41,11 @@ class InputDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
     cache_write_tokens: int = 0
     """OpenAI bills these apart from others; here nothing is."""
+    # As in other answers' usage, and like these only where more than the same prefix may be reused.
+    exact_tokens: int | UnsetType = UNSET
+    moved_tokens: int | UnsetType = UNSET
+    similar_tokens: int | UnsetType = UNSET
+    recomputed_tokens: int | UnsetType = UNSET
 
 
 class OutputDetails(msgspec.Struct, frozen=True):

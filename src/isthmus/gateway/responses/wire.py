@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from isthmus.errors import IsthmusError
 from isthmus.gateway.choice import Choice, Delta, Score
 from isthmus.gateway.logprobs import TokenLogprob, scored
@@ -168,7 +170,7 @@ def _text_options(asked: ResponsesRequest) -> dict[str, Any]:
 def _usage(usage: Usage) -> ResponsesUsage:
     return ResponsesUsage(
         input_tokens=usage.prompt_tokens,
-        input_tokens_details=InputDetails(usage.prompt_tokens_details.cached_tokens),
+        input_tokens_details=InputDetails(**msgspec.structs.asdict(usage.prompt_tokens_details)),
         output_tokens=usage.completion_tokens,
         output_tokens_details=OutputDetails(),
         total_tokens=usage.total_tokens,

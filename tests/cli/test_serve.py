@@ -1,0 +1,50 @@
+"""What `isthmus serve` puts together, and says, before anything is started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from isthmus.cli.serve import assemble, say_if_exact
+from isthmus.cluster.launcher import Launcher
+from isthmus.config import Config, load_config, with_keys
+from isthmus.gateway import GatewaySettings
+from isthmus.types import Reuse
+
+SEMANTIC = {"reuse.default": "semantic"}
+ONE = {"reuse.tenants": {"default": "chunks", "acme": "exact"}}
+SAID = "isthmus: reuse stays exact, whatever the section reuse says: why not\n"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why", "said"),
+    [
+        (SEMANTIC, "why not", SAID),
+        (ONE, "why not", SAID),
+        ({}, "why not", ""),
+        ({"reuse.tenants": {"acme": "exact"}}, "why not", ""),
+        (SEMANTIC, "", ""),
+    ],
+)
+def test_why_a_setting_has_no_effect(
+    capsys: pytest.CaptureFixture[str], overrides: dict[str, Any], why: str, said: str
+) -> None:
+    say_if_exact(load_config(None, overrides), why)
+    assert capsys.readouterr() == ("", said)
+
+
+def test_what_tenants_chose_reaches_the_gateway(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[GatewaySettings] = []
+    monkeypatch.setattr("isthmus.gateway.app.create_app", lambda *parts: given.append(parts[-1]))
+    emulated = {"engine.kind": "emulated", "engine.hardware": "h200", "engine.kv_memory": "64MiB"}
+    config: Config = load_config(
+        None, {**emulated, **ONE, "auth.keys": [{"tenant": "acme", "sha256": "0" * 64}]}
+    )
+    assemble(with_keys(config, ["sk-own"]), Launcher)
+    [settings] = given
+    assert (settings.reuse, settings.tenant_reuse["default"]) == (Reuse.EXACT, Reuse.CHUNKS)
+    said = capsys.readouterr().err
+    assert said.count("reuse stays exact") == 1 and "the emulated engine has no KV that could be moved" in said

@@ -157,7 +157,9 @@ def test_an_exact_prefix_stays_exact() -> None:
     assert route.assembly is not None
     assert all(each.at >= route.num_cached * BLOCK_SIZE for each in route.assembly.passages)
     assert some.stored[NodeId("m0")].keys() >= set(names_of((*HEAD, *A), "s"))
-    assert not some.stored[NodeId("m0")].keys() & set(names_of(some.tokens[RequestId("second")], "s")[route.num_cached :])
+    assert not some.stored[NodeId("m0")].keys() & set(
+        names_of(some.tokens[RequestId("second")], "s")[route.num_cached :]
+    )
 
 
 def test_the_next_turn_of_a_conversation_has_a_prefix_and_no_donor() -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from functools import cache
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,15 +25,18 @@ from isthmus.types import Role
 
 from .cluster import BLOCK_SIZE, CURVE, deployment, nodes, rates
 
+DEEP = msgspec.structs.replace(CURVE, num_layers=16)
+"""Layers enough that what is computed of the first ones costs little."""
+
 RATES = rates(10**8, memory=10**9, handover=10**8, disk_read=10**7, disk_write=10**7)
 SPLIT = {Role.PREFILL: 2, Role.DECODE: 2}
-MODEL = compile_cost(CURVE)
+MODEL = compile_cost(DEEP)
 
 
 def cluster_of(roles: dict[Role, int], *, selector: str = "cacheblend", **fields: Any) -> Deployment:
-    made = [each for role, count in roles.items() for each in nodes(role, count)]
+    made = [each for role, count in roles.items() for each in nodes(role, count, cost=DEEP)]
     rules = Rules(policy="mooncake", max_requests=1 << 30, reuse_selector=selector, reuse_tokens=100)
-    wanted = {"dram_blocks": 2000, "transit_blocks": 400, "reuse_layers": CURVE.num_layers, "token_budget": 512}
+    wanted = {"dram_blocks": 2000, "transit_blocks": 400, "reuse_layers": DEEP.num_layers, "token_budget": 512}
     return deployment(made, rules, **{"rates": RATES, **wanted, **fields})
 
 
@@ -100,7 +104,7 @@ def test_paraphrases_are_packed_and_so_much_less_is_handed_over() -> None:
     assert len(packed) > 5 and all(found.records[number].similar_tokens for number in packed)
     dropped = sum([packing.num_dropped for packing in packed.values()]) * BLOCK_SIZE
     tokens = sum([each.request.num_tokens for each in found.records])
-    assert found.bytes_moved["handover"] == (tokens - dropped) * CURVE.kv_token_bytes
+    assert found.bytes_moved["handover"] == (tokens - dropped) * DEEP.kv_token_bytes
 
 
 def test_a_prompt_alone_takes_what_the_cost_model_says() -> None:
@@ -124,7 +128,7 @@ def test_a_packed_prompt_decodes_with_what_is_kept() -> None:
     found, told = run(cluster_of({Role.MIXED: 1}, rates=rates(10**8, memory=10**12)), workload)
     full, _ = run(cluster_of({Role.MIXED: 1}, rates=rates(10**8, memory=10**12), reuse_layers=0), workload)
     number, *_ = [int(each.request) for _, each in told.assembled if each.assembly and each.assembly.packing]
-    packing = pack(SEMANTIC, found.records[number].request.num_tokens, CURVE.num_layers, BLOCK_SIZE)
+    packing = pack(SEMANTIC, found.records[number].request.num_tokens, DEEP.num_layers, BLOCK_SIZE)
     assert packing is not None
     saved = MODEL.decode_step_ps(1)[1] * packing.num_dropped * BLOCK_SIZE / 1000
     less, more = (
@@ -138,7 +142,7 @@ def test_donors_are_fetched_and_read_from_disk() -> None:
     assert {each.status for each in found.records} == {COMPLETED}
     assert any(donor.fetch for _, route in told.assembled if route.assembly for donor in route.assembly.donors)
     assert found.bytes_moved["fetch"] > 0 == found.bytes_moved["recall"]
-    prefixes = sum([each.disk_tokens for each in found.records]) * CURVE.kv_token_bytes
+    prefixes = sum([each.disk_tokens for each in found.records]) * DEEP.kv_token_bytes
     assert found.bytes_moved["disk_read"] > prefixes
 
 

@@ -433,7 +433,7 @@ def reuse(
 @app.command()
 def reuse_simulated(
     config: Annotated[Path, typer.Option(help="Deployment file.")] = Path("examples/reuse.yaml"),
-    rates: Annotated[str, typer.Option(help="Requests a second.")] = "4,6,8",
+    rates: Annotated[str, typer.Option(help="Requests a second.")] = "9,12",
     workload: Annotated[str, typer.Option(help="As of isthmus simulate, without rate and reuse.")] = (
         "poisson:num=1000,input=64,output=128,block_size=16,prefixes=1,prefix_tokens=256,"
         "documents=500,document_tokens=1000,retrieved=8,paraphrases=0.3,alike=0.9"

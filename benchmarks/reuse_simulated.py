@@ -13,7 +13,7 @@ import msgspec
 from rich.table import Table
 
 from isthmus.config import load_config
-from isthmus.sim.deployment import Deployment, deployment_of
+from isthmus.sim.deployment import deployment_of
 from isthmus.sim.simulation import Simulation
 from isthmus.sim.summary import Summary, summarize
 from isthmus.sim.workloads import generate
@@ -50,15 +50,11 @@ def run(plan: Plan, say: Callable[[str], None]) -> list[Turn]:
 
 def _turn(plan: Plan, rate: float, reuse: str, selector: str, say: Callable[[str], None]) -> Turn:
     workload = generate(f"{plan.workload},rate={rate:g},reuse={reuse}")
-    deployment = deployment_of(load_config(plan.config, {}), workload.block_size, plan.config.parent)
-    turn = Turn(rate, reuse, selector, summarize(Simulation(_with(deployment, selector), workload).run()))
+    config = load_config(plan.config, {"reuse.selector": selector})
+    deployment = deployment_of(config, workload.block_size, plan.config.parent)
+    turn = Turn(rate, reuse, selector, summarize(Simulation(deployment, workload).run()))
     say(f"{rate:g} requests/s, {turn.name}: done")
     return turn
-
-
-def _with(deployment: Deployment, selector: str) -> Deployment:
-    rules = msgspec.structs.replace(deployment.rules, reuse_selector=selector)
-    return msgspec.structs.replace(deployment, rules=rules)
 
 
 def table(turns: Sequence[Turn]) -> Table:

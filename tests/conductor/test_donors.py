@@ -232,6 +232,15 @@ def test_a_donor_nobody_has_is_forgotten() -> None:
     assert list(some.remembered) == []
 
 
+def test_a_donor_is_forgotten_whose_beginning_alone_is_left() -> None:
+    """All prompts begin so, and whoever needs that has it."""
+    some = cluster()
+    read(some, "first", HEAD, A, B, QUESTION)
+    some.evict("m0", *names_of(some.tokens[RequestId("first")], "s")[len(HEAD) // BLOCK_SIZE :])
+    assert some.reads("second", (*HEAD, *B, *A, *QUESTION)).assembly is None  # type: ignore[union-attr]
+    assert list(some.remembered) == []
+
+
 def test_few_are_remembered_those_of_use_last() -> None:
     some = cluster(reuse_prompts=2)
     read(some, "one", A, QUESTION)

@@ -25,23 +25,18 @@ from isthmus.types import Role
 
 from .cluster import BLOCK_SIZE, CURVE, deployment, nodes, rates
 
+DEEP = msgspec.structs.replace(CURVE, num_layers=16)
+"""Layers enough that what is computed of the first ones costs little."""
+
 RATES = rates(10**8, memory=10**9, handover=10**8, disk_read=10**7, disk_write=10**7)
 SPLIT = {Role.PREFILL: 2, Role.DECODE: 2}
-DEEP = msgspec.structs.replace(CURVE, num_layers=32)
-"""Few layers would all be computed for most tokens."""
 MODEL = compile_cost(DEEP)
 
 
 def cluster_of(roles: dict[Role, int], *, selector: str = "cacheblend", **fields: Any) -> Deployment:
-    made = [each for role, count in roles.items() for each in nodes(role, count)]
+    made = [each for role, count in roles.items() for each in nodes(role, count, cost=DEEP)]
     rules = Rules(policy="mooncake", max_requests=1 << 30, reuse_selector=selector, reuse_tokens=100)
-    wanted = {
-        "dram_blocks": 2000,
-        "transit_blocks": 400,
-        "reuse_layers": DEEP.num_layers,
-        "token_budget": 512,
-        "cost": DEEP,
-    }
+    wanted = {"dram_blocks": 2000, "transit_blocks": 400, "reuse_layers": DEEP.num_layers, "token_budget": 512}
     return deployment(made, rules, **{"rates": RATES, **wanted, **fields})
 
 

@@ -76,7 +76,7 @@ class Donors:
         return self._prompts.remember(request)
 
     def forget_gone(self) -> Iterator[Unremember]:
-        """Those of which no node has anything, as was seen since the last time."""
+        """Those of which nothing is left that is of use, as was seen since the last time."""
         gone, self._gone = self._gone, {}
         for name in gone:
             yield self._prompts.forget(name)
@@ -167,7 +167,8 @@ class _Finder:
         assert content is not None
         self._content: Content = content
         cluster = estimator.cluster
-        self._nodes = (cluster.prefill_mask | cluster.lender_mask) & view.index.users
+        self._everyone = view.index.users
+        self._nodes = (cluster.prefill_mask | cluster.lender_mask) & self._everyone
         self._depths: dict[RequestId, int] = {}
         ranked = prompts.alike(content) if content.reuse is Reuse.SEMANTIC else []
         self._alike = [(share, _Owned(each, depth)) for share, each in ranked if (depth := self._depth(each))]
@@ -223,16 +224,18 @@ class _Finder:
         return _Sent(tuple(donors), tuple(copied), transfer)
 
     def _depth(self, known: Known) -> int:
-        """Its leading blocks that some node has. Notes a prompt of which nobody has any."""
-        if known.request not in self._depths:
-            index = self._view.index
-            levels, _ = index.match(known.names, self._nodes)
-            self._depths[known.request] = levels[-1][0] if levels else 0
-            if not self._depths[known.request] and not any(
-                depth for depth, _ in index.match(known.names[:1], index.users)[0]
-            ):
+        """Its leading blocks that some node has. Notes a prompt of which nobody has more than this one begins with."""
+        found = self._depths.get(known.request)
+        if found is None:
+            found = self._depths[known.request] = self._deepest(known, self._nodes)
+            begins = _common(known.names, self.estimator.request.names)
+            if found < len(known.names) and found <= begins and self._deepest(known, self._everyone) <= begins:
                 self._gone[known.request] = None
-        return self._depths[known.request]
+        return found
+
+    def _deepest(self, known: Known, nodes: int) -> int:
+        levels, _ = self._view.index.match(known.names, nodes)
+        return levels[-1][0] if levels else 0
 
     def _cover(self, start: int, given: _Owned | None) -> tuple[tuple[_Owned, ...], tuple[Passage, ...]]:
         """Passages behind `start` of the `given` donor, which is the first, and of few others that have most of the

@@ -18,6 +18,7 @@ from isthmus.bench.reuse_runs import Prompts, Setting
 from isthmus.config import key_digest
 from isthmus.engine.engine import Engine, EngineOptions
 from isthmus.reuse import CACHEBLEND, EPIC, SEMANTIC, Selection
+from tests.engine.hybrids import save_tiny
 from tests.inside import Inside, inside
 from tests.models import check_greedy, make_model
 
@@ -313,3 +314,38 @@ def test_a_packed_answer_goes_on_after_its_home_died(model: Path) -> None:
                     killed = True
         assert tokens == 400 and killed
         served.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("qwen3_next", "has recurrent layers"),
+        ("deepseek_v3", "keeps latent vectors"),
+        ("window", "sliding windows"),
+    ],
+)
+def test_models_whose_kv_cannot_be_moved_refuse_it_with_the_reason(
+    tmp_path: Path, family: str, why: str
+) -> None:
+    """And answer all the same where the deployment alone asks for it."""
+    folder = tmp_path / "model"
+    if family == "window":
+        make_model(folder, "mistral", sliding_window=40)
+    else:
+        save_tiny(family, folder)
+    config = deployment(folder, {"mixed": 1}, cache={"dram": "16MiB"}, reuse={"default": "semantic"})
+    del config["engine"]["dtype"]
+    with inside(config) as served:
+        body = {"model": served.model, "prompt": text(700, 300), "max_tokens": 2}
+        reply = served.http.post("/v1/completions", json=body, headers={"x-isthmus-reuse": "chunks"})
+        assert reply.status_code == 400 and why in reply.json()["error"]["message"]
+        reply = served.http.post("/v1/completions", json=body)
+        assert reply.status_code == 200
+        assert reply.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+def test_without_a_cache_nothing_is_remembered_and_who_asks_is_told(model: Path) -> None:
+    with inside(deployment(model, {"mixed": 1}, cache={"dram": 0})) as served:
+        body = {"model": served.model, "prompt": text(701, 300), "max_tokens": 2}
+        reply = served.http.post("/v1/completions", json=body, headers={"x-isthmus-reuse": "semantic"})
+        assert reply.status_code == 400 and "give cache.dram" in reply.json()["error"]["message"]

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from isthmus.engine.alike import nearest, warped
-from isthmus.engine.assembling import Assembled
 from isthmus.engine.batch import PackedRows
 from isthmus.engine.engine import Engine, EngineOptions
 from isthmus.engine.interface import Assembling, Chunk, Donated, Held
@@ -160,13 +159,8 @@ def test_another_word_at_the_same_place_is_computed(prompts: Prompts) -> None:
         target, 0, prompts.blocks(200), True, assembling=Assembling(SEMANTIC, (donated(donor, blocks),))
     )
     rows = {tuple(donor[:192]): one[:192], tuple(target): other}
-    made = Assembled(
-        0,
-        chunk,
-        prompts.engine.memory,
-        prompts.engine.model.cos_sin,
-        lambda tokens: rows[tuple(tokens.tolist())],
-    )
+    (made,) = prompts.engine.build([chunk]).assembled
+    made._embed = lambda tokens: rows[tuple(tokens.tolist())]
     found = made._counterparts(chunk)
     assert found[40:48].tolist() == [-1] * 8
     assert np.delete(found[:192], others).tolist() == [at for at in range(192) if at not in others]

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from isthmus.engine.alike import nearest, warped
-from isthmus.engine.assembling import Assembled
 from isthmus.engine.batch import PackedRows
 from isthmus.engine.engine import Engine, EngineOptions
 from isthmus.engine.interface import Assembling, Chunk, Donated, Held
@@ -160,16 +159,27 @@ def test_another_word_at_the_same_place_is_computed(prompts: Prompts) -> None:
         target, 0, prompts.blocks(200), True, assembling=Assembling(SEMANTIC, (donated(donor, blocks),))
     )
     rows = {tuple(donor[:192]): one[:192], tuple(target): other}
-    made = Assembled(
-        0,
-        chunk,
-        prompts.engine.memory,
-        prompts.engine.model.cos_sin,
-        lambda tokens: rows[tuple(tokens.tolist())],
-    )
+    (made,) = prompts.engine.build([chunk]).assembled
+    made._embed = lambda tokens: rows[tuple(tokens.tolist())]
     found = made._counterparts(chunk)
     assert found[40:48].tolist() == [-1] * 8
     assert np.delete(found[:192], others).tolist() == [at for at in range(192) if at not in others]
+
+
+@pytest.mark.parametrize("selection", WHOLE, ids=lambda each: each.name)
+def test_the_last_tokens_see_all_of_the_prompt(prompts: Prompts, selection: Selection) -> None:
+    """They attend to what was assembled as if it were a cached prefix, whatever was computed and whatever moved."""
+    before, text, behind = tokens_of(70, 90), tokens_of(120, 91), tokens_of(40, 92)
+    donor, target = [*text, *behind], [*before, *text, *tokens_of(50, 93)]
+    _, blocks = prompts.computed(donor)
+    own = prompts.blocks(240)
+    passages = () if selection.alike else (Passage(70, 120, 0, 0),)
+    found, reused = prompts.assembled(
+        Chunk(target, 0, own, True, assembling=Assembling(selection, (donated(donor, blocks),), passages))
+    )
+    assert reused.moved + reused.similar > 40
+    expected = prompts.run(Chunk(target[-TAIL:], 240 - TAIL, own, True))
+    assert largest_error(found, expected) < 1e-5
 
 
 def test_it_follows_a_cached_prefix(prompts: Prompts) -> None:

@@ -112,6 +112,10 @@ class Bench:
         self.prompts.fit(num_tokens + 1)
         num_words, most = round(num_tokens * _WORDS_PER_TOKEN), sum(map(_words, self._prose))
         donor, target = self._pair(kind, num_words)
+        num_words = round(
+            num_words * num_tokens / len(target)
+        )  # as many tokens as this tokenizer makes of a word
+        donor, target = self._pair(kind, num_words)
         while len(target) < num_tokens:
             if num_words > most:
                 raise BenchError(f"the texts make prompts of {len(target)} tokens, and not of {num_tokens}")

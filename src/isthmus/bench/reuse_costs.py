@@ -80,17 +80,20 @@ def costs(
 
 
 def matchings(prompts: Prompts, kind: str, donor: Sequence[int], target: Sequence[int]) -> list[Matching]:
-    """The engine's matching, and what it is without its parts: the donor's positions as they are, and no positions."""
+    """The engine's matching, and what it is without its parts: other words count, as in SemShareKV; positions of the
+    donor are as they are; there are none."""
     prompts.donate(donor)
     donor = donor[: len(donor) // prompts.block_size * prompts.block_size]
     theirs = [each[:, 1] for each in prompts.donor_kv()]
     prompts.full(target, 1)
     own = [each[:, 1] for each in prompts.target_kv(len(target))]
     at, there = np.arange(len(target)), np.arange(len(donor))
+    placed = warped(target, at, donor, there)
     ways = {
-        "as engines match": (warped(target, at, donor, there), True),
-        "at their own positions": (there.astype(float), True),
-        "without positions": (there.astype(float), False),
+        "as served": (placed, True),
+        "other words too": (placed, True),
+        "other words, own positions": (there.astype(float), True),
+        "other words, no positions": (there.astype(float), False),
     }
     embed = prompts.engine.model.embed
     with torch.inference_mode():
@@ -99,10 +102,10 @@ def matchings(prompts: Prompts, kind: str, donor: Sequence[int], target: Sequenc
     for how, (places, rotated) in ways.items():
         pairs = (torch.as_tensor(each).to(rows.device) for each in (at, places))
         matched = nearest(rows, others, *pairs, least=SEMANTIC.least, rotated=rotated)
-        here = (matched >= 0).nonzero()[:, 0]
-        to = matched[here]
+        is_same = (torch.tensor(donor)[matched] == torch.tensor(target)) & (matched >= 0)
+        here = (is_same if how == "as served" else matched >= 0).nonzero()[:, 0]
+        to, same = matched[here], int(is_same.sum())
         count = max(1, len(here))
-        same = sum(target[a] == donor[b] for a, b in zip(here.tolist(), to.tolist(), strict=True))
         off = sum(
             float((a[here].float() - b[to].float()).square().sum()) for a, b in zip(own, theirs, strict=True)
         )

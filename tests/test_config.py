@@ -51,7 +51,7 @@ network.compression tls.certificate tls.key tls.authority
 limits.max_requests limits.max_attempts limits.start_s limits.drain_s limits.silence_s limits.rejoin_s
 limits.transfer_s limits.link_s auth.keys
 lending.policy lending.reserve lending.period_s
-reuse.default reuse.tenants reuse.selector reuse.max_prompts reuse.min_tokens
+reuse.default reuse.tenants reuse.selector reuse.kept reuse.max_prompts reuse.min_tokens
 """.split()
 OPTIONS += [f"clusters.east.{option}" for option in OPTIONS if option.startswith("roles.")]
 

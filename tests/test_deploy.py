@@ -69,6 +69,7 @@ def test_every_rule_comes_from_the_configuration() -> None:
             "lending.policy": "greedy",
             "lending.reserve": 0.2,
             "reuse.selector": "epic",
+            "reuse.kept": "whole",
             "reuse.max_prompts": 10,
             "reuse.min_tokens": 20,
         },

@@ -232,13 +232,15 @@ class ReuseConfig(_Section):
     """Which KV of earlier prompts requests may be computed with (docs/reuse.md). `default`: those that say nothing, of
     tenants that are not in `tenants`, which are of `auth.keys`; like these, `tenants` are the gateway's alone.
 
-    `selector`: how prompts of `chunks` are mended; `max_prompts`: so many are remembered; `min_tokens`: a prompt with
+    `selector`: how prompts of `chunks` are mended; `kept`: whether what a selector drops of a prompt's KV is dropped
+    (`packed`); `max_prompts`: so many are remembered; `min_tokens`: a prompt with
     fewer tokens to compute is computed as ever.
     """
 
     default: Reuse = Reuse.EXACT
     tenants: dict[str, Reuse] = Field(default_factory=dict, exclude=True)
     selector: Literal["cacheblend", "epic"] = "cacheblend"
+    kept: Literal["packed", "whole"] = "packed"
     max_prompts: int = Field(1024, ge=1)
     min_tokens: int = Field(700, ge=1)
 

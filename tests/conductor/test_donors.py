@@ -83,6 +83,13 @@ def test_a_prompt_that_is_alike_is_put_together_and_packed() -> None:
     assert (route.prefill, route.decode) == ("p0", "d1")
 
 
+def test_all_of_it_is_kept_where_the_operator_wants_that() -> None:
+    some = cluster("pd", reuse_packs=False)
+    read(some, "first", text(8, 200), reuse=Reuse.SEMANTIC, signature=ONE)
+    found = read(some, "second", text(9, 200), reuse=Reuse.SEMANTIC, signature=OTHER).assembly
+    assert found is not None and found.selection == SEMANTIC and found.packing is None
+
+
 def test_what_is_not_alike_takes_the_way_of_others_with_the_same_text() -> None:
     some = cluster()
     read(some, "first", HEAD, A, B, QUESTION, reuse=Reuse.SEMANTIC, signature=FAR)

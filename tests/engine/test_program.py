@@ -82,7 +82,7 @@ class Watched:
 class Unfollowed:
     """A pass of which nobody wants to hear."""
 
-    elsewhere = None
+    elsewhere = thinning = None
 
     def leave(self, layer: int) -> None: ...
 

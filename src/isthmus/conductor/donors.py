@@ -113,7 +113,9 @@ class Donors:
         sent = finder.sent(found, node) if found is not None else None
         if found is None or sent is None:
             return None
-        packing = pack(found.selection, num_tokens, node.reuse_layers, size)
+        packing = None
+        if self._rules.reuse_packs:
+            packing = pack(found.selection, num_tokens, node.reuse_layers, size)
         num_blocks = sum([len(donor.names) - donor.first for donor in sent.donors])
         scratch = max(num_blocks, packing.num_packed if packing is not None else 0)
         if num_tokens + estimator.request.max_tokens + scratch * size > node.capacity_tokens:

@@ -46,6 +46,7 @@ class Rules(msgspec.Struct, frozen=True):
     lending_reserve: float = 0.1
     # Of prompts that may be computed with more than their own prefix; see `reuse` in docs/configuration.md.
     reuse_selector: str = "cacheblend"
+    reuse_packs: bool = True
     reuse_prompts: int = 1024
     reuse_tokens: int = 700
 

@@ -42,6 +42,7 @@ def rules_of(config: Config) -> Rules:
         lending=config.lending.policy,
         lending_reserve=config.lending.reserve,
         reuse_selector=config.reuse.selector,
+        reuse_packs=config.reuse.kept == "packed",
         reuse_prompts=config.reuse.max_prompts,
         reuse_tokens=config.reuse.min_tokens,
     )

@@ -29,7 +29,7 @@ TABLE = Table(
     source="SemShareKV (arXiv 2509.24832), evaluation, from notes",
     setup=(
         "Nothing here is reproduced. In words: with RoPE left out of matching, many tokens map to the first ones. "
-        "That, and the order likes over zeros over random numbers, is measured on a small trained model instead."
+        "That, and the order likes over zeros over random numbers, is measured on SmolLM2 instead: docs/reuse.md."
     ),
     measure=_measure,
 )

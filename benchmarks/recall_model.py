@@ -51,12 +51,19 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 class Training(msgspec.Struct, frozen=True):
-    """`stages`: tokens of a text, pairs in it, texts of a step, steps."""
+    """`stages`: tokens of a text, pairs in it, texts of a step, steps. Two pairs come first: with eight from
+    the beginning 900 steps taught a third of the answers, and with two, then four, 350 steps nearly all."""
 
     seed: int = 0
     threads: int = 1
-    learning_rate: float = 3e-3
-    stages: tuple[tuple[int, int, int, int], ...] = ((24, 8, 64, 500), (128, 16, 24, 1100), (416, 24, 8, 250))
+    learning_rate: float = 2e-3
+    stages: tuple[tuple[int, int, int, int], ...] = (
+        (8, 2, 128, 150),
+        (12, 4, 96, 150),
+        (24, 8, 64, 200),
+        (128, 16, 24, 200),
+        (416, 24, 8, 250),
+    )
 
 
 def text_of(pairs: Sequence[tuple[int, int]], num_tokens: int, rng: random.Random) -> list[int]:

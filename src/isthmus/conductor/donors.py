@@ -14,6 +14,7 @@ from isthmus.attempts import Assembly, Donor, FetchOrder
 from isthmus.conductor.copies import expected_ns
 from isthmus.conductor.estimates import Estimator, can_copy, least_sending
 from isthmus.conductor.events import Content, Remember, Unremember
+from isthmus.conductor.index import deepest
 from isthmus.conductor.prompts import Known, Prompts
 from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import NodeView, Placement, RequestView, View
@@ -24,7 +25,7 @@ from isthmus.types import MIXED, NS_PER_S, BlockName, RequestId, Reuse
 
 GAIN = 0.5
 """A prompt is assembled where that is predicted to take at most so many times the node time. Where it gains less it is
-worth more whole: then others can be assembled from it (measured: docs/reuse.md). What waits in the queue has no part in
+worth more whole: then others can be assembled from it (measured: docs/decisions/0017). What waits in the queue has no part in
 this, or nothing would be assembled where that is needed most."""
 BEYOND = 32
 """Tokens beyond a passage that are loaded with it: more than a piece has in the mean."""
@@ -213,7 +214,7 @@ class _Finder:
             first, stop = found.span(number, size)
             names, fetch = owned.known.names[:stop], None
             levels, _ = view.index.match(names, self._nodes | node.bit)
-            own = max([depth for depth, group in levels if group & node.bit], default=0)
+            own = deepest(levels, node.bit)
             if own < stop:
                 source = least_sending(self.estimator, levels[-1][1])
                 if not can_copy(source, node):
@@ -236,8 +237,7 @@ class _Finder:
         return found
 
     def _deepest(self, known: Known, nodes: int) -> int:
-        levels, _ = self._view.index.match(known.names, nodes)
-        return levels[-1][0] if levels else 0
+        return deepest(self._view.index.match(known.names, nodes)[0], nodes)
 
     def _cover(self, start: int, given: _Owned | None) -> tuple[tuple[_Owned, ...], tuple[Passage, ...]]:
         """Passages behind `start` of the `given` donor, which is the first, and of few others that have most of the

@@ -124,6 +124,11 @@ class PrefixIndex:
             assert mask & ~self._held.get(name, 0) == 0, "a block on disk is not held"
 
 
+def deepest(levels: Levels, nodes: int) -> int:
+    """Leading blocks that some node of a mask has; the others of the levels do not count."""
+    return max([depth for depth, group in levels if group & nodes], default=0)
+
+
 def _set(masks: dict[BlockName, int], bit: int, names: Sequence[BlockName]) -> None:
     """Adds one bit to each. Each is looked up once, for that is what takes long among a million."""
     values = list(map(masks.setdefault, names, repeat(bit)))

@@ -18,7 +18,7 @@ from isthmus.conductor.donors import Donors
 from isthmus.conductor.estimates import Estimator, Matched, can_copy, least_sending, match
 from isthmus.conductor.events import RequestArrived
 from isthmus.conductor.holders import blocks_away, free_tokens, longest, num_blocks, spread
-from isthmus.conductor.index import Levels, bits
+from isthmus.conductor.index import bits, deepest
 from isthmus.conductor.offload import Decision, Prediction, abundant, guarded, scarce
 from isthmus.conductor.policies import FETCHING, POLICIES
 from isthmus.conductor.rules import Rules
@@ -267,7 +267,7 @@ class _Caches:
         _, levels = self.matched
         self.by_cluster = {
             cluster: min(
-                _deepest(levels, cluster.prefill_mask | cluster.lender_mask) * view.block_size,
+                deepest(levels, cluster.prefill_mask | cluster.lender_mask) * view.block_size,
                 request.num_tokens - 1,
             )
             for cluster in clusters
@@ -284,10 +284,6 @@ class _Caches:
             if tokens > self.by_cluster[cluster] and link is not None and link.trusted:
                 mask |= other.prefill_mask | other.lender_mask
         return mask
-
-
-def _deepest(levels: Levels, nodes: int) -> int:
-    return max([depth for depth, group in levels if group & nodes], default=0)
 
 
 def _fetching(estimator: Estimator, placement: Placement) -> Placement:
@@ -313,7 +309,7 @@ def _recall(view: View, request: RequestArrived, placement: Placement) -> None:
     names = request.names[: (request.num_tokens - 1) // decode.block_size]
     cluster = decode.cluster
     levels, _ = view.index.match(names, cluster.prefill_mask | cluster.lender_mask | decode.bit)
-    own = _deepest(levels, decode.bit)
+    own = deepest(levels, decode.bit)
     for depth, holders in reversed(levels):
         if depth <= own:
             break

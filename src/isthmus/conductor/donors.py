@@ -25,8 +25,8 @@ from isthmus.types import MIXED, NS_PER_S, BlockName, RequestId, Reuse
 
 GAIN = 0.5
 """A prompt is assembled where that is predicted to take at most so many times the node time. Where it gains less it is
-worth more whole: then others can be assembled from it (measured: docs/decisions/0017). What waits in the queue has no part in
-this, or nothing would be assembled where that is needed most."""
+worth more whole: then others can be assembled from it (measured: docs/decisions/0017). What waits in the queue has no
+part in this, or nothing would be assembled where that is needed most."""
 BEYOND = 32
 """Tokens beyond a passage that are loaded with it: more than a piece has in the mean."""
 MAX_DONORS = 8

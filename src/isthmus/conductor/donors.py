@@ -20,7 +20,7 @@ from isthmus.conductor.rules import Rules
 from isthmus.conductor.view import NodeView, Placement, RequestView, View
 from isthmus.cost.assembly import assembled_ns
 from isthmus.reuse import MIN_PASSAGE, SELECTIONS, SEMANTIC, Selection, pack, passages
-from isthmus.reuse.passages import Passage
+from isthmus.reuse.passages import MEAN, Passage
 from isthmus.types import MIXED, NS_PER_S, BlockName, RequestId, Reuse
 
 GAIN = 0.5
@@ -52,7 +52,13 @@ class _Found(msgspec.Struct, frozen=True):
 
     @property
     def num_reused(self) -> int:
-        return self.num_alike + sum([max(0, each.count - self.selection.first) for each in self.passages])
+        """With what the engine finds beyond a passage's ends (`reuse.extended`): at each about a piece, where there is
+        so much before the next one."""
+        ends = [each.at + each.count for each in self.passages]
+        gaps = [each.at - end for each, end in zip(self.passages[1:], ends, strict=False)]
+        beyond = sum([min(gap, 2 * MEAN) for gap in gaps]) + (2 * MEAN if ends else 0)
+        passed = sum([max(0, each.count - self.selection.first) for each in self.passages])
+        return self.num_alike + passed + beyond
 
     def span(self, number: int, size: int) -> tuple[int, int]:
         """Blocks that are needed of a donor."""

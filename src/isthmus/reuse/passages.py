@@ -16,6 +16,8 @@ WINDOW = 4
 """Tokens that decide whether a piece ends with the last of them."""
 LEAST, MASK, MOST = 8, 15, 128
 """A piece has at least and at most so many tokens; one in 16 tokens ends one otherwise."""
+MEAN = LEAST + MASK
+"""Tokens of a piece in the mean."""
 MIN_PASSAGE = 32
 """Shorter passages are not worth their place."""
 DIGEST_BYTES = 8

@@ -191,7 +191,9 @@ class Nodes:
         assembly, record = piece.assembly, job.record
         assert assembly is not None
         selection, most = assembly.selection, assembly.num_reused
-        passed = sum([max(0, each.count - selection.first) for each in assembly.passages])
+        passed = most  # all, but where tokens are alike
+        if selection.alike:
+            passed = sum([max(0, each.count - selection.first) for each in assembly.passages])
         reused = piece.count - assembled_weight(selection, piece.count, most, node.cost.num_layers)
         record.moved_tokens = reused * min(passed, most) // max(1, most)
         record.similar_tokens = reused - record.moved_tokens

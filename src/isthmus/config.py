@@ -163,6 +163,35 @@ class OffloadConfig(_Section):
     period_s: float = Field(1.0, gt=0, le=60)
 
 
+class VllmConfig(_Section):
+    """A vLLM server beside each node (docs/vllm.md). `python`: of the environment that has it, None is this one;
+    `args`, `env`: for the server, after those that a node needs; `attach`: the URL of one that runs already, which was
+    given `served_model_name` and meets its node in the folder `sockets`.
+
+    `transfer`: how KV goes from node to node: through the nodes' caches, sealed (`pool`), or by the engines themselves
+    (`nixl`).
+    """
+
+    python: str | None = None
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = Field(default_factory=dict)
+    attach: str | None = Field(None, pattern=r"^https?://[^/]+/?$")
+    served_model_name: str | None = None
+    sockets: str | None = None
+    transfer: Literal["pool", "nixl"] = "pool"
+
+    @model_validator(mode="after")
+    def _attaches_whole(self) -> VllmConfig:
+        if self.attach is not None and self.sockets is None:
+            raise ValueError("attach: give sockets too, the folder where the server and its node meet")
+        for name in ("sockets", "served_model_name"):
+            if self.attach is None and getattr(self, name) is not None:
+                raise ValueError(f"{name}: only with attach; a server that is started here is told")
+        if self.attach is not None and (self.python is not None or self.args or self.env):
+            raise ValueError("attach: python, args and env are for a server that is started here")
+        return self
+
+
 class EngineConfig(_Section):
     """One node's engine. `None` means: decided from the model or the machine.
 
@@ -171,7 +200,7 @@ class EngineConfig(_Section):
     `batches`: so many take turns in a step whose KV lies with other nodes.
     """
 
-    kind: Literal["torch", "emulated"] = "torch"
+    kind: Literal["torch", "emulated", "vllm"] = "torch"
     hardware: str | None = None
     gpus: int = Field(1, ge=1, le=64)
     runtime: Literal["vllm", "trtllm"] = "vllm"
@@ -186,6 +215,7 @@ class EngineConfig(_Section):
     max_sequences: int = Field(64, ge=1, le=4096)
     max_length: int | None = Field(None, ge=2)
     batches: int | None = Field(None, ge=1, le=16)
+    vllm: VllmConfig = VllmConfig()
 
 
 class LendingConfig(_Section):
@@ -373,6 +403,30 @@ class Config(_Section):
             raise ValueError(
                 "scheduling.partial_prefills: above 1 needs scheduling.order: fcfs; promise order has a rule of its own"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _vllm_fits(self) -> Config:
+        engine = self.engine
+        if engine.kind != "vllm":
+            if "vllm" in engine.model_fields_set:
+                raise ValueError("engine.vllm: only with engine.kind: vllm")
+            return self
+        pool = engine.vllm.transfer == "pool"
+        if pool and not self.cache.dram:
+            raise ValueError(
+                "cache.dram: vLLM nodes hand KV over through it; give it, or engine.vllm.transfer: nixl"
+            )
+        if not pool and (self.cache.dram or self.cache.ssd):
+            raise ValueError("cache: with engine.vllm.transfer: nixl nodes keep nothing; leave it out")
+        if not pool and self.clusters:
+            raise ValueError("engine.vllm.transfer: nixl does not cross clusters; use pool")
+        if self.network.compression == "int8":
+            raise ValueError("network.compression: vLLM's KV is not ours to quantise; use none or lossless")
+        if self.lending.policy != "none":
+            raise ValueError("lending.policy: vLLM nodes lend no KV memory; use none")
+        if engine.batches is not None:
+            raise ValueError("engine.batches: vLLM plans its own batches; leave it out")
         return self
 
     @model_validator(mode="after")

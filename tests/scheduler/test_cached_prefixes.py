@@ -91,7 +91,7 @@ def test_what_the_disk_still_has_is_found_again() -> None:
 
 def test_of_more_than_the_disk_may_hold_now_the_tail_is_left_out() -> None:
     node = scheduler(ssd=4)
-    assert node.on(recovered((NAMES,))) == on_disk(NAMES[:4])
+    assert node.on(recovered((NAMES,))) == [*on_disk(NAMES[:4]), Drop(NAMES[4:])]
     node.tiers.check()  # type: ignore[union-attr]
 
 

@@ -23,6 +23,9 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     `codec`: what the numbers have been through; "" if nothing, so that they are what the model computed, else the
     lossy codec of `isthmus.engine.codecs` that a link sent them with. They are of `dtype` again in any case.
+
+    `form`: of an engine that lays a block out in its own way, what its bytes are of; "" for the layout above. They are
+    as many, and mean something to that engine alone.
     """
 
     dtype: str
@@ -33,6 +36,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     codec: str = ""
     vectors: int = 2
     state_bytes: int = 0
+    form: str = ""
 
     @property
     def token_bytes(self) -> int:
@@ -70,4 +74,6 @@ class KVLayout(msgspec.Struct, frozen=True):
             others.append(f"vectors {self.vectors}")
         if self.state_bytes:
             others.append(f"state {self.state_bytes}")
+        if self.form:
+            others.append(f"form {self.form}")
         return "/".join(map(str, (*fields, *others))).encode()

@@ -23,12 +23,13 @@ class BlockNamer:
 
     `name[i] = blake3(key, name[i-1] + tokens of block i)[:16]`, where the key is derived from revision,
     layout and salt. Two sequences share a name exactly when they share every token up to that block's end,
-    the model, the layout and the salt (up to 128-bit collisions).
+    the model, the layout and the salt (up to 128-bit collisions). Who has the `key` can name blocks, and cannot tell
+    the salt.
     """
 
     def __init__(self, *, revision: str, layout: KVLayout, salt: str = "") -> None:
         context = _length_prefixed(revision.encode(), layout.fingerprint(), salt.encode())
-        self._key = blake3.blake3(context, derive_key_context="isthmus 2026 kv block name").digest()
+        self.key = blake3.blake3(context, derive_key_context="isthmus 2026 kv block name").digest()
         self.block_size = layout.block_size
 
     def names(self, tokens: Sequence[int], *, parent: bytes | None = None, start: int = 0) -> list[BlockName]:
@@ -41,7 +42,7 @@ class BlockNamer:
         names: list[BlockName] = []
         for at in range(start, len(tokens) - size + 1, size):
             body = previous + array("I", tokens[at : at + size]).tobytes()
-            previous = blake3.blake3(body, key=self._key).digest(length=NAME_BYTES)
+            previous = blake3.blake3(body, key=self.key).digest(length=NAME_BYTES)
             names.append(previous)
         return names
 

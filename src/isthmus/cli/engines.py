@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import blake3
 import msgspec
@@ -21,11 +22,16 @@ from isthmus.engine.interface import Engine, split_layers
 from isthmus.engine.recipe import LAYERS as EMULATED_LAYERS
 from isthmus.engine.spec import kv_layout as spec_layout
 from isthmus.engine.spec import read_spec
-from isthmus.errors import ConfigError
+from isthmus.errors import ConfigError, ModelError
 from isthmus.files import open_files
-from isthmus.models import Fields, read_quantisation
+from isthmus.models import Fields, ModelSpec, read_model, read_quantisation
 from isthmus.store import Arena, Log, RecordFormat, Shape, Store
 from isthmus.types import NodeId, Role
+
+if TYPE_CHECKING:
+    from isthmus.cluster.vllm.process import ServedEngine
+
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,11 @@ def served_model(config: Config, folder: Path, nodes: Sequence[NodeFacts]) -> Se
         tokenizer = tokenizer_folder(folder)
         why = "the emulated engine has no KV that could be moved"
         return Served(tokenizer, emulated.vocab_of(tokenizer), emulated.length_of(folder), *lengths, why)
+    if config.engine.kind == "vllm":
+        spec = _vllm_spec(folder)
+        return Served(
+            folder, spec.vocab_size, spec.max_length, *lengths, "vLLM computes with the KV of a prefix alone"
+        )
     spec = read_spec(folder)
     no_reuse = spec.no_reuse
     if not no_reuse and not any(facts.reuse_layers for facts in nodes):
@@ -63,7 +74,7 @@ def served_model(config: Config, folder: Path, nodes: Sequence[NodeFacts]) -> Se
 def as_computed(config: Config, folder: Path) -> Config:
     """With the type that the engine holds quantised weights in: it widens them, so they cost as much as then."""
     engine = config.engine
-    if engine.kind == "emulated" or engine.dtype is not None:
+    if engine.kind != "torch" or engine.dtype is not None:
         return config
     files = open_files(folder)
     if read_quantisation(Fields(files.where("config.json"), files.required_object("config.json"))) is None:
@@ -74,6 +85,9 @@ def as_computed(config: Config, folder: Path) -> Config:
 def host_bytes(config: Config, folder: Path, facts: NodeFacts) -> int:
     """Memory that each process of a node will take. `config`: of its cluster."""
     layout, weights = kv_layout(config, folder), 0
+    if config.engine.kind == "vllm" and config.engine.device != "cpu":
+        assert layout is not None
+        return facts.num_slots * layout.block_bytes
     if layout is None:
         layout = _recipe(config, folder, facts).layout
     else:
@@ -84,7 +98,7 @@ def host_bytes(config: Config, folder: Path, facts: NodeFacts) -> int:
 
 def _weight_bytes(config: Config, folder: Path) -> int:
     """Of its matrices as the engine holds them, however they lie in files."""
-    spec, files = read_spec(folder), open_files(folder)
+    spec, files = _spec_of(config, folder), open_files(folder)
     facts = facts_of(files.required_object("config.json"), files.where("config.json"))
     head = 0 if spec.tied_embeddings else spec.vocab_size * spec.hidden_size
     return (4 if (config.engine.dtype or spec.dtype) == "float32" else 2) * (facts.num_params + head)
@@ -94,8 +108,39 @@ def kv_layout(config: Config, folder: Path) -> KVLayout | None:
     """Of the model that is run; None where it is emulated, and its costs alone say what a block of it takes."""
     if config.engine.kind == "emulated":
         return None
-    spec = read_spec(folder)
+    spec = _spec_of(config, folder)
     return spec_layout(spec, config.engine.dtype or spec.dtype, config.engine.block_size)
+
+
+def _spec_of(config: Config, folder: Path) -> ModelSpec:
+    return _vllm_spec(folder) if config.engine.kind == "vllm" else read_spec(folder)
+
+
+def _vllm_spec(folder: Path) -> ModelSpec:
+    """Of any model whose KV can be told from its config.json. Raises ModelError."""
+    files = open_files(folder)
+    spec = read_model(files.required_object("config.json"), files.where("config.json"))
+    if spec.recurrent:
+        raise ModelError(
+            f"{folder}: vLLM nodes serve models that keep KV of every token in every layer, not this one"
+        )
+    return spec
+
+
+def sampled_revision(folder: Path) -> str:
+    """Names a model by what is read of it in a moment: its description, and pieces from all over its weights. Raises
+    ModelError."""
+    files, digest = open_files(folder), blake3.blake3()
+    for name in ("config.json", "tokenizer.json"):
+        digest.update((files.text(name) or "").encode() + b"\0")
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\0".encode())
+        with path.open("rb") as file:
+            for part in range(SAMPLES):
+                file.seek(max(0, size - SAMPLE_BYTES) * part // (SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return f"sampled-{digest.hexdigest(length=16)}"
 
 
 def node_facts(cluster: Cluster, role: Role, folder: Path, node: NodeId) -> NodeFacts:
@@ -176,7 +221,7 @@ def _open_emulated(config: Config, folder: Path, threads: int, facts: NodeFacts,
 
 
 def store_opener(
-    config: Config, engine: Engine, name: str, facts: NodeFacts
+    config: Config, engine: Engine | ServedEngine, name: str, facts: NodeFacts
 ) -> Callable[[OnLost], Store] | None:
     """Opens the store of a node's cache, if it has one; `name`: its folder. Raises ConfigError for an SSD tier without
     a folder."""

@@ -16,9 +16,12 @@ from isthmus.errors import ConfigError, IsthmusError
 from isthmus.types import NodeId, Role
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from isthmus.cluster.launcher import LaunchSpec
-    from isthmus.cluster.process import EngineProcess
+    from isthmus.cluster.process import EngineProcess, NodeOptions
     from isthmus.config import Config
+    from isthmus.deploy import NodeFacts
 
 SWITCH_S = 0.0002
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -109,41 +112,62 @@ def _run(spec: Any, *, host: str, watch_stdin: bool) -> str:
     # The worker thread gives the interpreter up only for an instant at a time; with Python's default of 5 ms
     # the event loop would send tokens in bursts.
     sys.setswitchinterval(SWITCH_S)
-    process = process_of(spec, host)
     import asyncio
 
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(process, watch_stdin=watch_stdin))
+        return runner.run(_serve(spec, host, watch_stdin=watch_stdin))
+
+
+@contextlib.asynccontextmanager
+async def _opened(spec: LaunchSpec, host: str) -> AsyncIterator[EngineProcess]:
+    """The node; beside a vLLM server it is one when that answers."""
+    from isthmus.config import Config
+
+    config = Config.model_validate_json(spec.config)
+    if config.engine.kind != "vllm":
+        yield process_of(spec, host)
+        return
+    from isthmus.cli.engines import kv_layout, sampled_revision, store_opener
+    from isthmus.cluster.process import Runtime
+    from isthmus.cluster.sessions import network_of
+    from isthmus.cluster.vllm.opening import opened
+    from isthmus.engine.emulated import length_of
+
+    folder, facts = Path(spec.model), _facts_of(spec, config)
+    layout = kv_layout(config, folder)
+    assert layout is not None
+    async with opened(
+        config,
+        folder,
+        _options_of(spec, config, facts, host),
+        Runtime(network_of(config)),
+        revision=sampled_revision(folder),
+        layout=layout,
+        max_length=config.engine.max_length or length_of(folder),
+        threads=spec.threads,
+        cores=spec.cores,
+        store_of=lambda engine: store_opener(config, engine, spec.node, facts),
+    ) as process:
+        yield process
 
 
 def process_of(spec: LaunchSpec, host: str) -> EngineProcess:
     """What `spec` says, with its engine and its store, ready to run. `host`: where other nodes reach it. Raises
     ModelError, ConfigError or StartError."""
-    from isthmus.cli.engines import node_facts, open_engine, store_opener
+    from isthmus.cli.engines import open_engine, store_opener
     from isthmus.cluster.node import NodeProcess
-    from isthmus.cluster.process import NodeOptions, Runtime
+    from isthmus.cluster.process import Runtime
     from isthmus.cluster.recorder import node_recorder
     from isthmus.cluster.sessions import network_of
     from isthmus.cluster.stage import StageNode
     from isthmus.config import Config
-    from isthmus.deploy import Cluster
 
     config = Config.model_validate_json(spec.config)
-    folder = Path(spec.model)
-    facts = node_facts(Cluster(spec.cluster, config), spec.role, folder, spec.node)
-    engine = open_engine(config, folder, spec.threads, facts, stage=spec.stage)
-    options = NodeOptions(
-        facts=facts,
-        join=spec.join,
-        token=spec.token,
-        transfer_s=config.limits.transfer_s,
-        host=host,
-        shares_memory=config.cache.share == "host" and not spec.cluster,
-        link_s=config.limits.link_s,
-        stage=spec.stage,
-    )
+    facts = _facts_of(spec, config)
+    engine = open_engine(config, Path(spec.model), spec.threads, facts, stage=spec.stage)
+    options = _options_of(spec, config, facts, host)
     folder_name = f"{spec.node}.{spec.stage}" if spec.stage else spec.node
     store_of = store_opener(config, engine, folder_name, facts)
     runtime = Runtime(network_of(config))
@@ -155,17 +179,44 @@ def process_of(spec: LaunchSpec, host: str) -> EngineProcess:
     return NodeProcess(engine, options, runtime, store_of, tape)
 
 
-async def _serve(node: Any, *, watch_stdin: bool) -> str:
+def _facts_of(spec: LaunchSpec, config: Config) -> NodeFacts:
+    from isthmus.cli.engines import node_facts
+    from isthmus.deploy import Cluster
+
+    return node_facts(Cluster(spec.cluster, config), spec.role, Path(spec.model), spec.node)
+
+
+def _options_of(spec: LaunchSpec, config: Config, facts: NodeFacts, host: str) -> NodeOptions:
+    from isthmus.cluster.process import NodeOptions
+
+    return NodeOptions(
+        facts=facts,
+        join=spec.join,
+        token=spec.token,
+        transfer_s=config.limits.transfer_s,
+        host=host,
+        shares_memory=config.cache.share == "host" and not spec.cluster,
+        link_s=config.limits.link_s,
+        stage=spec.stage,
+    )
+
+
+async def _serve(spec: LaunchSpec, host: str, *, watch_stdin: bool) -> str:
     """Runs a node; with `watch_stdin` it ends when the launcher's pipe closes."""
     import asyncio
 
+    async def run() -> str:
+        async with _opened(spec, host) as process:
+            return str(await process.run())
+
+    running = asyncio.create_task(run())
     if watch_stdin:
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
         )
         watch = asyncio.create_task(reader.read())
-        watch.add_done_callback(lambda _: node.end("the launcher closed its pipe"))
+        watch.add_done_callback(lambda _: running.cancel())
     with contextlib.suppress(asyncio.CancelledError):
-        return str(await node.run())
-    return "cancelled"
+        return await running
+    return "the launcher closed its pipe, or it was cancelled"

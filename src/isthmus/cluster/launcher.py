@@ -35,7 +35,7 @@ RESTART_S = 1.0
 
 class LaunchSpec(msgspec.Struct, frozen=True):
     """What a launched node is told. `config`: that of its cluster, as JSON. `stage`: which part of the pipeline
-    group `node` it is; `start`: how often it was started, this time included."""
+    group `node` it is; `start`: how often it was started, this time included; `cores`: for what it starts itself."""
 
     node: NodeId
     role: Role
@@ -47,6 +47,7 @@ class LaunchSpec(msgspec.Struct, frozen=True):
     stage: int = 0
     cluster: str = ""
     start: int = 1
+    cores: tuple[int, ...] = ()
 
 
 class Trouble(msgspec.Struct, frozen=True):
@@ -164,6 +165,7 @@ class Launcher:
     def _spec_of(self, planned: Process) -> LaunchSpec:
         """For its next start."""
         place, fair = planned.place, node_threads(len(os.sched_getaffinity(0)), len(self._planned))
+        threads = self._config.engine.threads or fair
         self._starts[planned.name] += 1
         return LaunchSpec(
             node=place.node,
@@ -171,11 +173,12 @@ class Launcher:
             join=self._join,
             token=self._token,
             model=str(self._model),
-            threads=self._config.engine.threads or fair,
+            threads=threads,
             config=place.cluster.config.model_dump_json(exclude_unset=True),
             stage=planned.stage,
             cluster=place.cluster.name,
             start=self._starts[planned.name],
+            cores=_cores_of(self._planned.index(planned), threads),
         )
 
     async def _watch(self, planned: Process) -> None:
@@ -196,6 +199,12 @@ class Launcher:
                     await self._spawn(planned)
                 except OSError as error:
                     log.error("node %s cannot be started: %s; trying again", planned.name, error)
+
+
+def _cores_of(number: int, threads: int) -> tuple[int, ...]:
+    """Of this machine's cores, for process `number` of those that have so many threads each."""
+    cores = sorted(os.sched_getaffinity(0))
+    return tuple(sorted({cores[(number * threads + at) % len(cores)] for at in range(threads)}))
 
 
 def _trouble(output: bytes, code: int) -> str:

@@ -5,7 +5,7 @@ Reports of nodes are the conductor's events and travel as they are (`isthmus.att
 of an attempt, goes with everything about a request: what comes late from an earlier attempt is void.
 
 Between nodes a message has the name of what it carries (`isthmus.node.events`): `Offer` and `Grant` what the actions of
-these names ask to be told, `Landed` and `Enough` what the other node then hears.
+these names ask to be told, `Landed`, `Enough` and `Passed` what the other node then hears.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from isthmus.scheduler import Piece, Preempted
 from isthmus.store import ArenaHandle
 from isthmus.types import BlockName, Generated, NodeId, RequestId, Sampling, TokenLogprobs
 
-PROTOCOL = 9
+PROTOCOL = 10
 MAX_NAMES = 1 << 16
 """In one message: far from the limit of its length."""
 
@@ -384,7 +384,7 @@ class Probe(msgspec.Struct, frozen=True, tag=True):
 
 
 PeerMessage = (
-    Probe | PeerHello | Offer | Grant | Slices | Sent | Landed | Want | Lent | Given | Ended | Enough
+    Probe | PeerHello | Offer | Grant | Slices | Sent | Landed | events.Passed | Want | Lent | Given | Ended | Enough
     | Reserve | Reserved | Claim | Found | Shipment | Stowed | Reclaim | Reclaimed | Shrink | Vacate
 )  # fmt: skip
 

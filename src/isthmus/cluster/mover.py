@@ -57,14 +57,14 @@ class KVMover(NoPayloads):
         self._posted: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._names: dict[Session, NodeId] = {}
         """Who opened a session."""
-        self._sender = HandoverSender(memory, first_layer, self._reach, self._tell, spawn)
+        self._sender = HandoverSender(memory, first_layer, self.reach, self._tell, spawn)
         self._receiver = HandoverReceiver(memory, self._tell, partial(self._later, received))
-        self.holders = Holders(memory, self._reach, self._tell, spawn, answer_s)
+        self.holders = Holders(memory, self.reach, self._tell, spawn, answer_s)
         self._hosts = Hosts(memory, attends, self._tell)
         self._fetcher: Fetcher | None = None
         self._loans: Loans | None = None
         if cache is not None:
-            self._fetcher = Fetcher(cache, self._reach, self._tell, shares_memory=shares_memory)
+            self._fetcher = Fetcher(cache, self.reach, self._tell, shares_memory=shares_memory)
             self._loans = Loans(cache, self._tell, spawn)
         self._fetches: dict[RequestId, Fetching] = {}  # whose end the node does not know
         self._loads: dict[RequestId, Loading] = {}
@@ -166,7 +166,7 @@ class KVMover(NoPayloads):
         """These are in no tier. From any thread."""
         self._tell(events.Lost(tuple(names)))
 
-    async def _reach(self, node: NodeId) -> Session:
+    async def reach(self, node: NodeId) -> Session:
         try:
             address = self._address_of(node)
         except LookupError:

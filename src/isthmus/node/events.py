@@ -259,6 +259,59 @@ class Recovered(msgspec.Struct, frozen=True, tag=True):
     chains: tuple[tuple[BlockName, ...], ...]
 
 
+# Of a node whose engine plans its own batches (`adapter.py`).
+
+
+class Passed(msgspec.Struct, frozen=True, tag=True):
+    """The prompt of an attempt is computed at its prefill node, of whose tokens `cached_tokens` needed no computing.
+    `params`: where its KV lies, in the engine's own words, to be used once; none where the cache has it."""
+
+    key: RequestId
+    cached_tokens: int
+    params: bytes = b""
+
+
+class Answered(msgspec.Struct, frozen=True, tag=True):
+    """The engine has computed a prompt that was submitted, as `Passed` says; the rest of its answer follows, but of a
+    PREFILL part there is none."""
+
+    key: RequestId
+    cached_tokens: int = 0
+    params: bytes = b""
+
+
+class Settled(msgspec.Struct, frozen=True, tag=True):
+    """All that is to be saved of an attempt's KV was told as `Filled`, or will not be."""
+
+    key: RequestId
+
+
+class Over(msgspec.Struct, frozen=True, tag=True):
+    """An attempt's answer is complete."""
+
+    key: RequestId
+
+
+class Filled(msgspec.Struct, frozen=True, tag=True):
+    """The engine has put what is new of this prefix into the store's slots: an `Adopt` for `key` keeps some of it."""
+
+    key: RequestId
+    names: tuple[BlockName, ...]
+
+
+class Held(msgspec.Struct, frozen=True, tag=True):
+    """The engine's own memory has one more copy of each of these blocks."""
+
+    names: tuple[BlockName, ...]
+
+
+class Dropped(msgspec.Struct, frozen=True, tag=True):
+    """The engine's own memory has one copy less of each of these; `all`: it has nothing any more."""
+
+    names: tuple[BlockName, ...] = ()
+    all: bool = False
+
+
 class Woken(msgspec.Struct, frozen=True, tag=True):
     """Some time has passed: a `Wake` is due, or it is time to look at what stands still."""
 
@@ -268,6 +321,7 @@ Event = (
     | Granted | Landed | Wanted | Enough | Severed
     | Asked | Left | Shrunk | Claimed | Reserved | Found | Shipped | Reclaimed
     | Stepped | Saved | Missing | Sampled | Came | FetchEnded | Loaded | Received | Moved | Broken | Lost | Recovered
+    | Passed | Answered | Settled | Over | Filled | Held | Dropped
     | Woken
 )  # fmt: skip
 
@@ -450,6 +504,31 @@ class Release(msgspec.Struct, frozen=True, tag=True):
     key: RequestId
 
 
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Hand an attempt to the engine, which may count on the first `num_blocks` blocks of the cache, and on what lies
+    where `params` say; say `Answered`, then `Over`, or `Broken`."""
+
+    key: RequestId
+    num_blocks: int
+    params: bytes = b""
+    cached_tokens: int | None = None
+
+
+class Pass(msgspec.Struct, frozen=True, tag=True):
+    """Tell `peer` that an attempt's prompt is computed, as `Passed`."""
+
+    key: RequestId
+    peer: NodeId
+    cached_tokens: int
+    params: bytes = b""
+
+
+class Discard(msgspec.Struct, frozen=True, tag=True):
+    """Nobody takes what lies where `params` say: its engine may let go of it."""
+
+    params: bytes
+
+
 class Wake(msgspec.Struct, frozen=True, tag=True):
     """Say `Woken` then."""
 
@@ -461,5 +540,6 @@ Action = (
     | Admitted | Load | Read | Save | Adopt | Promote | Demote | Drop | Shorten
     | Reserve | Claim | Ship | Reclaim | Shrink | Vacate | Host | Rekey | Trim | Unhost
     | Fetch | EndFetch | Give | Offer | Grant | Send | Finish | Land | Release | Wake
+    | Submit | Pass | Discard
     | Report
 )  # fmt: skip

@@ -21,11 +21,12 @@ from isthmus.node.attempt import Attempt
 from isthmus.node.away import Away, Guests
 from isthmus.node.donors import Donors
 from isthmus.node.extent import assembly_of, extent_of
+from isthmus.node.loans import Loans, num_present
 from isthmus.node.returns import Returns
 from isthmus.node.usage import Usage
 from isthmus.scheduler import Limits, Saved, Scheduler, Stepped
 from isthmus.scheduler.sequence import COMPUTING, DECODING, DEPARTING, JOINING, RECEIVING
-from isthmus.types import DECODE, NS_PER_MS, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role
+from isthmus.types import DECODE, NS_PER_MS, NS_PER_S, PREFILL, BlockName, RequestId, Role
 
 SEVERED_NS = 250 * NS_PER_MS
 """So long the head is given to find out itself that a node is gone: one death is to cost one attempt."""
@@ -58,7 +59,7 @@ class Node:
         self._attempts: dict[RequestId, Attempt] = {}
         # What is wanted, and when bytes of it last came, 0 before any.
         self._fetches: dict[RequestId, tuple[events.Fetch, int]] = {}
-        self._loans: dict[tuple[RequestId, NodeId], Names] = {}
+        self._loans = Loans(self.tiers)
         self._away, self._returns, self._guests = Away(scheduler), Returns(scheduler), Guests(scheduler)
         self._donors = Donors(scheduler)
         self._usage = Usage(scheduler, report_ns) if report_ns else None
@@ -141,7 +142,8 @@ class Node:
         """All that attempts took was given back."""
         scheduler = self.scheduler
         assert not self._attempts and not self._forgotten, "an attempt never ended"
-        assert not self._fetches and not self._loans, "a fetch or a loan never ended"
+        assert not self._fetches, "a fetch never ended"
+        self._loans.check_idle()
         self._away.check_idle()
         self._returns.check_idle()
         self._guests.check_idle()
@@ -422,19 +424,14 @@ class Node:
     def _came(self, event: events.Came, now: int, actions: list[events.Action]) -> None:
         fetch, _ = self._fetches.get(event.key, (None, 0))
         if fetch is not None:
-            self._keep_fetched(fetch, self._num_present(fetch, event.stop), now, actions)
-
-    def _num_present(self, fetch: events.Fetch, stop: int) -> int:
-        """How many leading blocks are here, now that `[start, stop)` came: what it was to follow may have gone."""
-        held = self.tiers.match(fetch.names[: fetch.start])[0] if self.tiers is not None else fetch.start
-        return held if held < fetch.start else stop
+            self._keep_fetched(fetch, num_present(self.tiers, fetch, event.stop), now, actions)
 
     def _fetch_ended(self, event: events.FetchEnded, now: int, actions: list[events.Action]) -> None:
         """What came is kept, whoever asked for it. With a recurrent state it is all, or less and no state."""
         fetch, _ = self._fetches.pop(event.key, (None, 0))
         if fetch is None:
             return  # a node of this name asked for it that is gone
-        attempt, stop = self._attempts.get(event.key), self._num_present(fetch, event.stop)
+        attempt, stop = self._attempts.get(event.key), num_present(self.tiers, fetch, event.stop)
         if attempt is not None:
             attempt.fetches = False
         if attempt is None or attempt.begin.part is DECODE:
@@ -470,23 +467,10 @@ class Node:
             self._plan(now, actions)
 
     def _wanted(self, event: events.Wanted, now: int, actions: list[events.Action]) -> None:
-        """Keeps what is given where it is until the other node says `Enough`."""
-        names, start = event.names, event.start
-        found, on_disk = self.tiers.match(names) if self.tiers is not None else (0, 0)
-        if found <= start or (event.whole and found < len(names)):
-            found = start
-        else:
-            assert self.tiers is not None
-            given = names[:found]
-            self.tiers.pin(given)
-            self._loans[event.key, event.peer] = given
-        on_disk = min(on_disk, found - start)
-        actions.append(events.Give(event.key, event.peer, names, start, found, on_disk))
+        self._loans.wanted(event, actions)
 
     def _enough(self, event: events.Enough, now: int, actions: list[events.Action]) -> None:
-        names = self._loans.pop((event.key, event.peer), ())
-        if self.tiers is not None:
-            self.tiers.unpin(names)
+        self._loans.enough(event)
 
     # KV that lies on other nodes, and that of others here.
 
@@ -697,13 +681,7 @@ class Node:
             self._plan(now, actions)
 
     def _recovered(self, event: events.Recovered, now: int, actions: list[events.Action]) -> None:
-        """What is not kept, for want of room or of the block it follows, goes."""
         self.scheduler.recover(event.chains, actions)
-        tiers = self.tiers
-        if tiers is not None:
-            useless = [name for chain in event.chains for name in chain if not tiers.holds(name)]
-            if useless:
-                actions.append(events.Drop(tuple(dict.fromkeys(useless))))
 
 
 def _spread(attempt: Attempt) -> Spread:

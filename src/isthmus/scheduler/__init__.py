@@ -20,6 +20,7 @@ from isthmus.scheduler.events import (
     Saved,
     Stepped,
 )
+from isthmus.scheduler.keeper import Keeper
 from isthmus.scheduler.limits import Limits
 from isthmus.scheduler.pool import BlockPool, CountingPool
 from isthmus.scheduler.scheduler import Scheduler
@@ -38,6 +39,7 @@ __all__ = [
     "Demote",
     "Drop",
     "Joined",
+    "Keeper",
     "Limits",
     "Load",
     "Piece",

@@ -6,14 +6,13 @@ added to `actions`.
 
 from __future__ import annotations
 
-from isthmus.attempts import BlocksEvicted, BlocksStored
-from isthmus.scheduler import events
 from isthmus.scheduler.events import Actions
+from isthmus.scheduler.keeper import Keeper
 from isthmus.scheduler.memory import Memory
 from isthmus.scheduler.pool import Blocks
 from isthmus.scheduler.sequence import Prefix, Sequence
-from isthmus.scheduler.tiers import Change, TierCache
-from isthmus.types import DISK, BlockName, NodeId, RequestId
+from isthmus.scheduler.tiers import TierCache
+from isthmus.types import BlockName, NodeId, RequestId
 
 Names = tuple[BlockName, ...]
 
@@ -71,7 +70,8 @@ class TierPrefixes:
     """A prefix is loaded from the tiers before it is used, and saved there when its prompt is computed."""
 
     def __init__(self, tiers: TierCache, memory: Memory, block_size: int, node: NodeId) -> None:
-        self._tiers, self._memory, self._size, self._node = tiers, memory, block_size, node
+        self._tiers, self._memory, self._size = tiers, memory, block_size
+        self._keeper = Keeper(tiers, node)
 
     def arrive(self, sequence: Sequence) -> None:
         """What it was sent here for stays until it has it."""
@@ -134,30 +134,15 @@ class TierPrefixes:
         return not names or self._tiers.match(names)[0] == len(names)
 
     def keep(self, names: Names, actions: Actions, request: RequestId, blocks: Blocks = ()) -> None:
-        """A prefix for the cache to keep. `blocks` of the engine hold it, computed for `request`; without, what is new
-        of it came from another node, fetched for that."""
-        if not names:
-            return
-        change = self._tiers.put(names)
-        start, fresh = change.start, len(change.stored) + len(change.sunk)
-        new: events.Save | events.Adopt | None = None
-        span = slice(start, start + fresh)
-        if fresh and blocks:
+        """As the keeper's."""
+        if self._keeper.keep(names, actions, request, blocks):
             self._memory.saving(request)
-            head = names[start - 1] if start else None
-            new = events.Save(request, names[span], head, blocks[span], len(change.sunk))
-        elif fresh:
-            new = events.Adopt(request, names[span])
-        self._tell(change, actions, new)
 
     def lose(self, names: Names, actions: Actions) -> None:
-        """Their bytes are gone or damaged, in whichever tier they were."""
-        self._tell(self._tiers.remove(names), actions)
+        self._keeper.lose(names, actions)
 
     def recover(self, chains: tuple[Names, ...], actions: Actions) -> None:
-        """They were found whole on the SSD when the node started."""
-        for chain in chains:
-            self._tell(self._tiers.restore(chain), actions)
+        self._keeper.recover(chains, actions)
 
     def unpin(self, sequence: Sequence) -> None:
         """What it needed of the tiers is in the engine, or not needed any more."""
@@ -172,27 +157,6 @@ class TierPrefixes:
         if sequence.pinned:
             self.unpin(sequence)
         sequence.pinned, sequence.num_pinned = names, num_blocks
-
-    def _tell(self, change: Change, actions: Actions, new: events.Save | events.Adopt | None = None) -> None:
-        """In the order in which it can be done: room is made first. What goes from the SSD to DRAM comes before what
-        takes its place there. `new`: how all comes that is."""
-        node = self._node
-        if change.evicted:
-            actions += (events.Drop(change.evicted), BlocksEvicted(node, change.evicted))
-        if change.promoted:
-            actions += (events.Promote(change.promoted), BlocksStored(node, change.promoted))
-        if change.demoted:
-            actions += (events.Demote(change.demoted), BlocksStored(node, change.demoted, DISK))
-        if isinstance(new, events.Save):
-            actions += (new, BlocksStored(node, new.names))
-        elif new is not None:
-            actions.append(new)
-            if change.stored:
-                actions.append(BlocksStored(node, change.stored))
-            if change.sunk:
-                actions.append(events.Demote(change.sunk))
-        if change.sunk:
-            actions.append(BlocksStored(node, change.sunk, DISK))
 
 
 Prefixes = PoolPrefixes | TierPrefixes

@@ -1,0 +1,158 @@
+"""From a configuration to a vLLM server that answers, and the node beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from isthmus.blocks import BlockNamer, KVLayout
+from isthmus.cluster.process import NodeOptions, OnLost, Runtime
+from isthmus.cluster.vllm.client import Client, EngineError, body_of
+from isthmus.cluster.vllm.kv_events import Listener, Translator
+from isthmus.cluster.vllm.pages import Pages
+from isthmus.cluster.vllm.process import UNSEALED, AdapterProcess, ServedEngine
+from isthmus.cluster.vllm.server import Server, Sockets
+from isthmus.config import Config
+from isthmus.errors import StartError
+from isthmus.node import events
+from isthmus.store import Store
+from isthmus.types import Sampling
+
+log = logging.getLogger(__name__)
+
+OPEN_S = 10.0
+"""So long after a server answers its connector may take to say what it is."""
+PROBE_S = 10.0
+
+StoreOf = Callable[[ServedEngine], Callable[[OnLost], Store] | None]
+
+
+@contextlib.asynccontextmanager
+async def opened(
+    config: Config,
+    model: Path,
+    options: NodeOptions,
+    runtime: Runtime,
+    *,
+    revision: str,
+    layout: KVLayout,
+    max_length: int,
+    threads: int,
+    cores: Sequence[int],
+    store_of: StoreOf,
+) -> AsyncIterator[AdapterProcess]:
+    """The node, with its server, which is gone afterwards. `layout`: of the model's KV; in which form, the server says.
+    Raises StartError."""
+    given = config.engine.vllm
+    with contextlib.ExitStack() as stack:
+        folder = given.sockets or stack.enter_context(tempfile.TemporaryDirectory(prefix="isthmus-vllm-"))
+        sockets = Sockets(Path(folder).expanduser())
+        pages = Pages(sockets.pages) if given.transfer == "pool" else None
+        if pages is not None:
+            try:
+                await pages.listen()
+            except OSError as error:
+                raise StartError(
+                    f"engine.vllm.sockets {folder}: cannot listen there: {error.strerror}"
+                ) from None
+        server = await Server.start(config, model, layout.dtype, sockets, threads, cores, options.host)
+        try:
+            await server.ready()
+            engine = await _known(config, server.client, pages, revision, layout, max_length)
+            await _probe(server.client, sockets, engine)
+            facts = options.facts
+            if engine.num_blocks != facts.kv_blocks:
+                log.info("%s: vLLM has %d blocks of KV memory", facts.node, engine.num_blocks)
+            own = msgspec.structs.replace(facts, kv_blocks=engine.num_blocks)
+            options = replace(options, facts=own)
+            yield AdapterProcess(engine, options, runtime, server, sockets, pages, store_of(engine))
+        finally:
+            await server.stop()
+            if pages is not None:
+                await pages.close()
+
+
+async def _known(
+    config: Config, client: Client, pages: Pages | None, revision: str, layout: KVLayout, max_length: int
+) -> ServedEngine:
+    """What the server says of itself. Raises StartError where that is not what was configured."""
+    try:
+        version = str(json.loads(await client.get("/version"))["version"])
+        metrics = (await client.get("/metrics")).decode()
+        served = json.loads(await client.get("/v1/models"))["data"]
+    except (EngineError, ValueError, KeyError, TypeError) as error:
+        raise StartError(f"vLLM at {client.url} does not say what it is: {error}") from None
+    models = [str(each.get("id")) for each in served]
+    if client.model not in models:
+        raise StartError(
+            f"engine.vllm.served_model_name: vLLM at {client.url} serves {', '.join(models)}, not {client.model}"
+        )
+    length = next((int(each["max_model_len"]) for each in served if each.get("max_model_len")), max_length)
+    num_blocks, block_size = _memory(metrics)
+    if block_size != layout.block_size:
+        raise StartError(
+            f"vLLM at {client.url} has blocks of {block_size} tokens, engine.block_size is {layout.block_size}"
+        )
+    form, remark = f"vllm{version}/nixl", f"vLLM {version} {UNSEALED}"
+    if pages is not None:
+        try:
+            opened = await asyncio.wait_for(asyncio.shield(pages.opened), OPEN_S)
+        except TimeoutError:
+            raise StartError(
+                f"vLLM at {client.url} did not open {pages.path}: is isthmus-vllm installed where it runs, and is it "
+                "its KV connector?"
+            ) from None
+        form, remark = opened.form, f"vLLM {version} with isthmus-vllm: KV is sealed"
+    layout = msgspec.structs.replace(layout, form=form)
+    return ServedEngine(revision, layout, num_blocks, length, (remark,))
+
+
+def _memory(metrics: str) -> tuple[int, int]:
+    """Blocks of KV memory, and tokens of each. Raises StartError."""
+    info = next((line for line in metrics.splitlines() if line.startswith("vllm:cache_config_info{")), "")
+    found = dict(re.findall(r'(\w+)="([^"]*)"', info))
+    try:
+        return int(found["num_gpu_blocks"]), int(found["block_size"])
+    except (KeyError, ValueError):
+        raise StartError(
+            "vLLM's metrics do not say how much KV memory it has (vllm:cache_config_info)"
+        ) from None
+
+
+async def _probe(client: Client, sockets: Sockets, engine: ServedEngine) -> None:
+    """One block of random tokens must come to be known under its name. Raises StartError."""
+    size = engine.layout.block_size
+    namer = BlockNamer(revision=engine.revision, layout=engine.layout)
+    tokens = [1 + each % 200 for each in secrets.token_bytes(size + 1)]
+    wanted, seen = namer.names(tokens)[0], asyncio.Event()
+    translator = Translator(lambda salt: None if salt else namer, size)
+
+    def heard(batch: bytes) -> None:
+        if any(isinstance(fact, events.Held) and wanted in fact.names for fact in translator.batch(batch)):
+            seen.set()
+
+    listener = Listener(sockets.kv_events, sockets.replay, heard, lambda: None)
+    task = asyncio.create_task(listener.run())
+    try:
+        await client.compute(f"probe-{os.getpid()}", body_of(Sampling(temperature=0), tokens, len(tokens), 1))
+        await asyncio.wait_for(seen.wait(), PROBE_S)
+    except EngineError as error:
+        raise StartError(f"vLLM at {client.url} does not compute: {error}") from None
+    except TimeoutError:
+        raise StartError(
+            f"vLLM at {client.url} tells no KV events at {sockets.kv_events}, or of other blocks than it computed"
+        ) from None
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

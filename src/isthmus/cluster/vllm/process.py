@@ -1,0 +1,440 @@
+"""The adapter: a node whose engine is a vLLM server beside it.
+
+`isthmus.node.adapter.Adapter` decides; here its actions are carried out: requests over HTTP (`client.py`), blocks
+between the server's worker and the store (`pages.py`), blocks between nodes as for any other node (`mover.py`). All of
+it lives in one event loop; only copies of blocks have threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, get_args
+
+from isthmus.attempts import Report, RoleChanged
+from isthmus.blocks import BlockNamer, KVLayout
+from isthmus.cluster import messages
+from isthmus.cluster.cache import chains_of
+from isthmus.cluster.mover import KVMover
+from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost, Runtime
+from isthmus.cluster.runs import COUNTERS
+from isthmus.cluster.vllm.client import Client, EngineError, Token, body_of, objection
+from isthmus.cluster.vllm.kv_events import Listener, Translator
+from isthmus.cluster.vllm.pages import Pages
+from isthmus.cluster.vllm.server import Server, Sockets
+from isthmus.errors import ProtocolError, StartError
+from isthmus.messenger import Session
+from isthmus.node import events
+from isthmus.node.adapter import Adapter
+from isthmus.store import Store
+from isthmus.types import NS_PER_S, PREFILL, Generated, RequestId
+
+log = logging.getLogger(__name__)
+
+MAX_NAMERS = 64
+SALT_BYTES = 16
+UNSEALED = "by NIXL: KV goes from engine to engine without seals, so nothing is promised about wrong tokens"
+_HANDOVER = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What makes a server keep a prompt's KV for another one."""
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """In place of an engine's KV memory: its bytes are the server's affair."""
+
+    layout: KVLayout
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class ServedEngine:
+    """What is known of a server that runs. `remarks`: for people."""
+
+    revision: str
+    layout: KVLayout
+    num_blocks: int
+    max_length: int
+    remarks: tuple[str, ...]
+
+    @property
+    def memory(self) -> Any:
+        return _Memory(self.layout, self.num_blocks)
+
+    @property
+    def layers(self) -> tuple[int, int]:
+        return 0, self.layout.num_layers
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        return self.remarks
+
+    def attend(self, *_: Any) -> memoryview:
+        raise ProtocolError("vLLM attends to no KV for other nodes")
+
+
+class _Mover(KVMover):
+    """Beside what any node's does, it hands prompts over in one message."""
+
+    passed: Callable[[Session, events.Passed], None]
+    landed: Callable[[Session, RequestId], None]
+    severed: Callable[[Session, str], None]
+
+    def on_peer(self, session: Session, message: messages.PeerMessage) -> None:
+        match message:
+            case events.Passed():
+                self.passed(session, message)
+            case messages.Landed():
+                self.landed(session, message.key)
+            case messages.Offer() | messages.Slices() | messages.Reserve() | messages.Claim():
+                raise ProtocolError(f"a {type(message).__name__} for a node of vLLM")
+            case _:
+                super().on_peer(session, message)
+
+    def lost(self, session: Session, reason: str) -> None:
+        super().lost(session, reason)
+        self.severed(session, reason)
+
+
+class AdapterProcess(EngineProcess):
+    """`pages`: what serves the connector, in mode `pool`; None in mode `nixl`."""
+
+    mover: _Mover
+
+    def __init__(
+        self,
+        engine: ServedEngine,
+        options: NodeOptions,
+        runtime: Runtime,
+        server: Server,
+        sockets: Sockets,
+        pages: Pages | None,
+        store_of: Callable[[OnLost], Store] | None,
+    ) -> None:
+        super().__init__(
+            engine,  # type: ignore[arg-type]
+            options,
+            Runtime(runtime.network, runtime.clock_ns, _Mover, runtime.pool_of),
+            store_of if pages is not None else None,
+        )
+        facts = options.facts
+        self._clock_ns, self._server, self._sockets, self._pages = runtime.clock_ns, server, sockets, pages
+        tiers = facts.tiers() if self._cache is not None else None
+        self.node = Adapter(facts.node, facts.role, tiers, transfer_ns=int(options.transfer_s * NS_PER_S))
+        self._tasks_of: dict[RequestId, messages.Task] = {}
+        self._asked: dict[RequestId, asyncio.Task[None]] = {}
+        self._givers: dict[RequestId, Session] = {}
+        """Over which an attempt was passed to this node."""
+        self._passed: dict[RequestId, Session | None] = {}
+        """To whom one was passed, None while that is being reached."""
+        self._outputs: list[messages.Output] = []
+        self._counters = dict.fromkeys(COUNTERS, 0.0)
+        self._num_kv_events_lost = 0
+        self._namer = lru_cache(MAX_NAMERS)(self._new_namer)
+        self._salts: dict[str, str] = {"": ""}
+        """Of what is sent in place of a tenant's salt, the salt."""
+        self._translator = Translator(self._namer_of, engine.layout.block_size)
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            events.Submit: self._submit,
+            events.Pass: self._begin_pass,
+            events.Land: self._land,
+            events.Discard: self._begin_discard,
+            events.Release: self._release,
+            events.Adopt: self._adopt,
+            events.Wake: self._wake,
+            **dict.fromkeys(get_args(Report), self._report),
+        }
+        self.mover.passed, self.mover.landed = self._on_passed, self._on_landed
+        self.mover.severed = self._on_severed
+
+    @property
+    def _client(self) -> Client:
+        return self._server.client
+
+    # Its life.
+
+    def start(self) -> None:
+        self.spawn(self._watch())
+        if self._pages is not None:
+            assert self._cache is not None
+            self._pages.serve(self._cache, self._engine.layout, self.tell, self.mover.lost_bytes)
+
+    def stop(self) -> None:
+        """Requests ended with the tasks that had them."""
+
+    async def _watch(self) -> None:
+        self.end(StartError(await self._server.ended()))
+
+    def hello(self) -> messages.Hello:
+        engine = self._engine
+        return messages.Hello(
+            messages.PROTOCOL, self._options.token, self._facts.joined(), self._address,
+            engine.revision, engine.layout, engine.max_length, engine.products,
+        )  # fmt: skip
+
+    def welcome(self, message: messages.Welcome) -> None:
+        super().welcome(message)
+        chains = chains_of(self._found)
+        if chains:
+            self.tell(events.Recovered(chains))
+        listener = Listener(self._sockets.kv_events, self._sockets.replay, self._heard_kv, self._void_kv)
+        self.spawn(listener.run())
+
+    def heard(self, message: messages.NodeBound) -> None:
+        match message:
+            case messages.Task():
+                self.task(message)
+            case events.Forget():
+                self._givers.pop(message.key, None)
+                self.tell(message)
+            case events.Become():
+                self.tell(message)
+            case _:
+                super().heard(message)
+
+    def task(self, task: messages.Task) -> None:
+        self._tasks_of[task.begin.key] = task
+        self.tell(task.begin)
+
+    def received(self, key: RequestId, token: int) -> None:
+        raise ProtocolError("a token came with a hand-over to a node of vLLM")
+
+    def gauges(self) -> dict[str, float]:
+        found: dict[str, float] = {
+            "node_requests_running": self.node.num_running,
+            "node_requests_waiting": self.node.num_waiting,
+            "kv_blocks": self._facts.kv_blocks,
+            "vllm_kv_events_lost_total": self._num_kv_events_lost,
+        }
+        found |= {f"{name}_total": value for name, value in self._counters.items()}
+        found |= self.mover.gauges()
+        if self._pages is not None:
+            found["vllm_blocks_saved_total"] = self._pages.blocks_saved
+            found["vllm_blocks_loaded_total"] = self._pages.blocks_loaded
+            found["seal_mismatches_total"] += self._pages.seal_mismatches
+        return found
+
+    # Facts and actions.
+
+    def tell(self, fact: events.Event) -> None:
+        """Tells the node, and carries out what it answers. In the event loop. A bug on the way ends the process."""
+        try:
+            for action in self.node.on(fact, self._clock_ns()):
+                handler = self._handlers.get(type(action))
+                if handler is not None:
+                    handler(action)
+                else:
+                    self.mover.do(action)
+        except BaseException as error:
+            self.died(error)
+            raise
+
+    def fact(self, fact: events.Event) -> None:
+        self.tell(fact)
+
+    def _report(self, report: Report) -> None:
+        if isinstance(report, RoleChanged):
+            log.info("%s is a %s node now", report.node, report.role)
+        self._flush()  # a failure is not to overtake tokens
+        self._send(report)
+
+    def _wake(self, wake: events.Wake) -> None:
+        delay_s = max(0, wake.at_ns - self._clock_ns()) / NS_PER_S
+        self.loop.call_later(delay_s, self.tell, events.Woken())
+
+    def _adopt(self, adopt: events.Adopt) -> None:
+        if self._pages is None or not self._pages.adopt(adopt):
+            self.mover.do(adopt)
+
+    def _release(self, release: events.Release) -> None:
+        key = release.key
+        self._tasks_of.pop(key, None)
+        self._givers.pop(key, None)
+        self._passed.pop(key, None)
+        asked = self._asked.pop(key, None)
+        if asked is not None and asked is not asyncio.current_task():
+            asked.cancel()  # which closes the connection, and vLLM drops it
+        self.mover.do(release)
+
+    # Requests.
+
+    def _submit(self, submit: events.Submit) -> None:
+        task = self._tasks_of[submit.key]
+        work = self._compute if task.begin.part is PREFILL else self._answer
+        self._asked[submit.key] = self.spawn(self._ask(work, task, submit))
+
+    async def _ask(self, work: Callable[..., Any], task: messages.Task, submit: events.Submit) -> None:
+        key, sampling = submit.key, task.sampling
+        reason = objection(sampling, continues=len(task.tokens) > task.num_prompt)
+        if reason:
+            self.tell(events.Broken(key, reason, final=True))
+            return
+        if self._pages is not None:
+            self._pages.begin(key, task.begin.names)
+        max_tokens = task.begin.stop_length - len(task.tokens)
+        body = body_of(sampling, task.tokens, task.num_prompt, max_tokens) | self._separated(task.salt)
+        params = self._params_of(task, submit)
+        if params is not None:
+            body["kv_transfer_params"] = params
+        began_ns = self._clock_ns()
+        try:
+            await work(task, submit, body)
+        except EngineError as error:
+            self._flush()
+            self.tell(events.Broken(key, str(error), final=error.final))
+        finally:
+            self._counters["engine_seconds"] += (self._clock_ns() - began_ns) / NS_PER_S
+            if self._asked.get(key) is asyncio.current_task():
+                del self._asked[key]
+
+    def _separated(self, salt: str) -> dict[str, str]:
+        """vLLM's own cache tells tenants apart by a digest: salts stay here."""
+        if not salt:
+            return {}
+        engine = self._engine
+        named = hashlib.blake2b(
+            salt.encode(), key=engine.revision.encode()[:64], digest_size=SALT_BYTES
+        ).hexdigest()
+        self._salts[named] = salt
+        return {"cache_salt": named}
+
+    def _params_of(self, task: messages.Task, submit: events.Submit) -> dict[str, Any] | None:
+        """What the server's connector is to do for it."""
+        if self._pages is not None:
+            namer = self._namer(task.salt)
+            own = {"v": 1, "key": submit.key, "blocks": submit.num_blocks, "namer": namer.key.hex()}
+            return {"isthmus": own}
+        if submit.params:
+            params: dict[str, Any] = json.loads(submit.params)
+            return params
+        return _HANDOVER if task.begin.part is PREFILL else None
+
+    async def _compute(self, task: messages.Task, submit: events.Submit, body: dict[str, Any]) -> None:
+        """A prompt that is answered elsewhere. Its token is not used: who decodes draws the whole answer."""
+        found = await self._client.compute(submit.key, body)
+        self._count_prompt(task, found.cached_tokens)
+        own, params = found.params or {}, b""
+        if self._pages is None:
+            if not own.get("do_remote_prefill"):
+                raise EngineError("vLLM did not keep the prompt's KV for another server")
+            params = json.dumps(own).encode()
+        self.tell(events.Answered(submit.key, found.cached_tokens, params))
+        if self._pages is not None and not self._pages.connected:
+            self.tell(events.Settled(submit.key))  # nobody will
+
+    async def _answer(self, task: messages.Task, submit: events.Submit, body: dict[str, Any]) -> None:
+        key, index = submit.key, len(task.tokens) - task.num_prompt
+        first = True
+        stream = self._client.answer(key, body, task.sampling.logprobs)
+        async with contextlib.aclosing(stream):
+            async for tokens in stream:
+                if first:
+                    self.tell(events.Answered(key))
+                    first = False
+                for token in tokens:
+                    self._put(task, submit, index, token)
+                    index += 1
+                if tokens[-1].finish is not None:
+                    self._count_prompt(task, tokens[-1].cached_tokens or 0)
+        self._flush()
+        self.tell(events.Over(key))
+
+    def _put(self, task: messages.Task, submit: events.Submit, index: int, token: Token) -> None:
+        """Tokens of one turn of the loop go in one message."""
+        cached = token.cached_tokens
+        if cached is not None:
+            counted = cached if submit.cached_tokens is None else submit.cached_tokens
+            cached = min(counted, task.num_prompt)
+        route = task.begin.route
+        generated = Generated(index, token.token, token.finish, token.logprobs, cached)
+        if not self._outputs:
+            self.loop.call_soon(self._flush)
+        self._outputs.append(messages.Output(route.request, route.attempt, generated))
+        self._counters["tokens_sampled"] += 1
+
+    def _flush(self) -> None:
+        if self._outputs:
+            outputs, self._outputs = self._outputs, []
+            self._send(messages.Outputs(tuple(outputs)))
+
+    def _count_prompt(self, task: messages.Task, cached: int) -> None:
+        self._counters["prefix_cache_hits"] += min(cached, task.num_prompt)
+        self._counters["prefix_cache_queries"] += task.num_prompt
+        self._counters["tokens_computed"] += max(0, len(task.tokens) - cached)
+
+    # Handing over.
+
+    def _begin_pass(self, action: events.Pass) -> None:
+        self._passed[action.key] = None
+        self.spawn(self._pass(action))
+
+    async def _pass(self, action: events.Pass) -> None:
+        key = action.key
+        try:
+            session = await self.mover.reach(action.peer)
+            if session.closed:
+                raise ConnectionError("its session is closed")
+        except (OSError, TimeoutError) as error:
+            self.tell(events.Severed((key,), f"cannot reach {action.peer}, where it decodes: {error}"))
+            return
+        if key in self._passed:
+            self._passed[key] = session
+            session.send(events.Passed(key, action.cached_tokens, action.params))
+
+    def _on_passed(self, session: Session, passed: events.Passed) -> None:
+        self._givers[passed.key] = session  # perhaps before the head's word of it came
+        self.tell(passed)
+
+    def _land(self, land: events.Land) -> None:
+        session = self._givers.pop(land.key, None)
+        if session is not None:
+            session.send(messages.Landed(land.key))
+
+    def _on_landed(self, session: Session, key: RequestId) -> None:
+        if self._passed.get(key) is session:
+            self.tell(events.Landed(key))
+
+    def _on_severed(self, session: Session, reason: str) -> None:
+        keys = tuple([key for key, to in self._passed.items() if to is session])
+        if keys:
+            self.tell(events.Severed(keys, f"the session with where it decodes ended: {reason}"))
+        for key in [key for key, giver in self._givers.items() if giver is session]:
+            del self._givers[key]
+
+    def _begin_discard(self, action: events.Discard) -> None:
+        self.spawn(self._discard(action.params))
+
+    async def _discard(self, params: bytes) -> None:
+        try:
+            await self._client.release(json.loads(params))
+        except EngineError as error:
+            log.warning("KV that nobody takes stays until its lease ends: %s", error)
+
+    # What the server keeps.
+
+    def _new_namer(self, salt: str) -> BlockNamer:
+        return BlockNamer(revision=self._engine.revision, layout=self._engine.layout, salt=salt)
+
+    def _namer_of(self, salt: str) -> BlockNamer | None:
+        return self._namer(self._salts[salt]) if salt in self._salts else None
+
+    def _heard_kv(self, batch: bytes) -> None:
+        for fact in self._translator.batch(batch):
+            self.tell(fact)
+
+    def _void_kv(self) -> None:
+        self._num_kv_events_lost += 1
+        for fact in self._translator.clear():
+            self.tell(fact)

@@ -1,0 +1,233 @@
+"""A stock vLLM server, started here or found running."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from asyncio.subprocess import DEVNULL
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isthmus.cluster.vllm.client import MODEL, Client, EngineError
+from isthmus.config import Config, child_environment
+from isthmus.errors import StartError
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.2
+STOP_S = 20.0
+TAIL_LINES = 30
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Sockets:
+    """Where a server and the node beside it meet, in a folder that nobody else can read."""
+
+    folder: Path
+
+    @property
+    def pages(self) -> Path:
+        return self.folder / "pages"
+
+    @property
+    def kv_events(self) -> str:
+        return f"ipc://{self.folder / 'events'}"
+
+    @property
+    def replay(self) -> str:
+        return f"ipc://{self.folder / 'replay'}"
+
+
+def arguments_of(config: Config, model: Path, dtype: str, port: int, sockets: Sockets) -> list[str]:
+    """How a server is started so that it is a node: what `docs/vllm.md` tells to give one that runs already."""
+    engine, found = config.engine, ["--model", str(model), "--served-model-name", MODEL, "--dtype", dtype]
+    found += ["--host", "127.0.0.1", "--port", str(port), "--block-size", str(engine.block_size)]
+    found += ["--enable-prompt-tokens-details", "--enable-prefix-caching"]
+    found += [
+        "--kv-events-config",
+        json.dumps(_kv_events(sockets)),
+        "--kv-transfer-config",
+        _transfer(config, sockets),
+    ]
+    given = engine.model_fields_set
+    if engine.max_length is not None:
+        found += ["--max-model-len", str(engine.max_length)]
+    if "max_sequences" in given:
+        found += ["--max-num-seqs", str(engine.max_sequences)]
+    if "token_budget" in given:
+        found += ["--max-num-batched-tokens", str(engine.token_budget)]
+    if "kv_memory" in given or engine.device == "cpu":
+        found += ["--kv-cache-memory-bytes", str(engine.kv_memory)]
+    if engine.device == "cpu":
+        found += ["--enforce-eager"]  # compiling takes a minute at each start, and gains little there
+    if engine.gpus > 1:
+        found += ["--tensor-parallel-size", str(engine.gpus)]
+    return found + list(engine.vllm.args)
+
+
+def _kv_events(sockets: Sockets) -> dict[str, Any]:
+    endpoints = {"endpoint": sockets.kv_events, "replay_endpoint": sockets.replay}
+    return {"enable_kv_cache_events": True, "publisher": "zmq", **endpoints}
+
+
+def _transfer(config: Config, sockets: Sockets) -> str:
+    found: dict[str, Any] = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    if config.engine.vllm.transfer == "pool":
+        found |= {"kv_connector": "IsthmusConnector", "kv_connector_module_path": "isthmus_vllm.connector"}
+        found["kv_connector_extra_config"] = {"socket": str(sockets.pages)}
+    else:
+        found["kv_connector"] = "NixlConnector"
+        if config.engine.device == "cpu":
+            found["kv_buffer_device"] = "cpu"
+    return json.dumps(found)
+
+
+def environment_of(config: Config, threads: int, cores: Sequence[int], host: str) -> dict[str, str]:
+    found = child_environment(threads) | {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": host}
+    found.pop("OMP_WAIT_POLICY", None)
+    if config.engine.device == "cpu" and cores:
+        # Two servers that take the same cores spin against each other.
+        found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+    if config.engine.vllm.transfer == "nixl":
+        found |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    return found | config.engine.vllm.env
+
+
+def free_port() -> int:
+    with socket.socket() as each:
+        each.bind(("127.0.0.1", 0))
+        port: int = each.getsockname()[1]
+        return port
+
+
+class Server:
+    """A server that answers. `process`: None if it was not started here."""
+
+    def __init__(self, client: Client, process: asyncio.subprocess.Process | None) -> None:
+        self.client, self._process = client, process
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._reading: asyncio.Task[None] | None = None
+
+    @staticmethod
+    async def start(
+        config: Config,
+        model: Path,
+        dtype: str,
+        sockets: Sockets,
+        threads: int,
+        cores: Sequence[int],
+        host: str,
+    ) -> Server:
+        """Begins to start one, or to attach to one; `ready` tells when it answers. Raises StartError."""
+        given = config.engine.vllm
+        if given.attach is not None:
+            return Server(Client(given.attach.rstrip("/"), given.served_model_name or MODEL), None)
+        port = free_port()
+        command = [given.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                *arguments_of(config, model, dtype, port, sockets),
+                stdin=DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                env=environment_of(config, threads, cores, host),
+                start_new_session=True,
+                preexec_fn=_leave_with(os.getpid(), cores if config.engine.device == "cpu" else ()),
+            )
+        except OSError as error:
+            raise StartError(f"engine.vllm.python {command[0]}: cannot be run: {error.strerror}") from None
+        server = Server(Client(f"http://127.0.0.1:{port}"), process)
+        server._reading = asyncio.create_task(server._read())
+        return server
+
+    async def ready(self) -> None:
+        """Returns when it answers. Raises StartError when it cannot be started."""
+        while True:
+            with contextlib.suppress(EngineError):
+                await self.client.get("/health")
+                return
+            if self._process is not None and self._process.returncode is not None:
+                raise StartError(await self._why())
+            await asyncio.sleep(POLL_S)
+
+    async def ended(self) -> str:
+        """Waits until it is gone; returns why."""
+        if self._process is not None:
+            await self._process.wait()
+            return await self._why()
+        missed = 0
+        while missed < 3:
+            await asyncio.sleep(1.0)
+            try:
+                await self.client.get("/health")
+                missed = 0
+            except EngineError as error:
+                missed, reason = missed + 1, str(error)
+        return f"vLLM at {self.client.url} is gone: {reason}"
+
+    async def stop(self) -> None:
+        """It is gone afterwards, if it was started here."""
+        await self.client.close()
+        process = self._process
+        if process is not None and process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+            try:
+                await asyncio.wait_for(process.wait(), STOP_S)
+            except TimeoutError:
+                _signal_group(process.pid, signal.SIGKILL)
+                await process.wait()
+        if process is not None:
+            _signal_group(process.pid, signal.SIGKILL)  # what it started and left behind
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+
+    async def _read(self) -> None:
+        """Its log is this process's, and the end of it is kept for an error."""
+        assert self._process is not None and self._process.stdout is not None
+        while line := await self._process.stdout.readline():
+            text = line.decode("utf8", "replace").rstrip()
+            self._tail.append(text)
+            log.debug("vLLM: %s", text)
+
+    async def _why(self) -> str:
+        assert self._process is not None
+        if self._reading is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._reading), 1.0)
+        telling = [line for line in self._tail if "Error" in line or "error" in line]
+        last = (telling or list(self._tail) or ["it said nothing"])[-1]
+        return f"vLLM ended with exit status {self._process.returncode}: {last.strip()[:400]}"
+
+
+def _signal_group(leader: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, number)
+
+
+def _leave_with(parent: int, cores: Sequence[int]) -> Any:
+    """In the child, before it runs: it ends when this process does, however that ends, and keeps to these cores."""
+    libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+    def prepare() -> None:
+        if libc is not None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:
+                os._exit(1)
+        if cores and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, cores)
+
+    return prepare

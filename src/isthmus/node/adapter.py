@@ -1,0 +1,381 @@
+"""Decides for a node whose engine plans its own batches and keeps its own KV memory: vLLM.
+
+What is left to decide: when an attempt goes to the engine, which is when all is here that it was sent here for; what of
+the cache stays until the engine has it; what the cache keeps of what the engine computed; and how a prompt that is
+computed here gets to where it decodes. As `Node`, it takes one fact and answers with actions.
+
+KV goes from one engine to another in one of two ways. Through the cache (`tiers`): the prefill node keeps all full
+blocks of the prompt, the decode node fetches those that it has not, as it would fetch any prefix, and computes the
+tail. Or the engines do it themselves (no `tiers`): what the first one says of where its KV lies, `params`, goes to the
+second, once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from isthmus.attempts import (
+    BlocksEvicted,
+    BlocksStored,
+    FetchFinished,
+    FetchOrder,
+    PrefillFinished,
+    RequestFailed,
+    RoleChanged,
+)
+from isthmus.node import events
+from isthmus.node.loans import Loans, num_present
+from isthmus.scheduler import Keeper, TierCache
+from isthmus.types import DECODE, NS_PER_MS, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role
+
+TRANSFER_NS = 30 * NS_PER_S
+SEVERED_NS = 250 * NS_PER_MS
+"""So long the head is given to find out itself that a node is gone: one death is to cost one attempt."""
+SETTLE_NS = 2 * NS_PER_S
+"""So long a prompt that is computed may wait for its last blocks to be saved."""
+MAX_EARLY = 1024
+
+Names = tuple[BlockName, ...]
+
+GATHERING, AWAITING, FETCHING, SUBMITTED, ANSWERED, PASSED = (
+    "gathering", "awaiting", "fetching", "submitted", "answered", "passed"
+)  # fmt: skip
+"""Of an attempt: what it was sent here for is on its way, as its route says; its prefill node computes; what that has
+is on its way; the engine has it; its last blocks are being saved; its decode node takes it over."""
+
+
+def handover_key(key: RequestId) -> RequestId:
+    """Of the fetch of what an attempt's prefill node computed. Its route may ask for another one before."""
+    return RequestId(f"{key}/handover")
+
+
+class _Attempt:
+    """`pinned`: what of the cache stays for it; `due_ns`: when it goes on, or is given up for `reason`, 0 for never."""
+
+    __slots__ = ("begin", "cached_tokens", "due_ns", "params", "pinned", "reason", "state")
+
+    def __init__(self, begin: events.Begin) -> None:
+        self.begin = begin
+        self.state = GATHERING
+        self.pinned: Names = ()
+        self.params = b""
+        self.cached_tokens: int | None = None
+        self.due_ns = 0
+        self.reason = ""
+
+
+class Adapter:
+    """`tiers`: its cache, None where engines hand KV over themselves. `transfer_ns`: how long a fetch that began may
+    bring nothing."""
+
+    def __init__(
+        self, node: NodeId, role: Role, tiers: TierCache | None, *, transfer_ns: int = TRANSFER_NS
+    ) -> None:
+        self.node, self.role, self.tiers = node, role, tiers
+        self._keeper = Keeper(tiers, node) if tiers is not None else None
+        self._loans = Loans(tiers)
+        self._transfer_ns = transfer_ns
+        self._attempts: dict[RequestId, _Attempt] = {}
+        self._fetches: dict[RequestId, tuple[events.Fetch, int]] = {}
+        """What is wanted, and when bytes of it last came, 0 before any."""
+        self._early: OrderedDict[RequestId, events.Passed] = OrderedDict()
+        """Of attempts that have not begun here."""
+        self._engine: Counter[BlockName] = Counter()
+        """Copies in the engine's own memory."""
+        self._handlers: dict[type, Callable[[Any, int, list[events.Action]], None]] = {
+            events.Begin: self._begin,
+            events.Forget: self._forget,
+            events.Become: self._become,
+            events.Passed: self._passed,
+            events.Answered: self._answered,
+            events.Settled: self._settled,
+            events.Over: self._over,
+            events.Broken: self._broken,
+            events.Landed: self._landed,
+            events.Severed: self._severed,
+            events.Came: self._came,
+            events.FetchEnded: self._fetch_ended,
+            events.Moved: self._moved,
+            events.Wanted: lambda event, _, actions: self._loans.wanted(event, actions),
+            events.Enough: lambda event, _, actions: self._loans.enough(event),
+            events.Filled: lambda event, _, actions: self._keep(event.names, actions, event.key),
+            events.Lost: self._lost,
+            events.Recovered: self._recovered,
+            events.Held: self._held,
+            events.Dropped: self._dropped,
+            events.Woken: self._woken,
+        }
+
+    def on(self, event: events.Event, now: int) -> list[events.Action]:
+        """Takes one fact, returns what follows from it, in order. Mutates. `now`: ns, never goes back."""
+        actions: list[events.Action] = []
+        self._handlers[type(event)](event, now, actions)
+        return [each for action in actions if (each := self._seen(action)) is not None]
+
+    def __contains__(self, key: RequestId) -> bool:
+        return key in self._attempts
+
+    @property
+    def num_running(self) -> int:
+        """Attempts that the engine has."""
+        return sum([attempt.state is SUBMITTED for attempt in self._attempts.values()])
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._attempts) - self.num_running
+
+    def check_idle(self) -> None:
+        """All that attempts took was given back."""
+        assert not self._attempts, "an attempt never ended"
+        assert not self._fetches, "a fetch never ended"
+        self._loans.check_idle()
+        assert self.tiers is None or not self.tiers.num_pinned, "a block is still pinned"
+
+    # An attempt begins and ends.
+
+    def _begin(self, event: events.Begin, now: int, actions: list[events.Action]) -> None:
+        attempt = _Attempt(event)
+        assert event.key not in self._attempts, f"{event.key} began twice"
+        self._attempts[event.key] = attempt
+        route = event.route
+        if route.holdings or route.growth or route.assembly is not None:
+            self._fail(attempt, "its engine computes with the KV of its own prefix alone", now, actions)
+            return
+        if self.tiers is not None:
+            attempt.pinned = event.names
+            self.tiers.pin(event.names)
+        fetch = event.fetch
+        if fetch is not None and self.tiers is not None:
+            self._fetch(event.key, fetch, event.names, actions)
+        else:
+            self._gathered(attempt, now, actions)
+
+    def _gathered(self, attempt: _Attempt, now: int, actions: list[events.Action]) -> None:
+        """What its route fetches is here, or will not be."""
+        begin = attempt.begin
+        if begin.fetch is not None and begin.part is not DECODE:
+            actions.append(FetchFinished(begin.route.request, begin.route.attempt))
+        if begin.part is not DECODE:
+            self._submit(attempt, actions)
+            return
+        attempt.state = AWAITING
+        early = self._early.pop(begin.key, None)
+        if early is not None:
+            self._passed(early, now, actions)
+
+    def _submit(self, attempt: _Attempt, actions: list[events.Action]) -> None:
+        key, names, num_blocks = attempt.begin.key, attempt.begin.names, 0
+        attempt.state = SUBMITTED
+        if self.tiers is not None:
+            num_blocks = self.tiers.match(names)[0]
+            self._keep(names[:num_blocks], actions, key)  # it is used
+        actions.append(events.Submit(key, num_blocks, attempt.params, attempt.cached_tokens))
+
+    def _answered(self, event: events.Answered, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is None or attempt.state is not SUBMITTED:
+            return
+        part = attempt.begin.part
+        if part is not PREFILL:
+            self._unpin(attempt)  # it is in the engine's memory
+            if attempt.params:
+                actions.append(events.Land(event.key, attempt.begin.peer))
+                attempt.params = b""
+            return
+        attempt.cached_tokens, attempt.params = event.cached_tokens, event.params
+        attempt.state = ANSWERED
+        if self.tiers is None:
+            self._pass(attempt, now, actions)
+        else:
+            attempt.due_ns = now + SETTLE_NS
+            actions.append(events.Wake(attempt.due_ns))
+
+    def _settled(self, event: events.Settled, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is not None and attempt.state is ANSWERED:
+            self._pass(attempt, now, actions)
+
+    def _pass(self, attempt: _Attempt, now: int, actions: list[events.Action]) -> None:
+        """How long its decode node may take nobody knows: the session with it, and the head, tell when it is gone."""
+        begin = attempt.begin
+        attempt.state, attempt.due_ns = PASSED, 0
+        actions.append(events.Pass(begin.key, begin.peer, attempt.cached_tokens or 0, attempt.params))
+
+    def _landed(self, event: events.Landed, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is None or attempt.state is not PASSED:
+            return
+        route = attempt.begin.route
+        actions.append(PrefillFinished(route.request, route.attempt))
+        attempt.params = b""
+        self._end(attempt, actions)
+
+    def _over(self, event: events.Over, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is not None:
+            self._end(attempt, actions)
+
+    def _forget(self, event: events.Forget, now: int, actions: list[events.Action]) -> None:
+        """The head, which says so, heeds nothing any more that comes of it: nobody goes on with its KV."""
+        self._early.pop(event.key, None)
+        attempt = self._attempts.get(event.key)
+        if attempt is None:
+            return
+        params = attempt.params if attempt.state in (PASSED, FETCHING, AWAITING) else b""
+        self._end(attempt, actions)
+        if params:
+            actions.append(events.Discard(params))
+
+    def _broken(self, event: events.Broken, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is not None:
+            self._fail(attempt, event.reason, now, actions, final=event.final)
+
+    def _fail(
+        self, attempt: _Attempt, reason: str, now: int, actions: list[events.Action], *, final: bool = False
+    ) -> None:
+        """Gives it up; the conductor may try again, unless it is `final`."""
+        self._end(attempt, actions)
+        route, reason = attempt.begin.route, reason if final else f"{self.node}: {reason}"
+        actions.append(RequestFailed(route.request, route.attempt, reason, final=final))
+
+    def _end(self, attempt: _Attempt, actions: list[events.Action]) -> None:
+        """The attempt is over, whatever it had come to."""
+        key = attempt.begin.key
+        del self._attempts[key]
+        actions += [events.EndFetch(each) for each in (key, handover_key(key)) if each in self._fetches]
+        self._unpin(attempt)
+        actions.append(events.Release(key))
+
+    def _unpin(self, attempt: _Attempt) -> None:
+        if attempt.pinned and self.tiers is not None:
+            self.tiers.unpin(attempt.pinned)
+            attempt.pinned = ()
+
+    def _become(self, event: events.Become, now: int, actions: list[events.Action]) -> None:
+        self.role = event.role
+        actions.append(RoleChanged(self.node, event.role))
+
+    # Handing over.
+
+    def _passed(self, event: events.Passed, now: int, actions: list[events.Action]) -> None:
+        attempt = self._attempts.get(event.key)
+        if attempt is None or attempt.state is not AWAITING:
+            if attempt is None or attempt.state is GATHERING:
+                self._early[event.key] = event
+                if len(self._early) > MAX_EARLY:
+                    self._early.popitem(last=False)
+            return
+        begin = attempt.begin
+        attempt.cached_tokens, attempt.params = event.cached_tokens, event.params
+        present = self.tiers.match(begin.names)[0] if self.tiers is not None else len(begin.names)
+        if present < len(begin.names):
+            attempt.state = FETCHING
+            order = FetchOrder(begin.route.prefill, present, len(begin.names), codec=begin.route.codec)
+            self._fetch(handover_key(event.key), order, begin.names, actions)
+        else:
+            self._take_over(attempt, actions)
+
+    def _take_over(self, attempt: _Attempt, actions: list[events.Action]) -> None:
+        """What its prefill node gives is here. What is not is computed."""
+        if self.tiers is not None:
+            actions.append(events.Land(attempt.begin.key, attempt.begin.peer))
+        self._submit(attempt, actions)
+
+    def _severed(self, event: events.Severed, now: int, actions: list[events.Action]) -> None:
+        for key in event.keys:
+            attempt = self._attempts.get(key)
+            if attempt is not None and attempt.state is PASSED:
+                attempt.due_ns, attempt.reason = now + SEVERED_NS, event.reason
+                actions.append(events.Wake(attempt.due_ns))
+
+    # Fetching from other nodes.
+
+    def _fetch(self, key: RequestId, order: FetchOrder, names: Names, actions: list[events.Action]) -> None:
+        wanted = events.Fetch(key, order.source, names[: order.stop], order.start, codec=order.codec)
+        self._fetches[key] = wanted, 0
+        actions.append(wanted)
+
+    def _moved(self, event: events.Moved, now: int, actions: list[events.Action]) -> None:
+        if event.fetched and event.key in self._fetches:
+            self._fetches[event.key] = self._fetches[event.key][0], now
+
+    def _came(self, event: events.Came, now: int, actions: list[events.Action]) -> None:
+        fetch, _ = self._fetches.get(event.key, (None, 0))
+        if fetch is not None:
+            self._keep(fetch.names[: num_present(self.tiers, fetch, event.stop)], actions, fetch.key)
+
+    def _fetch_ended(self, event: events.FetchEnded, now: int, actions: list[events.Action]) -> None:
+        """What came is kept, whoever asked for it."""
+        fetch, _ = self._fetches.pop(event.key, (None, 0))
+        if fetch is None:
+            return  # a node of this name asked for it that is gone
+        self._keep(fetch.names[: num_present(self.tiers, fetch, event.stop)], actions, fetch.key)
+        attempt = self._attempts.get(event.key)
+        if attempt is not None:
+            self._gathered(attempt, now, actions)
+            return
+        for attempt in self._attempts.values():
+            if attempt.state is FETCHING and handover_key(attempt.begin.key) == event.key:
+                self._take_over(attempt, actions)
+                return
+
+    # What is kept.
+
+    def _keep(self, names: Names, actions: list[events.Action], key: RequestId) -> None:
+        if self._keeper is not None:
+            self._keeper.keep(names, actions, key)
+
+    def _lost(self, event: events.Lost, now: int, actions: list[events.Action]) -> None:
+        if self._keeper is not None and event.names:
+            self._keeper.lose(event.names, actions)
+
+    def _recovered(self, event: events.Recovered, now: int, actions: list[events.Action]) -> None:
+        if self._keeper is not None:
+            self._keeper.recover(event.chains, actions)
+
+    def _held(self, event: events.Held, now: int, actions: list[events.Action]) -> None:
+        new = tuple([name for name in event.names if not self._engine[name]])
+        self._engine.update(event.names)
+        unknown = tuple([name for name in dict.fromkeys(new) if not self._is_kept(name)])
+        if unknown:
+            actions.append(BlocksStored(self.node, unknown))
+
+    def _dropped(self, event: events.Dropped, now: int, actions: list[events.Action]) -> None:
+        """Of several copies of a block the last one counts."""
+        names = tuple(self._engine) if event.all else event.names
+        gone = []
+        for name in names:
+            left = 0 if event.all else self._engine[name] - 1
+            if left > 0:
+                self._engine[name] = left
+            else:
+                gone += [name] if self._engine.pop(name, 0) else []
+        evicted = tuple([name for name in gone if not self._is_kept(name)])
+        if evicted:
+            actions.append(BlocksEvicted(self.node, evicted))
+
+    def _is_kept(self, name: BlockName) -> bool:
+        return self.tiers is not None and self.tiers.holds(name)
+
+    def _seen(self, action: events.Action) -> events.Action | None:
+        """What left the cache is still here while the engine has it."""
+        if not isinstance(action, BlocksEvicted) or not self._engine:
+            return action
+        gone = tuple([name for name in action.names if name not in self._engine])
+        return BlocksEvicted(action.node, gone) if gone else None
+
+    # Time.
+
+    def _woken(self, event: events.Woken, now: int, actions: list[events.Action]) -> None:
+        for attempt in list(self._attempts.values()):
+            if not 0 < attempt.due_ns <= now:
+                continue
+            if attempt.state is ANSWERED:
+                self._pass(attempt, now, actions)
+            elif attempt.state is PASSED:
+                self._fail(attempt, attempt.reason, now, actions)
+        late = now - self._transfer_ns
+        actions += [events.EndFetch(key) for key, (_, moved_ns) in self._fetches.items() if 0 < moved_ns < late]

@@ -74,6 +74,7 @@ class FakeBackend:
         self.refused: dict[str, int] = {}
         self.members: dict[NodeId, tuple[Role, KVLayout, str]] = {}
         self.multiplied: dict[NodeId, tuple[str, ...]] = {}
+        self.remarked: dict[NodeId, str] = {}
         self.offloaded: Any = None
         self.waits_before_reuse: list[int] = []
         """How many jobs there were each time when it was asked to get ready."""
@@ -100,6 +101,9 @@ class FakeBackend:
 
     def products(self) -> dict[NodeId, tuple[str, ...]]:
         return self.multiplied
+
+    def remarks(self) -> dict[NodeId, str]:
+        return self.remarked
 
     def offload(self) -> Any:
         return self.offloaded

@@ -107,6 +107,7 @@ def test_a_node_without_a_cache(post: Poster, backend: FakeBackend) -> None:
             "cache": None,
             "cluster": "",
             "products": [],
+            "remark": "",
         }
     ]
 
@@ -118,6 +119,13 @@ def test_how_each_node_multiplies(post: Poster, backend: FakeBackend) -> None:
     backend.multiplied[NodeId("mixed-2")] = ("8x8 float32: native",)  # has not reported yet
     found = {node["node"]: node["products"] for node in status(post)["nodes"]}
     assert found == {"mixed-0": [], "mixed-1": ["8x8 float32: native", "9x9 float32: native"]}
+
+
+def test_what_to_know_of_a_node(post: Poster, backend: FakeBackend) -> None:
+    for node in ("mixed-0", "mixed-1"):
+        report(backend, node, Role.MIXED)
+    backend.remarked = {NodeId("mixed-1"): "without seals"}
+    assert [node["remark"] for node in status(post)["nodes"]] == ["", "without seals"]
 
 
 def test_the_tiers_of_a_cache(post: Poster, backend: FakeBackend) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich import box
 from rich.table import Table
@@ -16,7 +16,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 def status_tables(status: Status, url: str) -> list[Table]:
     """Nodes; their cache tiers, if there are any; KV between nodes, if there are several; links between clusters; how
-    engines multiply."""
+    engines multiply, and what to know of them."""
     tables = [_nodes(status, url)]
     if any(node.cache for node in status.nodes):
         tables.append(_tiers(status.nodes))
@@ -26,6 +26,8 @@ def status_tables(status: Status, url: str) -> list[Table]:
         tables.append(_links(status.offload))
     if any(node.products for node in status.nodes):
         tables.append(_products(status.nodes))
+    if any(node.remark for node in status.nodes):
+        tables.append(_remarks(status.nodes))
     return tables
 
 
@@ -137,6 +139,15 @@ def _products(nodes: Iterable[NodeStatus]) -> Table:
         own = [node.node for node in multiplying if line in node.products]
         shape, _, chosen = line.partition(": ")
         table.add_row(shape, "all" if len(own) == len(multiplying) else ", ".join(own), chosen)
+    return table
+
+
+def _remarks(nodes: Sequence[NodeStatus]) -> Table:
+    """A row for each remark."""
+    table = _table("Remarks", ("nodes", "remark"), text=("nodes", "remark"))
+    for remark in sorted({node.remark for node in nodes if node.remark}):
+        own = [node.node for node in nodes if node.remark == remark]
+        table.add_row("all" if len(own) == len(nodes) else ", ".join(own), remark)
     return table
 
 

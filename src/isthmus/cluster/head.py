@@ -148,6 +148,10 @@ class Head:
         """How the engine of every node multiplies; of a pipeline group, that of its first stage."""
         return {node: member.hello.products for node, member in self._members.items()}
 
+    def remarks(self) -> dict[NodeId, str]:
+        """What people are to know of nodes, beside the rest."""
+        return {node: member.hello.remark for node, member in self._members.items() if member.hello.remark}
+
     def offload(self) -> Offload | None:
         """What passes between clusters; None where no link joins any."""
         return self._offload if self._rules.links else None

@@ -27,7 +27,7 @@ MAX_NAMES = 1 << 16
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """A node offers itself. `joined`: what the conductor is to hear of it; `address`: where other nodes reach it for
-    KV, `host:port`; `products`: how its engine multiplies, for people."""
+    KV, `host:port`. For people: `products`, how its engine multiplies; `remark`, what they are to know of it."""
 
     protocol: int
     token: str
@@ -37,6 +37,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     layout: KVLayout
     max_length: int
     products: tuple[str, ...] = ()
+    remark: str = ""
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):

@@ -118,6 +118,10 @@ class Backend(Protocol):
         shape of weights that was timed."""
         ...
 
+    def remarks(self) -> Mapping[NodeId, str]:
+        """What people are to know of some of these nodes: a promise that their engine cannot keep."""
+        ...
+
     def offload(self) -> OffloadView | None:
         """What passes between clusters; None where no link joins any."""
         ...

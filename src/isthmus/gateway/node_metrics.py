@@ -56,6 +56,10 @@ NODE_METRICS = {
     "pipeline_runs_in_flight": "Those of them that have not left the last stage.",
     "pipeline_runs_in_flight_max": "The most that there were at once.",
     "pipeline_wait_seconds_total": "Time the first stage waited because later ones were behind.",
+    # Beside a vLLM server.
+    "vllm_blocks_saved_total": "KV blocks that vLLM computed and the node's cache keeps.",
+    "vllm_blocks_loaded_total": "KV blocks that vLLM took from the node's cache.",
+    "vllm_kv_events_lost_total": "Times that what vLLM keeps was forgotten, since KV events were lost.",
     # Between nodes.
     "kv_bytes_in_total": "KV received for requests that decode here.",
     "kv_bytes_out_total": "KV sent for requests that decode elsewhere.",

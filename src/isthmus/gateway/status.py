@@ -75,7 +75,8 @@ class TransferStatus(msgspec.Struct, frozen=True):
 
 class NodeStatus(msgspec.Struct, frozen=True):
     """One node. `cache` is None where it keeps nothing beside its engine's memory; `cluster` is "" if there is one.
-    `products`: how its engine multiplies, a line for each shape of weights that was timed."""
+    `products`: how its engine multiplies, a line for each shape of weights that was timed; `remark`: what to know of
+    it, such as a promise that its engine cannot keep."""
 
     node: str
     role: Role
@@ -88,6 +89,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     cache: CacheStatus | None
     cluster: str = ""
     products: tuple[str, ...] = ()
+    remark: str = ""
 
 
 class LinkStatus(msgspec.Struct, frozen=True):
@@ -179,7 +181,7 @@ def _link(link: LinkView) -> LinkStatus:
 
 def _nodes(backend: Backend, gauges: Mapping[str, Gauges], queried: float) -> Iterable[NodeStatus]:
     """By cluster, role and name: a node that was started again keeps its place."""
-    roles, products = list(Role), backend.products()
+    roles, products, remarks = list(Role), backend.products(), backend.remarks()
 
     def place(item: tuple[NodeId, tuple[Role, BlockShape, str]]) -> tuple[str, int, int, str]:
         node, (role, _, cluster) = item
@@ -188,7 +190,8 @@ def _nodes(backend: Backend, gauges: Mapping[str, Gauges], queried: float) -> It
     for node, (role, shape, cluster) in sorted(backend.nodes().items(), key=place):
         if node in gauges:
             found = _node(node, role, shape, cluster, gauges[node], queried)
-            yield msgspec.structs.replace(found, products=tuple(products.get(node, ())))
+            own, remark = tuple(products.get(node, ())), remarks.get(node, "")
+            yield msgspec.structs.replace(found, products=own, remark=remark)
 
 
 def _node(

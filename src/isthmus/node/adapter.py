@@ -126,6 +126,11 @@ class Adapter:
     def num_waiting(self) -> int:
         return len(self._attempts) - self.num_running
 
+    @property
+    def num_held(self) -> int:
+        """Distinct blocks in the engine's own memory."""
+        return len(self._engine)
+
     def check_idle(self) -> None:
         """All that attempts took was given back."""
         assert not self._attempts, "an attempt never ended"

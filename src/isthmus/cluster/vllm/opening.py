@@ -115,7 +115,7 @@ async def _known(
             ) from None
         form, remark = opened.form, f"vLLM {version} with isthmus-vllm: KV is sealed"
     layout = msgspec.structs.replace(layout, form=form)
-    return ServedEngine(revision, layout, num_blocks, length, (remark,))
+    return ServedEngine(revision, layout, num_blocks, length, remark)
 
 
 def _memory(metrics: str) -> tuple[int, int]:

@@ -12,12 +12,13 @@ import contextlib
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, get_args
 
-from isthmus.attempts import Report, RoleChanged
+from isthmus.attempts import BlocksEvicted, Report, RoleChanged
 from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster import messages
 from isthmus.cluster.cache import chains_of
@@ -38,8 +39,12 @@ from isthmus.types import NS_PER_S, PREFILL, Generated, RequestId
 log = logging.getLogger(__name__)
 
 MAX_NAMERS = 64
+METRICS_S = 1.0
 SALT_BYTES = 16
 UNSEALED = "by NIXL: KV goes from engine to engine without seals, so nothing is promised about wrong tokens"
+_METRIC = re.compile(
+    r"^vllm:(num_requests_waiting|kv_cache_usage_perc|num_preemptions_total)(?:\{[^}]*\})? (\S+)$", re.MULTILINE
+)
 _HANDOVER = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -49,6 +54,14 @@ _HANDOVER = {
     "remote_port": None,
 }
 """What makes a server keep a prompt's KV for another one."""
+
+
+def read_metrics(text: str) -> dict[str, float]:
+    """What the node tells of its server's metrics, each summed over its labels."""
+    found: dict[str, float] = {}
+    for name, value in _METRIC.findall(text):
+        found[name] = found.get(name, 0.0) + float(value)
+    return found
 
 
 @dataclass(frozen=True)
@@ -61,13 +74,13 @@ class _Memory:
 
 @dataclass(frozen=True)
 class ServedEngine:
-    """What is known of a server that runs. `remarks`: for people."""
+    """What is known of a server that runs. `remark`: for people."""
 
     revision: str
     layout: KVLayout
     num_blocks: int
     max_length: int
-    remarks: tuple[str, ...]
+    remark: str
 
     @property
     def memory(self) -> Any:
@@ -76,10 +89,6 @@ class ServedEngine:
     @property
     def layers(self) -> tuple[int, int]:
         return 0, self.layout.num_layers
-
-    @property
-    def products(self) -> tuple[str, ...]:
-        return self.remarks
 
     def attend(self, *_: Any) -> memoryview:
         raise ProtocolError("vLLM attends to no KV for other nodes")
@@ -129,7 +138,7 @@ class AdapterProcess(EngineProcess):
             Runtime(runtime.network, runtime.clock_ns, _Mover, runtime.pool_of),
             store_of if pages is not None else None,
         )
-        facts = options.facts
+        facts, self._remark = options.facts, engine.remark
         self._clock_ns, self._server, self._sockets, self._pages = runtime.clock_ns, server, sockets, pages
         tiers = facts.tiers() if self._cache is not None else None
         self.node = Adapter(facts.node, facts.role, tiers, transfer_ns=int(options.transfer_s * NS_PER_S))
@@ -141,7 +150,8 @@ class AdapterProcess(EngineProcess):
         """To whom one was passed, None while that is being reached."""
         self._outputs: list[messages.Output] = []
         self._counters = dict.fromkeys(COUNTERS, 0.0)
-        self._num_kv_events_lost = 0
+        self._num_kv_events_lost = self._blocks_evicted = 0
+        self._metrics: dict[str, float] = {}
         self._namer = lru_cache(MAX_NAMERS)(self._new_namer)
         self._salts: dict[str, str] = {"": ""}
         """Of what is sent in place of a tenant's salt, the salt."""
@@ -177,11 +187,17 @@ class AdapterProcess(EngineProcess):
     async def _watch(self) -> None:
         self.end(StartError(await self._server.ended()))
 
+    async def _measure(self) -> None:
+        while True:
+            with contextlib.suppress(EngineError):
+                self._metrics = read_metrics((await self._client.get("/metrics")).decode())
+            await asyncio.sleep(METRICS_S)
+
     def hello(self) -> messages.Hello:
         engine = self._engine
         return messages.Hello(
             messages.PROTOCOL, self._options.token, self._facts.joined(), self._address,
-            engine.revision, engine.layout, engine.max_length, engine.products,
+            engine.revision, engine.layout, engine.max_length, remark=self._remark,
         )  # fmt: skip
 
     def welcome(self, message: messages.Welcome) -> None:
@@ -191,6 +207,7 @@ class AdapterProcess(EngineProcess):
             self.tell(events.Recovered(chains))
         listener = Listener(self._sockets.kv_events, self._sockets.replay, self._heard_kv, self._void_kv)
         self.spawn(listener.run())
+        self.spawn(self._measure())
 
     def heard(self, message: messages.NodeBound) -> None:
         match message:
@@ -212,13 +229,22 @@ class AdapterProcess(EngineProcess):
         raise ProtocolError("a token came with a hand-over to a node of vLLM")
 
     def gauges(self) -> dict[str, float]:
+        """Of its server as of a second ago at most."""
+        num_blocks, metrics = self._facts.kv_blocks, self._metrics
+        queued = min(self.node.num_running, int(metrics.get("num_requests_waiting", 0)))
         found: dict[str, float] = {
-            "node_requests_running": self.node.num_running,
-            "node_requests_waiting": self.node.num_waiting,
-            "kv_blocks": self._facts.kv_blocks,
+            "node_requests_running": self.node.num_running - queued,
+            "node_requests_waiting": self.node.num_waiting + queued,
+            "kv_blocks": num_blocks,
+            "kv_blocks_available": round(num_blocks * (1 - metrics.get("kv_cache_usage_perc", 0.0))),
+            "kv_blocks_cached": self.node.num_held,
+            "kv_blocks_transfer": 0,
+            "kv_blocks_hosted": 0,
+            "kv_blocks_evicted_total": self._blocks_evicted,
             "vllm_kv_events_lost_total": self._num_kv_events_lost,
         }
         found |= {f"{name}_total": value for name, value in self._counters.items()}
+        found["num_preemptions_total"] = metrics.get("num_preemptions_total", 0.0)
         found |= self.mover.gauges()
         if self._pages is not None:
             found["vllm_blocks_saved_total"] = self._pages.blocks_saved
@@ -247,6 +273,8 @@ class AdapterProcess(EngineProcess):
     def _report(self, report: Report) -> None:
         if isinstance(report, RoleChanged):
             log.info("%s is a %s node now", report.node, report.role)
+        elif isinstance(report, BlocksEvicted):
+            self._blocks_evicted += len(report.names)
         self._flush()  # a failure is not to overtake tokens
         self._send(report)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from isthmus.config import Config
 
 SWITCH_S = 0.0002
+CANCELLED = "ended by a signal"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -31,10 +33,16 @@ def node(
     name: Annotated[str | None, typer.Option(help="Unique name; default: role, host and process id.")] = None,
     config: Annotated[Path | None, typer.Option(help="The deployment file of the cluster.")] = None,
     model: Annotated[str | None, typer.Option(help="Model folder, GGUF file or hub id.")] = None,
-    host: Annotated[str, typer.Option(help="Address where other nodes reach this one.")] = "127.0.0.1",
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="Address where other nodes reach this one; default: that from which it reaches the head."
+        ),
+    ] = None,
     launched: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Add one node to a running cluster. The cluster's token is read from ISTHMUS_TOKEN or the config."""
+    from isthmus.cluster.addresses import reached_at
     from isthmus.cluster.launcher import LaunchSpec
 
     if launched:
@@ -42,8 +50,17 @@ def node(
         return
     if role is None or join is None:
         raise ConfigError("isthmus node needs --role prefill|decode|mixed|attention and --join HOST:PORT")
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(0)
+    )  # the first process of a container has no default for it
     from isthmus.config import cluster_token, load_config
     from isthmus.deploy import at_home
+    from isthmus.messenger import split_address
+
+    try:
+        split_address(join)
+    except ValueError as error:
+        raise ConfigError(f"--join: {error}") from None
 
     settings = at_home(load_config(config, {"model": model}), config.parent if config else Path())
     settings = _in_cluster(settings, cluster)
@@ -64,6 +81,7 @@ def node(
     from isthmus.cli.models import model_of
 
     folder, _ = model_of(settings)
+    host = reached_at(host, join, settings.limits.start_s)
     spec = LaunchSpec(
         node=NodeId(name or "-".join(filter(None, [cluster, role, os.uname().nodename, str(os.getpid())]))),
         role=role,
@@ -74,7 +92,18 @@ def node(
         config=as_computed(settings, folder).model_dump_json(exclude_unset=True),
         cluster=cluster or "",
     )
-    print(f"{spec.node}: {_run(spec, host=host, watch_stdin=False)}", file=sys.stderr)
+    _run_alone(spec, host, settings.limits.start_s)
+
+
+def _run_alone(spec: LaunchSpec, host: str, join_s: float) -> None:
+    """Whoever started it starts it again where it ends with an error: since its head is gone, for example."""
+    from isthmus.cluster.process import STOPPED
+    from isthmus.errors import StartError
+
+    reason = _run(process_of(spec, host, join_s=join_s), watch_stdin=False)
+    if reason not in (STOPPED, CANCELLED):
+        raise StartError(f"{spec.node}: {reason}")
+    print(f"{spec.node}: {reason}", file=sys.stderr)
 
 
 def _in_cluster(config: Config, name: str | None) -> Config:
@@ -92,24 +121,25 @@ def _in_cluster(config: Config, name: str | None) -> Config:
 
 def _run_launched() -> None:
     """A child of the launcher: its specification on standard input, trouble on standard output."""
+    from isthmus.cluster.addresses import reached_at
     from isthmus.cluster.launcher import LaunchSpec, Trouble
 
     line = sys.stdin.buffer.readline()
     if not line:
         sys.exit(1)  # the launcher died before it said what to be
     try:
-        _run(msgspec.json.decode(line, type=LaunchSpec), host="127.0.0.1", watch_stdin=True)
+        spec = msgspec.json.decode(line, type=LaunchSpec)
+        _run(process_of(spec, reached_at(None, spec.join, 0)), watch_stdin=True)
     except IsthmusError as error:
         sys.stdout.buffer.write(msgspec.json.encode(Trouble(str(error))) + b"\n")
         sys.stdout.flush()
         sys.exit(error.exit_code)
 
 
-def _run(spec: Any, *, host: str, watch_stdin: bool) -> str:
+def _run(process: EngineProcess, *, watch_stdin: bool) -> str:
     # The worker thread gives the interpreter up only for an instant at a time; with Python's default of 5 ms
     # the event loop would send tokens in bursts.
     sys.setswitchinterval(SWITCH_S)
-    process = process_of(spec, host)
     import asyncio
 
     import uvloop
@@ -118,9 +148,9 @@ def _run(spec: Any, *, host: str, watch_stdin: bool) -> str:
         return runner.run(_serve(process, watch_stdin=watch_stdin))
 
 
-def process_of(spec: LaunchSpec, host: str) -> EngineProcess:
-    """What `spec` says, with its engine and its store, ready to run. `host`: where other nodes reach it. Raises
-    ModelError, ConfigError or StartError."""
+def process_of(spec: LaunchSpec, host: str, *, join_s: float = 0) -> EngineProcess:
+    """What `spec` says, with its engine and its store, ready to run. `host`: where other nodes reach it; `join_s`: how
+    long it waits for its head. Raises ModelError, ConfigError or StartError."""
     from isthmus.cli.engines import node_facts, open_engine, store_opener
     from isthmus.cluster.node import NodeProcess
     from isthmus.cluster.process import NodeOptions, Runtime
@@ -143,6 +173,7 @@ def process_of(spec: LaunchSpec, host: str) -> EngineProcess:
         shares_memory=config.cache.share == "host" and not spec.cluster,
         link_s=config.limits.link_s,
         stage=spec.stage,
+        join_s=join_s,
     )
     folder_name = f"{spec.node}.{spec.stage}" if spec.stage else spec.node
     store_of = store_opener(config, engine, folder_name, facts)
@@ -156,8 +187,11 @@ def process_of(spec: LaunchSpec, host: str) -> EngineProcess:
 
 
 async def _serve(node: Any, *, watch_stdin: bool) -> str:
-    """Runs a node; with `watch_stdin` it ends when the launcher's pipe closes."""
+    """Runs a node; with `watch_stdin` it ends when the launcher's pipe closes, else with SIGTERM."""
     import asyncio
+
+    task = asyncio.current_task()
+    assert task is not None
 
     if watch_stdin:
         reader = asyncio.StreamReader()
@@ -166,6 +200,8 @@ async def _serve(node: Any, *, watch_stdin: bool) -> str:
         )
         watch = asyncio.create_task(reader.read())
         watch.add_done_callback(lambda _: node.end("the launcher closed its pipe"))
+    else:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         return str(await node.run())
-    return "cancelled"
+    return CANCELLED

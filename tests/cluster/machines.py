@@ -22,7 +22,7 @@ class Machine:
     """One namespace."""
 
     def __init__(self, space: str, name: str, address: str, address6: str) -> None:
-        self.name, self.address, self.address6, self._space = name, address, address6, space
+        self.space, self.name, self.address, self.address6 = space, name, address, address6
 
     def start(
         self, arguments: list[str], log: Path, environment: dict[str, str] | None = None
@@ -30,7 +30,7 @@ class Machine:
         """Standard output and error go to `log`."""
         with log.open("wb") as sink:
             return subprocess.Popen(
-                ["ip", "netns", "exec", self._space, *arguments],
+                ["ip", "netns", "exec", self.space, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,

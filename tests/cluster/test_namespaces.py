@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import threading
@@ -18,16 +20,18 @@ from typing import Any
 import pytest
 
 from isthmus.cli.models import bytes_folder
+from isthmus.config import load_config
 from isthmus.engine.emulated import expected_tokens, recipe_of
 from tests.certificates import make_certificate
 from tests.models import check_greedy, make_model
-from tests.served import LIMIT_S, Client, command, streamed, wait_until_ready
+from tests.served import LIMIT_S, Client, command, node_pid, streamed, wait_until_ready
 
 from .machines import Machine, machines
 
 CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 1e-5, "decode_fixed_s": 0.005}
 RECIPE = recipe_of(bytes_folder(), bytes_folder(), 16)
 EMULATED = {"engine": {"kind": "emulated", "cost": CURVE, "kv_memory": "64MiB", "threads": 1}}
+EXAMPLE = Path(__file__).parents[2] / "examples" / "slurm"
 TOKEN, PORT = "a token of the test", 7000
 
 
@@ -201,7 +205,7 @@ def test_a_node_whose_head_is_gone_ends_and_joins_the_next(site: Site) -> None:
         for role in ("prefill", "decode"):
             status, said = site.ended(f"{role}-node")
             told = f"isthmus: error: {role}-node: the session with the head ended: "
-            assert status == 4 and said.startswith(told) and "\n" not in said, said
+            assert status == 4 and said.splitlines()[-1].startswith(told), said
     for role in ("prefill", "decode"):
         site.node(role)
     served = site.head()
@@ -219,3 +223,67 @@ def test_addresses_may_be_of_ipv6(site: Site) -> None:
     with contextlib.closing(served.http):
         check(served, 1)
         site.stop()
+
+
+SRUN = """#!/bin/sh
+# Starts task N of a job in machine N, as srun would.
+shift  # its only option
+task=0
+for space in {spaces}; do
+    SLURM_PROCID=$task ip netns exec $space "$@" > {home}/task-$task.log 2>&1 &
+    task=$((task + 1))
+done
+trap 'kill $(jobs -p)' TERM
+wait
+wait
+"""
+SCONTROL = """#!/bin/sh
+[ "$1 $2" = "show hostnames" ] && echo "$3" | tr , '\\n'
+"""
+
+
+def test_the_job_for_slurm_serves(hosts: dict[str, Machine], tls: dict[str, str], tmp_path: Path) -> None:
+    """Slurm is not here: what its two commands do for this job is done by two scripts."""
+    deployment = load_config(EXAMPLE / "deployment.yaml", {}).model_dump(exclude_unset=True)
+    file, folder = tmp_path / "deployment.yaml", tmp_path / "bin"
+    file.write_text(json.dumps(deployment | {"tls": tls, "host": hosts["head"].address, **EMULATED}))
+    folder.mkdir()
+    spaces = " ".join(host.space for host in hosts.values())
+    isthmus = f'#!/bin/sh\nexec {shlex.join(command())} "$@"\n'
+    scripts = {"srun": SRUN.format(spaces=spaces, home=tmp_path), "scontrol": SCONTROL, "isthmus": isthmus}
+    for name, text in scripts.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1", "CONFIG": str(file)}
+    environment |= {"SLURM_JOB_NODELIST": ",".join(hosts)}
+    log = tmp_path / "task-0.log"
+    log.touch()
+    job = subprocess.Popen(
+        ["bash", str(EXAMPLE / "isthmus.sbatch")], env=os.environ | environment, start_new_session=True
+    )
+    try:
+        url, nodes = wait_until_ready(job, log)
+        assert nodes == {"prefill-1", "decode-2"}
+        served = Client(url)
+        with contextlib.closing(served.http):
+            check(served, 1)
+            os.kill(node_pid(group_of(job), "decode-2"), signal.SIGKILL)
+            served.wait_until(lambda: served.http.get("/health").status_code == 503, "it is missed")
+            served.wait_until(lambda: served.http.get("/health").status_code == 200, "it was started again")
+            check(served, 2)
+        os.kill(node_pid(group_of(job), "serve"), signal.SIGTERM)
+        assert job.wait(LIMIT_S) == 0 and not group_of(job)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+
+
+def group_of(job: subprocess.Popen[bytes]) -> list[int]:
+    """What it started, and what that did."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(int(each.name)) == job.pid and each.name != str(job.pid):
+                found.append(int(each.name))
+    return found

@@ -50,9 +50,6 @@ def node(
         return
     if role is None or join is None:
         raise ConfigError("isthmus node needs --role prefill|decode|mixed|attention and --join HOST:PORT")
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(0)
-    )  # the first process of a container has no default for it
     from isthmus.config import cluster_token, load_config
     from isthmus.deploy import at_home
     from isthmus.messenger import split_address
@@ -100,6 +97,8 @@ def _run_alone(spec: LaunchSpec, host: str, join_s: float) -> None:
     from isthmus.cluster.process import STOPPED
     from isthmus.errors import StartError
 
+    # The first process of a container has no default for it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     reason = _run(process_of(spec, host, join_s=join_s), watch_stdin=False)
     if reason not in (STOPPED, CANCELLED):
         raise StartError(f"{spec.node}: {reason}")

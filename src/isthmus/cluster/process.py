@@ -157,13 +157,17 @@ class EngineProcess(ABC):
     async def _reach_head(self) -> Session:
         """Raises StartError."""
         join, handler = self._options.join, Vital(self, "the head", self.on_head)
-        until = self.loop.time() + self._options.join_s
+        wait_s = self._options.join_s
+        until, said = self.loop.time() + wait_s, False
         while True:
             try:
                 return await self._network.connect(join, messages.NodeBound, handler, timeout_s=CONNECT_S)
             except (OSError, TimeoutError, ValueError) as error:
                 if not _may_come(error) or self.loop.time() >= until:
                     raise StartError(f"cannot reach the head at {join}: {_in_words(error)}") from None
+                if not said:
+                    log.warning("waiting up to %g s for the head at %s: %s", wait_s, join, _in_words(error))
+                    said = True
             await asyncio.sleep(RETRY_S)
 
     def end(self, reason: str | Exception) -> None:

@@ -1,5 +1,5 @@
-"""Machines on one machine: network namespaces with an address each, joined by a bridge. Nothing that happens in one of
-them is reached from another but over the bridge: their loopback interfaces are down, or their own."""
+"""Machines on one machine: network namespaces with an address each, joined by a bridge. Nothing that listens in one of
+them is reached from another but over the bridge, and each has a loopback interface of its own."""
 
 from __future__ import annotations
 
@@ -58,6 +58,7 @@ def machines(*names: str) -> Iterator[dict[str, Machine]]:
         for number, name in enumerate(names, 1):
             space = f"{PREFIX}-{pid}-{name}"
             _ip("netns", "add", space)
+            _ip("-n", space, "link", "set", "lo", "up")
             found[name] = Machine(space, name, f"{net}.{number}", f"{net6}::{number}")
             _plug(switch, name, f"{net}.{number}/24", f"{net6}::{number}/64", space)
         _plug(switch, f"isth{pid}", f"{net}.254/24", f"{net6}::fe/64", None)

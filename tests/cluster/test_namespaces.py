@@ -214,6 +214,20 @@ def test_a_node_whose_head_is_gone_ends_and_joins_the_next(site: Site) -> None:
         site.stop()
 
 
+def test_a_node_joins_those_that_serve_starts_itself(site: Site) -> None:
+    """These are reached where the head listens."""
+    address = site.hosts["head"].address
+    site.settings |= {"placement": "local", "policy": "round_robin", "join_host": address}
+    served = site.head()
+    with contextlib.closing(served.http):
+        site.node("prefill")
+        served.wait_until(lambda: "prefill-node" in served.gauge("kv_blocks"), "it has joined")
+        for seed in range(4):
+            check(served, seed)
+        served.wait_until(lambda: 0 < sent(served) < served.total("kv_bytes_out_total"), "both have prefilled")
+        site.stop()
+
+
 def test_addresses_may_be_of_ipv6(site: Site) -> None:
     address = site.hosts["head"].address6
     site.settings |= {"join_host": "::", "host": address}

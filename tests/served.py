@@ -138,7 +138,7 @@ def serve(
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
         )
     try:
-        url, nodes = _wait_until_ready(process, log)
+        url, nodes = wait_until_ready(process, log)
         served = Served(process, log, url, key)
         with contextlib.closing(served.http):
             served.wait_until(lambda: served.gauge("kv_blocks").keys() >= nodes, "every node reports")
@@ -166,7 +166,7 @@ def _configured(home: Path, settings: dict[str, Any] | None) -> list[str]:
     return ["--config", str(path)]
 
 
-def _wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> tuple[str, set[str]]:
+def wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> tuple[str, set[str]]:
     """The URL, and which nodes are there."""
     until = time.monotonic() + START_S
     while True:

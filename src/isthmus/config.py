@@ -356,6 +356,7 @@ class Config(_Section):
     """A deployment. `model`: a folder, a GGUF file, a hub id, or None for the default model. `tool_format`: how the
     model writes calls of tools, which `auto` takes from its chat template.
 
+    `placement`: who starts the nodes, `isthmus serve` on this machine, or somebody else (`join`).
     `join_host`, `join_port`: where nodes of other machines join (0: a free port); `token`: what they must show,
     drawn at random when None. `auth` is the gateway's alone: no dump of a configuration has it.
     """
@@ -365,6 +366,7 @@ class Config(_Section):
     tool_format: Literal["auto", "hermes", "llama3", "qwen_coder", "mistral"] = "auto"
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
+    placement: Literal["local", "join"] = "local"
     roles: RolesConfig = RolesConfig()
     clusters: dict[str, ClusterConfig] = Field(default_factory=dict)
     links: tuple[LinkConfig, ...] = ()
@@ -531,8 +533,8 @@ def cache_dir() -> Path:
 
 
 def cluster_token() -> str | None:
-    """The token a node started by hand shows: `$ISTHMUS_TOKEN`."""
-    return os.environ.get("ISTHMUS_TOKEN")
+    """The token that nodes started by hand show, and their head expects: `$ISTHMUS_TOKEN`."""
+    return os.environ.get("ISTHMUS_TOKEN") or None
 
 
 def api_key(option: str, given: str | None = None) -> str | None:

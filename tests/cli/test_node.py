@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from isthmus.cli.node import node
 from isthmus.errors import ConfigError
 from isthmus.types import Role
 
+from .conftest import Command
+
 
 @pytest.mark.parametrize("role", Role)
 def test_a_node_needs_a_head_to_join(role: Role) -> None:
     with pytest.raises(ConfigError, match=r"^isthmus node needs --role \S+ and --join HOST:PORT$"):
         node(role=role)
+
+
+@pytest.mark.parametrize("join", ["head", "head:", "head:x", ":7000", "head:70000"])
+def test_where_the_head_is_must_be_an_address(isthmus: Command, join: str) -> None:
+    said = isthmus("node", "--role", "decode", "--join", join)
+    assert said == (2, "", f"isthmus: error: --join: {join!r} is not HOST:PORT\n")
+
+
+@pytest.mark.parametrize("token", [None, ""])
+def test_a_node_needs_a_token(isthmus: Command, token: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ISTHMUS_TOKEN", raising=False)
+    if token is not None:
+        monkeypatch.setenv("ISTHMUS_TOKEN", token)
+    status, _, said = isthmus("node", "--role", "decode", "--join", "head:7000")
+    assert status == 2 and said.startswith("isthmus: error: the cluster's token is needed: set ISTHMUS_TOKEN")
+
+
+def test_a_host_that_is_no_address_is_refused(
+    isthmus: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ISTHMUS_TOKEN", "secret")
+    file = tmp_path / "emulated.yaml"
+    file.write_text("engine: {kind: emulated, hardware: h200}")
+    where = ("--join", "127.0.0.1:1", "--host", "0.0.0.0", "--config", file)
+    status, _, said = isthmus("node", "--role", "decode", *where)
+    assert status == 2 and said.startswith("isthmus: error: --host: ") and said.count("\n") == 1

@@ -139,6 +139,10 @@ WRONG_NODES: dict[str, tuple[dict[str, Any], str]] = {
     "length": ({"max_length": 999}, "its engine.max_length 999 is below"),
     "layout": ({"layout": OTHERS}, "its model revision or KV layout differs"),
     "revision": ({"revision": "other"}, "its model revision or KV layout differs"),
+    "address": (
+        {"address": "127.0.0.1:1"},
+        "it is at 127.0.0.1:1 and p at p:1, and only one of them can be reached",
+    ),
 }
 
 

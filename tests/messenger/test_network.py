@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from isthmus.errors import ProtocolError
-from isthmus.messenger import Priority, Session, TcpNetwork, Terms, network
+from isthmus.messenger import Priority, Session, TcpNetwork, Terms, address_of, network, split_address
 from isthmus.messenger.acks import Close
 from isthmus.messenger.frames import Kind, prefix_of
 from isthmus.messenger.greeting import Hello, Welcome, hello, refusal
@@ -712,3 +712,16 @@ def test_capabilities_are_what_both_sides_have() -> None:
         server.close()
 
     running(work)
+
+
+@pytest.mark.parametrize(
+    ("host", "address"), [("10.0.0.1", "10.0.0.1:7"), ("a.b", "a.b:7"), ("fd00::1", "[fd00::1]:7")]
+)
+def test_an_address_is_a_host_and_a_port(host: str, address: str) -> None:
+    assert address_of(host, 7) == address and split_address(address) == (host, 7)
+
+
+@pytest.mark.parametrize("wrong", ["", "host", "host:", ":7", "host:x", "host:-1", "host:65536", "7"])
+def test_what_is_no_address_is_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match="is not HOST:PORT"):
+        split_address(wrong)

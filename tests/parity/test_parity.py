@@ -429,7 +429,8 @@ def test_any_configuration_is_the_same(knobs: dict[str, Any], shape: str, faults
     same_logs({**knobs, **where}, chats(30, 4 * MS, seed=seed, longest=300), faults)
 
 
-EXAMPLES = sorted(set(Path("examples").rglob("*.yaml")) - {Path("examples/plan/attention.yaml")})
+OTHERS = {Path("examples/plan/attention.yaml"), *Path("examples/kubernetes").glob("*.yaml")}
+EXAMPLES = sorted(set(Path("examples").rglob("*.yaml")) - OTHERS)
 """All but that with attention nodes: an engine of the live nodes in virtual time has nobody to ask."""
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from isthmus.deploy import NodeFacts
 
 SWITCH_S = 0.0002
+CANCELLED = "ended by a signal"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -34,10 +36,16 @@ def node(
     name: Annotated[str | None, typer.Option(help="Unique name; default: role, host and process id.")] = None,
     config: Annotated[Path | None, typer.Option(help="The deployment file of the cluster.")] = None,
     model: Annotated[str | None, typer.Option(help="Model folder, GGUF file or hub id.")] = None,
-    host: Annotated[str, typer.Option(help="Address where other nodes reach this one.")] = "127.0.0.1",
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="Address where other nodes reach this one; default: that from which it reaches the head."
+        ),
+    ] = None,
     launched: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Add one node to a running cluster. The cluster's token is read from ISTHMUS_TOKEN or the config."""
+    from isthmus.cluster.addresses import reached_at
     from isthmus.cluster.launcher import LaunchSpec
 
     if launched:
@@ -47,6 +55,12 @@ def node(
         raise ConfigError("isthmus node needs --role prefill|decode|mixed|attention and --join HOST:PORT")
     from isthmus.config import cluster_token, load_config
     from isthmus.deploy import at_home
+    from isthmus.messenger import split_address
+
+    try:
+        split_address(join)
+    except ValueError as error:
+        raise ConfigError(f"--join: {error}") from None
 
     settings = at_home(load_config(config, {"model": model}), config.parent if config else Path())
     settings = _in_cluster(settings, cluster)
@@ -67,6 +81,7 @@ def node(
     from isthmus.cli.models import model_of
 
     folder, _ = model_of(settings)
+    host = reached_at(host, join, settings.limits.start_s)
     spec = LaunchSpec(
         node=NodeId(name or "-".join(filter(None, [cluster, role, os.uname().nodename, str(os.getpid())]))),
         role=role,
@@ -77,7 +92,20 @@ def node(
         config=as_computed(settings, folder).model_dump_json(exclude_unset=True),
         cluster=cluster or "",
     )
-    print(f"{spec.node}: {_run(spec, host=host, watch_stdin=False)}", file=sys.stderr)
+    _run_alone(spec, host, settings.limits.start_s)
+
+
+def _run_alone(spec: LaunchSpec, host: str, join_s: float) -> None:
+    """Whoever started it starts it again where it ends with an error: since its head is gone, for example."""
+    from isthmus.cluster.process import STOPPED
+    from isthmus.errors import StartError
+
+    # The first process of a container has no default for it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    reason = _run(spec, host, join_s, watch_stdin=False)
+    if reason not in (STOPPED, CANCELLED):
+        raise StartError(f"{spec.node}: {reason}")
+    print(f"{spec.node}: {reason}", file=sys.stderr)
 
 
 def _in_cluster(config: Config, name: str | None) -> Config:
@@ -95,20 +123,22 @@ def _in_cluster(config: Config, name: str | None) -> Config:
 
 def _run_launched() -> None:
     """A child of the launcher: its specification on standard input, trouble on standard output."""
+    from isthmus.cluster.addresses import reached_at
     from isthmus.cluster.launcher import LaunchSpec, Trouble
 
     line = sys.stdin.buffer.readline()
     if not line:
         sys.exit(1)  # the launcher died before it said what to be
     try:
-        _run(msgspec.json.decode(line, type=LaunchSpec), host="127.0.0.1", watch_stdin=True)
+        spec = msgspec.json.decode(line, type=LaunchSpec)
+        _run(spec, reached_at(None, spec.join, 0), 0, watch_stdin=True)
     except IsthmusError as error:
         sys.stdout.buffer.write(msgspec.json.encode(Trouble(str(error))) + b"\n")
         sys.stdout.flush()
         sys.exit(error.exit_code)
 
 
-def _run(spec: Any, *, host: str, watch_stdin: bool) -> str:
+def _run(spec: LaunchSpec, host: str, join_s: float, *, watch_stdin: bool) -> str:
     # The worker thread gives the interpreter up only for an instant at a time; with Python's default of 5 ms
     # the event loop would send tokens in bursts.
     sys.setswitchinterval(SWITCH_S)
@@ -117,17 +147,17 @@ def _run(spec: Any, *, host: str, watch_stdin: bool) -> str:
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(spec, host, watch_stdin=watch_stdin))
+        return runner.run(_serve(spec, host, join_s, watch_stdin=watch_stdin))
 
 
 @contextlib.asynccontextmanager
-async def _opened(spec: LaunchSpec, host: str) -> AsyncIterator[EngineProcess]:
+async def _opened(spec: LaunchSpec, host: str, join_s: float) -> AsyncIterator[EngineProcess]:
     """The node; beside a vLLM server it is one when that answers."""
     from isthmus.config import Config
 
     config = Config.model_validate_json(spec.config)
     if config.engine.kind != "vllm":
-        yield process_of(spec, host)
+        yield process_of(spec, host, join_s=join_s)
         return
     from isthmus.cli.engines import kv_layout, sampled_revision, store_opener
     from isthmus.cluster.process import Runtime
@@ -141,7 +171,7 @@ async def _opened(spec: LaunchSpec, host: str) -> AsyncIterator[EngineProcess]:
     async with opened(
         config,
         folder,
-        _options_of(spec, config, facts, host),
+        _options_of(spec, config, facts, host, join_s),
         Runtime(network_of(config)),
         revision=sampled_revision(folder),
         layout=layout,
@@ -153,9 +183,9 @@ async def _opened(spec: LaunchSpec, host: str) -> AsyncIterator[EngineProcess]:
         yield process
 
 
-def process_of(spec: LaunchSpec, host: str) -> EngineProcess:
-    """What `spec` says, with its engine and its store, ready to run. `host`: where other nodes reach it. Raises
-    ModelError, ConfigError or StartError."""
+def process_of(spec: LaunchSpec, host: str, *, join_s: float = 0) -> EngineProcess:
+    """What `spec` says, with its engine and its store, ready to run. `host`: where other nodes reach it; `join_s`: how
+    long it waits for its head. Raises ModelError, ConfigError or StartError."""
     from isthmus.cli.engines import open_engine, store_opener
     from isthmus.cluster.node import NodeProcess
     from isthmus.cluster.process import Runtime
@@ -167,7 +197,7 @@ def process_of(spec: LaunchSpec, host: str) -> EngineProcess:
     config = Config.model_validate_json(spec.config)
     facts = _facts_of(spec, config)
     engine = open_engine(config, Path(spec.model), spec.threads, facts, stage=spec.stage)
-    options = _options_of(spec, config, facts, host)
+    options = _options_of(spec, config, facts, host, join_s)
     folder_name = f"{spec.node}.{spec.stage}" if spec.stage else spec.node
     store_of = store_opener(config, engine, folder_name, facts)
     runtime = Runtime(network_of(config))
@@ -186,7 +216,7 @@ def _facts_of(spec: LaunchSpec, config: Config) -> NodeFacts:
     return node_facts(Cluster(spec.cluster, config), spec.role, Path(spec.model), spec.node)
 
 
-def _options_of(spec: LaunchSpec, config: Config, facts: NodeFacts, host: str) -> NodeOptions:
+def _options_of(spec: LaunchSpec, config: Config, facts: NodeFacts, host: str, join_s: float) -> NodeOptions:
     from isthmus.cluster.process import NodeOptions
 
     return NodeOptions(
@@ -198,25 +228,27 @@ def _options_of(spec: LaunchSpec, config: Config, facts: NodeFacts, host: str) -
         shares_memory=config.cache.share == "host" and not spec.cluster,
         link_s=config.limits.link_s,
         stage=spec.stage,
+        join_s=join_s,
     )
 
 
-async def _serve(spec: LaunchSpec, host: str, *, watch_stdin: bool) -> str:
-    """Runs a node; with `watch_stdin` it ends when the launcher's pipe closes."""
+async def _serve(spec: LaunchSpec, host: str, join_s: float, *, watch_stdin: bool) -> str:
+    """Runs a node; with `watch_stdin` it ends when the launcher's pipe closes, else with SIGTERM."""
     import asyncio
 
-    async def run() -> str:
-        async with _opened(spec, host) as process:
-            return str(await process.run())
+    task = asyncio.current_task()
+    assert task is not None
 
-    running = asyncio.create_task(run())
     if watch_stdin:
         reader = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
         )
         watch = asyncio.create_task(reader.read())
-        watch.add_done_callback(lambda _: running.cancel())
+        watch.add_done_callback(lambda _: task.cancel())
+    else:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
-        return await running
-    return "the launcher closed its pipe, or it was cancelled"
+        async with _opened(spec, host, join_s) as process:
+            return str(await process.run())
+    return CANCELLED

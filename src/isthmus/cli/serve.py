@@ -82,9 +82,10 @@ def serve(
     }
     import asyncio
 
-    from isthmus.config import load_config, with_keys
+    from isthmus.config import cluster_token, load_config, with_keys
     from isthmus.deploy import at_home, shaped
 
+    overrides["token"] = cluster_token()
     given = at_home(load_config(config, overrides), config.parent if config else Path())
     settings, why = shaped(with_keys(given, api_key or []), len(os.sched_getaffinity(0)))
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -109,13 +110,14 @@ async def _serve(config: Config, why: str) -> None:
     import asyncio
 
     from isthmus.cluster.launcher import Launcher
-    from isthmus.deploy import places_of
     from isthmus.gateway.server import bind, serve_http
+    from isthmus.messenger import address_of
 
     started = time.monotonic()
     cluster, app = assemble(config, Launcher)
     bound = bind(config.host, config.port)
     say_if_open(config, bound.getsockname())
+    say_if_plain(config)
     stop = _stop_on_signals()
     async with cluster.run():
         http = asyncio.create_task(serve_http(app, bound, stop, drain_s=config.limits.drain_s))
@@ -125,13 +127,13 @@ async def _serve(config: Config, why: str) -> None:
             await asyncio.wait({ready, http, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
                 ready.result()
-                url = f"http://{config.host}:{bound.getsockname()[1]}"
+                url = f"http://{address_of(config.host, bound.getsockname()[1])}"
                 if config.engine.kind == "emulated":
                     print(
                         "isthmus: the engine is emulated: its tokens tell wrong bytes, not words",
                         file=sys.stderr,
                     )
-                nodes = [str(place.node) for place in places_of(config)]
+                nodes = [str(node) for node in cluster.head.nodes()]
                 took_s = time.monotonic() - started
                 _announce(url, cluster.head.card.name, nodes, why, took_s, keyed=bool(config.auth.keys))
             await http
@@ -145,6 +147,7 @@ def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, An
     """The cluster, not started yet, and the gateway's app before it. Raises ConfigError, ModelError or StartError."""
     from isthmus.cli.engines import as_computed, host_bytes, kv_layout, served_model
     from isthmus.cli.models import model_of
+    from isthmus.cluster.joining import JoinedCluster, check_joining
     from isthmus.cluster.launcher import check_memory
     from isthmus.cluster.local import LocalCluster
     from isthmus.deploy import clusters_of, nodes_of, places_of
@@ -154,14 +157,18 @@ def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, An
     from isthmus.types import ModelCard
 
     places_of(config)  # what makes no sense is said before a model is looked for
+    joins = config.placement == "join"
+    if joins:
+        check_joining(config)
     if idle := _simulated_only(config):
         print(f"isthmus: {', '.join(idle)}: simulated only, without effect here", file=sys.stderr)
     folder, name = model_of(config)
     config = as_computed(config, folder)
     nodes = nodes_of(config, config.engine.block_size, model=folder, layout=kv_layout(config, folder))
     own = {cluster.name: cluster.config for cluster in clusters_of(config)}
-    needed = [[host_bytes(own[facts.cluster], folder, facts)] * facts.pipeline for facts in nodes]
-    check_memory(config, [num_bytes for each in needed for num_bytes in each])
+    if not joins:
+        needed = [[host_bytes(own[facts.cluster], folder, facts)] * facts.pipeline for facts in nodes]
+        check_memory(config, [num_bytes for each in needed for num_bytes in each])
     model = served_model(config, folder, nodes)
     length = _max_length(config, model)
     card = ModelCard(
@@ -174,7 +181,7 @@ def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, An
     )
     tokenizer = GatewayTokenizer.load(model.tokenizer)
     tokenizer.read_for_grammars()
-    cluster = LocalCluster(config, folder, card, launcher)
+    cluster = (JoinedCluster if joins else LocalCluster)(config, folder, card, launcher)
     settings = GatewaySettings(
         keys=tuple(ApiKey(key.tenant, bytes.fromhex(key.sha256)) for key in config.auth.keys),
         tool_format=config.tool_format,
@@ -219,15 +226,28 @@ def say_if_open(config: Config, bound: tuple[Any, ...]) -> None:
 
     if config.auth.keys or ip_address(bound[0]).is_loopback:
         return
+    _say_in_red(
+        f"isthmus: whoever reaches {bound[0]} port {bound[1]} can use this server: there are no API keys "
+        "(ISTHMUS_API_KEY, or auth.keys in the file)"
+    )
+
+
+def say_if_plain(config: Config) -> None:
+    """Nodes of other machines may join, and there is no TLS."""
+    from isthmus.cluster.addresses import is_loopback
+
+    if config.tls.certificate is not None or is_loopback(config.join_host):
+        return
+    _say_in_red(
+        f"isthmus: whoever is on the network between nodes can read the token and all KV: join_host {config.join_host} "
+        "is no loopback address, and there is no TLS (tls in the file)"
+    )
+
+
+def _say_in_red(line: str) -> None:
     from rich.console import Console
 
-    Console(stderr=True, soft_wrap=True).print(
-        f"isthmus: whoever reaches {bound[0]} port {bound[1]} can use this server: there are no API keys "
-        "(ISTHMUS_API_KEY, or auth.keys in the file)",
-        style="bold red",
-        highlight=False,
-        markup=False,
-    )
+    Console(stderr=True, soft_wrap=True).print(line, style="bold red", highlight=False, markup=False)
 
 
 def _stop_on_signals() -> asyncio.Event:

@@ -19,7 +19,7 @@ from isthmus import conductor
 from isthmus.attempts import key_of
 from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster import messages
-from isthmus.cluster.addresses import AddressBook
+from isthmus.cluster.addresses import AddressBook, is_loopback
 from isthmus.cluster.donors import Donors
 from isthmus.cluster.link_stats import LinkStats, Offload
 from isthmus.cluster.pipeline import Groups, Stage
@@ -27,7 +27,7 @@ from isthmus.cluster.recorder import Tape
 from isthmus.cluster.sessions import NoPayloads
 from isthmus.cluster.streams import Stream
 from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
-from isthmus.messenger import Network, Session, TcpNetwork
+from isthmus.messenger import Network, Session, TcpNetwork, address_of
 from isthmus.node.events import Become, Begin, Forget, Move, Return
 from isthmus.types import NS_PER_MS, NS_PER_S, Job, ModelCard, NodeId, RequestId, Role
 
@@ -90,7 +90,7 @@ class Head:
         """Listens for nodes; returns `host:port`. Raises OSError when the port is taken."""
         self._server, port = await self._network.listen(host, port, messages.HeadBound, lambda: _FromNode(self))
         self._start(self._watch())
-        return f"{host}:{port}"
+        return address_of(host, port)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         """Until `close`."""
@@ -348,6 +348,16 @@ class Head:
             return f"its engine.max_length {hello.max_length} is below the cluster's {self._card.max_length}"
         if self._layout is not None and (hello.layout, hello.revision) != (self._layout, self._revision):
             return "its model revision or KV layout differs from the cluster's"
+        return self._apart(hello.address)
+
+    def _apart(self, address: str) -> str:
+        """Nodes at loopback addresses reach each other, and nobody else reaches them."""
+        for node, member in self._members.items():
+            if _is_local(member.hello.address) != _is_local(address):
+                return (
+                    f"it is at {address} and {node} at {member.hello.address}, and only one of them can be reached "
+                    "from other machines: join_host must be an address that other machines reach, not 0.0.0.0"
+                )
         return ""
 
     def join_stage(self, session: Session, hello: messages.StageHello) -> Stage | None:
@@ -434,11 +444,19 @@ class Head:
     # Liveness.
 
     async def wait_for(self, nodes: Sequence[NodeId]) -> None:
-        """Returns when all these nodes are in. Only from then on the conductor hears of links: before, one node after
-        the other would seem to be all there is."""
-        while not self._members.keys() >= set(nodes):
+        """Returns when all these nodes are in."""
+        await self.wait_until(lambda: self._members.keys() >= set(nodes))
+        self.complete()
+
+    async def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Of which nodes are here; asked again whenever one came or went."""
+        while not holds():
             self._changed.clear()
             await self._changed.wait()
+
+    def complete(self) -> None:
+        """All nodes are here. Only from now on the conductor hears of links: before, one node after the other would
+        seem to be all there is."""
         if self._rules.links or self._rules.convert:
             self._start(self._measure())
 
@@ -470,6 +488,10 @@ class Head:
 def _report(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         log.critical("the head goes on without one of its tasks", exc_info=task.exception())
+
+
+def _is_local(address: str) -> bool:
+    return is_loopback(address.rpartition(":")[0].strip("[]"))
 
 
 def _refusal(refuse: conductor.Refuse) -> IsthmusError:

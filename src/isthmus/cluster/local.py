@@ -19,6 +19,7 @@ from isthmus.conductor.events import RECORDING_FORMAT
 from isthmus.config import Config
 from isthmus.deploy import clusters_of, links_of, places_of, rules_of
 from isthmus.errors import StartError
+from isthmus.messenger import address_of
 from isthmus.types import ModelCard
 
 SPARE_PORTS = 16
@@ -54,12 +55,7 @@ class LocalCluster:
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
         """Starts all nodes; on the way out stops them, and none is left. Raises StartError."""
-        config = self._config
-        try:
-            join = await self.head.open(config.join_host, config.join_port)
-        except OSError as error:
-            where = f"{config.join_host}:{config.join_port}"
-            raise StartError(f"cannot listen for nodes on {where}: {error.strerror}") from None
+        config, join = self._config, await self._open_head()
         self._launcher = self._new_launcher(config, self._model, join=join, token=self._token)
         self._failure: asyncio.Future[Any] | None = None
         try:
@@ -76,6 +72,15 @@ class LocalCluster:
             await asyncio.gather(*[link.stop() for link in self.links])
             if self._recorder is not None:
                 self._recorder.close()
+
+    async def _open_head(self) -> str:
+        """Where nodes join. Raises StartError."""
+        host, port = self._config.join_host, self._config.join_port
+        try:
+            return await self.head.open(host, port)
+        except OSError as error:
+            where = address_of(host, port)
+            raise StartError(f"cannot listen for nodes on {where}: {error.strerror}") from None
 
     async def _start_links(self) -> None:
         """Raises StartError."""

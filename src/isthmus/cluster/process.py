@@ -7,8 +7,11 @@ after the first carry out what the first one decides (`stage.py`).
 from __future__ import annotations
 
 import asyncio
+import errno
 import hmac
 import logging
+import socket
+import ssl
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -25,12 +28,17 @@ from isthmus.cluster.sessions import CONNECT_S, NoPayloads, Peers
 from isthmus.deploy import NodeFacts
 from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
-from isthmus.messenger import Handler, Network, Session
+from isthmus.messenger import Handler, Network, Session, address_of
 from isthmus.node.events import Event, Woken
 from isthmus.store import Store
 from isthmus.types import BlockName, NodeId, RequestId
 
 log = logging.getLogger(__name__)
+
+RETRY_S = 0.5
+ABSENT = (errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT)
+STOPPED = "stopped by the head"
+"""Why a process ends that was told to; everybody else lost something."""
 
 OnLost = Callable[[Sequence[BlockName]], None]
 
@@ -41,7 +49,8 @@ class NodeOptions:
     transfer that began may bring no byte.
 
     `shares_memory`: reads blocks of nodes on this host where they lie; `link_s`: how long a link to another cluster may
-    bring nothing, None does not watch links. `stage`: of the pipeline group, each with some of the layers.
+    bring nothing, None does not watch links. `stage`: of the pipeline group, each with some of the layers. `join_s`:
+    how long it waits for a head that does not listen yet.
     """
 
     facts: NodeFacts
@@ -52,6 +61,7 @@ class NodeOptions:
     shares_memory: bool = True
     link_s: float | None = None
     stage: int = 0
+    join_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -122,19 +132,16 @@ class EngineProcess(ABC):
         self.mover.open(self.loop)
         if self._cache is not None:  # a large disk takes a while, in which sessions would seem dead
             self._found = await asyncio.to_thread(self._cache.store.recover)
-        options = self._options
-        server, port = await self._network.listen(options.host, 0, self.entrance, self.entering)
+        host = self._options.host
+        try:
+            server, port = await self._network.listen(host, 0, self.entrance, self.entering)
+        except OSError as error:
+            raise StartError(f"cannot listen for other nodes at {host}: {error.strerror}") from None
         self.start()
         try:
-            head = Vital(self, "the head", self.on_head)
-            self._head = await self._network.connect(
-                options.join, messages.NodeBound, head, timeout_s=CONNECT_S
-            )
-        except (OSError, TimeoutError, ValueError) as error:
-            raise StartError(f"cannot reach the head at {options.join}: {error}") from None
-        self._address = f"{options.host}:{port}"
-        self._send(self.hello())
-        try:
+            self._head = await self._reach_head()
+            self._address = address_of(host, port)
+            self._send(self.hello())
             return await self._over
         finally:
             server.close()
@@ -146,6 +153,22 @@ class EngineProcess(ABC):
             if self._cache is not None:
                 self._cache.close()
                 self._cache.store.close()
+
+    async def _reach_head(self) -> Session:
+        """Raises StartError."""
+        join, handler = self._options.join, Vital(self, "the head", self.on_head)
+        wait_s = self._options.join_s
+        until, said = self.loop.time() + wait_s, False
+        while True:
+            try:
+                return await self._network.connect(join, messages.NodeBound, handler, timeout_s=CONNECT_S)
+            except (OSError, TimeoutError, ValueError) as error:
+                if not _may_come(error) or self.loop.time() >= until:
+                    raise StartError(f"cannot reach the head at {join}: {_in_words(error)}") from None
+                if not said:
+                    log.warning("waiting up to %g s for the head at %s: %s", wait_s, join, _in_words(error))
+                    said = True
+            await asyncio.sleep(RETRY_S)
 
     def end(self, reason: str | Exception) -> None:
         if not self._over.done():
@@ -224,7 +247,7 @@ class EngineProcess(ABC):
             case messages.Turned():
                 self.end(StartError(f"the head turned this node away: {message.reason}"))
             case messages.Stop():
-                self.end("stopped by the head")
+                self.end(STOPPED)
             case _:
                 self.heard(message)
 
@@ -257,6 +280,23 @@ class EngineProcess(ABC):
         self.loop.call_soon_threadsafe(
             self.end, StartError(f"the engine failed: {type(error).__name__}: {error}")
         )
+
+
+def _may_come(error: Exception) -> bool:
+    """Whether the head may only not be there yet: nobody listens, or its machine or its name is not known."""
+    return isinstance(error, (TimeoutError, socket.gaierror)) or (
+        isinstance(error, OSError) and error.errno in ABSENT
+    )
+
+
+def _in_words(error: Exception) -> str:
+    """Why a session could not begin."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate: {error.verify_message}"
+    cut = isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
+    if cut or isinstance(error, ssl.SSLEOFError) or getattr(error, "reason", "") == "WRONG_VERSION_NUMBER":
+        return f"{error}; has one of the two TLS, and the other none?"
+    return str(error) or "it is silent"
 
 
 class Vital(NoPayloads):

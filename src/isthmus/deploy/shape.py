@@ -19,9 +19,9 @@ keeping one loses more than sharing it."""
 
 def shaped(config: Config, cores: int) -> tuple[Config, str]:
     """The configuration with the nodes that suit so many cores, and why, in a sentence; as it is and "" where it names
-    nodes, or where cores are not what they compute with."""
+    nodes, or where these cores are not what they compute with."""
     engine = config.engine
-    if config.clusters or "roles" in config.model_fields_set:
+    if config.placement != "local" or config.clusters or "roles" in config.model_fields_set:
         return config, ""
     if engine.kind == "emulated" or engine.device not in (None, "cpu"):
         return config, ""

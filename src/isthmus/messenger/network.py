@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 GREETING_S = 5.0
 """How long a connection may take to begin."""
 MAX_GREETING = 4096
+MAX_PORT = 65535
 MAX_CONNECTIONS = 64
 """Of one session."""
 ACCEPT_PAUSE_S = 1.0
@@ -81,8 +82,7 @@ class TcpNetwork:
         return Listener(sockets, session_of, self._terms, self._serving), sockets[0].getsockname()[1]
 
     async def connect(self, address: str, types: Any, handler: Handler, *, timeout_s: float) -> Session:
-        host, _, port = address.rpartition(":")
-        dialler = _Dialler(host.strip("[]"), int(port), self._dialling, self._terms)
+        dialler = _Dialler(*split_address(address), self._dialling, self._terms)
         async with asyncio.timeout(timeout_s):
             stream, terms = await dialler.dial(0, first=True)
         tcp = TcpPort(dialler.stop)
@@ -202,7 +202,7 @@ class Listener:
             self._loop.remove_reader(listening.fileno())
             self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again, listening)
             return
-        task = self._loop.create_task(self._greet(sock, f"{address[0]}:{address[1]}"))
+        task = self._loop.create_task(self._greet(sock, address_of(address[0], address[1])))
         self._tasks.add(task)
         task.add_done_callback(partial(self._greeted, sock))
 
@@ -269,6 +269,19 @@ class Listener:
         session.agree(hello.terms)
         self._ports[hello.session] = tcp
         return tcp
+
+
+def address_of(host: str, port: int) -> str:
+    """`host:port`, with IPv6 addresses in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """The host and the port of `address_of`. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdecimal() or int(port) > MAX_PORT:
+        raise ValueError(f"{address!r} is not HOST:PORT")
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 async def _listening(host: str, port: int) -> list[socket.socket]:

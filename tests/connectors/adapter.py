@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from isthmus.blocks.seals import seal
+from isthmus.store.arena import Arena as Store
+from isthmus.store.arena import ArenaHandle, PeerArena, Shape
 from isthmus_vllm.wire import (
     Arena,
     Done,
@@ -29,10 +32,6 @@ from isthmus_vllm.wire import (
     ToAdapter,
     framed,
 )
-
-from isthmus.blocks.seals import seal
-from isthmus.store.arena import Arena as Store
-from isthmus.store.arena import ArenaHandle, PeerArena, Shape
 
 CHUNK = 4
 """Blocks of a load that are announced at once."""

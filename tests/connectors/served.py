@@ -46,14 +46,17 @@ class Server:
                 if line.startswith("data: {"):
                     yield from json.loads(line[6:])["choices"][0]["token_ids"]
 
+    def settle(self) -> None:
+        """Waits until there is no request, and no block in use."""
+        deadline = time.monotonic() + 20
+        while not self.is_idle():
+            assert time.monotonic() < deadline, "blocks or requests are left over"
+            time.sleep(0.05)
+
     def forget(self) -> None:
         """Empties vLLM's own prefix cache."""
-        deadline = time.monotonic() + 10
-        while True:
-            httpx.post(f"{self.url}/reset_prefix_cache").raise_for_status()
-            if self.metric("kv_cache_usage_perc") == 0 or time.monotonic() > deadline:
-                return
-            time.sleep(0.05)
+        self.settle()
+        httpx.post(f"{self.url}/reset_prefix_cache").raise_for_status()
 
     def metric(self, name: str, labels: str = "") -> float:
         text = httpx.get(f"{self.url}/metrics").text

@@ -136,7 +136,7 @@ class Planner:
         self._requests[request] = _Request(ticket, chain, tokens, saved=ticket.blocks)
 
     def matched(self, request: str, local: int, now: float) -> int:
-        """Tokens after the `local` ones that can be loaded. Changes nothing that matters; asked as often as vLLM likes."""
+        """Tokens after the `local` ones that can be loaded. May be asked again and again."""
         known = self._requests.get(request)
         if known is None or not known.may_load or self._is_lost(now):
             return 0
@@ -145,7 +145,7 @@ class Planner:
         return max(0, blocks * self.block_size - local)
 
     def allocated(self, request: str, num_tokens: int, blocks: Sequence[int]) -> None:
-        """vLLM has given the request its blocks, and wants `num_tokens` tokens loaded into them after the local ones."""
+        """The request has its blocks, and `num_tokens` tokens after the local ones are to be loaded into them."""
         known = self._requests.get(request)
         if known is None or not num_tokens:
             return
@@ -208,7 +208,7 @@ class Planner:
         if end <= first:
             return None
         blocks = tuple(blocks_of(facts.request)[first:end])
-        assert len(blocks) == end - first, "a computed block has its place"
+        assert len(blocks) == end - first, "what is computed has its place"
         names = known.chain.names(known.tokens, first, end)
         job, known.saved = self._number(), end
         self.pin(blocks)

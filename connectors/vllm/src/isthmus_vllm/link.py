@@ -1,0 +1,127 @@
+"""The connection to the adapter: one thread that connects, reads, and connects again after a loss.
+
+A connection has a number, its session. What was said in one has no meaning in another.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+import threading
+from contextlib import suppress
+from typing import Protocol
+
+from isthmus_vllm import memory
+from isthmus_vllm.wire import Arena, Frames, Open, Refused, ToAdapter, ToWorker, framed
+
+FIRST_PAUSE_S = 0.05
+LAST_PAUSE_S = 5.0
+SEND_TIMEOUT_S = 10.0
+_READ_BYTES = 1 << 18
+
+log = logging.getLogger("vllm.isthmus")  # vLLM shows what is under its own name
+
+
+class Listener(Protocol):
+    """Called by the link's thread, in this order: opened, received…, lost. Must not block for long."""
+
+    def opened(self, session: int, arena: memory.Area) -> None: ...
+
+    def received(self, session: int, message: ToWorker) -> None:
+        """Raises ValueError for a message that makes no sense; the connection is closed then."""
+
+    def lost(self, session: int) -> None: ...
+
+
+class Link(threading.Thread):
+    """`hello` is the first message of each connection."""
+
+    def __init__(self, path: str, hello: Open, listener: Listener) -> None:
+        super().__init__(name="isthmus-link", daemon=True)
+        self._path = path
+        self._hello = hello
+        self._listener = listener
+        self._lock = threading.Lock()  # over `_socket` and the sending of a whole frame
+        self._socket: socket.socket | None = None
+        self._session = 0
+        self._stopped = threading.Event()
+        self.refused = False
+
+    def send(self, session: int, message: ToAdapter) -> bool:
+        """False if that session is over; the message may or may not have arrived then."""
+        with self._lock:
+            if self._socket is None or session != self._session:
+                return False
+            try:
+                self._socket.sendall(framed(message))
+            except OSError as error:  # a time-out too: the adapter does not read
+                log.warning("isthmus: sending to the adapter failed: %r", error)
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)  # wakes the reader, which ends the session
+                return False
+            return True
+
+    def stop(self) -> None:
+        self._stopped.set()
+        with self._lock:
+            if self._socket is not None:
+                with suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)
+
+    def run(self) -> None:
+        pause = FIRST_PAUSE_S
+        while not self._stopped.is_set() and not self.refused:
+            if self._connect_and_read():
+                pause = FIRST_PAUSE_S
+            self._stopped.wait(pause)
+            pause = min(2 * pause, LAST_PAUSE_S)
+
+    def _connect_and_read(self) -> bool:
+        """One connection, to its end. Whether the adapter took it."""
+        stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        is_open = False
+        try:
+            stream.connect(self._path)
+            seconds, part = int(SEND_TIMEOUT_S), int(SEND_TIMEOUT_S % 1 * 1e6)
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", seconds, part))
+            stream.sendall(framed(self._hello))
+            frames = Frames(ToWorker)
+            while data := stream.recv(_READ_BYTES):
+                for message in frames.feed(data):
+                    if is_open:
+                        self._listener.received(self._session, message)
+                    elif not self._open(stream, message):
+                        return False
+                    else:
+                        is_open = True
+        except (ConnectionRefusedError, FileNotFoundError):
+            pass  # not there yet, or not any more
+        except (OSError, ValueError) as error:
+            log.warning("isthmus: the connection to the adapter broke: %r", error)
+        finally:
+            with self._lock:
+                self._socket = None
+            stream.close()
+            if is_open:
+                log.warning("isthmus: the adapter is gone")
+                self._listener.lost(self._session)
+        return is_open
+
+    def _open(self, stream: socket.socket, answer: ToWorker) -> bool:
+        if isinstance(answer, Refused):
+            log.error("isthmus: the adapter refuses this server, nothing is loaded or saved: %s", answer.reason)
+            self.refused = True
+            return False
+        if not isinstance(answer, Arena):
+            raise ValueError(f"{type(answer).__name__} instead of an answer to Open")
+        ours, theirs = self._hello.memory, answer.memory
+        if (ours.num_layers, ours.slice_bytes) != (theirs.num_layers, theirs.slice_bytes):
+            raise ValueError(f"an arena of other blocks: {theirs}")
+        arena = memory.attach(theirs)
+        with self._lock:
+            self._session += 1
+            self._socket = stream
+        log.info("isthmus: connected to the adapter, %d slots", theirs.num_slots)
+        self._listener.opened(self._session, arena)
+        return True

@@ -1,0 +1,80 @@
+"""The worker side, without vLLM: threads that load and save, and the link they speak through."""
+
+from __future__ import annotations
+
+from isthmus_vllm import memory
+from isthmus_vllm.link import Link
+from isthmus_vllm.loads import Abort, Loader, Lost, Opened
+from isthmus_vllm.pages import Pages
+from isthmus_vllm.plans import Plan, Report
+from isthmus_vllm.saves import Batch, Saver, Slots
+from isthmus_vllm.wire import PROTOCOL, Free, Open, Ready, Short, ToWorker
+
+
+class Worker:
+    """All methods return at once. `staging_bytes` hold what the adapter has not fetched yet, at least one block."""
+
+    def __init__(
+        self, path: str, pages: Pages, *, form: str, block_size: int, staging_bytes: int, timeout_s: float
+    ) -> None:
+        num_slots = max(1, staging_bytes // (pages.num_layers * pages.slice_bytes))
+        staging = memory.create(num_slots=num_slots, num_layers=pages.num_layers, slice_bytes=pages.slice_bytes)
+        pages.adopt_staging(staging)
+        self._pages = pages
+        self._slots = Slots(num_slots)
+        self._link = Link(path, Open(PROTOCOL, form, block_size, staging.memory), self)
+        self._loader = Loader(pages, self._link.send, timeout_s)
+        self._saver = Saver(pages, staging, self._slots, self._link.send)
+        self._is_connected = False
+        self._was_connected: bool | None = None
+        for thread in (self._link, self._loader, self._saver):
+            thread.start()
+
+    def load(self, plan: Plan) -> None:
+        """Takes up the plan's loads and aborts."""
+        for order in plan.loads:
+            self._loader.put(order)
+        for load in plan.aborts:
+            self._loader.put(Abort(load))
+
+    def save(self, plan: Plan) -> None:
+        """Takes up the plan's saves; the forward that fills the blocks has been started."""
+        if plan.saves or plan.over:
+            after = self._pages.mark() if plan.saves else None
+            self._saver.put(Batch(plan.saves, plan.over, after))
+
+    def take_outcomes(self) -> dict[str, bool]:
+        """Requests whose load is through since the last call: whether all is in place."""
+        return self._loader.take_outcomes()
+
+    def take_report(self) -> Report:
+        """What is through since the last call. A lost connection is reported as long as it is."""
+        is_connected = self._is_connected
+        news = None if is_connected and self._was_connected else is_connected
+        self._was_connected = is_connected
+        return self._saver.take_report() + Report(connected=news)
+
+    def stop(self) -> None:
+        self._link.stop()
+        self._loader.stop()
+        self._saver.stop()
+
+    # What the link tells, on its thread.
+
+    def opened(self, session: int, arena: memory.Area) -> None:
+        self._loader.put(Opened(session, arena))
+        self._slots.open(session)
+        self._is_connected = True
+
+    def received(self, session: int, message: ToWorker) -> None:
+        if isinstance(message, Ready | Short):
+            self._loader.put(message)
+        elif isinstance(message, Free):
+            self._slots.free(session, message.slots)
+        else:
+            raise ValueError(f"{type(message).__name__} has no place here")
+
+    def lost(self, session: int) -> None:
+        self._is_connected = False
+        self._slots.close()
+        self._loader.put(Lost(session))

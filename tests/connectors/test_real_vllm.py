@@ -1,0 +1,260 @@
+"""The connector in a real vLLM server, against an adapter that is a dictionary.
+
+Run with ISTHMUS_VLLM_PYTHON set to the Python of an environment that has vLLM 0.32 and what the connector needs, and
+ISTHMUS_VLLM_CORE to the CPU core that the server may use. The model is tiny, and its weights so wide that KV of
+other tokens gives other tokens: equal answers mean that the KV was right.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import blake3
+import httpx
+import pytest
+import torch
+
+from isthmus_vllm.names import Chain
+from isthmus_vllm.wire import Done, Load, Open, Over, Save
+from tests.models import make_model
+
+from .adapter import Adapter
+from .served import PYTHON, Server, body, server
+
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="ISTHMUS_VLLM_PYTHON names no environment with vLLM"),
+    pytest.mark.timeout(600),
+]
+
+BLOCK = 32
+KEY = blake3.blake3(b"the tests' namer").digest()
+
+
+def prompt(seed: int, length: int = 500) -> list[int]:
+    return Random(seed).choices(range(256), k=length)
+
+
+def params(key: str, blocks: int) -> dict[str, Any]:
+    return {"isthmus": {"v": 1, "key": key, "blocks": blocks, "namer": KEY.hex()}}
+
+
+def until(condition: Callable[[], Any], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    shape = {"hidden_size": 256, "num_hidden_layers": 4, "num_key_value_heads": 2, "intermediate_size": 512}
+    make_model(folder, "llama", initializer_range=0.15, **shape)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adapter") / "s"
+
+
+@pytest.fixture(scope="module")
+def vllm(model: Path, place: Path) -> Iterator[Server]:
+    with server(model, place, place.with_name("log"), "--max-model-len", "4096", timeout_s=20) as made:
+        yield made
+
+
+@pytest.fixture
+def adapter(place: Path, vllm: Server) -> Iterator[Adapter]:
+    with Adapter(place) as made:
+        until(lambda: made.of(Open))
+        yield made
+        vllm.settle()
+    assert not made.errors
+
+
+def stored(vllm: Server, adapter: Adapter, seed: int) -> tuple[list[int], list[int]]:
+    """A prompt whose blocks the adapter has and vLLM has not, and its answer."""
+    tokens = prompt(seed)
+    vllm.forget()
+    answer = vllm.complete(tokens, params("first", 0))
+    until(lambda: adapter.of(Over))
+    assert len(adapter.blocks) == 16
+    vllm.forget()
+    adapter.messages = adapter.of(Open)
+    return tokens, answer
+
+
+def test_it_saves_what_is_computed_and_loads_what_was_saved(vllm: Server, adapter: Adapter) -> None:
+    tokens, answer = stored(vllm, adapter, 1)
+    hits = vllm.metric("external_prefix_cache_hits_total")
+    assert vllm.complete(tokens, params("second", 15)) == answer
+    assert vllm.metric("external_prefix_cache_hits_total") - hits == 15 * BLOCK
+    until(lambda: adapter.of(Over))
+    assert [type(message) for message in adapter.messages[1:]] == [Load, Done, Save, Over]
+    (save,) = adapter.of(Save)
+    assert save.first == 15  # the one block that was not loaded
+    assert set(Chain(KEY, BLOCK).names([*tokens, *answer], 0, 16)) == set(adapter.blocks)
+
+
+def test_without_a_ticket_or_with_an_ill_formed_one_nothing_happens(vllm: Server, adapter: Adapter) -> None:
+    tokens = prompt(2)
+    answer = vllm.complete(tokens)
+    for wrong in ({"isthmus": {"v": 2}}, {"isthmus": 3}, {"other": {}}):
+        vllm.forget()
+        assert vllm.complete(tokens, wrong) == answer
+    assert adapter.messages == adapter.of(Open)
+    assert vllm.log.read_text().count("ill-formed") in (1, 2)  # once for each way
+
+
+def test_blocks_that_vllm_had_itself_are_saved_too(vllm: Server, adapter: Adapter) -> None:
+    tokens = prompt(3)
+    answer = vllm.complete(tokens)
+    assert vllm.complete(tokens, params("k", 0)) == answer
+    until(lambda: adapter.of(Over))
+    assert len(adapter.blocks) == 16 and adapter.of(Save)[0].first == 0
+
+
+def test_a_prompt_of_full_blocks_is_loaded_whole(vllm: Server, adapter: Adapter) -> None:
+    tokens, answer = stored(vllm, adapter, 4)
+    whole = [*tokens, *answer][: 16 * BLOCK]
+    expected = vllm.complete(whole)
+    vllm.forget()
+    assert vllm.complete(whole, params("second", 16)) == expected
+    assert len(adapter.of(Load)[0].names) == 16
+
+
+def test_a_damaged_page_is_computed_again_and_mended(vllm: Server, adapter: Adapter) -> None:
+    tokens, answer = stored(vllm, adapter, 5)
+    adapter.damaged.add(Chain(KEY, BLOCK).names(tokens, 0, 8)[-1])
+    assert vllm.complete(tokens, params("second", 15)) == answer
+    until(lambda: adapter.of(Over))
+    assert len(adapter.of(Load)) == len(adapter.of(Done)) == 1
+    assert adapter.of(Save)[0].first == 0 and not adapter.damaged
+
+
+def test_a_load_that_falls_short_is_computed(vllm: Server, adapter: Adapter) -> None:
+    tokens, answer = stored(vllm, adapter, 6)
+    adapter.short_after = 7
+    assert vllm.complete(tokens, params("second", 15)) == answer
+    assert len(adapter.of(Load)) == 1
+
+
+def test_others_go_on_while_one_loads(vllm: Server, adapter: Adapter) -> None:
+    tokens, answer = stored(vllm, adapter, 7)
+    adapter.lag_s = 0.5  # four times
+    arrivals: list[float] = []
+    other = vllm.stream(prompt(8, 40), n=1500)
+    next(other)
+    answers: list[list[int]] = []
+    loading = threading.Thread(target=lambda: answers.append(vllm.complete(tokens, params("second", 15))))
+    begun = time.monotonic()
+    loading.start()
+    for _ in other:
+        arrivals.append(time.monotonic())
+    loading.join()
+    assert answers == [answer]
+    during = [at for at in arrivals if begun + 0.1 < at < begun + 1.9]
+    assert len(during) > 50
+    gaps = [after - before for before, after in pairwise(during)]
+    assert max(gaps) < 0.25
+
+
+def test_an_abort_in_a_load_leaves_nothing_behind(vllm: Server, adapter: Adapter) -> None:
+    tokens, answer = stored(vllm, adapter, 9)
+    adapter.lag_s = 1.0
+    with pytest.raises(httpx.TimeoutException):  # the client goes away between two pieces of the load
+        httpx.post(f"{vllm.url}/v1/completions", json=body(tokens, params("second", 15), 16), timeout=1.5)
+    until(lambda: adapter.of(Done) and adapter.of(Over), 1.5)  # the other pieces would take longer
+    assert len(adapter.of(Load)) == 1
+    vllm.settle()
+    adapter.lag_s = 0
+    assert vllm.complete(tokens, params("third", 15)) == answer
+
+
+def test_an_adapter_that_dies_in_a_load_is_missed_by_nobody(vllm: Server, adapter: Adapter) -> None:
+    tokens, answer = stored(vllm, adapter, 10)
+    adapter.die_at = Load
+    assert vllm.complete(tokens, params("second", 15)) == answer
+    adapter.die_at = None
+    until(lambda: len(adapter.of(Open)) == 2)
+    vllm.forget()
+    assert vllm.complete(tokens, params("third", 15)) == answer
+    assert len(adapter.of(Load)) == 2
+
+
+def test_an_adapter_that_dies_in_a_save_is_missed_by_nobody(vllm: Server, adapter: Adapter) -> None:
+    tokens = prompt(11)
+    answer = vllm.complete(tokens)
+    adapter.die_at = Save
+    vllm.forget()
+    assert vllm.complete(tokens, params("first", 0), n=64)[:16] == answer
+    assert not adapter.blocks
+    adapter.die_at = None
+    until(lambda: len(adapter.of(Open)) == 2)
+    vllm.forget()
+    assert vllm.complete(tokens, params("second", 0)) == answer
+    until(lambda: len(adapter.blocks) == 16)
+
+
+def test_a_server_that_starts_again_loads_what_the_last_one_saved(tmp_path: Path, model: Path) -> None:
+    tokens = prompt(12)
+    with Adapter(tmp_path / "s") as adapter:
+        with server(model, adapter.path, tmp_path / "log1", "--max-model-len", "4096") as first:
+            answer = first.complete(tokens, params("first", 0))
+            until(lambda: adapter.of(Over))
+        with server(model, adapter.path, tmp_path / "log2", "--max-model-len", "4096") as second:
+            assert second.complete(tokens, params("second", 15)) == answer
+            assert second.metric("external_prefix_cache_hits_total") == 15 * BLOCK
+            second.settle()
+        assert not adapter.errors
+        opens = adapter.of(Open)
+        assert len(opens) == 2 and opens[0].form == opens[1].form
+
+
+def test_preemption_meets_saves(tmp_path: Path, model: Path) -> None:
+    """Few blocks and many requests: each stored page is the one that the same tokens alone give, to the last bit but
+    rounding; and the answers are right."""
+    prompts = {seed: prompt(seed, 200) for seed in range(20, 28)}
+    with Adapter(tmp_path / "s") as adapter:
+        few = ("--max-model-len", "1024", "--num-gpu-blocks-override", "40")
+        with server(model, adapter.path, tmp_path / "log", *few) as vllm:
+            alone = {}
+            for seed, tokens in prompts.items():
+                vllm.forget()
+                alone[seed] = vllm.complete(tokens, params(f"alone {seed}", 0), n=150)
+            until(lambda: len(adapter.of(Over)) == len(prompts))
+            expected, adapter.blocks = adapter.blocks, {}
+            assert len(expected) == len(prompts) * ((200 + 149) // BLOCK)
+            vllm.forget()
+            with ThreadPoolExecutor(len(prompts)) as clients:
+                asked = {
+                    seed: clients.submit(vllm.complete, tokens, params(f"together {seed}", 0), n=150)
+                    for seed, tokens in prompts.items()
+                }
+            assert {seed: answer.result() for seed, answer in asked.items()} == alone
+            vllm.settle()
+            assert vllm.metric("num_preemptions_total") > 0
+            until(lambda: len(adapter.of(Over)) == 2 * len(prompts))
+        assert not adapter.errors
+        assert set(adapter.blocks) == set(expected)
+        assert max(difference(adapter.blocks[name], expected[name]) for name in expected) < 1e-3
+
+
+def difference(block: list[bytes], other: list[bytes]) -> float:
+    """The largest difference of two blocks' numbers, as a part of the largest number of the layer."""
+    layers = [
+        (
+            torch.frombuffer(bytearray(ours), dtype=torch.float32),
+            torch.frombuffer(bytearray(theirs), dtype=torch.float32),
+        )
+        for ours, theirs in zip(block, other, strict=True)
+    ]
+    return max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in layers)

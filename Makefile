@@ -31,8 +31,8 @@ soak: install
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "soak or not soak" --hypothesis-profile=soak $(ARGS)
 
 check: install
-	$(VENV)/bin/ruff check src benchmarks tests examples
-	$(VENV)/bin/ruff format --check src benchmarks tests examples
+	$(VENV)/bin/ruff check src benchmarks connectors tests examples
+	$(VENV)/bin/ruff format --check src benchmarks connectors tests examples
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 

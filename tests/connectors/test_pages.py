@@ -101,7 +101,7 @@ def test_a_block_goes_to_a_slot_and_back_byte_for_byte() -> None:
     out, back = pages_of(source, B), pages_of(target, B)
     before = [layer.clone() for layer in target]
     staging = create(num_slots=4, num_layers=out.num_layers, slice_bytes=out.slice_bytes)
-    seals = out.store(5, staging, 2, after=out.mark())
+    (seals,) = out.store([5], staging, [2], after=out.mark())
     assert list(seals) == [seal(bytes(staging.bytes_SLX[2, layer].tolist())) for layer in range(3)]
     assert back.fetch(staging, 2, 1, seals)
     back.settle()
@@ -114,7 +114,7 @@ def test_a_block_goes_to_a_slot_and_back_byte_for_byte() -> None:
 def test_a_changed_byte_breaks_the_seal(layer: int) -> None:
     pages = pages_of(layers_of_one_allocation(), B)
     staging = create(num_slots=1, num_layers=3, slice_bytes=pages.slice_bytes)
-    seals = pages.store(0, staging, 0, after=None)
+    (seals,) = pages.store([0], staging, [0], after=None)
     staging.bytes_SLX[0, layer, -1] ^= 1
     assert not pages.fetch(staging, 0, 1, seals)
 
@@ -124,6 +124,6 @@ def test_blocks_and_slots_are_within() -> None:
     staging = create(num_slots=1, num_layers=3, slice_bytes=pages.slice_bytes)
     for block, slot in [(B, 0), (-1, 0), (0, 1), (0, -1)]:
         with pytest.raises(IndexError):
-            pages.store(block, staging, slot, after=None)
+            pages.store([block], staging, [slot], after=None)
         with pytest.raises(IndexError):
             pages.fetch(staging, slot, block, (b"",) * 3)

@@ -7,6 +7,8 @@ other tokens gives other tokens: equal answers mean that the KV was right.
 
 from __future__ import annotations
 
+import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,7 +28,7 @@ from isthmus_vllm.wire import Done, Load, Open, Over, Save
 from tests.models import make_model
 
 from .adapter import Adapter
-from .served import PYTHON, Server, body, server
+from .served import PYTHON, SOURCE, Server, body, server
 
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="ISTHMUS_VLLM_PYTHON names no environment with vLLM"),
@@ -219,13 +221,17 @@ def test_a_server_that_starts_again_loads_what_the_last_one_saved(tmp_path: Path
         assert len(opens) == 2 and opens[0].form == opens[1].form
 
 
-def test_preemption_meets_saves(tmp_path: Path, model: Path) -> None:
-    """Few blocks and many requests: each stored page is the one that the same tokens alone give, to the last bit but
-    rounding; and the answers are right."""
+DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}'
+
+
+@pytest.mark.parametrize("drafts", [(), ("--speculative-config", DRAFTS)], ids=["", "drafts"])
+def test_preemption_meets_saves(tmp_path: Path, model: Path, drafts: tuple[str, ...]) -> None:
+    """Few blocks and many requests: each stored page is the one that the same tokens alone give, but for rounding, and
+    the answers are right. With drafts too, most of which are rejected after their KV was written."""
     prompts = {seed: prompt(seed, 200) for seed in range(20, 28)}
     with Adapter(tmp_path / "s") as adapter:
         few = ("--max-model-len", "1024", "--num-gpu-blocks-override", "40")
-        with server(model, adapter.path, tmp_path / "log", *few) as vllm:
+        with server(model, adapter.path, tmp_path / "log", *few, *drafts) as vllm:
             alone = {}
             for seed, tokens in prompts.items():
                 vllm.forget()
@@ -242,6 +248,7 @@ def test_preemption_meets_saves(tmp_path: Path, model: Path) -> None:
             assert {seed: answer.result() for seed, answer in asked.items()} == alone
             vllm.settle()
             assert vllm.metric("num_preemptions_total") > 0
+            assert bool(drafts) == bool(vllm.metric("spec_decode_num_draft_tokens_total"))
             until(lambda: len(adapter.of(Over)) == 2 * len(prompts))
         assert not adapter.errors
         assert set(adapter.blocks) == set(expected)
@@ -258,3 +265,61 @@ def difference(block: list[bytes], other: list[bytes]) -> float:
         for ours, theirs in zip(block, other, strict=True)
     ]
     return max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in layers)
+
+
+CONFIGS = """
+from types import SimpleNamespace as Some
+import torch
+from isthmus_vllm.connector import refusal
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+spec = dict(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
+full, window = FullAttentionSpec(**spec), SlidingWindowSpec(**spec, sliding_window=64)
+
+def tell(draft=None, specs=(full,), **changes):
+    transfer = dict(kv_load_failure_policy="recompute", is_kv_producer=True, is_kv_consumer=True)
+    transfer |= dict(kv_connector_extra_config={"socket": "/s"})
+    parallel = dict(world_size=1, data_parallel_size=1, decode_context_parallel_size=1)
+    for name, value in changes.items():
+        (parallel if name in parallel else transfer)[name] = value
+    method = None if draft is None else Some(method=draft)
+    config = Some(kv_transfer_config=Some(**transfer), parallel_config=Some(**parallel), speculative_config=method)
+    print(refusal(config, Some(kv_cache_groups=[Some(kv_cache_spec=one) for one in specs])))
+
+tell()
+tell(draft="ngram")
+tell(kv_load_failure_policy="fail")
+tell(is_kv_consumer=False)
+tell(kv_connector_extra_config={})
+tell(kv_connector_extra_config={"socket": "/s", "sockets": 1})
+tell(world_size=2)
+tell(data_parallel_size=2)
+tell(decode_context_parallel_size=2)
+tell(specs=(full, full))
+tell(specs=(window,))
+tell(specs=(FullAttentionSpec(**spec, non_causal=True),))
+tell(draft="eagle")
+"""
+
+
+def test_what_cannot_be_right_is_refused_at_the_start() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "VLLM_TARGET_DEVICE": "cpu"}
+    told = subprocess.run(
+        [PYTHON, "-c", CONFIGS], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    lines = told.splitlines()[-13:]
+    assert lines[:2] == ["None", "None"]
+    words = [
+        "recompute",
+        "kv_both",
+        "socket",
+        "sockets",
+        "rank",
+        "rank",
+        "rank",
+        "group",
+        "group",
+        "group",
+        "eagle",
+    ]
+    assert all(word in line for word, line in zip(words, lines[2:], strict=True)), told

@@ -76,6 +76,8 @@ def refusal(config: VllmConfig, kv: KVCacheConfig) -> str | None:
     spec = groups[0].kv_cache_spec if groups else None
     if transfer.kv_load_failure_policy != "recompute":
         return 'kv_load_failure_policy must be "recompute": a load may fail at any time'
+    if not (transfer.is_kv_producer and transfer.is_kv_consumer):
+        return 'kv_role must be "kv_both"'
     if not isinstance(extra.get("socket"), str):
         return 'kv_connector_extra_config must have "socket", the path of the adapter\'s socket'
     if unknown := sorted(set(extra) - set(_SETTINGS)):

@@ -32,8 +32,10 @@ class Pages(Protocol):
     def mark(self) -> object:
         """The present point of the model's work, for `store`."""
 
-    def store(self, block: int, staging: Area, slot: int, *, after: object) -> Seals:
-        """Copies a block to a slot, as it is once the work before `after` is done. Waits until it is there."""
+    def store(
+        self, blocks: Sequence[int], staging: Area, slots: Sequence[int], *, after: object
+    ) -> list[Seals]:
+        """Copies blocks to slots, as they are once the work before `after` is done. Waits until they are there."""
 
     def fetch(self, arena: Area, slot: int, block: int, seals: Seals) -> bool:
         """Copies a slot to a block; False if the bytes that were copied do not fit the seals. May not be there before
@@ -107,7 +109,12 @@ class CpuPages:
     def mark(self) -> None:
         return None  # the model's work is done when its Python call returns
 
-    def store(self, block: int, staging: Area, slot: int, *, after: object) -> Seals:
+    def store(
+        self, blocks: Sequence[int], staging: Area, slots: Sequence[int], *, after: object
+    ) -> list[Seals]:
+        return [self._store(block, staging, slot) for block, slot in zip(blocks, slots, strict=True)]
+
+    def _store(self, block: int, staging: Area, slot: int) -> Seals:
         self._check(block, staging)
         seals = []
         for layer, (start, stride) in enumerate(self._starts):
@@ -154,23 +161,28 @@ class CudaPages:
         self._next = 0
 
     def adopt_staging(self, staging: Area) -> None:
-        # Copies to pageable memory are right too, only slower: whether it can be pinned does not matter.
         bytes_SLX = staging.bytes_SLX
-        torch.cuda.cudart().cudaHostRegister(bytes_SLX.data_ptr(), bytes_SLX.numel(), 0)
+        error = torch.cuda.cudart().cudaHostRegister(bytes_SLX.data_ptr(), bytes_SLX.numel(), 0)
+        if error.value:
+            raise RuntimeError(f"the staging area cannot be pinned: {error}")
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream())
         return event
 
-    def store(self, block: int, staging: Area, slot: int, *, after: object) -> Seals:
+    def store(
+        self, blocks: Sequence[int], staging: Area, slots: Sequence[int], *, after: object
+    ) -> list[Seals]:
         assert isinstance(after, torch.cuda.Event)
         with torch.cuda.stream(self._out):
             self._out.wait_event(after)
-            for view, into in zip(self._views, staging.bytes_SLX[slot], strict=True):
-                into.copy_(view[block], non_blocking=True)
+            for block, slot in zip(blocks, slots, strict=True):
+                for view, into in zip(self._views, staging.bytes_SLX[slot], strict=True):
+                    into.copy_(view[block], non_blocking=True)
         self._out.synchronize()
-        return tuple([self._at.seal(staging.address(slot, layer)) for layer in range(self.num_layers)])
+        layers = range(self.num_layers)
+        return [tuple([self._at.seal(staging.address(slot, layer)) for layer in layers]) for slot in slots]
 
     def fetch(self, arena: Area, slot: int, block: int, seals: Seals) -> bool:
         bounce, self._next = self._next, (self._next + 1) % self._BOUNCES

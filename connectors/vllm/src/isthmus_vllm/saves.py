@@ -119,9 +119,7 @@ class Saver(threading.Thread):
         if not slots or self._sessions.setdefault(order.request, session) != session:
             self._slots.free(session, slots)
             return False
-        seals = []
-        for block, slot in zip(order.blocks, slots, strict=False):
-            seals.append(self._pages.store(block, self._staging, slot, after=after))
+        seals = self._pages.store(order.blocks[: len(slots)], self._staging, slots, after=after)
         names = order.names[: len(slots)]
         save = Save(order.key, order.first, order.parent, names, tuple(slots), tuple(seals))
         return self._send(session, save) and len(slots) == len(order.blocks)

@@ -42,6 +42,8 @@ clusters.east.hardware clusters.east.gpus clusters.east.cost clusters.east.price
 engine.kind engine.hardware engine.gpus engine.runtime engine.cost
 engine.dtype engine.device engine.threads engine.block_size engine.kv_memory engine.token_budget
 engine.prompt_batch engine.max_sequences engine.max_length engine.batches
+engine.vllm.python engine.vllm.args engine.vllm.env engine.vllm.attach engine.vllm.served_model_name
+engine.vllm.sockets engine.vllm.transfer
 scheduling.admission scheduling.order scheduling.chunking scheduling.partial_prefills
 scheduling.reserve scheduling.sticky_blocks scheduling.balancing_threshold
 scheduling.decode_s scheduling.load_limit scheduling.seed
@@ -217,6 +219,37 @@ def test_a_number_of_bytes_is_itself(size: int) -> None:
         ("reuse: {max_prompts: 0}", "reuse.max_prompts: Input should be greater than or equal to 1 (found 0)"),
         ("reuse: {min_tokens: 0}", "reuse.min_tokens: Input should be greater than or equal to 1 (found 0)"),
         ("reuse: {tenant: {}}", "unknown key 'reuse.tenant'; did you mean 'tenants'?"),
+        ("engine: {vllm: {python: python3}}", "engine.vllm: only with engine.kind: vllm"),
+        ("engine: {kind: vllm}", "cache.dram: vLLM nodes hand KV over through it; give it, or"),
+        ("engine: {kind: vllm, vllm: {transfer: nixl}}\ncache: {dram: 1GiB}", "cache: with engine.vllm.transfer: nixl"),
+        (
+            "engine: {kind: vllm, vllm: {transfer: nixl}}\nclusters: {a: {roles: {mixed: 1}}}",
+            "engine.vllm.transfer: nixl does not cross clusters",
+        ),
+        (
+            "engine: {kind: vllm}\ncache: {dram: 1GiB}\nlending: {policy: ledger}",
+            "lending.policy: vLLM nodes lend no KV memory",
+        ),
+        (
+            "engine: {kind: vllm}\ncache: {dram: 1GiB}\nnetwork: {compression: int8}",
+            "network.compression: vLLM's KV is not ours to quantise",
+        ),
+        (
+            "engine: {kind: vllm, batches: 2}\ncache: {dram: 1GiB}",
+            "engine.batches: vLLM plans its own batches",
+        ),
+        (
+            "engine: {kind: vllm, vllm: {attach: 'http://h:1'}}",
+            "engine.vllm: attach: give sockets too",
+        ),
+        (
+            "engine: {kind: vllm, vllm: {sockets: /s}}",
+            "engine.vllm: sockets: only with attach",
+        ),
+        (
+            "engine: {kind: vllm, vllm: {attach: 'http://h:1', sockets: /s, python: p}}",
+            "engine.vllm: attach: python, args and env are for a server that is started here",
+        ),
         ("engine: {batches: 0}", "engine.batches: Input should be greater than or equal to 1 (found 0)"),
         ("network: {rtt_us: -1}", "network.rtt_us: Input should be greater than or equal to 0 (found -1)"),
         ("model: 5", "model: Input should be a valid string (found 5)"),
@@ -236,7 +269,7 @@ def test_a_number_of_bytes_is_itself(size: int) -> None:
         ("policy: isthmsu", "policy: no policy; did you mean 'isthmus'? (found 'isthmsu')"),
         ("policy: my.py", "policy: no policy; valid: "),
         ("policy: my.py:a b", "policy: no policy; valid: "),
-        ("engine: {kind: vllm}", "engine.kind: Input should be 'torch' or 'emulated' (found 'vllm')"),
+        ("engine: {kind: vllmm}", "engine.kind: Input should be 'torch', 'emulated' or 'vllm' (found"),
         ("engine: {runtime: sglang}", "engine.runtime: Input should be 'vllm' or 'trtllm'"),
         ("engine: {gpus: 0}", "engine.gpus: Input should be greater than or equal to 1"),
         ("engine: {cost: 5}", "engine.cost"),

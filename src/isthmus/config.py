@@ -180,6 +180,14 @@ class VllmConfig(_Section):
     sockets: str | None = None
     transfer: Literal["pool", "nixl"] = "pool"
 
+    @field_validator("env")
+    @classmethod
+    def _are_variables(cls, env: dict[str, str]) -> dict[str, str]:
+        for name in env:
+            if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
+                raise ValueError(f"{name!r} is no name of an environment variable")
+        return env
+
     @model_validator(mode="after")
     def _attaches_whole(self) -> VllmConfig:
         if self.attach is not None and self.sockets is None:

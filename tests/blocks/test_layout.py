@@ -38,6 +38,7 @@ def test_layouts_that_differ_in_one_field_have_different_fingerprints() -> None:
         "codec": "int8",
         "vectors": 1,
         "state_bytes": 4096,
+        "form": "vllm0.32.0/nixl",
     }
     assert set(changes) == set(KVLayout.__struct_fields__)
     layouts = [LAYOUT, *(replace(LAYOUT, **{field: value}) for field, value in changes.items())]

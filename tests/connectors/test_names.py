@@ -12,7 +12,7 @@ from isthmus_vllm.names import Chain
 
 LAYOUT = KVLayout(dtype="bfloat16", block_size=4, num_layers=3, num_kv_heads=2, head_dim=8)
 NAMER = BlockNamer(revision="r1", layout=LAYOUT, salt="tenant")
-KEY = NAMER._key
+KEY = NAMER.key
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.lists(st.integers(0, 10), max_size=4))

@@ -30,6 +30,7 @@ from isthmus.types import Reuse
 # Adding an option means adding it here, and saying in the commit why it must exist.
 OPTIONS = """
 model served_model_name tool_format host port policy record join_host join_port token
+placement ray.spread
 roles.prefill.count roles.prefill.hardware roles.prefill.gpus roles.prefill.max_sequences roles.prefill.pipeline
 roles.decode.count roles.decode.hardware roles.decode.gpus roles.decode.max_sequences roles.decode.pipeline
 roles.mixed.count roles.mixed.hardware roles.mixed.gpus roles.mixed.max_sequences roles.mixed.pipeline

@@ -16,7 +16,7 @@ from isthmus.errors import ConfigError, IsthmusError
 from isthmus.types import NodeId, Role
 
 if TYPE_CHECKING:
-    from isthmus.cluster.launcher import LaunchSpec
+    from isthmus.cluster.hosts import LaunchSpec
     from isthmus.cluster.process import EngineProcess
     from isthmus.config import Config
 
@@ -35,7 +35,7 @@ def node(
     launched: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Add one node to a running cluster. The cluster's token is read from ISTHMUS_TOKEN or the config."""
-    from isthmus.cluster.launcher import LaunchSpec
+    from isthmus.cluster.hosts import LaunchSpec
 
     if launched:
         _run_launched()
@@ -73,8 +73,9 @@ def node(
         threads=settings.engine.threads or len(os.sched_getaffinity(0)),
         config=as_computed(settings, folder).model_dump_json(exclude_unset=True),
         cluster=cluster or "",
+        host=host,
     )
-    print(f"{spec.node}: {_run(spec, host=host, watch_stdin=False)}", file=sys.stderr)
+    print(f"{spec.node}: {_run(spec, watch_stdin=False)}", file=sys.stderr)
 
 
 def _in_cluster(config: Config, name: str | None) -> Config:
@@ -92,24 +93,24 @@ def _in_cluster(config: Config, name: str | None) -> Config:
 
 def _run_launched() -> None:
     """A child of the launcher: its specification on standard input, trouble on standard output."""
-    from isthmus.cluster.launcher import LaunchSpec, Trouble
+    from isthmus.cluster.hosts import LaunchSpec, Trouble
 
     line = sys.stdin.buffer.readline()
     if not line:
         sys.exit(1)  # the launcher died before it said what to be
     try:
-        _run(msgspec.json.decode(line, type=LaunchSpec), host="127.0.0.1", watch_stdin=True)
+        _run(msgspec.json.decode(line, type=LaunchSpec), watch_stdin=True)
     except IsthmusError as error:
         sys.stdout.buffer.write(msgspec.json.encode(Trouble(str(error))) + b"\n")
         sys.stdout.flush()
         sys.exit(error.exit_code)
 
 
-def _run(spec: Any, *, host: str, watch_stdin: bool) -> str:
+def _run(spec: Any, *, watch_stdin: bool) -> str:
     # The worker thread gives the interpreter up only for an instant at a time; with Python's default of 5 ms
     # the event loop would send tokens in bursts.
     sys.setswitchinterval(SWITCH_S)
-    process = process_of(spec, host)
+    process = process_of(spec)
     import asyncio
 
     import uvloop
@@ -118,9 +119,8 @@ def _run(spec: Any, *, host: str, watch_stdin: bool) -> str:
         return runner.run(_serve(process, watch_stdin=watch_stdin))
 
 
-def process_of(spec: LaunchSpec, host: str) -> EngineProcess:
-    """What `spec` says, with its engine and its store, ready to run. `host`: where other nodes reach it. Raises
-    ModelError, ConfigError or StartError."""
+def process_of(spec: LaunchSpec) -> EngineProcess:
+    """What `spec` says, with its engine and its store, ready to run. Raises ModelError, ConfigError or StartError."""
     from isthmus.cli.engines import node_facts, open_engine, store_opener
     from isthmus.cluster.node import NodeProcess
     from isthmus.cluster.process import NodeOptions, Runtime
@@ -139,7 +139,7 @@ def process_of(spec: LaunchSpec, host: str) -> EngineProcess:
         join=spec.join,
         token=spec.token,
         transfer_s=config.limits.transfer_s,
-        host=host,
+        host=spec.host,
         shares_memory=config.cache.share == "host" and not spec.cluster,
         link_s=config.limits.link_s,
         stage=spec.stage,

@@ -21,7 +21,7 @@ def shaped(config: Config, cores: int) -> tuple[Config, str]:
     """The configuration with the nodes that suit so many cores, and why, in a sentence; as it is and "" where it names
     nodes, or where cores are not what they compute with."""
     engine = config.engine
-    if config.clusters or "roles" in config.model_fields_set:
+    if config.clusters or "roles" in config.model_fields_set or config.placement != "local":
         return config, ""
     if engine.kind == "emulated" or engine.device not in (None, "cpu"):
         return config, ""

@@ -99,6 +99,7 @@ class RayHosts(Hosts):
         self._groups: list[PlacementGroup] = []
         self._places: dict[str, PlacementGroupSchedulingStrategy] = {}
         self._keepers: dict[str, Any] = {}
+        self._started: dict[str, Any] = {}
         self._seats: dict[str, Seat] = {}
 
     def prepare(self, model: Path, processes: Sequence[Process], num_bytes: Mapping[NodeId, int]) -> None:
@@ -178,6 +179,7 @@ class RayHosts(Hosts):
         return Seat(process.name, msgspec.json.decode(said, type=Report), int(memory))
 
     def _leave(self, name: str) -> None:
+        self._started.pop(name, None)
         keeper = self._keepers.pop(name, None)
         if keeper is not None:
             ray.kill(keeper)
@@ -188,21 +190,22 @@ class RayHosts(Hosts):
             seat = await self._sit(process)
             check_seats(self._here, [seat], self._taken)
         spec = msgspec.structs.replace(spec, host=seat.report.address)
+        keeper = self._started[process.name] = self._keepers[process.name]
         try:
-            await self._keepers[process.name].start.remote(msgspec.json.encode(spec))
+            await keeper.start.remote(msgspec.json.encode(spec))
         except RayError as error:
             raise StartError(f"{process.name} on {seat.report.address}: {_one_line(error)}") from None
 
     async def wait(self, process: Process) -> str:
         try:
-            return (await self._keepers[process.name].wait.remote()).decode()
+            return (await self._started[process.name].wait.remote()).decode()
         except RayError as error:
             return f"its actor is gone: {_one_line(error)}"
 
     async def close(self) -> None:
         if not ray.is_initialized():
             return
-        await asyncio.gather(*[_stopped(keeper.stop.remote()) for keeper in self._keepers.values()])
+        await asyncio.gather(*[_stopped(keeper.stop.remote()) for keeper in self._started.values()])
         for name in list(self._keepers):
             self._leave(name)
         for group in self._groups:
@@ -211,7 +214,7 @@ class RayHosts(Hosts):
 
 
 async def _stopped(answer: Any) -> None:
-    """An actor that is gone, or was never placed, has no process that could be left."""
+    """An actor that is gone has no process that could be left."""
     with contextlib.suppress(RayError, TimeoutError):
         await asyncio.wait_for(_answer(answer), 2 * STOP_S)
 

@@ -116,15 +116,19 @@ def hosts_of(config: Config) -> Hosts:
     """Those that `placement` names. Raises ConfigError when that needs what is not installed."""
     if config.placement == "local":
         return LocalHosts(config)
+    found: Hosts = with_ray("placement: ray").RayHosts(config)
+    return found
+
+
+def with_ray(asked: str) -> Any:
+    """The module that imports Ray, which takes a second and need not be installed. Raises ConfigError without it."""
     try:
-        from isthmus.cluster.ray_hosts import RayHosts
+        from isthmus.cluster import ray_hosts
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        raise ConfigError(
-            "placement: ray needs Ray, which is not installed: pip install 'isthmus[ray]'"
-        ) from None
-    return RayHosts(config)
+        raise ConfigError(f"{asked} needs Ray, which is not installed: pip install 'isthmus[ray]'") from None
+    return ray_hosts
 
 
 class LocalHosts(Hosts):

@@ -1,4 +1,4 @@
-"""Nodes on the machines of a Ray cluster. The only module that imports ray.
+"""Nodes, and workers of sweeps, on the machines of a Ray cluster. The only module that imports ray.
 
     driver (`isthmus serve`)                    a machine of the cluster
     RayHosts ── placement groups ──> Ray ──> actor `Keeper` ── pipe ──> `isthmus node --launched`
@@ -49,8 +49,9 @@ from isthmus.cluster.machines import (
 )
 from isthmus.config import Config, keep_ray_to_itself
 from isthmus.deploy import gpus_of, role_config
-from isthmus.errors import StartError
+from isthmus.errors import ConfigError, IsthmusError, StartError
 from isthmus.types import NodeId
+from isthmus.workers import Pool, Progress, Work, answer
 
 log = logging.getLogger(__name__)
 
@@ -216,10 +217,10 @@ class RayHosts(Hosts):
 async def _stopped(answer: Any) -> None:
     """An actor that is gone has no process that could be left."""
     with contextlib.suppress(RayError, TimeoutError):
-        await asyncio.wait_for(_answer(answer), 2 * STOP_S)
+        await asyncio.wait_for(_of(answer), 2 * STOP_S)
 
 
-async def _answer(answer: Any) -> Any:
+async def _of(answer: Any) -> Any:
     return await answer
 
 
@@ -261,6 +262,63 @@ class Keeper:
 
 
 _KEEPER = ray.remote(Keeper)
+
+
+class RayPool(Pool):
+    """A core of the Ray cluster for each worker, which runs there as it would here."""
+
+    def run(self, module: str, works: Sequence[Work], report: Progress | None = None) -> list[bytes]:
+        connect()
+        try:
+            return self._run(module, works, report)
+        finally:
+            ray.shutdown()
+
+    def _run(self, module: str, works: Sequence[Work], report: Progress | None) -> list[bytes]:
+        moved = {id(work.shared): work.shared for work in works}
+        shared = {key: ray.put(common) for key, common in moved.items()}
+        waiting = {
+            _ANSWER.remote(module, shared[id(work.shared)], work.own): at for at, work in enumerate(works)
+        }
+        found = [b""] * len(works)
+        try:
+            while waiting:
+                [done], _ = ray.wait(list(waiting), num_returns=1)
+                found[waiting.pop(done)] = _told(ray.get(done))
+                if report is not None:
+                    report(len(works) - len(waiting), len(works))
+        except RayError as error:
+            raise IsthmusError(f"a worker was lost: {_one_line(error)}") from None
+        finally:
+            for task in waiting:
+                ray.cancel(task, force=True)
+        return found
+
+
+class _Told(msgspec.Struct, frozen=True):
+    """An answer, or what went wrong; `config`: whether that is the user's to mend."""
+
+    answer: bytes = b""
+    wrong: str = ""
+    config: bool = False
+
+
+def _told(said: bytes) -> bytes:
+    told = msgspec.msgpack.decode(said, type=_Told)
+    if told.wrong:
+        raise (ConfigError if told.config else IsthmusError)(told.wrong)
+    return told.answer
+
+
+def _answer(module: str, shared: bytes, own: bytes) -> bytes:
+    try:
+        told = _Told(asyncio.run(answer(module, Work(shared, own))))
+    except IsthmusError as error:
+        told = _Told(wrong=str(error), config=isinstance(error, ConfigError))
+    return msgspec.msgpack.encode(told)
+
+
+_ANSWER = ray.remote(num_cpus=1, max_retries=3)(_answer)
 
 
 def _one_line(error: BaseException) -> str:

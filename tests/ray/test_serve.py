@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +23,7 @@ from isthmus.deploy import places_of
 from isthmus.engine.emulated import expected_tokens, recipe_of
 from isthmus.errors import StartError
 from tests.models import make_model
-from tests.ray.machines import EAST, SPARE, WEST, Machines, machine_of, machines, nodes, parent_of
+from tests.ray.machines import EAST, SPARE, WEST, Machines, machine_of, nodes, parent_of
 from tests.served import LIMIT_S, alive, command, serve, streamed
 
 pytestmark = [
@@ -42,14 +41,6 @@ CLUSTERS = {
 }
 PROMPT = [at % 200 for at in range(600)]
 SHORT = [1, 2, 3]
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Machines]:
-    with machines() as found:
-        found.add(EAST, 4, "east")
-        found.add(WEST, 4, "west")
-        yield found
 
 
 def expected(prompt: list[int], count: int) -> list[int]:

@@ -135,6 +135,8 @@ def unplaced(bundles: Iterable[Bundle], machines: Sequence[Machine], *, alone: b
     left = [dict(machine.resources) for machine in machines]
     for bundle in bundles:
         right = [at for at, machine in enumerate(machines) if machine.takes(bundle)]
+        if not machines:
+            return f"{bundle.name} needs {shown(bundle.resources)}, and there is no machine"
         if not right:
             return f"{bundle.name} needs a machine with the label {LABEL}={bundle.cluster}, and none has it"
         if not any(_holds(machines[at].resources, bundle.resources) for at in right):

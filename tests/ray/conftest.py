@@ -11,8 +11,8 @@ from tests.ray.machines import EAST, WEST, Machines, machines
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Machines]:
-    """Two machines of 4 cores beside one that takes nothing."""
+    """Two machines beside one that takes nothing."""
     with machines() as found:
-        found.add(EAST, 4, "east")
-        found.add(WEST, 4, "west")
+        found.add(EAST, "east")
+        found.add(WEST, "west", gpus=3)
         yield found

@@ -27,10 +27,10 @@ class Machines:
         self._cluster = cluster
         self.address = str(cluster.address)
 
-    def add(self, address: str, cpus: int, cluster: str) -> Any:
-        return self._cluster.add_node(
-            num_cpus=cpus, node_ip_address=address, labels={"isthmus-cluster": cluster} if cluster else {}
-        )
+    def add(self, address: str, cluster: str = "", gpus: int = 0) -> Any:
+        """Of 6 cores. Its GPUs are only counted."""
+        labels = {"isthmus-cluster": cluster} if cluster else {}
+        return self._cluster.add_node(num_cpus=6, num_gpus=gpus, node_ip_address=address, labels=labels)
 
     def remove(self, machine: Any) -> None:
         """As if it lost its power."""
@@ -55,20 +55,38 @@ def machines() -> Iterator[Machines]:
 
 
 def nodes() -> dict[str, int]:
-    """Process ids of all nodes that were launched on this machine, by name."""
-    found = {}
+    """Process ids of all nodes on these machines, by name."""
+    return {words[words.index("--name") + 1]: pid for pid, words in _started("--launched")}
+
+
+def workers() -> list[int]:
+    """Process ids of all workers of sweeps on these machines."""
+    return [pid for pid, _ in _started("isthmus.bench.policy_cells")]
+
+
+def _started(word: str) -> Iterator[tuple[int, list[str]]]:
+    """Processes with this word among their arguments, whose parent a machine has started. Others of this computer, of
+    tests that run beside these, are none of ours."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if b"--launched" in words and alive(int(folder.name)):
-                found[words[words.index(b"--name") + 1].decode()] = int(folder.name)
-    return found
+            words, pid = _words(int(folder.name)), int(folder.name)
+            if word in words and alive(pid) and machine_of(pid):
+                yield pid, words
+
+
+def _words(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
 
 
 def machine_of(pid: int) -> str:
-    """The address of the machine that a node was started on: that of the raylet which started its actor."""
-    words = Path(f"/proc/{parent_of(parent_of(pid))}/cmdline").read_bytes().decode().split("\0")
-    return next(word.partition("=")[2] for word in words if word.startswith("--node_ip_address="))
+    """The address of the machine that a process was started on: that of the raylet which started its actor or task."""
+    words = _words(parent_of(parent_of(pid)))
+    return next((word.partition("=")[2] for word in words if word.startswith("--node_ip_address=")), "")
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(word.split("=", 1) for word in words if word)
 
 
 def parent_of(pid: int) -> int:

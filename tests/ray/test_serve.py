@@ -23,7 +23,7 @@ from isthmus.deploy import places_of
 from isthmus.engine.emulated import expected_tokens, recipe_of
 from isthmus.errors import StartError
 from tests.models import make_model
-from tests.ray.machines import EAST, SPARE, WEST, Machines, machine_of, nodes, parent_of
+from tests.ray.machines import EAST, SPARE, WEST, Machines, environment_of, machine_of, nodes, parent_of
 from tests.served import LIMIT_S, alive, command, serve, streamed
 
 pytestmark = [
@@ -56,10 +56,9 @@ def test_nodes_join_from_the_machines_of_their_clusters(cluster: Machines, tmp_p
             "west-prefill-0": WEST,
             "west-decode-0": WEST,
         }
-        for pid in found.values():
-            words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            assert not [word for word in words if word.startswith(b"RAY_")]
-            assert b"OMP_NUM_THREADS=1" in words
+        for environment in map(environment_of, found.values()):
+            assert not [name for name in environment if name.startswith("RAY_")]
+            assert environment["OMP_NUM_THREADS"] == "1"
         assert served.tokens(PROMPT, 50) == expected(PROMPT, 50)
         served.wait_until(lambda: served.gauge("tokens_computed_total")["east-prefill-0"] >= 600, "it crossed")
         with ThreadPoolExecutor(1) as pool:
@@ -70,6 +69,19 @@ def test_nodes_join_from_the_machines_of_their_clusters(cluster: Machines, tmp_p
             assert answer.result() == expected(SHORT, 300)
         assert served.process.wait(timeout=LIMIT_S) == 0
         assert not [pid for pid in found.values() if alive(pid)]
+
+
+def test_a_pipeline_group_lies_together_and_each_process_has_its_gpu(cluster: Machines, tmp_path: Path) -> None:
+    """Only one of the machines has any."""
+    engine = EMULATED["engine"] | {"device": "cuda"}
+    roles = {"prefill": {"count": 2, "pipeline": 2}, "decode": 1}
+    with serve(tmp_path, EMULATED | {"engine": engine, "roles": roles}) as served:
+        found = nodes()
+        assert found.keys() == {"prefill-0", "prefill-0.1", "decode-0"}
+        assert set(map(machine_of, found.values())) == {WEST}
+        devices = [environment_of(pid)["CUDA_VISIBLE_DEVICES"] for pid in found.values()]
+        assert sorted(devices) == ["0", "1", "2"]
+        assert served.tokens(PROMPT, 20) == expected(PROMPT, 20)
 
 
 def test_killed_children_and_actors_cost_no_token(cluster: Machines, tmp_path: Path) -> None:
@@ -96,7 +108,7 @@ def test_a_machine_that_is_lost_costs_no_token(cluster: Machines, tmp_path: Path
     """All of it at once, in the middle of four answers of a real model; the node comes back on another machine."""
     model = tmp_path / "tiny"
     make_model(model, "llama")
-    lost = cluster.add(SPARE, 4, "")
+    lost = cluster.add(SPARE)
     prompts = [[index, 2, 3, 4] * 50 for index in range(6)]
     settings = {
         "model": str(model),
@@ -117,7 +129,7 @@ def test_a_machine_that_is_lost_costs_no_token(cluster: Machines, tmp_path: Path
             os.kill(pid, signal.SIGKILL)
             assert [answer.result() for answer in answers] == before
         assert len(served.gauge("kv_blocks")) == 2
-        cluster.add(SPARE, 4, "")
+        cluster.add(SPARE)
         served.wait_until(lambda: len(served.gauge("kv_blocks")) == 3, "the node is back")
         assert machine_of(nodes()[where[SPARE]]) == SPARE
         assert served.tokens(prompts[0], 300) == before[0]
@@ -144,12 +156,22 @@ def test_what_cannot_be_placed_is_named(cluster: Machines, tmp_path: Path) -> No
     assert done.returncode == 4
     waiting, line = done.stderr.strip().splitlines()
     needs = (
-        r"prefill-0 needs 8 CPU, \d+ MiB of memory; the most that a machine has: 4 CPU, [\d,]+ MiB of memory"
+        r"prefill-0 needs 8 CPU, \d+ MiB of memory; the most that a machine has: 6 CPU, [\d,]+ MiB of memory"
     )
     assert re.fullmatch(f"isthmus: waiting for machines: {needs}", waiting)
     assert re.fullmatch(
         rf"isthmus: error: the nodes were not ready within 2 s \(limits.start_s\): {needs}", line
     )
+
+
+def test_machines_without_authentication_are_refused(
+    cluster: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from isthmus.cluster import ray_hosts
+
+    monkeypatch.setattr(ray_hosts, "get_authentication_mode", lambda: None)
+    with pytest.raises(StartError, match=r"has \d machines and no authentication"):
+        ray_hosts.connect()
 
 
 def test_another_version_is_refused(cluster: Machines, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ from isthmus.planner.search import answer
 from isthmus.planner.trials import Trials
 from isthmus.workers import LocalPool
 from tests.planner.fleets import config, demand
-from tests.ray.machines import Machines
-from tests.served import LIMIT_S, POLL_S, command
+from tests.ray.machines import Machines, workers
+from tests.served import LIMIT_S, POLL_S, alive, command
 
 pytestmark = [
     pytest.mark.ray,
@@ -82,32 +82,24 @@ def test_a_workers_complaint_is_one_line(cluster: Machines) -> None:
         policies.run(sweep, ray_pool())
 
 
-def workers() -> list[int]:
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if b"isthmus.bench.policy_cells" in (folder / "cmdline").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return found
-
-
-def wait_for(some: bool) -> None:
-    until = time.monotonic() + LIMIT_S
-    while bool(workers()) is not some:
-        assert time.monotonic() < until, workers()
-        time.sleep(POLL_S)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_of_a_sweep_that_is_broken_off(cluster: Machines, number: signal.Signals) -> None:
     asked = ("bench", "policies", "--ray", "--trace", SPEC.format(num=1_000_000), "--nodes", "2,3")
     process = subprocess.Popen(command(*asked), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
-        wait_for(True)
+        wait_until(lambda: len(workers()) > 1)
+        started = workers()
         os.kill(process.pid, number)
         _, said = process.communicate(timeout=LIMIT_S)
         assert process.returncode != 0
         assert b"Traceback" not in said
-        wait_for(False)
+        wait_until(lambda: not workers() and not any(map(alive, started)))
     finally:
         process.kill()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(POLL_S)

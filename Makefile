@@ -6,7 +6,7 @@ WORKERS ?= 2
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test soak check mutants protections clean
+.PHONY: install serve test test-ray soak check mutants protections clean
 
 install: $(STAMP)
 
@@ -25,6 +25,11 @@ serve: install
 
 test: check
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+
+# Nodes and sweeps on a Ray cluster of several machines, all of them here; two minutes.
+test-ray: install
+	$(VENV)/bin/python -m pip install --quiet --editable '.[ray]'
+	$(VENV)/bin/python -m pytest -m ray tests/ray $(ARGS)
 
 # All rows of all matrices, with more and other drawn examples: 20 minutes to an hour.
 soak: install

@@ -11,8 +11,9 @@ import contextlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,14 +23,14 @@ from isthmus.cli.node import SWITCH_S, process_of
 from isthmus.cli.serve import assemble
 from isthmus.cluster import head as head_module
 from isthmus.cluster.head import Head
-from isthmus.cluster.launcher import Launcher
+from isthmus.cluster.hosts import Hosts, LaunchSpec, Process
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.process import EngineProcess
 from isthmus.config import Config, load_config
 from isthmus.gateway.server import bind, serve_http
 from isthmus.messenger import network
 from isthmus.messenger.tcp import TcpPort
-from isthmus.types import BlockName, Tier
+from isthmus.types import BlockName, NodeId, Tier
 from tests.served import LIMIT_S, POLL_S, Client
 
 Tiers = dict[BlockName, Tier]
@@ -41,20 +42,35 @@ _DEFAULTS = {"engine.threads": 1, "engine.kv_memory": "64MiB", "limits.silence_s
 """Nodes share this process: none of them can die alone, and a busy machine makes all of them late."""
 
 
-class TaskLauncher(Launcher):
-    """Starts each process of each node as a task."""
+class TaskHosts(Hosts):
+    """Starts each process of each node as a task. One that ended stays away."""
 
-    processes: list[EngineProcess]
+    def __init__(self) -> None:
+        self.processes: list[EngineProcess] = []
+        self._tasks: dict[str, asyncio.Task[str]] = {}
 
-    async def start(self) -> None:
-        self.processes = [process_of(self._spec_of(planned), "127.0.0.1") for planned in self._planned]
-        self._tasks = [asyncio.create_task(process.run()) for process in self.processes]
+    def prepare(self, model: Path, processes: Sequence[Process], num_bytes: Mapping[NodeId, int]) -> None:
+        """There is room."""
 
-    async def failure(self) -> None:
-        await asyncio.gather(*self._tasks)
+    def threads(self) -> int:
+        return 1
 
-    async def stop(self) -> None:
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    async def open(self) -> None:
+        """There is room."""
+
+    def missing(self) -> str:
+        return ""
+
+    async def start(self, process: Process, spec: LaunchSpec) -> None:
+        self.processes.append(process_of(spec))
+        self._tasks[process.name] = asyncio.create_task(self.processes[-1].run())
+
+    async def wait(self, process: Process) -> str:
+        await self._tasks[process.name]
+        return await asyncio.Future()
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
 
 class Inside(Client):
@@ -232,14 +248,14 @@ async def _hang_up(ports: list[TcpPort]) -> None:
 
 
 async def _serve(config: Config, key: str | None, opened: Future[Inside]) -> None:
-    cluster, app = assemble(config, TaskLauncher)
+    hosts = TaskHosts()
+    cluster, app = assemble(config, hosts)
     bound, end = bind(config.host, 0), asyncio.Event()
     url = f"http://{config.host}:{bound.getsockname()[1]}"
     async with cluster.run():
         http = asyncio.create_task(serve_http(app, bound, end, drain_s=1))
         await cluster.wait_ready()
-        launcher, loop = cluster._launcher, asyncio.get_running_loop()
-        assert isinstance(launcher, TaskLauncher)
-        cluster_inside = await asyncio.to_thread(Inside, url, cluster.head, launcher.processes, loop, end, key)
+        loop = asyncio.get_running_loop()
+        cluster_inside = await asyncio.to_thread(Inside, url, cluster.head, hosts.processes, loop, end, key)
         opened.set_result(cluster_inside)
         await http

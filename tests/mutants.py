@@ -31,7 +31,7 @@ import yaml
 from mutations import ROOT, Mutant, mutant, places
 
 # Of the executors all that needs no live processes.
-QUICK = "addresses cache fetches handover head link_monitor link_stats loans mover node pipeline "
+QUICK = "addresses cache fetches handover head link_monitor link_stats loans machines mover node pipeline "
 QUICK += "recorder reports runs sessions shaper stage streams trust virtual"
 # Of each room: its folder, the files that only live processes run, and its tests.
 ROOMS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
@@ -42,7 +42,7 @@ ROOMS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "messenger": ("messenger", (), ("tests/messenger",)),
     "executors": (
         "cluster",
-        ("launcher.py", "local.py", "process.py"),
+        ("hosts.py", "launcher.py", "local.py", "process.py", "ray_hosts.py"),
         ("tests/node", *(f"tests/cluster/test_{name}.py" for name in QUICK.split())),
     ),
 }

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import get_args
 
@@ -17,6 +18,7 @@ from isthmus.config import (
     cache_dir,
     child_environment,
     cluster_token,
+    keep_ray_to_itself,
     key_digest,
     load_config,
     parse_bytes,
@@ -30,6 +32,7 @@ from isthmus.types import Reuse
 # Adding an option means adding it here, and saying in the commit why it must exist.
 OPTIONS = """
 model served_model_name tool_format host port policy record placement join_host join_port token
+ray.spread
 roles.prefill.count roles.prefill.hardware roles.prefill.gpus roles.prefill.max_sequences roles.prefill.pipeline
 roles.decode.count roles.decode.hardware roles.decode.gpus roles.decode.max_sequences roles.decode.pipeline
 roles.mixed.count roles.mixed.hardware roles.mixed.gpus roles.mixed.max_sequences roles.mixed.pipeline
@@ -395,6 +398,23 @@ def test_a_child_gets_our_environment_and_its_threads(monkeypatch: pytest.Monkey
     assert environment["OMP_NUM_THREADS"] == "3"
 
 
+def test_of_what_ray_sets_a_child_gets_its_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_TOKEN", "RAY_JOB_ID", "SPT_NOENV", "PYTHONBREAKPOINT", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "1")
+    environment = child_environment(1)
+    assert environment["CUDA_VISIBLE_DEVICES"] == "1"
+    assert not [name for name in environment if name.startswith(("RAY", "SPT", "PYTHONB"))]
+
+
+def test_ray_started_here_tells_nobody_unless_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_USAGE_STATS_ENABLED", raising=False)
+    keep_ray_to_itself()
+    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "1")
+    keep_ray_to_itself()
+    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "1"
+
+
 TWO = "clusters: {east: {roles: {prefill: 1}, hardware: h200}, west: {roles: {prefill: 1, decode: 1}}}\n"
 
 
@@ -503,6 +523,34 @@ def test_what_no_header_can_carry_is_no_key(monkeypatch: pytest.MonkeyPatch, key
     monkeypatch.setenv("ISTHMUS_API_KEY", key)
     with pytest.raises(ConfigError, match=r"^ISTHMUS_API_KEY: a key is"):
         api_key("--api-key")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("placement: slurm", "placement: Input should be 'local' or 'ray'"),
+        ("ray: {spread: strickt}", "did you mean 'strict'?"),
+        (
+            TWO + "placement: ray\nlinks: [{between: [east, west], gbps: 1}]",
+            "with placement: ray give emulate: none",
+        ),
+        (
+            "placement: ray\nengine: {device: cuda:1}",
+            "engine.device: with placement: ray write cuda, not cuda:1",
+        ),
+    ],
+)
+def test_what_other_machines_cannot_have_is_refused(file: Path, text: str, expected: str) -> None:
+    assert expected in complaint(file, text)
+
+
+def test_what_other_machines_can_have() -> None:
+    links = [{"between": ["east", "west"], "gbps": 1, "emulate": "none"}]
+    clusters = {"east": {"roles": {"prefill": 1}}, "west": {"roles": {"prefill": 1, "decode": 1}}}
+    config = load_config(
+        None, {"placement": "ray", "links": links, "clusters": clusters, "engine.device": "cuda"}
+    )
+    assert (config.placement, config.ray.spread) == ("ray", "pack")
 
 
 def test_what_is_asked_with(monkeypatch: pytest.MonkeyPatch) -> None:

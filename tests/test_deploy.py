@@ -19,6 +19,7 @@ from isthmus.deploy import (
     hardware_of,
     links_of,
     read_mapping,
+    rooted,
     rules_of,
 )
 from isthmus.errors import ConfigError
@@ -179,3 +180,18 @@ def test_a_published_profile_has_a_name() -> None:
     (dense,) = clusters_of(at_home(config, Path("/nowhere")))
     cost = cost_of(dense.config, dense.config.roles.prefill, None)
     assert isinstance(cost, Curve) and "Table 5" in cost.origin
+
+
+def test_processes_in_other_folders_find_the_files() -> None:
+    given = {
+        "engine.cost": "curve.json",
+        "clusters": {"east": {"cost": "/there/east.json"}, "west": {"cost": "prfaas-1t-h200x8"}},
+        "cache.folder": "~/kv",
+        "tls.key": "key.pem",
+        "record": "flight.jsonl",
+    }
+    config = rooted(load_config(None, given), Path("/here"))
+    assert (config.engine.cost, config.record) == ("/here/curve.json", "/here/flight.jsonl")
+    assert [cluster.cost for cluster in config.clusters.values()] == ["/there/east.json", "prfaas-1t-h200x8"]
+    assert (config.tls.key, config.tls.certificate) == ("/here/key.pem", None)
+    assert config.cache.folder == str(Path("~/kv").expanduser())

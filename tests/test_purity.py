@@ -109,6 +109,11 @@ def test_words_that_only_look_dangerous_are_allowed() -> None:
     assert list(dangers_of(ast.parse("model.eval()\nyaml.safe_load(f)\njson.load(f)\n'eval(x)'"))) == []
 
 
+def test_one_module_imports_ray() -> None:
+    found = [path for path in SOURCES if "ray" in imports_of(ast.parse(path.read_text()))]
+    assert [str(path.relative_to(SRC)) for path in found] == ["cluster/ray_hosts.py"]
+
+
 def test_the_package_and_pure_rooms_load_little() -> None:
     """That is what lets them load in well under 0.3 s; the time itself no test should judge."""
     rooms = ["isthmus", *(f"isthmus.{room}" for room in PURE)]

@@ -34,6 +34,8 @@ POLICIES = ("random", "round_robin", "least_loaded", "sticky", "local_aware", "m
 _NAME = re.compile(r"[a-zA-Z][a-zA-Z0-9-]*")
 _KEY = re.compile(r"[!-~]{1,512}")
 _KEY_VARIABLE = "ISTHMUS_API_KEY"
+_RAYS = ("RAY_", "SPT_NOENV", "PYTHONBREAKPOINT")
+"""How names begin that Ray puts into the environment of its workers, its token's among them."""
 _SECRETS = ("auth", "token")
 """What complaints never quote: somebody writes a key where its digest belongs."""
 DEFAULT_TENANT = "default"
@@ -360,11 +362,17 @@ class SchedulingConfig(_Section):
     seed: int = 0
 
 
+class RayConfig(_Section):
+    """Of `placement: ray`. `spread`: on as few machines as hold them, or each node on one that has no other."""
+
+    spread: Literal["pack", "strict"] = "pack"
+
+
 class Config(_Section):
     """A deployment. `model`: a folder, a GGUF file, a hub id, or None for the default model. `tool_format`: how the
     model writes calls of tools, which `auto` takes from its chat template.
 
-    `placement`: who starts the nodes, `isthmus serve` on this machine, or somebody else (`join`).
+    `placement`: who starts the nodes: `isthmus serve`, on this machine or on those of a Ray cluster, or somebody else.
     `join_host`, `join_port`: where nodes of other machines join (0: a free port); `token`: what they must show,
     drawn at random when None. `auth` is the gateway's alone: no dump of a configuration has it.
     """
@@ -374,7 +382,7 @@ class Config(_Section):
     tool_format: Literal["auto", "hermes", "llama3", "qwen_coder", "mistral"] = "auto"
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
-    placement: Literal["local", "join"] = "local"
+    placement: Literal["local", "ray", "join"] = "local"
     roles: RolesConfig = RolesConfig()
     clusters: dict[str, ClusterConfig] = Field(default_factory=dict)
     links: tuple[LinkConfig, ...] = ()
@@ -390,6 +398,7 @@ class Config(_Section):
     lending: LendingConfig = LendingConfig()
     limits: LimitsConfig = LimitsConfig()
     record: str | None = None
+    ray: RayConfig = RayConfig()
     join_host: str = "127.0.0.1"
     join_port: int = Field(0, ge=0, le=65535)
     token: str | None = None
@@ -437,6 +446,20 @@ class Config(_Section):
             raise ValueError("lending.policy: vLLM nodes lend no KV memory; use none")
         if engine.batches is not None:
             raise ValueError("engine.batches: vLLM plans its own batches; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _placement_fits(self) -> Config:
+        if self.placement != "ray":
+            return self
+        if any(link.emulate == "proxy" for link in self.links):
+            raise ValueError(
+                "links: emulate: proxy joins nodes of one machine; with placement: ray give emulate: none"
+            )
+        if self.engine.device not in (None, "cpu", "cuda"):
+            raise ValueError(
+                f"engine.device: with placement: ray write cuda, not {self.engine.device}: Ray says which one it is"
+            )
         return self
 
     @model_validator(mode="after")
@@ -587,11 +610,17 @@ def key_digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
+def keep_ray_to_itself() -> None:
+    """A Ray that is started by us tells its makers nothing about its use, unless the environment says that it may."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
 def child_environment(threads: int) -> dict[str, str]:
     """The environment of a node process: thread counts are set before torch starts its pools.
 
     Waiting OpenMP threads sleep instead of spinning, since nodes share the machine's cores. Keys are for
-    the gateway alone.
+    the gateway alone; of what Ray sets, only which devices are given to the process goes on.
     """
-    inherited = {name: value for name, value in os.environ.items() if name != _KEY_VARIABLE}
+    hidden = (_KEY_VARIABLE, *_RAYS)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
     return inherited | {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}

@@ -11,9 +11,13 @@ from typer.testing import CliRunner
 
 from isthmus.bench import policies
 from isthmus.bench.policies import Sweep, alone, overload, total
-from isthmus.bench.policy_cells import Cell, Outcome, Task, run_task, workload_of
+from isthmus.bench.policy_cells import Cell, Outcome, Task, common_of
+from isthmus.bench.policy_cells import run_task as run_with
+from isthmus.bench.policy_cells import workload_of as workload_with
 from isthmus.cli.main import app
 from isthmus.errors import ConfigError
+from isthmus.sim.workloads import Workload
+from isthmus.workers import LocalPool
 
 SPEC = "poisson:rate=4,num=60,input=3000,output=20,prefixes=5,prefix_tokens=4096"
 SMALL = Sweep((SPEC,), (2,), (1.0,), (1.3, 12.0), policies=("sticky", "mooncake-1", "isthmus"))
@@ -22,6 +26,14 @@ SMALL = Sweep((SPEC,), (2,), (1.0,), (1.3, 12.0), policies=("sticky", "mooncake-
 def task(source: str = SPEC, **fields: object) -> Task:
     given = {"nodes": 2, "decode": 2, "speed": 1.0, "seed": 1, "links": (3_000_000_000,)}
     return Task(source, **(given | {"policies": ("sticky", "isthmus")} | fields))  # type: ignore[arg-type]
+
+
+def run_task(asked: Task) -> list[Cell]:
+    return run_with(asked, common_of(asked))
+
+
+def workload_of(asked: Task) -> Workload:
+    return workload_with(asked, common_of(asked))
 
 
 def outcome(ttft_s: float, goodput: float) -> Outcome:
@@ -162,10 +174,10 @@ def test_a_deployment_file_gives_costs_and_limits(tmp_path: Path) -> None:
 
 def test_a_whole_sweep_is_repeatable_and_comparable(tmp_path: Path) -> None:
     heard: list[tuple[int, int]] = []
-    cells = policies.run(SMALL, 2, lambda done, of: heard.append((done, of)))
+    cells = policies.run(SMALL, LocalPool(2), lambda done, of: heard.append((done, of)))
     assert heard == [(1, 1)]
     assert [cell.link for cell in cells] == [1_300_000_000, 12_000_000_000]
-    assert cells == policies.run(SMALL, 1)
+    assert cells == policies.run(SMALL, LocalPool(1))
     written = policies.as_json(SMALL, cells)
     assert json.loads(json.dumps(written))["cells"] == written["cells"]
     assert written["totals"]["alone"]["cells"] == 2
@@ -175,7 +187,7 @@ def test_a_whole_sweep_is_repeatable_and_comparable(tmp_path: Path) -> None:
 
 def test_a_workers_complaint_is_one_line() -> None:
     with pytest.raises(ConfigError, match=r"^no-such-trace.jsonl: cannot be read"):
-        policies.run(Sweep(("no-such-trace.jsonl",), (2,), (1.0,), (3.0,)), 2)
+        policies.run(Sweep(("no-such-trace.jsonl",), (2,), (1.0,), (3.0,)), LocalPool(2))
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from isthmus.cli.serve import assemble, say_if_exact
-from isthmus.cluster.launcher import Launcher
+from isthmus.cluster.hosts import LocalHosts
 from isthmus.config import Config, load_config, with_keys
 from isthmus.gateway import GatewaySettings
 from isthmus.types import Reuse
@@ -43,7 +43,7 @@ def test_what_tenants_chose_reaches_the_gateway(
     config: Config = load_config(
         None, {**emulated, **ONE, "auth.keys": [{"tenant": "acme", "sha256": "0" * 64}]}
     )
-    assemble(with_keys(config, ["sk-own"]), Launcher)
+    assemble(with_keys(config, ["sk-own"]), LocalHosts(config))
     [settings] = given
     assert (settings.reuse, settings.tenant_reuse["default"]) == (Reuse.EXACT, Reuse.CHUNKS)
     said = capsys.readouterr().err

@@ -7,9 +7,10 @@ import socket
 import pytest
 
 from isthmus.cluster import addresses
-from isthmus.cluster.addresses import AddressBook, reached_at
+from isthmus.cluster.addresses import AddressBook
 from isthmus.cluster.launcher import LinkProcess
 from isthmus.cluster.messages import Neighbours
+from isthmus.cluster.own_address import reached_at
 from isthmus.cluster.shaper import LinkPorts, Point
 from isthmus.conductor import LinkRule
 from isthmus.errors import ConfigError, StartError, UnavailableError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isthmus.cluster.launcher import planned_processes
+from isthmus.cluster.hosts import planned_processes
 from isthmus.config import Config
 
 

@@ -37,6 +37,7 @@ def test_many_cores_are_shared_by_two() -> None:
         {"clusters": {"one": {"roles": {"mixed": 1}}}},
         {"engine": {"kind": "emulated", "hardware": "h200"}},
         {"engine": {"device": "cuda"}},
+        {"placement": "ray"},
     ],
 )
 def test_what_is_named_or_needs_no_cores_stays(given: dict[str, Any]) -> None:

@@ -8,19 +8,18 @@ as well.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from isthmus.bench.policy_cells import OURS, POLICIES, Cell, Outcome, Task
-from isthmus.errors import ConfigError, IsthmusError
+from isthmus.bench.policy_cells import OURS, POLICIES, Cell, Outcome, Task, common_of
+from isthmus.errors import ConfigError
+from isthmus.workers import Pool, Progress, Work
 
 GB = 1_000_000_000
 EQUAL_GOODPUT = 0.01
@@ -99,59 +98,19 @@ class Verdict(msgspec.Struct, frozen=True):
 # Running.
 
 
-def run(sweep: Sweep, jobs: int, report: Callable[[int, int], None] | None = None) -> list[Cell]:
-    """All cells, averaged over the seeds, in the order of the sweep. `report` hears (tasks done, of how many).
+def run(sweep: Sweep, pool: Pool, report: Progress | None = None) -> list[Cell]:
+    """All cells, averaged over the seeds, in the order of the sweep. `report` hears of tasks.
 
-    Raises ConfigError with what a worker says of a wrong trace or configuration.
+    Raises ConfigError for a trace or configuration that is wrong.
     """
-    if jobs < 1:
-        raise ConfigError(f"--jobs {jobs}: at least 1 process must run")
-    cells = asyncio.run(_run(sweep.tasks(), jobs, report))
-    return _averaged(cells)
-
-
-async def _run(tasks: list[Task], jobs: int, report: Callable[[int, int], None] | None) -> list[Cell]:
-    found: list[list[Cell]] = [[] for _ in tasks]
-    waiting = iter(enumerate(tasks))
-    done = itertools.count(1)
-
-    async def worker() -> None:
-        for index, task in waiting:
-            found[index] = await _cells(task)
-            if report is not None:
-                report(next(done), len(tasks))
-
-    try:
-        async with asyncio.TaskGroup() as workers:
-            for _ in range(min(jobs, len(tasks))):
-                workers.create_task(worker())
-    except ExceptionGroup as group:
-        raise group.exceptions[0] from None
-    return [cell for cells in found for cell in cells]
-
-
-async def _cells(task: Task) -> list[Cell]:
-    """A task in a process of its own, which does not outlive this one's interest in it."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "isthmus.bench.policy_cells",
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        output, errors = await process.communicate(msgspec.json.encode(task))
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        said = errors.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-        if process.returncode == 2:
-            raise ConfigError(said[-1])
-        raise IsthmusError(f"a worker of the benchmark ended with {process.returncode}: {said[-1]}")
-    return msgspec.json.decode(output, type=list[Cell])
+    tasks = sweep.tasks()
+    shared = {
+        source: msgspec.msgpack.encode(common_of(next(task for task in tasks if task.source == source)))
+        for source in dict.fromkeys(sweep.sources)
+    }
+    works = [Work(shared[task.source], msgspec.msgpack.encode(task)) for task in tasks]
+    answers = pool.run("isthmus.bench.policy_cells", works, report)
+    return _averaged(cell for found in answers for cell in msgspec.msgpack.decode(found, type=list[Cell]))
 
 
 def _averaged(cells: Iterable[Cell]) -> list[Cell]:

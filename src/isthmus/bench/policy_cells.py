@@ -1,13 +1,11 @@
 """The cells of `isthmus bench policies`: which cluster, which workload, and what each policy makes of it.
 
-Run as a module it is the worker of the benchmark: a `Task` as JSON on standard input, a list of `Cell` as JSON
-on standard output.
+Run as a module it is the worker of the benchmark: told a `Common` and a `Task`, it answers a list of `Cell`.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +15,14 @@ from isthmus.conductor import Rules
 from isthmus.config import load_config
 from isthmus.cost import Curve, hardware_named
 from isthmus.deploy import NodeFacts, Rates, Sequences
-from isthmus.errors import ConfigError, IsthmusError
+from isthmus.errors import ConfigError
 from isthmus.sim.deployment import FAR, Deployment, deployment_of
 from isthmus.sim.records import Result, Status
 from isthmus.sim.simulation import Simulation
 from isthmus.sim.summary import nearest_rank, within_limits
-from isthmus.sim.workloads import Replay, Workload, load
+from isthmus.sim.workloads import Replay, Workload, load, replayed
 from isthmus.types import NS_PER_S, NodeId, Role
+from isthmus.workers import serve
 
 OURS = "isthmus"
 POLICIES: dict[str, dict[str, Any]] = {
@@ -88,6 +87,16 @@ class Task(msgspec.Struct, frozen=True):
     limit: int | None = None
 
 
+class Common(msgspec.Struct, frozen=True):
+    """What all tasks of a source share. `trace`: the source as it stands, None where it is a specification, of which
+    each seed makes another one; `spread`: whether a seed spreads its arrivals. `base`: one prefill node and one decode
+    node with all that does not change from cell to cell."""
+
+    trace: Workload | None
+    spread: bool
+    base: Deployment
+
+
 class Outcome(msgspec.Struct, frozen=True):
     """Of completed requests, except `goodput`, a share of all: both limits kept."""
 
@@ -112,19 +121,28 @@ class Cell(msgspec.Struct, frozen=True):
     overload: dict[str, Outcome]
 
 
-def run_task(task: Task) -> list[Cell]:
-    """The cells of a task, one for each link. Raises ConfigError for a trace or configuration that is wrong."""
-    runs = _Runs(task)
+def common_of(task: Task) -> Common:
+    """What `task` has in common with all others of its source. Reads all files that any of them needs. Raises
+    ConfigError for a trace or configuration that is wrong."""
+    workload = load(task.source, Replay(limit=task.limit))
+    base = _base(task, workload.block_size)
+    if _is_spec(task.source):
+        return Common(None, False, base)
+    return Common(workload, _is_mooncake(task.source), base)
+
+
+def run_task(task: Task, common: Common) -> list[Cell]:
+    """The cells of a task, one for each link. Raises ConfigError when no request fits."""
+    runs = _Runs(task, common)
     return [runs.cell(link) for link in task.links]
 
 
 class _Runs:
     """The simulations of one task. `_linkless`: outcomes that hold for every link, by policy and knobs."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self._workload = workload_of(task)
-        self._base = _base(task, self._workload.block_size)
+    def __init__(self, task: Task, common: Common) -> None:
+        self._task, self._base = task, common.base
+        self._workload = workload_of(task, common)
         self._linkless: dict[str, Outcome] = {}
 
     def cell(self, link: int) -> Cell:
@@ -174,16 +192,17 @@ def outcome_of(result: Result) -> Outcome:
     )
 
 
-def workload_of(task: Task) -> Workload:
+def workload_of(task: Task, common: Common) -> Workload:
     """The seed spreads the arrivals of a Mooncake trace inside its 3 s steps; it is the seed of a generated
     workload; a trace with exact times has nothing to draw."""
-    replay = Replay(task.speed, limit=task.limit)
-    if _is_mooncake(task.source):
-        return load(task.source, Replay(task.speed, task.seed, task.limit))
-    if ":" in task.source and not Path(task.source).exists():
-        plain = re.sub(r",seed=[0-9]+", "", task.source)
-        return load(f"{plain},seed={task.seed}", replay)
-    return load(task.source, replay)
+    if common.trace is not None:
+        return replayed(common.trace, Replay(task.speed, task.seed if common.spread else None))
+    plain = re.sub(r",seed=[0-9]+", "", task.source)
+    return load(f"{plain},seed={task.seed}", Replay(task.speed, limit=task.limit))
+
+
+def _is_spec(source: str) -> bool:
+    return ":" in source and not Path(source).exists()
 
 
 def _is_mooncake(source: str) -> bool:
@@ -196,7 +215,6 @@ def _is_mooncake(source: str) -> bool:
 
 
 def _base(task: Task, block_size: int) -> Deployment:
-    """One prefill node and one decode node with all that does not change from cell to cell."""
     if task.config is not None:
         config = load_config(Path(task.config), {"roles": {"prefill": 1, "decode": 1}, "cache.ssd": task.ssd})
         if config.slo.ttft_ms is None:
@@ -241,14 +259,10 @@ def _nodes(task: Task, base: Deployment, link: int, order: str) -> tuple[NodeFac
     return tuple(nodes)
 
 
-def main() -> None:
-    task = msgspec.json.decode(sys.stdin.buffer.read(), type=Task)
-    try:
-        sys.stdout.buffer.write(msgspec.json.encode(run_task(task)))
-    except IsthmusError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+def answer(shared: bytes, own: bytes) -> bytes:
+    task = msgspec.msgpack.decode(own, type=Task)
+    return msgspec.msgpack.encode(run_task(task, msgspec.msgpack.decode(shared, type=Common)))
 
 
 if __name__ == "__main__":
-    main()
+    serve(answer)

@@ -231,7 +231,8 @@ def policies(
         bool, typer.Option("--shared-links", help="Sweep again with KV handed over on the same links.")
     ] = False,
     limit: Annotated[int | None, typer.Option(min=1, help="Only so many requests of each trace.")] = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes at once.")] = 2,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes at once; 2 if not given.")] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="On the machines of a Ray cluster.")] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Every placement policy in every cell of a sweep, simulated: isthmus against the best other one."""
@@ -241,8 +242,13 @@ def policies(
     from isthmus.cli.outputs import check_writable, write_json
     from isthmus.cli.simulate import progress_bar
     from isthmus.cli.tables import show
+    from isthmus.cluster.hosts import with_ray
+    from isthmus.errors import ConfigError
+    from isthmus.workers import LocalPool
 
     check_writable("--json", json_file)
+    if ray and jobs is not None:
+        raise ConfigError("--jobs: with --ray the cores of the cluster say how many; leave it out")
     sweep = bench.Sweep(
         tuple(trace),
         amounts.numbers("--nodes", nodes, int),
@@ -256,8 +262,9 @@ def policies(
         None if ssd is None else amounts.size("--ssd", ssd),
         limit,
     )
+    pool = with_ray("--ray").RayPool() if ray else LocalPool(jobs or 2)
     with progress_bar("sweeping") as progress:
-        cells = bench.run(sweep, jobs, progress)
+        cells = bench.run(sweep, pool, progress)
     show(*bench.tables(sweep, cells))
     for line in bench.summary_lines(cells):
         print(line)

@@ -19,7 +19,7 @@ from isthmus.types import NodeId, Role
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from isthmus.cluster.launcher import LaunchSpec
+    from isthmus.cluster.hosts import LaunchSpec
     from isthmus.cluster.process import EngineProcess, NodeOptions
     from isthmus.config import Config
     from isthmus.deploy import NodeFacts
@@ -45,8 +45,8 @@ def node(
     launched: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Add one node to a running cluster. The cluster's token is read from ISTHMUS_TOKEN or the config."""
-    from isthmus.cluster.addresses import reached_at
-    from isthmus.cluster.launcher import LaunchSpec
+    from isthmus.cluster.hosts import LaunchSpec
+    from isthmus.cluster.own_address import reached_at
 
     if launched:
         _run_launched()
@@ -91,18 +91,19 @@ def node(
         threads=settings.engine.threads or len(os.sched_getaffinity(0)),
         config=as_computed(settings, folder).model_dump_json(exclude_unset=True),
         cluster=cluster or "",
+        host=host,
     )
-    _run_alone(spec, host, settings.limits.start_s)
+    _run_alone(spec, settings.limits.start_s)
 
 
-def _run_alone(spec: LaunchSpec, host: str, join_s: float) -> None:
+def _run_alone(spec: LaunchSpec, join_s: float) -> None:
     """Whoever started it starts it again where it ends with an error: since its head is gone, for example."""
     from isthmus.cluster.process import STOPPED
     from isthmus.errors import StartError
 
     # The first process of a container has no default for it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    reason = _run(spec, host, join_s, watch_stdin=False)
+    reason = _run(spec, join_s, watch_stdin=False)
     if reason not in (STOPPED, CANCELLED):
         raise StartError(f"{spec.node}: {reason}")
     print(f"{spec.node}: {reason}", file=sys.stderr)
@@ -123,22 +124,20 @@ def _in_cluster(config: Config, name: str | None) -> Config:
 
 def _run_launched() -> None:
     """A child of the launcher: its specification on standard input, trouble on standard output."""
-    from isthmus.cluster.addresses import reached_at
-    from isthmus.cluster.launcher import LaunchSpec, Trouble
+    from isthmus.cluster.hosts import LaunchSpec, Trouble
 
     line = sys.stdin.buffer.readline()
     if not line:
         sys.exit(1)  # the launcher died before it said what to be
     try:
-        spec = msgspec.json.decode(line, type=LaunchSpec)
-        _run(spec, reached_at(None, spec.join, 0), 0, watch_stdin=True)
+        _run(msgspec.json.decode(line, type=LaunchSpec), 0, watch_stdin=True)
     except IsthmusError as error:
         sys.stdout.buffer.write(msgspec.json.encode(Trouble(str(error))) + b"\n")
         sys.stdout.flush()
         sys.exit(error.exit_code)
 
 
-def _run(spec: LaunchSpec, host: str, join_s: float, *, watch_stdin: bool) -> str:
+def _run(spec: LaunchSpec, join_s: float, *, watch_stdin: bool) -> str:
     # The worker thread gives the interpreter up only for an instant at a time; with Python's default of 5 ms
     # the event loop would send tokens in bursts.
     sys.setswitchinterval(SWITCH_S)
@@ -147,17 +146,17 @@ def _run(spec: LaunchSpec, host: str, join_s: float, *, watch_stdin: bool) -> st
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(spec, host, join_s, watch_stdin=watch_stdin))
+        return runner.run(_serve(spec, join_s, watch_stdin=watch_stdin))
 
 
 @contextlib.asynccontextmanager
-async def _opened(spec: LaunchSpec, host: str, join_s: float) -> AsyncIterator[EngineProcess]:
+async def _opened(spec: LaunchSpec, join_s: float) -> AsyncIterator[EngineProcess]:
     """The node; beside a vLLM server it is one when that answers."""
     from isthmus.config import Config
 
     config = Config.model_validate_json(spec.config)
     if config.engine.kind != "vllm":
-        yield process_of(spec, host, join_s=join_s)
+        yield process_of(spec, join_s=join_s)
         return
     from isthmus.cli.engines import kv_layout, sampled_revision, store_opener
     from isthmus.cluster.process import Runtime
@@ -171,7 +170,7 @@ async def _opened(spec: LaunchSpec, host: str, join_s: float) -> AsyncIterator[E
     async with opened(
         config,
         folder,
-        _options_of(spec, config, facts, host, join_s),
+        _options_of(spec, config, facts, join_s),
         Runtime(network_of(config)),
         revision=sampled_revision(folder),
         layout=layout,
@@ -183,9 +182,9 @@ async def _opened(spec: LaunchSpec, host: str, join_s: float) -> AsyncIterator[E
         yield process
 
 
-def process_of(spec: LaunchSpec, host: str, *, join_s: float = 0) -> EngineProcess:
-    """What `spec` says, with its engine and its store, ready to run. `host`: where other nodes reach it; `join_s`: how
-    long it waits for its head. Raises ModelError, ConfigError or StartError."""
+def process_of(spec: LaunchSpec, *, join_s: float = 0) -> EngineProcess:
+    """What `spec` says, with its engine and its store, ready to run. `join_s`: how long it waits for
+    its head. Raises ModelError, ConfigError or StartError."""
     from isthmus.cli.engines import open_engine, store_opener
     from isthmus.cluster.node import NodeProcess
     from isthmus.cluster.process import Runtime
@@ -197,7 +196,7 @@ def process_of(spec: LaunchSpec, host: str, *, join_s: float = 0) -> EngineProce
     config = Config.model_validate_json(spec.config)
     facts = _facts_of(spec, config)
     engine = open_engine(config, Path(spec.model), spec.threads, facts, stage=spec.stage)
-    options = _options_of(spec, config, facts, host, join_s)
+    options = _options_of(spec, config, facts, join_s)
     folder_name = f"{spec.node}.{spec.stage}" if spec.stage else spec.node
     store_of = store_opener(config, engine, folder_name, facts)
     runtime = Runtime(network_of(config))
@@ -216,7 +215,7 @@ def _facts_of(spec: LaunchSpec, config: Config) -> NodeFacts:
     return node_facts(Cluster(spec.cluster, config), spec.role, Path(spec.model), spec.node)
 
 
-def _options_of(spec: LaunchSpec, config: Config, facts: NodeFacts, host: str, join_s: float) -> NodeOptions:
+def _options_of(spec: LaunchSpec, config: Config, facts: NodeFacts, join_s: float) -> NodeOptions:
     from isthmus.cluster.process import NodeOptions
 
     return NodeOptions(
@@ -224,7 +223,7 @@ def _options_of(spec: LaunchSpec, config: Config, facts: NodeFacts, host: str, j
         join=spec.join,
         token=spec.token,
         transfer_s=config.limits.transfer_s,
-        host=host,
+        host=spec.host,
         shares_memory=config.cache.share == "host" and not spec.cluster,
         link_s=config.limits.link_s,
         stage=spec.stage,
@@ -232,7 +231,7 @@ def _options_of(spec: LaunchSpec, config: Config, facts: NodeFacts, host: str, j
     )
 
 
-async def _serve(spec: LaunchSpec, host: str, join_s: float, *, watch_stdin: bool) -> str:
+async def _serve(spec: LaunchSpec, join_s: float, *, watch_stdin: bool) -> str:
     """Runs a node; with `watch_stdin` it ends when the launcher's pipe closes, else with SIGTERM."""
     import asyncio
 
@@ -249,6 +248,6 @@ async def _serve(spec: LaunchSpec, host: str, join_s: float, *, watch_stdin: boo
     else:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
-        async with _opened(spec, host, join_s) as process:
+        async with _opened(spec, join_s) as process:
             return str(await process.run())
     return CANCELLED

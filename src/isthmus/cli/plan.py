@@ -9,7 +9,6 @@ import typer
 
 if TYPE_CHECKING:
     from isthmus.config import Config
-    from isthmus.planner.answer import Answer
     from isthmus.planner.demand import Demand
     from isthmus.planner.fleet import Fleet
 
@@ -41,6 +40,9 @@ def plan(
     goodput: Annotated[
         float | None, typer.Option(help="Share of requests that must be inside the limits; 0.9 if not given.")
     ] = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Simulations on the machines of a Ray cluster, side by side.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the answer here.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML page with charts here.")] = None,
 ) -> None:
@@ -48,6 +50,7 @@ def plan(
     from isthmus.cli.outputs import check_writable, write_bytes
     from isthmus.cli.plan_tables import answer_tables, simulated_tables
     from isthmus.cli.tables import show
+    from isthmus.cluster.hosts import with_ray
     from isthmus.config import load_config
     from isthmus.errors import ConfigError
     from isthmus.planner.answer import to_json
@@ -56,8 +59,11 @@ def plan(
 
     for option, file in (("--json", json_file), ("--report", report)):
         check_writable(option, file)
-    if not simulate and (requests, goodput) != (None, None):
-        raise ConfigError("--requests and --goodput are of simulations; give --simulate too, or leave them out")
+    if not simulate and (requests, goodput, ray) != (None, None, False):
+        raise ConfigError(
+            "--requests, --goodput and --ray are of simulations; give --simulate too, or leave them out"
+        )
+    pool = with_ray("--ray").RayPool() if ray else None
     if goodput is not None and not 0 < goodput <= 1:
         raise ConfigError(f"--goodput {goodput}: is a share of requests, above 0 and at most 1")
     settings = load_config(config, {"model": None if model is None else str(model.absolute())})
@@ -67,7 +73,12 @@ def plan(
     found = answer(settings, fleet, demand, top=top, bandwidths=tried)
     show(*answer_tables(found))
     if simulate:
-        found = _simulated(found, settings, config.parent, demand, requests or 1000, goodput or 0.9)
+        from isthmus.cli.simulate import progress_bar
+        from isthmus.planner.trials import Trials
+
+        trials = Trials(settings, config.parent, demand, num_requests=requests or 1000, goodput=goodput or 0.9)
+        with progress_bar("simulating") as progress:
+            found = trials.of(found, progress, pool)
         show(*simulated_tables(found))
     for note in found.notes:
         print(f"Note: {note}.")
@@ -114,15 +125,3 @@ def _bandwidths(text: str | None, fleet: Fleet) -> list[float]:
     if not values or not all(0 < value < math.inf for value in values):
         raise ConfigError(f"--bandwidth {text!r}: expected Gbps above 0 with commas between, e.g. 1,2,5,10")
     return values
-
-
-def _simulated(
-    found: Answer, settings: Config, folder: Path, demand: Demand, requests: int, goodput: float
-) -> Answer:
-    """The answer with its simulations; what runs is drawn on standard error."""
-    from isthmus.cli.simulate import progress_bar
-    from isthmus.planner.trials import Trials
-
-    trials = Trials(settings, folder, demand, num_requests=requests, goodput=goodput)
-    with progress_bar("simulating") as progress:
-        return trials.of(found, progress)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import asyncio
 
     from isthmus.cli.engines import Served
-    from isthmus.cluster.launcher import Launcher
+    from isthmus.cluster.hosts import Hosts
     from isthmus.cluster.local import LocalCluster
     from isthmus.config import Config
 
@@ -56,6 +56,9 @@ def serve(
         typer.Option(help="Key that clients must show, also from ISTHMUS_API_KEY; may be repeated."),
     ] = None,
     record: Annotated[Path | None, typer.Option(help="Write a flight recording (JSONL) here.")] = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Nodes on the machines of a Ray cluster, in place of this one.")
+    ] = False,
 ) -> None:
     """Serve a model: gateway and conductor here, each prefill, decode or mixed node a process of its own."""
     overrides: dict[str, Any] = {
@@ -78,15 +81,18 @@ def serve(
         "cache.folder": str(cache_folder) if cache_folder else None,
         "engine.max_length": max_length,
         "record": str(record) if record else None,
+        "placement": "ray" if ray else None,
         **_role_overrides(prefill, decode, mixed),
     }
     import asyncio
 
     from isthmus.config import cluster_token, load_config, with_keys
-    from isthmus.deploy import at_home, shaped
+    from isthmus.deploy import at_home, rooted, shaped
 
     overrides["token"] = cluster_token()
     given = at_home(load_config(config, overrides), config.parent if config else Path())
+    if given.placement == "ray":
+        given = rooted(given, Path.cwd())
     settings, why = shaped(with_keys(given, api_key or []), len(os.sched_getaffinity(0)))
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(settings, why))
@@ -109,12 +115,12 @@ async def _serve(config: Config, why: str) -> None:
     """`why`: what to say of its nodes, "" if they were named."""
     import asyncio
 
-    from isthmus.cluster.launcher import Launcher
+    from isthmus.cluster.hosts import hosts_of
     from isthmus.gateway.server import bind, serve_http
     from isthmus.messenger import address_of
 
     started = time.monotonic()
-    cluster, app = assemble(config, Launcher)
+    cluster, app = assemble(config, hosts_of(config))
     bound = bind(config.host, config.port)
     say_if_open(config, bound.getsockname())
     say_if_plain(config)
@@ -143,12 +149,12 @@ async def _serve(config: Config, why: str) -> None:
             await asyncio.gather(ready, stopped, http, return_exceptions=True)
 
 
-def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, Any]:
+def assemble(config: Config, hosts: Hosts) -> tuple[LocalCluster, Any]:
     """The cluster, not started yet, and the gateway's app before it. Raises ConfigError, ModelError or StartError."""
     from isthmus.cli.engines import as_computed, host_bytes, kv_layout, served_model
     from isthmus.cli.models import model_of
+    from isthmus.cluster.hosts import planned_processes
     from isthmus.cluster.joining import JoinedCluster, check_joining
-    from isthmus.cluster.launcher import check_memory
     from isthmus.cluster.local import LocalCluster
     from isthmus.deploy import clusters_of, nodes_of, places_of
     from isthmus.gateway.app import create_app
@@ -167,8 +173,8 @@ def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, An
     nodes = nodes_of(config, config.engine.block_size, model=folder, layout=kv_layout(config, folder))
     own = {cluster.name: cluster.config for cluster in clusters_of(config)}
     if not joins:
-        needed = [[host_bytes(own[facts.cluster], folder, facts)] * facts.pipeline for facts in nodes]
-        check_memory(config, [num_bytes for each in needed for num_bytes in each])
+        num_bytes = {facts.node: host_bytes(own[facts.cluster], folder, facts) for facts in nodes}
+        hosts.prepare(folder.absolute(), planned_processes(config), num_bytes)
     model = served_model(config, folder, nodes)
     length = _max_length(config, model)
     card = ModelCard(
@@ -181,7 +187,7 @@ def assemble(config: Config, launcher: type[Launcher]) -> tuple[LocalCluster, An
     )
     tokenizer = GatewayTokenizer.load(model.tokenizer)
     tokenizer.read_for_grammars()
-    cluster = (JoinedCluster if joins else LocalCluster)(config, folder, card, launcher)
+    cluster = (JoinedCluster if joins else LocalCluster)(config, folder, card, hosts)
     settings = GatewaySettings(
         keys=tuple(ApiKey(key.tenant, bytes.fromhex(key.sha256)) for key in config.auth.keys),
         tool_format=config.tool_format,
@@ -234,7 +240,7 @@ def say_if_open(config: Config, bound: tuple[Any, ...]) -> None:
 
 def say_if_plain(config: Config) -> None:
     """Nodes of other machines may join, and there is no TLS."""
-    from isthmus.cluster.addresses import is_loopback
+    from isthmus.cluster.own_address import is_loopback
 
     if config.tls.certificate is not None or is_loopback(config.join_host):
         return

@@ -19,9 +19,10 @@ from isthmus import conductor
 from isthmus.attempts import key_of
 from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster import messages
-from isthmus.cluster.addresses import AddressBook, is_loopback
+from isthmus.cluster.addresses import AddressBook
 from isthmus.cluster.donors import Donors
 from isthmus.cluster.link_stats import LinkStats, Offload
+from isthmus.cluster.own_address import is_loopback
 from isthmus.cluster.pipeline import Groups, Stage
 from isthmus.cluster.recorder import Tape
 from isthmus.cluster.sessions import NoPayloads

@@ -1,4 +1,4 @@
-"""A whole deployment on this machine: the head here, every node and every emulated link a child process."""
+"""A whole deployment: the head here, every emulated link a child process, every node a process on one of the hosts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 from isthmus.cluster.addresses import AddressBook
 from isthmus.cluster.head import Head
+from isthmus.cluster.hosts import Hosts
 from isthmus.cluster.launcher import Launcher, LinkProcess
 from isthmus.cluster.recorder import Header, LiveRecorder
 from isthmus.cluster.sessions import network_of
@@ -28,17 +29,15 @@ SPARE_PORTS = 16
 
 class LocalCluster:
     """`run` it as a context; `wait_ready` inside. `head` is the gateway's handle, unhealthy until then; `links`: those
-    that are emulated; `launcher`: what starts and stops the nodes."""
+    that are emulated; `hosts`: where the nodes run."""
 
-    def __init__(
-        self, config: Config, model: Path, card: ModelCard, launcher: type[Launcher] = Launcher
-    ) -> None:
+    def __init__(self, config: Config, model: Path, card: ModelCard, hosts: Hosts) -> None:
         limits, rules = config.limits, rules_of(config)
         self._recorder = (
             LiveRecorder(Path(config.record), Header(RECORDING_FORMAT, rules)) if config.record else None
         )
         self._token = config.token or secrets.token_hex(16)
-        self._config, self._model, self._new_launcher = config, model, launcher
+        self._config, self._model, self._hosts = config, model, hosts
         self._addresses = AddressBook([cluster.name for cluster in clusters_of(config)], rules.links)
         self.links: list[LinkProcess] = []
         self.head = Head(
@@ -55,32 +54,38 @@ class LocalCluster:
     @contextlib.asynccontextmanager
     async def run(self) -> AsyncIterator[None]:
         """Starts all nodes; on the way out stops them, and none is left. Raises StartError."""
-        config, join = self._config, await self._open_head()
-        self._launcher = self._new_launcher(config, self._model, join=join, token=self._token)
-        self._failure: asyncio.Future[Any] | None = None
         try:
-            await self._start_links()
-            await self._launcher.start()
-            self._failure = asyncio.gather(self._launcher.failure(), *[link.watch() for link in self.links])
-            yield
+            join = await self._open_head()
+            self._launcher = Launcher(self._config, self._model, self._hosts, join=join, token=self._token)
+            self._failure: asyncio.Future[Any] | None = None
+            try:
+                await self._start_links()
+                self._failure = asyncio.gather(self._launcher.run(), *[link.watch() for link in self.links])
+                yield
+            finally:
+                await self._end()
         finally:
-            await self.head.close()
-            await self._launcher.stop()
-            if self._failure is not None:
-                self._failure.cancel()
-                await asyncio.gather(self._failure, return_exceptions=True)
+            await self._hosts.close()
             await asyncio.gather(*[link.stop() for link in self.links])
             if self._recorder is not None:
                 self._recorder.close()
 
     async def _open_head(self) -> str:
         """Where nodes join. Raises StartError."""
-        host, port = self._config.join_host, self._config.join_port
+        config = self._config
+        host = config.join_host if "join_host" in config.model_fields_set else self._hosts.address
         try:
-            return await self.head.open(host, port)
+            return await self.head.open(host, config.join_port)
         except OSError as error:
-            where = address_of(host, port)
+            where = address_of(host, config.join_port)
             raise StartError(f"cannot listen for nodes on {where}: {error.strerror}") from None
+
+    async def _end(self) -> None:
+        """Starts no node any more, and tells all to stop."""
+        if self._failure is not None:
+            self._failure.cancel()
+            await asyncio.gather(self._failure, return_exceptions=True)
+        await self.head.close()
 
     async def _start_links(self) -> None:
         """Raises StartError."""
@@ -109,5 +114,6 @@ class LocalCluster:
         if self._failure in done:
             self._failure.result()
         if joined not in done:
-            raise StartError(f"the nodes were not ready within {limit:g} s (limits.start_s)")
+            late = f"the nodes were not ready within {limit:g} s (limits.start_s)"
+            raise StartError(": ".join(filter(None, (late, self._hosts.missing()))))
         self._launcher.ready = True

@@ -7,7 +7,7 @@
 Files of models, curves and hardware are read here; no process is started and no memory taken.
 """
 
-from isthmus.deploy.clusters import Cluster, at_home, clusters_of, role_config
+from isthmus.deploy.clusters import Cluster, at_home, clusters_of, role_config, rooted
 from isthmus.deploy.costs import PROFILES, chunking_of, cost_of, gpus_of, hardware_of, read_mapping
 from isthmus.deploy.facts import NodeFacts, Sequences
 from isthmus.deploy.places import Place, places_of
@@ -39,6 +39,7 @@ __all__ = [
     "read_mapping",
     "role_config",
     "role_facts",
+    "rooted",
     "rules_of",
     "shaped",
 ]

@@ -60,3 +60,30 @@ def at_home(config: Config, folder: Path) -> Config:
     if config.model is not None and (folder / config.model).is_file():
         changed["model"] = str(folder / config.model)
     return config.model_copy(update=changed)
+
+
+def rooted(config: Config, folder: Path) -> Config:
+    """The same with files named from the root, for processes that run in another folder than `folder`."""
+
+    def named(section: Any, *names: str) -> Any:
+        given = {name: getattr(section, name) for name in names}
+        found = {
+            name: str(folder / Path(value).expanduser()) for name, value in given.items() if value is not None
+        }
+        return section.model_copy(update=found)
+
+    def costed(section: Any) -> Any:
+        return (
+            named(section, "cost")
+            if isinstance(section.cost, str) and not is_shipped(section.cost)
+            else section
+        )
+
+    return named(config, "record").model_copy(
+        update={
+            "engine": costed(config.engine),
+            "clusters": {name: costed(cluster) for name, cluster in config.clusters.items()},
+            "cache": named(config.cache, "folder"),
+            "tls": named(config.tls, "certificate", "key", "authority"),
+        }
+    )

@@ -2,22 +2,25 @@
 
 Every plan gets the same requests in the same order, only closer together or further apart, so that differences are
 the plans' own. From a distribution, lengths are its evenly spaced quantiles in random order: their mean is exact.
+
+Run as a module it is a worker: told a `Common` and a `Course`, it answers a `Found`.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 
 import msgspec
 
 from isthmus.config import Config
 from isthmus.deploy import clusters_of
+from isthmus.deploy.policies import make_known
 from isthmus.planner import answer as say
 from isthmus.planner.demand import Demand
 from isthmus.planner.deployed import deployed
-from isthmus.sim.deployment import deployment_of
+from isthmus.sim.deployment import Deployment, deployment_of
 from isthmus.sim.records import Result
 from isthmus.sim.simulation import Simulation
 from isthmus.sim.spread import spread
@@ -25,6 +28,7 @@ from isthmus.sim.summary import within_limits
 from isthmus.sim.workloads import Request, Workload
 from isthmus.sim.workloads.workload import PLAIN_BLOCK_SIZE
 from isthmus.types import NS_PER_S
+from isthmus.workers import Pool, Progress, Work, serve
 
 FRACTIONS = (0.7, 0.8, 0.9)
 """Of a plan's rate by the exact equations."""
@@ -36,7 +40,29 @@ _PRECISION = 0.02
 _SEED = 0
 _HIGHEST, _LOWEST, _STEP = 1.5, 0.1, 0.1
 
-Progress = Callable[[int, int], None]
+
+class Common(msgspec.Struct, frozen=True):
+    """What all courses share: the requests, and when they come, by kind of arrivals, one in a unit of time."""
+
+    workload: Workload
+    gaps: dict[str, list[float]]
+
+
+class Course(msgspec.Struct, frozen=True):
+    """One plan under one kind of arrivals, on its nodes. `goodput`: the share of requests that must be inside both
+    limits for a rate to count as sustained, None where there are no limits."""
+
+    plan: say.Plan
+    arrivals: str
+    deployment: Deployment
+    goodput: float | None
+
+
+class Found(msgspec.Struct, frozen=True):
+    """What came of a course."""
+
+    trials: list[say.Trial]
+    sustained: say.Sustained | None
 
 
 class Trials:
@@ -47,48 +73,59 @@ class Trials:
     ) -> None:
         self._config, self._folder, self._demand = config, folder, demand
         self._goodput = goodput
-        self._workload = _requests(demand, num_requests, _block_size(config))
-        count = len(self._workload.requests)
-        self._gaps = {"Poisson": _gaps(count, 1.0)}
+        workload = _requests(demand, num_requests, _block_size(config))
+        count = len(workload.requests)
+        gaps = {"Poisson": _gaps(count, 1.0)}
         if demand.workload is None:
-            self._gaps["bursts"] = _gaps(count, BURST_CV)
+            gaps["bursts"] = _gaps(count, BURST_CV)
         else:
-            self._gaps["as traced"] = _own_gaps(self._workload)
+            gaps["as traced"] = _own_gaps(workload)
+        self._common = Common(workload, gaps)
 
-    def of(self, found: say.Answer, progress: Progress | None) -> say.Answer:
-        """The answer with simulations of its plans and baselines; of those that are the same, only the first."""
+    def of(self, found: say.Answer, progress: Progress | None, pool: Pool | None = None) -> say.Answer:
+        """The answer with simulations of its plans and baselines; of those that are the same, only the first. `pool`:
+        where they run, None runs one after the other here."""
         home = next(cluster.name for cluster in found.clusters if cluster.home)
         limited = self._config.slo.ttft_ms is not None or self._config.slo.tbt_ms is not None
-        trials: list[say.Trial] = []
-        sustained: list[say.Sustained] = []
-        rounds = [
-            (plan, arrivals) for plan, _ in found.distinct() if plan.exact.rate for arrivals in self._gaps
+        courses = [
+            Course(plan, arrivals, self._deployment(plan, home), self._goodput if limited else None)
+            for plan, _ in found.distinct()
+            if plan.exact.rate
+            for arrivals in self._common.gaps
         ]
-        for number, (plan, arrivals) in enumerate(rounds, start=1):
-            course = _Course(self, plan, home, arrivals)
-            trials += [course.trial(fraction) for fraction in FRACTIONS]
-            if limited:
-                sustained.append(self._sustained(course))
-            if progress is not None:
-                progress(number, len(rounds))
+        run = self._here(courses, progress) if pool is None else self._away(courses, progress, pool)
+        trials = [trial for each in run for trial in each.trials]
+        sustained = [each.sustained for each in run if each.sustained is not None]
         notes = [*found.notes, *self._notes(limited)]
         best = _best({plan.name for plan in [*found.plans, found.paper]}, sustained)
-        simulated = say.Simulated(self._goodput, len(self._workload.requests), trials, sustained, best)
+        num_requests = len(self._common.workload.requests)
+        simulated = say.Simulated(self._goodput, num_requests, trials, sustained, best)
         return msgspec.structs.replace(found, simulated=simulated, notes=notes)
+
+    def _here(self, courses: list[Course], progress: Progress | None) -> list[Found]:
+        found = []
+        for course in courses:
+            found.append(_run(self._common, course))
+            if progress is not None:
+                progress(len(found), len(courses))
+        return found
+
+    def _away(self, courses: list[Course], progress: Progress | None, pool: Pool) -> list[Found]:
+        shared = msgspec.msgpack.encode(self._common)
+        works = [Work(shared, msgspec.msgpack.encode(course)) for course in courses]
+        answers = pool.run("isthmus.planner.trials", works, progress)
+        return [msgspec.msgpack.decode(each, type=Found) for each in answers]
+
+    def _deployment(self, plan: say.Plan, home: str) -> Deployment:
+        block_size = self._common.workload.block_size
+        return deployment_of(deployed(self._config, plan, home), block_size, self._folder)
 
     def simulate(self, plan: say.Plan, home: str, arrivals: str, rate: float) -> Result:
         """The requests at `rate` on the plan's nodes."""
-        block_size = self._workload.block_size
-        deployment = deployment_of(deployed(self._config, plan, home), block_size, self._folder)
-        times = [round(at * NS_PER_S / rate) for at in self._gaps[arrivals]]
-        requests = [
-            msgspec.structs.replace(request, arrival_ns=time)
-            for request, time in zip(self._workload.requests, times, strict=True)
-        ]
-        return Simulation(deployment, Workload(self._workload.name, block_size, requests)).run()
+        return _simulated(self._common, self._deployment(plan, home), arrivals, rate)
 
     def _notes(self, limited: bool) -> list[str]:
-        notes, count = [], len(self._workload.requests)
+        notes, count = [], len(self._common.workload.requests)
         if not limited:
             notes.append("no slo.ttft_ms and no slo.tbt_ms: every completed request counts as goodput")
         if self._demand.workload is not None and count < len(self._demand.workload.requests):
@@ -97,34 +134,49 @@ class Trials:
             )
         return notes
 
-    def _sustained(self, course: _Course) -> say.Sustained:
-        fraction = course.highest(self._goodput)
-        plan = course.plan
-        rate = fraction * plan.exact.rate
-        return say.Sustained(
-            plan=plan.name,
-            arrivals=course.arrivals,
-            rate=rate,
-            formula=plan.exact.rate,
-            representative=plan.representative.rate,
-            optimism=plan.exact.rate / rate if rate else None,
-        )
+
+def _simulated(common: Common, deployment: Deployment, arrivals: str, rate: float) -> Result:
+    times = [round(at * NS_PER_S / rate) for at in common.gaps[arrivals]]
+    requests = [
+        msgspec.structs.replace(request, arrival_ns=time)
+        for request, time in zip(common.workload.requests, times, strict=True)
+    ]
+    return Simulation(deployment, Workload(common.workload.name, common.workload.block_size, requests)).run()
 
 
-class _Course:
-    """One plan under one kind of arrivals: each rate is simulated once."""
+def _run(common: Common, course: Course) -> Found:
+    rates = _Rates(common, course)
+    trials = [rates.trial(fraction) for fraction in FRACTIONS]
+    return Found(trials, None if course.goodput is None else _sustained(course, rates.highest(course.goodput)))
 
-    def __init__(self, trials: Trials, plan: say.Plan, home: str, arrivals: str) -> None:
-        self._trials, self._home = trials, home
-        self.plan, self.arrivals = plan, arrivals
+
+def _sustained(course: Course, fraction: float) -> say.Sustained:
+    plan = course.plan
+    rate = fraction * plan.exact.rate
+    return say.Sustained(
+        plan=plan.name,
+        arrivals=course.arrivals,
+        rate=rate,
+        formula=plan.exact.rate,
+        representative=plan.representative.rate,
+        optimism=plan.exact.rate / rate if rate else None,
+    )
+
+
+class _Rates:
+    """Of one course: each rate is simulated once."""
+
+    def __init__(self, common: Common, course: Course) -> None:
+        self._common, self._course = common, course
         self._seen: dict[float, say.Trial] = {}
 
     def trial(self, fraction: float) -> say.Trial:
         found = self._seen.get(fraction)
         if found is None:
-            rate = fraction * self.plan.exact.rate
-            result = self._trials.simulate(self.plan, self._home, self.arrivals, rate)
-            found = self._seen[fraction] = _trial(self.plan, self.arrivals, fraction, rate, result)
+            course = self._course
+            rate = fraction * course.plan.exact.rate
+            result = _simulated(self._common, course.deployment, course.arrivals, rate)
+            found = self._seen[fraction] = _trial(course.plan, course.arrivals, fraction, rate, result)
         return found
 
     def highest(self, goodput: float) -> float:
@@ -220,3 +272,13 @@ def _own_gaps(workload: Workload) -> list[float]:
     first = workload.requests[0].arrival_ns
     span = max(1, workload.requests[-1].arrival_ns - first)
     return [(each.arrival_ns - first) * len(workload.requests) / span for each in workload.requests]
+
+
+def answer(shared: bytes, own: bytes) -> bytes:
+    course = msgspec.msgpack.decode(own, type=Course)
+    make_known(course.deployment.rules.policy)
+    return msgspec.msgpack.encode(_run(msgspec.msgpack.decode(shared, type=Common), course))
+
+
+if __name__ == "__main__":
+    serve(answer)

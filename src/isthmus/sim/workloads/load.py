@@ -55,10 +55,14 @@ def _refuse_block_size(source: str | Path, block_size: int | None) -> None:
 
 def _generated(source: str, replay: Replay) -> Workload:
     replay.refuse_spread(source)
-    workload = generate(source)
+    return replayed(generate(source), replay)
+
+
+def replayed(workload: Workload, replay: Replay) -> Workload:
+    """A workload that was loaded as it stands, as `load` would give it for this replay."""
     requests = workload.requests[: replay.limit]
     arrivals = replay.arrivals([request.arrival_ns for request in requests])
-    if replay.speed != 1.0:
+    if replay.speed != 1.0 or replay.spread_seed is not None:
         requests = [
             msgspec.structs.replace(request, arrival_ns=arrival)
             for arrival, request in zip(arrivals, requests, strict=True)

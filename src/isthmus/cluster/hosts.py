@@ -1,0 +1,258 @@
+"""Where the processes of nodes run: the seam between the launcher, which decides what runs, and machines.
+
+A child reads what it is to be as one JSON line on standard input and keeps that pipe open: when who holds the other end
+dies, however it dies, the pipe closes and the child leaves. A node that cannot start writes one JSON line with the
+error on standard output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from abc import ABC, abstractmethod
+from asyncio.subprocess import PIPE
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from isthmus.cluster.own_address import reached_at
+from isthmus.config import Config, child_environment
+from isthmus.deploy import Place, node_threads, places_of
+from isthmus.errors import ConfigError, StartError
+from isthmus.types import NodeId, Role
+
+STOP_S = 5.0
+
+
+class LaunchSpec(msgspec.Struct, frozen=True):
+    """What a launched node is told. `config`: that of its cluster, as JSON. `stage`: which part of the pipeline group
+    `node` it is; `start`: how often it was started, this time included; `host`: where other nodes reach it; `cores`: for
+    what it starts itself."""
+
+    node: NodeId
+    role: Role
+    join: str
+    token: str
+    model: str
+    threads: int
+    config: str
+    stage: int = 0
+    cluster: str = ""
+    start: int = 1
+    host: str = "127.0.0.1"
+    cores: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return process_name(self.node, self.stage)
+
+
+def process_name(node: NodeId, stage: int) -> str:
+    return f"{node}.{stage}" if stage else node
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    """Why a launched node could not start."""
+
+    error: str
+
+
+class Process(msgspec.Struct, frozen=True):
+    """One process of the deployment: a node, or one stage of the pipeline group that is a node."""
+
+    place: Place
+    stage: int
+
+    @property
+    def name(self) -> str:
+        return process_name(self.place.node, self.stage)
+
+
+def planned_processes(config: Config) -> list[Process]:
+    """All processes of all nodes. Raises as `places_of`."""
+    return [Process(place, stage) for place in places_of(config) for stage in range(place.stages)]
+
+
+class Hosts(ABC):
+    """`prepare`, `open`, then each process may be started, and again when it ended; `close` in any case.
+
+    `address`: at which the head is reached where the configuration does not say.
+    """
+
+    address = "127.0.0.1"
+
+    @abstractmethod
+    def prepare(self, model: Path, processes: Sequence[Process], num_bytes: Mapping[NodeId, int]) -> None:
+        """Nothing is taken yet. `num_bytes`: of weights and KV in each process of a node. Raises StartError when that
+        cannot fit, or hosts cannot be reached."""
+
+    @abstractmethod
+    def threads(self) -> int:
+        """Of each of the prepared processes, where the configuration does not say."""
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Takes a place for each process, and waits until it has it. Raises StartError when one will not do."""
+
+    @abstractmethod
+    def missing(self) -> str:
+        """While `open` waits: for what; "" if it is not known."""
+
+    @abstractmethod
+    async def start(self, process: Process, spec: LaunchSpec) -> None:
+        """It is not running. Raises OSError or StartError."""
+
+    @abstractmethod
+    async def wait(self, process: Process) -> str:
+        """Until a started process ends; why it did."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Waits for processes that were told to stop; kills those that do not. None is left, and no place taken."""
+
+
+def hosts_of(config: Config) -> Hosts:
+    """Those that `placement` names. Raises ConfigError when that needs what is not installed."""
+    if config.placement != "ray":
+        return LocalHosts(config)
+    found: Hosts = with_ray("placement: ray").RayHosts(config)
+    return found
+
+
+def with_ray(asked: str) -> Any:
+    """The module that imports Ray, which takes a second and need not be installed. Raises ConfigError without it."""
+    try:
+        from isthmus.cluster import ray_hosts
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError(f"{asked} needs Ray, which is not installed: pip install 'isthmus[ray]'") from None
+    return ray_hosts
+
+
+class LocalHosts(Hosts):
+    """This machine."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._processes: Sequence[Process] = ()
+        self._children: dict[str, asyncio.subprocess.Process] = {}
+
+    def prepare(self, model: Path, processes: Sequence[Process], num_bytes: Mapping[NodeId, int]) -> None:
+        self._processes = processes
+        check_memory(self._config, [num_bytes[process.place.node] for process in processes])
+
+    def threads(self) -> int:
+        return node_threads(len(os.sched_getaffinity(0)), len(self._processes))
+
+    async def open(self) -> None:
+        """There is room."""
+
+    def missing(self) -> str:
+        return ""
+
+    async def start(self, process: Process, spec: LaunchSpec) -> None:
+        host = reached_at(None, spec.join, 0)
+        cores = cores_of(self._processes.index(process), spec.threads)
+        here = msgspec.structs.replace(spec, host=host, cores=cores)
+        self._children[process.name] = await start_node(here)
+
+    async def wait(self, process: Process) -> str:
+        return trouble_of(*await ended(self._children[process.name]))
+
+    async def close(self) -> None:
+        await asyncio.gather(*map(stop_child, self._children.values()))
+
+
+def cores_of(number: int, threads: int) -> tuple[int, ...]:
+    """Of this machine's cores, for process `number` of those that have so many threads each."""
+    cores = sorted(os.sched_getaffinity(0))
+    return tuple(sorted({cores[(number * threads + at) % len(cores)] for at in range(threads)}))
+
+
+def check_memory(config: Config, node_bytes: Sequence[int]) -> None:
+    """Raises StartError when all nodes, with `node_bytes` of weights and KV each, cannot fit what is available."""
+    if on_device(config):
+        return
+    needed, available = sum(node_bytes), available_bytes()
+    if available is not None and needed > available:
+        raise StartError(
+            f"{len(node_bytes)} nodes need {mib(needed)} ({mib(max(node_bytes))} each, weights and KV memory); "
+            f"{mib(available)} are available: lower engine.kv_memory or the number of nodes"
+        )
+
+
+def on_device(config: Config) -> bool:
+    """Whether weights and KV lie in the memory of an accelerator."""
+    return config.engine.device not in (None, "cpu")
+
+
+def mib(count: int) -> str:
+    return f"{count / 2**20:,.0f} MiB"
+
+
+def available_bytes() -> int | None:
+    """Memory that processes could still take (Linux); None where that cannot be told."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+async def start_node(spec: LaunchSpec, errors: IO[bytes] | None = None) -> asyncio.subprocess.Process:
+    """A node's process on this machine. `errors`: where its standard error goes, if not where ours does."""
+    name = ("--launched", "--name", spec.name)
+    return await start_child("node", *name, threads=spec.threads, spec=spec, errors=errors)
+
+
+async def start_child(
+    verb: str, *arguments: str, threads: int, spec: Any, errors: IO[bytes] | None = None
+) -> asyncio.subprocess.Process:
+    """`isthmus VERB ARGUMENTS`, and what it reads. Its name among the arguments is for `ps`."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "isthmus", verb, *arguments),
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=errors,
+        env=child_environment(threads),
+        start_new_session=True,  # Ctrl-C reaches the launcher only, which stops the children in order
+    )
+    tell_child(process, spec)
+    return process
+
+
+def tell_child(process: asyncio.subprocess.Process, message: Any) -> None:
+    if process.stdin is not None and not process.stdin.is_closing():
+        process.stdin.write(msgspec.json.encode(message) + b"\n")
+
+
+async def ended(process: asyncio.subprocess.Process) -> tuple[bytes, int]:
+    """What a child wrote on standard output until its end, and its exit status."""
+    assert process.stdout is not None
+    return await process.stdout.read(), await process.wait()
+
+
+def trouble_of(output: bytes, code: int) -> str:
+    """Why a node ended."""
+    try:
+        return msgspec.json.decode(output.strip().split(b"\n")[-1], type=Trouble).error
+    except msgspec.DecodeError:
+        killed = " (killed; is there enough memory?)" if code == -9 else ""
+        return f"exit status {code}{killed}"
+
+
+async def stop_child(process: asyncio.subprocess.Process) -> None:
+    """Closes its input, which tells it to leave, and kills it if it does not. It is gone afterwards."""
+    if process.stdin is not None:
+        process.stdin.close()
+    try:
+        await asyncio.wait_for(process.wait(), STOP_S)
+    except TimeoutError:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()

@@ -1,0 +1,62 @@
+"""Which address is a node's own, for others."""
+
+from __future__ import annotations
+
+import socket
+import time
+from ipaddress import ip_address
+
+from isthmus.errors import ConfigError, StartError
+from isthmus.messenger import split_address
+
+RETRY_S = 0.5
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody on another machine reaches it."""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def reached_at(host: str | None, join: str, limit_s: float) -> str:
+    """Where other nodes reach this one: at `host`, else at the address from which it reaches the head at `join`, for
+    whose name it waits so long. Raises ConfigError for a `host` that leads nobody here, StartError."""
+    own = _own_host(join, limit_s)
+    if host is None:
+        return own
+    try:
+        found = [ip_address(info[4][0]) for info in socket.getaddrinfo(host, None)]
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error.strerror}") from None
+    instead = f"leave it out for {own}, from where the head is reached"
+    if any(address.is_unspecified for address in found):
+        raise ConfigError(
+            f"--host: other nodes reach this one there, and nobody is reached at {host}; {instead}"
+        )
+    if any(address.is_loopback for address in found) and not is_loopback(own):
+        raise ConfigError(f"--host: no other machine reaches this one at {host}, a loopback address; {instead}")
+    return host
+
+
+def _own_host(join: str, limit_s: float) -> str:
+    """Nothing is sent: the kernel says which of this machine's addresses it would send from."""
+    host, port = split_address(join)
+    until = time.monotonic() + limit_s
+    while True:
+        failed: OSError = OSError(f"{host} has no address")
+        try:
+            for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+                with socket.socket(family, kind, protocol) as probe:
+                    try:
+                        probe.connect(address)
+                    except OSError as error:
+                        failed = error
+                        continue
+                    return str(probe.getsockname()[0])
+        except OSError as error:
+            failed = error
+        if time.monotonic() >= until:
+            raise StartError(f"cannot reach the head at {join}: {failed.strerror or failed}")
+        time.sleep(RETRY_S)

@@ -1,0 +1,325 @@
+"""Nodes, and workers of sweeps, on the machines of a Ray cluster. The only module that imports ray.
+
+    driver (`isthmus serve`)                    a machine of the cluster
+    RayHosts ── placement groups ──> Ray ──> actor `Keeper` ── pipe ──> `isthmus node --launched`
+       head <───────────────────── sessions of our own ─────────────────────┘
+
+Ray decides where a process runs and tells when it is gone. Requests, KV and events never pass through it, and what
+crosses to an actor and back is bytes that we encode. Nothing is detached: when the driver goes, however it goes, its
+actors do, their pipes close, and the nodes leave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+from ray._raylet import AuthenticationMode, get_authentication_mode
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from isthmus.cluster.hosts import (
+    STOP_S,
+    Hosts,
+    LaunchSpec,
+    Process,
+    ended,
+    on_device,
+    start_node,
+    stop_child,
+    trouble_of,
+)
+from isthmus.cluster.machines import (
+    Bundle,
+    Machine,
+    Question,
+    Report,
+    Seat,
+    check_seats,
+    fair_threads,
+    report_of,
+    unplaced,
+)
+from isthmus.config import Config, keep_ray_to_itself
+from isthmus.deploy import gpus_of, role_config
+from isthmus.errors import ConfigError, IsthmusError, StartError
+from isthmus.types import NodeId
+from isthmus.workers import Pool, Progress, Work, answer
+
+log = logging.getLogger(__name__)
+
+TAIL_BYTES = 4096
+_LINE = 300
+
+
+def connect() -> None:
+    """To the Ray cluster that RAY_ADDRESS names, or that runs on this machine; else one is started here, for as long as
+    this process lives. Raises StartError."""
+    keep_ray_to_itself()
+    try:
+        ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
+    except (RayError, OSError, RuntimeError, ValueError, AssertionError) as error:
+        raise StartError(f"no Ray cluster can be reached: {_one_line(error)}") from None
+    if ray.util.client.ray.is_connected():
+        ray.shutdown()
+        raise StartError(
+            "RAY_ADDRESS: ray:// is of clients outside the cluster; run this on one of its machines"
+        )
+    addresses = {machine.address for machine in machines()}
+    if len(addresses) > 1 and get_authentication_mode() != AuthenticationMode.TOKEN:
+        ray.shutdown()
+        raise StartError(
+            f"this Ray cluster has {len(addresses)} machines and no authentication, so whoever reaches one can run "
+            "anything on all: start it with RAY_AUTH_MODE=token and a token on each (`ray get-auth-token --generate`)"
+        )
+
+
+def machines() -> list[Machine]:
+    """Those that are there now."""
+    return [
+        Machine(node["NodeManagerAddress"], node["Resources"], node["Labels"])
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+class RayHosts(Hosts):
+    """A placement group for each cluster and one for each pipeline group, a bundle in it for each process, and in that
+    an actor for each start of it."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._bundles: dict[str, Bundle] = {}
+        self._groups: list[PlacementGroup] = []
+        self._places: dict[str, PlacementGroupSchedulingStrategy] = {}
+        self._keepers: dict[str, Any] = {}
+        self._started: dict[str, Any] = {}
+        self._seats: dict[str, Seat] = {}
+
+    def prepare(self, model: Path, processes: Sequence[Process], num_bytes: Mapping[NodeId, int]) -> None:
+        connect()
+        config = self._config
+        self.address = ray.util.get_node_ip_address()
+        self._taken = config.join_host if "join_host" in config.model_fields_set else self.address
+        self._question = Question(str(model), config.cache.folder if config.cache.ssd else None)
+        self._here = report_of(self._question, self.address)
+        self._processes = list(processes)
+        # An emulated engine sleeps; more threads would only ask for cores that nobody uses.
+        fair = 1 if config.engine.kind == "emulated" else fair_threads(machines(), len(processes))
+        self._threads = config.engine.threads or fair
+        for process in processes:
+            self._bundles[process.name] = self._bundle(process, num_bytes[process.place.node])
+
+    def _bundle(self, process: Process, num_bytes: int) -> Bundle:
+        cluster = process.place.cluster
+        resources: dict[str, float] = {"CPU": self._threads + 1}
+        if on_device(self._config):
+            resources["GPU"] = gpus_of(cluster.config, role_config(cluster.config, process.place.role))
+        else:
+            resources["memory"] = num_bytes
+        return Bundle(process.name, cluster.name, resources)
+
+    def threads(self) -> int:
+        return self._threads
+
+    async def open(self) -> None:
+        if missing := self.missing():
+            log.warning("waiting for machines: %s", missing)
+        for group in self._grouped():
+            self._reserve(group)
+        seats = await asyncio.gather(*map(self._sit, self._processes))
+        check_seats(self._here, seats, self._taken)
+        self._seats = {seat.name: seat for seat in seats}
+
+    def missing(self) -> str:
+        return unplaced(self._bundles.values(), machines(), alone=self._config.ray.spread == "strict")
+
+    def _grouped(self) -> list[list[Process]]:
+        groups: dict[str, list[Process]] = {}
+        for process in self._processes:
+            place = process.place
+            groups.setdefault(place.node if place.stages > 1 else f"/{place.cluster.name}", []).append(process)
+        return list(groups.values())
+
+    def _reserve(self, processes: Sequence[Process]) -> None:
+        """Stages hand each other every chunk, so they lie close together whatever `ray.spread` says."""
+        bundles = [self._bundles[process.name] for process in processes]
+        strict = self._config.ray.spread == "strict" and processes[0].place.stages == 1
+        group = placement_group(
+            [bundle.resources for bundle in bundles],
+            strategy="STRICT_SPREAD" if strict else "PACK",
+            bundle_label_selector=[bundle.labels for bundle in bundles],
+        )
+        self._groups.append(group)
+        for index, process in enumerate(processes):
+            self._places[process.name] = PlacementGroupSchedulingStrategy(group, index)
+
+    async def _sit(self, process: Process) -> Seat:
+        """An actor in the bundle of the process, as soon as there is a machine for that, and what it says of it. Raises
+        StartError."""
+        self._leave(process.name)
+        resources = dict(self._bundles[process.name].resources)
+        options = {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0), "max_restarts": 0}
+        if memory := resources.get("memory", 0):
+            options["memory"] = memory
+        # Ray would start an actor again with the arguments of its first start.
+        keeper = self._keepers[process.name] = _KEEPER.options(
+            **options, scheduling_strategy=self._places[process.name]
+        ).remote()
+        try:
+            said = await keeper.report.remote(msgspec.json.encode(self._question))
+        except RayError as error:
+            raise StartError(f"no actor for {process.name}: {_one_line(error)}") from None
+        return Seat(process.name, msgspec.json.decode(said, type=Report), int(memory))
+
+    def _leave(self, name: str) -> None:
+        self._started.pop(name, None)
+        keeper = self._keepers.pop(name, None)
+        if keeper is not None:
+            ray.kill(keeper)
+
+    async def start(self, process: Process, spec: LaunchSpec) -> None:
+        seat = self._seats.pop(process.name, None)
+        if seat is None:  # it ran before
+            seat = await self._sit(process)
+            check_seats(self._here, [seat], self._taken)
+        spec = msgspec.structs.replace(spec, host=seat.report.address)
+        keeper = self._started[process.name] = self._keepers[process.name]
+        try:
+            await keeper.start.remote(msgspec.json.encode(spec))
+        except RayError as error:
+            raise StartError(f"{process.name} on {seat.report.address}: {_one_line(error)}") from None
+
+    async def wait(self, process: Process) -> str:
+        try:
+            return (await self._started[process.name].wait.remote()).decode()
+        except RayError as error:
+            return f"its actor is gone: {_one_line(error)}"
+
+    async def close(self) -> None:
+        if not ray.is_initialized():
+            return
+        await asyncio.gather(*[_stopped(keeper.stop.remote()) for keeper in self._started.values()])
+        for name in list(self._keepers):
+            self._leave(name)
+        for group in self._groups:
+            remove_placement_group(group)
+        ray.shutdown()
+
+
+async def _stopped(answer: Any) -> None:
+    """An actor that is gone has no process that could be left."""
+    with contextlib.suppress(RayError, TimeoutError):
+        await asyncio.wait_for(_of(answer), 2 * STOP_S)
+
+
+async def _of(answer: Any) -> Any:
+    return await answer
+
+
+class Keeper:
+    """Runs one process of a node on its machine, once. In an actor of its own, which outlives a crash to report it."""
+
+    def __init__(self) -> None:
+        self._child: asyncio.subprocess.Process | None = None
+        self._log = Path()
+
+    async def report(self, question: bytes) -> bytes:
+        address = ray.util.get_node_ip_address()
+        report = await asyncio.to_thread(report_of, msgspec.json.decode(question, type=Question), address)
+        return msgspec.json.encode(report)
+
+    async def start(self, spec: bytes) -> None:
+        orders = msgspec.json.decode(spec, type=LaunchSpec)
+        context = ray.get_runtime_context()
+        logs = Path(context.get_temp_dir(), context.get_session_name(), "logs")
+        self._log = logs / f"isthmus-{context.get_job_id()}-{orders.name}-{orders.start}.err"
+        with self._log.open("wb") as errors:
+            self._child = await start_node(orders, errors)
+
+    async def wait(self) -> bytes:
+        assert self._child is not None
+        output, code = await ended(self._child)
+        return f"{trouble_of(output, code)}{self._last_line()} (standard error: {self._log})".encode()
+
+    def _last_line(self) -> str:
+        with self._log.open("rb") as errors:
+            errors.seek(max(0, errors.seek(0, 2) - TAIL_BYTES))
+            lines = errors.read().decode(errors="replace").split("\n")
+        said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f": {said}" if said else ""
+
+    async def stop(self) -> None:
+        if self._child is not None:
+            await stop_child(self._child)
+
+
+_KEEPER = ray.remote(Keeper)
+
+
+class RayPool(Pool):
+    """A core of the Ray cluster for each worker, which runs there as it would here."""
+
+    def run(self, module: str, works: Sequence[Work], report: Progress | None = None) -> list[bytes]:
+        connect()
+        try:
+            return self._run(module, works, report)
+        finally:
+            ray.shutdown()
+
+    def _run(self, module: str, works: Sequence[Work], report: Progress | None) -> list[bytes]:
+        moved = {id(work.shared): work.shared for work in works}
+        shared = {key: ray.put(common) for key, common in moved.items()}
+        waiting = {
+            _ANSWER.remote(module, shared[id(work.shared)], work.own): at for at, work in enumerate(works)
+        }
+        found = [b""] * len(works)
+        try:
+            while waiting:
+                [done], _ = ray.wait(list(waiting), num_returns=1)
+                found[waiting.pop(done)] = _told(ray.get(done))
+                if report is not None:
+                    report(len(works) - len(waiting), len(works))
+        except RayError as error:
+            raise IsthmusError(f"a worker was lost: {_one_line(error)}") from None
+        finally:
+            for task in waiting:
+                ray.cancel(task, force=True)
+        return found
+
+
+class _Told(msgspec.Struct, frozen=True):
+    """An answer, or what went wrong; `config`: whether that is the user's to mend."""
+
+    answer: bytes = b""
+    wrong: str = ""
+    config: bool = False
+
+
+def _told(said: bytes) -> bytes:
+    told = msgspec.msgpack.decode(said, type=_Told)
+    if told.wrong:
+        raise (ConfigError if told.config else IsthmusError)(told.wrong)
+    return told.answer
+
+
+def _answer(module: str, shared: bytes, own: bytes) -> bytes:
+    try:
+        told = _Told(asyncio.run(answer(module, Work(shared, own))))
+    except IsthmusError as error:
+        told = _Told(wrong=str(error), config=isinstance(error, ConfigError))
+    return msgspec.msgpack.encode(told)
+
+
+_ANSWER = ray.remote(num_cpus=1, max_retries=3)(_answer)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:_LINE]

@@ -528,7 +528,7 @@ def test_what_no_header_can_carry_is_no_key(monkeypatch: pytest.MonkeyPatch, key
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("placement: slurm", "placement: Input should be 'local' or 'ray'"),
+        ("placement: slurm", "placement: Input should be 'local', 'ray' or 'join'"),
         ("ray: {spread: strickt}", "did you mean 'strict'?"),
         (
             TWO + "placement: ray\nlinks: [{between: [east, west], gbps: 1}]",

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from isthmus.cluster import addresses
+from isthmus.cluster import own_address
 from isthmus.cluster.addresses import AddressBook
 from isthmus.cluster.launcher import LinkProcess
 from isthmus.cluster.messages import Neighbours
@@ -113,14 +113,14 @@ def test_a_node_is_where_it_reaches_its_head_from(host: str) -> None:
 def test_an_address_that_leads_nobody_to_a_node_is_refused(
     host: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(addresses, "_own_host", lambda join, limit_s: "10.0.0.7")
+    monkeypatch.setattr(own_address, "_own_host", lambda join, limit_s: "10.0.0.7")
     with pytest.raises(ConfigError) as caught:
         reached_at(host, "head:1", 0)
     assert told in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_head_whose_name_nobody_knows_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(addresses, "RETRY_S", 0.01)
+    monkeypatch.setattr(own_address, "RETRY_S", 0.01)
     with pytest.raises(StartError, match=r"^cannot reach the head at no\.such\.name\.invalid:1: "):
         reached_at(None, "no.such.name.invalid:1", 0.02)
     known, asked = socket.getaddrinfo("127.0.0.1", 1, type=socket.SOCK_DGRAM), list[object]()

@@ -122,7 +122,7 @@ def test_what_cannot_be_joined_is_refused(
 
 
 def test_nodes_of_other_machines_take_no_memory_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isthmus.cluster.launcher.available_bytes", lambda: 0)
+    monkeypatch.setattr("isthmus.cluster.hosts.available_bytes", lambda: 0)
     overrides = {f"engine.{name}": value for name, value in EMULATED.items()}
     config = load_config(None, {**overrides, "placement": "join", "token": "secret"})
     assert isinstance(assemble(config, Launcher)[0], JoinedCluster)

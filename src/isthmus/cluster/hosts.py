@@ -30,8 +30,8 @@ STOP_S = 5.0
 
 class LaunchSpec(msgspec.Struct, frozen=True):
     """What a launched node is told. `config`: that of its cluster, as JSON. `stage`: which part of the pipeline group
-    `node` it is; `start`: how often it was started, this time included; `host`: where other nodes reach it; `cores`: for
-    what it starts itself."""
+    `node` it is; `start`: how often it was started, this time included; `host`: where other nodes reach it;
+    `cores`: for what it starts itself."""
 
     node: NodeId
     role: Role

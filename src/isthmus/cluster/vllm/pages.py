@@ -66,6 +66,7 @@ class Pages:
         self.opened: asyncio.Future[wire.Open] = asyncio.get_running_loop().create_future()
         self._ready = asyncio.Event()
         self._workers: set[_Worker] = set()
+        self._sessions: set[asyncio.Task[None]] = set()
         self._chains: dict[RequestId, list[BlockName]] = {}
         """Names of attempts that the engine has, from their first block on."""
         self._fills: dict[RequestId, _Fill] = {}
@@ -77,7 +78,7 @@ class Pages:
         """Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
-        self._server = await asyncio.start_unix_server(self._meet, self.path)
+        self._server = await asyncio.start_unix_server(self._connected, self.path)
         os.chmod(self.path, 0o600)
 
     def serve(
@@ -89,8 +90,9 @@ class Pages:
 
     async def close(self) -> None:
         self._server.close()
-        for worker in self._workers:
-            worker.writer.close()
+        for session in self._sessions:
+            session.cancel()
+        await asyncio.gather(*self._sessions, return_exceptions=True)
         self._copier.shutdown(wait=True)
         with contextlib.suppress(OSError):
             self.path.unlink()
@@ -137,6 +139,11 @@ class Pages:
         return len(names)
 
     # Workers.
+
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        session = asyncio.get_running_loop().create_task(self._meet(reader, writer))
+        self._sessions.add(session)
+        session.add_done_callback(self._sessions.discard)
 
     async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         worker: _Worker | None = None

@@ -521,6 +521,29 @@ def structured(
 
 
 @app.command()
+def vllm_nodes(
+    isthmus: Annotated[str, typer.Option(help="URL of a running cluster of vLLM nodes.")],
+    vllm: Annotated[str, typer.Option(help="URL of a server like theirs, that no node has.")],
+    model: Annotated[str, typer.Option(help="What the cluster calls its model.")],
+    served_model: Annotated[str, typer.Option(help="What the server calls it.")] = "isthmus",
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of a turn.")] = 200,
+    shortest: Annotated[int, typer.Option(min=1, help="Shortest prompt, in tokens.")] = 5,
+    longest: Annotated[int, typer.Option(min=1, help="Longest prompt, in tokens.")] = 3000,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 16,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each side.")] = 3,
+    vocabulary: Annotated[int, typer.Option(min=4, help="Token ids below this are drawn.")] = 250,
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 1,
+) -> None:
+    """vLLM as a node of a running cluster, beside the same vLLM alone: equal tokens, and what a token costs more."""
+    from benchmarks import vllm_nodes as bench
+
+    sides = (bench.Side("isthmus", isthmus, model), bench.Side("vLLM alone", vllm, served_model))
+    plan = bench.Plan(sides, prompts, shortest, longest, concurrency, tokens, rounds, vocabulary, seed)
+    show(bench.table(plan, bench.run(plan, _say)))
+
+
+@app.command()
 def wan(
     rates: Annotated[str, typer.Option(help="Rates of the path, Gbit/s.")] = "1,2,5",
     connections: Annotated[str, typer.Option(help="Connections of the session.")] = "1,4,8,16",

@@ -15,6 +15,8 @@ MODEL = "isthmus"
 """What a server that is started here calls its model."""
 SEED_STEP = 0x9E3779B97F4A7C15
 _READ_BYTES = 1 << 16
+_QUICK = aiohttp.ClientTimeout(total=5)
+"""For what a server that lives answers at once."""
 
 
 class EngineError(Exception):
@@ -187,7 +189,7 @@ class Client:
     async def get(self, path: str) -> bytes:
         """Raises EngineError."""
         try:
-            async with self._session.get(self.url + path) as response:
+            async with self._session.get(self.url + path, timeout=_QUICK) as response:
                 await _check(response)
                 return await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:

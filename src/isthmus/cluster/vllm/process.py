@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 MAX_NAMERS = 64
 METRICS_S = 1.0
+GONE_S = 5.0
+"""A server that does not live may take so long to be gone."""
 SALT_BYTES = 16
 UNSEALED = "by NIXL: KV goes from engine to engine without seals, so nothing is promised about wrong tokens"
 _METRIC = re.compile(
@@ -185,7 +187,11 @@ class AdapterProcess(EngineProcess):
         """Requests ended with the tasks that had them."""
 
     async def _watch(self) -> None:
-        self.end(StartError(await self._server.ended()))
+        """The head hears first: until then it sends more."""
+        reason = await self._server.ended()
+        if self._head is not None:
+            self._head.abort(reason)
+        self.end(StartError(reason))
 
     async def _measure(self) -> None:
         while True:
@@ -320,6 +326,8 @@ class AdapterProcess(EngineProcess):
         try:
             await work(task, submit, body)
         except EngineError as error:
+            if not error.final and not await self._server.lives():
+                await asyncio.sleep(GONE_S)  # this node ends with it: one death is to cost one attempt
             self._flush()
             self.tell(events.Broken(key, str(error), final=error.final))
         finally:

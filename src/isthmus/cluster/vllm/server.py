@@ -155,12 +155,19 @@ class Server:
     async def ready(self) -> None:
         """Returns when it answers. Raises StartError when it cannot be started."""
         while True:
-            with contextlib.suppress(EngineError):
-                await self.client.get("/health")
+            if await self.lives():
                 return
             if self._process is not None and self._process.returncode is not None:
                 raise StartError(await self._why())
             await asyncio.sleep(POLL_S)
+
+    async def lives(self) -> bool:
+        """Whether it would answer."""
+        try:
+            await self.client.get("/health")
+        except EngineError:
+            return False
+        return True
 
     async def ended(self) -> str:
         """Waits until it is gone; returns why."""
@@ -170,12 +177,8 @@ class Server:
         missed = 0
         while missed < 3:
             await asyncio.sleep(1.0)
-            try:
-                await self.client.get("/health")
-                missed = 0
-            except EngineError as error:
-                missed, reason = missed + 1, str(error)
-        return f"vLLM at {self.client.url} is gone: {reason}"
+            missed = 0 if await self.lives() else missed + 1
+        return f"vLLM at {self.client.url} is gone"
 
     async def stop(self) -> None:
         """It is gone afterwards, if it was started here."""

@@ -610,6 +610,11 @@ def key_digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
+def ray_address() -> str | None:
+    """Of the Ray cluster, if one is named: `$RAY_ADDRESS`."""
+    return os.environ.get("RAY_ADDRESS") or None
+
+
 def keep_ray_to_itself() -> None:
     """A Ray that is started by us tells its makers nothing about its use, unless the environment says that it may."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -174,6 +174,23 @@ def test_machines_without_authentication_are_refused(
         ray_hosts.connect()
 
 
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("127.0.0.1:1", "RAY_ADDRESS 127.0.0.1:1: no Ray cluster can be reached there: "),
+        ("nowhere", "RAY_ADDRESS nowhere: no Ray cluster can be reached there: "),
+        ("ray://127.0.0.1:1", "RAY_ADDRESS ray://127.0.0.1:1: is for clients outside the cluster"),
+    ],
+)
+def test_an_address_of_no_cluster_is_refused(address: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from isthmus.cluster import ray_hosts
+
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(StartError) as caught:
+        ray_hosts.connect()
+    assert str(caught.value).startswith(said)
+
+
 def test_another_version_is_refused(cluster: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
     from isthmus.cluster import machines as said
     from isthmus.cluster.ray_hosts import RayHosts

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ from isthmus.cluster.machines import (
     report_of,
     unplaced,
 )
-from isthmus.config import Config, keep_ray_to_itself
+from isthmus.config import Config, keep_ray_to_itself, ray_address
 from isthmus.deploy import gpus_of, role_config
 from isthmus.errors import ConfigError, IsthmusError, StartError
 from isthmus.types import NodeId
@@ -55,6 +56,7 @@ from isthmus.workers import Pool, Progress, Work, answer
 
 log = logging.getLogger(__name__)
 
+CONNECT_S = 5.0
 TAIL_BYTES = 4096
 _LINE = 300
 
@@ -62,16 +64,12 @@ _LINE = 300
 def connect() -> None:
     """To the Ray cluster that RAY_ADDRESS names, or that runs on this machine; else one is started here, for as long as
     this process lives. Raises StartError."""
+    _look_at_address()
     keep_ray_to_itself()
     try:
         ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
     except (RayError, OSError, RuntimeError, ValueError, AssertionError) as error:
         raise StartError(f"no Ray cluster can be reached: {_one_line(error)}") from None
-    if ray.util.client.ray.is_connected():
-        ray.shutdown()
-        raise StartError(
-            "RAY_ADDRESS: ray:// is of clients outside the cluster; run this on one of its machines"
-        )
     addresses = {machine.address for machine in machines()}
     if len(addresses) > 1 and get_authentication_mode() != AuthenticationMode.TOKEN:
         ray.shutdown()
@@ -79,6 +77,22 @@ def connect() -> None:
             f"this Ray cluster has {len(addresses)} machines and no authentication, so whoever reaches one can run "
             "anything on all: start it with RAY_AUTH_MODE=token and a token on each (`ray get-auth-token --generate`)"
         )
+
+
+def _look_at_address() -> None:
+    """Ray would try an address at which nobody listens for minutes, and print that it does."""
+    address = ray_address()
+    if address is None or address in ("auto", "local"):
+        return
+    host, _, port = address.rpartition(":")
+    if "//" in host:
+        raise StartError(
+            f"RAY_ADDRESS {address}: is for clients outside the cluster; run this on one of its machines"
+        )
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise StartError(f"RAY_ADDRESS {address}: no Ray cluster can be reached there: {error}") from None
 
 
 def machines() -> list[Machine]:

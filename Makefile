@@ -6,7 +6,7 @@ WORKERS ?= 2
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test test-ray soak check mutants protections clean
+.PHONY: install serve test test-ray soak check test-vllm mutants protections clean
 
 install: $(STAMP)
 
@@ -30,6 +30,14 @@ test: check
 test-ray: install
 	$(VENV)/bin/python -m pip install --quiet --editable '.[ray]'
 	$(VENV)/bin/python -m pytest -m ray tests/ray $(ARGS)
+
+# Connector and clusters with a real vLLM on this machine's CPU; ten minutes, and four gigabytes the first time.
+# VLLM_PYTHON: of an environment that has it, else one is made.
+VLLM_VENV := .venv-vllm
+VLLM_PYTHON ?= $(abspath $(VLLM_VENV))/bin/python
+test-vllm: install
+	test -x $(VLLM_PYTHON) || PYTHON=$(PYTHON) sh connectors/vllm/install_cpu.sh $(VLLM_VENV)
+	ISTHMUS_VLLM_PYTHON=$(VLLM_PYTHON) $(VENV)/bin/python -m pytest tests/vllm tests/connectors/test_real_vllm.py $(ARGS)
 
 # All rows of all matrices, with more and other drawn examples: 20 minutes to an hour.
 soak: install

@@ -1,0 +1,161 @@
+"""Whole clusters of real vLLM servers against one such server alone: greedy tokens must be equal.
+
+Run with ISTHMUS_VLLM_PYTHON set to the Python of an environment that has vLLM 0.32, what `isthmus-vllm` needs, and nixl
+(`make test-vllm`). The weights of the model are so wide that KV of other tokens gives other tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import pytest
+
+from tests import served as serving
+from tests.connectors.served import PYTHON, SOURCE, server
+from tests.models import make_model
+from tests.served import Served, children_of, node_pid, serve, streamed
+
+pytestmark = [
+    pytest.mark.skipif(not PYTHON, reason="ISTHMUS_VLLM_PYTHON names no environment with vLLM"),
+    pytest.mark.timeout(900),
+]
+
+NUM_TOKENS = 12
+PROMPTS = 40
+LONGEST = 1500
+BLOCK = 32
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wide")
+    make_model(folder, "llama", num_hidden_layers=4, hidden_size=256, initializer_range=0.15)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Of log-uniform lengths; half of them begin alike."""
+    draws = Random(5)
+    shared = draws.choices(range(3, 250), k=LONGEST)
+    found = []
+    for number in range(PROMPTS):
+        length = int(5 * (LONGEST / 5) ** draws.random())
+        alike = draws.randrange(length + 1) if number % 2 else 0
+        found.append(shared[:alike] + draws.choices(range(3, 250), k=length - alike))
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(
+    model: Path, prompts: list[list[int]], tmp_path_factory: pytest.TempPathFactory
+) -> list[list[int]]:
+    """What the server alone says."""
+    folder = tmp_path_factory.mktemp("alone")
+    with server(model, folder / "nobody", folder / "log") as alone:
+        return [alone.complete(prompt, n=NUM_TOKENS) for prompt in prompts]
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "START_S", 300)
+
+
+def settings(model: Path, transfer: str, **others: Any) -> dict[str, Any]:
+    env = {"PYTHONPATH": str(SOURCE), "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+    engine = {
+        "kind": "vllm", "device": "cpu", "block_size": BLOCK, "kv_memory": "256MiB", "max_length": 2048,
+        "vllm": {"python": PYTHON, "transfer": transfer, "env": env},
+    }  # fmt: skip
+    cache = {"cache": {"dram": "256MiB"}} if transfer == "pool" else {}
+    return {"model": str(model), "engine": engine, "limits": {"start_s": 300}} | cache | others
+
+
+def ask_all(served: Served, prompts: list[list[int]]) -> list[list[int]]:
+    """Eight at once, every second one streamed."""
+
+    def ask(at: int) -> list[int]:
+        if at % 2:
+            return streamed(served, prompts[at], NUM_TOKENS, threading.Event(), ignore_eos=True)
+        return served.tokens(prompts[at], NUM_TOKENS, ignore_eos=True)
+
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(ask, range(len(prompts))))
+
+
+@pytest.mark.parametrize("transfer", ["pool", "nixl"])
+def test_prefill_and_decode_say_what_one_server_says(
+    transfer: str, model: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
+) -> None:
+    with serve(tmp_path, settings(model, transfer, roles={"prefill": 1, "decode": 1})) as served:
+        assert ask_all(served, prompts) == expected
+        longest = max(range(PROMPTS), key=lambda at: len(prompts[at]))
+        again = served.complete(prompts[longest], NUM_TOKENS, ignore_eos=True)
+        assert again["choices"][0]["token_ids"] == expected[longest]
+        cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= (len(prompts[longest]) - 1) // BLOCK * BLOCK
+        assert served.total("seal_mismatches_total") == 0
+        if transfer == "pool":
+            moved = served.gauge("vllm_blocks_loaded_total")
+            assert moved["decode-0"] > 0 and served.gauge("vllm_blocks_saved_total")["prefill-0"] > 0
+
+
+def test_what_was_computed_is_loaded_after_a_restart(
+    model: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
+) -> None:
+    cache = {"dram": "64MiB", "ssd": "256MiB", "folder": str(tmp_path / "blocks")}
+    deployment = settings(model, "pool", roles={"prefill": 0, "decode": 0, "mixed": 1}, cache=cache)
+    with serve(tmp_path, deployment) as served:
+        assert ask_all(served, prompts) == expected
+    with serve(tmp_path, deployment) as served:
+        assert ask_all(served, prompts) == expected
+        assert served.total("vllm_blocks_loaded_total") > 0 < served.total("prefix_cache_hits_total")
+
+
+def servers(served: Served) -> Iterator[tuple[str, int]]:
+    for role in ("prefill-0", "decode-0"):
+        node = node_pid(children_of(served.process.pid), role)
+        yield role, children_of(node)[0]
+
+
+def test_killed_servers_cost_time_and_no_token(
+    model: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
+) -> None:
+    """The server of each node once, while others are answering; who is refused meanwhile asks again."""
+    with serve(tmp_path, settings(model, "pool", roles={"prefill": 1, "decode": 1})) as served:
+        for at in range(2):
+            role, pid = list(servers(served))[at]
+            answers: dict[int, list[int]] = {}
+
+            def ask(number: int, answers: dict[int, list[int]] = answers) -> None:
+                body = {
+                    "model": served.model, "prompt": prompts[number], "max_tokens": NUM_TOKENS,
+                    "temperature": 0, "ignore_eos": True, "return_token_ids": True,
+                }  # fmt: skip
+                served.wait_until(lambda: _took(served, body, number, answers), f"{role} is back")
+
+            with ThreadPoolExecutor(8) as pool:
+                asked = [pool.submit(ask, number) for number in range(PROMPTS)]
+                served.wait_until(lambda: len(answers) >= 4, "some are answered")
+                os.kill(pid, signal.SIGKILL)
+                for each in asked:
+                    each.result()
+            assert [answers[number] for number in range(PROMPTS)] == expected
+            served.check_idle()
+
+
+def _took(served: Served, body: dict[str, Any], number: int, answers: dict[int, list[int]]) -> bool:
+    reply = httpx.post(f"{served.url}/v1/completions", json=body, timeout=300)
+    if reply.status_code == 503:
+        return False
+    assert reply.status_code == 200, reply.text
+    answers[number] = reply.json()["choices"][0]["token_ids"]
+    return True

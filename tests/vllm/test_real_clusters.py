@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
@@ -120,36 +119,34 @@ def test_what_was_computed_is_loaded_after_a_restart(
         assert served.total("vllm_blocks_loaded_total") > 0 < served.total("prefix_cache_hits_total")
 
 
-def servers(served: Served) -> Iterator[tuple[str, int]]:
-    for role in ("prefill-0", "decode-0"):
-        node = node_pid(children_of(served.process.pid), role)
-        yield role, children_of(node)[0]
-
-
 def test_killed_servers_cost_time_and_no_token(
     model: Path, prompts: list[list[int]], expected: list[list[int]], tmp_path: Path
 ) -> None:
     """The server of each node once, while others are answering; who is refused meanwhile asks again."""
     with serve(tmp_path, settings(model, "pool", roles={"prefill": 1, "decode": 1})) as served:
-        for at in range(2):
-            role, pid = list(servers(served))[at]
-            answers: dict[int, list[int]] = {}
-
-            def ask(number: int, answers: dict[int, list[int]] = answers) -> None:
-                body = {
-                    "model": served.model, "prompt": prompts[number], "max_tokens": NUM_TOKENS,
-                    "temperature": 0, "ignore_eos": True, "return_token_ids": True,
-                }  # fmt: skip
-                served.wait_until(lambda: _took(served, body, number, answers), f"{role} is back")
-
-            with ThreadPoolExecutor(8) as pool:
-                asked = [pool.submit(ask, number) for number in range(PROMPTS)]
-                served.wait_until(lambda: len(answers) >= 4, "some are answered")
-                os.kill(pid, signal.SIGKILL)
-                for each in asked:
-                    each.result()
-            assert [answers[number] for number in range(PROMPTS)] == expected
+        for node in ("prefill-0", "decode-0"):
+            assert answers_amid_a_kill(served, prompts, node) == expected
             served.check_idle()
+
+
+def answers_amid_a_kill(served: Served, prompts: list[list[int]], node: str) -> list[list[int]]:
+    answers: dict[int, list[int]] = {}
+
+    def ask(number: int) -> None:
+        body = {
+            "model": served.model, "prompt": prompts[number], "max_tokens": NUM_TOKENS,
+            "temperature": 0, "ignore_eos": True, "return_token_ids": True,
+        }  # fmt: skip
+        served.wait_until(lambda: _took(served, body, number, answers), f"{node} is back")
+
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask, number) for number in range(PROMPTS)]
+        served.wait_until(lambda: len(answers) >= 4, "some are answered")
+        (server_pid,) = children_of(node_pid(children_of(served.process.pid), node))
+        os.kill(server_pid, signal.SIGKILL)
+        for each in asked:
+            each.result()
+    return [answers[number] for number in range(len(prompts))]
 
 
 def _took(served: Served, body: dict[str, Any], number: int, answers: dict[int, list[int]]) -> bool:

@@ -127,6 +127,12 @@ def _vllm_spec(folder: Path) -> ModelSpec:
     return spec
 
 
+def vllm_layout(folder: Path, dtype: str | None, block_size: int) -> KVLayout:
+    """Of a model's KV in vLLM. Raises ModelError."""
+    spec = _vllm_spec(folder)
+    return spec_layout(spec, dtype or spec.dtype, block_size)
+
+
 def sampled_revision(folder: Path) -> str:
     """Names a model by what is read of it in a moment: its description, and pieces from all over its weights. Raises
     ModelError."""

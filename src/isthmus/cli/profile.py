@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from isthmus.errors import ConfigError
+
 if TYPE_CHECKING:
     from isthmus.bench.profile import Profile
+
+MAX_SEQUENCES = 16
+"""Of a vLLM server: so many it surely computes at once."""
 
 
 def profile(
@@ -23,6 +28,12 @@ def profile(
     max_length: Annotated[int | None, typer.Option(min=2, help="Longest context to measure.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Measured turns; the median of each case counts.")] = 5,
     budget_s: Annotated[float, typer.Option(help="No new turn begins after so many seconds.")] = 90.0,
+    vllm: Annotated[
+        str | None, typer.Option(help="URL of a vLLM server of --model, to measure instead of the engine here.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="With --vllm: what the server calls its model; default: its first.")
+    ] = None,
 ) -> None:
     """Measure prefill, decode and mixed iterations of the engine here, and fit a cost curve to them."""
     from isthmus.cli.models import find_model
@@ -30,17 +41,24 @@ def profile(
     from isthmus.config import load_config
 
     check_writable("--out", out)
+    beside = [name for name, value in (("--device", device), ("--threads", threads)) if value is not None]
+    if vllm is not None and beside:
+        raise ConfigError(f"{', '.join(beside)}: of the engine here; a vLLM server has its own, leave it out")
+    if vllm is None and served_model_name is not None:
+        raise ConfigError("--served-model-name: only with --vllm")
     given = {"dtype": dtype, "device": device, "kv_memory": kv_memory}
     engine = load_config(None, {f"engine.{name}": value for name, value in given.items()}).engine
     folder, _ = find_model(model)
+    if vllm is not None:
+        found = _of_server(vllm, served_model_name, folder, dtype, max_length, rounds, budget_s)
+    else:
+        from isthmus.bench.profile import profile_engine
+        from isthmus.engine.engine import EngineOptions
 
-    from isthmus.bench.profile import profile_engine
-    from isthmus.engine.engine import EngineOptions
-
-    options = EngineOptions(
-        engine.dtype, engine.device, threads, engine.block_size, engine.kv_memory, max_length
-    )
-    found = profile_engine(folder, options, rounds=rounds, budget_s=budget_s, report=_say)
+        options = EngineOptions(
+            engine.dtype, engine.device, threads, engine.block_size, engine.kv_memory, max_length
+        )
+        found = profile_engine(folder, options, rounds=rounds, budget_s=budget_s, report=_say)
     _say(errors_of(found))
     text = as_yaml(found)
     if out is None:
@@ -48,6 +66,45 @@ def profile(
     else:
         write_bytes(out, text.encode())
         _say(f"wrote {out}: use it as engine.cost")
+
+
+def _of_server(
+    url: str, name: str | None, folder: Path, dtype: str | None, limit: int | None, rounds: int, budget_s: float
+) -> Profile:
+    """Raises StartError where it is no vLLM server."""
+    import asyncio
+
+    from isthmus.bench.profile_server import profile_server
+    from isthmus.blocks import KVLayout
+    from isthmus.cli.engines import vllm_layout
+    from isthmus.cluster.vllm.client import Client
+    from isthmus.cluster.vllm.opening import Told, told
+    from isthmus.engine.recipe import vocab_of
+
+    url = url.rstrip("/")
+
+    async def ask() -> Told:
+        client = Client(url, name or "")
+        try:
+            return await told(client)
+        finally:
+            await client.close()
+
+    known = asyncio.run(ask())
+    model = name or known.models[0]
+    layout: KVLayout = vllm_layout(folder, dtype, known.block_size)
+    return profile_server(
+        lambda: Client(url, model),
+        layout,
+        vocab_size=vocab_of(folder),
+        max_length=min(limit or known.max_length, known.max_length),
+        kv_tokens=known.num_blocks * known.block_size,
+        max_sequences=MAX_SEQUENCES,
+        origin=f"isthmus profile: {folder.name}, vLLM {known.version}, {layout.dtype}",
+        rounds=rounds,
+        budget_s=budget_s,
+        report=_say,
+    )
 
 
 def errors_of(found: Profile) -> str:

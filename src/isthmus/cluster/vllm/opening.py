@@ -11,7 +11,7 @@ import re
 import secrets
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -87,19 +87,12 @@ async def _known(
     config: Config, client: Client, pages: Pages | None, revision: str, layout: KVLayout, max_length: int
 ) -> ServedEngine:
     """What the server says of itself. Raises StartError where that is not what was configured."""
-    try:
-        version = str(json.loads(await client.get("/version"))["version"])
-        metrics = (await client.get("/metrics")).decode()
-        served = json.loads(await client.get("/v1/models"))["data"]
-    except (EngineError, ValueError, KeyError, TypeError) as error:
-        raise StartError(f"vLLM at {client.url} does not say what it is: {error}") from None
-    models = [str(each.get("id")) for each in served]
-    if client.model not in models:
+    known = await told(client)
+    if client.model not in known.models:
         raise StartError(
-            f"engine.vllm.served_model_name: vLLM at {client.url} serves {', '.join(models)}, not {client.model}"
+            f"engine.vllm.served_model_name: vLLM at {client.url} serves {', '.join(known.models)}, not {client.model}"
         )
-    length = next((int(each["max_model_len"]) for each in served if each.get("max_model_len")), max_length)
-    num_blocks, block_size = _memory(metrics)
+    version, num_blocks, block_size = known.version, known.num_blocks, known.block_size
     if block_size != layout.block_size:
         raise StartError(
             f"vLLM at {client.url} has blocks of {block_size} tokens, engine.block_size is {layout.block_size}"
@@ -115,7 +108,31 @@ async def _known(
             ) from None
         form, remark = opened.form, f"vLLM {version} with isthmus-vllm: KV is sealed"
     layout = msgspec.structs.replace(layout, form=form)
-    return ServedEngine(revision, layout, num_blocks, length, remark)
+    return ServedEngine(revision, layout, num_blocks, known.max_length or max_length, remark)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a server says of itself. `max_length`: 0 if it does not say."""
+
+    version: str
+    models: tuple[str, ...]
+    max_length: int
+    num_blocks: int
+    block_size: int
+
+
+async def told(client: Client) -> Told:
+    """Raises StartError."""
+    try:
+        version = str(json.loads(await client.get("/version"))["version"])
+        metrics = (await client.get("/metrics")).decode()
+        served = json.loads(await client.get("/v1/models"))["data"]
+        models = tuple([str(each["id"]) for each in served])
+        length = next((int(each["max_model_len"]) for each in served if each.get("max_model_len")), 0)
+    except (EngineError, ValueError, KeyError, TypeError) as error:
+        raise StartError(f"vLLM at {client.url} does not say what it is: {error}") from None
+    return Told(version, models, length, *_memory(metrics))
 
 
 def _memory(metrics: str) -> tuple[int, int]:

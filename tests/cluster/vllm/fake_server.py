@@ -257,13 +257,18 @@ class Engine:
     async def _read(self, request: Request) -> None:
         """Dicts are for one use; whoever reads what is not there any more goes on with what lies there now."""
         params = request.params
+        while self.faults["hold"] and request.state != OVER:
+            await asyncio.sleep(STEP_S)
+        if request.state == OVER:
+            return
         async with self.session.post(
             f"http://127.0.0.1:{params['remote_port']}/nixl/{params['remote_request_id']}"
         ) as reply:
             found = await reply.read()
         request.right = found == digest(request.tokens, request.salt)
         self.counts["wrong_blocks"] += not request.right
-        request.cached, request.state = len(request.tokens) - 1, READY
+        if request.state == LOADING:
+            request.cached, request.state = len(request.tokens) - 1, READY
 
     def _take(self, request: Request, block: int) -> None:
         request.blocks.append(block)
@@ -383,7 +388,8 @@ class Server:
         return web.json_response(dict(engine.counts) | now)
 
     async def _fault(self, asked: web.Request) -> web.Response:
-        """`token_s`: how long a token takes from now on; `kill`: at once; others: of so many requests to come."""
+        """`token_s`: how long a token takes from now on; `kill`: at once; `hold`: nothing is read from other engines;
+        `refuse` and `die`, in the third token: so many of the requests to come."""
         fault = await asked.json()
         if "kill" in fault:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -500,10 +506,10 @@ async def _serve(options: argparse.Namespace) -> None:
         group.create_task(engine.publisher.serve())
         runner = web.AppRunner(Server(engine).app(), handler_cancellation=True, access_log=None)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", options.port).start()
         folder, name = Path(os.environ["FAKE_VLLM"]), f"{os.getppid()}.{os.getpid()}"
         (folder / f"{name}.new").write_text(f"http://127.0.0.1:{options.port}")
         (folder / f"{name}.new").rename(folder / f"{name}.url")
+        await web.TCPSite(runner, "127.0.0.1", options.port).start()
 
 
 def stand_in(folder: Path) -> dict[str, str]:

@@ -23,6 +23,8 @@ from tests.served import Served, alive, node_pid, serve, streamed
 
 from .fake_server import expected_tokens, stand_in, url_of
 
+BLOCK_BYTES = 3 * 16 * 2 * 2 * 16 * 4
+"""Of three layers: 16 tokens, K and V, two heads of 16 numbers."""
 KINDS = ["pool", "nixl"]
 SHAPES: dict[str, dict[str, int]] = {
     "mixed": {"mixed": 1, "prefill": 0, "decode": 0},
@@ -78,11 +80,13 @@ def cached(answer: dict[str, Any]) -> int:
 
 
 @contextlib.contextmanager
-def cluster(home: Path, model: Path, kind: str, shape: str, **limits: float) -> Iterator[Cluster]:
+def cluster(
+    home: Path, model: Path, kind: str, shape: str, *, kv_memory: int = 1 << 23, **limits: float
+) -> Iterator[Cluster]:
     engine = {
         "kind": "vllm",
         "device": "cpu",
-        "kv_memory": "8MiB",
+        "kv_memory": kv_memory,
         "vllm": {"transfer": kind, "env": stand_in(home)},
     }
     settings: dict[str, Any] = {
@@ -127,6 +131,38 @@ def test_where_it_decodes_the_blocks_of_where_it_prefilled_are_used(model: Path,
             lambda: found.served.gauge("vllm_blocks_saved_total")["prefill-0"] == BLOCKS, "blocks are saved"
         )
         assert found.total("loads_failed") == 0
+        found.check()
+
+
+def test_a_prompt_gets_the_blocks_of_an_answer_from_where_that_was_decoded(model: Path, tmp_path: Path) -> None:
+    with cluster(tmp_path, model, "pool", "1P1D") as found:
+        served, said = found.served, expected_tokens(PROMPT, 400)
+        assert served.tokens(PROMPT, 400) == said
+        known = (len(PROMPT) + 399) // 16
+        served.wait_until(
+            lambda: served.gauge("vllm_blocks_saved_total")["decode-0"] == known - BLOCKS, "the answer is saved"
+        )
+        again = [*PROMPT, *said, 1, 2, 3]
+        answer = served.complete(again, 8)
+        assert answer["choices"][0]["token_ids"] == expected_tokens(again, 8)
+        assert cached(answer) == 16 * known
+        assert found.counts("prefill-0")["blocks_loaded"] == known - BLOCKS, "the rest it had itself"
+        found.check()
+
+
+def test_what_gave_way_in_the_server_is_computed_again(model: Path, tmp_path: Path) -> None:
+    """It says so in its events: nobody counts on it."""
+    with cluster(tmp_path, model, "nixl", "mixed", kv_memory=BLOCK_BYTES * 24) as found:
+        prompts = [[number, *PROMPT] for number in range(1, 7)]
+        for prompt in prompts:
+            answer = found.served.complete(prompt, 8)
+            assert (answer["choices"][0]["token_ids"], cached(answer)) == (expected_tokens(prompt, 8), 0)
+        assert cached(found.served.complete(prompts[-1], 8)) == 80
+        assert cached(found.served.complete(prompts[0], 8)) == 0
+        found.served.wait_until(
+            lambda: 0 < found.served.total("kv_blocks_cached") <= 24, "no more than there are"
+        )
+        assert found.served.total("kv_blocks_evicted_total") > 0
         found.check()
 
 

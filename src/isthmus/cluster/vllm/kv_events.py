@@ -166,6 +166,10 @@ class Listener:
         self._socket.setsockopt_string(zmq.SUBSCRIBE, topic)
         self._socket.connect(endpoint)
         self._next = 0
+        self._live = -1
+        """The last that came by itself: these only go up, those of one server."""
+        self._first = b""
+        """Batch number 0, which has its time in it."""
 
     async def run(self) -> None:
         """Until it is cancelled. What was said before this connected is asked for first."""
@@ -179,18 +183,20 @@ class Listener:
             self._context.destroy(linger=0)
 
     async def _take(self, number: int, payload: bytes) -> None:
-        if number < self._next:
-            if number or self._next == 1:
-                return  # it came as a replay, too
+        if number <= self._live or (number == 0 < self._next and payload != self._first):
             log.warning("vLLM's KV events begin anew: what it had is forgotten")
             self._void()
-        elif number > self._next:
+            self._next = 0
+        self._live = number
+        if number > self._next:
             await self._recover(number)
-        if number >= self._next or not number:
+        if number >= self._next:  # else it came as a replay, too
             self._tell(number, payload)
 
     def _tell(self, number: int, payload: bytes) -> None:
         self._next = number + 1
+        if not number:
+            self._first = payload
         try:
             self._heard(payload)
         except msgspec.DecodeError as error:

@@ -1,0 +1,254 @@
+"""Whole clusters whose nodes have vLLM servers, stood in for by `fake_server.py`: what a user sees, and what they see.
+
+Tokens are digests of all before them and of the KV that was used, so each exact answer says that all of that was right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.models import make_model
+from tests.served import Served, alive, node_pid, serve, streamed
+
+from .fake_server import expected_tokens, stand_in, url_of
+
+BLOCK_BYTES = 3 * 16 * 2 * 2 * 16 * 4
+"""Of three layers: 16 tokens, K and V, two heads of 16 numbers."""
+KINDS = ["pool", "nixl"]
+SHAPES: dict[str, dict[str, int]] = {
+    "mixed": {"mixed": 1, "prefill": 0, "decode": 0},
+    "1P1D": {"prefill": 1, "decode": 1},
+    "2P1D": {"prefill": 2, "decode": 1},
+    "1P2D": {"prefill": 1, "decode": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vllm") / "tiny"
+    make_model(folder, "llama")
+    return folder
+
+
+class Cluster:
+    """`served`, and the servers of its nodes."""
+
+    def __init__(self, served: Served, folder: Path) -> None:
+        self.served, self._folder = served, folder
+
+    def url(self, node: str) -> str:
+        found = self.known(node)
+        assert found is not None
+        return found
+
+    def known(self, node: str) -> str | None:
+        """None while there is no process of it, or no server of that."""
+        try:
+            return url_of(self._folder, node_pid(self.served.children().values(), node))
+        except (AssertionError, OSError):
+            return None
+
+    def counts(self, node: str) -> dict[str, int]:
+        return httpx.get(f"{self.url(node)}/counts").json()
+
+    def fault(self, node: str, **fault: float) -> None:
+        with contextlib.suppress(httpx.RemoteProtocolError, httpx.ReadError):  # one that ends it
+            httpx.post(f"{self.url(node)}/fault", json=fault).raise_for_status()
+
+    def total(self, name: str) -> int:
+        return sum(self.counts(node).get(name, 0) for node in self.served.gauge("kv_blocks"))
+
+    def check(self) -> None:
+        """No KV was used that was not the right one, and nothing is held for anybody."""
+        for name in ("wrong_blocks", "reads_of_nothing", "params_lost", "running", "kept_now"):
+            self.served.wait_until(lambda name=name: not self.total(name), f"no {name}")  # type: ignore[misc]
+
+
+def cached(answer: dict[str, Any]) -> int:
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@contextlib.contextmanager
+def cluster(
+    home: Path, model: Path, kind: str, shape: str, *, kv_memory: int = 1 << 23, **limits: float
+) -> Iterator[Cluster]:
+    engine = {
+        "kind": "vllm",
+        "device": "cpu",
+        "kv_memory": kv_memory,
+        "vllm": {"transfer": kind, "env": stand_in(home)},
+    }
+    settings: dict[str, Any] = {
+        "model": str(model), "engine": engine, "roles": SHAPES[shape], "limits": limits
+    }  # fmt: skip
+    if kind == "pool":
+        settings["cache"] = {"dram": "16MiB"}
+    with serve(home, settings) as served:
+        yield Cluster(served, home)
+
+
+@pytest.mark.parametrize("shape", ["mixed", "1P1D", "2P1D"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_of_one_server(kind: str, shape: str, model: Path, tmp_path: Path) -> None:
+    """One by one and eight at once; what was computed before is not computed again."""
+    with cluster(tmp_path, model, kind, shape) as found:
+        served = found.served
+        prompts = [[number, *range(1, 20 + 9 * number)] for number in range(1, 9)]
+        expected = [expected_tokens(prompt, 20) for prompt in prompts]
+        assert served.tokens(prompts[7], 20) == expected[7]
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(lambda prompt: served.tokens(prompt, 20), prompts)) == expected
+        answer = served.complete(prompts[7], 20)
+        assert answer["choices"][0]["token_ids"] == expected[7]
+        assert cached(answer) == 80
+        found.check()
+
+
+PROMPT = list(range(1, 93))
+BLOCKS = 5
+"""Full ones of it."""
+
+
+def test_where_it_decodes_the_blocks_of_where_it_prefilled_are_used(model: Path, tmp_path: Path) -> None:
+    with cluster(tmp_path, model, "pool", "1P1D") as found:
+        answer = found.served.complete(PROMPT, 40)
+        assert answer["choices"][0]["token_ids"] == expected_tokens(PROMPT, 40)
+        assert cached(answer) == 0
+        assert found.counts("decode-0")["blocks_loaded"] == BLOCKS
+        assert found.served.gauge("vllm_blocks_saved_total").keys() == {"prefill-0", "decode-0"}
+        found.served.wait_until(
+            lambda: found.served.gauge("vllm_blocks_saved_total")["prefill-0"] == BLOCKS, "blocks are saved"
+        )
+        assert found.total("loads_failed") == 0
+        found.check()
+
+
+def test_a_prompt_gets_the_blocks_of_an_answer_from_where_that_was_decoded(model: Path, tmp_path: Path) -> None:
+    with cluster(tmp_path, model, "pool", "1P1D") as found:
+        served, said = found.served, expected_tokens(PROMPT, 400)
+        assert served.tokens(PROMPT, 400) == said
+        known = (len(PROMPT) + 399) // 16
+        served.wait_until(
+            lambda: served.gauge("vllm_blocks_saved_total")["decode-0"] == known - BLOCKS, "the answer is saved"
+        )
+        again = [*PROMPT, *said, 1, 2, 3]
+        answer = served.complete(again, 8)
+        assert answer["choices"][0]["token_ids"] == expected_tokens(again, 8)
+        assert cached(answer) == 16 * known
+        assert found.counts("prefill-0")["blocks_loaded"] == known - BLOCKS, "the rest it had itself"
+        found.check()
+
+
+def test_what_gave_way_in_the_server_is_computed_again(model: Path, tmp_path: Path) -> None:
+    """It says so in its events: nobody counts on it."""
+    with cluster(tmp_path, model, "nixl", "mixed", kv_memory=BLOCK_BYTES * 24) as found:
+        prompts = [[number, *PROMPT] for number in range(1, 7)]
+        for prompt in prompts:
+            answer = found.served.complete(prompt, 8)
+            assert (answer["choices"][0]["token_ids"], cached(answer)) == (expected_tokens(prompt, 8), 0)
+        assert cached(found.served.complete(prompts[-1], 8)) == 80
+        assert cached(found.served.complete(prompts[0], 8)) == 0
+        found.served.wait_until(
+            lambda: 0 < found.served.total("kv_blocks_cached") <= 24, "no more than there are"
+        )
+        assert found.served.total("kv_blocks_evicted_total") > 0
+        found.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tenants_share_nothing(kind: str, model: Path, tmp_path: Path) -> None:
+    with cluster(tmp_path, model, kind, "1P1D") as found:
+        expected = expected_tokens(PROMPT, 8)
+        for salt, seen in (("", 0), ("one", 0), ("two", 0), ("one", 80), ("two", 80), ("", 80)):
+            fields = {"cache_salt": salt} if salt else {}
+            answer = found.served.complete(PROMPT, 8, **fields)
+            assert (answer["choices"][0]["token_ids"], cached(answer)) == (expected, seen)
+        found.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_disconnect_ends_the_request_in_the_server(kind: str, model: Path, tmp_path: Path) -> None:
+    with cluster(tmp_path, model, kind, "1P1D") as found:
+        found.fault("decode-0", token_s=0.02)
+        with found.served.http.stream("POST", "/v1/completions", json=body_of(found, 2000)) as reply:
+            lines = reply.iter_lines()  # kept: dropping it would close the connection
+            assert "token_ids" in next(lines)
+        found.served.wait_until(lambda: found.counts("decode-0").get("aborted") == 1, "it is aborted")
+        found.check()
+
+
+def test_what_a_server_keeps_for_another_is_let_go_of_when_nobody_comes(model: Path, tmp_path: Path) -> None:
+    with cluster(tmp_path, model, "nixl", "1P1D") as found:
+        found.fault("decode-0", hold=1)
+        connection = http.client.HTTPConnection(found.served.url.removeprefix("http://"), timeout=120)
+        with contextlib.closing(connection):  # no header comes before the first token does
+            connection.request(
+                "POST", "/v1/completions", json.dumps(body_of(found, 20)), {"Content-Type": "application/json"}
+            )
+            found.served.wait_until(lambda: found.counts("decode-0")["running"] == 1, "it is passed")
+            assert found.counts("prefill-0")["kept_now"] == 1
+        found.served.wait_until(lambda: found.counts("prefill-0").get("released") == 1, "it is let go of")
+        found.check()
+
+
+def body_of(found: Cluster, max_tokens: int) -> dict[str, Any]:
+    return {"model": found.served.model, "prompt": PROMPT, "max_tokens": max_tokens, "temperature": 0,
+            "stream": True, "return_token_ids": True}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ["refuse", "die"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_that_a_server_fails_is_routed_again(
+    kind: str, fault: str, model: Path, tmp_path: Path
+) -> None:
+    with cluster(tmp_path, model, kind, "1P1D") as found:
+        for node in ("prefill-0", "decode-0") if fault == "refuse" else ("decode-0",):
+            found.fault(node, **{fault: 1})
+            assert found.served.tokens(PROMPT, 20) == expected_tokens(PROMPT, 20)
+            assert found.counts(node)["refused" if fault == "refuse" else "died"] == 1
+        found.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_server_costs_no_token_and_is_started_again(kind: str, model: Path, tmp_path: Path) -> None:
+    with cluster(tmp_path, model, kind, "1P2D") as found, ThreadPoolExecutor(6) as pool:
+        served, prompts = found.served, [[number, *PROMPT] for number in range(1, 7)]
+        for node in ("decode-0", "decode-1"):
+            found.fault(node, token_s=0.01)
+        answering = threading.Event()
+        answers = [pool.submit(streamed, served, prompt, 100, answering) for prompt in prompts]
+        answering.wait()
+        old = found.url("decode-0")
+        found.fault("decode-0", kill=1)
+        assert [answer.result() for answer in answers] == [expected_tokens(each, 100) for each in prompts]
+        served.wait_until(
+            lambda: "decode-0" in served.gauge("kv_blocks") and found.known("decode-0") not in (None, old),
+            "it is back",
+        )
+        assert served.tokens(PROMPT, 20) == expected_tokens(PROMPT, 20)
+        found.check()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sigterm_lets_running_answers_finish(kind: str, model: Path, tmp_path: Path) -> None:
+    with cluster(tmp_path, model, kind, "1P1D", drain_s=90) as found, ThreadPoolExecutor(1) as pool:
+        found.fault("decode-0", token_s=0.01)
+        answering = threading.Event()
+        answer = pool.submit(streamed, found.served, PROMPT, 100, answering)
+        answering.wait()
+        found.served.process.send_signal(signal.SIGTERM)
+        assert answer.result() == expected_tokens(PROMPT, 100)
+        assert found.served.process.wait(timeout=90) == 0
+        servers = [int(path.stem.split(".")[1]) for path in tmp_path.glob("*.url")]
+        assert len(servers) == 2 and not any(map(alive, servers))

@@ -139,6 +139,13 @@ def test_a_fetch_that_brings_nothing_for_too_long_is_ended_once_it_began() -> No
 # A prompt that decodes elsewhere.
 
 
+def test_a_prompt_whose_blocks_are_saved_before_its_answer_comes_waits_for_nothing() -> None:
+    node = node_of(P0)
+    node.on(begin(Role.PREFILL), 1)
+    assert node.on(Settled(KEY), 2) == []
+    assert node.on(Answered(KEY, 3), 3) == [Pass(KEY, D0, 3)]
+
+
 def test_engines_hand_over_themselves_without_a_cache() -> None:
     node = node_of(P0, None)
     assert node.on(begin(Role.PREFILL), 1) == [Submit(KEY, 0)]

@@ -54,7 +54,7 @@ def handover_key(key: RequestId) -> RequestId:
 class _Attempt:
     """`pinned`: what of the cache stays for it; `due_ns`: when it goes on, or is given up for `reason`, 0 for never."""
 
-    __slots__ = ("begin", "cached_tokens", "due_ns", "params", "pinned", "reason", "state")
+    __slots__ = ("begin", "cached_tokens", "due_ns", "params", "pinned", "reason", "settled", "state")
 
     def __init__(self, begin: events.Begin) -> None:
         self.begin = begin
@@ -64,6 +64,7 @@ class _Attempt:
         self.cached_tokens: int | None = None
         self.due_ns = 0
         self.reason = ""
+        self.settled = False  # all of it that is to be saved is told
 
 
 class Adapter:
@@ -191,7 +192,7 @@ class Adapter:
             return
         attempt.cached_tokens, attempt.params = event.cached_tokens, event.params
         attempt.state = ANSWERED
-        if self.tiers is None:
+        if self.tiers is None or attempt.settled:
             self._pass(attempt, now, actions)
         else:
             attempt.due_ns = now + SETTLE_NS
@@ -199,7 +200,10 @@ class Adapter:
 
     def _settled(self, event: events.Settled, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
-        if attempt is not None and attempt.state is ANSWERED:
+        if attempt is None:
+            return
+        attempt.settled = True  # the engine's answer may come later
+        if attempt.state is ANSWERED:
             self._pass(attempt, now, actions)
 
     def _pass(self, attempt: _Attempt, now: int, actions: list[events.Action]) -> None:

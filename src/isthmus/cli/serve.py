@@ -36,7 +36,9 @@ def serve(
     prefill: Annotated[int | None, typer.Option(help="Number of prefill nodes.")] = None,
     decode: Annotated[int | None, typer.Option(help="Number of decode nodes.")] = None,
     mixed: Annotated[int | None, typer.Option(help="Number of mixed nodes.")] = None,
-    engine: Annotated[str | None, typer.Option(help="torch, or emulated: its speed and no model.")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="torch; vllm: servers beside nodes; emulated: its speed, no model.")
+    ] = None,
     hardware: Annotated[str | None, typer.Option(help="Accelerator of the cost model, e.g. h200.")] = None,
     gpus: Annotated[int | None, typer.Option(help="Accelerators of each node, for the cost model.")] = None,
     policy: Annotated[str | None, typer.Option(help="How requests are placed, e.g. least_loaded.")] = None,

@@ -27,12 +27,10 @@ from isthmus.attempts import (
 )
 from isthmus.node import events
 from isthmus.node.loans import Loans, num_present
+from isthmus.node.node import SEVERED_NS, TRANSFER_NS
 from isthmus.scheduler import Keeper, TierCache
-from isthmus.types import DECODE, NS_PER_MS, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role
+from isthmus.types import DECODE, NS_PER_S, PREFILL, BlockName, NodeId, RequestId, Role
 
-TRANSFER_NS = 30 * NS_PER_S
-SEVERED_NS = 250 * NS_PER_MS
-"""So long the head is given to find out itself that a node is gone: one death is to cost one attempt."""
 SETTLE_NS = 2 * NS_PER_S
 """So long a prompt that is computed may wait for its last blocks to be saved."""
 MAX_EARLY = 1024

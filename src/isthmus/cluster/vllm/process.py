@@ -42,6 +42,8 @@ MAX_NAMERS = 64
 METRICS_S = 1.0
 GONE_S = 5.0
 """A server that does not live may take so long to be gone."""
+GATHER_S = 0.002
+"""So long tokens wait at most for others of the same step."""
 SALT_BYTES = 16
 UNSEALED = "by NIXL: KV goes from engine to engine without seals, so nothing is promised about wrong tokens"
 _METRIC = re.compile(
@@ -151,6 +153,9 @@ class AdapterProcess(EngineProcess):
         self._passed: dict[RequestId, Session | None] = {}
         """To whom one was passed, None while that is being reached."""
         self._outputs: list[messages.Output] = []
+        self._num_answering = 0
+        """Answers that have begun: each step of the server brings a token of each."""
+        self._gathering: asyncio.TimerHandle | None = None
         self._counters = dict.fromkeys(COUNTERS, 0.0)
         self._num_kv_events_lost = self._blocks_evicted = 0
         self._metrics: dict[str, float] = {}
@@ -374,33 +379,43 @@ class AdapterProcess(EngineProcess):
         key, index = submit.key, len(task.tokens) - task.num_prompt
         first = True
         stream = self._client.answer(key, body, task.sampling.logprobs)
-        async with contextlib.aclosing(stream):
-            async for tokens in stream:
-                if first:
-                    self.tell(events.Answered(key))
-                    first = False
-                for token in tokens:
-                    self._put(task, submit, index, token)
-                    index += 1
-                if tokens[-1].finish is not None:
-                    self._count_prompt(task, tokens[-1].cached_tokens or 0)
+        try:
+            async with contextlib.aclosing(stream):
+                async for tokens in stream:
+                    for token in tokens:
+                        self._put(task, submit, index, token)
+                        index += 1
+                    if first:
+                        self.tell(events.Answered(key))
+                        self._flush()  # nobody waits for a first token
+                        self._num_answering += 1
+                        first = False
+                    if tokens[-1].finish is not None:
+                        self._count_prompt(task, tokens[-1].cached_tokens or 0)
+        finally:
+            self._num_answering -= not first
         self._flush()
         self.tell(events.Over(key))
 
     def _put(self, task: messages.Task, submit: events.Submit, index: int, token: Token) -> None:
-        """Tokens of one turn of the loop go in one message."""
+        """Tokens of one step of the server go in one message: each message costs the head as much as several tokens."""
         cached = token.cached_tokens
         if cached is not None:
             counted = cached if submit.cached_tokens is None else submit.cached_tokens
             cached = min(counted, task.num_prompt)
         route = task.begin.route
         generated = Generated(index, token.token, token.finish, token.logprobs, cached)
-        if not self._outputs:
-            self.loop.call_soon(self._flush)
         self._outputs.append(messages.Output(route.request, route.attempt, generated))
         self._counters["tokens_sampled"] += 1
+        if len(self._outputs) >= self._num_answering:
+            self._flush()
+        elif self._gathering is None:
+            self._gathering = self.loop.call_later(GATHER_S, self._flush)
 
     def _flush(self) -> None:
+        if self._gathering is not None:
+            self._gathering.cancel()
+            self._gathering = None
         if self._outputs:
             outputs, self._outputs = self._outputs, []
             self._send(messages.Outputs(tuple(outputs)))

@@ -80,6 +80,7 @@ class Computed(msgspec.Struct, frozen=True):
     params: dict[str, Any] | None
 
 
+_encode = msgspec.json.encode
 _decode = msgspec.json.Decoder(_Answer).decode
 
 
@@ -197,7 +198,9 @@ class Client:
 
     def _post(self, key: str, body: dict[str, Any]) -> Any:
         return self._session.post(
-            f"{self.url}/v1/completions", json=body | {"model": self.model}, headers={"X-Request-Id": key}
+            f"{self.url}/v1/completions",
+            data=_encode(body | {"model": self.model}),
+            headers={"Content-Type": "application/json", "X-Request-Id": key},
         )
 
     async def _whole(self, key: str, body: dict[str, Any]) -> _Answer:

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 MAX_NAMERS = 64
 METRICS_S = 10.0
-"""vLLM writes 54 kB of metrics, 15 ms of its server's time on the core that may also compute: nothing is decided by them."""
+"""An answer takes 15 ms of the server's time, perhaps on the core that computes; nothing is decided by it."""
 GONE_S = 5.0
 """A server that does not live may take so long to be gone."""
 GATHER_S = 0.002

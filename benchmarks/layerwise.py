@@ -22,7 +22,7 @@ import torch
 from rich.table import Table
 
 from isthmus.blocks import BlockNamer, seal
-from isthmus.cluster.cache import Loading, NodeCache
+from isthmus.cluster.cache import EngineCache, Loading
 from isthmus.engine.engine import Engine, EngineOptions
 from isthmus.engine.interface import Chunk
 from isthmus.errors import ConfigError
@@ -77,7 +77,7 @@ Source = Callable[[float], Loading]
 
 
 class _PacedSource:
-    """A prefix that arrives layer by layer at a fixed rate: to a `NodeCache`, another node's blocks."""
+    """A prefix that arrives layer by layer at a fixed rate: to an `EngineCache`, another node's blocks."""
 
     start = 0
 
@@ -141,10 +141,10 @@ class _Bench:
         layout = self.engine.layout
         return [slot * layout.block_bytes + layer * layout.slice_bytes for slot in slots]
 
-    def from_store(self, cache: NodeCache) -> Source:
+    def from_store(self, cache: EngineCache) -> Source:
         return lambda compute_s: cache.load(self.names[: self._num_cached], self._cached)
 
-    def paced(self, cache: NodeCache, slots: Sequence[int], share: float) -> Source:
+    def paced(self, cache: EngineCache, slots: Sequence[int], share: float) -> Source:
         """The same bytes from the arena's slots, so late as if they came from afar."""
         memory = cache.store.arena.memory
 
@@ -274,9 +274,9 @@ def _engine(folder: Path, prefix: int, suffix: int, dtype: str | None, threads: 
 
 
 @contextmanager
-def _cache(engine: Engine, store: Store) -> Iterator[NodeCache]:
+def _cache(engine: Engine, store: Store) -> Iterator[EngineCache]:
     """Closes the store too."""
-    with closing(store), closing(NodeCache(engine.memory, store)) as cache:
+    with closing(store), closing(EngineCache(engine.memory, store)) as cache:
         yield cache
 
 

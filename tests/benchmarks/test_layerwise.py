@@ -9,7 +9,7 @@ import pytest
 from benchmarks import layerwise
 from benchmarks.layerwise import Result, Round
 from benchmarks.models import make_random_model
-from isthmus.cluster.cache import NodeCache
+from isthmus.cluster.cache import EngineCache
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_prefix_that_is_not_loaded_is_noticed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NodeCache, "_load_pinned", lambda *arguments: None)
+    monkeypatch.setattr(EngineCache, "_load_pinned", lambda *arguments: None)
     with pytest.raises(AssertionError, match="other logits"):
         layerwise.run(folder, prefix=160, suffix=40, shares=(), rounds=1)
 

@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from isthmus.blocks import KVLayout
-from isthmus.cluster.cache import NodeCache
+from isthmus.cluster.cache import EngineCache
 from isthmus.cluster.fetches import Fetching
 from isthmus.cluster.messages import Enough, PeerMessage
 from isthmus.cluster.mover import KVMover
@@ -50,7 +50,7 @@ class Side(Peers):
     def __init__(self, store: Store, layout: KVLayout, num_blocks: int, *, shares_memory: bool = False) -> None:
         self.memory = EmulatedMemory(layout, num_blocks)
         self.store = store
-        self.cache = NodeCache(self.memory, store)
+        self.cache = EngineCache(self.memory, store)
         self.session: Session | None = None
         self.facts: list[events.Event] = []
         self.tokens: dict[RequestId, int] = {}

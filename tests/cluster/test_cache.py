@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from isthmus.blocks import seal
 from isthmus.cluster import cache, wire
-from isthmus.cluster.cache import Loading, NodeCache, PrefixMissing, Staging, chains_of
+from isthmus.cluster.cache import EngineCache, Loading, PrefixMissing, Staging, chains_of
 from isthmus.cluster.fetches import Fetching
 from isthmus.cluster.messages import Given
 from isthmus.engine import codecs
@@ -42,7 +42,7 @@ class Kit:
     def __init__(self, memory: KVBytes, store: Store) -> None:
         self.memory, self.store = memory, store
         self.lost: list[BlockName] = []
-        self.cache = NodeCache(memory, store, self.lost.extend)
+        self.cache = EngineCache(memory, store, self.lost.extend)
 
     def block(self, number: int) -> bytes:
         size = LAYOUT.block_size
@@ -519,7 +519,7 @@ def test_a_fault_on_the_way_through_few_slots_loses_none_of_them(
 
 
 def test_what_is_being_computed_takes_so_many_slots_and_gives_them_back(kit: Kit) -> None:
-    cache = NodeCache(kit.memory, kit.store, max_staged=3)
+    cache = EngineCache(kit.memory, kit.store, max_staged=3)
     staging = cache.stage(NAMES[:5], range(5))
     assert len(staging.slots) == 3
     assert not cache.stage(NAMES[5:7], [5, 6]).slots

@@ -14,7 +14,6 @@ from isthmus.cluster import loans
 from isthmus.cluster.cache import NodeCache
 from isthmus.cluster.loans import Loans
 from isthmus.cluster.messages import Ended, Given, Lent, Want
-from isthmus.engine.emulated import EmulatedMemory
 from isthmus.errors import ProtocolError
 from isthmus.messenger import Priority
 from isthmus.node import events
@@ -66,7 +65,7 @@ class Kit:
     def __init__(self) -> None:
         self.store = store_of(LAYOUT, COUNT + 2)
         put_chain(self.store, NAMES, BLOCKS)
-        self.cache = NodeCache(EmulatedMemory(LAYOUT, 4), self.store)
+        self.cache = NodeCache(LAYOUT, self.store)
         self.told: list[events.Event] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.loans = Loans(self.cache, self.told.append, self._spawn)

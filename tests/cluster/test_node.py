@@ -27,7 +27,7 @@ from isthmus.engine.interface import Row, Sampled
 from isthmus.errors import ProtocolError, StartError
 from isthmus.messenger import MemoryNetwork
 from isthmus.node import Node
-from isthmus.node.events import Begin, Cut, Event, Forget, Woken
+from isthmus.node.events import Begin, Cut, Event, Forget, Wake, Woken
 from isthmus.scheduler import Admitted, BlockPool, Limits, Run, Scheduler
 from isthmus.types import FinishReason, NodeId, RequestId, Role, Sampling
 from tests.cluster.test_trust import CARD, RECIPE, TOKEN, facts
@@ -332,8 +332,8 @@ def test_a_node_is_woken_when_it_asked_to_be_and_not_earlier() -> None:
             asked = list[Any]()
             process._clock_ns = lambda: 1_000
             real, process.loop = process.loop, SimpleNamespace(call_later=lambda *call: asked.append(call))  # type: ignore[assignment]
-            process._wake(500_001_000)
-            process._wake(10)
+            process.wake(Wake(500_001_000))
+            process.wake(Wake(10))
             process.loop = real
             assert [(after_s, fact) for after_s, _, fact in asked] == [(0.5, Woken()), (0, Woken())]
 

@@ -12,9 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from isthmus.attempts import Route
-from isthmus.cluster import cache as cache_module
 from isthmus.cluster import pipeline
-from isthmus.cluster.cache import NodeCache
+from isthmus.cluster.cache import EngineCache, Loading
 from isthmus.cluster.messages import StageRun, StageSampled, StageSaved, Task
 from isthmus.cluster.mover import KVMover
 from isthmus.cluster.pipeline import Group
@@ -105,7 +104,7 @@ class Nobody(Peers):
 class Watched(KVMover):
     """`ready`: attempts of which KV may leave; `released`: those of which nothing may leave any more."""
 
-    def __init__(self, engine: EmulatedEngine, cache: NodeCache, owner: Owner) -> None:
+    def __init__(self, engine: EmulatedEngine, cache: EngineCache, owner: Owner) -> None:
         super().__init__(
             memory=engine.memory,
             attends=engine.attend,
@@ -139,7 +138,7 @@ class Stage:
         self.first, self.engine, self.owner = engine_of((0, layers[0])), engine or engine_of(layers), Owner()
         layout = self.engine.memory.layout
         self.store = Store(Arena(Shape(layout.num_layers, layout.slice_bytes), 8))
-        self.cache = NodeCache(self.engine.memory, self.store)
+        self.cache = EngineCache(self.engine.memory, self.store)
         self.mover = Watched(self.engine, self.cache, self.owner)
         self.mover.open(self.owner)  # type: ignore[arg-type]
         later = self.owner.call_soon_threadsafe
@@ -318,11 +317,11 @@ class Held(EmulatedEngine):
 class Loads:
     """Those that a cache has begun."""
 
-    def __init__(self, cache: NodeCache) -> None:
-        self.begun: list[cache_module.Loading] = []
+    def __init__(self, cache: EngineCache) -> None:
+        self.begun: list[Loading] = []
         self._real, cache.load = cache.load, self._load  # type: ignore[method-assign, assignment]
 
-    def _load(self, *arguments: Any) -> cache_module.Loading:
+    def _load(self, *arguments: Any) -> Loading:
         self.begun.append(self._real(*arguments))
         return self.begun[-1]
 

@@ -227,11 +227,11 @@ def _open_emulated(config: Config, folder: Path, threads: int, facts: NodeFacts,
 
 
 def store_opener(
-    config: Config, engine: Engine | ServedEngine, name: str, facts: NodeFacts
+    config: Config, engine: Engine | ServedEngine, layout: KVLayout, name: str, facts: NodeFacts
 ) -> Callable[[OnLost], Store] | None:
-    """Opens the store of a node's cache, if it has one; `name`: its folder. Raises ConfigError for an SSD tier without
-    a folder."""
-    cache, layout = config.cache, engine.memory.layout
+    """Opens the store of a node's cache, if it has one: of blocks with this layout. `name`: its folder. Raises
+    ConfigError for an SSD tier without a folder."""
+    cache = config.cache
     if not facts.cache_blocks:
         return None
     if facts.ssd_blocks and cache.folder is None:

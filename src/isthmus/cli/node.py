@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from isthmus.cluster.hosts import LaunchSpec
-    from isthmus.cluster.process import EngineProcess, NodeOptions
+    from isthmus.cluster.process import EngineProcess, MemberProcess, NodeOptions
     from isthmus.config import Config
     from isthmus.deploy import NodeFacts
 
@@ -150,7 +150,7 @@ def _run(spec: LaunchSpec, join_s: float, *, watch_stdin: bool) -> str:
 
 
 @contextlib.asynccontextmanager
-async def _opened(spec: LaunchSpec, join_s: float) -> AsyncIterator[EngineProcess]:
+async def _opened(spec: LaunchSpec, join_s: float) -> AsyncIterator[MemberProcess]:
     """The node; beside a vLLM server it is one when that answers."""
     from isthmus.config import Config
 
@@ -177,7 +177,7 @@ async def _opened(spec: LaunchSpec, join_s: float) -> AsyncIterator[EngineProces
         max_length=config.engine.max_length or length_of(folder),
         threads=spec.threads,
         cores=spec.cores,
-        store_of=lambda engine: store_opener(config, engine, spec.node, facts),
+        store_of=lambda engine: store_opener(config, engine, engine.layout, spec.node, facts),
     ) as process:
         yield process
 
@@ -198,7 +198,7 @@ def process_of(spec: LaunchSpec, *, join_s: float = 0) -> EngineProcess:
     engine = open_engine(config, Path(spec.model), spec.threads, facts, stage=spec.stage)
     options = _options_of(spec, config, facts, join_s)
     folder_name = f"{spec.node}.{spec.stage}" if spec.stage else spec.node
-    store_of = store_opener(config, engine, folder_name, facts)
+    store_of = store_opener(config, engine, engine.memory.layout, folder_name, facts)
     runtime = Runtime(network_of(config))
     if spec.stage:
         return StageNode(engine, options, runtime, store_of)

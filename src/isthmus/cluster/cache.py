@@ -1,8 +1,8 @@
-"""A node's cached blocks in bytes: from the store into the engine's KV memory and back, layer by layer.
+"""A node's cached blocks in bytes: between the tiers of its store, and into an engine's KV memory and back.
 
-What is kept, and in which tier, the scheduler decides; here its decisions are carried out, in threads of their own
-while the engine computes. A prefix is loaded layer by layer, and the engine waits only for the layer it needs. A block
-that is gone or damaged shortens the prefix: what follows is computed.
+What is kept, and in which tier, the node decides; here its decisions are carried out, in threads of their own while the
+engine computes. A prefix is loaded layer by layer, and the engine waits only for the layer it needs. A block that is
+gone or damaged shortens the prefix: what follows is computed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Protocol, TypeVar
 
-from isthmus.blocks import seal
+from isthmus.blocks import KVLayout, seal
 from isthmus.engine.interface import KVBytes
 from isthmus.store import Pinned, Store, aligned_buffer
 from isthmus.types import BlockName, Tier
@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+PoolOf = Callable[[int, str], Executor]
+"""So many threads of that name."""
 Brought = tuple[int, tuple[bytes, ...]]
 """A slot with a whole block in it, and the seals of its layers."""
 
@@ -51,6 +53,202 @@ def chains_of(found: Sequence[tuple[BlockName, BlockName | None]]) -> tuple[tupl
             chain.append(head)
         chains.append(tuple(chain[::-1]))
     return tuple(chains)
+
+
+def _log_failure(task: Future[object]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("the store could not do what was decided", exc_info=task.exception())
+
+
+class NodeCache:
+    """Carries out what is decided about the blocks of a store. Any thread may call it."""
+
+    def __init__(self, layout: KVLayout, store: Store, pool_of: PoolOf = ThreadPoolExecutor) -> None:
+        self.layout, self.store = layout, store
+        self._readers = pool_of(READERS, "read")
+        self._givers = pool_of(READERS, "give")
+        """Apart from the loaders: nodes whose loads all wait for each other must still answer each other."""
+        self._keeping = pool_of(1, "keep")
+        """One thread: what is decided about the store is done in that order, so that a block which is saved and then
+        evicted does not come back."""
+        self._coming: dict[BlockName, Future[None]] = {}
+        """Blocks that will be in DRAM when this is done, if there is room: saved, or read from disk."""
+        self._lock = threading.Lock()
+        self._reading: dict[BlockName, tuple[Future[Brought | None], Future[None]]] = {}
+        self._ahead: dict[BlockName, int] = {}
+        """In DRAM, or about to be, for so many loads, though by decision on disk; this and what is being read for it
+        belong to `_keeping`."""
+
+    def close(self) -> None:
+        """Waits for what is under way; the store stays open."""
+        for pool in (self._givers, self._readers, self._keeping):
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def pin(self, names: Sequence[BlockName]) -> list[Pinned | None]:
+        """As the store's, once those of them that are on their way are there. From a thread of the cache."""
+        wait(self._coming_of(names))
+        return self.store.pin(names)
+
+    def _coming_of(self, names: Sequence[BlockName]) -> list[Future[None]]:
+        return list(dict.fromkeys([coming for name in names if (coming := self._coming.get(name)) is not None]))
+
+    def offset(self, slot: int, layer: int) -> int:
+        """Where it begins in the arena's memory."""
+        return slot * self.layout.block_bytes + layer * self.layout.slice_bytes
+
+    # What is decided, one thing after the other.
+
+    def adopt(
+        self,
+        names: Sequence[BlockName],
+        take: Callable[[Sequence[BlockName]], int],
+        done: Callable[[Sequence[BlockName]], None],
+    ) -> None:
+        """Keeps blocks that came. `take` commits them, and says how many; `done` is told, from another thread, which
+        of them found no room."""
+        coming = self._expect(names)
+        self._keep(self._adopt, names, take, done).add_done_callback(lambda _: self._came(names, coming))
+
+    def _adopt(
+        self,
+        names: Sequence[BlockName],
+        take: Callable[[Sequence[BlockName]], int],
+        done: Callable[[Sequence[BlockName]], None],
+    ) -> None:
+        kept = 0
+        try:
+            kept = take(names)
+        finally:
+            done(names[kept:])
+
+    def _expect(self, names: Sequence[BlockName]) -> Future[None]:
+        """A load that wants one of these waits until `_came`."""
+        coming: Future[None] = Future()
+        with self._lock:
+            self._coming.update(dict.fromkeys(names, coming))
+        return coming
+
+    def _keep(self, work: Callable[..., object], *arguments: object) -> Future[object]:
+        """Does something to the store after all that was decided before."""
+        task: Future[object] = self._keeping.submit(work, *arguments)
+        task.add_done_callback(_log_failure)
+        return task
+
+    def _came(self, names: Sequence[BlockName], coming: Future[None]) -> None:
+        with self._lock:
+            for name in names:
+                if self._coming.get(name) is coming:  # and is not on its way once more
+                    del self._coming[name]
+        coming.set_result(None)
+
+    # From one tier to another.
+
+    def read(self, names: Sequence[BlockName]) -> None:
+        """Begins to bring blocks that are on disk into DRAM for a load, as far as there is room to spare. `unread`
+        takes it back, but for those that are promoted meanwhile."""
+        coming: dict[BlockName, Future[None]] = {name: Future() for name in names}
+        with self._lock:  # what is on its way already is waited for as such
+            self._coming = coming | self._coming
+        self._keep(self._read, coming)
+
+    def _read(self, coming: dict[BlockName, Future[None]]) -> None:
+        new = []
+        for name in coming:
+            if name in self._ahead:
+                self._ahead[name] += 1
+            else:
+                new.append(name)
+        room = max(0, self.store.arena.num_slots // AHEAD - len(self._ahead))
+        for name in new[:room]:
+            read = self._readers.submit(self.bring, name)
+            self._ahead[name] = 1
+            self._reading[name] = read, coming.pop(name)
+            read.add_done_callback(lambda _, name=name: self._keep(self._place, name))  # type: ignore[misc]
+        for name, nothing in coming.items():
+            self._came([name], nothing)
+
+    def _place(self, name: BlockName) -> None:
+        """Makes what was read ahead a block in DRAM, unless nobody wants it any more."""
+        if name not in self._reading:
+            return
+        read, coming = self._reading.pop(name)
+        wait([read])
+        brought = None if read.cancelled() else read.result()
+        if brought is not None and name in self._ahead and self.store.contains(name):
+            self.store.commit(name, None, *brought)  # it is here already, with what it follows
+        else:
+            self._settled([name])
+            self.store.give_back(brought[:1] if brought is not None else ())
+        self._came([name], coming)
+
+    def unread(self, names: Sequence[BlockName]) -> None:
+        """No load waits for them any more."""
+        self._keep(self._unread, names)
+
+    def _unread(self, names: Sequence[BlockName]) -> None:
+        for name in names:
+            if name in self._ahead:
+                self._ahead[name] -= 1
+        gone = [name for name in names if self._ahead.get(name) == 0]
+        self._settled(gone)
+        self.store.demote([name for name in gone if name not in self._reading])
+
+    def promote(self, names: Sequence[BlockName]) -> None:
+        """In DRAM from now on, as far as there is room; what stays on disk is found there as well."""
+        self._keep(self._promote, names)
+
+    def _promote(self, names: Sequence[BlockName]) -> None:
+        for name in names:
+            self._place(name)
+            self._settled([name])
+            if self.store.tier(name) is Tier.DISK and (brought := self.bring(name)) is not None:
+                self.store.commit(name, None, *brought)  # as in `_place`
+
+    def bring(self, name: BlockName) -> Brought | None:
+        """Reads a block from disk into a slot that is the caller's to commit or give back; None where there is no room,
+        or no such block that is undamaged. From a thread of the cache."""
+        slots, seals = self.store.reserve(1), self.store.seals(name)
+        if (
+            slots
+            and seals
+            and self.store.read(name, 0, self.layout.num_layers, self.store.arena.slot(slots[0]))
+        ):
+            return slots[0], seals
+        self.store.give_back(slots)
+        return None
+
+    def demote(self, names: Sequence[BlockName]) -> None:
+        """Only on disk from now on."""
+        self._keep(self._decide, self.store.demote, names)
+
+    def drop(self, names: Sequence[BlockName]) -> None:
+        """In no tier any more."""
+        self._keep(self._decide, self.store.drop, names)
+
+    def _decide(self, does: Callable[[Sequence[BlockName]], None], names: Sequence[BlockName]) -> None:
+        self._settled(names)
+        does(names)
+
+    def _settled(self, names: Sequence[BlockName]) -> None:
+        """Where they are is decided: it is not for a load any more."""
+        for name in names:
+            self._ahead.pop(name, None)
+
+    def kept(self) -> Future[object]:
+        """Done when all is that was asked for so far of what the store keeps."""
+        return self._keep(bool)
+
+    async def serve(self, work: Callable[..., Result], *arguments: object) -> Result:
+        """Does something for other nodes, or from them, that may read the disk; it must not wait for a node. Does not
+        leave it behind when it is cancelled: a lease must be whole before it is released."""
+        future = asyncio.wrap_future(self._givers.submit(work, *arguments))
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            while not future.done():
+                with contextlib.suppress(asyncio.CancelledError):  # once more, when the process ends
+                    await asyncio.wait([future])
+            raise
 
 
 class PrefixMissing(Exception):
@@ -136,11 +334,6 @@ class Loading:
             self._condition.notify_all()
 
 
-def _log_failure(task: Future[object]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        log.error("the store could not do what was decided", exc_info=task.exception())
-
-
 class Staging:
     """Blocks of the engine on their way to the store layer by layer; those that a chunk completes, while the engine
     computes the next layers. They are the store's when they are committed; until then nobody sees them."""
@@ -151,11 +344,11 @@ class Staging:
         """Those that are there; for the thread that saves."""
 
 
-class NodeCache:
-    """Moves blocks between a store and an engine's KV memory. Any thread may call it.
+class EngineCache(NodeCache):
+    """Moves blocks between the store and an engine's KV memory, too. Any thread may call it.
 
     `on_lost`: told of blocks that were to be loaded and are in no tier. `max_staged`: so many slots at most hold what
-    is being computed: the others are for what was decided. `pool_of`: so many threads of that name.
+    is being computed: the others are for what was decided.
     """
 
     def __init__(
@@ -163,34 +356,19 @@ class NodeCache:
         memory: KVBytes,
         store: Store,
         on_lost: Callable[[Sequence[BlockName]], None] = lambda names: None,
-        pool_of: Callable[[int, str], Executor] = ThreadPoolExecutor,
+        pool_of: PoolOf = ThreadPoolExecutor,
         max_staged: int | None = None,
     ) -> None:
-        self.memory, self.store, self._on_lost = memory, store, on_lost
-        layout = memory.layout
-        self._layers = layout.num_layers
-        self._slice_bytes, self._block_bytes = layout.slice_bytes, layout.block_bytes
-        self._read_layers = min(self._layers, -(-READ_BYTES // layout.slice_bytes))
+        super().__init__(memory.layout, store, pool_of)
+        self._memory, self._on_lost = memory, on_lost
+        self._layers, self._slice_bytes = self.layout.num_layers, self.layout.slice_bytes
+        self._read_layers = min(self._layers, -(-READ_BYTES // self._slice_bytes))
         self._loaders = pool_of(LOADERS, "load")
-        self._readers = pool_of(READERS, "read")
-        self._givers = pool_of(READERS, "give")
-        """Apart from the loaders: nodes whose loads all wait for each other must still answer each other."""
-        self._keeping = pool_of(1, "keep")
-        """One thread: what is decided about the store is done in that order, so that a block which is saved and then
-        evicted does not come back."""
-        self._coming: dict[BlockName, Future[None]] = {}
-        """Blocks that will be in DRAM when this is done, if there is room: saved, or read from disk."""
-        self._lock = threading.Lock()
-        self._reading: dict[BlockName, tuple[Future[Brought | None], Future[None]]] = {}
         self._may_stage = store.arena.num_slots if max_staged is None else max_staged
-        self._ahead: dict[BlockName, int] = {}
-        """In DRAM, or about to be, for so many loads, though by decision on disk; this and what is being read for it
-        belong to `_keeping`."""
 
     def close(self) -> None:
-        """Waits for what is under way; the store stays open."""
-        for pool in (self._loaders, self._givers, self._readers, self._keeping):
-            pool.shutdown(wait=True, cancel_futures=True)
+        self._loaders.shutdown(wait=True, cancel_futures=True)
+        super().close()
 
     # From the store to the engine.
 
@@ -203,14 +381,6 @@ class NodeCache:
         load.task = self._loaders.submit(self._load, load, stop)
         load.task.add_done_callback(load.end)
         return load
-
-    def pin(self, names: Sequence[BlockName]) -> list[Pinned | None]:
-        """As the store's, once those of them that are on their way are there. From a thread of the cache."""
-        wait(self._coming_of(names))
-        return self.store.pin(names)
-
-    def _coming_of(self, names: Sequence[BlockName]) -> list[Future[None]]:
-        return list(dict.fromkeys([coming for name in names if (coming := self._coming.get(name)) is not None]))
 
     def _load(self, load: Loading, stop: int) -> None:
         pinned: list[Pinned | None] = []
@@ -243,7 +413,7 @@ class NodeCache:
     def _load_pinned(self, load: Loading, pinned: list[Pinned | None], layer: int) -> None:
         at = [at for at, pin in enumerate(pinned[: load.num_blocks]) if pin is not None]
         offsets = [self.offset(pinned[index].slot, layer) for index in at]  # type: ignore[union-attr]
-        self.memory.fill(layer, [load.blocks[index] for index in at], self.store.arena.memory, offsets)
+        self._memory.fill(layer, [load.blocks[index] for index in at], self.store.arena.memory, offsets)
 
     def _load_disk(self, load: Loading, on_disk: list[int], buffer: memoryview, layer: int) -> None:
         """Reads so many layers at once that each read is worth it."""
@@ -264,7 +434,7 @@ class NodeCache:
                     load.shorten(at)
         read_in = [(index, at) for index, at in enumerate(on_disk) if at < load.num_blocks]
         offsets = [index * width + (layer - first) * self._slice_bytes for index, _ in read_in]
-        self.memory.fill(layer, [load.blocks[at] for _, at in read_in], buffer, offsets)
+        self._memory.fill(layer, [load.blocks[at] for _, at in read_in], buffer, offsets)
 
     def _load_arriving(self, load: Loading, arriving: Arriving, layer: int) -> None:
         stop = min(len(load.names), load.num_blocks)
@@ -274,12 +444,9 @@ class NodeCache:
         if load.cancelled:
             return
         here = arriving.start + len(offsets)
-        self.memory.fill(layer, load.blocks[arriving.start : here], memory, offsets)
+        self._memory.fill(layer, load.blocks[arriving.start : here], memory, offsets)
         if here < stop:
             load.shorten(here)
-
-    def offset(self, slot: int, layer: int) -> int:
-        return slot * self._block_bytes + layer * self._slice_bytes
 
     # From the engine to the store.
 
@@ -331,52 +498,10 @@ class NodeCache:
             lambda _: self._came(names, coming)
         )
 
-    def adopt(
-        self,
-        names: Sequence[BlockName],
-        take: Callable[[Sequence[BlockName]], int],
-        done: Callable[[Sequence[BlockName]], None],
-    ) -> None:
-        """Keeps blocks that came from another node. `take` commits them, and says how many; `done` as in `save`."""
-        coming = self._expect(names)
-        self._keep(self._adopt, names, take, done).add_done_callback(lambda _: self._came(names, coming))
-
-    def _adopt(
-        self,
-        names: Sequence[BlockName],
-        take: Callable[[Sequence[BlockName]], int],
-        done: Callable[[Sequence[BlockName]], None],
-    ) -> None:
-        kept = 0
-        try:
-            kept = take(names)
-        finally:
-            done(names[kept:])
-
-    def _expect(self, names: Sequence[BlockName]) -> Future[None]:
-        """A load that wants one of these waits until `_came`."""
-        coming: Future[None] = Future()
-        with self._lock:
-            self._coming.update(dict.fromkeys(names, coming))
-        return coming
-
-    def _keep(self, work: Callable[..., object], *arguments: object) -> Future[object]:
-        """Does something to the store after all that was decided before."""
-        task: Future[object] = self._keeping.submit(work, *arguments)
-        task.add_done_callback(_log_failure)
-        return task
-
-    def _came(self, names: Sequence[BlockName], coming: Future[None]) -> None:
-        with self._lock:
-            for name in names:
-                if self._coming.get(name) is coming:  # and is not on its way once more
-                    del self._coming[name]
-        coming.set_result(None)
-
     def _save_layer(self, staging: Staging, layer: int) -> None:
         try:
             offsets = [self.offset(slot, layer) for slot in staging.slots]
-            self.memory.save(layer, staging.blocks, self.store.arena.memory, offsets)
+            self._memory.save(layer, staging.blocks, self.store.arena.memory, offsets)
             staging.layers.add(layer)
         except Exception:
             log.exception("a layer could not be saved")
@@ -390,7 +515,7 @@ class NodeCache:
         staged: Sequence[Staging],
         done: Callable[[Sequence[BlockName]], None],
     ) -> None:
-        slots, fresh = self._filled(staged), list[Staging]()
+        arena, slots, fresh = self.store.arena, self._filled(staged), list[Staging]()
         kept: dict[BlockName, int] = {}
         first, stays = 0, len(names) - num_sunk
         try:
@@ -404,7 +529,8 @@ class NodeCache:
                 stop = next((at for at in range(first, len(names)) if names[at] not in slots), len(names))
                 for name, head in zip(names[first:stop], heads[first:stop], strict=True):
                     if head is None or head in kept or self.store.contains(head):
-                        self.commit(name, head, slots[name])
+                        seals = tuple([seal(arena.slice(slots[name], at)) for at in range(self._layers)])
+                        self.store.commit(name, head, slots[name], seals)
                         kept[name] = slots[name]
                 self.store.demote([name for name in names[max(first, stays) : stop] if name in kept])
                 if stop == first:
@@ -423,113 +549,3 @@ class NodeCache:
         """The slots of what is whole; of a block that is there twice, as its chunk was computed again, one of them."""
         whole = [staging for staging in staged if len(staging.layers) == self._layers]
         return {name: slot for each in whole for name, slot in zip(each.names, each.slots, strict=True)}
-
-    # From one tier to another.
-
-    def read(self, names: Sequence[BlockName]) -> None:
-        """Begins to bring blocks that are on disk into DRAM for a load, as far as there is room to spare. `unread`
-        takes it back, but for those that are promoted meanwhile."""
-        coming: dict[BlockName, Future[None]] = {name: Future() for name in names}
-        with self._lock:  # what is on its way already is waited for as such
-            self._coming = coming | self._coming
-        self._keep(self._read, coming)
-
-    def _read(self, coming: dict[BlockName, Future[None]]) -> None:
-        new = []
-        for name in coming:
-            if name in self._ahead:
-                self._ahead[name] += 1
-            else:
-                new.append(name)
-        room = max(0, self.store.arena.num_slots // AHEAD - len(self._ahead))
-        for name in new[:room]:
-            read = self._readers.submit(self.bring, name)
-            self._ahead[name] = 1
-            self._reading[name] = read, coming.pop(name)
-            read.add_done_callback(lambda _, name=name: self._keep(self._place, name))  # type: ignore[misc]
-        for name, nothing in coming.items():
-            self._came([name], nothing)
-
-    def _place(self, name: BlockName) -> None:
-        """Makes what was read ahead a block in DRAM, unless nobody wants it any more."""
-        if name not in self._reading:
-            return
-        read, coming = self._reading.pop(name)
-        wait([read])
-        brought = None if read.cancelled() else read.result()
-        if brought is not None and name in self._ahead and self.store.contains(name):
-            self.store.commit(name, None, *brought)  # it is here already, with what it follows
-        else:
-            self._settled([name])
-            self.store.give_back(brought[:1] if brought is not None else ())
-        self._came([name], coming)
-
-    def unread(self, names: Sequence[BlockName]) -> None:
-        """No load waits for them any more."""
-        self._keep(self._unread, names)
-
-    def _unread(self, names: Sequence[BlockName]) -> None:
-        for name in names:
-            if name in self._ahead:
-                self._ahead[name] -= 1
-        gone = [name for name in names if self._ahead.get(name) == 0]
-        self._settled(gone)
-        self.store.demote([name for name in gone if name not in self._reading])
-
-    def promote(self, names: Sequence[BlockName]) -> None:
-        """In DRAM from now on, as far as there is room; what stays on disk is found there as well."""
-        self._keep(self._promote, names)
-
-    def _promote(self, names: Sequence[BlockName]) -> None:
-        for name in names:
-            self._place(name)
-            self._settled([name])
-            if self.store.tier(name) is Tier.DISK and (brought := self.bring(name)) is not None:
-                self.store.commit(name, None, *brought)  # as in `_place`
-
-    def bring(self, name: BlockName) -> Brought | None:
-        """Reads a block from disk into a slot that is the caller's to commit or give back; None where there is no room,
-        or no such block that is undamaged. From a thread of the cache."""
-        slots, seals = self.store.reserve(1), self.store.seals(name)
-        if slots and seals and self.store.read(name, 0, self._layers, self.store.arena.slot(slots[0])):
-            return slots[0], seals
-        self.store.give_back(slots)
-        return None
-
-    def demote(self, names: Sequence[BlockName]) -> None:
-        """Only on disk from now on."""
-        self._keep(self._decide, self.store.demote, names)
-
-    def drop(self, names: Sequence[BlockName]) -> None:
-        """In no tier any more."""
-        self._keep(self._decide, self.store.drop, names)
-
-    def _decide(self, does: Callable[[Sequence[BlockName]], None], names: Sequence[BlockName]) -> None:
-        self._settled(names)
-        does(names)
-
-    def _settled(self, names: Sequence[BlockName]) -> None:
-        """Where they are is decided: it is not for a load any more."""
-        for name in names:
-            self._ahead.pop(name, None)
-
-    def kept(self) -> Future[object]:
-        """Done when all is that was asked for so far of what the store keeps."""
-        return self._keep(bool)
-
-    def commit(self, name: BlockName, head: BlockName | None, slot: int) -> None:
-        arena = self.store.arena
-        seals = tuple([seal(arena.slice(slot, layer)) for layer in range(self._layers)])
-        self.store.commit(name, head, slot, seals)
-
-    async def serve(self, work: Callable[..., Result], *arguments: object) -> Result:
-        """Does something for other nodes, or from them, that may read the disk; it must not wait for a node. Does not
-        leave it behind when it is cancelled: a lease must be whole before it is released."""
-        future = asyncio.wrap_future(self._givers.submit(work, *arguments))
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            while not future.done():
-                with contextlib.suppress(asyncio.CancelledError):  # once more, when the process ends
-                    await asyncio.wait([future])
-            raise

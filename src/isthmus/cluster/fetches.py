@@ -59,7 +59,7 @@ class Fetching:
         ] = []  # slots and seals there, for the same blocks as `_slots`
         self.condition = threading.Condition()
         self._cache = cache
-        self._layout = cache.memory.layout
+        self._layout = cache.layout
         self.frames = Frames(self._layout)
         self._slots: list[int] = []  # of this node's arena, for `names[start:]`
         self._adopted: dict[int, Pinned] = {}  # by slot, those that became the cache's
@@ -281,7 +281,7 @@ class Fetcher:
                 return
             came = fetch.count()
             if fetch.peer is not None:
-                self.bytes_lent += came * self.cache.memory.layout.block_bytes
+                self.bytes_lent += came * self.cache.layout.block_bytes
             if not 0 < came == room < wanted:
                 return
             self._tell(events.Came(fetch.key, fetch.start + fetch.num_whole))
@@ -320,7 +320,7 @@ class Fetcher:
         if fetch is None:
             return
         self._tell(events.Moved(given.key, fetched=True))
-        self.bytes_in += len(given.seals) * self.cache.memory.layout.slice_bytes
+        self.bytes_in += len(given.seals) * self.cache.layout.slice_bytes
         if not fetch.receive(given):
             self._damaged(session)
             fetch.answered(None)

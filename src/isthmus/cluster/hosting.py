@@ -241,7 +241,7 @@ class Hosts:
             guest.stowed = stop
             session.send(Stowed(head.key, stop))
 
-    def void(self, head: Shipment) -> None:
+    def void(self, session: Session, head: Shipment) -> None:
         """Its home gave up in the midst of it."""
         if head.key in self._guests:
             self._guests[head.key].landing.void(head)

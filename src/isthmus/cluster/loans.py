@@ -165,7 +165,7 @@ class Loans:
                 finally:
                     lease.release()
                 count += len(lease.slots)
-                self.bytes_out += len(lease.slots) * self._cache.memory.layout.block_bytes
+                self.bytes_out += len(lease.slots) * self._cache.layout.block_bytes
                 if len(leases) > 1:
                     await leases[-2].over.wait()
                 if not whole:
@@ -180,7 +180,7 @@ class Loans:
 
     def _send(self, loan: _Loan, first: int, lease: Lease) -> Iterator[Sending]:
         """Each layer holds the lease until it is sent."""
-        want, arena, layout = loan.want, self._cache.store.arena, self._cache.memory.layout
+        want, arena, layout = loan.want, self._cache.store.arena, self._cache.layout
         for layer in range(layout.num_layers if lease.slots else 0):
             parts = [arena.slice(slot, layer) for slot in lease.slots]
             known = partial(list[bytes], [seals[layer] for seals in lease.seals])

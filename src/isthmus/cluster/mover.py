@@ -1,4 +1,5 @@
-"""What a node decides about bytes, carried out for one engine: a whole model, or one pipeline stage's layers.
+"""What a node decides about bytes, carried out: of cached blocks; and for one engine, a whole model or one pipeline
+stage's layers, of the KV in its memory.
 
 Knows no rule: it takes actions in their order and reports facts. Sessions live in the event loop, where what comes from
 another thread is done after all that came before; loads and saves begin at once, in threads of the cache.
@@ -15,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from isthmus.cluster import messages
-from isthmus.cluster.cache import Loading, NodeCache, Staging
+from isthmus.cluster.cache import EngineCache, Loading, NodeCache, Staging
 from isthmus.cluster.fetches import Fetcher, Fetching
 from isthmus.cluster.handover import HandoverReceiver, HandoverSender, Outgoing
 from isthmus.cluster.holding import Holders
@@ -29,88 +30,67 @@ from isthmus.node import events
 from isthmus.scheduler import Preempted, Saved
 from isthmus.types import BlockName, NodeId, RequestId, Span
 
+ENDS = (messages.Enough, messages.Vacate, messages.Shrink)
+"""Mean nothing where nobody can have asked."""
 
-class KVMover(NoPayloads):
-    """`attends`: to KV in `memory`, for other nodes. `first_layer`: of the model, that is the first in `memory`.
-    `address_of`: raises OSError or LookupError for one that is gone. `tell`: hears facts, in the event loop, and never
-    from within `do`; `received` of the first token that came with a hand-over, just before. `spawn` owns what it
-    starts. `shares_memory`: reads blocks of nodes on this host where they lie.
-    """
+
+class BlockMover(NoPayloads):
+    """`address_of`: raises OSError or LookupError for one that is gone. `tell`: hears facts, in the event loop, and
+    never from within `do`. `spawn` owns what it starts. `shares_memory`: reads blocks of nodes here where they lie."""
 
     def __init__(
         self,
         *,
-        memory: KVBytes,
-        attends: Attends,
-        first_layer: int,
         cache: NodeCache | None,
         peers: Peers,
         address_of: Callable[[NodeId], str],
         tell: Tell,
         spawn: Spawn,
         shares_memory: bool,
-        answer_s: float,
-        received: Callable[[RequestId, int], None],
     ) -> None:
         self._cache, self._peers, self._address_of, self._spawn = cache, peers, address_of, spawn
         self._told = tell
         self._posted: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
         self._names: dict[Session, NodeId] = {}
         """Who opened a session."""
-        self._sender = HandoverSender(memory, first_layer, self.reach, self._tell, spawn)
-        self._receiver = HandoverReceiver(memory, self._tell, partial(self._later, received))
-        self.holders = Holders(memory, self.reach, self._tell, spawn, answer_s)
-        self._hosts = Hosts(memory, attends, self._tell)
         self._fetcher: Fetcher | None = None
         self._loans: Loans | None = None
         if cache is not None:
             self._fetcher = Fetcher(cache, self.reach, self._tell, shares_memory=shares_memory)
             self._loans = Loans(cache, self._tell, spawn)
         self._fetches: dict[RequestId, Fetching] = {}  # whose end the node does not know
-        self._loads: dict[RequestId, Loading] = {}
-        self._read: dict[RequestId, Sequence[BlockName]] = {}  # ahead of a load
-        self._staged: dict[RequestId, list[Staging]] = {}
         self._handlers: dict[type, Callable[[Any], None]] = {
-            events.Load: self._load,
-            events.Read: self._read_ahead,
-            events.Save: self._save,
             events.Adopt: self._adopt,
             events.Promote: lambda action: self.cache.promote(action.names),
             events.Demote: lambda action: self.cache.demote(action.names),
             events.Drop: lambda action: self.cache.drop(action.names),
-            events.Shorten: self._shorten,
             events.Fetch: self._fetch,
             events.EndFetch: lambda action: self._post(self._end_fetch, action.key),
             events.Give: lambda action: self._post(self.loans.give, action),
-            events.Offer: lambda action: self._post(self._sender.offer, action),
-            events.Send: lambda action: self._post(self._sender.send, action),
-            events.Finish: lambda action: self._post(self._sender.on, action.key, Outgoing.computed),
-            events.Grant: lambda action: self._post(self._receiver.grant, action),
-            events.Land: lambda action: self._post(self._receiver.land, action.key),
-            events.Reserve: lambda action: self._post(self.holders.reserve, action),
-            events.Claim: lambda action: self._post(self.holders.claim, action),
-            events.Ship: lambda action: self._post(self.holders.ship, action),
-            events.Reclaim: lambda action: self._post(self.holders.reclaim, action),
-            events.Shrink: lambda action: self._post(self.holders.shrink, action),
-            events.Vacate: lambda action: self._post(self.holders.vacate, action),
-            events.Host: lambda action: self._post(self._hosts.host, action),
-            events.Rekey: lambda action: self._post(self._hosts.rekey, action),
-            events.Trim: lambda action: self._post(self._hosts.trim, action),
-            events.Unhost: lambda action: self._post(self._hosts.unhost, action.key),
-            events.Release: self._release,
-            Preempted: lambda action: self._let_go(action.request),
+            events.Release: lambda action: self._post(self._release_sessions, action.key),
         }
+        self._heard: dict[type, Callable[[Session, Any], None]] = {
+            messages.Given: lambda *given: self.fetcher.receive(*given),
+            messages.Lent: lambda *lent: self.fetcher.answer(*lent),
+            messages.Ended: lambda *ended: self.fetcher.answer(*ended),
+        }
+        self._asked: dict[type, Callable[[Session, NodeId, Any], None]] = {
+            messages.Want: lambda *want: self.loans.wanted(*want),
+            messages.Enough: lambda session, peer, said: self.loans.enough(session, said.key, peer),
+        }
+        """What nobody says but who opened the session, and who that is."""
+        self._takers: dict[type, Any] = {messages.Given: self._fetcher} if self._fetcher is not None else {}
+        """Who takes what comes with a payload."""
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         """Call it in the event loop, before anything else."""
         self._loop, self._thread = loop, threading.get_ident()
 
     async def close(self) -> None:
-        """Answers no other node any more, and lets no load wait for one. Cache and store stay open."""
-        if self._fetcher is not None:
-            self._fetcher.close()
-        if self._loans is not None:
-            self._loans.close()
+        """Answers no other node any more, and waits for none. Cache and store stay open."""
+        for part in (self._fetcher, self._loans):
+            if part is not None:
+                part.close()
 
     def do(self, action: events.Action) -> None:
         """Carries it out, or begins to. In the event loop or the worker's thread, one at a time."""
@@ -118,20 +98,7 @@ class KVMover(NoPayloads):
 
     def gauges(self) -> dict[str, float]:
         """Present state and totals, by metric name."""
-        found: dict[str, float] = {
-            "kv_bytes_in_total": self._receiver.bytes_in,
-            "kv_bytes_out_total": self._sender.bytes_out,
-            "seal_mismatches_total": self._receiver.seal_mismatches
-            + self._hosts.seal_mismatches
-            + self.holders.returning.seal_mismatches,
-            "kv_bytes_shipped_total": self.holders.bytes_shipped,
-            "kv_bytes_stowed_total": self._hosts.bytes_in,
-            "kv_bytes_returned_total": self.holders.returning.bytes_in,
-            "attention_asked_total": self.holders.num_asked,
-            "attention_bytes_asked_total": self.holders.bytes_asked,
-            "attention_bytes_answered_total": self.holders.bytes_answered,
-            "attention_answered_total": self._hosts.num_attended,
-        }
+        found: dict[str, float] = {"seal_mismatches_total": 0}
         if self._cache is not None and self._fetcher is not None and self._loans is not None:
             found |= self._cache.store.stat().gauges()
             found["kv_bytes_fetched_total"] = self._fetcher.bytes_in
@@ -173,13 +140,190 @@ class KVMover(NoPayloads):
             raise ConnectionError("nobody has said where it is") from None
         return await self._peers.get(address)
 
-    # Cached blocks: to the engine and from it.
+    # Cached blocks.
 
     @property
     def cache(self) -> NodeCache:
         """Nothing is decided about a cache that is not there."""
         assert self._cache is not None
         return self._cache
+
+    def _fetch(self, order: events.Fetch) -> None:
+        if self._fetcher is None:
+            self._tell(events.FetchEnded(order.key, order.start))
+            return
+        fetch = self._fetches[order.key] = Fetching(order, self.cache)
+        fetch.hold()
+        self._post(self._spawn, self._run_fetch(fetch, self._fetcher.begin(fetch)))
+
+    async def _run_fetch(self, fetch: Fetching, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        finally:  # no load that is decided when its end is known reads from it, and what is of use is adopted
+            self._later(self._forget_fetch, fetch)
+
+    def _forget_fetch(self, fetch: Fetching) -> None:
+        del self._fetches[fetch.key]
+        fetch.release()
+
+    def _adopt(self, adopt: events.Adopt) -> None:
+        fetch, names = self._fetches.get(adopt.request), adopt.names
+        if fetch is None or not fetch.hold():
+            self.lost_bytes(names)
+            return
+
+        def done(lost: Sequence[BlockName]) -> None:
+            fetch.release()
+            if lost:
+                self.lost_bytes(lost)
+
+        self.cache.adopt(names, fetch.adopt, done)
+
+    def _end_fetch(self, key: RequestId) -> None:
+        if self._fetcher is not None:
+            self._fetcher.cancel(key)
+
+    # Sessions with other nodes.
+
+    def _release_sessions(self, key: RequestId) -> None:
+        self._end_fetch(key)
+
+    @property
+    def fetcher(self) -> Fetcher:
+        """Raises ProtocolError on a node without a cache: nobody there can have asked for blocks."""
+        if self._fetcher is None:
+            raise ProtocolError("blocks came to a node without a cache")
+        return self._fetcher
+
+    @property
+    def loans(self) -> Loans:
+        if self._loans is None:
+            raise ProtocolError("blocks are wanted from a node without a cache")
+        return self._loans
+
+    def introduced(self, session: Session, node: NodeId) -> None:
+        """It opened this session."""
+        self._names[session] = node
+
+    def on_peer(self, session: Session, message: messages.PeerMessage) -> None:
+        kind = type(message)
+        if kind in self._takers:
+            self._takers[kind].receive(session, message)
+        elif kind in self._heard:
+            self._heard[kind](session, message)
+        elif kind not in self._asked:
+            raise ProtocolError(f"a {kind.__name__} for a node without such an engine")
+        elif session in self._names:
+            self._asked[kind](session, self._names[session], message)
+        elif kind not in ENDS:
+            raise ProtocolError(f"a {kind.__name__} over a session that was opened here")
+
+    def place(self, session: Session, message: messages.PeerMessage, size: int) -> Sequence[memoryview]:
+        taker = self._takers.get(type(message), super())
+        placed: Sequence[memoryview] = taker.place(session, message, size)
+        return placed
+
+    def on_void(self, session: Session, message: messages.PeerMessage) -> None:
+        if type(message) in self._takers:
+            self._takers[type(message)].void(session, message)
+
+    def lost(self, session: Session, reason: str) -> None:
+        """A session ended, and what was under way over it with it."""
+        for part in (self._fetcher, self._loans):
+            if part is not None:
+                part.lost(session)
+        self._names.pop(session, None)
+
+
+class KVMover(BlockMover):
+    """Moves the KV of attempts too: to the engine's memory and from it, to where they decode, to nodes that hold it.
+
+    `attends`: to KV in `memory`, for other nodes. `first_layer`: of the model, that is the first in `memory`.
+    `received`: hears of the first token that came with a hand-over, just before `tell` hears that. `answer_s`: how long
+    a holder may be silent."""
+
+    cache: EngineCache
+
+    def __init__(
+        self,
+        *,
+        memory: KVBytes,
+        attends: Attends,
+        first_layer: int,
+        answer_s: float,
+        received: Callable[[RequestId, int], None],
+        **others: Any,
+    ) -> None:
+        super().__init__(**others)
+        self._sender = HandoverSender(memory, first_layer, self.reach, self._tell, self._spawn)
+        self._receiver = HandoverReceiver(memory, self._tell, partial(self._later, received))
+        self.holders = Holders(memory, self.reach, self._tell, self._spawn, answer_s)
+        self._hosts = Hosts(memory, attends, self._tell)
+        self._loads: dict[RequestId, Loading] = {}
+        self._read: dict[RequestId, Sequence[BlockName]] = {}  # ahead of a load
+        self._staged: dict[RequestId, list[Staging]] = {}
+        self._handlers |= {
+            events.Load: self._load,
+            events.Read: self._read_ahead,
+            events.Save: self._save,
+            events.Shorten: self._shorten,
+            events.Release: self._release,
+            events.Offer: lambda action: self._post(self._sender.offer, action),
+            events.Send: lambda action: self._post(self._sender.send, action),
+            events.Finish: lambda action: self._post(self._sender.on, action.key, Outgoing.computed),
+            events.Grant: lambda action: self._post(self._receiver.grant, action),
+            events.Land: lambda action: self._post(self._receiver.land, action.key),
+            events.Reserve: lambda action: self._post(self.holders.reserve, action),
+            events.Claim: lambda action: self._post(self.holders.claim, action),
+            events.Ship: lambda action: self._post(self.holders.ship, action),
+            events.Reclaim: lambda action: self._post(self.holders.reclaim, action),
+            events.Shrink: lambda action: self._post(self.holders.shrink, action),
+            events.Vacate: lambda action: self._post(self.holders.vacate, action),
+            events.Host: lambda action: self._post(self._hosts.host, action),
+            events.Rekey: lambda action: self._post(self._hosts.rekey, action),
+            events.Trim: lambda action: self._post(self._hosts.trim, action),
+            events.Unhost: lambda action: self._post(self._hosts.unhost, action.key),
+            Preempted: lambda action: self._let_go(action.request),
+        }
+        self._heard |= {
+            messages.Sent: self._receiver.sent,
+            messages.Offer: self._receiver.offered,
+            messages.Grant: lambda session, grant: self._sender.granted(session, grant.key),
+            messages.Landed: lambda session, landed: self._sender.landed(session, landed.key),
+            messages.Reserved: self.holders.reserved,
+            messages.Found: self.holders.found,
+            messages.Stowed: self.holders.stowed,
+            messages.Reclaim: self._hosts.reclaim,
+        }
+        self._asked |= {
+            messages.Reserve: self._hosts.reserve,
+            messages.Claim: self._hosts.claim,
+            messages.Vacate: lambda session, peer, said: self._hosts.gone(session, peer, said.key),
+            messages.Shrink: self._hosts.shrunk,
+        }
+        self._takers |= {
+            messages.Slices: self._receiver,
+            messages.Shipment: self._hosts,
+            messages.Reclaimed: self.holders.returning,
+        }
+
+    def gauges(self) -> dict[str, float]:
+        found = super().gauges()
+        found["seal_mismatches_total"] += self._receiver.seal_mismatches
+        found["seal_mismatches_total"] += self._hosts.seal_mismatches + self.holders.returning.seal_mismatches
+        return found | {
+            "kv_bytes_in_total": self._receiver.bytes_in,
+            "kv_bytes_out_total": self._sender.bytes_out,
+            "kv_bytes_shipped_total": self.holders.bytes_shipped,
+            "kv_bytes_stowed_total": self._hosts.bytes_in,
+            "kv_bytes_returned_total": self.holders.returning.bytes_in,
+            "attention_asked_total": self.holders.num_asked,
+            "attention_bytes_asked_total": self.holders.bytes_asked,
+            "attention_bytes_answered_total": self.holders.bytes_answered,
+            "attention_answered_total": self._hosts.num_attended,
+        }
+
+    # Cached blocks: to the engine and from it.
 
     def _load(self, load: events.Load) -> None:
         key = load.key
@@ -266,45 +410,10 @@ class KVMover(NoPayloads):
     # Sessions with other nodes.
 
     def _release_sessions(self, key: RequestId) -> None:
-        self._end_fetch(key)
+        super()._release_sessions(key)
         self._sender.release(key)
         self._receiver.release(key)
         self.holders.release(key)
-
-    def _fetch(self, order: events.Fetch) -> None:
-        if self._fetcher is None:
-            self._tell(events.FetchEnded(order.key, order.start))
-            return
-        fetch = self._fetches[order.key] = Fetching(order, self.cache)
-        fetch.hold()
-        self._post(self._spawn, self._run_fetch(fetch, self._fetcher.begin(fetch)))
-
-    async def _run_fetch(self, fetch: Fetching, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        finally:  # no load that is decided when its end is known reads from it, and what is of use is adopted
-            self._later(self._forget_fetch, fetch)
-
-    def _forget_fetch(self, fetch: Fetching) -> None:
-        del self._fetches[fetch.key]
-        fetch.release()
-
-    def _adopt(self, adopt: events.Adopt) -> None:
-        fetch, names = self._fetches.get(adopt.request), adopt.names
-        if fetch is None or not fetch.hold():
-            self.lost_bytes(names)
-            return
-
-        def done(lost: Sequence[BlockName]) -> None:
-            fetch.release()
-            if lost:
-                self.lost_bytes(lost)
-
-        self.cache.adopt(names, fetch.adopt, done)
-
-    def _end_fetch(self, key: RequestId) -> None:
-        if self._fetcher is not None:
-            self._fetcher.cancel(key)
 
     def kv_ready(self, key: RequestId, layers: Span, tokens: Span, blocks: Sequence[int]) -> None:
         """KV of an attempt is in place for these layers of `memory` and token positions. From any thread."""
@@ -314,102 +423,11 @@ class KVMover(NoPayloads):
         """It goes with the KV. From any thread, before `Finish`."""
         self._post(self._sender.on, key, Outgoing.first_token, token)
 
-    @property
-    def fetcher(self) -> Fetcher:
-        """Raises ProtocolError on a node without a cache: nobody there can have asked for blocks."""
-        if self._fetcher is None:
-            raise ProtocolError("blocks came to a node without a cache")
-        return self._fetcher
-
-    @property
-    def loans(self) -> Loans:
-        if self._loans is None:
-            raise ProtocolError("blocks are wanted from a node without a cache")
-        return self._loans
-
-    def introduced(self, session: Session, node: NodeId) -> None:
-        """It opened this session."""
-        self._names[session] = node
-
-    def on_peer(self, session: Session, message: messages.PeerMessage) -> None:
-        match message:
-            case messages.Slices():
-                self._receiver.receive(session, message)
-            case messages.Given():
-                self.fetcher.receive(session, message)
-            case messages.Sent():
-                self._receiver.sent(session, message)
-            case messages.Offer():
-                self._receiver.offered(session, message)
-            case messages.Grant():
-                self._sender.granted(session, message.key)
-            case messages.Landed():
-                self._sender.landed(session, message.key)
-            case messages.Want():
-                if session not in self._names:
-                    raise ProtocolError("blocks are wanted over a session that was opened here")
-                self.loans.wanted(session, self._names[session], message)
-            case messages.Enough() if session in self._names:
-                self.loans.enough(session, message.key, self._names[session])
-            case messages.Lent() | messages.Ended():
-                self.fetcher.answer(session, message)
-            case messages.Reserved():
-                self.holders.reserved(session, message)
-            case messages.Found():
-                self.holders.found(session, message)
-            case messages.Stowed():
-                self.holders.stowed(session, message)
-            case messages.Reserve():
-                if session not in self._names:
-                    raise ProtocolError("room is wanted over a session that was opened here")
-                self._hosts.reserve(session, self._names[session], message)
-            case messages.Claim():
-                if session not in self._names:
-                    raise ProtocolError("KV is claimed over a session that was opened here")
-                self._hosts.claim(session, self._names[session], message)
-            case messages.Vacate() if session in self._names:
-                self._hosts.gone(session, self._names[session], message.key)
-            case messages.Shipment():
-                self._hosts.receive(session, message)
-            case messages.Reclaim():
-                self._hosts.reclaim(session, message)
-            case messages.Reclaimed():
-                self.holders.returning.receive(session, message)
-            case messages.Shrink() if session in self._names:
-                self._hosts.shrunk(session, self._names[session], message)
-
-    def place(self, session: Session, message: messages.PeerMessage, size: int) -> Sequence[memoryview]:
-        match message:
-            case messages.Slices():
-                return self._receiver.place(session, message, size)
-            case messages.Given():
-                return self.fetcher.place(session, message, size)
-            case messages.Shipment():
-                return self._hosts.place(session, message, size)
-            case messages.Reclaimed():
-                return self.holders.returning.place(session, message, size)
-        return super().place(session, message, size)
-
-    def on_void(self, session: Session, message: messages.PeerMessage) -> None:
-        match message:
-            case messages.Slices():
-                self._receiver.void(session, message)
-            case messages.Given():
-                self.fetcher.void(session, message)
-            case messages.Shipment():
-                self._hosts.void(message)
-            case messages.Reclaimed():
-                self.holders.returning.void(message)
-
     def lost(self, session: Session, reason: str) -> None:
-        """A session ended, and what was under way over it with it."""
-        if self._fetcher is not None and self._loans is not None:
-            self._fetcher.lost(session)
-            self._loans.lost(session)
+        name = self._names.get(session, session.peer)
+        super().lost(session, reason)
         self.holders.lost(session, reason)
         self._hosts.lost(session)
         keys = self._sender.lost(session) + self._receiver.lost(session)
         if keys:
-            name = self._names.get(session, session.peer)
             self._tell(events.Severed(tuple(keys), f"the session with {name} ended: {reason}"))
-        self._names.pop(session, None)

@@ -18,12 +18,12 @@ from typing import Any, get_args
 
 from msgspec.structs import replace
 
-from isthmus.attempts import BlocksEvicted, Report, RoleChanged
+from isthmus.attempts import Report
 from isthmus.cluster import messages
 from isthmus.cluster.cache import chains_of
 from isthmus.cluster.donors import parts_of
 from isthmus.cluster.pipeline import Group
-from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost, Runtime
+from isthmus.cluster.process import EngineProcess, NodeOptions, Opener, Runtime
 from isthmus.cluster.recorder import Tape
 from isthmus.cluster.runs import Execution, Runs
 from isthmus.cluster.sessions import CONNECT_S
@@ -31,7 +31,6 @@ from isthmus.engine.interface import Engine, Hidden
 from isthmus.errors import ProtocolError, StartError
 from isthmus.node import events
 from isthmus.scheduler import Admitted, BlockPool, Joined, Preempted, Run
-from isthmus.store import Store
 from isthmus.types import NS_PER_S, RequestId
 
 log = logging.getLogger(__name__)
@@ -46,14 +45,14 @@ class NodeProcess(EngineProcess):
         engine: Engine,
         options: NodeOptions,
         runtime: Runtime,
-        store_of: Callable[[OnLost], Store] | None = None,
+        store_of: Opener = None,
         tape: Tape | None = None,
     ) -> None:
         facts = options.facts
         assert engine.num_blocks >= facts.kv_blocks, "its memory holds less than its facts say"
         assert engine.layout.state_blocks == facts.state_blocks, "its states are others than its facts say"
         super().__init__(engine, options, runtime, store_of)
-        self._clock_ns, self._tape = runtime.clock_ns, tape
+        self._tape = tape
         self.node = facts.node_of(BlockPool(facts.kv_blocks), transfer_ns=int(options.transfer_s * NS_PER_S))
         self._group: Group | None = None
         onward: Callable[[Run, Hidden], None] | None = None
@@ -67,7 +66,6 @@ class NodeProcess(EngineProcess):
         self.runs = Runs(engine, self.mover, self._send_outputs, self._send_scores, runtime.clock_ns, onward)
         self.runs.saves, self.runs.keeps_answers = self.node.tiers is not None, self.node.keeps_answers
         self.worker: ThreadWorker = (runtime.worker_of or ThreadWorker)(self)
-        self._blocks_evicted = 0
         self._run_handlers: dict[type, Callable[[Any], None]] = {
             Admitted: self.runs.admitted,
             events.Load: self.runs.loading,
@@ -78,8 +76,8 @@ class NodeProcess(EngineProcess):
         self._handlers: dict[type, Callable[[Any], None]] = {
             Run: self.worker.submit,
             events.Cut: lambda _: self.worker.cut(),
-            events.Wake: lambda action: self.worker.later(self._wake, action.at_ns),
-            **dict.fromkeys(get_args(Report), self._report),
+            events.Wake: lambda action: self.worker.later(self.wake, action),
+            **dict.fromkeys(get_args(Report), lambda action: self.worker.later(self.report, action)),
             **dict.fromkeys((Admitted, Joined), lambda _: None),
         }
 
@@ -90,6 +88,7 @@ class NodeProcess(EngineProcess):
         if self._group is not None:
             self._group.close()
         self.worker.stop()
+        super().stop()
         if self._tape is not None:
             self._tape.close()
 
@@ -131,21 +130,11 @@ class NodeProcess(EngineProcess):
         with self.worker.lock:
             self.runs.received(key, token)
 
-    def _report(self, report: Report) -> None:
-        if isinstance(report, RoleChanged):
-            log.info("%s is a %s node now", report.node, report.role)
-        elif isinstance(report, BlocksEvicted):
-            self._blocks_evicted += len(report.names)
-        self.worker.later(self._send, report)
-
     def _send_outputs(self, outputs: Sequence[messages.Output]) -> None:
         self.worker.later(self._send, messages.Outputs(tuple(outputs)))
 
     def _send_scores(self, scores: messages.Scores) -> None:
         self.worker.later(self._send, scores)
-
-    def _wake(self, at_ns: int) -> None:
-        self.loop.call_later(max(0, at_ns - self._clock_ns()) / NS_PER_S, self.tell, events.Woken())
 
     # The worker.
 

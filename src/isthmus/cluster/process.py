@@ -1,7 +1,8 @@
-"""One process of a node: an engine and its mover, and sessions with the head and with other nodes.
+"""One process of a node: sessions with the head and with other nodes, a cache, and who moves its blocks.
 
-Most nodes are one process, which decides (`node.py`). A pipeline group is several, each with some of the layers; those
-after the first carry out what the first one decides (`stage.py`).
+Most nodes are one process, with an engine, which decides (`node.py`). A pipeline group is several, each with some of
+the layers; those after the first carry out what the first one decides (`stage.py`). Beside a vLLM server there is one
+without an engine (`vllm/process.py`).
 """
 
 from __future__ import annotations
@@ -15,23 +16,26 @@ import ssl
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
+from isthmus.attempts import BlocksEvicted, Report, RoleChanged
+from isthmus.blocks import KVLayout
 from isthmus.cluster import messages
-from isthmus.cluster.cache import NodeCache
+from isthmus.cluster.cache import EngineCache, NodeCache, PoolOf
 from isthmus.cluster.link_monitor import LinkMonitor
-from isthmus.cluster.mover import KVMover
+from isthmus.cluster.mover import BlockMover, KVMover
 from isthmus.cluster.runs import Runs
 from isthmus.cluster.sessions import CONNECT_S, NoPayloads, Peers
 from isthmus.deploy import NodeFacts
 from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
 from isthmus.messenger import Handler, Network, Session, address_of
-from isthmus.node.events import Event, Woken
+from isthmus.node import events
 from isthmus.store import Store
-from isthmus.types import BlockName, NodeId, RequestId
+from isthmus.types import NS_PER_S, BlockName, NodeId, RequestId
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +45,8 @@ STOPPED = "stopped by the head"
 """Why a process ends that was told to; everybody else lost something."""
 
 OnLost = Callable[[Sequence[BlockName]], None]
+Opener = Callable[[OnLost], Store] | None
+"""Opens the store of a node's cache; None where there is none."""
 
 
 @dataclass(frozen=True)
@@ -66,60 +72,53 @@ class NodeOptions:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where a process lives: what its sessions run over, what the time is, who moves its bytes, and who does so many
-    things at once under a name. `worker_of`: who executes a node's runs, if not a thread."""
+    """Where a process lives: what its sessions run over, what the time is, and who does so many things at once
+    under a name. Where there is an engine: `mover_of`: who moves its bytes; `worker_of`: who executes a node's runs, if
+    not a thread."""
 
     network: Network
     clock_ns: Callable[[], int] = time.monotonic_ns
     mover_of: Callable[..., KVMover] = KVMover
-    pool_of: Callable[[int, str], Executor] = ThreadPoolExecutor
+    pool_of: PoolOf = ThreadPoolExecutor
     worker_of: Callable[[Any], Any] | None = None
 
 
-class EngineProcess(ABC):
-    """Runs until the head says Stop or a session ends without which it cannot go on. `run` returns the reason.
-
-    `store_of`: opens the store of its cache, which it closes; None: prefixes are reused from the engine's memory alone.
-    """
+class MemberProcess(ABC):
+    """Runs until the head says Stop or a session ends without which it cannot go on. `run` returns the reason. What
+    `store_of` opens it closes."""
 
     entrance: ClassVar[Any] = messages.PeerMessage
     """What is said over sessions that are opened from outside."""
-    runs: Runs
 
     def __init__(
         self,
-        engine: Engine,
         options: NodeOptions,
         runtime: Runtime,
-        store_of: Callable[[OnLost], Store] | None,
+        revision: str,
+        layout: KVLayout,
+        store_of: Opener,
+        cache_of: Callable[..., NodeCache],
+        mover_of: Callable[..., BlockMover],
     ) -> None:
-        self._engine, self._options, self._network = engine, options, runtime.network
-        facts = self._facts = options.facts
-        store = store_of(self._lost) if store_of is not None else None
+        self._options, self._network, self._facts = options, runtime.network, options.facts
         self._cache = None
-        if store is not None:
-            self._cache = NodeCache(
-                engine.memory, store, self._lost, runtime.pool_of, facts.transit_blocks // 2
-            )
+        if store_of is not None:
+            self._cache = cache_of(store=store_of(self._lost), pool_of=runtime.pool_of)
         self._introduction = messages.PeerHello(
-            messages.PROTOCOL, options.token, facts.node, engine.revision, engine.layout
+            messages.PROTOCOL, options.token, self._facts.node, revision, layout
         )
         peers = Peers(runtime.network, self._introduction, lambda: FromPeer(self, introduced=True))
         self._link_monitor = LinkMonitor(peers, options.link_s, self.spawn)
         self._addresses: dict[str, Mapping[NodeId, str]] = {}
-        self.mover = runtime.mover_of(
-            memory=engine.memory,
-            attends=engine.attend,
-            first_layer=engine.layers[0],
+        self.mover = mover_of(
             cache=self._cache,
             peers=peers,
             address_of=self._address_of,
             tell=self.fact,
             spawn=self.spawn,
             shares_memory=options.shares_memory,
-            answer_s=options.transfer_s,
-            received=self.received,
         )
+        self._clock_ns, self._blocks_evicted = runtime.clock_ns, 0
         self._head: Session | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._found: list[tuple[BlockName, BlockName | None]] = []
@@ -150,9 +149,6 @@ class EngineProcess(ABC):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self.stop()
-            if self._cache is not None:
-                self._cache.close()
-                self._cache.store.close()
 
     async def _reach_head(self) -> Session:
         """Raises StartError."""
@@ -189,21 +185,19 @@ class EngineProcess(ABC):
     def start(self) -> None:
         """Begins to compute what comes."""
 
-    @abstractmethod
     def stop(self) -> None:
-        """Computes nothing more."""
+        """Computes nothing more; the cache is closed."""
+        if self._cache is not None:
+            self._cache.close()
+            self._cache.store.close()
 
     def heard(self, message: messages.NodeBound) -> None:
         """From the head, what only some are told."""
-        raise ProtocolError(f"a {type(message).__name__} for a later stage")
+        raise ProtocolError(f"a {type(message).__name__} came from the head")
 
     @abstractmethod
-    def fact(self, fact: Event) -> None:
+    def fact(self, fact: events.Event) -> None:
         """Of its mover, and that time has passed. In the event loop."""
-
-    @abstractmethod
-    def received(self, key: RequestId, token: int) -> None:
-        """The first token of an attempt that was handed over."""
 
     def entering(self) -> Handler:
         """Somebody opens a session."""
@@ -211,12 +205,9 @@ class EngineProcess(ABC):
 
     # The head.
 
+    @abstractmethod
     def hello(self) -> messages.Hello | messages.StageHello:
         """First message to the head."""
-        options, facts = self._options, self._facts
-        return messages.StageHello(
-            messages.PROTOCOL, options.token, facts.node, options.stage, facts.pipeline, self._address
-        )
 
     def welcome(self, message: messages.Welcome) -> None:
         log.info("%s joined the cluster", self._facts.node)
@@ -225,12 +216,24 @@ class EngineProcess(ABC):
     async def _beat(self, every_ms: int) -> None:
         while True:
             self._send(messages.Beat(self.gauges(), tuple(self._link_monitor.report())))
-            self.fact(Woken())
+            self.fact(events.Woken())
             await asyncio.sleep(every_ms / 1000)
 
     def gauges(self) -> dict[str, float]:
         """Present state and totals, by metric name; read without a lock, so they may be a step apart."""
-        return {f"{name}_total": value for name, value in self.runs.counters.items()} | self.mover.gauges()
+        return self.mover.gauges()
+
+    def wake(self, wake: events.Wake) -> None:
+        delay_s = max(0, wake.at_ns - self._clock_ns()) / NS_PER_S
+        self.loop.call_later(delay_s, self.fact, events.Woken())
+
+    def report(self, report: Report) -> None:
+        """What a node decided that the head must know."""
+        if isinstance(report, RoleChanged):
+            log.info("%s is a %s node now", report.node, report.role)
+        elif isinstance(report, BlocksEvicted):
+            self._blocks_evicted += len(report.names)
+        self._send(report)
 
     def _send(self, message: Any) -> None:
         if self._head is not None:
@@ -282,6 +285,34 @@ class EngineProcess(ABC):
         )
 
 
+class EngineProcess(MemberProcess):
+    """One with an engine. Without a store prefixes are reused from the engine's memory alone."""
+
+    mover: KVMover
+    runs: Runs
+
+    def __init__(self, engine: Engine, options: NodeOptions, runtime: Runtime, store_of: Opener) -> None:
+        self._engine, memory = engine, engine.memory
+        num_staged, answer_s = options.facts.transit_blocks // 2, options.transfer_s
+        cache_of = partial(EngineCache, memory, on_lost=self._lost, max_staged=num_staged)
+        handover = partial(runtime.mover_of, first_layer=engine.layers[0], received=self.received)
+        mover_of = partial(handover, memory=memory, attends=engine.attend, answer_s=answer_s)
+        super().__init__(options, runtime, engine.revision, engine.layout, store_of, cache_of, mover_of)
+
+    @abstractmethod
+    def received(self, key: RequestId, token: int) -> None:
+        """The first token of an attempt that was handed over."""
+
+    def hello(self) -> messages.Hello | messages.StageHello:
+        options, facts = self._options, self._facts
+        return messages.StageHello(
+            messages.PROTOCOL, options.token, facts.node, options.stage, facts.pipeline, self._address
+        )
+
+    def gauges(self) -> dict[str, float]:
+        return {f"{name}_total": value for name, value in self.runs.counters.items()} | super().gauges()
+
+
 def _may_come(error: Exception) -> bool:
     """Whether the head may only not be there yet: nobody listens, or its machine or its name is not known."""
     return isinstance(error, (TimeoutError, socket.gaierror)) or (
@@ -302,7 +333,7 @@ def _in_words(error: Exception) -> str:
 class Vital(NoPayloads):
     """A session with `what`, that a process cannot do without; `heard` is told what is said there."""
 
-    def __init__(self, process: EngineProcess, what: str, heard: Callable[[Any], None]) -> None:
+    def __init__(self, process: MemberProcess, what: str, heard: Callable[[Any], None]) -> None:
         self._process, self._what, self._heard = process, what, heard
 
     def on_message(self, session: Session, message: Any) -> None:
@@ -315,7 +346,7 @@ class Vital(NoPayloads):
 class FromPeer(NoPayloads):
     """A session with another node. `introduced`: this side opened it, or a valid PeerHello came first."""
 
-    def __init__(self, process: EngineProcess, *, introduced: bool) -> None:
+    def __init__(self, process: MemberProcess, *, introduced: bool) -> None:
         self._process, self._introduced = process, introduced
 
     def on_message(self, session: Session, message: messages.PeerMessage) -> None:

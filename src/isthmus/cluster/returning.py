@@ -80,6 +80,6 @@ class Returning:
         if stop == len(landing.blocks) and landing.is_whole(head.layer, stop):
             self.end(head.key, whole=not found.is_damaged)
 
-    def void(self, head: Reclaimed) -> None:
+    def void(self, session: Session, head: Reclaimed) -> None:
         """The holder gave up in the midst of it."""
         self.end(head.key)

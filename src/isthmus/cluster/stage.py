@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from isthmus.cluster import messages
 from isthmus.cluster.mover import KVMover
-from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost, Runtime, Vital
+from isthmus.cluster.process import EngineProcess, NodeOptions, Opener, Runtime, Vital
 from isthmus.cluster.runs import Execution, Runs
 from isthmus.cluster.sessions import CONNECT_S
 from isthmus.engine.interface import Engine, Hidden
@@ -29,7 +29,6 @@ from isthmus.errors import ProtocolError, StartError
 from isthmus.messenger import Handler, Priority, Session
 from isthmus.node import events
 from isthmus.scheduler import Piece, Preempted, Run, Saved
-from isthmus.store import Store
 from isthmus.types import RequestId
 
 
@@ -201,13 +200,7 @@ class StageNode(EngineProcess):
 
     entrance = messages.Downward
 
-    def __init__(
-        self,
-        engine: Engine,
-        options: NodeOptions,
-        runtime: Runtime,
-        store_of: Callable[[OnLost], Store] | None = None,
-    ) -> None:
+    def __init__(self, engine: Engine, options: NodeOptions, runtime: Runtime, store_of: Opener = None) -> None:
         assert 0 < options.stage < options.facts.pipeline
         super().__init__(engine, options, runtime, store_of)
         self.stepper = StageStepper(engine, options.stage, self.mover, self, self._later)
@@ -223,6 +216,7 @@ class StageNode(EngineProcess):
             if session is not None:
                 session.close("the stage ends")
         self.stepper.stop()
+        super().stop()
 
     def entering(self) -> Handler:
         return _FromBefore(self)

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from isthmus.blocks import BlockNamer, KVLayout
-from isthmus.cluster.process import NodeOptions, OnLost, Runtime
+from isthmus.cluster.process import NodeOptions, Opener, Runtime
 from isthmus.cluster.vllm.client import Client, EngineError, body_of
 from isthmus.cluster.vllm.kv_events import Listener, Translator
 from isthmus.cluster.vllm.pages import Pages
@@ -26,7 +26,6 @@ from isthmus.cluster.vllm.server import Server, Sockets
 from isthmus.config import Config
 from isthmus.errors import StartError
 from isthmus.node import events
-from isthmus.store import Store
 from isthmus.types import Sampling
 
 log = logging.getLogger(__name__)
@@ -34,8 +33,6 @@ log = logging.getLogger(__name__)
 OPEN_S = 10.0
 """So long after a server answers its connector may take to say what it is."""
 PROBE_S = 10.0
-
-StoreOf = Callable[[ServedEngine], Callable[[OnLost], Store] | None]
 
 
 @contextlib.asynccontextmanager
@@ -50,7 +47,7 @@ async def opened(
     max_length: int,
     threads: int,
     cores: Sequence[int],
-    store_of: StoreOf,
+    store_of: Callable[[ServedEngine], Opener],
 ) -> AsyncIterator[AdapterProcess]:
     """The node, with its server, which is gone afterwards. `layout`: of the model's KV; in which form, the server says.
     Raises StartError."""

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from isthmus.blocks import KVLayout, seal
+from isthmus.blocks import seal
 from isthmus.cluster.cache import NodeCache
 from isthmus.cluster.loans import Lease
 from isthmus.cluster.sessions import Tell
@@ -81,11 +81,9 @@ class Pages:
         self._server = await asyncio.start_unix_server(self._connected, self.path)
         os.chmod(self.path, 0o600)
 
-    def serve(
-        self, cache: NodeCache, layout: KVLayout, tell: Tell, lost: Callable[[Sequence[BlockName]], None]
-    ) -> None:
+    def serve(self, cache: NodeCache, tell: Tell, lost: Callable[[Sequence[BlockName]], None]) -> None:
         """From now on workers are answered."""
-        self._cache, self._layout, self._tell, self._lost = cache, layout, tell, lost
+        self._cache, self._layout, self._tell, self._lost = cache, cache.layout, tell, lost
         self._ready.set()
 
     async def close(self) -> None:

@@ -1,8 +1,8 @@
 """The adapter: a node whose engine is a vLLM server beside it.
 
 `isthmus.node.adapter.Adapter` decides; here its actions are carried out: requests over HTTP (`client.py`), blocks
-between the server's worker and the store (`pages.py`), blocks between nodes as for any other node (`mover.py`). All of
-it lives in one event loop; only copies of blocks have threads.
+between the server's worker and the store (`pages.py`), blocks between nodes as for any other node (`mover.py`).
+All of it lives in one event loop; only copies of blocks have threads.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, get_args
 
-from isthmus.attempts import BlocksEvicted, Report, RoleChanged
+from isthmus.attempts import Report
 from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster import messages
-from isthmus.cluster.cache import chains_of
-from isthmus.cluster.mover import KVMover
-from isthmus.cluster.process import EngineProcess, NodeOptions, OnLost, Runtime
+from isthmus.cluster.cache import NodeCache, chains_of
+from isthmus.cluster.mover import BlockMover
+from isthmus.cluster.process import MemberProcess, NodeOptions, Opener, Runtime
 from isthmus.cluster.runs import COUNTERS
 from isthmus.cluster.vllm.client import Client, EngineError, Token, body_of, objection
 from isthmus.cluster.vllm.kv_events import Listener, Translator
 from isthmus.cluster.vllm.pages import Pages
 from isthmus.cluster.vllm.server import Server, Sockets
-from isthmus.errors import ProtocolError, StartError
+from isthmus.errors import StartError
 from isthmus.messenger import Session
 from isthmus.node import events
 from isthmus.node.adapter import Adapter
-from isthmus.store import Store
 from isthmus.types import NS_PER_S, PREFILL, Generated, RequestId
 
 log = logging.getLogger(__name__)
@@ -70,14 +69,6 @@ def read_metrics(text: str) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class _Memory:
-    """In place of an engine's KV memory: its bytes are the server's affair."""
-
-    layout: KVLayout
-    num_blocks: int
-
-
-@dataclass(frozen=True)
 class ServedEngine:
     """What is known of a server that runs. `remark`: for people."""
 
@@ -88,44 +79,75 @@ class ServedEngine:
     remark: str
 
     @property
-    def memory(self) -> Any:
-        return _Memory(self.layout, self.num_blocks)
-
-    @property
     def layers(self) -> tuple[int, int]:
+        """All of the model's."""
         return 0, self.layout.num_layers
 
-    def attend(self, *_: Any) -> memoryview:
-        raise ProtocolError("vLLM attends to no KV for other nodes")
 
+class PassingMover(BlockMover):
+    """Beside what any node's does, it hands prompts over, in one message."""
 
-class _Mover(KVMover):
-    """Beside what any node's does, it hands prompts over in one message."""
+    def __init__(self, **others: Any) -> None:
+        super().__init__(**others)
+        self._givers: dict[RequestId, Session] = {}
+        """Over which an attempt was passed to this node."""
+        self._passed: dict[RequestId, Session | None] = {}
+        """To whom one was passed, None while that is being reached."""
+        self._handlers |= {events.Pass: self._begin_pass, events.Land: self._land}
+        self._heard |= {events.Passed: self._on_passed, messages.Landed: self._on_landed}
 
-    passed: Callable[[Session, events.Passed], None]
-    landed: Callable[[Session, RequestId], None]
-    severed: Callable[[Session, str], None]
+    def forget(self, key: RequestId) -> None:
+        """Nobody waits for it any more."""
+        self._givers.pop(key, None)
 
-    def on_peer(self, session: Session, message: messages.PeerMessage) -> None:
-        match message:
-            case events.Passed():
-                self.passed(session, message)
-            case messages.Landed():
-                self.landed(session, message.key)
-            case messages.Offer() | messages.Slices() | messages.Reserve() | messages.Claim():
-                raise ProtocolError(f"a {type(message).__name__} for a node of vLLM")
-            case _:
-                super().on_peer(session, message)
+    def _begin_pass(self, action: events.Pass) -> None:
+        self._passed[action.key] = None
+        self._spawn(self._pass(action))
+
+    async def _pass(self, action: events.Pass) -> None:
+        key = action.key
+        try:
+            session = await self.reach(action.peer)
+            if session.closed:
+                raise ConnectionError("its session is closed")
+        except (OSError, TimeoutError) as error:
+            self._told(events.Severed((key,), f"cannot reach {action.peer}, where it decodes: {error}"))
+            return
+        if key in self._passed:
+            self._passed[key] = session
+            session.send(events.Passed(key, action.cached_tokens, action.params))
+
+    def _land(self, land: events.Land) -> None:
+        session = self._givers.pop(land.key, None)
+        if session is not None:
+            session.send(messages.Landed(land.key))
+
+    def _release_sessions(self, key: RequestId) -> None:
+        super()._release_sessions(key)
+        self._givers.pop(key, None)
+        self._passed.pop(key, None)
+
+    def _on_passed(self, session: Session, passed: events.Passed) -> None:
+        self._givers[passed.key] = session  # perhaps before the head's word of it came
+        self._told(passed)
+
+    def _on_landed(self, session: Session, landed: messages.Landed) -> None:
+        if self._passed.get(landed.key) is session:
+            self._told(events.Landed(landed.key))
 
     def lost(self, session: Session, reason: str) -> None:
         super().lost(session, reason)
-        self.severed(session, reason)
+        keys = tuple([key for key, to in self._passed.items() if to is session])
+        if keys:
+            self._told(events.Severed(keys, f"the session with where it decodes ended: {reason}"))
+        for key in [key for key, giver in self._givers.items() if giver is session]:
+            del self._givers[key]
 
 
-class AdapterProcess(EngineProcess):
+class AdapterProcess(MemberProcess):
     """`pages`: what serves the connector, in mode `pool`; None in mode `nixl`."""
 
-    mover: _Mover
+    mover: PassingMover
 
     def __init__(
         self,
@@ -135,30 +157,22 @@ class AdapterProcess(EngineProcess):
         server: Server,
         sockets: Sockets,
         pages: Pages | None,
-        store_of: Callable[[OnLost], Store] | None,
+        store_of: Opener,
     ) -> None:
-        super().__init__(
-            engine,  # type: ignore[arg-type]
-            options,
-            Runtime(runtime.network, runtime.clock_ns, _Mover, runtime.pool_of),
-            store_of if pages is not None else None,
-        )
-        facts, self._remark = options.facts, engine.remark
-        self._clock_ns, self._server, self._sockets, self._pages = runtime.clock_ns, server, sockets, pages
+        store_of, cache_of = store_of if pages is not None else None, partial(NodeCache, engine.layout)
+        super().__init__(options, runtime, engine.revision, engine.layout, store_of, cache_of, PassingMover)
+        facts, self._engine = options.facts, engine
+        self._server, self._sockets, self._pages = server, sockets, pages
         tiers = facts.tiers() if self._cache is not None else None
         self.node = Adapter(facts.node, facts.role, tiers, transfer_ns=int(options.transfer_s * NS_PER_S))
         self._tasks_of: dict[RequestId, messages.Task] = {}
         self._asked: dict[RequestId, asyncio.Task[None]] = {}
-        self._givers: dict[RequestId, Session] = {}
-        """Over which an attempt was passed to this node."""
-        self._passed: dict[RequestId, Session | None] = {}
-        """To whom one was passed, None while that is being reached."""
         self._outputs: list[messages.Output] = []
         self._num_answering = 0
         """Answers that have begun: each step of the server brings a token of each."""
         self._gathering: asyncio.TimerHandle | None = None
         self._counters = dict.fromkeys(COUNTERS, 0.0)
-        self._num_kv_events_lost = self._blocks_evicted = 0
+        self._num_kv_events_lost = 0
         self._metrics: dict[str, float] = {}
         self._namer = lru_cache(MAX_NAMERS)(self._new_namer)
         self._salts: dict[str, str] = {"": ""}
@@ -166,16 +180,12 @@ class AdapterProcess(EngineProcess):
         self._translator = Translator(self._namer_of, engine.layout.block_size)
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.Submit: self._submit,
-            events.Pass: self._begin_pass,
-            events.Land: self._land,
             events.Discard: self._begin_discard,
             events.Release: self._release,
             events.Adopt: self._adopt,
-            events.Wake: self._wake,
+            events.Wake: self.wake,
             **dict.fromkeys(get_args(Report), self._report),
         }
-        self.mover.passed, self.mover.landed = self._on_passed, self._on_landed
-        self.mover.severed = self._on_severed
 
     @property
     def _client(self) -> Client:
@@ -187,10 +197,7 @@ class AdapterProcess(EngineProcess):
         self.spawn(self._watch())
         if self._pages is not None:
             assert self._cache is not None
-            self._pages.serve(self._cache, self._engine.layout, self.tell, self.mover.lost_bytes)
-
-    def stop(self) -> None:
-        """Requests ended with the tasks that had them."""
+            self._pages.serve(self._cache, self.tell, self.mover.lost_bytes)
 
     async def _watch(self) -> None:
         """The head hears first: until then it sends more."""
@@ -209,7 +216,7 @@ class AdapterProcess(EngineProcess):
         engine = self._engine
         return messages.Hello(
             messages.PROTOCOL, self._options.token, self._facts.joined(), self._address,
-            engine.revision, engine.layout, engine.max_length, remark=self._remark,
+            engine.revision, engine.layout, engine.max_length, remark=engine.remark,
         )  # fmt: skip
 
     def welcome(self, message: messages.Welcome) -> None:
@@ -226,7 +233,7 @@ class AdapterProcess(EngineProcess):
             case messages.Task():
                 self.task(message)
             case events.Forget():
-                self._givers.pop(message.key, None)
+                self.mover.forget(message.key)
                 self.tell(message)
             case events.Become():
                 self.tell(message)
@@ -236,9 +243,6 @@ class AdapterProcess(EngineProcess):
     def task(self, task: messages.Task) -> None:
         self._tasks_of[task.begin.key] = task
         self.tell(task.begin)
-
-    def received(self, key: RequestId, token: int) -> None:
-        raise ProtocolError("a token came with a hand-over to a node of vLLM")
 
     def gauges(self) -> dict[str, float]:
         """Of its server as of `METRICS_S` ago at most."""
@@ -252,12 +256,14 @@ class AdapterProcess(EngineProcess):
             "kv_blocks_cached": self.node.num_held,
             "kv_blocks_transfer": 0,
             "kv_blocks_hosted": 0,
+            "kv_bytes_in_total": 0,
+            "kv_bytes_out_total": 0,
             "kv_blocks_evicted_total": self._blocks_evicted,
             "vllm_kv_events_lost_total": self._num_kv_events_lost,
         }
         found |= {f"{name}_total": value for name, value in self._counters.items()}
         found["num_preemptions_total"] = metrics.get("num_preemptions_total", 0.0)
-        found |= self.mover.gauges()
+        found |= super().gauges()
         if self._pages is not None:
             found["vllm_blocks_saved_total"] = self._pages.blocks_saved
             found["vllm_blocks_loaded_total"] = self._pages.blocks_loaded
@@ -279,20 +285,11 @@ class AdapterProcess(EngineProcess):
             self.died(error)
             raise
 
-    def fact(self, fact: events.Event) -> None:
-        self.tell(fact)
+    fact = tell
 
     def _report(self, report: Report) -> None:
-        if isinstance(report, RoleChanged):
-            log.info("%s is a %s node now", report.node, report.role)
-        elif isinstance(report, BlocksEvicted):
-            self._blocks_evicted += len(report.names)
         self._flush()  # a failure is not to overtake tokens
-        self._send(report)
-
-    def _wake(self, wake: events.Wake) -> None:
-        delay_s = max(0, wake.at_ns - self._clock_ns()) / NS_PER_S
-        self.loop.call_later(delay_s, self.tell, events.Woken())
+        self.report(report)
 
     def _adopt(self, adopt: events.Adopt) -> None:
         if self._pages is None or not self._pages.adopt(adopt):
@@ -301,8 +298,6 @@ class AdapterProcess(EngineProcess):
     def _release(self, release: events.Release) -> None:
         key = release.key
         self._tasks_of.pop(key, None)
-        self._givers.pop(key, None)
-        self._passed.pop(key, None)
         asked = self._asked.pop(key, None)
         if asked is not None and asked is not asyncio.current_task():
             asked.cancel()  # which closes the connection, and vLLM drops it
@@ -425,45 +420,6 @@ class AdapterProcess(EngineProcess):
         self._counters["prefix_cache_hits"] += min(cached, task.num_prompt)
         self._counters["prefix_cache_queries"] += task.num_prompt
         self._counters["tokens_computed"] += max(0, len(task.tokens) - cached)
-
-    # Handing over.
-
-    def _begin_pass(self, action: events.Pass) -> None:
-        self._passed[action.key] = None
-        self.spawn(self._pass(action))
-
-    async def _pass(self, action: events.Pass) -> None:
-        key = action.key
-        try:
-            session = await self.mover.reach(action.peer)
-            if session.closed:
-                raise ConnectionError("its session is closed")
-        except (OSError, TimeoutError) as error:
-            self.tell(events.Severed((key,), f"cannot reach {action.peer}, where it decodes: {error}"))
-            return
-        if key in self._passed:
-            self._passed[key] = session
-            session.send(events.Passed(key, action.cached_tokens, action.params))
-
-    def _on_passed(self, session: Session, passed: events.Passed) -> None:
-        self._givers[passed.key] = session  # perhaps before the head's word of it came
-        self.tell(passed)
-
-    def _land(self, land: events.Land) -> None:
-        session = self._givers.pop(land.key, None)
-        if session is not None:
-            session.send(messages.Landed(land.key))
-
-    def _on_landed(self, session: Session, key: RequestId) -> None:
-        if self._passed.get(key) is session:
-            self.tell(events.Landed(key))
-
-    def _on_severed(self, session: Session, reason: str) -> None:
-        keys = tuple([key for key, to in self._passed.items() if to is session])
-        if keys:
-            self.tell(events.Severed(keys, f"the session with where it decodes ended: {reason}"))
-        for key in [key for key, giver in self._givers.items() if giver is session]:
-            del self._givers[key]
 
     def _begin_discard(self, action: events.Discard) -> None:
         self.spawn(self._discard(action.params))

@@ -182,9 +182,9 @@ class _Campaign:
             if outcome != EXACT:
                 await asyncio.sleep(REFUSED_PAUSE_S)
 
-    async def _ask(self, at: int) -> tuple[list[int], str, str]:
+    async def _ask(self, at: int, came: list[int] | None = None) -> tuple[list[int], str, str]:
         """What came, how it ended (EXACT: as it should, the tokens are not compared yet) and what was said then."""
-        tokens, finished, done = list[int](), 0, False
+        tokens, finished, done = came if came is not None else list[int](), 0, False
         try:
             async with self._http.post(f"{self._plan.url}/v1/completions", json=self._body(at)) as response:
                 if response.status != 200:
@@ -223,10 +223,14 @@ class _Campaign:
         return f"{self._plan.clients} clients went away"
 
     async def _go_away(self) -> None:
-        asked = asyncio.create_task(self._ask(self._rng.randrange(len(self._prompts))))
+        at, tokens = self._rng.randrange(len(self._prompts)), list[int]()
+        asked = asyncio.create_task(self._ask(at, tokens))
         await asyncio.wait([asked], timeout=self._rng.random() ** 2 * 5)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
+        if tokens != self._answers[at][: len(tokens)]:
+            self._row.outcomes[WRONG] += 1
+            self._found.said.append(f"{ABORT}: {tokens}, not {self._answers[at]}")
 
     # Faults.
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import fcntl
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
+import time
 from asyncio.subprocess import DEVNULL
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,9 @@ log = logging.getLogger(__name__)
 POLL_S = 0.2
 STOP_S = 20.0
 TAIL_LINES = 30
+FOLDER = "isthmus-beside-"
+SWEEP_S = 60.0
+"""A folder that is new may not be locked yet."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -47,6 +54,32 @@ class Sockets:
     @property
     def replay(self) -> str:
         return f"ipc://{self.folder / 'replay'}"
+
+
+@contextlib.contextmanager
+def own_folder() -> Iterator[Path]:
+    """A new one for `Sockets`, gone afterwards. Those of killed processes go, too: nobody holds their locks."""
+    with tempfile.TemporaryDirectory(prefix=FOLDER) as name:
+        lock = os.open(name, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _sweep(Path(name).parent)
+            yield Path(name)
+        finally:
+            os.close(lock)
+
+
+def _sweep(folder: Path) -> None:
+    for path in folder.glob(f"{FOLDER}*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_uid != os.getuid() or time.time() - path.stat().st_mtime < SWEEP_S:
+                continue
+            lock = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its maker lives
+                shutil.rmtree(path)
+            finally:
+                os.close(lock)
 
 
 def arguments_of(config: Config, model: Path, dtype: str, port: int, sockets: Sockets) -> list[str]:

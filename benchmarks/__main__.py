@@ -560,6 +560,7 @@ def vllm_faults(
         float,
         typer.Option(min=0, help="Seconds that KV may stay after the last request; nixl: its lease of 30."),
     ] = 10.0,
+    stall: Annotated[float, typer.Option(min=0, help="Seconds for which kind stall stops a process.")] = 2.0,
     disk: Annotated[Path | None, typer.Option(help="Where the nodes keep KV on SSD, for kind disk.")] = None,
     seed: Annotated[int, typer.Option(help="Of the prompts and moments.")] = 11,
     json_file: JsonFile = None,
@@ -570,7 +571,7 @@ def vllm_faults(
     check_writable("--json", json_file)
     plan = bench.Plan(
         url.rstrip("/"), model, tuple(kinds.split(",")), count, clients, prompts, shortest, longest, pause, settle,
-        disk, seed,
+        stall, disk, seed,
     )  # fmt: skip
     found = bench.run(plan, _say)
     show(bench.table(plan, found))

@@ -21,7 +21,6 @@ from pathlib import Path
 from isthmus.errors import StartError
 
 PAGE = 4096
-STALL_S = 2.0
 SYS_PIDFD_GETFD = 438
 DAMAGED_SHARE = 0.25
 """Of the pages that hold something, so many are damaged at once: a load is to meet one."""
@@ -91,9 +90,10 @@ def _tcp() -> Iterator[tuple[str, str, str, str]]:
 
 
 class Cluster:
-    """`port`: of its gateway, on this machine."""
+    """`port`: of its gateway, on this machine. `stall_s`: how long what is stopped stands still."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, stall_s: float = 2.0) -> None:
+        self._stall_s = stall_s
         inode = next(
             (i for own, _, state, i in _tcp() if state == _LISTENING and own.endswith(f":{port:04X}")), ""
         )
@@ -159,7 +159,7 @@ class Cluster:
         return f"killed {victim.pid}"
 
     def stall(self, role: str, part: str) -> str:
-        """For STALL_S: a server with all that it started."""
+        """Stops it for a while: a server with all that it started."""
         victim = self.part(role, part)
         if victim is None:
             return ""
@@ -171,12 +171,12 @@ class Cluster:
         try:
             for pid in stopped:
                 os.kill(pid, signal.SIGSTOP)
-            time.sleep(STALL_S)
+            time.sleep(self._stall_s)
         finally:
             for pid in stopped:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
-        return f"stopped {victim.pid} and {len(stopped) - 1} more for {STALL_S:g} s"
+        return f"stopped {victim.pid} and {len(stopped) - 1} more for {self._stall_s:g} s"
 
     def cut_pages(self, role: str) -> str:
         """The connections between a server's connector and the adapter."""

@@ -65,6 +65,7 @@ class Plan:
     longest: int = 1500
     pause_s: float = 3.0
     settle_s: float = 10.0
+    stall_s: float = 2.0
     disk: Path | None = None
     seed: int = 11
 
@@ -115,7 +116,7 @@ def prompts_of(plan: Plan) -> list[list[int]]:
 
 def run(plan: Plan, report: Callable[[str], None]) -> Found:
     """Raises StartError for a cluster that cannot be looked into, or does not answer before anything is done to it."""
-    cluster = Cluster(urlsplit(plan.url).port or 80)
+    cluster = Cluster(urlsplit(plan.url).port or 80, plan.stall_s)
     return asyncio.run(_Campaign(plan, cluster, report).run())
 
 

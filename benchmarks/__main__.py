@@ -561,6 +561,7 @@ def vllm_faults(
         typer.Option(min=0, help="Seconds that KV may stay after the last request; nixl: its lease of 30."),
     ] = 10.0,
     stall: Annotated[float, typer.Option(min=0, help="Seconds for which kind stall stops a process.")] = 2.0,
+    most: Annotated[float, typer.Option(min=0, help="After so many seconds no fault begins.")] = float("inf"),
     disk: Annotated[Path | None, typer.Option(help="Where the nodes keep KV on SSD, for kind disk.")] = None,
     seed: Annotated[int, typer.Option(help="Of the prompts and moments.")] = 11,
     json_file: JsonFile = None,
@@ -571,7 +572,7 @@ def vllm_faults(
     check_writable("--json", json_file)
     plan = bench.Plan(
         url.rstrip("/"), model, tuple(kinds.split(",")), count, clients, prompts, shortest, longest, pause, settle,
-        stall, disk, seed,
+        stall, most, disk, seed,
     )  # fmt: skip
     found = bench.run(plan, _say)
     show(bench.table(plan, found))

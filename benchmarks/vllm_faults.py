@@ -53,7 +53,7 @@ _OWN = re.compile(
 @dataclass(frozen=True)
 class Plan:
     """`kinds`: each is done `count` times; several kinds joined by + are done at once. `settle_s`: how long what is
-    left may take to go after the last request. `disk`: where nodes keep KV on SSD."""
+    left may take to go after the last request; `most_s`: after so long no fault begins. `disk`: where KV is on SSD."""
 
     url: str
     model: str
@@ -66,6 +66,7 @@ class Plan:
     pause_s: float = 3.0
     settle_s: float = 10.0
     stall_s: float = 2.0
+    most_s: float = float("inf")
     disk: Path | None = None
     seed: int = 11
 
@@ -141,11 +142,13 @@ class _Campaign:
             await self._reference()
             clients = [asyncio.create_task(self._client(number)) for number in range(self._plan.clients)]
             try:
+                until = time.monotonic() + self._plan.most_s
                 await asyncio.sleep(self._plan.pause_s)
                 for kind in self._plan.kinds:
                     self._found.rows.append(Row(kind))
                     for number in range(self._plan.count):
-                        await self._fault(kind, number)
+                        if time.monotonic() < until:
+                            await self._fault(kind, number)
                 await self._healthy({})
             finally:
                 self._over = True
@@ -172,6 +175,8 @@ class _Campaign:
             at = rng.randrange(len(self._prompts))
             began = time.monotonic()
             tokens, outcome, said = await self._ask(at)
+            if not self._cluster.head.lives:
+                return  # `_healthy` says so
             if tokens != self._answers[at][: len(tokens)] or (outcome == EXACT and tokens != self._answers[at]):
                 outcome, said = WRONG, f"{tokens}, not {self._answers[at]}; {said}"
             self._row.outcomes[outcome] += 1
@@ -269,6 +274,8 @@ class _Campaign:
         """Returns when it is, with other processes in place of those that are gone."""
         until, times = time.monotonic() + AGAIN_S, 0
         while times < 2:
+            if not self._cluster.head.lives:
+                raise StartError(f"the head of {self._plan.url} is gone")
             if time.monotonic() > until:
                 raise StartError(f"the cluster is not healthy {AGAIN_S:g} s after a fault")
             nodes = self._cluster.nodes()

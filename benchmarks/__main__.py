@@ -544,6 +544,46 @@ def vllm_nodes(
 
 
 @app.command()
+def vllm_faults(
+    url: Annotated[str, typer.Argument(help="URL of a running cluster of vLLM nodes on this machine.")],
+    model: Annotated[str, typer.Option(help="What the cluster calls its model.")],
+    kinds: Annotated[
+        str, typer.Option(help="Kinds of faults, in turn; those joined by + are done at once.")
+    ] = "prefill-server+decode-server,prefill-adapter+decode-adapter,socket,link,head-link,page,stall,abort",
+    count: Annotated[int, typer.Option(min=1, help="How often each is done.")] = 2,
+    clients: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 8,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts, which are asked again and again.")] = 40,
+    shortest: Annotated[int, typer.Option(min=1, help="Shortest prompt, in tokens.")] = 5,
+    longest: Annotated[int, typer.Option(min=2, help="Longest prompt, in tokens.")] = 1500,
+    pause: Annotated[float, typer.Option(min=0, help="Seconds between faults, about.")] = 3.0,
+    settle: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds that KV may stay after the last request; nixl: its lease of 30."),
+    ] = 10.0,
+    stall: Annotated[float, typer.Option(min=0, help="Seconds for which kind stall stops a process.")] = 2.0,
+    most: Annotated[float, typer.Option(min=0, help="After so many seconds no fault begins.")] = float("inf"),
+    disk: Annotated[Path | None, typer.Option(help="Where the nodes keep KV on SSD, for kind disk.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the prompts and moments.")] = 11,
+    json_file: JsonFile = None,
+) -> None:
+    """Kills, cuts and damage in a running cluster of vLLM nodes: every answer is compared, nothing may be left over."""
+    from benchmarks import vllm_faults as bench
+
+    check_writable("--json", json_file)
+    plan = bench.Plan(
+        url.rstrip("/"), model, tuple(kinds.split(",")), count, clients, prompts, shortest, longest, pause, settle,
+        stall, most, disk, seed,
+    )  # fmt: skip
+    found = bench.run(plan, _say)
+    show(bench.table(plan, found))
+    write_json(json_file, msgspec.to_builtins(found))
+    for line in bench.lines(found):
+        print(line)
+    if not found.is_good:
+        raise typer.Exit(1)
+
+
+@app.command()
 def wan(
     rates: Annotated[str, typer.Option(help="Rates of the path, Gbit/s.")] = "1,2,5",
     connections: Annotated[str, typer.Option(help="Connections of the session.")] = "1,4,8,16",

@@ -121,11 +121,13 @@ def test_what_one_saves_another_loads(adapter: Adapter) -> None:
 def test_a_damaged_block_fails_the_load(adapter: Adapter) -> None:
     with side(adapter) as both:
         both.save("r", 0, 3)
+        both.until(lambda: len(adapter.blocks) == 3)
         adapter.damaged.add(NAMES[1])
         assert not both.loaded("q", 3, into=10)
         adapter.damaged.clear()
         assert both.loaded("q", 3, into=10)
         both.until(lambda: len(adapter.of(Done)) == 2)
+        assert [done.damaged for done in adapter.of(Done)] == [1, None]
 
 
 @pytest.mark.parametrize("short_after", [0, 2])

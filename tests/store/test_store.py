@@ -90,6 +90,25 @@ def test_a_large_block_is_read_in_parts_and_each_is_checked(tmp_path: Path) -> N
         assert not whole(store, 2) and store.stat().seal_mismatches == 1
 
 
+def test_a_block_found_damaged_in_its_slot_is_in_no_tier(tmp_path: Path) -> None:
+    """Not one that was put anew meanwhile."""
+    lost: list[BlockName] = []
+    with opened(SMALL, 4, tmp_path, on_lost=lost.extend) as store:
+        put(store, 1, 2)
+        store.flush()
+        pinned = store.pin([1])[0]
+        assert pinned is not None
+        store.condemn(1, pinned.slot + 1)
+        assert store.contains(1) and not lost
+        store.condemn(1, pinned.slot)
+        assert not store.contains(1) and lost == [1] and store.stat().lost_blocks == 1
+        put(store, 1)
+        store.condemn(1, pinned.slot)
+        assert whole(store, 1) and lost == [1]
+        store.unpin([pinned])
+        store.check()
+
+
 def test_without_an_ssd_demoted_blocks_are_lost() -> None:
     lost: list[BlockName] = []
     with opened(SMALL, 2, on_lost=lost.extend) as store:

@@ -187,6 +187,18 @@ class Store:
                 self._directory.drop(name)
             self._changed.notify_all()
 
+    def condemn(self, name: BlockName, slot: int) -> None:
+        """Somebody who read this pinned slot found it damaged: if it is still the block's, the block is in no tier any
+        more, and `on_lost` hears of it."""
+        with self._changed:
+            block = self._directory.blocks.get(name)
+            if block is None or block.slot != slot:
+                return
+            self._directory.drop(name)
+            self._counters.lost_blocks += 1
+            self._changed.notify_all()
+        self._lose([name])
+
     # Reading.
 
     def read(self, name: BlockName, first_layer: int, stop_layer: int, into: memoryview) -> bool:

@@ -276,6 +276,9 @@ class Engine:
 
     def _room(self, request: Request, num_tokens: int) -> None:
         while len(request.blocks) * self.size < num_tokens:
+            if not self._free:  # what ended without a name
+                named = set(self._cache.values())
+                self._free = [at for at in range(self.num_blocks) if self._used[at] <= 0 and at not in named]
             if not self._free:
                 hashed = next(each for each, block in self._cache.items() if self._used[block] <= 0)
                 self._free.append(self._cache.pop(hashed))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ import pytest
 from tests.models import make_model
 from tests.served import Served, alive, node_pid, serve, streamed
 
-from .fake_server import expected_tokens, stand_in, url_of
+from .fake_server import digest, expected_tokens, stand_in, url_of
 
 BLOCK_BYTES = 3 * 16 * 2 * 2 * 16 * 4
 """Of three layers: 16 tokens, K and V, two heads of 16 numbers."""
@@ -164,6 +165,41 @@ def test_what_gave_way_in_the_server_is_computed_again(model: Path, tmp_path: Pa
         )
         assert found.served.total("kv_blocks_evicted_total") > 0
         found.check()
+
+
+def test_a_block_damaged_in_memory_is_computed_again_and_kept(model: Path, tmp_path: Path) -> None:
+    with cluster(tmp_path, model, "pool", "mixed", kv_memory=BLOCK_BYTES * 24) as found:
+        served, prompts = found.served, [[number, *PROMPT] for number in range(1, 7)]
+
+        def ask(prompt: list[int]) -> int:
+            """What was loaded for it, after others made its KV give way in the server."""
+            before = found.counts("mixed-0").get("blocks_loaded", 0)
+            for each in (*prompts[1:], prompt):
+                assert served.tokens(each, 8) == expected_tokens(each, 8)
+            served.wait_until(lambda: not served.total("node_requests_running"), "all is told")
+            return found.counts("mixed-0").get("blocks_loaded", 0) - before
+
+        ask(prompts[0])
+        saved = len(prompts) * (BLOCKS + 1)
+        served.wait_until(lambda: served.total("cache_memory_blocks") == saved, "all is saved")
+        before = ask(prompts[0])
+        damage(served, "mixed-0", digest(prompts[0][:48]))
+        assert ask(prompts[0]) == before - BLOCKS and found.total("loads_failed") == 1
+        served.wait_until(lambda: served.total("seal_mismatches_total") == 1, "it is counted")
+        served.wait_until(lambda: served.total("cache_memory_blocks") == saved, "it is kept")
+        assert ask(prompts[0]) == before and found.total("loads_failed") == 1
+        found.check()
+
+
+def damage(served: Served, node: str, content: bytes) -> None:
+    """A byte of this block in the node's memory for cached KV."""
+    pid = node_pid(served.children().values(), node)
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    where = next(line for line in maps if "isthmus-arena" in line and "rw-s" in line).split()[0]
+    start, end = (int(each, 16) for each in where.split("-"))
+    with Path(f"/proc/{pid}/mem").open("r+b", buffering=0) as memory:
+        at = start + os.pread(memory.fileno(), end - start, start).index(content)
+        os.pwrite(memory.fileno(), bytes([content[0] ^ 1]), at)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -129,8 +129,12 @@ class Loader(threading.Thread):
             self._end(ready.load, whole=False)
             return
         for slot, seals, block in zip(ready.slots, ready.seals, blocks, strict=False):
-            if ready.load in self._aborted or not self._fetch(slot, block, seals):
+            if ready.load in self._aborted:
                 self._end(ready.load, whole=False)
+                return
+            if not self._pages.fetch(self._now.arena, slot, block, seals):
+                log.warning("isthmus: a block's bytes do not fit their seals; the request computes all itself")
+                self._end(ready.load, whole=False, damaged=running.num_ready)
                 return
             running.num_ready += 1
         running.deadline = time.monotonic() + self._timeout_s
@@ -144,18 +148,11 @@ class Loader(threading.Thread):
             0 <= slot < num_slots for slot in ready.slots
         )
 
-    def _fetch(self, slot: int, block: int, seals: tuple[bytes, ...]) -> bool:
-        assert self._now is not None
-        if self._pages.fetch(self._now.arena, slot, block, seals):
-            return True
-        log.warning("isthmus: a block's bytes do not fit their seals; the request computes all itself")
-        return False
-
-    def _end(self, load: int, *, whole: bool) -> None:
+    def _end(self, load: int, *, whole: bool, damaged: int | None = None) -> None:
         running = self._running.pop(load)
         self._pages.settle()
         if self._now is not None:
-            self._send(self._now.session, Done(load))
+            self._send(self._now.session, Done(load, damaged))
         with self._lock:
             self._outcomes[running.order.request] = whole
 

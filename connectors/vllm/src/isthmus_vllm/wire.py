@@ -43,9 +43,11 @@ class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The worker reads nothing of this load any more. Once per `Load`, unless the connection is lost before."""
+    """The worker reads nothing of this load any more. Once per `Load`, unless the connection is lost before. `damaged`:
+    which of its blocks had other bytes than its seals say, if one had."""
 
     load: int
+    damaged: int | None = None
 
 
 class Save(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import secrets
-import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from isthmus.cluster.vllm.client import Client, EngineError, body_of
 from isthmus.cluster.vllm.kv_events import Listener, Translator
 from isthmus.cluster.vllm.pages import Pages
 from isthmus.cluster.vllm.process import UNSEALED, AdapterProcess, ServedEngine
-from isthmus.cluster.vllm.server import Server, Sockets
+from isthmus.cluster.vllm.server import Server, Sockets, own_folder
 from isthmus.config import Config
 from isthmus.errors import StartError
 from isthmus.node import events
@@ -53,7 +52,7 @@ async def opened(
     Raises StartError."""
     given = config.engine.vllm
     with contextlib.ExitStack() as stack:
-        folder = given.sockets or stack.enter_context(tempfile.TemporaryDirectory(prefix="isthmus-vllm-"))
+        folder = given.sockets or stack.enter_context(own_folder())
         sockets = Sockets(Path(folder).expanduser())
         pages = Pages(sockets.pages) if given.transfer == "pool" else None
         if pages is not None:

@@ -49,7 +49,7 @@ class _Worker:
 
     def __init__(self, writer: asyncio.StreamWriter, staged: PeerArena) -> None:
         self.writer, self.staged = writer, staged
-        self.loads: dict[int, tuple[Lease, asyncio.Task[None]]] = {}
+        self.loads: dict[int, tuple[wire.Load, Lease, asyncio.Task[None]]] = {}
         self.tasks: asyncio.Queue[wire.Save | wire.Over] = asyncio.Queue()
         """In their order: what is told of an attempt comes before its end."""
 
@@ -205,8 +205,10 @@ class Pages:
                     raise ProtocolError(f"vLLM's connector began load {message.load} twice")
                 lease = Lease(self._cache)
                 task = asyncio.get_running_loop().create_task(self._load(worker, lease, message))
-                worker.loads[message.load] = lease, task
+                worker.loads[message.load] = message, lease, task
             case wire.Done():
+                if message.damaged is not None and message.load in worker.loads:
+                    self._damaged(*worker.loads[message.load][:2], message.damaged)
                 self._end(worker, message.load)
             case wire.Save() | wire.Over():
                 worker.tasks.put_nowait(message)
@@ -241,9 +243,22 @@ class Pages:
             worker.send(wire.Short(load.load))
         self.blocks_loaded += count
 
+    def _damaged(self, load: wire.Load, lease: Lease, at: int) -> None:
+        """A worker says so; it saves that block again when it is computed, for which the old one must be gone."""
+        if not 0 <= at < len(lease.slots):
+            raise ProtocolError(f"vLLM's connector found a block {at} damaged that it was not given")
+        slot, arena = lease.slots[at], self._cache.store.arena
+        if (
+            tuple([seal(arena.slice(slot, layer)) for layer in range(self._layout.num_layers)])
+            != lease.seals[at]
+        ):
+            self.seal_mismatches += 1
+            log.warning("a block in memory is damaged (seal mismatch); it is computed again")
+            self._cache.store.condemn(load.names[at], slot)
+
     def _end(self, worker: _Worker, load: int) -> None:
         """Its blocks may go, when nothing adds any."""
-        lease, task = worker.loads.pop(load, (None, None))
+        _, lease, task = worker.loads.pop(load, (None, None, None))
         if lease is not None and task is not None:
             task.cancel()
             task.add_done_callback(lambda _: lease.release())

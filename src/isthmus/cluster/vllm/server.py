@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import fcntl
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
+import time
 from asyncio.subprocess import DEVNULL
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,9 @@ log = logging.getLogger(__name__)
 POLL_S = 0.2
 STOP_S = 20.0
 TAIL_LINES = 30
+FOLDER = "isthmus-beside-"
+SWEEP_S = 60.0
+"""A folder that is new may not be locked yet."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -47,6 +54,32 @@ class Sockets:
     @property
     def replay(self) -> str:
         return f"ipc://{self.folder / 'replay'}"
+
+
+@contextlib.contextmanager
+def own_folder() -> Iterator[Path]:
+    """A new one for `Sockets`, gone afterwards. Those of killed processes go, too: nobody holds their locks."""
+    with tempfile.TemporaryDirectory(prefix=FOLDER) as name:
+        lock = os.open(name, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            _sweep(Path(name).parent)
+            yield Path(name)
+        finally:
+            os.close(lock)
+
+
+def _sweep(folder: Path) -> None:
+    for path in folder.glob(f"{FOLDER}*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_uid != os.getuid() or time.time() - path.stat().st_mtime < SWEEP_S:
+                continue
+            lock = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its maker lives
+                shutil.rmtree(path)
+            finally:
+                os.close(lock)
 
 
 def arguments_of(config: Config, model: Path, dtype: str, port: int, sockets: Sockets) -> list[str]:
@@ -93,29 +126,43 @@ def _transfer(config: Config, sockets: Sockets) -> str:
     return json.dumps(found)
 
 
-def environment_of(config: Config, threads: int, cores: Sequence[int], host: str) -> dict[str, str]:
+def environment_of(
+    config: Config, threads: int, cores: Sequence[int], host: str, side_port: int
+) -> dict[str, str]:
+    """`side_port`: where other servers ask what is kept for them."""
     found = child_environment(threads) | {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": host}
     found.pop("OMP_WAIT_POLICY", None)
     if config.engine.device == "cpu" and cores:
         # Two servers that take the same cores spin against each other.
         found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
     if config.engine.vllm.transfer == "nixl":
-        found |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+        found |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
     return found | config.engine.vllm.env
 
 
-def free_port() -> int:
-    with socket.socket() as each:
-        each.bind(("127.0.0.1", 0))
-        port: int = each.getsockname()[1]
-        return port
+class Ports:
+    """Some that a server will listen at: until it does, which takes a while, nobody else is given them."""
+
+    def __init__(self, count: int) -> None:
+        self._held = [socket.socket() for _ in range(count)]
+        self.numbers: list[int] = []
+        for each in self._held:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # who says so, too, may listen there
+            each.bind(("", 0))
+            self.numbers.append(each.getsockname()[1])
+
+    def close(self) -> None:
+        for each in self._held:
+            each.close()
 
 
 class Server:
-    """A server that answers. `process`: None if it was not started here."""
+    """A server that answers. `process` and its `ports`: None if it was not started here."""
 
-    def __init__(self, client: Client, process: asyncio.subprocess.Process | None) -> None:
-        self.client, self._process = client, process
+    def __init__(
+        self, client: Client, process: asyncio.subprocess.Process | None, ports: Ports | None = None
+    ) -> None:
+        self.client, self._process, self._ports = client, process, ports
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._reading: asyncio.Task[None] | None = None
 
@@ -133,7 +180,8 @@ class Server:
         given = config.engine.vllm
         if given.attach is not None:
             return Server(Client(given.attach.rstrip("/"), given.served_model_name or MODEL), None)
-        port = free_port()
+        ports = Ports(2)
+        port, side_port = ports.numbers
         command = [given.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         try:
             process = await asyncio.create_subprocess_exec(
@@ -142,13 +190,14 @@ class Server:
                 stdin=DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                env=environment_of(config, threads, cores, host),
+                env=environment_of(config, threads, cores, host, side_port),
                 start_new_session=True,
                 preexec_fn=_leave_with(os.getpid(), cores if config.engine.device == "cpu" else ()),
             )
         except OSError as error:
+            ports.close()
             raise StartError(f"engine.vllm.python {command[0]}: cannot be run: {error.strerror}") from None
-        server = Server(Client(f"http://127.0.0.1:{port}"), process)
+        server = Server(Client(f"http://127.0.0.1:{port}"), process, ports)
         server._reading = asyncio.create_task(server._read())
         return server
 
@@ -183,6 +232,8 @@ class Server:
     async def stop(self) -> None:
         """It is gone afterwards, if it was started here."""
         await self.client.close()
+        if self._ports is not None:
+            self._ports.close()
         process = self._process
         if process is not None and process.returncode is None:
             with contextlib.suppress(ProcessLookupError):

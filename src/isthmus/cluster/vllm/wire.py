@@ -45,9 +45,10 @@ class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """All of a load is copied, or given up."""
+    """All of a load is copied, or given up. `damaged`: which of its blocks had other bytes than its seals say."""
 
     load: int
+    damaged: int | None = None
 
 
 class Save(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -1,0 +1,368 @@
+"""`python -m benchmarks vllm-faults`: what clients of a cluster of vLLM nodes see while parts of it die.
+
+Some prompts are answered first, undisturbed. Then clients ask them again and again, and faults are done to the cluster
+(`breaking.py`) one after the other; whatever comes is compared with those answers, token by token, also of a stream
+that ends with an error. At the end nothing may be left: no request, no pinned block, no process. Prompts come again
+and half of them begin alike, so blocks are loaded, saved and handed over all the time if the servers' KV memory is too
+small for all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+from rich.table import Table
+
+from benchmarks.breaking import FAULTS, KILLS, Cluster
+from isthmus.errors import ConfigError, StartError
+
+ALIKE = 0.5
+FIRST_TOKEN, VOCABULARY = 3, 250
+ANSWER_TOKENS = 32
+PATIENCE_S = 150.0
+"""A request to which nothing comes for so long has not ended."""
+AGAIN_S = 300.0
+"""A cluster that is not healthy again after so long is given up."""
+NOTICE_S = 1.0
+REFUSED_PAUSE_S = 0.5
+
+ABORT, DISK = "abort", "disk"
+KINDS = (*FAULTS, ABORT, DISK)
+EXACT, WRONG, ERROR, REFUSED, TWICE, NEVER = "exact", "wrong", "error", "refused", "ended twice", "never ended"
+OUTCOMES = (EXACT, WRONG, ERROR, REFUSED, TWICE, NEVER)
+FATAL = (WRONG, TWICE, NEVER)
+DAMAGE = ("page", DISK)
+_SAMPLE = re.compile(r"^isthmus_(\w+)(?:\{([^}]*)\})? (\S+)$", re.MULTILINE)
+_OWN = re.compile(
+    r"^vllm:(num_requests_running|num_requests_waiting|kv_cache_usage_perc)(?:\{[^}]*\})? (\S+)$", re.MULTILINE
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`kinds`: each is done `count` times; several kinds joined by + are done at once. `settle_s`: how long what is
+    left may take to go after the last request; `most_s`: after so long no fault begins. `disk`: where KV is on SSD."""
+
+    url: str
+    model: str
+    kinds: tuple[str, ...]
+    count: int
+    clients: int = 8
+    prompts: int = 40
+    shortest: int = 5
+    longest: int = 1500
+    pause_s: float = 3.0
+    settle_s: float = 10.0
+    stall_s: float = 2.0
+    most_s: float = float("inf")
+    disk: Path | None = None
+    seed: int = 11
+
+    def __post_init__(self) -> None:
+        for kind in [each for group in self.kinds for each in group.split("+")]:
+            if kind not in KINDS:
+                raise ConfigError(f"--kinds {kind}: known are {', '.join(KINDS)}")
+            if kind == DISK and self.disk is None:
+                raise ConfigError("--kinds disk: --disk says where the nodes keep KV on SSD")
+
+
+@dataclass
+class Row:
+    """What was seen while faults of one kind were done. `idle`: faults that found nothing to be done to."""
+
+    kind: str
+    faults: int = 0
+    idle: int = 0
+    again_s: list[float] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    mismatches: float = 0
+
+
+@dataclass
+class Found:
+    """`left`: what should be gone and is not. `said`: of answers that were not exact, some."""
+
+    rows: list[Row]
+    left: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    preemptions: float = 0
+
+    @property
+    def is_good(self) -> bool:
+        return not self.left and not any(row.outcomes[each] for row in self.rows for each in FATAL)
+
+
+def prompts_of(plan: Plan) -> list[list[int]]:
+    rng = random.Random(plan.seed)
+    span = range(FIRST_TOKEN, VOCABULARY)
+    shared, found = rng.choices(span, k=plan.longest), []
+    for _ in range(plan.prompts):
+        length = rng.randrange(plan.shortest, plan.longest)
+        alike = rng.randrange(length) if rng.random() < ALIKE else 0
+        found.append(shared[:alike] + rng.choices(span, k=length - alike))
+    return found
+
+
+def run(plan: Plan, report: Callable[[str], None]) -> Found:
+    """Raises StartError for a cluster that cannot be looked into, or does not answer before anything is done to it."""
+    cluster = Cluster(urlsplit(plan.url).port or 80, plan.stall_s)
+    return asyncio.run(_Campaign(plan, cluster, report).run())
+
+
+class _Campaign:
+    def __init__(self, plan: Plan, cluster: Cluster, report: Callable[[str], None]) -> None:
+        self._plan, self._cluster, self._report = plan, cluster, report
+        self._prompts, self._rng = prompts_of(plan), random.Random(plan.seed)
+        self._answers: list[list[int]] = []
+        self._found = Found([Row("none")])
+        self._counters: dict[tuple[str, str], list[float]] = {}
+        self._over = False
+
+    @property
+    def _row(self) -> Row:
+        return self._found.rows[-1]
+
+    async def run(self) -> Found:
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=PATIENCE_S)
+        async with aiohttp.ClientSession(
+            timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+        ) as self._http:
+            await self._reference()
+            clients = [asyncio.create_task(self._client(number)) for number in range(self._plan.clients)]
+            try:
+                until = time.monotonic() + self._plan.most_s
+                await asyncio.sleep(self._plan.pause_s)
+                for kind in self._plan.kinds:
+                    self._found.rows.append(Row(kind))
+                    for number in range(self._plan.count):
+                        if time.monotonic() < until:
+                            await self._fault(kind, number)
+                await self._healthy({})
+            finally:
+                self._over = True
+                await asyncio.gather(*clients)
+            await self._settle()
+        return self._found
+
+    # What clients see.
+
+    async def _reference(self) -> None:
+        for start in range(0, len(self._prompts), self._plan.clients):
+            several = range(start, min(start + self._plan.clients, len(self._prompts)))
+            for tokens, outcome, said in await asyncio.gather(*[self._ask(at) for at in several]):
+                if outcome != EXACT:
+                    raise StartError(
+                        f"{self._plan.url} does not answer before anything is done to it: {outcome} {said}"
+                    )
+                self._answers.append(tokens)
+        self._report(f"{len(self._answers)} answers taken")
+
+    async def _client(self, number: int) -> None:
+        rng = random.Random(f"{self._plan.seed} {number}")
+        while not self._over:
+            at = rng.randrange(len(self._prompts))
+            began = time.monotonic()
+            tokens, outcome, said = await self._ask(at)
+            if not self._cluster.head.lives:
+                return  # `_healthy` says so
+            if tokens != self._answers[at][: len(tokens)] or (outcome == EXACT and tokens != self._answers[at]):
+                outcome, said = WRONG, f"{tokens}, not {self._answers[at]}; {said}"
+            self._row.outcomes[outcome] += 1
+            if outcome not in (EXACT, REFUSED):
+                took = time.monotonic() - began
+                line = f"{self._row.kind}: {outcome} after {len(tokens)} tokens, {took:.1f} s: {said}"
+                self._found.said.append(line)
+                self._report(f"  {line[:400]}")
+            if outcome != EXACT:
+                await asyncio.sleep(REFUSED_PAUSE_S)
+
+    async def _ask(self, at: int, came: list[int] | None = None) -> tuple[list[int], str, str]:
+        """What came, how it ended (EXACT: as it should, the tokens are not compared yet) and what was said then."""
+        tokens, finished, done = came if came is not None else list[int](), 0, False
+        try:
+            async with self._http.post(f"{self._plan.url}/v1/completions", json=self._body(at)) as response:
+                if response.status != 200:
+                    return tokens, REFUSED, f"HTTP {response.status}: {await response.text()}"
+                async for line in response.content:
+                    data = line.removeprefix(b"data:").strip()
+                    if not line.startswith(b"data:"):
+                        continue
+                    if done:
+                        return tokens, TWICE, f"{data!r} after the end"
+                    if data == b"[DONE]":
+                        done = True
+                        continue
+                    chunk = json.loads(data)
+                    if "error" in chunk:
+                        return tokens, ERROR if not finished else TWICE, str(chunk["error"])
+                    for choice in chunk["choices"]:
+                        new = choice.get("token_ids") or ()
+                        if finished and (new or choice["finish_reason"]):
+                            return tokens, TWICE, f"{choice} after the end"
+                        tokens += new
+                        finished += choice["finish_reason"] is not None
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            return tokens, NEVER, f"{type(error).__name__}: {error}"
+        return tokens, EXACT if finished and done else NEVER, "" if finished and done else "the stream stopped"
+
+    def _body(self, at: int) -> dict[str, Any]:
+        return {
+            "model": self._plan.model, "prompt": self._prompts[at], "max_tokens": ANSWER_TOKENS, "temperature": 0,
+            "ignore_eos": True, "stream": True, "return_token_ids": True,
+        }  # fmt: skip
+
+    async def _abort(self) -> str:
+        """Clients that go at random moments, before the first token or later."""
+        await asyncio.gather(*[self._go_away() for _ in range(self._plan.clients)])
+        return f"{self._plan.clients} clients went away"
+
+    async def _go_away(self) -> None:
+        at, tokens = self._rng.randrange(len(self._prompts)), list[int]()
+        asked = asyncio.create_task(self._ask(at, tokens))
+        await asyncio.wait([asked], timeout=self._rng.random() ** 2 * 5)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        if tokens != self._answers[at][: len(tokens)]:
+            self._row.outcomes[WRONG] += 1
+            self._found.said.append(f"{ABORT}: {tokens}, not {self._answers[at]}")
+
+    # Faults.
+
+    async def _fault(self, group: str, number: int) -> None:
+        before, gone = self._cluster.nodes(), dict[str, Any]()
+        began, did = time.monotonic(), list[str]()
+        mismatches = self._total("seal_mismatches_total", await self._read_metrics())
+        for kind in group.split("+"):
+            what = await self._do(kind, number)
+            did.append(f"{kind}: {what or 'nothing to be done to'}")
+            self._row.faults += bool(what)
+            self._row.idle += not what
+            if what and kind in KILLS:
+                gone |= {name: each for name, each in before.items() if name.startswith(kind.split("-")[0])}
+        if any(kind in DAMAGE for kind in group.split("+")):
+            await asyncio.sleep(2 * self._plan.pause_s)
+        await asyncio.sleep(NOTICE_S)
+        await self._healthy(gone)
+        self._row.again_s.append(time.monotonic() - began)
+        await asyncio.sleep(self._plan.pause_s * (0.5 + self._rng.random()))
+        self._row.mismatches += self._total("seal_mismatches_total", await self._read_metrics()) - mismatches
+        self._report(
+            f"{'; '.join(did)}; healthy after {self._row.again_s[-1]:.1f} s; {dict(self._row.outcomes)}"
+        )
+
+    async def _do(self, kind: str, number: int) -> str:
+        if kind == ABORT:
+            return await self._abort()
+        if kind == DISK:
+            assert self._plan.disk is not None
+            return await asyncio.to_thread(self._cluster.damage_files, self._plan.disk, self._rng)
+        return await asyncio.to_thread(FAULTS[kind], self._cluster, number, self._rng)
+
+    async def _healthy(self, gone: dict[str, Any]) -> None:
+        """Returns when it is, with other processes in place of those that are gone."""
+        until, times = time.monotonic() + AGAIN_S, 0
+        while times < 2:
+            if not self._cluster.head.lives:
+                raise StartError(f"the head of {self._plan.url} is gone")
+            if time.monotonic() > until:
+                raise StartError(f"the cluster is not healthy {AGAIN_S:g} s after a fault")
+            nodes = self._cluster.nodes()
+            is_well = (
+                all(nodes.get(name, each) != each for name, each in gone.items()) and await self._answers_well()
+            )
+            times = times + 1 if is_well else 0
+            await asyncio.sleep(0.25)
+
+    async def _answers_well(self) -> bool:
+        try:
+            async with self._http.get(f"{self._plan.url}/health") as response:
+                return response.status == 200
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+
+    # What is left.
+
+    async def _settle(self) -> None:
+        until = time.monotonic() + self._plan.settle_s
+        while True:
+            self._found.left = await self._left()
+            if not self._found.left or time.monotonic() > until:
+                break
+            await asyncio.sleep(0.5)
+        self._found.preemptions = self._total("num_preemptions_total", await self._read_metrics())
+
+    async def _left(self) -> list[str]:
+        metrics, found = await self._read_metrics(), list[str]()
+        for name in ("num_requests_running", "node_requests_running", "node_requests_waiting", "cache_pinned_blocks",
+                     "cache_write_queue_blocks", "kv_blocks_transfer", "kv_blocks_hosted"):  # fmt: skip
+            found += [f"{node} {name} {value:g}" for node, value in metrics.get(name, {}).items() if value]
+        for node, blocks in metrics["kv_blocks"].items():
+            used = blocks - metrics["kv_blocks_available"][node]
+            found += [f"{node} has {used:g} blocks of KV memory in use"] if used else []
+        async with self._http.get(f"{self._plan.url}/status") as response:
+            for each in (await response.json())["nodes"]:
+                found += _slots_left(each, metrics["kv_blocks"][each["node"]])
+        for node, url in self._cluster.servers().items():
+            async with self._http.get(f"{url}/metrics") as response:
+                own = _OWN.findall(await response.text())
+            found += [f"{node} vllm:{name} {value}" for name, value in own if float(value)]
+        found += [f"process {each.pid} {each.command[:60]!r}" for each in self._cluster.left_over()]
+        return found
+
+    async def _read_metrics(self) -> dict[str, dict[str, float]]:
+        """By name and node; "" for what is of the whole."""
+        async with self._http.get(f"{self._plan.url}/metrics") as response:
+            text = await response.text()
+        found: dict[str, dict[str, float]] = {}
+        for name, labels, value in _SAMPLE.findall(text):
+            if "," not in labels:
+                found.setdefault(name, {})[labels.removeprefix('node="').rstrip('"')] = float(value)
+        return found
+
+    def _total(self, name: str, metrics: dict[str, dict[str, float]]) -> float:
+        return sum(metrics.get(name, {}).values())
+
+
+def _slots_left(node: dict[str, Any], num_blocks: float) -> list[str]:
+    """Slots of its DRAM that hold no block."""
+    memory = next(iter(node["cache"]["tiers"]), None) if node["cache"] else None
+    if memory is None:
+        return []
+    slots = memory["used_bytes"] * num_blocks / node["kv_memory"]["capacity_bytes"]
+    lost = round(slots) - memory["blocks"]
+    return [f"{node['node']} has {lost} slots in use that are no block's"] if lost else []
+
+
+def table(plan: Plan, found: Found) -> Table:
+    title = f"{plan.clients} clients, {plan.shortest} to {plan.longest} tokens, answers of {ANSWER_TOKENS}; "
+    shown = Table(title=title + f"{found.preemptions:g} pre-emptions at the end; left over: {len(found.left)}")
+    for head in ("fault", "done", "healthy again, s: median", "max", *OUTCOMES, "seal mismatches"):
+        shown.add_column(head, justify="left" if head == "fault" else "right")
+    for row in found.rows:
+        times = (
+            [f"{each:.1f}" for each in (statistics.median(row.again_s), max(row.again_s))]
+            if row.again_s
+            else ["", ""]
+        )
+        done = f"{row.faults}" + (f" ({row.idle} idle)" if row.idle else "")
+        shown.add_row(
+            row.kind, done, *times, *[str(row.outcomes[each]) for each in OUTCOMES], f"{row.mismatches:g}"
+        )
+    return shown
+
+
+def lines(found: Found, most: int = 20) -> Sequence[str]:
+    """What the table does not say."""
+    return [*[f"left over: {each}" for each in found.left], *found.said[:most]]

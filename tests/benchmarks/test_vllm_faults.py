@@ -1,0 +1,65 @@
+"""Faults of a cluster whose nodes have a stand-in for vLLM: what is done is noticed, and nothing is left of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.breaking import Cluster
+from benchmarks.vllm_faults import EXACT, Found, Plan, Row, prompts_of, run, table
+from isthmus.errors import ConfigError
+from tests.cluster.vllm.fake_server import stand_in
+from tests.models import make_model
+from tests.served import node_pid, serve
+
+
+def test_every_answer_is_exact_while_parts_die(tmp_path: Path) -> None:
+    make_model(tmp_path / "tiny", "llama")
+    vllm = {"transfer": "pool", "env": stand_in(tmp_path)}
+    engine = {"kind": "vllm", "device": "cpu", "kv_memory": 1 << 21, "vllm": vllm}
+    roles = {"prefill": 1, "decode": 1}
+    settings = {"model": str(tmp_path / "tiny"), "engine": engine, "roles": roles, "cache": {"dram": "16MiB"}}
+    kinds = ("socket", "link", "abort", "stall", "page", "prefill-server+decode-adapter")
+    with serve(tmp_path, settings) as served:
+        before = node_pid(served.children().values(), "decode-0")
+        plan = Plan(served.url, served.model, kinds, 1, longest=300, prompts=16, pause_s=0.5)
+        said: list[str] = []
+        found = run(plan, said.append)
+        assert found.is_good, (found, said)
+        assert [row.faults for row in found.rows] == [0, 1, 1, 1, 1, 1, 2] and not found.left
+        assert found.rows[0].outcomes[EXACT] and set(found.rows[0].outcomes) == {EXACT}
+        assert node_pid(served.children().values(), "decode-0") != before
+        nodes = Cluster(int(served.url.rpartition(":")[2])).nodes()
+        assert nodes.keys() == {"prefill-0", "decode-0"}
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match="known are prefill-adapter"):
+        Plan("http://localhost:1", "m", ("socket+sokket",), 1)
+    with pytest.raises(ConfigError, match="--disk"):
+        Plan("http://localhost:1", "m", ("disk",), 1)
+
+
+def test_half_of_the_prompts_begin_alike() -> None:
+    prompts = prompts_of(Plan("http://localhost:1", "m", (), 1, prompts=100))
+    assert 30 <= Counter([tuple(prompt[:2]) for prompt in prompts]).most_common(1)[0][1] <= 70
+
+
+def test_a_token_that_is_wrong_or_a_pin_that_is_left_is_not_good() -> None:
+    row = Row("link", 2, again_s=[1.0, 3.0])
+    row.outcomes.update({EXACT: 7, "error": 1})
+    assert Found([row]).is_good and not Found([row], left=["x"]).is_good
+    shown = table(Plan("http://localhost:1", "m", (), 1), Found([row]))
+    assert [next(iter(column.cells)) for column in shown.columns][:7] == [
+        "link",
+        "2",
+        "2.0",
+        "3.0",
+        "7",
+        "0",
+        "1",
+    ]
+    row.outcomes["wrong"] += 1
+    assert not Found([row]).is_good

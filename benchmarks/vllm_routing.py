@@ -32,7 +32,7 @@ from benchmarks.peers.servers import Running, Side, running
 from benchmarks.served import last_line, served
 from isthmus.bench import BenchError
 from isthmus.cluster.hosts import cores_of
-from isthmus.cluster.vllm.server import environment_of, free_port
+from isthmus.cluster.vllm.server import environment_of, free_port, keep_to
 from isthmus.config import Config
 from isthmus.errors import ConfigError
 from isthmus.sim.workloads import Replay, load
@@ -48,6 +48,11 @@ WARM_TOKENS = 256
 FIRST_TOKEN = 3
 """Lower ids may be special."""
 START_S = 400.0
+NIXL = {
+    "kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu",
+    "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"num_threads": 0},
+}  # fmt: skip
+"""Of the servers of all sides alike. By default NIXL has four threads a server that never sleep, here on one core."""
 CONNECTOR = Path(__file__).parents[1] / "connectors" / "vllm" / "src"
 
 
@@ -173,10 +178,15 @@ def _by_isthmus(plan: Plan, side: str, kv_memory: int, asked: Sequence[Asked], l
 def config_of(plan: Plan, side: str, kv_memory: int) -> dict[str, Any]:
     """Of `isthmus serve`."""
     mode, policy = side.split("/", 1)
-    env = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"} if mode == "nixl" else {"PYTHONPATH": str(CONNECTOR)}
+    vllm: dict[str, Any] = {"python": plan.python, "transfer": mode, "env": {"PYTHONPATH": str(CONNECTOR)}}
+    if mode == "nixl":
+        vllm |= {
+            "args": ["--kv-transfer-config", json.dumps(NIXL)],
+            "env": {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},
+        }
     engine: dict[str, Any] = {
         "kind": "vllm", "device": "cpu", "block_size": plan.block, "threads": 1, "kv_memory": kv_memory,
-        "max_length": plan.max_length, "vllm": {"python": plan.python, "transfer": mode, "env": env},
+        "max_length": plan.max_length, "vllm": vllm,
     }  # fmt: skip
     if plan.cost is not None:
         engine["cost"] = str(plan.cost.resolve())
@@ -209,7 +219,9 @@ def _by_proxy(plan: Plan, side: str, kv_memory: int, asked: Sequence[Asked], log
 
         def start(number: int) -> Running:
             server = _server(plan, config, number)
-            return stack.enter_context(running(server, log.with_name(f"{log.name}-{number}.log")))
+            found = stack.enter_context(running(server, log.with_name(f"{log.name}-{number}.log")))
+            keep_to(found.pid, cores_of(number, 1))
+            return found
 
         with ThreadPoolExecutor() as pool:  # they take long to start, and do so at once under Isthmus
             servers = list(pool.map(start, range(PREFILLS + 1)))
@@ -225,14 +237,13 @@ def _by_proxy(plan: Plan, side: str, kv_memory: int, asked: Sequence[Asked], log
 def _server(plan: Plan, config: Config, number: int) -> Side:
     cores = cores_of(number, 1)
     settings = environment_of(config, 1, cores, "127.0.0.1")
-    transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
     command = (
         "taskset", "-c", ",".join(map(str, cores)), plan.python, "-m", "vllm.entrypoints.openai.api_server",
         "--model", str(plan.model), "--served-model-name", NAME, "--host", "127.0.0.1", "--port", "{port}",
         "--block-size", str(plan.block), "--max-model-len", str(plan.max_length), "--enable-prefix-caching",
         "--enable-prompt-tokens-details", "--enforce-eager",
         "--kv-cache-memory-bytes", str(config.engine.kv_memory),
-        "--kv-transfer-config", json.dumps(transfer | {"kv_load_failure_policy": "recompute"}),
+        "--kv-transfer-config", json.dumps(NIXL),
     )  # fmt: skip
     return Side("vLLM", command, settings)
 

@@ -584,6 +584,46 @@ def vllm_faults(
 
 
 @app.command()
+def vllm_routing(
+    model: Annotated[Path, typer.Option(help="Model folder.")],
+    vllm_python: Annotated[str, typer.Option(help="A Python with vLLM and, for nixl and proxy, NIXL.")],
+    trace: Annotated[Path, typer.Option(help="Mooncake's trace of conversations, or one of its form.")],
+    folder: Annotated[Path, typer.Option(help="Where configurations, logs and metrics are kept.")],
+    proxy: Annotated[Path | None, typer.Option(help="vLLM's toy_proxy_server.py.")] = None,
+    cost: Annotated[
+        Path | None, typer.Option(help="What isthmus profile --vllm wrote of such a server.")
+    ] = None,
+    sides: Annotated[str, typer.Option(help="MODE/POLICY of Isthmus, mode nixl or pool; proxy.")] = (
+        "nixl/isthmus,nixl/round_robin,proxy,pool/isthmus,pool/round_robin"
+    ),
+    kv_memory: Annotated[str, typer.Option(help="Of each server; a turn of all sides for each.")] = "1GiB",
+    dram: Annotated[str | None, typer.Option(help="Cache of each node in mode pool; default: as much.")] = None,
+    every: Annotated[int, typer.Option(min=1, help="One conversation in so many is taken.")] = 40,
+    speed: Annotated[float, typer.Option(help="Arrival times are divided by this.")] = 24.0,
+    block: Annotated[int, typer.Option(min=1, help="Tokens of a block, for which one hash id stands.")] = 32,
+    max_length: Annotated[int, typer.Option(min=2, help="Longer prompts are cut.")] = 2048,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 4,
+    vocabulary: Annotated[int, typer.Option(min=4, help="Token ids below this are drawn.")] = 250,
+    seed: Annotated[int, typer.Option(help="Of tokens and arrivals.")] = 1,
+    json_file: JsonFile = None,
+) -> None:
+    """Which of two vLLM prefill servers gets a prompt: Isthmus's policies and vLLM's toy proxy, on a trace."""
+    from benchmarks import vllm_routing as bench
+
+    check_writable("--json", json_file)
+    plan = bench.Plan(
+        model, vllm_python, trace, folder, proxy, cost, tuple(sides.split(",")),
+        amounts.sizes("--kv-memory", kv_memory), amounts.size("--dram", dram) if dram else None,
+        every, speed, block, max_length, tokens, vocabulary, seed,
+    )  # fmt: skip
+    bench.check(plan)
+    folder.mkdir(parents=True, exist_ok=True)
+    turns = bench.run(plan, _say)
+    show(bench.table(plan, turns))
+    write_json(json_file, msgspec.to_builtins(turns))
+
+
+@app.command()
 def wan(
     rates: Annotated[str, typer.Option(help="Rates of the path, Gbit/s.")] = "1,2,5",
     connections: Annotated[str, typer.Option(help="Connections of the session.")] = "1,4,8,16",

@@ -17,7 +17,7 @@ START_S = 90.0
 
 
 @contextlib.asynccontextmanager
-async def served(config: Path, log: Path) -> AsyncIterator[tuple[str, int]]:
+async def served(config: Path, log: Path, start_s: float = START_S) -> AsyncIterator[tuple[str, int]]:
     """Its URL and process id, once it is ready. It is drained at the end. Raises BenchError when it does not start."""
     with log.open("wb") as sink:
         process = await asyncio.create_subprocess_exec(
@@ -27,7 +27,7 @@ async def served(config: Path, log: Path) -> AsyncIterator[tuple[str, int]]:
             stdin=subprocess.DEVNULL,
         )
     try:
-        async with asyncio.timeout(START_S):
+        async with asyncio.timeout(start_s):
             while not (found := re.search(r" at (http://\S+) with ", log.read_text())):
                 if process.returncode is not None:
                     raise BenchError(f"isthmus serve ended at its start: {last_line(log.read_text())}")
@@ -36,7 +36,7 @@ async def served(config: Path, log: Path) -> AsyncIterator[tuple[str, int]]:
         process.send_signal(signal.SIGTERM)
         await process.wait()
     except TimeoutError:
-        raise BenchError(f"isthmus serve was not ready within {START_S:g} s") from None
+        raise BenchError(f"isthmus serve was not ready within {start_s:g} s") from None
     finally:
         if process.returncode is None:
             process.kill()

@@ -157,12 +157,16 @@ class Ports:
 
 
 class Server:
-    """A server that answers. `process` and its `ports`: None if it was not started here."""
+    """A server that answers. `process` and its `ports`: None if it was not started here; `cores`: those it keeps to."""
 
     def __init__(
-        self, client: Client, process: asyncio.subprocess.Process | None, ports: Ports | None = None
+        self,
+        client: Client,
+        process: asyncio.subprocess.Process | None,
+        ports: Ports | None = None,
+        cores: Sequence[int] = (),
     ) -> None:
-        self.client, self._process, self._ports = client, process, ports
+        self.client, self._process, self._ports, self._cores = client, process, ports, cores
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._reading: asyncio.Task[None] | None = None
 
@@ -197,7 +201,8 @@ class Server:
         except OSError as error:
             ports.close()
             raise StartError(f"engine.vllm.python {command[0]}: cannot be run: {error.strerror}") from None
-        server = Server(Client(f"http://127.0.0.1:{port}"), process, ports)
+        kept = cores if config.engine.device == "cpu" else ()
+        server = Server(Client(f"http://127.0.0.1:{port}"), process, ports, kept)
         server._reading = asyncio.create_task(server._read())
         return server
 
@@ -205,6 +210,8 @@ class Server:
         """Returns when it answers. Raises StartError when it cannot be started."""
         while True:
             if await self.lives():
+                if self._process is not None and self._cores:
+                    keep_to(self._process.pid, self._cores)
                 return
             if self._process is not None and self._process.returncode is not None:
                 raise StartError(await self._why())
@@ -265,6 +272,20 @@ class Server:
         telling = [line for line in self._tail if "Error" in line or "error" in line]
         last = (telling or list(self._tail) or ["it said nothing"])[-1]
         return f"vLLM ended with exit status {self._process.returncode}: {last.strip()[:400]}"
+
+
+def keep_to(leader: int, cores: Sequence[int]) -> None:
+    """Brings back to these cores what of a process group left them: on CPUs vLLM's NIXL connector moves the thread that
+    computes to the machine's last core, where then all servers would compute."""
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if os.getpgid(int(process.name)) != leader:
+                continue
+            for thread in (process / "task").iterdir():
+                if not os.sched_getaffinity(int(thread.name)) <= set(cores):
+                    os.sched_setaffinity(int(thread.name), cores)
 
 
 def _signal_group(leader: int, number: int) -> None:

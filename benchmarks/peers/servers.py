@@ -86,7 +86,7 @@ def llama(python: str, file: Path, ends: Sequence[int], options: list[str]) -> S
 @contextlib.contextmanager
 def running(side: Side, log: Path) -> Iterator[Running]:
     """Started, and stopped with all its processes. Raises StartError with the end of what it said into `log`."""
-    port, begin = _free_port(), time.monotonic()
+    port, begin = free_port(), time.monotonic()
     with log.open("wb") as sink:
         process = _start(side, port, sink.fileno())
     try:
@@ -99,7 +99,7 @@ def running(side: Side, log: Path) -> Iterator[Running]:
         _stop(process)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
 

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from isthmus.cluster.link_stats import Offload
 from isthmus.gateway import GatewaySettings, GatewayTokenizer, create_app
 from isthmus.gateway.node_metrics import NODE_METRICS
-from isthmus.types import FinishReason
+from isthmus.types import FinishReason, Generated
 
 from .fake import HANG, FakeBackend, FakeLink, Step, says
 from .inprocess import Connection, Poster
@@ -49,6 +49,15 @@ def test_after_some_requests(post: Poster, backend: FakeBackend) -> None:
     # Of each four-token answer the second batch had two tokens, with a gap before it.
     assert found["inter_token_latency_seconds_count"] == 4
     assert found["inter_token_latency_seconds_bucket le=+Inf"] == 4
+
+
+def test_cached_tokens_that_are_told_with_the_last_token(post: Poster, backend: FakeBackend) -> None:
+    """As vLLM does."""
+    tokens = [Generated(0, 97), Generated(1, 98, FinishReason.STOP, cached_tokens=2)]
+    backend.script = lambda _: [[each] for each in tokens]
+    post.complete(prompt=[1, 2, 3], n=2)
+    found = samples(post)
+    assert (found["prompt_tokens_total"], found["prompt_tokens_cached_total"]) == (3, 2)
 
 
 def test_running_and_cancelled(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:

@@ -96,6 +96,7 @@ class ChoiceTimer:
         self._arrival_s = arrival_s
         self._leads = leads
         self._last_s: float | None = None
+        self._num_cached = 0
 
     def observe(self, delta: Delta) -> None:
         """A batch of tokens came. Its tokens share the gap before it, as they came at once."""
@@ -109,6 +110,11 @@ class ChoiceTimer:
             self._meter.between_tokens.observe(gap_s, times=num_tokens)
             self._slo.observe_gap(gap_s, num_tokens)
         self._last_s = now_s
+        if (
+            self._leads and self._choice.cached_tokens > self._num_cached
+        ):  # some engines tell it with the last token
+            self._meter.cached_tokens.inc(self._choice.cached_tokens - self._num_cached)
+            self._num_cached = self._choice.cached_tokens
         if delta.finish is not None:
             self._meter.whole_request.observe(now_s - self._arrival_s)
             self._meter.succeeded.labels(delta.finish).inc()
@@ -119,7 +125,6 @@ class ChoiceTimer:
         self._slo.observe_first(now_s - self._arrival_s)
         if self._leads:
             self._meter.prompt_tokens.inc(len(self._choice.job.tokens))
-            self._meter.cached_tokens.inc(self._choice.cached_tokens)
             self._meter.moved_tokens.inc(self._choice.reused.moved)
             self._meter.similar_tokens.inc(self._choice.reused.similar)
 

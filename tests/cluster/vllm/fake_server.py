@@ -125,6 +125,8 @@ class Engine:
         self._free = list(range(self.num_blocks))
         self._cache: OrderedDict[int, int] = OrderedDict()
         self._used: Counter[int] = Counter()
+        self._filling: dict[str, list[int]] = {}
+        """Blocks of requests that ended while theirs were loaded."""
         self._said: list[dict[str, Any]] = []
         self._work, self._reads = asyncio.Event(), set[asyncio.Task[None]]()
         self.planner: Any = None
@@ -162,9 +164,13 @@ class Engine:
         self._work.set()
 
     def end(self, request: Request) -> None:
-        request.state = OVER
+        """As in vLLM, blocks that a load may still write to stay taken until its outcome is known."""
+        was, request.state = request.state, OVER
         if self.requests.pop(request.name, None) is not None:
-            self._used.subtract(request.blocks)
+            if was == LOADING and self.planner is not None:
+                self._filling[request.name] = request.blocks
+            else:
+                self._used.subtract(request.blocks)
             if self.planner is not None:
                 self.planner.finished(request.name)
             self._work.set()
@@ -181,7 +187,7 @@ class Engine:
         self._outcomes()
         stepped = []
         for request in list(self.requests.values()):
-            if request.state == WAITING:
+            if request.state == WAITING and self._has_room(request):
                 self._admit(request)
             if request.state == READY:
                 self._forward(request)
@@ -205,6 +211,7 @@ class Engine:
         self.planner.reported(self.worker.take_report(), time.monotonic())
         for name, whole in self.worker.take_outcomes().items():
             self.planner.loaded(name, whole=whole)
+            self._used.subtract(self._filling.pop(name, ()))
             request = self.requests.get(name)
             if request is None:
                 continue
@@ -230,6 +237,17 @@ class Engine:
     def _hash(self, request: Request, at: int) -> int:
         """Made up: nobody outside can know it."""
         return int.from_bytes(hashlib.blake2b(self._seed + self._content(request, at)).digest()[:7], "big")
+
+    def _has_room(self, request: Request) -> bool:
+        """For all that it and those before it may come to: nothing is pre-empted here."""
+
+        def most(each: Request) -> int:
+            return -(-(len(each.tokens) + each.max_tokens) // self.size)
+
+        running = [each for each in self.requests.values() if each.state in (LOADING, READY)]
+        left = sum([max(0, most(each) - len(each.blocks)) for each in running])
+        free = self.num_blocks - sum([count > 0 for count in self._used.values()])
+        return not running or free >= left + most(request)
 
     def _admit(self, request: Request) -> None:
         """What of its prompt is here, and what is to come: of a whole prompt the last token is computed anyway."""

@@ -28,11 +28,11 @@ import httpx
 import msgspec
 from rich.table import Table
 
-from benchmarks.peers.servers import Running, Side, running
+from benchmarks.peers.servers import Running, Side, free_port, running
 from benchmarks.served import last_line, served
 from isthmus.bench import BenchError
 from isthmus.cluster.hosts import cores_of
-from isthmus.cluster.vllm.server import environment_of, free_port, keep_to
+from isthmus.cluster.vllm.server import environment_of, keep_to
 from isthmus.config import Config
 from isthmus.errors import ConfigError
 from isthmus.sim.workloads import Replay, load
@@ -236,7 +236,7 @@ def _by_proxy(plan: Plan, side: str, kv_memory: int, asked: Sequence[Asked], log
 
 def _server(plan: Plan, config: Config, number: int) -> Side:
     cores = cores_of(number, 1)
-    settings = environment_of(config, 1, cores, "127.0.0.1")
+    settings = environment_of(config, 1, cores, "127.0.0.1", free_port())
     command = (
         "taskset", "-c", ",".join(map(str, cores)), plan.python, "-m", "vllm.entrypoints.openai.api_server",
         "--model", str(plan.model), "--served-model-name", NAME, "--host", "127.0.0.1", "--port", "{port}",

@@ -138,7 +138,7 @@ class Job(msgspec.Struct, frozen=True):
 class Generated(msgspec.Struct, frozen=True):
     """Output token number `index` (0-based) of a request. `finish` is set on the last one only.
 
-    `cached_tokens`: prompt tokens served from cache; known with the first output token, or with the last; None on others.
+    `cached_tokens`: prompt tokens served from cache; told with the first output token or the last, None with others.
     `prompt_logprobs`, if asked for, come with the first output token: of each prompt token but the first. `reused`: of
     a request that may be computed with more than its own prefix, with the first output token.
     """

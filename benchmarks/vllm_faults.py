@@ -257,7 +257,8 @@ class _Campaign:
         await self._healthy(gone)
         self._row.again_s.append(time.monotonic() - began)
         await asyncio.sleep(self._plan.pause_s * (0.5 + self._rng.random()))
-        self._row.mismatches += self._total("seal_mismatches_total", await self._read_metrics()) - mismatches
+        found = self._total("seal_mismatches_total", await self._read_metrics()) - mismatches
+        self._row.mismatches += max(0, found)  # a node that started again begins at 0
         self._report(
             f"{'; '.join(did)}; healthy after {self._row.again_s[-1]:.1f} s; {dict(self._row.outcomes)}"
         )

@@ -271,8 +271,12 @@ class Pages:
             if isinstance(message, wire.Over):
                 self._settle(RequestId(message.key))
                 continue
+            saving = asyncio.get_running_loop().create_task(self._save(worker, message))
             try:
-                await self._save(worker, message)
+                await asyncio.shield(saving)
+            except asyncio.CancelledError:  # its slots are on their way into the store
+                await asyncio.gather(saving, return_exceptions=True)
+                raise
             except Exception:
                 log.exception("blocks of vLLM could not be saved")
             finally:

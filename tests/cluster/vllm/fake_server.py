@@ -308,18 +308,18 @@ class Engine:
         self._room(request, len(request.tokens))
         first = request.num_prompt and (len(request.tokens) - 1) // self.size
         full = len(request.tokens) // self.size
+        for at in range(max(first, request.cached // self.size), full):
+            content = self._content(request, at) if request.right else b"\xff" * 16
+            for layer in self.layers:
+                layer[request.blocks[at]] = numpy.frombuffer(content * (layer.shape[1] // 16), numpy.uint8)
         new, parent = [], self._hash(request, first - 1) if first else None
         for at in range(first, full):
             hashed, block = self._hash(request, at), request.blocks[at]
-            content = self._content(request, at) if request.right else b"\xff" * 16
-            if (at + 1) * self.size > request.cached:
-                for layer in self.layers:
-                    layer[block] = numpy.frombuffer(content * (layer.shape[1] // 16), numpy.uint8)
             if hashed in self._cache:
                 if not new:
                     parent = hashed
                     continue
-                break
+                break  # what follows has a name already, or gets none
             self._cache[hashed] = block
             new.append((at, hashed))
         if new:

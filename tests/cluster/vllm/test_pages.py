@@ -24,7 +24,7 @@ class SlowCache:
     """Adopts when it is told to."""
 
     def __init__(self) -> None:
-        self.store = Store(Arena(SHAPE, 4))
+        self.layout, self.store = LAYOUT, Store(Arena(SHAPE, 4))
         self.adopts: list[Callable[[], None]] = []
 
     def adopt(
@@ -57,7 +57,7 @@ def test_a_connection_that_ends_in_a_save_takes_no_slot_back_that_becomes_a_bloc
                 pages.adopt(events.Adopt(fact.key, fact.names))
 
         await pages.listen()
-        pages.serve(cache, LAYOUT, tell, lambda names: None)  # type: ignore[arg-type]
+        pages.serve(cache, tell, lambda names: None)  # type: ignore[arg-type]
         pages.begin(RequestId("r"), NAMES)
         staging = Arena(SHAPE, 2)
         staging.memory[:] = bytes([at % 251 for at in range(len(staging.memory))])

@@ -297,6 +297,7 @@ class Pages:
         if len(names) > len(chain):
             self._chains[RequestId(save.key)] = list(names)
         done, loop = 0, asyncio.get_running_loop()
+        await asyncio.wrap_future(self._cache.kept())  # what was lost or gave way is not taken for present
         while done < len(save.names):
             fill = await loop.run_in_executor(self._copier, self._copy, worker.staged, names, save, done)
             if len(fill.names) == save.first + done:

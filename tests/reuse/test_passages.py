@@ -147,6 +147,12 @@ def test_pieces_are_as_long_as_was_meant() -> None:
         assert 100_000 / len(stops) == pytest.approx(LEAST + 15, rel=0.1)
 
 
+def test_what_is_not_there_stops_no_passage_before_it() -> None:
+    found = (Passage(0, 32, 1, 0), Passage(32, 32, 0, 0))
+    ones = [1] * 64
+    assert extended(found, ones, [(32, []), (0, ones)]) == (Passage(0, 64, 1, 0),)
+
+
 @given(texts, st.lists(texts, min_size=1, max_size=3), st.data())
 def test_extended_passages_are_the_same_text_and_cannot_be_longer(
     prompt: list[int], donors: list[list[int]], data: st.DataObject

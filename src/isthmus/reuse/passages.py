@@ -81,22 +81,26 @@ def extended(
     """The same passages as far as the text is the same: found by pieces, they end where pieces do. `tokens`: of the
     prompt, and of each of the `donors`, from a position on; the prompt's is `start`. What of a passage is not there is
     left out. None overlaps another."""
-    grown = list[Passage]()
-    for number, each in enumerate(found):
+    parts = []
+    for each in found:
         first, theirs = donors[each.donor]
         # In places of `tokens`; `shift` further it is in `theirs`.
         shift = each.start - each.at - first + start
+        low = max(0, -shift, each.at - start)
+        high = min(len(tokens), len(theirs) - shift, each.at + each.count - start)
+        if low < high:
+            parts.append((each.donor, shift, low, high))
+    grown = list[Passage]()
+    for number, (donor, shift, low, high) in enumerate(parts):
+        first, theirs = donors[donor]
         least = max(0, -shift, grown[-1].at + grown[-1].count - start if grown else 0)
-        most = found[number + 1].at - start if number + 1 < len(found) else len(tokens)
+        most = parts[number + 1][2] if number + 1 < len(parts) else len(tokens)
         most = min(most, len(theirs) - shift)
-        low, high = max(each.at - start, least), min(each.at + each.count - start, most)
-        if low >= high:
-            continue
         while low > least and tokens[low - 1] == theirs[low - 1 + shift]:
             low -= 1
         while high < most and tokens[high] == theirs[high + shift]:
             high += 1
-        _add(grown, Passage(low + start, high - low, each.donor, low + shift + first))
+        _add(grown, Passage(low + start, high - low, donor, low + shift + first))
     return tuple(grown)
 
 

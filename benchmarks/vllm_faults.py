@@ -309,13 +309,10 @@ class _Campaign:
         for name in ("num_requests_running", "node_requests_running", "node_requests_waiting", "cache_pinned_blocks",
                      "cache_write_queue_blocks", "kv_blocks_transfer", "kv_blocks_hosted"):  # fmt: skip
             found += [f"{node} {name} {value:g}" for node, value in metrics.get(name, {}).items() if value]
-        for node, blocks in metrics["kv_blocks"].items():
-            used = blocks - metrics["kv_blocks_available"][node]
-            found += [f"{node} has {used:g} blocks of KV memory in use"] if used else []
         async with self._http.get(f"{self._plan.url}/status") as response:
             for each in (await response.json())["nodes"]:
                 found += _slots_left(each, metrics["kv_blocks"][each["node"]])
-        for node, url in self._cluster.servers().items():
+        for node, url in self._cluster.servers().items():  # what nodes say of these is some seconds old
             async with self._http.get(f"{url}/metrics") as response:
                 own = _OWN.findall(await response.text())
             found += [f"{node} vllm:{name} {value}" for name, value in own if float(value)]

@@ -77,7 +77,8 @@ def test_a_worker_leaves_when_its_input_ends() -> None:
 
 def test_whoever_breaks_off_leaves_no_worker(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom isthmus.workers import LocalPool, Work\n"
+        "import signal, sys\nfrom isthmus.workers import LocalPool, Work\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # shells start what is in the background without
         "LocalPool(1).run(sys.argv[1], [Work(b'', b'')])\n"
     )
     (tmp_path / "waiting.py").write_text(

@@ -51,7 +51,8 @@ class Others:
 
     def __init__(self, engines: dict[str, Engine], tables: list[dict[str, list[int]]]) -> None:
         self.engines, self.tables = engines, tables
-        self.threads = ThreadPoolExecutor(4, "holder")
+        # One for each question on its way: what waits for all must not keep the last of them from being asked.
+        self.threads = ThreadPoolExecutor(4 * len(tables), "holder")
         self.asked: dict[tuple[int, Asking], Future[memoryview]] = {}
         self.log: list[Event] = []
         self.late: Callable[[int], object] = lambda layer: None

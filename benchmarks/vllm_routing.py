@@ -32,7 +32,7 @@ from benchmarks.peers.servers import Running, Side, free_port, running
 from benchmarks.served import last_line, served
 from isthmus.bench import BenchError
 from isthmus.cluster.hosts import cores_of
-from isthmus.cluster.vllm.server import environment_of, keep_to
+from isthmus.cluster.vllm.server import Beside, environment_of, keep_to
 from isthmus.config import Config
 from isthmus.errors import ConfigError
 from isthmus.sim.workloads import Replay, load
@@ -236,7 +236,8 @@ def _by_proxy(plan: Plan, side: str, kv_memory: int, asked: Sequence[Asked], log
 
 def _server(plan: Plan, config: Config, number: int) -> Side:
     cores = cores_of(number, 1)
-    settings = environment_of(config, 1, cores, "127.0.0.1", free_port())
+    settings = environment_of(config, Beside(f"prefill-{number}", "127.0.0.1", 1, cores), free_port())
+    settings["VLLM_API_KEY"] = ""  # the proxy has none
     command = (
         "taskset", "-c", ",".join(map(str, cores)), plan.python, "-m", "vllm.entrypoints.openai.api_server",
         "--model", str(plan.model), "--served-model-name", NAME, "--host", "127.0.0.1", "--port", "{port}",

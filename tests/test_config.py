@@ -45,7 +45,7 @@ clusters.east.hardware clusters.east.gpus clusters.east.cost clusters.east.price
 engine.kind engine.hardware engine.gpus engine.runtime engine.cost
 engine.dtype engine.device engine.threads engine.block_size engine.kv_memory engine.token_budget
 engine.prompt_batch engine.max_sequences engine.max_length engine.batches
-engine.vllm.python engine.vllm.args engine.vllm.env engine.vllm.attach engine.vllm.served_model_name
+engine.vllm.python engine.vllm.args engine.vllm.env engine.vllm.logs engine.vllm.attach engine.vllm.served_model_name
 engine.vllm.sockets engine.vllm.transfer
 scheduling.admission scheduling.order scheduling.chunking scheduling.partial_prefills
 scheduling.reserve scheduling.sticky_blocks scheduling.balancing_threshold
@@ -251,8 +251,40 @@ def test_a_number_of_bytes_is_itself(size: int) -> None:
         ),
         (
             "engine: {kind: vllm, vllm: {attach: 'http://h:1', sockets: /s, python: p}}",
-            "engine.vllm: attach: python, args and env are for a server that is started here",
+            "engine.vllm: attach: python, args, env and logs are for a server that is started here",
         ),
+        (
+            "engine: {kind: vllm, vllm: {attach: 'http://h:1', sockets: /s}}\ncache: {dram: 1GiB}",
+            "engine.vllm.attach: one server is one node; for several give placement: join, and each its own file",
+        ),
+        (
+            "engine: {kind: vllm}\ncache: {dram: 1GiB}\nroles: {attention: 1}",
+            "roles.attention: vLLM nodes attend to nobody else's KV; leave it out",
+        ),
+        (
+            "engine: {kind: vllm}\ncache: {dram: 1GiB}\nclusters: {a: {roles: {prefill: {count: 2, pipeline: 2}}}}",
+            "clusters.a.roles.prefill.pipeline: vLLM nodes form no pipeline groups; leave it out",
+        ),
+        *[
+            (
+                f"cache: {{dram: 1GiB}}\n{where}",
+                "gpus: with engine.vllm.transfer: pool a server has one GPU; use nixl for more",
+            )
+            for where in (
+                "engine: {kind: vllm, gpus: 2}",
+                "engine: {kind: vllm}\nroles: {decode: {count: 1, gpus: 2}}",
+                "engine: {kind: vllm}\nclusters: {a: {gpus: 2, roles: {mixed: 1}}}",
+            )
+        ],
+        (
+            "engine: {kind: vllm, device: 'cuda:1'}\ncache: {dram: 1GiB}",
+            "engine.device: vLLM nodes are each given a GPU; write cuda, not cuda:1",
+        ),
+        (
+            "engine: {kind: vllm}\ncache: {dram: 1GiB}\nplacement: ray",
+            "engine.device: with placement: ray give cpu or cuda, so that Ray gives vLLM its GPUs",
+        ),
+        ("ray: {spread: strict}", "ray: only with placement: ray"),
         ("engine: {batches: 0}", "engine.batches: Input should be greater than or equal to 1 (found 0)"),
         ("network: {rtt_us: -1}", "network.rtt_us: Input should be greater than or equal to 0 (found -1)"),
         ("model: 5", "model: Input should be a valid string (found 5)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from isthmus.deploy import (
     chunking_of,
     clusters_of,
     cost_of,
+    for_role,
     gpus_of,
     hardware_of,
     links_of,
@@ -195,3 +197,28 @@ def test_processes_in_other_folders_find_the_files() -> None:
     assert [cluster.cost for cluster in config.clusters.values()] == ["/there/east.json", "prfaas-1t-h200x8"]
     assert (config.tls.key, config.tls.certificate) == ("/here/key.pem", None)
     assert config.cache.folder == str(Path("~/kv").expanduser())
+    assert "vllm" not in config.engine.model_fields_set
+
+
+@pytest.mark.parametrize(
+    ("given", "python"),
+    [("venv/bin/python", "/here/venv/bin/python"), ("~/v/python", "~/v/python"), ("py", "py")],
+)
+def test_processes_in_other_folders_find_the_python_of_vllm(given: str, python: str) -> None:
+    values = {
+        "engine.kind": "vllm",
+        "engine.vllm.python": given,
+        "engine.vllm.logs": "logs",
+        "cache.dram": "1GiB",
+    }
+    vllm = rooted(load_config(None, values), Path("/here")).engine.vllm
+    assert (vllm.python, vllm.logs) == (os.path.expanduser(python), "/here/logs")
+
+
+def test_what_a_role_has_of_its_own_is_its_engine_s() -> None:
+    given = {"engine.max_sequences": 9, "roles": {"decode": {"count": 1, "gpus": 2, "kv_memory": "2GiB"}}}
+    config = load_config(None, given)
+    engine = for_role(config, Role.DECODE).engine
+    assert (engine.gpus, engine.kv_memory, engine.max_sequences) == (2, 2 << 30, 9)
+    assert "kv_memory" in engine.model_fields_set
+    assert for_role(config, Role.PREFILL).engine == config.engine

@@ -167,8 +167,9 @@ class OffloadConfig(_Section):
 
 class VllmConfig(_Section):
     """A vLLM server beside each node (docs/vllm.md). `python`: of the environment that has it, None is this one;
-    `args`, `env`: for the server, after those that a node needs; `attach`: the URL of one that runs already, which was
-    given `served_model_name` and meets its node in the folder `sockets`.
+    `args`, `env`: for the server, after those that a node needs; `logs`: the folder where all that servers say goes, to
+    a file for each node. `attach`: the URL of one that runs already, which was given `served_model_name` and meets its
+    node in the folder `sockets`.
 
     `transfer`: how KV goes from node to node: through the nodes' caches, sealed (`pool`), or by the engines themselves
     (`nixl`).
@@ -177,6 +178,7 @@ class VllmConfig(_Section):
     python: str | None = None
     args: tuple[str, ...] = ()
     env: dict[str, str] = Field(default_factory=dict)
+    logs: str | None = None
     attach: str | None = Field(None, pattern=r"^https?://[^/]+/?$")
     served_model_name: str | None = None
     sockets: str | None = None
@@ -197,8 +199,8 @@ class VllmConfig(_Section):
         for name in ("sockets", "served_model_name"):
             if self.attach is None and getattr(self, name) is not None:
                 raise ValueError(f"{name}: only with attach; a server that is started here is told")
-        if self.attach is not None and (self.python is not None or self.args or self.env):
-            raise ValueError("attach: python, args and env are for a server that is started here")
+        if self.attach is not None and (self.python is not None or self.args or self.env or self.logs):
+            raise ValueError("attach: python, args, env and logs are for a server that is started here")
         return self
 
 
@@ -446,11 +448,43 @@ class Config(_Section):
             raise ValueError("lending.policy: vLLM nodes lend no KV memory; use none")
         if engine.batches is not None:
             raise ValueError("engine.batches: vLLM plans its own batches; leave it out")
+        if engine.device not in (None, "cpu", "cuda"):
+            raise ValueError(f"engine.device: vLLM nodes are each given a GPU; write cuda, not {engine.device}")
+        if self.placement == "ray" and engine.device is None:
+            raise ValueError(
+                "engine.device: with placement: ray give cpu or cuda, so that Ray gives vLLM its GPUs"
+            )
+        self._check_vllm_roles()
         return self
+
+    def _check_vllm_roles(self) -> None:
+        vllm, clusters = self.engine.vllm, self.clusters
+        nodes: dict[str, RoleConfig] = {
+            f"clusters.{name}.roles.{role}": each for name in clusters for role, each in clusters[name].roles
+        }
+        nodes = nodes or {f"roles.{role}": each for role, each in self.roles}
+        for where, each in nodes.items():
+            if each.count and where.endswith(".attention"):
+                raise ValueError(f"{where}: vLLM nodes attend to nobody else's KV; leave it out")
+            if each.pipeline > 1:
+                raise ValueError(f"{where}.pipeline: vLLM nodes form no pipeline groups; leave it out")
+        gpus = [
+            self.engine.gpus,
+            *[each.gpus for each in clusters.values()],
+            *[each.gpus for each in nodes.values()],
+        ]
+        if vllm.transfer == "pool" and any((count or 1) > 1 for count in gpus):
+            raise ValueError("gpus: with engine.vllm.transfer: pool a server has one GPU; use nixl for more")
+        if vllm.attach and self.placement != "join" and sum(each.count for each in nodes.values()) > 1:
+            raise ValueError(
+                "engine.vllm.attach: one server is one node; for several give placement: join, and each its own file"
+            )
 
     @model_validator(mode="after")
     def _placement_fits(self) -> Config:
         if self.placement != "ray":
+            if "ray" in self.model_fields_set:
+                raise ValueError("ray: only with placement: ray")
             return self
         if any(link.emulate == "proxy" for link in self.links):
             raise ValueError(

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from isthmus.cluster.hosts import LocalHosts, hosts_of, trouble_of, with_ray
-from isthmus.config import Config
-from isthmus.errors import ConfigError
+from isthmus.cluster.hosts import LocalHosts, devices_of, hosts_of, planned_processes, trouble_of, with_ray
+from isthmus.config import Config, load_config
+from isthmus.errors import ConfigError, StartError
 
 
 def test_nodes_are_on_this_machine_unless_it_is_said() -> None:
@@ -21,7 +21,7 @@ def test_without_ray_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError) as caught:
         hosts_of(Config(placement="ray"))
-    said = "placement: ray needs Ray, which is not installed: pip install 'isthmus[ray]'"
+    said = "placement: ray needs Ray, which is not installed: pip install '.[ray]' in the checkout of Isthmus"
     assert str(caught.value) == said
     with pytest.raises(ConfigError, match=r"^--ray needs Ray"):
         with_ray("--ray")
@@ -37,3 +37,34 @@ def test_without_ray_one_line_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch
 )
 def test_why_a_node_ended(output: bytes, code: int, said: str) -> None:
     assert trouble_of(output, code) == said
+
+
+VLLM = {
+    "engine": {"kind": "vllm", "gpus": 2, "vllm": {"transfer": "nixl"}},
+    "roles": {"prefill": 1, "decode": 1},
+}
+GPUS = [
+    (None, ["0,1", "2,3"]),
+    ("4,5,6,7", ["4,5", "6,7"]),
+    ("GPU-a,GPU-b,GPU-c,GPU-d", ["GPU-a,GPU-b", "GPU-c,GPU-d"]),
+]
+
+
+@pytest.mark.parametrize(("given", "expected"), GPUS)
+def test_each_vllm_node_has_gpus_of_its_own(
+    given: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = devices_of(planned_processes(load_config(None, VLLM)), given)
+    assert found == dict(zip(["prefill-0", "decode-0"], expected, strict=True))
+
+
+def test_with_too_few_gpus_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    with pytest.raises(StartError, match="2 nodes need 4 GPUs, CUDA_VISIBLE_DEVICES names 3: give more"):
+        devices_of(planned_processes(load_config(None, VLLM)))
+
+
+def test_on_cpus_nobody_is_given_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices_of(planned_processes(load_config(None, {**VLLM, "engine.device": "cpu"}))) == {}

@@ -13,7 +13,7 @@ from isthmus_vllm import wire as connector
 
 MEMORY = ("/proc/1/fd/3", b"n" * 16, 4, 3, 64)
 FIELDS: dict[str, tuple[Any, ...]] = {
-    "Open": (1, "form", 32),
+    "Open": (1, "form", "m", 32),
     "Load": (7, "r#1", (b"a" * 16, b"b" * 16)),
     "Done": (7, 2),
     "Save": ("r#1", 2, b"p" * 16, (b"a" * 16,), (3,), ((b"s" * 16, b"t" * 16),)),

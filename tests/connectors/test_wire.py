@@ -28,7 +28,7 @@ from isthmus_vllm.wire import (
 MEMORY = Memory("/proc/7/fd/3", b"n" * 2, 5, 2, 96)
 IN_HEX = "96" + "a64d656d6f7279" + "ac2f70726f632f372f66642f33" + "c4026e6e" + "05" + "02" + "60"
 GOLDEN = {
-    Open(1, "f", 32, MEMORY): "95" + "a44f70656e" + "01" + "a166" + "20" + IN_HEX,
+    Open(2, "f", "m", 32, MEMORY): "96" + "a44f70656e" + "02" + "a166" + "a16d" + "20" + IN_HEX,
     Load(9, "k", (b"a", b"b")): "94" + "a44c6f6164" + "09" + "a16b" + "92" + "c40161" + "c40162",
     Done(9): "93" + "a4446f6e65" + "09" + "c0",
     Done(9, 2): "93" + "a4446f6e65" + "09" + "02",

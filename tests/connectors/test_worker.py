@@ -32,7 +32,7 @@ class Side:
         pages = pages_of(self.layers, NUM_BLOCKS)
         bytes_ = num_staging * 3 * SLICE
         self.worker = Worker(
-            str(path), pages, form="f", block_size=4, staging_bytes=bytes_, timeout_s=timeout_s
+            str(path), pages, form="f", model="m", block_size=4, staging_bytes=bytes_, timeout_s=timeout_s
         )
         self.jobs = itertools.count(1)
         self.report = Report()
@@ -178,14 +178,18 @@ def test_no_adapter_no_loads_and_no_saves(tmp_path: Path) -> None:
         alone.worker.stop()
 
 
-def test_a_refusal_is_for_good(tmp_path: Path) -> None:
+def test_who_is_refused_asks_again(tmp_path: Path) -> None:
     with Adapter(tmp_path / "s", refuse="another model") as adapter:
         refused = Side(adapter.path)
-        refused.until(lambda: not refused.worker._link.is_alive())
-        assert not refused.loaded("q", 3, into=10)
-        refused.save("r", 0, 1)
-        assert refused.report.ended == ("r",) and len(adapter.messages) == 1
-        refused.worker.stop()
+        try:
+            refused.until(lambda: len(adapter.of(Open)) > 1)
+            assert not refused.loaded("q", 3, into=10)
+            refused.save("r", 0, 1)
+            assert refused.report.ended == ("r",) and len(adapter.of(Open)) == len(adapter.messages)
+            adapter.refuse = None
+            refused.until(lambda: refused.report.connected is True)
+        finally:
+            refused.worker.stop()
 
 
 def test_a_lost_connection_fails_loads_ends_saves_and_comes_again(adapter: Adapter) -> None:

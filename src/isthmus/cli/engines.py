@@ -16,7 +16,7 @@ from isthmus.cluster.process import OnLost
 from isthmus.conductor.holders import longest
 from isthmus.config import Config
 from isthmus.cost import compile_cost, facts_of
-from isthmus.deploy import Cluster, NodeFacts, cost_of, kv_memory_of, role_config, role_facts
+from isthmus.deploy import Cluster, NodeFacts, cost_of, for_role, kv_memory_of, role_config, role_facts
 from isthmus.engine import emulated
 from isthmus.engine.interface import Engine, split_layers
 from isthmus.engine.recipe import LAYERS as EMULATED_LAYERS
@@ -61,6 +61,9 @@ def served_model(config: Config, folder: Path, nodes: Sequence[NodeFacts]) -> Se
         return Served(tokenizer, emulated.vocab_of(tokenizer), emulated.length_of(folder), *lengths, why)
     if config.engine.kind == "vllm":
         spec = _vllm_spec(folder)
+        _weights_of(folder)
+        if all(_finds_memory(config, facts.role) for facts in nodes):
+            lengths = 0, 0
         return Served(
             folder, spec.vocab_size, spec.max_length, *lengths, "vLLM computes with the KV of a prefix alone"
         )
@@ -127,6 +130,21 @@ def _vllm_spec(folder: Path) -> ModelSpec:
     return spec
 
 
+def _finds_memory(config: Config, role: Role) -> bool:
+    """Whether a vLLM server decides itself how much memory it takes for KV, and nobody knows it before."""
+    engine = for_role(config, role).engine
+    return engine.device != "cpu" and "kv_memory" not in engine.model_fields_set and engine.hardware is None
+
+
+def served_length(config: Config, folder: Path, facts: NodeFacts) -> int:
+    """The longest request that a node's vLLM server is to take; 0 for what fits its memory."""
+    if config.engine.max_length is not None:
+        return config.engine.max_length
+    if _finds_memory(config, facts.role):
+        return 0
+    return min(_vllm_spec(folder).max_length, facts.limits(facts.role).capacity_tokens)
+
+
 def vllm_layout(folder: Path, dtype: str | None, block_size: int) -> KVLayout:
     """Of a model's KV in vLLM. Raises ModelError."""
     spec = _vllm_spec(folder)
@@ -139,7 +157,7 @@ def sampled_revision(folder: Path) -> str:
     files, digest = open_files(folder), blake3.blake3()
     for name in ("config.json", "tokenizer.json"):
         digest.update((files.text(name) or "").encode() + b"\0")
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in _weights_of(folder):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\0".encode())
         with path.open("rb") as file:
@@ -147,6 +165,16 @@ def sampled_revision(folder: Path) -> str:
                 file.seek(max(0, size - SAMPLE_BYTES) * part // (SAMPLES - 1))
                 digest.update(file.read(SAMPLE_BYTES))
     return f"sampled-{digest.hexdigest(length=16)}"
+
+
+def _weights_of(folder: Path) -> list[Path]:
+    """Files of weights. Raises ModelError where there is none that a vLLM node would know again."""
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise ModelError(
+            f"{folder}: vLLM nodes serve a folder with config.json and .safetensors; give one as --model"
+        )
+    return found
 
 
 def node_facts(cluster: Cluster, role: Role, folder: Path, node: NodeId) -> NodeFacts:

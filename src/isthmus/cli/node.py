@@ -158,25 +158,26 @@ async def _opened(spec: LaunchSpec, join_s: float) -> AsyncIterator[MemberProces
     if config.engine.kind != "vllm":
         yield process_of(spec, join_s=join_s)
         return
-    from isthmus.cli.engines import kv_layout, sampled_revision, store_opener
+    from isthmus.cli.engines import kv_layout, sampled_revision, served_length, store_opener
     from isthmus.cluster.process import Runtime
     from isthmus.cluster.sessions import network_of
     from isthmus.cluster.vllm.opening import opened
-    from isthmus.engine.emulated import length_of
+    from isthmus.deploy import for_role
 
     folder, facts = Path(spec.model), _facts_of(spec, config)
     layout = kv_layout(config, folder)
     assert layout is not None
     async with opened(
-        config,
+        for_role(config, facts.role),
         folder,
         _options_of(spec, config, facts, join_s),
         Runtime(network_of(config)),
-        revision=sampled_revision(folder),
+        revision_of=sampled_revision,
         layout=layout,
-        max_length=config.engine.max_length or length_of(folder),
+        max_length=served_length(config, folder, facts),
         threads=spec.threads,
         cores=spec.cores,
+        devices=spec.devices,
         store_of=lambda engine: store_opener(config, engine, engine.layout, spec.node, facts),
     ) as process:
         yield process

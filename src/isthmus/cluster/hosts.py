@@ -14,6 +14,7 @@ import sys
 from abc import ABC, abstractmethod
 from asyncio.subprocess import PIPE
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,7 +22,7 @@ import msgspec
 
 from isthmus.cluster.own_address import reached_at
 from isthmus.config import Config, child_environment
-from isthmus.deploy import Place, node_threads, places_of
+from isthmus.deploy import Place, gpus_of, node_threads, places_of, role_config
 from isthmus.errors import ConfigError, StartError
 from isthmus.types import NodeId, Role
 
@@ -31,7 +32,7 @@ STOP_S = 5.0
 class LaunchSpec(msgspec.Struct, frozen=True):
     """What a launched node is told. `config`: that of its cluster, as JSON. `stage`: which part of the pipeline group
     `node` it is; `start`: how often it was started, this time included; `host`: where other nodes reach it;
-    `cores`: for what it starts itself."""
+    `cores`, `devices` ("": whichever it finds): for what it starts itself."""
 
     node: NodeId
     role: Role
@@ -45,6 +46,7 @@ class LaunchSpec(msgspec.Struct, frozen=True):
     start: int = 1
     host: str = "127.0.0.1"
     cores: tuple[int, ...] = ()
+    devices: str = ""
 
     @property
     def name(self) -> str:
@@ -130,7 +132,9 @@ def with_ray(asked: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
-        raise ConfigError(f"{asked} needs Ray, which is not installed: pip install 'isthmus[ray]'") from None
+        raise ConfigError(
+            f"{asked} needs Ray, which is not installed: pip install '.[ray]' in the checkout of Isthmus"
+        ) from None
     return ray_hosts
 
 
@@ -140,11 +144,13 @@ class LocalHosts(Hosts):
     def __init__(self, config: Config) -> None:
         self._config = config
         self._processes: Sequence[Process] = ()
+        self._devices: Mapping[str, str] = {}
         self._children: dict[str, asyncio.subprocess.Process] = {}
 
     def prepare(self, model: Path, processes: Sequence[Process], num_bytes: Mapping[NodeId, int]) -> None:
         self._processes = processes
         check_memory(self._config, [num_bytes[process.place.node] for process in processes])
+        self._devices = devices_of(processes) if self._config.engine.kind == "vllm" else {}
 
     def threads(self) -> int:
         return node_threads(len(os.sched_getaffinity(0)), len(self._processes))
@@ -158,7 +164,8 @@ class LocalHosts(Hosts):
     async def start(self, process: Process, spec: LaunchSpec) -> None:
         host = reached_at(None, spec.join, 0)
         cores = cores_of(self._processes.index(process), spec.threads)
-        here = msgspec.structs.replace(spec, host=host, cores=cores)
+        devices = self._devices.get(process.name, "")
+        here = msgspec.structs.replace(spec, host=host, cores=cores, devices=devices)
         self._children[process.name] = await start_node(here)
 
     async def wait(self, process: Process) -> str:
@@ -172,6 +179,30 @@ def cores_of(number: int, threads: int) -> tuple[int, ...]:
     """Of this machine's cores, for process `number` of those that have so many threads each."""
     cores = sorted(os.sched_getaffinity(0))
     return tuple(sorted({cores[(number * threads + at) % len(cores)] for at in range(threads)}))
+
+
+def devices_of(processes: Sequence[Process], given: str | None = None) -> dict[str, str]:
+    """Of this machine's GPUs, for each process those of its own. `given`: which there are, else what
+    CUDA_VISIBLE_DEVICES says. Raises StartError when these are too few."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES") if given is None else given
+    counts = {
+        process.name: gpus_of(
+            process.place.cluster.config, role_config(process.place.cluster.config, process.place.role)
+        )
+        for process in processes
+        if process.place.cluster.config.engine.device != "cpu"
+    }
+    needed = sum(counts.values())
+    all_of_them = list(map(str, range(needed))) if given is None else list(filter(None, given.split(",")))
+    if len(all_of_them) < needed:
+        raise StartError(
+            f"{len(counts)} nodes need {needed} GPUs, CUDA_VISIBLE_DEVICES names {len(all_of_them)}: give more, or "
+            "engine.device: cpu"
+        )
+    found, rest = dict[str, str](), iter(all_of_them)
+    for name, count in counts.items():
+        found[name] = ",".join(islice(rest, count))
+    return found
 
 
 def check_memory(config: Config, node_bytes: Sequence[int]) -> None:

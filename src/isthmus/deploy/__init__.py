@@ -7,7 +7,7 @@
 Files of models, curves and hardware are read here; no process is started and no memory taken.
 """
 
-from isthmus.deploy.clusters import Cluster, at_home, clusters_of, role_config, rooted
+from isthmus.deploy.clusters import Cluster, at_home, clusters_of, for_role, role_config, rooted
 from isthmus.deploy.costs import PROFILES, chunking_of, cost_of, gpus_of, hardware_of, read_mapping
 from isthmus.deploy.facts import NodeFacts, Sequences
 from isthmus.deploy.places import Place, places_of
@@ -29,6 +29,7 @@ __all__ = [
     "chunking_of",
     "clusters_of",
     "cost_of",
+    "for_role",
     "gpus_of",
     "hardware_of",
     "kv_memory_of",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,14 @@ def role_config(config: Config, role: Role) -> RoleConfig:
     """Of the nodes of a role."""
     nodes: RoleConfig = getattr(config.roles, role.value)
     return nodes
+
+
+def for_role(config: Config, role: Role) -> Config:
+    """With `engine` as it holds for the nodes of a role."""
+    nodes = role_config(config, role)
+    own = {key: getattr(nodes, key) for key in ("hardware", "gpus", "max_sequences", "kv_memory")}
+    given = {key: value for key, value in own.items() if value is not None}
+    return config.model_copy(update={"engine": config.engine.model_copy(update=given)})
 
 
 class Cluster(msgspec.Struct, frozen=True):
@@ -79,9 +88,15 @@ def rooted(config: Config, folder: Path) -> Config:
             else section
         )
 
+    engine = costed(config.engine)
+    if engine.kind == "vllm":
+        python = engine.vllm.python or ""  # without a / it is one of the PATH
+        engine = engine.model_copy(
+            update={"vllm": named(engine.vllm, "logs", *["python"] * (os.sep in python))}
+        )
     return named(config, "record").model_copy(
         update={
-            "engine": costed(config.engine),
+            "engine": engine,
             "clusters": {name: costed(cluster) for name, cluster in config.clusters.items()},
             "cache": named(config.cache, "folder"),
             "tls": named(config.tls, "certificate", "key", "authority"),

@@ -105,7 +105,9 @@ class Engine:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.size = options, options.block_size
         config = json.loads((Path(options.model) / "config.json").read_text())
-        self.max_length = options.max_model_len or config["max_position_embeddings"]
+        self.max_length = (
+            options.max_model_len if (options.max_model_len or 0) > 0 else config["max_position_embeddings"]
+        )
         head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
         width = 4 if options.dtype == "float32" else 2
         page = self.size * 2 * config["num_key_value_heads"] * head * width
@@ -143,7 +145,13 @@ class Engine:
 
         pages = pages_of([torch.from_numpy(layer) for layer in self.layers], self.num_blocks)
         self.worker = Worker(
-            path, pages, form="fake", block_size=self.size, staging_bytes=1 << 22, timeout_s=10
+            path,
+            pages,
+            form="fake",
+            model=self.options.model,
+            block_size=self.size,
+            staging_bytes=1 << 22,
+            timeout_s=10,
         )
         self.planner = Planner(self.size, self._used.update, self._used.subtract)
 
@@ -364,13 +372,22 @@ class Engine:
         return found[0] if found is not None and time.monotonic() < found[2] else b"nothing"
 
 
+@web.middleware
+async def _guarded(request: web.Request, handler: Any) -> Any:
+    """Whoever wants tokens shows the key, if there is one."""
+    key = os.environ.get("VLLM_API_KEY")
+    if key and request.path.startswith("/v1") and request.headers.get("Authorization") != f"Bearer {key}":
+        return web.json_response({"error": "Unauthorized"}, status=401)
+    return await handler(request)
+
+
 class Server:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._number = 0
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=1 << 26)
+        app = web.Application(client_max_size=1 << 26, middlewares=[_guarded])
         app.add_routes(
             [
                 web.get("/health", self._health), web.get("/version", self._version),

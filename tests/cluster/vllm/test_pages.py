@@ -66,7 +66,7 @@ def test_a_connection_that_ends_in_a_save_takes_no_slot_back_that_becomes_a_bloc
         memory = wire.Memory(handle.path, handle.nonce, handle.num_slots, SHAPE.num_layers, SHAPE.slice_bytes)
         seals = tuple([tuple([seal(staging.slice(slot, layer)) for layer in (0, 1)]) for slot in (0, 1)])
         _, writer = await asyncio.open_unix_connection(tmp_path / "pages")
-        writer.write(wire.frame(wire.Open(wire.PROTOCOL, "f", 4, memory)))  # type: ignore[arg-type]
+        writer.write(wire.frame(wire.Open(wire.PROTOCOL, "f", "m", 4, memory)))  # type: ignore[arg-type]
         writer.write(wire.frame(wire.Save("r", 0, None, NAMES, (0, 1), seals)))  # type: ignore[arg-type]
         await until(lambda: cache.adopts)
         writer.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,7 +15,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from isthmus.cluster.vllm.server import SWEEP_S, Ports, keep_to, own_folder
+from isthmus.cluster.vllm.server import SWEEP_S, Beside, Ports, Server, Sockets, cause_of, keep_to, own_folder
+from isthmus.config import Config, load_config
+from isthmus.errors import StartError
 
 WAITS = "from isthmus.cluster.vllm.server import own_folder\nwith own_folder() as at: print(at, flush=True); input()"
 
@@ -85,3 +89,70 @@ def test_threads_that_left_their_cores_are_brought_back() -> None:
             assert os.sched_getaffinity(0) == own
         finally:
             child.kill()
+
+
+FAILS = """#!/bin/sh
+head -c 300000 /dev/zero | tr '\\0' x
+echo
+echo "(EngineCore pid=7) ERROR 11-25 [core.py:9] ModuleNotFoundError: No module named 'isthmus_vllm'"
+head -c 300000 /dev/zero | tr '\\0' y
+echo
+echo "RuntimeError: Engine core initialization failed. See root cause above."
+exit 1
+"""
+
+
+def server_config(python: Path, **vllm: str) -> Config:
+    engine = {"kind": "vllm", "device": "cpu", "vllm": {"python": str(python), **vllm}}
+    return load_config(None, {"engine": engine, "cache.dram": "1GiB"})
+
+
+async def start(config: Config, folder: Path, within_s: float) -> None:
+    sockets, beside = Sockets(folder), Beside("mixed-0", "127.0.0.1", 1)
+    server = await Server.start(config, folder, "float32", 100, sockets, beside)
+    try:
+        await server.ready(within_s)
+    finally:
+        await server.stop()
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o700)
+    return path
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    """However much it says, and all of that is kept where it was asked for."""
+    python = script(tmp_path / "python", FAILS)
+    cause = "vLLM ended with exit status 1: ModuleNotFoundError: No module named 'isthmus_vllm' "
+    with pytest.raises(StartError, match=re.escape(cause + "(engine.vllm.logs keeps all it says)")):
+        asyncio.run(start(server_config(python), tmp_path, 60))
+    logs = tmp_path / "logs"
+    with pytest.raises(StartError, match=re.escape(cause + f"(all it said: {logs}/mixed-0.log)")):
+        asyncio.run(start(server_config(python, logs=str(logs)), tmp_path, 60))
+    assert (logs / "mixed-0.log").stat().st_size > 600_000
+
+
+def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
+    python = script(tmp_path / "python", "#!/bin/sh\nexec sleep 60\n")
+    with pytest.raises(StartError, match=r"vLLM at http://127\.0\.0\.1:\d+ did not answer within 0\.5 s"):
+        asyncio.run(start(server_config(python), tmp_path, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        (["a", "ValueError: b", "c"], "ValueError: b"),
+        (["KeyError: 1", "torch.cuda.OutOfMemoryError: full"], "OutOfMemoryError: full"),
+        (
+            ["Exception: WorkerProc initialization failed due to"],
+            "Exception: WorkerProc initialization failed due to",
+        ),
+        (["an error", "bye"], "an error"),
+        (["bye"], "bye"),
+        ([], "it said nothing"),
+    ],
+)
+def test_what_a_server_said_of_its_end(said: list[str], cause: str) -> None:
+    assert cause_of(said) == cause

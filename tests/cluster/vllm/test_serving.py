@@ -10,6 +10,8 @@ import http.client
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +21,9 @@ from typing import Any
 import httpx
 import pytest
 
+from isthmus.cluster.vllm.server import Sockets, arguments_of
+from isthmus.config import load_config
+from tests.cluster.test_joining import free_port
 from tests.models import make_model
 from tests.served import Served, alive, node_pid, serve, streamed
 
@@ -288,3 +293,48 @@ def test_sigterm_lets_running_answers_finish(kind: str, model: Path, tmp_path: P
         assert found.served.process.wait(timeout=90) == 0
         servers = [int(path.stem.split(".")[1]) for path in tmp_path.glob("*.url")]
         assert len(servers) == 2 and not any(map(alive, servers))
+
+
+@contextlib.contextmanager
+def running(home: Path, model: Path, port: int, *, key: str = "") -> Iterator[dict[str, Any]]:
+    """A server that somebody else started, and the section `engine` of a node for it."""
+    home.mkdir()
+    engine = {"kind": "vllm", "device": "cpu", "kv_memory": 1 << 23, "vllm": {"sockets": str(home)}}
+    engine["vllm"] |= {"attach": f"http://127.0.0.1:{port}", "served_model_name": "theirs"}  # type: ignore[operator]
+    config = load_config(None, {"engine": engine, "cache.dram": "16MiB", "roles": SHAPES["mixed"]})
+    arguments = arguments_of(config, model, "float32", 0, port, Sockets(home))
+    arguments[arguments.index("--served-model-name") + 1] = "theirs"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
+    with subprocess.Popen(command, env=os.environ | stand_in(home) | {"VLLM_API_KEY": key}) as process:
+        try:
+            yield engine
+        finally:
+            process.kill()
+
+
+def test_a_server_that_runs_already_is_a_node(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It outlives its node, and the next one knows nothing wrong of what it has."""
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    with running(tmp_path / "there", model, free_port(), key="secret") as engine:
+        settings = {"model": str(model), "engine": engine, "cache": {"dram": "16MiB"}, "roles": SHAPES["mixed"]}
+        for expected in (0, BLOCKS * 16):
+            with serve(tmp_path, settings) as served:
+                answers = [served.complete(PROMPT, 20) for _ in range(2)]
+                for answer in answers:
+                    assert answer["choices"][0]["token_ids"] == expected_tokens(PROMPT, 20)
+                assert [cached(answer) for answer in answers] == [expected, BLOCKS * 16]
+
+
+def test_a_server_with_other_weights_is_no_node(model: Path, tmp_path: Path) -> None:
+    make_model(tmp_path / "other", "llama", seed=2)
+    with running(tmp_path / "there", tmp_path / "other", free_port()) as engine:
+        settings = {"model": str(model), "engine": engine, "cache": {"dram": "16MiB"}, "roles": SHAPES["mixed"]}
+        with (
+            pytest.raises(
+                AssertionError, match=f"serves {tmp_path}/other, this node {model}: give both one folder"
+            ),
+            serve(tmp_path, settings),
+        ):
+            pass

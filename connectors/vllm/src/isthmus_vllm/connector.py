@@ -6,6 +6,8 @@ No hook waits for anything. What is in flight is told between the two processes 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,6 +34,7 @@ from isthmus_vllm.plans import Plan, Planner, Report, Scheduled, ticket_of
 from isthmus_vllm.worker import Worker
 
 if TYPE_CHECKING:
+    from vllm.config import ModelConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool
@@ -45,6 +48,8 @@ LAYOUT = "LBNHC"
 """What is asked for. A back end that knows other ones only gets those: any will do whose pages are in one piece."""
 STAGING_BYTES = 512 << 20
 TIMEOUT_S = 30.0
+_NAMES = ("_name_or_path", "transformers_version")
+"""In a model's description, what says where it came from and not what is computed."""
 _SETTINGS = ("socket", "staging_bytes", "timeout_s")
 _DRAFTS_WITHOUT_KV = ("ngram", "ngram_gpu", "suffix")
 
@@ -93,6 +98,14 @@ def refusal(config: VllmConfig, kv: KVCacheConfig) -> str | None:
     if draft is not None and draft.method not in _DRAFTS_WITHOUT_KV:
         return f"speculative decoding by {draft.method} keeps KV of its own, which depends on later tokens"
     return None
+
+
+def described(model: ModelConfig) -> str:
+    """Of how a server computes with its weights: what it was given may differ from what lies in their folder."""
+    own = {key: value for key, value in model.hf_config.to_dict().items() if key not in _NAMES}
+    found = {"config": own, "quantization": model.quantization, "dtype": str(model.dtype)}
+    text = json.dumps(found, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 class IsthmusConnector(KVConnectorBase_V1, SupportsHMA):
@@ -212,13 +225,14 @@ class IsthmusConnector(KVConnectorBase_V1, SupportsHMA):
             settings["socket"],
             pages,
             form=self._form(group.layer_names, layers[0].dtype),
+            model=self._vllm_config.model_config.model,
             block_size=self._block_size,
             staging_bytes=int(settings.get("staging_bytes", STAGING_BYTES)),
             timeout_s=float(settings.get("timeout_s", TIMEOUT_S)),
         )
 
     def _form(self, names: Sequence[str], dtype: torch.dtype) -> str:
-        """All that decides what the bytes of a page mean, besides the model."""
+        """All that decides what the bytes of a page mean, besides the weights."""
         layers = [self._vllm_config.compilation_config.static_forward_context[name] for name in names]
         # On CPU the keys are packed for an instruction set.
         kinds = {
@@ -229,7 +243,8 @@ class IsthmusConnector(KVConnectorBase_V1, SupportsHMA):
         bits = str(dtype).removeprefix("torch.") + ("" if cache == "auto" else f"-{cache}")
         layout = self._kv_cache_config.kv_cache_layout or LAYOUT
         version = vllm.__version__.split("+")[0]  # the rest names the build
-        return f"vllm{version}/{'+'.join(sorted(kinds))}/{layout}/{bits}/tp1"
+        model = described(self._vllm_config.model_config)
+        return f"vllm{version}/{'+'.join(sorted(kinds))}/{layout}/{bits}/tp1/{model}"
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._worker is not None:

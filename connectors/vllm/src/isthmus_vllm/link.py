@@ -46,7 +46,7 @@ class Link(threading.Thread):
         self._socket: socket.socket | None = None
         self._session = 0
         self._stopped = threading.Event()
-        self.refused = False
+        self._refusal = ""
 
     def send(self, session: int, message: ToAdapter) -> bool:
         """False if that session is over; the message may or may not have arrived then."""
@@ -71,7 +71,7 @@ class Link(threading.Thread):
 
     def run(self) -> None:
         pause = FIRST_PAUSE_S
-        while not self._stopped.is_set() and not self.refused:
+        while not self._stopped.is_set():
             if self._connect_and_read():
                 pause = FIRST_PAUSE_S
             self._stopped.wait(pause)
@@ -110,8 +110,13 @@ class Link(threading.Thread):
 
     def _open(self, stream: socket.socket, answer: ToWorker) -> bool:
         if isinstance(answer, Refused):
-            log.error("isthmus: the adapter refuses this server, nothing is loaded or saved: %s", answer.reason)
-            self.refused = True
+            if (
+                answer.reason != self._refusal
+            ):  # asked again and again, for it may come back with other settings
+                log.error(
+                    "isthmus: the adapter refuses this server, nothing is loaded or saved: %s", answer.reason
+                )
+            self._refusal = answer.reason
             return False
         if not isinstance(answer, Arena):
             raise ValueError(f"{type(answer).__name__} instead of an answer to Open")

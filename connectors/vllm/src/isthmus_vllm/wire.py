@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH_BYTES = 4
 
@@ -26,10 +26,12 @@ class Memory(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Open(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The worker's first message. Equal forms: pages mean the same. `memory` is the staging area the adapter reads."""
+    """The worker's first message. Equal forms, and weights of equal folders `model`: pages mean the same. `memory` is
+    the staging area the adapter reads."""
 
     protocol: int
     form: str
+    model: str
     block_size: int
     memory: Memory
 

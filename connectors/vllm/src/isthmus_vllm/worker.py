@@ -15,14 +15,22 @@ class Worker:
     """All methods return at once. `staging_bytes` hold what the adapter has not fetched yet, at least one block."""
 
     def __init__(
-        self, path: str, pages: Pages, *, form: str, block_size: int, staging_bytes: int, timeout_s: float
+        self,
+        path: str,
+        pages: Pages,
+        *,
+        form: str,
+        model: str,
+        block_size: int,
+        staging_bytes: int,
+        timeout_s: float,
     ) -> None:
         num_slots = max(1, staging_bytes // (pages.num_layers * pages.slice_bytes))
         staging = memory.create(num_slots=num_slots, num_layers=pages.num_layers, slice_bytes=pages.slice_bytes)
         pages.adopt_staging(staging)
         self._pages = pages
         self._slots = Slots(num_slots)
-        self._link = Link(path, Open(PROTOCOL, form, block_size, staging.memory), self)
+        self._link = Link(path, Open(PROTOCOL, form, model, block_size, staging.memory), self)
         self._loader = Loader(pages, self._link.send, timeout_s)
         self._saver = Saver(pages, staging, self._slots, self._link.send)
         self._is_connected = False

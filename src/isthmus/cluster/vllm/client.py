@@ -14,6 +14,8 @@ from isthmus.types import FinishReason, Sampling, TokenLogprobs
 MODEL = "isthmus"
 """What a server that is started here calls its model."""
 SEED_STEP = 0x9E3779B97F4A7C15
+MAX_ALLOWED, MAX_BIASES, MAX_STOPS = 1024, 1024, 128
+"""vLLM 0.32's worker dies of more (`v1/worker/gpu/sample/logit_bias.py`), which its API does not check."""
 _READ_BYTES = 1 << 16
 _QUICK = aiohttp.ClientTimeout(total=5)
 """For what a server that lives answers at once."""
@@ -93,6 +95,12 @@ def objection(sampling: Sampling, *, continues: bool) -> str:
         return "vLLM nodes take no bad_words"
     if sampling.grammar:
         return "vLLM nodes follow no grammars yet: leave response_format and forced tools out"
+    if len(sampling.allowed_tokens) > MAX_ALLOWED:
+        return f"vLLM nodes take {MAX_ALLOWED} allowed_token_ids at most"
+    if len(sampling.logit_bias) > MAX_BIASES:
+        return f"vLLM nodes take a logit_bias of {MAX_BIASES} tokens at most"
+    if sampling.min_tokens and len(sampling.stop_tokens) > MAX_STOPS:
+        return f"vLLM nodes take {MAX_STOPS} stop tokens at most beside min_tokens"
     if continues and (sampling.presence_penalty or sampling.frequency_penalty):
         return "its vLLM node is gone, and no other can go on with penalties on what was said so far"
     return ""
@@ -132,14 +140,15 @@ def body_of(sampling: Sampling, tokens: Sequence[int], num_prompt: int, max_toke
 
 
 class Client:
-    """For an event loop. `url`: of the server; `model`: what it calls its model."""
+    """For an event loop. `url`: of the server; `model`: what it calls its model; `key`: that it asks for."""
 
-    def __init__(self, url: str, model: str = MODEL) -> None:
+    def __init__(self, url: str, model: str = MODEL, key: str | None = None) -> None:
         self.url, self.model = url, model
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
             read_bufsize=_READ_BYTES,
+            headers={"Authorization": f"Bearer {key}"} if key else None,
         )
 
     async def close(self) -> None:

@@ -19,9 +19,9 @@ from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster.process import NodeOptions, Opener, Runtime
 from isthmus.cluster.vllm.client import Client, EngineError, body_of
 from isthmus.cluster.vllm.kv_events import Listener, Translator
-from isthmus.cluster.vllm.pages import Pages
+from isthmus.cluster.vllm.pages import Pages, staged_of
 from isthmus.cluster.vllm.process import UNSEALED, AdapterProcess, ServedEngine
-from isthmus.cluster.vllm.server import Server, Sockets, own_folder
+from isthmus.cluster.vllm.server import Beside, Server, Sockets, own_folder
 from isthmus.config import Config
 from isthmus.errors import StartError
 from isthmus.node import events
@@ -41,15 +41,17 @@ async def opened(
     options: NodeOptions,
     runtime: Runtime,
     *,
-    revision: str,
+    revision_of: Callable[[Path], str],
     layout: KVLayout,
     max_length: int,
     threads: int,
     cores: Sequence[int],
+    devices: str,
     store_of: Callable[[ServedEngine], Opener],
 ) -> AsyncIterator[AdapterProcess]:
-    """The node, with its server, which is gone afterwards. `layout`: of the model's KV; in which form, the server says.
-    Raises StartError."""
+    """The node, with its server, which is gone afterwards. `revision_of`: names the weights in a folder; `layout`: of
+    the model's KV; in which form, the server says.
+    `max_length`: 0 where the server is to find what its memory holds. Raises StartError."""
     given = config.engine.vllm
     with contextlib.ExitStack() as stack:
         folder = given.sockets or stack.enter_context(own_folder())
@@ -60,12 +62,17 @@ async def opened(
                 await pages.listen()
             except OSError as error:
                 raise StartError(
-                    f"engine.vllm.sockets {folder}: cannot listen there: {error.strerror}"
+                    f"engine.vllm.sockets {folder}: cannot listen there: {error.strerror or error}"
                 ) from None
-        server = await Server.start(config, model, layout.dtype, sockets, threads, cores, options.host)
+        beside = Beside(options.facts.node, options.host, threads, cores, devices)
+        server = await Server.start(config, model, layout.dtype, max_length, sockets, beside)
         try:
-            await server.ready()
-            engine = await _known(config, server.client, pages, revision, layout, max_length)
+            await server.ready(config.limits.start_s)
+            known = await _known(server.client, layout)
+            form, remark = await _form(known, server.client, pages, layout, model, revision_of)
+            layout = msgspec.structs.replace(layout, form=form)
+            length = known.max_length or max_length
+            engine = ServedEngine(revision_of(model), layout, known.num_blocks, length, remark)
             await _probe(server.client, sockets, engine)
             facts = options.facts
             if engine.num_blocks != facts.kv_blocks:
@@ -79,32 +86,48 @@ async def opened(
                 await pages.close()
 
 
-async def _known(
-    config: Config, client: Client, pages: Pages | None, revision: str, layout: KVLayout, max_length: int
-) -> ServedEngine:
+async def _known(client: Client, layout: KVLayout) -> Told:
     """What the server says of itself. Raises StartError where that is not what was configured."""
     known = await told(client)
     if client.model not in known.models:
         raise StartError(
             f"engine.vllm.served_model_name: vLLM at {client.url} serves {', '.join(known.models)}, not {client.model}"
         )
-    version, num_blocks, block_size = known.version, known.num_blocks, known.block_size
-    if block_size != layout.block_size:
+    if known.block_size != layout.block_size:
         raise StartError(
-            f"vLLM at {client.url} has blocks of {block_size} tokens, engine.block_size is {layout.block_size}"
+            f"vLLM at {client.url} has blocks of {known.block_size} tokens, engine.block_size is {layout.block_size}"
         )
-    form, remark = f"vllm{version}/nixl", f"vLLM {version} {UNSEALED}"
-    if pages is not None:
-        try:
-            opened = await asyncio.wait_for(asyncio.shield(pages.opened), OPEN_S)
-        except TimeoutError:
-            raise StartError(
-                f"vLLM at {client.url} did not open {pages.path}: is isthmus-vllm installed where it runs, and is it "
-                "its KV connector?"
-            ) from None
-        form, remark = opened.form, f"vLLM {version} with isthmus-vllm: KV is sealed"
-    layout = msgspec.structs.replace(layout, form=form)
-    return ServedEngine(revision, layout, num_blocks, known.max_length or max_length, remark)
+    return known
+
+
+async def _form(
+    known: Told,
+    client: Client,
+    pages: Pages | None,
+    layout: KVLayout,
+    model: Path,
+    revision_of: Callable[[Path], str],
+) -> tuple[str, str]:
+    """In which form its KV is, and a remark. Raises StartError where its connector and this node do not fit."""
+    if pages is None:
+        return f"vllm{known.version}/nixl", f"vLLM {known.version} {UNSEALED}"
+    try:
+        opened = await asyncio.wait_for(asyncio.shield(pages.opened), OPEN_S)
+    except TimeoutError:
+        raise StartError(
+            f"vLLM at {client.url} did not open {pages.path}: is isthmus-vllm installed where it runs, and is it "
+            "its KV connector?"
+        ) from None
+    staged, reason = staged_of(opened, msgspec.structs.replace(layout, form=opened.form))
+    if staged is None:
+        raise StartError(f"vLLM at {client.url} and this node do not fit: {reason}")
+    staged.close()
+    own = Path(opened.model)
+    if own != model and not (own.is_dir() and revision_of(own) == revision_of(model)):
+        raise StartError(
+            f"vLLM at {client.url} serves {opened.model}, this node {model}: give both one folder, or equal ones"
+        )
+    return opened.form, f"vLLM {known.version} with isthmus-vllm: KV is sealed"
 
 
 @dataclass(frozen=True)

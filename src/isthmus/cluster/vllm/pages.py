@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from isthmus.blocks import seal
+from isthmus.blocks import KVLayout, seal
 from isthmus.cluster.cache import NodeCache
 from isthmus.cluster.loans import Lease
 from isthmus.cluster.sessions import Tell
@@ -56,6 +56,25 @@ class _Worker:
     def send(self, message: wire.ToWorker) -> None:
         if not self.writer.is_closing():
             self.writer.write(wire.frame(message))
+
+
+def staged_of(opened: wire.Open, layout: KVLayout) -> tuple[PeerArena | None, str]:
+    """The memory from which a worker saves; or why it and a node that keeps this layout do not fit."""
+    memory = opened.memory
+    if opened.protocol != wire.PROTOCOL:
+        return None, f"it speaks protocol {opened.protocol}, this node {wire.PROTOCOL}"
+    fits = (memory.num_layers, memory.slice_bytes) == (layout.num_layers, layout.slice_bytes)
+    if opened.form != layout.form or opened.block_size != layout.block_size or not fits:
+        return None, (
+            f"its KV is {opened.form}, {memory.num_layers} layers of {memory.slice_bytes} bytes a block; this node "
+            f"keeps {layout.form}, {layout.num_layers} of {layout.slice_bytes}"
+        )
+    shape = Shape(memory.num_layers, memory.slice_bytes)
+    staged = PeerArena.attach(ArenaHandle(memory.path, memory.nonce, memory.num_slots, shape))
+    reason = (
+        "its memory cannot be read from here: are they of one user, and do they see each other's processes?"
+    )
+    return staged, reason if staged is None else ""
 
 
 class Pages:
@@ -183,20 +202,9 @@ class Pages:
                 await self._leave(worker)
 
     def _accept(self, opened: wire.Open) -> tuple[PeerArena | None, str]:
-        memory, layout = opened.memory, self._layout
-        if opened.protocol != wire.PROTOCOL:
-            return None, f"it speaks protocol {opened.protocol}, this node {wire.PROTOCOL}"
-        fits = (memory.num_layers, memory.slice_bytes) == (layout.num_layers, layout.slice_bytes)
-        if opened.form != layout.form or opened.block_size != layout.block_size or not fits:
-            return None, (
-                f"its KV is {opened.form}, {memory.num_layers} layers of {memory.slice_bytes} bytes a block; this node "
-                f"keeps {layout.form}, {layout.num_layers} of {layout.slice_bytes}"
-            )
         if self._cache.store.arena.handle is None:
             return None, "this node's memory cannot be shared"
-        shape = Shape(memory.num_layers, memory.slice_bytes)
-        staged = PeerArena.attach(ArenaHandle(memory.path, memory.nonce, memory.num_slots, shape))
-        return staged, "its memory cannot be read from here" if staged is None else ""
+        return staged_of(opened, self._layout)
 
     def _heard(self, worker: _Worker, message: wire.FromWorker) -> None:
         match message:

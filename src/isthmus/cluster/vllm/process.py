@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import islice
 from typing import Any, get_args
 
 from isthmus.attempts import Report
@@ -37,7 +38,7 @@ from isthmus.types import NS_PER_S, PREFILL, Generated, RequestId
 
 log = logging.getLogger(__name__)
 
-MAX_NAMERS = 64
+MAX_NAMERS, MAX_SALTS = 64, 10_000
 METRICS_S = 10.0
 """An answer takes 15 ms of the server's time, perhaps on the core that computes; nothing is decided by it."""
 GONE_S = 5.0
@@ -176,7 +177,7 @@ class AdapterProcess(MemberProcess):
         self._metrics: dict[str, float] = {}
         self._namer = lru_cache(MAX_NAMERS)(self._new_namer)
         self._salts: dict[str, str] = {"": ""}
-        """Of what is sent in place of a tenant's salt, the salt."""
+        """Of what is sent in place of a tenant's salt, the salt; of those used last."""
         self._translator = Translator(self._namer_of, engine.layout.block_size)
         self._handlers: dict[type, Callable[[Any], None]] = {
             events.Submit: self._submit,
@@ -201,10 +202,13 @@ class AdapterProcess(MemberProcess):
 
     async def _watch(self) -> None:
         """The head hears first: until then it sends more."""
-        reason = await self._server.ended()
-        if self._head is not None:
-            self._head.abort(reason)
-        self.end(StartError(reason))
+        reason = "its vLLM server is gone"
+        try:
+            reason = await self._server.ended()
+        finally:
+            if self._head is not None:
+                self._head.abort(reason)
+            self.end(StartError(reason))
 
     async def _measure(self) -> None:
         while True:
@@ -344,7 +348,9 @@ class AdapterProcess(MemberProcess):
         named = hashlib.blake2b(
             salt.encode(), key=engine.revision.encode()[:64], digest_size=SALT_BYTES
         ).hexdigest()
-        self._salts[named] = salt
+        self._salts[named] = self._salts.pop(named, salt)
+        if len(self._salts) > MAX_SALTS:  # what the server still has of it is not known to anybody then
+            del self._salts[next(islice(self._salts, 1, None))]  # the first is that of no salt
         return {"cache_salt": named}
 
     def _params_of(self, task: messages.Task, submit: events.Submit) -> dict[str, Any] | None:

@@ -9,6 +9,8 @@ import fcntl
 import json
 import logging
 import os
+import re
+import secrets
 import shutil
 import signal
 import socket
@@ -17,7 +19,7 @@ import tempfile
 import time
 from asyncio.subprocess import DEVNULL
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +32,14 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.2
 STOP_S = 20.0
-TAIL_LINES = 30
+TAIL_LINES = 400
+LINE_BYTES = 4096
+"""Of what a server says in one line the beginning: it may be as long as a plan of its scheduler."""
+READ_BYTES = 1 << 16
 FOLDER = "isthmus-beside-"
 SWEEP_S = 60.0
 """A folder that is new may not be locked yet."""
+_CAUSE = re.compile(r"\b\w*(?:Error|Exception): .+")
 _PR_SET_PDEATHSIG = 1
 
 
@@ -54,6 +60,18 @@ class Sockets:
     @property
     def replay(self) -> str:
         return f"ipc://{self.folder / 'replay'}"
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Where a server is started: beside which node, reached at `host`, with so many threads on these cores, with these
+    GPUs ("": all that it finds)."""
+
+    node: str
+    host: str
+    threads: int
+    cores: Sequence[int] = ()
+    devices: str = ""
 
 
 @contextlib.contextmanager
@@ -82,8 +100,11 @@ def _sweep(folder: Path) -> None:
                 os.close(lock)
 
 
-def arguments_of(config: Config, model: Path, dtype: str, port: int, sockets: Sockets) -> list[str]:
-    """How a server is started so that it is a node: what `docs/vllm.md` tells to give one that runs already."""
+def arguments_of(
+    config: Config, model: Path, dtype: str, max_length: int, port: int, sockets: Sockets
+) -> list[str]:
+    """How a server is started so that it is a node: what `docs/vllm.md` tells to give one that runs already.
+    `max_length`: 0 for what its memory holds."""
     engine, found = config.engine, ["--model", str(model), "--served-model-name", MODEL, "--dtype", dtype]
     found += ["--host", "127.0.0.1", "--port", str(port), "--block-size", str(engine.block_size)]
     found += ["--enable-prompt-tokens-details", "--enable-prefix-caching"]
@@ -94,8 +115,7 @@ def arguments_of(config: Config, model: Path, dtype: str, port: int, sockets: So
         _transfer(config, sockets),
     ]
     given = engine.model_fields_set
-    if engine.max_length is not None:
-        found += ["--max-model-len", str(engine.max_length)]
+    found += ["--max-model-len", str(max_length or -1)]
     if "max_sequences" in given:
         found += ["--max-num-seqs", str(engine.max_sequences)]
     if "token_budget" in given:
@@ -126,17 +146,18 @@ def _transfer(config: Config, sockets: Sockets) -> str:
     return json.dumps(found)
 
 
-def environment_of(
-    config: Config, threads: int, cores: Sequence[int], host: str, side_port: int
-) -> dict[str, str]:
+def environment_of(config: Config, beside: Beside, side_port: int) -> dict[str, str]:
     """`side_port`: where other servers ask what is kept for them."""
-    found = child_environment(threads) | {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": host}
+    found = child_environment(beside.threads) | {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": beside.host}
     found.pop("OMP_WAIT_POLICY", None)
-    if config.engine.device == "cpu" and cores:
+    found.setdefault("VLLM_API_KEY", secrets.token_hex(16))  # other users of the machine reach its port, too
+    if config.engine.device == "cpu" and beside.cores:
         # Two servers that take the same cores spin against each other.
-        found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+        found["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, beside.cores))
+    if beside.devices:
+        found["CUDA_VISIBLE_DEVICES"] = beside.devices
     if config.engine.vllm.transfer == "nixl":
-        found |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
+        found |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": beside.host, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port)}
     return found | config.engine.vllm.env
 
 
@@ -157,7 +178,8 @@ class Ports:
 
 
 class Server:
-    """A server that answers. `process` and its `ports`: None if it was not started here; `cores`: those it keeps to."""
+    """A server that answers. `process` and its `ports`: None if it was not started here; `cores`: those it keeps to;
+    `logs`: where what it says is kept."""
 
     def __init__(
         self,
@@ -165,8 +187,10 @@ class Server:
         process: asyncio.subprocess.Process | None,
         ports: Ports | None = None,
         cores: Sequence[int] = (),
+        logs: Path | None = None,
     ) -> None:
         self.client, self._process, self._ports, self._cores = client, process, ports, cores
+        self._logs = logs
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._reading: asyncio.Task[None] | None = None
 
@@ -175,39 +199,50 @@ class Server:
         config: Config,
         model: Path,
         dtype: str,
+        max_length: int,
         sockets: Sockets,
-        threads: int,
-        cores: Sequence[int],
-        host: str,
+        beside: Beside,
     ) -> Server:
         """Begins to start one, or to attach to one; `ready` tells when it answers. Raises StartError."""
         given = config.engine.vllm
         if given.attach is not None:
-            return Server(Client(given.attach.rstrip("/"), given.served_model_name or MODEL), None)
+            key = os.environ.get("VLLM_API_KEY")
+            return Server(Client(given.attach.rstrip("/"), given.served_model_name or MODEL, key), None)
+        logs = Path(given.logs).expanduser() / f"{beside.node}.log" if given.logs is not None else None
+        if logs is not None:
+            try:
+                logs.parent.mkdir(parents=True, exist_ok=True)
+                logs.touch()
+            except OSError as error:
+                raise StartError(f"engine.vllm.logs {logs}: cannot be written: {error.strerror}") from None
         ports = Ports(2)
         port, side_port = ports.numbers
-        command = [given.python or sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        settings = environment_of(config, beside, side_port)
+        kept = beside.cores if config.engine.device == "cpu" else ()
+        python = str(Path(given.python).expanduser()) if given.python is not None else sys.executable
+        command = [python, "-m", "vllm.entrypoints.openai.api_server"]
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
-                *arguments_of(config, model, dtype, port, sockets),
+                *arguments_of(config, model, dtype, max_length, port, sockets),
                 stdin=DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                env=environment_of(config, threads, cores, host, side_port),
+                env=settings,
                 start_new_session=True,
-                preexec_fn=_leave_with(os.getpid(), cores if config.engine.device == "cpu" else ()),
+                preexec_fn=_leave_with(os.getpid(), kept),
             )
         except OSError as error:
             ports.close()
             raise StartError(f"engine.vllm.python {command[0]}: cannot be run: {error.strerror}") from None
-        kept = cores if config.engine.device == "cpu" else ()
-        server = Server(Client(f"http://127.0.0.1:{port}"), process, ports, kept)
+        client = Client(f"http://127.0.0.1:{port}", MODEL, settings["VLLM_API_KEY"])
+        server = Server(client, process, ports, kept, logs)
         server._reading = asyncio.create_task(server._read())
         return server
 
-    async def ready(self) -> None:
-        """Returns when it answers. Raises StartError when it cannot be started."""
+    async def ready(self, within_s: float) -> None:
+        """Returns when it answers. Raises StartError when it does not, or cannot be started."""
+        until, told = time.monotonic() + within_s, False
         while True:
             if await self.lives():
                 if self._process is not None and self._cores:
@@ -215,6 +250,13 @@ class Server:
                 return
             if self._process is not None and self._process.returncode is not None:
                 raise StartError(await self._why())
+            if time.monotonic() > until:
+                raise StartError(
+                    f"vLLM at {self.client.url} did not answer within {within_s:g} s (limits.start_s)"
+                )
+            if self._process is None and not told:
+                told = True
+                log.warning("waiting for vLLM at %s (engine.vllm.attach)", self.client.url)
             await asyncio.sleep(POLL_S)
 
     async def lives(self) -> bool:
@@ -257,21 +299,39 @@ class Server:
             await asyncio.gather(self._reading, return_exceptions=True)
 
     async def _read(self) -> None:
-        """Its log is this process's, and the end of it is kept for an error."""
+        """The end of what it says is kept for an error."""
         assert self._process is not None and self._process.stdout is not None
-        while line := await self._process.stdout.readline():
-            text = line.decode("utf8", "replace").rstrip()
-            self._tail.append(text)
-            log.debug("vLLM: %s", text)
+        rest = b""
+        with self._logs.open("ab", buffering=0) if self._logs is not None else contextlib.nullcontext() as kept:
+            while data := await self._process.stdout.read(READ_BYTES):
+                if kept is not None:
+                    kept.write(data)
+                *lines, rest = (rest + data).split(b"\n")
+                self._tail += [line[:LINE_BYTES].decode("utf8", "replace").rstrip() for line in lines]
+                rest = rest[:LINE_BYTES]
+        self._tail += [rest.decode("utf8", "replace")] if rest else []
 
     async def _why(self) -> str:
         assert self._process is not None
         if self._reading is not None:
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, OSError):
                 await asyncio.wait_for(asyncio.shield(self._reading), 1.0)
-        telling = [line for line in self._tail if "Error" in line or "error" in line]
-        last = (telling or list(self._tail) or ["it said nothing"])[-1]
-        return f"vLLM ended with exit status {self._process.returncode}: {last.strip()[:400]}"
+        where = (
+            f" (all it said: {self._logs})"
+            if self._logs is not None
+            else " (engine.vllm.logs keeps all it says)"
+        )
+        return f"vLLM ended with exit status {self._process.returncode}: {cause_of(self._tail)[:400]}{where}"
+
+
+def cause_of(said: Iterable[str]) -> str:
+    """What a server that ended said of the reason: its processes tell of each other's failures without it."""
+    lines = list(said)
+    causes = [
+        found[0] for line in lines if (found := _CAUSE.search(line)) and "initialization failed" not in line
+    ]
+    telling = causes or [line for line in lines if "error" in line.lower()] or lines or ["it said nothing"]
+    return telling[-1].strip()
 
 
 def keep_to(leader: int, cores: Sequence[int]) -> None:

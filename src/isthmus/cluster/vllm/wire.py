@@ -13,7 +13,7 @@ import msgspec
 
 from isthmus.errors import ProtocolError
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_FRAME_BYTES = 1 << 26
 
 
@@ -28,10 +28,12 @@ class Memory(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Open(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """First message of a worker. `form`: what decides what the bytes of a block mean; `memory`: what it saves from."""
+    """First message of a worker. `form`: what, beside the weights, decides what the bytes of a block mean; `model`: the
+    folder that these are from; `memory`: what it saves from."""
 
     protocol: int
     form: str
+    model: str
     block_size: int
     memory: Memory
 

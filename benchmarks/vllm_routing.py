@@ -32,7 +32,7 @@ from benchmarks.peers.servers import Running, Side, free_port, running
 from benchmarks.served import last_line, served
 from isthmus.bench import BenchError
 from isthmus.cluster.hosts import cores_of
-from isthmus.cluster.vllm.server import Beside, environment_of, keep_to
+from isthmus.cluster.vllm.server import Beside, environment_of, settle
 from isthmus.config import Config
 from isthmus.errors import ConfigError
 from isthmus.sim.workloads import Replay, load
@@ -220,7 +220,7 @@ def _by_proxy(plan: Plan, side: str, kv_memory: int, asked: Sequence[Asked], log
         def start(number: int) -> Running:
             server = _server(plan, config, number)
             found = stack.enter_context(running(server, log.with_name(f"{log.name}-{number}.log")))
-            keep_to(found.pid, cores_of(number, 1))
+            asyncio.run(settle(found.pid, cores_of(number, 1)))
             return found
 
         with ThreadPoolExecutor() as pool:  # they take long to start, and do so at once under Isthmus

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from isthmus.cluster.vllm.server import SWEEP_S, Beside, Ports, Server, Sockets, cause_of, keep_to, own_folder
+from isthmus.cluster.vllm.server import SWEEP_S, Beside, Ports, Server, Sockets, cause_of, own_folder, settle
 from isthmus.config import Config, load_config
 from isthmus.errors import StartError
 
@@ -61,13 +61,15 @@ def test_a_port_is_kept_for_the_server_alone() -> None:
         ports.close()
 
 
-MOVER = """
+RESTLESS = """
 import os, threading, time
 def move():
     os.sched_setaffinity(0, {LAST})
     print("moved", flush=True)
-    time.sleep(60)
+    while True:
+        pass
 threading.Thread(target=move, daemon=True).start()
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 time.sleep(60)
 """
 
@@ -75,18 +77,20 @@ time.sleep(60)
 @pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2, reason="needs two cores"
 )
-def test_threads_that_left_their_cores_are_brought_back() -> None:
+def test_threads_that_left_their_cores_or_never_sleep_disturb_nobody() -> None:
     first, *_, last = sorted(os.sched_getaffinity(0))
-    command = [sys.executable, "-c", MOVER.replace("LAST", str(last))]
+    command = [sys.executable, "-c", RESTLESS.replace("LAST", str(last))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as child:
         try:
             assert child.stdout is not None and child.stdout.readline() == b"moved\n"
-            threads = [int(name) for name in os.listdir(f"/proc/{child.pid}/task")]
-            assert {last} in [os.sched_getaffinity(thread) for thread in threads]
-            own = os.sched_getaffinity(0)
-            keep_to(child.pid, [first])
+            threads = sorted(map(int, os.listdir(f"/proc/{child.pid}/task")))
+            (moved,) = [thread for thread in threads if os.sched_getaffinity(thread) == {last}]
+            own = os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0)
+            asyncio.run(settle(child.pid, [first]))
             assert all(os.sched_getaffinity(thread) == {first} for thread in threads)
-            assert os.sched_getaffinity(0) == own
+            nice = {thread: os.getpriority(os.PRIO_PROCESS, thread) - own[1] for thread in threads}
+            assert nice == dict.fromkeys(threads, 0) | {moved: 10}
+            assert own == (os.sched_getaffinity(0), os.getpriority(os.PRIO_PROCESS, 0))
         finally:
             child.kill()
 

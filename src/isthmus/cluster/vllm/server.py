@@ -31,6 +31,9 @@ from isthmus.errors import StartError
 log = logging.getLogger(__name__)
 
 POLL_S = 0.2
+IDLE_S = 0.5
+RESTLESS = 10
+"""How nice threads are that never sleep."""
 STOP_S = 20.0
 TAIL_LINES = 400
 LINE_BYTES = 4096
@@ -246,7 +249,7 @@ class Server:
         while True:
             if await self.lives():
                 if self._process is not None and self._cores:
-                    keep_to(self._process.pid, self._cores)
+                    await settle(self._process.pid, self._cores)
                 return
             if self._process is not None and self._process.returncode is not None:
                 raise StartError(await self._why())
@@ -334,18 +337,38 @@ def cause_of(said: Iterable[str]) -> str:
     return telling[-1].strip()
 
 
-def keep_to(leader: int, cores: Sequence[int]) -> None:
-    """Brings back to these cores what of a process group left them: on CPUs vLLM's NIXL connector moves the thread that
-    computes to the machine's last core, where then all servers would compute."""
+async def settle(leader: int, cores: Sequence[int]) -> None:
+    """A group of processes that computes on these cores alone, and has nothing to do yet, is to do so undisturbed.
+
+    On CPUs vLLM's NIXL connector moves the thread that computes to the machine's last core, where then all servers
+    would compute: it is brought back. And NIXL has a thread that never sleeps, which takes half of that core: it gets
+    what others leave.
+    """
     if not hasattr(os, "sched_setaffinity"):
         return
+    begun = _thread_seconds(leader)
+    await asyncio.sleep(IDLE_S)
+    for (process, thread), seconds in _thread_seconds(leader).items():
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if not os.sched_getaffinity(thread) <= set(cores):
+                os.sched_setaffinity(thread, cores)
+            if thread != process and seconds - begun.get((process, thread), seconds) > IDLE_S / 10:
+                os.setpriority(os.PRIO_PROCESS, thread, RESTLESS)
+
+
+def _thread_seconds(leader: int) -> dict[tuple[int, int], float]:
+    """Processor time of each process and thread of a group."""
+    found: dict[tuple[int, int], float] = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile
             if os.getpgid(int(process.name)) != leader:
                 continue
             for thread in (process / "task").iterdir():
-                if not os.sched_getaffinity(int(thread.name)) <= set(cores):
-                    os.sched_setaffinity(int(thread.name), cores)
+                # After the name in brackets: state, ten numbers, time of its own and in the kernel (proc_pid_stat(5)).
+                fields = (thread / "stat").read_text().rpartition(")")[2].split()
+                ticks = int(fields[11]) + int(fields[12])
+                found[int(process.name), int(thread.name)] = ticks / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 def _signal_group(leader: int, number: int) -> None:

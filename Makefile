@@ -36,7 +36,8 @@ test-ray: install
 VLLM_VENV := .venv-vllm
 VLLM_PYTHON ?= $(abspath $(VLLM_VENV))/bin/python
 test-vllm: install
-	test -x $(VLLM_PYTHON) || PYTHON=$(PYTHON) sh connectors/vllm/install_cpu.sh $(VLLM_VENV)
+	test -x $(VLLM_PYTHON) || { test $(origin VLLM_PYTHON) = file && PYTHON=$(PYTHON) sh connectors/vllm/install_cpu.sh $(VLLM_VENV); } \
+		|| { echo "VLLM_PYTHON: $(VLLM_PYTHON) cannot be run" >&2; exit 2; }
 	ISTHMUS_VLLM_PYTHON=$(VLLM_PYTHON) $(VENV)/bin/python -m pytest tests/vllm tests/connectors/test_real_vllm.py $(ARGS)
 
 # All rows of all matrices, with more and other drawn examples: 20 minutes to an hour.

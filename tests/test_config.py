@@ -242,6 +242,21 @@ def test_a_number_of_bytes_is_itself(size: int) -> None:
             "engine.batches: vLLM plans its own batches",
         ),
         (
+            "engine: {kind: vllm, prompt_batch: 2}\ncache: {dram: 1GiB}",
+            "engine.prompt_batch: vLLM plans its own batches; leave it out",
+        ),
+        *[
+            (
+                f"engine: {{kind: vllm}}\ncache: {{dram: 1GiB}}\nslo: {{tbt_ms: 50}}\nscheduling: {{{option}}}",
+                f"scheduling.{option}: vLLM plans its own batches; leave it out",
+            )
+            for option in ("order: promise", "chunking: tbt")
+        ],
+        (
+            "engine: {kind: vllm, vllm: {attach: 'h:1', sockets: /s}}",
+            "engine.vllm.attach: write http://HOST:PORT (found 'h:1')",
+        ),
+        (
             "engine: {kind: vllm, vllm: {attach: 'http://h:1'}}",
             "engine.vllm: attach: give sockets too",
         ),

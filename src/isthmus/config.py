@@ -179,7 +179,7 @@ class VllmConfig(_Section):
     args: tuple[str, ...] = ()
     env: dict[str, str] = Field(default_factory=dict)
     logs: str | None = None
-    attach: str | None = Field(None, pattern=r"^https?://[^/]+/?$")
+    attach: str | None = None
     served_model_name: str | None = None
     sockets: str | None = None
     transfer: Literal["pool", "nixl"] = "pool"
@@ -191,6 +191,13 @@ class VllmConfig(_Section):
             if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
                 raise ValueError(f"{name!r} is no name of an environment variable")
         return env
+
+    @field_validator("attach")
+    @classmethod
+    def _is_url(cls, url: str | None) -> str | None:
+        if url is not None and not re.fullmatch(r"https?://[^/]+/?", url):
+            raise ValueError("write http://HOST:PORT")
+        return url
 
     @model_validator(mode="after")
     def _attaches_whole(self) -> VllmConfig:
@@ -446,8 +453,16 @@ class Config(_Section):
             raise ValueError("network.compression: vLLM's KV is not ours to quantise; use none or lossless")
         if self.lending.policy != "none":
             raise ValueError("lending.policy: vLLM nodes lend no KV memory; use none")
-        if engine.batches is not None:
-            raise ValueError("engine.batches: vLLM plans its own batches; leave it out")
+        scheduling = self.scheduling
+        for option, is_given in (
+            ("engine.batches", engine.batches is not None),
+            ("engine.prompt_batch", engine.prompt_batch is not None),
+            ("scheduling.order: promise", scheduling.order != "fcfs"),
+            ("scheduling.chunking: tbt", scheduling.chunking != "fixed"),
+            ("scheduling.partial_prefills", scheduling.partial_prefills > 1),
+        ):
+            if is_given:
+                raise ValueError(f"{option}: vLLM plans its own batches; leave it out")
         if engine.device not in (None, "cpu", "cuda"):
             raise ValueError(f"engine.device: vLLM nodes are each given a GPU; write cuda, not {engine.device}")
         if self.placement == "ray" and engine.device is None:
@@ -642,6 +657,16 @@ def _check_tenant(tenant: str, known: Sequence[str]) -> None:
 def key_digest(key: str) -> str:
     """What is kept of a key."""
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def vllm_key() -> str | None:
+    """That a vLLM server which runs already asks for: `$VLLM_API_KEY`, where vLLM itself finds it."""
+    return os.environ.get("VLLM_API_KEY") or None
+
+
+def visible_devices() -> str | None:
+    """The GPUs that CUDA shows here, `$CUDA_VISIBLE_DEVICES`; None: all."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def ray_address() -> str | None:

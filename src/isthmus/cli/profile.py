@@ -79,12 +79,16 @@ def _of_server(
     from isthmus.cli.engines import vllm_layout
     from isthmus.cluster.vllm.client import Client
     from isthmus.cluster.vllm.opening import Told, told
+    from isthmus.config import vllm_key
     from isthmus.engine.recipe import vocab_of
 
     url = url.rstrip("/")
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--vllm {url}: write http://HOST:PORT")
+    key = vllm_key()
 
     async def ask() -> Told:
-        client = Client(url, name or "")
+        client = Client(url, name or "", key)
         try:
             return await told(client)
         finally:
@@ -94,7 +98,7 @@ def _of_server(
     model = name or known.models[0]
     layout: KVLayout = vllm_layout(folder, dtype, known.block_size)
     return profile_server(
-        lambda: Client(url, model),
+        lambda: Client(url, model, key),
         layout,
         vocab_size=vocab_of(folder),
         max_length=min(limit or known.max_length, known.max_length),

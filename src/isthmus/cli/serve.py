@@ -40,7 +40,10 @@ def serve(
         str | None, typer.Option(help="torch; vllm: servers beside nodes; emulated: its speed, no model.")
     ] = None,
     hardware: Annotated[str | None, typer.Option(help="Accelerator of the cost model, e.g. h200.")] = None,
-    gpus: Annotated[int | None, typer.Option(help="Accelerators of each node, for the cost model.")] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(help="Accelerators of each node; without vLLM and Ray, of its cost alone."),
+    ] = None,
     policy: Annotated[str | None, typer.Option(help="How requests are placed, e.g. least_loaded.")] = None,
     admission: Annotated[str | None, typer.Option(help="When requests are refused, e.g. early.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: the model's.")] = None,

@@ -21,7 +21,7 @@ from typing import IO, Any
 import msgspec
 
 from isthmus.cluster.own_address import reached_at
-from isthmus.config import Config, child_environment
+from isthmus.config import Config, child_environment, visible_devices
 from isthmus.deploy import Place, gpus_of, node_threads, places_of, role_config
 from isthmus.errors import ConfigError, StartError
 from isthmus.types import NodeId, Role
@@ -184,7 +184,7 @@ def cores_of(number: int, threads: int) -> tuple[int, ...]:
 def devices_of(processes: Sequence[Process], given: str | None = None) -> dict[str, str]:
     """Of this machine's GPUs, for each process those of its own. `given`: which there are, else what
     CUDA_VISIBLE_DEVICES says. Raises StartError when these are too few."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES") if given is None else given
+    given = visible_devices() if given is None else given
     counts = {
         process.name: gpus_of(
             process.place.cluster.config, role_config(process.place.cluster.config, process.place.role)

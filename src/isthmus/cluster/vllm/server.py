@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from isthmus.cluster.vllm.client import MODEL, Client, EngineError
-from isthmus.config import Config, child_environment
+from isthmus.config import Config, child_environment, vllm_key
 from isthmus.errors import StartError
 
 log = logging.getLogger(__name__)
@@ -209,8 +209,7 @@ class Server:
         """Begins to start one, or to attach to one; `ready` tells when it answers. Raises StartError."""
         given = config.engine.vllm
         if given.attach is not None:
-            key = os.environ.get("VLLM_API_KEY")
-            return Server(Client(given.attach.rstrip("/"), given.served_model_name or MODEL, key), None)
+            return Server(Client(given.attach.rstrip("/"), given.served_model_name or MODEL, vllm_key()), None)
         logs = Path(given.logs).expanduser() / f"{beside.node}.log" if given.logs is not None else None
         if logs is not None:
             try:

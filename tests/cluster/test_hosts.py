@@ -55,7 +55,9 @@ def test_each_vllm_node_has_gpus_of_its_own(
     given: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    found = devices_of(planned_processes(load_config(None, VLLM)), given)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    found = devices_of(planned_processes(load_config(None, VLLM)))
     assert found == dict(zip(["prefill-0", "decode-0"], expected, strict=True))
 
 

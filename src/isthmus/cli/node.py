@@ -162,6 +162,7 @@ async def _opened(spec: LaunchSpec, join_s: float) -> AsyncIterator[MemberProces
     from isthmus.cluster.process import Runtime
     from isthmus.cluster.sessions import network_of
     from isthmus.cluster.vllm.opening import opened
+    from isthmus.cluster.vllm.server import Beside
     from isthmus.deploy import for_role
 
     folder, facts = Path(spec.model), _facts_of(spec, config)
@@ -175,9 +176,7 @@ async def _opened(spec: LaunchSpec, join_s: float) -> AsyncIterator[MemberProces
         revision_of=sampled_revision,
         layout=layout,
         max_length=served_length(config, folder, facts),
-        threads=spec.threads,
-        cores=spec.cores,
-        devices=spec.devices,
+        beside=Beside(spec.node, spec.host, spec.threads, spec.cores, spec.devices),
         store_of=lambda engine: store_opener(config, engine, engine.layout, spec.node, facts),
     ) as process:
         yield process

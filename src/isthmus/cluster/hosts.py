@@ -181,28 +181,23 @@ def cores_of(number: int, threads: int) -> tuple[int, ...]:
     return tuple(sorted({cores[(number * threads + at) % len(cores)] for at in range(threads)}))
 
 
-def devices_of(processes: Sequence[Process], given: str | None = None) -> dict[str, str]:
-    """Of this machine's GPUs, for each process those of its own. `given`: which there are, else what
-    CUDA_VISIBLE_DEVICES says. Raises StartError when these are too few."""
-    given = visible_devices() if given is None else given
-    counts = {
-        process.name: gpus_of(
-            process.place.cluster.config, role_config(process.place.cluster.config, process.place.role)
-        )
-        for process in processes
-        if process.place.cluster.config.engine.device != "cpu"
-    }
-    needed = sum(counts.values())
-    all_of_them = list(map(str, range(needed))) if given is None else list(filter(None, given.split(",")))
-    if len(all_of_them) < needed:
+def devices_of(processes: Sequence[Process]) -> dict[str, str]:
+    """Of the GPUs that CUDA shows here, for each process that starts a vLLM server those of its own. Raises StartError
+    when there are too few."""
+    counts = dict[str, int]()
+    for process in processes:
+        config = process.place.cluster.config
+        if config.engine.device != "cpu" and config.engine.vllm.attach is None:
+            counts[process.name] = gpus_of(config, role_config(config, process.place.role))
+    needed, visible = sum(counts.values()), visible_devices()
+    devices = list(map(str, range(needed))) if visible is None else list(filter(None, visible.split(",")))
+    if len(devices) < needed:
         raise StartError(
-            f"{len(counts)} nodes need {needed} GPUs, CUDA_VISIBLE_DEVICES names {len(all_of_them)}: give more, or "
+            f"{len(counts)} nodes need {needed} GPUs, CUDA_VISIBLE_DEVICES names {len(devices)}: give more, or "
             "engine.device: cpu"
         )
-    found, rest = dict[str, str](), iter(all_of_them)
-    for name, count in counts.items():
-        found[name] = ",".join(islice(rest, count))
-    return found
+    rest = iter(devices)
+    return {name: ",".join(islice(rest, count)) for name, count in counts.items()}
 
 
 def check_memory(config: Config, node_bytes: Sequence[int]) -> None:

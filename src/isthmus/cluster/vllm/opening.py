@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,9 +44,7 @@ async def opened(
     revision_of: Callable[[Path], str],
     layout: KVLayout,
     max_length: int,
-    threads: int,
-    cores: Sequence[int],
-    devices: str,
+    beside: Beside,
     store_of: Callable[[ServedEngine], Opener],
 ) -> AsyncIterator[AdapterProcess]:
     """The node, with its server, which is gone afterwards. `revision_of`: names the weights in a folder; `layout`: of
@@ -64,7 +62,6 @@ async def opened(
                 raise StartError(
                     f"engine.vllm.sockets {folder}: cannot listen there: {error.strerror or error}"
                 ) from None
-        beside = Beside(options.facts.node, options.host, threads, cores, devices)
         server = await Server.start(config, model, layout.dtype, max_length, sockets, beside)
         try:
             await server.ready(config.limits.start_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -178,6 +179,32 @@ def test_it_is_passed_without_its_last_blocks_when_they_take_too_long() -> None:
     assert node.on(Settled(KEY), 4 + SETTLE_NS) == []
 
 
+@pytest.mark.parametrize("unread", [False, True])
+def test_what_is_given_is_the_decode_nodes_until_that_answers_for_it(unread: bool) -> None:
+    """Even when the attempt is forgotten meanwhile: its engine may be reading."""
+    node = brought_to(PASSED, None)
+    assert node.on(Forget(KEY), 10) == [Release(KEY)]
+    with pytest.raises(AssertionError, match="never answered"):
+        node.check_idle()
+    assert node.on(Landed(KEY, unread), 11) == ([Discard(PARAMS)] if unread else [])
+    assert node.on(Landed(KEY, unread), 12) == []
+    node.check_idle()
+
+
+@pytest.mark.parametrize("forgotten_first", [False, True])
+def test_what_was_given_to_a_node_that_is_gone_is_let_go_of(forgotten_first: bool) -> None:
+    """Once the head says so too: until then its engine may be reading."""
+    node, gone = brought_to(PASSED, None), Severed((KEY,), "broken pipe")
+    if forgotten_first:
+        assert node.on(Forget(KEY), 10) == [Release(KEY)]
+        assert node.on(gone, 11) == [Discard(PARAMS)]
+    else:
+        assert node.on(gone, 10) == [Wake(10 + SEVERED_NS)]
+        assert node.on(Forget(KEY), 11) == [Discard(PARAMS), Release(KEY)]
+    assert node.on(gone, 12) == []
+    node.check_idle()
+
+
 @pytest.mark.parametrize("tiers", [None, (30, 0)])
 def test_a_lost_session_fails_it_only_when_the_head_had_its_time(tiers: tuple[int, int] | None) -> None:
     node = node_of(P0, tiers)
@@ -288,21 +315,39 @@ def test_what_is_forgotten_takes_nothing_with_it(state: str, tiers: tuple[int, i
     fetch = {GATHERING: KEY, FETCHING: handover_key(KEY)}.get(state)
     expected: list[Action] = [EndFetch(fetch)] if fetch else []
     expected.append(Release(KEY))
-    if state is PASSED and tiers is None:
-        expected.append(Discard(PARAMS))
+    if state is FETCHING or (state is SUBMITTED and tiers is None):
+        expected.insert(0, Land(KEY, P0))  # its engine tells the other one itself
     assert actions == expected
     assert node.on(Forget(KEY), 11) == []
     if fetch:
         assert node.on(FetchEnded(fetch, 1), 12)[0] == Adopt(fetch, NAMES[:1]), "what came is kept"
+    if state in (GATHERING, AWAITING):
+        assert node.on(Passed(KEY, 1, b"" if tiers else PARAMS), 12) == [Land(KEY, P0, unread=True)]
+        assert node.on(Passed(RequestId("s#1"), 1), 12) == [], "that may begin yet"
+    if state is PASSED:
+        node.on(Landed(KEY), 12)
     node.check_idle()
     assert node.on(Woken(), 13 + SETTLE_NS) == []
 
 
-def test_word_of_an_attempt_that_is_forgotten_before_it_began_is_forgotten_too() -> None:
+def test_word_that_came_early_for_an_attempt_that_is_forgotten_is_answered() -> None:
+    """It waits for what its route fetches."""
+    node = node_of(D0)
+    node.on(begin(Role.DECODE, recall=FetchOrder(P1, 0, 2), handover_start=2), 1)
+    assert node.on(Passed(KEY, 1), 2) == []
+    assert node.on(Forget(KEY), 3) == [Land(KEY, P0, unread=True), EndFetch(KEY), Release(KEY)]
+    node.on(FetchEnded(KEY, 0), 4)
+    node.check_idle()
+
+
+def test_of_attempts_that_ended_before_any_word_only_so_many_are_remembered() -> None:
     node = node_of(D0, None)
-    node.on(Passed(KEY, 1, PARAMS), 1)
-    assert node.on(Forget(KEY), 2) == []
-    assert node.on(begin(Role.DECODE), 3) == []
+    keys = [RequestId(f"s{number}#1") for number in range(adapter_module.MAX_EARLY + 1)]
+    for key in keys:
+        node.on(msgspec.structs.replace(begin(Role.DECODE), key=key), 1)
+        node.on(Forget(key), 2)
+    assert node.on(Passed(keys[0], 1, PARAMS), 3) == []
+    assert node.on(Passed(keys[1], 1, PARAMS), 3) == [Land(keys[1], P0, unread=True)]
 
 
 def test_of_words_that_came_early_only_so_many_are_remembered() -> None:
@@ -321,6 +366,16 @@ def test_what_the_engine_refuses_fails_and_for_good_if_it_is_final(final: bool) 
     assert node.on(Broken(KEY, "why", final=final), 10) == expected
     assert node.on(Broken(KEY, "why", final=final), 11) == []
     node.check_idle()
+
+
+def test_what_the_engine_never_answered_was_not_read() -> None:
+    """Where its prefill node's engine keeps the KV, that lets go of it."""
+    node = brought_to(SUBMITTED, None)
+    failed = RequestFailed(RequestId("r"), 1, "d0: why")
+    assert node.on(Broken(KEY, "why"), 10) == [Land(KEY, P0, unread=True), Release(KEY), failed]
+    node = brought_to(SUBMITTED, None)
+    assert node.on(Answered(KEY), 10) == [Land(KEY, P0)]
+    assert node.on(Broken(KEY, "why"), 11) == [Release(KEY), failed]
 
 
 @pytest.mark.parametrize("field", [{"holdings": (Holding((P1,), 1),)}, {"growth": (P1,)}])
@@ -400,6 +455,7 @@ class Random:
         self.keys: list[RequestId] = [RequestId("unknown#1")]
         self.ends: Counter[RequestId] = Counter()
         self.fetching: set[RequestId] = set()
+        self.given: set[RequestId] = set()
         self.copies: Counter[BlockName] = Counter()
         self.believed: set[BlockName] = set()
 
@@ -418,6 +474,10 @@ class Random:
                 case Submit() | Pass():
                     assert action.key in self.live
                     assert not (self.tiers and action.params)
+                    if isinstance(action, Pass):
+                        self.given.add(action.key)
+                case Discard():
+                    assert action.params.decode() in self.keys
                 case BlocksStored():
                     self.believed |= set(action.names)
                 case BlocksEvicted():
@@ -489,7 +549,7 @@ class Random:
                 lambda: self.tell(Settled(key)),
                 lambda: self.tell(Over(key)) if self.node.num_running else None,
                 lambda: self.tell(Broken(key, "why")) if self.node.num_running else None,
-                lambda: self.tell(Landed(key)),
+                lambda: self.tell(Landed(key, bool(draw.randrange(2)))),
                 lambda: self.tell(Severed((key,), "why")),
                 lambda: self.tell(Came(other, 0)),
                 lambda: self.tell(Moved(other, fetched=True)),
@@ -510,6 +570,8 @@ class Random:
             self.tell(Forget(key))
         while self.fetching:
             self.fetch_ended()
+        for key in sorted(self.given):
+            self.tell(Landed(key))
         self.check()
         self.node.check_idle()
         assert not self.live and set(self.ends.values()) <= {1}

@@ -162,6 +162,10 @@ class Neighbours(msgspec.Struct, frozen=True, tag=True):
     addresses: dict[NodeId, str]
 
 
+class Poll(msgspec.Struct, frozen=True, tag=True):
+    """Send a Beat now."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Leave: the cluster shuts down."""
 
@@ -171,6 +175,7 @@ NodeBound = (
     | Gathered
     | Turned
     | Neighbours
+    | Poll
     | Stop
     | Task
     | TellDirections
@@ -228,9 +233,11 @@ class Sent(msgspec.Struct, frozen=True, tag=True):
 
 
 class Landed(msgspec.Struct, frozen=True, tag=True):
-    """Decode to prefill: all KV is here and its seals match; the sender may let go."""
+    """Decode to prefill: all KV is here and its seals match; the sender may let go. `unread`: it is not wanted; only a
+    node with a server says so."""
 
     key: RequestId
+    unread: bool = False
 
 
 class Want(msgspec.Struct, frozen=True, tag=True):

@@ -50,15 +50,27 @@ def handover_key(key: RequestId) -> RequestId:
 
 
 class _Attempt:
-    """`pinned`: what of the cache stays for it; `due_ns`: when it goes on, or is given up for `reason`, 0 for never."""
+    """`pinned`: what of the cache stays for it; `due_ns`: when it goes on, or is given up for `reason`, 0 for never;
+    `awaited`: its prefill node waits for word that nothing more is needed of it."""
 
-    __slots__ = ("begin", "cached_tokens", "due_ns", "params", "pinned", "reason", "settled", "state")
+    __slots__ = (
+        "awaited",
+        "begin",
+        "cached_tokens",
+        "due_ns",
+        "params",
+        "pinned",
+        "reason",
+        "settled",
+        "state",
+    )
 
     def __init__(self, begin: events.Begin) -> None:
         self.begin = begin
         self.state = GATHERING
         self.pinned: Names = ()
         self.params = b""
+        self.awaited = False
         self.cached_tokens: int | None = None
         self.due_ns = 0
         self.reason = ""
@@ -80,7 +92,12 @@ class Adapter:
         self._fetches: dict[RequestId, tuple[events.Fetch, int]] = {}
         """What is wanted, and when bytes of it last came, 0 before any."""
         self._early: OrderedDict[RequestId, events.Passed] = OrderedDict()
-        """Of attempts that have not begun here."""
+        """Of attempts that do not await it yet."""
+        self._refused: OrderedDict[RequestId, NodeId] = OrderedDict()
+        """Attempts that ended here before their prefill nodes, which are these, said where their KV lies: the last."""
+        self._given: dict[RequestId, bytes] = {}
+        """Params that decode nodes were told and have not answered for. The KV is theirs meanwhile, even of an attempt
+        that is forgotten here: an engine that reads what this one has let go of goes on with somebody else's."""
         self._engine: Counter[BlockName] = Counter()
         """Copies in the engine's own memory."""
         self._handlers: dict[type, Callable[[Any, int, list[events.Action]], None]] = {
@@ -134,6 +151,7 @@ class Adapter:
         """All that attempts took was given back."""
         assert not self._attempts, "an attempt never ended"
         assert not self._fetches, "a fetch never ended"
+        assert not self._given, "a decode node never answered for what it was given"
         self._loans.check_idle()
         assert self.tiers is None or not self.tiers.num_pinned, "a block is still pinned"
 
@@ -184,9 +202,7 @@ class Adapter:
         part = attempt.begin.part
         if part is not PREFILL:
             self._unpin(attempt)  # it is in the engine's memory
-            if attempt.params:
-                actions.append(events.Land(event.key, attempt.begin.peer))
-                attempt.params = b""
+            self._land(attempt, actions)
             return
         attempt.cached_tokens, attempt.params = event.cached_tokens, event.params
         attempt.state = ANSWERED
@@ -206,18 +222,22 @@ class Adapter:
 
     def _pass(self, attempt: _Attempt, now: int, actions: list[events.Action]) -> None:
         """How long its decode node may take nobody knows: the session with it, and the head, tell when it is gone."""
-        begin = attempt.begin
-        attempt.state, attempt.due_ns = PASSED, 0
-        actions.append(events.Pass(begin.key, begin.peer, attempt.cached_tokens or 0, attempt.params))
+        begin, params = attempt.begin, attempt.params
+        attempt.state, attempt.due_ns, attempt.params = PASSED, 0, b""
+        self._given[begin.key] = params
+        actions.append(events.Pass(begin.key, begin.peer, attempt.cached_tokens or 0, params))
 
     def _landed(self, event: events.Landed, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
-        if attempt is None or attempt.state is not PASSED:
+        params = self._given.pop(event.key, None)
+        if params is None:
             return
-        route = attempt.begin.route
-        actions.append(PrefillFinished(route.request, route.attempt))
-        attempt.params = b""
-        self._end(attempt, actions)
+        if event.unread:
+            self._discard(params, actions)
+        if attempt is not None:
+            route = attempt.begin.route
+            actions.append(PrefillFinished(route.request, route.attempt))
+            self._end(attempt, actions)
 
     def _over(self, event: events.Over, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
@@ -225,15 +245,12 @@ class Adapter:
             self._end(attempt, actions)
 
     def _forget(self, event: events.Forget, now: int, actions: list[events.Action]) -> None:
-        """The head, which says so, heeds nothing any more that comes of it: nobody goes on with its KV."""
-        self._early.pop(event.key, None)
+        """The head, which says so, heeds nothing any more that comes of it."""
         attempt = self._attempts.get(event.key)
-        if attempt is None:
-            return
-        params = attempt.params if attempt.state in (PASSED, FETCHING, AWAITING) else b""
-        self._end(attempt, actions)
-        if params:
-            actions.append(events.Discard(params))
+        if attempt is not None:
+            if attempt.state is PASSED:
+                self._discard(attempt.params, actions)  # its decode node is gone
+            self._end(attempt, actions)
 
     def _broken(self, event: events.Broken, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
@@ -244,17 +261,37 @@ class Adapter:
         self, attempt: _Attempt, reason: str, now: int, actions: list[events.Action], *, final: bool = False
     ) -> None:
         """Gives it up; the conductor may try again, unless it is `final`."""
+        self._land(attempt, actions, unread=True)
         self._end(attempt, actions)
         route, reason = attempt.begin.route, reason if final else f"{self.node}: {reason}"
         actions.append(RequestFailed(route.request, route.attempt, reason, final=final))
 
     def _end(self, attempt: _Attempt, actions: list[events.Action]) -> None:
         """The attempt is over, whatever it had come to."""
-        key = attempt.begin.key
+        begin, key = attempt.begin, attempt.begin.key
         del self._attempts[key]
+        if self._early.pop(key, None) is not None:
+            attempt.awaited = True
+            self._land(attempt, actions, unread=True)
+        elif begin.part is DECODE and attempt.state in (GATHERING, AWAITING):
+            self._refused[key] = begin.peer
+            if len(self._refused) > MAX_EARLY:
+                self._refused.popitem(last=False)
+        self._land(attempt, actions)
         actions += [events.EndFetch(each) for each in (key, handover_key(key)) if each in self._fetches]
         self._unpin(attempt)
         actions.append(events.Release(key))
+
+    def _land(self, attempt: _Attempt, actions: list[events.Action], *, unread: bool = False) -> None:
+        """Its prefill node may let go of it: its KV is here, or was read, or this engine, which drops the request,
+        tells the other one itself when it has done with its KV."""
+        if attempt.awaited:
+            attempt.awaited, attempt.params = False, b""
+            actions.append(events.Land(attempt.begin.key, attempt.begin.peer, unread))
+
+    def _discard(self, params: bytes, actions: list[events.Action]) -> None:
+        if params:
+            actions.append(events.Discard(params))
 
     def _unpin(self, attempt: _Attempt) -> None:
         if attempt.pinned and self.tiers is not None:
@@ -269,6 +306,9 @@ class Adapter:
 
     def _passed(self, event: events.Passed, now: int, actions: list[events.Action]) -> None:
         attempt = self._attempts.get(event.key)
+        if event.key in self._refused:
+            actions.append(events.Land(event.key, self._refused.pop(event.key), unread=True))
+            return
         if attempt is None or attempt.state is not AWAITING:
             if attempt is None or attempt.state is GATHERING:
                 self._early[event.key] = event
@@ -276,7 +316,7 @@ class Adapter:
                     self._early.popitem(last=False)
             return
         begin = attempt.begin
-        attempt.cached_tokens, attempt.params = event.cached_tokens, event.params
+        attempt.cached_tokens, attempt.params, attempt.awaited = event.cached_tokens, event.params, True
         present = self.tiers.match(begin.names)[0] if self.tiers is not None else len(begin.names)
         if present < len(begin.names):
             attempt.state = FETCHING
@@ -288,15 +328,20 @@ class Adapter:
     def _take_over(self, attempt: _Attempt, actions: list[events.Action]) -> None:
         """What its prefill node gives is here. What is not is computed."""
         if self.tiers is not None:
-            actions.append(events.Land(attempt.begin.key, attempt.begin.peer))
+            self._land(attempt, actions)
         self._submit(attempt, actions)
 
     def _severed(self, event: events.Severed, now: int, actions: list[events.Action]) -> None:
         for key in event.keys:
             attempt = self._attempts.get(key)
-            if attempt is not None and attempt.state is PASSED:
-                attempt.due_ns, attempt.reason = now + SEVERED_NS, event.reason
-                actions.append(events.Wake(attempt.due_ns))
+            params = self._given.pop(key, None)
+            if params is None:
+                continue
+            if attempt is None:
+                self._discard(params, actions)
+                continue
+            attempt.params, attempt.due_ns, attempt.reason = params, now + SEVERED_NS, event.reason
+            actions.append(events.Wake(attempt.due_ns))
 
     # Fetching from other nodes.
 

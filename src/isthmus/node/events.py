@@ -91,9 +91,11 @@ class Granted(msgspec.Struct, frozen=True, tag=True):
 
 
 class Landed(msgspec.Struct, frozen=True, tag=True):
-    """All KV of an attempt is at its decode node, whole: the sender may let go of it."""
+    """All KV of an attempt is at its decode node, whole: the sender may let go of it. `unread`: nothing of it is there
+    and nothing will be taken."""
 
     key: RequestId
+    unread: bool = False
 
 
 class Wanted(msgspec.Struct, frozen=True, tag=True):
@@ -399,10 +401,11 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Land(msgspec.Struct, frozen=True, tag=True):
-    """Tell `peer` that it may let go of an attempt."""
+    """Tell `peer` that it may let go of an attempt, as `Landed`."""
 
     key: RequestId
     peer: NodeId
+    unread: bool = False
 
 
 class Reserve(msgspec.Struct, frozen=True, tag=True):

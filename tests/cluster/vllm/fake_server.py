@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ import signal
 import time
 from array import array
 from collections import Counter, OrderedDict, deque
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -130,7 +132,7 @@ class Engine:
         self._filling: dict[str, list[int]] = {}
         """Blocks of requests that ended while theirs were loaded."""
         self._said: list[dict[str, Any]] = []
-        self._work, self._reads = asyncio.Event(), set[asyncio.Task[None]]()
+        self._work, self._tasks = asyncio.Event(), set[asyncio.Task[None]]()
         self.planner: Any = None
         transfer = json.loads(options.kv_transfer_config)
         if transfer["kv_connector"] == "IsthmusConnector":
@@ -174,6 +176,8 @@ class Engine:
     def end(self, request: Request) -> None:
         """As in vLLM, blocks that a load may still write to stay taken until its outcome is known."""
         was, request.state = request.state, OVER
+        if was in (WAITING, LOADING) and request.params.get("do_remote_prefill"):
+            self._in_background(self.let_go(request.params))
         if self.requests.pop(request.name, None) is not None:
             if was == LOADING and self.planner is not None:
                 self._filling[request.name] = request.blocks
@@ -276,9 +280,18 @@ class Engine:
                 request.loaded, request.state = more, LOADING
         elif request.params.get("do_remote_prefill"):
             request.state = LOADING
-            task = asyncio.get_running_loop().create_task(self._read(request))
-            self._reads.add(task)
-            task.add_done_callback(self._reads.discard)
+            self._in_background(self._read(request))
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def let_go(self, params: dict[str, Any]) -> None:
+        """Tells the other engine that nobody will read this; of what was read it knows that, and nothing follows."""
+        with contextlib.suppress(aiohttp.ClientError):  # it is gone
+            async with self.session.delete(_where(params)):
+                pass
 
     async def _read(self, request: Request) -> None:
         """Dicts are for one use; whoever reads what is not there any more goes on with what lies there now."""
@@ -287,9 +300,7 @@ class Engine:
             await asyncio.sleep(STEP_S)
         if request.state == OVER:
             return
-        async with self.session.post(
-            f"http://127.0.0.1:{params['remote_port']}/nixl/{params['remote_request_id']}"
-        ) as reply:
+        async with self.session.post(_where(params)) as reply:
             found = await reply.read()
         request.right = found == digest(request.tokens, request.salt)
         self.counts["wrong_blocks"] += not request.right
@@ -371,6 +382,13 @@ class Engine:
         self.counts["reads" if found is not None else "reads_of_nothing"] += 1
         return found[0] if found is not None and time.monotonic() < found[2] else b"nothing"
 
+    def read_by_nobody(self, name: str) -> None:
+        self.counts["released"] += self.kept.pop(name, None) is not None
+
+
+def _where(params: dict[str, Any]) -> str:
+    return f"http://127.0.0.1:{params['remote_port']}/nixl/{params['remote_request_id']}"
+
 
 @web.middleware
 async def _guarded(request: web.Request, handler: Any) -> Any:
@@ -392,7 +410,8 @@ class Server:
             [
                 web.get("/health", self._health), web.get("/version", self._version),
                 web.get("/metrics", self._metrics), web.get("/v1/models", self._models),
-                web.post("/v1/completions", self._complete), web.post("/nixl/{name}", self._nixl),
+                web.post("/v1/completions", self._complete),
+                web.post("/nixl/{name}", self._read), web.delete("/nixl/{name}", self._let_go),
                 web.get("/counts", self._counts), web.post("/fault", self._fault),
             ]
         )  # fmt: skip
@@ -435,17 +454,19 @@ class Server:
         self.engine.faults.update(fault)
         return web.Response()
 
-    async def _nixl(self, asked: web.Request) -> web.Response:
+    async def _read(self, asked: web.Request) -> web.Response:
         return web.Response(body=self.engine.read_by_other(asked.match_info["name"]))
+
+    async def _let_go(self, asked: web.Request) -> web.Response:
+        self.engine.read_by_nobody(asked.match_info["name"])
+        return web.Response()
 
     async def _complete(self, asked: web.Request) -> web.StreamResponse:
         engine, body = self.engine, await asked.json()
         params = body.get("kv_transfer_params") or {}
         if body["model"] != engine.options.served_model_name:
             if params.get("do_remote_prefill"):
-                where = f"http://127.0.0.1:{params['remote_port']}/nixl/{params['remote_request_id']}"
-                async with engine.session.post(where):
-                    engine.counts["released"] += 1
+                await engine.let_go(params)
             return _error(404, "The model does not exist.")
         if engine.faults["refuse"] > 0:
             engine.faults["refuse"] -= 1

@@ -93,13 +93,9 @@ class PassingMover(BlockMover):
         self._givers: dict[RequestId, Session] = {}
         """Over which an attempt was passed to this node."""
         self._passed: dict[RequestId, Session | None] = {}
-        """To whom one was passed, None while that is being reached."""
+        """To whom one was passed, None while that is being reached; until that one needs nothing more of it."""
         self._handlers |= {events.Pass: self._begin_pass, events.Land: self._land}
         self._heard |= {events.Passed: self._on_passed, messages.Landed: self._on_landed}
-
-    def forget(self, key: RequestId) -> None:
-        """Nobody waits for it any more."""
-        self._givers.pop(key, None)
 
     def _begin_pass(self, action: events.Pass) -> None:
         self._passed[action.key] = None
@@ -112,21 +108,16 @@ class PassingMover(BlockMover):
             if session.closed:
                 raise ConnectionError("its session is closed")
         except (OSError, TimeoutError) as error:
+            del self._passed[key]
             self._told(events.Severed((key,), f"cannot reach {action.peer}, where it decodes: {error}"))
             return
-        if key in self._passed:
-            self._passed[key] = session
-            session.send(events.Passed(key, action.cached_tokens, action.params))
+        self._passed[key] = session
+        session.send(events.Passed(key, action.cached_tokens, action.params))
 
     def _land(self, land: events.Land) -> None:
         session = self._givers.pop(land.key, None)
         if session is not None:
-            session.send(messages.Landed(land.key))
-
-    def _release_sessions(self, key: RequestId) -> None:
-        super()._release_sessions(key)
-        self._givers.pop(key, None)
-        self._passed.pop(key, None)
+            session.send(messages.Landed(land.key, land.unread))
 
     def _on_passed(self, session: Session, passed: events.Passed) -> None:
         self._givers[passed.key] = session  # perhaps before the head's word of it came
@@ -134,11 +125,14 @@ class PassingMover(BlockMover):
 
     def _on_landed(self, session: Session, landed: messages.Landed) -> None:
         if self._passed.get(landed.key) is session:
-            self._told(events.Landed(landed.key))
+            del self._passed[landed.key]
+            self._told(events.Landed(landed.key, landed.unread))
 
     def lost(self, session: Session, reason: str) -> None:
         super().lost(session, reason)
         keys = tuple([key for key, to in self._passed.items() if to is session])
+        for key in keys:
+            del self._passed[key]
         if keys:
             self._told(events.Severed(keys, f"the session with where it decodes ended: {reason}"))
         for key in [key for key, giver in self._givers.items() if giver is session]:
@@ -236,10 +230,7 @@ class AdapterProcess(MemberProcess):
         match message:
             case messages.Task():
                 self.task(message)
-            case events.Forget():
-                self.mover.forget(message.key)
-                self.tell(message)
-            case events.Become():
+            case events.Forget() | events.Become():
                 self.tell(message)
             case _:
                 super().heard(message)

@@ -35,6 +35,7 @@ class Client:
         self.url = url
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self.http = httpx.Client(base_url=url, timeout=120, trust_env=False, headers=headers)
+        self._polling = self._read = False
         self.model = self.http.get("/v1/models").json()["data"][0]["id"]
 
     def complete(self, prompt: Any, max_tokens: int, **fields: Any) -> dict[str, Any]:
@@ -48,7 +49,27 @@ class Client:
         return self.complete(prompt, max_tokens, **fields)["choices"][0]["token_ids"]
 
     def gauge(self, name: str) -> dict[str, float]:
-        """A metric's value by node."""
+        """A metric's value by node, as it is now: nodes tell theirs twice a second."""
+        if not self._polling:
+            self.be_told()
+        return self._last(name)
+
+    def be_told(self) -> None:
+        """Returns when each node has said all that was so when this was called."""
+        before = self._last("node_beats_total")
+
+        def said(node: str, beats: float) -> bool:
+            """Twice: one may be on its way. Who began anew counts anew."""
+            known = before.get(node, 0)
+            return beats >= 2 + (known if beats >= known else 0)
+
+        until = time.monotonic() + LIMIT_S
+        while not all(said(*each) for each in self._last("node_beats_total").items()):
+            assert time.monotonic() < until, f"a node has said nothing for {LIMIT_S} s\n{self.story()}"
+            time.sleep(POLL_S)
+
+    def _last(self, name: str) -> dict[str, float]:
+        self._read = True
         found = re.findall(rf'^isthmus_{name}{{node="([^"]+)"}} (\S+)$', self.http.get("/metrics").text, re.M)
         return {node: float(value) for node, value in found}
 
@@ -57,11 +78,17 @@ class Client:
         return sum(self.gauge(name).values())
 
     def wait_until(self, holds: Callable[[], Any], what: str) -> None:
-        """Polls a condition that must come true; fails with `what` when it does not."""
-        until = time.monotonic() + LIMIT_S
-        while not holds():
-            assert time.monotonic() < until, f"not within {LIMIT_S} s: {what}\n{self.story()}"
-            time.sleep(POLL_S)
+        """Polls a condition that must come true; fails with `what` when it does not. One that seems to hold already
+        must do so by what nodes say afterwards."""
+        until, self._polling, self._read = time.monotonic() + LIMIT_S, True, False
+        try:
+            if holds() and self._read:
+                self.be_told()
+            while not holds():
+                assert time.monotonic() < until, f"not within {LIMIT_S} s: {what}\n{self.story()}"
+                time.sleep(POLL_S)
+        finally:
+            self._polling = False
 
     def story(self) -> str:
         """What the cluster said so far."""

@@ -247,7 +247,7 @@ def test_a_bug_in_a_decision_ends_the_process() -> None:
             process.node.on = broken  # type: ignore[method-assign]
             with pytest.raises(KeyError):
                 process.tell(Woken())
-            with pytest.raises(StartError, match="the engine failed: KeyError: 'block 7'"):
+            with pytest.raises(StartError, match="the node failed: KeyError: 'block 7'"):
                 await running
 
     asyncio.run(work())
@@ -278,6 +278,38 @@ def test_gauges_tell_what_a_node_holds() -> None:
             found = process.gauges()
             assert found["node_requests_running"] + found["node_requests_waiting"] == 6
             assert found["node_requests_waiting"] > 0 and found["kv_blocks_available"] < 64
+
+    asyncio.run(work())
+
+
+def test_gauges_are_read_while_nobody_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def work() -> None:
+        async with process_of() as (process, _, _running):
+            owned: list[bool] = []
+
+            def num_transfer(self: Scheduler) -> int:
+                owned.append(process.worker.lock._is_owned())  # type: ignore[attr-defined]
+                return 0
+
+            monkeypatch.setattr(Scheduler, "num_transfer", property(num_transfer))
+            process.gauges()
+            assert owned == [True]
+
+    asyncio.run(work())
+
+
+def test_a_bug_in_the_background_ends_the_process() -> None:
+    """One that beats no more, say, would only seem to be well."""
+
+    async def work() -> None:
+        async with process_of() as (process, _, running):
+
+            async def broken() -> None:
+                raise KeyError("a gauge")
+
+            process.spawn(broken())
+            with pytest.raises(StartError, match="the node failed: KeyError: 'a gauge'"):
+                await running
 
     asyncio.run(work())
 

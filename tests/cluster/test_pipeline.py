@@ -330,7 +330,7 @@ def test_a_process_whose_engine_fails_says_so(at: int) -> None:
     async def work() -> None:
         async with scene(prepare=prepare) as some:
             some.head.submit(Job(RequestId("a"), prompt_of(1, 40), 10, Sampling(temperature=0.0)))
-            with pytest.raises(StartError, match="the engine failed: ValueError: broken"):
+            with pytest.raises(StartError, match="the node failed: ValueError: broken"):
                 await some.ends[at]
 
     run(work())

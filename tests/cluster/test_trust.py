@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from isthmus.attempts import BlocksStored, RequestFailed, Route
 from isthmus.cluster import messages
-from isthmus.cluster.head import Head
+from isthmus.cluster.head import BEATS, POLL_S, Head
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.process import NodeOptions, Runtime
 from isthmus.cluster.stage import StageNode
@@ -477,10 +477,29 @@ def test_gauges_are_the_latest_of_each_process_while_it_is_here() -> None:
         m.say(messages.Beat({"x": 1.0}), messages.Beat({"x": 2.0}))
         later.say(messages.Beat({"x": 3.0}))
         await some.settle()
-        assert some.head.gauges() == {"x": {"m": 2.0, "g.1": 3.0}}
+        assert some.head.gauges() == {"x": {"m": 2.0, "g.1": 3.0}, BEATS: {"m": 2, "g.1": 1}}
         m.session.abort("killed")
         await some.settle()
-        assert some.head.gauges() == {"x": {"g.1": 3.0}}
+        assert some.head.gauges() == {"x": {"g.1": 3.0}, BEATS: {"g.1": 1}}
+
+    scene(work)
+
+
+def test_who_is_asked_how_it_is_answers_leaves_or_is_waited_for_no_longer() -> None:
+    async def work(some: Scene) -> None:
+        m, later = await some.enter(hello("m", Role.MIXED)), await some.enter(stage(1))
+        for ends in (lambda: later.say(messages.Beat({})), lambda: later.session.abort("killed")):
+            polled = asyncio.create_task(some.head.poll())
+            await some.settle()
+            m.say(messages.Beat({"x": 1.0}))
+            await some.settle()
+            assert not polled.done()
+            ends()
+            await some.settle()
+            assert polled.done() and some.loop.time() == 0
+        assert len(m.of(messages.Poll)) == 2
+        await some.head.poll()
+        assert some.loop.time() == POLL_S
 
     scene(work)
 

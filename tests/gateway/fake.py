@@ -93,6 +93,9 @@ class FakeBackend:
         if self.not_ready is not None:
             raise self.not_ready
 
+    async def poll(self) -> None:
+        """All is said."""
+
     def gauges(self) -> dict[str, dict[str, float]]:
         return self.node_gauges
 

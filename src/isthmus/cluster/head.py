@@ -7,11 +7,12 @@ head only carries them out.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -35,6 +36,9 @@ from isthmus.types import NS_PER_MS, NS_PER_S, Job, ModelCard, NodeId, RequestId
 log = logging.getLogger(__name__)
 
 BEAT_MS = 500
+BEATS = "node_beats_total"
+POLL_S = 0.5
+"""So long whoever reads gauges waits for a node that does not answer."""
 MAX_NAMERS = 1024
 """Of salts, which come from clients."""
 
@@ -129,13 +133,30 @@ class Head:
             if member.role is Role.PREFILL
         )
 
+    def _beating(self) -> dict[NodeId, _Member | Stage]:
+        """All processes that are here, by name."""
+        return self._members | {stage.name: stage for stage in self._groups.followers()}
+
+    async def poll(self) -> None:
+        asked = {name: (each, each.gauges.get(BEATS, 0)) for name, each in self._beating().items()}
+        for each, _ in asked.values():
+            each.session.send(messages.Poll())
+
+        def told() -> bool:
+            here = self._beating()
+            return all(
+                here.get(name) is not each or each.gauges.get(BEATS, 0) > before
+                for name, (each, before) in asked.items()
+            )
+
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.wait_until(told), POLL_S)
+
     def gauges(self) -> dict[str, dict[str, float]]:
         """Latest value of every node metric: metric name -> node -> value."""
         found: dict[str, dict[str, float]] = {}
-        known = [(node, member.gauges) for node, member in self._members.items()]
-        known += [(stage.name, stage.gauges) for stage in self._groups.followers()]
-        for node, gauges in known:
-            for name, value in gauges.items():
+        for node, each in self._beating().items():
+            for name, value in each.gauges.items():
                 found.setdefault(name, {})[str(node)] = value
         return found
 
@@ -378,7 +399,8 @@ class Head:
     def heard_stage(self, stage: Stage, message: messages.HeadBound) -> None:
         if not isinstance(message, messages.Beat):
             raise ProtocolError(f"a {type(message).__name__} from a later pipeline stage")
-        stage.heard_ns, stage.gauges = self._clock_ns(), message.gauges
+        stage.heard_ns, stage.gauges = self._clock_ns(), _counted(stage.gauges, message)
+        self._changed.set()
         leader = self._members.get(stage.hello.group)
         if leader is not None:
             self._link_stats.heard(stage.name, leader.cluster, message.link_reports, stage.heard_ns)
@@ -387,6 +409,7 @@ class Head:
         """Nothing more is sent to a group that misses one, even before its leader knows."""
         self._groups.leave(stage)
         self._link_stats.left(stage.name)
+        self._changed.set()
         self.leave(stage.hello.group, f"stage {stage.hello.stage}: {reason}")
 
     def leave(self, node: NodeId, reason: str, session: Session | None = None) -> None:
@@ -416,7 +439,8 @@ class Head:
                 if stream is not None and stream.attempt == message.attempt:
                     stream.score(message.first, message.logprobs)
             case messages.Beat():
-                member.gauges = message.gauges
+                member.gauges = _counted(member.gauges, message)
+                self._changed.set()
                 self._link_stats.heard(node, member.cluster, message.link_reports, member.heard_ns)
             case messages.Directions():
                 if node == self._donors.asked:
@@ -450,7 +474,7 @@ class Head:
         self.complete()
 
     async def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Of which nodes are here; asked again whenever one came or went."""
+        """Of which nodes are here and what they say; asked again whenever one came, went or beat."""
         while not holds():
             self._changed.clear()
             await self._changed.wait()
@@ -528,3 +552,8 @@ class _FromNode(NoPayloads):
             self._head.leave_stage(self._stage, reason)
         if self._node is not None:
             self._head.leave(self._node, reason, session)
+
+
+def _counted(before: Mapping[str, float], beat: messages.Beat) -> dict[str, float]:
+    """Its gauges, and the number of beats so far."""
+    return beat.gauges | {BEATS: before.get(BEATS, 0) + 1}

@@ -183,16 +183,17 @@ class NodeProcess(EngineProcess):
     def gauges(self) -> dict[str, float]:
         scheduler = self.node.scheduler
         pool = scheduler.pool
-        found: dict[str, float] = {
-            "node_requests_running": scheduler.num_running,
-            "node_requests_waiting": scheduler.num_waiting,
-            "kv_blocks": pool.num_blocks,
-            "kv_blocks_available": pool.available,
-            "kv_blocks_cached": pool.cached,
-            "kv_blocks_transfer": scheduler.num_transfer,
-            "kv_blocks_hosted": scheduler.num_hosted,
-            "kv_blocks_evicted_total": self._blocks_evicted,
-        }
+        with self.worker.lock:
+            found: dict[str, float] = {
+                "node_requests_running": scheduler.num_running,
+                "node_requests_waiting": scheduler.num_waiting,
+                "kv_blocks": pool.num_blocks,
+                "kv_blocks_available": pool.available,
+                "kv_blocks_cached": pool.cached,
+                "kv_blocks_transfer": scheduler.num_transfer,
+                "kv_blocks_hosted": scheduler.num_hosted,
+                "kv_blocks_evicted_total": self._blocks_evicted,
+            }
         found |= super().gauges()
         return found | (self._group.gauges() if self._group is not None else {})
 

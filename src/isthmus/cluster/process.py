@@ -176,8 +176,14 @@ class MemberProcess(ABC):
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self.loop.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
         return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        """Who goes on without a part of it would only seem to be well."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.died(error)
 
     # What its kind makes of it.
 
@@ -215,12 +221,15 @@ class MemberProcess(ABC):
 
     async def _beat(self, every_ms: int) -> None:
         while True:
-            self._send(messages.Beat(self.gauges(), tuple(self._link_monitor.report())))
+            self._say()
             self.fact(events.Woken())
             await asyncio.sleep(every_ms / 1000)
 
+    def _say(self) -> None:
+        self._send(messages.Beat(self.gauges(), tuple(self._link_monitor.report())))
+
     def gauges(self) -> dict[str, float]:
-        """Present state and totals, by metric name; read without a lock, so they may be a step apart."""
+        """Present state and totals, by metric name."""
         return self.mover.gauges()
 
     def wake(self, wake: events.Wake) -> None:
@@ -247,6 +256,8 @@ class MemberProcess(ABC):
                 self._addresses[message.cluster] = message.addresses
                 if message.cluster != self._facts.cluster:
                     self._link_monitor.linked(message)
+            case messages.Poll():
+                self._say()
             case messages.Turned():
                 self.end(StartError(f"the head turned this node away: {message.reason}"))
             case messages.Stop():
@@ -279,9 +290,9 @@ class MemberProcess(ABC):
         self.mover.lost_bytes(names)
 
     def died(self, error: BaseException) -> None:
-        """From the thread that computes."""
+        """A bug, in the event loop or in the thread that computes, ends the process."""
         self.loop.call_soon_threadsafe(
-            self.end, StartError(f"the engine failed: {type(error).__name__}: {error}")
+            self.end, StartError(f"the node failed: {type(error).__name__}: {error}")
         )
 
 

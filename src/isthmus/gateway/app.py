@@ -171,9 +171,11 @@ class _Pages:
         return Response(status_code=200 if self._backend.healthy else 503)
 
     async def metrics(self, request: Request) -> Response:
+        await self._backend.poll()
         return Response(self._meter.render(), headers={"content-type": CONTENT_TYPE})
 
     async def status(self, request: Request) -> Response:
+        await self._backend.poll()
         return _json(cluster_status(self._backend, self._meter.num_running))
 
 

@@ -104,6 +104,10 @@ class Backend(Protocol):
         told apart by what they mean. The first time that may take as long as reading the model's embeddings."""
         ...
 
+    async def poll(self) -> None:
+        """Returns when each node has said how it is now, so that `gauges` knows; or soon, if one does not answer."""
+        ...
+
     def gauges(self) -> dict[str, dict[str, float]]:
         """Metric name -> node id -> value, for /metrics and /status. May be empty."""
         ...

@@ -6,7 +6,7 @@ WORKERS ?= 2
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: install serve test test-ray soak check test-vllm mutants protections clean
+.PHONY: install serve test test-ray soak steady check test-vllm mutants protections clean
 
 install: $(STAMP)
 
@@ -44,6 +44,11 @@ test-vllm: install
 soak: install
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "soak or not soak" --hypothesis-profile=soak $(ARGS)
 
+# The suite under one core, burners, nice, slow and quick engines, other orders and hash seeds: hours. ARGS: `--times 3
+# one-core shuffle`, or `-- tests/cluster`; in a copy of the tree, so that work may go on.
+steady: install
+	$(VENV)/bin/python -m tests.steady $(ARGS)
+
 check: install
 	$(VENV)/bin/ruff check src benchmarks connectors tests examples
 	$(VENV)/bin/ruff format --check src benchmarks connectors tests examples
@@ -53,11 +58,11 @@ check: install
 # Plants bugs and sees what the tests of each room find; half an hour. Not part of `make test`.
 mutants: install
 	$(VENV)/bin/python -m pip install --quiet --editable '.[mutants]'
-	$(VENV)/bin/python tests/mutants.py $(ARGS)
+	$(VENV)/bin/python -m tests.mutants $(ARGS)
 
 # Takes away each protection of tests/protections.yaml alone and sees that its test fails; ten minutes. ARGS: a word of it.
 protections: install
-	$(VENV)/bin/python tests/protections.py $(ARGS)
+	$(VENV)/bin/python -m tests.protections $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

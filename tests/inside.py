@@ -31,6 +31,7 @@ from isthmus.gateway.server import bind, serve_http
 from isthmus.messenger import network
 from isthmus.messenger.tcp import TcpPort
 from isthmus.types import BlockName, NodeId, Tier
+from tests.pace import paced
 from tests.served import LIMIT_S, POLL_S, Client
 
 Tiers = dict[BlockName, Tier]
@@ -213,10 +214,9 @@ def inside(settings: dict[str, Any], *, key: str | None = None) -> Iterator[Insi
 
 def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Sections of options that have defaults here, by dotted names."""
+    sections = {"engine": paced(settings.get("engine", {})), "limits": settings.get("limits", {})}
     return {
-        f"{section}.{option}": value
-        for section in ("engine", "limits")
-        for option, value in settings.get(section, {}).items()
+        f"{section}.{option}": value for section, given in sections.items() for option, value in given.items()
     } | {name: value for name, value in settings.items() if name not in ("engine", "limits")}
 
 

@@ -28,7 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from mutations import ROOT, Mutant, mutant, places
+
+from tests.mutations import Mutant, mutant, places
+from tests.scratch import ROOT, copied, environment
 
 # Of the executors all that needs no live processes.
 QUICK = "addresses cache fetches handover head link_monitor link_stats loans machines mover node pipeline "
@@ -79,10 +81,9 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def copied(scratch: Path) -> Path:
+def compiled(scratch: Path) -> Path:
     """A copy of the tree whose compiled files are judged by their source, not by a clock that is too coarse."""
-    left_out = shutil.ignore_patterns(".venv", ".git", ".*_cache", ".hypothesis", "build", "__pycache__")
-    shutil.copytree(ROOT, scratch, ignore=left_out, dirs_exist_ok=True)
+    copied(scratch)
     compileall.compile_dir(scratch, quiet=1, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
     return scratch
 
@@ -98,7 +99,7 @@ def outcome(tests: Iterable[str], scratch: Path, **env: str) -> str:
     # What hangs ends at once, with status 1: who failed might hang again while it is cleaned up.
     limits = ["--timeout=30", "--timeout-method=thread"]
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *limits, *tests]
-    env = {**os.environ, "PYTHONPATH": str(scratch / "src"), **env}
+    env = environment(scratch, **env)
     with (scratch / "said.txt").open("w") as said:
         kind: dict[str, Any] = {"stdout": said, "stderr": said, "start_new_session": True}
         with subprocess.Popen(command, cwd=scratch, env=env, preexec_fn=_limits, **kind) as run:
@@ -169,7 +170,7 @@ def main() -> None:
     records = []
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, asked.out.open("w") as out:
-        scratch = copied(Path(folder))
+        scratch = compiled(Path(folder))
         for room in asked.rooms:
             mutants = list(
                 again(room, missed) if asked.again else islice(draw(room, asked.seed, known), asked.count)

@@ -7,8 +7,6 @@ tree, alone, since a second check behind it must not hide that the first is gone
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,7 +15,8 @@ from typing import NamedTuple
 
 import yaml
 
-ROOT = Path(__file__).parent.parent
+from tests.scratch import ROOT, copied, environment
+
 LIMIT_S = 240
 
 
@@ -35,15 +34,9 @@ def protections(word: str = "") -> list[Protection]:
     return [Protection(**row) for row in rows if word in row["what"]]
 
 
-def copied(scratch: Path) -> Path:
-    left_out = shutil.ignore_patterns(".venv", ".git", ".*_cache", ".hypothesis", "build", "__pycache__")
-    shutil.copytree(ROOT, scratch, ignore=left_out, dirs_exist_ok=True)
-    return scratch
-
-
 def passes(scratch: Path, *tests: str) -> bool:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-    env = {**os.environ, "PYTHONPATH": str(scratch / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    env = environment(scratch, PYTHONDONTWRITEBYTECODE="1")
     try:
         status = subprocess.run(command, cwd=scratch, env=env, timeout=LIMIT_S, capture_output=True).returncode
     except subprocess.TimeoutExpired:

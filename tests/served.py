@@ -22,6 +22,7 @@ import pytest
 
 from isthmus.cli.main import main
 from isthmus.cluster.local import LocalCluster
+from tests.pace import paced
 
 START_S = LIMIT_S = 90
 """Only so that a bug ends a test: nothing is decided by it, and a loaded machine takes its time."""
@@ -188,7 +189,7 @@ def _configured(home: Path, settings: dict[str, Any] | None) -> list[str]:
         return ["--kv-memory", "64MiB"]
     path = home / "serve.yaml"
     limits = {"silence_s": 60, "rejoin_s": 60} | settings.get("limits", {})
-    engine = {"kv_memory": "64MiB"} | settings.get("engine", {})
+    engine = {"kv_memory": "64MiB"} | paced(settings.get("engine", {}))
     path.write_text(json.dumps(settings | {"limits": limits, "engine": engine}))
     return ["--config", str(path)]
 

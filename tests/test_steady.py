@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,13 +18,15 @@ from tests.scratch import ROOT
 from tests.steady import CONDITIONS, Run, command_of, table
 
 DRAWS = """
+import os
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 @settings(max_examples=300)
 @given(st.integers(), st.text())
 def test_draws(number, text):
-    with open({where!r}, "a") as file:
+    with open(os.environ["SAID"], "a") as file:
         print(number, ascii(text), file=file)
 """
 
@@ -31,10 +34,10 @@ def test_draws(number, text):
 def test_examples_do_not_depend_on_what_was_loaded_before(tmp_path: Path) -> None:
     drawn = []
     for name, others in (("alone", []), ("after", ["-p", "isthmus.config", "-p", "isthmus.sim.simulation"])):
-        test, said = tmp_path / f"test_{name}.py", tmp_path / f"{name}.txt"
-        test.write_text(DRAWS.format(where=str(said)))
+        test, said = tmp_path / "test_draws.py", tmp_path / f"{name}.txt"
+        test.write_text(DRAWS)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", *others, str(test)]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=os.environ | {"SAID": str(said)})
         drawn.append(said.read_text())
     assert drawn[0] == drawn[1]
 

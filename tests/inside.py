@@ -21,7 +21,6 @@ import uvloop
 
 from isthmus.cli.node import SWITCH_S, process_of
 from isthmus.cli.serve import assemble
-from isthmus.cluster import head as head_module
 from isthmus.cluster.head import Head
 from isthmus.cluster.hosts import Hosts, LaunchSpec, Process
 from isthmus.cluster.node import NodeProcess
@@ -36,8 +35,6 @@ from tests.served import LIMIT_S, POLL_S, Client
 
 Tiers = dict[BlockName, Tier]
 
-BEAT_MS = 20
-"""Gauges come as often, so that nobody waits long for them."""
 IDLE_S = LIMIT_S
 _DEFAULTS = {"engine.threads": 1, "engine.kv_memory": "64MiB", "limits.silence_s": 600}
 """Nodes share this process: none of them can die alone, and a busy machine makes all of them late."""
@@ -195,7 +192,7 @@ def inside(settings: dict[str, Any], *, key: str | None = None) -> Iterator[Insi
     """`settings`: as in a configuration file; `key`: to ask with. At the end, everything must be idle."""
     config = load_config(None, _DEFAULTS | flat(settings))
     opened: Future[Inside] = Future()
-    with mock.patch.object(head_module, "BEAT_MS", BEAT_MS), ThreadPoolExecutor(1) as thread:
+    with ThreadPoolExecutor(1) as thread:
         over = thread.submit(_run, config, key, opened)
         over.add_done_callback(lambda done: opened.cancel())
         try:

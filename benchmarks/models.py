@@ -7,9 +7,13 @@ so that importing this module costs nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
+from unittest import mock
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,14 +121,45 @@ def unpack_model(file: Path, folder: Path) -> None:
 def gguf_reference(path: Path, attention: str = "eager") -> PreTrainedModel:
     """In float32: what `from_pretrained` makes of `gguf_file`, without the package that it moves large models with."""
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    config = load_gguf_checkpoint(path)["config"]
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation=attention)
-    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
+    with _read_once(path):
+        config = load_gguf_checkpoint(path)["config"]
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(**config), attn_implementation=attention
+            )
+        model.tie_weights()
+        tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
     left = model.float().load_state_dict(tensors, strict=False)
     assert left.missing_keys == (["lm_head.weight"] if config["tie_word_embeddings"] else [])
     return model.eval()
+
+
+@contextlib.contextmanager
+def _read_once(path: Path) -> Iterator[None]:
+    """transformers reads the file anew at each call, and makes a table of names for each module of a model."""
+    import gguf
+    import numpy as np
+
+    class Reader(gguf.GGUFReader):
+        """Of a plain array, of which a slice takes a quarter of the time that one of a `memmap` does."""
+
+        @property
+        def data(self) -> np.ndarray[Any, Any]:
+            return self._data
+
+        @data.setter
+        def data(self, mapped: np.ndarray[Any, Any]) -> None:
+            self._data = np.asarray(mapped)
+
+    reader = Reader(path)
+    with (
+        mock.patch.object(gguf, "GGUFReader", lambda path: reader),
+        mock.patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
+    ):
+        yield
 
 
 def _weight_std(hidden_size: int) -> float:

@@ -156,7 +156,7 @@ def _read_once(path: Path) -> Iterator[None]:
 
     reader = Reader(path)
     with (
-        mock.patch.object(gguf, "GGUFReader", lambda path: reader),
+        mock.patch.object(gguf, "GGUFReader", return_value=reader),
         mock.patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)),
     ):
         yield

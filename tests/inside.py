@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,6 +105,43 @@ class Inside(Client):
                 session.abort("killed")
 
         self.call(end)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[Callable[[int], None]]:
+        """Engines take no step meanwhile but those that are let, so many each: what is asked comes together, and is not
+        over before the test has done what it must do in its midst."""
+        let, is_over = Counter[str](), False
+        changed = threading.Condition()
+
+        def held(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+            def wait(*arguments: Any) -> Any:
+                with changed:
+                    assert changed.wait_for(lambda: is_over or let[name], LIMIT_S), "nobody lets it go on"
+                    let[name] -= 1
+                return step(*arguments)
+
+            return wait
+
+        def more(count: int) -> None:
+            with changed:
+                let.update({name: count for name in engines})
+                changed.notify_all()
+
+        nodes = [process for process in self.processes if isinstance(process, NodeProcess)]
+        engines = {process._facts.node: process.runs.engine for process in nodes}
+        with contextlib.ExitStack() as stack:
+            for name, engine in engines.items():
+                stack.enter_context(mock.patch.object(engine, "step", held(name, engine.step)))
+            try:
+                yield more
+            finally:
+                with changed:
+                    is_over = True
+                    changed.notify_all()
+
+    def wait_until_asked(self, count: int) -> None:
+        """Returns when so many requests have come and are not answered."""
+        self.wait_until(lambda: self.call(lambda: len(self.head._streams)) == count, f"{count} requests come")
 
     def check_idle(self) -> None:
         """All that requests took comes back, on every node; and the conductor knows what each node has, by tier."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from isthmus.scheduler import Run
 from tests.cluster.test_exact_pool import SLOW, prompt_of
 from tests.inside import Inside, inside
 from tests.models import check_greedy, make_model
-from tests.served import streamed
+from tests.served import LIMIT_S, streamed
 
 HOME_BLOCKS = 14
 PROMPTS = [prompt_of(at, length) for at, length in enumerate((1, 16, 17, 400, 60, 33, 280))]
@@ -161,6 +161,32 @@ class Watched:
         process.node.on = watched  # type: ignore[method-assign]
 
 
+STEPS = 30
+"""In which every prompt is computed, and no answer ends."""
+
+
+def killed_in_their_midst(
+    served: Inside,
+    pool: ThreadPoolExecutor,
+    victim: str | Callable[[], str],
+    prompts: list[list[int]],
+    num_tokens: int,
+) -> list[Future[list[int]]]:
+    """Answers that have all begun, and of which none is over, when a node dies."""
+    begun = [threading.Event() for _ in prompts]
+    with served.held() as let:
+        asked = [
+            pool.submit(streamed, served, prompt, num_tokens, event, ignore_eos=True)
+            for prompt, event in zip(prompts, begun, strict=True)
+        ]
+        served.wait_until_asked(len(prompts))
+        let(STEPS)
+        for event in begun:
+            assert event.wait(LIMIT_S)
+        served.kill(victim if isinstance(victim, str) else victim())
+    return asked
+
+
 @pytest.mark.parametrize(
     ("kv_heads", "attention", "roles"), [(2, 2, {"mixed": 2}), (1, 2, {"mixed": 2}), (2, 2, PAIRS)]
 )
@@ -174,14 +200,7 @@ def test_a_home_that_dies_is_replaced_and_no_kv_moves(
     config = deployment(model, kv_heads, attention, roles, policy="round_robin")
     with inside(config) as served, ThreadPoolExecutor(4) as pool:
         watched = [Watched(process_of(served, heir)) for heir in heirs]
-        begun = [threading.Event() for _ in prompts]
-        asked = [
-            pool.submit(streamed, served, prompt, num_tokens, event, ignore_eos=True)
-            for prompt, event in zip(prompts, begun, strict=True)
-        ]
-        for event in begun:
-            assert event.wait(60)
-        served.kill(victim)
+        asked = killed_in_their_midst(served, pool, victim, prompts, num_tokens)
         for prompt, each in zip(prompts, asked, strict=True):
             answer = each.result()
             assert len(answer) == num_tokens
@@ -202,14 +221,7 @@ def test_a_holder_that_dies_costs_no_token(models: dict[int, Path]) -> None:
     """What it had is computed anew from prompt and answer, with those that are left."""
     model, prompts = models[4], [prompt_of(at, length) for at, length in enumerate((400, 60, 280, 150))]
     with inside(deployment(model, 4, 4, {"mixed": 2})) as served, ThreadPoolExecutor(4) as pool:
-        begun = [threading.Event() for _ in prompts]
-        asked = [
-            pool.submit(streamed, served, prompt, 120, event, ignore_eos=True)
-            for prompt, event in zip(prompts, begun, strict=True)
-        ]
-        for event in begun:
-            assert event.wait(60)
-        served.kill("attention-2")
+        asked = killed_in_their_midst(served, pool, "attention-2", prompts, 120)
         for prompt, each in zip(prompts, asked, strict=True):
             answer = each.result()
             assert len(answer) == 120
@@ -221,13 +233,15 @@ def test_a_home_whose_kv_lies_with_other_homes_is_replaced(models: dict[int, Pat
     model, prompt = models[2], prompt_of(1, 560)
     config = deployment(model, 2, 0, {"mixed": 4}, policy="round_robin")
     with inside(config) as served, ThreadPoolExecutor(1) as pool:
-        begun, watched = threading.Event(), {}
+        watched = {}
         for at in range(4):
             watched[f"mixed-{at}"] = Watched(process_of(served, f"mixed-{at}"))
-        asked = pool.submit(streamed, served, prompt, 40, begun, ignore_eos=True)
-        assert begun.wait(60)
-        [victim] = [name for name, seen in watched.items() if seen.begun]
-        served.kill(victim)
+
+        def victim() -> str:
+            [name] = [name for name, seen in watched.items() if seen.begun]
+            return name
+
+        [asked] = killed_in_their_midst(served, pool, victim, [prompt], 40)
         answer = asked.result()
         assert len(answer) == 40
         check_greedy(model, prompt, answer)

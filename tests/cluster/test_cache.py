@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from pathlib import Path
@@ -223,6 +224,8 @@ def test_cancel_waits_for_the_loader(kit: Kit, monkeypatch: pytest.MonkeyPatch) 
     assert began.wait(WAIT_S)
     cancelled = threading.Thread(target=load.cancel)
     cancelled.start()
+    while not load.cancelled:
+        time.sleep(0.001)
     assert not load.over.is_set()
     go_on.set()
     cancelled.join(WAIT_S)

@@ -70,10 +70,13 @@ def ask(served: Client, model: Path, prompt: list[int], num_tokens: int = 20, **
     return found
 
 
-def ask_all(served: Client, model: Path, prompts: list[list[int]], num_tokens: int = 20) -> None:
+def ask_all(served: Inside, model: Path, prompts: list[list[int]], num_tokens: int = 20) -> None:
     """At once."""
     with ThreadPoolExecutor(len(prompts)) as pool:
-        list(pool.map(lambda prompt: ask(served, model, prompt, num_tokens), prompts))
+        with served.held():
+            asked = pool.map(lambda prompt: ask(served, model, prompt, num_tokens), prompts)
+            served.wait_until_asked(len(prompts))
+        list(asked)
 
 
 def attended(served: Client) -> dict[str, float]:

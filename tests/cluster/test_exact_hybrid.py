@@ -13,9 +13,8 @@ from isthmus.blocks import KVLayout
 from isthmus.engine.engine import Engine, EngineOptions
 from tests.cluster.test_exact_pool import NUM_TOKENS, SLOW, Chat, prompt_of
 from tests.engine.hybrids import FAMILIES, save_tiny
-from tests.inside import inside
+from tests.inside import Inside, inside
 from tests.models import check_greedy
-from tests.served import Client
 
 RECURRENT = ("qwen3_next", "kimi_linear")
 SIZE = 16
@@ -37,9 +36,13 @@ def layout_of(model: Path) -> KVLayout:
     return Engine(model, EngineOptions(kv_bytes=1 << 24, max_sequences=2)).layout
 
 
-def check_all(served: Client, model: Path, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) -> None:
+def check_all(served: Inside, model: Path, prompts: list[list[int]], num_tokens: int = NUM_TOKENS) -> None:
+    """All at once."""
     with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(lambda prompt: served.tokens(prompt, num_tokens, ignore_eos=True), prompts))
+        with served.held():
+            answering = pool.map(lambda prompt: served.tokens(prompt, num_tokens, ignore_eos=True), prompts)
+            served.wait_until_asked(len(prompts))
+        answers = list(answering)
     for prompt, answer in zip(prompts, answers, strict=True):
         assert len(answer) == num_tokens
         check_greedy(model, prompt, answer)

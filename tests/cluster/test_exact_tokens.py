@@ -133,7 +133,10 @@ def test_pre_emption_under_memory_pressure(roles: dict[str, int], llama: Path) -
     prompts = [[draw.randrange(256) for _ in range(20 + index)] for index in range(16)]
     with inside(deployment(llama, kv_memory="768KiB", roles=roles)) as cluster:
         with ThreadPoolExecutor(16) as pool:
-            answers = list(pool.map(lambda prompt: cluster.tokens(prompt, 200), prompts))
+            with cluster.held():
+                answering = pool.map(lambda prompt: cluster.tokens(prompt, 200), prompts)
+                cluster.wait_until_asked(len(prompts))
+            answers = list(answering)
         cluster.wait_until(lambda: cluster.total("num_preemptions_total") > 0, "a pre-emption")
     for prompt, answer in zip(prompts, answers, strict=True):
         assert len(answer) == 200

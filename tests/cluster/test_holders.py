@@ -72,7 +72,10 @@ def test_the_longest_context_is_that_of_all_nodes_together(name: str, length: fl
 def test_long_and_short_requests_together(name: str, model: Path) -> None:
     prompts = [prompt_of(at, length) for at, length in enumerate((20, 300, 60, 100, 250, 33, 280, 90))]
     with inside(deployment(model, ROLES[name])) as served, ThreadPoolExecutor(8) as pool:
-        for each in [pool.submit(ask, served, model, prompt, 24) for prompt in prompts]:
+        with served.held():
+            asked = [pool.submit(ask, served, model, prompt, 24) for prompt in prompts]
+            served.wait_until_asked(len(prompts))
+        for each in asked:
             each.result()
 
 
@@ -101,7 +104,10 @@ def test_batches_take_turns(batches: int, model: Path) -> None:
     config["engine"] |= {"batches": batches, "max_sequences": 6, "kv_memory": 40 * BLOCK_BYTES}
     took = mock.patch.object(Turns, "_take", autospec=True, side_effect=Turns._take)
     with took as take, inside(config) as served, ThreadPoolExecutor(6) as pool:
-        for each in [pool.submit(ask, served, model, prompt, 24) for prompt in prompts]:
+        with served.held():
+            asked = [pool.submit(ask, served, model, prompt, 24) for prompt in prompts]
+            served.wait_until_asked(len(prompts))
+        for each in asked:
             each.result()
     assert max(len(call.args[1]) for call in take.call_args_list) == batches
 

@@ -414,7 +414,7 @@ FAULTS = st.sampled_from(
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(st.fixed_dictionaries(KNOBS), st.sampled_from([*SHAPES, "linked"]), FAULTS, st.integers(0, 1 << 16))
 def test_any_configuration_is_the_same(knobs: dict[str, Any], shape: str, faults: Faults, seed: int) -> None:
     if knobs["cache.dram"] == "0":

@@ -6,13 +6,13 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
 
 from isthmus.attempts import key_of
-from isthmus.blocks import BlockNamer
+from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster.addresses import AddressBook
 from isthmus.cluster.head import Head
 from isthmus.cluster.node import NodeProcess
@@ -91,6 +91,16 @@ class Flight(msgspec.Struct, frozen=True):
     outcomes: list[Outcome]
 
 
+def _recipe(layout: KVLayout) -> Recipe:
+    return Recipe("virtual", layout, VOCABULARY)
+
+
+@lru_cache(1 << 12)
+def _answer(layout: KVLayout, tokens: tuple[int, ...], count: int, salt: str) -> list[int]:
+    """Each is asked for several times, by several clusters."""
+    return expected_tokens(_recipe(layout), tokens, count, salt=salt)
+
+
 class SamplingEngine(EmulatedEngine):
     """Where a request is sampled, each token depends on its seed and on all of its answer before, in order."""
 
@@ -158,7 +168,7 @@ class VirtualCluster:
         self._config, self.deployment = config, deployment
         states = deployment.nodes[0].state_blocks * size
         layers = max([LAYERS, *(facts.pipeline for facts in deployment.nodes)])
-        self.recipe = Recipe("virtual", layout_of(size, layers=layers, state_tokens=states), VOCABULARY)
+        self.recipe = _recipe(layout_of(size, layers=layers, state_tokens=states))
 
     def names(self, tokens: Sequence[int], salt: str = "") -> tuple[BlockName, ...]:
         """Names of the full blocks of a prompt, as the conductor sees them."""
@@ -167,7 +177,7 @@ class VirtualCluster:
 
     def answer(self, request: VirtualRequest) -> list[int]:
         """The tokens it must get."""
-        return expected_tokens(self.recipe, request.tokens, request.output_tokens, salt=request.salt)
+        return list(_answer(self.recipe.layout, request.tokens, request.output_tokens, request.salt))
 
     def run(self, requests: Sequence[VirtualRequest]) -> Flight:
         """All requests to their ends. Request number i, in the order given, is called `i`."""

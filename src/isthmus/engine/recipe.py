@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,12 @@ def length_of(model: Path) -> int:
     return Fields(files.where("config.json"), config).of_text("").max_length(2048)
 
 
+@lru_cache(1 << 14)
+def _embedded(key: bytes, token: int) -> bytes:
+    """Most tokens of a prompt have come before."""
+    return blake3.blake3(token.to_bytes(4, "little"), key=key).digest(length=TOKEN_BYTES)
+
+
 class Recipe:
     """What KV bytes and tokens are made of. `revision`: any name of model and vocabulary."""
 
@@ -101,10 +109,7 @@ class Recipe:
 
     def embed(self, salt: str, tokens: Iterable[int]) -> list[bytes]:
         """What the first layer takes, one entry a token."""
-        key = self._key(salt)
-        return [
-            blake3.blake3(token.to_bytes(4, "little"), key=key).digest(length=TOKEN_BYTES) for token in tokens
-        ]
+        return list(map(_embedded, repeat(self._key(salt)), tokens))
 
     def recur(self, state: bytearray, position: int, below: Iterable[bytes]) -> Sequence[bytes]:
         """Takes the tokens from `position` on into a layer's state, which changes, and gives what comes out of it, one

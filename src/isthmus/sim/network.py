@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from heapq import heapify, heappop, heappush
-from itertools import compress, repeat
+from itertools import chain, compress, repeat
 from operator import attrgetter, sub
 
 NEVER = 1 << 62
@@ -535,18 +535,19 @@ class Network:
             for flow in tuple(route.left):
                 route.leave(flow)
         near = 1.0 + 1e-9
-        loads = [sum(flow.rate for flow in link.flows) for link in self._links]
-        for link in self._links:
-            assert link.num_flows == len(link.flows)
+        crossing = [link.flows for link in self._links]
+        loads = [sum([flow.rate for flow in flows]) for flows in crossing]
+        fastest = [max([flow.rate for flow in flows], default=0.0) for flows in crossing]
+        for link, flows, load in zip(self._links, crossing, loads, strict=True):
+            assert link.num_flows == len(flows)
             assert all(route.number == next(iter(route.flows)).number for route in link.routes)
-            untimed = [flow for flow in link.flows if not flow.timed]
+            untimed = [flow for flow in flows if not flow.timed]
             assert list(link.untimed) == ([] if link.is_slack else untimed)
-        for link, load in zip(self._links, loads, strict=True):
             assert load <= link.capacity * near, f"link {link.name} carries {load} of {link.capacity} bytes/s"
-            bound = 0.0 if link.is_slack else sum(flow.route.bound for flow in link.flows)
+            bound = 0.0 if link.is_slack else sum([flow.route.bound for flow in flows])
             assert math.isclose(link.bound, bound, rel_tol=1e-9, abs_tol=link.capacity * 1e-9)
-            assert all(link in flow.route.links and flow.live for flow in link.flows)
-        for flow in self._flows():
+            assert all(link in flow.route.links and flow.live for flow in flows)
+        for flow in dict.fromkeys(chain(*crossing)):
             assert flow.timed == (flow in self._timed) and (flow.timed or flow.quiet)
             if not flow.timed:
                 assert flow.rate == flow.route.bound
@@ -554,8 +555,7 @@ class Network:
                 continue
             assert -1.0 <= flow.left <= flow.num_bytes
             assert any(
-                loads[link.number] * near >= link.capacity
-                and flow.rate * near >= max(other.rate for other in link.flows)
+                loads[link.number] * near >= link.capacity and flow.rate * near >= fastest[link.number]
                 for link in flow.route.links
             ), f"flow {flow.tag!r} at {flow.rate} bytes/s has no bottleneck"
         if self._next is not None:

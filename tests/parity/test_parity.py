@@ -11,6 +11,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,8 @@ def test_what_happens_at_one_instant_happens_in_one_order(policy: str, shape: st
 TIERS = {"cache.dram": "1MiB", "cache.ssd": "2MiB", "cache.folder": "/nowhere"}
 
 
-def chats(count: int, every_ns: int, *, seed: int = 3, longest: int = 600) -> list[VirtualRequest]:
+@lru_cache(16)
+def chats(count: int, every_ns: int, *, seed: int = 3, longest: int = 600) -> Sequence[VirtualRequest]:
     """Conversations: each turn repeats the prompt before it, with the answer, and adds a question."""
     draw = random.Random(seed)
     cluster = VirtualCluster(config_of({}), deployed(config_of({}), COSTS))
@@ -208,7 +210,7 @@ def chats(count: int, every_ns: int, *, seed: int = 3, longest: int = 600) -> li
         request = VirtualRequest(at_ns, tokens, draw.randrange(1, 40))
         requests.append(request)
         open_chats.append(tokens + tuple(cluster.answer(request)))
-    return requests
+    return tuple(requests)
 
 
 @matrix("policy, shape, tiers", ["isthmus", "mooncake", "local_aware"], SHAPES, [{"cache.dram": "1MiB"}, TIERS])

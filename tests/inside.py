@@ -93,6 +93,43 @@ class Inside(Client):
 
         return asyncio.run_coroutine_threadsafe(work(), self._loop).result(LIMIT_S)
 
+    @contextlib.contextmanager
+    def stepping(self, before: Callable[[NodeProcess], object]) -> Iterator[None]:
+        """Meanwhile each node calls `before` in its own thread, without its lock, when its engine is to compute."""
+
+        def step_of(process: NodeProcess) -> Callable[..., Any]:
+            step = process.runs.engine.step
+
+            def stepped(*arguments: Any) -> Any:
+                before(process)
+                return step(*arguments)
+
+            return stepped
+
+        with contextlib.ExitStack() as stack:
+            for process in self.processes:
+                if isinstance(process, NodeProcess):
+                    patched = mock.patch.object(process.runs.engine, "step", step_of(process))
+                    stack.enter_context(patched)
+            yield
+
+    @contextlib.contextmanager
+    def together(self, count: int) -> Iterator[None]:
+        """Meanwhile nothing is computed until so many requests have been there at once: however slowly they come, what
+        is decided about each is decided before any of them has begun."""
+        came = threading.Event()
+
+        def wait(_: NodeProcess) -> None:
+            until = time.monotonic() + LIMIT_S
+            while not came.is_set():
+                if len(self.head._streams) >= count:
+                    came.set()
+                assert time.monotonic() < until, f"not {count} requests, but {len(self.head._streams)}"
+                time.sleep(POLL_S)
+
+        with self.stepping(wait):
+            yield
+
     def kill(self, name: str) -> None:
         """Ends a node at once: nothing of it is heard any more. It does not come back."""
         process = next(each for each in self.processes if each._facts.node == name)

@@ -13,13 +13,18 @@ from isthmus.conductor.index import PrefixIndex
 from isthmus.engine.emulated import expected_tokens
 from tests import inside as room
 from tests.cluster.test_pool import BLOCK_BYTES, RECIPE, ask, deployment, prompt_of
-from tests.inside import inside
+from tests.inside import Inside, inside
 
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left stays."""
-    monkeypatch.setattr(room, "IDLE_S", 2)
+    monkeypatch.setattr(room, "IDLE_S", 0)
+
+
+def until_left(served: Inside, what: str) -> None:
+    """Nothing else keeps the cluster from being idle."""
+    served.wait_until(lambda: all(what in each for each in served.call(served._left) or [""]), what)
 
 
 def test_a_block_on_disk_that_is_believed_to_be_in_memory(
@@ -34,6 +39,7 @@ def test_a_block_on_disk_that_is_believed_to_be_in_memory(
     with pytest.raises(AssertionError, match="in disk, and the conductor believes memory"):  # noqa: SIM117
         with inside(config) as served, ThreadPoolExecutor(6) as pool:
             list(pool.map(lambda prompt: ask(served, prompt, 10), prompts))
+            until_left(served, "in disk, and the conductor believes memory")
 
 
 def test_a_lease_that_nobody_releases(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,3 +51,4 @@ def test_a_lease_that_nobody_releases(monkeypatch: pytest.MonkeyPatch) -> None:
             lambda: served.gauge("cache_memory_blocks").get("decode-0", 0) >= 31, "the answer is kept"
         )
         ask(served, first + expected_tokens(RECIPE, first, 100) + prompt_of(2, 50))
+        until_left(served, "slots pinned")

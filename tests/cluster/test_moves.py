@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,9 +22,10 @@ from tests.cluster.test_holders import BLOCK_BYTES, CURVE, ask, deployment
 from tests.engine.hybrids import save_tiny
 from tests.inside import Inside, inside
 from tests.models import make_model
+from tests.served import LIMIT_S
 
-PAUSE_S = 0.002
-"""Between two orders."""
+PACE_S = 0.02
+"""Of an iteration, until something was lent: a shortage lasts as long on a quick machine."""
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def moving(served: Inside, seed: int) -> Iterator[None]:
-    """Meanwhile blocks of whatever decodes are told to go to any node, and to come back, one order after the other."""
-    over, draw = threading.Event(), random.Random(seed)
+    """Meanwhile blocks of whatever decodes are told to go to any node, and to come back: an order an iteration."""
+    draw = random.Random(seed)
     nodes = [process for process in served.processes if isinstance(process, NodeProcess)]
 
     def order() -> None:
@@ -53,17 +55,8 @@ def moving(served: Inside, seed: int) -> Iterator[None]:
             holder = draw.choice([other for other in nodes if other is not home]).node.node
             home.tell(Move(attempt.request, holder, draw.randrange(1, 5)))
 
-    def work() -> None:
-        while not over.wait(PAUSE_S):
-            served.call(order)
-
-    with ThreadPoolExecutor(1) as thread:
-        orders = thread.submit(work)
-        try:
-            yield
-        finally:
-            over.set()
-            orders.result()
+    with served.stepping(lambda _: served.call(order)):
+        yield
 
 
 def both_ways(served: Inside) -> None:
@@ -123,11 +116,19 @@ def test_a_node_that_lacks_memory_borrows_and_pays_back(policy: str, model: Path
     settings = deployment(model, {"prefill": 0, "decode": 0, "mixed": 2}, policy="round_robin", lending=lending)
     settings["engine"] |= {"kv_memory": 24 * BLOCK_BYTES}
     lengths = [(250, 110), *[(30, 8), (80, 24)] * 8]
-    with inside(settings) as served, ThreadPoolExecutor(len(lengths)) as pool:
-        asked = [
-            pool.submit(ask, served, model, prompt_of(at, length), count)
-            for at, (length, count) in enumerate(lengths)
-        ]
+    begins = threading.Event()
+
+    def wait(_: NodeProcess) -> None:
+        assert begins.wait(LIMIT_S)
+        if not any(process.mover.gauges()["kv_bytes_shipped_total"] for process in served.processes):
+            time.sleep(PACE_S)
+
+    with inside(settings) as served, ThreadPoolExecutor(len(lengths)) as pool, served.stepping(wait):
+        asked = []
+        for at, (length, count) in enumerate(lengths):  # in this order, by which each has its node
+            asked.append(pool.submit(ask, served, model, prompt_of(at, length), count))
+            served.wait_until(lambda at=at: len(served.head._streams) > at, "it is there")
+        begins.set()
         for each in asked:
             each.result()
         served.wait_until(lambda: served.total("kv_bytes_shipped_total") > 0, "something was lent")

@@ -277,7 +277,7 @@ def test_donors_on_disk_and_damaged_ones(model: Path, tmp_path: Path) -> None:
         _, details = ask(served, text(510, 10) + documents[0] + documents[1], "chunks")
         assert details["moved_tokens"] > 300, "donors are read from the disk"
         rng = random.Random(511)
-        for path in (tmp_path / "blocks").rglob("*"):
+        for path in sorted((tmp_path / "blocks").rglob("*")):
             if path.is_file() and path.stat().st_size > 4096:
                 data = bytearray(path.read_bytes())
                 for at in rng.sample([at for at, byte in enumerate(data) if byte], 400):

@@ -7,8 +7,10 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,13 @@ import openai
 import pytest
 
 from isthmus.cli.models import bytes_folder
+from isthmus.cluster.node import NodeProcess
 from isthmus.config import Config
 from isthmus.deploy import places_of, shaped
 from isthmus.engine.emulated import expected_tokens, recipe_of
-from tests.inside import inside
+from tests.inside import Inside, inside
 from tests.models import make_model
-from tests.served import Client, alive, command, given_up, node_pid, refused, serve, streamed
+from tests.served import POLL_S, Client, alive, command, given_up, node_pid, refused, serve, streamed
 
 RECIPE = recipe_of(bytes_folder(), bytes_folder(), 16)
 CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.001}
@@ -36,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def lasting(model: Path) -> Iterator[Client]:
+def lasting(model: Path) -> Iterator[Inside]:
     """A cluster for tests that leave it as it was, but for cached blocks."""
     with inside({"model": str(model), "cache": {"dram": "64MiB"}}) as served:
         yield served
@@ -83,7 +86,15 @@ def test_a_prefix_is_computed_once(lasting: Client) -> None:
     lasting.wait_until(lambda: lasting.gauge("prefix_cache_hits_total")["prefill-0"] == 96, "the hit counter")
 
 
-def test_a_disconnect_frees_the_blocks_on_both_nodes(lasting: Client) -> None:
+def test_a_disconnect_frees_the_blocks_on_both_nodes(lasting: Inside) -> None:
+    """The answer stands still after its first tokens, until the head knows that nobody listens."""
+    steps = count()
+
+    def wait(process: NodeProcess) -> None:
+        if process.node.node == "decode-0" and next(steps) > 20:
+            while lasting.head._streams:
+                time.sleep(POLL_S)
+
     body = {
         "model": lasting.model,
         "prompt": [5] * 40,
@@ -92,13 +103,14 @@ def test_a_disconnect_frees_the_blocks_on_both_nodes(lasting: Client) -> None:
         "ignore_eos": True,
     }
     before = lasting.gauge("tokens_sampled_total")["decode-0"]
-    with lasting.http.stream("POST", "/v1/completions", json=body) as reply:
-        assert reply.status_code == 200
-        lines = reply.iter_lines()  # kept: dropping it would close the connection
-        next(lines)
-        lasting.wait_until(lambda: lasting.gauge("node_requests_running")["decode-0"] == 1, "a running request")
-    idle = {"prefill-0": 0.0, "decode-0": 0.0}
-    lasting.wait_until(lambda: lasting.gauge("node_requests_running") == idle, "no request running")
+    with lasting.stepping(wait):
+        with lasting.http.stream("POST", "/v1/completions", json=body) as reply:
+            assert reply.status_code == 200
+            lines = reply.iter_lines()  # kept: dropping it would close the connection
+            next(lines)
+            lasting.wait_until(lambda: lasting.gauge("node_requests_running")["decode-0"] == 1, "it is running")
+        idle = {"prefill-0": 0.0, "decode-0": 0.0}
+        lasting.wait_until(lambda: lasting.gauge("node_requests_running") == idle, "no request running")
     lasting.wait_until(lambda: lasting.gauge("kv_blocks_available") == lasting.gauge("kv_blocks"), "all blocks")
     sampled = lasting.gauge("tokens_sampled_total")["decode-0"] - before
     assert sampled < 3999, "the answer went on to its end"

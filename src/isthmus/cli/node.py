@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from isthmus.cli.garbage import started, starting
 from isthmus.errors import ConfigError, IsthmusError
 from isthmus.types import NodeId, Role
 
@@ -45,12 +46,12 @@ def node(
     launched: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Add one node to a running cluster. The cluster's token is read from ISTHMUS_TOKEN or the config."""
-    from isthmus.cluster.hosts import LaunchSpec
-    from isthmus.cluster.own_address import reached_at
-
     if launched:
         _run_launched()
         return
+    from isthmus.cluster.hosts import LaunchSpec
+    from isthmus.cluster.own_address import reached_at
+
     if role is None or join is None:
         raise ConfigError("isthmus node needs --role prefill|decode|mixed|attention and --join HOST:PORT")
     from isthmus.config import cluster_token, load_config
@@ -124,9 +125,10 @@ def _in_cluster(config: Config, name: str | None) -> Config:
 
 def _run_launched() -> None:
     """A child of the launcher: its specification on standard input, trouble on standard output."""
-    from isthmus.cluster.hosts import LaunchSpec, Trouble
+    with starting():
+        from isthmus.cluster.hosts import LaunchSpec, Trouble
 
-    line = sys.stdin.buffer.readline()
+        line = sys.stdin.buffer.readline()
     if not line:
         sys.exit(1)  # the launcher died before it said what to be
     try:
@@ -145,7 +147,7 @@ def _run(spec: LaunchSpec, join_s: float, *, watch_stdin: bool) -> str:
 
     import uvloop
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with starting(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(spec, join_s, watch_stdin=watch_stdin))
 
 
@@ -249,5 +251,6 @@ async def _serve(spec: LaunchSpec, join_s: float, *, watch_stdin: bool) -> str:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with contextlib.suppress(asyncio.CancelledError):
         async with _opened(spec, join_s) as process:
+            started()
             return str(await process.run())
     return CANCELLED

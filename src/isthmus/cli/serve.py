@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from isthmus.cli.garbage import started, starting
+
 if TYPE_CHECKING:
     import asyncio
 
@@ -89,6 +91,11 @@ def serve(
         "placement": "ray" if ray else None,
         **_role_overrides(prefill, decode, mixed),
     }
+    with starting():
+        _run(config, overrides, api_key or [])
+
+
+def _run(config: Path | None, overrides: dict[str, Any], keys: list[str]) -> None:
     import asyncio
 
     from isthmus.config import cluster_token, load_config, with_keys
@@ -98,7 +105,7 @@ def serve(
     given = at_home(load_config(config, overrides), config.parent if config else Path())
     if given.placement == "ray":
         given = rooted(given, Path.cwd())
-    settings, why = shaped(with_keys(given, api_key or []), len(os.sched_getaffinity(0)))
+    settings, why = shaped(with_keys(given, keys), len(os.sched_getaffinity(0)))
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(settings, why))
 
@@ -124,13 +131,14 @@ async def _serve(config: Config, why: str) -> None:
     from isthmus.gateway.server import bind, serve_http
     from isthmus.messenger import address_of
 
-    started = time.monotonic()
+    began = time.monotonic()
     cluster, app = assemble(config, hosts_of(config))
     bound = bind(config.host, config.port)
     say_if_open(config, bound.getsockname())
     say_if_plain(config)
     stop = _stop_on_signals()
     async with cluster.run():
+        started()
         http = asyncio.create_task(serve_http(app, bound, stop, drain_s=config.limits.drain_s))
         ready = asyncio.create_task(cluster.wait_ready())
         stopped = asyncio.create_task(stop.wait())
@@ -145,7 +153,7 @@ async def _serve(config: Config, why: str) -> None:
                         file=sys.stderr,
                     )
                 nodes = [str(node) for node in cluster.head.nodes()]
-                took_s = time.monotonic() - started
+                took_s = time.monotonic() - began
                 _announce(url, cluster.head.card.name, nodes, why, took_s, keyed=bool(config.auth.keys))
             await http
         finally:

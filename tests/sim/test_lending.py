@@ -10,7 +10,7 @@ from statistics import mean
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from isthmus.attempts import key_of
@@ -90,13 +90,18 @@ def test_the_gain_grows_with_the_spread_of_lengths_and_with_the_load(policy: str
 
 class Debts(Simulation):
     """After each event, what each node holds for others is what the conductor believes that they borrowed of it, but
-    for requests that are over; and who borrowed lends nothing."""
+    for attempts that are over, of requests on hold as well; and who borrowed lends nothing. The conductor gives up what
+    an attempt has as soon as it ends it, and holders when they hear of that."""
 
     def _check_all(self) -> None:
         super()._check_all()
         view, named = self._conductor.view, self._nodes.by_name
         owing = {request.decode for request in view.requests.values() if request.held}
-        live = {key_of(name, request.attempt): request for name, request in view.requests.items()}
+        live = {
+            key_of(name, request.attempt): request
+            for name, request in view.requests.items()
+            if not request.on_hold
+        }
         for name, node in view.nodes.items():
             guests = named[name].decider.scheduler._memory.guests
             held = {key: sum([each.room for each in live[key].lent if node in each.holders]) for key in live}
@@ -106,6 +111,14 @@ class Debts(Simulation):
             assert not (node.lent_blocks and node in owing), "who borrowed lends"
 
 
+CROWD = [
+    *((0, 57, 187), (0, 800, 300), (0, 1100, 349), (40, 300, 377), (40, 800, 450), (50, 1480, 400)),
+    *((56, 1029, 138), (59, 653, 400), (60, 700, 200), (70, 435, 300), (80, 632, 129)),
+]
+"""One of them loses its memory while a holder has blocks of it, and goes on hold."""
+
+
+@example(CROWD, "isthmus", {Role.MIXED: 3})
 @settings(max_examples=12, deadline=None)
 @given(
     st.lists(

@@ -26,6 +26,7 @@ FORMS = (
     *("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
     *("guided_grammar", "regex", "json_schema", "ebnf"),
 )
+FORMAT = ("name", "strict", "description", "schema")
 KINDS = ("json", "json_object", "regex", "choice", "grammar")
 MOST_TOKENS = 16
 
@@ -95,6 +96,6 @@ def _read(name: str, value: Any) -> Any:
         return value | {"format": {key: _read(key, each) for key, each in given.items()}}
     if name == "response_format":
         return {key: _read(key, each) if isinstance(each, dict) else each for key, each in value.items()}
-    if name == "json_schema" and value.keys() & {"name", "strict", "description", "schema"}:
+    if name == "json_schema" and isinstance(value, dict) and value.keys() & {*FORMAT}:  # true is a schema, too
         return {key: TEXTS.get(key, each) for key, each in value.items()}
     return TEXTS.get(name, value)

@@ -13,7 +13,7 @@ from schemathesis.config import SchemathesisConfig
 
 from isthmus.gateway import GatewayTokenizer, create_app
 
-from . import document_hooks  # noqa: F401  (registers them)
+from . import document_hooks  # registers them
 from .fake import CARD, FakeBackend, fitting
 
 # No HTTP server refuses headers that it does not know.
@@ -38,6 +38,10 @@ def test_the_document_holds(document: schemathesis.BaseSchema, path: str, mode: 
         case.call_and_validate()
 
     holds()
+
+
+def test_true_is_a_schema_too() -> None:
+    assert document_hooks.meant({"json_schema": True}) == {"json_schema": document_hooks.SCHEMA}
 
 
 def test_all_that_reads_a_body_is_here(document: schemathesis.BaseSchema) -> None:

@@ -497,24 +497,25 @@ class View:
     def check(self) -> None:
         """Loads are the sums over requests."""
         self.index.check()
+        requests = list(self.requests.values())
+        lent = [each for request in requests for each in request.lent]
         for node in self.nodes.values():
-            queued = [r for r in self.requests.values() if r.prefilling and r.prefill is node]
-            decoding = [r for r in self.requests.values() if r.decode is node]
+            queued = [r for r in requests if r.prefilling and r.prefill is node]
+            decoding = [r for r in requests if r.decode is node]
             assert len(queued) == len(node.prefills) and all(r.arrived.request in node.prefills for r in queued)
             assert node.work_ns == sum(request.work_ns for request in queued)
             assert node.batch == len(decoding) == len(node.decodes)
             assert node.context == sum(request.arrived.num_tokens for request in decoding)
-            held = [each for r in self.requests.values() for each in r.lent if node in each.holders]
-            assert node.lent_blocks == sum([each.room for each in held])
-            growing = [r.expected_blocks for r in self.requests.values() if node in r.growth]
+            assert node.lent_blocks == sum([each.room for each in lent if node in each.holders])
+            growing = [r.expected_blocks for r in requests if node in r.growth]
             assert node.expected_blocks == sum(growing)
             for copy in (*node.link_in.copies, *node.link_out.copies):
-                assert any(copy in r.copies for r in self.requests.values()), "a copy that nobody wants"
+                assert any(copy in r.copies for r in requests), "a copy that nobody wants"
         for link in self.links.values():
-            crossing = [r for r in self.requests.values() if r.across is link]
+            crossing = [r for r in requests if r.across is link]
             assert all(request.handing_over for request in crossing)
             assert link.owed == sum(request.owed for request in crossing)
-            assert all(any(copy in r.copies for r in self.requests.values()) for copy in link.copies)
+            assert all(any(copy in r.copies for r in requests) for copy in link.copies)
 
 
 def _coming(request: RequestArrived, placement: Placement) -> Sequence[BlockName]:

@@ -162,11 +162,10 @@ class TierCache:
             assert len(tier.held) <= tier.capacity_blocks, "a tier is over its capacity"
             heads = tier.eviction.heads()
             assert heads.keys() == tier.held.keys(), "a policy has lost a block"
-            for name, head in heads.items():
-                if head is None:
-                    continue
-                assert head in dram.held or (tier is ssd and head in ssd.held), "a block without its head"
-                assert name not in pins or head in pins, "pins start at the first block"
+            above = (dram.held,) if tier is dram else (dram.held, ssd.held)
+            assert not {*heads.values()}.difference({None}, *above), "a block without its head"
+            pinned = {heads[name] for name in pins if name in heads}
+            assert not pinned.difference({None}, pins), "pins start at the first block"
         assert all(pins > 0 for pins in pins.values()), "a pin was dropped twice"
 
     def _demote(self, victims: list[Entry], below: list[Entry]) -> tuple[Chain, int]:

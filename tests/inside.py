@@ -161,7 +161,7 @@ class Inside(Client):
 
         def more(count: int) -> None:
             with changed:
-                let.update({name: count for name in engines})
+                let.update(dict.fromkeys(engines, count))
                 changed.notify_all()
 
         nodes = [process for process in self.processes if isinstance(process, NodeProcess)]

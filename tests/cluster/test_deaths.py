@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,19 +68,31 @@ def test_a_death_costs_one_attempt(victim: str, tmp_path: Path) -> None:
     flight = tmp_path / "flight.jsonl"
     roles = {"prefill": 2, "decode": 1} if victim == "decode-0" else {"prefill": 1, "decode": 2}
     sections = {"roles": roles, "engine": {"kind": "emulated", "cost": CURVE, "token_budget": 256}}
-    prompts = [[at % 200 for at in range(seed, seed + 100 + 80 * seed)] for seed in range(24)]
+    prompts = [[at % 200 for at in range(seed, seed + 100 + 80 * seed)] for seed in range(26)]
+    late = prompts[24:]
     with (
         serve(tmp_path, sections, "--record", str(flight)) as served,
         ThreadPoolExecutor(len(prompts)) as pool,
     ):
         begun = [threading.Event() for _ in prompts]
-        asked = [pool.submit(streamed, served, *each) for each in zip(prompts, [150] * 24, begun, strict=True)]
-        served.wait_until(lambda: heard(flight, RequestArrived) == len(prompts), "all prompts came")
+
+        def ask(prompt: list[int]) -> Future[list[int]]:
+            return pool.submit(streamed, served, prompt, 150, begun[prompts.index(prompt)])
+
+        def come(count: int) -> None:
+            served.wait_until(lambda: heard(flight, RequestArrived) == count, f"{count} prompts came")
+
+        asked = [ask(prompt) for prompt in prompts[:24]]
+        come(24)
         for times in (1, 2):
             some = 4 * times
             served.wait_until(
                 lambda some=some: sum(map(threading.Event.is_set, begun)) >= some, "answers go on"
             )
+            # A machine that is slow to kill it, and not to answer, would find nothing left of it to lose.
+            os.kill(node_pid(served.children().values(), victim), signal.SIGSTOP)
+            asked.append(ask(late[times - 1]))
+            come(24 + times)
             kill(served, victim, flight, times)
         for prompt, answer in zip(prompts, asked, strict=True):
             assert answer.result() == expected_tokens(RECIPE, prompt, 150, stop_tokens=(257,))

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from isthmus.cluster import hosting
+from isthmus.cluster.process import EngineProcess
 from isthmus.messenger import Session
 from isthmus.messenger.line import Answerer, LineLost
 from tests.cluster.test_exact_pool import SLOW, prompt_of
@@ -20,7 +21,7 @@ from tests.cluster.test_structured import asked as in_form
 from tests.cluster.test_structured import check as check_form
 from tests.inside import Inside, inside
 from tests.models import EOS, check_greedy, make_model, reference_logits
-from tests.served import Client, streamed
+from tests.served import LIMIT_S, Client, streamed
 
 BLOCK_BYTES = 16 * 3 * 2 * 2 * 16 * 4
 NODE_BLOCKS = 12
@@ -226,6 +227,11 @@ def test_what_no_nodes_have_memory_for_is_refused_in_a_line(model: Path) -> None
 # Faults.
 
 
+def home_of(served: Inside) -> EngineProcess:
+    [home] = [each for each in served.processes if each._facts.node == "mixed-0"]
+    return home
+
+
 def harmed(served: Inside, model: Path, prompt: list[int], num_tokens: int = 40) -> None:
     """An answer that goes on while something breaks, once."""
     answering = threading.Event()
@@ -258,12 +264,9 @@ def test_damaged_kv_is_never_attended_to(model: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("cut", ["line", "session"])
 def test_a_session_that_is_cut_costs_an_attempt(cut: str, model: Path) -> None:
     with inside(attending(model)) as served, ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(harmed, served, model, prompt_of(1, 300), 120)
-        served.wait_until(lambda: attended(served), "questions")
 
         def harm() -> int:
-            [home] = [each for each in served.processes if each._facts.node == "mixed-0"]
-            lines = home.mover.holders._lines
+            lines = home_of(served).mover.holders._lines
             for session, line in list(lines.items()):
                 if cut == "line":
                     line.asker.hang_up()
@@ -271,7 +274,12 @@ def test_a_session_that_is_cut_costs_an_attempt(cut: str, model: Path) -> None:
                     session.abort("cut by the test")
             return len(lines)
 
-        assert served.call(harm) >= 1
+        with served.held() as let:
+            answer = pool.submit(harmed, served, model, prompt_of(1, 300), 120)
+            served.wait_until_asked(1)
+            let(20)
+            served.wait_until(lambda: attended(served), "questions")
+            assert served.call(harm) >= 1
         answer.result()
 
 
@@ -285,6 +293,7 @@ def test_a_holder_that_says_nothing_costs_an_attempt(model: Path, monkeypatch: p
             serve(self, line)
             return
         silenced.set()
+        home_of(served).mover.holders._answer_s = LIMIT_S  # of the lines that are answered
         try:
             line.next()
             line.next()
@@ -292,8 +301,7 @@ def test_a_holder_that_says_nothing_costs_an_attempt(model: Path, monkeypatch: p
             return
 
     monkeypatch.setattr(hosting.Hosts, "_serve", mute)
-    settings = attending(model)
-    settings["limits"] = {"transfer_s": 1}
-    with inside(settings) as served:
+    with inside(attending(model, count=1)) as served:
+        home_of(served).mover.holders._answer_s = 0.5
         harmed(served, model, prompt_of(1, 200), 10)
     assert silenced.is_set()

@@ -18,7 +18,6 @@ from tests.models import check_greedy
 
 RECURRENT = ("qwen3_next", "kimi_linear")
 SIZE = 16
-FETCH_ROUNDS = 10
 
 
 @pytest.fixture(scope="module")
@@ -99,19 +98,12 @@ def test_two_of_each_with_little_memory(family: str, models: dict[str, Path]) ->
     prompts = [shared[: 100 + 10 * at] + prompt_of(50 + at, 30) for at in range(12)]
     with inside(config) as served:
         assert served.tokens(shared, 2, ignore_eos=True)
+        # So many wait for the node that has it that others fetch it.
         check_all(served, models[family], [shared + prompt_of(40 + at, 40) for at in range(6)])
         check_all(served, models[family], prompts)
         served.wait_until(lambda: served.total("prefix_cache_hits_total") > 0, "hits")
         assert served.total("seal_mismatches_total") == 0
         served.wait_until(lambda: served.total("cache_memory_evictions_total") > 0, "evictions")
-        for seed in range(
-            100, 100 + FETCH_ROUNDS
-        ):  # whether a prefix is fetched or computed depends on measured links
-            if served.total("kv_bytes_fetched_total") > 0:
-                break
-            shared = prompt_of(seed, 260)
-            check_all(served, models[family], [shared])
-            check_all(served, models[family], [shared + prompt_of(seed + at, 40) for at in range(6)])
         served.wait_until(lambda: served.total("kv_bytes_fetched_total") > 0, "states cross between nodes")
 
 

@@ -111,11 +111,14 @@ def test_prefill_nodes_share_one_pool(share: str, num_decode: int, model: Path) 
     config = deployment(model, roles={"prefill": 2, "decode": num_decode}, share=share)
     shared = prompt_of(5, 1000)
     chats = [Chat(model, shared + prompt_of(seed, 90)) for seed in range(20, 32)]
-    with inside(config) as served, ThreadPoolExecutor(6) as pool:
+    with inside(config) as served, ThreadPoolExecutor(len(chats)) as pool:
         assert chats[0].turn(served) == 0
-        cached = list(pool.map(lambda chat: chat.turn(served), chats[1:]))
-        assert max(cached) == 992
-        served.wait_until(lambda: _both_prefill(served, shared, pool), "both prefill")
+        with served.held():
+            turns = pool.map(lambda chat: chat.turn(served), chats[1:])
+            served.wait_until_asked(len(chats) - 1)
+        assert max(turns) == 992
+        computed = served.gauge("tokens_computed_total")
+        assert min(computed["prefill-0"], computed["prefill-1"]) > 0, "so many at once are for both"
         quiet = chats[0]
         served.wait_until(lambda: _decoded_blocks(served) >= quiet.num_kept // 16, "answers are kept")
         kept = quiet.num_kept
@@ -124,16 +127,6 @@ def test_prefill_nodes_share_one_pool(share: str, num_decode: int, model: Path) 
         check(served, model, prompts_of(8))
         crossed = {"host": "kv_bytes_borrowed_total", "none": "kv_bytes_fetched_total"}[share]
         served.wait_until(lambda: served.total(crossed) > 0, "blocks cross between nodes")
-
-
-def _both_prefill(served: Client, shared: list[int], pool: ThreadPoolExecutor) -> bool:
-    """Where answers are slow to come and to check, one node is free again for each prompt: six more at once then."""
-    computed = served.gauge("tokens_computed_total")
-    if min(computed["prefill-0"], computed["prefill-1"]) > 0:
-        return True
-    first = int(sum(computed.values()))
-    list(pool.map(lambda seed: served.tokens(shared + prompt_of(seed, 90), 1), range(first, first + 6)))
-    return False
 
 
 def _decoded_blocks(served: Client) -> float:

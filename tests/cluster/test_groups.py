@@ -20,7 +20,7 @@ from isthmus.cli.models import bytes_folder
 from isthmus.engine.emulated import Recipe, expected_tokens, recipe_of
 from tests.inside import inside
 from tests.models import check_greedy, make_model
-from tests.served import Client, node_pid, refused, serve, streamed
+from tests.served import LIMIT_S, Client, node_pid, refused, serve, streamed
 
 CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.001}
 LENGTHS = (1, 2, 15, 16, 17, 48, 64, 255, 256, 257, 900, 3000)
@@ -115,9 +115,9 @@ def test_a_killed_process_costs_no_token(victim: str, tmp_path: Path) -> None:
         with ThreadPoolExecutor(4) as pool:
             answering = threading.Event()
             answer = pool.submit(streamed, served, short, 300, answering)
-            answering.wait(30)
-            asked = [pool.submit(ask, served, prompt) for prompt in prompts]
+            assert answering.wait(LIMIT_S)
             started = served.gauge("pipeline_runs_total")["prefill-0"]
+            asked = [pool.submit(ask, served, prompt) for prompt in prompts]
             served.wait_until(
                 lambda: served.gauge("pipeline_runs_total")["prefill-0"] > started + 1, "a prompt is computed"
             )

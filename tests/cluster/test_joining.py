@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from isthmus.cluster.joining import JoinedCluster
 from isthmus.cluster.launcher import Launcher
 from isthmus.config import load_config
 from isthmus.engine.emulated import expected_tokens, recipe_of
-from tests.served import LIMIT_S, Client, command, refused, wait_until_ready
+from tests.served import LIMIT_S, Client, command, refused, reserved_port, wait_until_ready
 
 EMULATED = {"kind": "emulated", "hardware": "h200", "kv_memory": "64MiB", "threads": 1}
 TWO = {"east": {"roles": {"decode": 1}}, "west": {"roles": {"prefill": 2}}}
@@ -35,17 +34,17 @@ def running() -> Iterator[list[subprocess.Popen[Any]]]:
         process.wait()
 
 
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+@pytest.fixture
+def port() -> Iterator[int]:
+    with reserved_port() as found:
+        yield found
 
 
 def test_a_head_is_ready_when_as_many_have_joined_as_the_file_says(
-    tmp_path: Path, running: list[subprocess.Popen[Any]]
+    tmp_path: Path, port: int, running: list[subprocess.Popen[Any]]
 ) -> None:
     """Of each cluster, under whatever names; nodes that were there first have waited for it."""
-    port, file, log = free_port(), tmp_path / "join.yaml", tmp_path / "serve.log"
+    file, log = tmp_path / "join.yaml", tmp_path / "serve.log"
     settings = {"placement": "join", "join_port": port, "clusters": TWO, "links": LINKS, "engine": EMULATED}
     file.write_text(json.dumps(settings | {"token": "secret"}))
 
@@ -79,9 +78,9 @@ def test_a_head_is_ready_when_as_many_have_joined_as_the_file_says(
 
 
 def test_a_node_that_is_told_to_end_while_it_waits_for_its_head_ends(
-    tmp_path: Path, running: list[subprocess.Popen[Any]]
+    tmp_path: Path, port: int, running: list[subprocess.Popen[Any]]
 ) -> None:
-    file, join = tmp_path / "join.yaml", f"127.0.0.1:{free_port()}"
+    file, join = tmp_path / "join.yaml", f"127.0.0.1:{port}"
     file.write_text(json.dumps({"engine": EMULATED, "token": "secret"}))
     run = command("node", "--config", str(file), "--role", "mixed", "--join", join, "--name", "m")
     running.append(subprocess.Popen(run, stderr=subprocess.PIPE, text=True))

@@ -15,7 +15,7 @@ from isthmus.cli.serve import say_if_open
 from isthmus.config import Config, key_digest, with_keys
 from tests.cli.conftest import Command
 from tests.cli.conftest import isthmus as isthmus
-from tests.inside import inside
+from tests.inside import Inside, inside
 from tests.served import Client, serve
 
 ACME, NEW, GLOBEX = "sk-acme-old", "sk-acme-new", "sk-globex"
@@ -31,7 +31,9 @@ def prompt(seed: int) -> list[int]:
 
 
 def cached(served: Client, key: str, seed: int, **fields: Any) -> int:
-    """Prompt tokens that came from a cache."""
+    """Prompt tokens that came from a cache, of whose blocks the conductor knows."""
+    if isinstance(served, Inside):
+        served.check_idle()
     body = {"prompt": prompt(seed), "max_tokens": 2, "ignore_eos": True, **fields}
     reply = httpx.post(
         f"{served.url}/v1/completions",
@@ -65,6 +67,7 @@ def test_openai_s_client_of_two_tenants() -> None:
     with inside({**EMULATED, "auth": {"keys": KEYS}}, key=ACME) as served:
 
         def hit(key: str) -> int:
+            served.check_idle()
             with OpenAI(base_url=f"{served.url}/v1", api_key=key, max_retries=0) as client:
                 usage = client.completions.create(model=served.model, prompt="a" * 100, max_tokens=2).usage
             assert usage is not None and usage.prompt_tokens_details is not None

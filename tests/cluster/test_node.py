@@ -34,7 +34,7 @@ from tests.cluster.test_trust import CARD, RECIPE, TOKEN, facts
 
 CURVE = Curve(kv_token_bytes=1, num_layers=2, prefill_token_s=1e-3, decode_fixed_s=1e-3)
 HERE = NodeId("here")
-WAIT_S = 20
+WAIT_S = 60
 
 
 class Interrupted(EmulatedEngine):

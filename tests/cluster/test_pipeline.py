@@ -136,7 +136,7 @@ class Scene:
 async def scene(folder: Path | None = None, prepare: Callable[[Scene], None] = bool) -> AsyncIterator[Scene]:
     made = Scene(folder, MemoryNetwork())
     prepare(made)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await made.start()
         try:
             yield made
@@ -351,7 +351,7 @@ def test_a_group_forms_only_where_its_stages_reach_each_other(gone: int) -> None
 
         made.head._groups.enter = elsewhere  # type: ignore[method-assign]
         started = asyncio.create_task(made.start())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await made.until(lambda: len(made.ends) > gone and made.ends[gone - 1].done())
             (end,) = await asyncio.gather(made.ends[gone - 1], return_exceptions=True)
             assert words[gone - 1] in str(end)

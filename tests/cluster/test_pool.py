@@ -16,7 +16,7 @@ from isthmus.cli.models import bytes_folder
 from isthmus.engine.emulated import expected_tokens, recipe_of
 from tests.certificates import make_certificate
 from tests.inside import inside
-from tests.served import LIMIT_S, Client, given_up, refused
+from tests.served import LIMIT_S, Client, given_up, refused, reserved_port
 
 RECIPE = recipe_of(bytes_folder(), bytes_folder(), 16)
 CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.001}
@@ -63,6 +63,7 @@ def test_the_next_turn_finds_prompt_and_answer(tmp_path: Path) -> None:
         served.wait_until(
             lambda: served.gauge("cache_memory_blocks").get("decode-0", 0) >= 31, "the answer is kept"
         )
+        served.check_idle()  # and the conductor knows
         answer = expected_tokens(RECIPE, first, 100)
         assert ask(served, first + answer + prompt_of(2, 50)) == 496
         served.wait_until(lambda: served.total("kv_bytes_borrowed_total") > 0, "blocks are read where they lie")
@@ -101,6 +102,7 @@ def test_blocks_outlive_the_cluster(tmp_path: Path) -> None:
         served.wait_until(lambda: served.total("cache_disk_blocks") >= 200, "written behind")
     with inside(config) as served:
         served.wait_until(lambda: served.total("cache_disk_blocks") >= 200, "found again")
+        served.check_idle()  # and the conductor knows
         assert ask(served, prompt) == 1599
         assert served.total("seal_mismatches_total") == 0
 
@@ -121,6 +123,7 @@ def test_damaged_files_cost_time_and_no_token(tmp_path: Path) -> None:
             path.write_bytes(data)
     with inside(config) as served:
         assert ask(served, prompt) < 1599
+        served.check_idle()  # what was computed is kept
         assert ask(served, prompt) == 1599
 
 
@@ -161,10 +164,9 @@ def test_all_sessions_over_tls(tmp_path: Path) -> None:
         roles={"prefill": 2, "decode": 1},
         policy="mooncake",
         cache={"share": "none"},
-        join_port=(port := free_port()),
     )
     shared = prompt_of(11, 800)
-    with inside(config) as served:
+    with reserved_port() as port, inside(config | {"join_port": port}) as served:
         assert ask(served, shared) == 0
         with served.together(6), ThreadPoolExecutor(6) as pool:
             list(pool.map(lambda seed: ask(served, shared + prompt_of(seed, 100), 5), range(200, 212)))
@@ -186,8 +188,3 @@ def test_a_disk_without_a_folder_is_refused(tmp_path: Path) -> None:
     config = deployment(cache={"ssd": "1GiB"})
     code, line = given_up("--config", written(tmp_path, config), "--port", "0")
     assert code != 0 and "cache.folder" in line
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

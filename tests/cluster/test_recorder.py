@@ -60,6 +60,7 @@ from isthmus.node.events import Event as NodeEvent
 from isthmus.scheduler import BlockPool, Saved, Stepped
 from isthmus.types import NS_PER_S, NodeId, RequestId, Role
 from tests.inside import inside
+from tests.served import LIMIT_S
 
 P1, D1, M1 = NodeId("p1"), NodeId("d1"), NodeId("m1")
 A, B, C = RequestId("a"), RequestId("b"), RequestId("c")
@@ -371,7 +372,7 @@ def test_a_clusters_recordings_replay_identically(pipeline: int, tmp_path: Path)
                 list(pool.map(lambda prompt: served.tokens(prompt, 12, ignore_eos=True), prompts))
         with pytest.raises(httpx.ReadTimeout):
             body = {"model": served.model, "prompt": [7] * 3000, "max_tokens": 9}
-            served.http.post("/v1/completions", json=body, timeout=0.15)
+            served.http.post("/v1/completions", json=body, timeout=httpx.Timeout(LIMIT_S, read=0.15))
         served.tokens([7] * 3000, 5)
     for name in ("", ".prefill-0", ".decode-0"):
         count, difference = replay(flight.with_suffix(f"{name}.jsonl"))

@@ -7,6 +7,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -196,15 +197,13 @@ def check_served(settings: dict[str, Any], folder: Path, *lengths: int) -> None:
     plain, scored = Sampling(temperature=0.0), Sampling(temperature=0.0, prompt_logprobs=5)
     prompts = [prompt_of(seed, length) for seed, length in enumerate(lengths)]
     with inside({"model": str(folder), **settings}) as served, ThreadPoolExecutor(len(prompts)) as pool:
-        turns = [
-            list(
-                pool.map(
-                    lambda at, turn=turn, how=how: asked(served, f"{turn} {at}", prompts[at], how),
-                    range(len(prompts)),
-                )
+        turns = []
+        for turn, how in enumerate((plain, scored, plain)):
+            ask = partial(
+                lambda at, turn, how: asked(served, f"{turn} {at}", prompts[at], how), turn=turn, how=how
             )
-            for turn, how in enumerate((plain, scored, plain))
-        ]
+            turns.append(list(pool.map(ask, range(len(prompts)))))
+            served.check_idle()  # the cache is warm
     for at, prompt in enumerate(prompts):
         first, found, again = (turn[at] for turn in turns)
         check_greedy(folder, prompt, [each.token for each in first])

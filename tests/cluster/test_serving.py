@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -24,7 +25,7 @@ from isthmus.deploy import places_of, shaped
 from isthmus.engine.emulated import expected_tokens, recipe_of
 from tests.inside import Inside, inside
 from tests.models import make_model
-from tests.served import POLL_S, Client, alive, command, given_up, node_pid, refused, serve, streamed
+from tests.served import POLL_S, alive, command, given_up, node_pid, refused, serve, streamed
 
 RECIPE = recipe_of(bytes_folder(), bytes_folder(), 16)
 CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.001}
@@ -73,11 +74,12 @@ def test_the_default_model_answers_the_official_client(tmp_path: Path) -> None:
         )
 
 
-def test_a_prefix_is_computed_once(lasting: Client) -> None:
+def test_a_prefix_is_computed_once(lasting: Inside) -> None:
     """`cached_tokens` counts whole blocks shared with an earlier prompt, and another salt shares none."""
     shared = list(range(100))
 
     def cached(prompt: list[int], **fields: str) -> int:
+        lasting.check_idle()
         return lasting.complete(prompt, 4, **fields)["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     assert cached([*shared, 1, 2, 3]) == 0
@@ -152,16 +154,16 @@ def test_a_killed_node_costs_no_token(model: Path, tmp_path: Path) -> None:
         "cache": {"dram": "64MiB"},
     }
     with serve(tmp_path, settings) as served:
-        expected = [served.tokens(prompt, 300, cache_salt="before") for prompt in prompts]
+        expected = [served.tokens(prompt, 150, cache_salt="before") for prompt in prompts]
         pid = node_pid(served.children().values(), "decode-0")
         with ThreadPoolExecutor(8) as pool:
             answering = threading.Event()
-            answers = [pool.submit(streamed, served, prompt, 300, answering) for prompt in prompts]
+            answers = [pool.submit(streamed, served, prompt, 150, answering) for prompt in prompts]
             answering.wait()
             os.kill(pid, signal.SIGKILL)
             assert [answer.result() for answer in answers] == expected
         served.wait_until(lambda: len(served.gauge("kv_blocks")) == 3, "the node is back")
-        assert served.tokens(prompts[0], 300) == expected[0]
+        assert served.tokens(prompts[0], 150) == expected[0]
 
 
 def test_a_recording_replays_with_identical_decisions(tmp_path: Path) -> None:
@@ -220,13 +222,24 @@ def test_weights_that_are_not_safetensors_are_refused(model: Path, tmp_path: Pat
     assert "pytorch_model.bin" in line
 
 
-def test_no_node_means_503_and_health_says_so(tmp_path: Path) -> None:
-    with serve(tmp_path, EMULATED) as served:
-        pid = node_pid(served.children().values(), "decode-0")
-        os.kill(pid, signal.SIGKILL)
+def test_no_node_means_503_and_health_says_so() -> None:
+    with inside(EMULATED | {"limits": {"rejoin_s": 0.1}}) as served:
+        assert served.http.get("/health").status_code == 200
+        served.kill("decode-0")
         served.wait_until(lambda: served.http.get("/health").status_code == 503, "unhealthy")
         asked = {"model": served.model, "prompt": [1], "max_tokens": 2}
-        reply = served.http.post("/v1/completions", json=asked)
-        assert reply.status_code in (200, 503)  # the node may be back by now
+        assert served.http.post("/v1/completions", json=asked).status_code == 503
+
+
+def test_a_node_that_died_is_started_again(tmp_path: Path) -> None:
+    def pid() -> int:
+        with contextlib.suppress(AssertionError, OSError):
+            return node_pid(served.children().values(), "decode-0")
+        return died
+
+    with serve(tmp_path, EMULATED) as served:
+        died = node_pid(served.children().values(), "decode-0")
+        os.kill(died, signal.SIGKILL)
+        served.wait_until(lambda: pid() != died, "another process")
         served.wait_until(lambda: served.http.get("/health").status_code == 200, "healthy again")
         assert len(served.tokens([1, 2], 3)) == 3

@@ -481,9 +481,9 @@ def test_where_nobody_listens_a_connection_is_reset_and_the_others_go_on() -> No
     with contextlib.ExitStack() as stack:
         running = Running(stack, Shape(0.0))
         near, far = running.connect(0)
-        with socket.create_server(("127.0.0.1", 0)) as gone:
-            nobody = gone.getsockname()[:2]
-        running.proxy.point(running.proxy.ports[1].number, nobody)
+        silent = stack.enter_context(socket.socket())
+        silent.bind(("127.0.0.1", 0))  # its port is nobody else's meanwhile
+        running.proxy.point(running.proxy.ports[1].number, silent.getsockname()[:2])
         with pytest.raises(ConnectionResetError):
             running.reach(1).recv(10)
         near.sendall(b"question")

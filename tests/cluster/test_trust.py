@@ -541,7 +541,7 @@ WRONG_PEERS: dict[str, list[Any]] = {
 def test_a_node_listens_to_nodes_of_its_cluster_only(said: str | None) -> None:
     async def work() -> None:
         network = MemoryNetwork()
-        async with listening(network) as (process, address), asyncio.timeout(20):
+        async with listening(network) as (process, address), asyncio.timeout(60):
             stranger = Someone()
             stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
             stranger.say(*(WRONG_PEERS[said] if said is not None else [INTRODUCTION, messages.Probe(), OFFER]))
@@ -559,7 +559,7 @@ def test_a_node_listens_to_nodes_of_its_cluster_only(said: str | None) -> None:
 def test_nobody_writes_into_a_node_before_it_knows_who_that_is() -> None:
     async def work() -> None:
         network = MemoryNetwork()
-        async with listening(network) as (_, address), asyncio.timeout(20):
+        async with listening(network) as (_, address), asyncio.timeout(60):
             stranger = Someone()
             stranger.session = await network.connect(address, messages.PeerMessage, stranger, timeout_s=1)
             head = messages.Slices(RequestId("a#1"), 0, 0, 16, (b"x" * 16,))
@@ -617,7 +617,7 @@ async def open_stage(network: MemoryNetwork, address: str, *said: Any) -> Someon
 def test_a_stage_serves_its_own_group_only(wrong: str) -> None:
     async def work() -> None:
         network = MemoryNetwork()
-        async with waiting(network) as (running, address), asyncio.timeout(20):
+        async with waiting(network) as (running, address), asyncio.timeout(60):
             stranger = await open_stage(network, address, *WRONG_OPENINGS[wrong])
             while not stranger.reasons:
                 await asyncio.sleep(0.001)
@@ -638,7 +638,7 @@ def test_a_stage_serves_its_own_group_only(wrong: str) -> None:
 def test_a_stage_takes_payloads_with_batches_only_and_from_the_stage_before(opened: bool) -> None:
     async def work() -> None:
         network = MemoryNetwork()
-        async with waiting(network) as (running, address), asyncio.timeout(20):
+        async with waiting(network) as (running, address), asyncio.timeout(60):
             run = messages.StageRun(1, (), (7,), "uint8")
             stranger = await open_stage(network, address, *([opening()] if opened else []))
             stranger.session.send(opening() if opened else run, memoryview(bytes(7)))
@@ -654,7 +654,7 @@ def test_a_stage_takes_payloads_with_batches_only_and_from_the_stage_before(open
 def test_a_stage_that_holds_less_than_the_first_does_not_serve(more: dict[str, int]) -> None:
     async def work() -> None:
         network = MemoryNetwork()
-        async with waiting(network) as (running, address), asyncio.timeout(20):
+        async with waiting(network) as (running, address), asyncio.timeout(60):
             await open_stage(network, address, opening(**more))
             with pytest.raises(StartError, match="pipeline stage 1 of g: it holds"):
                 await running

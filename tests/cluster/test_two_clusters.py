@@ -7,7 +7,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,6 +20,8 @@ from isthmus.cluster.recorder import replay
 from isthmus.engine.emulated import expected_tokens, recipe_of
 from tests.inside import inside
 from tests.served import Client, children_of, command, node_pid, refused, serve
+
+from .test_joining import port as port
 
 CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 1e-5, "decode_fixed_s": 0.001}
 RECIPE = recipe_of(bytes_folder(), bytes_folder(), 16)
@@ -161,10 +162,8 @@ def test_a_short_cut_that_sessions_outlive_costs_no_attempt(tmp_path: Path) -> N
     assert '"attempt":1' in recording.read_text() and '"attempt":2' not in recording.read_text()
 
 
-def test_a_node_joins_a_cluster_by_hand(tmp_path: Path) -> None:
+def test_a_node_joins_a_cluster_by_hand(tmp_path: Path, port: int) -> None:
     """It is reached over the link as those are that were there from the start."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
     settings = deployment(clusters={"east": EAST, "west": {}}, join_port=port, token="secret")
     path = written(tmp_path, settings)
 
@@ -177,13 +176,14 @@ def test_a_node_joins_a_cluster_by_hand(tmp_path: Path) -> None:
         lost = subprocess.run(joining(), capture_output=True, text=True, check=False)
         assert lost.returncode != 0 and "--cluster: give one of east, west" in lost.stderr
         with subprocess.Popen(joining("--cluster", "west", "--name", "far")) as node:
-            served.wait_until(lambda: "far" in served.gauge("kv_blocks"), "the node that joined")
-            served.wait_until(lambda: offload(served)["threshold"] == 1000, "the threshold")
-            ask(served, prompt_of(2, LONG))
-            assert offload(served)["requests"] == 1
-            assert link(served)["up"]
-            node.terminate()
-            node.wait(60)
+            try:
+                served.wait_until(lambda: "far" in served.gauge("kv_blocks"), "the node that joined")
+                served.wait_until(lambda: offload(served)["threshold"] == 1000, "the threshold")
+                ask(served, prompt_of(2, LONG))
+                assert offload(served)["requests"] == 1
+                assert link(served)["up"]
+            finally:
+                node.terminate()
         served.wait_until(lambda: "far" not in served.gauge("kv_blocks"), "the node that left")
         ask(served, prompt_of(3, LONG))
         assert offload(served)["requests"] == 1

@@ -163,6 +163,11 @@ class Engine:
         mine = {block for request in self.requests.values() for block in request.blocks}
         return len(mine) + sum(count for _, count, _ in self.kept.values())
 
+    @property
+    def num_saving(self) -> int:
+        """What its connector has to do, and blocks that the adapter has not fetched."""
+        return 0 if self.planner is None else self.planner.has_work + len(self.worker._slots._taken)
+
     def begin(self, request: Request) -> None:
         self.requests[request.name] = request
         if self.planner is not None:
@@ -441,7 +446,7 @@ class Server:
 
     async def _counts(self, _: web.Request) -> web.Response:
         engine = self.engine
-        now = {"running": len(engine.requests), "kept_now": len(engine.kept)}
+        now = {"running": len(engine.requests), "kept_now": len(engine.kept), "saving": engine.num_saving}
         return web.json_response(dict(engine.counts) | now)
 
     async def _fault(self, asked: web.Request) -> web.Response:
@@ -451,7 +456,7 @@ class Server:
         if "kill" in fault:
             os.kill(os.getpid(), signal.SIGKILL)
         self.engine.token_s = fault.pop("token_s", self.engine.token_s)
-        self.engine.faults.update(fault)
+        dict.update(self.engine.faults, fault)  # a counter would add
         return web.Response()
 
     async def _read(self, asked: web.Request) -> web.Response:
@@ -575,7 +580,8 @@ def stand_in(folder: Path) -> dict[str, str]:
     """Environment in which `python -m vllm.entrypoints.openai.api_server` is this."""
     module = folder / "path/vllm/entrypoints/openai/api_server.py"
     module.parent.mkdir(parents=True)
-    module.write_text("from tests.cluster.vllm.fake_server import main\n\nmain()\n")
+    main = "from tests.cluster.vllm.fake_server import main\n\nmain()\n"
+    module.write_text(f"import gc\n\ngc.disable()\n{main}")  # PyTorch comes sooner, and its life is short
     root = Path(__file__).parents[3]
     path = [folder / "path", root, root / "connectors/vllm/src", *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(map(str, path)), "FAKE_VLLM": str(folder)}

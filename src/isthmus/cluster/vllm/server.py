@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.2
 IDLE_S = 0.5
-RESTLESS = 10
-"""How nice threads are that never sleep."""
+RESTLESS, NICEST = 10, 19
+"""By how much threads that never sleep are nicer than the rest; nicer than the second nobody is."""
 STOP_S = 20.0
 TAIL_LINES = 400
 LINE_BYTES = 4096
@@ -352,7 +352,8 @@ async def settle(leader: int, cores: Sequence[int]) -> None:
             if not os.sched_getaffinity(thread) <= set(cores):
                 os.sched_setaffinity(thread, cores)
             if thread != process and seconds - begun.get((process, thread), seconds) > IDLE_S / 10:
-                os.setpriority(os.PRIO_PROCESS, thread, RESTLESS)
+                nice = os.getpriority(os.PRIO_PROCESS, thread) + RESTLESS
+                os.setpriority(os.PRIO_PROCESS, thread, min(nice, NICEST))
 
 
 def _thread_seconds(leader: int) -> dict[tuple[int, int], float]:

@@ -6,18 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from hypothesis import settings
 from torch import Tensor
 
 from isthmus.engine.batch import Chunk
 from isthmus.engine.engine import Engine
 
 NAN = float("nan")
-
-
-def deterministic(max_examples: int) -> settings:
-    """Hypothesis with the same examples every run, and no time limit on a loaded machine."""
-    return settings(max_examples=max_examples, derandomize=True, deadline=None)
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

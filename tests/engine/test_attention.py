@@ -5,13 +5,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from isthmus.engine.attention import Part, merge, partial
 
-from .support import attention, deterministic, largest_error, randn, visible
+from .support import attention, largest_error, randn, visible
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5}
 
@@ -74,14 +74,14 @@ def assert_close(found: Part, expected: Part, tolerance: float) -> None:
     assert largest_error(lse[~hidden], expected_lse[~hidden]) <= tolerance
 
 
-@deterministic(150)
+@settings(max_examples=150)
 @given(cases())
 def test_any_split_of_the_keys_merges_to_the_whole(case: Case) -> None:
     merged = merge([case.part(start, stop) for start, stop in pairwise(case.cuts)])
     assert_close(merged, case.part(0, case.num_keys), TOLERANCE[case.dtype])
 
 
-@deterministic(150)
+@settings(max_examples=150)
 @given(cases())
 def test_a_part_is_attention_under_an_explicit_mask_and_lse_its_natural_log_of_sums(case: Case) -> None:
     q, kv = case.tensors()
@@ -89,14 +89,14 @@ def test_a_part_is_attention_under_an_explicit_mask_and_lse_its_natural_log_of_s
     assert_close(case.part(0, case.num_keys), attention(q, kv, seen, case.scale), TOLERANCE[case.dtype])
 
 
-@deterministic(40)
+@settings(max_examples=40)
 @given(cases())
 def test_the_order_of_the_parts_does_not_matter(case: Case) -> None:
     parts = [case.part(start, stop) for start, stop in pairwise(case.cuts)]
     assert_close(merge(parts[::-1]), merge(parts), TOLERANCE[case.dtype])
 
 
-@deterministic(40)
+@settings(max_examples=40)
 @given(cases())
 def test_parts_may_be_merged_in_two_stages(case: Case) -> None:
     parts = [case.part(start, stop) for start, stop in pairwise(case.cuts)]

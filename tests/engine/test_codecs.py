@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -24,8 +24,6 @@ from isthmus.engine.codecs import (
     encoded_bytes,
 )
 from isthmus.errors import ProtocolError
-
-from .support import deterministic
 
 LAYOUT = KVLayout(dtype="bfloat16", block_size=16, num_layers=1, num_kv_heads=2, head_dim=8)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -102,7 +100,7 @@ def scales(layout: KVLayout, x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("codec", EXACT)
-@deterministic(50)
+@settings(max_examples=50)
 @given(layout=layouts, num_tokens=token_counts, seed=seeds)
 def test_lossless_codecs_restore_any_bytes_whatever_the_parts(
     codec: str, layout: KVLayout, num_tokens: int, seed: int
@@ -113,7 +111,7 @@ def test_lossless_codecs_restore_any_bytes_whatever_the_parts(
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@deterministic(50)
+@settings(max_examples=50)
 @given(layout=layouts, num_tokens=token_counts, seed=seeds)
 def test_encoded_bytes_is_exact_and_for_zstd_enough(
     codec: str, layout: KVLayout, num_tokens: int, seed: int
@@ -124,7 +122,7 @@ def test_encoded_bytes_is_exact_and_for_zstd_enough(
     assert size <= limit if codec == ZSTD else size == limit
 
 
-@deterministic(100)
+@settings(max_examples=100)
 @given(layout=layouts, num_tokens=token_counts, seed=seeds)
 def test_int8_is_within_half_a_scale_of_every_number(layout: KVLayout, num_tokens: int, seed: int) -> None:
     raw = normal(layout, num_tokens, seed)
@@ -136,7 +134,7 @@ def test_int8_is_within_half_a_scale_of_every_number(layout: KVLayout, num_token
     assert (np.abs(found - x) <= scales(layout, x) / 2 + rounding + tiny).all()
 
 
-@deterministic(25)
+@settings(max_examples=25)
 @given(layout=layouts, num_tokens=token_counts, seed=seeds)
 def test_int8_of_a_block_does_not_depend_on_its_neighbours(
     layout: KVLayout, num_tokens: int, seed: int
@@ -227,7 +225,7 @@ def refused(codec: str, data: Data, num_tokens: int = 40) -> bool:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-@deterministic(50)
+@settings(max_examples=50)
 @given(size=st.integers(0, 6000), seed=seeds)
 def test_random_bytes_of_another_size_are_refused(codec: str, size: int, seed: int) -> None:
     if size != encoded_bytes(codec, LAYOUT, 40):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
@@ -18,7 +18,7 @@ from isthmus.engine.recipe import recipe_of
 from isthmus.engine.sampling import sample
 from isthmus.types import Sampling
 
-from .support import deterministic, randn
+from .support import randn
 from .test_emulated import CURVE
 
 VOCABULARY = 12
@@ -59,7 +59,7 @@ SAMPLINGS = st.builds(
 ROWS = st.lists(st.builds(Row, SAMPLINGS, st.lists(st.integers(0, 3), max_size=6)), min_size=1, max_size=4)
 
 
-@deterministic(300)
+@settings(max_examples=300)
 @given(ROWS)
 def test_rows_may_go_on_as_the_reference_says(rows: list[Row]) -> None:
     allowed = SMALL.allowed(rows)
@@ -67,7 +67,7 @@ def test_rows_may_go_on_as_the_reference_says(rows: list[Row]) -> None:
         assert of(allowed, at) == reference(row, set(range(VOCABULARY)))
 
 
-@deterministic(60)
+@settings(max_examples=60)
 @given(ROWS, st.sampled_from(["[a-l]*", "ab?", "(abc|abd)?", "a"]))
 def test_so_they_may_beside_a_grammar(rows: list[Row], pattern: str) -> None:
     """Tokens 0 to 11 stand for the letters a to l."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.models.cut import ENDLESS, min_cut
-
-from .support import deterministic
 
 Edges = list[tuple[str, str, int]]
 
@@ -47,7 +45,7 @@ NODES = "sabcdt"
 EDGES = st.lists(st.tuples(st.sampled_from(NODES), st.sampled_from(NODES), st.integers(0, 9)), max_size=16)
 
 
-@deterministic(300)
+@settings(max_examples=300)
 @given(EDGES)
 def test_no_other_cut_weighs_less(edges: Edges) -> None:
     weight, far = min_cut(edges, "s", "t")

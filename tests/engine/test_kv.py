@@ -14,8 +14,6 @@ from isthmus.engine.interface import KVBytes, runs_of
 from isthmus.engine.kernels import Kernels
 from isthmus.engine.kv import TORCH_DTYPES, KVMemory
 
-from .support import deterministic
-
 CPU = torch.device("cpu")
 
 
@@ -29,7 +27,7 @@ def tables(draw: st.DrawFn) -> tuple[list[int], int, int, int]:
     return blocks, block_size, start, draw(st.integers(start, len(blocks) * block_size))
 
 
-@deterministic(300)
+@settings(max_examples=300)
 @given(tables())
 def test_runs_cover_exactly_the_positions_in_order(table: tuple[list[int], int, int, int]) -> None:
     blocks, size, start, stop = table
@@ -39,7 +37,7 @@ def test_runs_cover_exactly_the_positions_in_order(table: tuple[list[int], int, 
     assert all(first < last for first, last in runs)
 
 
-@deterministic(300)
+@settings(max_examples=300)
 @given(tables())
 def test_runs_are_as_few_as_the_blocks_allow(table: tuple[list[int], int, int, int]) -> None:
     runs = list(runs_of(*table))

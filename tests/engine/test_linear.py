@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig
@@ -32,7 +32,7 @@ from isthmus.engine.linear import (
 from isthmus.engine.linear.conv import convolve, convolve_step
 from isthmus.engine.linear.rule import advance_rule, step_each, step_rule, step_together
 from isthmus.models import Delta
-from tests.engine.support import deterministic, largest_error, randn
+from tests.engine.support import largest_error, randn
 
 LENGTHS = (1, 2, 3, 7, 31, 63, 64, 65, 127, 200)
 CLOSE = 5e-6
@@ -154,7 +154,7 @@ def test_equal_keys_that_are_overwritten_at_once(channels: bool) -> None:
     assert largest_error(state, after) < CLOSE
 
 
-@deterministic(25)
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 150), max_size=5), st.booleans())
 def test_a_run_may_be_cut_anywhere(cuts: Sequence[int], channels: bool) -> None:
     rule = rule_of(150, channels=channels, heads=(4, 4))

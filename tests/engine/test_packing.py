@@ -7,15 +7,13 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.engine import compiled, packing
 from isthmus.engine.packing import DTYPE_BYTES, PLANES, Bytes, Grid
 from isthmus.engine.packing.native import NativePacking
 from isthmus.engine.packing.plain import PlainPacking
-
-from .support import deterministic
 
 PLAIN = PlainPacking()
 NUMBERS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
@@ -58,7 +56,7 @@ def drawn(kind: str, grid: Grid, seed: int) -> Bytes:
 
 
 @pytest.mark.parametrize("kind", NUMBERS)
-@deterministic(25)
+@settings(max_examples=25)
 @given(grid=grids, seed=st.integers(0, 1000))
 def test_native_packs_and_unpacks_as_plain_does(
     native: NativePacking, kind: str, grid: Grid, seed: int
@@ -74,7 +72,7 @@ def test_native_packs_and_unpacks_as_plain_does(
     assert (unpacked[0] == unpacked[1]).all()
 
 
-@deterministic(100)
+@settings(max_examples=100)
 @given(grid=grids, seed=st.integers(0, 1000))
 def test_both_refuse_the_same_garbage_and_make_the_same_of_the_rest(
     native: NativePacking, grid: Grid, seed: int
@@ -91,7 +89,7 @@ def test_both_refuse_the_same_garbage_and_make_the_same_of_the_rest(
 
 
 @pytest.mark.parametrize("width", PLANES)
-@deterministic(25)
+@settings(max_examples=25)
 @given(count=st.integers(0, 200), seed=st.integers(0, 1000))
 def test_native_splits_as_plain_does_and_joining_restores(
     native: NativePacking, width: int, count: int, seed: int

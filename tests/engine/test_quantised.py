@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -32,7 +32,7 @@ from tests.models import check_greedy, make_model, reference_logits
 from tests.quantised_files import FORMATS, compressed, gptq, pack, quantise
 
 from .hybrids import save_tiny
-from .support import answer_of, deterministic, logits_by_position, relative_error, tokens_of
+from .support import answer_of, logits_by_position, relative_error, tokens_of
 
 PROMPT, NUM_TOKENS = tokens_of(70), 24
 Q_PROJ = "model.layers.0.self_attn.q_proj"
@@ -193,7 +193,7 @@ class _Tensors(dict[str, Tensor]):
     ordered=st.booleans(),
     seed=st.integers(0, 99),
 )
-@deterministic(60)
+@settings(max_examples=60)
 def test_what_was_packed_is_unpacked(
     bits: int, rows: int, groups: int, size: int, zeros: bool, ordered: bool, seed: int
 ) -> None:
@@ -211,7 +211,7 @@ def test_what_was_packed_is_unpacked(
 
 
 @given(bits=st.sampled_from((4, 8)), rows=st.integers(1, 5), size=st.integers(1, 9), seed=st.integers(0, 99))
-@deterministic(40)
+@settings(max_examples=40)
 def test_zero_points_of_gptq_are_raised_as_they_were_lowered(
     bits: int, rows: int, size: int, seed: int
 ) -> None:

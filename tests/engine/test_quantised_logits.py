@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,21 @@ def next_logits(folder: Path, dtype: str, tokens: list[int], *changes: Change) -
     return found
 
 
+@pytest.fixture(scope="module")
+def logits(
+    text: list[int], trained: tuple[Path, list[int]], random_folder: Path
+) -> Callable[[str, str], list[Tensor]]:
+    """Of the trained or the random model: exact, after int8 and, in float32, after bfloat16. Computed once each."""
+
+    @cache
+    def found(name: str, dtype: str) -> list[Tensor]:
+        folder, tokens = trained if name == "trained" else (random_folder, text)
+        changes = (through_int8, through_bfloat16) if dtype == "float32" else (through_int8,)
+        return next_logits(folder, dtype, tokens, *changes)
+
+    return found
+
+
 def difference(found: Tensor, exact: Tensor) -> Tensor:
     return (found - exact).abs() / exact.std()
 
@@ -112,23 +128,22 @@ def check(found: Tensor, exact: Tensor, bounds: Bounds) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_of_a_trained_model(dtype: str, trained: tuple[Path, list[int]]) -> None:
-    exact, quantised = next_logits(trained[0], dtype, trained[1], through_int8)
+def test_of_a_trained_model(dtype: str, logits: Callable[[str, str], list[Tensor]]) -> None:
+    exact, quantised, *_ = logits("trained", dtype)
     check(quantised, exact, TRAINED[dtype])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_of_a_random_model(dtype: str, text: list[int], random_folder: Path) -> None:
-    exact, quantised = next_logits(random_folder, dtype, text, through_int8)
+def test_of_a_random_model(dtype: str, logits: Callable[[str, str], list[Tensor]]) -> None:
+    exact, quantised, *_ = logits("random", dtype)
     check(quantised, exact, RANDOM)
 
 
 @pytest.mark.parametrize("name", ["trained", "random"])
 def test_it_is_of_the_size_of_what_bfloat16_kv_does(
-    name: str, text: list[int], trained: tuple[Path, list[int]], random_folder: Path
+    name: str, logits: Callable[[str, str], list[Tensor]]
 ) -> None:
-    folder, tokens = trained if name == "trained" else (random_folder, text)
-    exact, quantised, rounded = next_logits(folder, "float32", tokens, through_int8, through_bfloat16)
+    exact, quantised, rounded = logits(name, "float32")
     assert difference(quantised, exact).mean() < RATIO * difference(rounded, exact).mean()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -24,7 +24,7 @@ from tests.engine.hybrids import save_tiny
 from tests.engine.test_emulated import CURVE
 from tests.models import check_greedy, make_model
 
-from .support import attention, deterministic, largest_error, poison, randn, tokens_of, visible
+from .support import attention, largest_error, poison, randn, tokens_of, visible
 
 SIZE = 16
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -61,7 +61,7 @@ def split(total: int, draw: st.DataObject, parts: int) -> list[int]:
     return [stop - start for start, stop in zip([0, *cuts], [*cuts, total], strict=True)]
 
 
-@deterministic(60)
+@settings(max_examples=60)
 @given(
     st.data(),
     st.sampled_from([(4, 4), (6, 2), (6, 1)]),

@@ -5,7 +5,7 @@ from bisect import bisect_left
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
@@ -19,7 +19,7 @@ from transformers import (
 from isthmus.engine.sampling import CHUNK, LEADING, Row, _adjusted, _found, sample, uniform
 from isthmus.types import Sampling
 
-from .support import deterministic, permutation, randn
+from .support import permutation, randn
 
 _DRAWS = sorted((uniform(seed, 0), seed) for seed in range(20_000))
 
@@ -122,7 +122,7 @@ def filters(draw: st.DrawFn) -> tuple[Tensor, Sampling]:
     return torch.tensor(logits) / 4, sampling
 
 
-@deterministic(300)
+@settings(max_examples=300)
 @given(filters())
 def test_exactly_the_kept_tokens_are_drawn_each_with_its_share(example: tuple[Tensor, Sampling]) -> None:
     logits, sampling = example
@@ -254,7 +254,7 @@ def test_temperature_zero_is_argmax() -> None:
 PENALTY = st.sampled_from([-2.0, -0.5, 0.0, 0.3, 1.0, 2.0])
 
 
-@deterministic(200)
+@settings(max_examples=200)
 @given(
     outputs=st.lists(st.integers(0, 7), max_size=12),
     presence=PENALTY,

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from itertools import chain, combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.models import Attention, Delta, Dense, LatentAttention, LayerSpec, ModelSpec
 from isthmus.models.graph import ATTEND, Graph, Operator, graph_of
 from isthmus.models.slices import Slice, slices_of
-
-from .support import deterministic
 
 N, HEADS, KV_HEADS, SIZE, WIDTH = 64, 4, 2, 16, 96
 DENSE = Dense(WIDTH)
@@ -174,7 +172,7 @@ def computed(graph: Graph, operators: Sequence[Operator], known: dict[str, str])
             )
 
 
-@deterministic(300)
+@settings(max_examples=300)
 @given(graphs())
 def test_slices_one_after_the_other_are_the_whole(found: Graph) -> None:
     """With nothing kept over an attention but what is carried."""
@@ -197,7 +195,7 @@ def test_slices_one_after_the_other_are_the_whole(found: Graph) -> None:
     }
 
 
-@deterministic(300)
+@settings(max_examples=300)
 @given(graphs())
 def test_queries_wait_for_nothing_that_they_do_not_need(found: Graph) -> None:
     givers = {value: each for each in found.operators for value in each.gives}
@@ -212,7 +210,7 @@ def test_queries_wait_for_nothing_that_they_do_not_need(found: Graph) -> None:
         assert set(piece.first) <= needed
 
 
-@deterministic(200)
+@settings(max_examples=200)
 @given(graphs())
 def test_no_less_can_be_carried(found: Graph) -> None:
     """Over the first attention, of all ways to compute some of what does not need its sums before it."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus.engine import kernels
@@ -21,7 +21,7 @@ from tests.models import MODEL_CASES, reference_tokens
 from tests.soak import matrix
 
 from .conftest import FolderOf
-from .support import deterministic, permutation, poison, tokens_of
+from .support import permutation, poison, tokens_of
 
 NUM_BLOCKS = 40
 GREEDY = Row(Sampling(temperature=0.0), ())
@@ -203,7 +203,7 @@ def test_hidden_states_that_do_not_fit_the_batch_are_a_peers_error(
         last.step(batch, [GREEDY], hidden=Hidden(shape, dtype, memoryview(bytes(size))))
 
 
-@deterministic(200)
+@settings(max_examples=200)
 @given(st.integers(1, 80), st.data())
 def test_a_split_is_whole_and_even(num_layers: int, data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, num_layers))

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -30,6 +31,11 @@ def files_of(room: str) -> list[Path]:
     return sorted(folder.rglob("*.py")) if folder.is_dir() else [SRC / f"{room}.py"]
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports_of(tree: ast.AST) -> set[str]:
     """Top-level packages a file imports, wherever in it; what is imported for typing counts."""
     found = set()
@@ -51,8 +57,9 @@ def called(node: ast.Call) -> str:
 
 
 def dangers_of(tree: ast.AST) -> Iterator[str]:
+    imported = imports_of(tree)
     for forbidden in ("pickle", "marshal", "shelve", "dill", "cloudpickle"):
-        if forbidden in imports_of(tree):
+        if forbidden in imported:
             yield f"imports {forbidden}"
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and called(node) in ("eval", "exec", "torch.load", "yaml.load"):
@@ -71,7 +78,7 @@ def python(code: str, **environment: str) -> str:
 @pytest.mark.parametrize("room", PURE)
 def test_a_pure_room_imports_no_clock_chance_or_io(room: str) -> None:
     for path in files_of(room):
-        tree = ast.parse(path.read_text())
+        tree = tree_of(path)
         assert not imports_of(tree) & IMPURE, path
         calls = {called(node) for node in ast.walk(tree) if isinstance(node, ast.Call)}
         assert not calls & IMPURE_CALLS, path
@@ -79,7 +86,7 @@ def test_a_pure_room_imports_no_clock_chance_or_io(room: str) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(SRC)))
 def test_no_file_executes_data(path: Path) -> None:
-    assert list(dangers_of(ast.parse(path.read_text()))) == []
+    assert list(dangers_of(tree_of(path))) == []
 
 
 @pytest.mark.parametrize(
@@ -110,7 +117,7 @@ def test_words_that_only_look_dangerous_are_allowed() -> None:
 
 
 def test_one_module_imports_ray() -> None:
-    found = [path for path in SOURCES if "ray" in imports_of(ast.parse(path.read_text()))]
+    found = [path for path in SOURCES if "ray" in imports_of(tree_of(path))]
     assert [str(path.relative_to(SRC)) for path in found] == ["cluster/ray_hosts.py"]
 
 

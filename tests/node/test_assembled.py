@@ -111,7 +111,7 @@ def test_whatever_comes_all_ends_and_nothing_assembled_gets_a_name(
 def test_the_world_sees_all_that_may_become_of_them() -> None:
     """Else the test above would prove less than it says."""
     seen: Counter[str] = Counter()
-    for seed in range(250):
+    for seed in range(100):
         seen += play(seed, (20, 28, 60)[seed % 3], (60, 30), 0, 1)
     for what in ("assembled", "packed", "handed over", "here", "came", "missing", "failed", "lost", "dropped"):
         assert seen[what], f"{what}: never"

@@ -30,6 +30,7 @@ from isthmus.files.grammar import GrammarError, compile_grammar, grammar_tokeniz
 from isthmus.types import Sampling
 from tests.models import EOS, make_model
 from tests.schemas import grammar, object_schema, validate
+from tests.served import LIMIT_S
 
 from .hybrids import save_tiny
 from .test_emulated import CURVE
@@ -227,21 +228,24 @@ def test_each_grammar_is_compiled_once_and_few_are_kept(monkeypatch: pytest.Monk
 
 def test_what_waits_to_be_compiled_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar that takes long is before it in the queue."""
-    grammars, release, began = Grammars(BYTES, VOCABULARY), threading.Event(), threading.Event()
+    grammars = Grammars(BYTES, VOCABULARY)
+    release, began, ended = threading.Event(), threading.Event(), threading.Event()
     compile_one = grammars._compile
 
     def slow(text: str) -> module._Followed:
         if text == "slow":
             began.set()
-            release.wait(20)
+            release.wait(LIMIT_S)
+            ended.set()
         return compile_one(text)
 
     monkeypatch.setattr(grammars, "_compile", slow)
     grammars.prepare("slow")
-    assert began.wait(20)
+    assert began.wait(LIMIT_S)
     quick = LLMatcher.grammar_from_regex("q")
     grammars.prepare(quick)
     assert next_tokens(grammars, row_of(quick)) == [ord("q")]
+    assert not ended.is_set(), "it waited for what takes long"
     release.set()
 
 

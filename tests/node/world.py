@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import takewhile
 from typing import Any, NamedTuple
+from zlib import crc32
 
 from isthmus.attempts import (
     BlocksEvicted,
@@ -798,7 +799,7 @@ class World:
 
     def _answer(self, asked: Asked) -> tuple[BlockName, ...]:
         full = (asked.num_tokens + asked.generated - 1) // SIZE
-        own = [hash((asked.key, at)) % 10**9 + 10**6 for at in range(max(0, full - len(asked.names)))]
+        own = [10**6 + crc32(f"{asked.key} {at}".encode()) for at in range(max(0, full - len(asked.names)))]
         return (*asked.names[:full], *own)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from isthmus.messenger import MemoryNetwork, Priority, Session, Terms
 
-from .test_network import Message, Note, Owner, Parcel, Stranger
+from .test_network import LIMIT_S, Message, Note, Owner, Parcel, Stranger
 
 
 def running(work: Callable[[MemoryNetwork], Awaitable[None]]) -> None:
@@ -212,7 +212,7 @@ def test_a_flipped_byte_is_found_or_lies_in_the_payload(at: int) -> None:
 
 def test_a_session_resumes_when_its_only_link_is_lost() -> None:
     async def work(_: MemoryNetwork) -> None:
-        network = MemoryNetwork(terms=Terms(resume_s=5.0))
+        network = MemoryNetwork(terms=Terms(resume_s=LIMIT_S))
         here, there = Owner(), Owner()
         joined = await session(network, here, there)
         joined.send(Parcel((5 << 20,)), memoryview(bytes(5 << 20)))

@@ -8,19 +8,21 @@ import random
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from isthmus.bench.reuse_runs import Prompts, Setting
+from isthmus.cluster.node import NodeProcess
 from isthmus.config import key_digest
 from isthmus.engine.engine import Engine, EngineOptions
 from isthmus.reuse import CACHEBLEND, EPIC, SEMANTIC, Selection
 from tests.engine.hybrids import save_tiny
 from tests.inside import Inside, inside
 from tests.models import check_greedy, make_model
+from tests.served import LIMIT_S
 
 NUM_TOKENS = 12
 BLOCK_BYTES = 16 * 3 * 2 * 2 * 16 * 4
@@ -153,6 +155,7 @@ def test_a_short_or_another_prompt_is_answered_as_if_nobody_had_asked(model: Pat
     donor = text(60, 400)
     with inside(deployment(model, {"prefill": 1, "decode": 1})) as served:
         ask(served, donor, "semantic")
+        served.check_idle()
         for prompt in (text(61, 400, letters=100), donor[200:290], text(62, 90)):
             answer, details = ask(served, prompt, "semantic")
             assert details["moved_tokens"] == details["similar_tokens"] == details["exact_tokens"] == 0
@@ -203,6 +206,7 @@ def test_the_users_of_one_key_are_apart(model: Path) -> None:
     document = text(90, 300)
     with inside(deployment(model, {"mixed": 1})) as served:
         ask(served, document, "chunks", user="one")
+        served.check_idle()
         other = ask(served, text(91, 8) + document, "chunks", user="other")[1]
         own = ask(served, text(92, 8) + document, "chunks", user="one")[1]
     assert other["moved_tokens"] == 0 < own["moved_tokens"]
@@ -300,19 +304,28 @@ def test_a_packed_answer_goes_on_after_its_home_died(model: Path) -> None:
             "model": served.model, "prompt": changed(donor, 601), "max_tokens": 400, "temperature": 0,
             "stream": True, "ignore_eos": True, "return_token_ids": True,
         }  # fmt: skip
-        tokens, killed, headers = 0, False, {"x-isthmus-reuse": "semantic"}
-        with served.http.stream("POST", "/v1/completions", json=body, headers=headers) as reply:
+        tokens, killed, steps, headers = 0, threading.Event(), count(), {"x-isthmus-reuse": "semantic"}
+
+        def wait(process: NodeProcess) -> None:
+            """The answer does not end before its home does."""
+            if process.node.node.startswith("decode") and next(steps) > 50:
+                killed.wait(LIMIT_S)
+
+        with (
+            served.stepping(wait),
+            served.http.stream("POST", "/v1/completions", json=body, headers=headers) as reply,
+        ):
             for line in reply.iter_lines():
                 event = line.removeprefix("data: ")
                 if '"token_ids"' in event:
                     tokens += len(json.loads(event)["choices"][0]["token_ids"])
-                if tokens >= 5 and not killed:
+                if tokens >= 5 and not killed.is_set():
                     [home] = served.call(
                         lambda: [each.decode.node for each in served.head._conductor.view.requests.values()]
                     )
                     served.kill(home)
-                    killed = True
-        assert tokens == 400 and killed
+                    killed.set()
+        assert tokens == 400 and killed.is_set()
         served.check_idle()
 
 

@@ -25,7 +25,7 @@ from isthmus.deploy import places_of, shaped
 from isthmus.engine.emulated import expected_tokens, recipe_of
 from tests.inside import Inside, inside
 from tests.models import make_model
-from tests.served import POLL_S, alive, command, given_up, node_pid, refused, serve, streamed
+from tests.served import LIMIT_S, POLL_S, alive, command, given_up, node_pid, refused, serve, streamed
 
 RECIPE = recipe_of(bytes_folder(), bytes_folder(), 16)
 CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.001}
@@ -143,9 +143,16 @@ def test_children_leave_when_the_launcher_is_killed(tmp_path: Path) -> None:
     assert log.read_text() == "gone"
 
 
-def test_a_killed_node_costs_no_token(model: Path, tmp_path: Path) -> None:
-    """kill -9 in the middle of eight answers, some still in prefill: each is complete and exact, though its sums were
-    begun on one node and ended on another. `test_deaths.py` has other victims."""
+def test_a_killed_node_costs_no_token(model: Path) -> None:
+    """In the middle of eight answers, some still in prefill: each is complete and exact, though its sums were begun on
+    one node and ended on another. `test_deaths.py` has other victims, and processes that are killed."""
+    killed, steps = threading.Event(), count()
+
+    def wait(process: NodeProcess) -> None:
+        """No answer ends before the node does."""
+        if process.node.node.startswith("decode") and next(steps) > 50:
+            assert killed.wait(LIMIT_S)
+
     prompts = [[index, 2, 3, 4] * 150 for index in range(8)]
     settings = {
         "model": str(model),
@@ -153,16 +160,15 @@ def test_a_killed_node_costs_no_token(model: Path, tmp_path: Path) -> None:
         "roles": {"prefill": 1, "decode": 2},
         "cache": {"dram": "64MiB"},
     }
-    with serve(tmp_path, settings) as served:
+    with inside(settings) as served:
         expected = [served.tokens(prompt, 150, cache_salt="before") for prompt in prompts]
-        pid = node_pid(served.children().values(), "decode-0")
-        with ThreadPoolExecutor(8) as pool:
+        with served.stepping(wait), ThreadPoolExecutor(8) as pool:
             answering = threading.Event()
             answers = [pool.submit(streamed, served, prompt, 150, answering) for prompt in prompts]
             answering.wait()
-            os.kill(pid, signal.SIGKILL)
+            served.kill("decode-0")
+            killed.set()
             assert [answer.result() for answer in answers] == expected
-        served.wait_until(lambda: len(served.gauge("kv_blocks")) == 3, "the node is back")
         assert served.tokens(prompts[0], 150) == expected[0]
 
 

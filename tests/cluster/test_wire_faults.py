@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -30,9 +29,20 @@ def computed_by(served: Served, prompt: list[int]) -> str:
     return max(gains(), key=lambda node: gains()[node])
 
 
-def followers(prefix: list[int], seed: int, count: int) -> list[list[int]]:
-    """Prompts that begin like one that was computed."""
-    return [prefix + prompt_of(seed + number, 100) for number in range(count)]
+def ask_followers(
+    served: Served, pool: ThreadPoolExecutor, source: int, prefix: list[int], seed: int
+) -> list[Future[int]]:
+    """Prompts that begin like one that was computed, all of them asked for while the node that has it stands still: it
+    has computed none of them when the last one comes."""
+    os.kill(source, signal.SIGSTOP)
+    answers = [pool.submit(ask, served, prefix + prompt_of(seed + number, 100)) for number in range(11)]
+
+    def have_come() -> bool:
+        num_over = sum(answer.done() for answer in answers)  # before the others: none is counted twice
+        return num_over + int(served.http.get("/status").json()["requests_running"]) == len(answers)
+
+    served.wait_until(have_come, "all prompts came")
+    return answers
 
 
 @pytest.mark.parametrize("moment", ["asked", "reading"])
@@ -53,7 +63,9 @@ def test_a_node_that_dies_while_others_fetch_from_it_costs_time_only(
         served.wait_until(lambda: len(served.gauge("tokens_computed_total")) == 3, "gauges come")
         first = prompt_of(3, 1600)
         source = computed_by(served, first)
-        answers = [pool.submit(ask, served, prompt) for prompt in followers(first, 100, 11)]
+        pid = node_pid(children_of(served.process.pid), source)
+        answers = ask_followers(served, pool, pid, first, 100)
+        os.kill(pid, signal.SIGCONT)
         served.wait_until(lambda: served.total(moved) > 0, "another node reads from it")
         if moment == "asked":  # over a session that is there now
             for answer in answers:
@@ -63,10 +75,8 @@ def test_a_node_that_dies_while_others_fetch_from_it_costs_time_only(
                 for seed in range(4, 20)
                 if computed_by(served, prompt := prompt_of(seed, 1600)) == source
             )
-            os.kill(node_pid(children_of(served.process.pid), source), signal.SIGSTOP)
-            answers = [pool.submit(ask, served, prompt) for prompt in followers(second, 200, 11)]
-            time.sleep(0.4)
-        os.kill(node_pid(children_of(served.process.pid), source), signal.SIGKILL)
+            answers = ask_followers(served, pool, pid, second, 200)
+        os.kill(pid, signal.SIGKILL)
         for answer in answers:
             answer.result()  # exact, and status 200
         served.wait_until(lambda: len(served.gauge("cache_pinned_blocks")) == 3, "it is there again")

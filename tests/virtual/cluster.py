@@ -114,7 +114,10 @@ class SamplingEngine(EmulatedEngine):
 
 
 def _drawn(token: int, row: Row) -> int:
-    return hash((token, row.sampling.seed, *row.outputs)) % VOCABULARY if row.sampling.temperature else token
+    """Of numbers alone: the hash of None is another in each process."""
+    if not row.sampling.temperature:
+        return token
+    return hash((token, row.sampling.seed or 0, *row.outputs)) % VOCABULARY
 
 
 def _chance(token: int, row: Row) -> float:

@@ -144,6 +144,8 @@ class _Campaign:
             try:
                 until = time.monotonic() + self._plan.most_s
                 await asyncio.sleep(self._plan.pause_s)
+                while not self._row.outcomes:  # of what it is like when nothing is done
+                    await asyncio.sleep(0.01)
                 for kind in self._plan.kinds:
                     self._found.rows.append(Row(kind))
                     for number in range(self._plan.count):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,7 @@ def test_a_load_that_is_not_there() -> None:
 def test_a_turn_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A live cluster, for a second."""
     monkeypatch.setattr(lending, "CURVE", lending.CURVE | {"decode_fixed_s": 0.001})
-    plan = Plan(("none",), ("equal",), nodes=2, rate=8, seconds=1, rounds=1, ttft_s=60, tbt_s=60)
+    plan = Plan(("none",), ("equal",), nodes=2, rate=8, seconds=1, rounds=1, ttft_s=inf, tbt_s=inf)
     said: list[str] = []
     [turn] = lending.run(plan, said.append)
     count = len(arrivals(plan, "equal", 0))

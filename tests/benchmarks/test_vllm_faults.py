@@ -24,7 +24,11 @@ def test_every_answer_is_exact_while_parts_die(tmp_path: Path) -> None:
     kinds = ("socket", "link", "abort", "stall", "page", "prefill-server+decode-adapter")
     with serve(tmp_path, settings) as served:
         before = node_pid(served.children().values(), "decode-0")
-        plan = Plan(served.url, served.model, kinds, 1, longest=300, prompts=16, pause_s=0.5)
+        size, pace = (
+            {"clients": 3, "prompts": 16, "longest": 300},
+            {"pause_s": 0.2, "stall_s": 1.0, "settle_s": 90},
+        )
+        plan = Plan(served.url, served.model, kinds, 1, **size, **pace)  # type: ignore[arg-type]
         said: list[str] = []
         found = run(plan, said.append)
         assert found.is_good, (found, said)

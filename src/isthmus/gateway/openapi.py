@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import msgspec
@@ -53,8 +52,7 @@ class Operation:
 
 def document(operations: Sequence[Operation], card: ModelCard, *, keys: bool) -> bytes:
     """`keys`: requests need one, but for the open routes."""
-    made = _bodies(tuple([each.body for each in operations if each.body is not None]))
-    bodies, components = msgspec.json.decode(made)
+    bodies, components = _bodies([each.body for each in operations if each.body is not None])
     kinds = [ProblemBody, *(each.reply for each in operations if each.reply is not None)]
     replies, written = msgspec.json.schema_components(kinds, ref_template=REF + "{name}")
     assert not components.keys() & written.keys(), "one name, one schema"
@@ -78,15 +76,11 @@ def document(operations: Sequence[Operation], card: ModelCard, *, keys: bool) ->
     return msgspec.json.encode(found)
 
 
-@cache
-def _bodies(kinds: tuple[Any, ...]) -> bytes:
-    """A reference for each kind, by its `repr`, and all they refer to, by name. They are the same for every model and
-    take most of the time; as JSON, since `_bound` changes what it gets."""
+def _bodies(kinds: Sequence[Any]) -> tuple[dict[str, Schema], dict[str, Schema]]:
+    """A reference for each kind, by its `repr`, and all they refer to, by name."""
     inputs = [(repr(kind), "validation", TypeAdapter(kind)) for kind in kinds]
     references, schema = TypeAdapter.json_schemas(inputs, ref_template=REF + "{model}")  # type: ignore[arg-type]
-    return msgspec.json.encode(
-        ({str(key): found for (key, _), found in references.items()}, schema.get("$defs", {}))
-    )
+    return {str(key): found for (key, _), found in references.items()}, schema.get("$defs", {})
 
 
 def _described(operation: Operation, body: Schema | None, reply: Schema | None, problem: Schema) -> Schema:

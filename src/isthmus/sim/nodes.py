@@ -26,7 +26,7 @@ from isthmus.attempts import (
 from isthmus.conductor import Event as ConductorEvent
 from isthmus.conductor import FirstToken
 from isthmus.cost.assembly import assembled_weight
-from isthmus.node import Node, events
+from isthmus.node import events
 from isthmus.scheduler import Admitted, Joined, Piece, Preempted, Run, Stepped
 from isthmus.sim.clock import OTHERS, PREFILL_ENDS, STEP_ENDS, TRANSFER_ENDS, Clock
 from isthmus.sim.deployment import Deployment
@@ -61,7 +61,6 @@ class Nodes:
         self.moves = Moves(deployment, clock, self.nodes, self.attempts, self.due)
         self._failing = self.moves.disks if self.moves.disks.are_at_risk else None
         self._deployment, self._clock, self._decide, self._completed = deployment, clock, decide, completed
-        self._unchecked: dict[SimNode, None] = {}
         self._has_answers, self._block_size = deployment.has_answers, deployment.block_size
         self._handlers: dict[type, Callable[[SimNode, Any], None]] = {
             **dict.fromkeys(
@@ -84,12 +83,7 @@ class Nodes:
 
     def tell(self, node: SimNode, event: events.Event) -> None:
         """Gives an event to a node and carries out what it answers; what it reports is due."""
-        self._carry_out(node, self._heard(node).on(event, self._clock.now))
-
-    def _heard(self, node: SimNode) -> Node:
-        """Who decides for a node, and is told something now."""
-        self._unchecked[node] = None
-        return node.decider
+        self._carry_out(node, node.decider.on(event, self._clock.now))
 
     def _carry_out(self, node: SimNode, actions: Sequence[events.Action]) -> None:
         handlers = self._handlers
@@ -105,7 +99,7 @@ class Nodes:
                 if node is None:
                     decide(event)
                 elif event is not None:
-                    for action in self._heard(node).on(event, now):
+                    for action in node.decider.on(event, now):
                         handlers[type(action)](node, action)
                 else:
                     stalled.append(node)
@@ -152,11 +146,8 @@ class Nodes:
         job.withdraw()
 
     def check(self) -> None:
-        """Of nodes that have heard nothing since the last time, nothing has changed."""
-        for node in self._unchecked:
-            node.decider.check()
-        self._unchecked.clear()
         for node in self.nodes:
+            node.decider.check()
             assert node.run is node.decider.scheduler.run, "a node runs what it was not told to"
 
     def check_idle(self) -> None:
@@ -264,7 +255,7 @@ class Nodes:
         return True
 
     def _finish_run(self, node: SimNode) -> None:
-        now, decider = self._clock.now, self._heard(node)
+        now, decider = self._clock.now, node.decider
         if self._failing is not None and node.run is not None:
             for piece in node.run.chunks:
                 self._failing.over(node, piece.request)

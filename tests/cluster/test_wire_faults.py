@@ -45,13 +45,10 @@ def ask_followers(
     return answers
 
 
-@pytest.mark.parametrize("moment", ["asked", "reading"])
 @pytest.mark.parametrize("share", ["host", "none"], ids=["lent", "given"])
-def test_a_node_that_dies_while_others_fetch_from_it_costs_time_only(
-    share: str, moment: str, tmp_path: Path
-) -> None:
-    """`asked`: it stands still when it is asked for the blocks, and never answers; `reading`: it has answered. Some of
-    the blocks may come from the decode node, which keeps those of prompts that ended there."""
+def test_a_node_that_dies_while_others_fetch_from_it_costs_time_only(share: str, tmp_path: Path) -> None:
+    """First it stands still when it is asked for the blocks, and never answers; then it dies when it has answered. Some
+    of the blocks may come from the decode node, which keeps those of prompts that ended there."""
     config = deployment(
         roles={"prefill": 2, "decode": 1},
         policy="mooncake",
@@ -60,25 +57,36 @@ def test_a_node_that_dies_while_others_fetch_from_it_costs_time_only(
     )
     moved = "kv_bytes_borrowed_total" if share == "host" else "kv_bytes_fetched_total"
     with serve(tmp_path, config) as served, ThreadPoolExecutor(12) as pool:
+
+        def read(source: str, prefix: list[int], seed: int) -> list[Future[int]]:
+            """Another node reads from the one that has the prefix."""
+            before, pid = served.total(moved), pid_of(served, source)
+            answers = ask_followers(served, pool, pid, prefix, seed)
+            os.kill(pid, signal.SIGCONT)
+            served.wait_until(lambda: served.total(moved) > before, "another node reads from it")
+            return answers
+
+        def die(source: str, answers: list[Future[int]], prompt: list[int]) -> None:
+            os.kill(pid_of(served, source), signal.SIGKILL)
+            for answer in answers:
+                answer.result()  # exact, and status 200
+            served.wait_until(lambda: len(served.gauge("cache_pinned_blocks")) == 3, "it is there again")
+            ask(served, prompt)
+            served.wait_until(lambda: served.total("cache_pinned_blocks") == 0, "nothing stays pinned")
+
         served.wait_until(lambda: len(served.gauge("tokens_computed_total")) == 3, "gauges come")
         first = prompt_of(3, 1600)
         source = computed_by(served, first)
-        pid = node_pid(children_of(served.process.pid), source)
-        answers = ask_followers(served, pool, pid, first, 100)
-        os.kill(pid, signal.SIGCONT)
-        served.wait_until(lambda: served.total(moved) > 0, "another node reads from it")
-        if moment == "asked":  # over a session that is there now
-            for answer in answers:
-                answer.result()
-            second = next(
-                prompt
-                for seed in range(4, 20)
-                if computed_by(served, prompt := prompt_of(seed, 1600)) == source
-            )
-            answers = ask_followers(served, pool, pid, second, 200)
-        os.kill(pid, signal.SIGKILL)
-        for answer in answers:
-            answer.result()  # exact, and status 200
-        served.wait_until(lambda: len(served.gauge("cache_pinned_blocks")) == 3, "it is there again")
-        ask(served, first)
-        served.wait_until(lambda: served.total("cache_pinned_blocks") == 0, "nothing stays pinned")
+        for answer in read(source, first, 100):  # there is a session now
+            answer.result()
+        second = next(
+            prompt for seed in range(4, 20) if computed_by(served, prompt := prompt_of(seed, 1600)) == source
+        )
+        die(source, ask_followers(served, pool, pid_of(served, source), second, 200), first)
+        third = prompt_of(20, 1600)
+        source = computed_by(served, third)
+        die(source, read(source, third, 300), third)
+
+
+def pid_of(served: Served, node: str) -> int:
+    return node_pid(children_of(served.process.pid), node)

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 from llguidance import LLParserLimits
 
+from isthmus.cluster.node import NodeProcess
+from isthmus.cluster.streams import Stream
 from isthmus.conductor import Route
 from isthmus.files import grammar as files_grammar
-from tests.cluster.test_deaths import CURVE, entries, kill
+from tests.cluster.test_deaths import CURVE, entries
 from tests.inside import inside
 from tests.models import EOS, make_model
 from tests.schemas import object_schema, validate
-from tests.served import Client, serve, streamed
+from tests.served import LIMIT_S, Client, streamed
 
 END = 257
 """Of the tokenizer of bytes."""
@@ -59,26 +61,35 @@ def ask_all(client: Client, seeds: range, schema_of: Any, **fields: Any) -> list
 
 
 def test_an_answer_is_the_same_and_whole_when_its_decode_node_dies(tmp_path: Path) -> None:
-    """kill -9 while eight answers go on, with and without `ignore_eos`."""
+    """While eight answers go on, with and without `ignore_eos`: none goes on until the node is dead."""
     flight, seeds = tmp_path / "flight.jsonl", range(8)
-    engine = {"kind": "emulated", "cost": CURVE}
-    sections = {"roles": {"prefill": 1, "decode": 1}, "engine": engine}
-    with serve(tmp_path, sections, "--record", str(flight)) as served:
+    begun, killed = threading.Event(), threading.Event()
+    with inside(emulated(prefill=1, decode=2) | {"record": str(flight)}) as served:
+
+        def wait(process: NodeProcess) -> None:
+            if process.node.node != "prefill-0" and all(each.generated for each in streams()):
+                begun.set()
+                assert killed.wait(LIMIT_S)
+
+        def streams() -> list[Stream]:
+            return list(served.head._streams.values())
+
         undisturbed = ask_all(served, seeds, long_schema, temperature=0)
-        begun = [threading.Event() for _ in seeds]
-        with ThreadPoolExecutor(len(seeds)) as pool:
+        with served.stepping(wait), served.together(len(seeds)), ThreadPoolExecutor(len(seeds)) as pool:
             answers = [
                 pool.submit(
-                    streamed, served, [seed, 1, 2, 3], LIMIT, begun[seed],
+                    streamed, served, [seed, 1, 2, 3], LIMIT, threading.Event(),
                     **asked(long_schema(seed), ignore_eos=bool(seed % 2)),
                 )
                 for seed in seeds
             ]  # fmt: skip
-            served.wait_until(lambda: all(map(threading.Event.is_set, begun)), "all answers go on")
-            kill(served, "decode-0", flight, 1)
+            assert begun.wait(LIMIT_S)
+            views = served.head._conductor.view.requests
+            served.kill(served.call(lambda: next(iter(views.values())).decode.node))
+            killed.set()
             assert [answer.result() for answer in answers] == undisturbed
-        routes = sum(isinstance(action, Route) for entry in entries(flight) for action in entry.actions)
-        assert routes > 2 * len(seeds), "no answer was under way when the node died"
+    routes = sum(isinstance(action, Route) for entry in entries(flight) for action in entry.actions)
+    assert routes > 2 * len(seeds), "no answer was under way when the node died"
     for seed, tokens in zip(seeds, undisturbed, strict=True):
         check(tokens, long_schema(seed))
 
@@ -111,7 +122,8 @@ def test_answers_that_were_pre_empted_are_those_of_others(llama: Path) -> None:
     for kv_memory in ("16MiB", "768KiB"):
         config = {"model": str(llama), "engine": {"kv_memory": kv_memory}, "cache": {"dram": kv_memory}}
         with inside(config) as cluster:
-            found.append(ask_all(cluster, range(10), long_schema, seed=5))
+            with cluster.together(10):
+                found.append(ask_all(cluster, range(10), long_schema, seed=5))
             preempted = cluster.total("num_preemptions_total")
     assert preempted > 0
     assert found[0] == found[1]

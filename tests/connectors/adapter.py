@@ -57,6 +57,7 @@ class Adapter:
     num_slots: int = 512
     refuse: str = ""
     lag_s: float = 0.0  # before each announcement
+    gate: threading.Semaphore | None = None  # lets announcements through, one by one
     short_after: int | None = None  # blocks of each load
     die_at: type[Any] | None = None  # close the connection on such a message
     keep_slots: bool = False  # never say Free
@@ -80,6 +81,8 @@ class Adapter:
 
     def __exit__(self, *error: object) -> None:
         self._over.set()
+        if self.gate is not None:
+            self.gate.release(len(self.messages) + 1)
         self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
         self.drop()
@@ -158,6 +161,8 @@ class Adapter:
     def _load(self, load: Load) -> None:
         names = load.names[: self.short_after]
         for at in range(0, len(names), CHUNK):
+            if self.gate is not None:
+                self.gate.acquire()
             if self._over.wait(self.lag_s):
                 return
             found = [name for name in names[at : at + CHUNK] if name in self.blocks]

@@ -153,7 +153,7 @@ class Engine:
             model=self.options.model,
             block_size=self.size,
             staging_bytes=1 << 22,
-            timeout_s=10,
+            timeout_s=90,
         )
         self.planner = Planner(self.size, self._used.update, self._used.subtract)
 

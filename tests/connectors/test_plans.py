@@ -161,6 +161,8 @@ class SmallVllm(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.jobs: list[SaveOrder] = []
         self.loads: dict[int, LoadOrder] = {}
+        self.given_up: list[int] = []
+        """Loads of requests that ended meanwhile, since the last step; some may be through by the next."""
         self.over: Counter[str] = Counter()
         self.num_arrived = 0
 
@@ -201,7 +203,8 @@ class SmallVllm(RuleBasedStateMachine):
             request.next_saved += len(save.names)
         self.jobs += plan.saves
         self.loads |= {load.load: load for load in plan.loads}
-        assert all(load in self.loads for load in plan.aborts)
+        assert Counter(plan.aborts) == Counter(self.given_up)
+        self.given_up = []
         self.over.update(name for name, _ in plan.over)
 
     def pick(self, data: st.DataObject, *, is_loading: bool = False) -> Request | None:
@@ -259,10 +262,15 @@ class SmallVllm(RuleBasedStateMachine):
     @rule(data=st.data(), is_loading=st.booleans())
     def finish(self, data: st.DataObject, is_loading: bool) -> None:
         if (request := self.pick(data, is_loading=is_loading)) is not None:
-            request.is_over = True
-            self.planner.finished(request.name)
-            if not is_loading:
-                self.free(request.table)
+            self.end(request)
+
+    def end(self, request: Request) -> None:
+        request.is_over = True
+        self.planner.finished(request.name)
+        if request.is_loading:
+            self.given_up += [load.load for load in self.loads.values() if load.request == request.name]
+        else:
+            self.free(request.table)
 
     @precondition(lambda self: self.jobs)
     @rule(is_whole=st.booleans())
@@ -303,10 +311,7 @@ class SmallVllm(RuleBasedStateMachine):
             return
         for request in self.requests.values():
             if not request.is_over:
-                request.is_over = True
-                self.planner.finished(request.name)
-                if not request.is_loading:
-                    self.free(request.table)
+                self.end(request)
         self.step([])
         for load in list(self.loads.values()):
             self.free(self.requests[load.request].table)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
+from isthmus.gateway import app
 from isthmus.gateway.openapi import _decimals
+from isthmus.gateway.tokenizer import GatewayTokenizer
 
-from .fake import CARD
+from .fake import CARD, FakeBackend
 from .inprocess import Poster
 
 REF = "#/components/schemas/"
@@ -50,3 +53,19 @@ def test_bounds_are_the_model_s(post: Poster) -> None:
     ids = properties["stop_token_ids"]["anyOf"][0]["items"]
     assert ids["maximum"] == CARD.vocab_size - 1
     assert properties["thinking_token_budget"]["type"] == "null", "what is refused may only be null"
+
+
+def test_nobody_who_starts_waits_for_it(
+    backend: FakeBackend, tokenizer: GatewayTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[bytes] = []
+    document = app.document
+
+    def noted(*arguments: Any, **fields: Any) -> bytes:
+        made.append(document(*arguments, **fields))
+        return made[-1]
+
+    monkeypatch.setattr(app, "document", noted)
+    post = Poster(app.create_app(backend, tokenizer))
+    assert not made
+    assert [post.get("/openapi.json").content for _ in range(2)] == made * 2 and len(made) == 1

@@ -147,11 +147,11 @@ def _read_once(path: Path) -> Iterator[None]:
         """Of a plain array, of which a slice takes a quarter of the time that one of a `memmap` does."""
 
         @property
-        def data(self) -> np.ndarray[Any, Any]:
+        def data(self) -> Any:
             return self._data
 
         @data.setter
-        def data(self, mapped: np.ndarray[Any, Any]) -> None:
+        def data(self, mapped: Any) -> None:
             self._data = np.asarray(mapped)
 
     reader = Reader(path)

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,37 @@ class TaskHosts(Hosts):
 
     async def close(self) -> None:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+
+class Held:
+    """Steps of engines that wait until they are let."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._left, self._is_over, self._changed = dict.fromkeys(names, 0), False, threading.Condition()
+
+    def around(self, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(*arguments: Any) -> Any:
+            with self._changed:
+                assert self._changed.wait_for(lambda: self._is_over or self._left[name], LIMIT_S)
+                self._left[name] -= 1
+            return step(*arguments)
+
+        return wait
+
+    def let(self, count: int) -> None:
+        """So many of each engine."""
+        with self._changed:
+            self._left = dict.fromkeys(self._left, count)
+            self._changed.notify_all()
+
+    def is_spent(self) -> bool:
+        """Whether an engine has taken all its steps."""
+        return min(self._left.values()) == 0
+
+    def end(self) -> None:
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
 
 
 class Inside(Client):
@@ -144,37 +175,17 @@ class Inside(Client):
         self.call(end)
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[Callable[[int], None]]:
-        """Engines take no step meanwhile but those that are let, so many each: what is asked comes together, and is not
-        over before the test has done what it must do in its midst."""
-        let, is_over = Counter[str](), False
-        changed = threading.Condition()
-
-        def held(name: str, step: Callable[..., Any]) -> Callable[..., Any]:
-            def wait(*arguments: Any) -> Any:
-                with changed:
-                    assert changed.wait_for(lambda: is_over or let[name], LIMIT_S), "nobody lets it go on"
-                    let[name] -= 1
-                return step(*arguments)
-
-            return wait
-
-        def more(count: int) -> None:
-            with changed:
-                let.update(dict.fromkeys(engines, count))
-                changed.notify_all()
-
+    def held(self) -> Iterator[Held]:
+        """Engines take no step meanwhile but those that are let: what is asked comes together, and is not over before
+        the test has done what it must do in its midst."""
         nodes = [process for process in self.processes if isinstance(process, NodeProcess)]
         engines = {process._facts.node: process.runs.engine for process in nodes}
+        held = Held(engines)
         with contextlib.ExitStack() as stack:
             for name, engine in engines.items():
-                stack.enter_context(mock.patch.object(engine, "step", held(name, engine.step)))
-            try:
-                yield more
-            finally:
-                with changed:
-                    is_over = True
-                    changed.notify_all()
+                stack.enter_context(mock.patch.object(engine, "step", held.around(name, engine.step)))
+            stack.callback(held.end)
+            yield held
 
     def wait_until_asked(self, count: int) -> None:
         """Returns when so many requests have come and are not answered."""

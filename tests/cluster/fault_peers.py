@@ -166,7 +166,7 @@ async def join(network: Network, here: Side, there: Side) -> Server:
     here.open()
     there.open()
     server, port = await network.listen("127.0.0.1", 0, PeerMessage, lambda: there)
-    here.session = await network.connect(f"127.0.0.1:{port}", PeerMessage, here, timeout_s=5)
+    here.session = await network.connect(f"127.0.0.1:{port}", PeerMessage, here, timeout_s=60)
     here.session.send(Enough(NOTHING))
     while there.session is None and not here.session.ended:
         await asyncio.sleep(0)

@@ -53,7 +53,7 @@ BLANK, CANARY = 0x5A, 0xA5
 TOO_LONG = "it takes too long to close"
 PEACEFUL = {"closed here", "closed by the peer", TOO_LONG}
 """How a session ends that nothing happened to."""
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 WIDTH = 200
 QUIET_TURNS = 300
 """Turns of the event loop after which everything under way has arrived, or never will."""

@@ -16,6 +16,8 @@ from isthmus.cluster import hosting
 from isthmus.cluster.process import EngineProcess
 from isthmus.messenger import Session
 from isthmus.messenger.line import Answerer, LineLost
+from isthmus.node import away
+from isthmus.types import NS_PER_S
 from tests.cluster.test_exact_pool import SLOW, prompt_of
 from tests.cluster.test_structured import asked as in_form
 from tests.cluster.test_structured import check as check_form
@@ -262,7 +264,9 @@ def test_damaged_kv_is_never_attended_to(model: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("cut", ["line", "session"])
-def test_a_session_that_is_cut_costs_an_attempt(cut: str, model: Path) -> None:
+def test_a_session_that_is_cut_costs_an_attempt(cut: str, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(away, "LEASE_NS", NS_PER_S // 2)  # who was cut off claims nothing: idle is waited for
+
     with inside(attending(model)) as served, ThreadPoolExecutor(1) as pool:
 
         def harm() -> int:
@@ -274,10 +278,10 @@ def test_a_session_that_is_cut_costs_an_attempt(cut: str, model: Path) -> None:
                     session.abort("cut by the test")
             return len(lines)
 
-        with served.held() as let:
+        with served.held() as steps:
             answer = pool.submit(harmed, served, model, prompt_of(1, 300), 120)
             served.wait_until_asked(1)
-            let(20)
+            steps.let(100)
             served.wait_until(lambda: attended(served), "questions")
             assert served.call(harm) >= 1
         answer.result()

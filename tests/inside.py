@@ -37,7 +37,9 @@ from tests.served import LIMIT_S, POLL_S, Client
 Tiers = dict[BlockName, Tier]
 
 IDLE_S = LIMIT_S
-_DEFAULTS = {"engine.threads": 1, "engine.kv_memory": "64MiB", "limits.silence_s": 600}
+_DEFAULTS = {
+    "engine.threads": 1, "engine.kv_memory": "64MiB", "limits.silence_s": 600, "limits.transfer_s": 600
+}  # fmt: skip
 """Nodes share this process: none of them can die alone, and a busy machine makes all of them late."""
 
 
@@ -78,14 +80,10 @@ class Held:
     def __init__(self, names: Iterable[str]) -> None:
         self._left, self._is_over, self._changed = dict.fromkeys(names, 0), False, threading.Condition()
 
-    def around(self, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
-        def wait(*arguments: Any) -> Any:
-            with self._changed:
-                assert self._changed.wait_for(lambda: self._is_over or self._left[name], LIMIT_S)
-                self._left[name] -= 1
-            return step(*arguments)
-
-        return wait
+    def take(self, name: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._is_over or self._left[name], LIMIT_S)
+            self._left[name] -= 1
 
     def let(self, count: int) -> None:
         """So many of each engine."""
@@ -178,14 +176,12 @@ class Inside(Client):
     def held(self) -> Iterator[Held]:
         """Engines take no step meanwhile but those that are let: what is asked comes together, and is not over before
         the test has done what it must do in its midst."""
-        nodes = [process for process in self.processes if isinstance(process, NodeProcess)]
-        engines = {process._facts.node: process.runs.engine for process in nodes}
-        held = Held(engines)
-        with contextlib.ExitStack() as stack:
-            for name, engine in engines.items():
-                stack.enter_context(mock.patch.object(engine, "step", held.around(name, engine.step)))
-            stack.callback(held.end)
-            yield held
+        held = Held([each._facts.node for each in self.processes if isinstance(each, NodeProcess)])
+        with self.stepping(lambda process: held.take(process._facts.node)):
+            try:
+                yield held
+            finally:
+                held.end()
 
     def wait_until_asked(self, count: int) -> None:
         """Returns when so many requests have come and are not answered."""

@@ -198,7 +198,7 @@ def _configured(home: Path, settings: dict[str, Any] | None) -> list[str]:
     if settings is None:
         return ["--kv-memory", "64MiB"]
     path = home / "serve.yaml"
-    limits = {"silence_s": 60, "rejoin_s": 60} | settings.get("limits", {})
+    limits = {"silence_s": 60, "rejoin_s": 60, "transfer_s": 60} | settings.get("limits", {})
     engine = {"kv_memory": "64MiB"} | paced(settings.get("engine", {}))
     path.write_text(json.dumps(settings | {"limits": limits, "engine": engine}))
     return ["--config", str(path)]

@@ -23,9 +23,8 @@ import pytest
 
 from isthmus.cluster.vllm.server import Sockets, arguments_of
 from isthmus.config import load_config
-from tests.cluster.test_joining import free_port
 from tests.models import make_model
-from tests.served import Served, alive, node_pid, serve, streamed
+from tests.served import Served, alive, node_pid, reserved_port, serve, streamed
 
 from .fake_server import digest, expected_tokens, stand_in, url_of
 
@@ -398,20 +397,21 @@ PROMPT = list(range(1, 93))
 
 
 @contextlib.contextmanager
-def running(home: Path, model: Path, port: int, *, key: str = "") -> Iterator[dict[str, Any]]:
+def running(home: Path, model: Path, *, key: str = "") -> Iterator[dict[str, Any]]:
     """A server that somebody else started, and the section `engine` of a node for it."""
-    home.mkdir()
-    engine = {"kind": "vllm", "device": "cpu", "kv_memory": 1 << 23, "vllm": {"sockets": str(home)}}
-    engine["vllm"] |= {"attach": f"http://127.0.0.1:{port}", "served_model_name": "theirs"}  # type: ignore[operator]
-    config = load_config(None, {"engine": engine, "cache.dram": "16MiB", "roles": SHAPES["mixed"]})
-    arguments = arguments_of(config, model, "float32", 0, port, Sockets(home))
-    arguments[arguments.index("--served-model-name") + 1] = "theirs"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
-    with subprocess.Popen(command, env=os.environ | stand_in(home) | {"VLLM_API_KEY": key}) as process:
-        try:
-            yield engine
-        finally:
-            process.kill()
+    with reserved_port() as port:
+        home.mkdir()
+        engine = {"kind": "vllm", "device": "cpu", "kv_memory": 1 << 23, "vllm": {"sockets": str(home)}}
+        engine["vllm"] |= {"attach": f"http://127.0.0.1:{port}", "served_model_name": "theirs"}  # type: ignore[operator]
+        config = load_config(None, {"engine": engine, "cache.dram": "16MiB", "roles": SHAPES["mixed"]})
+        arguments = arguments_of(config, model, "float32", 0, port, Sockets(home))
+        arguments[arguments.index("--served-model-name") + 1] = "theirs"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
+        with subprocess.Popen(command, env=os.environ | stand_in(home) | {"VLLM_API_KEY": key}) as process:
+            try:
+                yield engine
+            finally:
+                process.kill()
 
 
 def test_a_server_that_runs_already_is_a_node(
@@ -419,7 +419,7 @@ def test_a_server_that_runs_already_is_a_node(
 ) -> None:
     """It outlives its node, and the next one knows nothing wrong of what it has."""
     monkeypatch.setenv("VLLM_API_KEY", "secret")
-    with running(tmp_path / "there", model, free_port(), key="secret") as engine:
+    with running(tmp_path / "there", model, key="secret") as engine:
         settings = {"model": str(model), "engine": engine, "cache": {"dram": "16MiB"}, "roles": SHAPES["mixed"]}
         for expected in (0, BLOCKS * 16):
             with serve(tmp_path, settings) as served:
@@ -431,7 +431,7 @@ def test_a_server_that_runs_already_is_a_node(
 
 def test_a_server_with_other_weights_is_no_node(model: Path, tmp_path: Path) -> None:
     make_model(tmp_path / "other", "llama", seed=2)
-    with running(tmp_path / "there", tmp_path / "other", free_port()) as engine:
+    with running(tmp_path / "there", tmp_path / "other") as engine:
         settings = {"model": str(model), "engine": engine, "cache": {"dram": "16MiB"}, "roles": SHAPES["mixed"]}
         with (
             pytest.raises(

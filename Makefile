@@ -1,8 +1,8 @@
 # `make serve` and `make test` each set everything up first. PYTHON, PORT and WORKERS
-# (processes that share the tests) can be given.
+# (processes that share the tests) can be given: three keep two cores at work, since many wait for processes.
 PYTHON ?= python3
 PORT ?= 8000
-WORKERS ?= 2
+WORKERS ?= 3
 VENV := .venv
 STAMP := $(VENV)/.installed
 

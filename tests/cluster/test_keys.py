@@ -84,13 +84,16 @@ def test_a_key_is_seen_nowhere(tmp_path: Path, isthmus: Command, monkeypatch: py
     """A key of the file, one of the environment, one of the command line: all open, none is told."""
     monkeypatch.setenv("ISTHMUS_API_KEY", "sk-environment")
     keys = [ACME, "sk-environment", "sk-command-line"]
-    settings = {**EMULATED, "roles": {"mixed": 1, "prefill": 0, "decode": 0}, "auth": {"keys": KEYS}}
+    # Tokens far apart: of an answer that comes at once no gap can be timed.
+    cost = {"kv_token_bytes": 2048, "num_layers": 4, "decode_fixed_s": 0.01}
+    engine = {"kind": "emulated", "cost": cost}
+    settings = {"engine": engine, "roles": {"mixed": 1, "prefill": 0, "decode": 0}, "auth": {"keys": KEYS}}
     options = ("--host", "0.0.0.0", "--record", str(tmp_path / "flight.jsonl"), "--api-key", "sk-command-line")
     with serve(tmp_path, settings, *options, key=ACME) as served:
         url = served.url.replace("0.0.0.0", "127.0.0.1")
         for key in keys:
             assert cached(served, key, 2) == (0 if key != "sk-command-line" else 96), "its tenant: the default"
-        bench = ("bench", "serve", "--url", url, "--row", "8/4/1/1", "--rounds", 1)
+        bench = ("bench", "serve", "--url", url, "--row", "8/60/1/1", "--rounds", 1)
         for verb in (("status", "--url", url, "--json"), bench):
             status, out, err = isthmus(*verb)
             assert status == 0, err

@@ -85,7 +85,7 @@ def test_a_key_is_seen_nowhere(tmp_path: Path, isthmus: Command, monkeypatch: py
     monkeypatch.setenv("ISTHMUS_API_KEY", "sk-environment")
     keys = [ACME, "sk-environment", "sk-command-line"]
     # Tokens far apart: of an answer that comes at once no gap can be timed.
-    cost = {"kv_token_bytes": 2048, "num_layers": 4, "decode_fixed_s": 0.01}
+    cost = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.01}
     engine = {"kind": "emulated", "cost": cost}
     settings = {"engine": engine, "roles": {"mixed": 1, "prefill": 0, "decode": 0}, "auth": {"keys": KEYS}}
     options = ("--host", "0.0.0.0", "--record", str(tmp_path / "flight.jsonl"), "--api-key", "sk-command-line")

@@ -136,7 +136,7 @@ def main() -> None:
     )
     parser.add_argument("--times", type=int, default=1, help="runs of each")
     parser.add_argument("--first", type=int, default=1, help="number of the first one, which seeds are made of")
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=3)
     options, asked = parser.parse_args(given[:at]), given[at + 1 :]
     unknown = [name for name in options.conditions if name not in CONDITIONS]
     if unknown:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections import defaultdict
@@ -55,3 +56,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     order = list(modules.values())
     draw.shuffle(order)
     items[:] = [item for tests in order for item in tests]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What was imported is there for good: nobody looks through all of it whenever a test has made enough objects."""
+    gc.collect()
+    gc.freeze()

@@ -25,8 +25,10 @@ SPEC = LaunchSpec(NodeId("mixed-0"), Role.MIXED, "127.0.0.1:1", "", "", 1, "{}")
 
 @pytest.fixture(autouse=True)
 def thawed() -> Iterator[None]:
-    yield
+    """What `tests/conftest.py` froze."""
     gc.unfreeze()
+    yield
+    gc.freeze()
 
 
 def state() -> tuple[bool, bool]:

@@ -9,7 +9,6 @@ import pytest
 from isthmus.cost import compile_cost, curve_of
 from isthmus.cost.offload import decode_imbalance, prefill_imbalance, work_of
 from isthmus.deploy import read_mapping
-from isthmus.papers.lab import Lab
 from isthmus.papers.prfaas import case, deployments, inferred, kv, sensitivity
 from isthmus.papers.prfaas.published import (
     GBPS,
@@ -22,12 +21,12 @@ from isthmus.papers.prfaas.published import (
     THRESHOLD,
     THROUGHPUT,
 )
-from isthmus.papers.registry import TABLES
 from tests.cost.test_profiles import PROFILES
+from tests.papers.traces import untraced
 
 
 def ours(name: str) -> dict[tuple[str, str], Any]:
-    return {(row["row"], row["column"]): row["ours"] for row in TABLES[name].rows(Lab(None))}
+    return {(row["row"], row["column"]): row["ours"] for row in untraced(name)}
 
 
 def profile(name: str) -> Any:
@@ -169,7 +168,7 @@ def test_means_of_a_class_flatter_every_deployment() -> None:
 
 
 def test_sizing_and_price() -> None:
-    for row in TABLES["prfaas-sizing"].rows(Lab(None)):
+    for row in untraced("prfaas-sizing"):
         assert row["ours"] == pytest.approx(row["published"], rel=0.03 if "bound" not in row["row"] else 0.07)
     prices = [value for (_, column), value in ours("prfaas-price").items() if "price of" in column]
     assert prices == pytest.approx([2.05, 2.02, 1.98], abs=0.01)
@@ -178,12 +177,12 @@ def test_sizing_and_price() -> None:
 def test_what_is_inferred_says_so() -> None:
     marked = ("prfaas-implied-prefill", "prfaas-profile", "prfaas-kv-throughput", "prfaas-price")
     for name in marked:
-        cells = TABLES[name].rows(Lab(None))
+        cells = untraced(name)
         assert any("inferred" in " ".join(map(str, (cell["row"], cell["column"]))) for cell in cells)
 
 
 def starred(name: str) -> set[tuple[str, str]]:
-    return {(row["row"], row["column"]) for row in TABLES[name].rows(Lab(None)) if row.get("inferred")}
+    return {(row["row"], row["column"]) for row in untraced(name) if row.get("inferred")}
 
 
 def test_what_hangs_on_an_inferred_input_is_starred() -> None:

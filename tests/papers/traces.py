@@ -1,12 +1,21 @@
-"""Small traces under the names of the published ones."""
+"""Small traces under the names of the published ones, and tables that need none."""
 
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-from isthmus.papers.lab import FILES
+from isthmus.papers.lab import FILES, Lab
+from isthmus.papers.registry import TABLES
 from isthmus.sim.workloads import generate
+
+
+@cache
+def untraced(name: str) -> tuple[dict[str, Any], ...]:
+    """Rows of a table without traces, computed once for all tests of a worker."""
+    return tuple(TABLES[name].rows(Lab(None)))
 
 
 def write_traces(folder: Path, spec: str) -> None:

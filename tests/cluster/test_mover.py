@@ -333,7 +333,7 @@ def test_blocks_are_fetched_and_a_load_reads_them_as_they_come(
         await asyncio.to_thread(load.wait, LAST, 5)
         assert [b"".join(read(here, at)) for at in range(5)] == BLOCKS[:5]
         assert await kit.told(here, events.FetchEnded) == events.FetchEnded(KEY, 6)
-        assert [stored(here, name) for name in NAMES[:6]] == BLOCKS[:6]
+        await kit.until(lambda: [stored(here, name) for name in NAMES[:6]] == BLOCKS[:6])  # adopted in a thread
         assert events.Moved(KEY, fetched=True) in here.facts
         (wanted,) = [fact for fact in there.facts if isinstance(fact, events.Wanted)]
         assert wanted == events.Wanted(KEY, OTHER, NAMES[:6], 1, False)

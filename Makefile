@@ -44,8 +44,8 @@ test-vllm: install
 soak: install
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "soak or not soak" --hypothesis-profile=soak $(ARGS)
 
-# The suite under one core, burners, nice, slow and quick engines, other orders and hash seeds: hours. ARGS: `--times 3
-# one-core shuffle`, or `-- tests/cluster`; in a copy of the tree, so that work may go on.
+# The suite under one core, burners, nice, slow and quick engines, late threads, other orders and hash seeds: hours.
+# ARGS: `--times 3 one-core shuffle`, or `-- tests/cluster`; in a copy of the tree, so that work may go on.
 steady: install
 	$(VENV)/bin/python -m tests.steady $(ARGS)
 

@@ -183,10 +183,6 @@ class Inside(Client):
             finally:
                 held.end()
 
-    def wait_until_asked(self, count: int) -> None:
-        """Returns when so many requests have come and are not answered."""
-        self.wait_until(lambda: self.call(lambda: len(self.head._streams)) == count, f"{count} requests come")
-
     def check_idle(self) -> None:
         """All that requests took comes back, on every node; and the conductor knows what each node has, by tier."""
         until = time.monotonic() + IDLE_S

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -92,6 +93,15 @@ class Client:
                 time.sleep(POLL_S)
         finally:
             self._polling = False
+
+    def wait_until_asked(self, count: int, answers: Sequence[Future[Any]] = ()) -> None:
+        """Returns when so many requests have come: they are under way, or of `answers` that are over."""
+
+        def have_come() -> bool:
+            num_over = sum(answer.done() for answer in answers)  # before the others: none is counted twice
+            return num_over + int(self.http.get("/status").json()["requests_running"]) == count
+
+        self.wait_until(have_come, f"{count} requests come")
 
     def story(self) -> str:
         """What the cluster said so far."""

@@ -31,7 +31,8 @@ LIMIT_S = 3600
 
 class Condition(NamedTuple):
     """`command`: what starts pytest; `burners`: processes that do nothing but compute; `pace`: how many times as long
-    an emulated engine takes; `seeded`: what of a run depends on its number."""
+    an emulated engine takes; `seeded`: what of a run depends on its number: `order` of tests, `hash`es, or which
+    `threads` and processes are late."""
 
     command: str = ""
     burners: int = 0
@@ -55,6 +56,7 @@ CONDITIONS = {
     "quick-engine": Condition(pace=0.25),
     "shuffle": Condition(seeded="order"),
     "hash": Condition(seeded="hash"),
+    "late": Condition(seeded="threads"),
 }
 
 
@@ -106,6 +108,11 @@ def run(name: str, number: int, workers: int, asked: Sequence[str], logs: Path) 
     ):
         scratch = copied(Path(folder) / "tree")
         env = environment(scratch, PYTHONHASHSEED=seed, **{PACE: str(condition.pace)})
+        if condition.seeded == "threads":
+            env |= {
+                "PYTHONPATH": f"{env['PYTHONPATH']}:{scratch}/tests/late",
+                "ISTHMUS_TESTS_LATE": str(number),
+            }
         began = time.monotonic()
         command = command_of(condition, number, workers, [*asked, f"--basetemp={folder}/kept"])
         with contextlib.suppress(subprocess.TimeoutExpired):

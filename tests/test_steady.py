@@ -83,6 +83,17 @@ def test_a_condition_is_a_command_and_an_order() -> None:
     assert command_of(CONDITIONS["shuffle"], 3, 2, []) == [sys.executable, *start, "--shuffle", "3"]
 
 
+def test_threads_are_late_where_that_is_asked_for() -> None:
+    found = []
+    for path in (f"{ROOT}/tests/late", ""):
+        command = [sys.executable, "-c", "import threading; print(threading.Thread.run.__name__)"]
+        env = os.environ | {"PYTHONPATH": path, "ISTHMUS_TESTS_LATE": "1"}
+        found.append(
+            subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout.strip()
+        )
+    assert found == ["run_late", "run"]
+
+
 def test_the_table_says_which_test_failed_under_what() -> None:
     runs = [
         Run("quiet", 1, 0, 1.0, (), "9 passed"),

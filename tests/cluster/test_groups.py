@@ -117,11 +117,15 @@ def test_a_killed_process_costs_no_token(victim: str, tmp_path: Path) -> None:
             answer = pool.submit(streamed, served, short, 300, answering)
             assert answering.wait(LIMIT_S)
             started = served.gauge("pipeline_runs_total")["prefill-0"]
+            process = node_pid(served.children().values(), victim)
+            os.kill(process, signal.SIGSTOP)
             asked = [pool.submit(ask, served, prompt) for prompt in prompts]
+            served.wait_until_asked(4, [answer, *asked])  # nobody takes what comes when the group is gone
+            os.kill(process, signal.SIGCONT)
             served.wait_until(
                 lambda: served.gauge("pipeline_runs_total")["prefill-0"] > started + 1, "a prompt is computed"
             )
-            os.kill(node_pid(served.children().values(), victim), signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
             for each in asked:
                 each.result()
             assert answer.result() == expected_tokens(recipe(), short, 300, stop_tokens=(257,))

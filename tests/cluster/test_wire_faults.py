@@ -36,12 +36,7 @@ def ask_followers(
     has computed none of them when the last one comes."""
     os.kill(source, signal.SIGSTOP)
     answers = [pool.submit(ask, served, prefix + prompt_of(seed + number, 100)) for number in range(11)]
-
-    def have_come() -> bool:
-        num_over = sum(answer.done() for answer in answers)  # before the others: none is counted twice
-        return num_over + int(served.http.get("/status").json()["requests_running"]) == len(answers)
-
-    served.wait_until(have_come, "all prompts came")
+    served.wait_until_asked(len(answers), answers)
     return answers
 
 

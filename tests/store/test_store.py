@@ -372,13 +372,15 @@ def test_a_disk_that_does_not_answer_does_not_hold_up_closing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("isthmus.store.store._CLOSE_S", 0.05)
-    answers = threading.Event()
+    asked, answers = threading.Event(), threading.Event()
 
     class Slow(Files):
         def sync(self, fd: int) -> None:
+            asked.set()
             answers.wait()
 
     with opened(SMALL, 1, tmp_path, files=Slow()) as store:
         put(store, 1)
+        assert asked.wait(60)
     assert store.arena.slot(0), "memory that is being written stays"
     answers.set()

@@ -5,8 +5,10 @@ PORT ?= 8000
 WORKERS ?= 3
 VENV := .venv
 STAMP := $(VENV)/.installed
+# Some machines forbid bytecode files: each of the processes that tests start would compile the package anew.
+export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install serve test test-ray soak steady check test-vllm mutants protections clean
+.PHONY: install serve test test-ray soak steady check style types compiled test-vllm mutants protections clean
 
 install: $(STAMP)
 
@@ -23,8 +25,13 @@ $(STAMP): pyproject.toml Makefile
 serve: install
 	$(VENV)/bin/isthmus serve --port $(PORT) $(ARGS)
 
-test: check
+test: install
+	$(MAKE) --no-print-directory --jobs 2 check compiled
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+
+# What pytest makes of test files, once for all its workers; an error in one is shown by the run itself.
+compiled: install
+	$(VENV)/bin/python -m pytest --collect-only -p no:cacheprovider > $(VENV)/.collected 2>&1 || true
 
 # Nodes and sweeps on a Ray cluster of several machines, all of them here; two minutes.
 test-ray: install
@@ -49,11 +56,15 @@ soak: install
 steady: install
 	$(VENV)/bin/python -m tests.steady $(ARGS)
 
-check: install
+check: style types
+
+style: install
 	$(VENV)/bin/ruff check src benchmarks connectors tests examples
 	$(VENV)/bin/ruff format --check src benchmarks connectors tests examples
-	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+
+types: install
+	$(VENV)/bin/mypy
 
 # Plants bugs and sees what the tests of each room find; half an hour. Not part of `make test`.
 mutants: install

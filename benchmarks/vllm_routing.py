@@ -28,8 +28,8 @@ import httpx
 import msgspec
 from rich.table import Table
 
-from benchmarks.peers.servers import Running, Side, free_port, running
-from benchmarks.served import last_line, served
+from benchmarks.peers.servers import Running, Side, running
+from benchmarks.served import last_line, reserved_port, served
 from isthmus.bench import BenchError
 from isthmus.cluster.hosts import cores_of
 from isthmus.cluster.vllm.server import Beside, environment_of, settle
@@ -218,7 +218,7 @@ def _by_proxy(plan: Plan, side: str, kv_memory: int, asked: Sequence[Asked], log
     with contextlib.ExitStack() as stack:
 
         def start(number: int) -> Running:
-            server = _server(plan, config, number)
+            server = _server(plan, config, number, stack.enter_context(reserved_port()))
             found = stack.enter_context(running(server, log.with_name(f"{log.name}-{number}.log")))
             asyncio.run(settle(found.pid, cores_of(number, 1)))
             return found
@@ -234,9 +234,10 @@ def _by_proxy(plan: Plan, side: str, kv_memory: int, asked: Sequence[Asked], log
     return Turn(side, kv_memory, hits / max(1.0, queries), answers)
 
 
-def _server(plan: Plan, config: Config, number: int) -> Side:
+def _server(plan: Plan, config: Config, number: int, meets: int) -> Side:
+    """`meets`: the port at which decode servers find it."""
     cores = cores_of(number, 1)
-    settings = environment_of(config, Beside(f"prefill-{number}", "127.0.0.1", 1, cores), free_port())
+    settings = environment_of(config, Beside(f"prefill-{number}", "127.0.0.1", 1, cores), meets)
     settings["VLLM_API_KEY"] = ""  # the proxy has none
     command = (
         "taskset", "-c", ",".join(map(str, cores)), plan.python, "-m", "vllm.entrypoints.openai.api_server",
@@ -252,7 +253,12 @@ def _server(plan: Plan, config: Config, number: int) -> Side:
 @contextlib.contextmanager
 def _proxy(plan: Plan, servers: Sequence[Running], log: Path) -> Iterator[str]:
     """Its URL."""
-    port, ports = free_port(), [each.url.rpartition(":")[2] for each in servers]
+    ports = [each.url.rpartition(":")[2] for each in servers]
+    with reserved_port() as port:
+        yield from _proxied(plan, ports, port, log)
+
+
+def _proxied(plan: Plan, ports: Sequence[str], port: int, log: Path) -> Iterator[str]:
     command = [
         plan.python, str(plan.proxy), "--host", "127.0.0.1", "--port", str(port),
         "--prefiller-hosts", *["127.0.0.1"] * PREFILLS, "--prefiller-ports", *ports[:PREFILLS],

@@ -38,7 +38,8 @@ Tiers = dict[BlockName, Tier]
 
 IDLE_S = LIMIT_S
 _DEFAULTS = {
-    "engine.threads": 1, "engine.kv_memory": "64MiB", "limits.silence_s": 600, "limits.transfer_s": 600
+    "engine.threads": 1, "engine.kv_memory": "64MiB",
+    "limits.silence_s": 600, "limits.transfer_s": 600, "limits.link_s": 600,
 }  # fmt: skip
 """Nodes share this process: none of them can die alone, and a busy machine makes all of them late."""
 
@@ -75,10 +76,11 @@ class TaskHosts(Hosts):
 
 
 class Held:
-    """Steps of engines that wait until they are let."""
+    """Steps of engines that wait until they are let. `begin`: is called before any is."""
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, names: Iterable[str], begin: Callable[[], None]) -> None:
         self._left, self._is_over, self._changed = dict.fromkeys(names, 0), False, threading.Condition()
+        self._begin = begin
 
     def take(self, name: str) -> None:
         with self._changed:
@@ -87,6 +89,7 @@ class Held:
 
     def let(self, count: int) -> None:
         """So many of each engine."""
+        self._begin()
         with self._changed:
             self._left = dict.fromkeys(self._left, count)
             self._changed.notify_all()
@@ -96,6 +99,7 @@ class Held:
         return min(self._left.values()) == 0
 
     def end(self) -> None:
+        self._begin()
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -146,18 +150,26 @@ class Inside(Client):
     def together(self, count: int) -> Iterator[None]:
         """Meanwhile nothing is computed until so many requests have been there at once: however slowly they come, what
         is decided about each is decided before any of them has begun."""
-        came = threading.Event()
+        came, go_on = threading.Event(), self._stop_clock()
 
         def wait(_: NodeProcess) -> None:
             until = time.monotonic() + LIMIT_S
             while not came.is_set():
                 if len(self.head._streams) >= count:
+                    go_on()
                     came.set()
                 assert time.monotonic() < until, f"not {count} requests, but {len(self.head._streams)}"
                 time.sleep(POLL_S)
 
         with self.stepping(wait):
             yield
+
+    def _stop_clock(self) -> Callable[[], None]:
+        """The conductor's: it would take what nobody computes for computed when its time is over. Until this is called,
+        in any thread."""
+        now, stopped = self.head._clock_ns(), contextlib.ExitStack()
+        stopped.enter_context(mock.patch.object(self.head, "_clock_ns", return_value=now))
+        return stopped.close
 
     def kill(self, name: str) -> None:
         """Ends a node at once: nothing of it is heard any more. It does not come back."""
@@ -176,7 +188,8 @@ class Inside(Client):
     def held(self) -> Iterator[Held]:
         """Engines take no step meanwhile but those that are let: what is asked comes together, and is not over before
         the test has done what it must do in its midst."""
-        held = Held([each._facts.node for each in self.processes if isinstance(each, NodeProcess)])
+        nodes = [each._facts.node for each in self.processes if isinstance(each, NodeProcess)]
+        held = Held(nodes, self._stop_clock())
         with self.stepping(lambda process: held.take(process._facts.node)):
             try:
                 yield held

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.served import last_line
+from benchmarks.served import last_line, reserved_port
 from isthmus.bench import BenchError
 from isthmus.errors import StartError
 
@@ -86,22 +85,18 @@ def llama(python: str, file: Path, ends: Sequence[int], options: list[str]) -> S
 @contextlib.contextmanager
 def running(side: Side, log: Path) -> Iterator[Running]:
     """Started, and stopped with all its processes. Raises StartError with the end of what it said into `log`."""
-    port, begin = free_port(), time.monotonic()
-    with log.open("wb") as sink:
-        process = _start(side, port, sink.fileno())
-    try:
-        url = f"http://127.0.0.1:{port}"
-        model = _wait_until_ready(side, process, url, log, begin + START_S)
-        yield Running(url, model, time.monotonic() - begin, process.pid)
-        if process.poll() is not None:
-            raise BenchError(f"{side.name} ended by itself; {log} ends with: {last_line(log.read_text())}")
-    finally:
-        _stop(process)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    begin = time.monotonic()
+    with reserved_port() as port:
+        with log.open("wb") as sink:
+            process = _start(side, port, sink.fileno())
+        try:
+            url = f"http://127.0.0.1:{port}"
+            model = _wait_until_ready(side, process, url, log, begin + START_S)
+            yield Running(url, model, time.monotonic() - begin, process.pid)
+            if process.poll() is not None:
+                raise BenchError(f"{side.name} ended by itself; {log} ends with: {last_line(log.read_text())}")
+        finally:
+            _stop(process)
 
 
 def _start(side: Side, port: int, sink: int) -> subprocess.Popen[bytes]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import socket
+import sys
 import types
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -27,7 +28,9 @@ SPEC = LaunchSpec(NodeId("mixed-0"), Role.MIXED, "127.0.0.1:1", "", "", 1, "{}")
 def thawed() -> Iterator[None]:
     """What `tests/conftest.py` froze."""
     gc.unfreeze()
+    interval = sys.getswitchinterval()  # of a node it is another
     yield
+    sys.setswitchinterval(interval)
     gc.freeze()
 
 

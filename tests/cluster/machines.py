@@ -100,9 +100,9 @@ def _sweep() -> None:
     """What a run left that was killed."""
     for space in _spaces():
         if not Path(f"/proc/{space.removeprefix(f'{PREFIX}-').split('-')[0]}").exists():
-            _remove(space)
+            _remove(space, check=False)  # another worker may do so, too
 
 
-def _remove(space: str) -> None:
-    subprocess.run(["ip", "netns", "delete", space], check=True)
+def _remove(space: str, *, check: bool = True) -> None:
+    subprocess.run(["ip", "netns", "delete", space], check=check)
     shutil.rmtree(HOSTS / space, ignore_errors=True)

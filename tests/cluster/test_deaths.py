@@ -41,8 +41,15 @@ CURVE: dict[str, Any] = {
 
 
 def kill(served: Served, victim: str, flight: Path, times: int) -> None:
-    """And waits until it has joined once more."""
-    os.kill(node_pid(served.children().values(), victim), signal.SIGKILL)
+    """And waits until it has joined once more. The head hears of it before other nodes can say that they lost it."""
+    processes = set(served.children().values())
+    dead = node_pid(processes, victim)
+    for other in processes - {dead}:
+        os.kill(other, signal.SIGSTOP)
+    os.kill(dead, signal.SIGKILL)
+    served.wait_until(lambda: left(flight, victim) == times, f"{victim} is missed")
+    for other in processes - {dead}:
+        os.kill(other, signal.SIGCONT)
     served.wait_until(lambda: joined(flight, victim) == times + 1, f"{victim} comes back")
 
 
@@ -56,6 +63,10 @@ def entries(flight: Path) -> list[Entry]:
 
 def joined(flight: Path, node: str) -> int:
     return sum(isinstance(each.event, NodeJoined) and each.event.node == node for each in entries(flight))
+
+
+def left(flight: Path, node: str) -> int:
+    return sum(isinstance(each.event, NodeLeft) and each.event.node == node for each in entries(flight))
 
 
 def heard(flight: Path, kind: type) -> int:

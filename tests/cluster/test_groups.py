@@ -136,7 +136,7 @@ def test_cancelled_prompts_leave_nothing_behind() -> None:
     with inside(deployment(cache={"dram": "64MiB"}, **slow())) as served:
         for seed in range(6):
             body = {"model": served.model, "prompt": prompt_of(seed, 3000), "max_tokens": 20}
-            with pytest.raises(httpx.ReadTimeout):
+            with served.held(), pytest.raises(httpx.ReadTimeout):
                 served.http.post("/v1/completions", json=body, timeout=0.05 + 0.06 * seed)
         ask(served, prompt_of(0, 3000))
 

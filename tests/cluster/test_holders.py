@@ -19,7 +19,7 @@ from tests.cluster.test_exact_pool import SLOW, prompt_of
 from tests.engine.hybrids import save_tiny
 from tests.inside import inside
 from tests.models import check_greedy, make_model
-from tests.served import Client, serve, streamed
+from tests.served import LIMIT_S, Client, serve, streamed
 
 BLOCK_BYTES = 16 * 3 * 2 * 2 * 16 * 4
 NODE_BLOCKS = 12
@@ -142,7 +142,7 @@ def test_a_death_costs_an_attempt_and_no_token(victim: str, tmp_path: Path) -> N
         begun = [threading.Event() for _ in prompts]
         asked = [pool.submit(streamed, served, *each) for each in zip(prompts, [150] * 8, begun, strict=True)]
         for event in begun:
-            assert event.wait(60)
+            assert event.wait(LIMIT_S)
         kill(served, victim, flight, 1)
         answers = [each.result() for each in asked]
         assert served.total("attention_answered_total") > 0

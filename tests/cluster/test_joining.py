@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.served import reserved_port
 from isthmus.cli.models import bytes_folder
 from isthmus.cli.serve import assemble, say_if_plain
 from isthmus.cluster.joining import JoinedCluster
 from isthmus.cluster.launcher import Launcher
 from isthmus.config import load_config
 from isthmus.engine.emulated import expected_tokens, recipe_of
-from tests.served import LIMIT_S, Client, command, refused, reserved_port, wait_until_ready
+from tests.served import LIMIT_S, Client, command, refused, wait_until_ready
 
 EMULATED = {"kind": "emulated", "hardware": "h200", "kv_memory": "64MiB", "threads": 1}
 TWO = {"east": {"roles": {"decode": 1}}, "west": {"roles": {"prefill": 2}}}
@@ -46,7 +47,8 @@ def test_a_head_is_ready_when_as_many_have_joined_as_the_file_says(
     """Of each cluster, under whatever names; nodes that were there first have waited for it."""
     file, log = tmp_path / "join.yaml", tmp_path / "serve.log"
     settings = {"placement": "join", "join_port": port, "clusters": TWO, "links": LINKS, "engine": EMULATED}
-    file.write_text(json.dumps(settings | {"token": "secret"}))
+    limits = {"silence_s": 60, "rejoin_s": 60}
+    file.write_text(json.dumps(settings | {"token": "secret", "limits": limits}))
 
     def start(verb: str, *arguments: str, log: Path) -> subprocess.Popen[Any]:
         with log.open("wb") as sink:

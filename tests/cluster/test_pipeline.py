@@ -168,10 +168,14 @@ def test_every_answer_is_exact_and_every_stage_counts_what_it_computes(kept: boo
             await some.until(lambda: some.processes[0].gauges()["kv_blocks_available"] == 64)
             iterations = [1 + 1 + 2 + 4] * STAGES
             stages = some.processes[:STAGES]  # an answer may be there before the last one counts what made it
-            await some.until(lambda: [each.runs.counters["iterations"] for each in stages] == iterations)
-            totals = [process.runs.counters for process in stages]
-            assert [each["tokens_computed"] for each in totals] == [sum(map(len, prompts))] * STAGES
-            assert [each["tokens_sampled"] for each in totals] == [0, 0, len(prompts)]
+            expected = {
+                "iterations": iterations,
+                "tokens_computed": [sum(map(len, prompts))] * STAGES,
+                "tokens_sampled": [0, 0, len(prompts)],
+            }
+            await some.until(
+                lambda: expected == {name: [each.runs.counters[name] for each in stages] for name in expected}
+            )
             assert await asyncio.gather(
                 *[some.answer(f"again {name}", prompt) for name, prompt in enumerate(prompts)]
             ) == [0, 15 if kept else 0, 64, 192]

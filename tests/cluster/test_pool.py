@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.served import reserved_port
 from isthmus.cli.models import bytes_folder
 from isthmus.engine.emulated import expected_tokens, recipe_of
 from tests.certificates import make_certificate
 from tests.inside import inside
-from tests.served import LIMIT_S, Client, given_up, refused, reserved_port
+from tests.served import LIMIT_S, Client, given_up, refused
 
 RECIPE = recipe_of(bytes_folder(), bytes_folder(), 16)
 CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.001}

@@ -370,7 +370,7 @@ def test_a_clusters_recordings_replay_identically(pipeline: int, tmp_path: Path)
         for _ in range(2):
             with ThreadPoolExecutor(3) as pool:
                 list(pool.map(lambda prompt: served.tokens(prompt, 12, ignore_eos=True), prompts))
-        with pytest.raises(httpx.ReadTimeout):
+        with served.held(), pytest.raises(httpx.ReadTimeout):
             body = {"model": served.model, "prompt": [7] * 3000, "max_tokens": 9}
             served.http.post("/v1/completions", json=body, timeout=httpx.Timeout(LIMIT_S, read=0.15))
         served.tokens([7] * 3000, 5)

@@ -209,7 +209,7 @@ def test_what_cannot_start_says_so_in_one_line(model: Path, tmp_path: Path) -> N
         code, line = refused("--model", str(model), "--port", str(taken.getsockname()[1]))
     assert code != 0
     assert "in use" in line
-    code, line = refused("--model", str(model), "--kv-memory", "1TiB", "--port", "0")
+    code, line = refused("--model", str(model), "--kv-memory", "100000TiB", "--port", "0")
     assert code != 0
     assert "are available" in line
     code, line = refused("--model", str(model), "--kv-memory", "1KiB", "--port", "0")

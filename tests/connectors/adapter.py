@@ -118,8 +118,9 @@ class Adapter:
         while data := connection.recv(1 << 16):
             for message in frames.feed(data):
                 assert not isinstance(message, Refused)
-                self.messages.append(message)
-                if self.die_at is not None and isinstance(message, self.die_at):
+                dies = self.die_at is not None and isinstance(message, self.die_at)
+                self.messages.append(message)  # who sees it may change `die_at`
+                if dies:
                     return
                 if isinstance(message, Open):
                     if self.refuse:

@@ -14,7 +14,7 @@ import pytest
 import uvloop
 
 from isthmus.errors import ProtocolError
-from isthmus.messenger import Priority, Session, TcpNetwork, Terms, address_of, network, split_address
+from isthmus.messenger import Priority, Session, TcpNetwork, Terms, address_of, network, split_address, tcp
 from isthmus.messenger.acks import Close
 from isthmus.messenger.frames import Kind, prefix_of
 from isthmus.messenger.greeting import Hello, Welcome, hello, refusal
@@ -371,7 +371,9 @@ def test_a_socket_that_still_drains_is_closed_with_its_loop(begun: bool) -> None
 
 
 @pytest.mark.parametrize("secured", [False, True])
-def test_a_socket_drains_until_its_peer_ends(secured: bool) -> None:
+def test_a_socket_drains_until_its_peer_ends(secured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "DRAIN_S", 60)
+
     async def work() -> None:
         ours.setblocking(False)
         stream: Stream = PlainStream(ours)

@@ -239,7 +239,7 @@ async def listening(publisher: Publisher, *, replay: bool = True) -> AsyncIterat
         assert all(isinstance(each, asyncio.CancelledError) for each in done), done
 
 
-def played(scene: Callable[[Publisher], Awaitable[None]], tmp_path: Path) -> None:
+def played(scene: Callable[[Publisher], Awaitable[None]], tmp_path: Path, replay_s: float = LIMIT_S) -> None:
     async def work() -> None:
         publisher = Publisher(tmp_path)
         try:
@@ -248,7 +248,8 @@ def played(scene: Callable[[Publisher], Awaitable[None]], tmp_path: Path) -> Non
         finally:
             publisher.close()
 
-    asyncio.run(work())
+    with mock.patch.object(kv_events, "REPLAY_S", replay_s):
+        asyncio.run(work())
 
 
 def test_what_was_said_before_is_heard_first(tmp_path: Path) -> None:
@@ -306,8 +307,7 @@ def test_after_a_gap_that_cannot_be_filled_all_before_is_void(how: str, tmp_path
             await publisher.say(4, b"e")
             await heard.until(b"a", "void", b"d", b"e")
 
-    with mock.patch.object(kv_events, "REPLAY_S", 0.1 if how == "silent" else LIMIT_S):
-        played(scene, tmp_path)
+    played(scene, tmp_path, 0.1 if how == "silent" else LIMIT_S)
 
 
 @pytest.mark.parametrize(("before", "missed"), [(1, False), (3, False), (3, True)])

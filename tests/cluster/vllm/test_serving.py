@@ -21,10 +21,11 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.served import reserved_port
 from isthmus.cluster.vllm.server import Sockets, arguments_of
 from isthmus.config import load_config
 from tests.models import make_model
-from tests.served import Served, alive, node_pid, reserved_port, serve, streamed
+from tests.served import LIMIT_S, Served, alive, node_pid, serve, streamed
 
 from .fake_server import digest, expected_tokens, stand_in, url_of
 
@@ -92,7 +93,7 @@ class Cluster:
 
     def counts(self, node: str) -> dict[str, int]:
         url = self.url(node)
-        found, before = httpx.get(f"{url}/counts").json(), self._counted.get(url, {})
+        found, before = httpx.get(f"{url}/counts", timeout=LIMIT_S).json(), self._counted.get(url, {})
         return {name: count - (name not in NOW and before.get(name, 0)) for name, count in found.items()}
 
     def gained(self, name: str) -> dict[str, float]:
@@ -101,7 +102,7 @@ class Cluster:
 
     def fault(self, node: str, **fault: float) -> None:
         with contextlib.suppress(httpx.RemoteProtocolError, httpx.ReadError):  # one that ends it
-            httpx.post(f"{self.url(node)}/fault", json=fault).raise_for_status()
+            httpx.post(f"{self.url(node)}/fault", json=fault, timeout=LIMIT_S).raise_for_status()
 
     def total(self, name: str) -> int:
         return sum(self.counts(node).get(name, 0) for node in self.served._last("kv_blocks"))

@@ -63,6 +63,7 @@ def test_another_order_keeps_modules_together() -> None:
 def test_the_pace_is_that_of_emulated_engines_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     cost = {"kv_token_bytes": 8, "decode_fixed_s": 0.5}
     emulated, real = {"kind": "emulated", "cost": cost}, {"cost": cost}
+    monkeypatch.delenv(PACE, raising=False)
     assert paced(emulated) == emulated
     monkeypatch.setenv(PACE, "4")
     assert paced(emulated) == emulated | {"cost": cost | {"decode_fixed_s": 2.0}}

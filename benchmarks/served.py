@@ -48,9 +48,8 @@ async def served(config: Path, log: Path, start_s: float = START_S) -> AsyncIter
 def reserved_port() -> Iterator[int]:
     """A free port of this host, for a server that is to listen there: nobody else is given it meanwhile."""
     with socket.socket() as holder:
-        holder.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # a server that says so, too, may listen there
+        # A server that says so, too, may listen there.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("127.0.0.1", 0))
         yield int(holder.getsockname()[1])
 

@@ -225,7 +225,8 @@ def _by_proxy(plan: Plan, side: str, kv_memory: int, asked: Sequence[Asked], log
 
         with ThreadPoolExecutor() as pool:  # they take long to start, and do so at once under Isthmus
             servers = list(pool.map(start, range(PREFILLS + 1)))
-        url = stack.enter_context(_proxy(plan, servers, log.with_suffix(".log")))
+        port = stack.enter_context(reserved_port())
+        url = stack.enter_context(_proxy(plan, servers, port, log.with_suffix(".log")))
         asyncio.run(_ask_all(plan, url, _warm(plan)))
         before = [_hits(each.url) for each in servers[:PREFILLS]]
         answers = asyncio.run(_ask_all(plan, url, asked))
@@ -251,14 +252,9 @@ def _server(plan: Plan, config: Config, number: int, meets: int) -> Side:
 
 
 @contextlib.contextmanager
-def _proxy(plan: Plan, servers: Sequence[Running], log: Path) -> Iterator[str]:
+def _proxy(plan: Plan, servers: Sequence[Running], port: int, log: Path) -> Iterator[str]:
     """Its URL."""
     ports = [each.url.rpartition(":")[2] for each in servers]
-    with reserved_port() as port:
-        yield from _proxied(plan, ports, port, log)
-
-
-def _proxied(plan: Plan, ports: Sequence[str], port: int, log: Path) -> Iterator[str]:
     command = [
         plan.python, str(plan.proxy), "--host", "127.0.0.1", "--port", str(port),
         "--prefiller-hosts", *["127.0.0.1"] * PREFILLS, "--prefiller-ports", *ports[:PREFILLS],

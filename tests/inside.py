@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -168,7 +169,7 @@ class Inside(Client):
         """The conductor's: it would take what nobody computes for computed when its time is over. Until this is called,
         in any thread."""
         now, stopped = self.head._clock_ns(), contextlib.ExitStack()
-        stopped.enter_context(mock.patch.object(self.head, "_clock_ns", return_value=now))
+        stopped.enter_context(mock.patch.object(self.head, "_clock_ns", partial(int, now)))
         return stopped.close
 
     def kill(self, name: str) -> None:

@@ -16,18 +16,7 @@ import pytest
 import zmq
 
 from isthmus.cluster.vllm import server
-from isthmus.cluster.vllm.server import (
-    IDLE_S,
-    SWEEP_S,
-    Beside,
-    Ports,
-    Server,
-    Sockets,
-    _thread_seconds,
-    cause_of,
-    own_folder,
-    settle,
-)
+from isthmus.cluster.vllm.server import SWEEP_S, Beside, Ports, Server, Sockets, cause_of, own_folder, settle
 from isthmus.config import Config, load_config
 from isthmus.errors import StartError
 
@@ -92,12 +81,13 @@ time.sleep(60)
 def test_threads_that_left_their_cores_or_never_sleep_disturb_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     first, *_, last = sorted(os.sched_getaffinity(0))
     used: list[dict[tuple[int, int], float]] = []
+    measured = server._thread_seconds
 
     def seconds(leader: int) -> dict[tuple[int, int], float]:
         """The second time, when one that never sleeps has had its turns."""
         while True:
-            found = _thread_seconds(leader)
-            if not used or any(found[each] > used[0][each] + IDLE_S / 5 for each in found):
+            found = measured(leader)
+            if not used or any(found[each] > used[0][each] + server.IDLE_S / 5 for each in found):
                 used.append(found)
                 return found
 

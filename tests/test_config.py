@@ -54,7 +54,9 @@ slo.ttft_ms slo.tbt_ms cache.dram cache.ssd cache.folder cache.share cache.evict
 network.node_gbps network.handover_gbps network.spine_gbps network.rtt_us network.connections network.resume_s
 network.compression tls.certificate tls.key tls.authority
 limits.max_requests limits.max_attempts limits.start_s limits.drain_s limits.silence_s limits.rejoin_s
-limits.transfer_s limits.link_s auth.keys
+limits.transfer_s limits.link_s limits.body_bytes limits.json_depth limits.messages limits.tools limits.preparing
+limits.prepare_s limits.prepare_memory limits.grammar_bytes limits.grammar_s limits.grammar_memory
+limits.grammars_memory auth.keys
 lending.policy lending.reserve lending.period_s
 reuse.default reuse.tenants reuse.selector reuse.kept reuse.max_prompts reuse.min_tokens
 """.split()
@@ -198,8 +200,8 @@ def test_a_number_of_bytes_is_itself(size: int) -> None:
         ("engine: {kv_memmory: 1}", "unknown key 'engine.kv_memmory'; did you mean 'kv_memory'?"),
         ("roles: {prefil: 1}", "unknown key 'roles.prefil'; did you mean 'prefill'?"),
         ("roles: {decode: {cuont: 1}}", "unknown key 'roles.decode.cuont'; did you mean 'count'?"),
-        ("limits: {zzz: 1}", "unknown key 'limits.zzz'; valid: max_requests, max_attempts, start_s, "
-                             "drain_s, silence_s, rejoin_s, transfer_s"),
+        ("limits: {zzz: 1}", "unknown key 'limits.zzz'; valid: max_requests, max_attempts, body_bytes, "
+                             "json_depth, messages, tools, preparing"),
         ("'a\\nb': 1", "unknown key"),
         ("port: 70000", "port: Input should be less than or equal to 65535 (found 70000)"),
         ("port: eighty", "port: Input should be a valid integer"),

@@ -250,7 +250,13 @@ class LendingConfig(_Section):
 
 
 class LimitsConfig(_Section):
-    """What is accepted at once, how often a request is re-routed, and how long waits may last.
+    """What is accepted at once and of one request, how often a request is re-routed, and how long waits may last.
+
+    Of a body: `body_bytes`, `json_depth` of lists and objects within each other, entries of `messages` and of `tools`.
+    A large one, or one with a grammar, is read in a process of its own, for `prepare_s` CPU seconds and in
+    `prepare_memory`; so many are `preparing` or wait for it. A grammar's text has up to `grammar_bytes`, compiles in
+    `grammar_s` CPU seconds and takes `grammar_memory` on a node; `grammars_memory`: of compiled ones that no request
+    follows.
 
     `transfer_s`: in which a transfer must bring something; `link_s`: in which a link between clusters must, while
     something is on its way over it.
@@ -258,6 +264,17 @@ class LimitsConfig(_Section):
 
     max_requests: int = Field(1024, ge=1)
     max_attempts: int = Field(3, ge=1, le=10)
+    body_bytes: Bytes = Field(8 << 20, gt=0, le=1 << 30)
+    json_depth: int = Field(100, ge=1, le=190)
+    messages: int = Field(10_000, ge=1)
+    tools: int = Field(1024, ge=1)
+    preparing: int = Field(256, ge=1)
+    prepare_s: float = Field(5.0, gt=0)
+    prepare_memory: Bytes = Field(512 << 20, ge=64 << 20)
+    grammar_bytes: Bytes = Field(128 << 10, gt=0)
+    grammar_s: float = Field(2.0, gt=0)
+    grammar_memory: Bytes = Field(256 << 20, ge=16 << 20)
+    grammars_memory: Bytes = Field(32 << 20, ge=0)
     start_s: float = Field(120.0, gt=0)
     drain_s: float = Field(30.0, ge=0)
     silence_s: float = Field(3.0, gt=0)

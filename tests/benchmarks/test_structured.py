@@ -21,7 +21,7 @@ def test_schemas_are_many_and_can_be_followed() -> None:
     for schema in wanted:
         form = {"type": "json_schema", "json_schema": {"schema": schema}}
         body = {"messages": [{"role": "user", "content": "x"}], "response_format": form}
-        grammar, _ = grammar_of(parse_body(ChatRequest, json.dumps(body).encode()))
+        grammar, _ = grammar_of(parse_body(ChatRequest, json.dumps(body).encode(), 100))
         assert LLMatcher.validate_grammar(grammar) == ""
 
 

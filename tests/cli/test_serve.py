@@ -38,7 +38,7 @@ def test_what_tenants_chose_reaches_the_gateway(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[GatewaySettings] = []
-    monkeypatch.setattr("isthmus.gateway.app.create_app", lambda *parts: given.append(parts[-1]))
+    monkeypatch.setattr("isthmus.gateway.app.create_app", lambda *parts: given.append(parts[2]))
     emulated = {"engine.kind": "emulated", "engine.hardware": "h200", "engine.kv_memory": "64MiB"}
     config: Config = load_config(
         None, {**emulated, **ONE, "auth.keys": [{"tenant": "acme", "sha256": "0" * 64}]}

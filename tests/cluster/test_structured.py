@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llguidance import LLParserLimits
 
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.streams import Stream
 from isthmus.conductor import Route
-from isthmus.files import grammar as files_grammar
 from tests.cluster.test_deaths import CURVE, entries
 from tests.inside import inside
 from tests.models import EOS, make_model
@@ -131,18 +129,23 @@ def test_answers_that_were_pre_empted_are_those_of_others(llama: Path) -> None:
         check(tokens, long_schema(seed), EOS)
 
 
-def test_a_grammar_that_takes_too_much_fails_its_own_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the midst of its answer, as with limits that are reached sooner."""
-    monkeypatch.setattr(files_grammar, "LIMITS", LLParserLimits(max_items_in_row=60, verbose_errors=False))
-    ambiguous = 'start: a\na: a a | "x" | ""\n'
+HOSTILE = {
+    "what takes ever longer": 'start: a\na: a b | b a | "x"\nb: a a | "x" | ""\n',
+    "what breaks the library": 'start: %json {"const": -9223372036854775808}',
+}
+
+
+@pytest.mark.parametrize("grammar", HOSTILE.values(), ids=HOSTILE)
+def test_a_grammar_that_cannot_be_followed_fails_its_own_request_alone(grammar: str) -> None:
+    """One in the midst of its answer, the other before."""
     with inside(emulated(prefill=1, decode=1)) as cluster, ThreadPoolExecutor(1) as pool:
         beside = pool.submit(ask_all, cluster, range(3), long_schema)
         body = {
-            "model": cluster.model, "prompt": [1, 2], "max_tokens": 500, "min_tokens": 400,
-            "guided_grammar": ambiguous,
+            "model": cluster.model, "prompt": [1, 2], "max_tokens": 2500, "min_tokens": 2400,
+            "guided_grammar": grammar,
         }  # fmt: skip
         reply = cluster.http.post("/v1/completions", json=body)
         assert reply.status_code == 400
-        assert "the grammar cannot be followed: " in reply.json()["error"]["message"]
+        assert "cannot be followed: " in reply.json()["error"]["message"]
         for seed, tokens in enumerate(beside.result()):
             check(tokens, long_schema(seed))

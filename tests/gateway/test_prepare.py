@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -14,10 +13,6 @@ from .fake import FakeBackend
 from .inprocess import Poster
 
 MESSAGES = [{"role": "user", "content": "hi"}]
-CALL = {
-    "role": "assistant",
-    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": " " * 30_000}}],
-}
 
 
 def refused(response: Any, param: str, words: str) -> None:
@@ -96,48 +91,16 @@ def test_too_many_answers(post: Poster) -> None:
     refused(post.complete(prompt=["a"] * 17, n=16), "prompt", "272 sequences; ask for at most 256")
 
 
-def test_long_texts_are_tokenised_in_a_thread(
-    backend: FakeBackend, tokenizer: GatewayTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads = []
-    encode = tokenizer.encode_text
-
-    def recording(text: str, **options: bool) -> list[int]:
-        threads.append(threading.current_thread())
-        return encode(text, **options)
-
-    monkeypatch.setattr(tokenizer, "encode_text", recording)
-    post = Poster(create_app(backend, tokenizer, GatewaySettings(long_prompt_chars=10)))
-    assert post.complete(prompt="x" * 11).status_code == 200
-    assert post.complete(prompt="x" * 10).status_code == 200
-    assert threads[0] is not threading.main_thread()
-    assert threads[1] is threading.main_thread()
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "fields"),
-    [
-        ("encode_chat", "/v1/chat/completions", {"messages": MESSAGES, "documents": [{"text": "x" * 30_000}]}),
-        ("encode_chat", "/v1/chat/completions", {"messages": [*MESSAGES, CALL]}),
-        ("words_as_tokens", "/v1/completions", {"prompt": "x", "bad_words": ["x" * 200] * 200}),
-        ("token_bytes", "/tokenize", {"prompt": "x" * 30_000, "return_token_strs": True}),
-        ("decode", "/detokenize", {"tokens": [1] * 30_000}),
-    ],
-)
-def test_whatever_is_long_is_worked_on_in_a_thread(
-    post: Poster,
-    tokenizer: GatewayTokenizer,
-    monkeypatch: pytest.MonkeyPatch,
-    method: str,
-    path: str,
-    fields: Any,
-) -> None:
-    threads, work = [], getattr(tokenizer, method)
-
-    def recording(*arguments: Any, **options: Any) -> Any:
-        threads.append(threading.current_thread())
-        return work(*arguments, **options)
-
-    monkeypatch.setattr(tokenizer, method, recording)
-    post.post(path, **fields)
-    assert threads and threads[0] is not threading.main_thread()
+def test_lists_have_a_limit_of_their_own(backend: FakeBackend, tokenizer: GatewayTokenizer) -> None:
+    post = Poster(create_app(backend, tokenizer, GatewaySettings(max_messages=2, max_tools=1, max_depth=6)))
+    assert post.chat(messages=MESSAGES * 2).status_code == 200
+    refused(
+        post.chat(messages=MESSAGES * 3), "messages", "3 entries; this server takes up to 2 (limits.messages)"
+    )
+    tools = [{"type": "function", "function": {"name": name}} for name in "ab"]
+    refused(post.chat(tools=tools), "tools", "2 entries; this server takes up to 1 (limits.tools)")
+    assert post.chat(metadata={"a": [[["]]]]"]]]}).status_code == 200
+    assert (
+        "deeper than 6 (limits.json_depth)" in post.chat(metadata={"a": [[[[[0]]]]]}).json()["error"]["message"]
+    )
+    assert len(backend.jobs) == 2

@@ -22,7 +22,7 @@ COMPLETION = {"model": "m", "prompt": "hi"}
 
 def parse(kind: type[GenerationRequest], **fields: Any) -> Any:
     usual = CHAT if kind is ChatRequest else COMPLETION
-    return parse_body(kind, json.dumps(usual | fields).encode())
+    return parse_body(kind, json.dumps(usual | fields).encode(), 100)
 
 
 def refused(kind: type[GenerationRequest], **fields: Any) -> RequestError:
@@ -275,8 +275,8 @@ def test_wrong_response_formats(form: object, param: str, words: str) -> None:
 
 
 def test_a_text_or_messages_to_tokenise() -> None:
-    assert parse_body(TokenizeRequest, b'{"prompt": "x"}').prompt == "x"
-    assert parse_body(TokenizeRequest, b'{"messages": [{"role": "user", "content": "x"}]}').messages
+    assert parse_body(TokenizeRequest, b'{"prompt": "x"}', 100).prompt == "x"
+    assert parse_body(TokenizeRequest, b'{"messages": [{"role": "user", "content": "x"}]}', 100).messages
     for body, param in (
         (b"{}", "prompt"),
         (b'{"messages": [{"role": "user"}]}', "messages[0].content"),
@@ -284,5 +284,5 @@ def test_a_text_or_messages_to_tokenise() -> None:
         (b"[]", None),
     ):
         with pytest.raises(RequestError) as caught:
-            parse_body(TokenizeRequest, body)
+            parse_body(TokenizeRequest, body, 100)
         assert caught.value.param == param

@@ -9,6 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from isthmus.errors import RequestError
+from isthmus.files.grammar import GRAMMAR_LIMITS
 from isthmus.gateway import GatewayTokenizer
 from isthmus.gateway.requests import ChatRequest, CompletionRequest, parse_body
 from isthmus.gateway.structured import check_grammar, grammar_of
@@ -25,7 +26,7 @@ AGE = {
 
 
 def parse(**fields: Any) -> CompletionRequest:
-    found: CompletionRequest = parse_body(CompletionRequest, json.dumps({"prompt": "x"} | fields).encode())
+    found: CompletionRequest = parse_body(CompletionRequest, json.dumps({"prompt": "x"} | fields).encode(), 100)
     return found
 
 
@@ -66,7 +67,7 @@ LETTERS = {
 def test_schemas(param: str, tokens: LLTokenizer) -> None:
     grammar, found = grammar_of(parse(**SCHEMAS[param]))
     assert found == param
-    check_grammar(grammar, param, tokens)
+    check_grammar(grammar, param, tokens, GRAMMAR_LIMITS)
     for text in ('{"age":7}', '{"age": 7}', '{\n  "age": 99\n}'):
         assert follows(tokens, grammar, text)
     for text in ('{"age": 100}', "{}", '{"age": 7, "b": 1}', '{"age":' + " " * 40 + "7}", "7"):
@@ -77,7 +78,7 @@ def test_schemas(param: str, tokens: LLTokenizer) -> None:
 def test_words(param: str, tokens: LLTokenizer) -> None:
     grammar, found = grammar_of(parse(**LETTERS[param]))
     assert found == param
-    check_grammar(grammar, param, tokens)
+    check_grammar(grammar, param, tokens, GRAMMAR_LIMITS)
     assert [text for text in ("a", "b", "bc", "abc", "") if follows(tokens, grammar, text)] == ["a", "bc"]
 
 
@@ -154,6 +155,7 @@ def test_jobs_carry_it(post: Poster, backend: FakeBackend) -> None:
             parse_body(
                 ChatRequest,
                 b'{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}',
+                100,
             )
         )[0]
     }

@@ -24,6 +24,7 @@ from isthmus.engine.spec import kv_layout as spec_layout
 from isthmus.engine.spec import read_spec
 from isthmus.errors import ConfigError, ModelError
 from isthmus.files import open_files
+from isthmus.files.grammar import GrammarLimits
 from isthmus.models import Fields, ModelSpec, read_model, read_quantisation
 from isthmus.store import Arena, Log, RecordFormat, Shape, Store
 from isthmus.types import NodeId, Role
@@ -197,6 +198,11 @@ def _recipe(config: Config, folder: Path, facts: NodeFacts) -> emulated.Recipe:
     )
 
 
+def grammar_limits(config: Config) -> GrammarLimits:
+    limits = config.limits
+    return GrammarLimits(limits.grammar_bytes, limits.grammar_s, limits.grammar_memory, limits.grammars_memory)
+
+
 def _emulated_layers(config: Config) -> int:
     """Every stage of a pipeline has some."""
     return max(EMULATED_LAYERS, config.roles.prefill.pipeline)
@@ -212,8 +218,6 @@ def open_engine(config: Config, folder: Path, threads: int, facts: NodeFacts, *,
     ConfigError or StartError."""
     make = _open_emulated if config.engine.kind == "emulated" else _open_torch
     engine = make(config, folder, threads, facts, stage)
-    if stage == facts.pipeline - 1:  # the one that samples
-        engine.constraints.read()
     if config.network.compression == "int8":  # then any block may have been through it, and its name says so
         engine.layout = msgspec.structs.replace(engine.layout, codec="int8")
     return engine
@@ -237,6 +241,7 @@ def _open_torch(config: Config, folder: Path, threads: int, facts: NodeFacts, st
             layers=split_layers(read_spec(folder).num_layers, stages)[stage] if stages > 1 else None,
             max_sequences=facts.live_states,
             batches=config.engine.batches,
+            grammars=grammar_limits(config),
         ),
     )
 
@@ -251,6 +256,7 @@ def _open_emulated(config: Config, folder: Path, threads: int, facts: NodeFacts,
         layers=split_layers(_emulated_layers(config), facts.pipeline)[stage],
         max_sequences=facts.live_states,
         tokenizer=tokenizer_folder(folder),
+        grammars=grammar_limits(config),
     )
 
 

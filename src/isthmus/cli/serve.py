@@ -137,6 +137,7 @@ async def _serve(config: Config, why: str) -> None:
     say_if_open(config, bound.getsockname())
     say_if_plain(config)
     stop = _stop_on_signals()
+    app.state.preparing.open()
     async with cluster.run():
         started()
         http = asyncio.create_task(serve_http(app, bound, stop, drain_s=config.limits.drain_s))
@@ -164,13 +165,14 @@ async def _serve(config: Config, why: str) -> None:
 
 def assemble(config: Config, hosts: Hosts) -> tuple[LocalCluster, Any]:
     """The cluster, not started yet, and the gateway's app before it. Raises ConfigError, ModelError or StartError."""
-    from isthmus.cli.engines import as_computed, host_bytes, kv_layout, served_model
+    from isthmus.cli.engines import as_computed, grammar_limits, host_bytes, kv_layout, served_model
     from isthmus.cli.models import model_of
     from isthmus.cluster.hosts import planned_processes
     from isthmus.cluster.joining import JoinedCluster, check_joining
     from isthmus.cluster.local import LocalCluster
     from isthmus.deploy import clusters_of, nodes_of, places_of
     from isthmus.gateway.app import create_app
+    from isthmus.gateway.preparing import Preparing
     from isthmus.gateway.settings import ApiKey, GatewaySettings
     from isthmus.gateway.tokenizer import GatewayTokenizer
     from isthmus.types import ModelCard
@@ -199,18 +201,26 @@ def assemble(config: Config, hosts: Hosts) -> tuple[LocalCluster, Any]:
         no_reuse=model.no_reuse,
     )
     tokenizer = GatewayTokenizer.load(model.tokenizer)
-    tokenizer.read_for_grammars()
     cluster = (JoinedCluster if joins else LocalCluster)(config, folder, card, hosts)
     settings = GatewaySettings(
         keys=tuple(ApiKey(key.tenant, bytes.fromhex(key.sha256)) for key in config.auth.keys),
         tool_format=config.tool_format,
+        max_body_bytes=config.limits.body_bytes,
+        max_depth=config.limits.json_depth,
+        max_messages=config.limits.messages,
+        max_tools=config.limits.tools,
+        max_preparing=config.limits.preparing,
+        prepare_s=config.limits.prepare_s,
+        prepare_bytes=config.limits.prepare_memory,
+        grammar=grammar_limits(config),
         ttft_ms=config.slo.ttft_ms,
         tbt_ms=config.slo.tbt_ms,
         reuse=config.reuse.default,
         tenant_reuse=config.reuse.tenants,
     )
     say_if_exact(config, card.no_reuse)
-    return cluster, create_app(cluster.head, tokenizer, settings)
+    preparing = Preparing(card, tokenizer, settings, model.tokenizer)
+    return cluster, create_app(cluster.head, tokenizer, settings, preparing)
 
 
 def _max_length(config: Config, model: Served) -> int:

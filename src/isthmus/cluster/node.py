@@ -14,6 +14,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, get_args
 
 from msgspec.structs import replace
@@ -53,6 +54,8 @@ class NodeProcess(EngineProcess):
         assert engine.layout.state_blocks == facts.state_blocks, "its states are others than its facts say"
         super().__init__(engine, options, runtime, store_of)
         self._tape = tape
+        self._preparing = set[RequestId]()
+        """Attempts whose grammar is being compiled."""
         self.node = facts.node_of(BlockPool(facts.kv_blocks), transfer_ns=int(options.transfer_s * NS_PER_S))
         self._group: Group | None = None
         onward: Callable[[Run, Hidden], None] | None = None
@@ -162,10 +165,12 @@ class NodeProcess(EngineProcess):
     def heard(self, message: messages.NodeBound) -> None:
         match message:
             case messages.Task():
-                self.task(message)
+                self._arrived(message)
             case messages.TellDirections():
                 self.spawn(self._tell_directions())
             case events.Forget() | events.Become() | events.Move() | events.Return():
+                if isinstance(message, events.Forget):
+                    self._preparing.discard(message.key)
                 self.tell(message)
             case messages.Gathered():
                 self._gathered(message.addresses)
@@ -196,6 +201,21 @@ class NodeProcess(EngineProcess):
             }
         found |= super().gauges()
         return found | (self._group.gauges() if self._group is not None else {})
+
+    def _arrived(self, task: messages.Task) -> None:
+        """One whose grammar has to be compiled first does not begin before, or the whole batch would wait for it."""
+        prepared = self.runs.prepare(task)
+        if prepared is None or prepared.done():
+            self.task(task)
+        else:
+            self._preparing.add(task.begin.key)
+            self.spawn(self._prepared(task, prepared))
+
+    async def _prepared(self, task: messages.Task, prepared: Future[None]) -> None:
+        await asyncio.wrap_future(prepared)
+        if task.begin.key in self._preparing:
+            self._preparing.remove(task.begin.key)
+            self.task(task)
 
     def task(self, task: messages.Task) -> None:
         """An attempt. The head's clock is another one: its times are put into this one's."""

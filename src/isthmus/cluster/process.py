@@ -321,7 +321,8 @@ class EngineProcess(MemberProcess):
         )
 
     def gauges(self) -> dict[str, float]:
-        return {f"{name}_total": value for name, value in self.runs.counters.items()} | super().gauges()
+        counters = {f"{name}_total": value for name, value in self.runs.counters.items()}
+        return counters | self._engine.constraints.gauges() | super().gauges()
 
 
 def _may_come(error: Exception) -> bool:

@@ -7,6 +7,7 @@ one thread, under the node's lock where that is said.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -146,8 +147,11 @@ class Runs:
 
     def begin(self, task: Task) -> None:
         self._attempts[task.begin.key] = _Attempt(task)
-        if self._onward is None:
-            self.engine.constraints.prepare(task.sampling)
+        self.prepare(task)
+
+    def prepare(self, task: Task) -> Future[None] | None:
+        """Begins with what its first token will need; done when that is there."""
+        return self.engine.constraints.prepare(task.sampling) if self._onward is None else None
 
     def received(self, key: RequestId, token: int) -> None:
         """The first new token of an attempt, from where its prompt was computed."""

@@ -7,6 +7,7 @@ whatever `min_tokens` says. Legend: M rows that are not free, V vocabulary, W wo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from isthmus.engine.grammar import Grammars
 from isthmus.engine.interface import Row
+from isthmus.files.grammar import GRAMMAR_LIMITS, GrammarLimits
 from isthmus.types import Sampling
 
 
@@ -33,19 +35,17 @@ class Allowed:
 class Constraints:
     """Of one engine, whose model has tokenizer and end tokens in `model`, if it has any."""
 
-    def __init__(self, model: Path | None, vocab_size: int) -> None:
-        self._grammars, self._vocab_size = Grammars(model, vocab_size), vocab_size
+    def __init__(self, model: Path | None, vocab_size: int, limits: GrammarLimits = GRAMMAR_LIMITS) -> None:
+        self._grammars, self._vocab_size = Grammars(model, vocab_size, limits), vocab_size
         self._listed: WeakKeyDictionary[Row, NDArray[np.bool_]] = WeakKeyDictionary()
 
-    def read(self) -> None:
-        """Reads the tokenizer, which nobody else in the process can do anything beside for a second or three: so before
-        anybody waits."""
-        self._grammars.read()
+    def prepare(self, sampling: Sampling) -> Future[None] | None:
+        """Begins with what a first token will need; done when that is there. From any thread."""
+        return self._grammars.prepare(sampling.grammar) if sampling.grammar else None
 
-    def prepare(self, sampling: Sampling) -> None:
-        """Begins with what a first token will need. From any thread."""
-        if sampling.grammar:
-            self._grammars.prepare(sampling.grammar)
+    def gauges(self) -> dict[str, float]:
+        """By metric name."""
+        return self._grammars.gauges()
 
     def allowed(self, rows: Sequence[Row]) -> Allowed | None:
         """None: all rows are free. To be asked after the layers: on a CPU they need its cores, and a GPU still computes

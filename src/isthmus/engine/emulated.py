@@ -47,6 +47,7 @@ from isthmus.engine.recipe import (
     vocab_of,
 )
 from isthmus.errors import ProtocolError, StartError
+from isthmus.files.grammar import GRAMMAR_LIMITS, GrammarLimits
 from isthmus.types import Reused, Sampling, TokenLogprobs
 
 __all__ = [
@@ -104,6 +105,7 @@ class EmulatedEngine:
         max_sequences: int = 64,
         layers: tuple[int, int] | None = None,
         tokenizer: Path | None = None,
+        grammars: GrammarLimits = GRAMMAR_LIMITS,
     ) -> None:
         """`tokenizer`: the folder that has it; without one no grammar can be followed."""
         least = recipe.layout.least_blocks
@@ -118,7 +120,7 @@ class EmulatedEngine:
         layout = msgspec.structs.replace(layout, state_bytes=recipe.layer_state_bytes * layout.num_layers)
         self.memory = EmulatedMemory(layout, num_blocks)
         self.states = EmulatedStates(recipe, self.memory, max_sequences)
-        self.constraints = Constraints(tokenizer, recipe.vocab_size)
+        self.constraints = Constraints(tokenizer, recipe.vocab_size, grammars)
         self._cost = cost
 
     @property

@@ -43,6 +43,7 @@ from isthmus.engine.team import Team
 from isthmus.engine.turns import Turns
 from isthmus.engine.weights import Weights, load_weights
 from isthmus.errors import ConfigError, ProtocolError, StartError
+from isthmus.files.grammar import GRAMMAR_LIMITS, GrammarLimits
 from isthmus.models import ModelSpec
 
 
@@ -59,6 +60,7 @@ class EngineOptions:
     layers: tuple[int, int] | None = None  # half-open, of a pipeline stage (`split_layers`); None: all
     max_sequences: int = 64  # slots for live states, in models with recurrent layers
     batches: int | None = None  # take turns where KV lies elsewhere (`Turns`)
+    grammars: GrammarLimits = GRAMMAR_LIMITS
 
 
 class Engine:
@@ -98,7 +100,7 @@ class Engine:
         self.memory = KVMemory(layout, num_blocks, self.device, self.kernels)
         self._shapes = shapes_of(self.spec, self.layers)
         self.states = self._live_states(options.max_sequences)
-        self.constraints = Constraints(model, self.spec.vocab_size)
+        self.constraints = Constraints(model, self.spec.vocab_size, options.grammars)
 
     def _prepared(self, weights: Weights) -> Weights:
         """As the kernels hold them; nothing else refers to what they were, so that it goes layer by layer."""

@@ -1,19 +1,20 @@
 """Grammars compiled against a model's tokenizer, wherever that is done alike: what the gateway lets in, engines follow.
 
-Not imported with the room, since the library takes a while to load.
+The library is somebody else's native code, and grammars are strangers': it runs where a process may die
+(`isthmus.sandbox`). Not imported with the room, since the library takes a while to load.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-MAX_CHARS = 1 << 17
+from isthmus import sandbox
+
 LIMITS = LLParserLimits(
     max_items_in_row=2_000,
     step_max_items=20_000,
@@ -22,16 +23,25 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 """One request must not hold up all others of its batch: of what tried to be slow, a mask took 0.25 s at worst."""
-_STACK_BYTES = 256 << 20
-"""Rules name rules as deep as clients like, and the library follows them on the stack: 8 KiB for each, and its text
-has room for 10,000."""
-_starting = threading.Lock()
 MAX_MULTIPLE = 10_000
 """Takes 0.15 s; a million would take 10 s and 344 MiB."""
 MAX_DIGITS = 30
 _MULTIPLE = re.compile(r'multipleOf\\*"\s*:\s*([-+.0-9eE]+)')
 _ESCAPED = re.compile(r"\\+u([0-9a-fA-F]{4})")
 _COMBINING = ("allOf", "anyOf", "oneOf", "$ref")
+
+
+class GrammarLimits(msgspec.Struct, frozen=True):
+    """Of one grammar: its text, in bytes; the CPU seconds that it may be compiled for; the memory that it may take, in
+    bytes. `kept_bytes`: of compiled grammars that nobody follows."""
+
+    max_bytes: int = 1 << 17
+    cpu_s: float = 2.0
+    memory_bytes: int = 256 << 20
+    kept_bytes: int = 32 << 20
+
+
+GRAMMAR_LIMITS = GrammarLimits()
 
 
 class GrammarError(Exception):
@@ -49,20 +59,16 @@ def grammar_tokenizer(tokenizer: str, ends: Sequence[int], vocab_size: int | Non
         raise GrammarError(_line(f"this model's tokenizer cannot be used for grammars: {error}")) from None
 
 
-def compile_grammar(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
+def compile_grammar(grammar: str, tokenizer: LLTokenizer, limits: GrammarLimits) -> LLMatcher:
     """At the beginning of an answer, what may come first found out already; copies know it, too. Takes a millisecond,
     or a second for a large one. Raises GrammarError."""
-    if len(grammar) > MAX_CHARS:
-        raise GrammarError(f"it is longer than {MAX_CHARS} characters")
+    if len(grammar.encode()) > limits.max_bytes:
+        raise GrammarError(f"it is longer than {limits.max_bytes} bytes (limits.grammar_bytes)")
     _check_multiples(grammar)
-    with ThreadPoolExecutor(1, "grammar") as thread:
-        with _starting:
-            before = threading.stack_size(_STACK_BYTES)
-            try:
-                compiled = thread.submit(_compiled, grammar, tokenizer)
-            finally:
-                threading.stack_size(before)
-        matcher = compiled.result()
+    with sandbox.cpu_limit(limits.cpu_s):
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
     check(matcher)
     return matcher
 
@@ -96,13 +102,6 @@ def check(matcher: LLMatcher) -> None:
     """Raises GrammarError when it cannot go on, and never can again."""
     if matcher.is_error():
         raise GrammarError(_line(matcher.get_error()))
-
-
-def _compiled(grammar: str, tokenizer: LLTokenizer) -> LLMatcher:
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    return matcher
 
 
 def _line(text: str) -> str:

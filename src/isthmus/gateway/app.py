@@ -24,7 +24,7 @@ from isthmus.gateway.generate import GenerationEndpoint, JsonEndpoint, Service
 from isthmus.gateway.identity import RequestIds, id_header
 from isthmus.gateway.metrics import CONTENT_TYPE, Meter
 from isthmus.gateway.openapi import Operation, document
-from isthmus.gateway.prepare import RequestPreparer
+from isthmus.gateway.preparing import Preparing
 from isthmus.gateway.problems import (
     UnknownModelError,
     UnknownRouteError,
@@ -35,25 +35,27 @@ from isthmus.gateway.problems import (
 )
 from isthmus.gateway.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from isthmus.gateway.responses.body import ResponsesRequest
-from isthmus.gateway.responses.chat import ResponsesPreparer
 from isthmus.gateway.responses.reply import ResponsesReply
 from isthmus.gateway.responses.wire import ResponsesDialect
 from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.status import Status, cluster_status
-from isthmus.gateway.tokenize import DetokenizeReply, TokenizeEndpoints, TokenizeReply
+from isthmus.gateway.tokenize import DetokenizeReply, TokenizeReply
 from isthmus.gateway.tokenizer import GatewayTokenizer
-from isthmus.gateway.tool_use import format_of
 from isthmus.types import ModelCard
 
 
 def create_app(
-    backend: Backend, tokenizer: GatewayTokenizer, settings: GatewaySettings | None = None
+    backend: Backend,
+    tokenizer: GatewayTokenizer,
+    settings: GatewaySettings | None = None,
+    preparing: Preparing | None = None,
 ) -> Starlette:
-    """An ASGI app that serves `backend`. `settings` None: the defaults. Raises ConfigError where those do not fit the
-    model."""
+    """An ASGI app that serves `backend`. `settings` None: the defaults. `preparing`: what becomes of bodies, None: all
+    of it in this process. Raises ConfigError where the settings do not fit the model."""
     settings = settings or GatewaySettings()
+    preparing = preparing or Preparing(backend.card, tokenizer, settings)
     meter = Meter(backend)
-    operations = _operations(backend, tokenizer, settings, meter)
+    operations = _operations(backend, tokenizer, settings, meter, preparing)
 
     @cache
     def description() -> bytes:
@@ -64,11 +66,13 @@ def create_app(
         return Response(await asyncio.to_thread(description), media_type="application/json")
 
     routes = [Route(each.path, each.endpoint, methods=[each.method]) for each in operations]
-    return Starlette(
+    app = Starlette(
         routes=[*routes, Route("/openapi.json", described)],
         middleware=[Middleware(RequestIds), *_guard(settings, operations, meter)],
         exception_handlers=_handlers(meter),
     )
+    app.state.preparing = preparing
+    return app
 
 
 def _guard(settings: GatewaySettings, operations: list[Operation], meter: Meter) -> list[Middleware]:
@@ -84,19 +88,14 @@ def _guard(settings: GatewaySettings, operations: list[Operation], meter: Meter)
 
 
 def _operations(
-    backend: Backend, tokenizer: GatewayTokenizer, settings: GatewaySettings, meter: Meter
+    backend: Backend, tokenizer: GatewayTokenizer, settings: GatewaySettings, meter: Meter, preparing: Preparing
 ) -> list[Operation]:
     """All that is served: the routes, and what the document says of them."""
-    service = Service(backend, tokenizer, settings, meter)
-    tool_format = format_of(tokenizer.template, settings.tool_format)
-    preparer = RequestPreparer(backend.card, tokenizer, settings, tool_format)
-    chat = GenerationEndpoint(service, ChatRequest, preparer.chat, ChatDialect)
-    completion = GenerationEndpoint(service, CompletionRequest, preparer.completion, CompletionDialect)
-    responses = ResponsesPreparer(preparer)
-    response = GenerationEndpoint(service, ResponsesRequest, responses.prepare, ResponsesDialect)
-    texts = TokenizeEndpoints(preparer)
-    tokenize = JsonEndpoint(TokenizeRequest, texts.tokenize, settings)
-    detokenize = JsonEndpoint(DetokenizeRequest, texts.detokenize, settings)
+    service = Service(backend, tokenizer, settings, meter, preparing)
+    chat = GenerationEndpoint(service, "chat", ChatDialect)
+    completion = GenerationEndpoint(service, "completion", CompletionDialect)
+    response = GenerationEndpoint(service, "response", ResponsesDialect)
+    tokenize, detokenize = JsonEndpoint(service, "tokenize"), JsonEndpoint(service, "detokenize")
     pages = _Pages(backend, meter)
     return [
         Operation(

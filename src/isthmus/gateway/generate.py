@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from starlette.types import Receive, Scope, Send
 
 from isthmus.errors import IsthmusError
 from isthmus.gateway.backend import Backend
 from isthmus.gateway.choice import Choice, Delta, joined
 from isthmus.gateway.flow import ClientGoneError, cancel_all, run
-from isthmus.gateway.http import JSON_HEADERS, EventWriter, off_loop, read_body, send_body
+from isthmus.gateway.http import JSON_HEADERS, EventWriter, read_body, send_body
 from isthmus.gateway.identity import hex_id
 from isthmus.gateway.metrics import ChoiceTimer, Meter
 from isthmus.gateway.prepare import PreparedRequest
+from isthmus.gateway.preparing import Preparing
 from isthmus.gateway.problems import status_of
-from isthmus.gateway.requests import GenerationRequest, parse_body
 from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.stops import StopMatcher
-from isthmus.gateway.terms import Terms, terms_of
+from isthmus.gateway.terms import terms_of
 from isthmus.gateway.tokenizer import GatewayTokenizer
-from isthmus.gateway.wire import Dialect, encode, usage_of
+from isthmus.gateway.wire import Dialect, usage_of
 from isthmus.types import Reuse
 
 TimedChoices = list[tuple[Choice, ChoiceTimer]]
@@ -39,36 +38,30 @@ class Service:
     tokenizer: GatewayTokenizer
     settings: GatewaySettings
     meter: Meter
+    preparing: Preparing
 
 
 @dataclass(frozen=True)
 class JsonEndpoint:
-    """An ASGI app that answers a body of this `kind` with what `answer` makes of it, at once and whole."""
+    """An ASGI app that answers a body with what the preparation `name` makes of it, at once and whole."""
 
-    kind: Any
-    answer: Callable[[Any], Awaitable[msgspec.Struct]]
-    settings: GatewaySettings
+    service: Service
+    name: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises IsthmusError."""
         with suppress(ClientGoneError):
-            asked = await _read(self.kind, scope, receive, self.settings)
-            await send_body(send, encode(await self.answer(asked)), JSON_HEADERS)
-
-
-async def _read(kind: Any, scope: Scope, receive: Receive, settings: GatewaySettings) -> Any:
-    """The body as a `kind`. Raises RequestError."""
-    body = await read_body(scope, receive, settings.max_body_bytes)
-    return await off_loop(len(body) > settings.long_prompt_chars, lambda: parse_body(kind, body))
+            body = await read_body(scope, receive, self.service.settings.max_body_bytes)
+            answer = await self.service.preparing(self.name, body, hex_id(scope), terms_of(scope))
+            await send_body(send, answer, JSON_HEADERS)
 
 
 @dataclass(frozen=True)
 class GenerationEndpoint:
-    """An ASGI app for one endpoint: `kind` of body it reads, how it plans it, and how it writes the answer."""
+    """An ASGI app for one endpoint: the preparation `name` of its bodies, and how it writes the answer."""
 
     service: Service
-    kind: type[GenerationRequest]
-    plan: Callable[[Any, str, Terms], Awaitable[PreparedRequest]]
+    name: str
     dialect: Callable[[Any, Callable[[int], bytes]], Dialect]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,8 +73,8 @@ class GenerationEndpoint:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         arrival_s = time.perf_counter()
-        asked = await _read(self.kind, scope, receive, self.service.settings)
-        prepared = await self.plan(asked, hex_id(scope), terms_of(scope))
+        body, terms = await read_body(scope, receive, self.service.settings.max_body_bytes), terms_of(scope)
+        prepared = await self.service.preparing(self.name, body, hex_id(scope), terms)
         dialect = self.dialect(prepared, self.service.tokenizer.token_bytes)
         if prepared.reuse is not Reuse.EXACT:
             await self.service.backend.ready_to_reuse()

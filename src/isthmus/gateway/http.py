@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import TypeVar
 
 from starlette.types import Receive, Scope, Send
 
 from isthmus.gateway.flow import ClientGoneError
 from isthmus.gateway.problems import BodyTooLargeError
 
-Result = TypeVar("Result")
 JSON_HEADERS = [(b"content-type", b"application/json")]
 EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -19,11 +16,6 @@ EVENT_HEADERS = [
     # nginx would collect events into blocks otherwise.
     (b"x-accel-buffering", b"no"),
 ]
-
-
-async def off_loop(long: bool, work: Callable[[], Result]) -> Result:
-    """What takes long is done in a thread, so that other requests' tokens keep flowing."""
-    return await asyncio.to_thread(work) if long else work()
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:

@@ -22,6 +22,9 @@ NODE_METRICS = {
     "kv_wait_seconds_total": "The part of it in which the engine waited for cached KV to be loaded.",
     "tokens_computed_total": "Tokens whose KV was computed.",
     "tokens_sampled_total": "Tokens generated.",
+    "grammars": "Grammars that are compiled, each in a process of its own.",
+    "grammar_bytes": "Memory that they take.",
+    "grammar_deaths_total": "Processes that died over a grammar.",
     # KV memory of the engine, and reuse of prefixes.
     "kv_blocks": "KV blocks of the engine's memory.",
     "kv_blocks_available": "Those that hold nothing, or only what may be evicted.",

@@ -5,15 +5,14 @@ This is where a request meets the model: tokenising, lengths, vocabulary, defaul
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
+
+import msgspec
 
 from isthmus.errors import RequestError
 from isthmus.gateway.auth import salt_of
-from isthmus.gateway.http import off_loop
 from isthmus.gateway.limits import answer_tokens, check_prompt, truncated
 from isthmus.gateway.problems import UnknownModelError
 from isthmus.gateway.requests import ChatRequest, CompletionRequest, GenerationRequest, Prompt, TemplateFields
@@ -29,7 +28,6 @@ from isthmus.types import Job, ModelCard, RequestId, Reuse
 
 DEFAULT_COMPLETION_TOKENS = 16
 Tokens = tuple[int, ...]
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -53,9 +51,29 @@ class Writing:
         return self.usage is not None
 
 
+class Repeated(msgspec.Struct, frozen=True):
+    """What `/v1/responses` repeats of a request in its answer, as OpenAI names it."""
+
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, Any]
+    parallel_tool_calls: bool
+    prompt_cache_key: str | None
+    reasoning_effort: str | None
+    safety_identifier: str | None
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    truncation: str
+    user: str | None
+
+
 @dataclass(frozen=True)
 class PreparedRequest:
-    """One accepted HTTP request. Choice `k` of prompt `p` is `jobs[p * n + k]`. `texts`: of the prompts."""
+    """One accepted HTTP request. Choice `k` of prompt `p` is `jobs[p * n + k]`. `texts`: of the prompts. `repeated`: of
+    a Responses request."""
 
     id: str
     created_s: int
@@ -66,6 +84,7 @@ class PreparedRequest:
     jobs: tuple[Job, ...]
     writing: Writing
     tools: ToolUse | None = None
+    repeated: Repeated | None = None
 
     @property
     def reuse(self) -> Reuse:
@@ -92,56 +111,46 @@ class RequestPreparer:
     settings: GatewaySettings
     tool_format: Format | None
 
-    async def chat(
+    def chat(
         self, request: ChatRequest, hex_id: str, terms: Terms, prefix: str = "chatcmpl-"
     ) -> PreparedRequest:
         """`prefix`: of the answer's id. Raises RequestError."""
         self.check_model(request.model)
+        if len(request.tools or ()) > self.settings.max_tools:
+            raise over("tools", len(request.tools or ()), self.settings.max_tools)
         tools = tool_use(request, self.tool_format)
         calls = ""
         if tools and (tools.forced or tools.strict):
-            calls = await asyncio.to_thread(lambda: call_grammar(request, tools, self.tokenizer))
-        sampler = await self._sampler(request, _chat_logprobs(request), request.prompt_logprobs, calls)
+            calls = call_grammar(request, tools, self.tokenizer, self.settings.grammar)
+        sampler = self._sampler(request, _chat_logprobs(request), request.prompt_logprobs, calls)
         asked, param = _chat_max_tokens(request)
-        tokens = truncated(
-            await self.chat_tokens(request, request.add_special_tokens), request, asked, self.card
-        )
+        tokens = truncated(self.chat_tokens(request, request.add_special_tokens), request, asked, self.card)
         check_prompt(len(tokens), self.card, "messages")
         max_tokens = answer_tokens(len(tokens), asked, self.card, param=param, default=None)
         prompt = _Prompt(tokens, max_tokens)
         return self._prepared(f"{prefix}{hex_id}", request, terms, sampler, [prompt], tools)
 
-    async def completion(self, request: CompletionRequest, hex_id: str, terms: Terms) -> PreparedRequest:
+    def completion(self, request: CompletionRequest, hex_id: str, terms: Terms) -> PreparedRequest:
         """Raises RequestError."""
         self.check_model(request.model)
         asked = max((k for k in (request.prompt_logprobs, _echoed(request)) if k is not None), default=None)
-        sampler = await self._sampler(request, request.logprobs, asked)
+        sampler = self._sampler(request, request.logprobs, asked)
         self._check_count(len(request.prompt), request.n or 1)
-        prompts = await self.off_loop(
-            sum(len(prompt) for prompt in request.prompt if isinstance(prompt, str)),
-            lambda: [self._prompt(prompt, request) for prompt in request.prompt],
-        )
+        prompts = [self._prompt(prompt, request) for prompt in request.prompt]
         return self._prepared(f"cmpl-{hex_id}", request, terms, sampler, prompts)
 
-    async def chat_tokens(self, request: TemplateFields, add_special_tokens: bool | None) -> Tokens:
+    def chat_tokens(self, request: TemplateFields, add_special_tokens: bool | None) -> Tokens:
         """Tokens of a conversation. Raises RequestError."""
         if request.add_generation_prompt and request.continue_final_message:
             message = "'add_generation_prompt' and 'continue_final_message' contradict each other: give one"
             raise RequestError(message, param="continue_final_message")
-        options, special = _template_options(request), bool(add_special_tokens)
-
-        def tokens() -> Tokens:
-            messages = [message.for_template() for message in request.messages]
-            return tuple(self.tokenizer.encode_chat(messages, add_special_tokens=special, **options))
-
-        num_chars = sum(message.num_chars for message in request.messages)
-        return await self.off_loop(num_chars + len(str(options)), tokens)
-
-    async def text_tokens(self, text: str, add_special_tokens: bool | None) -> Tokens:
-        """Tokens of a text."""
-        special = add_special_tokens is not False
-        return await self.off_loop(
-            len(text), lambda: tuple(self.tokenizer.encode_text(text, add_special_tokens=special))
+        if len(request.messages) > self.settings.max_messages:
+            raise over("messages", len(request.messages), self.settings.max_messages)
+        messages = [message.for_template() for message in request.messages]
+        return tuple(
+            self.tokenizer.encode_chat(
+                messages, add_special_tokens=bool(add_special_tokens), **_template_options(request)
+            )
         )
 
     def check_model(self, name: str | None) -> None:
@@ -149,7 +158,7 @@ class RequestPreparer:
         if name is not None and name != self.card.name:
             raise UnknownModelError(name, self.card.name)
 
-    async def _sampler(
+    def _sampler(
         self,
         request: GenerationRequest,
         logprobs: int | None,
@@ -168,10 +177,8 @@ class RequestPreparer:
             message = f"{param!r} and 'tool_choice' each say how the answer must look: give one"
             raise RequestError(message, param=param)
         if grammar:
-            # In a thread: a large schema takes its time, and the library lets others run meanwhile.
-            await asyncio.to_thread(lambda: check_grammar(grammar, param, self.tokenizer.for_grammars))
-        words = request.bad_words or ()
-        bad_words = await self.off_loop(sum(map(len, words)), lambda: self.tokenizer.words_as_tokens(words))
+            check_grammar(grammar, param, self.tokenizer.for_grammars, self.settings.grammar)
+        bad_words = self.tokenizer.words_as_tokens(request.bad_words or ())
         return sampler_of(
             request,
             self.tokenizer.generation,
@@ -252,9 +259,12 @@ class RequestPreparer:
         most = answer_tokens(len(kept), asked, self.card, param="max_tokens", default=default)
         return _Prompt(kept, max(1, most), text or "")  # no job is without a token; it is not shown
 
-    async def off_loop(self, num_chars: int, work: Callable[[], Result]) -> Result:
-        """Work on long texts is done in a thread."""
-        return await off_loop(num_chars > self.settings.long_prompt_chars, work)
+
+def over(param: str, count: int, most: int) -> RequestError:
+    """The refusal of a list that is longer than the limit of its name."""
+    return RequestError(
+        f"{param!r} has {count} entries; this server takes up to {most} (limits.{param})", param=param
+    )
 
 
 def _writing(request: GenerationRequest) -> Writing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from isthmus.files.grammar import GRAMMAR_LIMITS, GrammarLimits
 from isthmus.types import Reuse
 
 
@@ -21,7 +22,15 @@ class GatewaySettings:
     """Limits of one HTTP request, and by which of its answers are counted as in time."""
 
     max_body_bytes: int = 8 * 1024 * 1024
-    long_prompt_chars: int = 20_000  # longer texts are tokenised in a thread, so that the loop stays free
+    long_body_bytes: int = 20_000  # larger ones are read and tokenised elsewhere, so that the loop stays free
+    max_depth: int = 100  # of lists and objects within each other
+    max_messages: int = 10_000
+    max_tools: int = 1024
+    grammar: GrammarLimits = GRAMMAR_LIMITS
+    prepare_s: float = 5.0  # CPU seconds of one large body
+    prepare_bytes: int = 512 << 20  # memory of the same
+    max_preparing: int = 256  # large bodies that are being read or wait for it
+    num_preparers: int = 2
     max_sequences: int = 256  # prompts times `n`
     keys: tuple[ApiKey, ...] = field(default=(), repr=False)
     """Of which every request needs one; none: nobody needs any."""

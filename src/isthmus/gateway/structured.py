@@ -14,8 +14,9 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from pydantic import Field
 
+from isthmus import sandbox
 from isthmus.errors import RequestError
-from isthmus.files.grammar import GrammarError, compile_grammar
+from isthmus.files.grammar import GrammarError, GrammarLimits, compile_grammar
 from isthmus.gateway import fields as f
 from isthmus.gateway.fields import Checked, Refused, Strict, only, refuse
 
@@ -94,11 +95,23 @@ def grammar_of(request: GenerationRequest) -> tuple[str, str]:
     return given[0] if given else ("", "")
 
 
+def is_constrained(request: GenerationRequest) -> bool:
+    """Whether some field says how the answer must look."""
+    return request.structured_outputs is not None or any(
+        form is not None and not isinstance(form, TextFormat)
+        for form in (
+            request.response_format, request.guided_json, request.guided_regex, request.guided_choice,
+            request.guided_grammar, request.json_schema, request.regex, request.ebnf,
+        )
+    )  # fmt: skip
+
+
 @lru_cache(MAX_CHECKED)
-def check_grammar(grammar: str, param: str, tokenizer: LLTokenizer) -> None:
+def check_grammar(grammar: str, param: str, tokenizer: LLTokenizer, limits: GrammarLimits) -> None:
     """Raises RequestError naming what the grammar's library cannot follow. May take a second for a large one."""
+    sandbox.note(param)
     try:
-        compile_grammar(grammar, tokenizer)
+        compile_grammar(grammar, tokenizer, limits)
     except GrammarError as error:
         raise RequestError(f"{param!r} cannot be followed: {error}", param=param) from None
 
@@ -148,6 +161,7 @@ def _from_words(request: GenerationRequest) -> Given:
 
 
 def _json(schema: Any, param: str, *, spaces: bool = True) -> tuple[str, str]:
+    sandbox.note(param)
     options: Any = {"whitespace_pattern": WHITE_SPACE} if spaces else {"whitespace_flexible": False}
     if isinstance(schema, bool):  # anything, or nothing, in the library's words
         schema = {} if schema else {"enum": []}

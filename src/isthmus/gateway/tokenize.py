@@ -30,26 +30,25 @@ class DetokenizeReply(msgspec.Struct):
 class TokenizeEndpoints:
     preparer: RequestPreparer
 
-    async def tokenize(self, request: TokenizeText | TokenizeChat) -> TokenizeReply:
+    def tokenize(self, request: TokenizeText | TokenizeChat) -> TokenizeReply:
         """Raises RequestError."""
         preparer, special = self.preparer, request.add_special_tokens
         preparer.check_model(request.model)
         if isinstance(request, TokenizeChat):
-            tokens = await preparer.chat_tokens(request, special)
+            tokens = preparer.chat_tokens(request, special)
         else:
-            tokens = await preparer.text_tokens(request.prompt, special)
+            tokens = tuple(
+                preparer.tokenizer.encode_text(request.prompt, add_special_tokens=special is not False)
+            )
         texts: list[str] | UnsetType = UNSET
         if request.return_token_strs:
             token_bytes = preparer.tokenizer.token_bytes
-            texts = await preparer.off_loop(
-                len(tokens), lambda: [token_text(token_bytes(token)) for token in tokens]
-            )
+            texts = [token_text(token_bytes(token)) for token in tokens]
         return TokenizeReply(len(tokens), preparer.card.max_length, tokens, texts)
 
-    async def detokenize(self, request: DetokenizeRequest) -> DetokenizeReply:
+    def detokenize(self, request: DetokenizeRequest) -> DetokenizeReply:
         """Raises RequestError."""
         preparer, tokens = self.preparer, request.tokens
         preparer.check_model(request.model)
         check_vocabulary(tokens, preparer.card, "tokens")
-        text = await preparer.off_loop(len(tokens), lambda: preparer.tokenizer.decode(tokens, special=True))
-        return DetokenizeReply(text)
+        return DetokenizeReply(preparer.tokenizer.decode(tokens, special=True))

@@ -11,7 +11,6 @@ from isthmus.gateway import fields as f
 from isthmus.gateway.fields import Checked, Strict, refuse
 
 NAME = r"^[a-zA-Z0-9_.:-]{1,128}$"
-MAX_TOOLS = 1024
 
 
 class FunctionDefinition(Strict):
@@ -38,8 +37,7 @@ class Tool(Strict):
 
 
 def tools() -> Any:
-    words = f"a list of up to {MAX_TOOLS} tools"
-    return Field(default=None, max_length=MAX_TOOLS, fail_fast=True, description=words)
+    return Field(default=None, fail_fast=True, description="a list of tools")
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 from llguidance import LLMatcher
 
 from isthmus.errors import ConfigError, RequestError
-from isthmus.files.grammar import MAX_CHARS
+from isthmus.files.grammar import GrammarLimits
 from isthmus.gateway.requests import ChatRequest, TemplateFields
-from isthmus.gateway.structured import check_grammar, grammar_of
+from isthmus.gateway.structured import check_grammar, is_constrained
 from isthmus.gateway.template import ChatTemplate
 from isthmus.gateway.tokenizer import GatewayTokenizer
 from isthmus.gateway.tool_fields import NamedFunction
@@ -25,14 +25,19 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class ToolUse:
-    """How calls are read from an answer. `several`: there may be more than one; what comes after the first is dropped
-    otherwise, as the client asked. `forced`: the answer must be a call; `strict`: calls must follow their schemas."""
+    """How calls are read from an answer. `form`: a name in FORMATS. `several`: there may be more than one; what comes
+    after the first is dropped otherwise, as the client asked. `forced`: the answer must be a call; `strict`: calls must
+    follow their schemas."""
 
-    format: Format
+    form: str
     schemas: Schemas
     several: bool
     forced: bool
     strict: bool
+
+    @property
+    def format(self) -> Format:
+        return FORMATS[self.form]
 
     def reader(self) -> CallReader:
         return CallReader(self)
@@ -55,7 +60,7 @@ class CallReader:
         return [event for event in events if self._several or isinstance(event, Content) or event.index == 0]
 
 
-def call_grammar(request: ChatRequest, use: ToolUse, tokenizer: GatewayTokenizer) -> str:
+def call_grammar(request: ChatRequest, use: ToolUse, tokenizer: GatewayTokenizer, limits: GrammarLimits) -> str:
     """Of an answer that must be a call, or in which calls must follow their schemas; "" where none must be and
     there are too many functions for one grammar. May take seconds for large ones.
 
@@ -76,15 +81,19 @@ def call_grammar(request: ChatRequest, use: ToolUse, tokenizer: GatewayTokenizer
         param = f"tools[{places[error.function]}].function.parameters"
         raise RequestError(f"{param!r}: {error}", param=param) from None
     grammar = LLMatcher.grammar_from_lark(lark)
-    if len(grammar) > MAX_CHARS:  # before each schema is compiled, which takes long for so many
+    if len(grammar) > limits.max_bytes:  # before each schema is compiled, which takes long for so many
         if use.forced:
             message = f"'tools' are too many to force a call of: their grammar has {len(grammar)} characters"
-            raise RequestError(f"{message} of at most {MAX_CHARS}; name one, or send fewer", param="tools")
+            raise RequestError(
+                f"{message} of at most {limits.max_bytes}; name one, or send fewer", param="tools"
+            )
         return ""
     for name, schema in schemas.items():
         param = f"tools[{places[name]}].function.parameters"
-        check_grammar(LLMatcher.grammar_from_lark(parameters_alone(schema)), param, tokenizer.for_grammars)
-    check_grammar(grammar, "tools", tokenizer.for_grammars)
+        check_grammar(
+            LLMatcher.grammar_from_lark(parameters_alone(schema)), param, tokenizer.for_grammars, limits
+        )
+    check_grammar(grammar, "tools", tokenizer.for_grammars, limits)
     return grammar
 
 
@@ -127,14 +136,14 @@ def tool_use(request: ChatRequest, form: Format | None) -> ToolUse | None:
         raise RequestError(f"'tool_choice' names {choice.name!r}, which 'tools' has not", param="tool_choice")
     forced = choice not in (None, "none", "auto")
     # What else says how the answer must look leaves no room for calls that are not forced.
-    if choice == "none" or (not forced and grammar_of(request)[0]):
+    if choice == "none" or (not forced and is_constrained(request)):
         return None
     if form is None:
         message = "'tools': how this model writes calls is not known; the server can be told (--tool-format)"
         raise RequestError(message, param="tools")
     schemas = {tool.function.name: tool.function.parameters or {} for tool in request.tools or ()}
     return ToolUse(
-        format=form,
+        form=form.name,
         schemas=schemas,
         several=request.parallel_tool_calls is not False,
         forced=forced,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pydantic
 
 from isthmus.errors import RequestError
 from isthmus.gateway.limits import TOO_LONG
-from isthmus.gateway.prepare import PreparedRequest, RequestPreparer
+from isthmus.gateway.prepare import PreparedRequest, Repeated, RequestPreparer
 from isthmus.gateway.refusals import refusal
 from isthmus.gateway.requests import ChatRequest, GenerationRequest
 from isthmus.gateway.responses.body import ResponsesRequest, SchemaFormat, TextOptions
@@ -31,36 +31,29 @@ _NAMES = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreparedResponse(PreparedRequest):
-    """`asked`: parts of it are repeated in the answer."""
-
-    asked: ResponsesRequest
-
-
 @dataclass(frozen=True)
 class ResponsesPreparer:
     preparer: RequestPreparer
 
-    async def prepare(self, request: ResponsesRequest, hex_id: str, terms: Terms) -> PreparedResponse:
+    def prepare(self, request: ResponsesRequest, hex_id: str, terms: Terms) -> PreparedRequest:
         """Raises RequestError."""
         try:
-            return await self._prepare(request, request.input, hex_id, terms)
+            return self._prepare(request, request.input, hex_id, terms)
         except RequestError as error:
             if error.code != TOO_LONG or request.truncation != "auto":
-                raise _renamed(error) from None
-            return await self._prepare_shortened(request, hex_id, terms, error)
+                raise renamed(error) from None
+            return self._prepare_shortened(request, hex_id, terms, error)
 
-    async def _prepare(
+    def _prepare(
         self, request: ResponsesRequest, items: Sequence[Item], hex_id: str, terms: Terms
-    ) -> PreparedResponse:
+    ) -> PreparedRequest:
         """Raises RequestError, in the words of a chat completion."""
-        prepared = await self.preparer.chat(as_chat(request, items), hex_id, terms, prefix="resp_")
-        return PreparedResponse(**vars(prepared), asked=request)
+        prepared = self.preparer.chat(as_chat(request, items), hex_id, terms, prefix="resp_")
+        return replace(prepared, repeated=_repeated(request))
 
-    async def _prepare_shortened(
+    def _prepare_shortened(
         self, request: ResponsesRequest, hex_id: str, terms: Terms, error: RequestError
-    ) -> PreparedResponse:
+    ) -> PreparedRequest:
         """Without as many turns at the beginning as must go. Raises `error` where the last one is too long."""
         # A turn is a token at least, so earlier ones need not be tried.
         turns, fitting = later_turns(request.input)[-self.preparer.card.max_length :], None
@@ -68,15 +61,35 @@ class ResponsesPreparer:
         while least < most:
             at = (least + most) // 2
             try:
-                fitting = await self._prepare(request, since(request.input, turns[at]), hex_id, terms)
+                fitting = self._prepare(request, since(request.input, turns[at]), hex_id, terms)
                 most = at
             except RequestError as found:
                 if found.code != TOO_LONG:
-                    raise _renamed(found) from None
+                    raise renamed(found) from None
                 least = at + 1
         if fitting is None:
-            raise _renamed(error) from None
+            raise renamed(error) from None
         return fitting
+
+
+def _repeated(request: ResponsesRequest) -> Repeated:
+    text = request.text.model_dump(by_alias=True, exclude_none=True) if request.text else {}
+    return Repeated(
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        max_tool_calls=request.max_tool_calls,
+        metadata=request.metadata or {},
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        prompt_cache_key=request.prompt_cache_key,
+        reasoning_effort=request.reasoning.effort if request.reasoning else None,
+        safety_identifier=request.safety_identifier,
+        text={"format": {"type": "text"}, "verbosity": "medium"} | text,
+        tool_choice=request.tool_choice or "auto",
+        tools=[tool.model_dump(by_alias=True, exclude_none=True) for tool in request.tools or ()],
+        top_logprobs=request.top_logprobs or 0,
+        truncation=request.truncation or "disabled",
+        user=request.user,
+    )
 
 
 def as_chat(request: ResponsesRequest, items: Sequence[Item]) -> ChatRequest:
@@ -134,7 +147,7 @@ def _tools(request: ResponsesRequest) -> dict[str, Any]:
     }
 
 
-def _renamed(error: RequestError) -> RequestError:
+def renamed(error: RequestError) -> RequestError:
     """The same error in words of a Responses body."""
     message, param = _in_our_words(str(error)), error.param and _in_our_words(error.param)
     if (message, param) == (str(error), error.param):

@@ -5,16 +5,14 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
 from isthmus.errors import IsthmusError
 from isthmus.gateway.choice import Choice, Delta, Score
 from isthmus.gateway.logprobs import TokenLogprob, scored
+from isthmus.gateway.prepare import PreparedRequest
 from isthmus.gateway.problems import INTERNAL_MESSAGE, status_of
-from isthmus.gateway.responses.body import ResponsesRequest
-from isthmus.gateway.responses.chat import PreparedResponse
 from isthmus.gateway.responses.reply import (
     Event,
     Failure,
@@ -36,7 +34,7 @@ from isthmus.types import FinishReason
 class ResponsesDialect:
     """A request has one choice."""
 
-    def __init__(self, prepared: PreparedResponse, token_bytes: TokenBytes) -> None:
+    def __init__(self, prepared: PreparedRequest, token_bytes: TokenBytes) -> None:
         self._prepared, self._token_bytes = prepared, token_bytes
         self._transcript = Transcript(prepared.id.partition("_")[2])
         self._begun = False
@@ -135,36 +133,20 @@ class ResponsesDialect:
         return response
 
     def _response(self, status: str) -> ResponsesReply:
-        prepared, asked = self._prepared, self._prepared.asked
-        sampling = prepared.jobs[0].sampling
+        prepared, repeated = self._prepared, self._prepared.repeated
+        assert repeated is not None, "prepared as another endpoint's"
+        sampling, fields = prepared.jobs[0].sampling, msgspec.structs.asdict(repeated)
         return ResponsesReply(
             id=prepared.id,
             created_at=prepared.created_s,
             model=prepared.model,
             status=status,
             output=self._transcript.items,
-            instructions=asked.instructions,
-            max_output_tokens=asked.max_output_tokens,
-            max_tool_calls=asked.max_tool_calls,
-            metadata=asked.metadata or {},
-            parallel_tool_calls=asked.parallel_tool_calls is not False,
-            prompt_cache_key=asked.prompt_cache_key,
-            reasoning=Reasoning(asked.reasoning.effort if asked.reasoning else None),
-            safety_identifier=asked.safety_identifier,
+            reasoning=Reasoning(fields.pop("reasoning_effort")),
             temperature=sampling.temperature,
-            text=_text_options(asked),
-            tool_choice=asked.tool_choice or "auto",
-            tools=[tool.model_dump(by_alias=True, exclude_none=True) for tool in asked.tools or ()],
-            top_logprobs=asked.top_logprobs or 0,
             top_p=sampling.top_p,
-            truncation=asked.truncation or "disabled",
-            user=asked.user,
+            **fields,
         )
-
-
-def _text_options(asked: ResponsesRequest) -> dict[str, Any]:
-    given = asked.text.model_dump(by_alias=True, exclude_none=True) if asked.text else {}
-    return {"format": {"type": "text"}, "verbosity": "medium"} | given
 
 
 def _usage(usage: Usage) -> ResponsesUsage:

@@ -1,0 +1,389 @@
+"""Processes that may die: what strangers send meets other people's native code here, within limits of memory, CPU time
+and stack, and takes nothing else down.
+
+    this process ──fork──> fork server, which has loaded what workers need
+         │                      │ fork
+         └──questions───────> worker ──answers──> …   (a worker that dies, or has grown, is replaced by a fresh one)
+
+A fork server runs the function `main` of a module, which calls `serve`. It has one thread and answers nothing itself,
+so that a fork of it takes milliseconds and begins as if nobody had asked anything before. Limits of CPU time are the
+kernel's, since no code of ours runs while a library does not come back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import NoReturn
+
+import msgspec
+
+from isthmus.config import child_environment
+from isthmus.errors import IsthmusError, StartError
+
+Answer = Callable[[bytes], Sequence[bytes | memoryview]]
+"""From a question to an answer, in pieces."""
+Question = bytes | Callable[[], bytes]
+"""Bytes, or what makes them, anew for each worker that is asked."""
+NOWHERE = memoryview(b"")
+_STACK_BYTES = 256 << 20
+"""Grammars name rules as deep as clients like, and libraries follow them on the stack: 8 KiB for each."""
+_WALL_FACTOR, _LEAST_WALL_S = 20, 30.0
+"""A worker that got no CPU is waited for so long."""
+_MAX_ORDER = 1024
+_FRAME = struct.Struct("<BI")
+_ANSWER, _LAST, _NOTE, _TROUBLE = range(4)
+"""Kinds of frames from a child; LAST: an answer, and the worker leaves; TROUBLE: why there is none, a bug of ours in a
+worker."""
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class SandboxError(IsthmusError):
+    """The worker died over a question. `note`: what it said last (`note`)."""
+
+    def __init__(self, note: str) -> None:
+        super().__init__(f"the process that worked on {note or 'it'} died")
+        self.note = note
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Of a worker. `memory_bytes`: beyond those that it begins with; `cpu_s`: CPU seconds of one question;
+    `kept_bytes`: one that has grown by more leaves after its answer, 0: none does; `idle_s`: one that is not asked for
+    so long leaves, 0: none does; `nice`: by how much others come first."""
+
+    memory_bytes: int
+    cpu_s: float
+    kept_bytes: int = 0
+    idle_s: float = 0.0
+    nice: int = 0
+
+
+class ForkServer:
+    """Starts with the first `fork`, and again after it died or left. Thread-safe."""
+
+    def __init__(self, module: str, setup: bytes) -> None:
+        """`setup`: for the module's `load`."""
+        self._module, self._setup = module, setup
+        self._lock = threading.Lock()
+        self._control: socket.socket | None = None
+        self._leave: Callable[[], object] = lambda: None
+
+    def fork(self, limits: Limits) -> socket.socket:
+        """The connection with a new worker. Blocks while the server starts. Raises StartError with what `load` says."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs, self._lock:
+                order = _encode(limits)
+                try:
+                    self._send(order, theirs)
+                except OSError:  # it is not there any more
+                    self._leave()
+                    self._control = None
+                    self._send(order, theirs)
+        except BaseException:
+            ours.close()
+            raise
+        ours.settimeout(max(_LEAST_WALL_S, _WALL_FACTOR * limits.cpu_s))
+        return ours
+
+    def _send(self, order: bytes, worker: socket.socket) -> None:
+        if self._control is None:
+            self._control = self._start()
+        socket.send_fds(self._control, [order], [worker.fileno()])
+
+    def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-c", f"from {self._module} import main; main()"],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                env=child_environment(1),
+                start_new_session=True,
+            )
+        self._leave = weakref.finalize(self, _end, process, ours)
+        try:
+            _write(ours, _ANSWER, [self._setup])
+            kind, said = _read(ours)
+        except OSError:
+            kind, said = _TROUBLE, bytearray(f"{self._module} died before it began".encode())
+        if kind == _TROUBLE:
+            self._leave()
+            raise StartError(said.decode())
+        return ours
+
+    def close(self) -> None:
+        """Its workers leave when nobody holds their connections any more."""
+        with self._lock:
+            self._leave()
+            self._control = None
+
+
+def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    """Of a fork server, which has no state."""
+    control.close()
+    process.kill()
+    process.wait()
+
+
+class Sandbox:
+    """One worker at a time. Not thread-safe."""
+
+    def __init__(self, server: ForkServer, limits: Limits, tries: int = 1) -> None:
+        """`tries`: so often a question is asked that kills its worker."""
+        self._server, self._limits, self._tries = server, limits, tries
+        self._worker: socket.socket | None = None
+        self._note = ""
+        self.deaths = 0
+        self.generation = 0
+        """Counts workers: a new one knows nothing of earlier questions."""
+
+    def open(self) -> None:
+        """Makes the worker, if there is none. Raises StartError."""
+        if self._worker is None:
+            self._worker = self._server.fork(self._limits)
+            self.generation += 1
+
+    def ask(self, question: Question, into: memoryview = NOWHERE) -> bytearray:
+        """Blocks. The end of the answer goes to `into`, which it fills. Raises SandboxError, or StartError."""
+        [found] = ask_all([(self, question, into)])
+        if isinstance(found, SandboxError):
+            raise found
+        return found
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+
+    def _send(self, question: Question) -> bool:
+        """False: the worker died."""
+        if self._worker is not None and _has_said(self._worker):
+            self.close()  # it left, having had nothing to do
+        self.open()
+        assert self._worker is not None
+        self._note = ""
+        try:
+            _write(self._worker, _ANSWER, [question if isinstance(question, bytes) else question()])
+        except OSError:
+            self._bury()
+            return False
+        return True
+
+    def _receive(self, into: memoryview) -> bytearray | None:
+        """None: the worker died."""
+        assert self._worker is not None
+        try:
+            while True:
+                kind, said = _read(self._worker, into)
+                if kind != _NOTE:
+                    break
+                self._note = said.decode()
+        except OSError:
+            self._bury()
+            return None
+        if kind in (_LAST, _TROUBLE):
+            self.close()
+        if kind == _TROUBLE:
+            raise AssertionError(said.decode())
+        return said
+
+    def _bury(self) -> None:
+        self.deaths += 1
+        self.close()
+
+
+def ask_all(asked: Sequence[tuple[Sandbox, Question, memoryview]]) -> list[bytearray | SandboxError]:
+    """Each its question, side by side; in the same order the answers, or that a worker died. Raises StartError."""
+    found: list[bytearray | SandboxError] = [SandboxError("")] * len(asked)
+    left = list(range(len(asked)))
+    tries = 0
+    while left:
+        tries += 1
+        sent = [at for at in left if asked[at][0]._send(asked[at][1])]
+        answers = {at: asked[at][0]._receive(asked[at][2]) for at in sent}
+        for at in left:
+            answer = answers.get(at)
+            found[at] = SandboxError(asked[at][0]._note) if answer is None else answer
+        left = [at for at in left if answers.get(at) is None and tries < asked[at][0]._tries]
+    return found
+
+
+# In the child.
+
+_connection: socket.socket | None = None
+"""Of this worker; None in a process that is none."""
+_first_bytes = 0
+"""Memory that this worker began with."""
+
+
+def serve(load: Callable[[bytes], Answer], idle_s: float | None = None) -> NoReturn:
+    """Of a fork server's module: `load` makes of the set-up what answers questions. Ends with its input, or when it had
+    no worker for `idle_s`."""
+    control = socket.socket(fileno=0)
+    try:
+        answer = load(bytes(_read(control)[1]))
+    except IsthmusError as error:
+        _write(control, _TROUBLE, [str(error).encode()])
+        os._exit(error.exit_code)
+    gc.collect()
+    gc.freeze()  # what is shared with workers stays shared
+    _write(control, _ANSWER, [])
+    control.settimeout(idle_s)
+    workers = set[int]()
+    while True:
+        descriptors = list[int]()
+        with contextlib.suppress(TimeoutError):
+            order, descriptors, _, _ = socket.recv_fds(control, _MAX_ORDER, 1)
+            if not order:
+                os._exit(0)
+        workers -= {pid for pid in workers if os.waitpid(pid, os.WNOHANG)[0]}
+        if descriptors:
+            workers.add(_fork(control, descriptors[0], msgspec.msgpack.decode(order, type=Limits), answer))
+        elif not workers:
+            os._exit(0)
+
+
+def note(text: str) -> None:
+    """Tells what is worked on, for the error should this worker die over it. Elsewhere than in a worker: nothing."""
+    if _connection is not None:
+        _write(_connection, _NOTE, [text.encode()])
+
+
+@contextlib.contextmanager
+def cpu_limit(seconds: float) -> Iterator[None]:
+    """No more CPU time than this inside, in a worker; the time of the question goes on behind it."""
+    if _connection is None:
+        yield
+        return
+    left, _ = signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, left)
+
+
+def grown_bytes() -> int:
+    """Memory that this worker has taken."""
+    return max(0, _resident_bytes() - _first_bytes)
+
+
+def _fork(control: socket.socket, descriptor: int, limits: Limits, answer: Answer) -> int:
+    pid = os.fork()
+    if pid == 0:
+        control.detach()
+        _become_worker(socket.socket(fileno=descriptor), limits, answer)
+    os.close(descriptor)
+    return pid
+
+
+def _become_worker(connection: socket.socket, limits: Limits, answer: Answer) -> NoReturn:
+    global _connection, _first_bytes
+    _connection, _first_bytes = connection, _resident_bytes()
+    connection.settimeout(limits.idle_s or None)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 2)  # the last words of libraries: who asked has better ones
+    os.nice(limits.nice)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if pages := _memory_pages():
+        most = pages[0] * resource.getpagesize() + _STACK_BYTES + limits.memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=_work, args=(connection, limits, answer), daemon=True)
+    thread.start()
+    thread.join()
+    os._exit(0)
+
+
+def _work(connection: socket.socket, limits: Limits, answer: Answer) -> None:
+    """Until nobody asks any more, or this worker has grown."""
+    most_bytes = limits.kept_bytes or 1 << 62
+    with contextlib.suppress(OSError, MemoryError):
+        while grown_bytes() <= most_bytes:
+            asked = bytes(_read(connection)[1])
+            signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
+            kind, found = _answered(answer, asked)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            _write(connection, _LAST if kind == _ANSWER and grown_bytes() > most_bytes else kind, found)
+
+
+def _answered(answer: Answer, asked: bytes) -> tuple[int, Sequence[bytes | memoryview]]:
+    """Raises MemoryError, of which nothing else is to be made."""
+    try:
+        return _ANSWER, answer(asked)
+    except MemoryError:
+        raise
+    except Exception:
+        return _TROUBLE, [traceback.format_exc().encode()]
+
+
+def _resident_bytes() -> int:
+    """Without pages of files, which are there for all."""
+    pages = _memory_pages()
+    return (pages[1] - pages[2]) * resource.getpagesize() if pages else 0
+
+
+def _memory_pages() -> list[int]:
+    """Of address space, of those the resident ones, of these those of files (Linux); nothing where that cannot be
+    told."""
+    try:
+        with open("/proc/self/statm") as file:
+            return [int(word) for word in file.read().split()[:3]]
+    except OSError:
+        return []
+
+
+def _has_said(connection: socket.socket) -> bool:
+    """Whether something came, the end at least."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+# Frames: kind and length, then so many bytes.
+
+
+def _write(connection: socket.socket, kind: int, pieces: Sequence[bytes | memoryview]) -> None:
+    """Raises OSError."""
+    views = [memoryview(piece).cast("B") for piece in pieces]
+    for view in [memoryview(_FRAME.pack(kind, sum(map(len, views)))), *views]:
+        connection.sendall(view)
+
+
+def _read(connection: socket.socket, into: memoryview = NOWHERE) -> tuple[int, bytearray]:
+    """Kind and content, whose end goes to `into` if it is an answer. Raises OSError."""
+    head = bytearray(_FRAME.size)
+    _fill(connection, memoryview(head))
+    kind, length = _FRAME.unpack(head)
+    rest = into if kind in (_ANSWER, _LAST) else NOWHERE
+    if len(rest) > length:
+        raise ConnectionError("an answer is too short")
+    found = bytearray(length - len(rest))
+    _fill(connection, memoryview(found))
+    _fill(connection, rest)
+    return kind, found
+
+
+def _fill(connection: socket.socket, into: memoryview) -> None:
+    at = 0
+    while at < len(into):
+        count = connection.recv_into(into[at:])
+        if not count:
+            raise ConnectionError("the other process is gone")
+        at += count

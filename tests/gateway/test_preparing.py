@@ -1,0 +1,227 @@
+"""Bodies that become prepared requests in a process that may die, and others here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isthmus.errors import OverloadedError, RequestError
+from isthmus.gateway import GatewaySettings, GatewayTokenizer
+from isthmus.gateway.preparing import Preparation, Preparing
+from isthmus.gateway.settings import ApiKey
+from isthmus.gateway.terms import Terms
+from isthmus.types import ModelCard
+
+from . import folder
+
+CARD = ModelCard("acme/tiny", 1500, 300, 0)
+SETTINGS = GatewaySettings(keys=(ApiKey("ann", b"k" * 32),), long_body_bytes=2000, prepare_s=0.5)
+TERMS = Terms(priority=3, ttft_ms=100, tenant="ann")
+MESSAGES = [{"role": "user", "content": "hi"}]
+CRASH = {"const": -(2**63)}
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": CRASH}}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder.write(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def here(model: Path) -> Preparing:
+    return Preparing(CARD, GatewayTokenizer.load(model), SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def apart(model: Path) -> Iterator[Preparing]:
+    made = Preparing(CARD, GatewayTokenizer.load(model), SETTINGS, model)
+    yield made
+    made.close()
+
+
+def prepared(preparing: Preparing, name: str, body: dict[str, Any] | bytes) -> Any:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return asyncio.run(preparing(name, data, "0123", TERMS))
+
+
+def refused(preparing: Preparing, name: str, body: dict[str, Any] | bytes) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        prepared(preparing, name, body)
+    return caught.value
+
+
+LONG = {"metadata": {"note": "x" * 3000}}
+GRAMMAR = {
+    "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}
+}
+SAME = {
+    "a long chat": ("chat", {"messages": MESSAGES, "seed": 5, "stop": ["a"], "stream": True} | LONG),
+    "with a grammar": ("chat", {"messages": MESSAGES, "seed": 5, "n": 3} | GRAMMAR),
+    "with tools": (
+        "chat",
+        {"messages": MESSAGES, "seed": 5, "tools": [{"type": "function", "function": {"name": "f"}}]},
+    ),
+    "a forced call": (
+        "chat",
+        {
+            "messages": MESSAGES,
+            "seed": 5,
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+            "tool_choice": "required",
+        },
+    ),
+    "completions": (
+        "completion",
+        {"prompt": ["a", "bc"], "n": 2, "seed": 5, "echo": True, "logprobs": 1} | LONG,
+    ),
+    "a response": (
+        "response",
+        {"input": "hi", "instructions": "be kind", "seed": 5, "max_output_tokens": 7} | LONG,
+    ),
+    "a response with a schema": (
+        "response",
+        {"input": "hi", "seed": 5, "text": {"format": {"type": "json_schema", "name": "a", "schema": {}}}},
+    ),
+    "tokens": ("tokenize", {"prompt": "x" * 2500, "return_token_strs": True}),
+    "text": ("detokenize", {"tokens": [97] * 1000}),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_worker_prepares_as_this_process_does(name: str, here: Preparing, apart: Preparing) -> None:
+    endpoint, body = SAME[name]
+    expected = prepared(here, endpoint, body)
+    with unable_here(apart):
+        found = prepared(apart, endpoint, body)
+    if not isinstance(expected, bytes):
+        expected = replace(expected, created_s=found.created_s)
+    assert found == expected
+
+
+REFUSED = {
+    "chat": [{"messages": "x"} | LONG, {"messages": MESSAGES, "model": "other"} | LONG, {"messages": MESSAGES * 300}],
+    "completion": [{"prompt": "x" * 3000}, {"prompt": "x", "guided_regex": "("}, b"{" + b" " * 3000],
+    "response": [{"input": "x" * 3000}, {"input": "x", "text": {"format": {"type": "json_schema", "name": "a",
+                 "schema": {"type": "no such type"}}}}],
+    "detokenize": [{"tokens": [300] * 1000}],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_worker_refuses_as_this_process_does(name: str, here: Preparing, apart: Preparing) -> None:
+    for body in REFUSED[name]:
+        expected, found = refused(here, name, body), refused(apart, name, body)
+        assert (str(found), found.param, found.code, found.http_status) == (
+            str(expected), expected.param, expected.code, expected.http_status,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "param"),
+    [
+        (
+            "chat",
+            {
+                "messages": MESSAGES,
+                "response_format": {"type": "json_schema", "json_schema": {"schema": CRASH}},
+            },
+            "response_format.json_schema.schema",
+        ),
+        ("chat", {"messages": MESSAGES, "guided_json": {"enum": [1, -(2**63)]}}, "guided_json"),
+        ("completion", {"prompt": "x", "structured_outputs": {"json": CRASH}}, "structured_outputs.json"),
+        (
+            "completion",
+            {"prompt": "x", "guided_grammar": f"start: %json {json.dumps(CRASH)}"},
+            "guided_grammar",
+        ),
+        (
+            "response",
+            {"input": "x", "text": {"format": {"type": "json_schema", "name": "a", "schema": CRASH}}},
+            "text.format.schema",
+        ),
+        (
+            "chat",
+            {
+                "messages": MESSAGES,
+                "tools": [{"type": "function", "function": FUNCTION}],
+                "tool_choice": "required",
+            },
+            "tools[0].function.parameters",
+        ),
+    ],
+)
+def test_a_grammar_that_breaks_its_library_is_refused_by_name(
+    apart: Preparing, name: str, body: dict[str, Any], param: str
+) -> None:
+    deaths = apart.num_deaths
+    error = refused(apart, name, body)
+    assert error.param == param and error.http_status == 400
+    assert f"'{param}' cannot be followed: " in str(error) and "the library of grammars fails on it" in str(
+        error
+    )
+    assert apart.num_deaths == deaths + 1
+    assert prepared(apart, "chat", {"messages": MESSAGES} | GRAMMAR).jobs
+
+
+def test_what_takes_too_long_is_refused(apart: Preparing) -> None:
+    """More messages than half a second is enough for."""
+    settings = replace(SETTINGS, prepare_s=0.05)
+    hasty = replace_settings(apart, settings)
+    error = refused(hasty, "chat", {"messages": MESSAGES * 100_000})
+    assert "limits.prepare_s" in str(error) and error.param is None
+    hasty.close()
+
+
+def replace_settings(preparing: Preparing, settings: GatewaySettings) -> Preparing:
+    model = Path(preparing.setup.model)
+    return Preparing(CARD, GatewayTokenizer.load(model), settings, model)
+
+
+def test_so_many_are_read_at_once_and_no_more(apart: Preparing) -> None:
+    few = replace_settings(apart, replace(SETTINGS, max_preparing=2))
+    body = json.dumps({"messages": MESSAGES} | GRAMMAR).encode()
+
+    async def ask_all() -> list[Any]:
+        return await asyncio.gather(
+            *[few("chat", body, str(number), TERMS) for number in range(4)], return_exceptions=True
+        )
+
+    found = asyncio.run(ask_all())
+    few.close()
+    refusals = [each for each in found if isinstance(each, OverloadedError)]
+    assert len(refusals) == 2 and refusals[0].retry_after_s == 1 and "limits.preparing" in str(refusals[0])
+    assert few.num_waiting == 0
+
+
+def test_small_bodies_are_prepared_here(apart: Preparing) -> None:
+    with unable_here(apart), pytest.raises(AssertionError, match="not here"):
+        prepared(apart, "chat", {"messages": MESSAGES})
+
+
+def test_workers_know_no_keys(apart: Preparing) -> None:
+    assert apart.setup.settings.keys == ()
+
+
+class unable_here:
+    """Inside, this process prepares nothing."""
+
+    def __init__(self, preparing: Preparing) -> None:
+        self._preparing = preparing
+
+    def __enter__(self) -> None:
+        def fail(*_: Any) -> Any:
+            raise AssertionError("not here")
+
+        self._before = self._preparing._preparations
+        self._preparing._preparations = {
+            name: Preparation(each.read, fail) for name, each in self._before.items()
+        }
+
+    def __exit__(self, *_: object) -> None:
+        self._preparing._preparations = self._before

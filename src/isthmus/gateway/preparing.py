@@ -7,11 +7,12 @@ to flow meanwhile, whatever becomes of this one.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -41,6 +42,9 @@ KEPT_BYTES = 64 << 20
 """By which a worker may have grown."""
 NICE = 10
 """Of workers: others' tokens come first."""
+
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -76,12 +80,12 @@ class Preparing:
             self._server = ForkServer("isthmus.gateway.preparing", msgspec.msgpack.encode(self.setup))
             limits = Limits(settings.prepare_bytes, settings.prepare_s, KEPT_BYTES, nice=NICE)
             self._sandboxes = [Sandbox(self._server, limits) for _ in range(num_workers)]
-            self._idle = list(self._sandboxes)
+            self._idle = deque(self._sandboxes)
 
     def open(self) -> None:
         """Starts the workers, that the first who needs one does not wait for it."""
-        for sandbox in self._sandboxes:
-            self._threads.submit(sandbox.open)
+        for _ in self._sandboxes:
+            self._threads.submit(self._with_sandbox, Sandbox.open)
 
     async def __call__(self, name: str, body: bytes, hex_id: str, terms: Terms) -> Any:
         """Raises RequestError, OverloadedError."""
@@ -105,12 +109,18 @@ class Preparing:
         if not self._sandboxes:
             preparation = self._preparations[name]
             return preparation.make(parse_body(preparation.read, body, self._settings.max_depth), hex_id, terms)
-        sandbox = self._idle.pop()  # as many as there are threads
+        question = _encode(_Question(name, body, hex_id, terms))
         try:
-            return _unpacked(sandbox.ask(_encode(_Question(name, body, hex_id, terms))))
+            return _unpacked(self._with_sandbox(lambda sandbox: sandbox.ask(question)))
         except SandboxError as error:
             refusal = self._too_much(error.note)
             raise (renamed(refusal) if name == "response" else refusal) from None
+
+    def _with_sandbox(self, work: Callable[[Sandbox], Result]) -> Result:
+        """In a thread; there are as many sandboxes as threads."""
+        sandbox = self._idle.popleft()
+        try:
+            return work(sandbox)
         finally:
             self._idle.append(sandbox)
 

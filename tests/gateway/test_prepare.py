@@ -104,3 +104,18 @@ def test_lists_have_a_limit_of_their_own(backend: FakeBackend, tokenizer: Gatewa
         "deeper than 6 (limits.json_depth)" in post.chat(metadata={"a": [[[[[0]]]]]}).json()["error"]["message"]
     )
     assert len(backend.jobs) == 2
+
+
+def test_a_text_that_must_be_too_long_is_not_tokenised(
+    post: Poster, tokenizer: GatewayTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> list[int]:
+        raise AssertionError("tokenised")
+
+    text = "x" * 15_000
+    refused(post.complete(prompt=text, truncate_prompt_tokens=10, max_tokens=0), "max_tokens", "echo")
+    monkeypatch.setattr(tokenizer, "encode_text", fail)
+    refused(post.complete(prompt=text), "prompt", "has 15000 characters, which are at least")
+    refused(
+        post.chat(messages=[{"role": "user", "content": text}]), "messages", "characters, which are at least"
+    )

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
+from isthmus.cli.models import bytes_folder, find_model
 from isthmus.errors import ModelError, RequestError
 from isthmus.gateway import GatewayTokenizer
 from isthmus.gateway.tokenizer import BYTE_OF_CHAR
@@ -108,3 +112,14 @@ def test_a_broken_tokenizer_config(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(ModelError, match=str(tmp_path)):
         GatewayTokenizer.load(tmp_path)
+
+
+@given(text=st.text(max_size=200))
+def test_no_text_has_fewer_tokens_than_are_foreseen(text: str) -> None:
+    for model in (find_model(None)[0], bytes_folder()):
+        tokenizer = _loaded(model)
+        assert len(tokenizer.encode_text(text, add_special_tokens=False)) >= tokenizer.least_tokens(len(text))
+    assert _loaded(bytes_folder()).least_tokens(1000) > 0
+
+
+_loaded = lru_cache(GatewayTokenizer.load)

@@ -24,7 +24,7 @@ MASK_S = 0.05
 SLOW_S, SLOW_TOKEN_S = 0.1, 0.005
 """CPU seconds that a row may take in all, and beyond them for each of its tokens. Grammars of schemas take 0.15 ms for
 one, and 1 ms at worst; what may be read in ever more ways takes ever longer."""
-IDLE_S = 60.0
+IDLE_S = 20.0
 """Without a grammar, the fork server leaves."""
 
 

@@ -31,9 +31,9 @@ from isthmus.files import end_tokens, open_files
 from isthmus.files.grammar import GRAMMAR_LIMITS, GrammarLimits
 from isthmus.sandbox import ForkServer, Limits, Sandbox, SandboxError, ask_all
 
-MAX_IDLE = 32
+MAX_IDLE = 8
 """So many grammars that no row follows stay compiled."""
-IDLE_S = 10.0
+IDLE_S = 5.0
 """For so long."""
 NUM_COMPILERS = 4
 """Grammars that are compiled at once."""

@@ -25,6 +25,16 @@ def check_prompt(num_tokens: int, card: ModelCard, param: str) -> None:
         raise RequestError(message, param=param, code=TOO_LONG)
 
 
+def check_chars(num_chars: int, least_tokens: int, card: ModelCard, param: str) -> None:
+    """Raises RequestError for a text that cannot have fewer tokens than are too many, before they are counted."""
+    if least_tokens > card.max_length:
+        message = (
+            f"This model's maximum context length is {card.max_length} tokens, prompt and answer together; "
+            f"{param!r} has {num_chars} characters, which are at least {least_tokens} tokens. Please shorten it"
+        )
+        raise RequestError(message, param=param, code=TOO_LONG)
+
+
 def truncated(
     tokens: tuple[int, ...], request: GenerationRequest, asked: int | None, card: ModelCard
 ) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import msgspec
 
 from isthmus.errors import RequestError
 from isthmus.gateway.auth import salt_of
-from isthmus.gateway.limits import answer_tokens, check_prompt, truncated
+from isthmus.gateway.limits import answer_tokens, check_chars, check_prompt, truncated
 from isthmus.gateway.problems import UnknownModelError
 from isthmus.gateway.requests import ChatRequest, CompletionRequest, GenerationRequest, Prompt, TemplateFields
 from isthmus.gateway.reuse import reuse_of
@@ -147,11 +147,15 @@ class RequestPreparer:
         if len(request.messages) > self.settings.max_messages:
             raise over("messages", len(request.messages), self.settings.max_messages)
         messages = [message.for_template() for message in request.messages]
-        return tuple(
-            self.tokenizer.encode_chat(
-                messages, add_special_tokens=bool(add_special_tokens), **_template_options(request)
-            )
-        )
+        text = self.tokenizer.render(messages, **_template_options(request))
+        if isinstance(request, ChatRequest):
+            self._check_chars(text, request, "messages")
+        return tuple(self.tokenizer.encode_text(text, add_special_tokens=bool(add_special_tokens)))
+
+    def _check_chars(self, text: str, request: GenerationRequest, param: str) -> None:
+        """Raises RequestError."""
+        if request.truncate_prompt_tokens is None:
+            check_chars(len(text), self.tokenizer.least_tokens(len(text)), self.card, param)
 
     def check_model(self, name: str | None) -> None:
         """Raises UnknownModelError. No name means the served model."""
@@ -242,6 +246,7 @@ class RequestPreparer:
         """Raises RequestError."""
         if isinstance(prompt, str):
             special = request.add_special_tokens is not False
+            self._check_chars(prompt, request, "prompt")
             # An empty text stays empty: the special tokens around it alone are no prompt.
             tokens = tuple(self.tokenizer.encode_text(prompt, add_special_tokens=special)) if prompt else ()
         else:

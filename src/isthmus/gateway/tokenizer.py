@@ -37,6 +37,7 @@ class GatewayTokenizer:
         self._added = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
         self._visible = _visible(tokenizer)
         self._all_visible = _visible(tokenizer, special=True)
+        self._longest = _longest(tokenizer)
         self._byte_level = "ByteLevel" in json.dumps(json.loads(tokenizer.to_str()).get("decoder"))
 
     @classmethod
@@ -56,15 +57,23 @@ class GatewayTokenizer:
         """Tokens of a plain prompt, with the special tokens the model expects around it."""
         return self._encode(text, add_special_tokens=add_special_tokens)
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
-    ) -> list[int]:
-        """Tokens of a conversation; `options` are the template's. Raises RequestError without a template, or if the
+    def least_tokens(self, num_chars: int) -> int:
+        """So many tokens at least a text of so many characters has; tokenising a long one only to refuse it takes
+        seconds and hundreds of MiB. 0 if that is not known."""
+        return num_chars // self._longest if self._longest else 0
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The prompt of a conversation; `options` are the template's. Raises RequestError without a template, or if the
         template refuses."""
         if self.template is None:
             raise RequestError("this model has no chat template: use /v1/completions instead", param="messages")
-        text = self.template.render(messages, **options)
-        return self._encode(text, add_special_tokens=add_special_tokens)
+        return self.template.render(messages, **options)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
+    ) -> list[int]:
+        """Tokens of a conversation. Raises as `render`."""
+        return self._encode(self.render(messages, **options), add_special_tokens=add_special_tokens)
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Text of `tokens`; without special tokens, unless they are wanted."""
@@ -126,6 +135,12 @@ class GatewayTokenizer:
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # encode_batch_fast keeps no offsets and releases the interpreter lock, unlike encode.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def _longest(tokenizer: Tokenizer) -> int:
+    """Characters that a token stands for at most; 0 where texts may be made shorter before."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    return 0 if tokenizer.normalizer is not None else max(map(len, vocabulary), default=0)
 
 
 def _visible(tokenizer: Tokenizer, *, special: bool = False) -> bytes:

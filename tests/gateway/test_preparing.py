@@ -13,12 +13,14 @@ import pytest
 
 from isthmus.errors import OverloadedError, RequestError
 from isthmus.gateway import GatewaySettings, GatewayTokenizer
+from isthmus.gateway.metrics import Meter
 from isthmus.gateway.preparing import Preparation, Preparing
 from isthmus.gateway.settings import ApiKey
 from isthmus.gateway.terms import Terms
 from isthmus.types import ModelCard
 
 from . import folder
+from .fake import FakeBackend, says
 
 CARD = ModelCard("acme/tiny", 1500, 300, 0)
 SETTINGS = GatewaySettings(keys=(ApiKey("ann", b"k" * 32),), long_body_bytes=2000, prepare_s=0.5)
@@ -225,3 +227,12 @@ class unable_here:
 
     def __exit__(self, *_: object) -> None:
         self._preparing._preparations = self._before
+
+
+def test_metrics_count_workers_that_died(model: Path) -> None:
+    preparing = Preparing(CARD, GatewayTokenizer.load(model), SETTINGS, model)
+    crash = {"type": "json_schema", "json_schema": {"name": "a", "schema": CRASH}}
+    refused(preparing, "chat", {"messages": MESSAGES, "response_format": crash})
+    metrics = Meter(FakeBackend(lambda _: says([folder.EOS])), preparing).render().decode()
+    assert "isthmus_preparing_deaths_total 1.0" in metrics and "isthmus_requests_preparing 0.0" in metrics
+    preparing.close()

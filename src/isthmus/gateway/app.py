@@ -54,7 +54,7 @@ def create_app(
     of it in this process. Raises ConfigError where the settings do not fit the model."""
     settings = settings or GatewaySettings()
     preparing = preparing or Preparing(backend.card, tokenizer, settings)
-    meter = Meter(backend)
+    meter = Meter(backend, preparing)
     operations = _operations(backend, tokenizer, settings, meter, preparing)
 
     @cache

@@ -11,13 +11,14 @@ import time
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from isthmus.gateway.backend import Backend
 from isthmus.gateway.choice import Choice, Delta
 from isthmus.gateway.node_metrics import PREFIX, NodeMetrics
 from isthmus.gateway.offload_metrics import OffloadMetrics
+from isthmus.gateway.preparing import Preparing
 from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.tally import Tally
 
@@ -30,8 +31,9 @@ WHOLE_REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60
 class Meter:
     """All metrics of one app, in a registry of their own."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, preparing: Preparing) -> None:
         self._registry = registry = CollectorRegistry()
+        registry.register(_Preparing(preparing))
         registry.register(NodeMetrics(backend))
         registry.register(_Refusals(backend))
         registry.register(OffloadMetrics(backend))
@@ -168,3 +170,20 @@ class _Refusals(Collector):
         for stage, count in self._backend.refusals().items():
             family.add_metric([stage], count)
         yield family
+
+
+class _Preparing(Collector):
+    """Large bodies, and those with a grammar."""
+
+    def __init__(self, preparing: Preparing) -> None:
+        self._preparing = preparing
+
+    def describe(self) -> list[Metric]:
+        """Known when it is asked for."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        waiting = "Large bodies, or with a grammar, that are being read or wait for it."
+        yield GaugeMetricFamily(f"{PREFIX}requests_preparing", waiting, self._preparing.num_waiting)
+        deaths = "Processes that died over such a body; its request was refused."
+        yield CounterMetricFamily(f"{PREFIX}preparing_deaths", deaths, self._preparing.num_deaths)

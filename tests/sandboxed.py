@@ -20,6 +20,8 @@ def _answer(question: bytes) -> Sequence[bytes]:
             return [b"<", rest, b">"]
         case b"count":
             return [str(len(KEPT)).encode()]
+        case b"environment":
+            return [" ".join(os.environ).encode()]
         case b"pid":
             return [str(os.getpid()).encode()]
         case b"crash":

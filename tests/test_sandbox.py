@@ -115,6 +115,15 @@ def test_what_it_cannot_load_is_said() -> None:
             Sandbox(ForkServer(module, setup), LIMITS).ask(b"count")
 
 
+def test_a_worker_is_told_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ISTHMUS_TOKEN", "ISTHMUS_API_KEY"):
+        monkeypatch.setenv(name, "secret")
+    server = ForkServer("tests.sandboxed", b"setup")
+    names = Sandbox(server, LIMITS).ask(b"environment").decode().split()
+    assert "PATH" in names and not [name for name in names if name.startswith("ISTHMUS")]
+    server.close()
+
+
 def test_workers_and_server_leave_when_nobody_holds_them() -> None:
     server = ForkServer("tests.sandboxed", b"setup")
     box = Sandbox(server, LIMITS)

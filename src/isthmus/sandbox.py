@@ -42,6 +42,8 @@ _STACK_BYTES = 256 << 20
 """Grammars name rules as deep as clients like, and libraries follow them on the stack: 8 KiB for each."""
 _WALL_FACTOR, _LEAST_WALL_S = 20, 30.0
 """A worker that got no CPU is waited for so long."""
+_FEW_THREADS = {"MALLOC_ARENA_MAX": "2", "RAYON_NUM_THREADS": "1"}
+"""Each thread of a library reserves address space, which is limited."""
 _MAX_ORDER = 1024
 _FRAME = struct.Struct("<BI")
 _ANSWER, _LAST, _NOTE, _TROUBLE = range(4)
@@ -110,7 +112,7 @@ class ForkServer:
                 [sys.executable, "-c", f"from {self._module} import main; main()"],
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                env=child_environment(1),
+                env=_environment(),
                 start_new_session=True,
             )
         self._leave = weakref.finalize(self, _end, process, ours)
@@ -129,6 +131,12 @@ class ForkServer:
         with self._lock:
             self._leave()
             self._control = None
+
+
+def _environment() -> dict[str, str]:
+    """Without secrets, which no worker needs."""
+    inherited = child_environment(1) | _FEW_THREADS
+    return {name: value for name, value in inherited.items() if not name.startswith("ISTHMUS_")}
 
 
 def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from isthmus.errors import OverloadedError, RequestError
+from isthmus.errors import OverloadedError, RequestError, StartError, UnavailableError
 from isthmus.gateway.prepare import PreparedRequest, RequestPreparer
 from isthmus.gateway.requests import (
     ChatRequest,
@@ -115,6 +115,8 @@ class Preparing:
         except SandboxError as error:
             refusal = self._too_much(error.note)
             raise (renamed(refusal) if name == "response" else refusal) from None
+        except StartError as error:
+            raise UnavailableError(f"large bodies cannot be read now: {error}") from None
 
     def _with_sandbox(self, work: Callable[[Sandbox], Result]) -> Result:
         """In a thread; there are as many sandboxes as threads."""

@@ -320,10 +320,10 @@ def _become_worker(connection: socket.socket, limits: Limits, answer: Answer) ->
 
 
 def _work(connection: socket.socket, limits: Limits, answer: Answer) -> None:
-    """Until nobody asks any more, or this worker has grown."""
+    """Until nobody asks any more."""
     most_bytes = limits.kept_bytes or 1 << 62
     with contextlib.suppress(OSError, MemoryError):
-        while grown_bytes() <= most_bytes:
+        while True:
             asked = bytes(_read(connection)[1])
             signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
             kind, found = _answered(answer, asked)

@@ -78,6 +78,19 @@ SAME = {
             "tool_choice": "required",
         },
     ),
+    "integers of any length": (
+        "chat",
+        {
+            "messages": MESSAGES,
+            "seed": 5,
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {"name": "f", "parameters": {"minimum": -(2**63) - 1, "a": 10**40}},
+                }
+            ],
+        },
+    ),
     "completions": (
         "completion",
         {"prompt": ["a", "bc"], "n": 2, "seed": 5, "echo": True, "logprobs": 1} | LONG,

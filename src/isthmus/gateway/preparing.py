@@ -190,12 +190,6 @@ class _Question(msgspec.Struct, frozen=True, array_like=True):
     terms: Terms
 
 
-class _Whole(msgspec.Struct, frozen=True, tag=True):
-    """The answer to the client."""
-
-    body: bytes
-
-
 class _Packed(msgspec.Struct, frozen=True, tag=True):
     """A prepared request whose jobs differ only in what is in `draws`: seed and most tokens. What they share is there
     once: prompts and grammars are large."""
@@ -214,12 +208,13 @@ class _Refused(msgspec.Struct, frozen=True, tag=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 _question = msgspec.msgpack.Decoder(_Question).decode
-_answer = msgspec.msgpack.Decoder(_Whole | _Packed | _Refused).decode
+_encode_answer = msgspec.json.Encoder().encode  # schemas hold integers that msgpack has no room for
+_answer = msgspec.json.Decoder(_Packed | _Refused).decode
+_WHOLE, _PACKED = b"w", b"p"
+"""What an answer begins with: it is the client's as it stands, or to be unpacked."""
 
 
-def _packed(prepared: PreparedRequest | bytes) -> _Packed | _Whole:
-    if isinstance(prepared, bytes):
-        return _Whole(prepared)
+def _packed(prepared: PreparedRequest) -> _Packed:
     draws = tuple([(job.sampling.seed, job.max_tokens) for job in prepared.jobs])
     job = msgspec.structs.replace(prepared.jobs[0], tokens=())
     return _Packed(replace(prepared, jobs=()), job, draws)
@@ -227,9 +222,10 @@ def _packed(prepared: PreparedRequest | bytes) -> _Packed | _Whole:
 
 def _unpacked(found: bytearray) -> PreparedRequest | bytes:
     """Raises RequestError."""
-    said = _answer(found)
-    if isinstance(said, _Whole):
-        return said.body
+    kind, content = bytes(found[:1]), memoryview(found)[1:]
+    if kind == _WHOLE:
+        return bytes(content)
+    said = _answer(content)
     if isinstance(said, _Refused):
         error = RequestError(said.message, param=said.param, code=said.code)
         error.http_status = said.status
@@ -259,9 +255,11 @@ def _load(setup: bytes) -> Answer:
         preparation = found[asked.name]
         try:
             request = parse_body(preparation.read, asked.body, said.settings.max_depth)
-            return [_encode(_packed(preparation.make(request, asked.hex_id, asked.terms)))]
+            made = preparation.make(request, asked.hex_id, asked.terms)
+            return [_WHOLE, made] if isinstance(made, bytes) else [_PACKED, _encode_answer(_packed(made))]
         except RequestError as error:
-            return [_encode(_Refused(str(error), error.param, error.code, error.http_status))]
+            refused = _Refused(str(error), error.param, error.code, error.http_status)
+            return [_PACKED, _encode_answer(refused)]
 
     return answer
 

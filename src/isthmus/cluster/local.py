@@ -96,10 +96,11 @@ class LocalCluster:
                 continue
             rule = rates[link.between]
             counts = [sum(node.cluster.name == end for node in nodes) for end in link.between]
-            ports = (counts[0] + SPARE_PORTS, counts[1] + SPARE_PORTS)
-            orders = LinkSpec(shape_of(rule.bytes_per_s, rule.rtt_ns), ports)
-            process = await LinkProcess.start(link.between, orders)
+            ports = ((0,) * (counts[0] + SPARE_PORTS), (0,) * (counts[1] + SPARE_PORTS))
+            spec = LinkSpec(shape_of(rule.bytes_per_s, rule.rtt_ns), ports)
+            process = LinkProcess(link.between, spec)
             self.links.append(process)
+            await process.start()
             self._addresses.emulate(process)
 
     async def wait_ready(self) -> None:

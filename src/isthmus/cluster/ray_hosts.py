@@ -203,7 +203,8 @@ class RayHosts(Hosts):
         seat = self._seats.pop(process.name, None)
         if seat is None:  # it ran before
             seat = await self._sit(process)
-            check_seats(self._here, [seat], self._taken)
+            report = msgspec.structs.replace(seat.report, no_folder="")  # it goes on with DRAM alone
+            check_seats(self._here, [msgspec.structs.replace(seat, report=report)], self._taken)
         spec = msgspec.structs.replace(spec, host=seat.report.address)
         keeper = self._started[process.name] = self._keepers[process.name]
         try:

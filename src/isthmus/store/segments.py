@@ -28,7 +28,7 @@ _SEGMENT_NAME = re.compile(r"blocks-([0-9a-f]{16})-(\d{6})")
 class Segments:
     """Record places 0 to `num_records`, in files of about 256 MiB that are created one after the other.
 
-    Raises StartError when another store uses the folder, OSError when it cannot be used, or a file in it is not a store's own.
+    Raises StartError when another store uses the folder, OSError when it cannot be used, or holds what no store made.
     """
 
     def __init__(

@@ -16,6 +16,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
+import msgspec
+
 from isthmus import conductor
 from isthmus.attempts import key_of
 from isthmus.blocks import BlockNamer, KVLayout
@@ -25,7 +27,7 @@ from isthmus.cluster.donors import Donors
 from isthmus.cluster.link_stats import LinkStats, Offload
 from isthmus.cluster.own_address import is_loopback
 from isthmus.cluster.pipeline import Groups, Stage
-from isthmus.cluster.recorder import Tape
+from isthmus.cluster.recorder import Tape, opaque
 from isthmus.cluster.sessions import NoPayloads
 from isthmus.cluster.streams import Stream
 from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
@@ -189,6 +191,7 @@ class Head:
         """
         if job.request in self._streams:
             raise RequestError(f"a request with id {job.request} is in progress", param=None)
+        job = msgspec.structs.replace(job, tenant=opaque(job.tenant, self._token))
         stream = Stream(job, self._names(job), self._cancel)
         content = self._donors.content_of(job) if stream.names else None
         self._streams[job.request] = stream

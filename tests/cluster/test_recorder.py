@@ -246,14 +246,15 @@ def test_only_its_owner_may_read_a_recording(there: bool, tmp_path: Path) -> Non
         os.umask(before)
 
 
-def test_a_file_is_private_before_anything_is_in_it(tmp_path: Path) -> None:
+def test_a_file_is_private_before_anything_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can open it between its creation and a change of its mode."""
     path, before = tmp_path / "file", os.umask(0)
+    monkeypatch.setattr(os, "fchmod", None)
     try:
-        fd = private(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        assert path.stat().st_mode & 0o777 == 0o600
-        os.close(fd)
+        os.close(private(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
     finally:
         os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_a_tenant_has_one_opaque_name_and_nobody_none() -> None:

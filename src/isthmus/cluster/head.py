@@ -27,7 +27,7 @@ from isthmus.cluster.donors import Donors
 from isthmus.cluster.link_stats import LinkStats, Offload
 from isthmus.cluster.own_address import is_loopback
 from isthmus.cluster.pipeline import Groups, Stage
-from isthmus.cluster.recorder import Tape, opaque
+from isthmus.cluster.recorder import Tape
 from isthmus.cluster.sessions import NoPayloads
 from isthmus.cluster.streams import Stream
 from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
@@ -74,6 +74,7 @@ class Head:
         addresses: AddressBook | None = None,
         network: Network | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        alias_of: Callable[[str], str] = str,
     ) -> None:
         self._conductor, self._rules = conductor.Conductor(rules), rules
         self._addresses, self._link_stats = addresses or AddressBook(), LinkStats(rules.links)
@@ -89,6 +90,7 @@ class Head:
         self._revision = ""
         self._namer = lru_cache(MAX_NAMERS)(self._new_namer)
         self._donors = Donors(card)
+        self._alias_of = alias_of  # what conductor and nodes call a tenant
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
@@ -191,7 +193,7 @@ class Head:
         """
         if job.request in self._streams:
             raise RequestError(f"a request with id {job.request} is in progress", param=None)
-        job = msgspec.structs.replace(job, tenant=opaque(job.tenant, self._token))
+        job = msgspec.structs.replace(job, tenant=self._alias_of(job.tenant))
         stream = Stream(job, self._names(job), self._cancel)
         content = self._donors.content_of(job) if stream.names else None
         self._streams[job.request] = stream

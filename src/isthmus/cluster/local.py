@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from isthmus.cluster.addresses import AddressBook
 from isthmus.cluster.head import Head
 from isthmus.cluster.hosts import Hosts
 from isthmus.cluster.launcher import Launcher, LinkProcess
-from isthmus.cluster.recorder import Header, LiveRecorder
+from isthmus.cluster.recorder import Header, LiveRecorder, opaque
 from isthmus.cluster.sessions import network_of
 from isthmus.cluster.shaper import LinkSpec, shape_of
 from isthmus.conductor.events import RECORDING_FORMAT
@@ -49,6 +50,7 @@ class LocalCluster:
             recorder=self._recorder,
             network=network_of(config),
             addresses=self._addresses,
+            alias_of=partial(opaque, secret=self._token),
         )
 
     @contextlib.asynccontextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from asyncio import sleep
 from collections import Counter
 from pathlib import Path
 
@@ -81,7 +82,7 @@ class Launcher:
 
     async def _start_again(self, process: Process) -> None:
         while True:
-            await asyncio.sleep(RESTART_S)
+            await sleep(RESTART_S)
             try:
                 return await self._start(process)
             except (OSError, StartError) as error:
@@ -152,7 +153,7 @@ class LinkProcess:
         """One second later; after each failure twice as long, up to `LONGEST_RESTART_S`."""
         wait_s = RESTART_S
         while True:
-            await asyncio.sleep(wait_s)
+            await sleep(wait_s)
             try:
                 return await self._start()
             except (OSError, StartError) as error:

@@ -105,7 +105,7 @@ def test_files_of_another_model_go_and_foreign_files_stay(tmp_path: Path) -> Non
 
 
 def planted(path: Path, kind: str, precious: Path) -> None:
-    """Something at `path` that no node made; `precious` is what a link leads to."""
+    """Something at `path` that no node made for this folder; `precious` is what a link leads to."""
     match kind:
         case "link":
             path.symlink_to(precious)
@@ -116,7 +116,7 @@ def planted(path: Path, kind: str, precious: Path) -> None:
         case "pipe":
             os.mkfifo(path)
         case "text":
-            path.write_bytes(precious.read_bytes())
+            path.write_bytes(b"an archive of years\n" * 5000)
 
 
 def segment_name(folder: Path, revision: bytes) -> str:
@@ -130,12 +130,13 @@ def segment_name(folder: Path, revision: bytes) -> str:
 @pytest.mark.parametrize("model", ["this", "another"])
 @pytest.mark.parametrize("kind", ["link", "second name", "folder", "pipe", "text"])
 def test_a_file_that_no_node_made_is_refused_and_left_alone(kind: str, model: str, tmp_path: Path) -> None:
-    precious, folder = tmp_path / "precious", tmp_path / "log"
-    precious.write_bytes(b"an archive of years\n" * 5000)
-    name = segment_name(tmp_path / "names", model.encode())
+    """A link to what another node keeps is one, too."""
+    folder = tmp_path / "log"
+    name = segment_name(tmp_path / "other", model.encode())
+    precious = tmp_path / "other" / name
     folder.mkdir()
     planted(folder / name, kind, precious)
-    before = (folder / name).lstat()
+    before, kept = (folder / name).lstat(), precious.read_bytes()
     with pytest.raises(StartError, match=rf"SSD tier in {folder} cannot be used: {name}: ") as caught:
         Log(folder, SMALL, 1 << 20, b"this")
     assert "\n" not in str(caught.value)
@@ -145,7 +146,7 @@ def test_a_file_that_no_node_made_is_refused_and_left_alone(kind: str, model: st
         before.st_size,
         before.st_mtime_ns,
     )
-    assert precious.read_bytes() == b"an archive of years\n" * 5000
+    assert precious.read_bytes() == kept
 
 
 def test_a_file_that_no_node_made_is_not_grown_into(tmp_path: Path) -> None:

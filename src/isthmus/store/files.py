@@ -20,9 +20,7 @@ class Files:
         """Makes it if missing, and opens it. A link in its own place is not followed; those on the way to it are the
         operator's."""
         if os.path.islink(path):
-            raise OSError(
-                errno.ELOOP, "is a symbolic link, which is not followed: name the folder itself", path
-            )
+            raise OSError(errno.ELOOP, "is a symbolic link, which is not followed", path)
         os.makedirs(path, mode=0o700, exist_ok=True)
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         return _checked(fd, path, stat.S_ISDIR)
@@ -94,12 +92,10 @@ class Files:
 def _checked(fd: int, name: str, is_kind: Callable[[int], bool]) -> int:
     """The descriptor, of what belongs to this user and has no second name. Raises OSError."""
     found = os.fstat(fd)
-    if (
-        is_kind(found.st_mode)
-        and found.st_uid == os.geteuid()
-        and (found.st_nlink == 1 or is_kind is stat.S_ISDIR)
-    ):
+    is_ours = found.st_uid == os.geteuid()
+    has_one_name = found.st_nlink == 1 or is_kind is stat.S_ISDIR
+    if is_kind(found.st_mode) and is_ours and has_one_name:
         return fd
     os.close(fd)
-    owner = "" if found.st_uid == os.geteuid() else f" (of user {found.st_uid})"
+    owner = "" if is_ours else f" (of user {found.st_uid})"
     raise OSError(errno.EPERM, f"is nothing of this user's alone{owner}", name)

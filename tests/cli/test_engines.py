@@ -129,7 +129,7 @@ def test_a_model_without_a_tokenizer_gets_that_of_bytes(folder: Path) -> None:
 def spoilt(folder: Path, how: str) -> None:
     """Does to a node's folder what a disk, or somebody, may do to it while the node runs."""
     (path,) = folder.glob("blocks-*")
-    if how == "its parent read-only":
+    if how == "a place where none can be made":
         shutil.rmtree(folder.parent)
         folder.parent.symlink_to("/proc/1")
         return
@@ -147,7 +147,7 @@ def spoilt(folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["a file", "a link", "a damaged log", "a lock of somebody else", "its parent read-only"]
+    "how", ["a file", "a link", "a damaged log", "a lock of somebody else", "a place where none can be made"]
 )
 def test_a_node_that_is_started_again_goes_on_without_a_folder_that_cannot_be_used(
     how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

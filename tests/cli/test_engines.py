@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from isthmus.cli.engines import Served, kv_layout, node_facts, open_engine, served_model, tokenizer_folder
+from isthmus.cli.engines import (
+    Served,
+    kv_layout,
+    node_facts,
+    open_engine,
+    served_model,
+    store_opener,
+    tokenizer_folder,
+)
 from isthmus.cli.models import bytes_folder
 from isthmus.config import Config, load_config
 from isthmus.cost import Analytic, Cost, Curve
 from isthmus.deploy import Cluster, at_home, cost_of, nodes_of, role_config
 from isthmus.engine.emulated import PacedEngine
-from isthmus.errors import ConfigError
+from isthmus.errors import ConfigError, StartError
+from isthmus.store import Store
 from isthmus.types import NodeId, Role
 
 LLAMA_8B = {
@@ -113,3 +124,54 @@ def test_a_model_without_a_tokenizer_gets_that_of_bytes(folder: Path) -> None:
     assert tokenizer_folder(folder) == bytes_folder()
     (folder / "tokenizer.json").write_text("{}")
     assert tokenizer_folder(folder) == folder
+
+
+def spoilt(folder: Path, how: str) -> None:
+    """Does to a node's folder what a disk, or somebody, may do to it while the node runs."""
+    (path,) = folder.glob("blocks-*")
+    if how == "a place where none can be made":
+        shutil.rmtree(folder.parent)
+        folder.parent.symlink_to("/proc/1")
+        return
+    match how:
+        case "a file":
+            shutil.rmtree(folder)
+            folder.write_text("")
+        case "a link":
+            folder.rename(folder.with_name("moved"))
+            folder.symlink_to(folder.with_name("moved"))
+        case "a damaged log":
+            path.write_bytes(random.Random(1).randbytes(1 << 16))
+        case "a lock of somebody else":
+            (folder / "lock").write_text("4711")
+
+
+@pytest.mark.parametrize(
+    "how", ["a file", "a link", "a damaged log", "a lock of somebody else", "a place where none can be made"]
+)
+def test_a_node_that_is_started_again_goes_on_without_a_folder_that_cannot_be_used(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where that is the first start, the folder may be misspelt."""
+    config = emulated(cache__dram="1MiB", cache__ssd="16MiB", cache__folder=str(tmp_path / "kv"))
+    model, facts = bytes_folder(), node_facts(Cluster("", config), Role.PREFILL, bytes_folder(), NodeId("p"))
+    engine = open_engine(config, model, 1, facts)
+
+    def opened(*, ran_before: bool) -> Store:
+        opener = store_opener(config, engine, engine.memory.layout, "p", facts, ran_before=ran_before)
+        assert opener is not None
+        return opener(lambda names: None)
+
+    store = opened(ran_before=False)
+    assert store.put(b"block", None, bytes(store.shape.block_bytes)) and store.flush()
+    store.close()
+    spoilt(tmp_path / "kv" / "p", how)
+    with pytest.raises(StartError, match=r"^SSD tier in .*/kv/p cannot be used: ") as caught:
+        opened(ran_before=False)
+    assert caplog.messages == []
+    store = opened(ran_before=True)
+    assert caplog.messages == [f"{caught.value}; p goes on with DRAM alone until it is started again"]
+    stat = store.stat()
+    assert stat.degraded and stat.disk.capacity_bytes == 0 and store.recover() == []
+    assert store.put(b"block", None, bytes(store.shape.block_bytes)) and store.contains(b"block")
+    store.close()

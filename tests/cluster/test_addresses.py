@@ -11,7 +11,7 @@ from isthmus.cluster.addresses import AddressBook
 from isthmus.cluster.launcher import LinkProcess
 from isthmus.cluster.messages import Neighbours
 from isthmus.cluster.own_address import reached_at
-from isthmus.cluster.shaper import LinkPorts, Point
+from isthmus.cluster.shaper import LinkSpec, Point, Shape
 from isthmus.conductor import LinkRule
 from isthmus.errors import ConfigError, StartError, UnavailableError
 from isthmus.types import NodeId
@@ -24,7 +24,7 @@ class FakeLink(LinkProcess):
     """Without a process. `said`: to it."""
 
     def __init__(self, towards_west: tuple[int, ...], towards_east: tuple[int, ...]) -> None:
-        super().__init__(("west", "east"), None, LinkPorts((towards_west, towards_east)))  # type: ignore[arg-type]
+        super().__init__(("west", "east"), LinkSpec(Shape(), (towards_west, towards_east)))
         self.said: list[Point] = []
 
     def point(self, point: Point) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from openai import OpenAI
 
 from isthmus.cli.serve import say_if_open
+from isthmus.cluster.recorder import replay
 from isthmus.config import Config, key_digest, with_keys
 from tests.cli.conftest import Command
 from tests.cli.conftest import isthmus as isthmus
@@ -114,7 +116,13 @@ def test_a_key_is_seen_nowhere(tmp_path: Path, isthmus: Command, monkeypatch: py
         key for key in keys if key_digest(key) in said["flight.jsonl"] + said["pages"] + said["serve.log"]
     ]
     assert "no API keys" not in said["serve.log"] and "Bearer $ISTHMUS_API_KEY" in said["serve.log"]
-    assert '"tenant":"acme"' in said["flight.jsonl"]
+    labels = re.findall(r'"tenant":"([^"]*)"', said["flight.jsonl"])
+    assert len(set(labels)) == 2 and all(re.fullmatch("[0-9a-f]{16}", label) for label in labels)
+    recordings = sorted(tmp_path.glob("flight*.jsonl"))
+    assert len(recordings) == 2
+    for path in recordings:
+        assert path.stat().st_mode & 0o777 == 0o600 and replay(path)[1] is None
+        assert not re.search('"(acme|default)"', path.read_text()), f"{path.name} names a tenant"
 
 
 OPEN = (

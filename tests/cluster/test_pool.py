@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
+import shutil
+import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +20,7 @@ from isthmus.cli.models import bytes_folder
 from isthmus.engine.emulated import expected_tokens, recipe_of
 from tests.certificates import make_certificate
 from tests.inside import inside
-from tests.served import LIMIT_S, Client, given_up, refused
+from tests.served import LIMIT_S, Client, given_up, node_pid, refused, serve
 
 RECIPE = recipe_of(bytes_folder(), bytes_folder(), 16)
 CURVE = {"kv_token_bytes": 2048, "num_layers": 4, "prefill_token_s": 2e-5, "decode_fixed_s": 0.001}
@@ -183,6 +186,32 @@ def test_half_of_a_certificate_is_refused(tmp_path: Path) -> None:
     config = deployment(tls={"certificate": "a.crt"})
     code, line = refused("--config", written(tmp_path, config), "--port", "0")
     assert code != 0 and "tls" in line and "authority" in line
+
+
+def test_a_node_whose_folder_went_bad_comes_back_on_dram_alone(tmp_path: Path) -> None:
+    """A file in its place: while the node runs, nothing happens; killed, it is started again without its SSD."""
+    folder, prompt = tmp_path / "blocks", prompt_of(9, 1600)
+    config = deployment(cache={"ssd": 1000 * BLOCK_BYTES, "folder": str(folder)})
+    with serve(tmp_path, config) as served:
+        assert ask(served, prompt) == 0
+        served.wait_until(lambda: served.gauge("cache_disk_blocks")["prefill-0"] >= 100, "written behind")
+        shutil.rmtree(folder / "prefill-0")
+        (folder / "prefill-0").write_text("somebody's")
+        assert ask(served, prompt) == 1599 and served.total("cache_degraded") == 0
+        os.kill(node_pid(served.children().values(), "prefill-0"), signal.SIGKILL)
+        served.wait_until(lambda: served.gauge("cache_degraded").get("prefill-0") == 1, "it is there again")
+        for seed in range(20, 24):
+            ask(served, prompt_of(seed, 1600))
+        assert ask(served, prompt_of(23, 1600)) == 1599, "its DRAM is used"
+        by_node = {node["node"]: node["cache"] for node in served.http.get("/status").json()["nodes"]}
+        assert by_node["prefill-0"]["degraded"] and not by_node["decode-0"]["degraded"]
+    assert (
+        f"SSD tier in {folder}/prefill-0 cannot be used: File exists; prefill-0 goes on with DRAM"
+        in served.story()
+    )
+    assert (folder / "prefill-0").read_text() == "somebody's"
+    code, line = given_up("--config", str(tmp_path / "serve.yaml"), "--port", "0")
+    assert code != 0 and f"SSD tier in {folder}/prefill-0 cannot be used" in line
 
 
 def test_a_disk_without_a_folder_is_refused(tmp_path: Path) -> None:

@@ -12,12 +12,14 @@ import msgspec
 import pytest
 
 from isthmus.attempts import FetchOrder
+from isthmus.cluster.private import private
 from isthmus.cluster.recorder import (
     Entry,
     Header,
     LiveRecorder,
     Recorder,
     node_recorder,
+    opaque,
     read,
     replay,
 )
@@ -228,6 +230,37 @@ def test_another_format_is_refused_with_both_numbers(recording: Path) -> None:
     rewrite(recording, 1, msgspec.json.encode(Header(1, RULES)))
     with pytest.raises(ConfigError, match="recording format 1; this version reads 5"):
         replay(recording)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_only_its_owner_may_read_a_recording(there: bool, tmp_path: Path) -> None:
+    """From its creation on: nothing is written before its mode is right."""
+    path, before = tmp_path / "flight.jsonl", os.umask(0)
+    try:
+        if there:
+            path.write_text("an earlier run")
+        recorder = Recorder(path, Header(RECORDING_FORMAT, RULES))
+        assert path.stat().st_mode & 0o777 == 0o600 and path.read_bytes().startswith(b'{"format"')
+        recorder.close()
+    finally:
+        os.umask(before)
+
+
+def test_a_file_is_private_before_anything_is_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can open it between its creation and a change of its mode."""
+    path, before = tmp_path / "file", os.umask(0)
+    monkeypatch.setattr(os, "fchmod", None)
+    try:
+        os.close(private(str(path), os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_tenant_has_one_opaque_name_and_nobody_none() -> None:
+    names = [opaque(tenant, secret) for secret in ("one", "two") for tenant in ("acme", "globex", "Acme")]
+    assert len(set(names)) == 6 and opaque("", "one") == ""
+    assert opaque("acme", "one") == names[0] and "acme" not in "".join(names)
 
 
 def test_a_file_that_cannot_be_read_or_written_is_one_line(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def link_process(shape: Shape) -> Iterator[LinkChild]:
         command("link", "--name", "a-b"), stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(msgspec.json.encode(LinkSpec(shape, (1, 2))) + b"\n")
+        process.stdin.write(msgspec.json.encode(LinkSpec(shape, ((0,), (0, 0)))) + b"\n")
         process.stdin.flush()
         ports = msgspec.json.decode(process.stdout.readline(), type=LinkPorts)
         yield LinkChild(process, ports)
@@ -552,6 +552,16 @@ def test_of_two_signals_at_once_the_link_is_restored(commands: tuple[Proxy, Any,
         assert made.signalled() and proxy._is_cut == is_cut
     signal.raise_signal(signal.SIGUSR2)
     assert made.signalled() and not proxy._is_cut
+
+
+def test_a_port_that_is_taken_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        number = other.getsockname()[1]
+        spec = msgspec.json.encode(LinkSpec(Shape(), ((number,), ()))) + b"\n"
+        done = subprocess.run(command("link"), input=spec, capture_output=True, timeout=WAIT_S, check=False)
+    assert done.returncode == 4 and done.stdout == b""
+    assert f"the link cannot listen at 127.0.0.1:{number}: Address already in use" in done.stderr.decode()
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_without_a_launcher_it_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,6 +62,8 @@ def opened(
 ) -> Iterator[Store]:
     """A store that is checked and closed at the end."""
     log = None if folder is None else Log(folder, shape, capacity_bytes, b"test", files=files)
+    if isinstance(files, FaultyFiles):
+        files.begun = True
     store = Store(Arena(shape, num_slots), log, on_lost)
     try:
         yield store
@@ -92,12 +94,13 @@ def whole(store: Store, name: int) -> bool:
 
 
 class FaultyFiles(Files):
-    """The real file system, with calls that fail and a clock that only sleeping moves.
+    """The real file system, with calls that fail once it has `begun`, and a clock that only sleeping moves.
 
     `broken` maps a method's name to the error number that it fails with.
     """
 
     def __init__(self) -> None:
+        self.begun = False
         self.broken: dict[str, int] = {}
         self.calls: list[str] = []
         self.fail_at: int | None = None
@@ -110,6 +113,8 @@ class FaultyFiles(Files):
         self.sleeps.set()
 
     def _call(self, method: str) -> None:
+        if not self.begun:
+            return
         self.calls.append(method)
         if len(self.calls) - 1 == self.fail_at:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -180,20 +185,20 @@ class CrashingFiles(Files):
             self._locks.clear()
             self.writes_left = None
 
-    def make_folder(self, path: str) -> None:
-        pass
+    def open_folder(self, path: str) -> int:
+        return 0
 
-    def names(self, folder: str) -> list[str]:
-        return sorted(os.path.basename(path) for path in self._names)
+    def names(self, folder: int) -> list[str]:
+        return sorted(self._names)
 
-    def open(self, path: str, *, direct: bool) -> int:
+    def open(self, folder: int, name: str, *, direct: bool) -> int:
         with self._guard:
             self._next += 1
-            if path not in self._names:
-                self._names[path] = self._next
+            if name not in self._names:
+                self._names[name] = self._next
                 self._data[self._next] = bytearray()
                 self._durable[self._next] = bytearray()
-            self._fds[self._next] = self._names[path]
+            self._fds[self._next] = self._names[name]
             return self._next
 
     def close(self, fd: int) -> None:
@@ -219,9 +224,9 @@ class CrashingFiles(Files):
         data = self._data[self._fds[fd]]
         data.extend(bytes(size - len(data)))
 
-    def remove(self, path: str) -> None:
+    def remove(self, folder: int, name: str) -> None:
         with self._guard:
-            inode = self._names.pop(path)
+            inode = self._names.pop(name)
             del self._data[inode], self._durable[inode]
 
     def read(self, fd: int, into: Sequence[Buffer], offset: int) -> int:
@@ -244,7 +249,7 @@ class CrashingFiles(Files):
             data[at : at + len(whole)] = whole
             return len(whole)
 
-    def sync_folder(self, path: str) -> None:
+    def sync_folder(self, folder: int) -> None:
         pass
 
     def sync(self, fd: int) -> None:

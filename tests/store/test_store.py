@@ -315,7 +315,7 @@ class Flaky(FaultyFiles):
         self._random = Random(1)
 
     def _call(self, method: str) -> None:
-        if self._random.random() < 0.25:
+        if self.begun and self._random.random() < 0.25:
             raise OSError(errno.EIO, method)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -144,6 +145,30 @@ def test_an_unreadable_block_is_lost_alone(tmp_path: Path) -> None:
         assert not whole(store, 1)
         files.broken.clear()
         assert lost == [1] and whole(store, 2) and store.stat().io_errors == 1
+
+
+@pytest.mark.parametrize("there", ["nothing", "a file"])
+def test_a_folder_that_vanishes_leaves_what_is_open_and_dram(
+    there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not injected."""
+    monkeypatch.setattr("isthmus.store.segments.SEGMENT_BYTES", 1)
+    folder, lost, names = tmp_path / "log", list[BlockName](), range(3 * GROUP)
+    with opened(
+        SMALL, len(names), folder, log_bytes(SMALL, len(names), tmp_path), on_lost=lost.extend
+    ) as store:
+        put(store, *names[:GROUP])
+        store.flush()
+        shutil.rmtree(folder)
+        if there == "a file":
+            folder.write_text("somebody's")
+        put(store, *names[GROUP:])
+        wait_for(store, healthy=False)
+        store.flush()
+        assert all(whole(store, name) for name in names) and store.stat().disk.num_blocks == GROUP
+        store.demote(names[:GROUP])
+        assert all(whole(store, name) for name in names) and lost == []
+    assert there == "nothing" or folder.read_text() == "somebody's"
 
 
 @pytest.mark.parametrize("shape", [SMALL, LARGE])

@@ -82,7 +82,7 @@ class MemoryFiles(CrashingFiles):
     def sync(self, fd: int) -> None:
         self._check()
 
-    def sync_folder(self, path: str) -> None:
+    def sync_folder(self, folder: int) -> None:
         self._check()
 
     def now(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from isthmus.engine.interface import Engine, split_layers
 from isthmus.engine.recipe import LAYERS as EMULATED_LAYERS
 from isthmus.engine.spec import kv_layout as spec_layout
 from isthmus.engine.spec import read_spec
-from isthmus.errors import ConfigError, ModelError
+from isthmus.errors import ConfigError, ModelError, StartError
 from isthmus.files import open_files
 from isthmus.files.grammar import GrammarLimits
 from isthmus.models import Fields, ModelSpec, read_model, read_quantisation
@@ -31,6 +32,8 @@ from isthmus.types import NodeId, Role
 
 if TYPE_CHECKING:
     from isthmus.cluster.vllm.process import ServedEngine
+
+logger = logging.getLogger(__name__)
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 
@@ -261,10 +264,17 @@ def _open_emulated(config: Config, folder: Path, threads: int, facts: NodeFacts,
 
 
 def store_opener(
-    config: Config, engine: Engine | ServedEngine, layout: KVLayout, name: str, facts: NodeFacts
+    config: Config,
+    engine: Engine | ServedEngine,
+    layout: KVLayout,
+    name: str,
+    facts: NodeFacts,
+    *,
+    ran_before: bool,
 ) -> Callable[[OnLost], Store] | None:
-    """Opens the store of a node's cache, if it has one: of blocks with this layout. `name`: its folder. Raises
-    ConfigError for an SSD tier without a folder."""
+    """Opens the store of a node's cache, if it has one: of blocks with this layout. `name`: its folder, which must be
+    usable when the node first starts (StartError), since it may be misspelt; a node that `ran_before` goes on with
+    DRAM alone. Raises ConfigError for an SSD tier without a folder."""
     cache = config.cache
     if not facts.cache_blocks:
         return None
@@ -275,10 +285,15 @@ def store_opener(
 
     def open_store(on_lost: OnLost) -> Store:
         shape = Shape(layout.num_layers, layout.slice_bytes)
-        log = None
-        if cache.folder is not None and facts.ssd_blocks:
-            size = RecordFormat(shape, revision).file_bytes(facts.ssd_blocks)
+        if cache.folder is None or not facts.ssd_blocks:
+            return Store(Arena(shape, facts.num_slots), None, on_lost)
+        size, log = RecordFormat(shape, revision).file_bytes(facts.ssd_blocks), None
+        try:
             log = Log(Path(cache.folder).expanduser() / name, shape, size, revision)
-        return Store(Arena(shape, facts.num_slots), log, on_lost)
+        except StartError as error:
+            if not ran_before:
+                raise
+            logger.warning("%s; %s goes on with DRAM alone until it is started again", error, name)
+        return Store(Arena(shape, facts.num_slots), log, on_lost, lacks_log=log is None)
 
     return open_store

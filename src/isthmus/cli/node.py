@@ -179,7 +179,9 @@ async def _opened(spec: LaunchSpec, join_s: float) -> AsyncIterator[MemberProces
         layout=layout,
         max_length=served_length(config, folder, facts),
         beside=Beside(spec.node, spec.host, spec.threads, spec.cores, spec.devices),
-        store_of=lambda engine: store_opener(config, engine, engine.layout, spec.node, facts),
+        store_of=lambda engine: store_opener(
+            config, engine, engine.layout, spec.node, facts, ran_before=spec.start > 1
+        ),
     ) as process:
         yield process
 
@@ -200,7 +202,7 @@ def process_of(spec: LaunchSpec, *, join_s: float = 0) -> EngineProcess:
     engine = open_engine(config, Path(spec.model), spec.threads, facts, stage=spec.stage)
     options = _options_of(spec, config, facts, join_s)
     folder_name = f"{spec.node}.{spec.stage}" if spec.stage else spec.node
-    store_of = store_opener(config, engine, engine.memory.layout, folder_name, facts)
+    store_of = store_opener(config, engine, engine.memory.layout, folder_name, facts, ran_before=spec.start > 1)
     runtime = Runtime(network_of(config))
     if spec.stage:
         return StageNode(engine, options, runtime, store_of)

@@ -16,6 +16,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
+import msgspec
+
 from isthmus import conductor
 from isthmus.attempts import key_of
 from isthmus.blocks import BlockNamer, KVLayout
@@ -72,6 +74,7 @@ class Head:
         addresses: AddressBook | None = None,
         network: Network | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
+        alias_of: Callable[[str], str] = str,
     ) -> None:
         self._conductor, self._rules = conductor.Conductor(rules), rules
         self._addresses, self._link_stats = addresses or AddressBook(), LinkStats(rules.links)
@@ -87,6 +90,7 @@ class Head:
         self._revision = ""
         self._namer = lru_cache(MAX_NAMERS)(self._new_namer)
         self._donors = Donors(card)
+        self._alias_of = alias_of  # what conductor and nodes call a tenant
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._closing = False
@@ -189,6 +193,7 @@ class Head:
         """
         if job.request in self._streams:
             raise RequestError(f"a request with id {job.request} is in progress", param=None)
+        job = msgspec.structs.replace(job, tenant=self._alias_of(job.tenant))
         stream = Stream(job, self._names(job), self._cancel)
         content = self._donors.content_of(job) if stream.names else None
         self._streams[job.request] = stream

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from asyncio import sleep
 from collections import Counter
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from isthmus.types import NodeId
 log = logging.getLogger(__name__)
 
 LINK_START_S = 30.0
-RESTART_S = 1.0
+RESTART_S, LONGEST_RESTART_S = 1.0, 30.0
 
 
 class Launcher:
@@ -81,7 +82,7 @@ class Launcher:
 
     async def _start_again(self, process: Process) -> None:
         while True:
-            await asyncio.sleep(RESTART_S)
+            await sleep(RESTART_S)
             try:
                 return await self._start(process)
             except (OSError, StartError) as error:
@@ -89,23 +90,36 @@ class Launcher:
 
 
 class LinkProcess:
-    """The link between the clusters `between`, in a process that this one started."""
+    """The link between the clusters `between`, in a process that this one starts, and again when it ends: at the same
+    ports, since nodes know these, and with the same targets."""
 
-    def __init__(self, between: tuple[str, str], process: asyncio.subprocess.Process, ports: LinkPorts) -> None:
+    def __init__(self, between: tuple[str, str], spec: LinkSpec) -> None:
         self.between = between
-        self._process, self._spare = process, [list(towards) for towards in ports.ports]
+        self._spec = spec
+        self._process: asyncio.subprocess.Process | None = None
+        self._spare = [list(towards) for towards in spec.ports]
+        self._targets: dict[int, str] = {}
 
-    @staticmethod
-    async def start(between: tuple[str, str], spec: LinkSpec) -> LinkProcess:
-        """Raises StartError."""
-        process = await start_child("link", "--name", "-".join(between), threads=1, spec=spec)
+    async def start(self) -> None:
+        """For the first time, at ports that it finds. Raises StartError."""
+        await self._start()
+        self._spare = [list(towards) for towards in self._spec.ports]
+
+    async def _start(self) -> None:
+        process = await start_child("link", "--name", "-".join(self.between), threads=1, spec=self._spec)
+        self._process = process
         assert process.stdout is not None
         try:
             line = await asyncio.wait_for(process.stdout.readline(), LINK_START_S)
-            return LinkProcess(between, process, msgspec.json.decode(line, type=LinkPorts))
+            found = msgspec.json.decode(line, type=LinkPorts)
         except (msgspec.DecodeError, TimeoutError):
             await stop_child(process)
-            raise StartError(f"the process of the link between {' and '.join(between)} did not start") from None
+            raise StartError(
+                f"the process of the link between {' and '.join(self.between)} did not start"
+            ) from None
+        self._spec = msgspec.structs.replace(self._spec, ports=found.ports)
+        for port, target in self._targets.items():
+            tell_child(process, Point(port, target))
 
     def open(self, towards: str, target: str) -> int | None:
         """A port that leads to `target`, in the cluster `towards`; None when there are no more."""
@@ -121,12 +135,31 @@ class LinkProcess:
         self._spare[self.between.index(towards)].append(port)
 
     def point(self, point: Point) -> None:
-        tell_child(self._process, point)
+        self._targets[point.port] = point.target
+        if self._process is not None:
+            tell_child(self._process, point)
 
     async def watch(self) -> None:
-        """Until it ends by itself."""
-        code = await self._process.wait()
-        log.error("the link between %s and %s ended: exit status %d", *self.between, code)
+        """Starts the process again whenever it ends, until this is cancelled. It was started."""
+        while True:
+            assert self._process is not None
+            code = await self._process.wait()
+            log.error(
+                "the link between %s and %s ended: exit status %d; starting it again", *self.between, code
+            )
+            await self._start_again()
+
+    async def _start_again(self) -> None:
+        """One second later; after each failure twice as long, up to `LONGEST_RESTART_S`."""
+        wait_s = RESTART_S
+        while True:
+            await sleep(wait_s)
+            try:
+                return await self._start()
+            except (OSError, StartError) as error:
+                wait_s = min(2 * wait_s, LONGEST_RESTART_S)
+                log.error("%s; trying again in %g s", error, wait_s)
 
     async def stop(self) -> None:
-        await stop_child(self._process)
+        if self._process is not None:
+            await stop_child(self._process)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from isthmus.cluster.addresses import AddressBook
 from isthmus.cluster.head import Head
 from isthmus.cluster.hosts import Hosts
 from isthmus.cluster.launcher import Launcher, LinkProcess
-from isthmus.cluster.recorder import Header, LiveRecorder
+from isthmus.cluster.recorder import Header, LiveRecorder, opaque
 from isthmus.cluster.sessions import network_of
 from isthmus.cluster.shaper import LinkSpec, shape_of
 from isthmus.conductor.events import RECORDING_FORMAT
@@ -49,6 +50,7 @@ class LocalCluster:
             recorder=self._recorder,
             network=network_of(config),
             addresses=self._addresses,
+            alias_of=partial(opaque, secret=self._token),
         )
 
     @contextlib.asynccontextmanager
@@ -96,10 +98,11 @@ class LocalCluster:
                 continue
             rule = rates[link.between]
             counts = [sum(node.cluster.name == end for node in nodes) for end in link.between]
-            ports = (counts[0] + SPARE_PORTS, counts[1] + SPARE_PORTS)
-            orders = LinkSpec(shape_of(rule.bytes_per_s, rule.rtt_ns), ports)
-            process = await LinkProcess.start(link.between, orders)
+            ports = ((0,) * (counts[0] + SPARE_PORTS), (0,) * (counts[1] + SPARE_PORTS))
+            spec = LinkSpec(shape_of(rule.bytes_per_s, rule.rtt_ns), ports)
+            process = LinkProcess(link.between, spec)
             self.links.append(process)
+            await process.start()
             self._addresses.emulate(process)
 
     async def wait_ready(self) -> None:

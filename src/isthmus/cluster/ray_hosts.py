@@ -48,6 +48,7 @@ from isthmus.cluster.machines import (
     report_of,
     unplaced,
 )
+from isthmus.cluster.private import private
 from isthmus.config import Config, keep_ray_to_itself, ray_address
 from isthmus.deploy import gpus_of, role_config
 from isthmus.errors import ConfigError, IsthmusError, StartError
@@ -203,7 +204,8 @@ class RayHosts(Hosts):
         seat = self._seats.pop(process.name, None)
         if seat is None:  # it ran before
             seat = await self._sit(process)
-            check_seats(self._here, [seat], self._taken)
+            report = msgspec.structs.replace(seat.report, no_folder="")  # it goes on with DRAM alone
+            check_seats(self._here, [msgspec.structs.replace(seat, report=report)], self._taken)
         spec = msgspec.structs.replace(spec, host=seat.report.address)
         keeper = self._started[process.name] = self._keepers[process.name]
         try:
@@ -255,7 +257,7 @@ class Keeper:
         context = ray.get_runtime_context()
         logs = Path(context.get_temp_dir(), context.get_session_name(), "logs")
         self._log = logs / f"isthmus-{context.get_job_id()}-{orders.name}-{orders.start}.err"
-        with self._log.open("wb") as errors:
+        with open(self._log, "wb", opener=private) as errors:
             self._child = await start_node(orders, errors)
 
     async def wait(self) -> bytes:

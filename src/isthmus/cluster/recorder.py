@@ -1,4 +1,8 @@
-"""The flight recorder, of conductor and nodes: every event and its actions as one JSON line, and their replay."""
+"""The flight recorder, of conductor and nodes: every event and its actions as one JSON line, and their replay.
+
+Recordings are handed around, so they name no tenant: who asks has an opaque name before conductor and nodes hear of
+it, and a replay decides by the same one.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,10 @@ from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
+import blake3
 import msgspec
 
+from isthmus.cluster.private import private
 from isthmus.conductor import Action, Conductor, Event, Rules
 from isthmus.conductor.events import RECORDING_FORMAT
 from isthmus.conductor.policies import POLICIES
@@ -20,6 +26,14 @@ from isthmus.node.events import Event as NodeEvent
 from isthmus.scheduler import BlockPool, Run
 
 log = logging.getLogger(__name__)
+
+
+def opaque(tenant: str, secret: str) -> str:
+    """Another name for a tenant, the same for the same cluster's `secret`; nobody's stays nobody's."""
+    if not tenant:
+        return ""
+    key = blake3.blake3(secret.encode(), derive_key_context="isthmus recordings: names of tenants").digest()
+    return blake3.blake3(tenant.encode(), key=key).hexdigest(length=8)
 
 
 class Header(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -73,7 +87,7 @@ class Recorder:
 
     def __init__(self, path: Path, header: Header) -> None:
         try:
-            self._file: BufferedWriter = path.open("wb")
+            self._file: BufferedWriter = open(path, "wb", opener=private)  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"record: cannot write {path}: {error.strerror}") from None
         self._write(_ENCODER.encode(header))

@@ -31,6 +31,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from isthmus.errors import StartError
+
 CHUNK_BYTES = 4 << 10, 256 << 10
 """Least and most that is taken in at once: as much as the link carries in `BACKLOG_S`, if between them."""
 TICK_S = 0.0003
@@ -161,11 +163,16 @@ class Pipe:
 
 class Port:
     """Where one end of the link is entered. `towards`: which direction what is sent in takes, 0 or 1; `target`: where
-    connections lead, None: nowhere yet."""
+    connections lead, None: nowhere yet; `number`: 0 for any that is free. Raises StartError when it is taken."""
 
-    def __init__(self, towards: int, target: tuple[str, int] | None = None) -> None:
+    def __init__(self, towards: int, target: tuple[str, int] | None = None, number: int = 0) -> None:
         self.towards, self.target = towards, target
-        self.socket = socket.create_server(("127.0.0.1", 0))
+        try:
+            self.socket = socket.create_server(("127.0.0.1", number))
+        except OSError as error:
+            raise StartError(
+                f"the link cannot listen at 127.0.0.1:{number}: {os.strerror(error.errno or 0)}"
+            ) from None
         self.socket.setblocking(False)
 
     @property
@@ -288,10 +295,10 @@ def _reset(each: socket.socket) -> None:
 
 
 class LinkSpec(msgspec.Struct, frozen=True):
-    """`ports`: how many of each direction."""
+    """`ports`: at which the link is to be entered in each direction, 0 for any that is free."""
 
     shape: Shape
-    ports: tuple[int, int]
+    ports: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class LinkPorts(msgspec.Struct, frozen=True):
@@ -320,7 +327,7 @@ def main() -> None:
     if not line:
         sys.exit(1)  # the launcher died before it said what to be
     spec = msgspec.json.decode(line, type=LinkSpec)
-    ports = [[Port(towards) for _ in range(count)] for towards, count in enumerate(spec.ports)]
+    ports = [[Port(towards, number=number) for number in each] for towards, each in enumerate(spec.ports)]
     proxy = Proxy(spec.shape, [*ports[0], *ports[1]])
     commands = _Commands(proxy, control.fileno())
     proxy.watch(control.fileno(), commands.read)

@@ -51,7 +51,7 @@ NODE_METRICS = {
     "cache_misses_total": "Blocks that were to be read and were in no tier any more.",
     "cache_pinned_blocks": "Blocks of the DRAM tier that are being read, written behind or lent.",
     "cache_write_queue_blocks": "Blocks that are not on the SSD yet.",
-    "cache_degraded": "1 while the SSD takes nothing (full, or it fails) and the cache is DRAM alone, else 0.",
+    "cache_degraded": "1 while the SSD takes nothing (full, failing, not opened) and the cache is DRAM alone, else 0.",
     "cache_io_errors_total": "Reads and writes of the SSD that failed.",
     "cache_lost_blocks_total": "Blocks that could not be written when they had to, or read again.",
     "cache_seal_mismatches_total": "Blocks found damaged on the SSD.",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from isthmus.store.memory import Buffer
 
@@ -15,16 +16,23 @@ from isthmus.store.memory import Buffer
 class Files:
     """Calls of the operating system. Each raises OSError."""
 
-    def make_folder(self, path: str) -> None:
+    def open_folder(self, path: str) -> int:
+        """Makes it if missing, and opens it. A link in its own place is not followed; those on the way to it are the
+        operator's."""
+        if os.path.islink(path):
+            raise OSError(errno.ELOOP, "is a symbolic link, which is not followed", path)
         os.makedirs(path, mode=0o700, exist_ok=True)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return _checked(fd, path, stat.S_ISDIR)
 
-    def names(self, folder: str) -> list[str]:
+    def names(self, folder: int) -> list[str]:
         return sorted(os.listdir(folder))
 
-    def open(self, path: str, *, direct: bool) -> int:
-        """Opens for reading and writing, creates if missing. `direct` goes past the page cache."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
-        fd = os.open(path, flags, 0o600)
+    def open(self, folder: int, name: str, *, direct: bool) -> int:
+        """Opens for reading and writing, creates if missing. `direct` goes past the page cache. Fails for a link, and
+        for what is no plain file of this user, in this folder alone."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+        fd = _checked(os.open(name, flags, 0o600, dir_fd=folder), name, stat.S_ISREG)
         if not direct:  # what lies behind a block is seldom wanted next
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
         return fd
@@ -55,8 +63,8 @@ class Files:
                 raise
             os.ftruncate(fd, size)
 
-    def remove(self, path: str) -> None:
-        os.unlink(path)
+    def remove(self, folder: int, name: str) -> None:
+        os.unlink(name, dir_fd=folder)
 
     def read(self, fd: int, into: Sequence[Buffer], offset: int) -> int:
         """Bytes read, fewer than asked for at the end of the file."""
@@ -72,14 +80,22 @@ class Files:
         """Sleeps until notified, or for so long."""
         changed.wait(timeout_s)
 
-    def sync_folder(self, path: str) -> None:
+    def sync_folder(self, folder: int) -> None:
         """Makes the creation of files in it durable."""
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        os.fsync(folder)
 
     def now(self) -> float:
         """Seconds on a clock that never goes back."""
         return time.monotonic()
+
+
+def _checked(fd: int, name: str, is_kind: Callable[[int], bool]) -> int:
+    """The descriptor, of what belongs to this user and has no second name. Raises OSError."""
+    found = os.fstat(fd)
+    is_ours = found.st_uid == os.geteuid()
+    has_one_name = found.st_nlink == 1 or is_kind is stat.S_ISDIR
+    if is_kind(found.st_mode) and is_ours and has_one_name:
+        return fd
+    os.close(fd)
+    owner = "" if is_ours else f" (of user {found.st_uid})"
+    raise OSError(errno.EPERM, f"is nothing of this user's alone{owner}", name)

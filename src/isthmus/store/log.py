@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
+from pathlib import Path
 from typing import NamedTuple
 
 from isthmus.errors import ConfigError, StartError
@@ -53,7 +54,7 @@ class Log:
         direct: bool = True,
         files: Files | None = None,
     ) -> None:
-        self.folder = os.fspath(folder)
+        self.folder = str(Path(folder))  # a link in its place is one with "/" behind it, too
         self.files = files or Files()
         self.capacity_bytes = capacity_bytes
         self.format = RecordFormat(shape, revision)
@@ -66,7 +67,10 @@ class Log:
         try:
             self._segments = Segments(self.folder, self.format, self.num_records, self.files, direct=direct)
         except OSError as error:
-            raise StartError(f"SSD tier in {self.folder} cannot be used: {error}") from error
+            where = "" if error.filename in (None, self.folder) else f" {error.filename}:"
+            raise StartError(
+                f"SSD tier in {self.folder} cannot be used:{where} {error.strerror or error}"
+            ) from error
         self._guard = threading.Lock()
         self._bounce = threading.local()
         self._free = list(range(self._segments.num_places))
@@ -146,9 +150,8 @@ class Log:
         with self._guard:
             place = next(chain(self._free, self._bad), None)
         if place is not None:
-            zeros = aligned_buffer(max(self.format.payload_bytes, self.format.header_bytes))
-            payload, head = zeros[: self.format.payload_bytes], zeros[: self.format.header_bytes]
-            self._segments.write(place, [payload], head)
+            payload = aligned_buffer(self.format.payload_bytes)
+            self._segments.write(place, [payload], self.format.empty_heads(1))
             self._segments.sync([place])
 
     def read(self, place: int, start: int, into: memoryview) -> bool:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from isthmus.blocks import SEAL_BYTES, seal
 from isthmus.store.arena import Shape
-from isthmus.store.memory import PAGE_BYTES, round_up
+from isthmus.store.memory import PAGE_BYTES, aligned_buffer, round_up
 from isthmus.types import BlockName
 
 _MAGIC = b"isthmusB"
@@ -83,6 +83,13 @@ class RecordFormat:
         body = fixed + b"".join(header.seals)
         return (body + seal(body)).ljust(self.header_bytes, b"\0")
 
+    def empty_heads(self, count: int) -> memoryview:
+        """Headers that lie together, of records that hold nothing."""
+        heads = aligned_buffer(count * self.header_bytes)
+        for at in range(0, len(heads), self.header_bytes):
+            heads[at : at + len(_MAGIC)] = _MAGIC
+        return heads
+
     def decode(self, data: memoryview, place: int) -> Header | None:
         """Reads the header of the record at `place`; None when there is none, or a damaged or misplaced one."""
         if len(data) < self._used_bytes or data[: len(_MAGIC)] != _MAGIC:
@@ -99,6 +106,12 @@ class RecordFormat:
         raw = bytes(data[_FIXED.size : end])
         seals = tuple(raw[at : at + SEAL_BYTES] for at in range(0, len(raw), SEAL_BYTES))
         return Header(name, parent, seals, sequence)
+
+
+def has_records(start: memoryview) -> bool:
+    """Whether a file that begins so was made for records, of any model: it has a header, or nothing but zeros."""
+    found = any(start[at : at + len(_MAGIC)] == _MAGIC for at in range(0, len(start), _SMALL_ALIGN))
+    return found or start == bytes(len(start)) or _MAGIC.startswith(start)
 
 
 def check_name(name: BlockName | None) -> None:

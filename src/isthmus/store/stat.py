@@ -41,7 +41,7 @@ class Stat(msgspec.Struct, frozen=True):
     seal_mismatches: int
     io_errors: int
     degraded: bool
-    """The SSD takes nothing at the moment; what it has can still be read."""
+    """The SSD takes nothing at the moment; what it has can still be read. Or it could not be opened."""
 
     def gauges(self) -> dict[str, float]:
         """By metric name."""

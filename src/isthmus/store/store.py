@@ -44,8 +44,8 @@ class Store:
     `on_lost` hears of blocks that the store can no longer give though nobody dropped them: demoted and not
     writable, or found damaged. It is called without the lock, from the thread that finds out; it must be quick, must
     not raise, and must not `flush` or `close`. `threads` share the work of one call of `get_many`, `put_many` or a
-    large `get`. Unless it `writes_behind`, in a thread, what is to be written waits for `flush`. The store closes
-    `arena` and `log`.
+    large `get`. Unless it `writes_behind`, in a thread, what is to be written waits for `flush`. A store that
+    `lacks_log` should have one and could not: it is degraded for good. The store closes `arena` and `log`.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Store:
         threads: int = 4,
         *,
         writes_behind: bool = True,
+        lacks_log: bool = False,
     ) -> None:
         assert log is None or log.shape == arena.shape, "arena and log hold blocks of different shapes"
         self.arena = arena
@@ -75,7 +76,7 @@ class Store:
             if log is None
             else Writer(self._directory, arena, log, self._counters, self._changed, self._lose)
         )
-        self._writes_behind = writes_behind
+        self._writes_behind, self._lacks_log = writes_behind, lacks_log
         if self._writer is not None and writes_behind:
             self._writer.start()
 
@@ -420,5 +421,5 @@ class Store:
             lost_blocks=counters.lost_blocks,
             seal_mismatches=counters.seal_mismatches,
             io_errors=counters.io_errors,
-            degraded=self._writer is not None and self._writer.degraded,
+            degraded=self._lacks_log or (self._writer is not None and self._writer.degraded),
         )

@@ -148,7 +148,8 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     with pytest.raises(StartError, match=re.escape(cause + f"(all it said: {logs}/mixed-0.log)")):
         asyncio.run(start(server_config(python, logs=str(logs)), tmp_path, 60))
-    assert (logs / "mixed-0.log").stat().st_size > 600_000
+    found = (logs / "mixed-0.log").stat()
+    assert found.st_size > 600_000 and found.st_mode & 0o777 == 0o600
 
 
 def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:

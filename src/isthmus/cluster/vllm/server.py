@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isthmus.cluster.private import private
 from isthmus.cluster.vllm.client import MODEL, Client, EngineError
 from isthmus.config import Config, child_environment, vllm_key
 from isthmus.errors import StartError
@@ -214,7 +215,7 @@ class Server:
         if logs is not None:
             try:
                 logs.parent.mkdir(parents=True, exist_ok=True)
-                logs.touch()
+                open(logs, "ab", opener=private).close()
             except OSError as error:
                 raise StartError(f"engine.vllm.logs {logs}: cannot be written: {error.strerror}") from None
         ports = Ports(2)
@@ -304,7 +305,8 @@ class Server:
         """The end of what it says is kept for an error."""
         assert self._process is not None and self._process.stdout is not None
         rest = b""
-        with self._logs.open("ab", buffering=0) if self._logs is not None else contextlib.nullcontext() as kept:
+        logs, nothing = self._logs, contextlib.nullcontext()
+        with open(logs, "ab", buffering=0, opener=private) if logs is not None else nothing as kept:
             while data := await self._process.stdout.read(READ_BYTES):
                 if kept is not None:
                     kept.write(data)

@@ -1,0 +1,297 @@
+"""What strangers send, each kind small enough to be built here."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from isthmus.cluster.messages import Beat
+from isthmus.messenger.frames import Kind, prefix_of
+from isthmus.messenger.terms import Terms
+from tests.hostile.victim import MODEL, Outcome, Victim
+
+LEAST = -(2**63)
+HEAR_S = 30.0
+"""So long at most somebody waits to be turned away."""
+ANSWERED = {"200", "400", "413", "422"}
+TURNED_AWAY = {"closed", "400", "408", "413", "429", "431", "503"}
+
+# Bodies of requests.
+
+
+def grammars(schema: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Every way in which a request brings a schema, and where to."""
+    form = {"name": "x", "schema": schema}
+    messages = [{"role": "user", "content": "x"}]
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    object_of = {"type": "object", "properties": {"a": schema}}
+    chat, few = "/v1/chat/completions", {"model": MODEL, "max_tokens": 4}
+    lark = f"start: %json {json.dumps(schema)}"
+    return [
+        (chat, {"messages": messages, "response_format": {"type": "json_schema", "json_schema": form}, **few}),
+        ("/v1/completions", {"prompt": "x", "guided_json": schema, **few}),
+        ("/v1/completions", {"prompt": "x", "guided_grammar": lark, **few}),
+        ("/v1/responses", {
+            "model": MODEL, "input": "x", "max_output_tokens": 16,
+            "text": {"format": {"type": "json_schema", **form}},
+        }),
+        (chat, {"messages": messages, "tools": [tool], "tool_choice": "required", **few}),
+        (chat, {
+            "messages": messages, "tools": [tool | {"function": {"name": "f", "parameters": object_of}}],
+            "tool_choice": {"type": "function", "function": {"name": "f"}}, **few,
+        }),
+    ]  # fmt: skip
+
+
+def doubling(levels: int, num_bytes: int) -> dict[str, Any]:
+    """A schema of which each level of `anyOf` names the next one twice, with so many bytes of names."""
+    width = num_bytes // levels
+    defs: dict[str, Any] = {"d0": {"type": "integer"}}
+    for level in range(1, levels + 1):
+        below = {"$ref": f"#/$defs/d{level - 1}"}
+        named = {"type": "object", "properties": {"x" * width + str(level): below}}
+        defs[f"d{level}"] = {"anyOf": [below, named, below]}
+    return {"$defs": defs, "$ref": f"#/$defs/d{levels}"}
+
+
+def nested(levels: int, num_bytes: int) -> dict[str, Any]:
+    """The same without names: written out, a leaf of `num_bytes / 2 ** levels` bytes."""
+    schema: dict[str, Any] = {"const": "x" * (num_bytes >> levels)}
+    for _ in range(levels):
+        schema = {"anyOf": [schema, schema]}
+    return schema
+
+
+def optional_integers(count: int, seed: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{seed}_{at}": {"type": "integer"} for at in range(count)}}
+
+
+DEEP = "stands for a schema that is too deep to be encoded here"
+
+
+def encoded(body: dict[str, Any]) -> bytes:
+    deep = '{"type": "array", "items": ' * 20_000 + "{}" + "}" * 20_000
+    return json.dumps(body).replace(f'"{DEEP}"', deep).encode()
+
+
+def bombs() -> dict[str, dict[str, Any]]:
+    """Short descriptions of large machines, by what they are."""
+    wide = {"type": "object", "patternProperties": {f"^{'a?' * 30}{at}$": {} for at in range(200)}}
+    texts = [f"{at:032}" for at in range(50_000)]
+    return {
+        "repeats": {"guided_regex": "((a{0,500}){0,500}){0,500}"},
+        "states": {"guided_regex": "[ab]*a[ab]{400}"},
+        "groups": {"guided_regex": "(" * 20_000 + "a" + ")" * 20_000},
+        "choices": {"guided_choice": texts},
+        "rules": {"guided_grammar": "start: " + " | ".join([f"r{at} r{at}" for at in range(3000)]) + "\n" + "\n".join(
+            [f"r{at}: r{at + 1} r{at + 1}" for at in range(3000)]
+        ) + '\nr3000: "a"'},
+        "left": {"guided_grammar": 'start: start start | start "a" | "a"'},
+        "deep": {"guided_json": DEEP},
+        "wide": {"guided_json": wide},
+        "long": {"guided_json": {"type": "string", "minLength": 10**6, "maxLength": 2**31}},
+        "items": {"guided_json": {"type": "array", "items": {"type": "integer"}, "minItems": 10**6}},
+        "pattern": {"guided_json": {"type": "string", "pattern": "^(([a-z])+.)+[A-Z]([a-z])+$" * 50}},
+        "circle": {"guided_json": {"$ref": "#/$defs/a", "$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}] * 2}}}},
+    }  # fmt: skip
+
+
+# Connections.
+
+
+@contextlib.contextmanager
+def connected(port: int) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", port), timeout=HEAR_S) as opened:
+        yield opened
+
+
+def heard(opened: socket.socket, limit_s: float = HEAR_S) -> str:
+    """The status that comes, "closed" where the connection ends without one, or "open" after so long."""
+    opened.settimeout(limit_s)
+    said = b""
+    try:
+        while b"\r\n" not in said and (more := opened.recv(4096)):
+            said += more
+    except TimeoutError:
+        return "open"
+    except OSError:
+        return "closed"
+    return said.split(b" ")[1].decode() if said.startswith(b"HTTP/") else "closed"
+
+
+def send_on(opened: socket.socket, piece: bytes, count: int) -> bool:
+    """False: nobody takes it any more."""
+    try:
+        for _ in range(count):
+            opened.sendall(piece)
+    except OSError:
+        return False
+    return True
+
+
+LONG = {
+    "value": b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: ",
+    "name": b"GET /health HTTP/1.1\r\nHost: x\r\nX",
+    "target": b"GET /health?",
+    "method": b"",
+    "chunk extension": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1;x=",
+    "trailer": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nX: ",
+}
+"""Beginnings of what has no end."""
+
+
+def long_line(target: Victim, outcome: Outcome, begin: bytes, num_bytes: int) -> None:
+    with connected(target.port) as opened:
+        send_on(opened, begin, 1) and send_on(opened, b"x" * 65536, num_bytes // 65536)
+        outcome.add(heard(opened))
+
+
+def drip(target: Victim, outcome: Outcome, count: int) -> None:
+    """A body in chunks of one byte."""
+    begin = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with connected(target.port) as opened:
+        sent = send_on(opened, begin, 1) and send_on(opened, b"1\r\n[\r\n" * 1000, count // 1000)
+        if sent:
+            send_on(opened, b"0\r\n\r\n", 1)
+        outcome.add(heard(opened))
+
+
+def many_headers(target: Victim, outcome: Outcome, count: int) -> None:
+    with connected(target.port) as opened:
+        opened.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        send_on(opened, b"".join([b"X-%d: y\r\n" % at for at in range(1000)]), count // 1000)
+        send_on(opened, b"\r\n", 1)
+        outcome.add(heard(opened))
+
+
+@contextlib.contextmanager
+def half_open(target: Victim, count: int) -> Iterator[list[str]]:
+    """Headers without an end, as far as somebody takes them; what is heard of the others."""
+    turned_away: list[str] = []
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            try:
+                opened = stack.enter_context(connected(target.port))
+                opened.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Half: ")
+            except OSError:
+                turned_away.append("closed")
+        yield turned_away
+
+
+def half_headers(target: Victim, outcome: Outcome, count: int) -> None:
+    """More than there are descriptors. Somebody who asks meanwhile is answered."""
+    with half_open(target, count) as turned_away:
+        outcome.add(*turned_away)
+        outcome.add(target.post("/v1/completions", {"model": MODEL, "prompt": "x", "max_tokens": 2}, HEAR_S))
+
+
+def slow(target: Victim, outcome: Outcome, begin: bytes, count: int, limit_s: float) -> None:
+    """A byte now and then, on so many connections, until all are turned away."""
+    with contextlib.ExitStack() as stack:
+        left = [stack.enter_context(connected(target.port)) for _ in range(count)]
+        for opened in left:
+            opened.sendall(begin)
+        until = time.monotonic() + limit_s
+        while left and time.monotonic() < until:
+            for opened in list(left):
+                said = heard(opened, 0.01)
+                if said == "open" and send_on(opened, b"x", 1):
+                    continue
+                outcome.add("closed" if said == "open" else said)
+                left.remove(opened)
+            time.sleep(0.1)
+        outcome.add(*["open"] * len(left))
+
+
+def cut_bodies(target: Victim, outcome: Outcome, count: int, size: int) -> None:
+    """All but the last byte of bodies, all at once; then the clients leave."""
+    start = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {size}\r\n\r\n".encode()
+    body = b'{"prompt": "' + b"x" * (size - 13)
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            opened = stack.enter_context(connected(target.port))
+            if not send_on(opened, start + body, 1):
+                outcome.add(heard(opened, 1.0))
+
+
+def unread(target: Victim, count: int) -> None:
+    """Streams whose clients read nothing, and leave in the midst of them."""
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 2000, "stream": True, "ignore_eos": True}
+    content = json.dumps(body).encode()
+    start = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            opened = stack.enter_context(connected(target.port))
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            send_on(opened, start + content, 1)
+            heard(opened)
+
+
+# The port where nodes join.
+
+
+def hello() -> bytes:
+    """As a node begins, without what only members know."""
+    said = msgspec.msgpack.encode([2, 9, random.randbytes(16), 0, True, Terms(), False, random.randbytes(32)])
+    return prefix_of(Kind.HELLO, said) + said
+
+
+def join_and(target: Victim, outcome: Outcome, count: int, *said: bytes) -> None:
+    """So many connections, which say these things in turn, each one of them, and then wait to be closed."""
+    with contextlib.ExitStack() as stack:
+        opened = []
+        for _ in range(count):
+            try:
+                opened.append(stack.enter_context(connected(target.join_port)))
+            except OSError:
+                outcome.add("closed")
+        for each, one in zip(opened, itertools.cycle(said)):
+            send_on(each, one, 1)
+        until = time.monotonic() + HEAR_S
+        outcome.add(*[_ended(each, until) for each in opened])
+
+
+def _ended(opened: socket.socket, until: float) -> str:
+    """Whatever it says before."""
+    try:
+        while (left_s := until - time.monotonic()) > 0:
+            opened.settimeout(left_s)
+            if not opened.recv(65536):
+                return "closed"
+    except TimeoutError:
+        return "open"
+    except OSError:
+        return "closed"
+    return "open"
+
+
+def messages_from_one_on(count: int, size: int) -> bytes:
+    """Messages that wait for one before them, which never comes."""
+    header = msgspec.msgpack.encode(Beat({f"{at:09}": 0.0 for at in range(size // 19)}))
+    return b"".join([prefix_of(Kind.DATA, header, seq=number) + header for number in range(1, count + 1)])
+
+
+def long_frame_header(size: int) -> bytes:
+    """All but the last byte of a frame's header."""
+    header = bytes(size)
+    return (prefix_of(Kind.DATA, header) + header)[:-1]
+
+
+def paused(pids: Sequence[int], for_s: float) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        time.sleep(for_s)  # who is paused cannot tell: the time is the act
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)

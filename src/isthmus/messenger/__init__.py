@@ -5,7 +5,7 @@ Knows nothing of engines or stores: a payload is memory to send from or to recei
 
 from isthmus.messenger.line import Answerer, Asker, LineLost, Question
 from isthmus.messenger.memory import MemoryNetwork
-from isthmus.messenger.network import Network, Server, TcpNetwork, address_of, split_address
+from isthmus.messenger.network import Greetings, Network, Server, TcpNetwork, address_of, split_address
 from isthmus.messenger.outbox import Priority, Sending
 from isthmus.messenger.ports import Handler
 from isthmus.messenger.session import Session
@@ -15,6 +15,7 @@ from isthmus.messenger.terms import Stat, Terms
 __all__ = [
     "Answerer",
     "Asker",
+    "Greetings",
     "Handler",
     "LineLost",
     "MemoryNetwork",

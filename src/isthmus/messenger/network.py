@@ -95,7 +95,7 @@ class TcpNetwork:
         self, host: str, port: int, types: Any, handler_of: Callable[[], Handler]
     ) -> tuple[Listener, int]:
         def session_of(tcp: TcpPort) -> Session:
-            return Session(types, handler_of(), tcp, self._terms)
+            return Session(types, handler_of(), tcp, self._terms, first_s=self._greetings.within_s)
 
         sockets = await _listening(host, port)
         listener = Listener(

@@ -437,6 +437,19 @@ async def listening(network: TcpNetwork) -> AsyncIterator[tuple[Listener, int, l
 CLUSTER = TcpNetwork(secret=b"the cluster's")
 
 
+@pytest.mark.parametrize("said", [{"lane": 1}, {"is_line": True}], ids=["lane", "line"])
+def test_what_would_join_a_session_that_is_not_there_is_turned_away(said: dict[str, Any]) -> None:
+    async def work() -> None:
+        async with listening(CLUSTER) as (server, port, owners):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            _, answer = await greet(reader, writer, hello_of(first=False, **said), b"the cluster's")
+            assert b"this session is not known here" in answer
+            writer.close()
+            assert not owners and not server._ports
+
+    running(work)
+
+
 @pytest.mark.parametrize("secret", [b"", b"guessed", b"the cluster's "])
 def test_without_the_secret_nothing_begins(secret: bytes) -> None:
     async def work() -> None:

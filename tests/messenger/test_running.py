@@ -3,7 +3,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from isthmus.messenger.running import STEP_NS, TICK_S, RunningClock, RunningTimer
+import pytest
+
+from isthmus.messenger.running import STEP_NS, TICK_S, RunningClock, RunningTimer, running_timeout
 from isthmus.types import NS_PER_S
 from tests.virtual import ManualLoop
 
@@ -59,5 +61,20 @@ def test_a_timer_waits_for_time_in_which_the_loop_ran() -> None:
         first, second = called
         assert 60.26 + TICK_S <= first < 61
         assert 60 + 5.0 - STEP_NS / NS_PER_S <= second <= 60 + 5.0 + TICK_S
+
+    running(work)
+
+
+def test_a_wait_ends_in_its_time_and_no_earlier_because_the_loop_stood_still() -> None:
+    async def work(loop: ManualLoop) -> None:
+        with pytest.raises(TimeoutError):
+            async with running_timeout(5.0):
+                await asyncio.sleep(60)
+        assert loop.time() == 5.0
+        async with running_timeout(5.0):
+            await asyncio.sleep(1.0)
+            loop.stand_still(60)
+            await asyncio.sleep(2.0)
+        await asyncio.sleep(60)
 
     running(work)

@@ -19,6 +19,7 @@ from isthmus.errors import ProtocolError
 from isthmus.messenger import greeting
 from isthmus.messenger.frames import MAGIC_BYTES, PREFIX_BYTES, Prefix, check_header, check_magic, parse_prefix
 from isthmus.messenger.ports import Handler
+from isthmus.messenger.running import running_timeout
 from isthmus.messenger.session import Session
 from isthmus.messenger.streams import Stream, Tls, open_stream, read_exactly, write_all
 from isthmus.messenger.tcp import TcpPort, drain
@@ -106,7 +107,7 @@ class TcpNetwork:
     async def connect(self, address: str, types: Any, handler: Handler, *, timeout_s: float) -> Session:
         host, port = split_address(address)
         dialler = _Dialler(host, port, self._dialling, self._terms, self._secret, self._greetings.within_s)
-        async with asyncio.timeout(timeout_s):
+        async with running_timeout(timeout_s):
             stream, terms = await dialler.dial(0, first=True)
         tcp = TcpPort(dialler.stop)
         session = tcp.session = Session(types, handler, tcp, self._terms)
@@ -143,7 +144,7 @@ class _Dialler:
     async def dial_line(self) -> Stream:
         """Raises OSError, TimeoutError."""
         nonce = os.urandom(greeting.NONCE_BYTES)
-        async with asyncio.timeout(self._within_s):
+        async with running_timeout(self._within_s):
             stream, _ = await self._greeted(greeting.line(self._name, self._terms, nonce))
         return stream
 
@@ -180,7 +181,7 @@ class _Dialler:
                 await tcp.lane_lost.wait()
                 continue
             try:
-                async with asyncio.timeout(self._within_s):
+                async with running_timeout(self._within_s):
                     stream, _ = await self.dial(number)
             except (OSError, TimeoutError) as error:
                 if isinstance(error, ConnectionRefusedError) and session.suspended:
@@ -267,7 +268,7 @@ class Listener:
         stream: Stream | None = None
         session: Session | None = None
         try:
-            async with asyncio.timeout(self._greetings.within_s):
+            async with running_timeout(self._greetings.within_s):
                 stream = await open_stream(sock, self._context, server=True)
                 hello = await self._prove(stream)
                 tcp = self._port_of(hello.hello, peer)

@@ -7,7 +7,8 @@ meanwhile waits in sockets, and when the process goes on its timers are due befo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 
 from isthmus.types import NS_PER_S
 
@@ -58,3 +59,15 @@ class RunningTimer:
             self._function()
         else:
             self._handle = self._loop.call_later(TICK_S if stood_still else min(left_s, TICK_S), self._look)
+
+
+@contextlib.asynccontextmanager
+async def running_timeout(delay_s: float) -> AsyncIterator[None]:
+    """As `asyncio.timeout`: raises TimeoutError when the event loop has run for so long inside."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(None) as limit:
+        timer = RunningTimer(loop, delay_s, lambda: limit.reschedule(loop.time()))
+        try:
+            yield
+        finally:
+            timer.cancel()

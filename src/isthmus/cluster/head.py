@@ -25,7 +25,7 @@ from isthmus.cluster.link_stats import LinkStats, Offload
 from isthmus.cluster.own_address import is_loopback
 from isthmus.cluster.pipeline import Groups, Stage
 from isthmus.cluster.recorder import Tape
-from isthmus.cluster.sessions import NoPayloads
+from isthmus.cluster.sessions import REFUSED, NoPayloads
 from isthmus.cluster.streams import Stream
 from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
 from isthmus.messenger import Network, RunningClock, RunningTimer, Session, address_of
@@ -151,8 +151,8 @@ class Head:
             await asyncio.wait_for(self.wait_until(told), POLL_S)
 
     def gauges(self) -> dict[str, dict[str, float]]:
-        """Latest value of every node metric: metric name -> node -> value."""
-        found: dict[str, dict[str, float]] = {}
+        """Latest value of every node metric: metric name -> node -> value. One is the head's too."""
+        found: dict[str, dict[str, float]] = {REFUSED: {"head": self._server.refused}}
         for node, each in self._beating().items():
             for name, value in each.gauges.items():
                 found.setdefault(name, {})[str(node)] = value

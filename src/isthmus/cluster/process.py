@@ -27,7 +27,7 @@ from isthmus.cluster.cache import EngineCache, NodeCache, PoolOf
 from isthmus.cluster.link_monitor import LinkMonitor
 from isthmus.cluster.mover import BlockMover, KVMover
 from isthmus.cluster.runs import Runs
-from isthmus.cluster.sessions import CONNECT_S, NoPayloads, Peers
+from isthmus.cluster.sessions import CONNECT_S, REFUSED, NoPayloads, Peers
 from isthmus.deploy import NodeFacts
 from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
@@ -129,7 +129,7 @@ class MemberProcess(ABC):
             self._found = await asyncio.to_thread(self._cache.store.recover)
         host = self._options.host
         try:
-            server, port = await self._network.listen(host, 0, self.entrance, self.entering)
+            self._listener, port = await self._network.listen(host, 0, self.entrance, self.entering)
         except OSError as error:
             raise StartError(f"cannot listen for other nodes at {host}: {error.strerror}") from None
         self.start()
@@ -139,7 +139,7 @@ class MemberProcess(ABC):
             self._send(self.hello())
             return await self._over
         finally:
-            server.close()
+            self._listener.close()
             await self.mover.close()
             for task in list(self._tasks):
                 task.cancel()
@@ -226,7 +226,7 @@ class MemberProcess(ABC):
 
     def gauges(self) -> dict[str, float]:
         """Present state and totals, by metric name."""
-        return self.mover.gauges()
+        return {REFUSED: self._listener.refused} | self.mover.gauges()
 
     def wake(self, wake: events.Wake) -> None:
         delay_s = max(0, wake.at_ns - self._clock_ns()) / NS_PER_S

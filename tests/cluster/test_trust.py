@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from isthmus.attempts import BlocksStored, RequestFailed, Route
 from isthmus.cluster import messages
-from isthmus.cluster.head import BEATS, POLL_S, Head
+from isthmus.cluster.head import BEAT_MS, BEATS, POLL_S, Head
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.process import NodeOptions, Runtime
 from isthmus.cluster.sessions import REFUSED
@@ -277,6 +277,7 @@ def test_a_head_that_stood_still_reads_before_it_judges(stood_s: float) -> None:
             await asyncio.sleep(SILENCE_S / 5)
             for one in (beating, *stages):
                 one.say(messages.Beat({}))
+        await some.settle()
         some.loop.stand_still(stood_s)
         await asyncio.sleep(0.7)
         assert some.members() == ["p", "d"] and not silent.reasons and not stages[1].reasons
@@ -298,10 +299,30 @@ def test_where_all_are_silent_they_are_given_longer() -> None:
         for one in nodes:
             one.say(messages.Beat({}))
         await asyncio.sleep(REJOIN_S - 0.6)
-        assert some.members() == ["p", "d"] and not list(some.head._groups.followers())
+        assert some.members() == ["p", "d"]
         await asyncio.sleep(1.2)
-        assert some.members() == []
+        assert some.members() == [] and not list(some.head._groups.followers())
         assert all(f"silent for {REJOIN_S:g} s" in one.reasons[0] for one in nodes)
+
+    scene(work)
+
+
+def test_who_speaks_first_after_a_silence_of_all_is_not_the_only_one() -> None:
+    """The others are given as long as ever, of the time in which somebody speaks."""
+
+    async def work(some: Scene) -> None:
+        first, later = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
+        never = await some.enter(hello("e", Role.DECODE))
+        await asyncio.sleep(REJOIN_S - 0.6)
+        for _ in range(2):
+            first.say(messages.Beat({}))
+            await asyncio.sleep(BEAT_MS / 1000)
+        assert some.members() == ["p", "d", "e"]
+        for _ in range(5):
+            first.say(messages.Beat({}))
+            later.say(messages.Beat({}))
+            await asyncio.sleep(BEAT_MS / 1000)
+        assert some.members() == ["p", "d"] and "silent for 3 s" in never.reasons[0]
 
     scene(work)
 

@@ -76,7 +76,11 @@ class Head:
         self._offload = Offload(links=self._link_stats.views())
         self._card, self._silence_s, self._recorder = card, silence_s, recorder
         self._rejoin_s = rejoin_s
-        self._network, self._clock_ns, self._running = network, clock_ns, RunningClock(clock_ns)
+        self._network, self._clock_ns = network, clock_ns
+        self._running = RunningClock(clock_ns)
+        self._talking = RunningClock(self._running.now_ns)
+        """Time in which this process ran, and that part of it in which nodes spoke."""
+        self._heard_ns = 0  # when any of them did, in the first
         self._refused: Counter[str] = Counter()
         self._members: dict[NodeId, _Member] = {}
         self._groups = Groups()
@@ -330,7 +334,7 @@ class Head:
         if self._layout is None:
             self._layout, self._revision = hello.layout, hello.revision
             self._donors.block_size = hello.layout.block_size
-        self._members[joined.node] = _Member(hello, session, self._running.now_ns())
+        self._members[joined.node] = _Member(hello, session, self._hear())
         session.send(messages.Welcome(self._beat_ms))
         self._tell_neighbours(joined.cluster)
         self._decide(joined)
@@ -386,7 +390,7 @@ class Head:
             session.send(messages.Turned(reason))
             session.close(reason)
             return None
-        stage = Stage(hello, session, self._running.now_ns())
+        stage = Stage(hello, session, self._hear())
         self._groups.enter(stage)
         if hello.stage:
             session.send(messages.Welcome(self._beat_ms))
@@ -395,7 +399,7 @@ class Head:
     def heard_stage(self, stage: Stage, message: messages.HeadBound) -> None:
         if not isinstance(message, messages.Beat):
             raise ProtocolError(f"a {type(message).__name__} from a later pipeline stage")
-        stage.heard_ns, stage.gauges = self._running.now_ns(), _counted(stage.gauges, message)
+        stage.heard_ns, stage.gauges = self._hear(), _counted(stage.gauges, message)
         self._changed.set()
         leader = self._members.get(stage.hello.group)
         if leader is not None:
@@ -425,7 +429,7 @@ class Head:
         member = self._members.get(node)
         if member is None:
             return
-        member.heard_ns = self._running.now_ns()
+        member.heard_ns = self._hear()
         match message:
             case messages.Outputs():
                 for output in message.outputs:
@@ -492,26 +496,29 @@ class Head:
             await asyncio.sleep(period_s)
             self._decide(conductor.LinksMeasured(self._link_stats.take()))
 
+    def _hear(self) -> int:
+        """Somebody speaks; when that is, for `_watch`."""
+        self._talking.tick()
+        self._heard_ns = self._running.now_ns()
+        return self._talking.now_ns()
+
     async def _watch(self) -> None:
-        """A process that sent nothing for `silence_s` while this one listened is gone, whatever its socket says. Where
-        all are silent at once it is more likely the network, or the machine under them, and nobody could take over:
-        then they are given as long as requests wait for a node that comes back."""
+        """A process that sends nothing for `silence_s` in which others speak and this one listens is gone, whatever its
+        socket says. Where all are silent at once it is more likely the network, or the machine under them, and nobody
+        could take over: then they are given as long as requests wait for a node that comes back."""
+        silence_ns, patience_ns = (round(limit_s * NS_PER_S) for limit_s in (self._silence_s, self._rejoin_s))
         while True:
             await asyncio.sleep(BEAT_MS / 1000)
             if self._running.tick():
                 continue
-            now_ns = self._running.now_ns()
-            beating = self._beating().values()
-            latest_ns = max((each.heard_ns for each in beating), default=now_ns)
-            some_speak = now_ns - latest_ns < self._silence_s * NS_PER_S / 2
-            limit_s = self._silence_s if some_speak else max(self._silence_s, self._rejoin_s)
-            limit_ns = now_ns - int(limit_s * NS_PER_S)
+            all_silent = self._running.now_ns() - self._heard_ns > max(silence_ns, patience_ns)
+            now_ns, limit_s = self._talking.now_ns(), self._rejoin_s if all_silent else self._silence_s
             for node, member in list(self._members.items()):
-                if member.heard_ns < limit_ns:
+                if all_silent or now_ns - member.heard_ns > silence_ns:
                     member.session.close(f"silent for {limit_s:g} s")
                     self.leave(node, f"silent for {limit_s:g} s")
             for stage in list(self._groups.followers()):
-                if stage.heard_ns < limit_ns:
+                if all_silent or now_ns - stage.heard_ns > silence_ns:
                     stage.session.abort(f"silent for {limit_s:g} s")
 
 

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 
 from isthmus.errors import ProtocolError
 from isthmus.messenger.lane import Lane
+from isthmus.messenger.pieces import scratch
 from isthmus.messenger.ports import Timer
 from isthmus.messenger.running import TICK_S, RunningTimer
 from isthmus.messenger.session import Session
@@ -246,7 +247,7 @@ def drain(stream: Stream) -> asyncio.Task[None]:
 
 
 async def _read_past(stream: Stream) -> None:
-    buffer = memoryview(bytearray(1 << 16))
+    (buffer,) = scratch(1 << 16)
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(DRAIN_S):
             while (count := stream.receive([buffer])) != 0:

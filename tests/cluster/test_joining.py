@@ -145,4 +145,4 @@ def test_what_anybody_on_the_way_can_read_is_said(
 ) -> None:
     say_if_plain(load_config(None, settings))
     said = capsys.readouterr().err
-    assert ("can read the token and all KV" in said) is red and said.count("\n") == red
+    assert ("can read prompts and all KV" in said) is red and said.count("\n") == red

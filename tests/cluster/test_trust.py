@@ -13,9 +13,10 @@ from msgspec.structs import replace
 
 from isthmus.attempts import BlocksStored, RequestFailed, Route
 from isthmus.cluster import messages
-from isthmus.cluster.head import BEATS, POLL_S, Head
+from isthmus.cluster.head import BEAT_MS, BEATS, POLL_S, Head
 from isthmus.cluster.node import NodeProcess
 from isthmus.cluster.process import NodeOptions, Runtime
+from isthmus.cluster.sessions import REFUSED
 from isthmus.cluster.stage import StageNode
 from isthmus.conductor import Rules
 from isthmus.cost import Curve, compile_cost
@@ -40,8 +41,10 @@ from tests.virtual import ManualLoop
 
 CURVE = Curve(kv_token_bytes=16, num_layers=2, prefill_token_s=1e-6, decode_fixed_s=1e-6)
 RECIPE = Recipe("model", layout_of(16), 1000)
-TOKEN, SILENCE_S, REJOIN_S = "secret", 3.0, 5.0
+SILENCE_S, REJOIN_S = 3.0, 5.0
 CARD = ModelCard("model", 1000, 1000, created_s=0)
+OWN = {REFUSED: {"head": 0}}
+"""What the head says of itself."""
 
 
 def facts(name: str, role: Role) -> NodeFacts:
@@ -50,7 +53,7 @@ def facts(name: str, role: Role) -> NodeFacts:
 
 def hello(name: str, role: Role, **others: Any) -> messages.Hello:
     said = messages.Hello(
-        messages.PROTOCOL, TOKEN, facts(name, role).joined(), f"{name}:1", RECIPE.revision, RECIPE.layout, 1000
+        messages.PROTOCOL, facts(name, role).joined(), f"{name}:1", RECIPE.revision, RECIPE.layout, 1000
     )
     return replace(said, **others)
 
@@ -91,7 +94,7 @@ class Scene:
         assert isinstance(self.loop, ManualLoop)
         self.network = MemoryNetwork()
         self.head = Head(
-            Rules(**rules), CARD, token=TOKEN, silence_s=SILENCE_S, rejoin_s=REJOIN_S, network=self.network,
+            Rules(**rules), CARD, silence_s=SILENCE_S, rejoin_s=REJOIN_S, network=self.network,
             clock_ns=self.loop.clock_ns,
         )  # fmt: skip
 
@@ -131,8 +134,6 @@ def scene(work: Callable[[Scene], Awaitable[None]], **rules: Any) -> None:
 
 OTHERS = layout_of(8)
 WRONG_NODES: dict[str, tuple[dict[str, Any], str]] = {
-    "token": ({"token": "guessed"}, "its cluster token is wrong"),
-    "no token": ({"token": ""}, "its cluster token is wrong"),
     "protocol": ({"protocol": messages.PROTOCOL + 1}, f"it speaks protocol {messages.PROTOCOL + 1}"),
     "name": ({"joined": facts("p", Role.DECODE).joined()}, "a node named p is here already"),
     "cluster": ({"joined": replace(facts("d", Role.DECODE).joined(), cluster="far")}, "no --cluster"),
@@ -166,12 +167,11 @@ def test_a_node_that_is_wrong_in_one_thing_is_turned_away(wrong: str) -> None:
 
 
 def stage(number: int, **others: Any) -> messages.StageHello:
-    said = messages.StageHello(messages.PROTOCOL, TOKEN, NodeId("g"), number, 3, f"g.{number}:1")
+    said = messages.StageHello(messages.PROTOCOL, NodeId("g"), number, 3, f"g.{number}:1")
     return replace(said, **others)
 
 
 WRONG_STAGES: dict[str, tuple[dict[str, Any], str]] = {
-    "token": ({"token": "guessed"}, "its cluster token is wrong"),
     "protocol": ({"protocol": messages.PROTOCOL + 1}, "it speaks protocol"),
     "negative": ({"stage": -1}, "there is no stage -1 among 3"),
     "too high": ({"stage": 3}, "there is no stage 3 among 3"),
@@ -262,6 +262,67 @@ def test_a_silent_stage_takes_its_group_with_it() -> None:
             stages[2].say(messages.Beat({}))
         assert stages[1].reasons and some.members() == []
         assert stages[0].of(messages.Stop) and stages[2].of(messages.Stop)
+
+    scene(work)
+
+
+@pytest.mark.parametrize("stood_s", [1.5, SILENCE_S + 0.5, 100.0])
+def test_a_head_that_stood_still_reads_before_it_judges(stood_s: float) -> None:
+    """Whoever says nothing after that either is missed as ever, in the time in which the head ran."""
+
+    async def work(some: Scene) -> None:
+        beating, silent = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
+        stages = [await some.enter(stage(number)) for number in range(2)]
+        for _ in range(2):
+            await asyncio.sleep(SILENCE_S / 5)
+            for one in (beating, *stages):
+                one.say(messages.Beat({}))
+        await some.settle()
+        some.loop.stand_still(stood_s)
+        await asyncio.sleep(0.7)
+        assert some.members() == ["p", "d"] and not silent.reasons and not stages[1].reasons
+        for _ in range(4):
+            await asyncio.sleep(SILENCE_S / 5)
+            for one in (beating, *stages):
+                one.say(messages.Beat({}))
+        assert some.members() == ["p"] and "silent" in silent.reasons[0] and not stages[1].reasons
+
+    scene(work)
+
+
+def test_where_all_are_silent_they_are_given_longer() -> None:
+    async def work(some: Scene) -> None:
+        nodes = [await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))]
+        await some.enter(stage(1))
+        await asyncio.sleep(REJOIN_S - 0.6)
+        assert some.members() == ["p", "d"]
+        for one in nodes:
+            one.say(messages.Beat({}))
+        await asyncio.sleep(REJOIN_S - 0.6)
+        assert some.members() == ["p", "d"]
+        await asyncio.sleep(1.2)
+        assert some.members() == [] and not list(some.head._groups.followers())
+        assert all(f"silent for {REJOIN_S:g} s" in one.reasons[0] for one in nodes)
+
+    scene(work)
+
+
+def test_who_speaks_first_after_a_silence_of_all_is_not_the_only_one() -> None:
+    """The others are given as long as ever, of the time in which somebody speaks."""
+
+    async def work(some: Scene) -> None:
+        first, later = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
+        never = await some.enter(hello("e", Role.DECODE))
+        await asyncio.sleep(REJOIN_S - 0.6)
+        for _ in range(2):
+            first.say(messages.Beat({}))
+            await asyncio.sleep(BEAT_MS / 1000)
+        assert some.members() == ["p", "d", "e"]
+        for _ in range(5):
+            first.say(messages.Beat({}))
+            later.say(messages.Beat({}))
+            await asyncio.sleep(BEAT_MS / 1000)
+        assert some.members() == ["p", "d"] and "silent for 3 s" in never.reasons[0]
 
     scene(work)
 
@@ -477,10 +538,10 @@ def test_gauges_are_the_latest_of_each_process_while_it_is_here() -> None:
         m.say(messages.Beat({"x": 1.0}), messages.Beat({"x": 2.0}))
         later.say(messages.Beat({"x": 3.0}))
         await some.settle()
-        assert some.head.gauges() == {"x": {"m": 2.0, "g.1": 3.0}, BEATS: {"m": 2, "g.1": 1}}
+        assert some.head.gauges() == OWN | {"x": {"m": 2.0, "g.1": 3.0}, BEATS: {"m": 2, "g.1": 1}}
         m.session.abort("killed")
         await some.settle()
-        assert some.head.gauges() == {"x": {"g.1": 3.0}, BEATS: {"g.1": 1}}
+        assert some.head.gauges() == OWN | {"x": {"g.1": 3.0}, BEATS: {"g.1": 1}}
 
     scene(work)
 
@@ -510,10 +571,10 @@ def test_who_is_asked_how_it_is_answers_leaves_or_is_waited_for_no_longer() -> N
 @asynccontextmanager
 async def listening(network: MemoryNetwork) -> AsyncIterator[tuple[NodeProcess, str]]:
     """A node that is in a cluster, and where others reach it."""
-    head = Head(Rules(), CARD, token=TOKEN, silence_s=30, rejoin_s=30, network=network)
+    head = Head(Rules(), CARD, silence_s=30, rejoin_s=30, network=network)
     join = await head.open("head", 0)
     engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000)
-    options = NodeOptions(facts("d", Role.DECODE), join, token=TOKEN, transfer_s=30)
+    options = NodeOptions(facts("d", Role.DECODE), join, transfer_s=30)
     process = NodeProcess(engine, options, Runtime(network))
     running = asyncio.create_task(process.run())
     await head.wait_for([NodeId("d")])
@@ -524,10 +585,9 @@ async def listening(network: MemoryNetwork) -> AsyncIterator[tuple[NodeProcess, 
         await running
 
 
-INTRODUCTION = messages.PeerHello(messages.PROTOCOL, TOKEN, NodeId("p"), RECIPE.revision, RECIPE.layout)
+INTRODUCTION = messages.PeerHello(messages.PROTOCOL, NodeId("p"), RECIPE.revision, RECIPE.layout)
 OFFER = messages.Offer(RequestId("a#1"), 0, RECIPE.layout.num_layers)
 WRONG_PEERS: dict[str, list[Any]] = {
-    "token": [replace(INTRODUCTION, token="guessed"), OFFER],
     "protocol": [replace(INTRODUCTION, protocol=messages.PROTOCOL - 1), OFFER],
     "revision": [replace(INTRODUCTION, revision="other"), OFFER],
     "layout": [replace(INTRODUCTION, layout=OTHERS), OFFER],
@@ -580,7 +640,6 @@ def opening(**others: Any) -> messages.StageOpen:
 
 
 WRONG_OPENINGS: dict[str, list[Any]] = {
-    "token": [opening(hello=replace(INTRODUCTION, node=NodeId("g"), token="guessed"))],
     "model": [opening(hello=replace(INTRODUCTION, node=NodeId("g"), revision="other"))],
     "group": [opening(hello=INTRODUCTION)],
     "stage": [opening(stage=2)],
@@ -591,11 +650,11 @@ WRONG_OPENINGS: dict[str, list[Any]] = {
 @asynccontextmanager
 async def waiting(network: MemoryNetwork) -> AsyncIterator[tuple[asyncio.Task[str], str]]:
     """The second stage of two, which waits for the first, and where that reaches it."""
-    head = Head(Rules(), CARD, token=TOKEN, silence_s=30, rejoin_s=30, network=network)
+    head = Head(Rules(), CARD, silence_s=30, rejoin_s=30, network=network)
     join = await head.open("head", 0)
     engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000, layers=(1, 2))
     group = replace(facts("g", Role.PREFILL), pipeline=2)
-    options = NodeOptions(group, join, token=TOKEN, transfer_s=30, stage=1)
+    options = NodeOptions(group, join, transfer_s=30, stage=1)
     running = asyncio.create_task(StageNode(engine, options, Runtime(network)).run())
     while not (stages := list(head._groups.followers())):
         await asyncio.sleep(0.001)

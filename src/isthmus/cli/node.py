@@ -174,7 +174,7 @@ async def _opened(spec: LaunchSpec, join_s: float) -> AsyncIterator[MemberProces
         for_role(config, facts.role),
         folder,
         _options_of(spec, config, facts, join_s),
-        Runtime(network_of(config)),
+        Runtime(network_of(config, spec.token)),
         revision_of=sampled_revision,
         layout=layout,
         max_length=served_length(config, folder, facts),
@@ -203,7 +203,7 @@ def process_of(spec: LaunchSpec, *, join_s: float = 0) -> EngineProcess:
     options = _options_of(spec, config, facts, join_s)
     folder_name = f"{spec.node}.{spec.stage}" if spec.stage else spec.node
     store_of = store_opener(config, engine, engine.memory.layout, folder_name, facts, ran_before=spec.start > 1)
-    runtime = Runtime(network_of(config))
+    runtime = Runtime(network_of(config, spec.token))
     if spec.stage:
         return StageNode(engine, options, runtime, store_of)
     tape = None
@@ -225,7 +225,6 @@ def _options_of(spec: LaunchSpec, config: Config, facts: NodeFacts, join_s: floa
     return NodeOptions(
         facts=facts,
         join=spec.join,
-        token=spec.token,
         transfer_s=config.limits.transfer_s,
         host=spec.host,
         shares_memory=config.cache.share == "host" and not spec.cluster,

@@ -268,7 +268,7 @@ def say_if_plain(config: Config) -> None:
     if config.tls.certificate is not None or is_loopback(config.join_host):
         return
     _say_in_red(
-        f"isthmus: whoever is on the network between nodes can read the token and all KV: join_host {config.join_host} "
+        f"isthmus: whoever is on the network between nodes can read prompts and all KV: join_host {config.join_host} "
         "is no loopback address, and there is no TLS (tls in the file)"
     )
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import msgspec
@@ -28,10 +27,10 @@ from isthmus.cluster.link_stats import LinkStats, Offload
 from isthmus.cluster.own_address import is_loopback
 from isthmus.cluster.pipeline import Groups, Stage
 from isthmus.cluster.recorder import Tape
-from isthmus.cluster.sessions import NoPayloads
+from isthmus.cluster.sessions import REFUSED, NoPayloads
 from isthmus.cluster.streams import Stream
 from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
-from isthmus.messenger import Network, Session, TcpNetwork, address_of
+from isthmus.messenger import Network, RunningClock, RunningTimer, Session, address_of
 from isthmus.node.events import Become, Begin, Forget, Move, Return
 from isthmus.types import NS_PER_MS, NS_PER_S, Job, ModelCard, NodeId, RequestId, Role
 
@@ -58,8 +57,8 @@ class _Member:
 class Head:
     """Start with `open`; then `submit` jobs. Everything runs in one event loop.
 
-    `addresses`: of its nodes, for each cluster. `network`, `clock_ns`: where sessions come from and what the time is;
-    others than the machine's own in tests and in virtual time.
+    `addresses`: of its nodes, for each cluster. `network`: where sessions come from, of members of the cluster only;
+    `clock_ns`: what the time is, another than the machine's own in virtual time.
     """
 
     def __init__(
@@ -67,21 +66,24 @@ class Head:
         rules: conductor.Rules,
         card: ModelCard,
         *,
-        token: str,
         silence_s: float,
         rejoin_s: float,
+        network: Network,
         recorder: Tape | None = None,
         addresses: AddressBook | None = None,
-        network: Network | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         alias_of: Callable[[str], str] = str,
     ) -> None:
         self._conductor, self._rules = conductor.Conductor(rules), rules
         self._addresses, self._link_stats = addresses or AddressBook(), LinkStats(rules.links)
         self._offload = Offload(links=self._link_stats.views())
-        self._card, self._token, self._silence_s, self._recorder = card, token, silence_s, recorder
+        self._card, self._silence_s, self._recorder = card, silence_s, recorder
         self._rejoin_s = rejoin_s
-        self._network, self._clock_ns = network or TcpNetwork(), clock_ns
+        self._network, self._clock_ns = network, clock_ns
+        self._running = RunningClock(clock_ns)
+        self._talking = RunningClock(self._running.now_ns)
+        """Time in which this process ran, and that part of it in which nodes spoke."""
+        self._heard_ns = 0  # when any of them did, in the first
         self._refused: Counter[str] = Counter()
         self._members: dict[NodeId, _Member] = {}
         self._groups = Groups()
@@ -157,8 +159,8 @@ class Head:
             await asyncio.wait_for(self.wait_until(told), POLL_S)
 
     def gauges(self) -> dict[str, dict[str, float]]:
-        """Latest value of every node metric: metric name -> node -> value."""
-        found: dict[str, dict[str, float]] = {}
+        """Latest value of every node metric: metric name -> node -> value. One is the head's too."""
+        found: dict[str, dict[str, float]] = {REFUSED: {"head": self._server.refused}}
         for node, each in self._beating().items():
             for name, value in each.gauges.items():
                 found.setdefault(name, {})[str(node)] = value
@@ -268,7 +270,7 @@ class Head:
                 self._streams[action.request].end_attempt()
                 expired = conductor.HoldExpired(action.request, action.attempt)
                 wait_s = action.wait_ms / 1000 or self._rejoin_s
-                asyncio.get_running_loop().call_later(wait_s, self._decide, expired)
+                RunningTimer(asyncio.get_running_loop(), wait_s, partial(self._decide, expired))
             case conductor.Fail():
                 error = RequestError(action.reason) if action.final else UnavailableError(action.reason)
                 self._fail(action.request, error)
@@ -337,7 +339,7 @@ class Head:
         if self._layout is None:
             self._layout, self._revision = hello.layout, hello.revision
             self._donors.block_size = hello.layout.block_size
-        self._members[joined.node] = _Member(hello, session, self._clock_ns())
+        self._members[joined.node] = _Member(hello, session, self._hear())
         session.send(messages.Welcome(self._beat_ms))
         self._tell_neighbours(joined.cluster)
         self._decide(joined)
@@ -354,15 +356,13 @@ class Head:
                 for session in (member.session, *self._groups.sessions(node)):
                     session.send(view(other, member.cluster))
 
-    def _distrust(self, hello: messages.Hello | messages.StageHello) -> str:
-        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            return "its cluster token is wrong"
+    def _alien(self, hello: messages.Hello | messages.StageHello) -> str:
         if hello.protocol != messages.PROTOCOL:
             return f"it speaks protocol {hello.protocol}, this cluster {messages.PROTOCOL}"
         return ""
 
     def _objection(self, hello: messages.Hello) -> str:
-        if reason := self._distrust(hello):
+        if reason := self._alien(hello):
             return reason
         if hello.joined.node in self._members:
             return f"a node named {hello.joined.node} is here already"
@@ -389,13 +389,13 @@ class Head:
 
     def join_stage(self, session: Session, hello: messages.StageHello) -> Stage | None:
         """Takes one process of a pipeline group in, or turns it away with the reason."""
-        reason = self._distrust(hello) or self._groups.objection(hello)
+        reason = self._alien(hello) or self._groups.objection(hello)
         if reason:
             log.warning("turned stage %d of %s away: %s", hello.stage, hello.group, reason)
             session.send(messages.Turned(reason))
             session.close(reason)
             return None
-        stage = Stage(hello, session, self._clock_ns())
+        stage = Stage(hello, session, self._hear())
         self._groups.enter(stage)
         if hello.stage:
             session.send(messages.Welcome(self._beat_ms))
@@ -404,11 +404,11 @@ class Head:
     def heard_stage(self, stage: Stage, message: messages.HeadBound) -> None:
         if not isinstance(message, messages.Beat):
             raise ProtocolError(f"a {type(message).__name__} from a later pipeline stage")
-        stage.heard_ns, stage.gauges = self._clock_ns(), _counted(stage.gauges, message)
+        stage.heard_ns, stage.gauges = self._hear(), _counted(stage.gauges, message)
         self._changed.set()
         leader = self._members.get(stage.hello.group)
         if leader is not None:
-            self._link_stats.heard(stage.name, leader.cluster, message.link_reports, stage.heard_ns)
+            self._link_stats.heard(stage.name, leader.cluster, message.link_reports, self._clock_ns())
 
     def leave_stage(self, stage: Stage, reason: str) -> None:
         """Nothing more is sent to a group that misses one, even before its leader knows."""
@@ -434,7 +434,7 @@ class Head:
         member = self._members.get(node)
         if member is None:
             return
-        member.heard_ns = self._clock_ns()
+        member.heard_ns = self._hear()
         match message:
             case messages.Outputs():
                 for output in message.outputs:
@@ -446,7 +446,7 @@ class Head:
             case messages.Beat():
                 member.gauges = _counted(member.gauges, message)
                 self._changed.set()
-                self._link_stats.heard(node, member.cluster, message.link_reports, member.heard_ns)
+                self._link_stats.heard(node, member.cluster, message.link_reports, self._clock_ns())
             case messages.Directions():
                 if node == self._donors.asked:
                     self._donors.take(message)
@@ -501,18 +501,30 @@ class Head:
             await asyncio.sleep(period_s)
             self._decide(conductor.LinksMeasured(self._link_stats.take()))
 
+    def _hear(self) -> int:
+        """Somebody speaks; when that is, for `_watch`."""
+        self._talking.tick()
+        self._heard_ns = self._running.now_ns()
+        return self._talking.now_ns()
+
     async def _watch(self) -> None:
-        """A node that sent nothing for `silence_s` is gone, whatever its socket says."""
+        """A process that sends nothing for `silence_s` in which others speak and this one listens is gone, whatever its
+        socket says. Where all are silent at once it is more likely the network, or the machine under them, and nobody
+        could take over: then they are given as long as requests wait for a node that comes back."""
+        silence_ns, patience_ns = (round(limit_s * NS_PER_S) for limit_s in (self._silence_s, self._rejoin_s))
         while True:
             await asyncio.sleep(BEAT_MS / 1000)
-            limit_ns = self._clock_ns() - int(self._silence_s * NS_PER_S)
+            if self._running.tick():
+                continue
+            all_silent = self._running.now_ns() - self._heard_ns > max(silence_ns, patience_ns)
+            now_ns, limit_s = self._talking.now_ns(), self._rejoin_s if all_silent else self._silence_s
             for node, member in list(self._members.items()):
-                if member.heard_ns < limit_ns:
-                    member.session.close(f"silent for {self._silence_s:g} s")
-                    self.leave(node, f"silent for {self._silence_s:g} s")
+                if all_silent or now_ns - member.heard_ns > silence_ns:
+                    member.session.close(f"silent for {limit_s:g} s")
+                    self.leave(node, f"silent for {limit_s:g} s")
             for stage in list(self._groups.followers()):
-                if stage.heard_ns < limit_ns:
-                    stage.session.abort(f"silent for {self._silence_s:g} s")
+                if all_silent or now_ns - stage.heard_ns > silence_ns:
+                    stage.session.abort(f"silent for {limit_s:g} s")
 
 
 def _report(task: asyncio.Task[None]) -> None:

@@ -44,11 +44,10 @@ class LocalCluster:
         self.head = Head(
             rules,
             card,
-            token=self._token,
             silence_s=limits.silence_s,
             rejoin_s=limits.rejoin_s,
             recorder=self._recorder,
-            network=network_of(config),
+            network=network_of(config, self._token),
             addresses=self._addresses,
             alias_of=partial(opaque, secret=self._token),
         )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hmac
 import logging
 import socket
 import ssl
@@ -28,11 +27,11 @@ from isthmus.cluster.cache import EngineCache, NodeCache, PoolOf
 from isthmus.cluster.link_monitor import LinkMonitor
 from isthmus.cluster.mover import BlockMover, KVMover
 from isthmus.cluster.runs import Runs
-from isthmus.cluster.sessions import CONNECT_S, NoPayloads, Peers
+from isthmus.cluster.sessions import CONNECT_S, REFUSED, NoPayloads, Peers
 from isthmus.deploy import NodeFacts
 from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
-from isthmus.messenger import Handler, Network, Session, address_of
+from isthmus.messenger import Handler, Network, RunningClock, Session, address_of
 from isthmus.node import events
 from isthmus.store import Store
 from isthmus.types import NS_PER_S, BlockName, NodeId, RequestId
@@ -61,7 +60,6 @@ class NodeOptions:
 
     facts: NodeFacts
     join: str
-    token: str
     transfer_s: float
     host: str = "127.0.0.1"
     shares_memory: bool = True
@@ -104,9 +102,7 @@ class MemberProcess(ABC):
         self._cache = None
         if store_of is not None:
             self._cache = cache_of(store=store_of(self._lost), pool_of=runtime.pool_of)
-        self._introduction = messages.PeerHello(
-            messages.PROTOCOL, options.token, self._facts.node, revision, layout
-        )
+        self._introduction = messages.PeerHello(messages.PROTOCOL, self._facts.node, revision, layout)
         peers = Peers(runtime.network, self._introduction, lambda: FromPeer(self, introduced=True))
         self._link_monitor = LinkMonitor(peers, options.link_s, self.spawn)
         self._addresses: dict[str, Mapping[NodeId, str]] = {}
@@ -118,7 +114,8 @@ class MemberProcess(ABC):
             spawn=self.spawn,
             shares_memory=options.shares_memory,
         )
-        self._clock_ns, self._blocks_evicted = runtime.clock_ns, 0
+        self._running, self._blocks_evicted = RunningClock(runtime.clock_ns), 0
+        self._clock_ns = self._running.now_ns
         self._head: Session | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._found: list[tuple[BlockName, BlockName | None]] = []
@@ -133,7 +130,7 @@ class MemberProcess(ABC):
             self._found = await asyncio.to_thread(self._cache.store.recover)
         host = self._options.host
         try:
-            server, port = await self._network.listen(host, 0, self.entrance, self.entering)
+            self._listener, port = await self._network.listen(host, 0, self.entrance, self.entering)
         except OSError as error:
             raise StartError(f"cannot listen for other nodes at {host}: {error.strerror}") from None
         self.start()
@@ -143,7 +140,7 @@ class MemberProcess(ABC):
             self._send(self.hello())
             return await self._over
         finally:
-            server.close()
+            self._listener.close()
             await self.mover.close()
             for task in list(self._tasks):
                 task.cancel()
@@ -221,8 +218,10 @@ class MemberProcess(ABC):
 
     async def _beat(self, every_ms: int) -> None:
         while True:
+            stood_still = self._running.tick()
             self._say()
-            self.fact(events.Woken())
+            if not stood_still:
+                self.fact(events.Woken())
             await asyncio.sleep(every_ms / 1000)
 
     def _say(self) -> None:
@@ -230,7 +229,7 @@ class MemberProcess(ABC):
 
     def gauges(self) -> dict[str, float]:
         """Present state and totals, by metric name."""
-        return self.mover.gauges()
+        return {REFUSED: self._listener.refused} | self.mover.gauges()
 
     def wake(self, wake: events.Wake) -> None:
         delay_s = max(0, wake.at_ns - self._clock_ns()) / NS_PER_S
@@ -275,11 +274,9 @@ class MemberProcess(ABC):
         raise OSError(f"{node} is not there")
 
     def trusts(self, hello: messages.PeerHello) -> bool:
-        """It has the cluster's token, and computes with the same model and KV layout."""
+        """It computes with the same model and KV layout."""
         mine = self._introduction
-        return hmac.compare_digest(hello.token.encode(), mine.token.encode()) and (
-            (hello.protocol, hello.revision, hello.layout) == (mine.protocol, mine.revision, mine.layout)
-        )
+        return (hello.protocol, hello.revision, hello.layout) == (mine.protocol, mine.revision, mine.layout)
 
     def introduced(self, session: Session, hello: messages.PeerHello) -> None:
         self.mover.introduced(session, hello.node)
@@ -316,9 +313,7 @@ class EngineProcess(MemberProcess):
 
     def hello(self) -> messages.Hello | messages.StageHello:
         options, facts = self._options, self._facts
-        return messages.StageHello(
-            messages.PROTOCOL, options.token, facts.node, options.stage, facts.pipeline, self._address
-        )
+        return messages.StageHello(messages.PROTOCOL, facts.node, options.stage, facts.pipeline, self._address)
 
     def gauges(self) -> dict[str, float]:
         counters = {f"{name}_total": value for name, value in self.runs.counters.items()}

@@ -10,11 +10,12 @@ from typing import Any
 from isthmus.cluster.messages import PeerHello, PeerMessage
 from isthmus.config import Config
 from isthmus.errors import ConfigError, ProtocolError
-from isthmus.messenger import Handler, Network, Session, TcpNetwork, Terms, Tls
+from isthmus.messenger import Greetings, Handler, Network, Session, TcpNetwork, Terms, Tls
 from isthmus.node import events
 from isthmus.types import NodeId
 
 CONNECT_S = 5.0
+REFUSED = "connections_refused_total"
 
 Reach = Callable[[NodeId], Awaitable[Session]]
 """The session with a node. Raises OSError or TimeoutError."""
@@ -60,8 +61,9 @@ class Peers:
         return session
 
 
-def network_of(config: Config) -> TcpNetwork:
-    """TCP as configured. Raises ConfigError where only some of the TLS files are given, or one cannot be used."""
+def network_of(config: Config, token: str) -> TcpNetwork:
+    """TCP as configured, for those who know the cluster's token. Raises ConfigError where only some of the TLS files
+    are given, or one cannot be used."""
     files = config.tls
     given = (files.certificate, files.key, files.authority)
     tls = None
@@ -70,4 +72,5 @@ def network_of(config: Config) -> TcpNetwork:
             raise ConfigError("tls: certificate, key and authority are needed, all three or none")
         tls = Tls(*map(str, given))
     terms = Terms(resume_s=config.network.resume_s)
-    return TcpNetwork(config.network.connections, tls, terms)
+    greetings = Greetings(config.limits.greeting_s, config.limits.greetings)
+    return TcpNetwork(config.network.connections, tls, terms, secret=token.encode(), greetings=greetings)

@@ -5,9 +5,10 @@ Knows nothing of engines or stores: a payload is memory to send from or to recei
 
 from isthmus.messenger.line import Answerer, Asker, LineLost, Question
 from isthmus.messenger.memory import MemoryNetwork
-from isthmus.messenger.network import Network, Server, TcpNetwork, address_of, split_address
+from isthmus.messenger.network import Greetings, Network, Server, TcpNetwork, address_of, split_address
 from isthmus.messenger.outbox import Priority, Sending
 from isthmus.messenger.ports import Handler
+from isthmus.messenger.running import RunningClock, RunningTimer
 from isthmus.messenger.session import Session
 from isthmus.messenger.streams import Tls
 from isthmus.messenger.terms import Stat, Terms
@@ -15,12 +16,15 @@ from isthmus.messenger.terms import Stat, Terms
 __all__ = [
     "Answerer",
     "Asker",
+    "Greetings",
     "Handler",
     "LineLost",
     "MemoryNetwork",
     "Network",
     "Priority",
     "Question",
+    "RunningClock",
+    "RunningTimer",
     "Sending",
     "Server",
     "Session",

@@ -9,8 +9,8 @@ from typing import Any
 
 from isthmus.cluster.messages import PeerHello, PeerMessage
 from isthmus.config import Config
-from isthmus.errors import ConfigError, ProtocolError
-from isthmus.messenger import Handler, Network, Session, TcpNetwork, Terms, Tls
+from isthmus.errors import ProtocolError
+from isthmus.messenger import Credentials, Handler, Network, Session, TcpNetwork, Terms, TlsFiles
 from isthmus.node import events
 from isthmus.types import NodeId
 
@@ -60,14 +60,11 @@ class Peers:
         return session
 
 
-def network_of(config: Config) -> TcpNetwork:
-    """TCP as configured. Raises ConfigError where only some of the TLS files are given, or one cannot be used."""
+def network_of(config: Config, credentials: Credentials | None = None) -> TcpNetwork:
+    """TCP as configured; with TLS where there are `credentials`, or files for it. Raises ConfigError for a file that
+    cannot be used."""
     files = config.tls
-    given = (files.certificate, files.key, files.authority)
-    tls = None
-    if any(given):
-        if not all(given):
-            raise ConfigError("tls: certificate, key and authority are needed, all three or none")
-        tls = Tls(*map(str, given))
+    if files.certificate and files.key and files.authority:
+        credentials = TlsFiles(files.certificate, files.key, files.authority)
     terms = Terms(resume_s=config.network.resume_s)
-    return TcpNetwork(config.network.connections, tls, terms)
+    return TcpNetwork(config.network.connections, credentials, terms)

@@ -243,7 +243,7 @@ class StageNode(EngineProcess):
         """The group forms. Raises ProtocolError when the one that opens it does not belong to it."""
         group, stage = self._facts.node, self._options.stage
         is_mine = (opening.hello.node, opening.stage) == (group, stage)
-        if self._before is not None or not is_mine or not self.trusts(opening.hello):
+        if self._before is not None or not is_mine or not self.trusts(session, opening.hello):
             raise ProtocolError("it is no stage of this group, or runs another model or KV layout")
         self._before = session
         store = self._cache.store if self._cache is not None else None

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import socket
-import ssl
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -15,10 +14,11 @@ from typing import Any, Protocol
 from isthmus.errors import ProtocolError
 from isthmus.messenger import greeting
 from isthmus.messenger.acks import Close
+from isthmus.messenger.credentials import Credentials, Identity
 from isthmus.messenger.frames import MAGIC_BYTES, PREFIX_BYTES, Prefix, check_header, check_magic, parse_prefix
 from isthmus.messenger.ports import Handler
 from isthmus.messenger.session import Session
-from isthmus.messenger.streams import Stream, Tls, open_stream, read_exactly, write_all
+from isthmus.messenger.streams import Stream, open_stream, read_exactly, write_all
 from isthmus.messenger.tcp import TcpPort, drain
 from isthmus.messenger.terms import STANDARD, Terms
 
@@ -49,8 +49,11 @@ class Network(Protocol):
         """Serves sessions; returns the server and the port it got. Raises OSError when the port is taken."""
         ...
 
-    async def connect(self, address: str, types: Any, handler: Handler, *, timeout_s: float) -> Session:
-        """A session with `host:port`. Raises OSError, with the peer's reason if it gave one, or TimeoutError."""
+    async def connect(
+        self, address: str, types: Any, handler: Handler, *, timeout_s: float, connections: int | None = None
+    ) -> Session:
+        """A session with `host:port`, of so many connections (None: as the network has). Raises OSError, with the
+        peer's reason if it gave one, or TimeoutError."""
         ...
 
 
@@ -58,19 +61,19 @@ class TcpNetwork:
     """Real sockets.
 
     `connections` per session, opened by the side that connects; the session can be used when the first is there.
+    `credentials`: for TLS; None: connections are plain.
     """
 
     def __init__(
         self,
         connections: int = 1,
-        tls: Tls | None = None,
+        credentials: Credentials | None = None,
         terms: Terms = STANDARD,
     ) -> None:
         if not 1 <= connections <= MAX_CONNECTIONS:
             raise ValueError(f"a session has 1 to {MAX_CONNECTIONS} connections")
         self._connections, self._terms = connections, terms
-        self._dialling = tls.context(ssl.PROTOCOL_TLS_CLIENT) if tls else None
-        self._serving = tls.context(ssl.PROTOCOL_TLS_SERVER) if tls else None
+        self._credentials = credentials
 
     async def listen(
         self, host: str, port: int, types: Any, handler_of: Callable[[], Handler]
@@ -79,43 +82,51 @@ class TcpNetwork:
             return Session(types, handler_of(), tcp, self._terms)
 
         sockets = await _listening(host, port)
-        return Listener(sockets, session_of, self._terms, self._serving), sockets[0].getsockname()[1]
+        return Listener(sockets, session_of, self._terms, self._credentials), sockets[0].getsockname()[1]
 
-    async def connect(self, address: str, types: Any, handler: Handler, *, timeout_s: float) -> Session:
-        dialler = _Dialler(*split_address(address), self._dialling, self._terms)
+    async def connect(
+        self, address: str, types: Any, handler: Handler, *, timeout_s: float, connections: int | None = None
+    ) -> Session:
+        dialler = _Dialler(*split_address(address), self._credentials, self._terms)
         async with asyncio.timeout(timeout_s):
             stream, terms = await dialler.dial(0, first=True)
         tcp = TcpPort(dialler.stop)
         session = tcp.session = Session(types, handler, tcp, self._terms)
-        session.peer = address
+        session.peer, session.identity = address, stream.identity
         session.agree(terms)
         tcp.dial_line = dialler.dial_line
         tcp.add(stream, 0)
-        dialler.keep(tcp, session, self._connections)
+        dialler.keep(tcp, session, connections or self._connections)
         return session
 
 
 class _Dialler:
     """Opens the connections of one session, and again when they are lost."""
 
-    def __init__(self, host: str, port: int, context: ssl.SSLContext | None, terms: Terms) -> None:
-        self._host, self._port, self._context, self._terms = host, port, context, terms
+    def __init__(self, host: str, port: int, credentials: Credentials | None, terms: Terms) -> None:
+        self._host, self._port, self._credentials, self._terms = host, port, credentials, terms
         self._name = os.urandom(greeting.SESSION_BYTES)
         self._task: asyncio.Task[None] | None = None
+        self._identity: Identity | None = None
 
     async def dial(self, lane: int, *, first: bool = False) -> tuple[Stream, Terms]:
         """One connection, greeted. Raises OSError."""
-        return await self._greeted(greeting.hello(self._name, lane, self._terms, first=first))
+        hello = greeting.hello(self._name, lane, self._terms, first=first)
+        stream, terms = await self._greeted(hello, first=first)
+        self._identity = stream.identity
+        return stream, terms
 
     async def dial_line(self) -> Stream:
         """Raises OSError, TimeoutError."""
         async with asyncio.timeout(GREETING_S):
-            stream, _ = await self._greeted(greeting.line(self._name, self._terms))
+            stream, _ = await self._greeted(greeting.line(self._name, self._terms), first=False)
         return stream
 
-    async def _greeted(self, hello: bytes) -> tuple[Stream, Terms]:
-        stream = await open_stream(await _connected(self._host, self._port), self._context, server=False)
+    async def _greeted(self, hello: bytes, *, first: bool) -> tuple[Stream, Terms]:
+        stream = await open_stream(await _connected(self._host, self._port), self._credentials, server=False)
         try:
+            if not first and stream.identity != self._identity:
+                raise ConnectionError(f"{stream.identity} answers where {self._identity} did")
             await write_all(stream, hello)
             answer = greeting.read_welcome(*await _read_greeting(stream))
         except ProtocolError as error:
@@ -170,9 +181,14 @@ class Listener:
         sockets: list[socket.socket],
         session_of: Callable[[TcpPort], Session],
         terms: Terms,
-        context: ssl.SSLContext | None,
+        credentials: Credentials | None,
     ) -> None:
-        self._sockets, self._session_of, self._terms, self._context = sockets, session_of, terms, context
+        self._sockets, self._session_of, self._terms, self._credentials = (
+            sockets,
+            session_of,
+            terms,
+            credentials,
+        )
         self._ports: dict[bytes, TcpPort] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
@@ -218,7 +234,7 @@ class Listener:
     async def _greet(self, sock: socket.socket, peer: str) -> None:
         try:
             async with asyncio.timeout(GREETING_S):
-                stream = await open_stream(sock, self._context, server=True)
+                stream = await open_stream(sock, self._credentials, server=True)
         except (OSError, TimeoutError) as error:
             log.warning("a connection from %s could not begin: %s", peer, error or "it was silent")
             sock.close()
@@ -227,7 +243,7 @@ class Listener:
         try:
             async with asyncio.timeout(GREETING_S):
                 hello = greeting.read_hello(*await _read_greeting(stream))
-                tcp = self._port_of(hello, peer)
+                tcp = self._port_of(hello, peer, stream.identity)
                 session = tcp.session
                 await write_all(stream, greeting.welcome(self._terms))
             if session is None or session.closed:
@@ -250,9 +266,11 @@ class Listener:
             stream.close()
             raise
 
-    def _port_of(self, hello: greeting.Hello, peer: str) -> TcpPort:
+    def _port_of(self, hello: greeting.Hello, peer: str, identity: Identity | None) -> TcpPort:
         tcp = self._ports.get(hello.session)
         if tcp is not None and tcp.session is not None and not hello.first:
+            if tcp.session.identity != identity:
+                raise ProtocolError("this session is somebody else's")
             if hello.is_line:
                 if not tcp.session.takes_lines:
                     raise ProtocolError("nobody here answers on a line")
@@ -265,7 +283,7 @@ class Listener:
             raise ProtocolError("this session is not known here")
         tcp = TcpPort(lambda: self._ports.pop(hello.session, None))
         session = tcp.session = self._session_of(tcp)
-        session.peer = peer
+        session.peer, session.identity = peer, identity
         session.agree(hello.terms)
         self._ports[hello.session] = tcp
         return tcp

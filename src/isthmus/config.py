@@ -253,7 +253,8 @@ class LimitsConfig(_Section):
     """What is accepted at once, how often a request is re-routed, and how long waits may last.
 
     `transfer_s`: in which a transfer must bring something; `link_s`: in which a link between clusters must, while
-    something is on its way over it.
+    something is on its way over it; `greeting_s`: in which a connection between processes must begin and say what it is
+    for; `greetings`: so many may be about to at once, of each process.
     """
 
     max_requests: int = Field(1024, ge=1)
@@ -264,6 +265,8 @@ class LimitsConfig(_Section):
     rejoin_s: float = Field(30.0, ge=0)
     transfer_s: float = Field(30.0, gt=0)
     link_s: float = Field(3.0, gt=0)
+    greeting_s: float = Field(5.0, gt=0)
+    greetings: int = Field(128, ge=1)
 
 
 class CacheConfig(_Section):

@@ -29,12 +29,12 @@ async def answer(head: Head, name: str, prompt: tuple[int, ...]) -> list[int]:
 async def serve() -> tuple[MemoryTape, list[list[int]], NodeProcess, dict[NodeId, Role]]:
     network, tape = MemoryNetwork(), MemoryTape()
     card = ModelCard("model", 1000, 1000, created_s=0)
-    head = Head(rules_of(Config()), card, token="t", silence_s=30, rejoin_s=30, recorder=tape, network=network)
+    head = Head(rules_of(Config()), card, silence_s=30, rejoin_s=30, recorder=tape, network=network)
     join = await head.open("127.0.0.1", 0)
     nodes = {}
     for name, role in ROLES.items():
         facts = NodeFacts(NodeId(name), role, CURVE, 64, 16, token_budget=64, sequences=Sequences(4, 2, 4))
-        options = NodeOptions(facts, join, token="t", transfer_s=30)
+        options = NodeOptions(facts, join, transfer_s=30)
         engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000)
         nodes[name] = NodeProcess(engine, options, Runtime(network))
     async with asyncio.TaskGroup() as group:

@@ -136,7 +136,7 @@ def test_a_node_that_cannot_be_reached_is_given_time_to_be_missed() -> None:
         network, tape = Deaf(), MemoryTape()
         card = ModelCard("model", 1000, 1000, created_s=0)
         rules = rules_of(Config())
-        head = Head(rules, card, token="t", silence_s=30, rejoin_s=30, recorder=tape, network=network)
+        head = Head(rules, card, silence_s=30, rejoin_s=30, recorder=tape, network=network)
         join, curve = await head.open("127.0.0.1", 0), Curve(**CURVE)
         async with asyncio.TaskGroup() as group:
             for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
@@ -146,7 +146,7 @@ def test_a_node_that_cannot_be_reached_is_given_time_to_be_missed() -> None:
                 engine = EmulatedEngine(
                     Recipe("model", layout_of(16), 1000), compile_cost(curve), 64, max_length=1000
                 )
-                options = NodeOptions(facts, join, token="t", transfer_s=30)
+                options = NodeOptions(facts, join, transfer_s=30)
                 group.create_task(NodeProcess(engine, options, Runtime(network)).run())
             await head.wait_for([NodeId("p"), NodeId("d")])
             stream = head.submit(Job(RequestId("a"), tuple(range(40)), 10, Sampling()))

@@ -156,7 +156,7 @@ def test_a_model_on_three_machines_says_what_it_says_in_one_process(site: Site) 
 
 
 STRANGERS: dict[str, tuple[dict[str, Any], str]] = {
-    "token": ({"token": "guessed"}, "the head turned this node away: its cluster token is wrong"),
+    "token": ({"token": "guessed"}, "cannot reach the head at head:7000: it says: its cluster token is wrong"),
     "no TLS": ({"tls": {}}, "cannot reach the head at head:7000: .*TLS"),
     "another authority": ({}, "cannot reach the head at head:7000: .*certificate"),
 }

@@ -30,7 +30,7 @@ from isthmus.node import Node
 from isthmus.node.events import Begin, Cut, Event, Forget, Wake, Woken
 from isthmus.scheduler import Admitted, BlockPool, Limits, Run, Scheduler
 from isthmus.types import FinishReason, NodeId, RequestId, Role, Sampling
-from tests.cluster.test_trust import CARD, RECIPE, TOKEN, facts
+from tests.cluster.test_trust import CARD, RECIPE, facts
 
 CURVE = Curve(kv_token_bytes=1, num_layers=2, prefill_token_s=1e-3, decode_fixed_s=1e-3)
 HERE = NodeId("here")
@@ -202,10 +202,10 @@ def test_a_worker_with_nothing_to_do_can_be_stopped() -> None:
 async def process_of(tape: Any = None) -> AsyncIterator[tuple[NodeProcess, MemoryTape, asyncio.Task[str]]]:
     """A mixed node in its cluster, what the conductor hears, and how the process ends. Sixteen tokens are a block."""
     network, heard = MemoryNetwork(), MemoryTape()
-    head = Head(Rules(), CARD, token=TOKEN, silence_s=30, rejoin_s=30, network=network, recorder=heard)
+    head = Head(Rules(), CARD, silence_s=30, rejoin_s=30, network=network, recorder=heard)
     join = await head.open("head", 1)
     engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000)
-    options = NodeOptions(facts("m", Role.MIXED), join, token=TOKEN, transfer_s=30)
+    options = NodeOptions(facts("m", Role.MIXED), join, transfer_s=30)
     process = NodeProcess(engine, options, Runtime(network), tape=tape)
     running = asyncio.create_task(process.run())
     async with asyncio.timeout(WAIT_S):

@@ -82,7 +82,7 @@ class Scene:
     def __init__(self, folder: Path | None, network: MemoryNetwork) -> None:
         self._folder, self.network = folder, network
         card = ModelCard("model", 1000, 1000, created_s=0)
-        self.head = Head(Rules(), card, token="t", silence_s=30, rejoin_s=30, network=network)
+        self.head = Head(Rules(), card, silence_s=30, rejoin_s=30, network=network)
         self.engines = [self._engine(layers) for layers in split_layers(STAGES, STAGES)]
         self.engines.append(self._engine((0, STAGES)))
         self.processes: list[EngineProcess] = []
@@ -97,7 +97,7 @@ class Scene:
         facts = NodeFacts(
             node, role, CURVE, 64, 16, pipeline=stages, token_budget=64, sequences=Sequences(8, 8, 8), **kept
         )
-        return NodeOptions(facts, join, token="t", transfer_s=30, stage=stage)
+        return NodeOptions(facts, join, transfer_s=30, stage=stage)
 
     def _opener(self, at: int) -> Callable[[OnLost], Store] | None:
         if self._folder is None:

@@ -94,13 +94,13 @@ async def answer(head: Head, number: int, prompt: Sequence[int]) -> list[int]:
 async def serve(folder: Path) -> MemoryTape:
     network, tape = MemoryNetwork(), MemoryTape()
     card = ModelCard("model", 1000, 1000, created_s=0)
-    head = Head(rules_of(Config()), card, token="t", silence_s=30, rejoin_s=30, recorder=tape, network=network)
+    head = Head(rules_of(Config()), card, silence_s=30, rejoin_s=30, recorder=tape, network=network)
     join = await head.open("127.0.0.1", 0)
     processes = []
     async with asyncio.TaskGroup() as group:
         for node, role in ((P, Role.PREFILL), (D, Role.DECODE)):
             engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000)
-            options = NodeOptions(facts_of(node, role), join, token="t", transfer_s=30)
+            options = NodeOptions(facts_of(node, role), join, transfer_s=30)
             opener = store_opener(folder / node)
             processes.append(NodeProcess(engine, options, Runtime(network), opener))
             group.create_task(processes[-1].run())

@@ -17,7 +17,7 @@ from isthmus.types import NodeId
 from tests.certificates import make_certificate
 from tests.cluster.fault_peers import LAYOUT
 
-HELLO = PeerHello(6, "secret", NodeId("here"), "revision", LAYOUT)
+HELLO = PeerHello(6, NodeId("here"), "revision", LAYOUT)
 
 
 class Ear(NoPayloads):
@@ -117,17 +117,19 @@ def test_nobody_sends_payloads_where_none_belong() -> None:
 def test_tls_is_configured_whole_or_not_at_all(tmp_path: Path) -> None:
     files = make_certificate(tmp_path, "ours")
     given = {f"tls.{part}": path for part, path in files.items()}
-    network = network_of(load_config(None, given))
+    network = network_of(load_config(None, given), "secret")
     assert network._dialling is not None and network._serving is not None
-    plain = network_of(load_config(None, {}))
+    plain = network_of(load_config(None, {}), "secret")
     assert plain._dialling is None and plain._serving is None
     for part in given:
         with pytest.raises(ConfigError, match="all three or none"):
-            network_of(load_config(None, {name: path for name, path in given.items() if name != part}))
+            network_of(
+                load_config(None, {name: path for name, path in given.items() if name != part}), "secret"
+            )
 
 
 def test_a_network_is_as_configured() -> None:
     config = load_config(None, {"network.connections": 3, "network.resume_s": 1.5})
-    network = network_of(config)
+    network = network_of(config, "secret")
     assert isinstance(network, TcpNetwork)
     assert (network._connections, network._terms.resume_s) == (3, 1.5)

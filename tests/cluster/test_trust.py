@@ -40,7 +40,7 @@ from tests.virtual import ManualLoop
 
 CURVE = Curve(kv_token_bytes=16, num_layers=2, prefill_token_s=1e-6, decode_fixed_s=1e-6)
 RECIPE = Recipe("model", layout_of(16), 1000)
-TOKEN, SILENCE_S, REJOIN_S = "secret", 3.0, 5.0
+SILENCE_S, REJOIN_S = 3.0, 5.0
 CARD = ModelCard("model", 1000, 1000, created_s=0)
 
 
@@ -50,7 +50,7 @@ def facts(name: str, role: Role) -> NodeFacts:
 
 def hello(name: str, role: Role, **others: Any) -> messages.Hello:
     said = messages.Hello(
-        messages.PROTOCOL, TOKEN, facts(name, role).joined(), f"{name}:1", RECIPE.revision, RECIPE.layout, 1000
+        messages.PROTOCOL, facts(name, role).joined(), f"{name}:1", RECIPE.revision, RECIPE.layout, 1000
     )
     return replace(said, **others)
 
@@ -91,7 +91,7 @@ class Scene:
         assert isinstance(self.loop, ManualLoop)
         self.network = MemoryNetwork()
         self.head = Head(
-            Rules(**rules), CARD, token=TOKEN, silence_s=SILENCE_S, rejoin_s=REJOIN_S, network=self.network,
+            Rules(**rules), CARD, silence_s=SILENCE_S, rejoin_s=REJOIN_S, network=self.network,
             clock_ns=self.loop.clock_ns,
         )  # fmt: skip
 
@@ -131,8 +131,6 @@ def scene(work: Callable[[Scene], Awaitable[None]], **rules: Any) -> None:
 
 OTHERS = layout_of(8)
 WRONG_NODES: dict[str, tuple[dict[str, Any], str]] = {
-    "token": ({"token": "guessed"}, "its cluster token is wrong"),
-    "no token": ({"token": ""}, "its cluster token is wrong"),
     "protocol": ({"protocol": messages.PROTOCOL + 1}, f"it speaks protocol {messages.PROTOCOL + 1}"),
     "name": ({"joined": facts("p", Role.DECODE).joined()}, "a node named p is here already"),
     "cluster": ({"joined": replace(facts("d", Role.DECODE).joined(), cluster="far")}, "no --cluster"),
@@ -166,12 +164,11 @@ def test_a_node_that_is_wrong_in_one_thing_is_turned_away(wrong: str) -> None:
 
 
 def stage(number: int, **others: Any) -> messages.StageHello:
-    said = messages.StageHello(messages.PROTOCOL, TOKEN, NodeId("g"), number, 3, f"g.{number}:1")
+    said = messages.StageHello(messages.PROTOCOL, NodeId("g"), number, 3, f"g.{number}:1")
     return replace(said, **others)
 
 
 WRONG_STAGES: dict[str, tuple[dict[str, Any], str]] = {
-    "token": ({"token": "guessed"}, "its cluster token is wrong"),
     "protocol": ({"protocol": messages.PROTOCOL + 1}, "it speaks protocol"),
     "negative": ({"stage": -1}, "there is no stage -1 among 3"),
     "too high": ({"stage": 3}, "there is no stage 3 among 3"),
@@ -510,10 +507,10 @@ def test_who_is_asked_how_it_is_answers_leaves_or_is_waited_for_no_longer() -> N
 @asynccontextmanager
 async def listening(network: MemoryNetwork) -> AsyncIterator[tuple[NodeProcess, str]]:
     """A node that is in a cluster, and where others reach it."""
-    head = Head(Rules(), CARD, token=TOKEN, silence_s=30, rejoin_s=30, network=network)
+    head = Head(Rules(), CARD, silence_s=30, rejoin_s=30, network=network)
     join = await head.open("head", 0)
     engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000)
-    options = NodeOptions(facts("d", Role.DECODE), join, token=TOKEN, transfer_s=30)
+    options = NodeOptions(facts("d", Role.DECODE), join, transfer_s=30)
     process = NodeProcess(engine, options, Runtime(network))
     running = asyncio.create_task(process.run())
     await head.wait_for([NodeId("d")])
@@ -524,10 +521,9 @@ async def listening(network: MemoryNetwork) -> AsyncIterator[tuple[NodeProcess, 
         await running
 
 
-INTRODUCTION = messages.PeerHello(messages.PROTOCOL, TOKEN, NodeId("p"), RECIPE.revision, RECIPE.layout)
+INTRODUCTION = messages.PeerHello(messages.PROTOCOL, NodeId("p"), RECIPE.revision, RECIPE.layout)
 OFFER = messages.Offer(RequestId("a#1"), 0, RECIPE.layout.num_layers)
 WRONG_PEERS: dict[str, list[Any]] = {
-    "token": [replace(INTRODUCTION, token="guessed"), OFFER],
     "protocol": [replace(INTRODUCTION, protocol=messages.PROTOCOL - 1), OFFER],
     "revision": [replace(INTRODUCTION, revision="other"), OFFER],
     "layout": [replace(INTRODUCTION, layout=OTHERS), OFFER],
@@ -580,7 +576,6 @@ def opening(**others: Any) -> messages.StageOpen:
 
 
 WRONG_OPENINGS: dict[str, list[Any]] = {
-    "token": [opening(hello=replace(INTRODUCTION, node=NodeId("g"), token="guessed"))],
     "model": [opening(hello=replace(INTRODUCTION, node=NodeId("g"), revision="other"))],
     "group": [opening(hello=INTRODUCTION)],
     "stage": [opening(stage=2)],
@@ -591,11 +586,11 @@ WRONG_OPENINGS: dict[str, list[Any]] = {
 @asynccontextmanager
 async def waiting(network: MemoryNetwork) -> AsyncIterator[tuple[asyncio.Task[str], str]]:
     """The second stage of two, which waits for the first, and where that reaches it."""
-    head = Head(Rules(), CARD, token=TOKEN, silence_s=30, rejoin_s=30, network=network)
+    head = Head(Rules(), CARD, silence_s=30, rejoin_s=30, network=network)
     join = await head.open("head", 0)
     engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000, layers=(1, 2))
     group = replace(facts("g", Role.PREFILL), pipeline=2)
-    options = NodeOptions(group, join, token=TOKEN, transfer_s=30, stage=1)
+    options = NodeOptions(group, join, transfer_s=30, stage=1)
     running = asyncio.create_task(StageNode(engine, options, Runtime(network)).run())
     while not (stages := list(head._groups.followers())):
         await asyncio.sleep(0.001)

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from unittest import mock
 
 import msgspec
 import pytest
 import uvloop
 
 from isthmus.errors import ProtocolError
-from isthmus.messenger import Priority, Session, TcpNetwork, Terms, address_of, network, split_address, tcp
+from isthmus.messenger import (
+    Greetings,
+    Priority,
+    Session,
+    TcpNetwork,
+    Terms,
+    address_of,
+    greeting,
+    network,
+    split_address,
+    tcp,
+)
 from isthmus.messenger.acks import Close
-from isthmus.messenger.frames import Kind, prefix_of
-from isthmus.messenger.greeting import Hello, Welcome, hello, refusal
+from isthmus.messenger.frames import PREFIX_BYTES, Kind, Prefix, parse_prefix, prefix_of
+from isthmus.messenger.greeting import NONCE_BYTES, Answer, Challenge, Dialling, Hello, Welcome, hello, refusal
+from isthmus.messenger.network import Listener
 from isthmus.messenger.streams import PlainStream, Stream, TlsStream
 from isthmus.messenger.tcp import drain
+from isthmus.messenger.terms import STANDARD
 
 LIMIT_S = 90.0
 """Only so that a bug ends the test: nothing here is decided by it."""
@@ -258,16 +273,52 @@ def frame_of(kind: Kind, body: object) -> bytes:
     return prefix_of(kind, header) + header
 
 
+NONCE = b"n" * NONCE_BYTES
+
+
+def hello_of(
+    session: bytes = bytes(16), *, first: bool = True, terms: Terms = STANDARD, **others: object
+) -> Hello:
+    return msgspec.structs.replace(hello(session, 0, terms, NONCE, first=first), **others)
+
+
+def begun(said: Hello) -> bytes:
+    return Dialling(said, b"").begin()
+
+
 GREETINGS = {
     "another protocol": (b"GET / HTTP/1.1\r\n\r\n", "does not speak this protocol"),
-    "another version": (frame_of(Kind.HELLO, Hello(7, 9, bytes(16), 0, True, Terms())), "not 7 to 9"),
-    "an old session": (hello(bytes(16), 1, Terms(), first=False), "not known here"),
+    "another version": (begun(hello_of(oldest=7, newest=9)), "not 7 to 9"),
+    "the version before": (frame_of(Kind.HELLO, (2, 2, bytes(16), 0, True, Terms(), False)), "not 2 to 2"),
     "no greeting": (frame_of(Kind.CLOSE, Close((), "")), "must begin with HELLO"),
     "an endless one": (prefix_of(Kind.HELLO, b"x" * 5000), "not that long"),
-    "a damaged one": (hello(bytes(16), 0, Terms(), first=True)[:-1] + b"?", "damaged"),
-    "a short name": (frame_of(Kind.HELLO, Hello(2, 2, bytes(15), 0, True, Terms())), "has 16 bytes"),
-    "no window": (frame_of(Kind.HELLO, Hello(2, 2, bytes(16), 0, True, Terms(window=0))), "could not be read"),
+    "a damaged one": (begun(hello_of())[:-1] + b"?", "damaged"),
+    "a short name": (begun(hello_of(bytes(15))), "has 16 bytes"),
+    "a short nonce": (begun(hello_of(nonce=b"x")), "a nonce has 32 bytes"),
+    "no window": (begun(hello_of(terms=Terms(window=0))), "could not be read"),
+    "no answer": (
+        begun(hello_of()) + frame_of(Kind.WELCOME, Welcome(3, Terms())),
+        "must be answered by ANSWER",
+    ),
+    "no proof": (begun(hello_of()) + frame_of(Kind.ANSWER, Answer(b"")), "its cluster token is wrong"),
 }
+
+
+async def read_frame(reader: asyncio.StreamReader) -> tuple[Prefix, bytes]:
+    prefix = parse_prefix(memoryview(await reader.readexactly(PREFIX_BYTES)))
+    return prefix, await reader.readexactly(prefix.header)
+
+
+async def greet(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, said: Hello, secret: bytes = b""
+) -> tuple[list[bytes], bytes]:
+    """Says what a dialler says; returns that, and the last answer."""
+    dialling = Dialling(said, secret)
+    sent = [dialling.begin()]
+    writer.write(sent[0])
+    sent.append(dialling.answer(*await read_frame(reader)))
+    writer.write(sent[1])
+    return sent, (await read_frame(reader))[1]
 
 
 def test_a_session_has_each_of_its_connections_once_and_not_too_many(
@@ -283,9 +334,9 @@ def test_a_session_has_each_of_its_connections_once_and_not_too_many(
         for lane in (0, 0, 1, 1, 2, 3):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writers.append(writer)
-            writer.write(hello(name, lane, Terms(), first=not answers))
-            head = await asyncio.wait_for(reader.read(4096), LIMIT_S)
-            answers.append(b"too many" in head)
+            said = hello_of(name, first=not answers, lane=lane)
+            _, answer = await asyncio.wait_for(greet(reader, writer, said), LIMIT_S)
+            answers.append(b"too many" in answer)
         assert answers == [False, True, False, True, False, True]
         (tcp,) = server._ports.values()
         assert tcp.session is not None and sorted(lane.number for lane in tcp.session.lanes) == [0, 1, 2]
@@ -298,9 +349,9 @@ def test_a_session_has_each_of_its_connections_once_and_not_too_many(
     running(work)
 
 
-@pytest.mark.parametrize("greeting", GREETINGS.values(), ids=GREETINGS.keys())
+@pytest.mark.parametrize("said", GREETINGS.values(), ids=GREETINGS.keys())
 def test_who_begins_wrongly_is_turned_away_with_one_line(
-    greeting: tuple[bytes, str], caplog: pytest.LogCaptureFixture
+    said: tuple[bytes, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The listener goes on, and no owner hears of it."""
 
@@ -308,11 +359,11 @@ def test_who_begins_wrongly_is_turned_away_with_one_line(
         there = Owner()
         server, port = await PLAIN.listen("127.0.0.1", 0, Message, lambda: there)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(greeting[0])
+        writer.write(said[0])
         answer = await asyncio.wait_for(reader.read(), LIMIT_S)
         writer.close()
-        assert greeting[1].encode() in answer
-        assert len(caplog.records) == 1 and greeting[1] in caplog.text
+        assert said[1].encode() in answer
+        assert len(caplog.records) == 1 and said[1] in caplog.text
         here = Owner()
         joined = await PLAIN.connect(f"127.0.0.1:{port}", Message, here, timeout_s=LIMIT_S)
         joined.send(Note("hello"))
@@ -326,30 +377,159 @@ def test_who_begins_wrongly_is_turned_away_with_one_line(
     running(work)
 
 
+CHALLENGE = frame_of(Kind.CHALLENGE, Challenge(NONCE))
+
+
 @pytest.mark.parametrize(
     ("answer", "complaint"),
     [
         (b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n", "does not speak this protocol"),
         (refusal("protocol versions 7 to 9 are spoken here, not 2 to 2"), "7 to 9 are spoken here"),
-        (frame_of(Kind.WELCOME, Welcome(9, Terms())), "version 9, which was not offered"),
+        (frame_of(Kind.WELCOME, Welcome(3, Terms())), "must say CHALLENGE or CLOSE"),
+        (CHALLENGE + frame_of(Kind.WELCOME, Welcome(9, Terms())), "version 9, which was not offered"),
+        (CHALLENGE + frame_of(Kind.WELCOME, Welcome(3, Terms())), "does not know this cluster's token"),
+        (CHALLENGE + CHALLENGE, "must say WELCOME or CLOSE"),
         (b"", "ended before it began"),
     ],
 )
 def test_who_answers_wrongly_is_no_peer(answer: bytes, complaint: str) -> None:
     async def work() -> None:
+        served = asyncio.Event()
+
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.read(10)
             writer.write(answer)
+            writer.write_eof()
+            with contextlib.suppress(ConnectionError):  # the dialler hung up with something unread
+                await reader.read()
             writer.close()
+            served.set()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         with pytest.raises(OSError, match=complaint):
             await PLAIN.connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
+        await asyncio.wait_for(served.wait(), LIMIT_S)
         server.close()
         await server.wait_closed()
 
     running(work)
+
+
+@asynccontextmanager
+async def listening(network: TcpNetwork) -> AsyncIterator[tuple[Listener, int, list[Owner]]]:
+    """With the owner of each session that was opened."""
+    owners: list[Owner] = []
+
+    def owner() -> Owner:
+        owners.append(Owner())
+        return owners[-1]
+
+    server, port = await network.listen("127.0.0.1", 0, Message, owner)
+    try:
+        yield server, port, owners
+    finally:
+        server.close()
+        await server.wait_closed()
+
+
+CLUSTER = TcpNetwork(secret=b"the cluster's")
+
+
+@pytest.mark.parametrize("secret", [b"", b"guessed", b"the cluster's "])
+def test_without_the_secret_nothing_begins(secret: bytes) -> None:
+    async def work() -> None:
+        async with listening(CLUSTER) as (server, port, owners):
+            with pytest.raises(ConnectionRefusedError, match="its cluster token is wrong"):
+                await TcpNetwork(secret=secret).connect(
+                    f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S
+                )
+            assert not owners and not server._ports
+
+    running(work)
+
+
+def test_a_listener_without_the_secret_is_no_peer() -> None:
+    """One that takes everybody."""
+
+    class Anybody(greeting.Listening):
+        def check(self, prefix: Prefix, header: bytes) -> None:
+            """Whoever it is."""
+
+    async def work() -> None:
+        async with listening(TcpNetwork(secret=b"guessed")) as (_, port, owners):
+            with pytest.raises(ConnectionError, match="the listener does not know this cluster's token"):
+                await CLUSTER.connect(f"127.0.0.1:{port}", Message, Owner(), timeout_s=LIMIT_S)
+            for one in owners:
+                await one.until(lambda one=one: one.reasons)
+
+    with mock.patch.object(greeting, "Listening", Anybody):
+        running(work)
+
+
+@pytest.mark.parametrize("kind", ["session", "lane", "line"])
+def test_a_greeting_that_was_recorded_opens_nothing(kind: str) -> None:
+    """Neither while its session is open nor later; and who knows its name, but not the secret, joins no session."""
+
+    async def work() -> None:
+        async with listening(CLUSTER) as (server, port, owners):
+            first = await asyncio.open_connection("127.0.0.1", port)
+            sent, answer = await greet(*first, hello_of(), b"the cluster's")
+            assert msgspec.msgpack.decode(answer, type=Welcome).version
+            (tcp,) = server._ports.values()
+            assert tcp.session is not None
+            tcp.session.answer_lines(lambda line: line.hang_up())
+            said = {
+                "session": hello_of(),
+                "lane": hello_of(first=False, lane=1),
+                "line": hello_of(is_line=True),
+            }
+            if kind != "session":
+                more = await asyncio.open_connection("127.0.0.1", port)
+                sent, answer = await greet(
+                    *more, msgspec.structs.replace(said[kind], first=False), b"the cluster's"
+                )
+                more[1].close()
+            assert b"wrong" not in answer
+            for still_open in (True, False):
+                if not still_open:
+                    tcp.session.abort("over")
+                    await owners[0].until(lambda: owners[0].reasons)
+                for again in (sent, [Dialling(said[kind], b"guessed").begin(), sent[1]]):
+                    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                    writer.write(b"".join(again))
+                    assert b"its cluster token is wrong" in await asyncio.wait_for(reader.read(), LIMIT_S)
+                    writer.close()
+            first[1].close()
+            assert len(owners) == 1 and not owners[0].messages and not server._ports
+
+    running(work)
+
+
+def test_later_connections_take_the_place_of_those_that_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """300 of them use up no descriptors and fill no log, and who has something to say is heard."""
+
+    async def work() -> None:
+        network = TcpNetwork(greetings=Greetings(LIMIT_S, most=8))
+        async with listening(network) as (server, port, owners):
+            silent = []
+            for _ in range(300):
+                silent.append(await asyncio.open_connection("127.0.0.1", port))
+                await until(lambda: len(server._tasks) <= 8)
+            here = Owner()
+            joined = await network.connect(f"127.0.0.1:{port}", Message, here, timeout_s=LIMIT_S)
+            joined.send(Note("hello"))
+            await until(lambda: owners and owners[0].messages)
+            for reader, _ in silent[:290]:
+                assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
+            joined.close()
+            await here.until(lambda: here.reasons)
+            for _, writer in silent:
+                writer.close()
+            assert len(owners) == 1
+
+    running(work)
+    assert "made room for later ones" in caplog.text and len(caplog.records) < 20
 
 
 @pytest.mark.parametrize("begun", [False, True])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.errors import ConfigError
-from isthmus.messenger import TcpNetwork, Tls, network
+from isthmus.messenger import Greetings, TcpNetwork, Tls
 from tests.certificates import make_certificate
 
 from .test_network import LIMIT_S, Message, Note, Owner, Parcel, pattern, running, session
@@ -140,14 +140,11 @@ def test_there_is_no_way_round_tls(plain: str, tls: dict[str, Tls]) -> None:
 
 
 @pytest.mark.parametrize("secured", [True, False])
-def test_who_says_nothing_is_not_waited_for(
-    secured: bool, tls: dict[str, Tls], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_says_nothing_is_not_waited_for(secured: bool, tls: dict[str, Tls]) -> None:
     """Neither to shake hands nor to say Hello."""
-    monkeypatch.setattr(network, "GREETING_S", 0.05)
 
     async def work() -> None:
-        serving = TcpNetwork(tls=tls["ours"] if secured else None)
+        serving = TcpNetwork(tls=tls["ours"] if secured else None, greetings=Greetings(0.05))
         server, port = await serving.listen("127.0.0.1", 0, Message, Owner)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         async with asyncio.timeout(LIMIT_S):

@@ -195,7 +195,6 @@ class VirtualCluster:
         head = VirtualHead(
             rules,
             ModelCard("virtual", MAX_LENGTH, VOCABULARY, created_s=0),
-            token="virtual",
             silence_s=limits.silence_s,
             rejoin_s=limits.rejoin_s,
             recorder=tape,
@@ -215,9 +214,7 @@ class VirtualCluster:
                 if slot not in self._files or not self._disks_stay:
                     self._files[slot] = MemoryFiles(loop.time)
                 files = self._files[slot]
-                options = NodeOptions(
-                    facts, join, "virtual", limits.transfer_s, host=facts.node, shares_memory=False
-                )
+                options = NodeOptions(facts, join, limits.transfer_s, host=facts.node, shares_memory=False)
                 skew_ns = (slot + 1) * SKEW_NS
 
                 def clock_ns(skew_ns: int = skew_ns) -> int:

@@ -221,11 +221,11 @@ def _runtime_of(spec: LaunchSpec, config: Config) -> Runtime:
     from isthmus.cluster.sessions import network_of
 
     if not spec.pin:
-        return Runtime(network_of(config))
+        return Runtime(network_of(config, spec.token))
     from isthmus.cluster.authority import NodeCredentials
 
     credentials = NodeCredentials(spec.pin, spec.node)
-    return Runtime(network_of(config, credentials), credentials=credentials)
+    return Runtime(network_of(config, spec.token, credentials), credentials=credentials)
 
 
 def _facts_of(spec: LaunchSpec, config: Config) -> NodeFacts:
@@ -241,7 +241,6 @@ def _options_of(spec: LaunchSpec, config: Config, facts: NodeFacts, join_s: floa
     return NodeOptions(
         facts=facts,
         join=spec.join,
-        token=spec.token,
         transfer_s=config.limits.transfer_s,
         host=spec.host,
         shares_memory=config.cache.share == "host" and not spec.cluster,

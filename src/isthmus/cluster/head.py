@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import time
 from collections import Counter
@@ -31,7 +30,7 @@ from isthmus.cluster.recorder import Tape
 from isthmus.cluster.sessions import NoPayloads
 from isthmus.cluster.streams import Stream
 from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
-from isthmus.messenger import Network, Session, TcpNetwork, address_of
+from isthmus.messenger import Network, Session, address_of
 from isthmus.node.events import Become, Begin, Forget, Move, Return
 from isthmus.types import NS_PER_MS, NS_PER_S, Job, ModelCard, NodeId, RequestId, Role
 
@@ -59,8 +58,8 @@ class Head:
     """Start with `open`; then `submit` jobs. Everything runs in one event loop.
 
     `addresses`: of its nodes, for each cluster. `enrolment`: who gives nodes the certificates that say their names;
-    None where certificates name nobody. `network`, `clock_ns`: where sessions come from and what the time is;
-    others than the machine's own in tests and in virtual time.
+    None where certificates name nobody. `network`: where sessions come from, of members of the cluster only;
+    `clock_ns`: what the time is, another than the machine's own in virtual time.
     """
 
     def __init__(
@@ -68,21 +67,20 @@ class Head:
         rules: conductor.Rules,
         card: ModelCard,
         *,
-        token: str,
         silence_s: float,
         rejoin_s: float,
+        network: Network,
         recorder: Tape | None = None,
         addresses: AddressBook | None = None,
         enrolment: Enrolment | None = None,
-        network: Network | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._conductor, self._rules = conductor.Conductor(rules), rules
         self._addresses, self._link_stats = addresses or AddressBook(), LinkStats(rules.links)
         self._offload = Offload(links=self._link_stats.views())
-        self._card, self._token, self._silence_s, self._recorder = card, token, silence_s, recorder
+        self._card, self._silence_s, self._recorder = card, silence_s, recorder
         self._rejoin_s, self._enrolment = rejoin_s, enrolment
-        self._network, self._clock_ns = network or TcpNetwork(), clock_ns
+        self._network, self._clock_ns = network, clock_ns
         self._refused: Counter[str] = Counter()
         self._members: dict[NodeId, _Member] = {}
         self._groups = Groups()
@@ -374,15 +372,13 @@ class Head:
     def _disowned(self, session: Session, node: NodeId) -> str:
         return self._enrolment.objection(session.identity, node) if self._enrolment is not None else ""
 
-    def _distrust(self, hello: messages.Hello | messages.StageHello) -> str:
-        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            return "its cluster token is wrong"
+    def _alien(self, hello: messages.Hello | messages.StageHello) -> str:
         if hello.protocol != messages.PROTOCOL:
             return f"it speaks protocol {hello.protocol}, this cluster {messages.PROTOCOL}"
         return ""
 
     def _objection(self, hello: messages.Hello) -> str:
-        if reason := self._distrust(hello):
+        if reason := self._alien(hello):
             return reason
         if hello.joined.node in self._members:
             return f"a node named {hello.joined.node} is here already"
@@ -409,8 +405,8 @@ class Head:
 
     def join_stage(self, session: Session, hello: messages.StageHello) -> Stage | None:
         """Takes one process of a pipeline group in, or turns it away with the reason."""
-        distrusted = self._disowned(session, hello.group) or self._distrust(hello)
-        if reason := distrusted or self._groups.objection(hello):
+        alien = self._disowned(session, hello.group) or self._alien(hello)
+        if reason := alien or self._groups.objection(hello):
             self._turn_away(session, f"stage {hello.stage} of {hello.group}", reason)
             return None
         stage = Stage(hello, session, self._clock_ns())

@@ -53,11 +53,10 @@ class LocalCluster:
         self.head = Head(
             rules,
             card,
-            token=self._token,
             silence_s=limits.silence_s,
             rejoin_s=limits.rejoin_s,
             recorder=self._recorder,
-            network=network_of(config, credentials_of(self._authority)),
+            network=network_of(config, self._token, credentials_of(self._authority)),
             addresses=self._addresses,
             enrolment=Enrolment(self._authority) if self._authority is not None else None,
         )

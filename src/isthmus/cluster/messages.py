@@ -20,7 +20,7 @@ from isthmus.scheduler import Piece, Preempted
 from isthmus.store import ArenaHandle
 from isthmus.types import BlockName, Generated, NodeId, RequestId, Sampling, TokenLogprobs
 
-PROTOCOL = 10
+PROTOCOL = 11
 MAX_NAMES = 1 << 16
 """In one message: far from the limit of its length."""
 
@@ -30,7 +30,6 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     KV, `host:port`. For people: `products`, how its engine multiplies; `remark`, what they are to know of it."""
 
     protocol: int
-    token: str
     joined: NodeJoined
     address: str
     revision: str
@@ -98,7 +97,6 @@ class StageHello(msgspec.Struct, frozen=True, tag=True):
     """
 
     protocol: int
-    token: str
     group: NodeId
     stage: int
     stages: int
@@ -206,7 +204,6 @@ class PeerHello(msgspec.Struct, frozen=True, tag=True):
     """First message on a session between nodes: of the one that hands over or fetches."""
 
     protocol: int
-    token: str
     node: NodeId
     revision: str
     layout: KVLayout

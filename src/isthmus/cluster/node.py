@@ -155,7 +155,7 @@ class NodeProcess(EngineProcess):
     def _hello(self) -> messages.Hello:
         engine = self._engine
         return messages.Hello(
-            messages.PROTOCOL, self._options.token, self._facts.joined(), self._address,
+            messages.PROTOCOL, self._facts.joined(), self._address,
             engine.revision, engine.layout, engine.max_length, engine.products,
         )  # fmt: skip
 

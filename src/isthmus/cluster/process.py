@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hmac
 import logging
 import socket
 import ssl
@@ -67,7 +66,6 @@ class NodeOptions:
 
     facts: NodeFacts
     join: str
-    token: str
     transfer_s: float
     host: str = "127.0.0.1"
     shares_memory: bool = True
@@ -112,9 +110,7 @@ class MemberProcess(ABC):
         self._cache = None
         if store_of is not None:
             self._cache = cache_of(store=store_of(self._lost), pool_of=runtime.pool_of)
-        self._introduction = messages.PeerHello(
-            messages.PROTOCOL, options.token, self._facts.node, revision, layout
-        )
+        self._introduction = messages.PeerHello(messages.PROTOCOL, self._facts.node, revision, layout)
         peers = Peers(runtime.network, self._introduction, lambda: FromPeer(self, introduced=True))
         self._link_monitor = LinkMonitor(peers, options.link_s, self.spawn)
         self._addresses: dict[str, Mapping[NodeId, str]] = {}
@@ -313,13 +309,11 @@ class MemberProcess(ABC):
         raise OSError(f"{node} is not there")
 
     def trusts(self, session: Session, hello: messages.PeerHello) -> bool:
-        """It has the cluster's token, is who its certificate says, and computes with the same model and KV layout."""
+        """It is who its certificate says, and computes with the same model and KV layout."""
         mine, identity = self._introduction, session.identity
         if identity is not None and disowned(identity, replace(identity, node=hello.node)):
             return False
-        return hmac.compare_digest(hello.token.encode(), mine.token.encode()) and (
-            (hello.protocol, hello.revision, hello.layout) == (mine.protocol, mine.revision, mine.layout)
-        )
+        return (hello.protocol, hello.revision, hello.layout) == (mine.protocol, mine.revision, mine.layout)
 
     def introduced(self, session: Session, hello: messages.PeerHello) -> None:
         self.mover.introduced(session, hello.node)
@@ -356,9 +350,7 @@ class EngineProcess(MemberProcess):
 
     def hello(self) -> messages.Hello | messages.StageHello:
         options, facts = self._options, self._facts
-        return messages.StageHello(
-            messages.PROTOCOL, options.token, facts.node, options.stage, facts.pipeline, self._address
-        )
+        return messages.StageHello(messages.PROTOCOL, facts.node, options.stage, facts.pipeline, self._address)
 
     def gauges(self) -> dict[str, float]:
         return {f"{name}_total": value for name, value in self.runs.counters.items()} | super().gauges()

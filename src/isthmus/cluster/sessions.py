@@ -10,7 +10,16 @@ from typing import Any
 from isthmus.cluster.messages import PeerHello, PeerMessage
 from isthmus.config import Config
 from isthmus.errors import ProtocolError
-from isthmus.messenger import Credentials, Handler, Network, Session, TcpNetwork, Terms, TlsFiles
+from isthmus.messenger import (
+    Credentials,
+    Greetings,
+    Handler,
+    Network,
+    Session,
+    TcpNetwork,
+    Terms,
+    TlsFiles,
+)
 from isthmus.node import events
 from isthmus.types import NodeId
 
@@ -60,11 +69,14 @@ class Peers:
         return session
 
 
-def network_of(config: Config, credentials: Credentials | None = None) -> TcpNetwork:
-    """TCP as configured; with TLS where there are `credentials`, or files for it. Raises ConfigError for a file that
-    cannot be used."""
+def network_of(config: Config, token: str, credentials: Credentials | None = None) -> TcpNetwork:
+    """TCP as configured, for those who know the cluster's token; with TLS where there are `credentials`, or files for
+    it. Raises ConfigError for a file that cannot be used."""
     files = config.tls
     if files.certificate and files.key and files.authority:
         credentials = TlsFiles(files.certificate, files.key, files.authority)
     terms = Terms(resume_s=config.network.resume_s)
-    return TcpNetwork(config.network.connections, credentials, terms)
+    greetings = Greetings(config.limits.greeting_s, config.limits.greetings)
+    return TcpNetwork(
+        config.network.connections, credentials, terms, secret=token.encode(), greetings=greetings
+    )

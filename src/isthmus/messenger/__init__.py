@@ -6,7 +6,7 @@ Knows nothing of engines or stores: a payload is memory to send from or to recei
 from isthmus.messenger.credentials import Credentials, Identity, TlsFiles
 from isthmus.messenger.line import Answerer, Asker, LineLost, Question
 from isthmus.messenger.memory import MemoryNetwork
-from isthmus.messenger.network import Network, Server, TcpNetwork, address_of, split_address
+from isthmus.messenger.network import Greetings, Network, Server, TcpNetwork, address_of, split_address
 from isthmus.messenger.outbox import Priority, Sending
 from isthmus.messenger.ports import Handler
 from isthmus.messenger.session import Session
@@ -16,6 +16,7 @@ __all__ = [
     "Answerer",
     "Asker",
     "Credentials",
+    "Greetings",
     "Handler",
     "Identity",
     "LineLost",

@@ -45,6 +45,8 @@ class Kind(IntEnum):
     CANCEL = 5
     REFUSE = 6
     CLOSE = 7
+    CHALLENGE = 8
+    ANSWER = 9
 
 
 ACK_SOON = 0x80

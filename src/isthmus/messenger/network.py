@@ -7,13 +7,15 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+import msgspec
+
 from isthmus.errors import ProtocolError
 from isthmus.messenger import greeting
-from isthmus.messenger.acks import Close
 from isthmus.messenger.credentials import Credentials, Identity
 from isthmus.messenger.frames import MAGIC_BYTES, PREFIX_BYTES, Prefix, check_header, check_magic, parse_prefix
 from isthmus.messenger.ports import Handler
@@ -24,15 +26,27 @@ from isthmus.messenger.terms import STANDARD, Terms
 
 log = logging.getLogger(__name__)
 
-GREETING_S = 5.0
-"""How long a connection may take to begin."""
 MAX_GREETING = 4096
+"""Bytes of one frame of a greeting, of which each side sends two."""
 MAX_PORT = 65535
 MAX_CONNECTIONS = 64
 """Of one session."""
 ACCEPT_PAUSE_S = 1.0
 REDIAL_S = (0.02, 1.0)
 """First and longest wait before a lost connection is made again."""
+QUIET_S = 5.0
+"""Of connections that were turned away one line is logged, and for so long no other."""
+
+
+class Greetings(msgspec.Struct, frozen=True):
+    """How long a connection may take to begin, TLS included, and how many may be about to at once, for each listener:
+    one more takes the place of the oldest."""
+
+    within_s: float = 5.0
+    most: int = 128
+
+
+USUAL = Greetings()
 
 
 class Server(Protocol):
@@ -61,7 +75,8 @@ class TcpNetwork:
     """Real sockets.
 
     `connections` per session, opened by the side that connects; the session can be used when the first is there.
-    `credentials`: for TLS; None: connections are plain.
+    `credentials`: for TLS; None: connections are plain. `secret`: what both sides must know, of each connection
+    (`greeting.py`).
     """
 
     def __init__(
@@ -69,10 +84,14 @@ class TcpNetwork:
         connections: int = 1,
         credentials: Credentials | None = None,
         terms: Terms = STANDARD,
+        *,
+        secret: bytes = b"",
+        greetings: Greetings = USUAL,
     ) -> None:
         if not 1 <= connections <= MAX_CONNECTIONS:
             raise ValueError(f"a session has 1 to {MAX_CONNECTIONS} connections")
         self._connections, self._terms = connections, terms
+        self._secret, self._greetings = secret, greetings
         self._credentials = credentials
 
     async def listen(
@@ -82,12 +101,16 @@ class TcpNetwork:
             return Session(types, handler_of(), tcp, self._terms)
 
         sockets = await _listening(host, port)
-        return Listener(sockets, session_of, self._terms, self._credentials), sockets[0].getsockname()[1]
+        listener = Listener(
+            sockets, session_of, self._terms, self._credentials, secret=self._secret, greetings=self._greetings
+        )
+        return listener, sockets[0].getsockname()[1]
 
     async def connect(
         self, address: str, types: Any, handler: Handler, *, timeout_s: float, connections: int | None = None
     ) -> Session:
-        dialler = _Dialler(*split_address(address), self._credentials, self._terms)
+        host, port = split_address(address)
+        dialler = _Dialler(host, port, self._credentials, self._terms, self._secret, self._greetings.within_s)
         async with asyncio.timeout(timeout_s):
             stream, terms = await dialler.dial(0, first=True)
         tcp = TcpPort(dialler.stop)
@@ -103,42 +126,54 @@ class TcpNetwork:
 class _Dialler:
     """Opens the connections of one session, and again when they are lost."""
 
-    def __init__(self, host: str, port: int, credentials: Credentials | None, terms: Terms) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        credentials: Credentials | None,
+        terms: Terms,
+        secret: bytes,
+        within_s: float,
+    ) -> None:
         self._host, self._port, self._credentials, self._terms = host, port, credentials, terms
+        self._secret, self._within_s = secret, within_s
         self._name = os.urandom(greeting.SESSION_BYTES)
         self._task: asyncio.Task[None] | None = None
         self._identity: Identity | None = None
 
     async def dial(self, lane: int, *, first: bool = False) -> tuple[Stream, Terms]:
         """One connection, greeted. Raises OSError."""
-        hello = greeting.hello(self._name, lane, self._terms, first=first)
-        stream, terms = await self._greeted(hello, first=first)
+        nonce = os.urandom(greeting.NONCE_BYTES)
+        hello = greeting.hello(self._name, lane, self._terms, nonce, first=first)
+        stream, terms = await self._greeted(hello)
         self._identity = stream.identity
         return stream, terms
 
     async def dial_line(self) -> Stream:
         """Raises OSError, TimeoutError."""
-        async with asyncio.timeout(GREETING_S):
-            stream, _ = await self._greeted(greeting.line(self._name, self._terms), first=False)
+        nonce = os.urandom(greeting.NONCE_BYTES)
+        async with asyncio.timeout(self._within_s):
+            stream, _ = await self._greeted(greeting.line(self._name, self._terms, nonce))
         return stream
 
-    async def _greeted(self, hello: bytes, *, first: bool) -> tuple[Stream, Terms]:
+    async def _greeted(self, hello: greeting.Hello) -> tuple[Stream, Terms]:
+        dialling = greeting.Dialling(hello, self._secret)
         stream = await open_stream(await _connected(self._host, self._port), self._credentials, server=False)
         try:
-            if not first and stream.identity != self._identity:
+            if not hello.first and stream.identity != self._identity:
                 raise ConnectionError(f"{stream.identity} answers where {self._identity} did")
-            await write_all(stream, hello)
-            answer = greeting.read_welcome(*await _read_greeting(stream))
+            await write_all(stream, dialling.begin())
+            await write_all(stream, dialling.answer(*await _read_greeting(stream)))
+            return stream, dialling.end(*await _read_greeting(stream))
+        except greeting.TurnedAway as error:
+            stream.close()
+            raise ConnectionRefusedError(f"it says: {error}") from None
         except ProtocolError as error:
             stream.close()
             raise ConnectionError(str(error)) from None
         except BaseException:
             stream.close()
             raise
-        if isinstance(answer, Close):
-            stream.close()
-            raise ConnectionRefusedError(f"it says: {answer.reason}")
-        return stream, answer.terms
 
     def keep(self, tcp: TcpPort, session: Session, connections: int) -> None:
         if connections > 1 or self._terms.resume_s:
@@ -156,7 +191,7 @@ class _Dialler:
                 await tcp.lane_lost.wait()
                 continue
             try:
-                async with asyncio.timeout(GREETING_S):
+                async with asyncio.timeout(self._within_s):
                     stream, _ = await self.dial(number)
             except (OSError, TimeoutError) as error:
                 if isinstance(error, ConnectionRefusedError) and session.suspended:
@@ -174,7 +209,8 @@ class _Dialler:
 
 
 class Listener:
-    """Accepts connections, greets them and hands each to its session."""
+    """Accepts connections, greets them and hands each to its session. Before its greeting is over a connection has no
+    session, and nothing but its own few bytes is held for it."""
 
     def __init__(
         self,
@@ -182,6 +218,9 @@ class Listener:
         session_of: Callable[[TcpPort], Session],
         terms: Terms,
         credentials: Credentials | None,
+        *,
+        secret: bytes,
+        greetings: Greetings,
     ) -> None:
         self._sockets, self._session_of, self._terms, self._credentials = (
             sockets,
@@ -189,8 +228,11 @@ class Listener:
             terms,
             credentials,
         )
+        self._secret, self._greetings = secret, greetings
         self._ports: dict[bytes, TcpPort] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], str] = {}
+        """Connections whose greeting is under way, oldest first, and from where they are."""
+        self._trouble = _Trouble()
         self._loop = asyncio.get_running_loop()
         for sock in sockets:
             self._loop.add_reader(sock.fileno(), self._accept, sock)
@@ -203,6 +245,7 @@ class Listener:
         self._sockets = []
         for task in self._tasks:
             task.cancel()
+        self._trouble.flush()
 
     async def wait_closed(self) -> None:
         if self._tasks:
@@ -218,12 +261,17 @@ class Listener:
             self._loop.remove_reader(listening.fileno())
             self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again, listening)
             return
-        task = self._loop.create_task(self._greet(sock, address_of(address[0], address[1])))
-        self._tasks.add(task)
+        peer = address_of(address[0], address[1])
+        if len(self._tasks) >= self._greetings.most:
+            oldest = next(iter(self._tasks))
+            self._trouble.say(f"a connection from {self._tasks.pop(oldest)} made room for later ones")
+            oldest.cancel()
+        task = self._loop.create_task(self._greet(sock, peer))
+        self._tasks[task] = peer
         task.add_done_callback(partial(self._greeted, sock))
 
     def _greeted(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         if task.cancelled():
             sock.close()  # nobody else does where it was cancelled before it began
 
@@ -232,39 +280,44 @@ class Listener:
             self._loop.add_reader(listening.fileno(), self._accept, listening)
 
     async def _greet(self, sock: socket.socket, peer: str) -> None:
-        try:
-            async with asyncio.timeout(GREETING_S):
-                stream = await open_stream(sock, self._credentials, server=True)
-        except (OSError, TimeoutError) as error:
-            log.warning("a connection from %s could not begin: %s", peer, error or "it was silent")
-            sock.close()
-            return
+        stream: Stream | None = None
         session: Session | None = None
         try:
-            async with asyncio.timeout(GREETING_S):
-                hello = greeting.read_hello(*await _read_greeting(stream))
-                tcp = self._port_of(hello, peer, stream.identity)
+            async with asyncio.timeout(self._greetings.within_s):
+                stream = await open_stream(sock, self._credentials, server=True)
+                hello = await self._prove(stream)
+                tcp = self._port_of(hello.hello, peer, stream.identity)
                 session = tcp.session
-                await write_all(stream, greeting.welcome(self._terms))
+                await write_all(stream, hello.welcome(self._terms))
             if session is None or session.closed:
                 raise ConnectionError("its session ended meanwhile")
-            if hello.is_line:
+            if hello.hello.is_line:
                 session.take_line(stream)
             else:
-                tcp.add(stream, hello.lane)
+                tcp.add(stream, hello.hello.lane)
         except ProtocolError as error:
-            log.warning("a connection from %s was turned away: %s", peer, error)
+            assert stream is not None
+            self._trouble.say(f"a connection from {peer} was turned away: {error}")
             with contextlib.suppress(OSError):
                 stream.send([memoryview(greeting.refusal(str(error)))])
             await drain(stream)
         except (OSError, TimeoutError) as error:
-            log.warning("a connection from %s ended: %s", peer, error or "it was silent")
-            stream.close()
+            begun = "could not begin" if stream is None else "ended"
+            self._trouble.say(f"a connection from {peer} {begun}: {error or 'it was silent'}")
+            (stream or sock).close()
             if session is not None and not session.lanes and not session.suspended:
                 session.abort(f"it could not begin: {error}")
         except BaseException:
-            stream.close()
+            (stream or sock).close()
             raise
+
+    async def _prove(self, stream: Stream) -> greeting.Listening:
+        """Raises ProtocolError when the other side is not one of this cluster, OSError when it ends."""
+        nonce = os.urandom(greeting.NONCE_BYTES)
+        hello = greeting.Listening(*await _read_greeting(stream), nonce, self._secret)
+        await write_all(stream, hello.challenge())
+        hello.check(*await _read_greeting(stream))
+        return hello
 
     def _port_of(self, hello: greeting.Hello, peer: str, identity: Identity | None) -> TcpPort:
         tcp = self._ports.get(hello.session)
@@ -287,6 +340,28 @@ class Listener:
         session.agree(hello.terms)
         self._ports[hello.session] = tcp
         return tcp
+
+
+class _Trouble:
+    """Connections that came to nothing, on few lines: whoever knocks thousands of times fills no disk."""
+
+    def __init__(self) -> None:
+        self._logged_s = -QUIET_S
+        self._unsaid = 0
+
+    def say(self, what: str) -> None:
+        now_s = time.monotonic()
+        if now_s - self._logged_s < QUIET_S:
+            self._unsaid += 1
+            return
+        self.flush()
+        self._logged_s = now_s
+        log.warning("%s", what)
+
+    def flush(self) -> None:
+        if self._unsaid:
+            log.warning("%d more connections came to nothing", self._unsaid)
+            self._unsaid = 0
 
 
 def address_of(host: str, port: int) -> str:

@@ -213,7 +213,7 @@ class AdapterProcess(MemberProcess):
     def hello(self) -> messages.Hello:
         engine = self._engine
         return messages.Hello(
-            messages.PROTOCOL, self._options.token, self._facts.joined(), self._address,
+            messages.PROTOCOL, self._facts.joined(), self._address,
             engine.revision, engine.layout, engine.max_length, remark=engine.remark,
         )  # fmt: skip
 

@@ -15,8 +15,9 @@ import pytest
 from benchmarks.served import reserved_port
 from isthmus.cli.models import bytes_folder
 from isthmus.cli.serve import assemble, say_if_plain
+from isthmus.cluster.hosts import LocalHosts
 from isthmus.cluster.joining import JoinedCluster
-from isthmus.cluster.launcher import Launcher
+from isthmus.cluster.local import signs
 from isthmus.config import load_config
 from isthmus.engine.emulated import expected_tokens, recipe_of
 from tests.served import LIMIT_S, Client, command, refused, wait_until_ready
@@ -126,23 +127,49 @@ def test_nodes_of_other_machines_take_no_memory_here(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("isthmus.cluster.hosts.available_bytes", lambda: 0)
     overrides = {f"engine.{name}": value for name, value in EMULATED.items()}
     config = load_config(None, {**overrides, "placement": "join", "token": "secret"})
-    assert isinstance(assemble(config, Launcher)[0], JoinedCluster)
+    assert isinstance(assemble(config, LocalHosts(config))[0], JoinedCluster)
+
+
+FILES = {"tls.certificate": "a", "tls.key": "b", "tls.authority": "c"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "red"),
+    ("settings", "plain"),
     [
         ({}, False),
         ({"join_host": "localhost"}, False),
-        ({"join_host": "::1"}, False),
-        ({"join_host": "0.0.0.0"}, True),
-        ({"join_host": "head"}, True),
-        ({"join_host": "0.0.0.0", "tls.certificate": "a", "tls.key": "b", "tls.authority": "c"}, False),
+        ({"join_host": "::1", "tls.mode": "none"}, False),
+        ({"join_host": "0.0.0.0"}, False),
+        ({"join_host": "0.0.0.0", "tls.mode": "none"}, True),
+        ({"join_host": "head", "tls.mode": "none"}, True),
+        ({"join_host": "0.0.0.0", **FILES}, False),
     ],
 )
-def test_what_anybody_on_the_way_can_read_is_said(
-    settings: dict[str, Any], red: bool, capsys: pytest.CaptureFixture[str]
+def test_what_insecure_gives_up_is_said_in_one_line(
+    settings: dict[str, Any], plain: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    say_if_plain(load_config(None, settings))
+    config = load_config(None, settings)
+    say_if_plain(config, config.join_host)
     said = capsys.readouterr().err
-    assert ("can read the token and all KV" in said) is red and said.count("\n") == red
+    assert ("can read all prompts, answers and KV" in said) is plain and said.count("\n") == plain
+
+
+@pytest.mark.parametrize(
+    ("settings", "secured"),
+    [
+        ({}, False),
+        ({"join_host": "localhost"}, False),
+        ({"join_host": "127.0.0.2"}, False),
+        ({"join_host": "::1"}, False),
+        ({"join_host": "::"}, True),
+        ({"join_host": "0.0.0.0"}, True),
+        ({"join_host": "10.0.0.1"}, True),
+        ({"join_host": "head"}, True),
+        ({"tls.folder": "here"}, True),
+        ({"join_host": "head", "tls.mode": "none"}, False),
+        ({"join_host": "head", **FILES}, False),
+    ],
+)
+def test_the_head_has_an_authority_beyond_loopback(settings: dict[str, Any], secured: bool) -> None:
+    config = load_config(None, settings)
+    assert signs(config, config.join_host) is secured

@@ -216,7 +216,7 @@ class NodeCredentials:
         return self._head_of(secured.getpeercert(binary_form=True) or b"")
 
     def _head_of(self, shown: bytes) -> Identity:
-        """Of a certificate that OpenSSL has checked nothing of but that the peer has its key. Raises ssl.SSLError."""
+        """Of a certificate of which OpenSSL has checked only that the peer has its key. Raises ConnectionRefusedError."""
         try:
             if len(shown) > MAX_REQUEST:
                 raise ValueError("it is too long")
@@ -233,9 +233,11 @@ class NodeCredentials:
             if not identity.is_head:
                 raise ValueError(f"it is that of node {identity.node}")
         except InvalidSignature:
-            raise ssl.SSLError("its certificate is of another authority than the join token's") from None
+            raise ConnectionRefusedError(
+                "its certificate is of another authority than the join token's"
+            ) from None
         except (ValueError, IndexError, x509.ExtensionNotFound, x509.DuplicateExtension) as error:
-            raise ssl.SSLError(f"its certificate is not a head's: {error}") from None
+            raise ConnectionRefusedError(f"its certificate is not a head's: {error}") from None
         return identity
 
     def request(self) -> bytes:
@@ -262,7 +264,7 @@ class NodeCredentials:
 
 
 def identity_of(secured: ssl.SSLSocket) -> Identity:
-    """Of a peer whose certificate OpenSSL has found good. Raises ssl.SSLError."""
+    """Of a peer whose certificate OpenSSL has found good. Raises ConnectionRefusedError."""
     shown = secured.getpeercert() or {}
     names = [str(entry[1]) for entry in shown.get("subjectAltName", ()) if entry[0] == "URI"]
     try:
@@ -270,7 +272,7 @@ def identity_of(secured: ssl.SSLSocket) -> Identity:
             raise ValueError(f"it has {len(names)} names")
         return Identity.parse(names[0])
     except ValueError as error:
-        raise ssl.SSLError(f"its certificate does not say who it is: {error}") from None
+        raise ConnectionRefusedError(f"its certificate does not say who it is: {error}") from None
 
 
 def pin_of(key: ec.EllipticCurvePublicKey) -> str:

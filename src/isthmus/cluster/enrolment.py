@@ -15,7 +15,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from isthmus.cluster import messages
-from isthmus.cluster.sessions import NoPayloads
+from isthmus.cluster.sessions import NoPayloads, disowned
 from isthmus.errors import ProtocolError, StartError
 from isthmus.messenger import Identity, Network, Session
 from isthmus.messenger.credentials import NAME
@@ -37,28 +37,19 @@ class Enrolment:
         """Why whoever is at the other end of a session is not `node`; empty when it is."""
         if identity is None:
             return "it has no certificate yet: it must enrol first"
-        return disowned(identity, self._authority.identity(node))
+        return disowned(identity, node)
 
     def enrolled(self, identity: Identity | None, asked: messages.Enrol) -> messages.Enrolled:
         """`identity`: of who asks; None before its first certificate, and no other name after. Raises ProtocolError."""
         if not NAME.fullmatch(asked.node):
             raise ProtocolError("a node's name is 1 to 253 letters, digits, '.', '_' and '-'")
-        own = self._authority.identity(asked.node)
-        if identity is not None and (wrong := disowned(identity, own)):
+        if wrong := disowned(identity, asked.node):
             raise ProtocolError(wrong)
         try:
-            certificate = self._authority.issue(asked.request, own)
+            certificate = self._authority.issue(asked.request, self._authority.identity(asked.node))
         except ValueError as error:
             raise ProtocolError(f"its request for a certificate: {error}") from None
         return messages.Enrolled(certificate, self._authority.certificate)
-
-
-def disowned(identity: Identity | None, expected: Identity | None) -> str:
-    """Why a peer is not whom it says to be, or who should answer; empty when it is, and where certificates name
-    nobody."""
-    if identity is None or identity == expected:
-        return ""
-    return f"its certificate is that of {identity}, not of {expected}"
 
 
 async def enrol(
@@ -98,4 +89,4 @@ class _Asking(NoPayloads):
 
     def on_close(self, session: Session, reason: str) -> None:
         if not self.answer.done():
-            self.answer.set_exception(ConnectionError(f"the head gave no certificate: {reason}"))
+            self.answer.set_exception(ConnectionRefusedError(f"the head gave no certificate: {reason}"))

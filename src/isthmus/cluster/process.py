@@ -20,17 +20,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from msgspec.structs import replace
-
 from isthmus.attempts import BlocksEvicted, Report, RoleChanged
 from isthmus.blocks import KVLayout
 from isthmus.cluster import messages
 from isthmus.cluster.cache import EngineCache, NodeCache, PoolOf
-from isthmus.cluster.enrolment import disowned, enrol
+from isthmus.cluster.enrolment import enrol
 from isthmus.cluster.link_monitor import LinkMonitor
 from isthmus.cluster.mover import BlockMover, KVMover
 from isthmus.cluster.runs import Runs
-from isthmus.cluster.sessions import CONNECT_S, NoPayloads, Peers
+from isthmus.cluster.sessions import CONNECT_S, NoPayloads, Peers, check_peer, disowned
 from isthmus.deploy import NodeFacts
 from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
@@ -111,7 +109,9 @@ class MemberProcess(ABC):
         if store_of is not None:
             self._cache = cache_of(store=store_of(self._lost), pool_of=runtime.pool_of)
         self._introduction = messages.PeerHello(messages.PROTOCOL, self._facts.node, revision, layout)
-        peers = Peers(runtime.network, self._introduction, lambda: FromPeer(self, introduced=True))
+        peers = Peers(
+            runtime.network, self._introduction, lambda: FromPeer(self, introduced=True), self._node_at
+        )
         self._link_monitor = LinkMonitor(peers, options.link_s, self.spawn)
         self._addresses: dict[str, Mapping[NodeId, str]] = {}
         self.mover = mover_of(
@@ -177,11 +177,7 @@ class MemberProcess(ABC):
             await enrol(self._network, join, own, self._facts.node, self._options.stage, CONNECT_S)
         handler = Vital(self, "the head", self.on_head)
         session = await self._network.connect(join, messages.NodeBound, handler, timeout_s=CONNECT_S)
-        if (identity := session.identity) is not None and not identity.is_head:
-            session.abort(f"{identity} is not the head")
-            raise StartError(
-                f"whoever answers at {join} is not the head: its certificate is that of {identity}"
-            )
+        check_peer(session, None)
         return session
 
     def end(self, reason: str | Exception) -> None:
@@ -308,12 +304,19 @@ class MemberProcess(ABC):
                 return addresses[node]
         raise OSError(f"{node} is not there")
 
+    def _node_at(self, address: str) -> NodeId:
+        """Raises OSError for an address at which nobody is any more."""
+        for addresses in self._addresses.values():
+            for node, known in addresses.items():
+                if known == address:
+                    return node
+        raise OSError(f"nobody is at {address} any more")
+
     def trusts(self, session: Session, hello: messages.PeerHello) -> bool:
         """It is who its certificate says, and computes with the same model and KV layout."""
-        mine, identity = self._introduction, session.identity
-        if identity is not None and disowned(identity, replace(identity, node=hello.node)):
-            return False
-        return (hello.protocol, hello.revision, hello.layout) == (mine.protocol, mine.revision, mine.layout)
+        mine = self._introduction
+        alike = (hello.protocol, hello.revision, hello.layout) == (mine.protocol, mine.revision, mine.layout)
+        return alike and not disowned(session.identity, hello.node)
 
     def introduced(self, session: Session, hello: messages.PeerHello) -> None:
         self.mover.introduced(session, hello.node)

@@ -14,6 +14,7 @@ from isthmus.messenger import (
     Credentials,
     Greetings,
     Handler,
+    Identity,
     Network,
     Session,
     TcpNetwork,
@@ -42,11 +43,34 @@ class NoPayloads:
         """Nothing was placed."""
 
 
-class Peers:
-    """Sessions with other nodes that were opened here: one for each address, on first use."""
+def disowned(identity: Identity | None, node: NodeId | None) -> str:
+    """Why whoever has this certificate is not `node` (None: the head); empty when it is, and where certificates name
+    nobody."""
+    if identity is None or identity.node == node:
+        return ""
+    return f"its certificate is that of {identity}, not that of {'the head' if node is None else node}"
 
-    def __init__(self, network: Network, hello: PeerHello, handler_of: Callable[[], Handler]) -> None:
-        self._network, self._hello, self._handler_of = network, hello, handler_of
+
+def check_peer(session: Session, node: NodeId | None) -> None:
+    """Ends a session that was dialled when it is not with `node` (None: the head). Raises
+    ConnectionRefusedError then."""
+    if wrong := disowned(session.identity, node):
+        session.abort(wrong)
+        raise ConnectionRefusedError(wrong)
+
+
+class Peers:
+    """Sessions with other nodes that were opened here: one for each address, on first use. `node_at`: who is to be
+    reached at an address."""
+
+    def __init__(
+        self,
+        network: Network,
+        hello: PeerHello,
+        handler_of: Callable[[], Handler],
+        node_at: Callable[[str], NodeId],
+    ) -> None:
+        self._network, self._hello, self._handler_of, self._node_at = network, hello, handler_of, node_at
         self._sessions: dict[str, asyncio.Task[Session]] = {}
         self._open: dict[str, Session] = {}
 
@@ -64,6 +88,8 @@ class Peers:
 
     async def _connect(self, address: str) -> Session:
         session = await self._network.connect(address, PeerMessage, self._handler_of(), timeout_s=CONNECT_S)
+        if session.identity is not None:
+            check_peer(session, self._node_at(address))
         session.send(self._hello)
         self._open[address] = session
         return session

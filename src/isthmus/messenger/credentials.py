@@ -53,7 +53,7 @@ class Credentials(Protocol):
 
     def identity(self, secured: ssl.SSLSocket) -> Identity | None:
         """The peer's, after the handshake; None where certificates name nobody, or the peer showed none and need not.
-        Raises ssl.SSLError for a peer that is not to be spoken to."""
+        Raises ConnectionRefusedError for a peer that is not to be spoken to."""
 
 
 class TlsFiles:

@@ -95,7 +95,7 @@ class PlainStream:
 class TlsStream:
     """OpenSSL wants a write that did not go through to be repeated with the same bytes: `_chunk`."""
 
-    def __init__(self, sock: ssl.SSLSocket, identity: Identity | None) -> None:
+    def __init__(self, sock: ssl.SSLSocket, identity: Identity | None = None) -> None:
         self._sock, self.identity = sock, identity
         self._chunk: memoryview | bytes | None = None
 

@@ -15,7 +15,9 @@ from .conftest import Command
 
 @pytest.mark.parametrize("role", Role)
 def test_a_node_needs_a_head_to_join(role: Role) -> None:
-    with pytest.raises(ConfigError, match=r"^isthmus node needs --role \S+ and --join HOST:PORT$"):
+    with pytest.raises(
+        ConfigError, match=r"^isthmus node needs --role \S+ and --join isthmus://HOST:PORT#TOKEN$"
+    ):
         node(role=role)
 
 

@@ -79,7 +79,7 @@ def node(
     token = joining.secret or cluster_token() or settings.token
     if token is None:
         raise ConfigError(
-            f"the cluster's token is needed: --join {FORM}, ISTHMUS_TOKEN, or token in the config file"
+            f"the cluster's token is needed: set ISTHMUS_TOKEN, token in the config file, or --join {FORM}"
         )
     if name is None and settings.cache.ssd:
         raise ConfigError(

@@ -216,7 +216,8 @@ class NodeCredentials:
         return self._head_of(secured.getpeercert(binary_form=True) or b"")
 
     def _head_of(self, shown: bytes) -> Identity:
-        """Of a certificate of which OpenSSL has checked only that the peer has its key. Raises ConnectionRefusedError."""
+        """Of a certificate of which OpenSSL has checked only that the peer has its key. Raises
+        ConnectionRefusedError."""
         try:
             if len(shown) > MAX_REQUEST:
                 raise ValueError("it is too long")
@@ -230,7 +231,7 @@ class NodeCredentials:
                 raise ValueError(f"it has expired, or the clock of this machine, {now:%F %T} UTC, is wrong")
             names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
             identity = Identity.parse(names.get_values_for_type(x509.UniformResourceIdentifier)[0])
-            if not identity.is_head:
+            if identity.node is not None:
                 raise ValueError(f"it is that of node {identity.node}")
         except InvalidSignature:
             raise ConnectionRefusedError(

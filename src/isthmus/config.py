@@ -319,8 +319,9 @@ class TlsConfig(_Section):
     """TLS 1.3 with certificates on both sides, for all sessions of nodes (docs/machines.md).
 
     `mode`: `auto` as soon as nodes join at an address that is not loopback, with an authority that the head makes;
-    `none` leaves sessions plain. `folder`: where the authority's key is kept, else it lives as long as the head; with a
-    folder loopback has TLS too. `certificate`, `key`, `authority`: PEM files of the operator's in place of all that.
+    `none` leaves sessions plain. `folder`: where the authority's key, and a token that was drawn, are kept, else they
+    live as long as the head; with a folder loopback has TLS too. `certificate`, `key`, `authority`: PEM files of the
+    operator's in place of all that.
     """
 
     mode: Literal["auto", "none"] = "auto"

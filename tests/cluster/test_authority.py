@@ -18,9 +18,11 @@ from isthmus.cluster.authority import (
     KEY_FILE,
     RETRY_S,
     SKEW_S,
+    TOKEN_FILE,
     Authority,
     HeadCredentials,
     NodeCredentials,
+    kept_token,
     key_of,
 )
 from isthmus.errors import ConfigError
@@ -89,7 +91,10 @@ def test_an_authority_that_is_kept_is_the_same_the_next_time(tmp_path: Path) -> 
     assert len(first.pin) == 44
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / KEY_FILE).stat().st_mode) == 0o600
-    assert [path.name for path in folder.iterdir()] == [KEY_FILE]
+    token = kept_token(folder)
+    assert kept_token(folder) == token != kept_token(tmp_path / "other") and len(token) == 32
+    assert {path.name for path in folder.iterdir()} == {KEY_FILE, TOKEN_FILE}
+    assert stat.S_IMODE((folder / TOKEN_FILE).stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize("wrong", ["readable", "garbage", "folder"])

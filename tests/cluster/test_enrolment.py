@@ -273,7 +273,7 @@ def test_strangers_are_turned_away_before_anything_is_decoded(
         old = Now()
         old.now -= 2 * CERTIFICATE_S
         shown: dict[str, Credentials | None] = {
-            "no certificate": some.guest(A),
+            "no certificate": _Bold(some.guest(A)),
             "another authority": _Bold(enrolled(Authority.made(), A)),
             "operator's files": _Bold(foreign),
             "expired": _Bold(enrolled(Authority(some.authority._key, old), A, old)),

@@ -39,7 +39,8 @@ MAX_REQUEST = 4096
 """Bytes of a certificate or of a request for one."""
 RETRY_S = 30.0
 """How long a renewal that was asked for may take before it is asked for again."""
-KEY_FILE = "authority.key"
+KEY_FILE, TOKEN_FILE = "authority.key", "token"
+"""What `tls.folder` keeps, so that a head that is started again has the same join token."""
 _CURVE, _HASH = ec.SECP256R1(), hashes.SHA256()
 _PEM = serialization.Encoding.PEM
 
@@ -70,26 +71,15 @@ class Authority:
 
     @staticmethod
     def kept(folder: Path, clock: Clock = time.time) -> Authority:
-        """The one whose key is in `folder`, which is made if need be, so that a head that is started again has the same
-        join token. Raises ConfigError, also for a key that others can read."""
-        path = folder / KEY_FILE
+        """The one whose key is in `folder`, which is made if need be. Raises ConfigError."""
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if not path.exists():
-                _write_once(path, _pem_of(ec.generate_private_key(_CURVE)))
-            with path.open("rb") as file:
-                state = os.fstat(file.fileno())
-                data = file.read(MAX_REQUEST)
-        except OSError as error:
-            raise ConfigError(f"tls.folder: {path}: {error.strerror}") from None
-        if state.st_uid != os.getuid() or state.st_mode & 0o077:
-            raise ConfigError(f"tls.folder: {path}: others can read it; chown and chmod 600 it, or remove it")
-        try:
-            key = serialization.load_pem_private_key(data, None)
+            key = serialization.load_pem_private_key(kept(folder / KEY_FILE, _new_key), None)
         except ValueError:
             key = None
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name != _CURVE.name:
-            raise ConfigError(f"tls.folder: {path} holds no ECDSA P-256 key; remove it, and one is made")
+            raise ConfigError(
+                f"tls.folder: {folder / KEY_FILE} holds no ECDSA P-256 key; remove it, and one is made"
+            )
         return Authority(key, clock)
 
     def identity(self, node: NodeId | None) -> Identity:
@@ -289,6 +279,37 @@ def key_of(pin: str) -> ec.EllipticCurvePublicKey:
 
 def _pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.private_bytes(_PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+
+
+def _new_key() -> bytes:
+    return _pem_of(ec.generate_private_key(_CURVE))
+
+
+def kept_token(folder: Path) -> str:
+    """The cluster's token that is in `folder`, which is drawn if need be. Raises ConfigError."""
+    data = kept(folder / TOKEN_FILE, lambda: secrets.token_hex(16).encode())
+    try:
+        return data.decode("ascii")
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"tls.folder: {folder / TOKEN_FILE} is no token; remove it, and one is drawn"
+        ) from None
+
+
+def kept(path: Path, make: Callable[[], bytes]) -> bytes:
+    """What a file of this user alone holds; the first time what `make` makes. Raises ConfigError, also for a file that
+    others can read."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            _write_once(path, make())
+        with path.open("rb") as file:
+            state, data = os.fstat(file.fileno()), file.read(MAX_REQUEST)
+    except OSError as error:
+        raise ConfigError(f"tls.folder: {path}: {error.strerror}") from None
+    if state.st_uid != os.getuid() or state.st_mode & 0o077:
+        raise ConfigError(f"tls.folder: {path}: others can read it; chown and chmod 600 it, or remove it")
+    return data
 
 
 def _write_once(path: Path, data: bytes) -> None:

@@ -43,13 +43,13 @@ class LocalCluster:
         self._recorder = (
             LiveRecorder(Path(config.record), Header(RECORDING_FORMAT, rules)) if config.record else None
         )
-        self._token = config.token or secrets.token_hex(16)
         self._config, self._model, self._hosts = config, model, hosts
         self._addresses = AddressBook([cluster.name for cluster in clusters_of(config)], rules.links)
         self.links: list[LinkProcess] = []
         self.invitation = ""
         self.join_host = config.join_host if "join_host" in config.model_fields_set else hosts.address
         self._authority = authority_of(config, self.join_host)
+        self._token = config.token or token_of(config)
         self.head = Head(
             rules,
             card,
@@ -151,6 +151,15 @@ def authority_of(config: Config, host: str) -> Authority | None:
 
     folder = config.tls.folder
     return Authority.made() if folder is None else Authority.kept(Path(folder).expanduser())
+
+
+def token_of(config: Config) -> str:
+    """Drawn at random, and kept where the authority's key is. Raises ConfigError."""
+    if config.tls.folder is None:
+        return secrets.token_hex(16)
+    from isthmus.cluster.authority import kept_token
+
+    return kept_token(Path(config.tls.folder).expanduser())
 
 
 def credentials_of(authority: Authority | None) -> HeadCredentials | None:

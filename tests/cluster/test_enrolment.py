@@ -179,6 +179,16 @@ def test_a_name_that_could_be_read_as_another_is_not_certified(name: str) -> Non
     scene(work)
 
 
+def test_a_session_without_a_certificate_ends_with_the_certificate() -> None:
+    async def work(some: Scene) -> None:
+        asking = some.guest(A)
+        one = await some.dial(asking, messages.Enrol(A, 0, asking.request()))
+        await until(lambda: one.reasons)
+        assert len(one.of(messages.Enrolled)) == len(one.heard) == 1
+
+    scene(work)
+
+
 def test_a_node_gets_certificates_of_its_own_name_only() -> None:
     async def work(some: Scene) -> None:
         known = some.certified(A)

@@ -358,3 +358,20 @@ def test_nothing_is_watched_where_no_time_is_given() -> None:
         assert some.report == LinkReport("far", up=False)
 
     scene(work, None)
+
+
+@pytest.mark.parametrize("link_s", [LINK_S, 1.2])
+def test_a_monitor_that_stood_still_gives_no_link_up(link_s: float) -> None:
+    """What came meanwhile is read first; a sign of life that is still missing later is missed."""
+
+    async def work(some: Scene) -> None:
+        line = await near(some)
+        await asyncio.sleep(KEEP_S)
+        assert line.probes
+        asyncio.get_running_loop().stand_still(100)  # type: ignore[attr-defined]
+        await asyncio.sleep(3 * LOOK_S)
+        assert not line.aborted
+        await asyncio.sleep(link_s + KEEP_S)
+        assert line.aborted
+
+    scene(work, link_s)

@@ -263,6 +263,46 @@ def test_a_silent_stage_takes_its_group_with_it() -> None:
     scene(work)
 
 
+@pytest.mark.parametrize("stood_s", [1.5, SILENCE_S + 0.5, 100.0])
+def test_a_head_that_stood_still_reads_before_it_judges(stood_s: float) -> None:
+    """Whoever says nothing after that either is missed as ever, in the time in which the head ran."""
+
+    async def work(some: Scene) -> None:
+        beating, silent = await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))
+        stages = [await some.enter(stage(number)) for number in range(2)]
+        for _ in range(2):
+            await asyncio.sleep(SILENCE_S / 5)
+            for one in (beating, *stages):
+                one.say(messages.Beat({}))
+        some.loop.stand_still(stood_s)
+        await asyncio.sleep(0.7)
+        assert some.members() == ["p", "d"] and not silent.reasons and not stages[1].reasons
+        for _ in range(4):
+            await asyncio.sleep(SILENCE_S / 5)
+            for one in (beating, *stages):
+                one.say(messages.Beat({}))
+        assert some.members() == ["p"] and "silent" in silent.reasons[0] and not stages[1].reasons
+
+    scene(work)
+
+
+def test_where_all_are_silent_they_are_given_longer() -> None:
+    async def work(some: Scene) -> None:
+        nodes = [await some.enter(hello("p", Role.PREFILL)), await some.enter(hello("d", Role.DECODE))]
+        await some.enter(stage(1))
+        await asyncio.sleep(REJOIN_S - 0.6)
+        assert some.members() == ["p", "d"]
+        for one in nodes:
+            one.say(messages.Beat({}))
+        await asyncio.sleep(REJOIN_S - 0.6)
+        assert some.members() == ["p", "d"] and not list(some.head._groups.followers())
+        await asyncio.sleep(1.2)
+        assert some.members() == []
+        assert all(f"silent for {REJOIN_S:g} s" in one.reasons[0] for one in nodes)
+
+    scene(work)
+
+
 def test_the_end_of_an_old_session_takes_no_node_that_came_back() -> None:
     async def work(some: Scene) -> None:
         await some.enter(hello("p", Role.PREFILL))

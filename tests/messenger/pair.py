@@ -103,9 +103,9 @@ class Side:
 
     ack_delay_s = 0.001
 
-    def __init__(self, clock: Clock, terms: Terms) -> None:
+    def __init__(self, clock: Clock, terms: Terms, first_s: float | None) -> None:
         self.clock = clock
-        self.session = Session(Parcel, self, self, terms)
+        self.session = Session(Parcel, self, self, terms, first_s)
         self.sent: list[Sent] = []
         self.placed: dict[int, Placed] = {}
         self.delivered: list[tuple[int, int]] = []  # (priority of sending is not known here) number, size
@@ -261,11 +261,12 @@ class Cable:
 
 
 class Pair:
-    """Two sides and the cables between them."""
+    """Two sides and the cables between them. `first_s`: in which the first side, which opened the session, must say
+    something; None: the second does not mind."""
 
-    def __init__(self, terms: Terms, cables: int) -> None:
+    def __init__(self, terms: Terms, cables: int, first_s: float | None = None) -> None:
         self.clock = Clock()
-        self.sides = Side(self.clock, terms), Side(self.clock, terms)
+        self.sides = Side(self.clock, terms, None), Side(self.clock, terms, first_s)
         for side, other in ((0, 1), (1, 0)):
             self.sides[side].session.agree(self.sides[other].session.terms)
         self.cables: list[Cable] = []

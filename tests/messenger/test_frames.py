@@ -33,9 +33,17 @@ class Inbox:
         self.reader = FrameReader(self)
         self.frames: list[tuple[bytes, bytes]] = []
         self.verdicts: list[bool] = []
+        self.admitted: list[int] = []
+        self.grown_bytes: list[int] = []
         self.memory: list[bytearray] = []
         self._pieces = [pieces for _, payload, pieces in items]
         self._header = b""
+
+    def admit(self, prefix: Prefix) -> None:
+        self.admitted.append(prefix.header)
+
+    def grown(self) -> None:
+        self.grown_bytes.append(self.reader.grown_bytes)
 
     def begin(self, prefix: Prefix, header: bytes) -> Sequence[memoryview]:
         self._header = header
@@ -120,6 +128,20 @@ def test_a_large_payload_is_received_in_place() -> None:
     assert len(buffers) == 3 and len(buffers[2]) == STAGING
     inbox.feed(wire[5000:], lambda: 1 << 30)
     assert inbox.frames == [(b"h", data)]
+
+
+def test_memory_for_a_long_header_grows_as_its_bytes_come() -> None:
+    """Announcing one costs nothing."""
+    inbox, header = Inbox(), bytes(MAX_HEADER - 1)
+    wire, come = frame(header), 0
+    for size in (PREFIX_BYTES, STAGING, 5 * STAGING):
+        inbox.feed(wire[come : come + size], lambda: 1000)
+        come += size
+        assert inbox.admitted == [len(header)]
+        assert inbox.reader.grown_bytes <= 2 * come
+    inbox.feed(wire[come:], lambda: 1 << 30)
+    assert inbox.frames == [(header, b"")]
+    assert inbox.grown_bytes == sorted(inbox.grown_bytes) and inbox.reader.grown_bytes == 0
 
 
 def test_what_is_diverted_is_read_past() -> None:

@@ -9,6 +9,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 from unittest import mock
 
 import msgspec
@@ -436,6 +437,19 @@ async def listening(network: TcpNetwork) -> AsyncIterator[tuple[Listener, int, l
 CLUSTER = TcpNetwork(secret=b"the cluster's")
 
 
+@pytest.mark.parametrize("said", [{"lane": 1}, {"is_line": True}], ids=["lane", "line"])
+def test_what_would_join_a_session_that_is_not_there_is_turned_away(said: dict[str, Any]) -> None:
+    async def work() -> None:
+        async with listening(CLUSTER) as (server, port, owners):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            _, answer = await greet(reader, writer, hello_of(first=False, **said), b"the cluster's")
+            assert b"this session is not known here" in answer
+            writer.close()
+            assert not owners and not server._ports
+
+    running(work)
+
+
 @pytest.mark.parametrize("secret", [b"", b"guessed", b"the cluster's "])
 def test_without_the_secret_nothing_begins(secret: bytes) -> None:
     async def work() -> None:
@@ -504,6 +518,60 @@ def test_a_greeting_that_was_recorded_opens_nothing(kind: str) -> None:
             assert len(owners) == 1 and not owners[0].messages and not server._ports
 
     running(work)
+
+
+def kept(server: Listener) -> int:
+    """Bytes that lie in the sessions that were opened here, for what is not delivered."""
+    sessions = [tcp.session for tcp in server._ports.values() if tcp.session is not None]
+    held = [each._inbox._kept_bytes for each in sessions]
+    return sum(held) + sum(lane.reader.grown_bytes for each in sessions for lane in each.lanes)
+
+
+MANY = {
+    "30 messages of 4.7 MiB that wait for the first one": [(number, 4_928_307) for number in range(1, 31)],
+    "a header of 16 MiB less a byte": [(0, (16 << 20) - 1)],
+    "a thousand small ones that wait for the first one": [(number, 1000) for number in range(1, 1001)],
+    "nothing": [],
+}
+
+
+@pytest.mark.parametrize("said", MANY.values(), ids=MANY)
+def test_sessions_that_do_not_say_what_they_are_for_cost_little_and_end(said: list[tuple[int, int]]) -> None:
+    """40 of them at once, from somebody who knows the secret; their headers are sent but for the last byte."""
+
+    async def work() -> None:
+        seen = [0]
+        async with listening(TcpNetwork(greetings=Greetings(LIMIT_S, most=64))) as (server, port, owners):
+
+            async def stranger(number: int) -> bytes:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                await greet(reader, writer, hello_of(number.to_bytes(16, "little")))
+                with contextlib.suppress(ConnectionError):
+                    for seq, size in said:
+                        header = bytes(size)
+                        writer.write(prefix_of(Kind.DATA, header, seq=seq) + header[: None if seq else -1])
+                        await writer.drain()
+                        seen.append(kept(server))
+                last = b""
+                with contextlib.suppress(ConnectionError):
+                    last = await reader.read()
+                writer.close()
+                return last
+
+            last = await asyncio.wait_for(asyncio.gather(*map(stranger, range(40))), LIMIT_S)
+            for one in owners:
+                await one.until(lambda one=one: one.reasons)
+            assert not server._ports and kept(server) == 0
+        assert len(owners) == 40 and not any(one.messages or one.placed for one in owners)
+        assert max(seen) <= 40 * (66 << 10)
+        if not said:
+            assert all(b"limits.greeting_s" in each for each in last)
+
+    def impatient(*arguments: Any, first_s: float) -> Session:
+        return Session(*arguments, first_s=first_s if said else 0.01)
+
+    with mock.patch.object(network, "Session", impatient):
+        running(work)
 
 
 def test_later_connections_take_the_place_of_those_that_say_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from isthmus.errors import ProtocolError
 from isthmus.messenger import Priority, Terms, inbox, lane, outbox, session
 from isthmus.messenger.frames import GOOD, Kind, prefix_of
 
-from .pair import Pair, Parcel, number_of
+from .pair import Pair, Parcel, Side, number_of
 
 PRIORITIES = st.sampled_from(Priority)
 SIZES = st.sampled_from([0, 0, 1, 5, 16, 17, 40, 100, 300])
@@ -105,8 +105,8 @@ def test_whatever_happens_each_payload_is_delivered_or_voided_once(
         assert all(placed.returned for placed in receiver.placed.values()), "memory was kept"
         stat = sender.session.stat()
         assert (stat.queued_bytes, stat.unacked_bytes) == (0, 0)
-        assert sender.session._outbox.ahead_bytes == 0
-        assert receiver.session._inbox._held_bytes == 0
+        assert sender.session._outbox.ahead_bytes == sender.session._outbox.ahead_kept == 0
+        assert receiver.session._inbox._held_bytes == receiver.session._inbox._kept_bytes == 0
     pair.sides[0].session.close("enough")
     pair.settle(chunk)
     assert [side.reasons for side in pair.sides] == [["enough"], ["closed by the peer: enough"]]
@@ -404,6 +404,121 @@ def test_a_peer_that_sends_more_than_its_window_is_left(monkeypatch: pytest.Monk
     pair.settle()
     assert "more than it was allowed to" in there.reasons[0]
     assert 1 < len(there.placed) < 10 and there.voided == list(there.placed)
+
+
+def raw(pair: Pair, header: bytes, seq: int, priority: Priority = Priority.CONTROL) -> None:
+    pair.cables[0].wires[0] += prefix_of(Kind.DATA, header, seq=seq, priority=priority) + header
+
+
+def kept(side: Side) -> int:
+    """Bytes that lie in the session of this side for what is not delivered."""
+    session = side.session
+    return session._inbox._kept_bytes + sum(lane.reader.grown_bytes for lane in session.lanes)
+
+
+def test_who_says_nothing_is_left_in_time() -> None:
+    pair = Pair(Terms(), 1, first_s=5)
+    _, there = pair.sides
+    pair.clock.pass_time(4.9)
+    assert not there.session.closed
+    pair.clock.pass_time(0.2)
+    pair.settle()
+    assert there.reasons == ["nothing came in 5 s (limits.greeting_s)"]
+    pair = Pair(Terms(), 1, first_s=5)
+    here, there = pair.sides
+    here.send(0, Priority.CONTROL, 0)
+    pair.settle()
+    pair.clock.pass_time(60)
+    assert not there.reasons and [number for number, _ in there.delivered] == [0]
+
+
+def test_an_owner_that_turns_the_first_message_away_has_learned_nothing() -> None:
+    pair = Pair(Terms(), 1, first_s=5)
+    here, there = pair.sides
+    there.react = lambda message: there.session.close("no")
+    here.send(0, Priority.CONTROL, 0)
+    pair.settle()
+    assert there.session._is_stranger and there.reasons == ["no"]
+
+
+@pytest.mark.parametrize("priority", Priority)
+def test_before_the_first_message_next_to_nothing_is_kept(priority: Priority) -> None:
+    """Neither long messages, nor many short ones that wait for one that never comes, nor many that are taken back."""
+    pair = Pair(Terms(), 1, first_s=5)
+    raw(pair, bytes(65537), 1, priority)
+    pair.settle()
+    assert "a header of 65537 bytes came where 65536 may" in pair.sides[1].reasons[0]
+    pair = Pair(Terms(), 1, first_s=5)
+    there = pair.sides[1]
+    for number in range(1, 100):
+        raw(pair, bytes(1000), number, priority)
+    seen = []
+    while pair.cables[0].read(1, 1000):
+        seen.append(kept(there))
+    pair.settle()
+    assert max(seen) <= 66 << 10 and "more than it was allowed to" in there.reasons[0]
+    pair = Pair(Terms(), 1, first_s=5)
+    for number in range(1, 100):
+        pair.cables[0].wires[0] += prefix_of(Kind.CANCEL, b"", seq=number, priority=priority)
+    pair.settle()
+    assert "more than it was allowed to" in pair.sides[1].reasons[0]
+
+
+def test_what_may_be_kept_later_is_bounded_and_kept_as_it_came() -> None:
+    """Of what an honest sender sends, and not a byte more than one message beyond."""
+    pair = Pair(Terms(), 1, first_s=5)
+    here, there = pair.sides
+    here.send(0, Priority.CONTROL, 0)
+    pair.settle()
+    header = msgspec.msgpack.encode(Parcel(1)) + bytes(1 << 20)
+    for number in range(2, 100):
+        raw(pair, header, number)
+    seen = []
+    while pair.cables[0].read(1, 1 << 20):
+        seen.append(kept(there))
+    pair.settle()
+    assert "more than it was allowed to" in there.reasons[0]
+    assert 64 << 20 < max(seen) <= (64 << 20) + (18 << 20)
+
+
+def test_a_sender_stops_before_its_peer_would_have_to_keep_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over two lanes, of which one brings nothing, with messages that have no payload."""
+    monkeypatch.setattr(outbox, "TALK_BYTES", 10 << 10)
+    pair = Pair(Terms(), 2)
+    here, there = pair.sides
+    for number in range(40):
+        here.send(0, Priority.CONTROL, number)
+    slow, fast = pair.cables
+    slow.write(0, 1)
+    while fast.write(0, 1 << 30):
+        fast.read(1, 1 << 30)
+    assert there.delivered == []
+    assert 8 << 10 <= kept(there) <= here.session._outbox.ahead_kept < 12 << 10
+    pair.settle()
+    assert [number for number, _ in there.delivered] == list(range(40))
+    assert here.session._outbox.ahead_kept == kept(there) == 0
+
+
+def test_headers_under_way_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all lanes, of which each brings one that is long and never whole."""
+    monkeypatch.setattr(session, "MAX_GROWN", 1 << 20)
+    pair = Pair(Terms(), 8)
+    there = pair.sides[1]
+    seen = []
+    for cable in pair.cables:
+        cable.wires[0] += prefix_of(Kind.DATA, bytes(16 << 20)) + bytes(400_000)
+        while not there.session.closed and cable.read(1, 1 << 16):
+            seen.append(kept(there))
+    pair.settle()
+    assert "more than it was allowed to" in there.reasons[0] and max(seen) < 3 << 20
+
+
+@pytest.mark.parametrize("kind", [Kind.ACK, Kind.CLOSE, Kind.CANCEL, Kind.REFUSE])
+def test_notices_are_short(kind: Kind) -> None:
+    pair = Pair(Terms(), 1)
+    pair.cables[0].wires[0] += prefix_of(kind, bytes(70_000))
+    pair.settle()
+    assert "a header of 70000 bytes came where 65536 may" in pair.sides[1].reasons[0]
 
 
 def test_a_message_that_is_too_long_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,10 @@ class ManualLoop(asyncio.BaseEventLoop):
     def clock_ns(self) -> int:
         return self.now_ns
 
+    def stand_still(self, delay_s: float) -> None:
+        """Time passes, and no timer is heard before that."""
+        self.now_ns += round(delay_s * NS_PER_S)
+
     def time(self) -> float:
         """Seconds. Below 2**50 ns, which is 13 days, nanoseconds survive the way through a float."""
         return self.now_ns / NS_PER_S
@@ -90,7 +94,7 @@ class ManualLoop(asyncio.BaseEventLoop):
         while self._timers:
             when_ns, _, _, timer = heapq.heappop(self._timers)
             if not timer.cancelled():
-                self.now_ns = when_ns
+                self.now_ns = max(self.now_ns, when_ns)
                 return timer
         raise RuntimeError("nothing is left that could happen: what is waited for never comes")
 

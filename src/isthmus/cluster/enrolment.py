@@ -19,6 +19,7 @@ from isthmus.cluster.sessions import NoPayloads, disowned
 from isthmus.errors import ProtocolError, StartError
 from isthmus.messenger import Identity, Network, Session
 from isthmus.messenger.credentials import NAME
+from isthmus.messenger.running import running_timeout
 from isthmus.types import NodeId
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ async def enrol(
     """Gets a first certificate. Raises OSError or TimeoutError when the head is not reached, StartError when it says
     no."""
     asking = _Asking()
-    async with asyncio.timeout(timeout_s):
+    async with running_timeout(timeout_s):
         session = await network.connect(join, messages.NodeBound, asking, timeout_s=timeout_s, connections=1)
         try:
             session.send(messages.Enrol(node, stage, credentials.request()))

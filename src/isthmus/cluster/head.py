@@ -30,7 +30,7 @@ from isthmus.cluster.recorder import Tape
 from isthmus.cluster.sessions import NoPayloads
 from isthmus.cluster.streams import Stream
 from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
-from isthmus.messenger import Network, Session, address_of
+from isthmus.messenger import Network, RunningClock, Session, address_of
 from isthmus.node.events import Become, Begin, Forget, Move, Return
 from isthmus.types import NS_PER_MS, NS_PER_S, Job, ModelCard, NodeId, RequestId, Role
 
@@ -80,7 +80,7 @@ class Head:
         self._offload = Offload(links=self._link_stats.views())
         self._card, self._silence_s, self._recorder = card, silence_s, recorder
         self._rejoin_s, self._enrolment = rejoin_s, enrolment
-        self._network, self._clock_ns = network, clock_ns
+        self._network, self._clock_ns, self._running = network, clock_ns, RunningClock(clock_ns)
         self._refused: Counter[str] = Counter()
         self._members: dict[NodeId, _Member] = {}
         self._groups = Groups()
@@ -326,6 +326,8 @@ class Head:
             self._turn_away(session, asked.node, reason)
             return
         session.send(self._enrolment.enrolled(session.identity, asked))
+        if session.identity is None:
+            session.close("it has its certificate, and comes back with it")
 
     def _taken(self, asked: messages.Enrol) -> str:
         here = {stage.name for stage in self._groups.followers()} if asked.stage else self._members.keys()
@@ -352,7 +354,7 @@ class Head:
         if self._layout is None:
             self._layout, self._revision = hello.layout, hello.revision
             self._donors.block_size = hello.layout.block_size
-        self._members[joined.node] = _Member(hello, session, self._clock_ns())
+        self._members[joined.node] = _Member(hello, session, self._running.now_ns())
         session.send(messages.Welcome(self._beat_ms))
         self._tell_neighbours(joined.cluster)
         self._decide(joined)
@@ -409,7 +411,7 @@ class Head:
         if reason := alien or self._groups.objection(hello):
             self._turn_away(session, f"stage {hello.stage} of {hello.group}", reason)
             return None
-        stage = Stage(hello, session, self._clock_ns())
+        stage = Stage(hello, session, self._running.now_ns())
         self._groups.enter(stage)
         if hello.stage:
             session.send(messages.Welcome(self._beat_ms))
@@ -418,11 +420,11 @@ class Head:
     def heard_stage(self, stage: Stage, message: messages.HeadBound) -> None:
         if not isinstance(message, messages.Beat):
             raise ProtocolError(f"a {type(message).__name__} from a later pipeline stage")
-        stage.heard_ns, stage.gauges = self._clock_ns(), _counted(stage.gauges, message)
+        stage.heard_ns, stage.gauges = self._running.now_ns(), _counted(stage.gauges, message)
         self._changed.set()
         leader = self._members.get(stage.hello.group)
         if leader is not None:
-            self._link_stats.heard(stage.name, leader.cluster, message.link_reports, stage.heard_ns)
+            self._link_stats.heard(stage.name, leader.cluster, message.link_reports, self._clock_ns())
 
     def leave_stage(self, stage: Stage, reason: str) -> None:
         """Nothing more is sent to a group that misses one, even before its leader knows."""
@@ -448,7 +450,7 @@ class Head:
         member = self._members.get(node)
         if member is None:
             return
-        member.heard_ns = self._clock_ns()
+        member.heard_ns = self._running.now_ns()
         match message:
             case messages.Outputs():
                 for output in message.outputs:
@@ -460,7 +462,7 @@ class Head:
             case messages.Beat():
                 member.gauges = _counted(member.gauges, message)
                 self._changed.set()
-                self._link_stats.heard(node, member.cluster, message.link_reports, member.heard_ns)
+                self._link_stats.heard(node, member.cluster, message.link_reports, self._clock_ns())
             case messages.Directions():
                 if node == self._donors.asked:
                     self._donors.take(message)
@@ -516,17 +518,26 @@ class Head:
             self._decide(conductor.LinksMeasured(self._link_stats.take()))
 
     async def _watch(self) -> None:
-        """A node that sent nothing for `silence_s` is gone, whatever its socket says."""
+        """A process that sent nothing for `silence_s` while this one listened is gone, whatever its socket says. Where
+        all are silent at once it is more likely the network, or the machine under them, and nobody could take over:
+        then they are given as long as requests wait for a node that comes back."""
         while True:
             await asyncio.sleep(BEAT_MS / 1000)
-            limit_ns = self._clock_ns() - int(self._silence_s * NS_PER_S)
+            if self._running.tick():
+                continue
+            now_ns = self._running.now_ns()
+            beating = self._beating().values()
+            latest_ns = max((each.heard_ns for each in beating), default=now_ns)
+            some_speak = now_ns - latest_ns < self._silence_s * NS_PER_S / 2
+            limit_s = self._silence_s if some_speak else max(self._silence_s, self._rejoin_s)
+            limit_ns = now_ns - int(limit_s * NS_PER_S)
             for node, member in list(self._members.items()):
                 if member.heard_ns < limit_ns:
-                    member.session.close(f"silent for {self._silence_s:g} s")
-                    self.leave(node, f"silent for {self._silence_s:g} s")
+                    member.session.close(f"silent for {limit_s:g} s")
+                    self.leave(node, f"silent for {limit_s:g} s")
             for stage in list(self._groups.followers()):
                 if stage.heard_ns < limit_ns:
-                    stage.session.abort(f"silent for {self._silence_s:g} s")
+                    stage.session.abort(f"silent for {limit_s:g} s")
 
 
 def _report(task: asyncio.Task[None]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from isthmus.cluster.messages import LinkReport, Neighbours, Probe
 from isthmus.cluster.sessions import Peers, Spawn
-from isthmus.messenger import Session
+from isthmus.messenger import RunningClock, Session
 from isthmus.types import NS_PER_S, NodeId
 
 log = logging.getLogger(__name__)
@@ -125,6 +125,7 @@ class LinkMonitor:
         self._peers, self._link_s, self._spawn = peers, link_s, spawn
         self._far: dict[str, _Far] = {}
         self._is_watching = False
+        self._running: RunningClock | None = None
 
     def linked(self, message: Neighbours) -> None:
         far = self._far.setdefault(message.cluster, _Far(message.cluster))
@@ -137,7 +138,13 @@ class LinkMonitor:
         """A session that another node opened."""
         for far in self._far.values():
             if node in far.addresses:
-                far.watch(session, asyncio.get_running_loop().time())
+                far.watch(session, self._now_s())
+
+    def _now_s(self) -> float:
+        """Of the time in which this process ran and watched."""
+        if self._running is None:
+            return asyncio.get_running_loop().time()
+        return self._running.now_ns() / NS_PER_S
 
     def report(self) -> Sequence[LinkReport]:
         if self._link_s is None:
@@ -146,9 +153,15 @@ class LinkMonitor:
 
     async def _watch(self, link_s: float) -> None:
         loop = asyncio.get_running_loop()
-        looked_s = kept_s = loop.time()
+        running = self._running = RunningClock(
+            lambda: round(loop.time() * NS_PER_S), round(min(1.0, link_s / 2) * NS_PER_S)
+        )
+        looked_s = kept_s = self._now_s()
         while True:
-            now_s = loop.time()
+            if running.tick():
+                await asyncio.sleep(LOOK_S)
+                continue
+            now_s = self._now_s()
             for far in list(self._far.values()):
                 for address in far.addresses.values():
                     session = self._peers.open_to(address)

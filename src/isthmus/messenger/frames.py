@@ -27,7 +27,7 @@ from isthmus.messenger.pieces import IO_PARTS, scratch
 MAGIC = 0x5349
 MAGIC_BYTES = 2
 MAX_HEADER = 16 << 20
-MAX_SLICE = 1 << 30
+MAX_SLICE = 32 << 20
 _FIELDS = struct.Struct("<HBBIQQQII")
 _CHECK = struct.Struct("<I")
 PREFIX_BYTES = _FIELDS.size + _CHECK.size
@@ -114,6 +114,12 @@ def check_header(prefix: Prefix, header: bytes) -> None:
 class Sink(Protocol):
     """Takes the frames of one connection."""
 
+    def admit(self, prefix: Prefix) -> None:
+        """Its header is still to come. Raises ProtocolError where one that long may not."""
+
+    def grown(self) -> None:
+        """More of a long header came than the reader had memory for. Raises ProtocolError where there is no more."""
+
     def begin(self, prefix: Prefix, header: bytes) -> Sequence[memoryview]:
         """Memory of exactly `prefix.length` bytes for the payload, in pieces that are not empty."""
 
@@ -144,9 +150,12 @@ class FrameReader:
             if len(targets) == len(self._targets) - self._at:
                 targets.append(self._staging)
             return targets
-        if self._last == len(self._staging):
-            self._make_room()
         return [self._staging[self._last :]]
+
+    @property
+    def grown_bytes(self) -> int:
+        """Memory taken for a header that is longer than most."""
+        return len(self._staging) - STAGING
 
     def advance(self, count: int) -> bool:
         """Books `count` bytes received into `buffers()`. False when the sink wants nothing more.
@@ -156,7 +165,10 @@ class FrameReader:
         if self._begun:
             count -= self._fill(count)
         self._last += count
-        return self._parse()
+        is_wanted = self._parse()
+        if self._last == len(self._staging):
+            self._make_room()
+        return is_wanted
 
     def divert(self) -> None:
         """What is still to come of the payload under way is read past: its memory is not touched any more."""
@@ -184,7 +196,9 @@ class FrameReader:
             taken = self._take(PREFIX_BYTES)
             if taken is None:
                 return False
-            self._prefix = parse_prefix(taken)
+            prefix = parse_prefix(taken)
+            self._sink.admit(prefix)
+            self._prefix = prefix
         taken = self._take(self._prefix.header)
         if taken is None:
             return False
@@ -245,12 +259,16 @@ class FrameReader:
         return taken
 
     def _make_room(self) -> None:
+        """Memory grows as bytes come, not as they are announced."""
         left = self._staging[self._first : self._last]
         needed = self._prefix.header if self._prefix else PREFIX_BYTES
-        if needed > len(self._staging):  # a header larger than the staging buffer
-            grown = memoryview(bytearray(max(needed, STAGING)))
+        size = len(self._staging)
+        if len(left) == size:  # a header larger than the staging buffer
+            grown = memoryview(bytearray(min(needed, 2 * size)))
             grown[: len(left)] = left
             self._staging = grown
         else:
             self._staging[: len(left)] = bytes(left)
         self._first, self._last = 0, len(left)
+        if len(self._staging) > size:
+            self._sink.grown()

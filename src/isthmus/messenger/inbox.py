@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import msgspec
 
 from isthmus.errors import ProtocolError
-from isthmus.messenger.frames import MAX_SLICE, PREFIX_BYTES, FrameReader, Prefix
-from isthmus.messenger.outbox import TALK_BYTES, Priority
+from isthmus.messenger.frames import MAX_HEADER, MAX_SLICE, PREFIX_BYTES, FrameReader, Prefix
+from isthmus.messenger.outbox import TALK_BYTES, Priority, kept_bytes
 from isthmus.messenger.pieces import Pieces, scratch
 
 
@@ -32,18 +32,22 @@ class Owner(Protocol):
 
 
 class _Incoming:
-    """A message of which something came, or that will not come (`void`)."""
+    """A message of which something came, or that will not come (`void`). One without payload that must wait stays as it
+    came, in `header`: what it becomes may be ten times as large."""
 
-    __slots__ = ("held", "lengths", "message", "pieces", "received", "size", "void", "writers")
+    __slots__ = (
+        "header", "held", "kept", "lengths", "message", "pieces", "received", "size", "void", "writers",
+    )  # fmt: skip
 
-    def __init__(self, message: Any, size: int) -> None:
-        self.message, self.size = message, size
+    def __init__(self, message: Any, size: int, header: bytes | None = None) -> None:
+        self.message, self.size, self.header = message, size, header
         self.pieces: Pieces | None = None
         self.received = 0
         self.lengths: dict[int, int] = {}  # of slices that are whole, by offset
         self.writers: dict[int, FrameReader] = {}  # who is receiving which slice
         self.void = False
         self.held = 0  # bytes counted against the window
+        self.kept = 0  # bytes that lie here for it
 
     @property
     def whole(self) -> bool:
@@ -64,7 +68,8 @@ class _Incoming:
 
 
 class Inbox:
-    """`window`: bytes of messages that may wait for an earlier one of their priority."""
+    """`window`: bytes of messages and payloads that may wait for an earlier one of their priority. Payloads lie with
+    the owner; of the rest no more than `most_kept` waits here, and no honest sender sends more."""
 
     def __init__(self, decode: Callable[[bytes], Any], owner: Owner, window: int) -> None:
         self._decode, self._owner, self._window = decode, owner, window
@@ -74,7 +79,8 @@ class Inbox:
         self.stopped = False
         """Nothing more is delivered: the session is ending."""
         self.voided = 0
-        self._held_bytes = 0
+        self.most_kept = TALK_BYTES + kept_bytes(MAX_HEADER)
+        self._held_bytes = self._kept_bytes = 0
         self._delivering: set[int] = set()
 
     def begin(self, prefix: Prefix, header: bytes, reader: FrameReader) -> list[memoryview]:
@@ -115,7 +121,7 @@ class Inbox:
         if prefix.seq == self.through[prefix.priority]:
             self._deliver(prefix.priority)
         else:
-            self._hold(incoming, prefix.length)
+            self._hold(incoming, prefix.length, 0)
 
     def cancelled(self, priority: int, seq: int) -> None:
         """The sender took this message back; it may be one of which nothing came yet."""
@@ -126,7 +132,7 @@ class Inbox:
         incoming = self._open[priority].get(seq)
         if incoming is None:
             incoming = self._open[priority][seq] = _Incoming(None, 0)
-            self._hold(incoming, PREFIX_BYTES)
+            self._hold(incoming, PREFIX_BYTES, kept_bytes(0))
         self._void(incoming, tell=True)
         self._deliver(priority)
 
@@ -163,33 +169,41 @@ class Inbox:
         opened = self._open[prefix.priority]
         incoming = opened.get(prefix.seq)
         if incoming is None:
-            try:
-                message = self._decode(header)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise ProtocolError(f"a message could not be read: {error}") from None
-            incoming = _Incoming(message, prefix.total)
+            waits = prefix.seq > self.through[prefix.priority]
             if prefix.total:
+                message = self._read(header)
+                incoming = _Incoming(message, prefix.total)
                 incoming.pieces = Pieces(self._owner.place(message, prefix.total))
+            else:
+                incoming = _Incoming(None, 0, header) if waits else _Incoming(self._read(header), 0)
             opened[prefix.seq] = incoming
             if incoming.pieces is not None and incoming.pieces.size != prefix.total:
                 raise ProtocolError(f"a payload of {prefix.total} bytes does not fit the message it came with")
-            if prefix.seq > self.through[prefix.priority]:
-                self._hold(incoming, PREFIX_BYTES + prefix.header)
+            if waits:
+                self._hold(incoming, PREFIX_BYTES + prefix.header, kept_bytes(prefix.header))
         return incoming
 
+    def _read(self, header: bytes) -> Any:
+        try:
+            return self._decode(header)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"a message could not be read: {error}") from None
+
     def _void(self, incoming: _Incoming, *, tell: bool) -> None:
-        incoming.void = True
+        incoming.void, incoming.header = True, None
         incoming.divert()
         placed, incoming.pieces = incoming.pieces, None
         self.voided += 1
         if placed is not None and tell:
             self._owner.on_void(incoming.message)
 
-    def _hold(self, incoming: _Incoming, count: int) -> None:
-        """Counts what waits for an earlier message. An honest sender stops before the limit."""
+    def _hold(self, incoming: _Incoming, count: int, kept: int) -> None:
+        """Counts what waits for an earlier message. An honest sender stops before the limits."""
         incoming.held += count
+        incoming.kept += kept
         self._held_bytes += count
-        if self._held_bytes > self._window + TALK_BYTES + MAX_SLICE:
+        self._kept_bytes += kept
+        if self._held_bytes > self._window + TALK_BYTES + MAX_SLICE or self._kept_bytes > self.most_kept:
             raise ProtocolError("the peer sent more than it was allowed to")
 
     def _deliver(self, priority: int) -> None:
@@ -210,7 +224,9 @@ class Inbox:
         del opened[seq]
         self.through[priority] = seq + 1
         self._held_bytes -= incoming.held
+        self._kept_bytes -= incoming.kept
         if not incoming.void:
             incoming.pieces = None
-            self._owner.on_message(incoming.message)
+            message = incoming.message if incoming.header is None else self._read(incoming.header)
+            self._owner.on_message(message)
         return True

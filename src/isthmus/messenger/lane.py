@@ -23,6 +23,10 @@ _GOOD, _VOID = memoryview(GOOD), memoryview(VOID)
 class Exchange(Protocol):
     """The session, as its lanes see it."""
 
+    def admit(self, prefix: Prefix) -> None: ...
+
+    def grown(self) -> None: ...
+
     def begin(self, lane: Lane, prefix: Prefix, header: bytes) -> Sequence[memoryview]: ...
 
     def end(self, lane: Lane, prefix: Prefix, is_good: bool) -> bool: ...
@@ -117,6 +121,12 @@ class Lane:
         return found
 
     # Reading.
+
+    def admit(self, prefix: Prefix) -> None:
+        self._exchange.admit(prefix)
+
+    def grown(self) -> None:
+        self._exchange.grown()
 
     def begin(self, prefix: Prefix, header: bytes) -> Sequence[memoryview]:
         return self._exchange.begin(self, prefix, header)

@@ -19,6 +19,7 @@ from isthmus.messenger import greeting
 from isthmus.messenger.credentials import Credentials, Identity
 from isthmus.messenger.frames import MAGIC_BYTES, PREFIX_BYTES, Prefix, check_header, check_magic, parse_prefix
 from isthmus.messenger.ports import Handler
+from isthmus.messenger.running import running_timeout
 from isthmus.messenger.session import Session
 from isthmus.messenger.streams import Stream, open_stream, read_exactly, write_all
 from isthmus.messenger.tcp import TcpPort, drain
@@ -98,7 +99,7 @@ class TcpNetwork:
         self, host: str, port: int, types: Any, handler_of: Callable[[], Handler]
     ) -> tuple[Listener, int]:
         def session_of(tcp: TcpPort) -> Session:
-            return Session(types, handler_of(), tcp, self._terms)
+            return Session(types, handler_of(), tcp, self._terms, first_s=self._greetings.within_s)
 
         sockets = await _listening(host, port)
         listener = Listener(
@@ -111,7 +112,7 @@ class TcpNetwork:
     ) -> Session:
         host, port = split_address(address)
         dialler = _Dialler(host, port, self._credentials, self._terms, self._secret, self._greetings.within_s)
-        async with asyncio.timeout(timeout_s):
+        async with running_timeout(timeout_s):
             stream, terms = await dialler.dial(0, first=True)
         tcp = TcpPort(dialler.stop)
         session = tcp.session = Session(types, handler, tcp, self._terms)
@@ -152,7 +153,7 @@ class _Dialler:
     async def dial_line(self) -> Stream:
         """Raises OSError, TimeoutError."""
         nonce = os.urandom(greeting.NONCE_BYTES)
-        async with asyncio.timeout(self._within_s):
+        async with running_timeout(self._within_s):
             stream, _ = await self._greeted(greeting.line(self._name, self._terms, nonce))
         return stream
 
@@ -191,7 +192,7 @@ class _Dialler:
                 await tcp.lane_lost.wait()
                 continue
             try:
-                async with asyncio.timeout(self._within_s):
+                async with running_timeout(self._within_s):
                     stream, _ = await self.dial(number)
             except (OSError, TimeoutError) as error:
                 if isinstance(error, ConnectionRefusedError) and session.suspended:
@@ -283,7 +284,7 @@ class Listener:
         stream: Stream | None = None
         session: Session | None = None
         try:
-            async with asyncio.timeout(self._greetings.within_s):
+            async with running_timeout(self._greetings.within_s):
                 stream = await open_stream(sock, self._credentials, server=True)
                 hello = await self._prove(stream)
                 tcp = self._port_of(hello.hello, peer, stream.identity)

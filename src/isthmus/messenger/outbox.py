@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from enum import IntEnum
 
-from isthmus.messenger.frames import ACK_SOON, GOOD, PREFIX_BYTES, Kind, check_of, prefix_of
+from isthmus.messenger.frames import ACK_SOON, GOOD, MAX_SLICE, PREFIX_BYTES, Kind, check_of, prefix_of
 from isthmus.messenger.pieces import Pieces
 
 
@@ -31,9 +31,17 @@ SLICE = 1 << 20
 HEADERS_PER_SLICE = 32
 """A slice is at least so many times as long as the header that goes with it."""
 TALK_BYTES = 64 << 20
-"""Messages without payload may go beyond the peer's window by so much, so that payloads never hold them up."""
+"""Messages without payload may go beyond the peer's window by so much, so that payloads never hold them up. Of messages
+themselves, without payloads, no more than that goes ahead of one that is missing."""
+MESSAGE_BYTES = 1 << 10
+"""What a message costs whoever must keep it, beside its header."""
 
 Done = Callable[[bool], None]
+
+
+def kept_bytes(header: int) -> int:
+    """What a message costs whoever must keep it, with a header of so many bytes."""
+    return MESSAGE_BYTES + header
 
 
 class Sending:
@@ -61,7 +69,7 @@ class Sending:
         self.payload: Pieces | None = payload
         self.priority, self.done = priority, done
         self.seq = -1
-        self.slice_bytes = max(SLICE, HEADERS_PER_SLICE * len(header))
+        self.slice_bytes = min(max(SLICE, HEADERS_PER_SLICE * len(header)), MAX_SLICE)
         self.assigned = 0  # payload bytes given to lanes, each once
         self.started = False
         self.again: list[int] = []  # offsets of slices that were lost with their lane, last first
@@ -111,6 +119,7 @@ class Outbox:
         self.queued_headers = 0  # of messages not begun
         self.unacked_bytes = 0  # on lanes
         self.ahead_bytes = 0  # sent, but not delivered for an earlier message of their priority is missing
+        self.ahead_kept = 0  # what the messages of these cost the peer, without payloads
         self._notices: deque[Frame] = deque()
         self._queues: tuple[deque[Sending], ...] = tuple(deque() for _ in Priority)
         self._undelivered: tuple[deque[Sending], ...] = tuple(deque() for _ in Priority)
@@ -163,8 +172,11 @@ class Outbox:
         assert sending.payload is not None
         extra = 0 if sending.payload.size else TALK_BYTES
         undelivered = self._undelivered[sending.priority]
-        if undelivered and undelivered[0] is not sending and self.ahead_bytes >= self.window + extra:
-            return False
+        if undelivered and undelivered[0] is not sending:
+            if self.ahead_bytes >= self.window + extra:
+                return False
+            if not sending.started and self.ahead_kept >= TALK_BYTES:
+                return False
         return self.unacked_bytes < self.window + extra
 
     def _slice(self, sending: Sending) -> Frame:
@@ -177,6 +189,8 @@ class Outbox:
             self._next_seq[sending.priority] += 1
             self._undelivered[sending.priority].append(sending)
             self._count_ahead(sending, PREFIX_BYTES + len(sending.header))
+            if self._undelivered[sending.priority][0] is not sending:
+                self.ahead_kept += kept_bytes(len(sending.header))
         if sending.again:
             offset = sending.again.pop()
         else:
@@ -257,6 +271,7 @@ class Outbox:
                 self._settle(sending)
             if waiting:
                 self.ahead_bytes -= PREFIX_BYTES + len(waiting[0].header) + waiting[0].assigned
+                self.ahead_kept -= kept_bytes(len(waiting[0].header))
 
     def _settle(self, sending: Sending) -> None:
         """The peer is through with it, and nobody else told. If all of it had been sent it arrived, and what goes

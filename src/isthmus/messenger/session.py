@@ -24,7 +24,7 @@ from isthmus.messenger.frames import ACK_SOON, GOOD, MAX_HEADER, PREFIX_BYTES, K
 from isthmus.messenger.inbox import Inbox
 from isthmus.messenger.lane import Lane
 from isthmus.messenger.line import Answerer, Asker
-from isthmus.messenger.outbox import Done, Frame, Outbox, Priority, Sending
+from isthmus.messenger.outbox import TALK_BYTES, Done, Frame, Outbox, Priority, Sending
 from isthmus.messenger.pieces import Pieces, scratch
 from isthmus.messenger.ports import Handler, Port, Timers
 from isthmus.messenger.streams import Stream
@@ -35,6 +35,12 @@ LINGER_S = 5.0
 """How long closing may take."""
 STALL_S = 10.0
 """A lane on which nothing arrives for so long, while over others something does, is given up."""
+MAX_FIRST = 64 << 10
+"""Bytes of the first message that the opener of a session may send, and of what may come before that is understood; of
+notices always."""
+MAX_GROWN = TALK_BYTES + 8 * MAX_HEADER
+"""Bytes of headers longer than most that may be under way to here at once, over all connections."""
+MAX_REASON = 4096
 MAX_BACKLOG = 256 << 20
 """Bytes of messages (not of payloads, which lie with their owners) that may wait for a peer that takes nothing."""
 
@@ -44,9 +50,15 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Session:
-    """Sends and receives typed messages with payloads. Not thread-safe: use it from its event loop."""
+    """Sends and receives typed messages with payloads. Not thread-safe: use it from its event loop.
 
-    def __init__(self, types: Any, handler: Handler, port: Port, terms: Terms = STANDARD) -> None:
+    `first_s`: how long the peer, who opened it, may take to send its first message; until the owner has taken that,
+    little is kept of whatever else comes. None: this side opened it.
+    """
+
+    def __init__(
+        self, types: Any, handler: Handler, port: Port, terms: Terms = STANDARD, first_s: float | None = None
+    ) -> None:
         self._handler, self._port, self.terms = handler, port, terms
         self._outbox = Outbox(port.wake, self._let_go)
         self._inbox = Inbox(msgspec.msgpack.Decoder(types).decode, self, terms.window)
@@ -55,6 +67,11 @@ class Session:
         self._headers: dict[Lane, bytes] = {}
         self._arrivals = Arrivals(terms.window)
         self._timers = Timers(port)
+        self._is_stranger = first_s is not None
+        if first_s is not None:
+            self._most_kept, self._inbox.most_kept = self._inbox.most_kept, MAX_FIRST
+            silent = f"nothing came in {first_s:g} s (limits.greeting_s)"
+            self._timers.after(first_s, "first", partial(self.fail, silent))
         self._closing = self._close_sent = self._ended = False
         self._reason = self._lost = ""
         self._resume_s = 0.0
@@ -293,6 +310,17 @@ class Session:
 
     # What lanes bring.
 
+    def admit(self, prefix: Prefix) -> None:
+        is_message = prefix.kind & ~ACK_SOON == Kind.DATA and not self._is_stranger
+        most = MAX_HEADER if is_message else MAX_FIRST
+        if prefix.header > most:
+            raise ProtocolError(f"a header of {prefix.header} bytes came where {most} may")
+
+    def grown(self) -> None:
+        most = MAX_FIRST if self._is_stranger else MAX_GROWN
+        if sum([lane.reader.grown_bytes for lane in self.lanes]) > most:
+            raise ProtocolError("the peer sent more than it was allowed to")
+
     def begin(self, lane: Lane, prefix: Prefix, header: bytes) -> Sequence[memoryview]:
         if prefix.kind & ~ACK_SOON == Kind.DATA:
             if self._closing:
@@ -367,6 +395,9 @@ class Session:
     def on_message(self, message: Any) -> None:
         self._messages_in += 1
         self._handler.on_message(self, message)
+        if self._is_stranger and not self.closed:
+            self._is_stranger, self._inbox.most_kept = False, self._most_kept
+            self._timers.stop("first")
 
     def place(self, message: Any, size: int) -> Sequence[memoryview]:
         return self._handler.place(self, message, size)
@@ -406,7 +437,7 @@ class Session:
     def _close_frame(self) -> Frame:
         """The last frame of the session. What other lanes have not written yet still goes."""
         self._close_sent = True
-        reason = "" if self._reason == CLOSED_HERE else self._reason
+        reason = "" if self._reason == CLOSED_HERE else self._reason[:MAX_REASON]
         for lane in self.lanes:
             self._port.soon(partial(self._port.finish, lane))
         return close_frame(self._outbox.final_seqs, reason)

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from isthmus.errors import ProtocolError
 from isthmus.messenger.lane import Lane
 from isthmus.messenger.ports import Timer
+from isthmus.messenger.running import TICK_S, RunningTimer
 from isthmus.messenger.session import Session
 from isthmus.messenger.streams import Stream, ready
 
@@ -67,7 +68,9 @@ class TcpPort:
         return self.loop.call_soon(function)
 
     def later(self, delay_s: float, function: Callable[[], object]) -> Timer:
-        return self.loop.call_later(delay_s, function)
+        if delay_s < TICK_S:  # it judges nobody
+            return self.loop.call_later(delay_s, function)
+        return RunningTimer(self.loop, delay_s, function)
 
     def wake(self) -> None:
         if not self._scheduled:

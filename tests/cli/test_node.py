@@ -27,6 +27,18 @@ def test_where_the_head_is_must_be_an_address(isthmus: Command, join: str) -> No
     assert said == (2, "", f"isthmus: error: --join: {join!r} is not HOST:PORT\n")
 
 
+def test_a_join_token_that_is_not_whole_is_refused_and_files_beside_one_are(
+    isthmus: Command, tmp_path: Path
+) -> None:
+    status, _, said = isthmus("node", "--role", "decode", "--join", "isthmus://head:7000#A46tip")
+    assert status == 2 and said.startswith("isthmus: error: --join: the token after # is not whole")
+    file = tmp_path / "files.yaml"
+    file.write_text("tls: {certificate: a, key: b, authority: c}")
+    join = f"isthmus://head:7000#{'A' * 44}c2VjcmV0"
+    status, _, said = isthmus("node", "--role", "decode", "--join", join, "--config", file)
+    assert status == 2 and said.startswith("isthmus: error: tls: --join with a token takes the place of")
+
+
 @pytest.mark.parametrize("token", [None, ""])
 def test_a_node_needs_a_token(isthmus: Command, token: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ISTHMUS_TOKEN", raising=False)

@@ -132,7 +132,7 @@ def test_a_node_asks_for_its_next_certificate_in_time() -> None:
         node.context(server=True)
     take(node, authority)
     first = node.context(server=True)
-    assert node.is_enrolled and not node.is_due
+    assert node.is_enrolled and not node.is_due and abs(node.left_s - CERTIFICATE_S) <= 1
     now.now += CERTIFICATE_S * 0.66
     assert not node.is_due
     now.now += CERTIFICATE_S * 0.01
@@ -141,8 +141,11 @@ def test_a_node_asks_for_its_next_certificate_in_time() -> None:
     assert lost and not node.is_due, "it waits for the answer"
     now.now += RETRY_S
     assert node.is_due and node.context(server=True) is first
+    left_s = node.left_s
     take(node, authority)
-    assert not node.is_due and node.context(server=True) is not first
+    assert not node.is_due and node.context(server=True) is not first and node.left_s > left_s
+    now.now += 2 * CERTIFICATE_S
+    assert node.left_s == 0
 
 
 def test_a_node_takes_what_it_asked_for_only() -> None:

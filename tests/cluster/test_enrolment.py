@@ -358,6 +358,7 @@ def test_a_certificate_is_renewed_while_its_sessions_go_on() -> None:
             some.now.now += RENEWAL_S
             await until(lambda: credentials.context(server=True) is not first)
             again = await some.dial(some.certified(B), address=address, types=messages.PeerMessage)
+            assert process.gauges()["tls_certificate_seconds"] > CERTIFICATE_S - 60
             assert process._head is session and not session.closed and some.head.nodes()
             assert before != serial_of(again)
 

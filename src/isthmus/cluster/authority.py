@@ -145,8 +145,8 @@ class Certified:
             load_private(context, certificate, _pem_of(key))
             context.load_verify_locations(cadata=authority.decode("ascii"))
         made = x509.load_pem_x509_certificate(certificate)
-        begin = made.not_valid_before_utc.timestamp() + SKEW_S
-        self.renew_at = begin + (made.not_valid_after_utc.timestamp() - begin) * 2 / 3
+        begin, self.end = made.not_valid_before_utc.timestamp() + SKEW_S, made.not_valid_after_utc.timestamp()
+        self.renew_at = begin + (self.end - begin) * 2 / 3
 
     def context(self, *, server: bool) -> ssl.SSLContext:
         return self._contexts[server]
@@ -192,6 +192,11 @@ class NodeCredentials:
     def is_due(self) -> bool:
         """Whether a certificate is to be asked for now."""
         return self._clock() >= self._ask_at
+
+    @property
+    def left_s(self) -> float:
+        """For how long its certificate is still good; 0 where it has none."""
+        return max(0.0, self._certified.end - self._clock()) if self._certified is not None else 0.0
 
     def context(self, *, server: bool) -> ssl.SSLContext:
         if self._certified is not None:

@@ -258,7 +258,10 @@ class MemberProcess(ABC):
 
     def gauges(self) -> dict[str, float]:
         """Present state and totals, by metric name."""
-        return self.mover.gauges()
+        found = self.mover.gauges()
+        if self._credentials is not None:
+            found["tls_certificate_seconds"] = self._credentials.left_s
+        return found
 
     def wake(self, wake: events.Wake) -> None:
         delay_s = max(0, wake.at_ns - self._clock_ns()) / NS_PER_S

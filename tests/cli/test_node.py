@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.cli.node import node
+from isthmus.cluster.authority import Authority
 from isthmus.errors import ConfigError
 from isthmus.types import Role
 
@@ -34,7 +35,11 @@ def test_a_join_token_that_is_not_whole_is_refused_and_files_beside_one_are(
     assert status == 2 and said.startswith("isthmus: error: --join: the token after # is not whole")
     file = tmp_path / "files.yaml"
     file.write_text("tls: {certificate: a, key: b, authority: c}")
-    join = f"isthmus://head:7000#{'A' * 44}c2VjcmV0"
+    status, _, said = isthmus("node", "--role", "decode", "--join", f"isthmus://head:7000#{'A' * 44}")
+    assert (
+        status == 2 and said == "isthmus: error: --join: the token after # is damaged: it names no authority\n"
+    )
+    join = f"isthmus://head:7000#{Authority.made().pin}c2VjcmV0"
     status, _, said = isthmus("node", "--role", "decode", "--join", join, "--config", file)
     assert status == 2 and said.startswith("isthmus: error: tls: --join with a token takes the place of")
 

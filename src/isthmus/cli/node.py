@@ -63,6 +63,10 @@ def node(
 
     try:
         joining = JoinToken.parse(join)
+        if joining.pin:
+            from isthmus.cluster.authority import key_of
+
+            key_of(joining.pin)
     except ValueError as error:
         raise ConfigError(f"--join: {error}") from None
 

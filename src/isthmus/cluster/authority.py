@@ -37,8 +37,6 @@ SKEW_S = 3600.0
 """So far behind the head's clock the clock of another machine may be."""
 MAX_REQUEST = 4096
 """Bytes of a certificate or of a request for one."""
-RETRY_S = 30.0
-"""How long a renewal that was asked for may take before it is asked for again."""
 KEY_FILE, TOKEN_FILE = "authority.key", "token"
 """What `tls.folder` keeps, so that a head that is started again has the same join token."""
 _CURVE, _HASH = ec.SECP256R1(), hashes.SHA256()
@@ -175,13 +173,12 @@ class HeadCredentials:
 
 class NodeCredentials:
     """A node's. Until it is enrolled it has no certificate, and speaks to a head alone whose certificate the authority
-    of `pin` signed."""
+    of `pin` signed. Raises ValueError for a pin that `pin_of` did not make."""
 
     def __init__(self, pin: str, node: NodeId, clock: Clock = time.time) -> None:
-        self._authority, self._pin, self._node, self._clock = key_of(pin), pin, node, clock
+        self._authority, self._node, self._clock = key_of(pin), node, clock
         self._asked: ec.EllipticCurvePrivateKey | None = None
         self._certified: Certified | None = None
-        self._ask_at = 0.0
         self._guest = bare_context(server=False)
 
     @property
@@ -190,8 +187,8 @@ class NodeCredentials:
 
     @property
     def is_due(self) -> bool:
-        """Whether a certificate is to be asked for now."""
-        return self._clock() >= self._ask_at
+        """Whether the next certificate is to be asked for now: once, since a session loses no answer."""
+        return self._certified is not None and self._asked is None and self._clock() >= self._certified.renew_at
 
     @property
     def left_s(self) -> float:
@@ -239,7 +236,6 @@ class NodeCredentials:
     def request(self) -> bytes:
         """Asks for a certificate of a new key: a request (PKCS 10) in DER form."""
         self._asked = ec.generate_private_key(_CURVE)
-        self._ask_at = self._clock() + RETRY_S
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "isthmus")])
         asked = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(self._asked, _HASH)
         return asked.public_bytes(serialization.Encoding.DER)
@@ -256,7 +252,7 @@ class NodeCredentials:
             self._certified = Certified(self._asked, certificate, authority)
         except OSError as error:
             raise ValueError(f"it is no certificate of the key that was asked for: {error}") from None
-        self._asked, self._ask_at = None, self._certified.renew_at
+        self._asked = None
 
 
 def identity_of(secured: ssl.SSLSocket) -> Identity:
@@ -279,7 +275,10 @@ def pin_of(key: ec.EllipticCurvePublicKey) -> str:
 
 def key_of(pin: str) -> ec.EllipticCurvePublicKey:
     """Raises ValueError for what `pin_of` did not make."""
-    return ec.EllipticCurvePublicKey.from_encoded_point(_CURVE, base64.urlsafe_b64decode(pin))
+    try:
+        return ec.EllipticCurvePublicKey.from_encoded_point(_CURVE, base64.urlsafe_b64decode(pin))
+    except ValueError:
+        raise ValueError("the token after # is damaged: it names no authority") from None
 
 
 def _pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:

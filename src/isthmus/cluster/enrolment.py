@@ -11,7 +11,6 @@ after both have shown that they know the cluster's token; and later again, over 
 from __future__ import annotations
 
 import asyncio
-import logging
 from typing import TYPE_CHECKING, Any
 
 from isthmus.cluster import messages
@@ -24,8 +23,6 @@ from isthmus.types import NodeId
 
 if TYPE_CHECKING:
     from isthmus.cluster.authority import Authority, NodeCredentials
-
-log = logging.getLogger(__name__)
 
 
 class Enrolment:

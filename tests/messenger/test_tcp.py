@@ -97,4 +97,4 @@ def test_only_within_a_host_the_kernels_choice_of_congestion_control_is_overrule
     assert not tuned.blocks
     assert tuned.options[socket.IPPROTO_TCP, socket.TCP_NODELAY] == 1
     assert tuned.options[socket.SOL_SOCKET, socket.SO_KEEPALIVE] == 1
-    assert tuned.options[socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT] == 10_000
+    assert tuned.options[socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT] == 60_000

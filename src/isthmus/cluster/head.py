@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 
 from isthmus import conductor
@@ -27,10 +27,10 @@ from isthmus.cluster.link_stats import LinkStats, Offload
 from isthmus.cluster.own_address import is_loopback
 from isthmus.cluster.pipeline import Groups, Stage
 from isthmus.cluster.recorder import Tape
-from isthmus.cluster.sessions import NoPayloads
+from isthmus.cluster.sessions import REFUSED, NoPayloads
 from isthmus.cluster.streams import Stream
 from isthmus.errors import IsthmusError, OverloadedError, ProtocolError, RequestError, UnavailableError
-from isthmus.messenger import Network, RunningClock, Session, address_of
+from isthmus.messenger import Network, RunningClock, RunningTimer, Session, address_of
 from isthmus.node.events import Become, Begin, Forget, Move, Return
 from isthmus.types import NS_PER_MS, NS_PER_S, Job, ModelCard, NodeId, RequestId, Role
 
@@ -155,8 +155,8 @@ class Head:
             await asyncio.wait_for(self.wait_until(told), POLL_S)
 
     def gauges(self) -> dict[str, dict[str, float]]:
-        """Latest value of every node metric: metric name -> node -> value."""
-        found: dict[str, dict[str, float]] = {}
+        """Latest value of every node metric: metric name -> node -> value. One is the head's too."""
+        found: dict[str, dict[str, float]] = {REFUSED: {"head": self._server.refused}}
         for node, each in self._beating().items():
             for name, value in each.gauges.items():
                 found.setdefault(name, {})[str(node)] = value
@@ -265,7 +265,7 @@ class Head:
                 self._streams[action.request].end_attempt()
                 expired = conductor.HoldExpired(action.request, action.attempt)
                 wait_s = action.wait_ms / 1000 or self._rejoin_s
-                asyncio.get_running_loop().call_later(wait_s, self._decide, expired)
+                RunningTimer(asyncio.get_running_loop(), wait_s, partial(self._decide, expired))
             case conductor.Fail():
                 error = RequestError(action.reason) if action.final else UnavailableError(action.reason)
                 self._fail(action.request, error)

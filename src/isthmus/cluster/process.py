@@ -28,7 +28,7 @@ from isthmus.cluster.enrolment import enrol
 from isthmus.cluster.link_monitor import LinkMonitor
 from isthmus.cluster.mover import BlockMover, KVMover
 from isthmus.cluster.runs import Runs
-from isthmus.cluster.sessions import CONNECT_S, NoPayloads, Peers, check_peer, disowned
+from isthmus.cluster.sessions import CONNECT_S, REFUSED, NoPayloads, Peers, check_peer, disowned
 from isthmus.deploy import NodeFacts
 from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
@@ -137,7 +137,7 @@ class MemberProcess(ABC):
             self._found = await asyncio.to_thread(self._cache.store.recover)
         host = self._options.host
         try:
-            server, port = await self._network.listen(host, 0, self.entrance, self.entering)
+            self._listener, port = await self._network.listen(host, 0, self.entrance, self.entering)
         except OSError as error:
             raise StartError(f"cannot listen for other nodes at {host}: {error.strerror}") from None
         self.start()
@@ -147,7 +147,7 @@ class MemberProcess(ABC):
             self._send(self.hello())
             return await self._over
         finally:
-            server.close()
+            self._listener.close()
             await self.mover.close()
             for task in list(self._tasks):
                 task.cancel()
@@ -258,7 +258,7 @@ class MemberProcess(ABC):
 
     def gauges(self) -> dict[str, float]:
         """Present state and totals, by metric name."""
-        found = self.mover.gauges()
+        found = {REFUSED: self._listener.refused} | self.mover.gauges()
         if self._credentials is not None:
             found["tls_certificate_seconds"] = self._credentials.left_s
         return found

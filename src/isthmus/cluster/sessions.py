@@ -25,6 +25,7 @@ from isthmus.node import events
 from isthmus.types import NodeId
 
 CONNECT_S = 5.0
+REFUSED = "connections_refused_total"
 
 Reach = Callable[[NodeId], Awaitable[Session]]
 """The session with a node. Raises OSError or TimeoutError."""

@@ -62,7 +62,8 @@ NODE_METRICS = {
     "vllm_blocks_saved_total": "KV blocks that vLLM computed and the node's cache keeps.",
     "vllm_blocks_loaded_total": "KV blocks that vLLM took from the node's cache.",
     "vllm_kv_events_lost_total": "Times that what vLLM keeps was forgotten, since KV events were lost.",
-    # Between nodes.
+    # Between processes; of the head too, as node "head".
+    "connections_refused_total": "Connections from elsewhere that came to nothing: no token, or no greeting in time.",
     "kv_bytes_in_total": "KV received for requests that decode here.",
     "kv_bytes_out_total": "KV sent for requests that decode elsewhere.",
     "kv_bytes_fetched_total": "Cached KV received from other nodes.",

@@ -9,7 +9,7 @@ from isthmus.messenger.memory import MemoryNetwork
 from isthmus.messenger.network import Greetings, Network, Server, TcpNetwork, address_of, split_address
 from isthmus.messenger.outbox import Priority, Sending
 from isthmus.messenger.ports import Handler
-from isthmus.messenger.running import RunningClock
+from isthmus.messenger.running import RunningClock, RunningTimer
 from isthmus.messenger.session import Session
 from isthmus.messenger.terms import Stat, Terms
 
@@ -26,6 +26,7 @@ __all__ = [
     "Priority",
     "Question",
     "RunningClock",
+    "RunningTimer",
     "Sending",
     "Server",
     "Session",

@@ -84,6 +84,8 @@ class MemoryNetwork:
 
 
 class _Listener:
+    refused = 0
+
     def __init__(self, listeners: dict[str, Callable[[MemoryPort], Session]], address: str) -> None:
         self._listeners, self._address = listeners, address
 

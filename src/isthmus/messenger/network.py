@@ -51,6 +51,10 @@ USUAL = Greetings()
 
 
 class Server(Protocol):
+    @property
+    def refused(self) -> int:
+        """Connections that came to nothing so far."""
+
     def close(self) -> None:
         """Takes no new sessions; those that are open go on."""
 
@@ -248,6 +252,10 @@ class Listener:
             task.cancel()
         self._trouble.flush()
 
+    @property
+    def refused(self) -> int:
+        return self._trouble.count
+
     async def wait_closed(self) -> None:
         if self._tasks:
             await asyncio.wait(self._tasks)
@@ -348,9 +356,10 @@ class _Trouble:
 
     def __init__(self) -> None:
         self._logged_s = -QUIET_S
-        self._unsaid = 0
+        self.count = self._unsaid = 0
 
     def say(self, what: str) -> None:
+        self.count += 1
         now_s = time.monotonic()
         if now_s - self._logged_s < QUIET_S:
             self._unsaid += 1

@@ -12,8 +12,10 @@ from typing import Protocol
 
 from isthmus.messenger.credentials import Credentials, Identity
 
-USER_TIMEOUT_MS = 10_000
-"""Sent bytes that nobody acknowledges for so long: the connection is lost."""
+USER_TIMEOUT_MS = 60_000
+"""Sent bytes that nobody acknowledges for so long: the connection is lost. Linux counts the time in which the peer's
+buffer is full as well, so that this is also how long a process may stand still while much is sent to it. That a machine
+is dead the head knows much earlier."""
 KEEPALIVE_S = 10
 UNSENT_BYTES = 512 << 10
 """What the kernel may hold beyond what the network can carry now. More would only delay what is more urgent."""

@@ -15,7 +15,9 @@ import pytest
 from benchmarks.served import reserved_port
 from isthmus.cli.models import bytes_folder
 from isthmus.cli.serve import assemble, say_if_plain
+from isthmus.cluster.authority import Authority, kept_token
 from isthmus.cluster.hosts import LocalHosts
+from isthmus.cluster.join_token import JoinToken
 from isthmus.cluster.joining import JoinedCluster
 from isthmus.cluster.local import signs
 from isthmus.config import load_config
@@ -42,14 +44,22 @@ def port() -> Iterator[int]:
         yield found
 
 
+@pytest.mark.parametrize("secured", [False, True])
 def test_a_head_is_ready_when_as_many_have_joined_as_the_file_says(
-    tmp_path: Path, port: int, running: list[subprocess.Popen[Any]]
+    secured: bool, tmp_path: Path, port: int, running: list[subprocess.Popen[Any]]
 ) -> None:
-    """Of each cluster, under whatever names; nodes that were there first have waited for it."""
+    """Of each cluster, under whatever names; nodes that were there first have waited for it. With a token in the file,
+    or with one that was kept, as the authority is that gives them certificates."""
     file, log = tmp_path / "join.yaml", tmp_path / "serve.log"
     settings = {"placement": "join", "join_port": port, "clusters": TWO, "links": LINKS, "engine": EMULATED}
     limits = {"silence_s": 60, "rejoin_s": 60}
-    file.write_text(json.dumps(settings | {"token": "secret", "limits": limits}))
+    known: dict[str, Any] = {"token": "secret"}
+    join = f"localhost:{port}"
+    if secured:
+        folder = tmp_path / "kept"
+        known = {"tls": {"folder": str(folder)}}
+        join = str(JoinToken(join, Authority.kept(folder).pin, kept_token(folder)))
+    file.write_text(json.dumps(settings | known | {"limits": limits}))
 
     def start(verb: str, *arguments: str, log: Path) -> subprocess.Popen[Any]:
         with log.open("wb") as sink:
@@ -59,7 +69,7 @@ def test_a_head_is_ready_when_as_many_have_joined_as_the_file_says(
         return running[-1]
 
     def node(cluster: str, role: str, name: str) -> None:
-        where = ("--join", f"localhost:{port}", "--cluster", cluster, "--role", role, "--name", name)
+        where = ("--join", join, "--cluster", cluster, "--role", role, "--name", name)
         start("node", *where, log=tmp_path / f"{name}.log")
 
     node("west", "prefill", "anna")
@@ -69,7 +79,8 @@ def test_a_head_is_ready_when_as_many_have_joined_as_the_file_says(
     url, names = wait_until_ready(serve, log)
     assert names == {"anna", "bert", "cleo"}
     told = f"isthmus: waiting for 1 decode of east, 2 prefill of west nodes to join at 127.0.0.1:{port}\n"
-    assert told in log.read_text()
+    assert told in log.read_text() and "a connection from" not in log.read_text()
+    assert ("--join isthmus://" in log.read_text()) is secured
     served, prompt = Client(url), list(range(200))
     recipe = recipe_of(bytes_folder(), bytes_folder(), 16)
     assert served.tokens(prompt, 20, ignore_eos=True) == expected_tokens(recipe, prompt, 20)

@@ -29,7 +29,7 @@ from isthmus.messenger import MemoryNetwork
 from isthmus.node import Node
 from isthmus.node.events import Begin, Cut, Event, Forget, Wake, Woken
 from isthmus.scheduler import Admitted, BlockPool, Limits, Run, Scheduler
-from isthmus.types import FinishReason, NodeId, RequestId, Role, Sampling
+from isthmus.types import NS_PER_S, FinishReason, NodeId, RequestId, Role, Sampling
 from tests.cluster.test_trust import CARD, RECIPE, facts
 
 CURVE = Curve(kv_token_bytes=1, num_layers=2, prefill_token_s=1e-3, decode_fixed_s=1e-3)
@@ -199,14 +199,16 @@ def test_a_worker_with_nothing_to_do_can_be_stopped() -> None:
 
 
 @asynccontextmanager
-async def process_of(tape: Any = None) -> AsyncIterator[tuple[NodeProcess, MemoryTape, asyncio.Task[str]]]:
+async def process_of(
+    tape: Any = None, clock_ns: Callable[[], int] = time.monotonic_ns
+) -> AsyncIterator[tuple[NodeProcess, MemoryTape, asyncio.Task[str]]]:
     """A mixed node in its cluster, what the conductor hears, and how the process ends. Sixteen tokens are a block."""
     network, heard = MemoryNetwork(), MemoryTape()
     head = Head(Rules(), CARD, silence_s=30, rejoin_s=30, network=network, recorder=heard)
     join = await head.open("head", 1)
     engine = EmulatedEngine(RECIPE, compile_cost(CURVE), 64, max_length=1000)
     options = NodeOptions(facts("m", Role.MIXED), join, transfer_s=30)
-    process = NodeProcess(engine, options, Runtime(network), tape=tape)
+    process = NodeProcess(engine, options, Runtime(network, clock_ns), tape=tape)
     running = asyncio.create_task(process.run())
     async with asyncio.timeout(WAIT_S):
         await head.wait_for([NodeId("m")])
@@ -231,6 +233,28 @@ def test_a_process_that_ends_computes_no_more_and_closes_its_recording() -> None
             assert isinstance(tape.entries[-1].event, Woken) and process.worker._thread.is_alive()
         assert running.result() == "stopped by the head"
         assert not process.worker._thread.is_alive() and tape.closed
+
+    asyncio.run(work())
+
+
+def test_a_node_that_stood_still_gives_up_no_transfer_for_it() -> None:
+    """Its time is that in which it ran, whoever asks."""
+
+    async def work() -> None:
+        stood_ns, tape = 0, MemoryTape()
+        async with process_of(tape, lambda: time.monotonic_ns() + stood_ns) as (process, _, _running):
+
+            async def woken() -> int:
+                known = len(tape.entries)
+                while not any(isinstance(entry.event, Woken) for entry in tape.entries[known:]):
+                    await asyncio.sleep(0.001)
+                return tape.entries[-1].at_ns
+
+            before_ns = await woken()
+            stood_ns = 3600 * NS_PER_S
+            process.tell(Woken())
+            assert tape.entries[-1].at_ns - before_ns < 1800 * NS_PER_S
+            assert await woken() - before_ns < 1800 * NS_PER_S
 
     asyncio.run(work())
 

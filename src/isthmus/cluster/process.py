@@ -32,7 +32,7 @@ from isthmus.cluster.sessions import CONNECT_S, REFUSED, NoPayloads, Peers, chec
 from isthmus.deploy import NodeFacts
 from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
-from isthmus.messenger import Handler, Network, Session, address_of
+from isthmus.messenger import Handler, Network, RunningClock, Session, address_of
 from isthmus.node import events
 from isthmus.store import Store
 from isthmus.types import NS_PER_S, BlockName, NodeId, RequestId
@@ -122,7 +122,8 @@ class MemberProcess(ABC):
             spawn=self.spawn,
             shares_memory=options.shares_memory,
         )
-        self._clock_ns, self._blocks_evicted = runtime.clock_ns, 0
+        self._running, self._blocks_evicted = RunningClock(runtime.clock_ns), 0
+        self._clock_ns = self._running.now_ns
         self._head: Session | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._found: list[tuple[BlockName, BlockName | None]] = []
@@ -235,9 +236,11 @@ class MemberProcess(ABC):
 
     async def _beat(self, every_ms: int) -> None:
         while True:
+            stood_still = self._running.tick()
             self._say()
             self._renew()
-            self.fact(events.Woken())
+            if not stood_still:
+                self.fact(events.Woken())
             await asyncio.sleep(every_ms / 1000)
 
     def _say(self) -> None:

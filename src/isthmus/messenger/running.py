@@ -20,7 +20,8 @@ EXACT_S = 0.001
 
 
 class RunningClock:
-    """`clock_ns`, but that from one `tick` to the next it goes on by no more than `step_ns`."""
+    """`clock_ns`, but that from one `tick` to the next it goes on by no more than `step_ns`. `now_ns` may
+    be asked from any thread."""
 
     def __init__(self, clock_ns: Callable[[], int], step_ns: int = STEP_NS) -> None:
         self._clock_ns, self._step_ns = clock_ns, step_ns

@@ -1,44 +1,45 @@
-"""Certificates for tests of TLS, made with the openssl command."""
+"""Certificates for tests of TLS with files of the operator's."""
 
 from __future__ import annotations
 
-import shutil
-import subprocess
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-import pytest
-
-KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 
 def make_certificate(folder: Path, name: str, days: int = 30) -> dict[str, str]:
-    """An authority of this name, and a certificate that it signed, good for so many days: paths by the keys of the
-    `tls` section.
-
-    Skips the test where there is no openssl.
-    """
-    if shutil.which("openssl") is None:
-        pytest.skip("certificates are made with the openssl command, which is not here")
-    ca, ca_key, key, request, made = (
-        str(folder / f"{name}.{part}") for part in ("ca", "cakey", "key", "csr", "crt")
+    """An authority of this name, and a certificate that it signed, good for so many days from a day before now: paths
+    by the keys of the `tls` section."""
+    keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
+    issuer, subject = (
+        x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)]) for text in (f"{name} authority", name)
     )
-    authority = ("req", "-x509", *KEY, "-keyout", ca_key, "-out", ca, "-subj", f"/CN={name} authority")
-    asked = ("req", *KEY, "-keyout", key, "-out", request, "-subj", f"/CN={name}")
-    signed = (
-        "x509",
-        "-req",
-        "-in",
-        request,
-        "-CA",
-        ca,
-        "-CAkey",
-        ca_key,
-        "-CAcreateserial",
-        "-days",
-        str(days),
-        "-out",
-        made,
+    begin = datetime.now(UTC) - timedelta(days=1)
+    ends = begin + timedelta(days=31), begin + timedelta(days=1 + days, seconds=-1)
+    authority, made = (
+        x509.CertificateBuilder()
+        .subject_name(who)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(begin - timedelta(days=1))
+        .not_valid_after(end)
+        .add_extension(x509.BasicConstraints(ca=who is issuer, path_length=None), critical=True)
+        .sign(keys[0], hashes.SHA256())
+        for who, key, end in zip((issuer, subject), keys, ends, strict=True)
     )
-    for command in (authority, asked, signed):
-        subprocess.run(["openssl", *command], check=True, capture_output=True)
-    return {"certificate": made, "key": key, "authority": ca}
+    pem = serialization.Encoding.PEM
+    private = keys[1].private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    files = {
+        "certificate": made.public_bytes(pem),
+        "key": private,
+        "authority": authority.public_bytes(pem),
+    }
+    paths = {part: folder / f"{name}.{part}.pem" for part in files}
+    for part, data in files.items():
+        paths[part].write_bytes(data)
+    return {part: str(path) for part, path in paths.items()}

@@ -52,7 +52,7 @@ scheduling.reserve scheduling.sticky_blocks scheduling.balancing_threshold
 scheduling.decode_s scheduling.load_limit scheduling.seed
 slo.ttft_ms slo.tbt_ms cache.dram cache.ssd cache.folder cache.share cache.eviction
 network.node_gbps network.handover_gbps network.spine_gbps network.rtt_us network.connections network.resume_s
-network.compression tls.certificate tls.key tls.authority
+network.compression tls.mode tls.folder tls.certificate tls.key tls.authority
 limits.max_requests limits.max_attempts limits.start_s limits.drain_s limits.silence_s limits.rejoin_s
 limits.transfer_s limits.link_s limits.body_bytes limits.json_depth limits.messages limits.tools limits.preparing
 limits.prepare_s limits.prepare_memory limits.grammar_bytes limits.grammar_s limits.grammar_memory

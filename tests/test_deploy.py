@@ -189,13 +189,13 @@ def test_processes_in_other_folders_find_the_files() -> None:
         "engine.cost": "curve.json",
         "clusters": {"east": {"cost": "/there/east.json"}, "west": {"cost": "prfaas-1t-h200x8"}},
         "cache.folder": "~/kv",
-        "tls.key": "key.pem",
+        "tls.folder": "kept",
         "record": "flight.jsonl",
     }
     config = rooted(load_config(None, given), Path("/here"))
     assert (config.engine.cost, config.record) == ("/here/curve.json", "/here/flight.jsonl")
     assert [cluster.cost for cluster in config.clusters.values()] == ["/there/east.json", "prfaas-1t-h200x8"]
-    assert (config.tls.key, config.tls.certificate) == ("/here/key.pem", None)
+    assert (config.tls.folder, config.tls.certificate) == ("/here/kept", None)
     assert config.cache.folder == str(Path("~/kv").expanduser())
     assert "vllm" not in config.engine.model_fields_set
 

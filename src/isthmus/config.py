@@ -333,11 +333,30 @@ class NetworkConfig(_Section):
 
 
 class TlsConfig(_Section):
-    """TLS 1.3 with certificates on both sides, for all sessions of nodes: PEM files. None: no TLS."""
+    """TLS 1.3 with certificates on both sides, for all sessions of nodes (docs/machines.md).
 
+    `mode`: `auto` as soon as nodes join at an address that is not loopback, with an authority that the head makes;
+    `none` leaves sessions plain. `folder`: where the authority's key, and a token that was drawn, are kept, else they
+    live as long as the head; with a folder loopback has TLS too. `certificate`, `key`, `authority`: PEM files of the
+    operator's in place of all that.
+    """
+
+    mode: Literal["auto", "none"] = "auto"
+    folder: str | None = None
     certificate: str | None = None
     key: str | None = None
     authority: str | None = None
+
+    @model_validator(mode="after")
+    def _is_one_of_three(self) -> TlsConfig:
+        files = [path is not None for path in (self.certificate, self.key, self.authority)]
+        if any(files) and not all(files):
+            raise ValueError("certificate, key and authority are needed, all three or none")
+        if any(files) and self.folder is not None:
+            raise ValueError("folder: only without certificate, key and authority")
+        if self.mode == "none" and (any(files) or self.folder is not None):
+            raise ValueError("mode: none leaves sessions plain; give no files and no folder beside it")
+        return self
 
 
 class KeyConfig(_Section):

@@ -61,6 +61,8 @@ def test_a_head_looks_for_cycles_once_it_has_started(isthmus: Command, monkeypat
     seen = []
 
     class Cluster:
+        join_host, invitation = "127.0.0.1", ""
+
         @contextlib.asynccontextmanager
         async def run(self) -> AsyncIterator[None]:
             yield

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.cli.node import node
+from isthmus.cluster.authority import Authority
 from isthmus.errors import ConfigError
 from isthmus.types import Role
 
@@ -15,7 +16,9 @@ from .conftest import Command
 
 @pytest.mark.parametrize("role", Role)
 def test_a_node_needs_a_head_to_join(role: Role) -> None:
-    with pytest.raises(ConfigError, match=r"^isthmus node needs --role \S+ and --join HOST:PORT$"):
+    with pytest.raises(
+        ConfigError, match=r"^isthmus node needs --role \S+ and --join isthmus://HOST:PORT#TOKEN$"
+    ):
         node(role=role)
 
 
@@ -23,6 +26,22 @@ def test_a_node_needs_a_head_to_join(role: Role) -> None:
 def test_where_the_head_is_must_be_an_address(isthmus: Command, join: str) -> None:
     said = isthmus("node", "--role", "decode", "--join", join)
     assert said == (2, "", f"isthmus: error: --join: {join!r} is not HOST:PORT\n")
+
+
+def test_a_join_token_that_is_not_whole_is_refused_and_files_beside_one_are(
+    isthmus: Command, tmp_path: Path
+) -> None:
+    status, _, said = isthmus("node", "--role", "decode", "--join", "isthmus://head:7000#A46tip")
+    assert status == 2 and said.startswith("isthmus: error: --join: the token after # is not whole")
+    file = tmp_path / "files.yaml"
+    file.write_text("tls: {certificate: a, key: b, authority: c}")
+    status, _, said = isthmus("node", "--role", "decode", "--join", f"isthmus://head:7000#{'A' * 44}")
+    assert (
+        status == 2 and said == "isthmus: error: --join: the token after # is damaged: it names no authority\n"
+    )
+    join = f"isthmus://head:7000#{Authority.made().pin}c2VjcmV0"
+    status, _, said = isthmus("node", "--role", "decode", "--join", join, "--config", file)
+    assert status == 2 and said.startswith("isthmus: error: tls: --join with a token takes the place of")
 
 
 @pytest.mark.parametrize("token", [None, ""])

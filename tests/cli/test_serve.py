@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from isthmus.cluster.hosts import LocalHosts
 from isthmus.config import Config, load_config, with_keys
 from isthmus.gateway import GatewaySettings
 from isthmus.types import Reuse
+
+from .conftest import Command
 
 SEMANTIC = {"reuse.default": "semantic"}
 ONE = {"reuse.tenants": {"default": "chunks", "acme": "exact"}}
@@ -48,3 +51,12 @@ def test_what_tenants_chose_reaches_the_gateway(
     assert (settings.reuse, settings.tenant_reuse["default"]) == (Reuse.EXACT, Reuse.CHUNKS)
     said = capsys.readouterr().err
     assert said.count("reuse stays exact") == 1 and "the emulated engine has no KV that could be moved" in said
+
+
+def test_insecure_is_a_mode_of_tls(isthmus: Command, tmp_path: Path) -> None:
+    file = tmp_path / "files.yaml"
+    file.write_text("tls: {folder: kept}")
+    status, _, said = isthmus("serve", "--insecure", "--config", file)
+    assert (
+        status == 2 and "tls: mode: none leaves sessions plain; give no files and no folder beside it" in said
+    )

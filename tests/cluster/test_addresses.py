@@ -10,7 +10,7 @@ from isthmus.cluster import own_address
 from isthmus.cluster.addresses import AddressBook
 from isthmus.cluster.launcher import LinkProcess
 from isthmus.cluster.messages import Neighbours
-from isthmus.cluster.own_address import reached_at
+from isthmus.cluster.own_address import outward_host, reached_at
 from isthmus.cluster.shaper import LinkSpec, Point, Shape
 from isthmus.conductor import LinkRule
 from isthmus.errors import ConfigError, StartError, UnavailableError
@@ -117,6 +117,25 @@ def test_an_address_that_leads_nobody_to_a_node_is_refused(
     with pytest.raises(ConfigError) as caught:
         reached_at(host, "head:1", 0)
     assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "head", "fd00::1", "127.0.0.1"])
+def test_an_address_of_its_own_is_told_as_it_is(host: str) -> None:
+    assert outward_host(host) == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_in_place_of_all_addresses_the_one_that_reaches_others_is_told(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_address, "_source_of", lambda host, port: f"from here to {host}")
+    assert outward_host(host) == f"from here to {'2001:db8::1' if host == '::' else '192.0.2.1'}"
+
+    def nowhere(host: str, port: int) -> str:
+        raise OSError("no route")
+
+    monkeypatch.setattr(own_address, "_source_of", nowhere)
+    assert outward_host(host) == socket.gethostname()
 
 
 def test_a_head_whose_name_nobody_knows_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

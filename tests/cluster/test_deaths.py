@@ -122,10 +122,12 @@ def test_a_death_costs_one_attempt(victim: str, tmp_path: Path) -> None:
 class Deaf(MemoryNetwork):
     """Nodes cannot be reached by each other."""
 
-    async def connect(self, address: str, types: Any, handler: Handler, *, timeout_s: float) -> Session:
+    async def connect(
+        self, address: str, types: Any, handler: Handler, *, timeout_s: float, connections: int | None = None
+    ) -> Session:
         if types is PeerMessage:
             raise ConnectionRefusedError("nobody listens")
-        return await super().connect(address, types, handler, timeout_s=timeout_s)
+        return await super().connect(address, types, handler, timeout_s=timeout_s, connections=connections)
 
 
 def test_a_node_that_cannot_be_reached_is_given_time_to_be_missed() -> None:

@@ -15,8 +15,11 @@ import pytest
 from benchmarks.served import reserved_port
 from isthmus.cli.models import bytes_folder
 from isthmus.cli.serve import assemble, say_if_plain
+from isthmus.cluster.authority import Authority, kept_token
+from isthmus.cluster.hosts import LocalHosts
+from isthmus.cluster.join_token import JoinToken
 from isthmus.cluster.joining import JoinedCluster
-from isthmus.cluster.launcher import Launcher
+from isthmus.cluster.local import signs
 from isthmus.config import load_config
 from isthmus.engine.emulated import expected_tokens, recipe_of
 from tests.served import LIMIT_S, Client, command, refused, wait_until_ready
@@ -41,14 +44,22 @@ def port() -> Iterator[int]:
         yield found
 
 
+@pytest.mark.parametrize("secured", [False, True])
 def test_a_head_is_ready_when_as_many_have_joined_as_the_file_says(
-    tmp_path: Path, port: int, running: list[subprocess.Popen[Any]]
+    secured: bool, tmp_path: Path, port: int, running: list[subprocess.Popen[Any]]
 ) -> None:
-    """Of each cluster, under whatever names; nodes that were there first have waited for it."""
+    """Of each cluster, under whatever names; nodes that were there first have waited for it. With a token in the file,
+    or with one that was kept, as the authority is that gives them certificates."""
     file, log = tmp_path / "join.yaml", tmp_path / "serve.log"
     settings = {"placement": "join", "join_port": port, "clusters": TWO, "links": LINKS, "engine": EMULATED}
     limits = {"silence_s": 60, "rejoin_s": 60}
-    file.write_text(json.dumps(settings | {"token": "secret", "limits": limits}))
+    known: dict[str, Any] = {"token": "secret"}
+    join = f"localhost:{port}"
+    if secured:
+        folder = tmp_path / "kept"
+        known = {"tls": {"folder": str(folder)}}
+        join = str(JoinToken(join, Authority.kept(folder).pin, kept_token(folder)))
+    file.write_text(json.dumps(settings | known | {"limits": limits}))
 
     def start(verb: str, *arguments: str, log: Path) -> subprocess.Popen[Any]:
         with log.open("wb") as sink:
@@ -58,7 +69,7 @@ def test_a_head_is_ready_when_as_many_have_joined_as_the_file_says(
         return running[-1]
 
     def node(cluster: str, role: str, name: str) -> None:
-        where = ("--join", f"localhost:{port}", "--cluster", cluster, "--role", role, "--name", name)
+        where = ("--join", join, "--cluster", cluster, "--role", role, "--name", name)
         start("node", *where, log=tmp_path / f"{name}.log")
 
     node("west", "prefill", "anna")
@@ -68,7 +79,8 @@ def test_a_head_is_ready_when_as_many_have_joined_as_the_file_says(
     url, names = wait_until_ready(serve, log)
     assert names == {"anna", "bert", "cleo"}
     told = f"isthmus: waiting for 1 decode of east, 2 prefill of west nodes to join at 127.0.0.1:{port}\n"
-    assert told in log.read_text()
+    assert told in log.read_text() and "a connection from" not in log.read_text()
+    assert ("--join isthmus://" in log.read_text()) is secured
     served, prompt = Client(url), list(range(200))
     recipe = recipe_of(bytes_folder(), bytes_folder(), 16)
     assert served.tokens(prompt, 20, ignore_eos=True) == expected_tokens(recipe, prompt, 20)
@@ -126,23 +138,49 @@ def test_nodes_of_other_machines_take_no_memory_here(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("isthmus.cluster.hosts.available_bytes", lambda: 0)
     overrides = {f"engine.{name}": value for name, value in EMULATED.items()}
     config = load_config(None, {**overrides, "placement": "join", "token": "secret"})
-    assert isinstance(assemble(config, Launcher)[0], JoinedCluster)
+    assert isinstance(assemble(config, LocalHosts(config))[0], JoinedCluster)
+
+
+FILES = {"tls.certificate": "a", "tls.key": "b", "tls.authority": "c"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "red"),
+    ("settings", "plain"),
     [
         ({}, False),
         ({"join_host": "localhost"}, False),
-        ({"join_host": "::1"}, False),
-        ({"join_host": "0.0.0.0"}, True),
-        ({"join_host": "head"}, True),
-        ({"join_host": "0.0.0.0", "tls.certificate": "a", "tls.key": "b", "tls.authority": "c"}, False),
+        ({"join_host": "::1", "tls.mode": "none"}, False),
+        ({"join_host": "0.0.0.0"}, False),
+        ({"join_host": "0.0.0.0", "tls.mode": "none"}, True),
+        ({"join_host": "head", "tls.mode": "none"}, True),
+        ({"join_host": "0.0.0.0", **FILES}, False),
     ],
 )
-def test_what_anybody_on_the_way_can_read_is_said(
-    settings: dict[str, Any], red: bool, capsys: pytest.CaptureFixture[str]
+def test_what_insecure_gives_up_is_said_in_one_line(
+    settings: dict[str, Any], plain: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    say_if_plain(load_config(None, settings))
+    config = load_config(None, settings)
+    say_if_plain(config, config.join_host)
     said = capsys.readouterr().err
-    assert ("can read prompts and all KV" in said) is red and said.count("\n") == red
+    assert ("can read all prompts, answers and KV" in said) is plain and said.count("\n") == plain
+
+
+@pytest.mark.parametrize(
+    ("settings", "secured"),
+    [
+        ({}, False),
+        ({"join_host": "localhost"}, False),
+        ({"join_host": "127.0.0.2"}, False),
+        ({"join_host": "::1"}, False),
+        ({"join_host": "::"}, True),
+        ({"join_host": "0.0.0.0"}, True),
+        ({"join_host": "10.0.0.1"}, True),
+        ({"join_host": "head"}, True),
+        ({"tls.folder": "here"}, True),
+        ({"join_host": "head", "tls.mode": "none"}, False),
+        ({"join_host": "head", **FILES}, False),
+    ],
+)
+def test_the_head_has_an_authority_beyond_loopback(settings: dict[str, Any], secured: bool) -> None:
+    config = load_config(None, settings)
+    assert signs(config, config.join_host) is secured

@@ -12,14 +12,18 @@ import shlex
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from isthmus.cli.models import bytes_folder
+from isthmus.cluster.authority import Authority
+from isthmus.cluster.join_token import JoinToken
 from isthmus.config import load_config
 from isthmus.engine.emulated import expected_tokens, recipe_of
 from tests.certificates import make_certificate
@@ -74,11 +78,12 @@ class Site:
         return Client(wait_until_ready(self.start("head", "head", "serve"), self.log_of("head"))[0])
 
     def node(
-        self, role: str, *, name: str = "", join: str = f"head:{PORT}", **other: Any
+        self, role: str, *, name: str = "", join: str = f"head:{PORT}", token: str = TOKEN, **other: Any
     ) -> subprocess.Popen[bytes]:
         """On the machine of its role."""
         name = name or f"{role}-node"
-        return self.start(name, role, "node", "--role", role, "--name", name, "--join", join, **other)
+        arguments = ("node", "--role", role, "--name", name, "--join", join)
+        return self.start(name, role, *arguments, token=token, **other)
 
     def log_of(self, name: str) -> Path:
         return self.home / f"{name}.log"
@@ -225,6 +230,55 @@ def test_a_node_joins_those_that_serve_starts_itself(site: Site) -> None:
         for seed in range(4):
             check(served, seed)
         served.wait_until(lambda: 0 < sent(served) < served.total("kv_bytes_out_total"), "both have prefilled")
+        site.stop()
+
+
+JOINING = ("node", "--role", "decode")
+
+
+def joining(site: Site, head: str) -> str:
+    """What a head says that nodes join with."""
+    until = time.monotonic() + LIMIT_S
+    while not (found := re.search(r"--join (isthmus://\S+)\n", site.log_of(head).read_text())):
+        assert time.monotonic() < until, site.logs()
+        time.sleep(0.05)
+    return found[1]
+
+
+def test_nodes_join_with_the_line_that_serve_prints(site: Site) -> None:
+    """No file of theirs, no token: there is TLS since the head is at no loopback address. A head that is started again
+    has the same line where its authority is kept."""
+    address = site.hosts["head"].address
+    del site.settings["tls"]
+    folder = {"tls": {"folder": str(site.home / "authority")}}
+    site.settings["join_host"] = address
+    site.start("head", "head", "serve", token="", **folder)
+    join = joining(site, "head")
+    assert join.startswith(f"isthmus://{address}:{PORT}#")
+    site._running["head"].kill()
+    site.ended("head")
+    head = site.start("head", "head", "serve", token="", **folder)
+    assert joining(site, "head") == join
+    for role in ("prefill", "decode"):
+        site.node(role, join=join, token="")
+    served = Client(wait_until_ready(head, site.log_of("head"))[0])
+    with contextlib.closing(served.http):
+        check(served, 1)
+        known = JoinToken.parse(join)
+        others = {
+            "plain": (known.address, "has one of the two TLS, and the other none?"),
+            "another": (
+                str(replace(known, pin=Authority.made().pin)),
+                "of another authority than the join token",
+            ),
+            "guessed": (str(replace(known, secret="guessed")), "its cluster token is wrong"),
+            "decode-node": (join, "a node named decode-node is here already"),
+        }
+        for name, (line, told) in others.items():
+            site.start(f"{name}.2", "decode", *JOINING, "--name", name, "--join", line)
+            status, said = site.ended(f"{name}.2")
+            assert status == 4 and told in said, said
+        check(served, 2)
         site.stop()
 
 

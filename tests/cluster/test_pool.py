@@ -159,11 +159,11 @@ def test_kv_is_encoded_on_a_slow_link(form: str, tmp_path: Path) -> None:
         assert len(found) == 20
 
 
-def test_all_sessions_over_tls(tmp_path: Path) -> None:
-    """Head, hand-over and fetch; and somebody without a certificate is not let in."""
-    files = make_certificate(tmp_path, "ours")
+@pytest.mark.parametrize("whose", ["operator's", "head's"])
+def test_all_sessions_over_tls(whose: str, tmp_path: Path) -> None:
+    """Head, hand-over and fetch; and somebody who speaks no TLS is not let in."""
     config = deployment(
-        tls=files,
+        tls=make_certificate(tmp_path, "ours") if whose == "operator's" else {"folder": str(tmp_path / "kept")},
         engine={"kind": "emulated", "cost": SLOW, "token_budget": 256},
         roles={"prefill": 2, "decode": 1},
         policy="mooncake",

@@ -12,11 +12,12 @@ from isthmus.cluster.messages import PeerHello, PeerMessage, Probe
 from isthmus.cluster.sessions import NoPayloads, Peers, network_of
 from isthmus.config import load_config
 from isthmus.errors import ConfigError, ProtocolError
-from isthmus.messenger import MemoryNetwork, Session, TcpNetwork
+from isthmus.messenger import Identity, MemoryNetwork, Session, TcpNetwork, TlsFiles
 from isthmus.types import NodeId
 from tests.certificates import make_certificate
 from tests.cluster.fault_peers import LAYOUT
 
+THERE = NodeId("there")
 HELLO = PeerHello(6, NodeId("here"), "revision", LAYOUT)
 
 
@@ -50,7 +51,7 @@ class Counted(MemoryNetwork):
 def test_there_is_one_session_with_each_address_and_it_begins_with_who_this_is() -> None:
     async def work() -> None:
         network, far = Counted(), Ear()
-        peers = Peers(network, HELLO, Ear)
+        peers = Peers(network, HELLO, Ear, lambda _: THERE)
         await network.listen("there", 1, PeerMessage, lambda: far)
         await network.listen("there", 2, PeerMessage, Ear)
         assert peers.open_to("there:1") is None
@@ -69,7 +70,7 @@ def test_there_is_one_session_with_each_address_and_it_begins_with_who_this_is()
 def test_a_session_that_ended_or_could_not_be_opened_is_opened_again() -> None:
     async def work() -> None:
         network = Counted()
-        peers = Peers(network, HELLO, Ear)
+        peers = Peers(network, HELLO, Ear, lambda _: THERE)
         for _ in range(2):
             with pytest.raises(OSError):
                 await peers.get("there:1")
@@ -86,12 +87,38 @@ def test_a_session_that_ended_or_could_not_be_opened_is_opened_again() -> None:
 def test_who_gives_up_waiting_for_a_session_leaves_it_to_the_others() -> None:
     async def work() -> None:
         network = Counted()
-        peers = Peers(network, HELLO, Ear)
+        peers = Peers(network, HELLO, Ear, lambda _: THERE)
         await network.listen("there", 1, PeerMessage, Ear)
         waiting = [asyncio.ensure_future(peers.get("there:1")) for _ in range(2)]
         await asyncio.sleep(0)
         waiting[0].cancel()
         assert not (await waiting[1]).closed and network.addresses == ["there:1"]
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    "identity", [Identity("ours", "there"), Identity("ours", "other"), Identity("ours")], ids=str
+)
+def test_a_session_is_with_whom_it_is_meant_to_be_with(identity: Identity) -> None:
+    class Named(MemoryNetwork):
+        async def connect(self, *arguments: Any, **more: Any) -> Session:
+            session = await super().connect(*arguments, **more)
+            session.identity = identity
+            return session
+
+    async def work() -> None:
+        network, far = Named(), Ear()
+        await network.listen("there", 1, PeerMessage, lambda: far)
+        peers = Peers(network, HELLO, Ear, lambda _: THERE)
+        if identity.node == THERE:
+            assert not (await peers.get("there:1")).closed
+            return
+        with pytest.raises(ConnectionRefusedError, match=str(identity)):
+            await peers.get("there:1")
+        while not far.reasons:
+            await asyncio.sleep(0)
+        assert not far.heard and peers.open_to("there:1") is None
 
     asyncio.run(work())
 
@@ -118,14 +145,15 @@ def test_tls_is_configured_whole_or_not_at_all(tmp_path: Path) -> None:
     files = make_certificate(tmp_path, "ours")
     given = {f"tls.{part}": path for part, path in files.items()}
     network = network_of(load_config(None, given), "secret")
-    assert network._dialling is not None and network._serving is not None
+    assert isinstance(network._credentials, TlsFiles)
     plain = network_of(load_config(None, {}), "secret")
-    assert plain._dialling is None and plain._serving is None
+    assert plain._credentials is None
     for part in given:
         with pytest.raises(ConfigError, match="all three or none"):
-            network_of(
-                load_config(None, {name: path for name, path in given.items() if name != part}), "secret"
-            )
+            load_config(None, {name: path for name, path in given.items() if name != part})
+    for beside in ({"tls.folder": "here"}, {"tls.mode": "none"}):
+        with pytest.raises(ConfigError, match="tls: "):
+            load_config(None, given | beside)
 
 
 def test_a_network_is_as_configured() -> None:

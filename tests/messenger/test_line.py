@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.messenger import MemoryNetwork, Network, Session, TcpNetwork, Tls
+from isthmus.messenger import MemoryNetwork, Network, Session, TcpNetwork, TlsFiles
 from isthmus.messenger.line import MAX_PAYLOAD, Answerer, Asker, LineLost, rest_of
 from isthmus.messenger.streams import PlainStream
 from tests.certificates import make_certificate
@@ -27,7 +27,9 @@ Answers = Callable[[Answerer], None]
 def net(request: pytest.FixtureRequest, tmp_path: Path) -> Network:
     if request.param == "memory":
         return MemoryNetwork()
-    return TcpNetwork(tls=Tls(**make_certificate(tmp_path, "ours", 30)) if request.param == "tls" else None)
+    return TcpNetwork(
+        credentials=TlsFiles(**make_certificate(tmp_path, "ours")) if request.param == "tls" else None
+    )
 
 
 def echo(line: Answerer) -> None:

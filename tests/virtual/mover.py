@@ -263,12 +263,16 @@ class NodeNetwork:
         ether.network._listeners[f"{host}:{port}"] = accepted
         return server, port
 
-    async def connect(self, address: str, types: Any, handler: Handler, *, timeout_s: float) -> Session:
+    async def connect(
+        self, address: str, types: Any, handler: Handler, *, timeout_s: float, connections: int | None = None
+    ) -> Session:
         ether, peer = self._ether, self._ether.slots.get(NodeId(address.rpartition(":")[0]), -1)
         if peer >= 0 and ether.are_cut(self._slot, peer):
             raise ConnectionError("cut")
         ether.connecting, known = self._slot, len(ether.network.links)
-        session = await ether.network.connect(address, types, handler, timeout_s=timeout_s)
+        session = await ether.network.connect(
+            address, types, handler, timeout_s=timeout_s, connections=connections
+        )
         if peer >= 0:
             ether.gate.guard(session, self._slot, peer)
             ether.add(self._slot, peer, ether.network.links[known:])

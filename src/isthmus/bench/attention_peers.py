@@ -89,7 +89,7 @@ class _Node:
     def __init__(self, memory: Memory, addresses: dict[NodeId, str], tell: Callable[[Any], None]) -> None:
         self.network, self._tasks = TcpNetwork(), set[asyncio.Task[None]]()
         hello = messages.PeerHello(messages.PROTOCOL, HOME, "", memory.layout)
-        self.peers = Peers(self.network, hello, self.end)
+        self.peers = Peers(self.network, hello, self.end, lambda _: HOME)
         self.mover = KVMover(
             memory=memory.kv,
             attends=memory.attend,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from isthmus.cluster.hosts import LaunchSpec
-    from isthmus.cluster.process import EngineProcess, MemberProcess, NodeOptions
+    from isthmus.cluster.process import EngineProcess, MemberProcess, NodeOptions, Runtime
     from isthmus.config import Config
     from isthmus.deploy import NodeFacts
 
@@ -33,7 +33,9 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 def node(
     role: Annotated[Role | None, typer.Option(help="What this node does.")] = None,
     cluster: Annotated[str | None, typer.Option(help="Where it stands, if the config names clusters.")] = None,
-    join: Annotated[str | None, typer.Option(help="HOST:PORT where the head listens for nodes.")] = None,
+    join: Annotated[
+        str | None, typer.Option(help="isthmus://HOST:PORT#TOKEN, as serve prints it; HOST:PORT without TLS.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Unique name; default: role, host and process id.")] = None,
     config: Annotated[Path | None, typer.Option(help="The deployment file of the cluster.")] = None,
     model: Annotated[str | None, typer.Option(help="Model folder, GGUF file or hub id.")] = None,
@@ -45,21 +47,26 @@ def node(
     ] = None,
     launched: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
-    """Add one node to a running cluster. The cluster's token is read from ISTHMUS_TOKEN or the config."""
+    """Add one node to a running cluster. Where --join does not tell the cluster's token, ISTHMUS_TOKEN or the config
+    does."""
     if launched:
         _run_launched()
         return
     from isthmus.cluster.hosts import LaunchSpec
+    from isthmus.cluster.join_token import FORM, JoinToken
     from isthmus.cluster.own_address import reached_at
 
     if role is None or join is None:
-        raise ConfigError("isthmus node needs --role prefill|decode|mixed|attention and --join HOST:PORT")
+        raise ConfigError(f"isthmus node needs --role prefill|decode|mixed|attention and --join {FORM}")
     from isthmus.config import cluster_token, load_config
     from isthmus.deploy import at_home
-    from isthmus.messenger import split_address
 
     try:
-        split_address(join)
+        joining = JoinToken.parse(join)
+        if joining.pin:
+            from isthmus.cluster.authority import key_of
+
+            key_of(joining.pin)
     except ValueError as error:
         raise ConfigError(f"--join: {error}") from None
 
@@ -69,9 +76,15 @@ def node(
         raise ConfigError(
             f"roles.{role}.pipeline: `isthmus serve` starts pipeline groups; give a config without it for a single node"
         )
-    token = cluster_token() or settings.token
+    if joining.pin and settings.tls.certificate is not None:
+        raise ConfigError(
+            "tls: --join with a token takes the place of certificate, key and authority; give one"
+        )
+    token = joining.secret or cluster_token() or settings.token
     if token is None:
-        raise ConfigError("the cluster's token is needed: set ISTHMUS_TOKEN, or token in the config file")
+        raise ConfigError(
+            f"the cluster's token is needed: set ISTHMUS_TOKEN, token in the config file, or --join {FORM}"
+        )
     if name is None and settings.cache.ssd:
         raise ConfigError(
             "isthmus node needs --name where cache.ssd is given: by it the blocks are found again"
@@ -82,12 +95,13 @@ def node(
     from isthmus.cli.models import model_of
 
     folder, _ = model_of(settings)
-    host = reached_at(host, join, settings.limits.start_s)
+    host = reached_at(host, joining.address, settings.limits.start_s)
     spec = LaunchSpec(
         node=NodeId(name or "-".join(filter(None, [cluster, role, os.uname().nodename, str(os.getpid())]))),
         role=role,
-        join=join,
+        join=joining.address,
         token=token,
+        pin=joining.pin,
         model=str(folder),
         threads=settings.engine.threads or len(os.sched_getaffinity(0)),
         config=as_computed(settings, folder).model_dump_json(exclude_unset=True),
@@ -161,8 +175,6 @@ async def _opened(spec: LaunchSpec, join_s: float) -> AsyncIterator[MemberProces
         yield process_of(spec, join_s=join_s)
         return
     from isthmus.cli.engines import kv_layout, sampled_revision, served_length, store_opener
-    from isthmus.cluster.process import Runtime
-    from isthmus.cluster.sessions import network_of
     from isthmus.cluster.vllm.opening import opened
     from isthmus.cluster.vllm.server import Beside
     from isthmus.deploy import for_role
@@ -174,7 +186,7 @@ async def _opened(spec: LaunchSpec, join_s: float) -> AsyncIterator[MemberProces
         for_role(config, facts.role),
         folder,
         _options_of(spec, config, facts, join_s),
-        Runtime(network_of(config, spec.token)),
+        _runtime_of(spec, config),
         revision_of=sampled_revision,
         layout=layout,
         max_length=served_length(config, folder, facts),
@@ -191,9 +203,7 @@ def process_of(spec: LaunchSpec, *, join_s: float = 0) -> EngineProcess:
     its head. Raises ModelError, ConfigError or StartError."""
     from isthmus.cli.engines import open_engine, store_opener
     from isthmus.cluster.node import NodeProcess
-    from isthmus.cluster.process import Runtime
     from isthmus.cluster.recorder import node_recorder
-    from isthmus.cluster.sessions import network_of
     from isthmus.cluster.stage import StageNode
     from isthmus.config import Config
 
@@ -203,13 +213,25 @@ def process_of(spec: LaunchSpec, *, join_s: float = 0) -> EngineProcess:
     options = _options_of(spec, config, facts, join_s)
     folder_name = f"{spec.node}.{spec.stage}" if spec.stage else spec.node
     store_of = store_opener(config, engine, engine.memory.layout, folder_name, facts, ran_before=spec.start > 1)
-    runtime = Runtime(network_of(config, spec.token))
+    runtime = _runtime_of(spec, config)
     if spec.stage:
         return StageNode(engine, options, runtime, store_of)
     tape = None
     if config.record:
         tape = node_recorder(Path(config.record), facts, config.limits.transfer_s, spec.start)
     return NodeProcess(engine, options, runtime, store_of, tape)
+
+
+def _runtime_of(spec: LaunchSpec, config: Config) -> Runtime:
+    from isthmus.cluster.process import Runtime
+    from isthmus.cluster.sessions import network_of
+
+    if not spec.pin:
+        return Runtime(network_of(config, spec.token))
+    from isthmus.cluster.authority import NodeCredentials
+
+    credentials = NodeCredentials(spec.pin, spec.node)
+    return Runtime(network_of(config, spec.token, credentials), credentials=credentials)
 
 
 def _facts_of(spec: LaunchSpec, config: Config) -> NodeFacts:

@@ -63,6 +63,9 @@ def serve(
         typer.Option(help="Key that clients must show, also from ISTHMUS_API_KEY; may be repeated."),
     ] = None,
     record: Annotated[Path | None, typer.Option(help="Write a flight recording (JSONL) here.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="No TLS between head and nodes, wherever they are.")
+    ] = False,
     ray: Annotated[
         bool, typer.Option("--ray", help="Nodes on the machines of a Ray cluster, in place of this one.")
     ] = False,
@@ -88,6 +91,7 @@ def serve(
         "cache.folder": str(cache_folder) if cache_folder else None,
         "engine.max_length": max_length,
         "record": str(record) if record else None,
+        "tls.mode": "none" if insecure else None,
         "placement": "ray" if ray else None,
         **_role_overrides(prefill, decode, mixed),
     }
@@ -135,11 +139,13 @@ async def _serve(config: Config, why: str) -> None:
     cluster, app = assemble(config, hosts_of(config))
     bound = bind(config.host, config.port)
     say_if_open(config, bound.getsockname())
-    say_if_plain(config)
     stop = _stop_on_signals()
     app.state.preparing.open()
     async with cluster.run():
         started()
+        if cluster.invitation:
+            print(f"isthmus: nodes of other machines join with --join {cluster.invitation}", flush=True)
+        say_if_plain(config, cluster.join_host)
         http = asyncio.create_task(serve_http(app, bound, stop, drain_s=config.limits.drain_s))
         ready = asyncio.create_task(cluster.wait_ready())
         stopped = asyncio.create_task(stop.wait())
@@ -261,16 +267,15 @@ def say_if_open(config: Config, bound: tuple[Any, ...]) -> None:
     )
 
 
-def say_if_plain(config: Config) -> None:
-    """Nodes of other machines may join, and there is no TLS."""
+def say_if_plain(config: Config, host: str) -> None:
+    """`host`: at which nodes join. Said of one that is reached from other machines, when there is no TLS."""
     from isthmus.cluster.own_address import is_loopback
 
-    if config.tls.certificate is not None or is_loopback(config.join_host):
-        return
-    _say_in_red(
-        f"isthmus: whoever is on the network between nodes can read prompts and all KV: join_host {config.join_host} "
-        "is no loopback address, and there is no TLS (tls in the file)"
-    )
+    if config.tls.mode == "none" and not is_loopback(host):
+        _say_in_red(
+            "isthmus: insecure: whoever is on the network between nodes can read all prompts, answers and KV, and "
+            f"change them: sessions at {host} have no TLS (--insecure, or tls.mode: none)"
+        )
 
 
 def _say_in_red(line: str) -> None:

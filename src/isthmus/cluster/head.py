@@ -23,6 +23,8 @@ from isthmus.blocks import BlockNamer, KVLayout
 from isthmus.cluster import messages
 from isthmus.cluster.addresses import AddressBook
 from isthmus.cluster.donors import Donors
+from isthmus.cluster.enrolment import Enrolment
+from isthmus.cluster.hosts import process_name
 from isthmus.cluster.link_stats import LinkStats, Offload
 from isthmus.cluster.own_address import is_loopback
 from isthmus.cluster.pipeline import Groups, Stage
@@ -57,7 +59,8 @@ class _Member:
 class Head:
     """Start with `open`; then `submit` jobs. Everything runs in one event loop.
 
-    `addresses`: of its nodes, for each cluster. `network`: where sessions come from, of members of the cluster only;
+    `addresses`: of its nodes, for each cluster. `enrolment`: who gives nodes the certificates that say their names;
+    None where certificates name nobody. `network`: where sessions come from, of members of the cluster only;
     `clock_ns`: what the time is, another than the machine's own in virtual time.
     """
 
@@ -71,6 +74,7 @@ class Head:
         network: Network,
         recorder: Tape | None = None,
         addresses: AddressBook | None = None,
+        enrolment: Enrolment | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         alias_of: Callable[[str], str] = str,
     ) -> None:
@@ -78,7 +82,7 @@ class Head:
         self._addresses, self._link_stats = addresses or AddressBook(), LinkStats(rules.links)
         self._offload = Offload(links=self._link_stats.views())
         self._card, self._silence_s, self._recorder = card, silence_s, recorder
-        self._rejoin_s = rejoin_s
+        self._rejoin_s, self._enrolment = rejoin_s, enrolment
         self._network, self._clock_ns = network, clock_ns
         self._running = RunningClock(clock_ns)
         self._talking = RunningClock(self._running.now_ns)
@@ -323,18 +327,38 @@ class Head:
 
     # From nodes.
 
+    def enrol(self, session: Session, asked: messages.Enrol) -> None:
+        """Gives a node its first certificate, or the next one. Raises ProtocolError."""
+        if self._enrolment is None:
+            raise ProtocolError("certificates of this cluster are not given by its head")
+        if session.identity is None and (reason := self._taken(asked)):
+            self._turn_away(session, asked.node, reason)
+            return
+        session.send(self._enrolment.enrolled(session.identity, asked))
+        if session.identity is None:
+            session.close("it has its certificate, and comes back with it")
+
+    def _taken(self, asked: messages.Enrol) -> str:
+        here = {stage.name for stage in self._groups.followers()} if asked.stage else self._members.keys()
+        name = process_name(asked.node, asked.stage)
+        return f"a node named {name} is here already" if name in here else ""
+
+    def _turn_away(self, session: Session, name: str, reason: str) -> None:
+        log.warning("turned %s away: %s", name, reason)
+        session.send(messages.Turned(reason))
+        session.close(reason)
+
     def join(self, session: Session, hello: messages.Hello) -> NodeId | None:
         """Takes a node in, or turns it away with the reason; returns its id when it is in."""
-        reason, joined = self._objection(hello), hello.joined
+        joined = hello.joined
+        reason = self._disowned(session, joined.node) or self._objection(hello)
         if not reason:
             try:
                 self._addresses.open(joined.node, joined.cluster, hello.address)
             except UnavailableError as error:
                 reason = str(error)
         if reason:
-            log.warning("turned %s away: %s", joined.node, reason)
-            session.send(messages.Turned(reason))
-            session.close(reason)
+            self._turn_away(session, joined.node, reason)
             return None
         if self._layout is None:
             self._layout, self._revision = hello.layout, hello.revision
@@ -355,6 +379,9 @@ class Head:
             for other in reached if cluster in reached else ():
                 for session in (member.session, *self._groups.sessions(node)):
                     session.send(view(other, member.cluster))
+
+    def _disowned(self, session: Session, node: NodeId) -> str:
+        return self._enrolment.objection(session.identity, node) if self._enrolment is not None else ""
 
     def _alien(self, hello: messages.Hello | messages.StageHello) -> str:
         if hello.protocol != messages.PROTOCOL:
@@ -389,11 +416,9 @@ class Head:
 
     def join_stage(self, session: Session, hello: messages.StageHello) -> Stage | None:
         """Takes one process of a pipeline group in, or turns it away with the reason."""
-        reason = self._alien(hello) or self._groups.objection(hello)
-        if reason:
-            log.warning("turned stage %d of %s away: %s", hello.stage, hello.group, reason)
-            session.send(messages.Turned(reason))
-            session.close(reason)
+        alien = self._disowned(session, hello.group) or self._alien(hello)
+        if reason := alien or self._groups.objection(hello):
+            self._turn_away(session, f"stage {hello.stage} of {hello.group}", reason)
             return None
         stage = Stage(hello, session, self._hear())
         self._groups.enter(stage)
@@ -451,7 +476,7 @@ class Head:
                 if node == self._donors.asked:
                     self._donors.take(message)
                     self._changed.set()
-            case messages.Hello() | messages.StageHello():
+            case messages.Hello() | messages.StageHello() | messages.Enrol():
                 raise ProtocolError("a second Hello")
             case _:
                 if isinstance(message, conductor.RoleChanged):
@@ -553,7 +578,9 @@ class _FromNode(NoPayloads):
         self._stage: Stage | None = None
 
     def on_message(self, session: Session, message: messages.HeadBound) -> None:
-        if isinstance(message, messages.Hello) and self._node is None:
+        if isinstance(message, messages.Enrol):
+            self._head.enrol(session, message)
+        elif isinstance(message, messages.Hello) and self._node is None:
             self._node = self._head.join(session, message)
         elif isinstance(message, messages.StageHello) and self._stage is None:
             self._stage = self._head.join_stage(session, message)

@@ -32,7 +32,8 @@ STOP_S = 5.0
 class LaunchSpec(msgspec.Struct, frozen=True):
     """What a launched node is told. `config`: that of its cluster, as JSON. `stage`: which part of the pipeline group
     `node` it is; `start`: how often it was started, this time included; `host`: where other nodes reach it;
-    `cores`, `devices` ("": whichever it finds): for what it starts itself."""
+    `cores`, `devices` ("": whichever it finds): for what it starts itself. `pin`: the authority whose certificates it
+    believes and gets one of, "" where the head has none of its own."""
 
     node: NodeId
     role: Role
@@ -47,6 +48,7 @@ class LaunchSpec(msgspec.Struct, frozen=True):
     host: str = "127.0.0.1"
     cores: tuple[int, ...] = ()
     devices: str = ""
+    pin: str = ""
 
     @property
     def name(self) -> str:

@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator
 
-from isthmus.cluster.local import LocalCluster
+from isthmus.cluster.local import LocalCluster, signs
 from isthmus.config import Config
 from isthmus.deploy import places_of
 from isthmus.errors import ConfigError
@@ -23,7 +23,7 @@ STOP_S = 5.0
 
 def check_joining(config: Config) -> None:
     """Raises ConfigError for what only `isthmus serve` can start, and where nobody could show the token."""
-    if config.token is None:
+    if config.token is None and not signs(config, config.join_host):
         raise ConfigError(
             "placement: join: nodes need the cluster's token: set ISTHMUS_TOKEN, or token in the file"
         )

@@ -19,6 +19,7 @@ from isthmus.cluster.hosts import (
     stop_child,
     tell_child,
 )
+from isthmus.cluster.join_token import JoinToken
 from isthmus.cluster.shaper import LinkPorts, LinkSpec, Point
 from isthmus.config import Config
 from isthmus.errors import StartError
@@ -34,8 +35,8 @@ class Launcher:
     """Decides which processes of nodes run, on `hosts`. `run` starts them and ends (with StartError) if one cannot
     start; once it was cancelled, `hosts` end those that are there."""
 
-    def __init__(self, config: Config, model: Path, hosts: Hosts, *, join: str, token: str) -> None:
-        self._config, self._model, self._join, self._token = config, model, join, token
+    def __init__(self, config: Config, model: Path, hosts: Hosts, *, join: JoinToken) -> None:
+        self._config, self._model, self._join = config, model, join
         self._hosts, self._planned = hosts, planned_processes(config)
         self._starts: Counter[str] = Counter()
         self.ready = False
@@ -62,8 +63,9 @@ class Launcher:
         return LaunchSpec(
             node=place.node,
             role=place.role,
-            join=self._join,
-            token=self._token,
+            join=self._join.address,
+            token=self._join.secret,
+            pin=self._join.pin,
             model=str(self._model.absolute()),
             threads=self._config.engine.threads or self._hosts.threads(),
             config=place.cluster.config.model_dump_json(exclude_unset=True),

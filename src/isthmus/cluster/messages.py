@@ -103,6 +103,14 @@ class StageHello(msgspec.Struct, frozen=True, tag=True):
     address: str
 
 
+class Enrol(msgspec.Struct, frozen=True, tag=True):
+    """Stage `stage` of `node` asks for a certificate. `request`: PKCS 10, in DER form."""
+
+    node: NodeId
+    stage: int
+    request: bytes
+
+
 class Directions(msgspec.Struct, frozen=True, tag=True):
     """Rows of the table that signatures of prompts are made of (`engine.interface.Engine.directions`), from number
     `first` on. In their order, until all are told."""
@@ -111,13 +119,20 @@ class Directions(msgspec.Struct, frozen=True, tag=True):
     rows: bytes
 
 
-HeadBound = Hello | StageHello | Outputs | Scores | Beat | Directions | Report
+HeadBound = Hello | StageHello | Enrol | Outputs | Scores | Beat | Directions | Report
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
     """The node is part of the cluster. `beat_ms`: how often it must send a Beat."""
 
     beat_ms: int
+
+
+class Enrolled(msgspec.Struct, frozen=True, tag=True):
+    """The certificate that was asked for, and that of the authority which signed it. In PEM form."""
+
+    certificate: bytes
+    authority: bytes
 
 
 class Gathered(msgspec.Struct, frozen=True, tag=True):
@@ -170,6 +185,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 NodeBound = (
     Welcome
+    | Enrolled
     | Gathered
     | Turned
     | Neighbours

@@ -10,6 +10,8 @@ from isthmus.errors import ConfigError, StartError
 from isthmus.messenger import split_address
 
 RETRY_S = 0.5
+_ELSEWHERE = {4: ("192.0.2.1", 9), 6: ("2001:db8::1", 9)}
+"""Addresses of nobody (RFC 5737, 3849), by the version of IP."""
 
 
 def is_loopback(host: str) -> bool:
@@ -18,6 +20,21 @@ def is_loopback(host: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def outward_host(host: str) -> str:
+    """`host`, or in place of one that names every address of this machine the one from which it reaches others: a
+    guess, where there are several."""
+    try:
+        version = ip_address(host).version if ip_address(host).is_unspecified else 0
+    except ValueError:
+        return host
+    if not version:
+        return host
+    try:
+        return _source_of(*_ELSEWHERE[version])
+    except OSError:
+        return socket.gethostname()
 
 
 def reached_at(host: str | None, join: str, limit_s: float) -> str:
@@ -41,22 +58,26 @@ def reached_at(host: str | None, join: str, limit_s: float) -> str:
 
 
 def _own_host(join: str, limit_s: float) -> str:
-    """Nothing is sent: the kernel says which of this machine's addresses it would send from."""
     host, port = split_address(join)
     until = time.monotonic() + limit_s
     while True:
-        failed: OSError = OSError(f"{host} has no address")
         try:
-            for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
-                with socket.socket(family, kind, protocol) as probe:
-                    try:
-                        probe.connect(address)
-                    except OSError as error:
-                        failed = error
-                        continue
-                    return str(probe.getsockname()[0])
+            return _source_of(host, port)
         except OSError as error:
-            failed = error
-        if time.monotonic() >= until:
-            raise StartError(f"cannot reach the head at {join}: {failed.strerror or failed}")
+            if time.monotonic() >= until:
+                raise StartError(f"cannot reach the head at {join}: {error.strerror or error}") from None
         time.sleep(RETRY_S)
+
+
+def _source_of(host: str, port: int) -> str:
+    """Nothing is sent: the kernel says which of this machine's addresses it would send from. Raises OSError."""
+    failed: OSError = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.connect(address)
+            except OSError as error:
+                failed = error
+                continue
+            return str(probe.getsockname()[0])
+    raise failed

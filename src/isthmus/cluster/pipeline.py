@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from isthmus.cluster import messages
-from isthmus.cluster.sessions import NoPayloads
+from isthmus.cluster.sessions import NoPayloads, check_peer
 from isthmus.deploy import NodeFacts
 from isthmus.engine.interface import Hidden
 from isthmus.messenger import Network, Priority, Session
@@ -117,6 +117,7 @@ class Group(NoPayloads):
     ) -> None:
         """Returns when all stages are ready. Raises OSError or TimeoutError."""
         self._session = await network.connect(addresses[0], messages.Upward, self, timeout_s=timeout_s)
+        check_peer(self._session, hello.node)
         later, sizes = tuple(addresses[1:]), (facts.kv_blocks, facts.num_slots, facts.ssd_blocks)
         self._send(messages.StageOpen(hello, 1, *sizes, later))
         await self._formed.wait()

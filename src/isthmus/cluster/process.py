@@ -18,16 +18,17 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from isthmus.attempts import BlocksEvicted, Report, RoleChanged
 from isthmus.blocks import KVLayout
 from isthmus.cluster import messages
 from isthmus.cluster.cache import EngineCache, NodeCache, PoolOf
+from isthmus.cluster.enrolment import enrol
 from isthmus.cluster.link_monitor import LinkMonitor
 from isthmus.cluster.mover import BlockMover, KVMover
 from isthmus.cluster.runs import Runs
-from isthmus.cluster.sessions import CONNECT_S, REFUSED, NoPayloads, Peers
+from isthmus.cluster.sessions import CONNECT_S, REFUSED, NoPayloads, Peers, check_peer, disowned
 from isthmus.deploy import NodeFacts
 from isthmus.engine.interface import Engine
 from isthmus.errors import ProtocolError, StartError
@@ -35,6 +36,9 @@ from isthmus.messenger import Handler, Network, RunningClock, Session, address_o
 from isthmus.node import events
 from isthmus.store import Store
 from isthmus.types import NS_PER_S, BlockName, NodeId, RequestId
+
+if TYPE_CHECKING:
+    from isthmus.cluster.authority import NodeCredentials
 
 log = logging.getLogger(__name__)
 
@@ -72,13 +76,14 @@ class NodeOptions:
 class Runtime:
     """Where a process lives: what its sessions run over, what the time is, and who does so many things at once
     under a name. Where there is an engine: `mover_of`: who moves its bytes; `worker_of`: who executes a node's runs, if
-    not a thread."""
+    not a thread. `credentials`: those of the network that the head is to sign."""
 
     network: Network
     clock_ns: Callable[[], int] = time.monotonic_ns
     mover_of: Callable[..., KVMover] = KVMover
     pool_of: PoolOf = ThreadPoolExecutor
     worker_of: Callable[[Any], Any] | None = None
+    credentials: NodeCredentials | None = None
 
 
 class MemberProcess(ABC):
@@ -99,11 +104,14 @@ class MemberProcess(ABC):
         mover_of: Callable[..., BlockMover],
     ) -> None:
         self._options, self._network, self._facts = options, runtime.network, options.facts
+        self._credentials = runtime.credentials
         self._cache = None
         if store_of is not None:
             self._cache = cache_of(store=store_of(self._lost), pool_of=runtime.pool_of)
         self._introduction = messages.PeerHello(messages.PROTOCOL, self._facts.node, revision, layout)
-        peers = Peers(runtime.network, self._introduction, lambda: FromPeer(self, introduced=True))
+        peers = Peers(
+            runtime.network, self._introduction, lambda: FromPeer(self, introduced=True), self._node_at
+        )
         self._link_monitor = LinkMonitor(peers, options.link_s, self.spawn)
         self._addresses: dict[str, Mapping[NodeId, str]] = {}
         self.mover = mover_of(
@@ -149,12 +157,12 @@ class MemberProcess(ABC):
 
     async def _reach_head(self) -> Session:
         """Raises StartError."""
-        join, handler = self._options.join, Vital(self, "the head", self.on_head)
+        join = self._options.join
         wait_s = self._options.join_s
         until, said = self.loop.time() + wait_s, False
         while True:
             try:
-                return await self._network.connect(join, messages.NodeBound, handler, timeout_s=CONNECT_S)
+                return await self._dial_head(join)
             except (OSError, TimeoutError, ValueError) as error:
                 if not _may_come(error) or self.loop.time() >= until:
                     raise StartError(f"cannot reach the head at {join}: {_in_words(error)}") from None
@@ -162,6 +170,16 @@ class MemberProcess(ABC):
                     log.warning("waiting up to %g s for the head at %s: %s", wait_s, join, _in_words(error))
                     said = True
             await asyncio.sleep(RETRY_S)
+
+    async def _dial_head(self, join: str) -> Session:
+        """Raises OSError, TimeoutError, ValueError, StartError."""
+        own = self._credentials
+        if own is not None and not own.is_enrolled:
+            await enrol(self._network, join, own, self._facts.node, self._options.stage, CONNECT_S)
+        handler = Vital(self, "the head", self.on_head)
+        session = await self._network.connect(join, messages.NodeBound, handler, timeout_s=CONNECT_S)
+        check_peer(session, None)
+        return session
 
     def end(self, reason: str | Exception) -> None:
         if not self._over.done():
@@ -220,6 +238,7 @@ class MemberProcess(ABC):
         while True:
             stood_still = self._running.tick()
             self._say()
+            self._renew()
             if not stood_still:
                 self.fact(events.Woken())
             await asyncio.sleep(every_ms / 1000)
@@ -227,9 +246,25 @@ class MemberProcess(ABC):
     def _say(self) -> None:
         self._send(messages.Beat(self.gauges(), tuple(self._link_monitor.report())))
 
+    def _renew(self) -> None:
+        """Asks for the next certificate in time. Sessions that are open go on with the one before."""
+        if self._credentials is not None and self._credentials.is_due:
+            self._send(messages.Enrol(self._facts.node, self._options.stage, self._credentials.request()))
+
+    def _renewed(self, message: messages.Enrolled) -> None:
+        try:
+            if self._credentials is None:
+                raise ValueError("nobody asked for a certificate")
+            self._credentials.take(message.certificate, message.authority)
+        except ValueError as error:
+            raise ProtocolError(f"from the head came a certificate that cannot be used: {error}") from None
+
     def gauges(self) -> dict[str, float]:
         """Present state and totals, by metric name."""
-        return {REFUSED: self._listener.refused} | self.mover.gauges()
+        found = {REFUSED: self._listener.refused} | self.mover.gauges()
+        if self._credentials is not None:
+            found["tls_certificate_seconds"] = self._credentials.left_s
+        return found
 
     def wake(self, wake: events.Wake) -> None:
         delay_s = max(0, wake.at_ns - self._clock_ns()) / NS_PER_S
@@ -251,6 +286,8 @@ class MemberProcess(ABC):
         match message:
             case messages.Welcome():
                 self.welcome(message)
+            case messages.Enrolled():
+                self._renewed(message)
             case messages.Neighbours():
                 self._addresses[message.cluster] = message.addresses
                 if message.cluster != self._facts.cluster:
@@ -273,10 +310,19 @@ class MemberProcess(ABC):
                 return addresses[node]
         raise OSError(f"{node} is not there")
 
-    def trusts(self, hello: messages.PeerHello) -> bool:
-        """It computes with the same model and KV layout."""
+    def _node_at(self, address: str) -> NodeId:
+        """Raises OSError for an address at which nobody is any more."""
+        for addresses in self._addresses.values():
+            for node, known in addresses.items():
+                if known == address:
+                    return node
+        raise OSError(f"nobody is at {address} any more")
+
+    def trusts(self, session: Session, hello: messages.PeerHello) -> bool:
+        """It is who its certificate says, and computes with the same model and KV layout."""
         mine = self._introduction
-        return (hello.protocol, hello.revision, hello.layout) == (mine.protocol, mine.revision, mine.layout)
+        alike = (hello.protocol, hello.revision, hello.layout) == (mine.protocol, mine.revision, mine.layout)
+        return alike and not disowned(session.identity, hello.node)
 
     def introduced(self, session: Session, hello: messages.PeerHello) -> None:
         self.mover.introduced(session, hello.node)
@@ -333,7 +379,7 @@ def _in_words(error: Exception) -> str:
         return f"its certificate: {error.verify_message}"
     cut = isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
     if cut or isinstance(error, ssl.SSLEOFError) or getattr(error, "reason", "") == "WRONG_VERSION_NUMBER":
-        return f"{error}; has one of the two TLS, and the other none?"
+        return f"{error}; has one of the two TLS, and the other none? (--join isthmus://HOST:PORT#TOKEN has)"
     return str(error) or "it is silent"
 
 
@@ -358,7 +404,7 @@ class FromPeer(NoPayloads):
 
     def on_message(self, session: Session, message: messages.PeerMessage) -> None:
         if not self._introduced:
-            if not isinstance(message, messages.PeerHello) or not self._process.trusts(message):
+            if not isinstance(message, messages.PeerHello) or not self._process.trusts(session, message):
                 raise ProtocolError("it is not a node of this cluster, or runs another model or KV layout")
             self._introduced = True
             self._process.introduced(session, message)

@@ -9,8 +9,18 @@ from typing import Any
 
 from isthmus.cluster.messages import PeerHello, PeerMessage
 from isthmus.config import Config
-from isthmus.errors import ConfigError, ProtocolError
-from isthmus.messenger import Greetings, Handler, Network, Session, TcpNetwork, Terms, Tls
+from isthmus.errors import ProtocolError
+from isthmus.messenger import (
+    Credentials,
+    Greetings,
+    Handler,
+    Identity,
+    Network,
+    Session,
+    TcpNetwork,
+    Terms,
+    TlsFiles,
+)
 from isthmus.node import events
 from isthmus.types import NodeId
 
@@ -34,11 +44,34 @@ class NoPayloads:
         """Nothing was placed."""
 
 
-class Peers:
-    """Sessions with other nodes that were opened here: one for each address, on first use."""
+def disowned(identity: Identity | None, node: NodeId | None) -> str:
+    """Why whoever has this certificate is not `node` (None: the head); empty when it is, and where certificates name
+    nobody."""
+    if identity is None or identity.node == node:
+        return ""
+    return f"its certificate is that of {identity}, not that of {'the head' if node is None else node}"
 
-    def __init__(self, network: Network, hello: PeerHello, handler_of: Callable[[], Handler]) -> None:
-        self._network, self._hello, self._handler_of = network, hello, handler_of
+
+def check_peer(session: Session, node: NodeId | None) -> None:
+    """Ends a session that was dialled when it is not with `node` (None: the head). Raises
+    ConnectionRefusedError then."""
+    if wrong := disowned(session.identity, node):
+        session.abort(wrong)
+        raise ConnectionRefusedError(wrong)
+
+
+class Peers:
+    """Sessions with other nodes that were opened here: one for each address, on first use. `node_at`: who is to be
+    reached at an address."""
+
+    def __init__(
+        self,
+        network: Network,
+        hello: PeerHello,
+        handler_of: Callable[[], Handler],
+        node_at: Callable[[str], NodeId],
+    ) -> None:
+        self._network, self._hello, self._handler_of, self._node_at = network, hello, handler_of, node_at
         self._sessions: dict[str, asyncio.Task[Session]] = {}
         self._open: dict[str, Session] = {}
 
@@ -56,21 +89,21 @@ class Peers:
 
     async def _connect(self, address: str) -> Session:
         session = await self._network.connect(address, PeerMessage, self._handler_of(), timeout_s=CONNECT_S)
+        if session.identity is not None:
+            check_peer(session, self._node_at(address))
         session.send(self._hello)
         self._open[address] = session
         return session
 
 
-def network_of(config: Config, token: str) -> TcpNetwork:
-    """TCP as configured, for those who know the cluster's token. Raises ConfigError where only some of the TLS files
-    are given, or one cannot be used."""
+def network_of(config: Config, token: str, credentials: Credentials | None = None) -> TcpNetwork:
+    """TCP as configured, for those who know the cluster's token; with TLS where there are `credentials`, or files for
+    it. Raises ConfigError for a file that cannot be used."""
     files = config.tls
-    given = (files.certificate, files.key, files.authority)
-    tls = None
-    if any(given):
-        if not all(given):
-            raise ConfigError("tls: certificate, key and authority are needed, all three or none")
-        tls = Tls(*map(str, given))
+    if files.certificate and files.key and files.authority:
+        credentials = TlsFiles(files.certificate, files.key, files.authority)
     terms = Terms(resume_s=config.network.resume_s)
     greetings = Greetings(config.limits.greeting_s, config.limits.greetings)
-    return TcpNetwork(config.network.connections, tls, terms, secret=token.encode(), greetings=greetings)
+    return TcpNetwork(
+        config.network.connections, credentials, terms, secret=token.encode(), greetings=greetings
+    )

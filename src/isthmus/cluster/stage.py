@@ -23,7 +23,7 @@ from isthmus.cluster import messages
 from isthmus.cluster.mover import KVMover
 from isthmus.cluster.process import EngineProcess, NodeOptions, Opener, Runtime, Vital
 from isthmus.cluster.runs import Execution, Runs
-from isthmus.cluster.sessions import CONNECT_S
+from isthmus.cluster.sessions import CONNECT_S, check_peer
 from isthmus.engine.interface import Engine, Hidden
 from isthmus.errors import ProtocolError, StartError
 from isthmus.messenger import Handler, Priority, Session
@@ -243,7 +243,7 @@ class StageNode(EngineProcess):
         """The group forms. Raises ProtocolError when the one that opens it does not belong to it."""
         group, stage = self._facts.node, self._options.stage
         is_mine = (opening.hello.node, opening.stage) == (group, stage)
-        if self._before is not None or not is_mine or not self.trusts(opening.hello):
+        if self._before is not None or not is_mine or not self.trusts(session, opening.hello):
             raise ProtocolError("it is no stage of this group, or runs another model or KV layout")
         self._before = session
         store = self._cache.store if self._cache is not None else None
@@ -266,6 +266,7 @@ class StageNode(EngineProcess):
                 self._after = await self._network.connect(
                     opening.later[0], messages.Upward, after, timeout_s=CONNECT_S
                 )
+                check_peer(self._after, self._facts.node)
             except (OSError, TimeoutError) as error:
                 self.end(f"cannot reach the next stage at {opening.later[0]}: {error}")
                 return

@@ -99,6 +99,6 @@ def rooted(config: Config, folder: Path) -> Config:
             "engine": engine,
             "clusters": {name: costed(cluster) for name, cluster in config.clusters.items()},
             "cache": named(config.cache, "folder"),
-            "tls": named(config.tls, "certificate", "key", "authority"),
+            "tls": named(config.tls, "folder", "certificate", "key", "authority"),
         }
     )

@@ -16,6 +16,7 @@ NODE_METRICS = {
     "node_requests_running": "Requests that hold KV memory of the node: computed now or between two iterations.",
     "node_requests_waiting": "Requests on the node that wait for room, or for their KV.",
     "node_beats_total": "Signs of life of the node since it joined, each with all that is said of it here.",
+    "tls_certificate_seconds": "What is left of the 24 h of the node's certificate; renewed when that is a third.",
     "num_preemptions_total": "Requests put back into the queue because KV memory ran out.",
     "iterations_total": "Iterations of the engine.",
     "engine_seconds_total": "Time spent in iterations of the engine.",

@@ -3,6 +3,7 @@
 Knows nothing of engines or stores: a payload is memory to send from or to receive into.
 """
 
+from isthmus.messenger.credentials import Credentials, Identity, TlsFiles
 from isthmus.messenger.line import Answerer, Asker, LineLost, Question
 from isthmus.messenger.memory import MemoryNetwork
 from isthmus.messenger.network import Greetings, Network, Server, TcpNetwork, address_of, split_address
@@ -10,14 +11,15 @@ from isthmus.messenger.outbox import Priority, Sending
 from isthmus.messenger.ports import Handler
 from isthmus.messenger.running import RunningClock, RunningTimer
 from isthmus.messenger.session import Session
-from isthmus.messenger.streams import Tls
 from isthmus.messenger.terms import Stat, Terms
 
 __all__ = [
     "Answerer",
     "Asker",
+    "Credentials",
     "Greetings",
     "Handler",
+    "Identity",
     "LineLost",
     "MemoryNetwork",
     "Network",
@@ -31,7 +33,7 @@ __all__ = [
     "Stat",
     "TcpNetwork",
     "Terms",
-    "Tls",
+    "TlsFiles",
     "address_of",
     "split_address",
 ]

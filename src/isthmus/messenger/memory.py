@@ -55,7 +55,9 @@ class MemoryNetwork:
         self._listeners[address] = lambda port: Session(types, handler_of(), port, self._terms)
         return _Listener(self._listeners, address), port
 
-    async def connect(self, address: str, types: Any, handler: Handler, *, timeout_s: float) -> Session:
+    async def connect(
+        self, address: str, types: Any, handler: Handler, *, timeout_s: float, connections: int | None = None
+    ) -> Session:
         """A session with `host:port`. Raises OSError when nobody listens there; never waits."""
         accept = self._listeners.get(address)
         if accept is None:
@@ -69,11 +71,12 @@ class MemoryNetwork:
         there.agree(self._terms)
         ports[0].session, ports[1].session = here, there
         ports[0].other = ports[1]
-        for number in range(self._connections):
+        connections = connections or self._connections
+        for number in range(connections):
             self._link(ports[0], ports[1], number)
-        if self._connections > 1 or self._terms.resume_s:
+        if connections > 1 or self._terms.resume_s:
             ports[0].redial = lambda number: self._link(ports[0], ports[1], number)
-            ports[0].next_number = self._connections
+            ports[0].next_number = connections
         return here
 
     def _link(self, here: MemoryPort, there: MemoryPort, number: int) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import socket
-import ssl
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,11 +16,12 @@ import msgspec
 
 from isthmus.errors import ProtocolError
 from isthmus.messenger import greeting
+from isthmus.messenger.credentials import Credentials, Identity
 from isthmus.messenger.frames import MAGIC_BYTES, PREFIX_BYTES, Prefix, check_header, check_magic, parse_prefix
 from isthmus.messenger.ports import Handler
 from isthmus.messenger.running import running_timeout
 from isthmus.messenger.session import Session
-from isthmus.messenger.streams import Stream, Tls, open_stream, read_exactly, write_all
+from isthmus.messenger.streams import Stream, open_stream, read_exactly, write_all
 from isthmus.messenger.tcp import TcpPort, drain
 from isthmus.messenger.terms import STANDARD, Terms
 
@@ -68,8 +68,11 @@ class Network(Protocol):
         """Serves sessions; returns the server and the port it got. Raises OSError when the port is taken."""
         ...
 
-    async def connect(self, address: str, types: Any, handler: Handler, *, timeout_s: float) -> Session:
-        """A session with `host:port`. Raises OSError, with the peer's reason if it gave one, or TimeoutError."""
+    async def connect(
+        self, address: str, types: Any, handler: Handler, *, timeout_s: float, connections: int | None = None
+    ) -> Session:
+        """A session with `host:port`, of so many connections (None: as the network has). Raises OSError, with the
+        peer's reason if it gave one, or TimeoutError."""
         ...
 
 
@@ -77,13 +80,14 @@ class TcpNetwork:
     """Real sockets.
 
     `connections` per session, opened by the side that connects; the session can be used when the first is there.
-    `secret`: what both sides must know, of each connection (`greeting.py`).
+    `credentials`: for TLS; None: connections are plain. `secret`: what both sides must know, of each connection
+    (`greeting.py`).
     """
 
     def __init__(
         self,
         connections: int = 1,
-        tls: Tls | None = None,
+        credentials: Credentials | None = None,
         terms: Terms = STANDARD,
         *,
         secret: bytes = b"",
@@ -93,8 +97,7 @@ class TcpNetwork:
             raise ValueError(f"a session has 1 to {MAX_CONNECTIONS} connections")
         self._connections, self._terms = connections, terms
         self._secret, self._greetings = secret, greetings
-        self._dialling = tls.context(ssl.PROTOCOL_TLS_CLIENT) if tls else None
-        self._serving = tls.context(ssl.PROTOCOL_TLS_SERVER) if tls else None
+        self._credentials = credentials
 
     async def listen(
         self, host: str, port: int, types: Any, handler_of: Callable[[], Handler]
@@ -104,22 +107,24 @@ class TcpNetwork:
 
         sockets = await _listening(host, port)
         listener = Listener(
-            sockets, session_of, self._terms, self._serving, secret=self._secret, greetings=self._greetings
+            sockets, session_of, self._terms, self._credentials, secret=self._secret, greetings=self._greetings
         )
         return listener, sockets[0].getsockname()[1]
 
-    async def connect(self, address: str, types: Any, handler: Handler, *, timeout_s: float) -> Session:
+    async def connect(
+        self, address: str, types: Any, handler: Handler, *, timeout_s: float, connections: int | None = None
+    ) -> Session:
         host, port = split_address(address)
-        dialler = _Dialler(host, port, self._dialling, self._terms, self._secret, self._greetings.within_s)
+        dialler = _Dialler(host, port, self._credentials, self._terms, self._secret, self._greetings.within_s)
         async with running_timeout(timeout_s):
             stream, terms = await dialler.dial(0, first=True)
         tcp = TcpPort(dialler.stop)
         session = tcp.session = Session(types, handler, tcp, self._terms)
-        session.peer = address
+        session.peer, session.identity = address, stream.identity
         session.agree(terms)
         tcp.dial_line = dialler.dial_line
         tcp.add(stream, 0)
-        dialler.keep(tcp, session, self._connections)
+        dialler.keep(tcp, session, connections or self._connections)
         return session
 
 
@@ -130,20 +135,24 @@ class _Dialler:
         self,
         host: str,
         port: int,
-        context: ssl.SSLContext | None,
+        credentials: Credentials | None,
         terms: Terms,
         secret: bytes,
         within_s: float,
     ) -> None:
-        self._host, self._port, self._context, self._terms = host, port, context, terms
+        self._host, self._port, self._credentials, self._terms = host, port, credentials, terms
         self._secret, self._within_s = secret, within_s
         self._name = os.urandom(greeting.SESSION_BYTES)
         self._task: asyncio.Task[None] | None = None
+        self._identity: Identity | None = None
 
     async def dial(self, lane: int, *, first: bool = False) -> tuple[Stream, Terms]:
         """One connection, greeted. Raises OSError."""
         nonce = os.urandom(greeting.NONCE_BYTES)
-        return await self._greeted(greeting.hello(self._name, lane, self._terms, nonce, first=first))
+        hello = greeting.hello(self._name, lane, self._terms, nonce, first=first)
+        stream, terms = await self._greeted(hello)
+        self._identity = stream.identity
+        return stream, terms
 
     async def dial_line(self) -> Stream:
         """Raises OSError, TimeoutError."""
@@ -154,8 +163,10 @@ class _Dialler:
 
     async def _greeted(self, hello: greeting.Hello) -> tuple[Stream, Terms]:
         dialling = greeting.Dialling(hello, self._secret)
-        stream = await open_stream(await _connected(self._host, self._port), self._context, server=False)
+        stream = await open_stream(await _connected(self._host, self._port), self._credentials, server=False)
         try:
+            if not hello.first and stream.identity != self._identity:
+                raise ConnectionError(f"{stream.identity} answers where {self._identity} did")
             await write_all(stream, dialling.begin())
             await write_all(stream, dialling.answer(*await _read_greeting(stream)))
             return stream, dialling.end(*await _read_greeting(stream))
@@ -211,12 +222,17 @@ class Listener:
         sockets: list[socket.socket],
         session_of: Callable[[TcpPort], Session],
         terms: Terms,
-        context: ssl.SSLContext | None,
+        credentials: Credentials | None,
         *,
         secret: bytes,
         greetings: Greetings,
     ) -> None:
-        self._sockets, self._session_of, self._terms, self._context = sockets, session_of, terms, context
+        self._sockets, self._session_of, self._terms, self._credentials = (
+            sockets,
+            session_of,
+            terms,
+            credentials,
+        )
         self._secret, self._greetings = secret, greetings
         self._ports: dict[bytes, TcpPort] = {}
         self._tasks: dict[asyncio.Task[None], str] = {}
@@ -277,9 +293,9 @@ class Listener:
         session: Session | None = None
         try:
             async with running_timeout(self._greetings.within_s):
-                stream = await open_stream(sock, self._context, server=True)
+                stream = await open_stream(sock, self._credentials, server=True)
                 hello = await self._prove(stream)
-                tcp = self._port_of(hello.hello, peer)
+                tcp = self._port_of(hello.hello, peer, stream.identity)
                 session = tcp.session
                 await write_all(stream, hello.welcome(self._terms))
             if session is None or session.closed:
@@ -312,9 +328,11 @@ class Listener:
         hello.check(*await _read_greeting(stream))
         return hello
 
-    def _port_of(self, hello: greeting.Hello, peer: str) -> TcpPort:
+    def _port_of(self, hello: greeting.Hello, peer: str, identity: Identity | None) -> TcpPort:
         tcp = self._ports.get(hello.session)
         if tcp is not None and tcp.session is not None and not hello.first:
+            if tcp.session.identity != identity:
+                raise ProtocolError("this session is somebody else's")
             if hello.is_line:
                 if not tcp.session.takes_lines:
                     raise ProtocolError("nobody here answers on a line")
@@ -327,7 +345,7 @@ class Listener:
             raise ProtocolError("this session is not known here")
         tcp = TcpPort(lambda: self._ports.pop(hello.session, None))
         session = tcp.session = self._session_of(tcp)
-        session.peer = peer
+        session.peer, session.identity = peer, identity
         session.agree(hello.terms)
         self._ports[hello.session] = tcp
         return tcp

@@ -19,6 +19,7 @@ import msgspec
 
 from isthmus.errors import ProtocolError
 from isthmus.messenger.acks import Ack, Arrivals, Close, close_frame, read_ack, read_close
+from isthmus.messenger.credentials import Identity
 from isthmus.messenger.frames import ACK_SOON, GOOD, MAX_HEADER, PREFIX_BYTES, Kind, Prefix
 from isthmus.messenger.inbox import Inbox
 from isthmus.messenger.lane import Lane
@@ -81,6 +82,7 @@ class Session:
         self._lines: list[Asker | Answerer] = []
         self._line_bytes_in = self._line_bytes_out = 0  # of those that ended and are not in the list any more
         self.peer = "unconnected"
+        self.identity: Identity | None = None  # the peer's, where a certificate says it
         self.capabilities: tuple[str, ...] = ()
         self.bytes_in = 0
         self.bytes_out = 0

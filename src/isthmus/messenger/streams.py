@@ -8,12 +8,9 @@ import socket
 import ssl
 import struct
 import sys
-from pathlib import Path
 from typing import Protocol
 
-import msgspec
-
-from isthmus.errors import ConfigError
+from isthmus.messenger.credentials import Credentials, Identity
 
 USER_TIMEOUT_MS = 60_000
 """Sent bytes that nobody acknowledges for so long: the connection is lost. Linux counts the time in which the peer's
@@ -27,36 +24,10 @@ TLS_CHUNK = 16 << 10
 _TCP_INFO = struct.Struct("100xI")
 
 
-class Tls(msgspec.Struct, frozen=True):
-    """Files in PEM form. Both sides show a certificate that the cluster's own `authority` signed; that, not the
-    host's name, is what is checked, so the authority must sign nothing else."""
-
-    certificate: str
-    key: str
-    authority: str
-
-    def context(self, side: ssl._SSLMethod) -> ssl.SSLContext:
-        """Raises ConfigError when a file is missing or is not what it should be."""
-        context = ssl.SSLContext(side)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_REQUIRED
-        for path in (self.certificate, self.key, self.authority):
-            if not Path(path).is_file():
-                raise ConfigError(f"TLS file {path} does not exist")
-        try:
-            context.load_cert_chain(self.certificate, self.key)
-        except ssl.SSLError as error:
-            raise ConfigError(f"TLS certificate {self.certificate} with key {self.key}: {error}") from None
-        try:
-            context.load_verify_locations(self.authority)
-        except ssl.SSLError as error:
-            raise ConfigError(f"TLS authority {self.authority}: {error}") from None
-        return context
-
-
 class Stream(Protocol):
-    """A connected socket that never blocks."""
+    """A connected socket that never blocks. `identity`: the peer's, where a certificate says it."""
+
+    identity: Identity | None
 
     def fileno(self) -> int: ...
 
@@ -84,6 +55,8 @@ class Stream(Protocol):
 
 
 class PlainStream:
+    identity: Identity | None = None
+
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
@@ -124,8 +97,8 @@ class PlainStream:
 class TlsStream:
     """OpenSSL wants a write that did not go through to be repeated with the same bytes: `_chunk`."""
 
-    def __init__(self, sock: ssl.SSLSocket) -> None:
-        self._sock = sock
+    def __init__(self, sock: ssl.SSLSocket, identity: Identity | None = None) -> None:
+        self._sock, self.identity = sock, identity
         self._chunk: memoryview | bytes | None = None
 
     def fileno(self) -> int:
@@ -238,22 +211,24 @@ async def ready(fileno: int, *, to_write: bool) -> None:
         remove(fileno)
 
 
-async def open_stream(sock: socket.socket, context: ssl.SSLContext | None, *, server: bool) -> Stream:
-    """A connected socket made ready, with the TLS handshake done if there is a context. Raises OSError."""
+async def open_stream(sock: socket.socket, credentials: Credentials | None, *, server: bool) -> Stream:
+    """A connected socket made ready; with credentials the TLS handshake is done, and the peer is who it should be.
+    Raises OSError."""
     try:
         tune(sock)
-    except OSError:
+        if credentials is None:
+            return PlainStream(sock)
+        context = credentials.context(server=server)
+        secured = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
+    except BaseException:
         sock.close()
         raise
-    if context is None:
-        return PlainStream(sock)
-    secured = context.wrap_socket(sock, server_side=server, do_handshake_on_connect=False)
     try:
         await _shake_hands(secured)
+        return TlsStream(secured, credentials.identity(secured))
     except BaseException:
         secured.close()
         raise
-    return TlsStream(secured)
 
 
 async def _shake_hands(secured: ssl.SSLSocket) -> None:

@@ -253,7 +253,10 @@ class LimitsConfig(_Section):
     """What is accepted at once, how often a request is re-routed, and how long waits may last.
 
     `transfer_s`: in which a transfer must bring something; `link_s`: in which a link between clusters must, while
-    something is on its way over it.
+    something is on its way over it. `wait_s`: how long a new request waits for a node of a kind of which there is none.
+
+    Of HTTP, whoever sends it: `header_bytes`, `headers` of one request, `header_s`, `body_s` until they are whole;
+    `bodies`: bytes of all request bodies under way; `connections`: None is what the descriptor limit allows.
     """
 
     max_requests: int = Field(1024, ge=1)
@@ -264,6 +267,13 @@ class LimitsConfig(_Section):
     rejoin_s: float = Field(30.0, ge=0)
     transfer_s: float = Field(30.0, gt=0)
     link_s: float = Field(3.0, gt=0)
+    wait_s: float = Field(2.0, ge=0, le=60)
+    header_bytes: Bytes = Field(64 * 2**10, ge=1024, le=2**20)
+    headers: int = Field(100, ge=1, le=10_000)
+    header_s: float = Field(5.0, gt=0)
+    body_s: float = Field(30.0, gt=0)
+    bodies: Bytes = Field(128 * 2**20, ge=2**20)
+    connections: int | None = Field(None, ge=1)
 
 
 class CacheConfig(_Section):
@@ -318,6 +328,19 @@ class TlsConfig(_Section):
     certificate: str | None = None
     key: str | None = None
     authority: str | None = None
+
+
+class HttpsConfig(_Section):
+    """HTTPS for clients: PEM files, both or none. They are read again when they change."""
+
+    certificate: str | None = None
+    key: str | None = None
+
+    @model_validator(mode="after")
+    def _both(self) -> HttpsConfig:
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate and key are needed, both or none")
+        return self
 
 
 class KeyConfig(_Section):
@@ -404,6 +427,7 @@ class Config(_Section):
     reuse: ReuseConfig = ReuseConfig()
     network: NetworkConfig = NetworkConfig()
     tls: TlsConfig = TlsConfig()
+    https: HttpsConfig = HttpsConfig()
     lending: LendingConfig = LendingConfig()
     limits: LimitsConfig = LimitsConfig()
     record: str | None = None

@@ -43,6 +43,7 @@ from isthmus.gateway.status import Status, cluster_status
 from isthmus.gateway.tokenize import DetokenizeReply, TokenizeEndpoints, TokenizeReply
 from isthmus.gateway.tokenizer import GatewayTokenizer
 from isthmus.gateway.tool_use import format_of
+from isthmus.gateway.traffic import Traffic
 from isthmus.types import ModelCard
 
 
@@ -52,7 +53,8 @@ def create_app(
     """An ASGI app that serves `backend`. `settings` None: the defaults. Raises ConfigError where those do not fit the
     model."""
     settings = settings or GatewaySettings()
-    meter = Meter(backend)
+    traffic = Traffic(settings.http)
+    meter = Meter(backend, traffic)
     operations = _operations(backend, tokenizer, settings, meter)
 
     @cache
@@ -64,11 +66,13 @@ def create_app(
         return Response(await asyncio.to_thread(description), media_type="application/json")
 
     routes = [Route(each.path, each.endpoint, methods=[each.method]) for each in operations]
-    return Starlette(
+    app = Starlette(
         routes=[*routes, Route("/openapi.json", described)],
         middleware=[Middleware(RequestIds), *_guard(settings, operations, meter)],
         exception_handlers=_handlers(meter),
     )
+    app.state.traffic = traffic  # the server's: what it serves this app on
+    return app
 
 
 def _guard(settings: GatewaySettings, operations: list[Operation], meter: Meter) -> list[Middleware]:
@@ -174,7 +178,9 @@ class _Pages:
         return _json(Version(isthmus.__version__))
 
     async def health(self, request: Request) -> Response:
-        return Response(status_code=200 if self._backend.healthy else 503)
+        if self._backend.healthy:
+            return Response()
+        return Response(status_code=503, headers={"retry-after": "1"})
 
     async def metrics(self, request: Request) -> Response:
         await self._backend.poll()

@@ -17,12 +17,25 @@ class ApiKey:
 
 
 @dataclass(frozen=True)
+class HttpLimits:
+    """Limits of HTTP connections, whoever opens them: see `limits` in docs/configuration.md."""
+
+    header_bytes: int = 64 * 1024
+    headers: int = 100
+    header_s: float = 5.0
+    body_s: float = 30.0
+    bodies: int = 128 * 1024 * 1024  # bytes of all that are not whole yet
+    connections: int = 640
+
+
+@dataclass(frozen=True)
 class GatewaySettings:
     """Limits of one HTTP request, and by which of its answers are counted as in time."""
 
     max_body_bytes: int = 8 * 1024 * 1024
     long_prompt_chars: int = 20_000  # longer texts are tokenised in a thread, so that the loop stays free
     max_sequences: int = 256  # prompts times `n`
+    http: HttpLimits = HttpLimits()
     keys: tuple[ApiKey, ...] = field(default=(), repr=False)
     """Of which every request needs one; none: nobody needs any."""
     tool_format: str = "auto"  # a name in tools/formats.py, or auto: as the model's chat template says

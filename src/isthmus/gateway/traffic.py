@@ -1,0 +1,133 @@
+"""All connections of one HTTP server: how many, in which phase and since when, and what was turned away of them.
+
+A connection is in one `Phase` at a time, and all of one phase stand in the order in which they came to it: what has
+been there longest is the first to be too late, and the first to go where room is needed.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from typing import Protocol
+
+from isthmus.errors import IsthmusError, UnavailableError
+from isthmus.gateway.settings import HttpLimits
+
+KEEP_ALIVE_S = 60.0
+LINGER_S = 2.0
+"""How long the rest of what a client sends is read and dropped after its last answer: a socket that is closed with
+unread bytes resets the connection, and the answer may be lost."""
+SMALL_BODY_BYTES = 64 * 1024
+"""Bodies up to this size always fit: it is what one connection buffers."""
+
+
+class Phase(enum.Enum):
+    """What a connection does now."""
+
+    IDLE = "idle"  # between requests
+    HEADERS = "headers"  # its next request has begun, or its first is awaited
+    BODY = "body"
+    ANSWER = "answer"
+    LINGER = "linger"  # its last answer is sent, or nothing more is read of it
+
+
+class OpenConnection(Protocol):
+    """A connection, as `Traffic` knows it. `body_bytes`: of its request bodies that are not whole yet."""
+
+    phase: Phase
+    body_bytes: int
+
+    def refuse(self, reason: str, error: IsthmusError) -> None:
+        """Reads no more of this client and answers `error`; an answer under way goes on, and is the last."""
+        ...
+
+    def too_late(self) -> None:
+        """It has been in its phase for longer than that may last."""
+        ...
+
+    def drop(self) -> None:
+        """Gives its place to another client."""
+        ...
+
+    def shutdown(self) -> None:
+        """Ends it after the answer under way, if there is any; takes no further request."""
+        ...
+
+    def stop_waiting(self) -> None:
+        """What the server has still to say is not kept back for a slow reader any more."""
+        ...
+
+    def abort(self) -> None:
+        """Closes it as it is."""
+        ...
+
+
+class Traffic:
+    """All connections of one server. `refused`: what was turned away so far, by the limit that did it; `body_bytes`: of
+    request bodies that are not whole yet."""
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self.limits = limits
+        self.refused: Counter[str] = Counter()
+        self.body_bytes = 0
+        self.stopping = False
+        self._since: dict[Phase, dict[OpenConnection, float]] = {phase: {} for phase in Phase}
+        """By the time at which a connection came to its phase, the earliest first."""
+        self._deadlines_s = {
+            Phase.IDLE: KEEP_ALIVE_S,
+            Phase.HEADERS: limits.header_s,
+            Phase.BODY: limits.body_s,
+            Phase.LINGER: LINGER_S,
+        }
+
+    @property
+    def num_connections(self) -> int:
+        return sum(map(len, self._since.values()))
+
+    def connections(self) -> list[OpenConnection]:
+        return [connection for phase in self._since.values() for connection in phase]
+
+    def enter(self, connection: OpenConnection, phase: Phase, now_s: float) -> None:
+        """A connection comes to a phase, its first or another."""
+        self._since[connection.phase].pop(connection, None)
+        connection.phase = phase
+        self._since[phase][connection] = now_s
+
+    def leave(self, connection: OpenConnection) -> None:
+        """A connection is closed. Idempotent."""
+        self._since[connection.phase].pop(connection, None)
+
+    def sweep(self, now_s: float) -> None:
+        """Ends what has been in its phase for too long; a byte now and then extends nothing."""
+        for phase, limit_s in self._deadlines_s.items():
+            late = []
+            for connection, since_s in self._since[phase].items():
+                if now_s - since_s < limit_s:
+                    break
+                late.append(connection)
+            for connection in late:
+                connection.too_late()
+
+    def make_room(self) -> bool:
+        """Whether one more connection may be taken; closes the one that has served nothing for longest, if need be."""
+        if self.num_connections < self.limits.connections:
+            return True
+        for phase in (Phase.LINGER, Phase.IDLE, Phase.HEADERS, Phase.BODY):
+            for connection in self._since[phase]:
+                self.refused["connections"] += 1
+                connection.drop()
+                return True
+        self.refused["connections"] += 1
+        return False
+
+    def take_body(self, num_bytes: int) -> None:
+        """So much more of bodies has come; ends the large one that has been under way longest, if it is too much."""
+        self.body_bytes += num_bytes
+        while self.body_bytes > self.limits.bodies:
+            large = (each for each in self._since[Phase.BODY] if each.body_bytes > SMALL_BODY_BYTES)
+            victim = next(large, None)
+            if victim is None:
+                return
+            victim.refuse(
+                "bodies", UnavailableError("too many large request bodies are under way (limits.bodies)")
+            )

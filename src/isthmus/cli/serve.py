@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from isthmus.config import Config
     from isthmus.gateway.settings import HttpLimits
 
+FEW_CONNECTIONS = 1024
+"""With fewer the operator is told why."""
+
 
 def serve(
     config: Annotated[Path | None, typer.Option(help="Deployment file (YAML).")] = None,
@@ -234,14 +237,21 @@ def _http_limits(config: Config, num_nodes: int) -> HttpLimits:
     from isthmus.gateway.descriptors import connections_within, raise_descriptors
     from isthmus.gateway.settings import HttpLimits
 
-    limits = config.limits
+    limits, descriptors = config.limits, raise_descriptors()
+    connections = connections_within(descriptors, num_nodes, limits.connections)
+    if limits.connections is None and connections < FEW_CONNECTIONS:
+        print(
+            f"isthmus: {connections} HTTP connections at most: there are {descriptors} descriptors (ulimit -n), of "
+            "which nodes and files need the rest",
+            file=sys.stderr,
+        )
     return HttpLimits(
         header_bytes=limits.header_bytes,
         headers=limits.headers,
         header_s=limits.header_s,
         body_s=limits.body_s,
         bodies=limits.bodies,
-        connections=connections_within(raise_descriptors(), num_nodes, limits.connections),
+        connections=connections,
     )
 
 

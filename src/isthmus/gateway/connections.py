@@ -136,7 +136,7 @@ class Connection(HttpToolsProtocol):
         self._in_headers = True
         self._deaf = False  # nothing more is read
         self._answering: Exchange | None = None  # of those that came, the first without an answer
-        traffic.enter(self, Phase.HEADERS, self.loop.time())
+        traffic.enter(self, Phase.HEADERS)
 
     # From the transport.
 
@@ -157,7 +157,7 @@ class Connection(HttpToolsProtocol):
         if self._deaf:
             return
         if self.phase is Phase.IDLE:
-            self._enter(Phase.HEADERS)
+            self._traffic.enter(self, Phase.HEADERS)
         try:
             self._feed(data)
         except httptools.HttpParserUpgrade:
@@ -250,13 +250,13 @@ class Connection(HttpToolsProtocol):
         self._release_body()
         super().on_message_complete()
         if self.phase is Phase.BODY:
-            self._enter(Phase.ANSWER)
+            self._traffic.enter(self, Phase.ANSWER)
 
     # Answers.
 
     def _begin(self, exchange: Exchange, app: Any) -> None:
         self._answering = exchange
-        self._enter(Phase.BODY if exchange.more_body else Phase.ANSWER)
+        self._traffic.enter(self, Phase.BODY if exchange.more_body else Phase.ANSWER)
         self._start_asgi_task(exchange, app)
 
     def on_response_complete(self) -> None:
@@ -274,7 +274,7 @@ class Connection(HttpToolsProtocol):
             assert isinstance(exchange, Exchange)
             self._begin(exchange, app)
         else:
-            self._enter(Phase.HEADERS if self._partial else Phase.IDLE)
+            self._traffic.enter(self, Phase.HEADERS if self._partial else Phase.IDLE)
 
     def refuse(self, reason: str, error: IsthmusError) -> None:
         self._traffic.refused[reason] += 1
@@ -282,13 +282,13 @@ class Connection(HttpToolsProtocol):
         self._release_body()
         if self.phase is Phase.BODY:
             self.cycle.fail(error)
-        elif self.phase in (Phase.HEADERS, Phase.IDLE):
+        elif self.phase is not Phase.ANSWER and not self.transport.is_closing():
             self.transport.write(_whole(error, self.server_state.default_headers))
             self._linger()
 
     def too_late(self) -> None:
         limits = self._traffic.limits
-        if self.opening is not None or self.phase is Phase.LINGER:
+        if self.opening is not None or self.phase is Phase.LINGER or self.transport.is_closing():
             self.abort()
         elif self.phase is Phase.IDLE:
             self.transport.close()
@@ -321,7 +321,7 @@ class Connection(HttpToolsProtocol):
     def _linger(self) -> None:
         self._deaf = True
         self._release_body()
-        self._enter(Phase.LINGER)
+        self._traffic.enter(self, Phase.LINGER)
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()
@@ -332,9 +332,6 @@ class Connection(HttpToolsProtocol):
             self.opening.cancel()
         else:
             self.transport.abort()
-
-    def _enter(self, phase: Phase) -> None:
-        self._traffic.enter(self, phase, self.loop.time())
 
     def _release_body(self) -> None:
         self._traffic.body_bytes -= self.body_bytes

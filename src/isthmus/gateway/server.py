@@ -58,12 +58,13 @@ async def serve_http(
     server = _Server(app, bound, certificate)
     try:
         async with asyncio.TaskGroup() as group:
-            working = [group.create_task(server.accept(group)), group.create_task(server.sweep())]
+            accepting, sweeping = group.create_task(server.accept(group)), group.create_task(server.sweep())
             await stop.wait()
-            working[0].cancel()
+            accepting.cancel()
+            await asyncio.wait([accepting])
             bound.close()
             await server.drain(drain_s, at_once or asyncio.Event())
-            working[1].cancel()
+            sweeping.cancel()
     finally:
         bound.close()
         await server.end_answers()
@@ -116,15 +117,14 @@ class _Server:
                 accepted.recv(65536)  # unread bytes would reset the connection, and the answer with it
 
     async def sweep(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             self._state.default_headers = [
                 (b"date", formatdate(time.time(), usegmt=True).encode()),
                 *self._config.encoded_headers,
             ]
-            self._traffic.sweep(loop.time())
+            self._traffic.sweep()
             if self._certificate is not None:
-                self._certificate.renew(loop.time())
+                self._certificate.renew(time.monotonic())
             await asyncio.sleep(SWEEP_S)
 
     async def drain(self, drain_s: float, at_once: asyncio.Event) -> None:

@@ -7,7 +7,9 @@ been there longest is the first to be too late, and the first to go where room i
 from __future__ import annotations
 
 import enum
+import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Protocol
 
 from isthmus.errors import IsthmusError, UnavailableError
@@ -64,10 +66,10 @@ class OpenConnection(Protocol):
 
 class Traffic:
     """All connections of one server. `refused`: what was turned away so far, by the limit that did it; `body_bytes`: of
-    request bodies that are not whole yet."""
+    request bodies that are not whole yet; `clock`: in seconds."""
 
-    def __init__(self, limits: HttpLimits) -> None:
-        self.limits = limits
+    def __init__(self, limits: HttpLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limits, self.clock = limits, clock
         self.refused: Counter[str] = Counter()
         self.body_bytes = 0
         self.stopping = False
@@ -87,18 +89,19 @@ class Traffic:
     def connections(self) -> list[OpenConnection]:
         return [connection for phase in self._since.values() for connection in phase]
 
-    def enter(self, connection: OpenConnection, phase: Phase, now_s: float) -> None:
+    def enter(self, connection: OpenConnection, phase: Phase) -> None:
         """A connection comes to a phase, its first or another."""
         self._since[connection.phase].pop(connection, None)
         connection.phase = phase
-        self._since[phase][connection] = now_s
+        self._since[phase][connection] = self.clock()
 
     def leave(self, connection: OpenConnection) -> None:
         """A connection is closed. Idempotent."""
         self._since[connection.phase].pop(connection, None)
 
-    def sweep(self, now_s: float) -> None:
+    def sweep(self) -> None:
         """Ends what has been in its phase for too long; a byte now and then extends nothing."""
+        now_s = self.clock()
         for phase, limit_s in self._deadlines_s.items():
             late = []
             for connection, since_s in self._since[phase].items():

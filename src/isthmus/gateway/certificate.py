@@ -55,9 +55,16 @@ class Certificate:
         try:
             context.load_cert_chain(certificate, key, password=_no_password)
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"https: certificate {certificate} with key {key}: {reason}") from None
+            raise ConfigError(f"https: certificate {certificate} with key {key}: {_reason(error)}") from None
         return context
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        if error.reason == "KEY_VALUES_MISMATCH":
+            return "the key is another certificate's"
+        return "one of them has no certificate, or no key, in PEM form"
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
 def _no_password() -> str:

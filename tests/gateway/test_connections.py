@@ -243,9 +243,10 @@ def test_http_1_0_gets_no_chunks(front: Front) -> None:
 
 def test_the_rest_of_a_body_that_is_refused_does_not_cost_the_answer(opened: Opener) -> None:
     with opened(max_body_bytes=MIB) as front:
+        front.later(0)  # from where on the clock stands
         client = front.connect(PENDING + b"content-length: %d\r\n\r\n" % (64 * MIB))
         for _ in range(64):
-            client.send(b"a" * MIB)
+            client.socket.sendall(b"a" * MIB)
         (answer,) = client.answers()
         check_refused(answer, 413, "larger than 1048576 bytes")
 

@@ -244,21 +244,23 @@ class Conductor:
         """It waits, in place of others if need be: for memory, where nodes have enough together and not now, or for a
         node of a kind of which there is none, which may take `wait_ms`."""
         event = request.arrived
-        if not self._waits_for_room(event):
+        for_room, reason = self._waits_for_room(event), "no memory is free for it"
+        if not for_room:
             refusal = self._refusal(event)
             if refusal.code != "unavailable" or not wait_ms:
                 return [refusal]
-            actions = self._turn_away(victims, event, now)
-            self.view.requests[event.request] = request
-            request.on_hold, request.reason = True, refusal.reason
-            return [*actions, Hold(event.request, 0, refusal.reason, wait_ms)]
-        clusters = self.view.clusters.values()
-        if not any(holders.leaves_room(self.view.members(cluster), event) for cluster in clusters):
+            reason = refusal.reason
+        elif not any(
+            holders.leaves_room(self.view.members(each), event) for each in self.view.clusters.values()
+        ):
             reason = f"no node has KV memory for an answer of {event.max_tokens} tokens"
             return [Refuse(event.request, "too_long", f"{reason}: only prompts lie on several nodes here")]
         actions = self._turn_away(victims, event, now)
         self.view.requests[event.request] = request
-        return [*actions, self._wait_for_room(request, "no memory is free for it")]
+        if for_room:
+            return [*actions, self._wait_for_room(request, reason)]
+        request.on_hold, request.reason = True, reason
+        return [*actions, Hold(event.request, 0, reason, wait_ms)]
 
     def _waits_for_room(self, event: RequestArrived) -> bool:
         """Whether nodes of a cluster have memory for it, together and with nothing else there."""

@@ -38,9 +38,11 @@ class _EndOfInputError(Exception):
 
 
 class Exchange(RequestResponseCycle):
-    """One request and its answer. `error`: why its body will never be whole, None for as long as it may be."""
+    """One request and its answer. `error`: why its body will never be whole, None for as long as it may be; `is_last`:
+    nothing is read of what follows it."""
 
     error: IsthmusError | None = None
+    is_last = False
     _sized = True  # the answer says how long it is, or is cut into chunks that do
 
     def fail(self, error: IsthmusError) -> None:
@@ -69,11 +71,11 @@ class Exchange(RequestResponseCycle):
         headers = message["headers"]
         if self.scope["http_version"] == "1.0" and all(name != b"content-length" for name, _ in headers):
             self._sized = self.chunked_encoding = False
-        breaks_off = self.more_body and not self.disconnected
-        if breaks_off:
+        is_last = self.is_last or self.more_body
+        if is_last:
             message = {**message, "headers": [*headers, (b"connection", b"close")]}
         await super().send(message)
-        if breaks_off:
+        if is_last:
             self.keep_alive = True  # the connection closes itself, after the rest of the body
 
     async def run_asgi(self, app: Any) -> None:
@@ -162,8 +164,7 @@ class Connection(HttpToolsProtocol):
             self._feed(data)
         except httptools.HttpParserUpgrade:
             # Nothing is switched to: the request is answered as it is, and what follows it is in no known protocol.
-            self._deaf = True
-            self.cycle.keep_alive = False
+            self._deaf = self.cycle.is_last = True
         except httptools.HttpParserError as error:
             if not self._deaf:
                 self.refuse("malformed", RequestError(f"this is not HTTP: {' '.join(str(error).split())}"))
@@ -313,10 +314,9 @@ class Connection(HttpToolsProtocol):
         elif self.phase is not Phase.LINGER and not self.pipeline:
             self.cycle.keep_alive = False
 
-    def stop_waiting(self) -> None:
+    def end(self) -> None:
         self.pipeline.clear()
-        if self.flow is not None:
-            self.flow.resume_writing()
+        self.shutdown()
 
     def _linger(self) -> None:
         self._deaf = True

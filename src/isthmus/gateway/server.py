@@ -140,14 +140,12 @@ class _Server:
     async def end_answers(self) -> None:
         """Ends every answer under way in its own form, then every connection."""
         for connection in self._traffic.connections():
-            connection.stop_waiting()
+            connection.end()
         tasks = list(self._state.tasks)
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=END_S)
-        for connection in self._traffic.connections():
-            connection.shutdown()
         until = time.monotonic() + END_S
         while self._traffic.num_connections and time.monotonic() < until:
             await asyncio.sleep(0.01)

@@ -55,8 +55,8 @@ class OpenConnection(Protocol):
         """Ends it after the answer under way, if there is any; takes no further request."""
         ...
 
-    def stop_waiting(self) -> None:
-        """What the server has still to say is not kept back for a slow reader any more."""
+    def end(self) -> None:
+        """The same, and forgets requests that wait for the answer before theirs."""
         ...
 
     def abort(self) -> None:

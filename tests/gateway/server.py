@@ -126,6 +126,13 @@ class Client:
                 read += part
         return bytes(read)
 
+    def is_cut_off(self) -> bool:
+        """Waits until the server ends it; whether it does without a word. What it had not read resets the connection."""
+        try:
+            return self.read() == b""
+        except ConnectionResetError:
+            return True
+
     def read_until(self, what: bytes) -> bytes:
         read = bytearray()
         while what not in read:

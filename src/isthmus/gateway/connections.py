@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import urllib.parse
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import httptools
 import uvicorn
@@ -114,12 +115,14 @@ def _whole(error: IsthmusError, default_headers: list[tuple[bytes, bytes]]) -> b
     return b"".join([STATUS_LINE[status_of(error)], *lines, b"\r\n", body])
 
 
-def full() -> bytes:
-    """The answer to a client for whose connection no room can be made."""
-    return _whole(UnavailableError("every connection is being answered (limits.connections)"), [])
-
-
 def _nothing() -> None: ...
+
+
+class Opening(NamedTuple):
+    """A handshake under way."""
+
+    task: asyncio.Task[None]
+    accepted: socket.socket
 
 
 class Connection(HttpToolsProtocol):
@@ -130,13 +133,15 @@ class Connection(HttpToolsProtocol):
     def __init__(self, traffic: Traffic, config: uvicorn.Config, state: ServerState) -> None:
         super().__init__(config, state, {})
         self.phase, self.body_bytes = Phase.HEADERS, 0
-        self.opening: asyncio.Task[None] | None = None  # until its handshake is over
+        self.opening: Opening | None = None
+        self._has_room = traffic.make_room()
         self._traffic = traffic
         self._max_unseen, self._max_headers = traffic.limits.header_bytes, traffic.limits.headers
         self._unseen = 0  # bytes given to the parser since it last gave something whole
-        self._partial = False  # a request has begun and is not whole
+        self._partial = True  # a request has begun and is not whole, or the first is awaited
         self._in_headers = True
         self._deaf = False  # nothing more is read
+        self._given_up = False  # before it was made
         self._answering: Exchange | None = None  # of those that came, the first without an answer
         traffic.enter(self, Phase.HEADERS)
 
@@ -145,6 +150,12 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self.opening = None
         super().connection_made(transport)
+        if self._given_up:
+            transport.abort()
+        elif not self._has_room:
+            error = UnavailableError("every connection is being answered (limits.connections)")
+            transport.write(_whole(error, self.server_state.default_headers))
+            self._linger()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._traffic.leave(self)
@@ -158,18 +169,28 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._deaf:
             return
-        if self.phase is Phase.IDLE:
-            self._traffic.enter(self, Phase.HEADERS)
         try:
             self._feed(data)
+            self._settle()
         except httptools.HttpParserUpgrade:
             # Nothing is switched to: the request is answered as it is, and what follows it is in no known protocol.
             self._deaf = self.cycle.is_last = True
+            self._settle()
         except httptools.HttpParserError as error:
             if not self._deaf:
                 self.refuse("malformed", RequestError(f"this is not HTTP: {' '.join(str(error).split())}"))
         except _EndOfInputError:
             pass  # it was refused
+
+    def _settle(self) -> None:
+        """Comes to the phase that the parser and the app have brought about."""
+        exchange = self._answering
+        if exchange is None or exchange.response_complete:
+            phase = Phase.HEADERS if self._partial else Phase.IDLE
+        else:
+            phase = Phase.BODY if exchange.more_body else Phase.ANSWER
+        if phase is not self.phase is not Phase.LINGER:
+            self._traffic.enter(self, phase)
 
     def _feed(self, data: bytes) -> None:
         """Stops where too much is no part of anything whole: the parser joins the pieces of a header anew with each,
@@ -200,7 +221,10 @@ class Connection(HttpToolsProtocol):
             return  # behind the body: nobody asks for any
         if len(self.headers) >= self._max_headers:
             self._stop("headers", HeadersTooLargeError(f"there are more than {self._max_headers} headers"))
-        super().on_header(name, value)
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         self._unseen, self._in_headers = 0, False
@@ -250,20 +274,18 @@ class Connection(HttpToolsProtocol):
         self._unseen, self._partial = 0, False
         self._release_body()
         super().on_message_complete()
-        if self.phase is Phase.BODY:
-            self._traffic.enter(self, Phase.ANSWER)
 
     # Answers.
 
     def _begin(self, exchange: Exchange, app: Any) -> None:
         self._answering = exchange
-        self._traffic.enter(self, Phase.BODY if exchange.more_body else Phase.ANSWER)
         self._start_asgi_task(exchange, app)
 
     def on_response_complete(self) -> None:
         if self.transport.is_closing():
             return
-        if self.phase is Phase.BODY or (self._deaf and not self.pipeline):
+        assert self._answering is not None
+        if self._answering.more_body or (self._deaf and not self.pipeline):
             self._linger()
             return
         if self._traffic.stopping and not self.pipeline:
@@ -274,13 +296,13 @@ class Connection(HttpToolsProtocol):
             exchange, app = self.pipeline.pop()
             assert isinstance(exchange, Exchange)
             self._begin(exchange, app)
-        else:
-            self._traffic.enter(self, Phase.HEADERS if self._partial else Phase.IDLE)
+        self._settle()
 
     def refuse(self, reason: str, error: IsthmusError) -> None:
         self._traffic.refused[reason] += 1
         self._deaf = True
         self._release_body()
+        self._settle()
         if self.phase is Phase.BODY:
             self.cycle.fail(error)
         elif self.phase is not Phase.ANSWER and not self.transport.is_closing():
@@ -289,7 +311,7 @@ class Connection(HttpToolsProtocol):
 
     def too_late(self) -> None:
         limits = self._traffic.limits
-        if self.opening is not None or self.phase is Phase.LINGER or self.transport.is_closing():
+        if self.transport is None or self.phase is Phase.LINGER or self.transport.is_closing():
             self.abort()
         elif self.phase is Phase.IDLE:
             self.transport.close()
@@ -307,7 +329,7 @@ class Connection(HttpToolsProtocol):
             self.abort()
 
     def shutdown(self) -> None:
-        if self.opening is not None:
+        if self.transport is None:
             self.abort()
         elif self.phase in (Phase.IDLE, Phase.HEADERS):
             self.transport.close()
@@ -328,10 +350,13 @@ class Connection(HttpToolsProtocol):
 
     def abort(self) -> None:
         self._traffic.leave(self)
-        if self.opening is not None:
-            self.opening.cancel()
-        else:
+        if self.transport is not None:
             self.transport.abort()
+        elif self.opening is not None:
+            self.opening.task.cancel()
+            self.opening.accepted.close()  # the task may not have begun
+        else:
+            self._given_up = True
 
     def _release_body(self) -> None:
         self._traffic.body_bytes -= self.body_bytes

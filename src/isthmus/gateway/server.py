@@ -7,7 +7,9 @@ import contextlib
 import logging
 import socket
 import time
+from collections.abc import AsyncIterator, Callable
 from email.utils import formatdate
+from functools import partial
 
 import uvicorn
 from starlette.applications import Starlette
@@ -15,16 +17,18 @@ from uvicorn.server import ServerState
 
 from isthmus.errors import StartError
 from isthmus.gateway.certificate import Certificate
-from isthmus.gateway.connections import Connection, full
+from isthmus.gateway.connections import Connection, Opening
 from isthmus.gateway.traffic import Traffic
 
 log = logging.getLogger(__name__)
 
 SWEEP_S = 0.25
+BACKLOG = 2048
+"""Connections that wait to be accepted."""
 END_S = 1.0
 """What the last bytes of answers get to leave, once the time for answers is over."""
 ACCEPTED_AT_ONCE = 16
-"""New connections between two turns of the event loop."""
+"""New handshakes between two turns of the event loop."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -34,7 +38,7 @@ def bind(host: str, port: int) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
-        bound.listen(2048)
+        bound.listen(BACKLOG)
     except OSError as error:
         bound.close()
         raise StartError(
@@ -58,10 +62,9 @@ async def serve_http(
     server = _Server(app, bound, certificate)
     try:
         async with asyncio.TaskGroup() as group:
-            accepting, sweeping = group.create_task(server.accept(group)), group.create_task(server.sweep())
-            await stop.wait()
-            accepting.cancel()
-            await asyncio.wait([accepting])
+            sweeping = group.create_task(server.sweep())
+            async with server.listening(group):
+                await stop.wait()
             bound.close()
             await server.drain(drain_s, at_once or asyncio.Event())
             sweeping.cancel()
@@ -71,50 +74,69 @@ async def serve_http(
 
 
 class _Server:
-    """uvicorn's protocol with an accept loop of our own: what is accepted is counted before it has a handshake."""
+    """What is accepted is counted at once, before it has a handshake."""
 
     def __init__(self, app: Starlette, bound: socket.socket, certificate: Certificate | None) -> None:
         self._bound, self._certificate = bound, certificate
         self._traffic: Traffic = app.state.traffic
         self._state = ServerState()
+        self._resume: Callable[[], None] | None = None
+        """Listens again, after there was no descriptor."""
         self._config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none")
         self._config.load()
 
-    async def accept(self, group: asyncio.TaskGroup) -> None:
-        loop, count = asyncio.get_running_loop(), 0
-        while True:
+    @contextlib.asynccontextmanager
+    async def listening(self, group: asyncio.TaskGroup) -> AsyncIterator[None]:
+        """Meanwhile, and not afterwards, connections are taken; `group` makes their handshakes."""
+        loop = asyncio.get_running_loop()
+        if self._certificate is None:
+            server = await loop.create_server(self._connection, sock=self._bound, backlog=BACKLOG)
             try:
-                accepted, _ = await loop.sock_accept(self._bound)
-            except OSError as error:  # the client is gone, or there is no descriptor left
+                yield
+            finally:
+                server.close()
+            return
+        self._listen(group)
+        try:
+            yield
+        finally:
+            self._resume = None
+            loop.remove_reader(self._bound)
+
+    def _connection(self) -> Connection:
+        return Connection(self._traffic, self._config, self._state)
+
+    def _listen(self, group: asyncio.TaskGroup) -> None:
+        """The loop's own servers hide a connection until its handshake is over, so that nobody could end it."""
+        self._resume = None
+        asyncio.get_running_loop().add_reader(self._bound, self._accept, group)
+
+    def _accept(self, group: asyncio.TaskGroup) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                accepted, _ = self._bound.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                continue  # the client is gone already
+            except OSError as error:  # no descriptor is left: it can wait for the next sweep
                 log.warning("a connection could not be accepted: %s", error.strerror)
-                await asyncio.sleep(SWEEP_S)
-                continue
-            if self._traffic.make_room():
-                connection = Connection(self._traffic, self._config, self._state)
-                connection.opening = group.create_task(self._open(connection, accepted))
-            else:
-                self._turn_away(accepted)
-            count += 1
-            if count % ACCEPTED_AT_ONCE == 0:
-                await asyncio.sleep(0)
+                asyncio.get_running_loop().remove_reader(self._bound)
+                self._resume = partial(self._listen, group)
+                return
+            accepted.setblocking(False)
+            connection = self._connection()
+            connection.opening = Opening(group.create_task(self._open(connection, accepted)), accepted)
 
     async def _open(self, connection: Connection, accepted: socket.socket) -> None:
         """Makes the connection its handshake. `sweep` ends one that takes too long."""
-        context = self._certificate.context if self._certificate else None
-        loop = asyncio.get_running_loop()
+        assert self._certificate is not None
+        loop, context = asyncio.get_running_loop(), self._certificate.context
         try:
             await loop.connect_accepted_socket(lambda: connection, accepted, ssl=context)
         except (OSError, asyncio.CancelledError):
             self._traffic.leave(connection)
             accepted.close()
-
-    def _turn_away(self, accepted: socket.socket) -> None:
-        """All that are here are being answered. An answer in plain text would be no answer in a handshake."""
-        with accepted, contextlib.suppress(OSError):
-            if self._certificate is None:
-                accepted.send(full())
-                accepted.shutdown(socket.SHUT_WR)
-                accepted.recv(65536)  # unread bytes would reset the connection, and the answer with it
 
     async def sweep(self) -> None:
         while True:
@@ -123,6 +145,8 @@ class _Server:
                 *self._config.encoded_headers,
             ]
             self._traffic.sweep()
+            if self._resume is not None:
+                self._resume()
             if self._certificate is not None:
                 self._certificate.renew(time.monotonic())
             await asyncio.sleep(SWEEP_S)

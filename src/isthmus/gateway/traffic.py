@@ -23,14 +23,18 @@ SMALL_BODY_BYTES = 64 * 1024
 """Bodies up to this size always fit: it is what one connection buffers."""
 
 
-class Phase(enum.Enum):
+class Phase(enum.IntEnum):
     """What a connection does now."""
 
-    IDLE = "idle"  # between requests
-    HEADERS = "headers"  # its next request has begun, or its first is awaited
-    BODY = "body"
-    ANSWER = "answer"
-    LINGER = "linger"  # its last answer is sent, or nothing more is read of it
+    IDLE = 0  # between requests
+    HEADERS = 1  # its next request has begun, or its first is awaited
+    BODY = 2
+    ANSWER = 3
+    LINGER = 4  # its last answer is sent, or nothing more is read of it
+
+
+SERVED_NOTHING = (Phase.LINGER, Phase.IDLE, Phase.HEADERS, Phase.BODY)
+"""Who goes first where room is needed, those of one phase in the order in which they came to it."""
 
 
 class OpenConnection(Protocol):
@@ -73,8 +77,8 @@ class Traffic:
         self.refused: Counter[str] = Counter()
         self.body_bytes = 0
         self.stopping = False
-        self._since: dict[Phase, dict[OpenConnection, float]] = {phase: {} for phase in Phase}
-        """By the time at which a connection came to its phase, the earliest first."""
+        self._since: list[dict[OpenConnection, float]] = [{} for _ in Phase]
+        """For each phase, by the time at which a connection came to it, the earliest first."""
         self._deadlines_s = {
             Phase.IDLE: KEEP_ALIVE_S,
             Phase.HEADERS: limits.header_s,
@@ -84,10 +88,10 @@ class Traffic:
 
     @property
     def num_connections(self) -> int:
-        return sum(map(len, self._since.values()))
+        return sum(map(len, self._since))
 
     def connections(self) -> list[OpenConnection]:
-        return [connection for phase in self._since.values() for connection in phase]
+        return [connection for phase in self._since for connection in phase]
 
     def enter(self, connection: OpenConnection, phase: Phase) -> None:
         """A connection comes to a phase, its first or another."""
@@ -113,15 +117,16 @@ class Traffic:
 
     def make_room(self) -> bool:
         """Whether one more connection may be taken; closes the one that has served nothing for longest, if need be."""
-        if self.num_connections < self.limits.connections:
-            return True
-        for phase in (Phase.LINGER, Phase.IDLE, Phase.HEADERS, Phase.BODY):
-            for connection in self._since[phase]:
-                self.refused["connections"] += 1
-                connection.drop()
-                return True
-        self.refused["connections"] += 1
-        return False
+        while self.num_connections >= self.limits.connections:
+            self.refused["connections"] += 1
+            idle = (each for phase in SERVED_NOTHING for each in self._since[phase])
+            victim = next(idle, None)
+            if victim is None:
+                return False
+            victim.drop()
+            if victim.phase is Phase.BODY:
+                return True  # its refusal is on the way
+        return True
 
     def take_body(self, num_bytes: int) -> None:
         """So much more of bodies has come; ends the large one that has been under way longest, if it is too much."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 
 from cryptography import x509
@@ -12,8 +13,8 @@ from cryptography.x509.oid import NameOID
 
 
 def make_certificate(folder: Path, name: str, days: int = 30) -> dict[str, str]:
-    """An authority of this name, and a certificate that it signed, good for so many days from a day before now: paths
-    by the keys of the `tls` section."""
+    """An authority of this name, and a certificate of 127.0.0.1 that it signed, good for so many days from a day before
+    now: paths by the keys of the `tls` section."""
     keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
     issuer, subject = (
         x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)]) for text in (f"{name} authority", name)
@@ -29,6 +30,7 @@ def make_certificate(folder: Path, name: str, days: int = 30) -> dict[str, str]:
         .not_valid_before(begin - timedelta(days=1))
         .not_valid_after(end)
         .add_extension(x509.BasicConstraints(ca=who is issuer, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
         .sign(keys[0], hashes.SHA256())
         for who, key, end in zip((issuer, subject), keys, ends, strict=True)
     )

@@ -209,7 +209,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], log: Path) -> tuple[str, 
     """The URL, and which nodes are there."""
     until = time.monotonic() + START_S
     while True:
-        found = re.search(r" at (http://\S+) with (.+) \(ready in", log.read_text())
+        found = re.search(r" at (https?://\S+) with (.+) \(ready in", log.read_text())
         if found:
             return found[1], set(found[2].split(", "))
         assert process.poll() is None, f"serve ended at start:\n{log.read_text()}"

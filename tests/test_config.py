@@ -56,7 +56,9 @@ network.compression tls.mode tls.folder tls.certificate tls.key tls.authority
 limits.max_requests limits.max_attempts limits.start_s limits.drain_s limits.silence_s limits.rejoin_s
 limits.transfer_s limits.link_s limits.body_bytes limits.json_depth limits.messages limits.tools limits.preparing
 limits.prepare_s limits.prepare_memory limits.grammar_bytes limits.grammar_s limits.grammar_memory
-limits.grammars_memory limits.greeting_s limits.greetings auth.keys
+limits.grammars_memory limits.greeting_s limits.greetings limits.wait_s auth.keys
+limits.header_bytes limits.headers limits.header_s limits.body_s limits.bodies limits.connections
+https.certificate https.key
 lending.policy lending.reserve lending.period_s
 reuse.default reuse.tenants reuse.selector reuse.kept reuse.max_prompts reuse.min_tokens
 """.split()

@@ -261,6 +261,10 @@ class LimitsConfig(_Section):
     `transfer_s`: in which a transfer must bring something; `link_s`: in which a link between clusters must, while
     something is on its way over it; `greeting_s`: in which a connection between processes must begin and say what it is
     for; `greetings`: so many may be about to at once, of each process.
+    `wait_s`: how long a new request waits for a node of a kind of which there is none.
+
+    Of HTTP, whoever sends it: `header_bytes`, `headers` of one request, `header_s`, `body_s` until they are whole;
+    `bodies`: bytes of all request bodies under way; `connections`: None is what the descriptor limit allows.
     """
 
     max_requests: int = Field(1024, ge=1)
@@ -284,6 +288,13 @@ class LimitsConfig(_Section):
     link_s: float = Field(3.0, gt=0)
     greeting_s: float = Field(5.0, gt=0)
     greetings: int = Field(128, ge=1)
+    wait_s: float = Field(2.0, ge=0, le=60)
+    header_bytes: Bytes = Field(64 * 2**10, ge=1024, le=2**20)
+    headers: int = Field(100, ge=1, le=10_000)
+    header_s: float = Field(5.0, gt=0)
+    body_s: float = Field(30.0, gt=0)
+    bodies: Bytes = Field(128 * 2**20, ge=2**20)
+    connections: int | None = Field(None, ge=1)
 
 
 class CacheConfig(_Section):
@@ -356,6 +367,19 @@ class TlsConfig(_Section):
             raise ValueError("folder: only without certificate, key and authority")
         if self.mode == "none" and (any(files) or self.folder is not None):
             raise ValueError("mode: none leaves sessions plain; give no files and no folder beside it")
+        return self
+
+
+class HttpsConfig(_Section):
+    """HTTPS for clients: PEM files, both or none. They are read again when they change."""
+
+    certificate: str | None = None
+    key: str | None = None
+
+    @model_validator(mode="after")
+    def _both(self) -> HttpsConfig:
+        if (self.certificate is None) != (self.key is None):
+            raise ValueError("certificate and key are needed, both or none")
         return self
 
 
@@ -443,6 +467,7 @@ class Config(_Section):
     reuse: ReuseConfig = ReuseConfig()
     network: NetworkConfig = NetworkConfig()
     tls: TlsConfig = TlsConfig()
+    https: HttpsConfig = HttpsConfig()
     lending: LendingConfig = LendingConfig()
     limits: LimitsConfig = LimitsConfig()
     record: str | None = None

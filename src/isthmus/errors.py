@@ -56,7 +56,13 @@ class OverloadedError(IsthmusError):
 
 
 class UnavailableError(IsthmusError):
+    """Nothing can serve it now; `retry_after_s` is whole seconds."""
+
     http_status = 503
+
+    def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class ProtocolError(IsthmusError):

@@ -73,7 +73,7 @@ def test_two_clusters_are_healthy_where_a_link_joins_prefill_and_decode() -> Non
 
 def test_nothing_is_taken_before_a_node_is_there() -> None:
     async def work(some: Scene) -> None:
-        with pytest.raises(UnavailableError, match="no node has joined yet"):
+        with pytest.raises(UnavailableError, match="no node can serve this now"):
             some.submit("a")
         await some.enter(hello("m", Role.MIXED))
         assert some.submit("a").attempt == 1

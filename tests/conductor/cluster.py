@@ -70,6 +70,7 @@ class Cluster:
         self.prefilling: dict[RequestId, Route] = {}  # in the order in which they were routed
         self.streaming: set[RequestId] = set()
         self.held: set[RequestId] = set()
+        self.waiting: set[RequestId] = set()  # for a first attempt
         self.failures: Counter[RequestId] = Counter()
         self.ended: dict[RequestId, str] = {}
         self.converting: dict[NodeId, Role] = {}
@@ -108,7 +109,7 @@ class Cluster:
         lends: bool = False,
         reuse_layers: int = 0,
     ) -> None:
-        name, held = NodeId(node), set(self.held)
+        name, held = NodeId(node), self.held | self.waiting
         joined = NodeJoined(
             name,
             role,
@@ -125,7 +126,7 @@ class Cluster:
         )
         self.joined[name], self.stored[name] = joined, {}
         for action in self.on(joined):
-            assert isinstance(action, Route) and action.request in held, "only what is held resumes"
+            assert isinstance(action, Route | Refuse) and action.request in held, "only what is held resumes"
 
     def leave(self, node: str) -> list[Action]:
         name = NodeId(node)
@@ -237,7 +238,8 @@ class Cluster:
 
     def expire(self, request: str) -> list[Action]:
         """The wait of a request on hold is over."""
-        return self.on(HoldExpired(RequestId(request), self.routes[RequestId(request)].attempt))
+        route = self.routes.get(RequestId(request))
+        return self.on(HoldExpired(RequestId(request), route.attempt if route else 0))
 
     # What is to be seen.
 
@@ -256,6 +258,8 @@ class Cluster:
         """Ends what lives, and checks that nothing of it stays anywhere."""
         for request in list(self.routes):
             self.end(request)
+        for request in sorted(self.waiting):
+            self.cancel(request)
         view = self.conductor.view
         assert not any(self.told.values()), "a node was never told to forget a request"
         assert not view.requests
@@ -273,7 +277,8 @@ class Cluster:
         self.held.discard(request)
         self.streaming.discard(request)
         self.prefilling.pop(request, None)
-        if self.routes.pop(request, None) is not None:
+        if self.routes.pop(request, None) is not None or request in self.waiting:
+            self.waiting.discard(request)
             assert request not in self.ended
             self.ended[request] = how
 
@@ -288,6 +293,11 @@ class Cluster:
                 assert set(action.nodes) <= set(self.joined), "a node that left was told something"
                 assert self.told[action.request, action.attempt] <= set(action.nodes)
                 self.told[action.request, action.attempt] = set()
+            case Hold() if action.attempt == 0:
+                assert action.request not in self.routes and action.request not in self.waiting
+                assert action.wait_ms == self.rules.wait_ms > 0
+                assert not self._fits(self.arrived[action.request][0]), "it waits though there is room"
+                self.waiting.add(action.request)
             case Hold():
                 assert action.request in self.routes and action.request not in self.held
                 assert action.attempt == self.routes[action.request].attempt
@@ -339,6 +349,7 @@ class Cluster:
         assert route.deadline_ns == promised
         assert route.work_ns > 0
         self.held.discard(route.request)
+        self.waiting.discard(route.request)
         self.routes[route.request] = route
         self.prefilling.pop(route.request, None)
         self.prefilling[route.request] = route
@@ -391,7 +402,7 @@ class Cluster:
         if isinstance(event, RequestArrived) and request != event.request:
             self._judge_victim(request, event, waited)
         elif refuse.code == "overloaded":
-            full = len(self.routes) >= self.rules.max_requests
+            full = len(self.routes) + len(self.waiting) >= self.rules.max_requests
             limits = (self.rules.ttft_ms, self.rules.tbt_ms, facts.ttft_ms, facts.tbt_ms)
             assert full or (self.rules.admission != "none" and any(limits)), "refused for no reason"
             assert refuse.stage in ("prefill", "decode")
@@ -408,7 +419,7 @@ class Cluster:
                 assert parts, "only a missing part is a matter of time"
         if refuse.code == "overloaded":
             assert refuse.retry_after_ms >= min(1000, self.rules.retry_after_ms)
-        if request in self.routes:
+        if request in self.routes or request in self.waiting:
             self._end(request, "refused")
         else:
             self.ended[request] = "refused"
@@ -449,7 +460,7 @@ class Cluster:
     def _check_books(self) -> None:
         """The conductor's loads are the sums over what lives, as its own actions told it."""
         view = self.conductor.view
-        assert set(view.requests) == set(self.routes)
+        assert set(view.requests) == set(self.routes) | self.waiting
         for name, node in view.nodes.items():
             queue = [route for route in self.prefilling.values() if route.prefill == name]
             assert node.work_ns == sum(route.work_ns for route in queue)

@@ -295,6 +295,68 @@ def test_requests_on_hold_go_on_when_a_node_joins_and_their_old_limit_is_void() 
     some.drain()
 
 
+WAITS = Rules(wait_ms=500, retry_after_ms=700)
+
+
+@pytest.mark.parametrize(("there", "missing"), [("p1", Role.DECODE), ("d1", Role.PREFILL)])
+def test_a_new_request_waits_for_a_node_of_a_kind_that_is_away(there: str, missing: Role) -> None:
+    some = cluster(there, rules=WAITS)
+    assert some.arrives("a") == [Hold(RequestId("a"), 0, "no node can serve this now", 500)]
+    assert some.arrives("b") == [Hold(RequestId("b"), 0, "no node can serve this now", 500)]
+    some.join("new", missing)
+    assert [some.routes[RequestId(name)].attempt for name in "ab"] == [1, 1]
+    assert some.on(HoldExpired(RequestId("a"), 0)) == []
+    some.drain()
+
+
+def test_a_cluster_that_is_starting_is_waited_for_too() -> None:
+    some = Cluster(WAITS)
+    assert some.arrives("a") == [Hold(RequestId("a"), 0, "no node can serve this now", 500)]
+    some.join("m1", Role.MIXED)
+    assert some.routes[RequestId("a")].prefill == "m1"
+    some.drain()
+
+
+def test_after_waiting_for_a_node_in_vain_a_request_is_refused_for_now() -> None:
+    some = cluster("p1", rules=WAITS)
+    some.arrives("a")
+    (refusal,) = some.expire("a")
+    assert refusal == Refuse(RequestId("a"), "unavailable", "no node can serve this now", 700)
+    some.join("d1", Role.DECODE)
+    assert not some.routes
+
+
+def test_what_is_too_long_for_the_node_that_came_is_told_so() -> None:
+    some = cluster("p1", rules=WAITS)
+    some.arrives("a", 100)
+    some.join("d1", Role.DECODE, 60)
+    (refusal,) = some.expire("a")
+    assert isinstance(refusal, Refuse) and refusal.code == "too_long"
+
+
+def test_what_no_node_will_ever_hold_does_not_wait() -> None:
+    assert cluster("m1", rules=WAITS).refusal("a", 10**6).code == "too_long"
+
+
+def test_those_that_wait_for_a_node_count() -> None:
+    some = Cluster(Rules(wait_ms=500, max_requests=1))
+    some.arrives("a")
+    assert some.refusal("b").code == "overloaded"
+    some.cancel("a")
+    assert isinstance(some.arrives("c")[0], Hold)
+    some.drain()
+
+
+def test_admission_counts_the_time_that_a_request_waited_for_a_node() -> None:
+    for waited_ms, is_refused in ((10, False), (95, True)):
+        some = Cluster(Rules(wait_ms=500, admission="early", ttft_ms=100), step_ns=0)
+        some.arrives("a", 10)  # 10 ms to compute
+        some.now += waited_ms * MS
+        some.join("m1", Role.MIXED)
+        assert (some.ended.get(RequestId("a")) == "refused") == is_refused
+        some.drain()
+
+
 def test_after_its_last_attempt_a_request_fails() -> None:
     some = cluster("m1", "m2", rules=Rules(max_attempts=3))
     some.route("a")
@@ -497,12 +559,12 @@ def play(some: Cluster, random: Random, num_events: int, start: int = 0) -> None
                 some.fetch_finished(route.request, route.attempt)
             case "end" if route:
                 some.end(route.request, random.randint(1, 50))
-            case "cancel" if route:
-                some.cancel(route.request)
+            case "cancel" if route or some.waiting:
+                some.cancel(random.choice(sorted(some.waiting)) if some.waiting else route.request)
             case "fail" if route:
                 some.fail(route.request, route.attempt)
-            case "expire" if some.held:
-                some.expire(random.choice(sorted(some.held)))
+            case "expire" if some.held or some.waiting:
+                some.expire(random.choice(sorted(some.held | some.waiting)))
             case "late":
                 request = f"r{random.randint(0, counter)}"
                 attempt = some.routes[RequestId(request)].attempt if request in some.routes else 9
@@ -547,6 +609,7 @@ RULES = [
     )
 ] + [
     Rules(policy="isthmus"),
+    Rules(policy="isthmus", admission="early", wait_ms=2000, max_requests=12, ttft_ms=120),
     Rules(policy="mooncake", max_requests=12, reserve=0.1, admission="baseline"),
 ]
 
@@ -557,10 +620,11 @@ def test_every_request_ends_in_exactly_one_way(
     seed: int, num_events: int, max_attempts: int, max_requests: int
 ) -> None:
     """The cluster judges every action (see there); loads are zero when nothing is left."""
-    rules = Rules(policy="isthmus", max_attempts=max_attempts, max_requests=max_requests)
+    wait_ms = seed % 2 * 500
+    rules = Rules(policy="isthmus", max_attempts=max_attempts, max_requests=max_requests, wait_ms=wait_ms)
     some = cluster("p1", "d1", "m1", rules=rules, step_ns=MS)
     play(some, Random(seed), num_events)
-    assert len(some.routes) <= max_requests
+    assert len(some.routes) + len(some.waiting) <= max_requests
     some.drain()
     assert set(some.ended) == set(some.arrived)
 

@@ -17,6 +17,7 @@ from isthmus.gateway.metrics import Meter
 from isthmus.gateway.preparing import Preparation, Preparing
 from isthmus.gateway.settings import ApiKey
 from isthmus.gateway.terms import Terms
+from isthmus.gateway.traffic import Traffic
 from isthmus.types import ModelCard
 
 from . import folder
@@ -246,6 +247,8 @@ def test_metrics_count_workers_that_died(model: Path) -> None:
     preparing = Preparing(CARD, GatewayTokenizer.load(model), SETTINGS, model)
     crash = {"type": "json_schema", "json_schema": {"name": "a", "schema": CRASH}}
     refused(preparing, "chat", {"messages": MESSAGES, "response_format": crash})
-    metrics = Meter(FakeBackend(lambda _: says([folder.EOS])), preparing).render().decode()
+    metrics = (
+        Meter(FakeBackend(lambda _: says([folder.EOS])), preparing, Traffic(SETTINGS.http)).render().decode()
+    )
     assert "isthmus_preparing_deaths_total 1.0" in metrics and "isthmus_requests_preparing 0.0" in metrics
     preparing.close()

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from isthmus.cluster.hosts import Hosts
     from isthmus.cluster.local import LocalCluster
     from isthmus.config import Config
+    from isthmus.gateway.settings import HttpLimits
+
+FEW_CONNECTIONS = 1024
+"""With fewer the operator is told why."""
 
 
 def serve(
@@ -62,6 +66,10 @@ def serve(
         list[str] | None,
         typer.Option(help="Key that clients must show, also from ISTHMUS_API_KEY; may be repeated."),
     ] = None,
+    tls_certificate: Annotated[
+        Path | None, typer.Option(help="Serve HTTPS with this certificate (PEM).")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="The certificate's key (PEM).")] = None,
     record: Annotated[Path | None, typer.Option(help="Write a flight recording (JSONL) here.")] = None,
     insecure: Annotated[
         bool, typer.Option("--insecure", help="No TLS between head and nodes, wherever they are.")
@@ -90,6 +98,8 @@ def serve(
         "cache.ssd": ssd,
         "cache.folder": str(cache_folder) if cache_folder else None,
         "engine.max_length": max_length,
+        "https.certificate": str(tls_certificate) if tls_certificate else None,
+        "https.key": str(tls_key) if tls_key else None,
         "record": str(record) if record else None,
         "tls.mode": "none" if insecure else None,
         "placement": "ray" if ray else None,
@@ -132,28 +142,35 @@ async def _serve(config: Config, why: str) -> None:
     import asyncio
 
     from isthmus.cluster.hosts import hosts_of
+    from isthmus.gateway.certificate import Certificate
     from isthmus.gateway.server import bind, serve_http
     from isthmus.messenger import address_of
 
     began = time.monotonic()
+    files = config.https
+    certificate = Certificate(files.certificate, str(files.key)) if files.certificate is not None else None
     cluster, app = assemble(config, hosts_of(config))
     bound = bind(config.host, config.port)
     say_if_open(config, bound.getsockname())
-    stop = _stop_on_signals()
-    app.state.preparing.open()
+    stop, at_once = _stop_on_signals()
     async with cluster.run():
         started()
         if cluster.invitation:
             print(f"isthmus: nodes of other machines join with --join {cluster.invitation}", flush=True)
         say_if_plain(config, cluster.join_host)
-        http = asyncio.create_task(serve_http(app, bound, stop, drain_s=config.limits.drain_s))
+        serving = serve_http(
+            app, bound, stop, drain_s=config.limits.drain_s, at_once=at_once, certificate=certificate
+        )
+        http = asyncio.create_task(serving)
         ready = asyncio.create_task(cluster.wait_ready())
         stopped = asyncio.create_task(stop.wait())
         try:
             await asyncio.wait({ready, http, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if ready.done():
                 ready.result()
-                url = f"http://{address_of(config.host, bound.getsockname()[1])}"
+                url = (
+                    f"{'https' if certificate else 'http'}://{address_of(config.host, bound.getsockname()[1])}"
+                )
                 if config.engine.kind == "emulated":
                     print(
                         "isthmus: the engine is emulated: its tokens tell wrong bytes, not words",
@@ -223,10 +240,34 @@ def assemble(config: Config, hosts: Hosts) -> tuple[LocalCluster, Any]:
         tbt_ms=config.slo.tbt_ms,
         reuse=config.reuse.default,
         tenant_reuse=config.reuse.tenants,
+        http=_http_limits(config, len(nodes)),
     )
     say_if_exact(config, card.no_reuse)
     preparing = Preparing(card, tokenizer, settings, model.tokenizer)
     return cluster, create_app(cluster.head, tokenizer, settings, preparing)
+
+
+def _http_limits(config: Config, num_nodes: int) -> HttpLimits:
+    """Raises StartError when the descriptor limit leaves too few connections."""
+    from isthmus.gateway.descriptors import connections_within, raise_descriptors
+    from isthmus.gateway.settings import HttpLimits
+
+    limits, descriptors = config.limits, raise_descriptors()
+    connections = connections_within(descriptors, num_nodes, limits.connections)
+    if limits.connections is None and connections < FEW_CONNECTIONS:
+        print(
+            f"isthmus: {connections} HTTP connections at most: there are {descriptors} descriptors (ulimit -n), of "
+            "which nodes and files need the rest",
+            file=sys.stderr,
+        )
+    return HttpLimits(
+        header_bytes=limits.header_bytes,
+        headers=limits.headers,
+        header_s=limits.header_s,
+        body_s=limits.body_s,
+        bodies=limits.bodies,
+        connections=connections,
+    )
 
 
 def _max_length(config: Config, model: Served) -> int:
@@ -284,22 +325,25 @@ def _say_in_red(line: str) -> None:
     Console(stderr=True, soft_wrap=True).print(line, style="bold red", highlight=False, markup=False)
 
 
-def _stop_on_signals() -> asyncio.Event:
-    """The first SIGTERM or Ctrl-C drains; a second one ends at once."""
+def _stop_on_signals() -> tuple[asyncio.Event, asyncio.Event]:
+    """The first SIGTERM or Ctrl-C drains; a second one ends all answers at once; a third one waits for nothing."""
     import asyncio
 
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    stop, at_once, loop = asyncio.Event(), asyncio.Event(), asyncio.get_running_loop()
 
     def on_signal() -> None:
-        if stop.is_set():
+        if at_once.is_set():
             raise KeyboardInterrupt
+        if stop.is_set():
+            at_once.set()
+            return
         stop.set()
         print("stopping: running answers are finished first; press Ctrl-C again to end now", file=sys.stderr)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(NotImplementedError):
             loop.add_signal_handler(number, on_signal)
-    return stop
+    return stop, at_once
 
 
 def _announce(url: str, model: str, nodes: list[str], why: str, seconds: float, *, keyed: bool) -> None:

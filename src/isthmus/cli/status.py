@@ -97,6 +97,7 @@ def _ask(base: str, key: str | None) -> bytes:
     """The body of GET /status. Raises UnavailableError. Goes to the address directly, past any proxy; the key goes
     nowhere else, whatever the answer says."""
     from http.client import HTTPException
+    from ssl import SSLCertVerificationError
     from urllib.error import HTTPError, URLError
     from urllib.request import ProxyHandler, Request, build_opener
 
@@ -114,6 +115,8 @@ def _ask(base: str, key: str | None) -> bytes:
         raise UnavailableError(f"{base}/status answers {error.code} {error.reason}; {hint}") from None
     except (OSError, HTTPException) as error:
         reason = error.reason if isinstance(error, URLError) else error
+        if isinstance(reason, SSLCertVerificationError):
+            raise UnavailableError(f"{base} is not trusted: {reason.verify_message}; {_AUTHORITY}") from None
         if isinstance(reason, TimeoutError):
             reason = f"no answer within {ANSWER_S:g} s"
         elif isinstance(reason, OSError) and reason.strerror:
@@ -135,5 +138,6 @@ def _read(answer: bytes, base: str) -> Status:
         raise UnavailableError(f"{base}/status is not what this version reads: {error}; {_WHOSE}") from None
 
 
+_AUTHORITY = "name the file of its certificate's authority in SSL_CERT_FILE"
 _WHOSE = "is `isthmus serve` running there? (--url)"
 _KEYED = "the server's key is needed: set ISTHMUS_API_KEY (or --api-key)"

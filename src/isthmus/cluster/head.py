@@ -234,11 +234,9 @@ class Head:
             await self._changed.wait()
 
     def _names(self, job: Job) -> tuple[Any, ...]:
-        """Of the prompt's blocks; none where its tokens are to be scored. What has no name is in no cache, so all of it
-        is computed, and everybody counts on that."""
-        if self._layout is None:
-            raise UnavailableError("no node has joined yet; try again in a few seconds")
-        if job.sampling.prompt_logprobs is not None:
+        """Of the prompt's blocks; none where its tokens are to be scored, or before the first node has said how blocks
+        lie. What has no name is in no cache, so all of it is computed, and everybody counts on that."""
+        if self._layout is None or job.sampling.prompt_logprobs is not None:
             return ()
         return tuple(self._namer(job.salt).names(job.tokens))
 
@@ -563,10 +561,15 @@ def _is_local(address: str) -> bool:
 
 def _refusal(refuse: conductor.Refuse) -> IsthmusError:
     if refuse.code == "overloaded":
-        return OverloadedError(refuse.reason, retry_after_s=max(1, -(-refuse.retry_after_ms // 1000)))
+        return OverloadedError(refuse.reason, retry_after_s=_seconds(refuse))
     if refuse.code == "too_long":
         return RequestError(refuse.reason, param="max_tokens", code="context_length_exceeded")
-    return UnavailableError(refuse.reason)
+    return UnavailableError(refuse.reason, retry_after_s=_seconds(refuse))
+
+
+def _seconds(refuse: conductor.Refuse) -> int:
+    """When to come back: whole ones, at least one."""
+    return max(1, -(-refuse.retry_after_ms // 1000))
 
 
 class _FromNode(NoPayloads):

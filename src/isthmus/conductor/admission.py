@@ -61,15 +61,16 @@ class Admission:
         self.sees_queues = self._forecast not in (None, _as_now)
 
     def at_arrival(
-        self, view: View, request: RequestArrived, placement: Placement, now: int
+        self, view: View, request: RequestArrived, placement: Placement, now: int, waited_ns: int = 0
     ) -> Overload | None:
-        """Refuses what its placement would let break a limit."""
+        """Refuses what its placement would let break a limit. `waited_ns`: for a node, before."""
         if not self._active:
             return None
         ttft_ns = limit_ns(request.ttft_ms, self._rules.ttft_ms) * (1 - self._rules.reserve)
-        excess = placement.ttft_ns - ttft_ns * self._rules.load_limit
+        expected_ns = waited_ns + placement.ttft_ns
+        excess = expected_ns - ttft_ns * self._rules.load_limit
         if ttft_ns and excess > 0:
-            return Overload("prefill", placement.ttft_ns / ttft_ns, excess, excess / NS_PER_MS)
+            return Overload("prefill", expected_ns / ttft_ns, excess, excess / NS_PER_MS)
         tbt_ns = limit_ns(request.tbt_ms, self._rules.tbt_ms)
         if self._forecast is None or not tbt_ns or request.max_tokens <= 1:
             return None

@@ -114,21 +114,30 @@ class Conductor:
             if not victims:
                 reason = f"{self.rules.max_requests} requests are in progress, the limit (limits.max_requests)"
                 return [Refuse(event.request, "overloaded", reason, self.rules.retry_after_ms, "prefill")]
-        placement = self._router.place(event, now)
+        request, placement = RequestView(event, now), self._router.place(event, now)
         if placement is None:
-            return self._unplaced(event, victims, now)
-        overload = self._admission.at_arrival(self.view, event, placement, now)
+            return self._unplaced(request, victims, self.rules.wait_ms, now)
+        return self._accept(request, placement, victims, now)
+
+    def _accept(
+        self, request: RequestView, placement: Placement, victims: list[RequestView], now: int
+    ) -> list[Action]:
+        """Routes a request for the first time, at its arrival or after it waited for a node; or refuses it."""
+        event = request.arrived
+        overload = self._admission.at_arrival(self.view, event, placement, now, now - request.arrived_ns)
         if overload is not None:
             victims = self._victims(event, placement, overload, now)
             if not victims:
+                self.view.requests.pop(event.request, None)
                 return [_overloaded(event.request, overload)]
         actions: list[Action] = []
         if victims:
             actions += self._turn_away(victims, event, now)
-            placement = self._router.place(event, now)
-            assert placement is not None
-        request = RequestView(event, now)
+            again = self._router.place(event, now)
+            assert again is not None
+            placement = again
         self.view.requests[event.request] = request
+        request.on_hold = False
         cluster = placement.prefill.cluster
         cluster.recent.accept(now)
         if self._learns_lengths:
@@ -229,17 +238,29 @@ class Conductor:
 
     # Refusals.
 
-    def _unplaced(self, event: RequestArrived, victims: list[RequestView], now: int) -> list[Action]:
-        """Nodes that have enough memory together have it not now: it waits for that, in place of others if need be."""
-        if not self._waits_for_room(event):
-            return [self._refusal(event)]
-        clusters = self.view.clusters.values()
-        if not any(holders.leaves_room(self.view.members(cluster), event) for cluster in clusters):
+    def _unplaced(
+        self, request: RequestView, victims: list[RequestView], wait_ms: int, now: int
+    ) -> list[Action]:
+        """It waits, in place of others if need be: for memory, where nodes have enough together and not now, or for a
+        node of a kind of which there is none, which may take `wait_ms`."""
+        event = request.arrived
+        for_room, reason = self._waits_for_room(event), "no memory is free for it"
+        if not for_room:
+            refusal = self._refusal(event)
+            if refusal.code != "unavailable" or not wait_ms:
+                return [refusal]
+            reason = refusal.reason
+        elif not any(
+            holders.leaves_room(self.view.members(each), event) for each in self.view.clusters.values()
+        ):
             reason = f"no node has KV memory for an answer of {event.max_tokens} tokens"
             return [Refuse(event.request, "too_long", f"{reason}: only prompts lie on several nodes here")]
         actions = self._turn_away(victims, event, now)
-        request = self.view.requests[event.request] = RequestView(event, now)
-        return [*actions, self._wait_for_room(request, "no memory is free for it")]
+        self.view.requests[event.request] = request
+        if for_room:
+            return [*actions, self._wait_for_room(request, reason)]
+        request.on_hold, request.reason = True, reason
+        return [*actions, Hold(event.request, 0, reason, wait_ms)]
 
     def _waits_for_room(self, event: RequestArrived) -> bool:
         """Whether nodes of a cluster have memory for it, together and with nothing else there."""
@@ -322,7 +343,10 @@ class Conductor:
         if request is None or not request.on_hold:
             return []
         if event.request not in self._short:
-            return [self._fail(request)]
+            if request.attempt:
+                return [self._fail(request)]
+            del self.view.requests[event.request]
+            return self._unplaced(request, [], 0, now)
         if event.request != next(iter(self._short)):
             return [self._wait_for_room(request, request.reason)]
         actions = self._admit(now)  # a holder may have had less than is known here
@@ -390,6 +414,9 @@ class Conductor:
         return routes
 
     def _go_on(self, request: RequestView, now: int) -> list[Action]:
+        if not request.attempt and request.arrived.request not in self._short:
+            first = self._router.place(request.arrived, now)
+            return [] if first is None else self._accept(request, first, [], now)
         placement = self._place_again(request, now)
         if placement is None:
             return []

@@ -193,8 +193,8 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hold(msgspec.Struct, frozen=True, tag=True):
-    """No node can go on with an accepted request now: wait for one to join, or `wait_ms` for memory if that is above 0,
-    then say `HoldExpired`."""
+    """No node can go on with an accepted request now: wait `wait_ms` for one to join or to have memory, or as long as
+    the driver sees fit if that is 0, then say `HoldExpired`. `attempt` 0: it had none yet."""
 
     request: RequestId
     attempt: int

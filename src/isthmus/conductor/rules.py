@@ -23,6 +23,7 @@ class Rules(msgspec.Struct, frozen=True):
     max_requests: int = 1024  # accepted at once
     max_attempts: int = 3  # routes of one request, beside those that lost a node or a link
     retry_after_ms: int = 1000
+    wait_ms: int = 0  # how long a new request waits for a node of a kind of which there is none
     admission: str = "none"
     reserve: float = 0.0
     sticky_blocks: int = 2

@@ -100,5 +100,6 @@ def rooted(config: Config, folder: Path) -> Config:
             "clusters": {name: costed(cluster) for name, cluster in config.clusters.items()},
             "cache": named(config.cache, "folder"),
             "tls": named(config.tls, "folder", "certificate", "key", "authority"),
+            "https": named(config.https, "certificate", "key"),
         }
     )

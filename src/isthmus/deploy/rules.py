@@ -21,6 +21,7 @@ def rules_of(config: Config) -> Rules:
         policy=config.policy,
         max_requests=config.limits.max_requests,
         max_attempts=config.limits.max_attempts,
+        wait_ms=round(config.limits.wait_s * 1000),
         admission=scheduling.admission,
         reserve=scheduling.reserve,
         sticky_blocks=scheduling.sticky_blocks,

@@ -41,6 +41,7 @@ from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.status import Status, cluster_status
 from isthmus.gateway.tokenize import DetokenizeReply, TokenizeReply
 from isthmus.gateway.tokenizer import GatewayTokenizer
+from isthmus.gateway.traffic import Traffic
 from isthmus.types import ModelCard
 
 
@@ -53,8 +54,9 @@ def create_app(
     """An ASGI app that serves `backend`. `settings` None: the defaults. `preparing`: what becomes of bodies, None: all
     of it in this process. Raises ConfigError where the settings do not fit the model."""
     settings = settings or GatewaySettings()
+    traffic = Traffic(settings.http)
     preparing = preparing or Preparing(backend.card, tokenizer, settings)
-    meter = Meter(backend, preparing)
+    meter = Meter(backend, preparing, traffic)
     operations = _operations(backend, tokenizer, settings, meter, preparing)
 
     @cache
@@ -72,6 +74,7 @@ def create_app(
         exception_handlers=_handlers(meter),
     )
     app.state.preparing = preparing
+    app.state.traffic = traffic  # the server's: what it serves this app on
     return app
 
 
@@ -173,7 +176,9 @@ class _Pages:
         return _json(Version(isthmus.__version__))
 
     async def health(self, request: Request) -> Response:
-        return Response(status_code=200 if self._backend.healthy else 503)
+        if self._backend.healthy:
+            return Response()
+        return Response(status_code=503, headers={"retry-after": "1"})
 
     async def metrics(self, request: Request) -> Response:
         await self._backend.poll()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,7 +20,7 @@ from isthmus.gateway.identity import hex_id
 from isthmus.gateway.metrics import ChoiceTimer, Meter
 from isthmus.gateway.prepare import PreparedRequest
 from isthmus.gateway.preparing import Preparing
-from isthmus.gateway.problems import status_of
+from isthmus.gateway.problems import STOPPING, status_of
 from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.stops import StopMatcher
 from isthmus.gateway.terms import terms_of
@@ -141,6 +142,11 @@ class GenerationEndpoint:
 
         try:
             await run(choices, write, receive)
+            await writer.close(dialect.end(usage_of(prepared, all_choices)))
+        except asyncio.CancelledError:  # the server ends
+            if writer.started:
+                await writer.close(dialect.failure(STOPPING))
+            raise
         except Exception as error:
             if not writer.started or isinstance(error, ClientGoneError):
                 raise
@@ -148,5 +154,3 @@ class GenerationEndpoint:
             if not isinstance(error, IsthmusError):
                 raise  # a bug of ours: the app counts it and the server logs it
             self.service.meter.failed(status_of(error))
-            return
-        await writer.close(dialect.end(usage_of(prepared, all_choices)))

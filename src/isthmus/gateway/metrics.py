@@ -21,6 +21,7 @@ from isthmus.gateway.offload_metrics import OffloadMetrics
 from isthmus.gateway.preparing import Preparing
 from isthmus.gateway.settings import GatewaySettings
 from isthmus.gateway.tally import Tally
+from isthmus.gateway.traffic import Traffic
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FIRST_TOKEN_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
@@ -31,9 +32,10 @@ WHOLE_REQUEST_S = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60
 class Meter:
     """All metrics of one app, in a registry of their own."""
 
-    def __init__(self, backend: Backend, preparing: Preparing) -> None:
+    def __init__(self, backend: Backend, preparing: Preparing, traffic: Traffic) -> None:
         self._registry = registry = CollectorRegistry()
         registry.register(_Preparing(preparing))
+        registry.register(_TrafficMetrics(traffic))
         registry.register(NodeMetrics(backend))
         registry.register(_Refusals(backend))
         registry.register(OffloadMetrics(backend))
@@ -152,6 +154,27 @@ class _Slo:
             return self._in_time
         longest = sorted(self._gaps_s, reverse=True)[: math.ceil(len(self._gaps_s) / 10)]
         return sum(longest) / len(longest) * 1000 <= self._tbt_ms
+
+
+class _TrafficMetrics(Collector):
+    """Of connections, read when Prometheus asks."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def describe(self) -> list[CounterMetricFamily]:
+        return []
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        traffic = self._traffic
+        text = "HTTP connections and requests turned away, by the limit (limits.*) that did it."
+        refused = CounterMetricFamily(f"{PREFIX}http_refused", text, labels=["reason"])
+        for reason, count in traffic.refused.items():
+            refused.add_metric([reason], count)
+        yield refused
+        yield GaugeMetricFamily(f"{PREFIX}http_connections", "Open HTTP connections.", traffic.num_connections)
+        text = "Bytes of request bodies that are not whole yet."
+        yield GaugeMetricFamily(f"{PREFIX}http_body_bytes", text, traffic.body_bytes)
 
 
 class _Refusals(Collector):

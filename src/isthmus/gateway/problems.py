@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from isthmus.errors import IsthmusError, OverloadedError, RequestError
+from isthmus.errors import IsthmusError, OverloadedError, RequestError, UnavailableError
 
 
 class UnknownModelError(RequestError):
@@ -31,6 +31,14 @@ class BodyTooLargeError(RequestError):
     http_status = 413
 
 
+class RequestTimeoutError(RequestError):
+    http_status = 408
+
+
+class HeadersTooLargeError(RequestError):
+    http_status = 431
+
+
 class Problem(msgspec.Struct, frozen=True):
     message: str
     type: str
@@ -42,6 +50,8 @@ class ProblemBody(msgspec.Struct, frozen=True):
     error: Problem
 
 
+STOPPING = UnavailableError("the server is stopping; send the request again")
+"""Ends the answers that are under way when the time for them is over."""
 INTERNAL_MESSAGE = "internal error; the server's log says more"
 
 
@@ -60,7 +70,7 @@ def problem_json(error: BaseException) -> bytes:
 
 def problem_headers(error: BaseException) -> list[tuple[bytes, bytes]]:
     """Headers that belong to `error`, besides its body's."""
-    if isinstance(error, OverloadedError):
+    if isinstance(error, OverloadedError | UnavailableError):
         return [(b"retry-after", str(error.retry_after_s).encode())]
     if isinstance(error, UnauthorizedError):
         return [(b"www-authenticate", b"Bearer")]

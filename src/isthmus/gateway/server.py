@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Callable
+from email.utils import formatdate
+from functools import partial
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.applications import Starlette
+from uvicorn.server import ServerState
 
 from isthmus.errors import StartError
+from isthmus.gateway.certificate import Certificate
+from isthmus.gateway.connections import Connection, Opening
+from isthmus.gateway.traffic import Traffic
+
+log = logging.getLogger(__name__)
+
+SWEEP_S = 0.25
+BACKLOG = 2048
+"""Connections that wait to be accepted."""
+END_S = 1.0
+"""What the last bytes of answers get to leave, once the time for answers is over."""
+ACCEPTED_AT_ONCE = 16
+"""New handshakes between two turns of the event loop."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -20,40 +38,142 @@ def bind(host: str, port: int) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
-        bound.listen(2048)
+        bound.listen(BACKLOG)
     except OSError as error:
         bound.close()
         raise StartError(
             f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port or --host"
         ) from None
+    bound.setblocking(False)
     return bound
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: the command owns them."""
+async def serve_http(
+    app: Starlette,
+    bound: socket.socket,
+    stop: asyncio.Event,
+    *,
+    drain_s: float,
+    at_once: asyncio.Event | None = None,
+    certificate: Certificate | None = None,
+) -> None:
+    """Serves until `stop`; then takes no new connections and gives running answers `drain_s` to end, less if `at_once`
+    is set. What is left then is ended by us, each answer in its own form. HTTPS with a `certificate`."""
+    server = _Server(app, bound, certificate)
+    app.state.preparing.open()
+    try:
+        async with asyncio.TaskGroup() as group:
+            sweeping = group.create_task(server.sweep())
+            async with server.listening(group):
+                await stop.wait()
+            bound.close()
+            await server.drain(drain_s, at_once or asyncio.Event())
+            sweeping.cancel()
+    finally:
+        bound.close()
+        await server.end_answers()
+        app.state.preparing.close()
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
+class _Server:
+    """What is accepted is counted at once, before it has a handshake."""
 
-async def serve_http(app: ASGIApp, bound: socket.socket, stop: asyncio.Event, *, drain_s: float) -> None:
-    """Serves until `stop`; then takes no new connections and gives running answers `drain_s` to end."""
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=max(1, round(drain_s)),
-        timeout_keep_alive=60,
-    )
-    server = _Server(config)
+    def __init__(self, app: Starlette, bound: socket.socket, certificate: Certificate | None) -> None:
+        self._bound, self._certificate = bound, certificate
+        self._traffic: Traffic = app.state.traffic
+        self._state = ServerState()
+        self._resume: Callable[[], None] | None = None
+        """Listens again, after there was no descriptor."""
+        self._config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none")
+        self._config.load()
 
-    async def end() -> None:
-        await stop.wait()
-        server.should_exit = True
+    @contextlib.asynccontextmanager
+    async def listening(self, group: asyncio.TaskGroup) -> AsyncIterator[None]:
+        """Meanwhile, and not afterwards, connections are taken; `group` makes their handshakes."""
+        loop = asyncio.get_running_loop()
+        if self._certificate is None:
+            server = await loop.create_server(self._connection, sock=self._bound, backlog=BACKLOG)
+            try:
+                yield
+            finally:
+                server.close()
+            return
+        self._listen(group)
+        try:
+            yield
+        finally:
+            self._resume = None
+            loop.remove_reader(self._bound)
 
-    async with asyncio.TaskGroup() as group:
-        ender = group.create_task(end())
-        await server.serve(sockets=[bound])
-        ender.cancel()
+    def _connection(self) -> Connection:
+        return Connection(self._traffic, self._config, self._state)
+
+    def _listen(self, group: asyncio.TaskGroup) -> None:
+        """The loop's own servers hide a connection until its handshake is over, so that nobody could end it."""
+        self._resume = None
+        asyncio.get_running_loop().add_reader(self._bound, self._accept, group)
+
+    def _accept(self, group: asyncio.TaskGroup) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                accepted, _ = self._bound.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                continue  # the client is gone already
+            except OSError as error:  # no descriptor is left: it can wait for the next sweep
+                log.warning("a connection could not be accepted: %s", error.strerror)
+                asyncio.get_running_loop().remove_reader(self._bound)
+                self._resume = partial(self._listen, group)
+                return
+            accepted.setblocking(False)
+            connection = self._connection()
+            connection.opening = Opening(group.create_task(self._open(connection, accepted)), accepted)
+
+    async def _open(self, connection: Connection, accepted: socket.socket) -> None:
+        """Makes the connection its handshake. `sweep` ends one that takes too long."""
+        assert self._certificate is not None
+        loop, context = asyncio.get_running_loop(), self._certificate.context
+        try:
+            await loop.connect_accepted_socket(lambda: connection, accepted, ssl=context)
+        except (OSError, asyncio.CancelledError):
+            self._traffic.leave(connection)
+            accepted.close()
+
+    async def sweep(self) -> None:
+        while True:
+            self._state.default_headers = [
+                (b"date", formatdate(time.time(), usegmt=True).encode()),
+                *self._config.encoded_headers,
+            ]
+            self._traffic.sweep()
+            if self._resume is not None:
+                self._resume()
+            if self._certificate is not None:
+                self._certificate.renew(time.monotonic())
+            await asyncio.sleep(SWEEP_S)
+
+    async def drain(self, drain_s: float, at_once: asyncio.Event) -> None:
+        """Returns when no connection is left, or the time is over."""
+        self._traffic.stopping = True
+        for connection in self._traffic.connections():
+            connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(drain_s):
+                while self._traffic.num_connections and not at_once.is_set():
+                    await asyncio.sleep(0.05)
+
+    async def end_answers(self) -> None:
+        """Ends every answer under way in its own form, then every connection."""
+        for connection in self._traffic.connections():
+            connection.end()
+        tasks = list(self._state.tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=END_S)
+        until = time.monotonic() + END_S
+        while self._traffic.num_connections and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        for connection in self._traffic.connections():
+            connection.abort()

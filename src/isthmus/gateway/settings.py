@@ -18,6 +18,18 @@ class ApiKey:
 
 
 @dataclass(frozen=True)
+class HttpLimits:
+    """Limits of HTTP connections, whoever opens them: see `limits` in docs/configuration.md."""
+
+    header_bytes: int = 64 * 1024
+    headers: int = 100
+    header_s: float = 5.0
+    body_s: float = 30.0
+    bodies: int = 128 * 1024 * 1024  # bytes of all that are not whole yet
+    connections: int = 640
+
+
+@dataclass(frozen=True)
 class GatewaySettings:
     """Limits of one HTTP request, and by which of its answers are counted as in time."""
 
@@ -32,6 +44,7 @@ class GatewaySettings:
     max_preparing: int = 256  # large bodies that are being read or wait for it
     num_preparers: int = 2
     max_sequences: int = 256  # prompts times `n`
+    http: HttpLimits = HttpLimits()
     keys: tuple[ApiKey, ...] = field(default=(), repr=False)
     """Of which every request needs one; none: nobody needs any."""
     tool_format: str = "auto"  # a name in tools/formats.py, or auto: as the model's chat template says

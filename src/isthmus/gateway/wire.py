@@ -78,7 +78,7 @@ class ChunkDialect(ABC):
         return (self.usage_event(usage) if self._writing.counts else b"") + DONE
 
     def failure(self, error: Exception) -> bytes:
-        return event(problem_json(error))
+        return event(problem_json(error)) + DONE
 
 
 def event(data: bytes) -> bytes:

@@ -54,7 +54,8 @@ slo.ttft_ms slo.tbt_ms cache.dram cache.ssd cache.folder cache.share cache.evict
 network.node_gbps network.handover_gbps network.spine_gbps network.rtt_us network.connections network.resume_s
 network.compression tls.certificate tls.key tls.authority
 limits.max_requests limits.max_attempts limits.start_s limits.drain_s limits.silence_s limits.rejoin_s
-limits.transfer_s limits.link_s auth.keys
+limits.transfer_s limits.link_s auth.keys auth.tenants auth.metrics
+auth.default.requests_per_s auth.default.tokens_per_s auth.default.burst_s auth.default.concurrent auth.default.weight
 lending.policy lending.reserve lending.period_s
 reuse.default reuse.tenants reuse.selector reuse.kept reuse.max_prompts reuse.min_tokens
 """.split()

@@ -203,6 +203,7 @@ class Head:
                 ttft_ms=job.ttft_ms,
                 tbt_ms=job.tbt_ms,
                 content=content,
+                weight=job.weight,
             )
         )
         if stream.error is not None:
@@ -305,6 +306,7 @@ class Head:
                 num_tokens=len(tokens),
                 stop_length=len(job.tokens) + job.max_tokens,
                 names=stream.names,
+                tenant=job.owner,
             )
             donors = self._donors.of(route, job) if part is not Role.DECODE else ()
             self._send(node, messages.Task(begin, now, tokens, len(job.tokens), job.sampling, job.salt, donors))

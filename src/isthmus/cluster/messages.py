@@ -20,7 +20,7 @@ from isthmus.scheduler import Piece, Preempted
 from isthmus.store import ArenaHandle
 from isthmus.types import BlockName, Generated, NodeId, RequestId, Sampling, TokenLogprobs
 
-PROTOCOL = 10
+PROTOCOL = 11
 MAX_NAMES = 1 << 16
 """In one message: far from the limit of its length."""
 

@@ -40,7 +40,7 @@ from isthmus.scheduler.sequence import (
     Sequence,
 )
 from isthmus.scheduler.tiers import TierCache
-from isthmus.types import BlockName, NodeId, RequestId
+from isthmus.types import NOBODY, BlockName, NodeId, RequestId, Tenant
 
 Names = tuple[BlockName, ...]
 
@@ -240,11 +240,12 @@ class Scheduler:
         sequence.fetch_start = sequence.fetch_stop = 0
         names = sequence.names
         names = self._states.chain(names, stop) if complete else names[:stop]
-        self.keep(names, actions, sequence.request)
+        self.keep(names, actions, sequence.request, sequence.tenant)
 
-    def keep(self, names: Names, actions: Actions, request: RequestId) -> None:
-        """A prefix for the cache to keep; what is new of it came from another node, fetched for this request."""
-        self._prefixes.keep(names, actions, request)
+    def keep(self, names: Names, actions: Actions, request: RequestId, tenant: Tenant = NOBODY) -> None:
+        """A prefix for the cache to keep, in the tenant's share; what is new of it came from another node, fetched for
+        this request."""
+        self._prefixes.keep(names, actions, request, tenant=tenant)
 
     def missing(self, sequence: Sequence, num_blocks: int) -> None:
         """Of the cached prefix that it was admitted with only so much could be loaded: the rest is computed, from the

@@ -129,6 +129,7 @@ class Scheduler:
         assert sequence.request not in self._sequences, f"request {sequence.request} arrived twice"
         self._sequences[sequence.request] = sequence
         sequence.arrival = next(self._arrivals)
+        self._batch.turns.arrive(sequence.tenant)
         if sequence.num_cached:
             self._prefixes.arrive(sequence)
         self._admission.waiting.append(sequence)
@@ -138,6 +139,7 @@ class Scheduler:
         assert sequence.request not in self._sequences, f"request {sequence.request} arrived twice"
         self._sequences[sequence.request] = sequence
         sequence.arrival = next(self._arrivals)
+        self._batch.turns.arrive(sequence.tenant)
         self._incoming.expect(sequence)
         # What runs has all it needs. One that waits for blocks comes first: newer ones would starve who was pre-empted.
         if self.run is not None and not self._admission.waiting:
